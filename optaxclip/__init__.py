@@ -1,0 +1,29 @@
+"""optaxclip: gradient clipping for JAX.
+
+At top level, Optax transformations by the names of Optax and of the papers, and the engine that all
+of them are expressions over. In `ops`, TensorFlow's clipping functions over any pytree. In
+`scopes`, `norms`, `thresholds` and `responses`, the engine's parts.
+"""
+
+from optaxclip import norms as norms
+from optaxclip import ops as ops
+from optaxclip import responses as responses
+from optaxclip import scopes as scopes
+from optaxclip import thresholds as thresholds
+from optaxclip._core import clip_by as clip_by
+from optaxclip._core import clip_tree as clip_tree
+from optaxclip._types import ClipInfo as ClipInfo
+from optaxclip._types import ClipState as ClipState
+from optaxclip._types import Limits as Limits
+from optaxclip._types import Threshold as Threshold
+from optaxclip.methods import ClipByValueState as ClipByValueState
+from optaxclip.methods import adaptive_grad_clip as adaptive_grad_clip
+from optaxclip.methods import clip as clip
+from optaxclip.methods import clip_by_block_rms as clip_by_block_rms
+from optaxclip.methods import clip_by_global_norm as clip_by_global_norm
+from optaxclip.methods import clip_by_group_norm as clip_by_group_norm
+from optaxclip.methods import clip_by_norm as clip_by_norm
+from optaxclip.methods import clip_by_value as clip_by_value
+from optaxclip.methods import normalize_by_global_norm as normalize_by_global_norm
+
+__version__ = "0.1.0"

@@ -1,0 +1,251 @@
+"""The engine: every clip is a scope, a norm, a limit rule, a response and a non-finite policy.
+
+Three known algorithms from the parts:
+
+  Clipping by global norm (Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063) measures the whole
+  tree once and holds it to a constant::
+
+    clip_by(scopes.tree(), 1.0)
+
+  Adaptive gradient clipping (Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171) measures each
+  unit and holds it to a share of the unit's own weights::
+
+    clip_by(scopes.unit(), thresholds.relative_to_params(0.01, eps=1e-3))
+
+  Adafactor's update clipping (Shazeer and Stern, 2018, arXiv 1804.04235) measures the root mean
+  square of each leaf::
+
+    clip_by(scopes.leaf(), 1.0, norm="rms")
+
+What nobody has named yet is the same expression with another argument: the L1 norm of each group
+of layers, normalized, on a schedule, is
+`clip_by(scopes.group(labels), optax.cosine_decay_schedule(1.0, 1000), norm="l1",
+response="normalize")`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import optaxclip.thresholds as thresholds
+from optaxclip._engine import Method, run, run_norms, zero_norms
+from optaxclip._info import initial_info
+from optaxclip._trees import FlatTree, flatten, leaf_name
+from optaxclip._types import ClipInfo, ClipState, Limits, NonFinite, NormTree, PyTree
+from optaxclip.norms import Norm, as_norm
+from optaxclip.responses import Response
+from optaxclip.scopes import Grouping, Scope
+from optaxclip.thresholds.fixed import LimitLike, check_limit
+
+
+def clip_by(
+    scope: Scope,
+    limit: LimitLike,
+    *,
+    norm: str | Norm = "l2",
+    response: str | Response = "clip",
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    name: str = "clip_by",
+) -> optax.GradientTransformationExtraArgs:
+    """Any clipping method, as an Optax transformation.
+
+    Guarantees, for every scope, norm and limit: norms accumulate in float32 or wider and are exact
+    whatever the range; a group at or below its limit comes back bit for bit; the new norm is at
+    most the limit (for bfloat16 and float16 leaves up to their rounding, or always with `strict`);
+    dtype, weak type, shape and tree structure stay; value and derivatives are finite wherever the
+    gradients are. `None`, integer, bool, `float0` and PRNG-key leaves pass untouched and uncounted.
+
+    Args:
+      scope: which entries share a norm, from `optaxclip.scopes`.
+      limit: a number, a scalar array (traced or not), a schedule `count -> limit`, a dict from
+        group name to number, or a rule from `optaxclip.thresholds`.
+      norm: "l2", "l1", "linf", "rms", "mean_abs", or a norm from `optaxclip.norms`.
+      response: "clip", "normalize", "smooth", or a function (see `optaxclip.responses`).
+      nonfinite: what becomes of a group whose norm is not finite: "nan" (all NaN), "zero" (all 0),
+        "mask" (bad entries 0, then clipped), "error" (a `checkify` error that names the leaves).
+      strict: whether narrow dtypes are rounded toward zero, so that they too obey the limit.
+      name: what the transformation is called in messages.
+
+    Returns:
+      A transformation whose state is a `ClipState`. Its update takes `grad_norm=`, a norm of the
+      whole tree that the caller already has, which the scope `tree` then uses.
+
+    Raises:
+      ValueError: for an unknown name, or a limit that is negative, NaN or not a scalar.
+      TypeError: for a limit that is no number.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> from optaxclip import scopes
+      >>> clip = optaxclip.clip_by(scopes.leaf(), optax.linear_schedule(1.0, 0.5, 100), norm="rms")
+      >>> tx = optax.chain(clip, optax.adam(1e-3))
+      >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([0.5])}
+      >>> updates, state = clip.update(grads, clip.init(grads))
+      >>> print(state.info.norm["w"], state.info.factor["b"])
+      3.535534 1.0
+    """
+    rule = thresholds.as_threshold(limit).as_pytree()
+    method = Method.checked(norm, response, nonfinite, strict, name)
+
+    def init(params: PyTree) -> ClipState:
+        flat = flatten(params, "params")
+        grouping = scope(flat)
+        norms = zero_norms(flat.picked(), grouping, wide=True)
+        info = initial_info(norms, grouping)
+        return ClipState(jnp.zeros((), jnp.int32), rule.init(norms), info)
+
+    def update(
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        grad_norm: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, ClipState]:
+        del extra_args
+        flat = flatten(updates, "updates")
+        grouping = scope(flat)
+        state = init(updates) if state is None else state
+        _check_known(grouping, state.info, name)
+        matching = _matching_params(flat, params, name) if rule.uses_params else None
+        picked, rule_state, info = run(
+            flat.picked(),
+            matching,
+            rule,
+            state.rule,
+            state.info,
+            _usable_norm(grad_norm, "grad_norm", grouping, method),
+            grouping=grouping,
+            method=method,
+            names=_names_for_errors(flat, method),
+        )
+        return flat.rebuild(picked), ClipState(state.count + 1, rule_state, info)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def clip_tree(
+    tree: PyTree,
+    limits: LimitLike | Limits,
+    *,
+    scope: Scope,
+    params: PyTree | None = None,
+    norm: str | Norm = "l2",
+    response: str | Response = "clip",
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    use_norm: jax.typing.ArrayLike | None = None,
+    name: str = "clip_tree",
+) -> tuple[PyTree, ClipInfo]:
+    """Clips a tree once; `clip_by` without state.
+
+    Args:
+      tree: a pytree of floating or complex arrays; other leaves pass untouched.
+      limits: a number, a scalar array or a dict from group name to number; or `Limits`, each field
+        a pytree like `ClipInfo.norm`, to tell when to act and how far apart.
+      scope: as in `clip_by`, like the arguments that follow.
+      params: the parameters, for a limit that is relative to them.
+      norm: the norm.
+      response: the response.
+      nonfinite: the policy for groups that are not finite.
+      strict: whether narrow dtypes are rounded toward zero.
+      use_norm: the norm of the whole tree, if known; for the scope `tree`.
+      name: what the operation is called in messages.
+
+    Returns:
+      The tree, clipped, and what was done; the counts in it are 0 or 1.
+
+    Raises:
+      ValueError: for an unknown name or a limit that is negative, NaN or not a scalar.
+      TypeError: for a limit that is no number or a leaf that is no array.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tree, info = optaxclip.clip_tree(
+      ...     [jnp.array([3.0, 4.0])], 1.0, scope=optaxclip.scopes.tree())
+      >>> print(tree[0], info.norm)
+      [0.6        0.79999995] 5.0
+    """
+    rule = (
+        thresholds.given(limits) if isinstance(limits, Limits) else thresholds.as_threshold(limits)
+    )
+    flat = flatten(tree, "tree")
+    grouping = scope(flat)
+    norms = zero_norms(flat.picked(), grouping, wide=True)
+    method = Method.checked(norm, response, nonfinite, strict, name)
+    picked, _, info = run(
+        flat.picked(),
+        _matching_params(flat, params, name) if rule.uses_params else None,
+        rule.as_pytree(),
+        rule.init(norms),
+        initial_info(norms, grouping),
+        _usable_norm(use_norm, "use_norm", grouping, method),
+        grouping=grouping,
+        method=method,
+        names=_names_for_errors(flat, method),
+    )
+    return flat.rebuild(picked), info
+
+
+def group_norms(tree: PyTree, *, scope: Scope, norm: str | Norm = "l2") -> NormTree:
+    """The norm of every group of a tree, float32 or wider, without clipping.
+
+    Args:
+      tree: a pytree of floating or complex arrays; other leaves do not count.
+      scope: which entries share a norm.
+      norm: the norm.
+    """
+    flat = flatten(tree, "tree")
+    grouping = scope(flat)
+    return grouping.pack(run_norms(flat.picked(), grouping, as_norm(norm)))
+
+
+def _check_known(grouping: Grouping, info: ClipInfo, name: str) -> None:
+    known = info.norm if grouping.names is not None else {}
+    unknown = sorted(set(grouping.names or ()) - set(known))
+    if unknown:
+        raise ValueError(
+            f"{name}: the updates have groups {unknown} that the params given to init did not have"
+        )
+
+
+def _matching_params(flat: FlatTree, params: PyTree | None, name: str) -> list[Any]:
+    """The parameters that belong to the measured leaves."""
+    if params is None:
+        raise ValueError(
+            f"{name}: the limit is relative to the parameters; pass them: "
+            "update(grads, state, params)"
+        )
+    found = flatten(params, "params")
+    by_path = {found.paths[i]: found.leaves[i] for i in found.measured}
+    matching = []
+    for i in flat.measured:
+        path, shape = flat.paths[i], jnp.shape(flat.leaves[i])
+        if path not in by_path or jnp.shape(by_path[path]) != shape:
+            there = f"has shape {jnp.shape(by_path[path])}" if path in by_path else "is missing"
+            raise ValueError(
+                f"{name}: params must match the updates; leaf '{leaf_name(path)}' of shape {shape} "
+                f"{there} in params"
+            )
+        matching.append(by_path[path])
+    return matching
+
+
+def _names_for_errors(flat: FlatTree, method: Method) -> tuple[str, ...]:
+    return tuple(flat.names()) if method.nonfinite == "error" else ()
+
+
+def _usable_norm(norm: Any, argument: str, grouping: Grouping, method: Method) -> Array | None:
+    """The caller's norm of the whole tree, where it can stand for our own.
+
+    Other scopes need other norms, and masked entries are not in it.
+    """
+    if norm is None or grouping.names is not None or method.nonfinite == "mask":
+        return None
+    given = jnp.asarray(check_limit(norm, argument, allow_any_number=True))
+    wide = jnp.float64 if given.dtype == jnp.float64 else jnp.float32
+    return given.astype(wide)

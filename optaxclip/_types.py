@@ -1,0 +1,90 @@
+"""Shared types: what a limit rule is, and what a clip keeps and reports."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+from jax.tree_util import Partial
+
+PyTree: TypeAlias = Any
+"""Any pytree of arrays."""
+
+NormTree: TypeAlias = Any
+"""One array per group: a bare scalar for the whole tree, else a dict from group name to array."""
+
+Path: TypeAlias = tuple[Any, ...]
+"""A leaf's key path, as `jax.tree_util.tree_flatten_with_path` gives it."""
+
+NonFinite: TypeAlias = Literal["nan", "zero", "mask", "error"]
+
+
+class Limits(NamedTuple):
+    """When to act and how far: a group whose norm exceeds `trigger` is brought to `target`."""
+
+    trigger: NormTree
+    target: NormTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Threshold:
+    """A limit rule: an `(init, update)` pair, like Optax's own.
+
+    Both fields are `jax.tree_util.Partial`s (plain functions are wrapped), so a rule is itself a
+    pytree whose numbers are traced: changing a limit never compiles again.
+
+    Attributes:
+      init: `init(norms) -> state`; `norms` are zeros of the right structure, shapes and dtypes.
+      update: `update(norms, state, param_norms) -> (Limits, state)`.
+      uses_params: whether `update` needs the norms of the parameters; they are None otherwise.
+    """
+
+    init: Callable[[NormTree], PyTree]
+    update: Callable[[NormTree, PyTree, NormTree | None], tuple[Limits, PyTree]]
+    uses_params: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def as_pytree(self) -> "Threshold":
+        """The same rule with plain functions wrapped, so that it can cross a `jit` boundary."""
+        init, update = (
+            fn if isinstance(fn, Partial) else Partial(fn) for fn in (self.init, self.update)
+        )
+        return Threshold(init, update, self.uses_params)
+
+
+class ClipInfo(NamedTuple):
+    """What the last step's clip did, one entry per group.
+
+    For the whole tree every field is a scalar; for other scopes a dict from group name to array.
+    Scopes with very many groups (`axes`, `unit`) keep one scalar per leaf: norm, limit and factor
+    of the group with the largest norm-to-limit ratio.
+
+    Attributes:
+      norm: float32, the norm before clipping.
+      limit: float32, the norm above which the group is clipped.
+      factor: float32, what the group was multiplied by.
+      fraction: float32, the share of the entry's groups above their limit at this step.
+      num_clipped: int32, steps so far at which a group of this entry was above its limit.
+      num_nonfinite: int32, steps so far at which a group of this entry was not finite.
+    """
+
+    norm: NormTree
+    limit: NormTree
+    factor: NormTree
+    fraction: NormTree
+    num_clipped: NormTree
+    num_nonfinite: NormTree
+
+
+class ClipState(NamedTuple):
+    """State of a clipping transformation.
+
+    Attributes:
+      count: int32[], steps so far.
+      rule: the limit rule's own state.
+      info: what the last step did.
+    """
+
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    rule: PyTree
+    info: ClipInfo

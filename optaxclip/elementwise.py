@@ -1,0 +1,118 @@
+"""Elementwise clipping: bounds on values. It has no norm, so it is not on the engine's axes."""
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.core import Tracer
+
+from optaxclip._numerics import match_weak_type
+from optaxclip._trees import FlatTree, is_sparse, with_data
+from optaxclip._types import PyTree
+
+
+def clamp(flat: FlatTree, low: jax.typing.ArrayLike, high: jax.typing.ArrayLike) -> PyTree:
+    """A tree with real entries held to `[low, high]` and complex ones to modulus `high`.
+
+    NaN stays NaN; infinite entries go to the bounds. Where `low` is above `high` it wins.
+
+    Args:
+      flat: the tree; of `BCOO` leaves the stored entries are clipped.
+      low: the least value, a scalar or an array that broadcasts to every leaf.
+      high: the largest value, likewise.
+
+    Raises:
+      ValueError: if a bound would make a leaf larger.
+    """
+    leaves = flat.picked()
+    for leaf, name in zip(leaves, flat.names(), strict=True):
+        shape = np.shape(leaf.data if is_sparse(leaf) else leaf)
+        _check_fit(low, shape, name)
+        _check_fit(high, shape, name)
+    return flat.rebuild(_clamp_leaves(leaves, low, high))
+
+
+def check_bound(bound: Any, argument: str) -> Any:
+    """`bound`, if it is a number or a real array.
+
+    Raises:
+      TypeError: if it is neither.
+    """
+    is_number = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
+    if not is_number and not isinstance(bound, (jax.Array, np.ndarray, np.generic)):
+        raise TypeError(
+            f"{argument} must be a number or an array, got {bound!r} of type {type(bound).__name__}"
+        )
+    return bound
+
+
+def check_order(low: Any, high: Any, names: tuple[str, str]) -> None:
+    """Checks that no minimum exceeds its maximum or is NaN, where both are concrete.
+
+    Raises:
+      ValueError: otherwise.
+    """
+    if any(isinstance(bound, Tracer) for bound in (low, high)):
+        return
+    if not np.all(np.asarray(low) <= np.asarray(high)):
+        raise ValueError(f"{names[0]} must be at most {names[1]}, got {low!r} and {high!r}")
+
+
+def _check_fit(bound: jax.typing.ArrayLike, shape: tuple[int, ...], name: str) -> None:
+    try:
+        fits = np.broadcast_shapes(np.shape(bound), shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"a bound of shape {np.shape(bound)} does not broadcast to leaf '{name}' of shape "
+            f"{shape}"
+        )
+
+
+@jax.jit
+def _clamp_leaves(leaves: list[Any], low: Array, high: Array) -> list[Any]:
+    clamped = []
+    for leaf in leaves:
+        x = jnp.asarray(leaf.data if is_sparse(leaf) else leaf)
+        least, largest = _fitted(low, x), _fitted(high, x)
+        if jnp.iscomplexobj(x):
+            y = _bound_modulus(x, largest)
+        else:
+            y = jnp.maximum(jnp.minimum(x, largest), least)
+        clamped.append(with_data(leaf, match_weak_type(y, x)))
+    return clamped
+
+
+def _fitted(bound: Array, x: Array) -> Array:
+    """A bound in the leaf's shape and real dtype."""
+    bound = jnp.asarray(bound)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        range_ = jnp.iinfo(x.dtype)
+        bound = jnp.clip(
+            bound,
+            *(
+                max(min(end, jnp.iinfo(bound.dtype).max), jnp.iinfo(bound.dtype).min)
+                for end in (range_.min, range_.max)
+            ),
+        )
+    return jnp.broadcast_to(bound.astype(x.real.dtype), x.shape)
+
+
+def _bound_modulus(z: Array, high: Array) -> Array:
+    """Complex entries with a modulus above `high` brought back to it, their phase kept."""
+    high = jnp.maximum(high, 0)
+    is_infinite = jnp.isinf(z.real) | jnp.isinf(z.imag)
+
+    # Half the entry, because the modulus of a finite entry can overflow.
+    def toward(part: Array) -> Array:
+        return jnp.where(is_infinite, jnp.where(jnp.isinf(part), jnp.sign(part), 0), part / 2)
+
+    direction = lax.complex(toward(z.real), toward(z.imag))
+    size = jnp.abs(jnp.where(direction == 0, 1, direction))
+    keep = (direction == 0) | ((size <= high / 2) & ~is_infinite)
+    by = high / size
+    return jnp.where(keep, z, lax.complex(direction.real * by, direction.imag * by))

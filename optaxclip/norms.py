@@ -1,0 +1,165 @@
+"""Norms: how a group of entries becomes one number.
+
+A `Norm` maps each entry's modulus, reduces the mapped entries over the axes of a leaf, joins the
+leaves of a group and finishes the total. Every norm here is absolutely homogeneous,
+`norm(a * x) == abs(a) * norm(x)`, which is what lets the engine rescale a group whose powers
+overflow or underflow and measure it again.
+
+  norm          | of entries x with n = len(x)    | name
+  --------------|---------------------------------|-----------
+  `l1`          | sum(abs(x))                     | "l1"
+  `l2`          | sqrt(sum(abs(x)**2))            | "l2"
+  `linf`        | max(abs(x))                     | "linf"
+  `lp(p)`       | sum(abs(x)**p)**(1/p)           |
+  `rms`         | sqrt(sum(abs(x)**2) / n)        | "rms"
+  `mean_abs`    | sum(abs(x)) / n                 | "mean_abs"
+  `average_l2`  | sqrt(sum(abs(x)**2)) / n        | "average_l2"
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array
+
+from optaxclip._numerics import safe_sqrt
+
+
+def _abs_squared(x: Array) -> Array:
+    if jnp.iscomplexobj(x):
+        return jnp.square(x.real) + jnp.square(x.imag)
+    return jnp.square(x)
+
+
+def _total(total: Array, count: int) -> Array:
+    del count
+    return total
+
+
+def _mean(total: Array, count: int) -> Array:
+    return total / max(count, 1)
+
+
+def _root(total: Array, count: int) -> Array:
+    del count
+    return safe_sqrt(total)
+
+
+def _root_mean(total: Array, count: int) -> Array:
+    return safe_sqrt(total / max(count, 1))
+
+
+def _root_over_count(total: Array, count: int) -> Array:
+    return safe_sqrt(total) / max(count, 1)
+
+
+def _one(count: int) -> int:
+    del count
+    return 1
+
+
+def _count(count: int) -> int:
+    return count
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """A norm as three steps, so that any scope and any number of devices can share them.
+
+    Attributes:
+      name: for messages.
+      map: entries `[...]` (real or complex) to non-negative real summands `[...]`.
+      finish: the joined total and the group's number of entries to the norm.
+      is_max: whether leaves reduce and join by maximum; by sum otherwise.
+      is_power: whether `map` raises to a power other than 1, so that small entries can underflow.
+      weight: for `sqrt(sum of squares / weight)`, the weight from the number of entries.
+    """
+
+    name: str
+    map: Callable[[Array], Array]
+    finish: Callable[[Array, int], Array]
+    is_max: bool = False
+    is_power: bool = True
+    weight: Callable[[int], int] | None = None
+
+    def reduce(self, x: Array, axes: tuple[int, ...]) -> Array:
+        """The total of one leaf's entries over `axes`, which are removed."""
+        if self.is_max:
+            return jnp.max(self.map(x), axis=axes, initial=0)
+        return jnp.sum(self.map(x), axis=axes)
+
+    def join(self, totals: list[Array]) -> Array:
+        """The total of a group from the totals of its leaves."""
+        return functools.reduce(jnp.maximum if self.is_max else jnp.add, totals)
+
+    def is_inexact(self, total: Array, count: int) -> Array:
+        """Where a total overflowed, or lost enough to underflow to show in the norm."""
+        if self.is_max:
+            return jnp.zeros(total.shape, bool)
+        info = jnp.finfo(total.dtype)
+        lowest = max(count, 1) * float(info.tiny) / float(info.eps) if self.is_power else 0.0
+        return ~((total >= lowest) & (total <= info.max))
+
+
+l1 = Norm("l1", jnp.abs, _total, is_power=False)
+l2 = Norm("l2", _abs_squared, _root, weight=_one)
+linf = Norm("linf", jnp.abs, _total, is_max=True)
+rms = Norm("rms", _abs_squared, _root_mean, weight=_count)
+mean_abs = Norm("mean_abs", jnp.abs, _mean, is_power=False)
+average_l2 = Norm("average_l2", _abs_squared, _root_over_count)
+
+_NAMED = {norm.name: norm for norm in (l1, l2, linf, rms, mean_abs, average_l2)}
+
+
+@functools.cache
+def lp(p: float) -> Norm:
+    """The p-norm, `sum(abs(x)**p)**(1/p)`.
+
+    Args:
+      p: the order, above 0 and at most 64, or infinity; below 1 it is not a norm in the strict
+        sense, but homogeneous all the same.
+
+    Raises:
+      ValueError: if `p` is outside that range.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> print(optaxclip.ops.global_norm([jnp.array([3.0, -4.0])], norm=optaxclip.norms.lp(3)))
+      4.4979415
+    """
+    if p == math.inf:
+        return linf
+    if not 0 < p <= 64:
+        raise ValueError(f"p must be above 0 and at most 64 (or math.inf), got {p!r}")
+    if p in (1, 2):
+        return l1 if p == 1 else l2
+
+    def power(x: Array) -> Array:
+        size = jnp.abs(x)
+        zero = size == 0
+        return jnp.where(zero, 0, jnp.where(zero, 1, size) ** p)
+
+    def root(total: Array, count: int) -> Array:
+        del count
+        zero = total == 0
+        return jnp.where(zero, 0, jnp.where(zero, 1, total) ** (1 / p))
+
+    return Norm(f"l{p:g}", power, root)
+
+
+def as_norm(norm: str | Norm) -> Norm:
+    """The norm of that name, or `norm` itself.
+
+    Raises:
+      ValueError: for an unknown name.
+      TypeError: for something that is neither a name nor a `Norm`.
+    """
+    if isinstance(norm, Norm):
+        return norm
+    if not isinstance(norm, str):
+        raise TypeError(f"norm must be a name or an optaxclip.norms.Norm, got {norm!r}")
+    if norm not in _NAMED:
+        raise ValueError(f"norm must be one of {sorted(_NAMED)} or norms.lp(p), got {norm!r}")
+    return _NAMED[norm]

@@ -1,0 +1,185 @@
+"""TensorFlow's clipping functions, by name and meaning, over any pytree.
+
+Pure functions of a tree: `None` leaves, empty trees, zero-size, scalar, Python-float, NumPy and
+complex leaves and `BCOO` leaves (TensorFlow's `IndexedSlices`) work; integer, bool and PRNG-key
+leaves are a `TypeError`. Each is one cached compiled call in eager mode. Where the results differ
+from TensorFlow's on purpose, the README has a table.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import optaxclip.elementwise as elementwise
+import optaxclip.scopes as scopes
+from optaxclip._core import clip_tree, group_norms
+from optaxclip._trees import flatten
+from optaxclip._types import ClipInfo, PyTree
+from optaxclip.norms import Norm, average_l2
+from optaxclip.thresholds.fixed import check_limit
+
+
+def global_norm(tree: PyTree, *, norm: str | Norm = "l2") -> Array:
+    """The norm of all leaves together.
+
+    Accumulates in float32 (float64 for 64-bit leaves) and is exact whatever the range: it is
+    infinite or NaN only if an entry is. Its derivative at a zero tree is 0.
+
+    Args:
+      tree: a pytree of floating or complex arrays.
+      norm: "l2", "l1", "linf", "rms", "mean_abs" or a norm from `optaxclip.norms`.
+
+    Returns:
+      float32[] (float64[] for 64-bit leaves); 0 for an empty tree.
+
+    Raises:
+      TypeError: for an integer, bool or PRNG-key leaf, or something that is no array.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> grads = {"w": jnp.full(4, 300, jnp.float16), "b": None}
+      >>> print(optaxclip.ops.global_norm(grads))
+      600.0
+    """
+    _check(tree)
+    return group_norms(tree, scope=scopes.tree(), norm=norm)
+
+
+def clip_by_value(
+    tree: PyTree, clip_value_min: jax.typing.ArrayLike, clip_value_max: jax.typing.ArrayLike
+) -> PyTree:
+    """Each entry held to `[clip_value_min, clip_value_max]`.
+
+    NaN stays NaN, infinite entries go to the bounds. Complex entries keep their phase and have
+    their modulus held to `clip_value_max`. Where the minimum is above the maximum it wins, as in
+    TensorFlow.
+
+    Args:
+      tree: a pytree of arrays; integer leaves are allowed where both bounds are integers.
+      clip_value_min: a scalar, or an array that broadcasts to every leaf.
+      clip_value_max: likewise.
+
+    Returns:
+      A tree of the same structure, shapes, dtypes and weak types.
+
+    Raises:
+      TypeError: for a bound that is no number, an integer leaf with a floating bound, a bool or
+        PRNG-key leaf, or something that is no array.
+      ValueError: for bounds that would make a leaf larger.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> print(optaxclip.ops.clip_by_value(jnp.array([-5.0, 2.0, 6.0]), -4.4, 4.4))
+      [-4.4  2.   4.4]
+    """
+    low = elementwise.check_bound(clip_value_min, "clip_value_min")
+    high = elementwise.check_bound(clip_value_max, "clip_value_max")
+    whole = all(jnp.issubdtype(jnp.result_type(bound), jnp.integer) for bound in (low, high))
+    flat = flatten(tree, "tree", integers="measure" if whole else "error")
+    return elementwise.clamp(flat, low, high)
+
+
+def clip_by_norm(
+    tree: PyTree, clip_norm: jax.typing.ArrayLike, axes: int | Sequence[int] | None = None
+) -> PyTree:
+    """Each leaf by itself scaled down to an L2 norm of at most `clip_norm`.
+
+    Args:
+      tree: a pytree of floating or complex arrays.
+      clip_norm: a scalar; a negative one acts as 0, NaN makes every entry NaN.
+      axes: the axes over which a norm extends; all axes if None.
+
+    Returns:
+      A tree of the same structure, shapes, dtypes and weak types. Leaves at or below the limit come
+      back bit for bit, and a leaf with a non-finite norm all NaN.
+
+    Raises:
+      TypeError: for an integer, bool or PRNG-key leaf, or something that is no array.
+      ValueError: if `clip_norm` is not a scalar, or a leaf lacks one of the axes.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> x = jnp.array([[-3.0, 0.0, 0.0], [4.0, 0.0, 3.0]])
+      >>> print(optaxclip.ops.clip_by_norm(x, 4.0, axes=0))
+      [[-2.4  0.   0. ]
+       [ 3.2  0.   3. ]]
+    """
+    scope = scopes.leaf() if axes is None else scopes.axes(axes)
+    return _clip(tree, clip_norm, scope=scope)[0]
+
+
+def clip_by_average_norm(tree: PyTree, clip_norm: jax.typing.ArrayLike) -> PyTree:
+    """Each leaf by itself scaled down to an average norm of at most `clip_norm`.
+
+    The average norm is the L2 norm divided by the number of entries (not the root mean square).
+
+    Args:
+      tree: a pytree of floating or complex arrays.
+      clip_norm: a scalar; a negative one acts as 0, NaN makes every entry NaN.
+
+    Returns:
+      As `clip_by_norm`.
+
+    Raises:
+      TypeError: as in `clip_by_norm`.
+      ValueError: if `clip_norm` is not a scalar.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> x = jnp.array([[-3.0, 0.0, 0.0], [4.0, 0.0, 0.0]])
+      >>> print(optaxclip.ops.clip_by_average_norm(x, 0.8))
+      [[-2.88  0.    0.  ]
+       [ 3.84  0.    0.  ]]
+    """
+    return _clip(tree, clip_norm, scope=scopes.leaf(), norm=average_l2)[0]
+
+
+def clip_by_global_norm(
+    tree: PyTree, clip_norm: jax.typing.ArrayLike, use_norm: jax.typing.ArrayLike | None = None
+) -> tuple[PyTree, Array]:
+    """All leaves together scaled down to an L2 norm of at most `clip_norm`.
+
+    Source: Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
+
+    Args:
+      tree: a pytree of floating or complex arrays.
+      clip_norm: a scalar; a negative one acts as 0, NaN makes every entry NaN.
+      use_norm: the norm of the tree, if known; it is not measured again.
+
+    Returns:
+      The tree, of the same structure, shapes, dtypes and weak types, and the norm before clipping,
+      float32[] (float64[] for 64-bit leaves). If the norm is at or below the limit the leaves come
+      back bit for bit; if it is not finite all of them are NaN.
+
+    Raises:
+      TypeError: for an integer, bool or PRNG-key leaf, or something that is no array.
+      ValueError: if `clip_norm` or `use_norm` is not a scalar.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> grads = {"w": jnp.array([[-2.0, 0.0], [4.0, 0.0]]), "b": jnp.array([1.0, -2.0])}
+      >>> clipped, norm = optaxclip.ops.clip_by_global_norm(grads, 4.0)
+      >>> print(clipped["b"], norm)
+      [ 0.8 -1.6] 5.0
+    """
+    if use_norm is not None:
+        use_norm = _scalar(use_norm, "use_norm")
+    clipped, info = _clip(tree, clip_norm, scope=scopes.tree(), use_norm=use_norm)
+    return clipped, info.norm if use_norm is None else use_norm
+
+
+def _clip(tree: PyTree, clip_norm: jax.typing.ArrayLike, **options: Any) -> tuple[PyTree, ClipInfo]:
+    _check(tree)
+    return clip_tree(tree, _scalar(clip_norm, "clip_norm"), **options)
+
+
+def _check(tree: PyTree) -> None:
+    flatten(tree, "tree", integers="error")
+
+
+def _scalar(value: Any, argument: str) -> Array:
+    """A scalar array, which unlike a number may be negative or NaN."""
+    return jnp.asarray(check_limit(value, argument, allow_any_number=True))

@@ -1,0 +1,196 @@
+"""Limits that do not depend on the past: a constant, a schedule, a share of the parameters."""
+
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.tree_util import Partial
+
+from optaxclip._types import Limits, NormTree, PyTree, Threshold
+
+ScalarOrSchedule: TypeAlias = jax.typing.ArrayLike | Callable[[Array], jax.typing.ArrayLike]
+LimitLike: TypeAlias = ScalarOrSchedule | Mapping[str, jax.typing.ArrayLike] | Threshold
+
+
+def constant(limit: jax.typing.ArrayLike | Mapping[str, Any]) -> Threshold:
+    """The same limit at every step.
+
+    Args:
+      limit: a scalar, or one for each group: `{name: scalar}`.
+
+    Raises:
+      ValueError: if a limit is not a scalar, or is a negative or NaN number. (A traced limit below
+        0 acts as 0, a traced NaN makes the groups NaN.)
+      TypeError: if a limit is not a number.
+    """
+    return _constant(limit, "limit")
+
+
+def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
+    """A limit `fn(count)` that depends on the number of steps so far, from 0 on.
+
+    Args:
+      fn: an Optax schedule, or any traceable function from int32[] to a scalar.
+    """
+    return Threshold(Partial(_zero_count), Partial(_scheduled, Partial(fn)))
+
+
+def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3) -> Threshold:
+    """A limit of `ratio * max(norm of the parameters, eps)`, over the same groups.
+
+    Source: Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
+
+    Args:
+      ratio: the largest allowed ratio of gradient norm to parameter norm, or a schedule of it.
+      eps: a floor under the parameter norm, so that zero-initialized parameters can leave zero.
+
+    Raises:
+      ValueError: if `ratio` or `eps` is not a scalar, or is a negative or NaN number.
+      TypeError: if `ratio` or `eps` is not a number.
+    """
+    return _relative_to_params(ratio, eps, "ratio")
+
+
+def given(limits: Limits) -> Threshold:
+    """These limits, each field one array per group, at every step."""
+    return Threshold(Partial(_no_state), Partial(_given, limits))
+
+
+def as_threshold(limit: LimitLike, argument: str = "limit") -> Threshold:
+    """A `Threshold` as it is; a number, schedule or `{name: number}` as a rule.
+
+    Args:
+      limit: the limit.
+      argument: what it is called in messages.
+
+    Raises:
+      ValueError: as in `constant`.
+      TypeError: as in `constant`.
+    """
+    if isinstance(limit, Threshold):
+        return limit
+    return schedule(limit) if callable(limit) else _constant(limit, argument)
+
+
+def check_limit(limit: Any, argument: str, *, allow_any_number: bool = False) -> Any:
+    """`limit`, if it can be one.
+
+    Args:
+      limit: a Python, NumPy, JAX or traced scalar.
+      argument: what it is called in messages.
+      allow_any_number: whether negative and NaN numbers are let through.
+
+    Raises:
+      ValueError: if it is not a scalar, or (NumPy and Python numbers only) is negative or NaN.
+      TypeError: if it is not a real number.
+    """
+    is_number = isinstance(limit, numbers.Real) and not isinstance(limit, bool)
+    if not is_number and not isinstance(limit, (jax.Array, np.ndarray, np.generic)):
+        raise TypeError(
+            f"{argument} must be a number, a scalar array or a schedule, got {limit!r} of type "
+            f"{type(limit).__name__}; to switch clipping off pass math.inf"
+        )
+    shape = getattr(limit, "shape", ())
+    if shape != ():
+        raise ValueError(f"{argument} must be a scalar, got an array of shape {shape}")
+    if not isinstance(limit, jax.Array):
+        value = float(limit)
+        if not allow_any_number and (math.isnan(value) or value < 0):
+            raise ValueError(f"{argument} must not be negative or NaN, got {limit!r}")
+    elif not (
+        jnp.issubdtype(limit.dtype, jnp.floating) or jnp.issubdtype(limit.dtype, jnp.integer)
+    ):
+        raise TypeError(f"{argument} must be a real scalar, got dtype {limit.dtype}")
+    return limit
+
+
+def _constant(limit: Any, argument: str) -> Threshold:
+    if isinstance(limit, Mapping):
+        limit = {name: check_limit(value, f"{argument}[{name!r}]") for name, value in limit.items()}
+        return Threshold(Partial(_no_state), Partial(_constant_by_name, limit))
+    return Threshold(Partial(_no_state), Partial(_constant_limit, check_limit(limit, argument)))
+
+
+def _relative_to_params(ratio: Any, eps: Any, argument: str) -> Threshold:
+    eps = check_limit(eps, "eps")
+    inner = as_threshold(ratio, argument)
+    return Threshold(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
+
+
+def _no_state(norms: NormTree) -> tuple[()]:
+    del norms
+    return ()
+
+
+def _zero_count(norms: NormTree) -> Array:
+    del norms
+    return jnp.zeros((), jnp.int32)
+
+
+def _everywhere(limit: Any, norms: NormTree) -> Limits:
+    """One limit for all groups; below 0 it acts as 0."""
+    limits = jax.tree.map(
+        lambda norm: jnp.full(norm.shape, jnp.maximum(jnp.asarray(limit).astype(norm.dtype), 0)),
+        norms,
+    )
+    return Limits(limits, limits)
+
+
+def _constant_limit(
+    limit: Any, norms: NormTree, state: tuple[()], param_norms: NormTree | None
+) -> tuple[Limits, tuple[()]]:
+    del param_norms
+    return _everywhere(limit, norms), state
+
+
+def _constant_by_name(
+    limits: dict[str, Any], norms: NormTree, state: tuple[()], param_norms: NormTree | None
+) -> tuple[Limits, tuple[()]]:
+    del param_norms
+    if not isinstance(norms, dict) or set(norms) != set(limits):
+        groups = sorted(norms) if isinstance(norms, dict) else "one for the whole tree"
+        raise ValueError(f"limits are given for groups {sorted(limits)}, but there are {groups}")
+    found = {name: _everywhere(limits[name], norm).target for name, norm in norms.items()}
+    return Limits(found, found), state
+
+
+def _given(
+    limits: Limits, norms: NormTree, state: tuple[()], param_norms: NormTree | None
+) -> tuple[Limits, tuple[()]]:
+    del param_norms
+
+    def full(limit: Any, norm: Array) -> Array:
+        return jnp.full(norm.shape, jnp.asarray(limit).astype(norm.dtype))
+
+    return Limits(*(jax.tree.map(full, field, norms) for field in limits)), state
+
+
+def _scheduled(
+    fn: Callable[[Array], Any], norms: NormTree, count: Array, param_norms: NormTree | None
+) -> tuple[Limits, Array]:
+    del param_norms
+    limit = check_limit(fn(count), "the schedule's value", allow_any_number=True)
+    return _everywhere(limit, norms), count + 1
+
+
+def _relative(
+    inner: Callable[..., tuple[Limits, PyTree]],
+    eps: Any,
+    norms: NormTree,
+    state: PyTree,
+    param_norms: NormTree,
+) -> tuple[Limits, PyTree]:
+    ratios, state = inner(norms, state, None)
+    limits = jax.tree.map(
+        lambda ratio, norm: (
+            ratio * jnp.maximum(norm.astype(ratio.dtype), jnp.asarray(eps).astype(ratio.dtype))
+        ),
+        ratios.target,
+        param_norms,
+    )
+    return Limits(limits, limits), state

@@ -1,0 +1,14 @@
+"""Strict settings for every test: nothing in the library may rely on implicit promotion."""
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def x64():
+    """Runs a test with 64-bit types."""
+    with jax.enable_x64(True):
+        yield
