@@ -78,7 +78,7 @@ def refined_quotient(quotient: Array, new: Array, root: Array, error: Array) -> 
     quotient, new, root = lax.stop_gradient((quotient, new, root))
     product, product_error = two_product(quotient, root)
     short = safe_divide((new - product) - product_error, root, 0)
-    margin = 2.0**-4 * jnp.finfo(root.dtype).eps
+    margin = 2.0**-6 * jnp.finfo(root.dtype).eps
     return short - quotient * error - quotient * margin
 
 

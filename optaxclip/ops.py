@@ -162,8 +162,9 @@ def clip_by_global_norm(
       >>> import jax.numpy as jnp, optaxclip
       >>> grads = {"w": jnp.array([[-2.0, 0.0], [4.0, 0.0]]), "b": jnp.array([1.0, -2.0])}
       >>> clipped, norm = optaxclip.ops.clip_by_global_norm(grads, 4.0)
-      >>> print(clipped["b"], norm)
-      [ 0.8 -1.6] 5.0
+      >>> print(clipped["w"].round(3), norm)
+      [[-1.6  0. ]
+       [ 3.2  0. ]] 5.0
     """
     if use_norm is not None:
         use_norm = _scalar(use_norm, "use_norm")
