@@ -30,15 +30,14 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-import optaxclip.thresholds as thresholds
 from optaxclip._engine import Method, run, run_norms, zero_norms
 from optaxclip._info import initial_info
-from optaxclip._trees import FlatTree, flatten, leaf_name
+from optaxclip._trees import FlatTree, flatten, has_wide_leaves, leaf_name
 from optaxclip._types import ClipInfo, ClipState, Limits, NonFinite, NormTree, PyTree
 from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response
 from optaxclip.scopes import Grouping, Scope
-from optaxclip.thresholds.fixed import LimitLike, check_limit
+from optaxclip.thresholds.fixed import LimitLike, as_limit, check_limit, given, rule_for
 
 
 def clip_by(
@@ -85,17 +84,17 @@ def clip_by(
       >>> tx = optax.chain(clip, optax.adam(1e-3))
       >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([0.5])}
       >>> updates, state = clip.update(grads, clip.init(grads))
-      >>> print(state.info.norm["w"], state.info.factor["b"])
-      3.535534 1.0
+      >>> print(list(state.info.names), state.info.norm)
+      ['b', 'w'] [0.5       3.5355341]
     """
-    rule = thresholds.as_threshold(limit).as_pytree()
+    limit = as_limit(limit, "limit")
     method = Method.checked(norm, response, nonfinite, strict, name)
 
     def init(params: PyTree) -> ClipState:
-        flat = flatten(params, "params")
-        grouping = scope(flat)
-        norms = zero_norms(flat.picked(), grouping, wide=True)
-        info = initial_info(norms, grouping)
+        grouping = scope(flatten(params, "params"))
+        rule = rule_for(limit, grouping.names, grouping.layout)
+        norms = zero_norms(grouping, jnp.dtype(jnp.float32))
+        info = initial_info(grouping, jnp.dtype(jnp.float32))
         return ClipState(jnp.zeros((), jnp.int32), rule.init(norms), info)
 
     def update(
@@ -108,13 +107,12 @@ def clip_by(
     ) -> tuple[PyTree, ClipState]:
         del extra_args
         flat = flatten(updates, "updates")
-        grouping = scope(flat)
         state = init(updates) if state is None else state
-        _check_known(grouping, state.info, name)
-        matching = _matching_params(flat, params, name) if rule.uses_params else None
+        grouping = _among_known(scope(flat), state.info, name)
+        rule = rule_for(limit, grouping.names, grouping.layout)
         picked, rule_state, info = run(
             flat.picked(),
-            matching,
+            _matching_params(flat, params, name) if rule.uses_params else None,
             rule,
             state.rule,
             state.info,
@@ -170,19 +168,20 @@ def clip_tree(
       >>> print(tree[0], info.norm)
       [0.6        0.79999995] 5.0
     """
-    rule = (
-        thresholds.given(limits) if isinstance(limits, Limits) else thresholds.as_threshold(limits)
-    )
     flat = flatten(tree, "tree")
     grouping = scope(flat)
-    norms = zero_norms(flat.picked(), grouping, wide=True)
+    if isinstance(limits, Limits):
+        rule = given(limits)
+    else:
+        rule = rule_for(as_limit(limits, "limits"), grouping.names, grouping.layout)
     method = Method.checked(norm, response, nonfinite, strict, name)
+    dtype = jnp.dtype(jnp.float64 if has_wide_leaves(flat.picked()) else jnp.float32)
     picked, _, info = run(
         flat.picked(),
         _matching_params(flat, params, name) if rule.uses_params else None,
-        rule.as_pytree(),
-        rule.init(norms),
-        initial_info(norms, grouping),
+        rule,
+        rule.init(zero_norms(grouping, dtype)),
+        initial_info(grouping, dtype),
         _usable_norm(use_norm, "use_norm", grouping, method),
         grouping=grouping,
         method=method,
@@ -200,17 +199,19 @@ def group_norms(tree: PyTree, *, scope: Scope, norm: str | Norm = "l2") -> NormT
       norm: the norm.
     """
     flat = flatten(tree, "tree")
-    grouping = scope(flat)
-    return grouping.pack(run_norms(flat.picked(), grouping, as_norm(norm)))
+    return run_norms(flat.picked(), scope(flat), as_norm(norm))
 
 
-def _check_known(grouping: Grouping, info: ClipInfo, name: str) -> None:
-    known = info.norm if grouping.names is not None else {}
-    unknown = sorted(set(grouping.names or ()) - set(known))
+def _among_known(grouping: Grouping, info: ClipInfo, name: str) -> Grouping:
+    """The grouping with all groups known since `init`, of which a tree may lack some."""
+    if grouping.layout == "scalar":
+        return grouping
+    unknown = sorted(set(grouping.names) - set(info.names))
     if unknown:
         raise ValueError(
             f"{name}: the updates have groups {unknown} that the params given to init did not have"
         )
+    return grouping.among(info.names)
 
 
 def _matching_params(flat: FlatTree, params: PyTree | None, name: str) -> list[Any]:
@@ -244,7 +245,7 @@ def _usable_norm(norm: Any, argument: str, grouping: Grouping, method: Method) -
 
     Other scopes need other norms, and masked entries are not in it.
     """
-    if norm is None or grouping.names is not None or method.nonfinite == "mask":
+    if norm is None or grouping.layout != "scalar" or method.nonfinite == "mask":
         return None
     given = jnp.asarray(check_limit(norm, argument, allow_any_number=True))
     wide = jnp.float64 if given.dtype == jnp.float64 else jnp.float32

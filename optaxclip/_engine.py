@@ -5,15 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.core import Tracer
 
 import optaxclip.nonfinite as policies
 from optaxclip._info import updated_info
-from optaxclip._measure import Measured, measure
-from optaxclip._numerics import accumulation_dtype, power_of_two_below
-from optaxclip._scale import multiplier, scale
+from optaxclip._measure import already_measured, measure
+from optaxclip._scale import Multiplier, multiplier, scale
 from optaxclip._trees import is_sparse
 from optaxclip._types import ClipInfo, NonFinite, NormTree, PyTree, Threshold
 from optaxclip.norms import Norm, as_norm
@@ -45,8 +43,9 @@ class Method:
         return cls(as_norm(norm), as_response(response), policy, bool(strict), name)
 
 
-def _norms(leaves: list[Any], *, grouping: Grouping, norm: Norm) -> list[Array]:
-    return [group.norm for group in measure(_as_arrays(leaves), grouping, norm)]
+def _norms(leaves: list[Any], *, grouping: Grouping, norm: Norm) -> NormTree:
+    blocks = measure(_as_arrays(leaves), grouping, norm)
+    return grouping.to_tree([_with_absent(block.norm, grouping) for block in blocks])
 
 
 def _clip(
@@ -62,35 +61,50 @@ def _clip(
     names: tuple[str, ...],
 ) -> tuple[list[Any], PyTree, ClipInfo]:
     """The way of the data: measure, limit, respond, scale."""
-    leaves = _as_arrays(leaves)
-    bad_entries = None
+    leaves, bad_entries = _as_arrays(leaves), None
     if method.nonfinite == "mask":
         leaves, bad_entries = policies.mask(leaves, grouping)
     if given is None:
         measured = measure(leaves, grouping, method.norm)
     else:
-        measured = [_already_measured(given, leaves)]
-    norms = [group.norm for group in measured]
-    param_norms = None
-    if params is not None:
-        param_norms = _norms(params, grouping=grouping, norm=method.norm)
-        param_norms = _with_absent(param_norms, grouping, info)
-    limits, rule_state = rule.update(_with_absent(norms, grouping, info), rule_state, param_norms)
-    triggers, targets = grouping.unpack(limits.trigger), grouping.unpack(limits.target)
-    replacement = policies.replacement(method.nonfinite)
+        measured = already_measured(given, sum(leaf.size for leaf in leaves))
+    norms = [_with_absent(block.norm, grouping) for block in measured]
+    param_norms = None if params is None else _norms(params, grouping=grouping, norm=method.norm)
+    limits, rule_state = rule.update(grouping.to_tree(norms), rule_state, param_norms)
+    triggers, targets = grouping.from_tree(limits.trigger), grouping.from_tree(limits.target)
     multipliers = [
-        multiplier(*group, method.response, replacement)
-        for group in zip(measured, triggers, targets, strict=True)
+        multiplier(
+            norm,
+            block,
+            trigger,
+            target,
+            response=method.response,
+            replacement=policies.replacement(method.nonfinite),
+        )
+        for norm, block, trigger, target in zip(norms, measured, triggers, targets, strict=True)
     ]
-    scaled = [
-        scale(leaf, multipliers[group], axes, strict=method.strict)
-        for leaf, group, axes in zip(leaves, grouping.index, grouping.axes, strict=True)
-    ]
-    bad = bad_entries or [~jnp.isfinite(norm) for norm in norms]
+    bad = [~jnp.isfinite(norm) for norm in norms]
+    if bad_entries is not None:
+        bad = grouping.to_blocks(bad_entries)
     if method.nonfinite == "error":
-        for flags, members in zip(bad, grouping.members(), strict=True):
-            policies.check(flags, method.name, [names[i] for i in members])
-    return scaled, rule_state, updated_info(info, grouping, norms, triggers, multipliers, bad)
+        for flags, slot in zip(grouping.to_slots(bad), grouping.slots, strict=True):
+            policies.check(flags, method.name, [names[i] for i in slot.members])
+    factors = [by.factor for by in multipliers]
+    info = updated_info(info, grouping, norms, triggers, factors, bad)
+    by_slot = _per_slot(multipliers, grouping)
+    scaled = [
+        scale(leaf, by_slot[slot], axes, strict=method.strict)
+        for leaf, slot, axes in zip(leaves, grouping.slot_of_leaf(), grouping.axes, strict=True)
+    ]
+    return scaled, rule_state, info
+
+
+def _per_slot(multipliers: list[Multiplier], grouping: Grouping) -> list[Multiplier]:
+    if grouping.layout != "vector":
+        return multipliers
+    fields, structure = jax.tree.flatten(multipliers[0])
+    columns = zip(*(grouping.to_slots([field]) for field in fields), strict=True)
+    return [jax.tree.unflatten(structure, column) for column in columns]
 
 
 _compiled_clip = jax.jit(_clip, static_argnames=("grouping", "method", "names"))
@@ -104,28 +118,15 @@ def run(*operands: Any, method: Method, **static: Any) -> tuple[list[Any], PyTre
     return (_clip if inline else _compiled_clip)(*operands, method=method, **static)
 
 
-def run_norms(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Array]:
+def run_norms(leaves: list[Any], grouping: Grouping, norm: Norm) -> NormTree:
     """The norms alone, in the same way."""
     return (_norms if _is_traced(leaves) else _compiled_norms)(leaves, grouping=grouping, norm=norm)
 
 
-def zero_norms(leaves: list[Any], grouping: Grouping, *, wide: bool = False) -> NormTree:
-    """Zeros of the norms' structure and shapes, from which rules and records make their state.
-
-    Args:
-      leaves: the leaves to be measured.
-      grouping: their groups.
-      wide: whether groups with 64-bit leaves get float64; float32 otherwise.
-    """
-    zeros = []
-    for members in grouping.members():
-        dtypes = [accumulation_dtype(jnp.result_type(leaves[i])) for i in members] if wide else []
-        dtype = jnp.float64 if jnp.float64 in dtypes else jnp.float32
-        shape = np.shape(leaves[members[0]]) if members else ()
-        reduced = grouping.axes[members[0]] if members else ()
-        kept = tuple(size for axis, size in enumerate(shape) if axis not in reduced)
-        zeros.append(jnp.zeros(kept, dtype))
-    return grouping.pack(zeros)
+def zero_norms(grouping: Grouping, dtype: jnp.dtype) -> NormTree:
+    """Zeros of the norms' structure and shapes, from which rules make their state."""
+    zeros = [jnp.zeros(slot.shape, dtype) for slot in grouping.slots]
+    return grouping.to_tree(grouping.to_blocks(zeros))
 
 
 def _is_traced(operands: Any) -> bool:
@@ -136,15 +137,9 @@ def _as_arrays(leaves: list[Any]) -> list[Any]:
     return [leaf if is_sparse(leaf) else jnp.asarray(leaf) for leaf in leaves]
 
 
-def _already_measured(norm: Array, leaves: list[Any]) -> Measured:
-    unit = power_of_two_below(norm)
-    return Measured(norm / unit, unit, sum(leaf.size for leaf in leaves))
-
-
-def _with_absent(norms: list[Array], grouping: Grouping, info: ClipInfo) -> NormTree:
-    """The norms of all groups known since `init`; one without leaves in this tree has norm NaN."""
-    tree = grouping.pack(norms)
-    if grouping.names is None:
-        return tree
-    absent = {name: jnp.full(jnp.shape(x), jnp.nan) for name, x in info.norm.items()}
-    return {**absent, **tree}
+def _with_absent(norms: Array, grouping: Grouping) -> Array:
+    """The norms, NaN for groups that `init` saw but that have no leaves in this tree."""
+    present = [bool(slot.members) for slot in grouping.slots for _ in slot.names]
+    if grouping.layout != "vector" or all(present):
+        return norms
+    return jnp.where(jnp.array(present), norms, jnp.nan)

@@ -1,85 +1,87 @@
 """What a clip reports: the record of one step, with running counts."""
 
-import jax
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._scale import Multiplier
-from optaxclip._types import ClipInfo, NormTree
+from optaxclip._types import ClipInfo
 from optaxclip.scopes import Grouping
 
 
-def initial_info(norms: NormTree, grouping: Grouping) -> ClipInfo:
+def initial_info(grouping: Grouping, dtype: jnp.dtype) -> ClipInfo:
     """The record before the first step: no limit, nothing clipped.
 
     Args:
-      norms: one array per group, of which the structure, shapes and dtypes count.
-      grouping: tells whether a leaf's groups are summarized.
+      grouping: the groups.
+      dtype: of the norms.
     """
-
-    def full(value: float, dtype: jax.typing.DTypeLike | None = None) -> NormTree:
-        def entry(norm: Array) -> Array:
-            shape = () if grouping.is_summarized else norm.shape
-            return jnp.full(shape, value, dtype or norm.dtype)
-
-        return jax.tree.map(entry, norms)
-
+    shape = () if grouping.layout == "scalar" else (len(grouping.names),)
     return ClipInfo(
-        norm=full(0),
-        limit=full(jnp.inf),
-        factor=full(1),
-        fraction=full(0),
-        num_clipped=full(0, jnp.int32),
-        num_nonfinite=full(0, jnp.int32),
+        names=dict.fromkeys(grouping.names, ()),
+        norm=jnp.zeros(shape, dtype),
+        limit=jnp.full(shape, jnp.inf, dtype),
+        factor=jnp.ones(shape, dtype),
+        fraction=jnp.zeros(shape, dtype),
+        num_clipped=jnp.zeros(shape, jnp.int32),
+        num_nonfinite=jnp.zeros(shape, jnp.int32),
     )
 
 
 def updated_info(
     old: ClipInfo,
     grouping: Grouping,
-    norms: list[Array],
-    triggers: list[Array],
-    multipliers: list[Multiplier],
-    bad: list[Array],
+    norms: Sequence[Array],
+    triggers: Sequence[Array],
+    factors: Sequence[Array],
+    bad: Sequence[Array],
 ) -> ClipInfo:
-    """The record after a step; groups that this step's tree lacks keep their last one."""
-    entries = []
-    for norm, trigger, by, is_bad in zip(norms, triggers, multipliers, bad, strict=True):
-        clipped = ((norm > trigger) & ~is_bad).astype(jnp.float32)
-        step = (norm, trigger, by.factor, clipped, is_bad.astype(jnp.float32))
-        entries.append(_summary(*step) if grouping.is_summarized else step)
-    columns = [grouping.pack(column) for column in zip(*entries, strict=True)]
-    norm, limit, factor, clipped, nonfinite = (
-        {**previous, **column} if isinstance(previous, dict) else column
-        for previous, column in zip(_without_events(old), columns, strict=True)
-    )
+    """The record after a step.
 
-    def as_before(tree: NormTree) -> NormTree:
-        return jax.tree.map(lambda x, like: x.astype(like.dtype), tree, old.norm)
-
-    def counted(total: NormTree, share: NormTree) -> NormTree:
-        return jax.tree.map(lambda n, x: n + (x > 0).astype(jnp.int32), total, share)
-
+    Args:
+      old: the record before it.
+      grouping: the groups; those without leaves at this step keep their record.
+      norms: the norms in blocks: one for all groups, or, of the layout "dict", one for each slot.
+      triggers: the norms above which to act, likewise.
+      factors: what the groups were multiplied by, likewise.
+      bad: which groups are not finite, likewise.
+    """
+    blocks = []
+    for norm, trigger, factor, is_bad in zip(norms, triggers, factors, bad, strict=True):
+        clipped = (norm > trigger) & ~is_bad
+        shares = clipped.astype(norm.dtype), is_bad.astype(norm.dtype)
+        blocks.append((norm, trigger, factor, *shares))
+    if grouping.layout == "dict":
+        columns = zip(*(_summary(*block) for block in blocks), strict=True)
+        new = [jnp.stack(column).astype(old.norm.dtype) for column in columns]
+    else:
+        new = [column.astype(old.norm.dtype) for column in blocks[0]]
+    norm, limit, factor, clipped, nonfinite = _where_present(grouping, new, old)
     return ClipInfo(
-        norm=as_before(norm),
-        limit=as_before(limit),
-        factor=as_before(factor),
-        fraction=as_before(clipped),
-        num_clipped=counted(old.num_clipped, clipped),
-        num_nonfinite=counted(old.num_nonfinite, nonfinite),
+        names=old.names,
+        norm=norm,
+        limit=limit,
+        factor=factor,
+        fraction=clipped,
+        num_clipped=old.num_clipped + (clipped > 0).astype(jnp.int32),
+        num_nonfinite=old.num_nonfinite + (nonfinite > 0).astype(jnp.int32),
     )
 
 
-def _without_events(old: ClipInfo) -> tuple[NormTree, ...]:
-    """The last record with no group clipped or bad: what an absent group contributes."""
-    nothing = jax.tree.map(jnp.zeros_like, old.fraction)
-    return old.norm, old.limit, old.factor, nothing, nothing
+def _where_present(grouping: Grouping, new: list[Array], old: ClipInfo) -> list[Array]:
+    """The new columns, with the old ones and no event for groups without leaves."""
+    present = [bool(slot.members) for slot in grouping.slots for _ in slot.names]
+    if grouping.layout == "scalar" or all(present):
+        return new
+    nothing = jnp.zeros_like(old.fraction)
+    before = (old.norm, old.limit, old.factor, nothing, nothing)
+    return [jnp.where(jnp.array(present), *pair) for pair in zip(new, before, strict=True)]
 
 
 def _summary(
     norm: Array, trigger: Array, factor: Array, clipped: Array, bad: Array
 ) -> tuple[Array, ...]:
-    """One scalar per field for a leaf of many groups: those of its worst group."""
+    """One scalar per column for a leaf of many groups: those of its worst group."""
     # Where the limit is 0 or the norm is not finite, nothing is worse.
     usable = (trigger > 0) & jnp.isfinite(norm)
     ratio = jnp.where(usable, norm / jnp.where(usable, trigger, 1), jnp.inf)

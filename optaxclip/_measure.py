@@ -1,5 +1,7 @@
 """From leaves to one norm per group, exact whatever the range and the number format."""
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -7,53 +9,45 @@ import numpy as np
 from jax import Array, lax
 
 from optaxclip._exact import MOST_ENTRIES, refined_root
-from optaxclip._numerics import accumulation_dtype, power_of_two_below
-from optaxclip._trees import is_sparse
+from optaxclip._numerics import (
+    accumulation_dtype,
+    known_size,
+    power_of_two_below,
+    promoted,
+    real_parts,
+    rounding_slack,
+)
+from optaxclip._trees import is_sparse, with_data
 from optaxclip.norms import Norm
-from optaxclip.scopes import Grouping
+from optaxclip.scopes import Grouping, Slot
 
 
 class Measured(NamedTuple):
-    """A group's norm, `mantissa * unit`.
-
-    The unit is 1 but for groups whose powers leave the range of the dtype. There it is the power of
-    two just below the largest entry, so that dividing by it is exact.
+    """The norms of a block of groups, `mantissa * unit`.
 
     Attributes:
-      mantissa: the norm of the group divided by `unit`; `[...]` over the axes that are left.
-      unit: `[...]`, a power of two.
-      count: how many entries share one norm.
-      error: the relative rounding error of `mantissa`, where it is known: in small groups.
+      mantissa: the norms divided by `unit`.
+      unit: powers of two: 1, but for groups whose powers leave the range of the dtype.
+      slack: how much their factors must be lowered against rounding; 0 where `error` is known.
+      error: the relative rounding errors of `mantissa`, known in small groups; None if there are
+        none of these.
     """
 
     mantissa: Array
     unit: Array
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
-    error: Array | None = None
+    slack: Array
+    error: Array | None
 
     @property
     def norm(self) -> Array:
-        """The norm; a finite one that the dtype cannot hold is its largest number."""
+        """The norms; a finite one that the dtype cannot hold is its largest number."""
         largest = jnp.finfo(self.mantissa.dtype).max
         norm = jnp.minimum(self.mantissa * self.unit, largest)
         return jnp.where(jnp.isfinite(self.mantissa), norm, self.mantissa)
 
 
-def entries(leaf: Any) -> Array:
-    """A leaf's entries in the dtype in which they are summed; duplicate sparse ones are added."""
-    if is_sparse(leaf):
-        wide = type(leaf)((_widen(leaf.data), leaf.indices), shape=leaf.shape)
-        return wide.sum_duplicates(nse=leaf.nse).data
-    return _widen(leaf)
-
-
-def _widen(x: Array) -> Array:
-    real = accumulation_dtype(x.dtype)
-    return x.astype(jnp.promote_types(real, jnp.complex64) if jnp.iscomplexobj(x) else real)
-
-
 def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured]:
-    """The norm of every group.
+    """The norms of all groups.
 
     Leaves are mapped and summed where they lie: nothing is ravelled, concatenated or stored. Where
     a total overflows or underflows, a second reduction, behind `lax.cond`, rescales first.
@@ -64,88 +58,159 @@ def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured]
       norm: the norm.
 
     Returns:
-      One `Measured` per group, float32 or, if the group has 64-bit leaves, float64.
+      The norms in blocks, float32 or, with 64-bit leaves, float64.
     """
-    counts = _counts(leaves, grouping)
-    arrays = [entries(leaf) for leaf in leaves]
+    arrays = [_entries(leaf) for leaf in leaves]
     axes = [
         tuple(range(array.ndim)) if is_sparse(leaf) else reduced
         for leaf, array, reduced in zip(leaves, arrays, grouping.axes, strict=True)
     ]
-    totals = _totals(arrays, axes, grouping, norm)
-    plain = [norm.finish(total, count) for total, count in zip(totals, counts, strict=True)]
-    inexact = [
-        norm.is_inexact(total, count) | ~jnp.isfinite(value)
-        for total, count, value in zip(totals, counts, plain, strict=True)
-    ]
+    sizes = _sizes(leaves, grouping)
 
-    def rescued(arrays: list[Array]) -> tuple[list[Array], list[Array]]:
-        units = _units(arrays, axes, grouping)
-        scaled = [
-            array / lax.expand_dims(units[group], reduced).astype(array.dtype)
-            for array, reduced, group in zip(arrays, axes, grouping.index, strict=True)
+    def totals(arrays: list[Array]) -> list[Array]:
+        parts = [norm.reduce(array, reduced) for array, reduced in zip(arrays, axes, strict=True)]
+        slots = [promoted([parts[i] for i in slot.members]) for slot in grouping.slots]
+        joined = [
+            norm.join(members) if members else jnp.zeros(slot.shape)
+            for members, slot in zip(slots, grouping.slots, strict=True)
         ]
-        totals = _totals(scaled, axes, grouping, norm)
-        again = [norm.finish(total, count) for total, count in zip(totals, counts, strict=True)]
-        return (
-            [jnp.where(bad, new, old) for bad, new, old in zip(inexact, again, plain, strict=True)],
-            [jnp.where(bad, unit, 1) for bad, unit in zip(inexact, units, strict=True)],
+        return grouping.to_blocks(joined)
+
+    def norms(totals: list[Array]) -> list[Array]:
+        counts = grouping.number_blocks([_at_least_one(size) for size in sizes])
+        return [
+            norm.finish(total, jnp.asarray(count).astype(total.dtype))
+            for total, count in zip(totals, counts, strict=True)
+        ]
+
+    def rescaled(units: list[Array]) -> list[Array]:
+        by_slot = grouping.to_slots(units)
+        return [
+            array / lax.expand_dims(by_slot[slot], reduced).astype(array.dtype)
+            for array, slot, reduced in zip(arrays, grouping.slot_of_leaf(), axes, strict=True)
+        ]
+
+    plain = totals(arrays)
+    if norm.is_max:
+        mantissas, units = plain, [jnp.ones_like(total) for total in plain]
+    elif norm.degree in (1, 2):
+        bounds = grouping.number_blocks([known_size(size) or _VERY_MANY for size in sizes])
+        units = [norm.rescaling(*block) for block in zip(plain, bounds, strict=True)]
+        mantissas = lax.cond(
+            _any([unit != 1 for unit in units]),
+            lambda: _chosen(units, norms(plain), norms(totals(rescaled(units)))),
+            lambda: norms(plain),
         )
-
-    def as_they_are(arrays: list[Array]) -> tuple[list[Array], list[Array]]:
-        del arrays
-        return plain, [jnp.ones_like(value) for value in plain]
-
-    any_inexact = (
-        jnp.stack([jnp.any(bad) for bad in inexact]).any() if inexact else jnp.array(False)
-    )
-    mantissas, units = lax.cond(any_inexact, rescued, as_they_are, arrays)
-    measured = [Measured(*group) for group in zip(mantissas, units, counts, strict=True)]
-    return [
-        _refined(group, [arrays[i] for i in members], norm)
-        for group, members in zip(measured, grouping.members(), strict=True)
+    else:
+        # Higher powers leave the range too easily for thresholds: always rescale.
+        units = [power_of_two_below(block) for block in _largest(arrays, axes, grouping)]
+        mantissas = norms(totals(rescaled(units)))
+    slacks = [rounding_slack(size, mantissas[0].dtype) for size in sizes]
+    plain_measure = [
+        Measured(mantissa, unit, jnp.asarray(slack).astype(mantissa.dtype), None)
+        for mantissa, unit, slack in zip(
+            mantissas, units, grouping.number_blocks(slacks), strict=True
+        )
     ]
+    return _refined(plain_measure, arrays, grouping, norm, sizes)
 
 
-def _refined(group: Measured, arrays: list[Array], norm: Norm) -> Measured:
-    """The same norm to more digits, if the group is small and the norm a root of squares."""
-    is_small = 0 < sum(array.size for array in arrays) <= MOST_ENTRIES
-    if not is_small or norm.weight is None or group.mantissa.ndim:
-        return group
-    weight = norm.weight(group.count)
-    mantissa, error = refined_root(group.mantissa, group.unit, arrays, weight)
-    return group._replace(mantissa=mantissa, error=error)
+def already_measured(norm: Array, size: Any) -> list[Measured]:
+    """A norm of the whole tree that the caller has, as `measure` would return it.
+
+    Args:
+      norm: `[]`, float32 or float64.
+      size: the number of entries of the tree.
+    """
+    unit = power_of_two_below(norm)
+    slack = jnp.asarray(rounding_slack(size, norm.dtype)).astype(norm.dtype)
+    return [Measured(norm / unit, unit, slack, None)]
 
 
-def _counts(leaves: list[Any], grouping: Grouping) -> list[int]:
-    counts = [0] * len(grouping.members())
-    for leaf, axes, group in zip(leaves, grouping.axes, grouping.index, strict=True):
-        counts[group] += int(np.prod([np.shape(leaf)[axis] for axis in axes], dtype=np.int64))
-    return counts
+_VERY_MANY = 2**40
+"""Stands for a symbolic number of entries where a bound will do."""
 
 
-def _totals(
-    arrays: list[Array], axes: list[tuple[int, ...]], grouping: Grouping, norm: Norm
-) -> list[Array]:
-    parts = [norm.reduce(array, reduced) for array, reduced in zip(arrays, axes, strict=True)]
-    return [norm.join(_promoted([parts[i] for i in group])) for group in grouping.members()]
+def _entries(leaf: Any) -> Array:
+    """A leaf's entries in the dtype in which they are summed; duplicate sparse ones are added."""
+    if is_sparse(leaf):
+        wide = with_data(leaf, _entries(leaf.data))
+        return wide.sum_duplicates(nse=leaf.nse).data
+    real = accumulation_dtype(leaf.dtype)
+    return leaf.astype(jnp.promote_types(real, jnp.complex64) if jnp.iscomplexobj(leaf) else real)
 
 
-def _units(arrays: list[Array], axes: list[tuple[int, ...]], grouping: Grouping) -> list[Array]:
-    """For each group, a power of two near its largest entry; constant for differentiation."""
-    still = [lax.stop_gradient(array) for array in arrays]
-    largest = [_largest(array, reduced) for array, reduced in zip(still, axes, strict=True)]
-    groups = [_promoted([largest[i] for i in group]) for group in grouping.members()]
-    return [power_of_two_below(jnp.max(jnp.stack(group), axis=0)) for group in groups]
+def _sizes(leaves: list[Any], grouping: Grouping) -> list[Any]:
+    """How many entries share one norm, for each slot; symbolic if shapes are."""
+    per_leaf = [
+        math.prod(np.shape(leaf)[axis] for axis in axes)
+        for leaf, axes in zip(leaves, grouping.axes, strict=True)
+    ]
+    return [sum(per_leaf[i] for i in slot.members) for slot in grouping.slots]
 
 
-def _largest(x: Array, axes: tuple[int, ...]) -> Array:
-    size = jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)) if jnp.iscomplexobj(x) else jnp.abs(x)
-    return jnp.max(size, axis=axes, initial=0)
+def _at_least_one(size: Any) -> Any:
+    return max(size, 1) if known_size(size) is not None else size
 
 
-def _promoted(parts: list[Array]) -> list[Array]:
-    if not parts:
-        return [jnp.zeros(())]
-    dtype = jnp.result_type(*parts) if len({part.dtype for part in parts}) == 1 else jnp.float64
-    return [part.astype(dtype) for part in parts]
+def _any(flags: list[Array]) -> Array:
+    return functools.reduce(jnp.logical_or, [jnp.any(flag) for flag in flags], jnp.zeros((), bool))
+
+
+def _chosen(units: list[Array], plain: list[Array], again: list[Array]) -> list[Array]:
+    """The second measure where the first was rescaled; the others keep theirs bit for bit."""
+    blocks = zip(units, plain, again, strict=True)
+    return [jnp.where(unit == 1, first, second) for unit, first, second in blocks]
+
+
+def _largest(arrays: list[Array], axes: list[tuple[int, ...]], grouping: Grouping) -> list[Array]:
+    """The largest real or imaginary part in each group; constant for differentiation."""
+    still = lax.stop_gradient([jnp.stack(real_parts(array)) for array in arrays])
+    sizes = [
+        jnp.max(jnp.abs(parts), axis=(0, *(axis + 1 for axis in reduced)), initial=0)
+        for parts, reduced in zip(still, axes, strict=True)
+    ]
+    slots = [promoted([sizes[i] for i in slot.members]) for slot in grouping.slots]
+    joined = [
+        functools.reduce(jnp.maximum, members) if members else jnp.zeros(slot.shape)
+        for members, slot in zip(slots, grouping.slots, strict=True)
+    ]
+    return grouping.to_blocks(joined)
+
+
+def _refined(
+    measured: list[Measured],
+    arrays: list[Array],
+    grouping: Grouping,
+    norm: Norm,
+    sizes: list[Any],
+) -> list[Measured]:
+    """The same norms to more digits in small groups, if the norm is a root of squares."""
+
+    def is_small(slot: Slot, size: Any) -> bool:
+        known = known_size(size)
+        return slot.shape == () and known is not None and 0 < known <= MOST_ENTRIES
+
+    small = [is_small(*pair) for pair in zip(grouping.slots, sizes, strict=True)]
+    if norm.weight is None or not any(small):
+        return measured
+    mantissas = grouping.to_slots([block.mantissa for block in measured])
+    units = grouping.to_slots([block.unit for block in measured])
+    errors = [jnp.zeros_like(mantissa) for mantissa in mantissas]
+    for i, slot in enumerate(grouping.slots):
+        if small[i]:
+            members = [arrays[j] for j in slot.members]
+            weight = norm.weight(sizes[i])
+            mantissas[i], errors[i] = refined_root(mantissas[i], units[i], members, weight)
+    is_rough = grouping.number_blocks([float(not flag) for flag in small])
+    blocks = zip(
+        measured,
+        grouping.to_blocks(mantissas),
+        grouping.to_blocks(errors),
+        is_rough,
+        strict=True,
+    )
+    return [
+        block._replace(mantissa=mantissa, error=error, slack=block.slack * rough)
+        for block, mantissa, error, rough in blocks
+    ]

@@ -1,6 +1,8 @@
 """Number formats: what to accumulate in, how to stay finite, how to round."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,12 @@ def accumulation_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """The real dtype in which entries of `dtype` are summed: float64 for float64, else float32."""
     real = jnp.finfo(dtype).dtype
     return jnp.dtype(jnp.float64 if real == jnp.float64 else jnp.float32)
+
+
+def promoted(arrays: Sequence[Array]) -> list[Array]:
+    """Arrays of accumulation dtypes, all in the widest of them."""
+    dtypes = {array.dtype for array in arrays}
+    return [a.astype(jnp.float64) for a in arrays] if len(dtypes) > 1 else list(arrays)
 
 
 def safe_sqrt(x: Array) -> Array:
@@ -40,20 +48,27 @@ def power_of_two_below(x: Array) -> Array:
     return jnp.where(usable, jnp.clip(floor, info.tiny, 1 / info.tiny), 1)
 
 
-def rounding_slack(count: int, dtype: jnp.dtype) -> float:
+def known_size(count: Any) -> int | None:
+    """A number of entries, or None where it is symbolic (in `jax.export`)."""
+    return count if isinstance(count, int) else None
+
+
+def rounding_slack(count: Any, dtype: jnp.dtype) -> float:
     """How much a factor is lowered so that rounding cannot push a result above its limit.
 
     The root, the quotient and the product round once each; the error of a sum of `count` squares
     grows with the depth of the reduction tree.
 
     Args:
-      count: number of entries of the group.
+      count: number of entries of the group, possibly symbolic.
       dtype: the accumulation dtype.
 
     Returns:
       A relative slack, a few units of rounding: 3e-7 for 2 entries, 1e-6 for 10 million in float32.
     """
-    return (4 + math.log2(max(count, 1)) / 2) * float(jnp.finfo(dtype).eps) / 2
+    size = known_size(count)
+    depth = 40 if size is None else math.log2(max(size, 1))
+    return (4 + depth / 2) * float(jnp.finfo(dtype).eps) / 2
 
 
 def real_parts(x: Array) -> list[Array]:

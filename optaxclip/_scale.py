@@ -1,5 +1,6 @@
 """The last stage: one multiplication and one rounding for each entry."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,8 +12,8 @@ from optaxclip._measure import Measured
 from optaxclip._numerics import (
     accumulation_dtype,
     match_weak_type,
+    real_parts,
     round_to,
-    rounding_slack,
     safe_divide,
 )
 from optaxclip._trees import is_sparse, with_data
@@ -20,7 +21,7 @@ from optaxclip.responses import Response
 
 
 class Multiplier(NamedTuple):
-    """What a group is multiplied by, each field `[...]` over the axes that a norm leaves.
+    """What a group is multiplied by; every field has the shape of the norms.
 
     Attributes:
       quotient: the factor, but for the power of two.
@@ -34,7 +35,7 @@ class Multiplier(NamedTuple):
     inverse_unit: Array
     is_identity: Array
     is_zero: Array
-    correction: Array | None = None
+    correction: Array | None
 
     @property
     def factor(self) -> Array:
@@ -42,19 +43,26 @@ class Multiplier(NamedTuple):
         return self.quotient * self.inverse_unit
 
 
+@functools.partial(jax.jit, static_argnames=("response", "replacement"))
 def multiplier(
-    measured: Measured, trigger: Array, target: Array, response: Response, replacement: float
+    norm: Array,
+    measured: Measured,
+    trigger: Array,
+    target: Array,
+    *,
+    response: Response,
+    replacement: float,
 ) -> Multiplier:
-    """From a norm and its limits to what the group is multiplied by.
+    """From norms and their limits to what the groups are multiplied by.
 
     Args:
-      measured: the group's norm.
-      trigger: the norm above which to act, of the norm's shape.
-      target: the norm to reach.
-      response: the new norm from these three.
-      replacement: the factor of a group whose norm is not finite, NaN or 0.
+      norm: the norms, NaN where a group has no leaves.
+      measured: how they were measured.
+      trigger: the norms above which to act.
+      target: the norms to reach.
+      response: the new norms from these three.
+      replacement: the factor of groups whose norm is not finite, NaN or 0.
     """
-    norm = measured.norm
     bad = ~jnp.isfinite(norm)
     new = response(norm, trigger.astype(norm.dtype), target.astype(norm.dtype))
     keep = (new == norm) & ~bad
@@ -62,11 +70,9 @@ def multiplier(
     at_zero = jnp.where(jnp.isnan(new), new, 1)
     quotient = safe_divide(new, measured.mantissa, at_zero)
     correction = None
-    if measured.error is None:
-        quotient = quotient * (1 - rounding_slack(measured.count, norm.dtype))
-    else:
+    if measured.error is not None:
         correction = refined_quotient(quotient, new, measured.mantissa, measured.error)
-    quotient = jnp.where(bad, replacement, jnp.where(keep, 1, quotient))
+    quotient = jnp.where(bad, replacement, jnp.where(keep, 1, quotient * (1 - measured.slack)))
     inverse_unit = jnp.where(keep | bad, 1, 1 / measured.unit)
     is_zero = bad if replacement == 0 else jnp.zeros_like(bad)
     return Multiplier(quotient, inverse_unit, keep, is_zero, correction)
@@ -82,24 +88,27 @@ def scale(leaf: Any, by: Multiplier, axes: tuple[int, ...], *, strict: bool) -> 
       strict: whether rounding to a narrow dtype may only lower an entry's modulus.
     """
     if is_sparse(leaf):
-        data = scale(leaf.data, by, tuple(range(leaf.data.ndim)), strict=strict)
-        return with_data(leaf, data)
+        axes = tuple(range(leaf.data.ndim))
+        return with_data(leaf, _scale_array(leaf.data, by, axes=axes, strict=strict))
+    return _scale_array(leaf, by, axes=axes, strict=strict)
+
+
+# Compiled by itself so that leaves of equal shapes are traced once.
+@functools.partial(jax.jit, static_argnames=("axes", "strict"))
+def _scale_array(x: Array, by: Multiplier, *, axes: tuple[int, ...], strict: bool) -> Array:
     by = jax.tree.map(lambda field: lax.expand_dims(field, axes), by)
-    if jnp.iscomplexobj(leaf):
-        scaled = lax.complex(
-            _product(leaf.real, by, strict=strict), _product(leaf.imag, by, strict=strict)
-        )
-    else:
-        scaled = _product(leaf, by, strict=strict)
+    parts = [_product(part, by, strict=strict) for part in real_parts(x)]
+    scaled = lax.complex(*parts) if jnp.iscomplexobj(x) else parts[0]
     scaled = jnp.where(by.is_zero, jnp.zeros_like(scaled), scaled)
-    return match_weak_type(jnp.where(by.is_identity, leaf, scaled), leaf)
+    return match_weak_type(jnp.where(by.is_identity, x, scaled), x)
 
 
 def _product(x: Array, by: Multiplier, *, strict: bool) -> Array:
     dtype = jnp.promote_types(accumulation_dtype(x.dtype), by.quotient.dtype)
     wide = x.astype(dtype) * by.inverse_unit.astype(dtype)
+    quotient = by.quotient.astype(dtype)
     if by.correction is None:
-        wide = wide * by.quotient.astype(dtype)
+        product = wide * quotient
     else:
-        wide = product_toward_zero(wide, by.quotient, by.correction)
-    return round_to(wide, x.dtype, toward_zero=strict)
+        product = product_toward_zero(wide, quotient, by.correction.astype(dtype))
+    return round_to(product, x.dtype, toward_zero=strict)

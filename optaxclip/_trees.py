@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
+from optaxclip._numerics import accumulation_dtype
 from optaxclip._types import Path, PyTree
 
 
@@ -62,6 +63,11 @@ class FlatTree(NamedTuple):
         for i, leaf in zip(self.measured, picked, strict=True):
             leaves[i] = leaf
         return jax.tree_util.tree_unflatten(self.treedef, leaves)
+
+
+def has_wide_leaves(leaves: Sequence[Any]) -> bool:
+    """Whether some leaf is accumulated in float64."""
+    return any(accumulation_dtype(jnp.result_type(leaf)) == jnp.float64 for leaf in leaves)
 
 
 def flatten(

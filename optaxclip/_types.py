@@ -5,13 +5,18 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
+from jax import Array
 from jax.tree_util import Partial
 
 PyTree: TypeAlias = Any
 """Any pytree of arrays."""
 
 NormTree: TypeAlias = Any
-"""One array per group: a bare scalar for the whole tree, else a dict from group name to array."""
+"""The norms of all groups, float32 or wider.
+
+One scalar for the whole tree; `[groups]`, in the order of their names, for labels and leaves; a
+dict from leaf name to array for the scopes `axes` and `unit`.
+"""
 
 Path: TypeAlias = tuple[Any, ...]
 """A leaf's key path, as `jax.tree_util.tree_flatten_with_path` gives it."""
@@ -53,13 +58,15 @@ class Threshold:
 
 
 class ClipInfo(NamedTuple):
-    """What the last step's clip did, one entry per group.
+    """What the last step's clip did.
 
-    For the whole tree every field is a scalar; for other scopes a dict from group name to array.
-    Scopes with very many groups (`axes`, `unit`) keep one scalar per leaf: norm, limit and factor
-    of the group with the largest norm-to-limit ratio.
+    Every array is `[]` for the scope `tree` and `[entries]` for the others, with one entry per
+    group. Scopes with very many groups (`axes`, `unit`) have one entry per leaf: norm, limit and
+    factor are those of the leaf's group with the largest norm-to-limit ratio.
 
     Attributes:
+      names: `list(info.names)` names the entries in order. The values are empty, so that the names
+        cost nothing: they are structure, not arrays.
       norm: float32, the norm before clipping.
       limit: float32, the norm above which the group is clipped.
       factor: float32, what the group was multiplied by.
@@ -68,12 +75,13 @@ class ClipInfo(NamedTuple):
       num_nonfinite: int32, steps so far at which a group of this entry was not finite.
     """
 
-    norm: NormTree
-    limit: NormTree
-    factor: NormTree
-    fraction: NormTree
-    num_clipped: NormTree
-    num_nonfinite: NormTree
+    names: dict[str, tuple[()]]
+    norm: Array
+    limit: Array
+    factor: Array
+    fraction: Array
+    num_clipped: Array
+    num_nonfinite: Array
 
 
 class ClipState(NamedTuple):
@@ -85,6 +93,6 @@ class ClipState(NamedTuple):
       info: what the last step did.
     """
 
-    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
     rule: PyTree
     info: ClipInfo

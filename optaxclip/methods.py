@@ -22,7 +22,7 @@ from optaxclip._types import NonFinite, PyTree
 from optaxclip.norms import Norm
 from optaxclip.thresholds.fixed import (
     ScalarOrSchedule,
-    as_threshold,
+    as_limit,
     check_limit,
     relative_to_params,
 )
@@ -119,11 +119,11 @@ def clip_by_norm(
       >>> tx = optaxclip.clip_by_norm(4.0)
       >>> grads = {"w": jnp.array([-3.0, 4.0]), "b": jnp.array([1.0])}
       >>> updates, state = tx.update(grads, tx.init(grads))
-      >>> print(updates["w"], updates["b"], state.info.num_clipped["w"])
-      [-2.4  3.2] [1.] 1
+      >>> print(updates["w"], updates["b"], state.info.num_clipped)
+      [-2.4  3.2] [1.] [0 1]
     """
     scope = scopes.leaf() if axes is None else scopes.axes(axes)
-    limit = as_threshold(max_norm, "max_norm")
+    limit = as_limit(max_norm, "max_norm")
     return clip_by(scope, limit, norm=norm, nonfinite=nonfinite, strict=strict, name=name)
 
 
@@ -154,7 +154,7 @@ def clip_by_global_norm(
       >>> print(updates["w"], updates["b"], state[0].info.norm)
       [-0.6 -0. ] [-0.8] 5.0
     """
-    limit = as_threshold(max_norm, "max_norm")
+    limit = as_limit(max_norm, "max_norm")
     return clip_by(scopes.tree(), limit, norm=norm, nonfinite=nonfinite, strict=strict, name=name)
 
 
@@ -181,7 +181,7 @@ def clip_by_block_rms(
       >>> print(tx.update(jnp.array([3.0, 4.0]), None)[0])
       [0.848528 1.131371]
     """
-    limit = as_threshold(threshold, "threshold")
+    limit = as_limit(threshold, "threshold")
     return clip_by(scopes.leaf(), limit, norm="rms", nonfinite=nonfinite, strict=strict, name=name)
 
 
@@ -256,10 +256,12 @@ def clip_by_group_norm(
       >>> tx = optaxclip.clip_by_group_norm({"weight": 1.0, "bias": 0.1}, labels)
       >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([0.05])}
       >>> updates, state = tx.update(grads, tx.init(grads))
-      >>> print(updates["w"], updates["b"], state.info.norm["weight"])
-      [0.6 0.8] [0.05] 5.0
+      >>> print(updates["w"], updates["b"])
+      [0.6 0.8] [0.05]
+      >>> print(list(state.info.names), state.info.norm)
+      ['bias', 'weight'] [0.05 5.  ]
     """
-    limit = as_threshold(max_norm, "max_norm")
+    limit = as_limit(max_norm, "max_norm")
     scope = scopes.group(labels)
     return clip_by(scope, limit, norm=norm, nonfinite=nonfinite, strict=strict, name=name)
 
@@ -285,7 +287,7 @@ def normalize_by_global_norm(
       >>> print(tx.update(jnp.array([3.0, 4.0]), None)[0])
       [6. 8.]
     """
-    limit = as_threshold(norm, "norm")
+    limit = as_limit(norm, "norm")
     return clip_by(
         scopes.tree(), limit, response="normalize", nonfinite=nonfinite, strict=strict, name=name
     )

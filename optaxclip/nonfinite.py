@@ -45,12 +45,13 @@ def mask(leaves: list[Any], grouping: Grouping) -> tuple[list[Any], list[Array]]
         clean = jnp.where(finite, data, jnp.zeros((), data.dtype))
         masked.append(with_data(leaf, clean))
         bad.append(jnp.any(~finite, axis=None if is_sparse(leaf) else axes))
-    nothing = jnp.zeros((), bool)
-    groups = [
-        functools.reduce(jnp.logical_or, [bad[i] for i in group], nothing)
-        for group in grouping.members()
+    slots = [
+        functools.reduce(
+            jnp.logical_or, [bad[i] for i in slot.members], jnp.zeros(slot.shape, bool)
+        )
+        for slot in grouping.slots
     ]
-    return masked, groups
+    return masked, slots
 
 
 def replacement(policy: NonFinite) -> float:

@@ -20,7 +20,9 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -33,26 +35,26 @@ def _abs_squared(x: Array) -> Array:
     return jnp.square(x)
 
 
-def _total(total: Array, count: int) -> Array:
+def _total(total: Array, count: Array) -> Array:
     del count
     return total
 
 
-def _mean(total: Array, count: int) -> Array:
-    return total / max(count, 1)
+def _mean(total: Array, count: Array) -> Array:
+    return total / count
 
 
-def _root(total: Array, count: int) -> Array:
+def _root(total: Array, count: Array) -> Array:
     del count
     return safe_sqrt(total)
 
 
-def _root_mean(total: Array, count: int) -> Array:
-    return safe_sqrt(total / max(count, 1))
+def _root_mean(total: Array, count: Array) -> Array:
+    return safe_sqrt(total / count)
 
 
-def _root_over_count(total: Array, count: int) -> Array:
-    return safe_sqrt(total) / max(count, 1)
+def _root_over_count(total: Array, count: Array) -> Array:
+    return safe_sqrt(total) / count
 
 
 def _one(count: int) -> int:
@@ -66,49 +68,65 @@ def _count(count: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """A norm as three steps, so that any scope and any number of devices can share them.
+    """A norm as three steps, so that any scope can share them.
 
     Attributes:
       name: for messages.
       map: entries `[...]` (real or complex) to non-negative real summands `[...]`.
-      finish: the joined total and the group's number of entries to the norm.
+      finish: the joined total and the group's number of entries (at least 1, an array of the same
+        dtype) to the norm.
       is_max: whether leaves reduce and join by maximum; by sum otherwise.
-      is_power: whether `map` raises to a power other than 1, so that small entries can underflow.
+      degree: the power to which `map` raises; what tells when a total has lost too much.
       weight: for `sqrt(sum of squares / weight)`, the weight from the number of entries.
     """
 
     name: str
     map: Callable[[Array], Array]
-    finish: Callable[[Array, int], Array]
+    finish: Callable[[Array, Array], Array]
     is_max: bool = False
-    is_power: bool = True
+    degree: float = 1
     weight: Callable[[int], int] | None = None
 
     def reduce(self, x: Array, axes: tuple[int, ...]) -> Array:
         """The total of one leaf's entries over `axes`, which are removed."""
-        if self.is_max:
-            return jnp.max(self.map(x), axis=axes, initial=0)
-        return jnp.sum(self.map(x), axis=axes)
+        return _reduce(x, norm=self, axes=axes)
 
     def join(self, totals: list[Array]) -> Array:
         """The total of a group from the totals of its leaves."""
         return functools.reduce(jnp.maximum if self.is_max else jnp.add, totals)
 
-    def is_inexact(self, total: Array, count: int) -> Array:
-        """Where a total overflowed, or lost enough to underflow to show in the norm."""
-        if self.is_max:
-            return jnp.zeros(total.shape, bool)
+    def rescaling(self, total: Array, size: Any) -> Array:
+        """The power of two by which entries must be divided before they are mapped.
+
+        1 where the total is exact; elsewhere it overflowed, or so much of it underflowed that it
+        would show in the norm.
+
+        Args:
+          total: the totals of groups.
+          size: how many entries went into each, a number or an array that broadcasts.
+        """
         info = jnp.finfo(total.dtype)
-        lowest = max(count, 1) * float(info.tiny) / float(info.eps) if self.is_power else 0.0
-        return ~((total >= lowest) & (total <= info.max))
+        # Far enough for squares, and not so far that entries next to the thresholds are lost.
+        far = 2.0 ** int(0.6875 * info.maxexp)
+        lowest = size * (float(info.tiny) / float(info.eps)) if self.degree > 1 else 0.0
+        down = jnp.where(total < jnp.asarray(lowest).astype(total.dtype), 1 / far, 1)
+        return jnp.where(total <= info.max, down, far).astype(total.dtype)
 
 
-l1 = Norm("l1", jnp.abs, _total, is_power=False)
-l2 = Norm("l2", _abs_squared, _root, weight=_one)
+# Compiled by itself so that leaves of equal shapes are traced once.
+@functools.partial(jax.jit, static_argnames=("norm", "axes"))
+def _reduce(x: Array, *, norm: Norm, axes: tuple[int, ...]) -> Array:
+    if norm.is_max:
+        return jnp.max(norm.map(x), axis=axes, initial=0)
+    return jnp.sum(norm.map(x), axis=axes)
+
+
+l1 = Norm("l1", jnp.abs, _total)
+l2 = Norm("l2", _abs_squared, _root, degree=2, weight=_one)
 linf = Norm("linf", jnp.abs, _total, is_max=True)
-rms = Norm("rms", _abs_squared, _root_mean, weight=_count)
-mean_abs = Norm("mean_abs", jnp.abs, _mean, is_power=False)
-average_l2 = Norm("average_l2", _abs_squared, _root_over_count)
+rms = Norm("rms", _abs_squared, _root_mean, degree=2, weight=_count)
+mean_abs = Norm("mean_abs", jnp.abs, _mean)
+average_l2 = Norm("average_l2", _abs_squared, _root_over_count, degree=2)
 
 _NAMED = {norm.name: norm for norm in (l1, l2, linf, rms, mean_abs, average_l2)}
 
@@ -141,12 +159,12 @@ def lp(p: float) -> Norm:
         zero = size == 0
         return jnp.where(zero, 0, jnp.where(zero, 1, size) ** p)
 
-    def root(total: Array, count: int) -> Array:
+    def root(total: Array, count: Array) -> Array:
         del count
         zero = total == 0
         return jnp.where(zero, 0, jnp.where(zero, 1, total) ** (1 / p))
 
-    return Norm(f"l{p:g}", power, root)
+    return Norm(f"l{p:g}", power, root, degree=p)
 
 
 def as_norm(norm: str | Norm) -> Norm:

@@ -1,7 +1,7 @@
 """Scopes: which entries share one norm.
 
 A `Scope` looks at a flattened tree once, while it is traced, and returns a `Grouping`: the names of
-the groups, which group each leaf belongs to, and over which of its axes the group extends.
+the groups, the leaves of each, and the axes over which a leaf is reduced.
 
   scope          | one norm for
   ---------------|---------------------------------------------------------------
@@ -13,15 +13,32 @@ the groups, which group each leaf belongs to, and over which of its axes the gro
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
+from optaxclip._numerics import promoted
 from optaxclip._trees import FlatTree, is_sparse, per_leaf
 from optaxclip._types import NormTree, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Groups that are measured together: those of one leaf, or one group of several leaves.
+
+    Attributes:
+      names: the names of its groups; of the leaf where the groups are too many to name.
+      members: positions of the measured leaves; none if this step's tree lacks them.
+      shape: the shape of its norms, `()` for a single group.
+    """
+
+    names: tuple[str, ...]
+    members: tuple[int, ...]
+    shape: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,33 +46,62 @@ class Grouping:
     """What a scope found out about one tree; static, so part of a compiled function's key.
 
     Attributes:
-      names: one name per group; None for the single group of the whole tree.
-      index: for each measured leaf, its group.
+      slots: sorted by their names, which together are sorted too.
       axes: for each measured leaf, the axes over which it is reduced.
-      is_summarized: whether the groups of a leaf are too many to report one by one.
+      layout: how limit rules see the norms: "scalar", one number for the whole tree; "vector", an
+        array with one entry for each name; "dict", one array for each leaf.
     """
 
-    names: tuple[str, ...] | None
-    index: tuple[int, ...]
+    slots: tuple[Slot, ...]
     axes: tuple[tuple[int, ...], ...]
-    is_summarized: bool = False
+    layout: Literal["scalar", "vector", "dict"]
 
-    def members(self) -> list[list[int]]:
-        """For each group, the positions of its measured leaves."""
-        members = [[] for _ in self.names or (None,)]
-        for leaf, group in enumerate(self.index):
-            members[group].append(leaf)
-        return members
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all entries of a `ClipInfo`."""
+        return tuple(name for slot in self.slots for name in slot.names)
 
-    def pack(self, arrays: Sequence[Any]) -> NormTree:
-        """One array per group as the pytree that limit rules and `ClipInfo` see."""
-        if self.names is None:
-            return arrays[0]
-        return dict(zip(self.names, arrays, strict=True))
+    def slot_of_leaf(self) -> list[int]:
+        """For each measured leaf, the position of its slot."""
+        slots = {i: n for n, slot in enumerate(self.slots) for i in slot.members}
+        return [slots[i] for i in range(len(slots))]
 
-    def unpack(self, tree: NormTree) -> list[Any]:
-        """The inverse of `pack`; entries of groups that this tree lacks are passed over."""
-        return [tree] if self.names is None else [tree[name] for name in self.names]
+    def among(self, known: Iterable[str]) -> "Grouping":
+        """The same grouping with a slot without leaves for each known name that it lacks."""
+        absent = set(known) - set(self.names)
+        slots = [*self.slots, *(Slot((name,), ()) for name in absent)]
+        return dataclasses.replace(self, slots=tuple(sorted(slots, key=lambda slot: slot.names)))
+
+    def to_blocks(self, arrays: Sequence[Array]) -> list[Array]:
+        """One array per slot as the arrays to compute with: a single one, but for "dict"."""
+        if self.layout != "vector":
+            return list(arrays)
+        flat = promoted([jnp.ravel(array) for array in arrays])
+        return [jnp.concatenate(flat) if flat else jnp.zeros(0)]
+
+    def to_slots(self, blocks: Sequence[Array]) -> list[Array]:
+        """The inverse of `to_blocks`."""
+        if self.layout != "vector":
+            return list(blocks)
+        sizes = [len(slot.names) for slot in self.slots]
+        pieces = lax.split(blocks[0], sizes) if sizes else []
+        return [piece.reshape(slot.shape) for piece, slot in zip(pieces, self.slots, strict=True)]
+
+    def number_blocks(self, numbers: Sequence[Any]) -> list[Any]:
+        """One number per slot as blocks that broadcast against those of `to_blocks`."""
+        if self.layout != "vector":
+            return list(numbers)
+        return [np.repeat(numbers, [len(slot.names) for slot in self.slots])]
+
+    def to_tree(self, blocks: Sequence[Array]) -> NormTree:
+        """Blocks as the pytree that limit rules see."""
+        if self.layout != "dict":
+            return blocks[0]
+        return {slot.names[0]: block for slot, block in zip(self.slots, blocks, strict=True)}
+
+    def from_tree(self, tree: NormTree) -> list[Array]:
+        """The inverse of `to_tree`."""
+        return [tree] if self.layout != "dict" else [tree[slot.names[0]] for slot in self.slots]
 
 
 Scope: TypeAlias = Callable[[FlatTree], Grouping]
@@ -69,7 +115,8 @@ def tree() -> Scope:
 
     def assign(flat: FlatTree) -> Grouping:
         picked = flat.picked()
-        return Grouping(None, (0,) * len(picked), tuple(_all_axes(leaf) for leaf in picked))
+        everything = Slot(("tree",), tuple(range(len(picked))))
+        return Grouping((everything,), tuple(_all_axes(leaf) for leaf in picked), "scalar")
 
     return assign
 
@@ -92,9 +139,11 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
         for label in found:
             if not isinstance(label, str):
                 raise TypeError(f"labels must be strings, got {label!r}")
-        names = tuple(sorted(set(found)))
-        index = tuple(names.index(label) for label in found)
-        return Grouping(names, index, tuple(_all_axes(leaf) for leaf in picked))
+        slots = tuple(
+            Slot((label,), tuple(i for i, other in enumerate(found) if other == label))
+            for label in sorted(set(found))
+        )
+        return Grouping(slots, tuple(_all_axes(leaf) for leaf in picked), "vector")
 
     return assign
 
@@ -116,7 +165,7 @@ def leaf(stacked: StackedAxes = 0) -> Scope:
         axes = tuple(
             _all_axes(leaf)[count:] for leaf, count in zip(flat.picked(), counts, strict=True)
         )
-        return _one_group_per_leaf(flat, axes)
+        return _one_slot_per_leaf(flat, axes, "vector")
 
     return assign
 
@@ -134,7 +183,7 @@ def axes(axes: int | Sequence[int]) -> Scope:
     def assign(flat: FlatTree) -> Grouping:
         named = zip(flat.names(), flat.picked(), strict=True)
         reduced = tuple(_normalized(axes, leaf, name) for name, leaf in named)
-        return _one_group_per_leaf(flat, reduced, is_summarized=True)
+        return _one_slot_per_leaf(flat, reduced, "dict")
 
     return assign
 
@@ -172,7 +221,7 @@ def unit(
             if chosen is None:
                 chosen = _fan_in_axes(layer.shape, name)
             reduced.append(tuple(skip + a for a in _normalized(chosen, layer, name)))
-        return _one_group_per_leaf(flat, tuple(reduced), is_summarized=True)
+        return _one_slot_per_leaf(flat, tuple(reduced), "dict")
 
     return assign
 
@@ -181,14 +230,26 @@ def _all_axes(leaf: Any) -> tuple[int, ...]:
     return tuple(range(np.ndim(leaf)))
 
 
-def _one_group_per_leaf(
-    flat: FlatTree, axes: tuple[tuple[int, ...], ...], *, is_summarized: bool = False
+def _one_slot_per_leaf(
+    flat: FlatTree, axes: tuple[tuple[int, ...], ...], layout: Literal["vector", "dict"]
 ) -> Grouping:
-    names = tuple(flat.names())
-    for name, leaf, reduced in zip(names, flat.picked(), axes, strict=True):
+    slots = []
+    for i, (name, leaf, reduced) in enumerate(zip(flat.names(), flat.picked(), axes, strict=True)):
         if is_sparse(leaf) and len(reduced) < np.ndim(leaf):
             raise ValueError(f"the sparse leaf '{name}' can only be measured as a whole")
-    return Grouping(names, tuple(range(len(names))), axes, is_summarized)
+        shape = tuple(size for axis, size in enumerate(np.shape(leaf)) if axis not in reduced)
+        names = _layer_names(name, shape) if layout == "vector" else (name,)
+        slots.append(Slot(names, (i,), shape))
+    return Grouping(tuple(sorted(slots, key=lambda slot: slot.names)), axes, layout)
+
+
+def _layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """`name/00`, `name/01`, ... for a leaf of several layers; padded, so that they sort."""
+    widths = [len(str(max(size - 1, 0))) for size in shape]
+    return tuple(
+        "/".join([name, *(f"{i:0{width}}" for i, width in zip(index, widths, strict=True))])
+        for index in np.ndindex(*shape)
+    )
 
 
 def _stacked_counts(stacked: StackedAxes, flat: FlatTree) -> list[int]:

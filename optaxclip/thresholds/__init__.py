@@ -9,12 +9,11 @@ scope they come from, so a rule written once serves the whole tree, each leaf an
 """
 
 from optaxclip._types import Limits, Threshold
-from optaxclip.thresholds.fixed import as_threshold, constant, given, relative_to_params, schedule
+from optaxclip.thresholds.fixed import constant, given, relative_to_params, schedule
 
 __all__ = [
     "Limits",
     "Threshold",
-    "as_threshold",
     "constant",
     "given",
     "relative_to_params",

@@ -1,8 +1,9 @@
 """Limits that do not depend on the past: a constant, a schedule, a share of the parameters."""
 
+import functools
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -17,18 +18,18 @@ ScalarOrSchedule: TypeAlias = jax.typing.ArrayLike | Callable[[Array], jax.typin
 LimitLike: TypeAlias = ScalarOrSchedule | Mapping[str, jax.typing.ArrayLike] | Threshold
 
 
-def constant(limit: jax.typing.ArrayLike | Mapping[str, Any]) -> Threshold:
+def constant(limit: jax.typing.ArrayLike) -> Threshold:
     """The same limit at every step.
 
     Args:
-      limit: a scalar, or one for each group: `{name: scalar}`.
+      limit: a scalar.
 
     Raises:
-      ValueError: if a limit is not a scalar, or is a negative or NaN number. (A traced limit below
+      ValueError: if `limit` is not a scalar, or is a negative or NaN number. (A traced limit below
         0 acts as 0, a traced NaN makes the groups NaN.)
-      TypeError: if a limit is not a number.
+      TypeError: if `limit` is not a number.
     """
-    return _constant(limit, "limit")
+    return Threshold(Partial(_no_state), Partial(_constant, check_limit(limit, "limit")))
 
 
 def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
@@ -53,7 +54,9 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3
       ValueError: if `ratio` or `eps` is not a scalar, or is a negative or NaN number.
       TypeError: if `ratio` or `eps` is not a number.
     """
-    return _relative_to_params(ratio, eps, "ratio")
+    eps = check_limit(eps, "eps")
+    inner = schedule(ratio) if callable(ratio) else constant(check_limit(ratio, "ratio"))
+    return Threshold(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
 
 
 def given(limits: Limits) -> Threshold:
@@ -61,11 +64,11 @@ def given(limits: Limits) -> Threshold:
     return Threshold(Partial(_no_state), Partial(_given, limits))
 
 
-def as_threshold(limit: LimitLike, argument: str = "limit") -> Threshold:
-    """A `Threshold` as it is; a number, schedule or `{name: number}` as a rule.
+def as_limit(limit: LimitLike, argument: str = "limit") -> Threshold | dict[str, Any]:
+    """A limit checked: a rule, or numbers by the names of the groups, which a rule needs to know.
 
     Args:
-      limit: the limit.
+      limit: whatever a user may pass as a limit.
       argument: what it is called in messages.
 
     Raises:
@@ -74,7 +77,31 @@ def as_threshold(limit: LimitLike, argument: str = "limit") -> Threshold:
     """
     if isinstance(limit, Threshold):
         return limit
-    return schedule(limit) if callable(limit) else _constant(limit, argument)
+    if isinstance(limit, Mapping):
+        return {name: check_limit(value, f"{argument}[{name!r}]") for name, value in limit.items()}
+    if callable(limit):
+        return schedule(limit)
+    return Threshold(Partial(_no_state), Partial(_constant, check_limit(limit, argument)))
+
+
+def rule_for(limit: Threshold | dict[str, Any], names: Sequence[str], layout: str) -> Threshold:
+    """The rule of a checked limit for the groups of these names, ready to cross `jit`.
+
+    Raises:
+      ValueError: if numbers are given by name and some group has none, or there is no such group.
+    """
+    if isinstance(limit, Threshold):
+        return limit.as_pytree()
+    if set(limit) != set(names):
+        raise ValueError(
+            f"limits are given for groups {sorted(limit)}, but there are {list(names)}"
+        )
+    numbers = {name: jnp.asarray(limit[name]).astype(jnp.float32) for name in names}
+    if layout == "dict":
+        return given(Limits(numbers, numbers))
+    column = jnp.stack([numbers[name] for name in names])
+    column = column[0] if layout == "scalar" else column
+    return given(Limits(column, column))
 
 
 def check_limit(limit: Any, argument: str, *, allow_any_number: bool = False) -> Any:
@@ -109,19 +136,6 @@ def check_limit(limit: Any, argument: str, *, allow_any_number: bool = False) ->
     return limit
 
 
-def _constant(limit: Any, argument: str) -> Threshold:
-    if isinstance(limit, Mapping):
-        limit = {name: check_limit(value, f"{argument}[{name!r}]") for name, value in limit.items()}
-        return Threshold(Partial(_no_state), Partial(_constant_by_name, limit))
-    return Threshold(Partial(_no_state), Partial(_constant_limit, check_limit(limit, argument)))
-
-
-def _relative_to_params(ratio: Any, eps: Any, argument: str) -> Threshold:
-    eps = check_limit(eps, "eps")
-    inner = as_threshold(ratio, argument)
-    return Threshold(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
-
-
 def _no_state(norms: NormTree) -> tuple[()]:
     del norms
     return ()
@@ -133,41 +147,28 @@ def _zero_count(norms: NormTree) -> Array:
 
 
 def _everywhere(limit: Any, norms: NormTree) -> Limits:
-    """One limit for all groups; below 0 it acts as 0."""
-    limits = jax.tree.map(
-        lambda norm: jnp.full(norm.shape, jnp.maximum(jnp.asarray(limit).astype(norm.dtype), 0)),
-        norms,
-    )
+    """One limit for all groups."""
+    limits = jax.tree.map(functools.partial(_filled, limit), norms)
     return Limits(limits, limits)
 
 
-def _constant_limit(
+def _filled(limit: Any, norm: Array) -> Array:
+    """A limit in the shape and dtype of a norm; below 0 it acts as 0."""
+    return jnp.broadcast_to(jnp.maximum(jnp.asarray(limit).astype(norm.dtype), 0), norm.shape)
+
+
+def _constant(
     limit: Any, norms: NormTree, state: tuple[()], param_norms: NormTree | None
 ) -> tuple[Limits, tuple[()]]:
     del param_norms
     return _everywhere(limit, norms), state
 
 
-def _constant_by_name(
-    limits: dict[str, Any], norms: NormTree, state: tuple[()], param_norms: NormTree | None
-) -> tuple[Limits, tuple[()]]:
-    del param_norms
-    if not isinstance(norms, dict) or set(norms) != set(limits):
-        groups = sorted(norms) if isinstance(norms, dict) else "one for the whole tree"
-        raise ValueError(f"limits are given for groups {sorted(limits)}, but there are {groups}")
-    found = {name: _everywhere(limits[name], norm).target for name, norm in norms.items()}
-    return Limits(found, found), state
-
-
 def _given(
     limits: Limits, norms: NormTree, state: tuple[()], param_norms: NormTree | None
 ) -> tuple[Limits, tuple[()]]:
     del param_norms
-
-    def full(limit: Any, norm: Array) -> Array:
-        return jnp.full(norm.shape, jnp.asarray(limit).astype(norm.dtype))
-
-    return Limits(*(jax.tree.map(full, field, norms) for field in limits)), state
+    return Limits(*(jax.tree.map(_filled, field, norms) for field in limits)), state
 
 
 def _scheduled(
