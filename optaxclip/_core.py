@@ -67,7 +67,7 @@ def clip_by(
       nonfinite: what becomes of a group whose norm is not finite: "nan" (all NaN), "zero" (all 0),
         "mask" (bad entries 0, then clipped), "error" (a `checkify` error that names the leaves).
       strict: whether narrow dtypes are rounded toward zero, so that they too obey the limit.
-      name: what the transformation is called in messages.
+      name: what the transformation is called in messages and by `optaxclip.monitor`.
 
     Returns:
       A transformation whose state is a `ClipState`. Its update takes `grad_norm=`, a norm of the
@@ -94,7 +94,7 @@ def clip_by(
         grouping = scope(flatten(params, "params"))
         rule = rule_for(limit, grouping.names, grouping.layout)
         norms = zero_norms(grouping, jnp.dtype(jnp.float32))
-        info = initial_info(grouping, jnp.dtype(jnp.float32))
+        info = initial_info(name, grouping, jnp.dtype(jnp.float32))
         return ClipState(jnp.zeros((), jnp.int32), rule.init(norms), info)
 
     def update(
@@ -181,7 +181,7 @@ def clip_tree(
         _matching_params(flat, params, name) if rule.uses_params else None,
         rule,
         rule.init(zero_norms(grouping, dtype)),
-        initial_info(grouping, dtype),
+        initial_info(name, grouping, dtype),
         _usable_norm(use_norm, "use_norm", grouping, method),
         grouping=grouping,
         method=method,

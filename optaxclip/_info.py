@@ -9,15 +9,17 @@ from optaxclip._types import ClipInfo
 from optaxclip.scopes import Grouping
 
 
-def initial_info(grouping: Grouping, dtype: jnp.dtype) -> ClipInfo:
+def initial_info(name: str, grouping: Grouping, dtype: jnp.dtype) -> ClipInfo:
     """The record before the first step: no limit, nothing clipped.
 
     Args:
+      name: the transformation's name.
       grouping: the groups.
       dtype: of the norms.
     """
     shape = () if grouping.layout == "scalar" else (len(grouping.names),)
     return ClipInfo(
+        name={name: ()},
         names=dict.fromkeys(grouping.names, ()),
         norm=jnp.zeros(shape, dtype),
         limit=jnp.full(shape, jnp.inf, dtype),
@@ -57,8 +59,7 @@ def updated_info(
     else:
         new = [column.astype(old.norm.dtype) for column in blocks[0]]
     norm, limit, factor, clipped, nonfinite = _where_present(grouping, new, old)
-    return ClipInfo(
-        names=old.names,
+    return old._replace(
         norm=norm,
         limit=limit,
         factor=factor,

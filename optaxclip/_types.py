@@ -65,8 +65,9 @@ class ClipInfo(NamedTuple):
     factor are those of the leaf's group with the largest norm-to-limit ratio.
 
     Attributes:
-      names: `list(info.names)` names the entries in order. The values are empty, so that the names
-        cost nothing: they are structure, not arrays.
+      name: the transformation's name, as the only key of a dict of nothing.
+      names: the entries' names in order, as the keys of a dict of nothing. Both are structure, not
+        arrays: they cost nothing and survive checkpoints.
       norm: float32, the norm before clipping.
       limit: float32, the norm above which the group is clipped.
       factor: float32, what the group was multiplied by.
@@ -75,6 +76,7 @@ class ClipInfo(NamedTuple):
       num_nonfinite: int32, steps so far at which a group of this entry was not finite.
     """
 
+    name: dict[str, tuple[()]]
     names: dict[str, tuple[()]]
     norm: Array
     limit: Array
