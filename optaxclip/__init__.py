@@ -16,6 +16,13 @@ from optaxclip._types import ClipInfo as ClipInfo
 from optaxclip._types import ClipState as ClipState
 from optaxclip._types import Limits as Limits
 from optaxclip._types import Threshold as Threshold
+from optaxclip.adaptive import adagc as adagc
+from optaxclip.adaptive import autoclip as autoclip
+from optaxclip.adaptive import clip_by_ema_norm as clip_by_ema_norm
+from optaxclip.adaptive import clip_by_median_norm as clip_by_median_norm
+from optaxclip.adaptive import clip_by_quantile as clip_by_quantile
+from optaxclip.adaptive import clip_by_window_norm as clip_by_window_norm
+from optaxclip.adaptive import zclip as zclip
 from optaxclip.methods import ClipByValueState as ClipByValueState
 from optaxclip.methods import adaptive_grad_clip as adaptive_grad_clip
 from optaxclip.methods import clip as clip
@@ -25,5 +32,8 @@ from optaxclip.methods import clip_by_group_norm as clip_by_group_norm
 from optaxclip.methods import clip_by_norm as clip_by_norm
 from optaxclip.methods import clip_by_value as clip_by_value
 from optaxclip.methods import normalize_by_global_norm as normalize_by_global_norm
+from optaxclip.wrappers import SkipState as SkipState
+from optaxclip.wrappers import skip_above as skip_above
+from optaxclip.wrappers import skip_nonfinite as skip_nonfinite
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
 """Limit rules: what the norm of a group may be at this step.
 
-A rule is a `Threshold`, an `(init, update)` pair over the norms of the groups. It never sees which
+A rule is a `Threshold`, an `(init, update)` pair over the norms of the groups. It hardly sees which
 scope they come from, so a rule written once serves the whole tree, each leaf and each label:
 
   def update(norms, state, param_norms):
@@ -8,14 +8,19 @@ scope they come from, so a rule written once serves the whole tree, each leaf an
       return Limits(trigger=limits, target=limits), state
 """
 
-from optaxclip._types import Limits, Threshold
-from optaxclip.thresholds.fixed import constant, given, relative_to_params, schedule
-
-__all__ = [
-    "Limits",
-    "Threshold",
-    "constant",
-    "given",
-    "relative_to_params",
-    "schedule",
-]
+from optaxclip._types import Limits as Limits
+from optaxclip._types import Threshold as Threshold
+from optaxclip.thresholds.base import AdaptiveState as AdaptiveState
+from optaxclip.thresholds.base import adaptive as adaptive
+from optaxclip.thresholds.feedback import adagc as adagc
+from optaxclip.thresholds.feedback import log_tracker as log_tracker
+from optaxclip.thresholds.feedback import quantile as quantile
+from optaxclip.thresholds.fixed import constant as constant
+from optaxclip.thresholds.fixed import given as given
+from optaxclip.thresholds.fixed import relative_to_params as relative_to_params
+from optaxclip.thresholds.fixed import schedule as schedule
+from optaxclip.thresholds.history import median as median
+from optaxclip.thresholds.history import percentile as percentile
+from optaxclip.thresholds.history import window as window
+from optaxclip.thresholds.moving import ema as ema
+from optaxclip.thresholds.moving import zscore as zscore

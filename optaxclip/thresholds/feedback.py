@@ -1,0 +1,249 @@
+"""Rules that feed what they did back: Lingvo's tracker, AdaGC, the quantile of Andrew et al."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from optaxclip._numerics import safe_divide, safe_sqrt
+from optaxclip._types import Limits, Threshold
+from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, within
+from optaxclip.thresholds.fixed import check_limit
+from optaxclip.thresholds.moving import Moments, weighted
+
+
+def log_tracker(
+    decay: jax.typing.ArrayLike = 0.995,
+    num_std: jax.typing.ArrayLike = 4.0,
+    *,
+    min_limit: jax.typing.ArrayLike = 0.0,
+    reject: bool = True,
+    floor: float = FLOOR,
+    max_norm: jax.typing.ArrayLike | None = None,
+) -> Threshold:
+    """A number of standard deviations above the moving mean of `log(1 + norm)`.
+
+    Source: Chen et al., 2018, arXiv 1804.09849, the gradient norm tracker of tensorflow/lingvo.
+    There is no limit until the weights of the averages sum to 0.75, after 277 norms. Norms above
+    the limit are recorded as the limit, which lets it follow a step up.
+
+    Args:
+      decay: of mean and variance.
+      num_std: how many standard deviations above the mean.
+      min_limit: the least limit.
+      reject: whether a norm above the limit is brought to 0, as in Lingvo; to the limit otherwise.
+      floor: the least norm that counts, and the least limit.
+      max_norm: a cap on every limit.
+
+    Raises:
+      ValueError: for an option out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> rule = optaxclip.thresholds.log_tracker()
+      >>> limits, state = rule.update(jnp.array(1.0), rule.init(jnp.zeros(())), None)
+      >>> print(limits.trigger)
+      inf
+    """
+    numbers = _TrackerNumbers(
+        within(decay, 0, 1, "decay"),
+        at_least(num_std, 0, "num_std"),
+        check_limit(min_limit, "min_limit"),
+    )
+    return adaptive(
+        _LogTracker(reject), numbers, record="raw", floor=floor, patience=None, max_norm=max_norm
+    )
+
+
+def adagc(
+    lambda_rel: jax.typing.ArrayLike = 1.05,
+    lambda_abs: jax.typing.ArrayLike = 1.0,
+    beta: jax.typing.ArrayLike = 0.98,
+    warmup_steps: int = 100,
+    *,
+    floor: float = FLOOR,
+    patience: int | None = None,
+    max_norm: jax.typing.ArrayLike | None = None,
+) -> Threshold:
+    """A little above the moving average of the clipped norms, after a warm-up by the global norm.
+
+    Source: Wang et al., 2025, AdaGC, arXiv 2502.11034, where the groups are the leaves. In the
+    warm-up all groups are scaled by `min(lambda_abs / global norm, 1)`, and the average is the
+    least norm that resulted. The revised paper has `lambda_rel=1.04, beta=0.99`.
+
+    Because the clipped norm is what is recorded, a limit grows by at most
+    `1 + (1 - beta) * (lambda_rel - 1)` a step: it doubles in no less than 694 steps. That is
+    the method, so `patience` is off by default.
+
+    Args:
+      lambda_rel: how many times the average is the limit.
+      lambda_abs: the global norm to clip to in the warm-up.
+      beta: the decay of the average.
+      warmup_steps: norms to record in the warm-up.
+      floor: the least norm that counts, and the least limit; with 0 a group whose norm is zero in
+        the warm-up never moves again, as published.
+      patience: norms above their limit in a row before the raw norm is recorded.
+      max_norm: a cap on every limit.
+
+    Raises:
+      ValueError: for an option out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> rule = optaxclip.thresholds.adagc(warmup_steps=1)
+      >>> norms = jnp.array([3.0, 4.0])
+      >>> limits, state = rule.update(norms, rule.init(norms), None)
+      >>> print(limits.target)
+      [0.6 0.8]
+    """
+    numbers = _AdaGCNumbers(
+        at_least(lambda_rel, 0, "lambda_rel"),
+        check_limit(lambda_abs, "lambda_abs"),
+        within(beta, 0, 1, "beta"),
+        at_least(warmup_steps, 0, "warmup_steps"),
+    )
+    return adaptive(
+        _AdaGC(), numbers, record="clipped", floor=floor, patience=patience, max_norm=max_norm
+    )
+
+
+def quantile(
+    target: jax.typing.ArrayLike = 0.5,
+    learning_rate: jax.typing.ArrayLike = 0.2,
+    init_limit: jax.typing.ArrayLike = 0.1,
+    *,
+    geometric: bool = True,
+    floor: float = FLOOR,
+    max_norm: jax.typing.ArrayLike | None = None,
+) -> Threshold:
+    """A limit that moves until the wanted share of norms is at or below it.
+
+    Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, arXiv 1905.03871, without noise and with
+    one norm a step. At each step the limit is multiplied by
+    `exp(-learning_rate * ((norm <= limit) - target))`.
+
+    Args:
+      target: the share of norms at or below the limit, from 0 to 1.
+      learning_rate: how fast the limit moves.
+      init_limit: the limit at the first step.
+      geometric: whether to multiply; otherwise the exponent is added to the limit, which stays
+        above 0.
+      floor: the least norm that counts, and the least limit.
+      max_norm: a cap on every limit.
+
+    Raises:
+      ValueError: for an option out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> rule = optaxclip.thresholds.quantile(init_limit=1.0)
+      >>> state = rule.init(jnp.zeros(()))
+      >>> for norm in (1.0, 1.2):
+      ...     limits, state = rule.update(jnp.array(norm), state, None)
+      >>> print(limits.trigger)
+      0.904837
+    """
+    numbers = _QuantileNumbers(
+        within(target, 0, 1, "target"),
+        at_least(learning_rate, 0, "learning_rate"),
+        check_limit(init_limit, "init_limit"),
+    )
+    return adaptive(
+        _Quantile(geometric), numbers, record="raw", floor=floor, patience=None, max_norm=max_norm
+    )
+
+
+class _TrackerNumbers(NamedTuple):
+    decay: Any
+    num_std: Any
+    min_limit: Any
+
+
+class _TrackerState(NamedTuple):
+    moments: Moments
+    weight: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _LogTracker:
+    reject: bool
+
+    def init(self, numbers: Any, like: Array) -> _TrackerState:
+        del numbers
+        zeros = jnp.zeros(like.shape, jnp.float32)
+        return _TrackerState(Moments(zeros, zeros), zeros)
+
+    def observe(
+        self, numbers: _TrackerNumbers, state: _TrackerState, norm: Array, count: Array
+    ) -> _TrackerState:
+        del count
+        capped = jnp.minimum(jnp.log1p(jnp.maximum(norm, 0.01)), _log_limit(numbers, state))
+        rest = 1 - as_float(numbers.decay)
+        weight = state.weight + rest * (1 - state.weight)
+        share = safe_divide(rest * jnp.ones_like(weight), weight, 0)
+        return _TrackerState(weighted(state.moments, capped, share), weight)
+
+    def limits(
+        self, numbers: _TrackerNumbers, state: _TrackerState, norm: Array, count: Array
+    ) -> Limits:
+        del norm, count
+        limit = jnp.where(state.weight > 0.75, jnp.expm1(_log_limit(numbers, state)), jnp.inf)
+        return Limits(limit, jnp.zeros_like(limit) if self.reject else limit)
+
+
+def _log_limit(numbers: _TrackerNumbers, state: _TrackerState) -> Array:
+    std = jnp.sqrt(jnp.maximum(state.moments.variance, 1e-6))
+    cap = state.moments.mean + as_float(numbers.num_std) * std
+    return jnp.maximum(cap, jnp.log1p(as_float(numbers.min_limit)))
+
+
+class _AdaGCNumbers(NamedTuple):
+    lambda_rel: Any
+    lambda_abs: Any
+    beta: Any
+    warmup_steps: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _AdaGC:
+    def init(self, numbers: Any, like: Array) -> Array:
+        del numbers
+        return jnp.zeros(like.shape, jnp.float32)
+
+    def observe(self, numbers: _AdaGCNumbers, state: Array, norm: Array, count: Array) -> Array:
+        moved = state + (1 - as_float(numbers.beta)) * (norm - state)
+        known = jnp.where(count < numbers.warmup_steps, jnp.minimum(state, norm), moved)
+        return jnp.where(count == 0, norm, known)
+
+    def limits(self, numbers: _AdaGCNumbers, state: Array, norm: Array, count: Array) -> Limits:
+        global_norm = safe_sqrt(jnp.sum(jnp.square(norm)))
+        shrink = jnp.minimum(safe_divide(as_float(numbers.lambda_abs), global_norm, 1), 1)
+        later = jnp.where(count == 0, jnp.inf, as_float(numbers.lambda_rel) * state)
+        limit = jnp.where(count < numbers.warmup_steps, shrink * norm, later)
+        return Limits(limit, limit)
+
+
+class _QuantileNumbers(NamedTuple):
+    target: Any
+    learning_rate: Any
+    init_limit: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Quantile:
+    geometric: bool
+
+    def init(self, numbers: _QuantileNumbers, like: Array) -> Array:
+        return jnp.full(like.shape, as_float(numbers.init_limit))
+
+    def observe(self, numbers: _QuantileNumbers, state: Array, norm: Array, count: Array) -> Array:
+        del count
+        excess = (norm <= state).astype(jnp.float32) - as_float(numbers.target)
+        step = -as_float(numbers.learning_rate) * excess
+        return state * jnp.exp(step) if self.geometric else jnp.maximum(state + step, 0)
+
+    def limits(self, numbers: Any, state: Array, norm: Array, count: Array) -> Limits:
+        del numbers, norm, count
+        return Limits(state, state)

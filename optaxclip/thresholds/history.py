@@ -1,0 +1,268 @@
+"""Rules over a window of past norms: percentile, median, mean plus deviations."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from optaxclip._numerics import safe_sqrt
+from optaxclip._types import Limits, Threshold
+from optaxclip.thresholds.base import FLOOR, PATIENCE, Record, adaptive, as_float, at_least, within
+
+
+def percentile(
+    percentile: jax.typing.ArrayLike = 95.0,
+    window: int = 1000,
+    *,
+    record: Record = "raw",
+    inclusive: bool = False,
+    warmup_steps: int | None = None,
+    floor: float = FLOOR,
+    patience: int | None = PATIENCE,
+    max_norm: jax.typing.ArrayLike | None = None,
+) -> Threshold:
+    """A percentile of the last norms, interpolated linearly.
+
+    With the defaults this is TRELLIS's rule (microsoft/TRELLIS), which judges a norm by those
+    before it. AutoClip (Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469) is
+    `percentile(10.0, window, inclusive=True, warmup_steps=0)`.
+
+    Args:
+      percentile: from 0 to 100.
+      window: how many norms to keep.
+      record: see `optaxclip.thresholds.base`, like the options that follow.
+      inclusive: whether a norm is in the window that judges it.
+      warmup_steps: norms to record before there is a limit; a full window if None.
+      floor: the least norm that counts, and the least limit.
+      patience: norms above their limit in a row before the raw norm is recorded.
+      max_norm: a cap on every limit.
+
+    Raises:
+      ValueError: for an option out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> rule = optaxclip.thresholds.percentile(50.0, window=4, warmup_steps=1)
+      >>> state = rule.init(jnp.zeros(()))
+      >>> for norm in (1.0, 1.2, 0.8):
+      ...     limits, state = rule.update(jnp.array(norm), state, None)
+      >>> print(limits.trigger)
+      1.1
+    """
+    at_least(window, 1, "window")
+    return adaptive(
+        _Percentile(window),
+        within(percentile, 0, 100, "percentile"),
+        record=record,
+        inclusive=inclusive,
+        warmup_steps=window if warmup_steps is None else warmup_steps,
+        floor=floor,
+        patience=patience,
+        max_norm=max_norm,
+    )
+
+
+def window(
+    num_std: jax.typing.ArrayLike = 3.0,
+    window: int = 128,
+    *,
+    ddof: int = 0,
+    min_std: float = 1e-6,
+    record: Record = "raw",
+    inclusive: bool = False,
+    warmup_steps: int | None = None,
+    floor: float = FLOOR,
+    patience: int | None = PATIENCE,
+    max_norm: jax.typing.ArrayLike | None = None,
+) -> Threshold:
+    """The mean of the last norms plus a number of standard deviations.
+
+    With the defaults this is Levanter's rule (marin-community/levanter), which it applies to
+    updates. With `num_std=6.0, ddof=1, min_std=0.0, warmup_steps=window // 2 - 1` it is that of
+    OLMo-core's `SkipStepOptimizer` (allenai/OLMo-core), for `optaxclip.skip_above`.
+
+    Args:
+      num_std: how many standard deviations above the mean.
+      window: how many norms to keep.
+      ddof: 0 for the deviation of the window itself, 1 for an estimate from a sample.
+      min_std: a floor under the standard deviation.
+      record: see `optaxclip.thresholds.base`, like the options that follow.
+      inclusive: whether a norm is in the window that judges it.
+      warmup_steps: norms to record before there is a limit; half a window if None.
+      floor: the least norm that counts, and the least limit.
+      patience: norms above their limit in a row before the raw norm is recorded.
+      max_norm: a cap on every limit.
+
+    Raises:
+      ValueError: for an option out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> rule = optaxclip.thresholds.window(3.0, window=4)
+      >>> state = rule.init(jnp.zeros(()))
+      >>> for norm in (1.0, 1.2, 0.8):
+      ...     limits, state = rule.update(jnp.array(norm), state, None)
+      >>> print(limits.trigger)
+      1.4
+    """
+    at_least(window, 2, "window")
+    within(ddof, 0, 1, "ddof")
+    return adaptive(
+        _MeanAndDeviation(window, ddof),
+        (at_least(num_std, 0, "num_std"), at_least(min_std, 0, "min_std")),
+        record=record,
+        inclusive=inclusive,
+        warmup_steps=window // 2 if warmup_steps is None else warmup_steps,
+        floor=floor,
+        patience=patience,
+        max_norm=max_norm,
+    )
+
+
+def median(
+    scale: jax.typing.ArrayLike = 2.0,
+    window: int = 100,
+    *,
+    every_step: bool = False,
+    floor: float = FLOOR,
+    max_norm: jax.typing.ArrayLike | None = None,
+) -> Threshold:
+    """A multiple of the median of the last norms.
+
+    As in ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230) the limit is set
+    anew every `window` steps, and early on at steps 10, 20 and 40 to twice the multiple; the norm
+    of such a step counts in it, that of the very first step never does. With `every_step` the limit
+    is the multiple of the median of what the window holds, at every step from the first on.
+
+    Args:
+      scale: the multiple.
+      window: how many norms to keep.
+      every_step: whether to set the limit anew at every step.
+      floor: the least norm that counts, and the least limit. Raw norms are recorded, so that the
+        rule cannot lock, and needs no patience.
+      max_norm: a cap on every limit.
+
+    Raises:
+      ValueError: for an option out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> rule = optaxclip.thresholds.median(2.0, window=100, every_step=True)
+      >>> state = rule.init(jnp.zeros(()))
+      >>> for norm in (1.0, 1.2, 0.8):
+      ...     limits, state = rule.update(jnp.array(norm), state, None)
+      >>> print(limits.trigger)
+      2.0
+    """
+    at_least(window, 1, "window")
+    return adaptive(
+        _Median(window) if every_step else _PeriodicMedian(window),
+        at_least(scale, 0, "scale"),
+        record="raw",
+        inclusive=True,
+        floor=floor,
+        patience=None,
+        max_norm=max_norm,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """The last norms, float32[window, ...]; norm number `i` is in place `i % window`."""
+
+    window: int
+
+    def init(self, numbers: Any, like: Array) -> Array:
+        del numbers
+        return jnp.zeros((self.window, *like.shape), jnp.float32)
+
+    def observe(self, numbers: Any, state: Array, norm: Array, count: Array) -> Array:
+        del numbers
+        return jnp.where(self.places(count) == count % self.window, norm[None], state)
+
+    def places(self, like: Array) -> Array:
+        column = jnp.arange(self.window).reshape(-1, *(1,) * like.ndim)
+        return jnp.broadcast_to(column, (self.window, *like.shape))
+
+    def held(self, count: Array) -> tuple[Array, Array]:
+        """Which places are taken after `count` norms, and how many these are."""
+        number = jnp.minimum(count, self.window)
+        return self.places(count) < number, number
+
+
+class _Percentile(_Ring):
+    def limits(self, numbers: Any, state: Array, norm: Array, count: Array) -> Limits:
+        del norm
+        is_held, number = self.held(count)
+        ordered = jnp.sort(jnp.where(is_held, state, jnp.inf), axis=0)
+        last = jnp.maximum(number - 1, 0)
+        position = last.astype(jnp.float32) * (as_float(numbers) / 100)
+        below = jnp.floor(position).astype(jnp.int32)
+        low, high = _at(ordered, below), _at(ordered, jnp.minimum(below + 1, last))
+        share = position - below.astype(jnp.float32)
+        limit = jnp.where(high > low, low + share * (high - low), low)
+        return Limits(limit, limit)
+
+
+class _Median(_Ring):
+    def limits(self, numbers: Any, state: Array, norm: Array, count: Array) -> Limits:
+        median = _Percentile(self.window).limits(50.0, state, norm, count).trigger
+        limit = as_float(numbers) * median
+        return Limits(limit, limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MeanAndDeviation(_Ring):
+    ddof: int
+
+    def limits(self, numbers: Any, state: Array, norm: Array, count: Array) -> Limits:
+        del norm
+        num_std, min_std = (as_float(number) for number in numbers)
+        is_held, number = self.held(count)
+        number = number.astype(jnp.float32)
+        mean = jnp.sum(jnp.where(is_held, state, 0), axis=0) / jnp.maximum(number, 1)
+        squares = jnp.sum(jnp.where(is_held, jnp.square(state - mean[None]), 0), axis=0)
+        std = safe_sqrt(squares / jnp.maximum(number - self.ddof, 1))
+        limit = mean + num_std * jnp.maximum(std, min_std)
+        return Limits(limit, limit)
+
+
+class _PeriodicState(NamedTuple):
+    ring: Array
+    limit: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _PeriodicMedian:
+    window: int
+
+    def init(self, numbers: Any, like: Array) -> _PeriodicState:
+        ring = _Ring(self.window).init(numbers, like)
+        return _PeriodicState(ring, jnp.full(like.shape, jnp.inf))
+
+    def observe(
+        self, numbers: Any, state: _PeriodicState, norm: Array, count: Array
+    ) -> _PeriodicState:
+        past = _Ring(self.window)
+        ring = past.observe(numbers, state.ring, norm, count)
+        places = past.places(count)
+        # The norm of step 0 never counts.
+        is_held = ((places > 0) & (places <= count)) | (count >= self.window)
+        held = jnp.minimum(count, self.window)
+        middle = jnp.clip(held // 4 * 2, 0, jnp.maximum(held - 1, 0))
+        median = _at(jnp.sort(jnp.where(is_held, ring, jnp.inf), axis=0), middle)
+        limit = as_float(numbers) * median
+        is_early = ((count == 10) | (count == 20) | (count == 40)) & (count < self.window)
+        is_regular = (count > 0) & (count % self.window == 0)
+        limit = jnp.where(is_regular, limit, jnp.where(is_early, 2 * limit, state.limit))
+        return _PeriodicState(ring, limit)
+
+    def limits(self, numbers: Any, state: _PeriodicState, norm: Array, count: Array) -> Limits:
+        del numbers, norm, count
+        return Limits(state.limit, state.limit)
+
+
+def _at(ordered: Array, place: Array) -> Array:
+    return jnp.take_along_axis(ordered, place[None], axis=0)[0]

@@ -1,0 +1,263 @@
+"""Rules over moving averages: a multiple of the mean, the mean plus deviations.
+
+Variances are kept centred, never as a mean of squares less a squared mean, which cancels in
+float32.
+"""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from optaxclip._numerics import safe_sqrt
+from optaxclip._types import Limits, Threshold
+from optaxclip.thresholds.base import (
+    FLOOR,
+    PATIENCE,
+    Record,
+    adaptive,
+    as_float,
+    at_least,
+    select,
+    within,
+)
+
+Option = Literal["adaptive", "mean", "percentile"]
+
+
+def ema(
+    decay: jax.typing.ArrayLike = 0.95,
+    ratio: jax.typing.ArrayLike = 2.0,
+    *,
+    target_decay: jax.typing.ArrayLike | None = None,
+    target_ratio: jax.typing.ArrayLike | None = None,
+    debias: bool = False,
+    skip_steps: int = 0,
+    record: Record = "clipped",
+    warmup_steps: int = 0,
+    floor: float = FLOOR,
+    patience: int | None = PATIENCE,
+    max_norm: jax.typing.ArrayLike | None = None,
+) -> Threshold:
+    """A multiple of the exponential moving average of the norms before this one.
+
+    With the defaults this is OLMo's per-parameter rule (allenai/OLMo, `max_grad_norm_ratio`), with
+    `ema(0.99, 2.0, target_decay=0.9, target_ratio=1.1, debias=True)` PDE-Transformer's
+    (tum-pbs/pde-transformer), and with `ema(0.99, 20.0, debias=True, record="accepted")` axlearn's
+    (apple/axlearn), for `optaxclip.skip_above`.
+
+    Args:
+      decay: of the average that triggers.
+      ratio: how many times that average triggers.
+      target_decay: of the average that gives the norm to reach; `decay` if None.
+      target_ratio: how many times that average is the norm to reach; `ratio` if None.
+      debias: whether to start from zero and divide by the weights, as Adam does, instead of
+        starting from the first norm.
+      skip_steps: how many norms to pass over before the first is recorded.
+      record: see `optaxclip.thresholds.base`, like the options that follow.
+      warmup_steps: norms to record before there is a limit.
+      floor: the least norm that counts, and the least limit.
+      patience: norms above their limit in a row before the raw norm is recorded.
+      max_norm: a cap on every limit.
+
+    Raises:
+      ValueError: for an option out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> rule = optaxclip.thresholds.ema(0.5, 2.0)
+      >>> state = rule.init(jnp.zeros(()))
+      >>> for norm in (1.0, 1.5, 1.0):
+      ...     limits, state = rule.update(jnp.array(norm), state, None)
+      >>> print(limits.trigger)
+      2.5
+    """
+    same = target_decay is None and target_ratio is None
+    numbers = _EmaNumbers(
+        decay=within(decay, 0, 1, "decay"),
+        ratio=at_least(ratio, 0, "ratio"),
+        target_decay=decay if target_decay is None else within(target_decay, 0, 1, "target_decay"),
+        target_ratio=ratio if target_ratio is None else at_least(target_ratio, 0, "target_ratio"),
+        skip_steps=at_least(skip_steps, 0, "skip_steps"),
+    )
+    return adaptive(
+        _Ema(debias, same),
+        numbers,
+        record=record,
+        warmup_steps=warmup_steps,
+        floor=floor,
+        patience=patience,
+        max_norm=max_norm,
+    )
+
+
+def zscore(
+    alpha: jax.typing.ArrayLike = 0.97,
+    z_thresh: jax.typing.ArrayLike = 2.5,
+    warmup_steps: int = 25,
+    *,
+    option: Option = "adaptive",
+    debias: bool = False,
+    record: Record = "clipped",
+    floor: float = FLOOR,
+    patience: int | None = PATIENCE,
+    max_norm: jax.typing.ArrayLike | None = None,
+) -> Threshold:
+    """A number of standard deviations above the moving mean of the norms before this one.
+
+    Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507.
+
+    Args:
+      alpha: the decay of mean and variance.
+      z_thresh: how many standard deviations above the mean is a spike.
+      warmup_steps: norms to record before there is a limit; their plain mean and variance start
+        the moving ones.
+      option: what a spike is brought to: "adaptive", `mean + z_thresh**2 / z * std`, the harder the
+        spike the lower; "mean"; or "percentile", the triggering norm itself.
+      debias: whether mean and variance are weighted averages from the first norm on, as in axlearn
+        (apple/axlearn), instead.
+      record: see `optaxclip.thresholds.base`, like the options that follow.
+      floor: the least norm that counts, and the least limit.
+      patience: norms above their limit in a row before the raw norm is recorded.
+      max_norm: a cap on every limit, in the warm-up too.
+
+    Raises:
+      ValueError: for an option out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> rule = optaxclip.thresholds.zscore(warmup_steps=3)
+      >>> state = rule.init(jnp.zeros(()))
+      >>> for norm in (1.0, 1.2, 0.8, 1.0, 5.0):
+      ...     limits, state = rule.update(jnp.array(norm), state, None)
+      >>> print(limits.target)
+      1.04042
+    """
+    if option not in get_args(Option):
+        raise ValueError(f"option must be one of {list(get_args(Option))}, got {option!r}")
+    numbers = _ZScoreNumbers(
+        within(alpha, 0, 1, "alpha"), at_least(z_thresh, 0, "z_thresh"), warmup_steps
+    )
+    return adaptive(
+        _ZScore(option, debias),
+        numbers,
+        record=record,
+        warmup_steps=warmup_steps,
+        floor=floor,
+        patience=patience,
+        max_norm=max_norm,
+    )
+
+
+class _EmaNumbers(NamedTuple):
+    decay: Any
+    ratio: Any
+    target_decay: Any
+    target_ratio: Any
+    skip_steps: Any
+
+
+class _EmaState(NamedTuple):
+    trigger: Array
+    target: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ema:
+    debias: bool
+    same: bool
+
+    def init(self, numbers: Any, like: Array) -> _EmaState:
+        del numbers
+        zeros = jnp.zeros(like.shape, jnp.float32)
+        return _EmaState(zeros, zeros)
+
+    def observe(
+        self, numbers: _EmaNumbers, state: _EmaState, norm: Array, count: Array
+    ) -> _EmaState:
+        seen = jnp.maximum(count - numbers.skip_steps, 0)
+
+        def averaged(average: Array, decay: Any) -> Array:
+            new = average + _weight(decay, seen, self.debias) * (norm - average)
+            return jnp.where(count >= numbers.skip_steps, new, average)
+
+        return _EmaState(
+            averaged(state.trigger, numbers.decay), averaged(state.target, numbers.target_decay)
+        )
+
+    def limits(self, numbers: _EmaNumbers, state: _EmaState, norm: Array, count: Array) -> Limits:
+        # A norm that nothing came before is compared with itself.
+        is_first = count <= numbers.skip_steps
+        trigger = as_float(numbers.ratio) * jnp.where(is_first, norm, state.trigger)
+        if self.same:
+            return Limits(trigger, trigger)
+        target = as_float(numbers.target_ratio) * jnp.where(is_first, norm, state.target)
+        return Limits(trigger, target)
+
+
+class _ZScoreNumbers(NamedTuple):
+    alpha: Any
+    z_thresh: Any
+    warmup_steps: Any
+
+
+class Moments(NamedTuple):
+    """Mean and variance of one value per group, float32."""
+
+    mean: Array
+    variance: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _ZScore:
+    option: Option
+    debias: bool
+
+    def init(self, numbers: Any, like: Array) -> Moments:
+        del numbers
+        zeros = jnp.zeros(like.shape, jnp.float32)
+        return Moments(zeros, zeros)
+
+    def observe(
+        self, numbers: _ZScoreNumbers, state: Moments, norm: Array, count: Array
+    ) -> Moments:
+        if self.debias:
+            return weighted(state, norm, _weight(numbers.alpha, count, debias=True))
+        plain = weighted(state, norm, 1 / (count.astype(jnp.float32) + 1))
+        rest = 1 - as_float(numbers.alpha)
+        mean = state.mean + rest * (norm - state.mean)
+        # As published, the deviation is that from the new mean.
+        variance = state.variance + rest * (jnp.square(norm - mean) - state.variance)
+        is_warm = count >= numbers.warmup_steps
+        return select(is_warm, Moments(mean, variance), plain)
+
+    def limits(self, numbers: _ZScoreNumbers, state: Moments, norm: Array, count: Array) -> Limits:
+        del count
+        z_thresh, std = as_float(numbers.z_thresh), safe_sqrt(state.variance)
+        trigger = state.mean + z_thresh * std
+        if self.option == "percentile":
+            return Limits(trigger, trigger)
+        # The published score has 1e-6 added to the deviation; a percentile has not.
+        trigger = trigger if self.debias else trigger + z_thresh * 1e-6
+        if self.option == "mean":
+            return Limits(trigger, state.mean)
+        z = (norm - state.mean) / (std + 1e-6)
+        return Limits(trigger, state.mean + z_thresh * std * z_thresh / jnp.maximum(z, z_thresh))
+
+
+def _weight(decay: Any, count: Array, debias: bool) -> Array:
+    """The weight of a new value in an average of `count` earlier ones; 1 for the first."""
+    rest = 1 - as_float(decay)
+    if not debias:
+        return jnp.where(count == 0, 1, rest)
+    power = as_float(decay) ** (count + 1).astype(jnp.float32)
+    return rest / jnp.maximum(1 - power, rest)
+
+
+def weighted(moments: Moments, value: Array, weight: Array) -> Moments:
+    """Weighted mean and variance with one value more, in the centred form."""
+    deviation = value - moments.mean
+    variance = (1 - weight) * (moments.variance + weight * jnp.square(deviation))
+    return Moments(moments.mean + weight * deviation, variance)

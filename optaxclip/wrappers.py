@@ -1,0 +1,197 @@
+"""Skipping whole steps, which must wrap the optimizer.
+
+A stage of a chain cannot do it: zero updates still let Adam's moments decay and weight decay act.
+Here a skipped step leaves parameters and inner state exactly as they were, by selection, never by
+multiplying with zero (`0 * NaN` is NaN).
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import optaxclip.scopes as scopes
+from optaxclip._core import group_norms
+from optaxclip._info import initial_info
+from optaxclip._trees import flatten
+from optaxclip._types import ClipInfo, PyTree
+from optaxclip.norms import Norm
+from optaxclip.thresholds.fixed import LimitLike, as_limit, check_limit, rule_for
+
+
+class SkipState(NamedTuple):
+    """State of a wrapper that skips steps.
+
+    Attributes:
+      rule: the limit rule's state.
+      info: what the last step did; `factor` is 0 if it was skipped. `num_clipped` counts norms
+        above the limit, `num_nonfinite` those that were not finite.
+      num_skipped: int32[], steps skipped so far, for either reason.
+      consecutive: int32[], steps skipped in a row until now.
+      inner_state: the wrapped optimizer's state.
+    """
+
+    rule: PyTree
+    info: ClipInfo
+    num_skipped: Array
+    consecutive: Array
+    inner_state: PyTree
+
+
+def skip_nonfinite(
+    inner: optax.GradientTransformation,
+    max_consecutive: int | None = None,
+    *,
+    name: str = "skip_nonfinite",
+) -> optax.GradientTransformationExtraArgs:
+    """Skips the steps whose gradients hold a NaN or an infinite entry.
+
+    Args:
+      inner: the optimizer.
+      max_consecutive: after so many skipped steps in a row the next goes to the optimizer as it is,
+        as with `optax.apply_if_finite`, so that a run that is lost shows it; never if None.
+      name: what the transformation is called in messages and by `optaxclip.monitor`.
+
+    Returns:
+      A transformation with a `SkipState`. A skipped step gives zero updates.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> tx = optaxclip.skip_nonfinite(optax.adam(1e-3))
+      >>> params = jnp.array([1.0, 2.0])
+      >>> updates, state = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(params), params)
+      >>> print(updates, state.num_skipped)
+      [0. 0.] 1
+    """
+    return _skip(inner, math.inf, max_consecutive, norm="l2", gives_up=True, name=name)
+
+
+def skip_above(
+    inner: optax.GradientTransformation,
+    limit: LimitLike,
+    max_consecutive: int | None = 20,
+    *,
+    norm: str | Norm = "l2",
+    name: str = "skip_above",
+) -> optax.GradientTransformationExtraArgs:
+    """Skips the steps whose global gradient norm exceeds a limit or is not finite.
+
+    With a constant this is paxml's and Megatron-LM's rule, with
+    `thresholds.ema(0.99, 20.0, record="accepted", debias=True)` axlearn's, and with
+    `thresholds.window(6.0, 128, ddof=1)` OLMo-core's.
+
+    Args:
+      inner: the optimizer.
+      limit: a number, a schedule, or a rule from `optaxclip.thresholds`, whose trigger counts.
+      max_consecutive: after so many skipped steps in a row the next finite one is taken, so that
+        no limit can stop a run for good; never if None. Non-finite steps are skipped always.
+      norm: the norm.
+      name: what the transformation is called in messages and by `optaxclip.monitor`.
+
+    Returns:
+      A transformation with a `SkipState`. A skipped step gives zero updates. Its update takes
+      `grad_norm=`, as that of `optaxclip.clip_by`.
+
+    Raises:
+      ValueError: for a limit that is negative, NaN or not a scalar.
+      TypeError: for a limit that is no number.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> tx = optaxclip.skip_above(optax.sgd(1.0), 10.0)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> updates, state = tx.update(jnp.array([30.0, 40.0]), tx.init(params), params)
+      >>> print(updates, state.info.norm, state.num_skipped)
+      [0. 0.] 50.0 1
+    """
+    return _skip(inner, limit, max_consecutive, norm=norm, gives_up=False, name=name)
+
+
+def _skip(
+    inner: optax.GradientTransformation,
+    limit: LimitLike,
+    max_consecutive: int | None,
+    *,
+    norm: str | Norm,
+    gives_up: bool,
+    name: str,
+) -> optax.GradientTransformationExtraArgs:
+    limit = as_limit(limit, "limit")
+    inner = optax.with_extra_args_support(inner)
+    if max_consecutive is not None and (
+        not isinstance(max_consecutive, int) or max_consecutive < 1
+    ):
+        raise ValueError(f"max_consecutive must be a positive int or None, got {max_consecutive!r}")
+
+    def init(params: PyTree) -> SkipState:
+        grouping = scopes.tree()(flatten(params, "params"))
+        info = initial_info(name, grouping, jnp.dtype(jnp.float32))
+        rule = rule_for(limit, grouping.names, grouping.layout)
+        zero = jnp.zeros((), jnp.int32)
+        return SkipState(rule.init(jnp.zeros(())), info, zero, zero, inner.init(params))
+
+    def update(
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        grad_norm: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, SkipState]:
+        rule = rule_for(limit, ("tree",), "scalar")
+        norm_now = _measured(updates, norm, grad_norm)
+        param_norm = _measured(params, norm, None) if rule.uses_params else None
+        limits, rule_state = rule.update(norm_now, state.rule, param_norm)
+        is_finite = jnp.isfinite(norm_now)
+        is_above = is_finite & (norm_now > limits.trigger)
+        skip = is_above | ~is_finite
+        if max_consecutive is not None:
+            is_over = state.consecutive >= max_consecutive
+            skip = skip & ~(is_over & (is_finite | gives_up))
+        # The optimizer sees zeros, so that a step which is thrown away reports no NaN.
+        seen = _select(skip, jax.tree.map(jnp.zeros_like, updates), updates)
+        new_updates, inner_state = inner.update(seen, state.inner_state, params, **extra_args)
+        return _select(skip, jax.tree.map(jnp.zeros_like, new_updates), new_updates), SkipState(
+            rule=rule_state,
+            info=_updated_info(state.info, norm_now, limits.trigger, skip, is_above, ~is_finite),
+            num_skipped=state.num_skipped + skip.astype(jnp.int32),
+            consecutive=jnp.where(skip, state.consecutive + 1, 0),
+            inner_state=_select(skip, state.inner_state, inner_state),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _measured(tree: PyTree, norm: str | Norm, given: jax.typing.ArrayLike | None) -> Array:
+    if given is None:
+        measured = group_norms(tree, scope=scopes.tree(), norm=norm)
+    else:
+        measured = jnp.asarray(check_limit(given, "grad_norm", allow_any_number=True))
+    return measured.astype(jnp.float32)
+
+
+def _updated_info(
+    info: ClipInfo, norm: Array, limit: Array, skip: Array, is_above: Array, is_bad: Array
+) -> ClipInfo:
+    return info._replace(
+        norm=norm,
+        limit=limit.astype(jnp.float32),
+        factor=1 - skip.astype(jnp.float32),
+        fraction=is_above.astype(jnp.float32),
+        num_clipped=info.num_clipped + is_above.astype(jnp.int32),
+        num_nonfinite=info.num_nonfinite + is_bad.astype(jnp.int32),
+    )
+
+
+def _select(where: Array, one: PyTree, other: PyTree) -> PyTree:
+    """`one` where `where`, else `other`, in the dtypes of `other`; `float0` is left alone."""
+
+    def choose(x: Any, y: Any) -> Any:
+        if getattr(y, "dtype", None) == jax.dtypes.float0:
+            return y
+        return jnp.where(where, jnp.asarray(x).astype(jnp.asarray(y).dtype), y)
+
+    return jax.tree.map(choose, one, other)
