@@ -53,6 +53,8 @@ def updated_info(
         clipped = (norm > trigger) & ~is_bad
         shares = clipped.astype(norm.dtype), is_bad.astype(norm.dtype)
         blocks.append((norm, trigger, factor, *shares))
+    if not blocks:
+        return old
     if grouping.layout == "dict":
         columns = zip(*(_summary(*block) for block in blocks), strict=True)
         new = [jnp.stack(column).astype(old.norm.dtype) for column in columns]

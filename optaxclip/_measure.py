@@ -136,8 +136,9 @@ def _entries(leaf: Any) -> Array:
     if is_sparse(leaf):
         wide = with_data(leaf, _entries(leaf.data))
         return wide.sum_duplicates(nse=leaf.nse).data
-    real = accumulation_dtype(leaf.dtype)
-    return leaf.astype(jnp.promote_types(real, jnp.complex64) if jnp.iscomplexobj(leaf) else real)
+    if not jnp.iscomplexobj(leaf):
+        return leaf.astype(accumulation_dtype(leaf.dtype))
+    return leaf  # complex dtypes have at least the accuracy of float32
 
 
 def _sizes(leaves: list[Any], grouping: Grouping) -> list[Any]:
@@ -149,8 +150,8 @@ def _sizes(leaves: list[Any], grouping: Grouping) -> list[Any]:
     return [sum(per_leaf[i] for i in slot.members) for slot in grouping.slots]
 
 
-def _at_least_one(size: Any) -> Any:
-    return max(size, 1) if known_size(size) is not None else size
+def _at_least_one(size: Any) -> float | Array:
+    return float(max(size, 1)) if known_size(size) is not None else jnp.array(size, jnp.float32)
 
 
 def _any(flags: list[Array]) -> Array:

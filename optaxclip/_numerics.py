@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 
@@ -15,10 +16,17 @@ def accumulation_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if real == jnp.float64 else jnp.float32)
 
 
+def is_real(x: Any) -> bool:
+    """Whether `x` is a real number or an array of real numbers; bools are not."""
+    if isinstance(x, (jax.Array, np.ndarray, np.generic)):
+        return jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
 def promoted(arrays: Sequence[Array]) -> list[Array]:
     """Arrays of accumulation dtypes, all in the widest of them."""
-    dtypes = {array.dtype for array in arrays}
-    return [a.astype(jnp.float64) for a in arrays] if len(dtypes) > 1 else list(arrays)
+    widest = max((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize, default=None)
+    return [array.astype(widest) for array in arrays]
 
 
 def safe_sqrt(x: Array) -> Array:

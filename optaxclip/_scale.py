@@ -12,6 +12,7 @@ from optaxclip._measure import Measured
 from optaxclip._numerics import (
     accumulation_dtype,
     match_weak_type,
+    promoted,
     real_parts,
     round_to,
     safe_divide,
@@ -104,11 +105,12 @@ def _scale_array(x: Array, by: Multiplier, *, axes: tuple[int, ...], strict: boo
 
 
 def _product(x: Array, by: Multiplier, *, strict: bool) -> Array:
-    dtype = jnp.promote_types(accumulation_dtype(x.dtype), by.quotient.dtype)
-    wide = x.astype(dtype) * by.inverse_unit.astype(dtype)
-    quotient = by.quotient.astype(dtype)
+    wide, inverse_unit, quotient = promoted(
+        [x.astype(accumulation_dtype(x.dtype)), by.inverse_unit, by.quotient]
+    )
+    wide = wide * inverse_unit
     if by.correction is None:
         product = wide * quotient
     else:
-        product = product_toward_zero(wide, quotient, by.correction.astype(dtype))
+        product = product_toward_zero(wide, quotient, by.correction.astype(wide.dtype))
     return round_to(product, x.dtype, toward_zero=strict)

@@ -1,6 +1,5 @@
 """Elementwise clipping: bounds on values. It has no norm, so it is not on the engine's axes."""
 
-import numbers
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from optaxclip._numerics import match_weak_type
+from optaxclip._numerics import is_real, match_weak_type
 from optaxclip._trees import FlatTree, is_sparse, with_data
 from optaxclip._types import PyTree
 
@@ -32,7 +31,8 @@ def clamp(flat: FlatTree, low: jax.typing.ArrayLike, high: jax.typing.ArrayLike)
         shape = np.shape(leaf.data if is_sparse(leaf) else leaf)
         _check_fit(low, shape, name)
         _check_fit(high, shape, name)
-    return flat.rebuild(_clamp_leaves(leaves, low, high))
+    lows, highs = ([_in_range(bound, leaf) for leaf in leaves] for bound in (low, high))
+    return flat.rebuild(_clamp_leaves(leaves, lows, highs))
 
 
 def check_bound(bound: Any, argument: str) -> Any:
@@ -41,10 +41,10 @@ def check_bound(bound: Any, argument: str) -> Any:
     Raises:
       TypeError: if it is neither.
     """
-    is_number = isinstance(bound, numbers.Real) and not isinstance(bound, bool)
-    if not is_number and not isinstance(bound, (jax.Array, np.ndarray, np.generic)):
+    if not is_real(bound):
         raise TypeError(
-            f"{argument} must be a number or an array, got {bound!r} of type {type(bound).__name__}"
+            f"{argument} must be a number or an array, got {bound!r} of type "
+            f"{type(bound).__name__}"
         )
     return bound
 
@@ -62,6 +62,8 @@ def check_order(low: Any, high: Any, names: tuple[str, str]) -> None:
 
 
 def _check_fit(bound: jax.typing.ArrayLike, shape: tuple[int, ...], name: str) -> None:
+    if np.shape(bound) == ():
+        return
     try:
         fits = np.broadcast_shapes(np.shape(bound), shape) == shape
     except ValueError:
@@ -73,33 +75,29 @@ def _check_fit(bound: jax.typing.ArrayLike, shape: tuple[int, ...], name: str) -
         )
 
 
+def _in_range(bound: jax.typing.ArrayLike, leaf: Any) -> jax.typing.ArrayLike:
+    """A bound for an integer leaf brought into the range of its dtype, where it is concrete."""
+    dtype = jnp.result_type(leaf.data if is_sparse(leaf) else leaf)
+    if isinstance(bound, jax.Array) or not jnp.issubdtype(dtype, jnp.integer):
+        return bound
+    return np.clip(bound, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max).astype(dtype)
+
+
 @jax.jit
-def _clamp_leaves(leaves: list[Any], low: Array, high: Array) -> list[Any]:
+def _clamp_leaves(leaves: list[Any], lows: list[Array], highs: list[Array]) -> list[Any]:
     clamped = []
-    for leaf in leaves:
+    for leaf, low, high in zip(leaves, lows, highs, strict=True):
         x = jnp.asarray(leaf.data if is_sparse(leaf) else leaf)
-        least, largest = _fitted(low, x), _fitted(high, x)
+        least, largest = (
+            jnp.broadcast_to(jnp.asarray(bound).astype(x.real.dtype), x.shape)
+            for bound in (low, high)
+        )
         if jnp.iscomplexobj(x):
             y = _bound_modulus(x, largest)
         else:
             y = jnp.maximum(jnp.minimum(x, largest), least)
         clamped.append(with_data(leaf, match_weak_type(y, x)))
     return clamped
-
-
-def _fitted(bound: Array, x: Array) -> Array:
-    """A bound in the leaf's shape and real dtype."""
-    bound = jnp.asarray(bound)
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        range_ = jnp.iinfo(x.dtype)
-        bound = jnp.clip(
-            bound,
-            *(
-                max(min(end, jnp.iinfo(bound.dtype).max), jnp.iinfo(bound.dtype).min)
-                for end in (range_.min, range_.max)
-            ),
-        )
-    return jnp.broadcast_to(bound.astype(x.real.dtype), x.shape)
 
 
 def _bound_modulus(z: Array, high: Array) -> Array:

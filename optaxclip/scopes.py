@@ -91,7 +91,11 @@ class Grouping:
         """One number per slot as blocks that broadcast against those of `to_blocks`."""
         if self.layout != "vector":
             return list(numbers)
-        return [np.repeat(numbers, [len(slot.names) for slot in self.slots])]
+        each = [
+            number for number, slot in zip(numbers, self.slots, strict=True) for _ in slot.names
+        ]
+        symbolic = any(isinstance(number, Array) for number in each)
+        return [jnp.stack([jnp.asarray(number) for number in each]) if symbolic else np.array(each)]
 
     def to_tree(self, blocks: Sequence[Array]) -> NormTree:
         """Blocks as the pytree that limit rules see."""

@@ -2,16 +2,15 @@
 
 import functools
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.tree_util import Partial
 
+from optaxclip._numerics import is_real
 from optaxclip._types import Limits, NormTree, PyTree, Threshold
 
 ScalarOrSchedule: TypeAlias = jax.typing.ArrayLike | Callable[[Array], jax.typing.ArrayLike]
@@ -116,8 +115,7 @@ def check_limit(limit: Any, argument: str, *, allow_any_number: bool = False) ->
       ValueError: if it is not a scalar, or (NumPy and Python numbers only) is negative or NaN.
       TypeError: if it is not a real number.
     """
-    is_number = isinstance(limit, numbers.Real) and not isinstance(limit, bool)
-    if not is_number and not isinstance(limit, (jax.Array, np.ndarray, np.generic)):
+    if not is_real(limit):
         raise TypeError(
             f"{argument} must be a number, a scalar array or a schedule, got {limit!r} of type "
             f"{type(limit).__name__}; to switch clipping off pass math.inf"
@@ -125,15 +123,12 @@ def check_limit(limit: Any, argument: str, *, allow_any_number: bool = False) ->
     shape = getattr(limit, "shape", ())
     if shape != ():
         raise ValueError(f"{argument} must be a scalar, got an array of shape {shape}")
-    if not isinstance(limit, jax.Array):
-        value = float(limit)
-        if not allow_any_number and (math.isnan(value) or value < 0):
-            raise ValueError(f"{argument} must not be negative or NaN, got {limit!r}")
-    elif not (
-        jnp.issubdtype(limit.dtype, jnp.floating) or jnp.issubdtype(limit.dtype, jnp.integer)
-    ):
-        raise TypeError(f"{argument} must be a real scalar, got dtype {limit.dtype}")
-    return limit
+    if isinstance(limit, jax.Array):
+        return limit
+    value = float(limit)
+    if not allow_any_number and (math.isnan(value) or value < 0):
+        raise ValueError(f"{argument} must not be negative or NaN, got {limit!r}")
+    return value if isinstance(limit, int) else limit
 
 
 def _no_state(norms: NormTree) -> tuple[()]:

@@ -1,0 +1,79 @@
+"""The command line: `python -m optaxclip COMMAND`, or `optaxclip COMMAND` once installed."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import NoReturn, Protocol
+
+from optaxclip import demo
+
+
+class Command(Protocol):
+    """What a module with a command has.
+
+    Attributes:
+      HELP: one line for `--help`.
+      NEEDS: the optional packages that it imports.
+      EXTRA: the extra of this package that installs them.
+    """
+
+    HELP: str
+    NEEDS: tuple[str, ...]
+    EXTRA: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Adds the command's arguments to its parser."""
+        ...
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Does the work, returns the exit code; raises `argparse.ArgumentError` for wrong input."""
+        ...
+
+
+COMMANDS: dict[str, Command] = {
+    "demo": demo,
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+      argv: the arguments, those of the process if None.
+
+    Returns:
+      The exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+      SystemExit: with code 2, for arguments that cannot be used.
+    """
+    parser = _Parser(prog="optaxclip", description="Gradient clipping for JAX.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.HELP, description=command.HELP)
+        command.add_arguments(subparser)
+    args = parser.parse_args(argv)
+    try:
+        return _run(COMMANDS[args.command], args)
+    except argparse.ArgumentError as error:
+        commands.choices[args.command].error(str(error))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(command: Command, args: argparse.Namespace) -> int:
+    missing = [package for package in command.NEEDS if find_spec(package) is None]
+    if missing:
+        remedy = f'pip install "optaxclip[{command.EXTRA}]"'
+        raise argparse.ArgumentError(None, f"needs {', '.join(missing)}: {remedy}")
+    return command.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
