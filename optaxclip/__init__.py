@@ -5,8 +5,10 @@ of them are expressions over. In `ops`, TensorFlow's clipping functions over any
 `scopes`, `norms`, `thresholds` and `responses`, the engine's parts.
 """
 
+from optaxclip import monitor as monitor
 from optaxclip import norms as norms
 from optaxclip import ops as ops
+from optaxclip import plots as plots
 from optaxclip import responses as responses
 from optaxclip import scopes as scopes
 from optaxclip import thresholds as thresholds

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -60,59 +61,27 @@ def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured]
     Returns:
       The norms in blocks, float32 or, with 64-bit leaves, float64.
     """
-    arrays = [_entries(leaf) for leaf in leaves]
-    axes = [
-        tuple(range(array.ndim)) if is_sparse(leaf) else reduced
-        for leaf, array, reduced in zip(leaves, arrays, grouping.axes, strict=True)
-    ]
-    sizes = _sizes(leaves, grouping)
-
-    def totals(arrays: list[Array]) -> list[Array]:
-        parts = [norm.reduce(array, reduced) for array, reduced in zip(arrays, axes, strict=True)]
-        slots = [promoted([parts[i] for i in slot.members]) for slot in grouping.slots]
-        joined = [
-            norm.join(members) if members else jnp.zeros(slot.shape)
-            for members, slot in zip(slots, grouping.slots, strict=True)
-        ]
-        return grouping.to_blocks(joined)
-
-    def norms(totals: list[Array]) -> list[Array]:
-        counts = grouping.number_blocks([_at_least_one(size) for size in sizes])
-        return [
-            norm.finish(total, jnp.asarray(count).astype(total.dtype))
-            for total, count in zip(totals, counts, strict=True)
-        ]
-
-    def rescaled(units: list[Array]) -> list[Array]:
-        by_slot = grouping.to_slots(units)
-        return [
-            array / lax.expand_dims(by_slot[slot], reduced).astype(array.dtype)
-            for array, slot, reduced in zip(arrays, grouping.slot_of_leaf(), axes, strict=True)
-        ]
-
-    plain = totals(arrays)
-    if norm.is_max:
-        mantissas, units = plain, [jnp.ones_like(total) for total in plain]
-    elif norm.degree in (1, 2):
-        bounds = grouping.number_blocks([known_size(size) or _VERY_MANY for size in sizes])
-        units = [norm.rescaling(*block) for block in zip(plain, bounds, strict=True)]
-        mantissas = lax.cond(
-            _any([unit != 1 for unit in units]),
-            lambda: _chosen(units, norms(plain), norms(totals(rescaled(units)))),
-            lambda: norms(plain),
-        )
+    groups = _Groups.of(leaves, grouping, norm)
+    if norm.degree in (1, 2) and not norm.is_max:
+        mantissas, units = _rescued(groups)
+    elif norm.is_max:
+        mantissas = groups.totals(groups.arrays)
+        units = [jnp.ones_like(mantissa) for mantissa in mantissas]
     else:
         # Higher powers leave the range too easily for thresholds: always rescale.
-        units = [power_of_two_below(block) for block in _largest(arrays, axes, grouping)]
-        mantissas = norms(totals(rescaled(units)))
-    slacks = [rounding_slack(size, mantissas[0].dtype) for size in sizes]
-    plain_measure = [
-        Measured(mantissa, unit, jnp.asarray(slack).astype(mantissa.dtype), None)
-        for mantissa, unit, slack in zip(
-            mantissas, units, grouping.number_blocks(slacks), strict=True
-        )
-    ]
-    return _refined(plain_measure, arrays, grouping, norm, sizes)
+        units = [power_of_two_below(block) for block in groups.largest()]
+        mantissas = groups.norms(groups.totals(groups.divided(units)))
+    slacks = grouping.number_blocks(
+        [rounding_slack(size, mantissas[0].dtype) for size in groups.sizes]
+    )
+    blocks = zip(mantissas, units, slacks, strict=True)
+    return _refined(
+        groups,
+        [
+            Measured(mantissa, unit, jnp.asarray(slack).astype(mantissa.dtype), None)
+            for mantissa, unit, slack in blocks
+        ],
+    )
 
 
 def already_measured(norm: Array, size: Any) -> list[Measured]:
@@ -131,87 +100,142 @@ _VERY_MANY = 2**40
 """Stands for a symbolic number of entries where a bound will do."""
 
 
-def _entries(leaf: Any) -> Array:
-    """A leaf's entries in the dtype in which they are summed; duplicate sparse ones are added."""
-    if is_sparse(leaf):
-        wide = with_data(leaf, _entries(leaf.data))
-        return wide.sum_duplicates(nse=leaf.nse).data
-    if not jnp.iscomplexobj(leaf):
-        return leaf.astype(accumulation_dtype(leaf.dtype))
-    return leaf  # complex dtypes have at least the accuracy of float32
+class _Groups(NamedTuple):
+    """Leaves ready to be reduced.
+
+    Attributes:
+      arrays: the entries of each leaf, in the dtype in which they are summed.
+      axes: for each leaf, the axes to reduce.
+      sizes: for each slot, how many entries share one norm; symbolic if shapes are.
+      grouping: which leaf belongs where.
+      norm: the norm.
+    """
+
+    arrays: list[Array]
+    axes: list[tuple[int, ...]]
+    sizes: list[Any]
+    grouping: Grouping
+    norm: Norm
+
+    @classmethod
+    def of(cls, leaves: list[Any], grouping: Grouping, norm: Norm) -> "_Groups":
+        """The leaves of a tree."""
+        arrays = [_entries(leaf) for leaf in leaves]
+        axes = [
+            tuple(range(array.ndim)) if is_sparse(leaf) else reduced
+            for leaf, array, reduced in zip(leaves, arrays, grouping.axes, strict=True)
+        ]
+        counts = [
+            math.prod(np.shape(leaf)[axis] for axis in reduced)
+            for leaf, reduced in zip(leaves, grouping.axes, strict=True)
+        ]
+        sizes = [sum(counts[i] for i in slot.members) for slot in grouping.slots]
+        return cls(arrays, axes, sizes, grouping, norm)
+
+    def totals(self, arrays: list[Array]) -> list[Array]:
+        """The totals of all groups, of these entries."""
+        reduced = zip(arrays, self.axes, strict=True)
+        return self._joined([self.norm.reduce(*leaf) for leaf in reduced], self.norm.join)
+
+    def norms(self, totals: list[Array]) -> list[Array]:
+        """The norms from the totals."""
+        counts = self.grouping.number_blocks([_at_least_one(size) for size in self.sizes])
+        return [
+            self.norm.finish(total, jnp.asarray(count).astype(total.dtype))
+            for total, count in zip(totals, counts, strict=True)
+        ]
+
+    def divided(self, units: list[Array]) -> list[Array]:
+        """The entries divided by their groups' units."""
+        by_slot = self.grouping.to_slots(units)
+        leaves = zip(self.arrays, self.grouping.slot_of_leaf(), self.axes, strict=True)
+        return [
+            array / lax.expand_dims(by_slot[slot], reduced).astype(array.dtype)
+            for array, slot, reduced in leaves
+        ]
+
+    def largest(self) -> list[Array]:
+        """The largest real or imaginary part in each group; constant for differentiation."""
+        still = lax.stop_gradient([jnp.stack(real_parts(array)) for array in self.arrays])
+        leaves = zip(still, self.axes, strict=True)
+        parts = [
+            jnp.max(jnp.abs(array), axis=(0, *(axis + 1 for axis in reduced)), initial=0)
+            for array, reduced in leaves
+        ]
+        return self._joined(parts, lambda members: functools.reduce(jnp.maximum, members))
+
+    def _joined(self, parts: list[Array], join: Callable[[list[Array]], Array]) -> list[Array]:
+        return self.grouping.to_blocks(
+            [
+                join(promoted([parts[i] for i in slot.members]))
+                if slot.members
+                else jnp.zeros(slot.shape)
+                for slot in self.grouping.slots
+            ]
+        )
 
 
-def _sizes(leaves: list[Any], grouping: Grouping) -> list[Any]:
-    """How many entries share one norm, for each slot; symbolic if shapes are."""
-    per_leaf = [
-        math.prod(np.shape(leaf)[axis] for axis in axes)
-        for leaf, axes in zip(leaves, grouping.axes, strict=True)
-    ]
-    return [sum(per_leaf[i] for i in slot.members) for slot in grouping.slots]
+def _rescued(groups: _Groups) -> tuple[list[Array], list[Array]]:
+    """Mantissas and units, with a second look at the groups that left the range of their dtype."""
+    totals = groups.totals(groups.arrays)
+    bounds = groups.grouping.number_blocks(
+        [known_size(size) or _VERY_MANY for size in groups.sizes]
+    )
+    units = [groups.norm.rescaling(*block) for block in zip(totals, bounds, strict=True)]
+    is_out = [jnp.any(unit != 1) for unit in units]
+
+    def plain() -> list[Array]:
+        return groups.norms(totals)
+
+    def rescaled() -> list[Array]:
+        again = groups.norms(groups.totals(groups.divided(units)))
+        blocks = zip(units, plain(), again, strict=True)
+        # Groups that stayed in range keep their norm bit for bit.
+        return [jnp.where(unit == 1, first, second) for unit, first, second in blocks]
+
+    any_is_out = functools.reduce(jnp.logical_or, is_out, jnp.zeros((), bool))
+    return lax.cond(any_is_out, rescaled, plain), units
 
 
-def _at_least_one(size: Any) -> float | Array:
-    return float(max(size, 1)) if known_size(size) is not None else jnp.array(size, jnp.float32)
-
-
-def _any(flags: list[Array]) -> Array:
-    return functools.reduce(jnp.logical_or, [jnp.any(flag) for flag in flags], jnp.zeros((), bool))
-
-
-def _chosen(units: list[Array], plain: list[Array], again: list[Array]) -> list[Array]:
-    """The second measure where the first was rescaled; the others keep theirs bit for bit."""
-    blocks = zip(units, plain, again, strict=True)
-    return [jnp.where(unit == 1, first, second) for unit, first, second in blocks]
-
-
-def _largest(arrays: list[Array], axes: list[tuple[int, ...]], grouping: Grouping) -> list[Array]:
-    """The largest real or imaginary part in each group; constant for differentiation."""
-    still = lax.stop_gradient([jnp.stack(real_parts(array)) for array in arrays])
-    sizes = [
-        jnp.max(jnp.abs(parts), axis=(0, *(axis + 1 for axis in reduced)), initial=0)
-        for parts, reduced in zip(still, axes, strict=True)
-    ]
-    slots = [promoted([sizes[i] for i in slot.members]) for slot in grouping.slots]
-    joined = [
-        functools.reduce(jnp.maximum, members) if members else jnp.zeros(slot.shape)
-        for members, slot in zip(slots, grouping.slots, strict=True)
-    ]
-    return grouping.to_blocks(joined)
-
-
-def _refined(
-    measured: list[Measured],
-    arrays: list[Array],
-    grouping: Grouping,
-    norm: Norm,
-    sizes: list[Any],
-) -> list[Measured]:
+def _refined(groups: _Groups, measured: list[Measured]) -> list[Measured]:
     """The same norms to more digits in small groups, if the norm is a root of squares."""
-
-    def is_small(slot: Slot, size: Any) -> bool:
-        known = known_size(size)
-        return slot.shape == () and known is not None and 0 < known <= MOST_ENTRIES
-
-    small = [is_small(*pair) for pair in zip(grouping.slots, sizes, strict=True)]
-    if norm.weight is None or not any(small):
+    grouping, weight = groups.grouping, groups.norm.weight
+    small = [_is_small(*slot) for slot in zip(grouping.slots, groups.sizes, strict=True)]
+    if weight is None or not any(small):
         return measured
     mantissas = grouping.to_slots([block.mantissa for block in measured])
     units = grouping.to_slots([block.unit for block in measured])
     errors = [jnp.zeros_like(mantissa) for mantissa in mantissas]
     for i, slot in enumerate(grouping.slots):
         if small[i]:
-            members = [arrays[j] for j in slot.members]
-            weight = norm.weight(sizes[i])
-            mantissas[i], errors[i] = refined_root(mantissas[i], units[i], members, weight)
+            members = [groups.arrays[j] for j in slot.members]
+            mantissas[i], errors[i] = refined_root(
+                mantissas[i], units[i], members, weight(groups.sizes[i])
+            )
     is_rough = grouping.number_blocks([float(not flag) for flag in small])
     blocks = zip(
-        measured,
-        grouping.to_blocks(mantissas),
-        grouping.to_blocks(errors),
-        is_rough,
-        strict=True,
+        measured, grouping.to_blocks(mantissas), grouping.to_blocks(errors), is_rough, strict=True
     )
     return [
         block._replace(mantissa=mantissa, error=error, slack=block.slack * rough)
         for block, mantissa, error, rough in blocks
     ]
+
+
+def _is_small(slot: Slot, size: Any) -> bool:
+    known = known_size(size)
+    return slot.shape == () and known is not None and 0 < known <= MOST_ENTRIES
+
+
+def _entries(leaf: Any) -> Array:
+    """A leaf's entries in the dtype in which they are summed; duplicate sparse ones are added."""
+    if is_sparse(leaf):
+        wide = with_data(leaf, _entries(leaf.data))
+        return wide.sum_duplicates(nse=leaf.nse).data
+    if jnp.iscomplexobj(leaf):
+        return leaf  # complex dtypes have at least the accuracy of float32
+    return leaf.astype(accumulation_dtype(leaf.dtype))
+
+
+def _at_least_one(size: Any) -> float | Array:
+    return float(max(size, 1)) if known_size(size) is not None else jnp.array(size, jnp.float32)

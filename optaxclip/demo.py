@@ -28,6 +28,12 @@ METHODS = {
     "agc": partial(optaxclip.adaptive_grad_clip, 0.01),
     "block_rms": partial(optaxclip.clip_by_block_rms, 0.001),
     "normalize": partial(optaxclip.normalize_by_global_norm, 1.0),
+    "autoclip": partial(optaxclip.autoclip, 10.0),
+    "zclip": partial(optaxclip.zclip),
+    "adagc": partial(optaxclip.adagc),
+    "median": partial(optaxclip.clip_by_median_norm, 2.0),
+    "quantile": partial(optaxclip.clip_by_quantile, 0.5),
+    "ema": partial(optaxclip.clip_by_ema_norm, 2.0),
 }
 DEFAULT_METHODS = ("global_norm", "norm", "value", "agc")
 UNCLIPPED = "none"

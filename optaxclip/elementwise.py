@@ -13,7 +13,12 @@ from optaxclip._trees import FlatTree, is_sparse, with_data
 from optaxclip._types import PyTree
 
 
-def clamp(flat: FlatTree, low: jax.typing.ArrayLike, high: jax.typing.ArrayLike) -> PyTree:
+def clamp(
+    flat: FlatTree,
+    low: jax.typing.ArrayLike,
+    high: jax.typing.ArrayLike,
+    arguments: tuple[str, str],
+) -> PyTree:
     """A tree with real entries held to `[low, high]` and complex ones to modulus `high`.
 
     NaN stays NaN; infinite entries go to the bounds. Where `low` is above `high` it wins.
@@ -22,15 +27,15 @@ def clamp(flat: FlatTree, low: jax.typing.ArrayLike, high: jax.typing.ArrayLike)
       flat: the tree; of `BCOO` leaves the stored entries are clipped.
       low: the least value, a scalar or an array that broadcasts to every leaf.
       high: the largest value, likewise.
+      arguments: what the bounds are called in messages.
 
     Raises:
       ValueError: if a bound would make a leaf larger.
     """
     leaves = flat.picked()
     for leaf, name in zip(leaves, flat.names(), strict=True):
-        shape = np.shape(leaf.data if is_sparse(leaf) else leaf)
-        _check_fit(low, shape, name)
-        _check_fit(high, shape, name)
+        for bound, argument in zip((low, high), arguments, strict=True):
+            _check_fit(bound, argument, np.shape(leaf.data if is_sparse(leaf) else leaf), name)
     lows, highs = ([_in_range(bound, leaf) for leaf in leaves] for bound in (low, high))
     return flat.rebuild(_clamp_leaves(leaves, lows, highs))
 
@@ -43,8 +48,7 @@ def check_bound(bound: Any, argument: str) -> Any:
     """
     if not is_real(bound):
         raise TypeError(
-            f"{argument} must be a number or an array, got {bound!r} of type "
-            f"{type(bound).__name__}"
+            f"{argument} must be a number or an array, got {bound!r} of type {type(bound).__name__}"
         )
     return bound
 
@@ -61,7 +65,9 @@ def check_order(low: Any, high: Any, names: tuple[str, str]) -> None:
         raise ValueError(f"{names[0]} must be at most {names[1]}, got {low!r} and {high!r}")
 
 
-def _check_fit(bound: jax.typing.ArrayLike, shape: tuple[int, ...], name: str) -> None:
+def _check_fit(
+    bound: jax.typing.ArrayLike, argument: str, shape: tuple[int, ...], name: str
+) -> None:
     if np.shape(bound) == ():
         return
     try:
@@ -70,7 +76,7 @@ def _check_fit(bound: jax.typing.ArrayLike, shape: tuple[int, ...], name: str) -
         fits = False
     if not fits:
         raise ValueError(
-            f"a bound of shape {np.shape(bound)} does not broadcast to leaf '{name}' of shape "
+            f"{argument} of shape {np.shape(bound)} does not broadcast to leaf '{name}' of shape "
             f"{shape}"
         )
 
@@ -95,7 +101,9 @@ def _clamp_leaves(leaves: list[Any], lows: list[Array], highs: list[Array]) -> l
         if jnp.iscomplexobj(x):
             y = _bound_modulus(x, largest)
         else:
-            y = jnp.maximum(jnp.minimum(x, largest), least)
+            # An entry at a bound keeps its own derivative; a NaN bound shows.
+            y = jnp.where((x > largest) | (largest != largest), largest, x)
+            y = jnp.where((y < least) | (least != least), least, y)
         clamped.append(with_data(leaf, match_weak_type(y, x)))
     return clamped
 

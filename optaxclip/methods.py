@@ -58,9 +58,11 @@ def clip(max_delta: ScalarOrSchedule) -> optax.GradientTransformationExtraArgs:
       [nan  2. -2.  2.  1.]
     """
     if callable(max_delta):
-        return _clip_by_bounds(lambda count: -jnp.asarray(max_delta(count)), max_delta)
-    bound = check_limit(max_delta, "max_delta")
-    return _clip_by_bounds(-bound, bound)
+        low, high = (lambda count: -jnp.asarray(max_delta(count))), max_delta
+    else:
+        high = check_limit(max_delta, "max_delta")
+        low = -high
+    return _clip_by_bounds(low, high, ("max_delta", "max_delta"))
 
 
 def clip_by_value(
@@ -92,7 +94,7 @@ def clip_by_value(
             elementwise.check_bound(bound, argument)
     if not callable(min_value) and not callable(max_value):
         elementwise.check_order(min_value, max_value, ("min_value", "max_value"))
-    return _clip_by_bounds(min_value, max_value)
+    return _clip_by_bounds(min_value, max_value, ("min_value", "max_value"))
 
 
 def clip_by_norm(
@@ -294,7 +296,7 @@ def normalize_by_global_norm(
 
 
 def _clip_by_bounds(
-    low: ScalarOrSchedule, high: ScalarOrSchedule
+    low: ScalarOrSchedule, high: ScalarOrSchedule, arguments: tuple[str, str]
 ) -> optax.GradientTransformationExtraArgs:
     def init(params: PyTree) -> ClipByValueState:
         flatten(params, "params")
@@ -309,7 +311,7 @@ def _clip_by_bounds(
         del params, extra_args
         state = init(updates) if state is None else state
         least, largest = (bound(state.count) if callable(bound) else bound for bound in (low, high))
-        clipped = elementwise.clamp(flatten(updates, "updates"), least, largest)
+        clipped = elementwise.clamp(flatten(updates, "updates"), least, largest, arguments)
         return clipped, ClipByValueState(state.count + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -79,7 +79,7 @@ def clip_by_value(
     high = elementwise.check_bound(clip_value_max, "clip_value_max")
     whole = all(jnp.issubdtype(jnp.result_type(bound), jnp.integer) for bound in (low, high))
     flat = flatten(tree, "tree", integers="measure" if whole else "error")
-    return elementwise.clamp(flat, low, high)
+    return elementwise.clamp(flat, low, high, ("clip_value_min", "clip_value_max"))
 
 
 def clip_by_norm(
@@ -169,7 +169,7 @@ def clip_by_global_norm(
     if use_norm is not None:
         use_norm = _scalar(use_norm, "use_norm")
     clipped, info = _clip(tree, clip_norm, scope=scopes.tree(), use_norm=use_norm)
-    return clipped, info.norm if use_norm is None else use_norm
+    return clipped, info.norm
 
 
 def _clip(tree: PyTree, clip_norm: jax.typing.ArrayLike, **options: Any) -> tuple[PyTree, ClipInfo]:

@@ -249,6 +249,8 @@ def _one_slot_per_leaf(
 
 def _layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     """`name/00`, `name/01`, ... for a leaf of several layers; padded, so that they sort."""
+    if not all(isinstance(size, int) for size in shape):
+        raise ValueError(f"leaf '{name}' must stack a fixed number of layers, got shape {shape}")
     widths = [len(str(max(size - 1, 0))) for size in shape]
     return tuple(
         "/".join([name, *(f"{i:0{width}}" for i, width in zip(index, widths, strict=True))])

@@ -240,7 +240,7 @@ class _PeriodicMedian:
 
     def init(self, numbers: Any, like: Array) -> _PeriodicState:
         ring = _Ring(self.window).init(numbers, like)
-        return _PeriodicState(ring, jnp.full(like.shape, jnp.inf))
+        return _PeriodicState(ring, jnp.full(like.shape, jnp.inf, jnp.float32))
 
     def observe(
         self, numbers: Any, state: _PeriodicState, norm: Array, count: Array

@@ -1,0 +1,33 @@
+"""The README's code runs as written."""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[-1][:40])
+def test_code_runs(block):
+    namespace = {}
+    # A reader's settings, not ours.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec(compile(block, "README.md", "exec"), namespace)
+    if "losses" in namespace:
+        assert namespace["losses"][-1] < namespace["losses"][0]
+    if "info" in namespace:
+        info = namespace["info"]
+        assert (float(info.norm), float(info.limit), int(info.num_clipped)) == (5.0, 1.0, 1)
+        assert float(info.factor) == pytest.approx(0.2)
+
+
+def test_there_is_code():
+    assert len(BLOCKS) >= 4
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\((?!https)([^)]+)\)", README.read_text()))
+def test_files_that_it_shows_exist(path):
+    assert (README.parent / path).is_file()
