@@ -82,10 +82,12 @@ def _check_fit(
 
 
 def _in_range(bound: jax.typing.ArrayLike, leaf: Any) -> jax.typing.ArrayLike:
-    """A bound for an integer leaf brought into the range of its dtype, where it is concrete."""
+    """A bound that JAX can hold: for integer leaves in the range of their dtype."""
     dtype = jnp.result_type(leaf.data if is_sparse(leaf) else leaf)
-    if isinstance(bound, jax.Array) or not jnp.issubdtype(dtype, jnp.integer):
+    if isinstance(bound, jax.Array):
         return bound
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return float(bound) if isinstance(bound, int) else bound
     return np.clip(bound, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max).astype(dtype)
 
 

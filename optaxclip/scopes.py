@@ -115,7 +115,15 @@ StackedAxes: TypeAlias = PyTree | Callable[[str, Array], int]
 
 
 def tree() -> Scope:
-    """One norm for the whole tree."""
+    """One norm for the whole tree.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by(optaxclip.scopes.tree(), 1.0)
+      >>> grads = {"w": jnp.array([3.0]), "b": jnp.array([4.0])}
+      >>> print(tx.update(grads, tx.init(grads))[1].info.norm)
+      5.0
+    """
 
     def assign(flat: FlatTree) -> Grouping:
         picked = flat.picked()
@@ -135,6 +143,15 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
     Raises:
       ValueError: (when used) if the labels do not fit the tree.
       TypeError: (when used) if a label is not a string.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> scope = optaxclip.scopes.group({"encoder": "body", "head": "head"})
+      >>> tx = optaxclip.clip_by(scope, {"body": 1.0, "head": 10.0})
+      >>> grads = {"encoder": [jnp.array([3.0]), jnp.array([4.0])], "head": jnp.array([8.0])}
+      >>> info = tx.update(grads, tx.init(grads))[1].info
+      >>> print(list(info.names), info.norm, info.limit)
+      ['body', 'head'] [5. 8.] [ 1. 10.]
     """
 
     def assign(flat: FlatTree) -> Grouping:
@@ -162,6 +179,14 @@ def leaf(stacked: StackedAxes = 0) -> Scope:
 
     Raises:
       ValueError: (when used) if a leaf has fewer axes than it is said to stack.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by(optaxclip.scopes.leaf(stacked={"layers": 1, "head": 0}), 1.0)
+      >>> grads = {"layers": jnp.array([[3.0, 4.0], [0.0, 2.0]]), "head": jnp.array([6.0, 8.0])}
+      >>> info = tx.update(grads, tx.init(grads))[1].info
+      >>> print(list(info.names), info.norm)
+      ['head', 'layers/0', 'layers/1'] [10.  5.  2.]
     """
 
     def assign(flat: FlatTree) -> Grouping:
@@ -182,6 +207,14 @@ def axes(axes: int | Sequence[int]) -> Scope:
 
     Raises:
       ValueError: (when used) if a leaf lacks one of the axes.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> rows = optaxclip.clip_by(optaxclip.scopes.axes(-1), 5.0)
+      >>> grads = jnp.array([[3.0, 4.0], [6.0, 8.0]])
+      >>> print(rows.update(grads, rows.init(grads))[0].round(4))
+      [[3. 4.]
+       [3. 4.]]
     """
 
     def assign(flat: FlatTree) -> Grouping:
@@ -214,6 +247,14 @@ def unit(
 
     Raises:
       ValueError: (when used) for a leaf of another rank without `axis`; the message names its path.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by(optaxclip.scopes.unit(), 5.0)
+      >>> kernel = jnp.array([[3.0, 6.0], [4.0, 8.0]])  # two inputs, two outputs
+      >>> print(tx.update(kernel, tx.init(kernel))[0].round(4))
+      [[3. 3.]
+       [4. 4.]]
     """
 
     def assign(flat: FlatTree) -> Grouping:

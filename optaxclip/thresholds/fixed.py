@@ -27,6 +27,13 @@ def constant(limit: jax.typing.ArrayLike) -> Threshold:
       ValueError: if `limit` is not a scalar, or is a negative or NaN number. (A traced limit below
         0 acts as 0, a traced NaN makes the groups NaN.)
       TypeError: if `limit` is not a number.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> rule = optaxclip.thresholds.constant(1.0)
+      >>> limits, _ = rule.update(jnp.array([3.0, 0.5]), rule.init(jnp.zeros(2)), None)
+      >>> print(limits.target)
+      [1. 1.]
     """
     return Threshold(Partial(_no_state), Partial(_constant, check_limit(limit, "limit")))
 
@@ -36,6 +43,14 @@ def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
 
     Args:
       fn: an Optax schedule, or any traceable function from int32[] to a scalar.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> rule = optaxclip.thresholds.schedule(lambda count: 2.0 / (1 + count))
+      >>> norm = jnp.array(3.0)
+      >>> _, state = rule.update(norm, rule.init(norm), None)
+      >>> print(rule.update(norm, state, None)[0].target)
+      1.0
     """
     return Threshold(Partial(_zero_count), Partial(_scheduled, Partial(fn)))
 
@@ -52,6 +67,13 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3
     Raises:
       ValueError: if `ratio` or `eps` is not a scalar, or is a negative or NaN number.
       TypeError: if `ratio` or `eps` is not a number.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> rule = optaxclip.thresholds.relative_to_params(0.01)
+      >>> norms, param_norms = jnp.array([3.0, 4.0]), jnp.array([5.0, 0.0])
+      >>> print(rule.update(norms, rule.init(norms), param_norms)[0].target)
+      [5.e-02 1.e-05]
     """
     eps = check_limit(eps, "eps")
     inner = schedule(ratio) if callable(ratio) else constant(check_limit(ratio, "ratio"))
