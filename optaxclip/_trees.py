@@ -27,6 +27,9 @@ def with_data(leaf: Any, data: Any) -> Any:
 
 def leaf_name(path: Path) -> str:
     """A leaf's path as text, such as `encoder/0/kernel`; the root of a one-leaf tree is `leaf`."""
+    # Flax NNX boxes arrays in `init` and not in `update`.
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/") or "leaf"
 
 

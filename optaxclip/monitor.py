@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array, lax
+from jax import Array
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, keystr
 
@@ -89,7 +89,8 @@ def scalars(opt_state: PyTree) -> dict[str, float]:
       num_skipped      | skip | steps so far that were skipped             |
 
     The worst entry is the one with the largest ratio of norm to limit; a norm that is not finite
-    and a limit of 0 are worse than anything. States under `vmap` count as more entries.
+    and a limit of 0 are worse than anything. States under `vmap` count as more entries. Before the
+    first step the limit is inf, and that of `skip_nonfinite` always.
 
     The host waits for the step that made the state, then for one `jax.device_get` of six arrays a
     clip, however many leaves it has. Nothing is computed on the device, so that one process of
@@ -135,8 +136,9 @@ def record(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps the norms of the last steps on the device; the updates pass through untouched.
 
-    First in a chain it records the raw gradients' norms, those that are not finite too. Nothing is
-    sent to the host until `history` asks; it works under `jit`, in `scan` and under `vmap`.
+    First in a chain it records the raw gradients' norms, those that are not finite too; inside a
+    skip, only those of the steps that were taken. Nothing is sent to the host until `history` asks;
+    it works under `jit`, in `scan` and under `vmap`.
 
     Args:
       window: how many steps to keep.
@@ -314,5 +316,4 @@ def _summary(of: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
 @jax.jit
 def _written(count: Array, ring: Array, norms: Array) -> tuple[Array, Array]:
     """The ring with one more row."""
-    row = norms.astype(ring.dtype)
-    return count + 1, lax.dynamic_update_index_in_dim(ring, row, count % len(ring), axis=0)
+    return count + 1, ring.at[count % len(ring)].set(norms.astype(ring.dtype))
