@@ -11,7 +11,7 @@ from jax.core import Tracer
 import optaxclip.nonfinite as policies
 from optaxclip._info import updated_info
 from optaxclip._measure import already_measured, measure
-from optaxclip._scale import Multiplier, multiplier, scale
+from optaxclip._scale import multiplier, scale
 from optaxclip._trees import is_sparse
 from optaxclip._types import ClipInfo, NonFinite, NormTree, PyTree, Threshold
 from optaxclip.norms import Norm, as_norm
@@ -44,8 +44,7 @@ class Method:
 
 
 def _norms(leaves: list[Any], *, grouping: Grouping, norm: Norm) -> NormTree:
-    blocks = measure(_as_arrays(leaves), grouping, norm)
-    return grouping.to_tree([_with_absent(block.norm, grouping) for block in blocks])
+    return grouping.pack([slot.norm for slot in measure(_as_arrays(leaves), grouping, norm)])
 
 
 def _clip(
@@ -61,50 +60,31 @@ def _clip(
     names: tuple[str, ...],
 ) -> tuple[list[Any], PyTree, ClipInfo]:
     """The way of the data: measure, limit, respond, scale."""
-    leaves, bad_entries = _as_arrays(leaves), None
+    leaves, bad = _as_arrays(leaves), None
     if method.nonfinite == "mask":
-        leaves, bad_entries = policies.mask(leaves, grouping)
+        leaves, bad = policies.mask(leaves, grouping)
     if given is None:
         measured = measure(leaves, grouping, method.norm)
     else:
         measured = already_measured(given, sum(leaf.size for leaf in leaves))
-    norms = [_with_absent(block.norm, grouping) for block in measured]
+    norms = grouping.pack([slot.norm for slot in measured])
     param_norms = None if params is None else _norms(params, grouping=grouping, norm=method.norm)
-    limits, rule_state = rule.update(grouping.to_tree(norms), rule_state, param_norms)
-    triggers, targets = grouping.from_tree(limits.trigger), grouping.from_tree(limits.target)
+    limits, rule_state = rule.update(norms, rule_state, param_norms)
+    triggers, targets = grouping.unpack(limits.trigger), grouping.unpack(limits.target)
     multipliers = [
-        multiplier(
-            norm,
-            block,
-            trigger,
-            target,
-            response=method.response,
-            replacement=policies.replacement(method.nonfinite),
-        )
-        for norm, block, trigger, target in zip(norms, measured, triggers, targets, strict=True)
+        multiplier(*slot, response=method.response, nonfinite=method.nonfinite)
+        for slot in zip(measured, triggers, targets, strict=True)
     ]
-    bad = [~jnp.isfinite(norm) for norm in norms]
-    if bad_entries is not None:
-        bad = grouping.to_blocks(bad_entries)
+    bad = [~jnp.isfinite(slot.norm) for slot in measured] if bad is None else bad
     if method.nonfinite == "error":
-        for flags, slot in zip(grouping.to_slots(bad), grouping.slots, strict=True):
+        for flags, slot in zip(bad, grouping.slots, strict=True):
             policies.check(flags, method.name, [names[i] for i in slot.members])
-    factors = [by.factor for by in multipliers]
-    info = updated_info(info, grouping, norms, triggers, factors, bad)
-    by_slot = _per_slot(multipliers, grouping)
+    info = updated_info(info, grouping, norms, limits.trigger, multipliers, bad)
     scaled = [
-        scale(leaf, by_slot[slot], axes, strict=method.strict)
+        scale(leaf, multipliers[slot], axes, strict=method.strict)
         for leaf, slot, axes in zip(leaves, grouping.slot_of_leaf(), grouping.axes, strict=True)
     ]
     return scaled, rule_state, info
-
-
-def _per_slot(multipliers: list[Multiplier], grouping: Grouping) -> list[Multiplier]:
-    if grouping.layout != "vector":
-        return multipliers
-    fields, structure = jax.tree.flatten(multipliers[0])
-    columns = zip(*(grouping.to_slots([field]) for field in fields), strict=True)
-    return [jax.tree.unflatten(structure, column) for column in columns]
 
 
 _compiled_clip = jax.jit(_clip, static_argnames=("grouping", "method", "names"))
@@ -125,8 +105,9 @@ def run_norms(leaves: list[Any], grouping: Grouping, norm: Norm) -> NormTree:
 
 def zero_norms(grouping: Grouping, dtype: jnp.dtype) -> NormTree:
     """Zeros of the norms' structure and shapes, from which rules make their state."""
-    zeros = [jnp.zeros(slot.shape, dtype) for slot in grouping.slots]
-    return grouping.to_tree(grouping.to_blocks(zeros))
+    return jax.tree.map(
+        jnp.zeros_like, grouping.pack([jnp.zeros(slot.shape, dtype) for slot in grouping.slots])
+    )
 
 
 def _is_traced(operands: Any) -> bool:
@@ -135,11 +116,3 @@ def _is_traced(operands: Any) -> bool:
 
 def _as_arrays(leaves: list[Any]) -> list[Any]:
     return [leaf if is_sparse(leaf) else jnp.asarray(leaf) for leaf in leaves]
-
-
-def _with_absent(norms: Array, grouping: Grouping) -> Array:
-    """The norms, NaN for groups that `init` saw but that have no leaves in this tree."""
-    present = [bool(slot.members) for slot in grouping.slots for _ in slot.names]
-    if grouping.layout != "vector" or all(present):
-        return norms
-    return jnp.where(jnp.array(present), norms, jnp.nan)

@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -27,6 +28,11 @@ MOST_ENTRIES = 64
 """Groups up to this size are measured exactly; sums of so many 18-bit squares fit into 24 bits."""
 
 
+MOST_GROUPS = 16
+"""In trees with more small groups than this none is refined: it would take long to compile."""
+
+
+@functools.partial(jax.jit, static_argnames="weight")
 def refined_root(
     root: Array, unit: Array, arrays: Sequence[Array], weight: int
 ) -> tuple[Array, Array]:

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._types import ClipInfo
+from optaxclip._scale import Multiplier
+from optaxclip._types import ClipInfo, NormTree
 from optaxclip.scopes import Grouping
 
 
@@ -33,9 +35,9 @@ def initial_info(name: str, grouping: Grouping, dtype: jnp.dtype) -> ClipInfo:
 def updated_info(
     old: ClipInfo,
     grouping: Grouping,
-    norms: Sequence[Array],
-    triggers: Sequence[Array],
-    factors: Sequence[Array],
+    norms: NormTree,
+    limits: NormTree,
+    multipliers: Sequence[Multiplier],
     bad: Sequence[Array],
 ) -> ClipInfo:
     """The record after a step.
@@ -43,24 +45,21 @@ def updated_info(
     Args:
       old: the record before it.
       grouping: the groups; those without leaves at this step keep their record.
-      norms: the norms in blocks: one for all groups, or, of the layout "dict", one for each slot.
-      triggers: the norms above which to act, likewise.
-      factors: what the groups were multiplied by, likewise.
-      bad: which groups are not finite, likewise.
+      norms: as limit rules see them.
+      limits: the norms above which to act, likewise.
+      multipliers: what the groups were multiplied by, for each slot.
+      bad: which groups are not finite, for each slot.
     """
-    blocks = []
-    for norm, trigger, factor, is_bad in zip(norms, triggers, factors, bad, strict=True):
-        clipped = (norm > trigger) & ~is_bad
-        shares = clipped.astype(norm.dtype), is_bad.astype(norm.dtype)
-        blocks.append((norm, trigger, factor, *shares))
-    if not blocks:
+    if not grouping.slots:
         return old
+    factors = grouping.pack([by.factor for by in multipliers])
+    is_bad = grouping.pack([flags.astype(jnp.float32) for flags in bad])
+    columns = jax.tree.map(_columns, norms, limits, factors, is_bad)
     if grouping.layout == "dict":
-        columns = zip(*(_summary(*block) for block in blocks), strict=True)
-        new = [jnp.stack(column).astype(old.norm.dtype) for column in columns]
-    else:
-        new = [column.astype(old.norm.dtype) for column in blocks[0]]
-    norm, limit, factor, clipped, nonfinite = _where_present(grouping, new, old)
+        summaries = [_summary(*columns[slot.names[0]]) for slot in grouping.slots]
+        columns = [jnp.stack(column) for column in zip(*summaries, strict=True)]
+    columns = [column.astype(old.norm.dtype) for column in columns]
+    norm, limit, factor, clipped, nonfinite = _where_present(grouping, columns, old)
     return old._replace(
         norm=norm,
         limit=limit,
@@ -71,11 +70,16 @@ def updated_info(
     )
 
 
-def _where_present(grouping: Grouping, new: list[Array], old: ClipInfo) -> list[Array]:
+def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> tuple[Array, ...]:
+    clipped = (norm > limit) & ~(bad > 0)
+    return norm, limit, factor, clipped.astype(norm.dtype), bad
+
+
+def _where_present(grouping: Grouping, new: Sequence[Array], old: ClipInfo) -> list[Array]:
     """The new columns, with the old ones and no event for groups without leaves."""
     present = [bool(slot.members) for slot in grouping.slots for _ in slot.names]
     if grouping.layout == "scalar" or all(present):
-        return new
+        return list(new)
     nothing = jnp.zeros_like(old.fraction)
     before = (old.norm, old.limit, old.factor, nothing, nothing)
     return [jnp.where(jnp.array(present), *pair) for pair in zip(new, before, strict=True)]

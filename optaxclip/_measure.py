@@ -5,11 +5,12 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from optaxclip._exact import MOST_ENTRIES, refined_root
+from optaxclip._exact import MOST_ENTRIES, MOST_GROUPS, refined_root
 from optaxclip._numerics import (
     accumulation_dtype,
     known_size,
@@ -20,31 +21,29 @@ from optaxclip._numerics import (
 )
 from optaxclip._trees import is_sparse, with_data
 from optaxclip.norms import Norm
-from optaxclip.scopes import Grouping, Slot
+from optaxclip.scopes import Grouping
 
 
 class Measured(NamedTuple):
-    """The norms of a block of groups, `mantissa * unit`.
+    """The norms of a slot's groups, `mantissa * unit`.
 
     Attributes:
-      mantissa: the norms divided by `unit`.
+      mantissa: the norms divided by `unit`, of the slot's shape.
       unit: powers of two: 1, but for groups whose powers leave the range of the dtype.
-      slack: how much their factors must be lowered against rounding; 0 where `error` is known.
-      error: the relative rounding errors of `mantissa`, known in small groups; None if there are
-        none of these.
+      slack: `[]`, how much factors must be lowered against rounding.
+      error: the relative rounding error of `mantissa`, where it is known, in small groups; it
+        takes the place of the slack.
     """
 
     mantissa: Array
     unit: Array
     slack: Array
-    error: Array | None
+    error: Array | None = None
 
     @property
     def norm(self) -> Array:
         """The norms; a finite one that the dtype cannot hold is its largest number."""
-        largest = jnp.finfo(self.mantissa.dtype).max
-        norm = jnp.minimum(self.mantissa * self.unit, largest)
-        return jnp.where(jnp.isfinite(self.mantissa), norm, self.mantissa)
+        return _product(self.mantissa, self.unit)
 
 
 def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured]:
@@ -59,29 +58,21 @@ def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured]
       norm: the norm.
 
     Returns:
-      The norms in blocks, float32 or, with 64-bit leaves, float64.
+      The norms of each slot, float32 or, with 64-bit leaves, float64.
     """
     groups = _Groups.of(leaves, grouping, norm)
-    if norm.degree in (1, 2) and not norm.is_max:
-        mantissas, units = _rescued(groups)
-    elif norm.is_max:
+    if norm.is_max:
         mantissas = groups.totals(groups.arrays)
         units = [jnp.ones_like(mantissa) for mantissa in mantissas]
+    elif norm.degree in (1, 2):
+        mantissas, units = _rescued(groups)
     else:
         # Higher powers leave the range too easily for thresholds: always rescale.
-        units = [power_of_two_below(block) for block in groups.largest()]
+        units = [power_of_two_below(largest) for largest in groups.largest()]
         mantissas = groups.norms(groups.totals(groups.divided(units)))
-    slacks = grouping.number_blocks(
-        [rounding_slack(size, mantissas[0].dtype) for size in groups.sizes]
-    )
-    blocks = zip(mantissas, units, slacks, strict=True)
-    return _refined(
-        groups,
-        [
-            Measured(mantissa, unit, jnp.asarray(slack).astype(mantissa.dtype), None)
-            for mantissa, unit, slack in blocks
-        ],
-    )
+    small = groups.small_slots()
+    slots = enumerate(zip(mantissas, units, strict=True))
+    return [_measured(groups, i, *slot, is_refined=i in small) for i, slot in slots]
 
 
 def already_measured(norm: Array, size: Any) -> list[Measured]:
@@ -93,7 +84,7 @@ def already_measured(norm: Array, size: Any) -> list[Measured]:
     """
     unit = power_of_two_below(norm)
     slack = jnp.asarray(rounding_slack(size, norm.dtype)).astype(norm.dtype)
-    return [Measured(norm / unit, unit, slack, None)]
+    return [Measured(norm / unit, unit, slack)]
 
 
 _VERY_MANY = 2**40
@@ -139,18 +130,14 @@ class _Groups(NamedTuple):
 
     def norms(self, totals: list[Array]) -> list[Array]:
         """The norms from the totals."""
-        counts = self.grouping.number_blocks([_at_least_one(size) for size in self.sizes])
-        return [
-            self.norm.finish(total, jnp.asarray(count).astype(total.dtype))
-            for total, count in zip(totals, counts, strict=True)
-        ]
+        counts = [_at_least_one(size) for size in self.sizes]
+        return [_finish(*slot, norm=self.norm) for slot in zip(totals, counts, strict=True)]
 
     def divided(self, units: list[Array]) -> list[Array]:
         """The entries divided by their groups' units."""
-        by_slot = self.grouping.to_slots(units)
         leaves = zip(self.arrays, self.grouping.slot_of_leaf(), self.axes, strict=True)
         return [
-            array / lax.expand_dims(by_slot[slot], reduced).astype(array.dtype)
+            array / lax.expand_dims(units[slot], reduced).astype(array.dtype)
             for array, slot, reduced in leaves
         ]
 
@@ -164,67 +151,85 @@ class _Groups(NamedTuple):
         ]
         return self._joined(parts, lambda members: functools.reduce(jnp.maximum, members))
 
+    def small_slots(self) -> list[int]:
+        """The slots of a few entries in one group, if there are few of them."""
+        slots = enumerate(zip(self.grouping.slots, self.sizes, strict=True))
+        small = [
+            i
+            for i, (slot, size) in slots
+            if slot.shape == () and 0 < (known_size(size) or _VERY_MANY) <= MOST_ENTRIES
+        ]
+        return small if len(small) <= MOST_GROUPS else []
+
     def _joined(self, parts: list[Array], join: Callable[[list[Array]], Array]) -> list[Array]:
-        return self.grouping.to_blocks(
-            [
-                join(promoted([parts[i] for i in slot.members]))
-                if slot.members
-                else jnp.zeros(slot.shape)
-                for slot in self.grouping.slots
-            ]
-        )
+        return [
+            join(promoted([parts[i] for i in slot.members]))
+            if slot.members
+            else jnp.zeros(slot.shape)
+            for slot in self.grouping.slots
+        ]
 
 
 def _rescued(groups: _Groups) -> tuple[list[Array], list[Array]]:
     """Mantissas and units, with a second look at the groups that left the range of their dtype."""
     totals = groups.totals(groups.arrays)
-    bounds = groups.grouping.number_blocks(
-        [known_size(size) or _VERY_MANY for size in groups.sizes]
-    )
-    units = [groups.norm.rescaling(*block) for block in zip(totals, bounds, strict=True)]
-    is_out = [jnp.any(unit != 1) for unit in units]
+    bounds = [known_size(size) or _VERY_MANY for size in groups.sizes]
+    slots = zip(totals, bounds, strict=True)
+    units = [_rescaling(total, bound, norm=groups.norm) for total, bound in slots]
 
     def plain() -> list[Array]:
         return groups.norms(totals)
 
     def rescaled() -> list[Array]:
         again = groups.norms(groups.totals(groups.divided(units)))
-        blocks = zip(units, plain(), again, strict=True)
         # Groups that stayed in range keep their norm bit for bit.
-        return [jnp.where(unit == 1, first, second) for unit, first, second in blocks]
+        return [_either(*slot) for slot in zip(units, plain(), again, strict=True)]
 
-    any_is_out = functools.reduce(jnp.logical_or, is_out, jnp.zeros((), bool))
+    any_is_out = functools.reduce(_or_any_is_out, units, jnp.zeros((), bool))
     return lax.cond(any_is_out, rescaled, plain), units
 
 
-def _refined(groups: _Groups, measured: list[Measured]) -> list[Measured]:
-    """The same norms to more digits in small groups, if the norm is a root of squares."""
-    grouping, weight = groups.grouping, groups.norm.weight
-    small = [_is_small(*slot) for slot in zip(grouping.slots, groups.sizes, strict=True)]
-    if weight is None or not any(small):
-        return measured
-    mantissas = grouping.to_slots([block.mantissa for block in measured])
-    units = grouping.to_slots([block.unit for block in measured])
-    errors = [jnp.zeros_like(mantissa) for mantissa in mantissas]
-    for i, slot in enumerate(grouping.slots):
-        if small[i]:
-            members = [groups.arrays[j] for j in slot.members]
-            mantissas[i], errors[i] = refined_root(
-                mantissas[i], units[i], members, weight(groups.sizes[i])
-            )
-    is_rough = grouping.number_blocks([float(not flag) for flag in small])
-    blocks = zip(
-        measured, grouping.to_blocks(mantissas), grouping.to_blocks(errors), is_rough, strict=True
-    )
-    return [
-        block._replace(mantissa=mantissa, error=error, slack=block.slack * rough)
-        for block, mantissa, error, rough in blocks
-    ]
+# Small steps that every slot takes are compiled by themselves, so that each is traced once.
 
 
-def _is_small(slot: Slot, size: Any) -> bool:
-    known = known_size(size)
-    return slot.shape == () and known is not None and 0 < known <= MOST_ENTRIES
+@jax.jit
+def _product(mantissa: Array, unit: Array) -> Array:
+    norm = jnp.minimum(mantissa * unit, jnp.finfo(mantissa.dtype).max)
+    return jnp.where(jnp.isfinite(mantissa), norm, mantissa)
+
+
+@functools.partial(jax.jit, static_argnames="norm")
+def _finish(total: Array, count: Array, *, norm: Norm) -> Array:
+    return norm.finish(total, jnp.asarray(count).astype(total.dtype))
+
+
+@functools.partial(jax.jit, static_argnames=("size", "norm"))
+def _rescaling(total: Array, size: int, *, norm: Norm) -> Array:
+    return norm.rescaling(total, size)
+
+
+@jax.jit
+def _either(unit: Array, plain: Array, rescaled: Array) -> Array:
+    return jnp.where(unit == 1, plain, rescaled)
+
+
+@jax.jit
+def _or_any_is_out(flag: Array, unit: Array) -> Array:
+    return flag | jnp.any(unit != 1)
+
+
+def _measured(
+    groups: _Groups, position: int, mantissa: Array, unit: Array, *, is_refined: bool
+) -> Measured:
+    """A slot's norms, to more digits if asked for."""
+    slot, size = groups.grouping.slots[position], groups.sizes[position]
+    slack = jnp.asarray(rounding_slack(size, mantissa.dtype)).astype(mantissa.dtype)
+    if not is_refined or groups.norm.weight is None:
+        return Measured(mantissa, unit, slack)
+    members = [groups.arrays[i] for i in slot.members]
+    weight = groups.norm.weight(size)
+    mantissa, error = refined_root(mantissa, unit, members, weight=weight)
+    return Measured(mantissa, unit, slack, error)
 
 
 def _entries(leaf: Any) -> Array:

@@ -18,6 +18,7 @@ from optaxclip._numerics import (
     safe_divide,
 )
 from optaxclip._trees import is_sparse, with_data
+from optaxclip._types import NonFinite
 from optaxclip.responses import Response
 
 
@@ -44,26 +45,25 @@ class Multiplier(NamedTuple):
         return self.quotient * self.inverse_unit
 
 
-@functools.partial(jax.jit, static_argnames=("response", "replacement"))
+@functools.partial(jax.jit, static_argnames=("response", "nonfinite"))
 def multiplier(
-    norm: Array,
     measured: Measured,
     trigger: Array,
     target: Array,
     *,
     response: Response,
-    replacement: float,
+    nonfinite: NonFinite,
 ) -> Multiplier:
     """From norms and their limits to what the groups are multiplied by.
 
     Args:
-      norm: the norms, NaN where a group has no leaves.
-      measured: how they were measured.
+      measured: the norms.
       trigger: the norms above which to act.
       target: the norms to reach.
       response: the new norms from these three.
-      replacement: the factor of groups whose norm is not finite, NaN or 0.
+      nonfinite: what becomes of groups whose norm is not finite.
     """
+    norm = measured.norm
     bad = ~jnp.isfinite(norm)
     new = response(norm, trigger.astype(norm.dtype), target.astype(norm.dtype))
     keep = (new == norm) & ~bad
@@ -71,11 +71,14 @@ def multiplier(
     at_zero = jnp.where(jnp.isnan(new), new, 1)
     quotient = safe_divide(new, measured.mantissa, at_zero)
     correction = None
-    if measured.error is not None:
+    if measured.error is None:
+        quotient = quotient * (1 - measured.slack)
+    else:
         correction = refined_quotient(quotient, new, measured.mantissa, measured.error)
-    quotient = jnp.where(bad, replacement, jnp.where(keep, 1, quotient * (1 - measured.slack)))
+    replacement = 0.0 if nonfinite == "zero" else jnp.nan
+    quotient = jnp.where(bad, replacement, jnp.where(keep, 1, quotient))
     inverse_unit = jnp.where(keep | bad, 1, 1 / measured.unit)
-    is_zero = bad if replacement == 0 else jnp.zeros_like(bad)
+    is_zero = bad if nonfinite == "zero" else jnp.zeros_like(bad)
     return Multiplier(quotient, inverse_unit, keep, is_zero, correction)
 
 

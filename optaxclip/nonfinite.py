@@ -54,11 +54,6 @@ def mask(leaves: list[Any], grouping: Grouping) -> tuple[list[Any], list[Array]]
     return masked, slots
 
 
-def replacement(policy: NonFinite) -> float:
-    """The factor of a group whose norm is not finite."""
-    return 0.0 if policy == "zero" else float("nan")
-
-
 def check(bad: Array, name: str, leaves: list[str]) -> None:
     """Reports a bad group to `checkify`.
 

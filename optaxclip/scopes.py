@@ -72,40 +72,26 @@ class Grouping:
         slots = [*self.slots, *(Slot((name,), ()) for name in absent)]
         return dataclasses.replace(self, slots=tuple(sorted(slots, key=lambda slot: slot.names)))
 
-    def to_blocks(self, arrays: Sequence[Array]) -> list[Array]:
-        """One array per slot as the arrays to compute with: a single one, but for "dict"."""
-        if self.layout != "vector":
-            return list(arrays)
+    def pack(self, arrays: Sequence[Array]) -> NormTree:
+        """One array per slot as the pytree that limit rules see; NaN for slots without leaves."""
+        if self.layout == "scalar":
+            return arrays[0]
+        present = zip(self.slots, arrays, strict=True)
+        arrays = [x if slot.members else jnp.full_like(x, jnp.nan) for slot, x in present]
+        if self.layout == "dict":
+            return {slot.names[0]: array for slot, array in zip(self.slots, arrays, strict=True)}
         flat = promoted([jnp.ravel(array) for array in arrays])
-        return [jnp.concatenate(flat) if flat else jnp.zeros(0)]
+        return jnp.concatenate(flat) if flat else jnp.zeros(0)
 
-    def to_slots(self, blocks: Sequence[Array]) -> list[Array]:
-        """The inverse of `to_blocks`."""
-        if self.layout != "vector":
-            return list(blocks)
+    def unpack(self, tree: NormTree) -> list[Array]:
+        """The inverse of `pack`."""
+        if self.layout == "scalar":
+            return [tree]
+        if self.layout == "dict":
+            return [tree[slot.names[0]] for slot in self.slots]
         sizes = [len(slot.names) for slot in self.slots]
-        pieces = lax.split(blocks[0], sizes) if sizes else []
+        pieces = lax.split(tree, sizes) if sizes else []
         return [piece.reshape(slot.shape) for piece, slot in zip(pieces, self.slots, strict=True)]
-
-    def number_blocks(self, numbers: Sequence[Any]) -> list[Any]:
-        """One number per slot as blocks that broadcast against those of `to_blocks`."""
-        if self.layout != "vector":
-            return list(numbers)
-        each = [
-            number for number, slot in zip(numbers, self.slots, strict=True) for _ in slot.names
-        ]
-        symbolic = any(isinstance(number, Array) for number in each)
-        return [jnp.stack([jnp.asarray(number) for number in each]) if symbolic else np.array(each)]
-
-    def to_tree(self, blocks: Sequence[Array]) -> NormTree:
-        """Blocks as the pytree that limit rules see."""
-        if self.layout != "dict":
-            return blocks[0]
-        return {slot.names[0]: block for slot, block in zip(self.slots, blocks, strict=True)}
-
-    def from_tree(self, tree: NormTree) -> list[Array]:
-        """The inverse of `to_tree`."""
-        return [tree] if self.layout != "dict" else [tree[slot.names[0]] for slot in self.slots]
 
 
 Scope: TypeAlias = Callable[[FlatTree], Grouping]
