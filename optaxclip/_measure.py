@@ -12,14 +12,13 @@ from jax import Array, lax
 
 from optaxclip._exact import MOST_ENTRIES, MOST_GROUPS, refined_root
 from optaxclip._numerics import (
-    accumulation_dtype,
     known_size,
     power_of_two_below,
     promoted,
     real_parts,
     rounding_slack,
 )
-from optaxclip._trees import is_sparse, with_data
+from optaxclip._trees import has_wide_leaves, is_sparse, with_data
 from optaxclip.norms import Norm
 from optaxclip.scopes import Grouping
 
@@ -111,7 +110,8 @@ class _Groups(NamedTuple):
     @classmethod
     def of(cls, leaves: list[Any], grouping: Grouping, norm: Norm) -> "_Groups":
         """The leaves of a tree."""
-        arrays = [_entries(leaf) for leaf in leaves]
+        wide = has_wide_leaves([leaf.dtype for leaf in leaves])
+        arrays = [_entries(leaf, wide=wide) for leaf in leaves]
         axes = [
             tuple(range(array.ndim)) if is_sparse(leaf) else reduced
             for leaf, array, reduced in zip(leaves, arrays, grouping.axes, strict=True)
@@ -232,14 +232,14 @@ def _measured(
     return Measured(mantissa, unit, slack, error)
 
 
-def _entries(leaf: Any) -> Array:
+def _entries(leaf: Any, *, wide: bool) -> Array:
     """A leaf's entries in the dtype in which they are summed; duplicate sparse ones are added."""
     if is_sparse(leaf):
-        wide = with_data(leaf, _entries(leaf.data))
-        return wide.sum_duplicates(nse=leaf.nse).data
+        widened = with_data(leaf, _entries(leaf.data, wide=wide))
+        return widened.sum_duplicates(nse=leaf.nse).data
     if jnp.iscomplexobj(leaf):
-        return leaf  # complex dtypes have at least the accuracy of float32
-    return leaf.astype(accumulation_dtype(leaf.dtype))
+        return leaf.astype(jnp.complex128 if wide else jnp.complex64)
+    return leaf.astype(jnp.float64 if wide else jnp.float32)
 
 
 def _at_least_one(size: Any) -> float | Array:

@@ -24,7 +24,7 @@ from optaxclip.thresholds.fixed import (
     ScalarOrSchedule,
     as_limit,
     check_limit,
-    relative_to_params,
+    relative,
 )
 
 
@@ -58,11 +58,16 @@ def clip(max_delta: ScalarOrSchedule) -> optax.GradientTransformationExtraArgs:
       [nan  2. -2.  2.  1.]
     """
     if callable(max_delta):
-        low, high = (lambda count: -jnp.asarray(max_delta(count))), max_delta
-    else:
-        high = check_limit(max_delta, "max_delta")
-        low = -high
-    return _clip_by_bounds(low, high, ("max_delta", "max_delta"))
+        schedule = max_delta
+        return _clip_by_bounds(
+            lambda count: -jnp.maximum(jnp.asarray(schedule(count)), 0),
+            lambda count: jnp.maximum(jnp.asarray(schedule(count)), 0),
+            ("max_delta", "max_delta"),
+        )
+    high = check_limit(max_delta, "max_delta")
+    if isinstance(high, jax.Array):
+        high = jnp.maximum(high, 0)
+    return _clip_by_bounds(-high, high, ("max_delta", "max_delta"))
 
 
 def clip_by_value(
@@ -227,7 +232,7 @@ def adaptive_grad_clip(
       [[3.e-02 6.e-06]
        [4.e-02 8.e-06]]
     """
-    limit = relative_to_params(clipping, eps)
+    limit = relative(clipping, eps, "clipping")
     scope = scopes.unit(axis)
     return clip_by(scope, limit, norm=norm, nonfinite=nonfinite, strict=strict, name=name)
 

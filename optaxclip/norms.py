@@ -66,7 +66,7 @@ def _count(count: int) -> int:
     return count
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Norm:
     """A norm as three steps, so that any scope can share them.
 
@@ -86,6 +86,9 @@ class Norm:
     is_max: bool = False
     degree: float = 1
     weight: Callable[[int], int] | None = None
+
+    def __repr__(self) -> str:
+        return f"Norm({self.name!r})"
 
     def reduce(self, x: Array, axes: tuple[int, ...]) -> Array:
         """The total of one leaf's entries over `axes`, which are removed."""

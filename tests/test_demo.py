@@ -80,8 +80,13 @@ def test_rare_characters_share_a_number():
     assert len(corpus.held_out) == task.HELD_OUT_SHARE * len(text)
 
 
-@pytest.mark.parametrize("name", demo.METHODS)
-def test_every_method_bounds_an_explosion(name):
+LIMITED_FROM_THE_START = [
+    *("global_norm", "norm", "value", "agc", "block_rms", "normalize", "zclip", "adagc", "quantile")
+]
+
+
+@pytest.mark.parametrize("name", LIMITED_FROM_THE_START)
+def test_every_method_with_a_first_limit_bounds_an_explosion(name):
     params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
     grads = jax.tree.map(lambda x: 1e6 * x, params)
     method = demo.METHODS[name]()

@@ -180,11 +180,9 @@ def _update(
         _step(static, options, numbers, norm.astype(jnp.float32), state)
         for norm, state in zip(leaves, states, strict=True)
     ]
-    limits = [
-        jax.tree.unflatten(structure, column)
-        for column in zip(*(limits for limits, _ in steps), strict=True)
-    ]
-    return Limits(*limits), [state for _, state in steps]
+    trigger = jax.tree.unflatten(structure, [limits.trigger for limits, _ in steps])
+    target = jax.tree.unflatten(structure, [limits.target for limits, _ in steps])
+    return Limits(trigger, target), [state for _, state in steps]
 
 
 def _step(

@@ -75,8 +75,13 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3
       >>> print(rule.update(norms, rule.init(norms), param_norms)[0].target)
       [5.e-02 1.e-05]
     """
+    return relative(ratio, eps, "ratio")
+
+
+def relative(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike, argument: str) -> Threshold:
+    """`relative_to_params`, with the name that `ratio` has in messages."""
     eps = check_limit(eps, "eps")
-    inner = schedule(ratio) if callable(ratio) else constant(check_limit(ratio, "ratio"))
+    inner = schedule(ratio) if callable(ratio) else constant(check_limit(ratio, argument))
     return Threshold(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
 
 

@@ -180,7 +180,7 @@ class _Ring:
 
     def observe(self, numbers: Any, state: Array, norm: Array, count: Array) -> Array:
         del numbers
-        return jnp.where(self.places(count) == count % self.window, norm[None], state)
+        return jnp.where(self.places(count) == (count % self.window)[None], norm[None], state)
 
     def places(self, like: Array) -> Array:
         column = jnp.arange(self.window).reshape(-1, *(1,) * like.ndim)
@@ -189,7 +189,7 @@ class _Ring:
     def held(self, count: Array) -> tuple[Array, Array]:
         """Which places are taken after `count` norms, and how many these are."""
         number = jnp.minimum(count, self.window)
-        return self.places(count) < number, number
+        return self.places(count) < number[None], number
 
 
 class _Percentile(_Ring):
@@ -249,7 +249,7 @@ class _PeriodicMedian:
         ring = past.observe(numbers, state.ring, norm, count)
         places = past.places(count)
         # The norm of step 0 never counts.
-        is_held = ((places > 0) & (places <= count)) | (count >= self.window)
+        is_held = ((places > 0) & (places <= count[None])) | (count >= self.window)[None]
         held = jnp.minimum(count, self.window)
         middle = jnp.clip(held // 4 * 2, 0, jnp.maximum(held - 1, 0))
         median = _at(jnp.sort(jnp.where(is_held, ring, jnp.inf), axis=0), middle)

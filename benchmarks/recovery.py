@@ -1,0 +1,147 @@
+"""How soon each limit rule lets gradients pass again after their norms have risen for good.
+
+Norms are lognormal with a log-std of 0.1, 1000 steps at level 1 and then 4000 at level L. The
+figure is how many steps after the rise the mean multiplier over the next 50 steps is back at 0.95;
+at 0.95 of its mean before the rise for a rule that clips more than that by design (AutoClip at its
+10th percentile, the quantile at the median). "never" is not within 4000. Published settings are
+`patience=None, floor=0.0`; for those, the figures of methods.md, 5.1, stand beside ours.
+
+  python benchmarks/recovery.py
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optaxclip import Threshold, thresholds
+
+BEFORE, AFTER, SPAN, ENOUGH = 1000, 4000, 50, 0.95
+LEVELS = (2.0, 5.0, 50.0)
+NEVER = math.inf
+
+
+class Subject(NamedTuple):
+    """A rule with its parameters, and what the originals need for each level (methods.md, 5.1).
+
+    Attributes:
+      make: makes the rule, given `patience` and `floor` where it takes them.
+      original: the figures of the original.
+      skips: whether a norm above the limit stops the whole step.
+    """
+
+    make: Callable[..., Threshold]
+    original: tuple[float, ...] | None = None
+    skips: bool = False
+
+    def published(self) -> Threshold:
+        """The rule as published."""
+        options = {"patience": None, "floor": 0.0}
+        taken = inspect.signature(self.make).parameters
+        return self.make(**{name: options[name] for name in options if name in taken})
+
+
+def _percentile(*numbers: float, **options: Any) -> Callable[..., Threshold]:
+    return functools.partial(thresholds.percentile, *numbers, **options)
+
+
+def _autoclip(percent: float) -> Callable[..., Threshold]:
+    return _percentile(percent, 1000, inclusive=True, warmup_steps=0)
+
+
+_ema = functools.partial(functools.partial, thresholds.ema)
+_zscore = functools.partial(functools.partial, thresholds.zscore)
+_LOCKED = (NEVER, NEVER, NEVER)
+_ACCEPTED: dict[str, Any] = {"debias": True, "record": "accepted"}
+
+SUBJECTS = {
+    "AutoClip p10": Subject(_autoclip(10.0)),
+    "AutoClip p95": Subject(_autoclip(95.0), (81, 58, 72)),
+    "TRELLIS p95": Subject(thresholds.percentile, (87, 75, 73)),
+    "ZClip": Subject(thresholds.zscore, _LOCKED),
+    "ZClip mean": Subject(_zscore(option="mean"), _LOCKED),
+    "ZClip spikes skipped": Subject(_zscore(record="accepted"), _LOCKED),
+    "ZClip percentile": Subject(_zscore(option="percentile"), (6, 28, 66)),
+    "AdaGC .98 1.05": Subject(thresholds.adagc, (649, 1596, 3872)),
+    "AdaGC .99 1.04": Subject(
+        functools.partial(thresholds.adagc, 1.04, beta=0.99), (1703, NEVER, NEVER)
+    ),
+    "OLMo ratio 2": Subject(_ema(skip_steps=1), (0, 8, 56)),
+    "PDE-Transformer": Subject(
+        _ema(0.99, 2.0, target_decay=0.9, target_ratio=1.1, debias=True), (1, 130, 362)
+    ),
+    "ScaledAdam": Subject(thresholds.median, (0, 95, 97)),
+    "Levanter": Subject(thresholds.window, (0, 2, 4)),
+    "OLMo-core": Subject(
+        functools.partial(thresholds.window, 6.0, ddof=1, min_std=0.0, warmup_steps=63),
+        (1, 3, 3),
+        skips=True,
+    ),
+    "axlearn mean": Subject(_ema(0.99, 20.0, **_ACCEPTED), (0, 0, NEVER), skips=True),
+    "axlearn stddev": Subject(
+        _zscore(0.99, 6.0, 500, option="percentile", **_ACCEPTED), (77, NEVER, NEVER), skips=True
+    ),
+    "Lingvo": Subject(thresholds.log_tracker, (20, 41, 72), skips=True),
+    "quantile": Subject(thresholds.quantile),
+}
+"""By the names of methods.md; windows hold 1000 norms, 100 (ScaledAdam) or 128."""
+
+
+def rising_norms(levels: Any = LEVELS, seed: int = 0) -> jax.Array:
+    """Norms [levels, steps]."""
+    noise = np.exp(0.1 * np.random.default_rng(seed).normal(size=BEFORE + AFTER + SPAN))
+    is_after = np.arange(noise.size) >= BEFORE
+    return jnp.asarray([np.where(is_after, level, 1) * noise for level in levels], jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames="skips")
+@functools.partial(jax.vmap, in_axes=(None, 0, None))
+def multipliers(rule: Threshold, norms: jax.Array, skips: bool = False) -> jax.Array:
+    """What each step is multiplied by."""
+
+    def step(state: Any, norm: jax.Array) -> tuple[Any, jax.Array]:
+        limits, state = rule.update(norm, state, None)
+        target = jnp.zeros_like(norm) if skips else jnp.minimum(limits.target, norm)
+        return state, jnp.where(norm > limits.trigger, target, norm) / norm
+
+    return jax.lax.scan(step, rule.init(norms[0]), norms)[1]
+
+
+def steps_to_recover(rule: Threshold, levels: Any = LEVELS, *, skips: bool = False) -> list[float]:
+    """For each level the steps until the multiplier has recovered."""
+    found = []
+    for values in np.asarray(multipliers(rule, rising_norms(levels), skips), np.float64):
+        before = values[BEFORE // 2 : BEFORE].mean()
+        wanted = ENOUGH if before >= ENOUGH else ENOUGH * before
+        means = np.convolve(values[BEFORE:], np.ones(SPAN) / SPAN, "valid")
+        found.append(float(np.argmax(means >= wanted)) if np.any(means >= wanted) else NEVER)
+    return found
+
+
+def _shown(figures: Any) -> str:
+    if figures is None:
+        return " | ".join("" for _ in LEVELS)
+    return " | ".join("never" if figure == NEVER else f"{figure:.0f}" for figure in figures)
+
+
+def main() -> None:
+    """Prints the table."""
+    kinds = ("defaults", "published", "original")
+    print("| rule |", " | ".join(f"{kind}, L={level:g}" for kind in kinds for level in LEVELS), "|")
+    print("|---" * (1 + len(kinds) * len(LEVELS)) + "|")
+    for name, subject in SUBJECTS.items():
+        columns = [
+            _shown(steps_to_recover(subject.make(), skips=subject.skips)),
+            _shown(steps_to_recover(subject.published(), skips=subject.skips)),
+            _shown(subject.original),
+        ]
+        print(f"| {name} |", " | ".join(columns), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

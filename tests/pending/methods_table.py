@@ -1,0 +1,206 @@
+"""Every transformation, one line each, for the tests that all of them must pass.
+
+Trees to go with them have three leaves: a matrix `w` and two vectors `b` and `v`.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optaxclip
+from optaxclip import norms, scopes, thresholds
+
+
+class Method(NamedTuple):
+    """A transformation and what the contract must know about it.
+
+    Attributes:
+      factory: makes the transformation.
+      hyper: the factory's argument that bounds the gradients, and a value that clips some.
+      fixed: further arguments.
+      shares: which entries become NaN together; `column` and `row` only tell in `w`, and `step`
+        says that all become 0.
+      needs_params: whether the update needs them.
+      has_info: whether the state is a `ClipState`.
+      has_memory: whether the result depends on the norms of earlier steps.
+      counts: whether the result depends on the number of steps.
+      keeps_small: whether small gradients come back bit for bit.
+    """
+
+    factory: Callable[..., optax.GradientTransformationExtraArgs]
+    hyper: tuple[str, float]
+    fixed: Mapping[str, Any] = {}
+    shares: Literal["step", "tree", "label", "leaf", "row", "column", "entry"] = "tree"
+    needs_params: bool = False
+    has_info: bool = True
+    has_memory: bool = False
+    counts: bool = False
+    keeps_small: bool = True
+
+    def make(self, limit: Any = None) -> optax.GradientTransformationExtraArgs:
+        """The transformation, with the limit passed in or with a usual one."""
+        name, usual = self.hyper
+        return self.factory(**{name: usual if limit is None else limit}, **self.fixed)
+
+
+SHAPES = {"w": (6, 12), "b": (3,), "v": (4,)}
+
+
+def random_tree(seed, *leading):
+    """Leaves of different sizes, so that some groups exceed their limit and some do not."""
+    rng = np.random.default_rng(seed)
+    sizes = {"w": rng.uniform(0.01, 1, (12,)), "b": 0.1, "v": 2.0}
+    return {
+        name: jnp.asarray(sizes[name] * rng.normal(size=(*leading, *shape)), jnp.float32)
+        for name, shape in SHAPES.items()
+    }
+
+
+PARAMS, GRADS = random_tree(0), random_tree(1)
+
+
+def at(sequence, i):
+    """One of the trees that are stacked."""
+    return jax.tree.map(lambda x: x[i], sequence)
+
+
+def stack(trees):
+    """Trees as one with a leading axis."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def avals(tree):
+    """Structure, shapes, dtypes and weak types."""
+    shapes = jax.eval_shape(lambda x: x, tree)
+    return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), shapes)
+
+
+def assert_close(actual, expected, rtol=2e-6):
+    assert avals(actual) == avals(expected)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-7), actual, expected
+    )
+
+
+def assert_same(actual, expected):
+    assert avals(actual) == avals(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@contextlib.contextmanager
+def compilations():
+    """A list that grows by one with each compilation."""
+    events = []
+
+    def listen(event, duration, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(kwargs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def label(path: str, leaf: Any) -> str:
+    """Matrices and vectors."""
+    del leaf
+    return "matrix" if path.split("/")[-1] == "w" else "vector"
+
+
+def stacked(path: str, leaf: Any) -> int:
+    """Each row of a matrix is a layer."""
+    del leaf
+    return 1 if path.split("/")[-1] == "w" else 0
+
+
+def _between(max_value: Any) -> optax.GradientTransformationExtraArgs:
+    return optaxclip.clip_by_value(-1.0, max_value)
+
+
+def _by_label(limit: Any) -> optax.GradientTransformationExtraArgs:
+    return optaxclip.clip_by_group_norm({"matrix": limit, "vector": 0.7}, label)
+
+
+def _decayed(limit: Any) -> Callable[[jax.Array], jax.Array]:
+    def schedule(count: jax.Array) -> jax.Array:
+        return jnp.asarray(limit).astype(jnp.float32) * 0.9 ** count.astype(jnp.float32)
+
+    return schedule
+
+
+def _clip_scheduled(limit: Any) -> optax.GradientTransformationExtraArgs:
+    return optaxclip.clip(_decayed(limit))
+
+
+def _norm_scheduled(limit: Any) -> optax.GradientTransformationExtraArgs:
+    return optaxclip.clip_by_norm(_decayed(limit))
+
+
+def _share_of_weights(ratio: Any) -> optax.GradientTransformationExtraArgs:
+    return optaxclip.clip_by(scopes.leaf(), thresholds.relative_to_params(ratio), norm="rms")
+
+
+def _engine(shares: Any, scope: scopes.Scope, limit: float = 1.0, **options: Any) -> Method:
+    """A combination that has no name of its own."""
+    keeps_small = options.get("response", "clip") == "clip"
+    hyper, fixed = ("limit", limit), {"scope": scope, **options}
+    return Method(optaxclip.clip_by, hyper, fixed, shares, keeps_small=keeps_small)
+
+
+def _z_score_of_units(z_thresh: Any) -> optax.GradientTransformationExtraArgs:
+    rule = thresholds.zscore(z_thresh=z_thresh, warmup_steps=3)
+    return optaxclip.clip_by(scopes.unit(), rule)
+
+
+_per_entry = functools.partial(Method, shares="entry", has_info=False)
+_per_leaf = functools.partial(Method, shares="leaf")
+_per_label = functools.partial(Method, shares="label")
+_per_column = functools.partial(Method, shares="column")
+_history = functools.partial(Method, has_memory=True)
+_MAX_NORM = ("max_norm", 1.0)
+# In the warm-up the limit of a leaf depends on the others, unless the gradients are below it.
+_ADAGC = {"warmup_steps": 3, "lambda_abs": 50.0}
+_SKIP = {"inner": optax.identity(), "max_consecutive": 20}
+
+METHODS: dict[str, Method] = {
+    "clip": _per_entry(optaxclip.clip, ("max_delta", 1.0)),
+    "clip_scheduled": _per_entry(_clip_scheduled, ("limit", 1.0), counts=True),
+    "clip_by_value": _per_entry(_between, ("max_value", 0.5)),
+    "clip_by_norm": _per_leaf(optaxclip.clip_by_norm, _MAX_NORM),
+    "clip_by_norm_axes": _per_column(optaxclip.clip_by_norm, _MAX_NORM, {"axes": 0}),
+    "clip_by_norm_scheduled": _per_leaf(_norm_scheduled, ("limit", 1.0), counts=True),
+    "clip_by_global_norm": Method(optaxclip.clip_by_global_norm, _MAX_NORM),
+    "clip_by_block_rms": _per_leaf(optaxclip.clip_by_block_rms, ("threshold", 0.7)),
+    "adaptive_grad_clip": _per_column(
+        optaxclip.adaptive_grad_clip, ("clipping", 0.7), needs_params=True
+    ),
+    "clip_by_group_norm": _per_label(optaxclip.clip_by_group_norm, _MAX_NORM, {"labels": label}),
+    "clip_by_group_norm_dict": _per_label(_by_label, ("limit", 1.0)),
+    "normalize_by_global_norm": Method(
+        optaxclip.normalize_by_global_norm, ("norm", 1.0), keeps_small=False
+    ),
+    "autoclip": _history(optaxclip.autoclip, ("percentile", 40.0), {"window": 5}),
+    "zclip": _history(optaxclip.zclip, ("z_thresh", 0.5), {"warmup_steps": 3, "max_norm": None}),
+    "adagc": _history(optaxclip.adagc, ("lambda_rel", 1.05), _ADAGC, shares="leaf"),
+    "clip_by_median_norm": _history(optaxclip.clip_by_median_norm, ("scale", 0.8), {"window": 2}),
+    "clip_by_quantile": _history(optaxclip.clip_by_quantile, ("target", 0.5), {"init_limit": 4.0}),
+    "clip_by_ema_norm": _history(optaxclip.clip_by_ema_norm, ("ratio", 1.05), shares="leaf"),
+    "clip_by_window_norm": _history(optaxclip.clip_by_window_norm, ("num_std", 0.5), {"window": 4}),
+    "skip_above": Method(optaxclip.skip_above, ("limit", 6.0), _SKIP, "step", has_info=False),
+    "leaf_stacked_strict": _engine("row", scopes.leaf(stacked), strict=True),
+    "leaf_lp": _engine("leaf", scopes.leaf(), norm=norms.lp(3)),
+    "leaf_rms_of_weights": _per_leaf(_share_of_weights, ("ratio", 0.7), needs_params=True),
+    "axes_l1": _engine("row", scopes.axes(-1), norm="l1"),
+    "unit_smooth": _engine("column", scopes.unit(), response="smooth"),
+    "unit_z_score": _history(_z_score_of_units, ("z_thresh", 0.5), shares="column"),
+    "group_linf_smooth": _engine("label", scopes.group(label), norm="linf", response="smooth"),
+    "tree_mean_abs": _engine("tree", scopes.tree(), limit=0.2, norm="mean_abs"),
+}

@@ -1,0 +1,301 @@
+"""The named adaptive methods, as transformations of real trees."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference_rules as published
+from reference_rules import assert_close, assert_same, at, drive, factors, random_norms, stack
+
+import optaxclip
+from optaxclip import clip_by, scopes, thresholds
+
+STEPS = 60
+PUBLISHED = {"patience": None, "floor": 0.0}
+SHAPES = {"b": (70,), "v": (80, 1), "w": (15, 6)}
+
+
+def per_leaf(reference):
+    """A rule for one norm, for each column of norms."""
+
+    def run(norms):
+        limits = [reference(column)[:2] for column in norms.T]
+        return published.Trace(*np.stack(limits, axis=-1))
+
+    return run
+
+
+METHODS = {
+    "autoclip": (
+        optaxclip.autoclip,
+        {"percentile": 30.0, "window": 20},
+        lambda n: published.percentile(n, 30.0, 20, inclusive=True, needed=1),
+    ),
+    "zclip": (
+        optaxclip.zclip,
+        {"z_thresh": 0.3, "warmup_steps": 10, "max_norm": 15.0},
+        lambda n: published.zclip(n, 10, 15.0, z_thresh=0.3),
+    ),
+    "adagc": (
+        optaxclip.adagc,
+        {"lambda_abs": 3.0, "warmup_steps": 10},
+        lambda n: published.adagc(n, absolute=3.0, warmup=10),
+    ),
+    "clip_by_median_norm": (
+        optaxclip.clip_by_median_norm,
+        {"scale": 1.2, "window": 15},
+        lambda n: published.scaled_adam(n, 1.2, 15),
+    ),
+    "clip_by_quantile": (
+        optaxclip.clip_by_quantile,
+        {"init_limit": 0.5},
+        lambda n: published.andrew(n, 0.5, 0.2, 0.5),
+    ),
+    "clip_by_ema_norm": (
+        optaxclip.clip_by_ema_norm,
+        {"ratio": 1.2},
+        per_leaf(lambda n: published.olmo(n, 1.2)),
+    ),
+    "clip_by_window_norm": (
+        optaxclip.clip_by_window_norm,
+        {"num_std": 1.0, "window": 20},
+        lambda n: published.window(n, 1.0, 20, ddof=0, min_std=1e-6, needed=10),
+    ),
+}
+PER_LEAF = ("adagc", "clip_by_ema_norm")
+each_method = pytest.mark.parametrize("name", METHODS)
+
+
+def make(name, **options):
+    factory, usual, _ = METHODS[name]
+    return factory(**usual | options)
+
+
+def random_trees(seed=0, steps=STEPS):
+    """Gradients whose norms jump, leaf by leaf, with a leading axis of steps."""
+    rng, norms = np.random.default_rng(seed), random_norms(seed, steps, len(SHAPES))
+    tree = {}
+    for i, (name, shape) in enumerate(SHAPES.items()):
+        flat = rng.normal(size=(steps, int(np.prod(shape))))
+        flat *= norms[:, i : i + 1] / np.linalg.norm(flat, axis=1, keepdims=True)
+        tree[name] = jnp.asarray(flat.reshape(steps, *shape), jnp.float32)
+    return tree
+
+
+GRADS = random_trees()
+FRESH = at(GRADS, 0)
+
+
+def leaf_norms(grads):
+    """[steps, leaves], float64."""
+    flat = [np.float64(grads[name]).reshape(len(grads[name]), -1) for name in SHAPES]
+    return np.stack([np.linalg.norm(x, axis=1) for x in flat], axis=1)
+
+
+def run(update, grads, state):
+    """Updates and states of all steps."""
+    rows = []
+    for i in range(len(grads["w"])):
+        updates, state = update(at(grads, i), state)
+        rows.append((updates, state))
+    return stack(rows)
+
+
+@functools.cache
+def compiled(name):
+    """The published method: its compiled update, a fresh state, and all steps on `GRADS`."""
+    taken = inspect.signature(METHODS[name][0]).parameters
+    tx = make(name, **{key: value for key, value in PUBLISHED.items() if key in taken})
+    update, fresh = jax.jit(tx.update), tx.init(FRESH)
+    return update, fresh, run(update, GRADS, fresh)
+
+
+@each_method
+def test_updates_are_the_gradients_times_the_published_factors(name):
+    updates, states = compiled(name)[2]
+    norms = leaf_norms(GRADS)
+    norms = norms if name in PER_LEAF else np.linalg.norm(norms, axis=1)
+    trace = METHODS[name][2](norms)
+    expected = factors(norms, trace.trigger, trace.target)
+    assert 0.05 < np.mean(expected < 1) < 0.95
+    np.testing.assert_allclose(states.info.norm, norms, rtol=1e-6)
+    np.testing.assert_allclose(states.info.limit, trace.trigger, rtol=1e-5)
+    np.testing.assert_allclose(states.info.factor, expected, rtol=1e-5)
+    for i, leaf in enumerate(SHAPES):
+        column = expected[:, i] if name in PER_LEAF else expected
+        scaled = np.float64(GRADS[leaf]) * column.reshape(-1, *(1,) * len(SHAPES[leaf]))
+        np.testing.assert_allclose(updates[leaf], scaled, rtol=2e-5)
+    clipped = np.cumsum(norms > trace.trigger, axis=0)
+    np.testing.assert_array_equal(states.info.num_clipped, clipped)
+    assert list(states.info.names) == (list(SHAPES) if name in PER_LEAF else ["tree"])
+
+
+PAPERS = {
+    "autoclip": {"percentile": 10.0, "window": 1000},
+    "zclip": {
+        "alpha": 0.97,
+        "z_thresh": 2.5,
+        "warmup_steps": 25,
+        "max_norm": 1.0,
+        "option": "adaptive",
+    },
+    "adagc": {"lambda_rel": 1.05, "lambda_abs": 1.0, "beta": 0.98, "warmup_steps": 100},
+    "clip_by_median_norm": {"scale": 2.0, "window": 100},
+    "clip_by_quantile": {"target": 0.5, "learning_rate": 0.2, "init_limit": 0.1},
+    "clip_by_ema_norm": {"ratio": 2.0, "decay": 0.95},
+    "clip_by_window_norm": {"num_std": 3.0, "window": 128},
+}
+
+
+@each_method
+def test_defaults_are_those_of_the_papers(name):
+    parameters = inspect.signature(METHODS[name][0]).parameters.values()
+    positional = {x.name: x.default for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD}
+    assert positional == PAPERS[name]
+    assert list(positional) == list(PAPERS[name])
+    others = {x.name: x.default for x in parameters if x.kind == x.KEYWORD_ONLY}
+    assert (others["floor"], others["nonfinite"], others["name"]) == (1e-8, "nan", name)
+    assert others.get("patience", 20) == (None if name == "adagc" else 20)
+
+
+@each_method
+def test_one_compilation_and_bad_steps_leave_no_trace(name):
+    update, fresh, expected = compiled(name)
+    bad = np.isin(np.arange(80) % 8, (0, 5))
+    grads = jax.tree.map(lambda x: x[np.cumsum(~bad) - 1].at[bad, ..., 0].set(jnp.nan), GRADS)
+    updates, states = run(update, grads, fresh)
+    assert_same(at((updates, states.rule), ~bad), (expected[0], expected[1].rule))
+    assert_same(at(states.rule, bad)[1:], at(states.rule, np.flatnonzero(bad) - 1)[1:])
+    assert all(np.all(np.isnan(x)) for x in jax.tree.leaves(at(updates, bad)))
+    number = np.cumsum(bad) if name not in PER_LEAF else np.cumsum(bad)[:, None] + [0, 0, 0]
+    np.testing.assert_array_equal(states.info.num_nonfinite, number)
+    np.testing.assert_array_equal(states.count, np.arange(80) + 1)
+    assert update._cache_size() == 1
+
+
+@pytest.mark.parametrize("name", PER_LEAF)
+def test_a_bad_leaf_does_not_disturb_the_others(name):
+    update, fresh, expected = compiled(name)
+    # In the warm-up of AdaGC all leaves share the global norm.
+    grads = GRADS | {"b": GRADS["b"].at[12:40:3, 0].set(jnp.inf)}
+    updates, states = run(update, grads, fresh)
+    for leaf in ("v", "w"):
+        np.testing.assert_array_equal(updates[leaf], expected[0][leaf])
+    assert_same(states.info.factor[:, 1:], expected[1].info.factor[:, 1:])
+    assert states.info.num_nonfinite[-1].tolist() == [10, 0, 0]
+
+
+@each_method
+def test_vmap_over_trees_and_states_equals_loops(name):
+    update, fresh, expected = compiled(name)
+    trees = [GRADS, jax.tree.map(lambda x: x[::-1], GRADS)]
+    steps = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *trees)
+    both = jax.tree.map(lambda x: jnp.stack([x, x]), fresh)
+    found = run(jax.jit(jax.vmap(update)), steps, both)
+    assert_close(at(found, np.s_[:, 0]), expected)
+    assert_close(at(found, np.s_[:, 1]), run(update, trees[1], fresh))
+
+
+def test_adagc_warms_up_as_a_clip_by_the_global_norm():
+    updates, states = compiled("adagc")[2]
+    plain = optax.clip_by_global_norm(3.0)
+    for i in range(10):
+        assert_close(at(updates, i), plain.update(at(GRADS, i), plain.init(FRESH))[0])
+    spread = np.ptp(states.info.factor, axis=1)
+    assert np.all(spread[:10] < 1e-6)
+    assert spread[10] > 0.1
+
+
+CHANGES = {
+    "autoclip": {"percentile": 90.0, "floor": 3.0, "max_norm": 1.0},
+    "zclip": {"z_thresh": 2.0, "alpha": 0.5, "max_norm": 0.5, "warmup_steps": 60, "patience": 1},
+    "adagc": {"lambda_rel": 2.0, "lambda_abs": 1.0, "beta": 0.5, "warmup_steps": 40},
+    "clip_by_median_norm": {"scale": 0.7, "max_norm": 1.0},
+    "clip_by_quantile": {"target": 0.9, "learning_rate": 1.0},
+    "clip_by_ema_norm": {"ratio": 0.7, "decay": 0.5},
+    "clip_by_window_norm": {"num_std": 0.0, "max_norm": 1.0},
+}
+
+
+@each_method
+def test_numbers_may_change_on_the_fly_without_compiling_again(name):
+    factory, usual, _ = METHODS[name]
+    usual = usual if "max_norm" not in CHANGES[name] else {"max_norm": 9.0} | usual
+    tx = optax.inject_hyperparams(factory, static_args={"window"} & {*usual})(**usual)
+    update, start = jax.jit(tx.update), tx.init(FRESH)
+    for i in range(5):
+        _, start = update(at(GRADS, i), start)
+    rest = at(GRADS, np.s_[5:30])
+    untouched = run(update, rest, start)
+    for number, value in CHANGES[name].items():
+        changed = jnp.full_like(start.hyperparams[number], value)
+        state = start._replace(hyperparams=start.hyperparams | {number: changed})
+        found = run(update, rest, state)
+        plain = factory(**usual | {number: value})
+        expected = run(plain.update, rest, start.inner_state)
+        assert_close((found[0], found[1].inner_state), expected)
+        assert np.any(found[0]["w"] != untouched[0]["w"]), number
+    assert update._cache_size() == 1
+
+
+RULES = {
+    "percentile": thresholds.percentile(60.0, 10, warmup_steps=2),
+    "median": thresholds.median(1.2, 10, every_step=True),
+    "window": thresholds.window(1.0, 10),
+    "ema": thresholds.ema(0.9, 1.2),
+    "zscore": thresholds.zscore(0.9, 1.0, 5),
+    "log_tracker": thresholds.log_tracker(0.5, 1.0),
+    "quantile": thresholds.quantile(init_limit=1.0),
+}
+
+
+def by_label(path, leaf):
+    return "matrix" if path == "w" else "vector"
+
+
+# The scope, the group of each leaf, and whether the columns of the matrix are groups of their own.
+SCOPES = {
+    "leaf": (scopes.leaf(), {"b": "b", "v": "v", "w": "w"}, False),
+    "label": (scopes.group(by_label), {"b": "vector", "v": "vector", "w": "matrix"}, False),
+    "unit": (scopes.unit(), {"b": "b", "v": "v", "w": "w"}, True),
+}
+
+
+COMBINATIONS = {
+    "unit": ["percentile", "median", "zscore"],
+    "label": ["window", "log_tracker"],
+    "leaf": ["ema", "quantile"],
+}
+
+
+@pytest.mark.parametrize(
+    ("scope", "rule"), [(scope, rule) for scope in COMBINATIONS for rule in COMBINATIONS[scope]]
+)
+def test_any_rule_on_any_scope_is_the_rule_on_each_group(scope, rule):
+    scope, labels, columns = SCOPES[scope]
+    tx = clip_by(scope, RULES[rule])
+    updates, _ = run(jax.jit(tx.update), GRADS, tx.init(FRESH))
+    norms = {}
+    for leaf, label in labels.items():
+        over = (1,) if columns and leaf == "w" else (1, 2)[: len(SHAPES[leaf])]
+        square = np.sum(np.float64(GRADS[leaf]) ** 2, axis=over).reshape(STEPS, -1)
+        norms[label] = np.float32(np.hypot(norms.get(label, 0), np.sqrt(square)))
+    for leaf, label in labels.items():
+        trigger, target, _ = drive(RULES[rule], norms[label])
+        factor = factors(norms[label], np.asarray(trigger), np.asarray(target))
+        assert np.any(factor < 1)
+        factor = factor.reshape(STEPS, *(1,) * (len(SHAPES[leaf]) - 1), -1)
+        np.testing.assert_allclose(updates[leaf], GRADS[leaf] * factor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["percentile", "ema"])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_trees_without_leaves_pass(rule, scope):
+    tx = clip_by(SCOPES[scope][0], RULES[rule])
+    updates, state = tx.update({}, tx.init({}))
+    assert updates == {}
+    assert state.count == 1

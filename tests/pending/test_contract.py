@@ -1,0 +1,350 @@
+"""One contract for all transformations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from methods_table import (
+    GRADS,
+    METHODS,
+    PARAMS,
+    SHAPES,
+    assert_close,
+    assert_same,
+    at,
+    avals,
+    compilations,
+    label,
+    random_tree,
+    stack,
+)
+
+import optaxclip
+
+STEPS = 20
+SEQUENCE = random_tree(2, STEPS)
+# The slow tests leave out what is only another argument of the same code.
+VARIANTS = {"clip_scheduled", "clip_by_norm", "clip_by_norm_axes", "clip_by_norm_scheduled"}
+VARIANTS |= {"clip_by_block_rms", "clip_by_group_norm", "clip_by_window_norm", "unit_z_score"}
+DISTINCT = [name for name in METHODS if name not in VARIANTS]
+each_method = pytest.mark.parametrize("name", METHODS)
+each_distinct_method = pytest.mark.parametrize("name", DISTINCT)
+
+
+def usual_limit(name):
+    return jnp.float32(METHODS[name].hyper[1])
+
+
+def plain_step(name):
+    def step(limit, grads, state, params=PARAMS):
+        return METHODS[name].make(limit).update(grads, state, params)
+
+    return step
+
+
+@functools.cache
+def compiled_step(name):
+    """The one compiled step of a method, which the tests share; its limit is traced."""
+    return jax.jit(plain_step(name))
+
+
+def run(name, grads_of_steps, limit=None):
+    """The updates and states of all steps."""
+    limit = usual_limit(name) if limit is None else limit
+    state, states, updates = METHODS[name].make().init(PARAMS), [], []
+    for grads in grads_of_steps:
+        update, state = compiled_step(name)(limit, grads, state, PARAMS)
+        updates, states = [*updates, update], [*states, state]
+    return updates, states
+
+
+@functools.cache
+def run_sequence(name):
+    return run(name, [at(SEQUENCE, i) for i in range(STEPS)])
+
+
+def unlike_any(name):
+    """A tree of every kind of leaf, and parameters for it; `axes` needs one axis at least."""
+    shape = () if METHODS[name].shares not in ("row", "column") or "unit" in name else (1,)
+
+    def struct(shape, dtype, weak_type=False):
+        return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+
+    tree = {
+        "w": struct((2, 3), jnp.bfloat16),
+        "half": [struct((3,), jnp.float16), None, {}],
+        "single": struct((2, 2), jnp.float32),
+        "complex": struct((2,), jnp.complex64),
+        "weak": struct(shape, jnp.float32, weak_type=True),
+        "empty": struct((0, 3), jnp.float32),
+        "whole": struct((2,), jnp.int32),
+        "flag": struct((), jnp.bool_),
+        "no tangent": np.zeros((2,), jax.dtypes.float0),
+        "key": jax.random.key(0),
+    }
+    if jax.config.jax_enable_x64:
+        tree |= {"double": struct((3,), jnp.float64), "wide": struct((3,), jnp.complex128)}
+    return tree
+
+
+@each_method
+@pytest.mark.parametrize("bits", [32, 64])
+def test_keeps_every_kind_of_leaf_and_its_state(name, bits):
+    with jax.enable_x64(bits == 64):
+        tree = unlike_any(name)
+        state = jax.eval_shape(METHODS[name].make().init, tree)
+        for limit in (0.5, np.float16(0.5)):
+            update, new_state = jax.eval_shape(METHODS[name].make(limit).update, tree, state, tree)
+            assert avals(update) == avals(tree)
+            assert avals(new_state) == avals(state)
+        for dtype in (jnp.bfloat16, float):
+            limit = jax.ShapeDtypeStruct((), dtype)
+            update, new_state = jax.eval_shape(plain_step(name), limit, tree, state, tree)
+            assert avals(update) == avals(tree)
+            assert avals(new_state) == avals(state)
+
+
+@each_method
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
+def test_state_does_not_depend_on_the_dtype_of_the_gradients(name, dtype):
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), PARAMS)
+    state = METHODS[name].make().init(PARAMS)
+    update, new_state = jax.eval_shape(METHODS[name].make().update, grads, state, PARAMS)
+    assert avals(update) == avals(grads)
+    assert avals(new_state) == avals(state)
+
+
+@each_method
+def test_one_compilation_over_all_steps_from_an_eager_init(name):
+    updates, states = run_sequence(name)
+    # All tests of this file give the step arguments of the same types.
+    assert compiled_step(name)._cache_size() == 1
+    if METHODS[name].has_info:
+        assert states[-1].count == STEPS
+    for state in (states[0], states[-1]):
+        assert avals(state) == avals(METHODS[name].make().init(PARAMS))
+    assert avals(updates[-1]) == avals(GRADS)
+
+
+@each_method
+def test_clips_some_and_only_shrinks(name):
+    updates, states = run_sequence(name)
+    results = stack(updates)
+    assert any(np.any(results[leaf] != SEQUENCE[leaf]) for leaf in SHAPES)
+    if METHODS[name].keeps_small:
+        assert all(np.all(np.abs(results[leaf]) <= np.abs(SEQUENCE[leaf])) for leaf in SHAPES)
+        small = jax.tree.map(lambda x: x / 1024, GRADS)
+        assert_same(run(name, [small])[0][0], small)
+    if METHODS[name].has_info:
+        assert isinstance(states[0], optaxclip.ClipState)
+        assert np.sum(states[-1].info.num_clipped) > 0
+
+
+@each_distinct_method
+def test_eager_equals_jit_and_compiles_only_once(name):
+    method, expected = METHODS[name].make(), run_sequence(name)
+    state = method.init(PARAMS)
+    for i in range(4):
+        with compilations() as new:
+            updates, state = method.update(at(SEQUENCE, i), state, PARAMS)
+        assert i < 2 or not new
+        assert_close(updates, expected[0][i])
+        assert_close(state, expected[1][i])
+
+
+def test_compilations_are_seen():
+    with compilations() as new:
+        jax.jit(lambda x: x + 1)(1)
+    assert len(new) == 1
+
+
+def scan(name):
+    def steps(limit, sequence, state):
+        def body(state, grads):
+            return plain_step(name)(limit, grads, state)[::-1]
+
+        return jax.lax.scan(body, state, sequence)
+
+    return steps
+
+
+@pytest.mark.parametrize("name", ["clip", "unit_smooth", "zclip", "adagc"])
+def test_scan_equals_the_loop(name):
+    updates, states = run_sequence(name)
+    start = METHODS[name].make().init(PARAMS)
+    last, all_updates = jax.jit(scan(name))(usual_limit(name), SEQUENCE, start)
+    assert_close(last, states[-1])
+    assert_close(all_updates, stack(updates))
+
+
+@each_distinct_method
+def test_scan_under_vmap_over_limits_trees_and_states_equals_loops(name):
+    method, half = METHODS[name].make(), usual_limit(name) / 2
+    fresh = method.init(PARAMS)
+    trees = [SEQUENCE, jax.tree.map(jnp.flip, SEQUENCE)]
+    lanes = [(limit, tree) for limit in (usual_limit(name), half) for tree in trees]
+    loops = [run(name, [at(tree, i) for i in range(STEPS)], limit) for limit, tree in lanes]
+    over_trees = jax.vmap(scan(name), in_axes=(None, 0, 0))
+    over_limits = jax.jit(jax.vmap(over_trees, in_axes=(0, None, None)))
+    limits = jnp.stack([usual_limit(name), half])
+    last, updates = over_limits(limits, stack(trees), stack([fresh, fresh]))
+
+    def as_lanes(results):
+        return jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), stack(results))
+
+    assert_close(last, as_lanes([states[-1] for _, states in loops]))
+    assert_close(updates, as_lanes([stack(updates) for updates, _ in loops]))
+
+
+def reverse(name, state, *point):
+    """The gradients with respect to limit, gradients and parameters."""
+    _, pull_back = jax.vjp(lambda *args: update_only(name, state, *args), *point)
+    return pull_back(random_tree(5))
+
+
+def forward(name, state, *point):
+    tangents = (jnp.ones(()), random_tree(5), random_tree(6))
+    return jax.jvp(lambda *args: update_only(name, state, *args), point, tangents)[1]
+
+
+def update_only(name, state, limit, grads, params):
+    return plain_step(name)(limit, grads, state, params)[0]
+
+
+FORWARD = ["clip", "clip_by_global_norm", "adaptive_grad_clip", "adagc"]
+DERIVATIVES = [(reverse, name) for name in DISTINCT] + [(forward, name) for name in FORWARD]
+
+
+@pytest.mark.parametrize(("derivative", "name"), DERIVATIVES)
+def test_derivatives_are_finite(derivative, name):
+    at_point = functools.partial(derivative, name, METHODS[name].make().init(PARAMS))
+    zeros, least = jax.tree.map(jnp.zeros_like, GRADS), jnp.float32(0)
+    if METHODS[name].has_memory:
+        least = usual_limit(name) / 2  # not every number of a rule may be 0
+    points = [
+        (usual_limit(name), GRADS, PARAMS),
+        (usual_limit(name), GRADS | {"v": zeros["v"]}, PARAMS),
+        (usual_limit(name), zeros, PARAMS),
+        (least, GRADS, PARAMS),
+        (least, zeros, zeros),
+    ]
+    found = jax.jit(jax.vmap(at_point))(*stack(points))
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(found))
+    assert any(np.any(x[0] != 0) for x in jax.tree.leaves(found))
+
+
+def together(name, leaf, index):
+    """Which entries become NaN with the given one."""
+    shares, mask = METHODS[name].shares, {x: np.zeros(shape, bool) for x, shape in SHAPES.items()}
+    if shares == "entry":
+        mask[leaf][index] = True
+    elif shares == "row":
+        mask[leaf][index[:-1]] = True
+    elif shares == "column":
+        mask[leaf][(..., *index[1:])] = True
+    else:
+        members = {"leaf": [leaf], "label": [x for x in SHAPES if label(x, 0) == label(leaf, 0)]}
+        for member in members.get(shares, SHAPES):
+            mask[member][...] = True
+    return mask
+
+
+@each_method
+@pytest.mark.parametrize(("leaf", "index"), [("w", (2, 5)), ("b", (1,))])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_bad_entry_makes_its_whole_group_nan_and_nothing_else(name, leaf, index, value):
+    bad = GRADS | {leaf: GRADS[leaf].at[index].set(value)}
+    (updates,), (state,) = run(name, [bad])
+    mask, bad_value = together(name, leaf, index), 0 if METHODS[name].shares == "step" else np.nan
+    untouched = run(name, [GRADS])[0][0]
+    if METHODS[name].shares == "entry" and np.isinf(value):
+        bounded = run(name, [GRADS | {leaf: GRADS[leaf].at[index].set(np.sign(value) * 9)}])
+        return assert_same(updates, bounded[0][0])
+    for key in SHAPES:
+        np.testing.assert_array_equal(updates[key], np.where(mask[key], bad_value, untouched[key]))
+    if METHODS[name].has_info:
+        assert np.sum(state.info.num_nonfinite) == 1
+    return None
+
+
+@each_method
+def test_a_later_finite_step_is_as_if_nothing_had_been(name):
+    method = METHODS[name]
+    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), GRADS)
+    updates, states = run(name, [at(SEQUENCE, 0), bad, bad, GRADS])
+    instead = [GRADS, GRADS] if method.counts else []
+    expected, without = run(name, [at(SEQUENCE, 0), *instead, GRADS])
+    assert not (method.counts and method.has_memory), "no such method yet: compare by other means"
+    assert_same(updates[-1], expected[-1])
+    if method.has_info and not method.counts:
+        assert_same(states[-1].rule, without[-1].rule)
+
+
+@pytest.mark.parametrize("name", [name for name in DISTINCT if name != "skip_above"])
+def test_update_without_a_state_begins_afresh(name):
+    method = METHODS[name].make()
+    fresh = method.update(GRADS, method.init(PARAMS), PARAMS)
+    assert_same(method.update(GRADS, None, PARAMS, value=1.0, grad=None), fresh)
+
+
+@each_method
+@pytest.mark.parametrize("missing", [["b"], ["b", "v"], ["w"], ["w", "b", "v"]])
+def test_gradients_may_be_none_where_params_are_arrays(name, missing):
+    method = METHODS[name].make()
+    grads, state = GRADS | dict.fromkeys(missing), method.init(PARAMS)
+    updates, new_state = jax.eval_shape(method.update, grads, state, PARAMS)
+    assert avals(updates) == avals(grads)
+    assert avals(new_state) == avals(state)
+
+
+@pytest.mark.parametrize(
+    "name", ["clip_by_norm", "clip_by_group_norm_dict", "adaptive_grad_clip", "clip"]
+)
+def test_other_groups_do_not_notice_none(name):
+    whole = run(name, [GRADS])[0][0]
+    method = METHODS[name].make()
+    updates, state = method.update(GRADS | {"w": None}, method.init(PARAMS), PARAMS)
+    assert_close(updates, whole | {"w": None})
+    assert state.count == 1
+
+
+# One for each way in which a limit reaches the computation.
+LIMITED = ["clip", "clip_by_global_norm", "clip_by_group_norm_dict", "leaf_rms_of_weights"]
+LIMITS = [
+    np.float16(0.5),
+    np.float64(0.5),
+    lambda count: jnp.float16(0.5) + 0 * count.astype(jnp.float16),
+    lambda count: 0.5,
+    np.array(0.5, np.float32),
+    jnp.bfloat16(0.5),
+    jnp.asarray(0.5),
+]
+
+
+@pytest.mark.parametrize("name", LIMITED)
+@pytest.mark.parametrize("bits", [32, 64])
+def test_every_kind_of_limit_gives_the_same(name, bits):
+    with jax.enable_x64(bits == 64):
+        grads = {"w": jnp.array([3.0, 0.25], jnp.float16), "b": jnp.array([4.0], jnp.float32)}
+        schedules_too = name != "clip_by_group_norm_dict"
+
+        @jax.jit
+        def updates(grads, traced):
+            limits = [traced, *(x for x in LIMITS if schedules_too or not callable(x))]
+            methods = [METHODS[name].make(limit) for limit in limits]
+            return [method.update(grads, None, grads)[0] for method in methods]
+
+        expected = METHODS[name].make(0.5).update(grads, None, grads)[0]
+        for update in updates(grads, jnp.float32(0.5)):
+            assert_same(update, expected)
+
+
+@pytest.mark.parametrize("name", ["clip", "clip_by_global_norm", "clip_by_group_norm_dict"])
+@pytest.mark.usefixtures("x64")
+def test_a_64_bit_limit_is_not_rounded(name):
+    grads, limit = {"w": jnp.array([3.0], jnp.float64), "v": jnp.zeros(2, jnp.float64)}, 0.1
+    update = METHODS[name].make(limit).update(grads, None)[0]["w"]
+    assert update.dtype == jnp.float64
+    assert limit * (1 - 1e-12) <= update[0] <= limit

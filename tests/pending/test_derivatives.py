@@ -1,0 +1,347 @@
+"""Derivatives through every clip: right where it is smooth, finite where it is not."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+import optaxclip
+from optaxclip import norms, scopes
+
+NORMS = {
+    "l1": "l1",
+    "l2": "l2",
+    "linf": "linf",
+    "rms": "rms",
+    "mean_abs": "mean_abs",
+    "lp(1.5)": norms.lp(1.5),
+    "lp(3)": norms.lp(3),
+}
+SCOPES = {
+    "tree": scopes.tree(),
+    "leaf": scopes.leaf(),
+    "unit": scopes.unit(),
+    "axes": scopes.axes(-1),
+    "group": scopes.group({"w": "weights", "b": "biases"}),
+}
+# Every norm, every scope and every response; compiling all their combinations would take minutes.
+COMBINATIONS = [
+    *[("tree", norm, "clip") for norm in ("l1", "l2", "linf", "lp(1.5)")],
+    ("tree", "l2", "smooth"),
+    ("leaf", "mean_abs", "normalize"),
+    ("group", "rms", "clip"),
+    ("unit", "l2", "clip"),
+    ("unit", "l1", "smooth"),
+    ("axes", "lp(3)", "normalize"),
+]
+combinations = pytest.mark.parametrize(("scope", "norm", "response"), COMBINATIONS)
+clips = pytest.mark.parametrize(
+    ("scope", "norm"), [combination[:2] for combination in COMBINATIONS if combination[2] == "clip"]
+)
+
+INDEX = np.arange(10)
+MEMBERS = {
+    "tree": [INDEX],
+    "leaf": [INDEX[:6], INDEX[6:]],
+    "group": [INDEX[:6], INDEX[6:]],
+    "unit": [*INDEX[:6].reshape(2, 3).T, INDEX[6:]],
+    "axes": [*INDEX[:6].reshape(2, 3), INDEX[6:]],
+}
+POINT = np.array([0.9, -0.7, 0.5, 0.31, 1.2, -0.4, 0.8, -1.1, 0.2, 0.6])
+WEIGHTS = np.cos(np.arange(10))
+
+
+def clip(x, limit, scope, norm, response, **options):
+    """Clips ten entries as a matrix and a vector."""
+    tree = {"w": x[:6].reshape(2, 3), "b": x[6:]}
+    clipped, _ = optaxclip.clip_tree(
+        tree, limit, scope=SCOPES[scope], norm=NORMS[norm], response=response, **options
+    )
+    return jnp.concatenate([clipped["w"].ravel(), clipped["b"]])
+
+
+def true_norm(x, norm):
+    powers = {"l1": 1, "l2": 2, "rms": 2, "mean_abs": 1, "lp(1.5)": 1.5, "lp(3)": 3}
+    if norm == "linf":
+        return np.max(np.abs(x))
+    total = np.sum(np.abs(x) ** powers[norm])
+    return (total / (len(x) if norm in ("rms", "mean_abs") else 1)) ** (1 / powers[norm])
+
+
+def largest_norm(scope, norm):
+    return max(true_norm(POINT[members], norm) for members in MEMBERS[scope])
+
+
+def reference(x, limit, scope, norm, response):
+    """The plain formula in float64 NumPy."""
+    out = np.array(x)
+    for members in MEMBERS[scope]:
+        n = true_norm(x[members], norm)
+        out[members] *= {
+            "clip": min(1, limit / n),
+            "normalize": limit / n,
+            "smooth": 1 / math.sqrt(1 + (n / limit) ** 2),
+        }[response]
+    return out
+
+
+def differences(fn, x, step):
+    """The Jacobian by central differences, one column for each entry of `x`."""
+    return np.stack([(fn(x + e) - fn(x - e)) / (2 * step) for e in step * np.eye(len(x))], -1)
+
+
+@functools.partial(jax.jit, static_argnames=("scope", "norm", "response"))
+def derivatives(x, limit, **combination):
+    """Value, forward Jacobian, reverse gradient and Hessian, of the entries and the limit."""
+
+    def clipped(v):
+        return clip(v[:-1], v[-1], **combination)
+
+    def scalar(v):
+        return jnp.asarray(WEIGHTS, jnp.float32) @ clipped(v)
+
+    def with_value(v):
+        value = clipped(v)
+        return value, value
+
+    v = jnp.append(x, limit)
+    jacobian, value = jax.jacfwd(with_value, has_aux=True)(v)
+    return value, jacobian, jax.grad(scalar)(v), jax.hessian(scalar)(v)
+
+
+@combinations
+def test_right_where_smooth(scope, norm, response):
+    combination = {"scope": scope, "norm": norm, "response": response}
+    # The smooth response has no corner where the norm is at the limit; the others have.
+    at_limit = (float(np.float32(largest_norm(scope, norm))),)
+    for limit in (0.3, 0.97, *(at_limit if response == "smooth" else ())):
+        v = np.append(POINT, limit)
+
+        def plain(v):
+            return reference(v[:-1], v[-1], **combination)
+
+        value, forward, gradient, hessian = derivatives(
+            jnp.float32(POINT), jnp.float32(limit), **combination
+        )
+        np.testing.assert_allclose(value, plain(v), rtol=1e-5)
+        jacobian = differences(plain, v, 1e-6)
+        np.testing.assert_allclose(forward, jacobian, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(gradient, WEIGHTS @ jacobian, rtol=1e-4, atol=1e-5)
+        second = differences(lambda v: differences(lambda u: WEIGHTS @ plain(u), v, 1e-4), v, 1e-4)
+        np.testing.assert_allclose(hessian, second, rtol=1e-3, atol=1e-3)
+
+
+@combinations
+def test_finite_everywhere(scope, norm, response):
+    combination = {"scope": scope, "norm": norm, "response": response}
+    x = jnp.float32(POINT)
+    points = {
+        "zero": (jnp.zeros(10), 1.0),
+        "zero, limit 0": (jnp.zeros(10), 0.0),
+        "limit 0": (x, 0.0),
+        "limit inf": (x, math.inf if response == "clip" else 1.0),
+        "norm == limit": (x, largest_norm(scope, norm)),
+        "some groups zero": (x.at[:6].set(0), 0.5),
+        "some entries zero": (x.at[::2].set(0), 0.5),
+        "one entry": (jnp.zeros(10).at[3].set(2), 0.5),
+        "equal entries": (jnp.ones(10), 0.5),
+        "negative zeros": (-jnp.zeros(10), 1.0),
+        "overflow": (x * 1e25, 1e24),
+    }
+    for name, (x, limit) in points.items():
+        with jax.debug_nans(True):
+            results = derivatives(x, jnp.float32(limit), **combination)
+        assert all(np.all(np.isfinite(result)) for result in results), name
+
+
+@combinations
+@pytest.mark.parametrize("scale", [1e-10, 1e-15, 1e-20])
+def test_finite_for_tiny_gradients(scope, norm, response, scale):
+    """Where the square or the cube of the norm underflows, but no derivative overflows."""
+    x = jnp.float32(POINT * scale)
+    for limit in (scale / 10, scale * 10):
+        results = derivatives(x, jnp.float32(limit), scope=scope, norm=norm, response=response)
+        assert all(np.all(np.isfinite(result)) for result in results)
+
+
+@clips
+def test_identity_at_or_below_the_limit(scope, norm):
+    combination = {"scope": scope, "norm": norm, "response": "clip"}
+    x = jnp.float32(POINT)
+    # The largest of the norms as measured, so that one of the groups is just at the limit.
+    _, info = optaxclip.clip_tree(
+        {"w": x[:6].reshape(2, 3), "b": x[6:]}, math.inf, scope=SCOPES[scope], norm=NORMS[norm]
+    )
+    for point, limit in (
+        (x, np.max(info.norm)),
+        (x, 1e3),
+        (jnp.zeros(10), 1.0),
+        (jnp.zeros(10), 0.0),
+        (x * 1e25, 1e27),
+        (x * 1e-25, 1e-20),
+    ):
+        value, forward, gradient, hessian = derivatives(point, jnp.float32(limit), **combination)
+        np.testing.assert_array_equal(value, point)
+        np.testing.assert_array_equal(forward, np.eye(10, 11))
+        np.testing.assert_array_equal(gradient, np.float32(np.append(WEIGHTS, 0)))
+        np.testing.assert_array_equal(hessian, np.zeros((11, 11)))
+
+
+@combinations
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_right_where_squares_leave_the_range(scope, norm, response, scale):
+    """Scaling gradients and limit alike leaves the Jacobian as it is."""
+    combination = {"scope": scope, "norm": norm, "response": response}
+    scale = float(2 ** round(math.log2(scale)))
+    x, limit = jnp.float32(POINT), jnp.float32(0.3)
+    value, jacobian, gradient, _ = derivatives(x, limit, **combination)
+    far = derivatives(scale * x, scale * limit, **combination)
+    np.testing.assert_allclose(far[0] / scale, value, rtol=1e-5)
+    np.testing.assert_allclose(far[1], jacobian, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(far[2], gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("response", ["clip", "smooth"])
+def test_under_vmap(response):
+    def loss(x, limit):
+        return jnp.asarray(WEIGHTS, jnp.float32) @ clip(x, limit, "leaf", "l2", response)
+
+    x = jnp.float32(POINT)
+    xs = jnp.stack([x, 0 * x, x * 1e25, x * 1e-15, x / 10])
+    limits = jnp.float32([0.3, 1.0, 1e24, 1e-16, 5.0])
+    gradient = jax.jit(jax.grad(loss, (0, 1)))
+    dx, dlimit = jax.jit(jax.vmap(gradient))(xs, limits)
+    alone = [gradient(*point) for point in zip(xs, limits, strict=True)]
+    np.testing.assert_allclose(dx, [point[0] for point in alone], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(dlimit, [point[1] for point in alone], rtol=1e-4, atol=1e-6)
+    assert np.all(np.isfinite(dx))
+
+
+def loss_at_points(scope, norm, response):
+    """A function to differentiate, and where."""
+    x = jnp.float32(POINT)
+    points = [(x * 1e25, 1.0), (x * 1e-25, 1e-26), (x, largest_norm(scope, norm))]
+    points += [(x.at[::2].set(0), 0.5)]
+    points += [(x * scale, limit) for scale in (0, 1) for limit in (0.0, 0.3, 1e3)]
+
+    def loss(x, limit):
+        return jnp.sum(jnp.square(clip(x, limit, scope, norm, response)))
+
+    return jax.value_and_grad(loss, (0, 1)), [(x, jnp.float32(limit)) for x, limit in points]
+
+
+@pytest.mark.parametrize(
+    ("scope", "norm", "response"),
+    [
+        ("tree", "l2", "clip"),
+        ("tree", "linf", "normalize"),
+        ("leaf", "lp(1.5)", "clip"),
+        ("unit", "l2", "smooth"),
+    ],
+)
+def test_checkify_reports_nothing(scope, norm, response):
+    gradient, points = loss_at_points(scope, norm, response)
+    checked = jax.jit(checkify.checkify(gradient, checkify.float_checks | checkify.div_checks))
+    for x, limit in points:
+        error, _ = checked(x, limit)
+        assert error.get() is None, (x, limit)
+
+
+def test_debug_nans_reports_nothing_one_operation_at_a_time():
+    gradient, points = loss_at_points("tree", "l2", "clip")
+    with jax.debug_nans(True):
+        for x, limit in points[1:5]:
+            gradient(x, limit)
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda x: x.__name__
+)
+def test_strict_keeps_the_gradients(dtype):
+    x = jnp.asarray(POINT, dtype)
+
+    def gradients(strict):
+        def loss(x, limit):
+            clipped = clip(x, limit, "leaf", "l2", "clip", strict=strict)
+            return jnp.asarray(WEIGHTS, jnp.float32) @ clipped.astype(jnp.float32)
+
+        return jax.jit(jax.grad(loss, (0, 1)))(x, jnp.float32(0.3))
+
+    (dx, dlimit), (strict_dx, strict_dlimit) = gradients(False), gradients(True)
+    assert strict_dx.dtype == dtype
+    assert np.all(strict_dx != 0)
+    np.testing.assert_array_equal(strict_dx, dx)
+    np.testing.assert_allclose(strict_dlimit, dlimit, rtol=1e-6)
+    expected = WEIGHTS @ reference(POINT, 1.0, "leaf", "l2", "normalize")
+    np.testing.assert_allclose(dlimit, expected, rtol=10 * float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("response", ["clip", "smooth"])
+def test_float64_to_full_precision(response):
+    combination = {"scope": "leaf", "norm": "l2", "response": response}
+
+    def fn(v):
+        return clip(v[:-1], v[-1], **combination)
+
+    def plain(v):
+        return reference(v[:-1], v[-1], **combination)
+
+    v = np.append(POINT, 0.3)
+    np.testing.assert_allclose(jax.jit(fn)(v), plain(v), rtol=1e-14)
+    np.testing.assert_allclose(
+        jax.jit(jax.jacrev(fn))(v), differences(plain, v, 1e-5), rtol=1e-8, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("size", [70, 300])
+def test_large_groups(size):
+    """Those above 64 entries are measured in another way."""
+    x = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+
+    def loss(x, limit):
+        (clipped,), _ = optaxclip.clip_tree([x], limit, scope=SCOPES["tree"])
+        return jnp.sum(jnp.sin(clipped))
+
+    gradient = jax.jit(jax.grad(loss, (0, 1)))
+    points = [(x, np.linalg.norm(x)), (0 * x, 1.0), (x * np.float32(1e30), 2.0)]
+    for point, limit in points:
+        dx, dlimit = gradient(point, jnp.float32(limit))
+        assert np.all(np.isfinite(dx))
+        assert np.isfinite(dlimit)
+    scaled = x.astype(np.float64) / np.linalg.norm(x.astype(np.float64))
+    dx, dlimit = gradient(x, jnp.float32(0.3))
+    np.testing.assert_allclose(dlimit, np.cos(0.3 * scaled) @ scaled, rtol=1e-4, atol=1e-5)
+    tangent = np.cos(0.3 * scaled)
+    expected = 0.3 * (tangent - scaled * (scaled @ tangent)) / np.linalg.norm(x)
+    np.testing.assert_allclose(dx, expected, rtol=1e-4, atol=1e-6)
+
+
+TRANSFORMATIONS = {
+    "clip": optaxclip.clip,
+    "clip_by_norm": optaxclip.clip_by_norm,
+    "clip_by_global_norm": optaxclip.clip_by_global_norm,
+    "clip_by_block_rms": optaxclip.clip_by_block_rms,
+    "adaptive_grad_clip": optaxclip.adaptive_grad_clip,
+    "normalize_by_global_norm": optaxclip.normalize_by_global_norm,
+}
+
+
+@pytest.mark.parametrize("make", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
+def test_transformations_of_zeros(make):
+    def loss(grads, params, limit):
+        tx = make(limit)
+        clipped, _ = tx.update(grads, tx.init(params), params)
+        return jnp.sum(jnp.square(clipped["w"] + 1))
+
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+    for value in (0.0, 1.0):
+        zeros, params = {"w": jnp.zeros((2, 3))}, {"w": jnp.full((2, 3), value)}
+        derivative = gradient(zeros, params, 0.5)
+        assert all(np.all(np.isfinite(d)) for d in jax.tree.leaves(derivative))
+        if make != optaxclip.normalize_by_global_norm:
+            np.testing.assert_array_equal(derivative[0]["w"], np.full((2, 3), 2.0))

@@ -1,0 +1,99 @@
+"""`jax.export` of every transformation: for all platforms, and with symbolic shapes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from methods_table import GRADS, METHODS, PARAMS, assert_close, avals
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+STACKED = ("leaf_stacked_strict", "both")
+SYMBOLIC = {
+    "columns": {"w": "6, n", "b": "n", "v": "2*m"},
+    "both": {"w": "n, m", "b": "n", "v": "4"},
+}
+CASES = [(name, case) for name in METHODS for case in SYMBOLIC if (name, case) != STACKED]
+each_method = pytest.mark.parametrize("name", METHODS)
+some_methods = pytest.mark.parametrize("name", ["clip", "clip_by_block_rms", "adaptive_grad_clip"])
+
+
+def exported(update, *arguments):
+    return export.export(jax.jit(update), platforms=PLATFORMS)(*arguments)
+
+
+def symbolic_tree(shapes):
+    scope = export.SymbolicScope()
+    return {
+        leaf: jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), jnp.float32)
+        for leaf, shape in shapes.items()
+    }
+
+
+@each_method
+def test_exports_for_all_platforms(name):
+    method = METHODS[name].make()
+    arguments = (GRADS, method.init(PARAMS), PARAMS)
+    module = exported(method.update, *arguments)
+    assert module.platforms == PLATFORMS
+    out = jax.tree.unflatten(module.out_tree, module.out_avals)
+    assert avals(out) == avals((GRADS, arguments[1]))
+
+
+@some_methods
+def test_an_exported_update_survives_bytes_and_gives_the_same(name):
+    pytest.importorskip("flatbuffers", reason="JAX needs it to serialize")
+    method = METHODS[name].make()
+    arguments = (GRADS, method.init(PARAMS), PARAMS)
+    leaves, structure = jax.tree.flatten(arguments)
+
+    # Flat, because the structure of a state is for its owner to register for serialization.
+    def flat_update(*leaves):
+        return jax.tree.leaves(method.update(*jax.tree.unflatten(structure, leaves)))
+
+    module = export.deserialize(exported(flat_update, *leaves).serialize())
+    assert_close(module.call(*leaves), jax.tree.leaves(method.update(*arguments)))
+
+
+@pytest.mark.parametrize(("name", "shapes"), CASES)
+def test_exports_with_symbolic_shapes(name, shapes):
+    tree, method = symbolic_tree(SYMBOLIC[shapes]), METHODS[name].make()
+    state = jax.eval_shape(method.init, tree)
+    module = exported(method.update, tree, state, tree)
+    updates, new_state = jax.tree.unflatten(module.out_tree, module.out_avals)
+    assert {leaf: str(x.shape) for leaf, x in updates.items()} == {
+        leaf: str(x.shape) for leaf, x in tree.items()
+    }
+    assert avals(new_state) == avals(state)
+
+
+def test_the_number_of_layers_must_be_known():
+    # Because layers have a name each.
+    tree, method = symbolic_tree(SYMBOLIC["both"]), METHODS[STACKED[0]].make()
+    with pytest.raises(ValueError, match="leaf 'w' must stack a fixed number of layers"):
+        jax.eval_shape(method.init, tree)
+
+
+@functools.cache
+def exported_symbolic(name):
+    tree, method = symbolic_tree(SYMBOLIC["both"]), METHODS[name].make()
+    return exported(method.update, tree, method.init(GRADS), tree)
+
+
+@some_methods
+@pytest.mark.parametrize("sizes", [(3, 5), (1, 1)])
+def test_one_export_serves_all_sizes(name, sizes):
+    n, m = sizes
+    rng, method = np.random.default_rng(0), METHODS[name].make()
+    shapes = {"w": (n, m), "b": (n,), "v": (4,)}
+    grads, params = (
+        {leaf: jnp.asarray(rng.normal(size=shape), jnp.float32) for leaf, shape in shapes.items()}
+        for _ in range(2)
+    )
+    state = method.init(params)
+    updates, new_state = exported_symbolic(name).call(grads, state, params)
+    expected, expected_state = method.update(grads, state, params)
+    assert_close(updates, expected)
+    assert_close(new_state, expected_state)

@@ -1,0 +1,349 @@
+"""Skipping steps: what is left as it was, what is counted, and the way out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from reference_rules import assert_close, assert_same, at, stack
+
+import optaxclip
+from optaxclip import skip_above, skip_nonfinite, thresholds
+
+PARAMS = {"w": jnp.arange(80.0).reshape(8, 10), "b": jnp.ones(70)}
+PUBLISHED = {"patience": None, "floor": 0.0}
+AXLEARN = {"debias": True, "record": "accepted", **PUBLISHED}
+S = [1.0, 1.2, 0.8, 1.0, 5.0, 1.1]
+
+
+@pytest.fixture(autouse=True)
+def _as_adam_needs():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def grads_of_norm(norm, seed=0):
+    """Gradients of this global norm; a NaN or infinite one sits in a single entry."""
+    rng = np.random.default_rng(seed)
+    flat = rng.normal(size=150)
+    flat *= (norm if np.isfinite(norm) else 1.0) / np.linalg.norm(flat)
+    flat[3] = flat[3] if np.isfinite(norm) else norm
+    return {"w": np.float32(flat[70:].reshape(8, 10)), "b": np.float32(flat[:70])}
+
+
+def trees(norms):
+    """Gradients of these norms, with a leading axis of steps."""
+    return stack([grads_of_norm(norm, step) for step, norm in enumerate(norms)])
+
+
+def run(tx, norms, update=None, only=slice(None)):
+    """All updates and states; of some steps only."""
+    update, grads, rows = update or jax.jit(tx.update), at(trees(norms), only), []
+    state = tx.init(PARAMS)
+    for i in range(len(grads["w"])):
+        updates, state = update(at(grads, i), state, PARAMS)
+        rows.append((updates, state))
+    return stack(rows)
+
+
+def assert_zero(updates):
+    assert all(np.all(x == 0) for x in jax.tree.leaves(updates))
+
+
+INNER = {
+    "no state": optax.identity(),
+    "adam": optax.adam(0.1),
+    "chain": optax.chain(
+        optax.inject_hyperparams(optaxclip.zclip)(warmup_steps=2),
+        optax.masked(optax.scale_by_adam(), {"w": True, "b": False}),
+        optax.sgd(optax.linear_schedule(0.1, 0.0, 9), momentum=0.9),
+    ),
+    "steps of two": optax.MultiSteps(optax.adam(0.1), 2),
+    "skips": skip_above(optax.adam(0.1), thresholds.window(3.0, 4)),
+}
+WRAPPERS = {
+    "nonfinite": (skip_nonfinite, [np.nan, np.inf, -np.inf]),
+    "above": (functools.partial(skip_above, limit=2.0), [2.01, np.nan, np.inf]),
+}
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "inner"), [*(("above", inner) for inner in INNER), ("nonfinite", "adam")]
+)
+def test_a_skipped_step_changes_nothing_but_the_counts(wrapper, inner):
+    (wrap, bad), skipped = WRAPPERS[wrapper], np.array([1, 0, 0, 1, 1, 0, 0, 0], bool)
+    tx, norms = wrap(INNER[inner]), np.zeros(8)
+    norms[skipped], norms[~skipped] = bad, [1.0, 0.5, 1.5, 1.0, 1.2]
+    updates, states = run(tx, norms)
+    assert_zero(at(updates, skipped))
+    for step in np.flatnonzero(skipped):
+        before = tx.init(PARAMS) if step == 0 else at(states, step - 1)
+        assert_same(at(states, step).inner_state, before.inner_state)
+        assert_same(optax.apply_updates(PARAMS, at(updates, step)), PARAMS)
+    np.testing.assert_array_equal(states.num_skipped, np.cumsum(skipped))
+    np.testing.assert_array_equal(states.info.factor, ~skipped)
+    alone = run(INNER[inner], norms, compiled(inner), ~skipped)[0]
+    assert_close(at(updates, ~skipped), alone)
+
+
+@functools.cache
+def compiled(inner):
+    return jax.jit(INNER[inner].update)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_random_key_in_the_state_stays_too(jit):
+    inner = optax.GradientTransformation(
+        lambda params: jax.random.key(0), lambda grads, key, params: (grads, jax.random.key(1))
+    )
+    tx = skip_nonfinite(inner)
+    update = jax.jit(tx.update) if jit else tx.update
+    for norm, seed in ((np.nan, 0), (1.0, 1)):
+        _, state = update(grads_of_norm(norm), tx.init(PARAMS), PARAMS)
+        assert state.inner_state == jax.random.key(seed)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_what_was_skipped_and_why(wrapper):
+    norms = [1.0, np.nan, 3.0, 4.0, np.inf, 1.0, np.nan]
+    _, states = run(WRAPPERS[wrapper][0](optax.sgd(0.1)), norms)
+    info, bad, above = states.info, np.array([0, 1, 0, 0, 1, 0, 1]), np.zeros(7)
+    limit, in_a_row = np.inf, bad
+    if wrapper == "above":
+        limit, in_a_row, above[2:4] = 2.0, [0, 1, 2, 3, 4, 0, 1], 1
+    np.testing.assert_array_equal(info.fraction, above)
+    np.testing.assert_array_equal(info.num_clipped, np.cumsum(above))
+    np.testing.assert_array_equal(info.num_nonfinite, np.cumsum(bad))
+    np.testing.assert_array_equal(states.num_skipped, np.cumsum(above + bad))
+    np.testing.assert_array_equal(states.consecutive, in_a_row)
+    np.testing.assert_array_equal(info.limit, [limit] * 7)
+    np.testing.assert_allclose(info.norm, norms, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("tx", "norm", "taken"),
+    [
+        (skip_above(optax.sgd(0.1), 1.0), 5.0, [20, 41]),
+        (skip_above(optax.sgd(0.1), 1.0, None), 5.0, []),
+        (skip_nonfinite(optax.sgd(0.1)), np.nan, []),
+    ],
+)
+def test_after_how_many_skipped_steps_one_is_taken(tx, norm, taken):
+    _, states = run(tx, [norm] * 50)
+    assert np.flatnonzero(states.info.factor).tolist() == taken
+    assert states.num_skipped[-1] == 50 - len(taken)
+
+
+@pytest.mark.parametrize(("most", "taken"), [(1, [2, 5, 7]), (3, [5])])
+def test_skip_above_never_takes_a_step_that_is_not_finite(most, taken):
+    norms = [5.0, np.nan, 5.0, np.nan, np.inf, 5.0, 5.0, 5.0, 5.0]
+    updates, states = run(skip_above(optax.adam(0.1), 1.0, most), norms)
+    assert np.flatnonzero(states.info.factor).tolist() == taken
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((updates, states.inner_state)))
+
+
+def test_skip_nonfinite_lets_one_through_as_apply_if_finite_does():
+    norms = [1.0, np.nan, 1.0, np.nan, np.inf, np.nan]
+    ours, states = run(skip_nonfinite(optax.adam(0.1), 2), norms)
+    theirs, _ = run(optax.apply_if_finite(optax.adam(0.1), 2), norms)
+    assert_close(ours, theirs)
+    assert np.flatnonzero(states.info.factor).tolist() == [0, 2, 5]
+    assert np.isnan(ours["b"][-1, 3])
+
+
+MEAN = thresholds.ema(0.9, 2.0, **AXLEARN)
+STDDEV = thresholds.zscore(0.9, 2.0, 3, option="percentile", **AXLEARN)
+OLMO_CORE = thresholds.window(2.0, 6, ddof=1, min_std=0.0, warmup_steps=2, **PUBLISHED)
+LIMITS = {
+    "constant": (2.0, S, [4]),
+    "paxml, but for norms at the limit": (np.float32(1.0), [0.5, 1.5, 0.5], [1]),
+    "schedule": (lambda count: 3.0 / (count + 1), [2.9, 1.6, 0.9, 0.8, 0.5], [1, 3]),
+    "axlearn, mean": (MEAN, S, [4]),
+    "axlearn, stddev": (STDDEV, S, [4]),
+    "OLMo-core": (OLMO_CORE, [*S, 5.0, 1.0], [4, 6]),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_every_kind_of_limit(name):
+    limit, norms, skipped = LIMITS[name]
+    _, states = run(skip_above(optax.sgd(1.0), limit), norms)
+    assert np.flatnonzero(states.info.factor == 0).tolist() == skipped
+    assert states.num_skipped[-1] == states.info.num_clipped[-1] == len(skipped)
+
+
+def test_axlearn_clips_what_it_does_not_skip():
+    inner = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(1.0))
+    updates, states = run(skip_above(inner, MEAN), S)
+    shares = -updates["w"][:, 0, 0] / trees(S)["w"][:, 0, 0]
+    np.testing.assert_allclose(shares, [1, 0.833333, 1, 1, 0, 0.909091], atol=5e-7, rtol=2e-6)
+    assert states.rule[0].count.tolist() == [1, 2, 3, 4, 4, 5]
+
+
+def test_a_limit_relative_to_the_parameters():
+    tx = skip_above(optax.sgd(1.0), thresholds.relative_to_params(0.1))
+    size = np.sqrt(sum(np.sum(np.square(x)) for x in PARAMS.values()))
+    _, states = run(tx, [0.09 * size, 0.11 * size])
+    assert states.info.factor.tolist() == [1, 0]
+    with pytest.raises(ValueError, match="params"):
+        tx.update(grads_of_norm(1.0), tx.init(PARAMS))
+
+
+def test_another_norm():
+    tx = skip_above(optax.sgd(1.0), 2.0, norm="linf")
+    grads = jax.tree.map(lambda x: jnp.full_like(x, 1.9), PARAMS)
+    for peak, factor in ((1.9, 1), (-2.1, 0), (np.nan, 0)):
+        _, state = tx.update(grads | {"b": grads["b"].at[0].set(peak)}, tx.init(PARAMS))
+        assert state.info.factor == factor
+
+
+@pytest.mark.parametrize(("given", "taken"), [(5.0, 0), (0.5, 1), (np.nan, 0), (jnp.inf, 0)])
+def test_a_norm_that_the_caller_has_is_used(given, taken):
+    tx = skip_above(optax.sgd(1.0), 1.0)
+    updates, state = tx.update(grads_of_norm(0.7), tx.init(PARAMS), PARAMS, grad_norm=given)
+    assert state.info.factor == taken
+    np.testing.assert_array_equal(state.info.norm, np.float32(given))
+    assert np.any(updates["w"] != 0) == taken
+
+
+@pytest.mark.parametrize("inner", ["adam", "chain"])
+def test_one_compilation(inner):
+    update = jax.jit(skip_nonfinite(INNER[inner]).update)
+    run(skip_nonfinite(INNER[inner]), [1.0, np.nan] * 10, update)
+    assert update._cache_size() == 1
+
+
+def test_scan_and_vmap_equal_loops():
+    lanes = [[1.0, 1.1, np.nan, 0.9, 9.0, 1.0], [np.inf, 1.0, 1.0, 1.2, 1.0, 7.0]]
+    tx = skip_above(optax.adam(0.1), thresholds.zscore(warmup_steps=3))
+    loops = [run(tx, norms) for norms in lanes]
+
+    @jax.jit
+    @jax.vmap
+    def scan(grads):
+        def step(state, grads):
+            updates, state = tx.update(grads, state, PARAMS)
+            return state, (updates, state)
+
+        return jax.lax.scan(step, tx.init(PARAMS), grads)[1]
+
+    found = scan(stack(map(trees, lanes)))
+    for i, loop in enumerate(loops):
+        assert_close(at(found, i), loop)
+    assert [loop[1].num_skipped[-1] for loop in loops] == [2, 2]
+
+
+def test_the_optimizer_never_sees_what_is_skipped():
+    seen = []
+
+    def update(updates, state, params=None, *, value, extra=None):
+        seen.append((updates, params, value, extra))
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    tx = skip_above(inner, 1.0)
+    for norm in (np.nan, np.inf, 3.0):
+        tx.update(grads_of_norm(norm), tx.init(PARAMS), PARAMS, value=1.0)
+        assert_zero(seen[-1][0])
+    tx.update(grads_of_norm(0.5), tx.init(PARAMS), PARAMS, value=2.0, extra=3.0)
+    assert_same(seen[-1][:2], (grads_of_norm(0.5), PARAMS))
+    assert seen[-1][2:] == (2.0, 3.0)
+    tx = skip_above(optax.sgd(1.0), 1.0)  # takes no extra arguments
+    tx.update(grads_of_norm(0.5), tx.init(PARAMS), PARAMS, value=2.0)
+
+
+@pytest.mark.parametrize("limit", [2.0, thresholds.percentile(50.0, 4, warmup_steps=1)])
+@pytest.mark.parametrize("jit", [False, True])
+def test_debug_nans_has_nothing_to_report(limit, jit):
+    """But for a gradient that is NaN already, where its norm is taken."""
+    tx = skip_above(optax.adam(0.1), limit)
+    update, state = jax.jit(tx.update) if jit else tx.update, tx.init(PARAMS)
+    with jax.debug_nans(True):
+        for norm in (0.0, 1.0, jnp.inf, 9.0, 0.0):
+            _, state = update(grads_of_norm(norm), state, PARAMS)
+    assert state.num_skipped >= 1
+
+
+ODD = {
+    "key": jax.random.key(0),
+    "weak": jnp.asarray(1.0),
+    "no tangent": np.zeros((2,), jax.dtypes.float0),
+    "others": [None, *(jnp.ones((2, 0), dtype) for dtype in ("int32", "bool", "float32"))],
+    "dtypes": [jnp.ones(2, dtype) for dtype in ("int32", "bool", "bfloat16", "complex64")],
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("jit", [False, True])
+def test_every_kind_of_leaf_stays_what_it_is(name, jit):
+    tx, tree = skip_nonfinite(optax.identity()), {"w": jnp.ones(70), "odd": ODD[name]}
+    update = jax.jit(tx.update) if jit and name != "no tangent" else tx.update
+    for w, factor in ((tree["w"], 1), (tree["w"] * jnp.nan, 0)):
+        updates, state = update(tree | {"w": w}, tx.init(tree), tree)
+        assert state.info.factor == factor
+        assert np.all(updates["w"] == factor)
+        assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, tree)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_a_huge_gradient_is_finite(dtype):
+    with jax.enable_x64(True):
+        tx, grads = skip_nonfinite(optax.sgd(1.0)), jnp.full(4, jnp.finfo(dtype).max / 2, dtype)
+        assert tx.update(grads, tx.init(grads))[1].num_skipped == 0
+
+
+SKIP = functools.partial(skip_above, limit=2.0)
+NESTED = {
+    "in a chain": lambda inner: optax.chain(SKIP(inner), optax.scale(1.0)),
+    "in apply_if_finite": lambda inner: optax.apply_if_finite(SKIP(inner), 3),
+    "around apply_if_finite": lambda inner: SKIP(optax.apply_if_finite(inner, 3)),
+    "in partition": lambda inner: optax.partition({"all": SKIP(inner)}, {"w": "all", "b": "all"}),
+    "twice": lambda inner: SKIP(skip_nonfinite(inner)),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_inside_and_around_other_wrappers(name):
+    norms, skipped = [1.0, np.nan, 0.5, 3.0, 1.0], np.array([0, 1, 0, 1, 0], bool)
+    updates, _ = run(NESTED[name](INNER["adam"]), norms)
+    assert_zero(at(updates, skipped))
+    alone = run(INNER["adam"], norms, compiled("adam"), ~skipped)[0]
+    assert_close(at(updates, ~skipped), alone)
+
+
+def test_inside_multi_steps_the_mean_is_skipped():
+    # Not for what is not finite: MultiSteps then keeps a NaN in its sum for ever.
+    tx = optax.MultiSteps(skip_above(optax.adam(0.1), 2.0), 2)
+    updates, states = run(tx, [1.0, 9.0, 1.0, 1.0])
+    assert states.inner_opt_state.num_skipped.tolist() == [0, 1, 1, 1]
+    assert states.inner_opt_state.inner_state[0].count.tolist() == [0, 0, 0, 1]
+    assert_zero(at(updates, [0, 1, 2]))
+
+
+def test_a_limit_may_change_on_the_fly():
+    tx = optax.inject_hyperparams(lambda limit: skip_above(optax.sgd(1.0), limit))(limit=2.0)
+    update, state = jax.jit(tx.update), tx.init(PARAMS)
+    for limit, factor in ((2.0, 1), (1.0, 1), (0.5, 0), (2.0, 1)):
+        state.hyperparams["limit"] = jnp.float32(limit)
+        _, state = update(grads_of_norm(0.7), state, PARAMS)
+        assert state.inner_state.info.factor == factor
+    assert update._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("limit", [-1.0, float("nan"), "a", None, np.ones(2)]),
+        ("max_consecutive", [0, -1, 1.5, "a"]),
+        ("norm", ["l3"]),
+    ],
+)
+def test_an_error_names_the_argument(name, values):
+    for value in values:
+        arguments = {"inner": optax.sgd(1.0), "limit": 1.0, name: value}
+        with pytest.raises((ValueError, TypeError), match=f"^{name} must"):
+            run(skip_above(**arguments), [1.0])
+    with pytest.raises(ValueError, match="max_consecutive must"):
+        skip_nonfinite(optax.sgd(1.0), 0)

@@ -1,0 +1,169 @@
+"""The package's own rules: one direction of imports, small files, documented public names."""
+
+import ast
+import inspect
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import optaxclip
+
+ROOT = pathlib.Path(optaxclip.__file__).parent
+TESTS = pathlib.Path(__file__).parent
+
+# From the lowest up: a module imports only from those before it. Place a new one consciously.
+LAYERS = [
+    "_types",
+    "_numerics",
+    "_exact",
+    "norms",
+    "_trees",
+    "scopes",
+    "_measure",
+    "responses",
+    "nonfinite",
+    "_scale",
+    "_info",
+    "thresholds.fixed",
+    "thresholds.base",
+    "thresholds.moving",
+    "thresholds.history",
+    "thresholds.feedback",
+    "thresholds",
+    "_engine",
+    "_core",
+    "elementwise",
+    "ops",
+    "methods",
+    "adaptive",
+    "wrappers",
+    "monitor",
+    "plots",
+    "optaxclip",
+    "_demo_task",
+    "demo",
+    "__main__",
+]
+
+PUBLIC = {
+    "optaxclip": "clip clip_by_value clip_by_norm clip_by_global_norm clip_by_block_rms "
+    "adaptive_grad_clip clip_by_group_norm normalize_by_global_norm autoclip zclip adagc "
+    "clip_by_median_norm clip_by_quantile clip_by_ema_norm clip_by_window_norm "
+    "per_example_global_norm_clip per_example_layer_norm_clip skip_nonfinite skip_above "
+    "clip_by clip_tree",
+    "ops": "global_norm clip_by_value clip_by_norm clip_by_average_norm clip_by_global_norm",
+    "scopes": "leaf axes unit group tree",
+    "thresholds": "constant schedule relative_to_params percentile median zscore ema quantile",
+}
+# A name leaves this list when it is written.
+NOT_YET = {"optaxclip": "per_example_global_norm_clip per_example_layer_norm_clip"}
+TYPES = {"ClipByValueState", "ClipInfo", "ClipState", "Limits", "SkipState", "Threshold"}
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__") or "optaxclip"
+
+
+FILES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imported(path):
+    """The modules of the package that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative import"
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if inner(name) in FILES else node.module for name in whole]
+        else:
+            continue
+        yield from (inner(name) for name in names if name.split(".")[0] == "optaxclip")
+
+
+def inner(name):
+    return name.removeprefix("optaxclip.")
+
+
+def test_every_module_has_one_place():
+    assert sorted(LAYERS) == sorted(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_imports_go_downwards(name):
+    above = {other for other in imported(FILES[name]) if LAYERS.index(other) >= LAYERS.index(name)}
+    assert not above
+
+
+def test_imports_are_seen():
+    assert {"optaxclip", "plots", "_demo_task"} <= set(imported(FILES["demo"]))
+    assert "thresholds.fixed" in set(imported(FILES["_core"]))
+
+
+@pytest.mark.parametrize(
+    "path", [*FILES.values(), *sorted(TESTS.glob("*.py"))], ids=lambda p: p.name
+)
+def test_files_are_small(path):
+    number_of_lines = len(path.read_text().splitlines())
+    assert number_of_lines <= 350
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_private_modules_of_others(name):
+    assert "._src" not in FILES[name].read_text()
+
+
+def test_optional_packages_are_not_imported():
+    names = {"flax", "matplotlib", "rich", "tensorflow", "orbax"}
+    code = f"import sys, optaxclip; sys.exit(repr({names} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "set()"
+
+
+def public(namespace, names):
+    return [(namespace, name) for name in names.split()]
+
+
+ALL = [pair for item in PUBLIC.items() for pair in public(*item)]
+LATER = [pair for item in NOT_YET.items() for pair in public(*item)]
+PRESENT = [pair for pair in ALL if pair not in LATER]
+
+
+def named(namespace):
+    return optaxclip if namespace == "optaxclip" else vars(optaxclip)[namespace]
+
+
+@pytest.mark.parametrize(("namespace", "name"), PRESENT)
+def test_public_functions_are_documented_with_an_example(namespace, name):
+    function = getattr(named(namespace), name)
+    text = inspect.getdoc(function)
+    assert ">>> " in text
+    if inspect.signature(function).parameters:
+        assert "Args:\n" in text
+        documented = text.split("Args:\n")[1].split("\n\n")[0]
+        for parameter in inspect.signature(function).parameters:
+            assert f"  {parameter}: " in documented
+
+
+@pytest.mark.parametrize(("namespace", "name"), LATER)
+def test_a_name_that_is_written_is_no_longer_awaited(namespace, name):
+    assert not hasattr(named(namespace), name)
+
+
+def test_nothing_else_is_public():
+    found = {
+        name
+        for name, value in vars(optaxclip).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert found == {name for namespace, name in PRESENT if namespace == "optaxclip"} | TYPES
+
+
+@pytest.mark.parametrize(
+    "namespace", ["ops", "norms", "scopes", "thresholds", "responses", "monitor", "plots"]
+)
+def test_namespaces_come_with_the_package(namespace):
+    assert inspect.ismodule(vars(optaxclip)[namespace])

@@ -1,0 +1,268 @@
+"""Norms and responses: their values, and what a clip makes of them."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.sparse import BCOO
+
+import optaxclip
+from optaxclip import norms, ops, responses, scopes, thresholds
+
+TREE = [jnp.array([3.0, -4.0])]
+SEQUENCE = [1.0, 1.2, 0.8, 1.0, 5.0, 1.1]  # the raw norms of methods.md
+
+
+def update(tx, grads, params=None):
+    """The clipped gradients and the record of the first step."""
+    params = grads if params is None else params
+    clipped, state = tx.update(grads, tx.init(params), params)
+    return clipped, state.info
+
+
+def clip_tree(tree, limit, **options):
+    return optaxclip.clip_tree(tree, limit, scope=scopes.tree(), **options)
+
+
+@pytest.mark.parametrize(
+    ("norm", "value"),
+    [
+        (norms.l1, 7),
+        (norms.l2, 5),
+        (norms.linf, 4),
+        (norms.rms, 3.5355339),
+        (norms.mean_abs, 3.5),
+        (norms.average_l2, 2.5),
+        (norms.lp(1), 7),
+        (norms.lp(2), 5),
+        (norms.lp(3), 4.497941),
+        (norms.lp(0.5), 13.928203),
+        (norms.lp(math.inf), 4),
+    ],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_three_and_minus_four(norm, value):
+    np.testing.assert_allclose(ops.global_norm(TREE, norm=norm), value, rtol=1e-6)
+    (clipped,), info = clip_tree(TREE, 1.0, norm=norm)
+    np.testing.assert_allclose(info.norm, value, rtol=1e-6)
+    np.testing.assert_allclose(info.factor, 1 / value, rtol=2e-6)
+    np.testing.assert_allclose(clipped, [3 / value, -4 / value], rtol=2e-6)
+
+
+@pytest.mark.parametrize("p", [0.5, 1.5, 3, 4.5, 10, 64])
+def test_p_norm_of_several_leaves(p):
+    rng = np.random.default_rng(0)
+    tree = [rng.standard_normal(shape).astype(np.float32) for shape in ((3, 4), (), (70,))]
+    flat = np.concatenate([np.ravel(leaf) for leaf in tree]).astype(np.float64)
+    measured = ops.global_norm(tree, norm=norms.lp(p))
+    np.testing.assert_allclose(measured, np.sum(np.abs(flat) ** p) ** (1 / p), rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["l1", "l2", "linf", "rms", "mean_abs", "average_l2"])
+def test_norms_by_name(name):
+    assert norms.as_norm(name) is getattr(norms, name)
+    assert norms.as_norm(name).name == name
+    assert norms.as_norm(getattr(norms, name)) is getattr(norms, name)
+
+
+@pytest.mark.parametrize(("p", "norm"), [(1, norms.l1), (2.0, norms.l2), (math.inf, norms.linf)])
+def test_p_norms_with_names_of_their_own(p, norm):
+    assert norms.lp(p) is norm
+    # Equal ones are the same object, so that they compile once.
+    assert norms.lp(2.5) is norms.lp(2.5)
+
+
+@pytest.mark.parametrize("p", [0, -1, 65, math.nan, -math.inf], ids=str)
+def test_p_out_of_range(p):
+    with pytest.raises(ValueError, match=r"p must be above 0 .* got (0|-|6|n)"):
+        norms.lp(p)
+
+
+def test_norm_that_is_none():
+    with pytest.raises(ValueError, match=r"norm must be one of .*'l2'.* got 'l3'"):
+        optaxclip.clip_by_global_norm(1.0, norm="l3")
+    with pytest.raises(TypeError, match=r"norm must be a name or .*Norm, got 2"):
+        optaxclip.clip_by_global_norm(1.0, norm=2)
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2", "linf", "rms", "mean_abs", norms.lp(3)], ids=str)
+def test_norm_of_nothing_is_zero(norm):
+    for tree in ({}, [None], [jnp.zeros((0, 3))], [jnp.zeros(4)]):
+        assert ops.global_norm(tree, norm=norm) == 0
+
+
+def test_sums_of_leaves_do_not_depend_on_how_they_are_cut():
+    x = jnp.arange(1.0, 13.0)
+    for norm in ("l1", "l2", "linf", "rms", "mean_abs", norms.average_l2, norms.lp(3)):
+        whole = ops.global_norm([x], norm=norm)
+        parts = ops.global_norm({"a": x[:5], "b": [x[5:11].reshape(2, 3), x[11]]}, norm=norm)
+        np.testing.assert_allclose(parts, whole, rtol=1e-6)
+
+
+# Leaves of pairs and of indices
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_complex_leaves_beside_others(dtype):
+    grads = [jnp.array([3 + 4j], dtype), jnp.ones((), jnp.float64), jnp.ones((), jnp.float32)]
+    for tx, lengths in (
+        (optaxclip.clip_by_global_norm(0.5), [math.sqrt(27)] * 3),
+        (optaxclip.clip_by_norm(0.5), [5, 1, 1]),
+    ):
+        clipped, _ = update(tx, grads)
+        assert [x.dtype for x in clipped] == [x.dtype for x in grads]
+        for actual, norm, leaf in zip(clipped, lengths, grads, strict=True):
+            np.testing.assert_allclose(actual, leaf * (0.5 / norm), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "factor"),
+    [
+        (optaxclip.clip_by_global_norm, 1 / math.sqrt(36 + 64)),
+        (optaxclip.clip_by_norm, 1 / 6),
+        (optaxclip.clip_by_block_rms, 1 / math.sqrt(36 / 5)),
+    ],
+    ids=["clip_by_global_norm", "clip_by_norm", "clip_by_block_rms"],
+)
+def test_sparse_leaf(make, factor):
+    sparse = BCOO((jnp.array([3.0, 3.0]), jnp.array([[1], [1]])), shape=(5,))
+    (clipped, _), _ = update(make(1.0), [sparse, jnp.array([0.0, 8.0])])
+    assert isinstance(clipped, BCOO)
+    assert clipped.shape == sparse.shape
+    np.testing.assert_array_equal(clipped.indices, sparse.indices)
+    np.testing.assert_allclose(clipped.data, np.full(2, 3 * factor), rtol=1e-6)
+
+
+# Clip by norm, average norm and block RMS
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(4.0, [[-2.4, 0, 0], [3.2, 0, 0]]), (6.0, [[-3, 0, 0], [4, 0, 0]])],
+    ids=["clipped", "not clipped"],
+)
+def test_clip_by_norm(limit, expected):
+    tx, grads = optaxclip.clip_by_norm(limit), jnp.array([[-3.0, 0, 0], [4, 0, 0]])
+    np.testing.assert_allclose(tx.update(grads, tx.init(grads))[0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(0.8, [[-2.88, 0, 0], [3.84, 0, 0]]), (0.9, [[-3, 0, 0], [4, 0, 0]])],
+    ids=["clipped", "not clipped"],
+)
+def test_clip_by_average_norm(limit, expected):
+    grads = jnp.array([[-3.0, 0, 0], [4, 0, 0]])
+    tx = optaxclip.clip_by(scopes.leaf(), limit, norm="average_l2")
+    np.testing.assert_allclose(tx.update(grads, tx.init(grads))[0], expected, rtol=1e-6)
+
+
+def test_clip_by_block_rms():
+    tx, grads = optaxclip.clip_by_block_rms(1.0), [jnp.array([3.0, 4.0]), jnp.array([0.5, 0.5])]
+    updates, state = tx.update(grads, tx.init(grads))
+    np.testing.assert_allclose(updates[0], [0.848528, 1.131371], rtol=1e-6)
+    np.testing.assert_array_equal(updates[1], grads[1])
+    np.testing.assert_allclose(state.info.norm, [3.5355339, 0.5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2", "linf", "rms", "mean_abs", norms.lp(3)], ids=str)
+@pytest.mark.parametrize("extreme", [1e-30, 1e30, 3e38, math.inf])
+@pytest.mark.parametrize("scope", ["leaf", "unit"])
+def test_rescue_of_one_group_leaves_the_others_alone(scope, extreme, norm):
+    rng = np.random.default_rng(0)
+    plain = rng.uniform(-1, 1, (70, 3)).astype(np.float32)
+    mixed = plain * np.array([1, extreme, 1], np.float32)
+    options = {"scope": getattr(scopes, scope)(), "norm": norm}
+    if scope == "unit":
+        results = [optaxclip.clip_tree(x, 0.5, **options)[0].T for x in (plain, mixed)]
+    else:
+        results = [optaxclip.clip_tree(list(x.T), 0.5, **options)[0] for x in (plain, mixed)]
+    expected, actual = (np.asarray(columns)[[0, 2]] for columns in results)
+    assert actual.tobytes() == expected.tobytes()
+
+
+# Responses
+
+FORMULAS = {
+    "clip": np.minimum,
+    "normalize": lambda n, c: c + 0 * n,
+    "smooth": lambda n, c: n / np.sqrt(1 + (n / c) ** 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("response", "factors"),
+    [
+        ("clip", [1, 0.833333, 1, 1, 0.2, 0.909091]),
+        ("normalize", [1, 0.833333, 1.25, 1, 0.2, 0.909091]),
+        ("smooth", [0.707107, 0.640184, 0.780869, 0.707107, 0.196116, 0.672673]),
+    ],
+)
+def test_response_on_the_standard_sequence(response, factors):
+    for norm, factor in zip(SEQUENCE, factors, strict=True):
+        grads = jnp.array([0.6, -0.8]) * norm
+        (clipped,), info = clip_tree([grads], 1.0, response=response)
+        np.testing.assert_allclose(info.factor, factor, rtol=2e-6)
+        np.testing.assert_allclose(clipped, factor * grads, rtol=2e-6)
+
+
+@pytest.mark.parametrize("response", FORMULAS)
+@pytest.mark.parametrize("limit", [1e-30, 1e-3, 1.0, 1e3, 1e30])
+def test_response_formula(response, limit):
+    norm = np.logspace(-35, 35, 141).astype(np.float32)
+    limits = jnp.full(norm.shape, limit)
+    new = getattr(responses, response)(jnp.asarray(norm), limits, limits)
+    expected = FORMULAS[response](norm.astype(np.float64), np.float64(np.float32(limit)))
+    np.testing.assert_allclose(new, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("response", "norm", "limit", "new"),
+    [
+        ("clip", 2.0, math.inf, 2.0),
+        ("clip", 2.0, 0.0, 0.0),
+        ("smooth", 2.0, math.inf, 2.0),
+        ("smooth", 2.0, 0.0, 0.0),
+        ("smooth", 0.0, 0.0, 0.0),
+        ("smooth", 0.0, 1.0, 0.0),
+        ("normalize", 2.0, 0.0, 0.0),
+    ],
+)
+def test_response_at_the_ends(response, norm, limit, new):
+    (clipped,), _ = clip_tree([jnp.array([norm, 0.0])], limit, response=response)
+    np.testing.assert_allclose(clipped, [new, 0.0], rtol=1e-6)
+
+
+def test_trigger_and_target_may_differ():
+    limits = thresholds.Limits(trigger=2.0, target=1.5)
+    for norm, new in [(1.0, 1.0), (1.9, 1.9), (2.0, 2.0), (2.1, 1.5), (9.0, 1.5)]:
+        (clipped,), _ = clip_tree([jnp.array([norm])], limits)
+        np.testing.assert_allclose(clipped, [new], rtol=1e-6)
+    # A target above the trigger never makes a group larger.
+    (clipped,), _ = clip_tree([jnp.array([2.1])], thresholds.Limits(trigger=2.0, target=5.0))
+    np.testing.assert_array_equal(clipped, np.float32([2.1]))
+
+
+def test_response_of_ones_own():
+    def halve(norm, trigger, target):
+        return jnp.where(norm > trigger, norm / 2, norm)
+
+    for norm, new in [(0.5, 0.5), (8.0, 4.0)]:
+        (clipped,), info = jax.jit(lambda x: clip_tree([x], 1.0, response=halve))(jnp.array([norm]))
+        np.testing.assert_allclose(clipped, [new], rtol=1e-6)
+        np.testing.assert_allclose(info.factor, new / norm, rtol=1e-6)
+
+
+def test_normalize_leaves_zeros():
+    tx, grads = optaxclip.normalize_by_global_norm(2.0), {"a": jnp.zeros(3), "b": jnp.zeros(())}
+    updates, state = tx.update(grads, tx.init(grads))
+    assert not any(np.any(leaf) for leaf in updates.values())
+    assert np.isfinite(state.info.factor)
+
+
+def test_unknown_response():
+    with pytest.raises(ValueError, match=r"response must be one of .*'clip'.* got 'soft'"):
+        optaxclip.clip_by(scopes.tree(), 1.0, response="soft")

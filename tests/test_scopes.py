@@ -1,0 +1,322 @@
+"""Scopes: which entries share one norm."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.sparse import BCOO
+
+import optaxclip
+from optaxclip import scopes
+
+
+def clip(tree, limit, scope, **options):
+    return optaxclip.clip_tree(tree, limit, scope=scope, **options)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def expected(x, axes, limit):
+    """`x` in NumPy, clipped to L2 norm `limit` over the axes."""
+    norm = np.linalg.norm(
+        np.moveaxis(x, axes, range(len(axes))).reshape(-1, *np.delete(x.shape, axes)), axis=0
+    )
+    return x * np.expand_dims(np.minimum(1, limit / norm), axes)
+
+
+# Units
+
+UNITS = {
+    (): ((), 1),
+    (5,): ((0,), 2.236068),
+    (1, 4): ((0, 1), 2),
+    (4, 1): ((0, 1), 2),
+    (1, 1, 7, 1): ((0, 1, 2, 3), 2.645751),
+    (2, 3): ((0,), 1.414214),
+    (2, 3, 4): ((0,), 1.414214),
+    (2, 2, 3, 4): ((0, 1, 2), 3.464102),
+    (2, 2, 2, 3, 4): ((0, 1, 2, 3), 4.898979),
+    (1,) * 6: ((0, 1, 2, 3, 4, 5), 1),
+}
+
+
+@pytest.mark.parametrize(("shape", "axes", "norm"), [(k, *v) for k, v in UNITS.items()], ids=str)
+def test_unit_norms_of_ones(shape, axes, norm):
+    clipped, info = clip(np.ones(shape, np.float32), 0.5, scopes.unit())
+    np.testing.assert_allclose(info.norm, [norm], rtol=1e-6)
+    np.testing.assert_allclose(clipped, np.full(shape, 0.5 / norm), rtol=1e-6)
+    x = normal(*shape)
+    clipped, _ = clip(x, 0.5, scopes.unit())
+    np.testing.assert_allclose(clipped, expected(x, axes, 0.5), rtol=2e-6)
+
+
+@pytest.mark.parametrize("stacked", [1, 2])
+@pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 2, 3, 4)], ids=str)
+def test_stacked_units_are_a_loop_over_layers(shape, stacked):
+    x = normal(*(3, 2)[:stacked], *shape)
+    clipped, _ = clip(x, 0.7, scopes.unit(stacked=stacked))
+    layers = x.reshape(-1, *shape)
+    alone = [clip(layer, 0.7, scopes.unit())[0] for layer in layers]
+    np.testing.assert_allclose(clipped, np.reshape(alone, x.shape), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [(0, 1, 2, 3), (-1,), 5, (2, -1), lambda path, leaf: (0, leaf.ndim - 1)],
+    ids=["four", "last", "number", "mixed", "function"],
+)
+def test_unit_with_axes_of_ones_own(axis):
+    x = normal(2, 3, 2, 2, 3, 2)
+    axes = axis("", x) if callable(axis) else axis
+    axes = tuple(a % 6 for a in np.atleast_1d(axes))
+    clipped, _ = clip(x, 0.7, scopes.unit(axis))
+    np.testing.assert_allclose(clipped, expected(x, axes, 0.7), rtol=2e-6)
+
+
+def test_unit_axes_speak_of_what_follows_the_stacked_ones():
+    x = normal(3, 4, 5)
+    clipped, _ = clip(x, 0.7, scopes.unit(axis=1, stacked=1))
+    np.testing.assert_allclose(clipped, expected(x, (2,), 0.7), rtol=2e-6)
+
+
+def test_agc_is_the_unit_scope_with_weight_norms():
+    """The vectors of section E1 of the methods."""
+    for ratio, weights, grads, clipped in [
+        (0.01, [[3, 0], [4, 0]], [[0.3, 0.3], [0.4, 0.4]], [[0.03, 6e-6], [0.04, 8e-6]]),
+        (
+            *(0.1, [[1, 2], [0, 0]], [[3, 0.1], [4, 0.2]]),
+            [[0.06, 0.0894427], [0.08, 0.1788854]],
+        ),
+        (0.01, [0, 0], [3, 4], [6e-6, 8e-6]),
+    ]:
+        tx = optaxclip.adaptive_grad_clip(ratio)
+        params, grads = jnp.asarray(weights, jnp.float32), jnp.asarray(grads, jnp.float32)
+        actual, _ = tx.update(grads, tx.init(params), params)
+        np.testing.assert_allclose(actual, clipped, rtol=2e-6)
+
+
+@pytest.mark.parametrize(("norm", "update", "factor"), [(5, 10, 0.15), (0, 1, 3e-4)])
+def test_agc_per_tensor_as_in_dreamer(norm, update, factor):
+    limit = optaxclip.thresholds.relative_to_params(0.3, eps=1e-3)
+    tx = optaxclip.clip_by(scopes.leaf(), limit)
+    params, grads = jnp.array([[norm, 0.0]]), jnp.array([[0.0, update]])
+    actual, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_allclose(actual, factor * grads, rtol=1e-6)
+
+
+def test_rank_6_needs_axes():
+    with pytest.raises(ValueError, match=r"'a/0/w'.*rank 6.*axis="):
+        clip({"a": [{"w": jnp.ones((2,) * 6)}]}, 1.0, scopes.unit())
+    with pytest.raises(ValueError, match=r"'w'.*rank 6.*axis="):
+        clip({"w": jnp.ones((3, *(2,) * 6))}, 1.0, scopes.unit(stacked=1))
+
+
+# Leaves, axes, the tree
+
+
+def test_leaf():
+    tree = {"a": normal(3, 4), "b": {"c": normal(5), "d": np.float32(-3)}}
+    clipped, info = clip(tree, 0.7, scopes.leaf())
+    assert list(info.names) == ["a", "b/c", "b/d"]
+    for actual, x, norm in zip(*map(jax.tree.leaves, (clipped, tree)), info.norm, strict=True):
+        np.testing.assert_allclose(norm, np.linalg.norm(x), rtol=1e-6)
+        np.testing.assert_allclose(actual, x * 0.7 / np.linalg.norm(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("norm", "response"), [("l2", "clip"), ("rms", "smooth"), ("linf", "normalize")]
+)
+def test_stacked_leaves_are_a_loop_over_layers(norm, response):
+    options = {"norm": norm, "response": response}
+    scale = np.logspace(-2, 2, 6).astype(np.float32).reshape(6, 1, 1)
+    tree = {"blocks": {"b": normal(6, 4), "w": normal(6, 4, 5) * scale}, "head": np.float32([1, 2])}
+    scope = scopes.leaf(stacked={"blocks": 1, "head": 0})
+    clipped, info = clip(tree, 1.0, scope, **options)
+    assert info.norm.shape == (13,)
+    for i in range(6):
+        layer = jax.tree.map(lambda x, i=i: x[i], tree["blocks"])
+        alone, _ = clip(layer, 1.0, scopes.leaf(), **options)
+        for name in layer:
+            np.testing.assert_allclose(clipped["blocks"][name][i], alone[name], rtol=2e-6)
+
+
+def test_stacked_forms_are_equivalent():
+    tree = {"blocks": [normal(3, 4), normal(3, 4, 2)], "head": normal(4)}
+    results = [
+        clip(tree, 0.7, scopes.leaf(stacked=stacked))[0]
+        for stacked in (
+            {"blocks": 1, "head": 0},
+            {"blocks": [1, 1], "head": 0},
+            lambda path, leaf: 1 if path.startswith("blocks") else 0,
+        )
+    ]
+    for other in results[1:]:
+        jax.tree.map(np.testing.assert_array_equal, other, results[0])
+
+
+@pytest.mark.parametrize("axes", [0, -1, (-2, 0), [0, 1, 2], ()], ids=str)
+def test_axes(axes):
+    x = normal(3, 4, 5)
+    reduced = tuple(axis % 3 for axis in np.atleast_1d(np.asarray(axes, int)))
+    np.testing.assert_allclose(
+        clip(x, 0.7, scopes.axes(axes))[0], expected(x, reduced, 0.7), rtol=2e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("axis", "clipped"),
+    [(0, [[-2.4, 0, 0], [3.2, 0, 3]]), (1, [[-3, 0, 0], [3.2, 0, 2.4]])],
+)
+def test_clip_by_norm_over_an_axis(axis, clipped):
+    """TensorFlow's vectors."""
+    grads = jnp.array([[-3.0, 0, 0], [4, 0, 3]])
+    for limit, result in ((4.0, clipped), (6.0, grads)):
+        tx = optaxclip.clip_by_norm(limit, axes=axis)
+        actual, _ = tx.update(grads, tx.init(grads))
+        np.testing.assert_allclose(actual, result, rtol=1e-6)
+
+
+def test_tree_of_two_leaves():
+    """TensorFlow's vectors."""
+    tree = [jnp.array([[-2.0, 0, 0], [4, 0, 0]]), None, jnp.array([1.0, -2.0])]
+    (w, none, b), info = clip(tree, 4.0, scopes.tree())
+    assert info.norm == 5
+    assert none is None
+    np.testing.assert_allclose(w, [[-1.6, 0, 0], [3.2, 0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(b, [0.8, -1.6], rtol=1e-6)
+
+
+# Groups
+
+
+def label(path, leaf):
+    return "encoder" if path.startswith("encoder") else "head"
+
+
+GROUPED = {"encoder": {"w": normal(3, 4), "b": normal(4, seed=1)}, "head": [normal(2, seed=2)]}
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"encoder": "encoder", "head": "head"},
+        {"encoder": {"w": "encoder", "b": "encoder"}, "head": ["head"]},
+        label,
+    ],
+    ids=["prefix", "full tree", "function"],
+)
+def test_groups_are_trees_of_their_own(labels):
+    clipped, info = clip(GROUPED, {"encoder": 0.5, "head": 0.1}, scopes.group(labels))
+    assert list(info.names) == ["encoder", "head"]
+    np.testing.assert_allclose(info.limit, [0.5, 0.1], rtol=1e-6)
+    for i, (name, limit) in enumerate({"encoder": 0.5, "head": 0.1}.items()):
+        alone, alone_info = clip(GROUPED[name], limit, scopes.tree())
+        np.testing.assert_allclose(info.norm[i], alone_info.norm, rtol=1e-6)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), clipped[name], alone)
+
+
+def test_one_label_is_the_tree():
+    clipped, _ = clip(GROUPED, 0.5, scopes.group("all"))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6),
+        *(clipped, clip(GROUPED, 0.5, scopes.tree())[0]),
+    )
+
+
+def test_groups_may_cut_across_the_tree():
+    tx = optaxclip.clip_by_group_norm(1.0, lambda path, leaf: f"rank {leaf.ndim}")
+    tree = {"a": {"w": jnp.full((2, 2), 3.0), "b": jnp.full(2, 2.0)}, "c": jnp.array([1.0, 4.0])}
+    updates, state = tx.update(tree, tx.init(tree))
+    assert list(state.info.names) == ["rank 1", "rank 2"]
+    np.testing.assert_allclose(state.info.norm, [5, 6], rtol=1e-6)
+    np.testing.assert_allclose(updates["c"], [0.2, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(updates["a"]["w"], np.full((2, 2), 0.5), rtol=1e-6)
+
+
+# Adaptive gradient clipping
+
+
+def test_agc_without_params():
+    tx = optaxclip.adaptive_grad_clip(0.1)
+    with pytest.raises(ValueError, match=r"adaptive_grad_clip.*pass them"):
+        tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
+
+
+def test_agc_with_a_none_gradient_beside_a_parameter():
+    tx = optaxclip.adaptive_grad_clip(0.01)
+    params = {"frozen": jnp.ones((2, 2)), "w": jnp.zeros(2)}
+    grads = {"frozen": None, "w": jnp.array([3.0, 4.0])}
+    clipped, _ = tx.update(grads, tx.init(params), params)
+    assert clipped["frozen"] is None
+    np.testing.assert_allclose(clipped["w"], [6e-6, 8e-6], rtol=1e-6)
+
+
+def test_agc_with_params_of_another_shape():
+    tx = optaxclip.adaptive_grad_clip(0.01)
+    grads, params = {"w": jnp.ones(2)}, {"w": jnp.ones(3)}
+    with pytest.raises(ValueError, match=r"params must match.*'w'.*\(2,\).*\(3,\)"):
+        tx.update(grads, tx.init(grads), params)
+
+
+def test_agc_with_rank_6_and_no_axis():
+    tx = optaxclip.adaptive_grad_clip(0.1)
+    with pytest.raises(ValueError, match=r"layer/w.*rank 6.*axis="):
+        tx.init({"layer": {"w": jnp.ones((2,) * 6)}})
+
+
+# Errors
+
+W = {"w": jnp.ones((2, 3))}
+
+
+@pytest.mark.parametrize(
+    ("scope", "error", "message"),
+    [
+        (scopes.group({"v": "a"}), ValueError, "labels is not a pytree prefix"),
+        (scopes.group({"w": {"x": "a"}}), ValueError, "labels is not a pytree prefix"),
+        (scopes.group({"w": 1}), TypeError, "labels must be strings, got 1"),
+        (scopes.group(lambda path, leaf: None), TypeError, "labels must be strings, got None"),
+        (scopes.leaf({"v": 1}), ValueError, "stacked is not a pytree prefix"),
+        (scopes.leaf(3), ValueError, "from 0 to 2 for leaf 'w' of shape (2, 3), got 3"),
+        (scopes.leaf(-1), ValueError, "from 0 to 2 for leaf 'w' of shape (2, 3), got -1"),
+        (scopes.leaf(0.5), ValueError, "from 0 to 2 for leaf 'w' of shape (2, 3), got 0.5"),
+        (scopes.unit(stacked=3), ValueError, "from 0 to 2 for leaf 'w' of shape (2, 3), got 3"),
+        (scopes.axes(2), ValueError, "axes (2,) do not exist in leaf 'w', which has shape (2, 3)"),
+        (scopes.axes((0, -3)), ValueError, "axes (0, -3) do not exist in leaf 'w'"),
+        (scopes.unit(axis=2), ValueError, "axes (2,) do not exist in leaf 'w'"),
+        (scopes.unit(axis=1, stacked=1), ValueError, "axes (1,) do not exist in leaf 'w'"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else None,
+)
+def test_scope_that_does_not_fit(scope, error, message):
+    tx = optaxclip.clip_by(scope, 1.0)
+    with pytest.raises(error, match=re.escape(message)):
+        tx.init(W)
+    with pytest.raises(error, match=re.escape(message)):
+        clip(W, 1.0, scope)
+
+
+@pytest.mark.parametrize("limits", [{"a": 1.0}, {"a": 1.0, "b": 1.0, "c": 1.0}], ids=str)
+def test_limits_for_other_groups(limits):
+    tree = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    with pytest.raises(ValueError, match="limits are given for groups"):
+        clip(tree, limits, scopes.leaf())
+    with pytest.raises(ValueError, match="limits are given for groups"):
+        clip(tree, limits, scopes.tree())
+
+
+def test_groups_that_init_did_not_know():
+    tx = optaxclip.clip_by_norm(1.0)
+    with pytest.raises(ValueError, match=r"clip_by_norm: .*\['b'\].*init"):
+        tx.update({"a": jnp.ones(2), "b": jnp.ones(2)}, tx.init({"a": jnp.ones(2)}))
+
+
+@pytest.mark.parametrize("scope", [scopes.unit(), scopes.axes(0), scopes.leaf(stacked=1)])
+def test_part_of_a_sparse_leaf(scope):
+    sparse = BCOO((jnp.ones(2), jnp.array([[0, 0], [1, 1]])), shape=(2, 3))
+    with pytest.raises(ValueError, match="sparse leaf 'w' can only be measured as a whole"):
+        clip({"w": sparse}, 1.0, scope)
