@@ -60,7 +60,7 @@ def skip_nonfinite(
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
-      >>> tx = optaxclip.skip_nonfinite(optax.adam(1e-3))
+      >>> tx = optaxclip.skip_nonfinite(optax.sgd(0.1, momentum=0.9))
       >>> params = jnp.array([1.0, 2.0])
       >>> updates, state = tx.update(jnp.array([jnp.nan, 1.0]), tx.init(params), params)
       >>> print(updates, state.num_skipped)

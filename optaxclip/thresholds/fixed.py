@@ -45,8 +45,8 @@ def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
       fn: an Optax schedule, or any traceable function from int32[] to a scalar.
 
     Example:
-      >>> import jax.numpy as jnp, optaxclip
-      >>> rule = optaxclip.thresholds.schedule(lambda count: 2.0 / (1 + count))
+      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> rule = optaxclip.thresholds.schedule(optax.linear_schedule(2.0, 1.0, 1))
       >>> norm = jnp.array(3.0)
       >>> _, state = rule.update(norm, rule.init(norm), None)
       >>> print(rule.update(norm, state, None)[0].target)
