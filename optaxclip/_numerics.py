@@ -36,9 +36,14 @@ def safe_sqrt(x: Array) -> Array:
 
 
 def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:
-    """`x / y`, or `otherwise` where `y` is 0; never divides by 0."""
+    """`x / y`, or `otherwise` where `y` is 0; never divides by 0.
+
+    Numerator and denominator are first divided by a power of two near `y`, without which powers of
+    `1 / y` overflow in the derivatives long before the derivatives do.
+    """
     zero = y == 0
-    return jnp.where(zero, otherwise, x / jnp.where(zero, 1, y))
+    unit = lax.stop_gradient(power_of_two_below(jnp.abs(y)))
+    return jnp.where(zero, otherwise, (x / unit) / jnp.where(zero, 1, y / unit))
 
 
 def power_of_two_below(x: Array) -> Array:
@@ -93,8 +98,8 @@ def next_toward_zero(x: Array) -> Array:
 
 def straight_through(value: Array, like: Array) -> Array:
     """`value`, with the derivative of `like`, which it equals but for rounding."""
-    zero = jnp.where(jnp.isfinite(like), like - lax.stop_gradient(like), 0)
-    return lax.stop_gradient(value) + zero
+    finite = jnp.where(jnp.isfinite(like), like, 0)
+    return lax.stop_gradient(value) + (finite - lax.stop_gradient(finite))
 
 
 def round_to(x: Array, dtype: jnp.dtype, *, toward_zero: bool) -> Array:
