@@ -247,6 +247,15 @@ def _usable_norm(norm: Any, argument: str, grouping: Grouping, method: Method) -
     """
     if norm is None or grouping.layout != "scalar" or method.nonfinite == "mask":
         return None
+    return as_norm_given(norm, argument)
+
+
+def as_norm_given(norm: Any, argument: str) -> Array:
+    """A norm that the caller has, as a float32 or float64 scalar; it may be anything but a vector.
+
+    Raises:
+      ValueError: if it is not a scalar.
+      TypeError: if it is not a number.
+    """
     given = jnp.asarray(check_limit(norm, argument, allow_any_number=True))
-    wide = jnp.float64 if given.dtype == jnp.float64 else jnp.float32
-    return given.astype(wide)
+    return given.astype(jnp.float64 if given.dtype == jnp.float64 else jnp.float32)

@@ -71,7 +71,7 @@ def updated_info(
 
 
 def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> tuple[Array, ...]:
-    clipped = (norm > limit) & ~(bad > 0)
+    clipped = (norm > limit.astype(norm.dtype)) & ~(bad > 0)
     return norm, limit, factor, clipped.astype(norm.dtype), bad
 
 

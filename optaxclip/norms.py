@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._numerics import safe_sqrt
+from optaxclip._numerics import known_size, safe_sqrt
 
 
 def _abs_squared(x: Array) -> Array:
@@ -96,7 +96,13 @@ class Norm:
 
     def join(self, totals: list[Array]) -> Array:
         """The total of a group from the totals of its leaves."""
-        return functools.reduce(jnp.maximum if self.is_max else jnp.add, totals)
+        combine = jnp.maximum if self.is_max else jnp.add
+        # In pairs, so that rounding grows with the logarithm of the number of leaves.
+        while len(totals) > 1:
+            pairs = zip(totals[::2], totals[1::2], strict=False)
+            last = totals[-1:] if len(totals) % 2 else []
+            totals = [combine(*pair) for pair in pairs] + last
+        return totals[0]
 
     def rescaling(self, total: Array, size: Any) -> Array:
         """The power of two by which entries must be divided before they are mapped.
@@ -116,12 +122,23 @@ class Norm:
         return jnp.where(total <= info.max, down, far).astype(total.dtype)
 
 
+# XLA adds so few entries of several axes one after another, and rounds as often.
+_SEQUENTIAL = range(65, 8192)
+
+
 # Compiled by itself so that leaves of equal shapes are traced once.
 @functools.partial(jax.jit, static_argnames=("norm", "axes"))
 def _reduce(x: Array, *, norm: Norm, axes: tuple[int, ...]) -> Array:
+    mapped = norm.map(x)
     if norm.is_max:
-        return jnp.max(norm.map(x), axis=axes, initial=0)
-    return jnp.sum(norm.map(x), axis=axes)
+        return jnp.max(mapped, axis=axes, initial=0)
+    if known_size(math.prod(x.shape)) in _SEQUENTIAL:
+        # Axis by axis; `abs`, which changes nothing, keeps the compiler from merging them again.
+        *axes, last = sorted(axes, reverse=True) or [()]
+        for axis in axes:
+            mapped = jnp.abs(jnp.sum(mapped, axis=axis))
+        axes = last
+    return jnp.sum(mapped, axis=axes)
 
 
 l1 = Norm("l1", jnp.abs, _total)

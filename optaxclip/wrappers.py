@@ -14,12 +14,13 @@ import optax
 from jax import Array
 
 import optaxclip.scopes as scopes
-from optaxclip._core import group_norms
+from optaxclip._core import as_norm_given, group_norms
 from optaxclip._info import initial_info
+from optaxclip._numerics import match_weak_type
 from optaxclip._trees import flatten
 from optaxclip._types import ClipInfo, PyTree
 from optaxclip.norms import Norm
-from optaxclip.thresholds.fixed import LimitLike, as_limit, check_limit, rule_for
+from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
 
 
 class SkipState(NamedTuple):
@@ -143,18 +144,23 @@ def _skip(
     ) -> tuple[PyTree, SkipState]:
         rule = rule_for(limit, ("tree",), "scalar")
         norm_now = _measured(updates, norm, grad_norm)
+        if rule.uses_params and params is None:
+            raise ValueError(
+                f"{name}: the limit is relative to the parameters; pass them: "
+                "update(grads, state, params)"
+            )
         param_norm = _measured(params, norm, None) if rule.uses_params else None
         limits, rule_state = rule.update(norm_now, state.rule, param_norm)
         is_finite = jnp.isfinite(norm_now)
-        is_above = is_finite & (norm_now > limits.trigger)
+        is_above = is_finite & (norm_now > limits.trigger.astype(norm_now.dtype))
         skip = is_above | ~is_finite
         if max_consecutive is not None:
             is_over = state.consecutive >= max_consecutive
             skip = skip & ~(is_over & (is_finite | gives_up))
         # The optimizer sees zeros, so that a step which is thrown away reports no NaN.
-        seen = _select(skip, jax.tree.map(jnp.zeros_like, updates), updates)
+        seen = _zero_where(skip, updates)
         new_updates, inner_state = inner.update(seen, state.inner_state, params, **extra_args)
-        return _select(skip, jax.tree.map(jnp.zeros_like, new_updates), new_updates), SkipState(
+        return _zero_where(skip, new_updates), SkipState(
             rule=rule_state,
             info=_updated_info(state.info, norm_now, limits.trigger, skip, is_above, ~is_finite),
             num_skipped=state.num_skipped + skip.astype(jnp.int32),
@@ -167,17 +173,15 @@ def _skip(
 
 def _measured(tree: PyTree, norm: str | Norm, given: jax.typing.ArrayLike | None) -> Array:
     if given is None:
-        measured = group_norms(tree, scope=scopes.tree(), norm=norm)
-    else:
-        measured = jnp.asarray(check_limit(given, "grad_norm", allow_any_number=True))
-    return measured.astype(jnp.float32)
+        return group_norms(tree, scope=scopes.tree(), norm=norm)
+    return as_norm_given(given, "grad_norm")
 
 
 def _updated_info(
     info: ClipInfo, norm: Array, limit: Array, skip: Array, is_above: Array, is_bad: Array
 ) -> ClipInfo:
     return info._replace(
-        norm=norm,
+        norm=norm.astype(jnp.float32),
         limit=limit.astype(jnp.float32),
         factor=1 - skip.astype(jnp.float32),
         fraction=is_above.astype(jnp.float32),
@@ -186,12 +190,31 @@ def _updated_info(
     )
 
 
-def _select(where: Array, one: PyTree, other: PyTree) -> PyTree:
-    """`one` where `where`, else `other`, in the dtypes of `other`; `float0` is left alone."""
+def _zero_where(skip: Array, updates: PyTree) -> PyTree:
+    return _select(skip, jax.tree.map(_zeros_like, updates), updates)
+
+
+def _zeros_like(x: Any) -> Any:
+    return x if _is_opaque(x) else jnp.zeros_like(x)
+
+
+def _select(where: Array, old: PyTree, new: PyTree) -> PyTree:
+    """`old` where `where`, else `new`, in the dtypes of `new`; `float0` is left alone."""
 
     def choose(x: Any, y: Any) -> Any:
         if getattr(y, "dtype", None) == jax.dtypes.float0:
             return y
-        return jnp.where(where, jnp.asarray(x).astype(jnp.asarray(y).dtype), y)
+        if _is_opaque(y):
+            return jnp.where(where, x, y)
+        x, y = jnp.asarray(x), jnp.asarray(y)
+        chosen = jnp.where(where, x.astype(y.dtype), y)
+        # A weak type that came and went would compile the step again.
+        return match_weak_type(chosen, x) if x.dtype == y.dtype else chosen
 
-    return jax.tree.map(choose, one, other)
+    return jax.tree.map(choose, old, new)
+
+
+def _is_opaque(x: Any) -> bool:
+    """Whether a leaf has no numbers to compute with: `float0` or a PRNG key."""
+    dtype = getattr(x, "dtype", None)
+    return dtype == jax.dtypes.float0 or jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
