@@ -71,7 +71,8 @@ def updated_info(
 
 
 def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> tuple[Array, ...]:
-    clipped = (norm > limit.astype(norm.dtype)) & ~(bad > 0)
+    limit = limit.astype(norm.dtype)
+    clipped = (norm > limit) & ~(bad > 0)
     return norm, limit, factor, clipped.astype(norm.dtype), bad
 
 
