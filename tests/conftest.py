@@ -12,6 +12,3 @@ def x64():
     """Runs a test with 64-bit types."""
     with jax.enable_x64(True):
         yield
-
-
-collect_ignore = ["pending"]
