@@ -114,12 +114,25 @@ class Norm:
           total: the totals of groups.
           size: how many entries went into each, a number or an array that broadcasts.
         """
-        info = jnp.finfo(total.dtype)
-        # Far enough for squares, and not so far that entries next to the thresholds are lost.
-        far = 2.0 ** int(0.6875 * info.maxexp)
+        info, far = jnp.finfo(total.dtype), _far(total.dtype)
         lowest = size * (float(info.tiny) / float(info.eps)) if self.degree > 1 else 0.0
         down = jnp.where(total < jnp.asarray(lowest).astype(total.dtype), 1 / far, 1)
         return jnp.where(total <= info.max, down, far).astype(total.dtype)
+
+    def at_unit(self, total: Array, *, up: bool = False) -> Array:
+        """A total as it is of entries divided (or with `up` multiplied) by what `rescaling` gives.
+
+        For degree 1 and 2.
+        """
+        far = _far(total.dtype)
+        for _ in range(int(self.degree)):
+            total = total * (far if up else 1 / far)
+        return total
+
+
+def _far(dtype: jnp.dtype) -> float:
+    """Far enough for squares, and not so far that entries next to the thresholds are lost."""
+    return 2.0 ** int(0.6875 * jnp.finfo(dtype).maxexp)
 
 
 # XLA adds so few entries of several axes one after another, and rounds as often.
@@ -134,10 +147,9 @@ def _reduce(x: Array, *, norm: Norm, axes: tuple[int, ...]) -> Array:
         return jnp.max(mapped, axis=axes, initial=0)
     if known_size(math.prod(x.shape)) in _SEQUENTIAL:
         # Axis by axis; `abs`, which changes nothing, keeps the compiler from merging them again.
-        *axes, last = sorted(axes, reverse=True) or [()]
-        for axis in axes:
+        for axis in sorted(axes, reverse=True):
             mapped = jnp.abs(jnp.sum(mapped, axis=axis))
-        axes = last
+        return mapped
     return jnp.sum(mapped, axis=axes)
 
 
