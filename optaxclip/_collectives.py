@@ -24,22 +24,28 @@ def manual_axes() -> Axes:
 
 
 def varying_axes(x: Any) -> Axes:
-    """The manual axes over which a value differs from device to device, as far as is tracked.
+    """The manual axes over which a value differs from device to device, as far as is tracked."""
+    aval = jax.typeof(x)
+    # JAX 0.10 has a type of its own for it.
+    kind = getattr(aval, "manual_axis_type", None)
+    return frozenset(aval.vma if kind is None else kind.varying)
+
+
+def refuse_partial_sum(x: Any) -> None:
+    """Raises where a value has to be summed over devices before it has a norm.
 
     Raises:
-      ValueError: if the value is a partial sum, which has no norm before it is summed.
+      ValueError: if its type says so.
     """
     aval = jax.typeof(x)
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
-    # JAX 0.10 has it in a type of its own, before that there was only what varies.
-    kind = getattr(aval, "manual_axis_type", None)
-    unreduced = {*(getattr(kind, "unreduced", None) or ()), *(getattr(spec, "unreduced", ()) or ())}
+    kinds = (getattr(aval, "manual_axis_type", None), spec)
+    unreduced = {axis for kind in kinds for axis in getattr(kind, "unreduced", None) or ()}
     if unreduced:
         raise ValueError(
             f"a leaf of type {aval} is a partial sum over {sorted(unreduced)}; sum it over the "
             "devices (jax.lax.psum, or jax.reshard to a spec without them) before it is clipped"
         )
-    return frozenset(aval.vma if kind is None else kind.varying)
 
 
 def tracks(axes: Axes) -> bool:

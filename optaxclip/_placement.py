@@ -72,7 +72,13 @@ def known_shardings(
 
     Returns:
       None inside a manual region, for arrays in one piece, and where only the compiler knows.
+
+    Raises:
+      ValueError: for a partial sum, and for specs without a mesh.
     """
+    for leaf in leaves:
+        if not is_sparse(leaf):
+            collectives.refuse_partial_sum(leaf)
     if collectives.manual_axes() or grouping.axis_name or any(map(is_sparse, leaves)):
         return None
     if grouping.specs is not None:

@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from optaxclip._numerics import known_size, safe_sqrt
 
@@ -126,7 +126,8 @@ class Norm:
         """
         far = _far(total.dtype)
         for _ in range(int(self.degree)):
-            total = total * (far if up else 1 / far)
+            # The compiler would multiply the factors first, which overflows.
+            total = lax.optimization_barrier(total * (far if up else 1 / far))
         return total
 
 

@@ -1,0 +1,306 @@
+"""Many devices: the numbers of one device, with one collective, or an error."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optaxclip
+from optaxclip import norms, ops, scopes, thresholds
+
+SPECS = {"w": P("a", "b"), "v": P(None, "b"), "k": P(("a", "b")), "s": P(None, "a"), "b": P()}
+SHAPES = {"w": (16, 8), "v": (8, 4), "k": (16, 3), "s": (4, 8), "b": (6,)}
+
+
+def label(path, leaf):
+    return "square" if path in "wv" else "rest"
+
+
+METHODS = {
+    "clip": (optaxclip.clip, 0.5, {}),
+    "global_norm": (optaxclip.clip_by_global_norm, 2.0, {}),
+    "global_linf": (optaxclip.clip_by_global_norm, 0.7, {"norm": "linf"}),
+    "global_l3": (optaxclip.clip_by_global_norm, 0.7, {"norm": norms.lp(3)}),
+    "masked": (optaxclip.clip_by_global_norm, 2.0, {"nonfinite": "mask"}),
+    "axes": (optaxclip.clip_by_norm, 1.0, {"axes": -1}),
+    "block_rms": (optaxclip.clip_by_block_rms, 0.4, {}),
+    "group": (optaxclip.clip_by_group_norm, 1.0, {"labels": label}),
+    "agc": (optaxclip.adaptive_grad_clip, 0.3, {}),
+    "zclip": (optaxclip.zclip, 0.9, {"max_norm": 1.5}),
+    "adagc": (optaxclip.adagc, 1.05, {"warmup_steps": 1}),
+    "skip": (functools.partial(optaxclip.skip_above, optax.sgd(1.0)), 100.0, {}),
+}
+each_method = pytest.mark.parametrize("name", METHODS)
+NUM_ALL_REDUCES = {"clip": 0, "global_l3": 2}  # the third power needs the largest entry first
+# Norms of many groups for each leaf, those of parameters, and which entries are bad.
+SEVERAL = {"axes", "agc", "masked"}
+KEEPS_AXES = {"axes", "agc"}
+
+
+def make(name, **options):
+    factory, limit, fixed = METHODS[name]
+    return factory(limit, **fixed, **(options if name != "clip" else {}))
+
+
+def random_tree(seed):
+    rng = np.random.default_rng(seed)
+    return {x: jnp.asarray(rng.normal(size=shape), jnp.float32) for x, shape in SHAPES.items()}
+
+
+TREES, PARAMS = [random_tree(seed) for seed in range(2)], random_tree(9)
+
+
+@functools.cache
+def mesh(kind="Auto"):
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(getattr(AxisType, kind),) * 2)
+
+
+def shardings(kind="Auto"):
+    return {x: NamedSharding(mesh(kind), spec) for x, spec in SPECS.items()}
+
+
+@functools.cache
+def on_one_device(name):
+    tx = make(name)
+    first, state = tx.update(TREES[0], tx.init(PARAMS), PARAMS)
+    return tx.init(PARAMS), first, tx.update(TREES[1], state, PARAMS)
+
+
+def assert_close(actual, expected):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), actual, expected
+    )
+
+
+def collectives(compiled):
+    """How often each collective occurs in a compiled module."""
+    text = compiled.as_text()
+    kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def check(name, update, trees, params, wanted=None):
+    """Two steps give the numbers of one device, with so many collectives."""
+    state, _, expected = on_one_device(name)
+    counts = collectives(update.lower(trees[0], state, params).compile())
+    if wanted is None:
+        assert set(counts) <= {"all-reduce"}
+    else:
+        assert counts == ({"all-reduce": wanted} if wanted else {})
+    _, state = update(trees[0], state, params)
+    found = update(trees[1], state, params)
+    assert_close(found, expected)
+    return found[0]
+
+
+@each_method
+@pytest.mark.parametrize("kind", ["Auto", "Explicit", "Auto, specs"])
+def test_under_jit(name, kind):
+    given, kind = ", specs" in kind, kind.split(",")[0]
+    placed = [jax.device_put(tree, shardings(kind)) for tree in (*TREES, PARAMS)]
+    options = {"specs": shardings(kind)} if given else {}
+    update = jax.jit(make(name, **options).update)
+    is_one = name not in SEVERAL and (given or kind == "Explicit")
+    wanted = NUM_ALL_REDUCES.get(name, 1) if is_one else None
+    updates = check(name, update, placed[:2], placed[2], wanted)
+    for x, y in zip(jax.tree.leaves(updates), jax.tree.leaves(placed[0]), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *[(name, kind) for name in METHODS for kind in ("tracked", "specs")],
+        *[(name, "tracked, specs") for name in ("global_norm", "axes", "agc")],
+    ],
+)
+def test_inside_shard_map(name, kind):
+    options = {"specs": SPECS} if "specs" in kind else {}
+    tx = make(name, **options)
+    update = jax.jit(
+        jax.shard_map(
+            tx.update,
+            mesh=mesh(),
+            in_specs=(SPECS, P(), SPECS),
+            out_specs=(SPECS, P()),
+            check_vma="tracked" in kind,
+        )
+    )
+    if name in KEEPS_AXES and not options:
+        with pytest.raises(ValueError, match="pass specs="):
+            update(TREES[0], on_one_device(name)[0], PARAMS)
+        return
+    wanted = None if name in SEVERAL else NUM_ALL_REDUCES.get(name, 1)
+    check(name, update, TREES, PARAMS, wanted)
+
+
+@pytest.mark.parametrize("name", ["global_norm", "block_rms", "masked", "zclip", "skip"])
+def test_replicated_leaves_stay_bitwise_equal(name):
+    def everywhere(grads, state):
+        updates, state = make(name).update(grads, state, grads)
+        return jax.tree.map(lambda x: x[None, None], (updates["b"], state))
+
+    spread = jax.shard_map(
+        everywhere, mesh=mesh(), in_specs=(SPECS, P()), out_specs=P("a", "b"), check_vma=False
+    )
+    with pytest.raises(ValueError, match=r"axis_name= .* or specs="):
+        spread(TREES[0], on_one_device(name)[0])
+
+    def by_specs(grads, state):
+        updates, state = make(name, specs=SPECS).update(grads, state, grads)
+        return jax.tree.map(lambda x: x[None, None], (updates["b"], state))
+
+    spread = jax.shard_map(
+        by_specs, mesh=mesh(), in_specs=(SPECS, P()), out_specs=P("a", "b"), check_vma=False
+    )
+    for copies in jax.tree.leaves(jax.jit(spread)(TREES[0], on_one_device(name)[0])):
+        assert all(np.array_equal(copy, copies[0, 0]) for row in copies for copy in row)
+
+
+def test_partly_manual_regions():
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh(),
+        in_specs=({"w": P("a"), "b": P()},),
+        out_specs=({"w": P("a"), "b": P()}, P()),
+        axis_names={"a"},
+    )
+    def clip(tree):
+        return ops.clip_by_global_norm(tree, 1.0)
+
+    tree = {x: TREES[0][x] for x in ("w", "b")}
+    placed = {x: jax.device_put(tree[x], shardings()[x]) for x in tree}
+    assert_close(clip(placed), ops.clip_by_global_norm(tree, 1.0))
+
+
+@pytest.mark.parametrize("mapped", ["pmap", "vmap"])
+def test_an_axis_name_says_that_every_leaf_is_split(mapped):
+    tree = {"w": TREES[0]["w"][:8], "v": TREES[0]["v"]}
+    transform = {"pmap": jax.pmap, "vmap": jax.vmap}[mapped]
+
+    def clip(tree):
+        clipped, norm = ops.clip_by_global_norm(tree, 1.0, axis_name="i")
+        tx = optaxclip.clip_by_norm(1.0, axis_name=("i",))
+        return clipped, norm, tx.update(tree, tx.init(tree))[0]
+
+    clipped, norm, by_leaf = transform(clip, axis_name="i")(tree)
+    expected, expected_norm = ops.clip_by_global_norm(tree, 1.0)
+    assert_close(clipped, expected)
+    np.testing.assert_allclose(norm, np.full(8, expected_norm), rtol=1e-6)
+    assert_close(by_leaf, ops.clip_by_norm(tree, 1.0))
+
+
+@pytest.mark.parametrize("axis_name", ["i", None])
+def test_pmap_without_a_word_is_an_error(axis_name):
+    def clip(x):
+        return ops.global_norm(x)
+
+    with pytest.raises(ValueError, match=r"pmap .* axis_name= .* or specs="):
+        jax.pmap(clip, axis_name=axis_name)(jnp.ones((8, 2)))
+
+
+def test_vmap_without_a_word_clips_each_example():
+    x = jnp.arange(1.0, 9.0)[:, None]
+    np.testing.assert_array_equal(jax.vmap(ops.global_norm, axis_name="i")(x), x[:, 0])
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf", "l1", norms.lp(3)], ids=str)
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+def test_gradients_and_the_whole_range(norm, scale):
+    specs = {"w": P("a", "b"), "b": P()}
+    tree = {x: TREES[0][x] * scale for x in specs}
+
+    def loss(tree):
+        clipped, _ = optaxclip.clip_tree(tree, scale, scope=scopes.tree(), norm=norm)
+        return sum(jnp.sum(jnp.sin(x / scale)) for x in jax.tree.leaves(clipped))
+
+    @functools.partial(jax.shard_map, mesh=mesh(), in_specs=(specs,), out_specs=P())
+    def split_loss(tree):
+        clipped, _ = optaxclip.clip_tree(tree, scale, scope=scopes.tree(), norm=norm)
+        mine = jnp.sum(jnp.sin(clipped["w"] / scale))
+        return jax.lax.psum(mine, ("a", "b")) + jnp.sum(jnp.sin(clipped["b"] / scale))
+
+    expected, found = (jax.jit(jax.value_and_grad(fn))(tree) for fn in (loss, split_loss))
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x * scale, y * scale, rtol=1e-4, atol=1e-5),
+        found[1],
+        expected[1],
+    )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_all_devices_skip_or_none(bad):
+    tree = TREES[0] | {"w": TREES[0]["w"].at[5, 3].set(bad)}
+    tx = optaxclip.skip_nonfinite(optax.sgd(1.0))
+    update = jax.shard_map(tx.update, mesh=mesh(), in_specs=(SPECS, P()), out_specs=(SPECS, P()))
+    updates, state = jax.jit(update)(tree, tx.init(PARAMS))
+    assert state.num_skipped == 1
+    assert all(np.all(x == 0) for x in jax.tree.leaves(updates))
+
+
+def test_a_partial_sum_is_an_error():
+    def clip(x, y):
+        partial = jnp.einsum("ij,jk->ik", x, y, out_sharding=P(None, None, unreduced={"a"}))
+        return ops.global_norm(partial)
+
+    x = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh("Explicit"), P(None, "a")))
+    y = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh("Explicit"), P("a", None)))
+    with pytest.raises(ValueError, match="partial sum"), jax.set_mesh(mesh("Explicit")):
+        jax.jit(clip)(x, y)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"specs": {"w": P("a", "b", "a")}}, ValueError, r"specs has .* of shape \(16, 8\)"),
+        ({"specs": {"w": "a"}}, TypeError, "^specs must be"),
+        ({"specs": {"x": P()}}, ValueError, "^specs is not a pytree prefix"),
+        ({"axis_name": 3}, TypeError, "^axis_name must be"),
+        ({"specs": P()}, ValueError, "needs a mesh"),
+    ],
+)
+def test_an_error_names_the_argument(options, error, message):
+    with pytest.raises(error, match=message):
+        ops.global_norm({"w": TREES[0]["w"]}, **options)
+
+
+def test_a_spec_that_contradicts_the_type_is_an_error():
+    @functools.partial(jax.shard_map, mesh=mesh(), in_specs=P("a", "b"), out_specs=P())
+    def norm(x):
+        return ops.global_norm(x, specs=P("a"))
+
+    with pytest.raises(ValueError, match=r"also varies over \['b'\]"):
+        norm(TREES[0]["w"])
+
+
+def test_no_more_collectives_than_optax_where_only_the_compiler_knows():
+    placed = jax.device_put(TREES[0], shardings())
+
+    def count(tx):
+        compiled = jax.jit(tx.update).lower(placed, tx.init(placed)).compile()
+        # The rescue of norms that left the range is in a branch that is not taken.
+        text = compiled.as_text()
+        entry = text[text.index("\nENTRY ") :]
+        return len(re.findall(r" all-reduce(?:-start)?\(", entry))
+
+    ours = count(optaxclip.clip_by_global_norm(1.0))
+    assert 1 <= ours <= count(optax.clip_by_global_norm(1.0))
+
+
+def test_adaptive_units_keep_their_state_where_the_units_are():
+    tx = optaxclip.clip_by(scopes.unit(), thresholds.zscore(warmup_steps=1))
+    placed = [jax.device_put(tree, shardings("Explicit")) for tree in TREES]
+    update, state, expected = jax.jit(tx.update), tx.init(PARAMS), tx.init(PARAMS)
+    for tree, split in zip(TREES, placed, strict=True):
+        updates, state = update(split, state)
+        found, expected = tx.update(tree, expected)
+        assert_close((updates, state), (found, expected))
