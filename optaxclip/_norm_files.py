@@ -61,7 +61,7 @@ def _columns(data: bytes, source: str) -> Columns:
         raise ValueError(f"{source} is no CSV, JSON lines or TensorBoard event file") from error
     lines = [line for line in text.splitlines() if line.strip()]
     is_json = bool(lines) and lines[0].lstrip()[0] in "{["
-    return _from_json(lines, source) if is_json else _from_csv(lines, source)
+    return _from_json(lines, source) if is_json else _from_csv(lines)
 
 
 def _chosen(columns: Columns, column: str | None, source: str) -> str:
@@ -79,7 +79,7 @@ def _chosen(columns: Columns, column: str | None, source: str) -> str:
     raise ValueError(f"{source} has several columns: choose one of {holding}")
 
 
-def _from_csv(lines: list[str], source: str) -> Columns:
+def _from_csv(lines: list[str]) -> Columns:
     if not lines:
         return {}
     delimiter = max(",;\t", key=lines[0].count)
@@ -137,7 +137,7 @@ def _number(cell: Any) -> float | None:
 
 def _from_events(data: bytes, source: str) -> Columns:
     try:
-        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto import event_pb2
     except ModuleNotFoundError as error:
         remedy = 'pip install "optaxclip[tensorboard]"'
         raise ValueError(
@@ -145,7 +145,7 @@ def _from_events(data: bytes, source: str) -> Columns:
         ) from error
     found: dict[str, list[tuple[int, float]]] = {}
     for record in _records(data):
-        event = Event.FromString(record)
+        event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
         for value in event.summary.value:
             number = _scalar(value)
             if number is not None:
@@ -169,7 +169,7 @@ def _records(data: bytes) -> Iterator[bytes]:
 
 
 def _scalar(value: Any) -> float | None:
-    """The number of a summary, as PyTorch, tensorboardX (a field) or TensorFlow (a tensor) write."""
+    """The number of a summary: a field as PyTorch writes it, or a tensor as TensorFlow does."""
     if value.HasField("simple_value"):
         return value.simple_value
     tensor = value.tensor

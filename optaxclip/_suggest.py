@@ -184,9 +184,7 @@ def _checked(norms: ArrayLike) -> Floats:
     if array.dtype.kind not in "fiu" and array.dtype != jnp.bfloat16:
         raise TypeError(f"norms must be real numbers, got the dtype {array.dtype}")
     if array.ndim != 1:
-        remedy = (
-            "take one column of a record per leaf, or np.linalg.norm(norms, axis=1) of them all"
-        )
+        remedy = "of a record per leaf take one column, or np.linalg.norm(norms, axis=1)"
         raise ValueError(f"norms must have one axis, got the shape {array.shape}; {remedy}")
     values = array.astype(np.float64)
     negative = np.flatnonzero(values < 0)

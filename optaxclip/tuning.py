@@ -8,3 +8,5 @@ print(suggestion)
 from optaxclip._suggest import Alternative as Alternative
 from optaxclip._suggest import Suggestion as Suggestion
 from optaxclip._suggest import suggest as suggest
+from optaxclip._sweep import SweepResult as SweepResult
+from optaxclip._sweep import sweep as sweep
