@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains, prints the table, writes the picture; returns the exit code."""
     text = read_text(args.text)
-    out = _writable(args.out)
+    out = writable(args.out)
     histories = _train(text, dict.fromkeys([UNCLIPPED, *args.methods]), args.steps, args.seed)
     _print_table(histories)
     path = out / PICTURE
@@ -161,7 +161,7 @@ def _help_topics() -> str:
     return "\n".join(topics.values())
 
 
-def _writable(directory: Path) -> Path:
+def writable(directory: Path) -> Path:
     """The directory, made if there is none; tried out now, not when the training is over."""
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -45,6 +45,8 @@ LAYERS = [
     "_suggest",
     "_sweep",
     "tuning",
+    "_plot_style",
+    "_limit_plots",
     "plots",
     "optaxclip",
     "_demo_task",
