@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--column",
         metavar="NAME",
-        help="column, key or tag; not needed where only one can be meant",
+        help="column, key or tag; by default the only one that can be meant",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="PICTURE", help="draw the norms, and how often each size came"

@@ -88,6 +88,7 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
     if len(names) > 1:
         for bar in drawn[1]:  # pyright: ignore[reportIndexIssue, reportGeneralTypeIssues]
             bar.set(hatch="////", edgecolor="white", linewidth=0)
+    axes.set_ylim(bottom=0.5)  # one step is seen too
     axes.axvline(
         suggestion.limit,
         color=BLUE,

@@ -1,16 +1,15 @@
 """A limit from recorded norms."""
 
 import dataclasses
+import functools
 import math
 import os
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.typing import ArrayLike
 
 from optaxclip._norm_files import read_norms
@@ -19,6 +18,10 @@ from optaxclip.adaptive import autoclip, clip_by_window_norm, zclip
 
 LEAST_NORMS, ENOUGH_NORMS = 10, 100
 PERCENTILES = (90, 95, 99)
+WINDOW = 100
+"""AutoClip's."""
+MOST_REPLAYED = 10_000
+"""How many of the last norms an adaptive rule is tried on."""
 SHARE_AT_LIMIT = 0.1
 """More norms than this share within a thousandth of the largest were clipped before recording."""
 
@@ -29,7 +32,8 @@ class Alternative:
 
     Attributes:
       call: the code that makes it.
-      share_clipped: the share of the finite steps that it would have clipped.
+      share_clipped: the share of the finite steps that it would have clipped; of the last 10,000
+        where it is adaptive.
       why: in a few words.
     """
 
@@ -256,24 +260,27 @@ def _constant(limit: float) -> str:
 def _adaptive(regime: Regime, share: float, norms: Floats) -> Alternative:
     # At the limit's own percentile, AutoClip clips as often as the limit.
     percent = float(np.clip(round(100 * (1 - share), 1), PERCENTILES[0], PERCENTILES[-1]))
-    rules: dict[Regime, tuple[str, Callable[[], optax.GradientTransformationExtraArgs]]] = {
-        "stationary": (f"autoclip({percent:g})", lambda: autoclip(percent)),
-        "drifting": ("zclip(max_norm=None)", lambda: zclip(max_norm=None)),
-        "stepped": ("clip_by_window_norm()", clip_by_window_norm),
+    calls: dict[Regime, str] = {
+        "stationary": f"autoclip({percent:g}, window={WINDOW})",
+        "drifting": "zclip(max_norm=None)",
+        "stepped": "clip_by_window_norm()",
     }
-    call, make = rules[regime]
-    return Alternative(call, _share_clipped(make(), norms), f"adaptive, for {regime} norms")
+    largest = np.finfo(np.float32).max
+    gradients = jnp.asarray(np.minimum(norms[-MOST_REPLAYED:], largest), jnp.float32)
+    number = _number_clipped(gradients, jnp.float32(percent), regime=regime)
+    return Alternative(calls[regime], int(number) / len(gradients), f"adaptive, for {regime} norms")
 
 
-def _share_clipped(clip: optax.GradientTransformationExtraArgs, norms: Floats) -> float:
-    """The share of norms, as gradients of one entry, that a transformation clips."""
+@functools.partial(jax.jit, static_argnames="regime")
+def _number_clipped(gradients: jax.Array, percent: jax.Array, *, regime: Regime) -> jax.Array:
+    """How many gradients of one entry, float32[steps], the regime's rule clips."""
+    clip = {
+        "stationary": lambda: autoclip(percent, WINDOW),
+        "drifting": lambda: zclip(max_norm=None),
+        "stepped": clip_by_window_norm,
+    }[regime]()
 
     def step(state: Any, gradient: jax.Array) -> tuple[Any, None]:
         return clip.update(gradient, state)[1], None
 
-    @jax.jit
-    def run(gradients: jax.Array) -> jax.Array:
-        return jax.lax.scan(step, clip.init(gradients[0]), gradients)[0].info.num_clipped
-
-    largest = np.finfo(np.float32).max
-    return float(run(jnp.asarray(np.minimum(norms, largest), jnp.float32))) / len(norms)
+    return jax.lax.scan(step, clip.init(gradients[0]), gradients)[0].info.num_clipped
