@@ -119,7 +119,7 @@ def sweep(
       learning_rates: float[learning_rates], to try each limit with each of them.
       seeds: how many runs for each limit and learning rate.
       parallel: how many runs at a time, where the memory does not hold all; they take turns inside
-        of the same program.
+        of the same program. For a model that keeps a CPU busy by itself, 1 is the fastest.
       progress: whether to show a bar, which takes Rich and a terminal; or a function to be called
         with the number of steps that have just been done.
 
@@ -183,7 +183,7 @@ def _check_data(data: PyTree, steps: int) -> PyTree:
                 f"data must have a first axis of at least the {steps} steps, got a leaf of the "
                 f"shape {np.shape(leaf)}"
             )
-    return jax.tree.map(np.asarray, data)
+    return jax.tree.map(lambda x: x if isinstance(x, Array) else np.asarray(x), data)
 
 
 def _as_key(key: ArrayLike) -> Array:

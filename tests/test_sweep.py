@@ -134,6 +134,17 @@ def test_seeds_that_diverge_are_counted():
     assert result.limit == 0.5
 
 
+def test_keys_of_every_kind_and_keys_as_data():
+    def step(params, key, limit):
+        return step_fn(params, jax.random.normal(key, (3,)), limit)
+
+    results = [
+        tuning.sweep(init_fn, step, [1.0], STEPS, key=key, data=jax.random.split(KEY, STEPS))
+        for key in (KEY, jax.random.key_data(KEY))
+    ]
+    np.testing.assert_array_equal(*(result.loss for result in results))
+
+
 def test_norms_of_several_groups():
     def step(params, target, limit):
         params, loss, _ = step_fn(params, target, limit)
