@@ -12,6 +12,7 @@ from optaxclip import plots as plots
 from optaxclip import responses as responses
 from optaxclip import scopes as scopes
 from optaxclip import thresholds as thresholds
+from optaxclip import tuning as tuning
 from optaxclip._core import clip_by as clip_by
 from optaxclip._core import clip_tree as clip_tree
 from optaxclip._types import ClipInfo as ClipInfo

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NoReturn, Protocol
 
-from optaxclip import demo
+from optaxclip import _command_suggest, _command_sweep, demo
 
 
 class Command(Protocol):
@@ -33,6 +33,8 @@ class Command(Protocol):
 
 COMMANDS: dict[str, Command] = {
     "demo": demo,
+    "suggest": _command_suggest,
+    "sweep": _command_sweep,
 }
 
 

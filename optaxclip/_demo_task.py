@@ -17,6 +17,7 @@ from jax import Array, lax
 
 from optaxclip import ops
 from optaxclip._types import PyTree
+from optaxclip.methods import clip_by_global_norm
 
 HIDDEN = 128
 LENGTH = 150
@@ -113,15 +114,13 @@ class Task:
         on_steps: Callable[[int], object],
     ) -> History:
         """Trains from the initial values; calls `on_steps` with the size of every chunk."""
-        warmup = max(1, round(steps * WARMUP))
-        sgd = optax.sgd(optax.linear_schedule(0.0, LEARNING_RATE, warmup), MOMENTUM)
-        run_chunk = jax.jit(lambda carry, xs: lax.scan(self._step_with(method, sgd), carry, xs))
+        sgd = _sgd(steps)
+        run_chunk = jax.jit(lambda carry, xs: lax.scan(self.step_with(method, sgd), carry, xs))
         carry = (self.params, method.init(self.params), sgd.init(self.params))
-        rng = np.random.default_rng(self.seed)
+        batches = self.batches(steps)
         evals, held_out, records = [1], [self.evaluate(self.params)], []
         for done in range(0, steps, CHUNK):
-            shape = (min(CHUNK, steps - done), BATCH)
-            starts = rng.integers(len(self.train_text) - LENGTH, size=shape, dtype=np.int32)
+            starts = batches[done : done + CHUNK]
             carry, record = run_chunk(carry, starts)
             records.append(jax.device_get(record))
             evals.append(done + len(starts) + 1)
@@ -130,9 +129,17 @@ class Task:
         loss, norm, clipped = map(np.concatenate, zip(*records, strict=True))
         return History(loss, norm, clipped, np.asarray(evals), np.asarray(held_out))
 
-    def _step_with(
+    def batches(self, steps: int) -> np.ndarray[Any, Any]:
+        """Where the windows of each step start: int32[steps, windows]."""
+        rng = np.random.default_rng(self.seed)
+        last = len(self.train_text) - LENGTH
+        return rng.integers(last, size=(steps, BATCH), dtype=np.int32)
+
+    def step_with(
         self, method: optax.GradientTransformationExtraArgs, sgd: optax.GradientTransformation
     ) -> Callable[[PyTree, Array], tuple[PyTree, tuple[Array, Array, Array]]]:
+        """A training step from `(params, method's state, sgd's state)` and its windows' starts."""
+
         def step(carry: PyTree, starts: Array) -> tuple[PyTree, tuple[Array, Array, Array]]:
             params, method_state, sgd_state = carry
             batch = _windows(self.train_text, starts)
@@ -149,6 +156,31 @@ class Task:
         logits = nnx.merge(self.graph, params)(windows[:, :-1])
         targets = windows[:, 1:]
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def sweep_functions(
+    task: Task, steps: int
+) -> tuple[
+    Callable[[Array], PyTree], Callable[..., tuple[PyTree, Array, Array]], np.ndarray[Any, Any]
+]:
+    """What `optaxclip.tuning.sweep` takes to train the task's network: `init_fn, step_fn, data`."""
+    sgd = _sgd(steps)
+
+    def init_fn(key: Array) -> PyTree:
+        params = nnx.split(CharRNN(nnx.Rngs(key)))[1]
+        return params, clip_by_global_norm(1.0).init(params), sgd.init(params)
+
+    def step_fn(state: PyTree, starts: Array, limit: Array) -> tuple[PyTree, Array, Array]:
+        step = task.step_with(clip_by_global_norm(limit), sgd)
+        state, (loss, norm, _) = step(state, starts)
+        return state, loss, norm
+
+    return init_fn, step_fn, task.batches(steps)
+
+
+def _sgd(steps: int) -> optax.GradientTransformation:
+    warmup = max(1, round(steps * WARMUP))
+    return optax.sgd(optax.linear_schedule(0.0, LEARNING_RATE, warmup), MOMENTUM)
 
 
 def _windows(text: Array, starts: jax.typing.ArrayLike) -> Array:

@@ -56,10 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what to compare with '{UNCLIPPED}' (default: {' '.join(DEFAULT_METHODS)})",
     )
     parser.add_argument(
-        "--steps", type=_whole(1, 10**6), default=600, metavar="N", help="default: 600"
+        "--steps", type=whole(1, 10**6), default=600, metavar="N", help="default: 600"
     )
     parser.add_argument(
-        "--seed", type=_whole(0, 2**32 - 1), default=0, metavar="N", help="default: 0"
+        "--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="default: 0"
     )
     parser.add_argument(
         "--out", type=Path, default=Path(), metavar="DIR", help="for the picture; by default here"
@@ -68,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, prints the table, writes the picture; returns the exit code."""
-    text = _read(args.text)
-    out = _writable(args.out)
+    text = read_text(args.text)
+    out = writable(args.out)
     histories = _train(text, dict.fromkeys([UNCLIPPED, *args.methods]), args.steps, args.seed)
     _print_table(histories)
     path = out / PICTURE
@@ -136,7 +136,7 @@ def _draw(histories: "Mapping[str, History]", path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _read(path: Path | None) -> str:
+def read_text(path: Path | None) -> str:
     """The text of a file, or of Python's own help topics."""
     from optaxclip._demo_task import MIN_CHARACTERS
 
@@ -161,7 +161,7 @@ def _help_topics() -> str:
     return "\n".join(topics.values())
 
 
-def _writable(directory: Path) -> Path:
+def writable(directory: Path) -> Path:
     """The directory, made if there is none; tried out now, not when the training is over."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,9 @@ def _writable(directory: Path) -> Path:
     return directory
 
 
-def _whole(least: int, most: int) -> Callable[[str], int]:
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """The type of an argument that is a whole number in a range."""
+
     def parse(text: str) -> int:
         try:
             number = int(text)

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.typing import ArrayLike
 
+from optaxclip._limit_plots import norm_heatmap as norm_heatmap
+from optaxclip._limit_plots import norm_histogram as norm_histogram
+from optaxclip._limit_plots import norms_over_steps as norms_over_steps
+from optaxclip._limit_plots import sweep_curve as sweep_curve
+from optaxclip._plot_style import COLORS as COLORS
+from optaxclip._plot_style import STYLES as STYLES
+from optaxclip._plot_style import finished, new_axes
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
-
-# Okabe and Ito's palette, which colour-blind readers can tell apart, without its yellow.
-COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-# For print in grey. As 4 and 7 have no common factor, a pair comes again only after 28 lines.
-STYLES = ("-", "--", "-.", ":")
 
 
 def loss_curves(
@@ -43,7 +46,7 @@ def loss_curves(
       >>> print(ax.get_ylabel())
       loss
     """
-    axes = _axes(ax)
+    axes = new_axes(ax)
     arrays = [np.asarray(values) for values in losses.values()]
     finite = [y[np.isfinite(y)] for y in arrays if np.isfinite(y).any()]
     if finite:
@@ -52,7 +55,7 @@ def loss_curves(
         axes.set_ylim(bottom - margin, top + margin)
     _lines(axes, losses, steps)
     axes.set_ylabel("loss")
-    return _finish(axes, legend=ax is None)
+    return finished(axes, legend=ax is None)
 
 
 def norm_curves(
@@ -77,13 +80,36 @@ def norm_curves(
       >>> print(ax.get_yscale())
       log
     """
-    axes = _axes(ax)
+    axes = new_axes(ax)
     axes.set_yscale("log")
     _lines(axes, norms, steps)
     if limit is not None:
         axes.axhline(limit, color="0.4", linewidth=1.0, label=f"limit {limit:g}")
     axes.set_ylabel("gradient norm")
-    return _finish(axes, legend=ax is None)
+    return finished(axes, legend=ax is None)
+
+
+def before_after(
+    before: ArrayLike,
+    after: ArrayLike,
+    steps: ArrayLike | None = None,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """The losses of a run without clipping and of the same run with it, as `loss_curves`.
+
+    Args:
+      before: without clipping, float[n].
+      after: with clipping, float[n].
+      steps: the step of each loss, int[n]; 1, 2, ... if None.
+      ax: where to draw.
+
+    Example:
+      >>> from optaxclip import plots
+      >>> ax = plots.before_after([3.0, 9.0, float("nan")], [3.0, 2.5, 2.0])
+      >>> print([text.get_text() for text in ax.get_legend().get_texts()])
+      ['without clipping', 'with clipping', 'not finite']
+    """
+    return loss_curves({"without clipping": before, "with clipping": after}, steps, ax)
 
 
 def side_by_side(columns: int = 2) -> "Figure":
@@ -110,12 +136,12 @@ def shared_legend(figure: "Figure") -> None:
     )
 
 
-def _axes(ax: "Axes | None") -> "Axes":
-    if ax is not None:
-        return ax
-    from matplotlib import pyplot as plt
-
-    return plt.subplots(layout="constrained")[1]
+def legends_below(figure: "Figure") -> None:
+    """A legend of its own below each axes of the figure."""
+    for ax in figure.axes:
+        handles, labels = ax.get_legend_handles_labels()
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
+        ax.legend(handles, labels, ncols=2, frameon=False, **place)
 
 
 def _lines(ax: "Axes", series: Mapping[str, ArrayLike], steps: ArrayLike | None) -> None:
@@ -147,13 +173,3 @@ def _cross(
         rise.update_from(like)
         rise.set(label="_", marker="X", markevery=[-1], markersize=11, clip_on=False)
         rise.set(markeredgecolor="white", linestyle="-")
-
-
-def _finish(ax: "Axes", *, legend: bool) -> "Axes":
-    ax.set_xlabel("step")
-    ax.grid(color="0.9")
-    ax.set_axisbelow(True)
-    ax.spines[["top", "right"]].set_visible(False)
-    if legend:
-        ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    return ax

@@ -46,10 +46,19 @@ LAYERS = [
     "windowed",
     "wrappers",
     "monitor",
+    "_norm_files",
+    "_norm_stats",
+    "_suggest",
+    "_sweep",
+    "tuning",
+    "_plot_style",
+    "_limit_plots",
     "plots",
     "optaxclip",
     "_demo_task",
     "demo",
+    "_command_suggest",
+    "_command_sweep",
     "__main__",
 ]
 
@@ -61,6 +70,7 @@ PUBLIC = {
     "clip_by clip_tree",
     "ops": "global_norm clip_by_value clip_by_norm clip_by_average_norm clip_by_global_norm",
     "scopes": "leaf axes unit group tree",
+    "tuning": "suggest sweep",
     "thresholds": "constant schedule relative_to_params percentile median zscore ema quantile",
 }
 # A name leaves this list when it is written.
@@ -169,7 +179,7 @@ def test_nothing_else_is_public():
 
 
 @pytest.mark.parametrize(
-    "namespace", ["ops", "norms", "scopes", "thresholds", "responses", "monitor", "plots"]
+    "namespace", ["ops", "norms", "scopes", "thresholds", "responses", "monitor", "tuning", "plots"]
 )
 def test_namespaces_come_with_the_package(namespace):
     assert inspect.ismodule(vars(optaxclip)[namespace])
