@@ -14,7 +14,8 @@ from jax.typing import ArrayLike
 
 from optaxclip._norm_files import read_norms
 from optaxclip._norm_stats import Floats, Regime, Shape, shape_of
-from optaxclip.adaptive import autoclip, clip_by_window_norm, zclip
+from optaxclip.adaptive import zclip
+from optaxclip.windowed import autoclip, clip_by_window_norm
 
 LEAST_NORMS, ENOUGH_NORMS = 10, 100
 PERCENTILES = (90, 95, 99)
