@@ -13,7 +13,7 @@ from jax import Array, lax
 
 import optaxclip._collectives as collectives
 from optaxclip._collectives import Axes
-from optaxclip._groups import Groups
+from optaxclip._groups import Groups, broadcast_over, largest_of
 from optaxclip._numerics import power_of_two_below
 from optaxclip.norms import Norm
 from optaxclip.scopes import Slot
@@ -27,12 +27,12 @@ def norms_across(groups: Groups) -> tuple[list[Array], list[Array]]:
     """
     norm = groups.norm
     if norm.is_max:
-        mantissas = _over_devices(groups, groups.reduced(groups.arrays), by_max=True)
+        mantissas = _over_devices(groups, groups.reduced(groups.entries()), by_max=True)
         return mantissas, [jnp.ones_like(mantissa) for mantissa in mantissas]
     if norm.degree not in (1, 2):
-        largest = _over_devices(groups, groups.largest_of_leaves(), by_max=True)
-        units = [power_of_two_below(x) for x in largest]
-        totals = _over_devices(groups, groups.reduced(groups.divided(units)))
+        largest = groups.largest()
+        units = [power_of_two_below(x) for x in _over_devices(groups, largest, by_max=True)]
+        totals = _over_devices(groups, groups.reduced(groups.divided(units, largest)))
         return groups.norms(totals), units
     scaled = _over_devices(groups, _at_three_scales(groups), scales=(3,))
     slots = zip(scaled, groups.bounds(), strict=True)
@@ -42,7 +42,7 @@ def norms_across(groups: Groups) -> tuple[list[Array], list[Array]]:
 
 def _at_three_scales(groups: Groups) -> list[Array]:
     """For each leaf `[3, ...]`, its total of entries as they are, divided and multiplied by far."""
-    totals = groups.reduced(groups.arrays)
+    totals = groups.reduced(groups.entries())
     bounds, slots = groups.bounds(), groups.grouping.slot_of_leaf()
     pairs = zip(totals, slots, strict=True)
     units = [groups.norm.rescaling(total, bounds[slot]) for total, slot in pairs]
@@ -66,9 +66,9 @@ def _rescued(
     """The totals of some leaves, of entries divided by the units if one of these is not 1."""
 
     def rescaled() -> list[Array]:
-        leaves = ((groups.arrays[i], units[i], groups.axes[i]) for i in alike)
+        leaves = ((groups.entries_of(i), units[i], groups.axes[i]) for i in alike)
         return [
-            groups.norm.reduce(x / lax.expand_dims(unit, axes).astype(x.dtype), axes)
+            groups.norm.reduce(x / broadcast_over(unit, axes).astype(x.dtype), axes)
             for x, unit, axes in leaves
         ]
 
@@ -109,7 +109,7 @@ def _over_devices(
     """
     slots = groups.grouping.slots
     combine = collectives.largest if by_max else collectives.total
-    join = functools.partial(functools.reduce, jnp.maximum) if by_max else groups.norm.join
+    join = largest_of if by_max else groups.norm.join
     scalar = [n for n, slot in enumerate(slots) if slot.shape == () and slot.members]
     everywhere = Axes().union(*(groups.split[i] for n in scalar for i in slots[n].members))
 

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,8 @@ class Groups(NamedTuple):
     """Leaves ready to be reduced.
 
     Attributes:
-      arrays: the entries of each leaf, in the dtype in which they are summed.
+      leaves: floating or complex arrays, or `BCOO`.
+      wide: whether entries are summed in float64; in float32 otherwise.
       axes: for each leaf, the axes to reduce.
       split: for each leaf, the axes of the mesh over which the entries of a group are split.
       sizes: for each slot, how many entries share one norm; symbolic if shapes are.
@@ -34,7 +35,8 @@ class Groups(NamedTuple):
       norm: the norm.
     """
 
-    arrays: list[Array]
+    leaves: list[Any]
+    wide: bool
     axes: list[tuple[int, ...]]
     split: list[Axes]
     sizes: list[Any]
@@ -45,10 +47,9 @@ class Groups(NamedTuple):
     def of(cls, leaves: list[Any], grouping: Grouping, norm: Norm) -> "Groups":
         """The leaves of a tree, or of what one device holds of it."""
         wide = has_wide_leaves([leaf.dtype for leaf in leaves])
-        arrays = [_entries(leaf, wide=wide) for leaf in leaves]
         axes = [
-            tuple(range(array.ndim)) if is_sparse(leaf) else reduced
-            for leaf, array, reduced in zip(leaves, arrays, grouping.axes, strict=True)
+            tuple(range(leaf.data.ndim)) if is_sparse(leaf) else reduced
+            for leaf, reduced in zip(leaves, grouping.axes, strict=True)
         ]
         split = split_over(leaves, grouping)
         counts = [
@@ -56,7 +57,18 @@ class Groups(NamedTuple):
             for leaf, reduced, over in zip(leaves, grouping.axes, split, strict=True)
         ]
         sizes = [sum(counts[i] for i in slot.members) for slot in grouping.slots]
-        return cls(arrays, axes, split, sizes, grouping, norm)
+        return cls(leaves, wide, axes, split, sizes, grouping, norm)
+
+    def entries(self) -> list[Array]:
+        """The entries of each leaf, in the dtype in which they are summed.
+
+        Converted where they are used: what a branch takes from outside would be stored.
+        """
+        return [self.entries_of(i) for i in range(len(self.leaves))]
+
+    def entries_of(self, leaf: int) -> Array:
+        """The same for one of the leaves."""
+        return _entries(self.leaves[leaf], wide=self.wide)
 
     def reduced(self, arrays: list[Array]) -> list[Array]:
         """The totals of each leaf, of these entries."""
@@ -75,23 +87,22 @@ class Groups(NamedTuple):
         counts = [_at_least_one(size) for size in self.sizes]
         return [_finish(*slot, norm=self.norm) for slot in zip(totals, counts, strict=True)]
 
-    def divided(self, units: list[Array]) -> list[Array]:
-        """The entries divided by their groups' units."""
-        leaves = zip(self.arrays, self.grouping.slot_of_leaf(), self.axes, strict=True)
-        return [
-            array / lax.expand_dims(units[slot], reduced).astype(array.dtype)
-            for array, slot, reduced in leaves
-        ]
+    def divided(self, units: list[Array], sizes: list[Array]) -> list[Array]:
+        """The entries divided by their groups' units.
+
+        Args:
+          units: for each slot.
+          sizes: for each leaf any numbers of at least 0 and of its norms' shape, different for each
+            leaf: XLA would compute what leaves of equal shapes are divided by once, and store it.
+        """
+        slots = self.grouping.slot_of_leaf()
+        own = [jnp.where(x < 0, 1, units[slot]) for x, slot in zip(sizes, slots, strict=True)]
+        leaves = zip(self.entries(), own, self.axes, strict=True)
+        return [x / broadcast_over(unit, axes).astype(x.dtype) for x, unit, axes in leaves]
 
     def largest(self) -> list[Array]:
-        """The largest real or imaginary part in each group; constant for differentiation."""
-        return self.joined(
-            self.largest_of_leaves(), lambda members: functools.reduce(jnp.maximum, members)
-        )
-
-    def largest_of_leaves(self) -> list[Array]:
-        """The same for the groups of each leaf."""
-        still = lax.stop_gradient([jnp.stack(real_parts(array)) for array in self.arrays])
+        """For each leaf the largest real or imaginary parts; constant for differentiation."""
+        still = lax.stop_gradient([jnp.stack(real_parts(array)) for array in self.entries()])
         leaves = zip(still, self.axes, strict=True)
         return [
             jnp.max(jnp.abs(array), axis=(0, *(axis + 1 for axis in reduced)), initial=0)
@@ -122,6 +133,16 @@ class Groups(NamedTuple):
 @functools.partial(jax.jit, static_argnames="norm")
 def _finish(total: Array, count: Array, *, norm: Norm) -> Array:
     return norm.finish(total, jnp.asarray(count).astype(total.dtype))
+
+
+def largest_of(arrays: Sequence[Array]) -> Array:
+    """The largest numbers of arrays of one shape."""
+    return functools.reduce(jnp.maximum, arrays)
+
+
+def broadcast_over(x: Array, axes: tuple[int, ...]) -> Array:
+    """`x` with axes of size 1 where a leaf has those that it lacks."""
+    return lax.expand_dims(x, axes) if x.ndim else x
 
 
 def _entries(leaf: Any, *, wide: bool) -> Array:

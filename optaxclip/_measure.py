@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 import optaxclip._collectives as collectives
 from optaxclip._across import norms_across
 from optaxclip._exact import refined_root
-from optaxclip._groups import Groups
+from optaxclip._groups import Groups, largest_of
 from optaxclip._numerics import power_of_two_below, rounding_slack
 from optaxclip._placement import known_shardings, norm_spec
 from optaxclip.norms import Norm
@@ -84,13 +84,14 @@ def _measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured
 def _norms(groups: Groups) -> tuple[list[Array], list[Array]]:
     """Mantissas and units of what is here."""
     if groups.norm.is_max:
-        mantissas = groups.totals(groups.arrays)
+        mantissas = groups.totals(groups.entries())
         return mantissas, [jnp.ones_like(mantissa) for mantissa in mantissas]
     if groups.norm.degree in (1, 2):
         return _rescued(groups)
     # Higher powers leave the range too easily for thresholds: always rescale.
-    units = [power_of_two_below(largest) for largest in groups.largest()]
-    return groups.norms(groups.totals(groups.divided(units))), units
+    largest = groups.largest()
+    units = [power_of_two_below(x) for x in groups.joined(largest, largest_of)]
+    return groups.norms(groups.totals(groups.divided(units, largest))), units
 
 
 def already_measured(norm: Array, size: Any) -> list[Measured]:
@@ -107,7 +108,8 @@ def already_measured(norm: Array, size: Any) -> list[Measured]:
 
 def _rescued(groups: Groups) -> tuple[list[Array], list[Array]]:
     """Mantissas and units, with a second look at the groups that left the range of their dtype."""
-    totals = groups.totals(groups.arrays)
+    parts = groups.reduced(groups.entries())
+    totals = groups.joined(parts, groups.norm.join)
     slots = zip(totals, groups.bounds(), strict=True)
     units = [_rescaling(total, bound, norm=groups.norm) for total, bound in slots]
 
@@ -115,7 +117,7 @@ def _rescued(groups: Groups) -> tuple[list[Array], list[Array]]:
         return groups.norms(totals)
 
     def rescaled() -> list[Array]:
-        again = groups.norms(groups.totals(groups.divided(units)))
+        again = groups.norms(groups.totals(groups.divided(units, parts)))
         # Groups that stayed in range keep their norm bit for bit.
         return [_either(*slot) for slot in zip(units, plain(), again, strict=True)]
 
@@ -155,7 +157,7 @@ def _measured(
     slack = jnp.asarray(rounding_slack(size, mantissa.dtype)).astype(mantissa.dtype)
     if not is_refined or groups.norm.weight is None:
         return Measured(mantissa, unit, slack)
-    members = [groups.arrays[i] for i in slot.members]
+    members = [groups.entries_of(i) for i in slot.members]
     weight = groups.norm.weight(size)
     mantissa, error = refined_root(mantissa, unit, members, weight=weight)
     return Measured(mantissa, unit, slack, error)

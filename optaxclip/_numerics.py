@@ -1,5 +1,6 @@
 """Number formats: what to accumulate in, how to stay finite, how to round."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -102,13 +103,68 @@ def straight_through(value: Array, like: Array) -> Array:
     return lax.stop_gradient(value) + (finite - lax.stop_gradient(finite))
 
 
-def round_to(x: Array, dtype: jnp.dtype, *, toward_zero: bool) -> Array:
+@jax.custom_jvp
+def widened(x: Array) -> Array:
+    """`x` in its accumulation dtype, exactly.
+
+    Of bfloat16 by its bit pattern: a conversion would be shared with others of the same array, and
+    its result stored.
+    """
+    wide = accumulation_dtype(x.dtype)
+    if x.dtype != jnp.bfloat16:
+        return x.astype(wide)
+    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+    return lax.bitcast_convert_type(bits << jnp.uint32(16), wide)
+
+
+@widened.defjvp
+def _widened_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    wide = widened(*primals)
+    return wide, tangents[0].astype(wide.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def round_to(x: Array, dtype: jnp.dtype, toward_zero: bool) -> Array:
     """Converts to `dtype`, to nearest or, with `toward_zero`, never away from zero."""
+    if dtype == jnp.bfloat16 and x.dtype == jnp.float32:
+        return _rounded_bits(x, toward_zero)
     y = x.astype(dtype)
     if not toward_zero or y.dtype == x.dtype:
         return y
     over = jnp.abs(y.astype(x.dtype)) > jnp.abs(x)
-    return straight_through(jnp.where(over, next_toward_zero(y), y), y)
+    return jnp.where(over, next_toward_zero(y), y)
+
+
+@round_to.defjvp
+def _round_to_jvp(
+    dtype: jnp.dtype, toward_zero: bool, primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
+    return round_to(*primals, dtype, toward_zero), tangents[0].astype(dtype)
+
+
+def _rounded_bits(x: Array, toward_zero: bool) -> Array:
+    """float32 to bfloat16 on the bit pattern, which unlike a conversion fuses with what follows."""
+    bits, half = lax.bitcast_convert_type(x, jnp.uint32), jnp.uint32(16)
+    if not toward_zero:
+        # To nearest, of two the even one.
+        bits = bits + jnp.uint32(0x7FFF) + ((bits >> half) & jnp.uint32(1))
+    # The payload of a NaN may be in the bits that are lost.
+    bits = jnp.where(jnp.isnan(x), jnp.uint32(0x7FC00000), bits)
+    return lax.bitcast_convert_type((bits >> half).astype(jnp.uint16), jnp.bfloat16)
+
+
+@jax.custom_jvp
+def chosen(flag: Array, x: Array, y: Array) -> Array:
+    """`x` where `flag`, else `y`; of bfloat16 by the bit patterns, as in `widened`."""
+    if x.dtype != jnp.bfloat16:
+        return jnp.where(flag, x, y)
+    bits = [lax.bitcast_convert_type(z, jnp.uint16) for z in (x, y)]
+    return lax.bitcast_convert_type(jnp.where(flag, *bits), jnp.bfloat16)
+
+
+@chosen.defjvp
+def _chosen_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    return chosen(*primals), jnp.where(primals[0], tangents[1], tangents[2])
 
 
 def match_weak_type(x: Array, like: Array) -> Array:

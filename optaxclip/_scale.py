@@ -8,15 +8,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from optaxclip._exact import product_toward_zero, refined_quotient
+from optaxclip._groups import broadcast_over
 from optaxclip._measure import Measured
 from optaxclip._numerics import (
-    accumulation_dtype,
+    chosen,
     match_weak_type,
     power_of_two_below,
     promoted,
     real_parts,
     round_to,
     safe_divide,
+    widened,
 )
 from optaxclip._trees import is_sparse, with_data
 from optaxclip._types import NonFinite
@@ -30,7 +32,7 @@ class Multiplier(NamedTuple):
       before: a power of two that takes entries to where no product is subnormal; 1 mostly.
       quotient: the factor divided by `before`, and by `after` if there is one.
       is_identity: where the group is left as it is, bit for bit.
-      is_zero: where the group is replaced by zeros, whatever it holds.
+      is_zero: where the group is replaced by zeros, whatever it holds, if that is the policy.
       exact: in small groups, whose products are rounded toward zero, what the quotient lacks and
         a power of two to multiply by in the end.
     """
@@ -38,7 +40,7 @@ class Multiplier(NamedTuple):
     before: Array
     quotient: Array
     is_identity: Array
-    is_zero: Array
+    is_zero: Array | None
     exact: tuple[Array, Array] | None
 
     @property
@@ -87,7 +89,7 @@ def multiplier(
     else:
         exact = refined_quotient(quotient, new, mantissa, measured.error), unless_kept(after, 1)
         quotient = unless_kept(quotient, replacement)
-    is_zero = bad if nonfinite == "zero" else jnp.zeros_like(bad)
+    is_zero = bad if nonfinite == "zero" else None
     return Multiplier(before, quotient, keep, is_zero, exact)
 
 
@@ -129,21 +131,20 @@ def scale(leaf: Any, by: Multiplier, axes: tuple[int, ...], *, strict: bool) -> 
 # Compiled by itself so that leaves of equal shapes are traced once.
 @functools.partial(jax.jit, static_argnames=("axes", "strict"))
 def _scale_array(x: Array, by: Multiplier, *, axes: tuple[int, ...], strict: bool) -> Array:
-    by = jax.tree.map(lambda field: lax.expand_dims(field, axes), by)
+    by = jax.tree.map(lambda field: broadcast_over(field, axes), by)
     parts = [_product(part, by, strict=strict) for part in real_parts(x)]
     scaled = lax.complex(*parts) if jnp.iscomplexobj(x) else parts[0]
-    scaled = jnp.where(by.is_zero, jnp.zeros_like(scaled), scaled)
-    return match_weak_type(jnp.where(by.is_identity, x, scaled), x)
+    if by.is_zero is not None:
+        scaled = jnp.where(by.is_zero, jnp.zeros_like(scaled), scaled)
+    return match_weak_type(chosen(by.is_identity, x, scaled), x)
 
 
 def _product(x: Array, by: Multiplier, *, strict: bool) -> Array:
-    wide, before, quotient = promoted(
-        [x.astype(accumulation_dtype(x.dtype)), by.before, by.quotient]
-    )
+    wide, before, quotient = promoted([widened(x), by.before, by.quotient])
     wide = wide * before
     if by.exact is None:
         product = wide * quotient
     else:
         correction, after = (field.astype(wide.dtype) for field in by.exact)
         product = product_toward_zero(wide, quotient, correction) * after
-    return round_to(product, x.dtype, toward_zero=strict)
+    return round_to(product, x.dtype, strict)
