@@ -1,0 +1,268 @@
+"""The engine lifted over examples: one clip for each example of a batch, and the sum of them.
+
+The axis of the examples is lifted into the grouping, not mapped over: every group becomes one group
+for each example. So the norms of a whole batch are one reduction of each leaf, the rescue of
+norms out of range stays a branch, and scopes and responses are the engine's own.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.core import Tracer
+
+from optaxclip._exact import refined_root
+from optaxclip._measure import Measured, measure
+from optaxclip._numerics import accumulation_dtype, real_parts, safe_divide
+from optaxclip._scale import Multiplier, multiplier, scale
+from optaxclip._types import NormTree
+from optaxclip.norms import l2
+from optaxclip.per_example.bounds import GroupLimits, small_slots
+from optaxclip.responses import Response
+from optaxclip.scopes import Grouping
+
+
+class Sums(NamedTuple):
+    """What a batch of examples adds up to.
+
+    Attributes:
+      leaves: the clipped sums of the measured leaves, float32 or wider.
+      num_clipped: int32, of how many examples each group exceeded its limit, as limit rules see it.
+      num_unclipped: int32[], examples that count and had no group above its limit.
+      num_dropped: int32[], examples that are no padding and contributed nothing.
+      norms: like `num_clipped`, with a leading axis of examples; 0 for padding.
+    """
+
+    leaves: list[Array]
+    num_clipped: NormTree
+    num_unclipped: Array
+    num_dropped: Array
+    norms: NormTree
+
+
+def clipped_sums(
+    leaves: list[Any],
+    limits: list[GroupLimits],
+    is_padding: Array,
+    *,
+    grouping: Grouping,
+    response: Response,
+) -> Sums:
+    """Clips each example and sums what is left.
+
+    Args:
+      leaves: floating or complex arrays `[examples, ...]`.
+      limits: for each slot of the grouping, those of one example's groups.
+      is_padding: bool `[examples]`, what counts for nothing.
+      grouping: the groups of one example.
+      response: the new norms; cut off at the limits, whatever it returns.
+    """
+    operands = ([jnp.asarray(leaf) for leaf in leaves], limits, is_padding)
+    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
+    run = _clipped_sums if is_traced else _compiled
+    return run(*operands, grouping=grouping, response=response)
+
+
+def _clipped_sums(
+    leaves: list[Array],
+    limits: list[GroupLimits],
+    is_padding: Array,
+    *,
+    grouping: Grouping,
+    response: Response,
+) -> Sums:
+    # Widened, as a product rounded to a narrow dtype could take an example above its limit.
+    leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
+    measured = _measured(leaves, grouping, is_padding.size)
+    slots = list(zip(measured, limits, strict=True))
+    multipliers = [_multiplier(*slot, response=_Bounded(response)) for slot in slots]
+    # An example is dropped as a whole, so that no group betrays that another was not finite.
+    is_bad = _any([~jnp.isfinite(by.quotient) for by in multipliers], is_padding)
+    counts = ~is_bad & ~is_padding
+    above = [
+        (slot.norm > limit.high.astype(slot.norm.dtype)) & _beside(counts, slot.norm)
+        for slot, limit in slots
+    ]
+    norms = [jnp.where(_beside(is_padding, slot.norm), 0, slot.norm) for slot in measured]
+    pack = jax.vmap(grouping.pack)
+    return Sums(
+        leaves=_totals(leaves, [_only(counts, by) for by in multipliers], grouping),
+        num_clipped=jax.tree.map(_count, pack(above)),
+        num_unclipped=_count(counts & ~_any(above, is_padding)),
+        num_dropped=_count(is_bad & ~is_padding),
+        norms=pack(norms),
+    )
+
+
+def sum_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """The dtype in which leaves of `dtype` are summed: that of complex ones, else float32 or 64."""
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    return jnp.dtype(dtype) if is_complex else accumulation_dtype(dtype)
+
+
+_compiled = jax.jit(_clipped_sums, static_argnames=("grouping", "response"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bounded:
+    """A response whose new norm never exceeds the target."""
+
+    response: Response
+
+    def __call__(self, norm: Array, trigger: Array, target: Array) -> Array:
+        return jnp.minimum(self.response(norm, trigger, target), target)
+
+
+def _lifted(grouping: Grouping, examples: int) -> Grouping:
+    """The same groups for each example, whose axis comes first."""
+    slots = tuple(
+        dataclasses.replace(slot, shape=(examples, *slot.shape)) for slot in grouping.slots
+    )
+    axes = tuple(tuple(axis + 1 for axis in reduced) for reduced in grouping.axes)
+    return dataclasses.replace(grouping, slots=slots, axes=axes)
+
+
+def _measured(leaves: list[Array], grouping: Grouping, examples: int) -> list[Measured]:
+    """The norms of each slot's groups `[examples, ...]`, those of small groups to more digits."""
+    measured = measure(leaves, _lifted(grouping, examples), l2)
+    for i in small_slots(grouping, [math.prod(leaf.shape[1:]) for leaf in leaves]):
+        members = [leaves[member] for member in grouping.slots[i].members]
+        refine = jax.vmap(functools.partial(refined_root, weight=1))
+        mantissa, error = refine(measured[i].mantissa, measured[i].unit, members)
+        measured[i] = measured[i]._replace(mantissa=mantissa, error=error)
+    return measured
+
+
+def _multiplier(measured: Measured, limits: GroupLimits, *, response: Response) -> Multiplier:
+    norm = measured.norm
+    high, low = (jnp.broadcast_to(x.astype(norm.dtype), norm.shape) for x in limits)
+    if measured.error is None:
+        # The engine lowers factors against rounding. Here the limit is lowered instead, so that an
+        # example whose norm was rounded down to the limit is not let through either.
+        slack = measured.slack + jnp.finfo(norm.dtype).eps
+        lowered = high * (1 - slack) + low
+        exact = measured._replace(slack=jnp.zeros_like(slack))
+        return multiplier(exact, lowered, lowered, response=response, nonfinite="nan")
+    by = multiplier(measured, high, high, response=response, nonfinite="nan")
+    return _below(by, measured, measured.error, high, low)
+
+
+def _below(by: Multiplier, measured: Measured, error: Array, high: Array, low: Array) -> Multiplier:
+    """A multiplier of small groups for the limit `high + low`, to more digits than it was made."""
+    is_over = (measured.norm - high) + measured.norm * error > low
+    correction = jnp.zeros_like(error) if by.correction is None else by.correction
+    correction = jnp.where(by.is_identity, correction / measured.unit, correction)
+    correction = correction + by.quotient * safe_divide(low, high, 0)
+    return by._replace(is_identity=by.is_identity & ~is_over, correction=correction)
+
+
+def _only(counts: Array, by: Multiplier) -> Multiplier:
+    """The multiplier, with zero for examples that do not count."""
+    counts = _beside(counts, by.quotient)
+    return by._replace(
+        quotient=jnp.where(counts, by.quotient, 0),
+        is_identity=by.is_identity & counts,
+        is_zero=~counts,
+    )
+
+
+def _totals(leaves: list[Array], slots: list[Multiplier], grouping: Grouping) -> list[Array]:
+    """The sums over the examples of each leaf times its multiplier."""
+    if not leaves or leaves[0].shape[0] == 0:
+        return [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+    by_leaf = [slots[slot] for slot in grouping.slot_of_leaf()]
+    axes = grouping.axes
+    # XLA fuses product and sum on accelerators; on CPU it would store the products.
+    return lax.platform_dependent(
+        leaves,
+        by_leaf,
+        cpu=functools.partial(_on_cpu, axes=axes),
+        default=functools.partial(_fused, axes=axes),
+    )
+
+
+def _fused(
+    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
+) -> list[Array]:
+    return [
+        jnp.sum(scale(leaf, by, tuple(axis + 1 for axis in reduced), strict=False), axis=0)
+        for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True)
+    ]
+
+
+def _on_cpu(
+    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
+) -> list[Array]:
+    is_plain = [jnp.all(~by.is_zero & (by.inverse_unit == 1)) for by in multipliers]
+    return lax.cond(
+        functools.reduce(jnp.logical_and, is_plain),
+        functools.partial(_products, axes=axes),
+        functools.partial(_one_by_one, axes=axes),
+        leaves,
+        multipliers,
+    )
+
+
+def _products(
+    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
+) -> list[Array]:
+    """Matrix products, right where nothing is dropped or out of range."""
+    return [
+        _product(leaf, by.quotient, reduced)
+        if by.correction is None
+        else _fused([leaf], [by], axes=(reduced,))[0]
+        for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True)
+    ]
+
+
+def _product(leaf: Array, factor: Array, reduced: tuple[int, ...]) -> Array:
+    kept = [axis + 1 for axis in range(leaf.ndim - 1) if axis not in reduced]
+    parts = [
+        jnp.einsum(
+            factor.astype(part.dtype),
+            [0, *kept],
+            part,
+            list(range(leaf.ndim)),
+            list(range(1, leaf.ndim)),
+            precision=lax.Precision.HIGHEST,
+        )
+        for part in real_parts(leaf)
+    ]
+    return lax.complex(*parts) if jnp.iscomplexobj(leaf) else parts[0]
+
+
+def _one_by_one(
+    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
+) -> list[Array]:
+    """Example after example, which needs no second copy of the batch."""
+
+    def scaled(i: Array | int) -> list[Array]:
+        example, by_leaf = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), (leaves, multipliers)
+        )
+        pairs = zip(example, by_leaf, axes, strict=True)
+        return [scale(leaf, by, reduced, strict=False) for leaf, by, reduced in pairs]
+
+    def add(i: Array, totals: list[Array]) -> list[Array]:
+        return jax.tree.map(jnp.add, totals, scaled(i))
+
+    return lax.fori_loop(1, leaves[0].shape[0], add, scaled(0))
+
+
+def _beside(flags: Array, like: Array) -> Array:
+    """Flags of examples, with axes for the groups of each."""
+    return lax.expand_dims(flags, range(1, like.ndim))
+
+
+def _any(flags: list[Array], like: Array) -> Array:
+    """Whether an example has the flag anywhere."""
+    each = [jnp.any(flag, axis=tuple(range(1, flag.ndim))) for flag in flags]
+    return functools.reduce(jnp.logical_or, each, jnp.zeros_like(like))
+
+
+def _count(flags: Array) -> Array:
+    return jnp.sum(flags, axis=0, dtype=jnp.int32)
