@@ -1,7 +1,7 @@
 """Per-example clipping, on which private training (DP-SGD) rests.
 
-Every scope and response of the engine, lifted over the examples of a batch: `clip_sum` for gradients
-that have an axis of examples, `clipped_grad` to compute them a microbatch at a time, and
+Every scope and response of the engine, lifted over the examples of a batch: `clip_sum` for
+gradients with an axis of examples, `clipped_grad` to compute them a microbatch at a time, and
 `per_example_clip_and_aggregate` as the first stage of an Optax chain.
 
   from optaxclip import per_example, scopes

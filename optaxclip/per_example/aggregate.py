@@ -10,13 +10,13 @@ import optax
 from jax import Array
 from jax.core import Tracer
 
-from optaxclip import scopes
 from optaxclip._numerics import real_parts
 from optaxclip._trees import FlatTree, flatten
 from optaxclip._types import PyTree
 from optaxclip.per_example.bounds import ExampleLimit
 from optaxclip.per_example.quantile import QuantileLimit, adjusted_noise_multiplier
 from optaxclip.per_example.sums import (
+    WHOLE_EXAMPLE,
     ExampleClip,
     number_of_examples,
     one_of,
@@ -56,7 +56,7 @@ def per_example_clip_and_aggregate(
     *,
     reduction: Reduction = "mean",
     batch_size: jax.typing.ArrayLike | None = None,
-    scope: Scope = scopes.tree(),
+    scope: Scope = WHOLE_EXAMPLE,
     response: str | Response = "clip",
     split: Literal["uniform", "size"] = "uniform",
 ) -> optax.GradientTransformationExtraArgs:
@@ -100,7 +100,7 @@ def per_example_clip_and_aggregate(
       >>> def loss_fn(w, x, y):
       ...     return (jnp.dot(w, x) - y) ** 2
       >>> private = per_example.per_example_clip_and_aggregate(1.0, noise_multiplier=1.1, key=0)
-      >>> tx = optax.chain(private, optax.adam(0.1))
+      >>> tx = optax.chain(private, optax.sgd(0.1))
       >>> w, x, y = jnp.zeros(2), jnp.ones((64, 2)), jnp.ones(64)
       >>> state = tx.init(w)
       >>> grads = jax.vmap(jax.grad(loss_fn), (None, 0, 0))(w, x, y)

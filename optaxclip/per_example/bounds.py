@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 
 from optaxclip._engine import zero_norms
@@ -82,7 +82,7 @@ def group_limits(
     bound = jnp.maximum(_as_float(limit), 0)
     sizes = [math.prod(np.shape(leaf)) for leaf in one.picked()]
     shares = _shares(grouping, sizes, split)
-    pairs = _split(bound, shares, small_slots(grouping, sizes))
+    pairs = _split(bound, shares, _order(grouping, sizes))
     slots = zip(grouping.slots, pairs, strict=True)
     filled = [[jnp.broadcast_to(x, slot.shape) for x in pair] for slot, pair in slots]
     return [GroupLimits(*pair) for pair in filled], bound
@@ -95,29 +95,40 @@ def small_slots(grouping: Grouping, sizes: list[int]) -> list[int]:
       grouping: the groups of one example.
       sizes: the number of entries of each measured leaf.
     """
-    entries = [sum(sizes[i] for i in slot.members) for slot in grouping.slots]
-    slots = enumerate(zip(grouping.slots, entries, strict=True))
+    slots = enumerate(zip(grouping.slots, _entries(grouping, sizes), strict=True))
     small = [i for i, (slot, n) in slots if slot.shape == () and 0 < n <= MOST_ENTRIES]
     return small if len(small) <= MOST_GROUPS else []
 
 
-def _split(bound: Array, shares: list[float], small: list[int]) -> list[tuple[Array, Array]]:
+def _order(grouping: Grouping, sizes: list[int]) -> tuple[list[int], int]:
+    """The small slots, and the largest one, of the others if there are others."""
+    small = small_slots(grouping, sizes)
+    others = [i for i in range(len(grouping.slots)) if i not in small]
+    entries = _entries(grouping, sizes)
+    largest = max(others or range(len(grouping.slots)), key=entries.__getitem__, default=0)
+    return small, largest
+
+
+def _split(
+    bound: Array, shares: list[float], order: tuple[list[int], int]
+) -> list[tuple[Array, Array]]:
     """Each share's root of the limit, so that no rounding adds up to more than the limit.
 
     The limits of small groups are rounded to the nearest number, as their entries are not lowered
-    against rounding; the largest other group makes up for it.
+    against rounding; the largest group makes up for it.
     """
+    small, largest = order
     pairs = [_product(bound, math.sqrt(share)) for share in shares]
     if len(shares) < 2:
         return pairs
-    others = [i for i in range(len(shares)) if i not in small] or range(len(shares))
-    takes_up = max(others, key=shares.__getitem__)
-    excess = [-pairs[i][0] * pairs[i][1] for i in small if i != takes_up]
-    high, low = pairs[takes_up]
-    low = low - safe_divide(sum(excess, jnp.zeros_like(high)), high, 0) - high * 2.0**-40
+    high, low = pairs[largest]
+    for other in set(small) - {largest}:
+        # Their ratio first: products of limits may leave the range.
+        low = low + pairs[other][1] * safe_divide(pairs[other][0], high, 0)
+    low = low - high * 2.0**-40
     low = jnp.where(jnp.isfinite(low), jnp.minimum(low, 0), 0)
     return [
-        (high, low if i == takes_up else jnp.zeros_like(high)) for i, (high, _) in enumerate(pairs)
+        (high, low if i == largest else jnp.zeros_like(high)) for i, (high, _) in enumerate(pairs)
     ]
 
 
@@ -125,7 +136,9 @@ def _product(bound: Array, factor: float) -> tuple[Array, Array]:
     """`bound * factor` rounded, and the rounding error."""
     high = jnp.full_like(bound, factor)
     product, error = two_product(bound, high)
-    return product, error + bound * (factor - float(np.asarray(factor, high.dtype)))
+    error = error + bound * (factor - float(np.asarray(factor, high.dtype)))
+    nearest = lax.optimization_barrier(product + error)
+    return nearest, error - (nearest - product)
 
 
 def _limits_by_name(limit: dict[str, Any], grouping: Grouping) -> list[Array]:
@@ -140,10 +153,14 @@ def _shares(grouping: Grouping, sizes: list[int], split: Split) -> list[float]:
     groups = [math.prod(slot.shape) for slot in grouping.slots]
     if split == "uniform":
         return [1 / max(sum(groups), 1)] * len(groups)
-    entries = [sum(sizes[i] for i in slot.members) for slot in grouping.slots]
     # Of slots without groups there is nothing to share.
     counts = [max(count, 1) * max(sum(sizes), 1) for count in groups]
-    return [own / count for own, count in zip(entries, counts, strict=True)]
+    return [own / count for own, count in zip(_entries(grouping, sizes), counts, strict=True)]
+
+
+def _entries(grouping: Grouping, sizes: list[int]) -> list[int]:
+    """The number of entries of each slot."""
+    return [sum(sizes[i] for i in slot.members) for slot in grouping.slots]
 
 
 def _as_float(limit: Any) -> Array:

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from optaxclip import scopes
 from optaxclip._engine import zero_norms
 from optaxclip._trees import FlatTree, flatten
 from optaxclip._types import NormTree, PyTree
 from optaxclip.per_example.bounds import ExampleLimit
 from optaxclip.per_example.lift import Sums, sum_dtype
 from optaxclip.per_example.sums import (
+    WHOLE_EXAMPLE,
     ExampleClip,
     PerExampleResult,
     number_of_examples,
@@ -34,7 +34,7 @@ def clipped_grad(
     batch_argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     microbatch_size: int | None = None,
-    scope: Scope = scopes.tree(),
+    scope: Scope = WHOLE_EXAMPLE,
     response: str | Response = "clip",
     split: Literal["uniform", "size"] = "uniform",
 ) -> Callable[..., PerExampleResult]:
@@ -64,8 +64,8 @@ def clipped_grad(
       split: as in `clip_sum`.
 
     Returns:
-      A function `(*args, is_padding=None) -> PerExampleResult` of the arguments of `loss_fn`, with a
-      leading axis of examples where `batch_argnums` says so. `is_padding` is bool `[examples]`.
+      A function `(*args, is_padding=None) -> PerExampleResult` of the arguments of `loss_fn`, with
+      a leading axis of examples where `batch_argnums` says so. `is_padding` is bool `[examples]`.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, a microbatch size below 1, or
@@ -80,10 +80,10 @@ def clipped_grad(
       >>> grad_fn = jax.jit(per_example.clipped_grad(loss_fn, 1.0, microbatch_size=2))
       >>> x, y = jnp.array([[3.0, 4.0], [0.1, 0.0], [0.0, 2.0]]), jnp.array([1.0, -1.0, 0.5])
       >>> result = grad_fn(jnp.zeros(2), x, y)
-      >>> print(result.grads, result.norms, result.num_clipped)
-      [-0.4 -1.8] [10. 0.2 2.] 2
+      >>> print(result.grads.round(4), result.norms, result.num_clipped)
+      [-0.4 -1.8] [10.   0.2  2. ] 2
       >>> print(result.losses)
-      [1. 1. 0.25]
+      [1.   1.   0.25]
     """
     clip = ExampleClip.checked(limit, scope, response, split)
     if microbatch_size is not None and (

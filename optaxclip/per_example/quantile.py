@@ -132,10 +132,11 @@ def adjusted_noise_multiplier(
 ) -> Array:
     """The multiplier for the sum's noise, so that sum and count together cost as much as wanted.
 
-    It is `(noise_multiplier**-2 - (2 * count_noise)**-2) ** -0.5`. Releasing the sum with it, and the
-    count with `count_noise`, is as private as releasing a sum alone with `noise_multiplier`; the
-    factor 2 is there because a count may be taken of `+1/2` and `-1/2`. Source: Andrew et al., 2019,
-    arXiv 1905.03871, theorem 1.
+    It is `(noise_multiplier**-2 - (2 * count_noise)**-2) ** -0.5`. Releasing the sum with it, and
+    the count with `count_noise`, is as private as releasing a sum alone with `noise_multiplier`;
+    the factor 2 is there because a count may be taken of `+1/2` and `-1/2`.
+
+    Source: Andrew et al., 2019, arXiv 1905.03871, theorem 1.
 
     Args:
       noise_multiplier: what accounting is done with.
@@ -154,14 +155,12 @@ def adjusted_noise_multiplier(
     """
     noise_multiplier = at_least(noise_multiplier, 0, "noise_multiplier")
     count_noise = at_least(count_noise, 0, "count_noise")
-    pair = (noise_multiplier, count_noise)
-    if not any(isinstance(number, Tracer) for number in pair):
-        if float(noise_multiplier) > 0 and float(noise_multiplier) >= 2 * float(count_noise):
-            raise ValueError(
-                f"noise_multiplier must be below 2 * count_noise, or the count alone costs more "
-                f"privacy than is wanted; got {noise_multiplier!r} with count_noise={count_noise!r}"
-            )
     sum_noise, doubled = as_float(noise_multiplier), 2 * as_float(count_noise)
     is_possible = (sum_noise == 0) | (sum_noise < doubled)
+    if not isinstance(is_possible, Tracer) and not is_possible:
+        raise ValueError(
+            f"noise_multiplier must be below 2 * count_noise, or the count alone costs more "
+            f"privacy than is wanted; got {noise_multiplier!r} with count_noise={count_noise!r}"
+        )
     ratio = jnp.where(is_possible & (sum_noise > 0), sum_noise / jnp.maximum(doubled, 1e-37), 0)
     return jnp.where(is_possible, sum_noise / jnp.sqrt(1 - jnp.square(ratio)), jnp.inf)

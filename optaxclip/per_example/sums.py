@@ -23,6 +23,9 @@ from optaxclip.per_example.lift import Sums, clipped_sums
 from optaxclip.responses import Response, as_response
 from optaxclip.scopes import Grouping, Scope
 
+WHOLE_EXAMPLE = scopes.tree()
+"""The default scope: one norm for all of an example."""
+
 
 class PerExampleResult(NamedTuple):
     """The sum of clipped examples, and what became of them.
@@ -36,11 +39,11 @@ class PerExampleResult(NamedTuple):
         `tree`, `[groups]` for labels and leaves, a dict of arrays for `axes` and `unit`.
       num_dropped: int32[], examples that contributed nothing because something in them (or the
         limit) was not finite. They count neither as clipped nor as unclipped.
-      norms: float32 or wider, each example's norms before clipping: as `num_clipped`, with a leading
-        axis of examples; 0 for padding.
+      norms: float32 or wider, each example's norms before clipping: as `num_clipped`, with a
+        leading axis of examples; 0 for padding.
       num_unclipped: int32[], examples without a group above its limit.
       losses: `[examples]`, from `clipped_grad`.
-      aux: the loss function's auxiliary output with a leading axis of examples, from `clipped_grad`.
+      aux: the loss function's auxiliary output, with a leading axis of examples, likewise.
     """
 
     grads: PyTree
@@ -83,21 +86,21 @@ def clip_sum(
     grads: PyTree,
     limit: ExampleLimit,
     *,
-    scope: Scope = scopes.tree(),
+    scope: Scope = WHOLE_EXAMPLE,
     response: str | Response = "clip",
     split: Literal["uniform", "size"] = "uniform",
     is_padding: jax.typing.ArrayLike | None = None,
 ) -> PerExampleResult:
     """Clips the gradient of each example and sums them.
 
-    Source: Abadi et al., 2016, Deep learning with differential privacy, arXiv 1607.00133; per layer,
-    McMahan, Ramage, Talwar and Zhang, 2017, arXiv 1710.06963.
+    Source: Abadi et al., 2016, Deep learning with differential privacy, arXiv 1607.00133; per
+    layer, McMahan, Ramage, Talwar and Zhang, 2017, arXiv 1710.06963.
 
     Guarantees: what one example adds to the sum never has an L2 norm above `limit`, in whatever
     dtype the gradients are: norms, products and the sum are in float32 (float64 for 64-bit leaves),
-    and an example within rounding of its limit, about 1e-6, is brought below it. An example with a
-    NaN or infinite entry anywhere adds exactly nothing. Examples below their limit are summed as
-    they are.
+    and an example within rounding of its limit is brought below it (by a relative 1e-6 to 4e-5 in
+    float32, depending on how XLA adds up leaves of that size). An example with a NaN or infinite
+    entry anywhere adds exactly nothing. Other examples below their limit are summed as they are.
 
     Adding up many examples rounds, like all floating-point sums. Accounting for privacy, and the
     noise's randomness, are not matters of clipping: see `per_example_clip_and_aggregate`.
@@ -120,8 +123,8 @@ def clip_sum(
       The sum and what became of the examples.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar, leaves that do not share an axis
-        of examples, or an unknown name.
+      ValueError: for a limit that is negative, NaN or not a scalar, leaves that do not share an
+        axis of examples, or an unknown name.
       TypeError: for a limit that is no number, or a leaf that is no dense array.
 
     Example:
