@@ -77,6 +77,7 @@ def _clipped_sums(
 ) -> Sums:
     # Widened, as a product rounded to a narrow dtype could take an example above its limit.
     leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
+    leaves = lax.platform_dependent(leaves, cpu=_in_rows, default=lambda leaves: leaves)
     measured = _measured(leaves, grouping, is_padding.size)
     slots = list(zip(measured, limits, strict=True))
     multipliers = [_multiplier(*slot, response=_Bounded(response)) for slot in slots]
@@ -206,6 +207,17 @@ def _only(counts: Array, by: Multiplier) -> Multiplier:
     )
 
 
+def _in_rows(leaves: list[Array]) -> list[Array]:
+    """The same leaves, stored example after example.
+
+    Outer products, as the gradients of weights are, XLA stores transposed on CPU if it may, and
+    then once more in each branch that reads them.
+    """
+    rows = [leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:])) for leaf in leaves]
+    rows = lax.optimization_barrier(rows)
+    return [row.reshape(leaf.shape) for row, leaf in zip(rows, leaves, strict=True)]
+
+
 def _totals(leaves: list[Array], slots: list[Multiplier], grouping: Grouping) -> list[Array]:
     """The sums over the examples of each leaf times its multiplier."""
     if not leaves or leaves[0].shape[0] == 0:
@@ -233,6 +245,8 @@ def _fused(
 def _on_cpu(
     leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
 ) -> list[Array]:
+    if leaves[0].shape[0] == 1:
+        return _fused(leaves, multipliers, axes=axes)
     is_plain = [jnp.all(~by.is_zero & (by.inverse_unit == 1)) for by in multipliers]
     return lax.cond(
         functools.reduce(jnp.logical_and, is_plain),
