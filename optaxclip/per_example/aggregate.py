@@ -43,8 +43,8 @@ class PerExampleState(NamedTuple):
     """
 
     count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    key: Array | None
-    limit: Array | None
+    key: Any
+    limit: Any
     num_clipped: Array
     num_dropped: Array
 

@@ -137,6 +137,7 @@ def _product(bound: Array, factor: float) -> tuple[Array, Array]:
     high = jnp.full_like(bound, factor)
     product, error = two_product(bound, high)
     error = error + bound * (factor - float(np.asarray(factor, high.dtype)))
+    error = jnp.where(jnp.isfinite(error), error, 0)
     nearest = lax.optimization_barrier(product + error)
     return nearest, error - (nearest - product)
 

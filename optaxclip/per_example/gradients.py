@@ -13,7 +13,7 @@ from optaxclip._engine import zero_norms
 from optaxclip._trees import FlatTree, flatten
 from optaxclip._types import NormTree, PyTree
 from optaxclip.per_example.bounds import ExampleLimit
-from optaxclip.per_example.lift import Sums, sum_dtype
+from optaxclip.per_example.lift import Sums
 from optaxclip.per_example.sums import (
     WHOLE_EXAMPLE,
     ExampleClip,
@@ -22,6 +22,7 @@ from optaxclip.per_example.sums import (
     padding_flags,
     result_of,
 )
+from optaxclip.per_example.totals import sum_dtype
 from optaxclip.responses import Response
 from optaxclip.scopes import Grouping, Scope
 
@@ -80,8 +81,8 @@ def clipped_grad(
       >>> grad_fn = jax.jit(per_example.clipped_grad(loss_fn, 1.0, microbatch_size=2))
       >>> x, y = jnp.array([[3.0, 4.0], [0.1, 0.0], [0.0, 2.0]]), jnp.array([1.0, -1.0, 0.5])
       >>> result = grad_fn(jnp.zeros(2), x, y)
-      >>> print(result.grads.round(4), result.norms, result.num_clipped)
-      [-0.4 -1.8] [10.   0.2  2. ] 2
+      >>> print(result.grads, result.norms, result.num_clipped)
+      [-0.4 -1.8 ] [10.   0.2  2. ] 2
       >>> print(result.losses)
       [1.   1.   0.25]
     """

@@ -17,11 +17,12 @@ from jax.core import Tracer
 
 from optaxclip._exact import refined_root
 from optaxclip._measure import Measured, measure
-from optaxclip._numerics import accumulation_dtype, power_of_two_below, real_parts, safe_divide
-from optaxclip._scale import Multiplier, multiplier, scale
+from optaxclip._numerics import power_of_two_below, real_parts, safe_divide
+from optaxclip._scale import Multiplier, multiplier
 from optaxclip._types import NormTree
 from optaxclip.norms import l2
 from optaxclip.per_example.bounds import GroupLimits, small_slots
+from optaxclip.per_example.totals import sum_dtype, totals
 from optaxclip.responses import Response
 from optaxclip.scopes import Grouping
 
@@ -85,24 +86,18 @@ def _clipped_sums(
     is_bad = _any([~jnp.isfinite(by.quotient) for by in multipliers], is_padding)
     counts = ~is_bad & ~is_padding
     above = [
-        (slot.norm > limit.high.astype(slot.norm.dtype)) & _beside(counts, slot.norm)
+        (slot.norm > _for_each(limit.high, slot.norm)) & _beside(counts, slot.norm)
         for slot, limit in slots
     ]
     norms = [jnp.where(_beside(is_padding, slot.norm), 0, slot.norm) for slot in measured]
     pack = jax.vmap(grouping.pack)
     return Sums(
-        leaves=_totals(leaves, [_only(counts, by) for by in multipliers], grouping),
+        leaves=totals(leaves, [_only(counts, by) for by in multipliers], grouping),
         num_clipped=jax.tree.map(_count, pack(above)),
         num_unclipped=_count(counts & ~_any(above, is_padding)),
         num_dropped=_count(is_bad & ~is_padding),
         norms=pack(norms),
     )
-
-
-def sum_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype in which leaves of `dtype` are summed: that of complex ones, else float32 or 64."""
-    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-    return jnp.dtype(dtype) if is_complex else accumulation_dtype(dtype)
 
 
 _IN_A_ROW = 4096
@@ -143,8 +138,11 @@ def _measured(leaves: list[Array], grouping: Grouping, examples: int) -> list[Me
         if i in small:
             measured[i] = _refined(norms, [leaves[member] for member in slot.members])
         else:
-            longest = max((_in_a_row(leaves[k].shape[1:]) for k in slot.members), default=0)
-            slack = norms.slack + (2 + longest / 8) * jnp.finfo(norms.slack.dtype).eps / 2
+            within = max((_in_a_row(leaves[k].shape[1:]) for k in slot.members), default=0)
+            slack = (
+                norms.slack
+                + (2 + (within + len(slot.members)) / 8) * jnp.finfo(norms.slack.dtype).eps / 2
+            )
             measured[i] = norms._replace(slack=slack)
     return measured
 
@@ -177,7 +175,7 @@ def _is_exact(members: list[Array]) -> Array:
 
 def _multiplier(measured: Measured, limits: GroupLimits, *, response: Response) -> Multiplier:
     norm = measured.norm
-    high, low = (jnp.broadcast_to(x.astype(norm.dtype), norm.shape) for x in limits)
+    high, low = (_for_each(x, norm) for x in limits)
     if measured.error is None:
         # The engine lowers factors against rounding. Here the limit is lowered instead, so that an
         # example whose norm was rounded down to the limit is not let through either.
@@ -218,89 +216,9 @@ def _in_rows(leaves: list[Array]) -> list[Array]:
     return [row.reshape(leaf.shape) for row, leaf in zip(rows, leaves, strict=True)]
 
 
-def _totals(leaves: list[Array], slots: list[Multiplier], grouping: Grouping) -> list[Array]:
-    """The sums over the examples of each leaf times its multiplier."""
-    if not leaves or leaves[0].shape[0] == 0:
-        return [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-    by_leaf = [slots[slot] for slot in grouping.slot_of_leaf()]
-    axes = grouping.axes
-    # XLA fuses product and sum on accelerators; on CPU it would store the products.
-    return lax.platform_dependent(
-        leaves,
-        by_leaf,
-        cpu=functools.partial(_on_cpu, axes=axes),
-        default=functools.partial(_fused, axes=axes),
-    )
-
-
-def _fused(
-    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
-) -> list[Array]:
-    return [
-        jnp.sum(scale(leaf, by, tuple(axis + 1 for axis in reduced), strict=False), axis=0)
-        for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True)
-    ]
-
-
-def _on_cpu(
-    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
-) -> list[Array]:
-    if leaves[0].shape[0] == 1:
-        return _fused(leaves, multipliers, axes=axes)
-    is_plain = [jnp.all(~by.is_zero & (by.inverse_unit == 1)) for by in multipliers]
-    return lax.cond(
-        functools.reduce(jnp.logical_and, is_plain),
-        functools.partial(_products, axes=axes),
-        functools.partial(_one_by_one, axes=axes),
-        leaves,
-        multipliers,
-    )
-
-
-def _products(
-    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
-) -> list[Array]:
-    """Matrix products, right where nothing is dropped or out of range."""
-    return [
-        _product(leaf, by.quotient, reduced)
-        if by.correction is None
-        else _fused([leaf], [by], axes=(reduced,))[0]
-        for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True)
-    ]
-
-
-def _product(leaf: Array, factor: Array, reduced: tuple[int, ...]) -> Array:
-    kept = [axis + 1 for axis in range(leaf.ndim - 1) if axis not in reduced]
-    parts = [
-        jnp.einsum(
-            factor.astype(part.dtype),
-            [0, *kept],
-            part,
-            list(range(leaf.ndim)),
-            list(range(1, leaf.ndim)),
-            precision=lax.Precision.HIGHEST,
-        )
-        for part in real_parts(leaf)
-    ]
-    return lax.complex(*parts) if jnp.iscomplexobj(leaf) else parts[0]
-
-
-def _one_by_one(
-    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
-) -> list[Array]:
-    """Example after example, which needs no second copy of the batch."""
-
-    def scaled(i: Array | int) -> list[Array]:
-        example, by_leaf = jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), (leaves, multipliers)
-        )
-        pairs = zip(example, by_leaf, axes, strict=True)
-        return [scale(leaf, by, reduced, strict=False) for leaf, by, reduced in pairs]
-
-    def add(i: Array, totals: list[Array]) -> list[Array]:
-        return jax.tree.map(jnp.add, totals, scaled(i))
-
-    return lax.fori_loop(1, leaves[0].shape[0], add, scaled(0))
+def _for_each(limit: Array, norms: Array) -> Array:
+    """The limits of one example's groups in the shape and dtype of all norms."""
+    return jnp.broadcast_to(limit.astype(norms.dtype)[None], norms.shape)
 
 
 def _beside(flags: Array, like: Array) -> Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from optaxclip import scopes
+import optaxclip.scopes as scopes
 from optaxclip._trees import FlatTree, flatten, is_sparse, leaf_name
 from optaxclip._types import NormTree, PyTree
 from optaxclip.per_example.bounds import (
