@@ -43,11 +43,13 @@ def assert_close(tree, other):
 def test_microbatches_give_the_same_sum(size, scope):
     args = task()
     flags = jnp.arange(10) == 7
-    expected = per_example.clip_sum(per_example_grads(*args), 12.0, scope=scope, is_padding=flags)
-    clipped = per_example.clipped_grad(loss_fn, 12.0, microbatch_size=size, scope=scope)
+    grads = per_example_grads(*args)
+    limit = np.median(per_example.clip_sum(grads, 1.0).norms)
+    expected = per_example.clip_sum(grads, limit, scope=scope, is_padding=flags)
+    clipped = per_example.clipped_grad(loss_fn, limit, microbatch_size=size, scope=scope)
     result = jax.jit(clipped)(*args, is_padding=flags)
     assert_close(result._replace(losses=None), expected)
-    assert 0 < np.max(result.num_clipped) < 9
+    assert 0 < np.min(result.num_clipped) < 9
     losses = [loss_fn(args[0], x, y) for x, y in zip(*args[1:], strict=True)]
     np.testing.assert_allclose(result.losses, losses, rtol=1e-5)
 

@@ -178,7 +178,7 @@ def _with_noise(leaves: list[Array], key: Array, std: Array) -> list[Array]:
 def _rounded(leaves: list[Array], divisor: Array, one: FlatTree) -> list[Array]:
     """The quotients in the dtypes of the updates."""
     pairs = zip(leaves, one.picked(), strict=True)
-    return [(x / divisor.astype(x.real.dtype)).astype(like.dtype) for x, like in pairs]
+    return [(x / divisor.astype(x.dtype)).astype(like.dtype) for x, like in pairs]
 
 
 def _is_zero(number: Any) -> bool:
