@@ -35,7 +35,7 @@ def per_example_grads(params, x, y):
 
 
 def assert_close(tree, other):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), tree, other)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), tree, other)
 
 
 @pytest.mark.parametrize("size", [None, 1, 2, 3, 4, 9, 10, 64])
