@@ -274,4 +274,7 @@ def _as_data(x: Any) -> Array:
 
 
 def _vma(x: Array) -> frozenset[str]:
-    return getattr(jax.typeof(x), "vma", frozenset())
+    # JAX 0.10 has it in a type of its own, before that there was only what varies.
+    aval = jax.typeof(x)
+    kind = getattr(aval, "manual_axis_type", None)
+    return frozenset(aval.vma if kind is None else kind.varying)
