@@ -21,26 +21,26 @@ from optaxclip._types import ClipState as ClipState
 from optaxclip._types import Limits as Limits
 from optaxclip._types import Threshold as Threshold
 from optaxclip.adaptive import adagc as adagc
-from optaxclip.adaptive import autoclip as autoclip
 from optaxclip.adaptive import clip_by_ema_norm as clip_by_ema_norm
-from optaxclip.adaptive import clip_by_median_norm as clip_by_median_norm
 from optaxclip.adaptive import clip_by_quantile as clip_by_quantile
-from optaxclip.adaptive import clip_by_window_norm as clip_by_window_norm
 from optaxclip.adaptive import zclip as zclip
-from optaxclip.methods import ClipByValueState as ClipByValueState
+from optaxclip.by_value import ClipByValueState as ClipByValueState
+from optaxclip.by_value import clip as clip
+from optaxclip.by_value import clip_by_value as clip_by_value
 from optaxclip.methods import adaptive_grad_clip as adaptive_grad_clip
-from optaxclip.methods import clip as clip
 from optaxclip.methods import clip_by_block_rms as clip_by_block_rms
 from optaxclip.methods import clip_by_global_norm as clip_by_global_norm
 from optaxclip.methods import clip_by_group_norm as clip_by_group_norm
 from optaxclip.methods import clip_by_norm as clip_by_norm
-from optaxclip.methods import clip_by_value as clip_by_value
 from optaxclip.methods import normalize_by_global_norm as normalize_by_global_norm
 from optaxclip.per_example import (
     per_example_clip_and_aggregate as per_example_clip_and_aggregate,
 )
 from optaxclip.per_example import per_example_global_norm_clip as per_example_global_norm_clip
 from optaxclip.per_example import per_example_layer_norm_clip as per_example_layer_norm_clip
+from optaxclip.windowed import autoclip as autoclip
+from optaxclip.windowed import clip_by_median_norm as clip_by_median_norm
+from optaxclip.windowed import clip_by_window_norm as clip_by_window_norm
 from optaxclip.wrappers import SkipState as SkipState
 from optaxclip.wrappers import skip_above as skip_above
 from optaxclip.wrappers import skip_nonfinite as skip_nonfinite

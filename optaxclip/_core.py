@@ -32,8 +32,9 @@ from jax import Array
 
 from optaxclip._engine import Method, run, run_norms, zero_norms
 from optaxclip._info import initial_info
+from optaxclip._placement import as_axis_names, placed
 from optaxclip._trees import FlatTree, flatten, has_wide_leaves, leaf_name
-from optaxclip._types import ClipInfo, ClipState, Limits, NonFinite, NormTree, PyTree
+from optaxclip._types import AxisName, ClipInfo, ClipState, Limits, NonFinite, NormTree, PyTree
 from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response
 from optaxclip.scopes import Grouping, Scope
@@ -48,6 +49,8 @@ def clip_by(
     response: str | Response = "clip",
     nonfinite: NonFinite = "nan",
     strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
     name: str = "clip_by",
 ) -> optax.GradientTransformationExtraArgs:
     """Any clipping method, as an Optax transformation.
@@ -67,6 +70,11 @@ def clip_by(
       nonfinite: what becomes of a group whose norm is not finite: "nan" (all NaN), "zero" (all 0),
         "mask" (bad entries 0, then clipped), "error" (a `checkify` error that names the leaves).
       strict: whether narrow dtypes are rounded toward zero, so that they too obey the limit.
+      axis_name: inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of
+        the mapped axes over which every leaf is split.
+      specs: how the leaves are split over devices where their types do not say it: a pytree prefix
+        of the gradients with `PartitionSpec`s or `NamedSharding`s for leaves. Under `jit` they turn
+        the compiler's collectives into a single one.
       name: what the transformation is called in messages and by `optaxclip.monitor`.
 
     Returns:
@@ -74,7 +82,8 @@ def clip_by(
       whole tree that the caller already has, which the scope `tree` then uses.
 
     Raises:
-      ValueError: for an unknown name, or a limit that is negative, NaN or not a scalar.
+      ValueError: for an unknown name, or a limit that is negative, NaN or not a scalar; when used,
+        where it cannot be known how leaves are split over devices.
       TypeError: for a limit that is no number.
 
     Example:
@@ -89,6 +98,7 @@ def clip_by(
     """
     limit = as_limit(limit, "limit")
     method = Method.checked(norm, response, nonfinite, strict, name)
+    axis_names = as_axis_names(axis_name)
 
     def init(params: PyTree) -> ClipState:
         grouping = scope(flatten(params, "params"))
@@ -108,7 +118,8 @@ def clip_by(
         del extra_args
         flat = flatten(updates, "updates")
         state = init(updates) if state is None else state
-        grouping = _among_known(scope(flat), state.info, name)
+        grouping = placed(scope(flat), flat, axis_names, specs)
+        grouping = _among_known(grouping, state.info, name)
         rule = rule_for(limit, grouping.names, grouping.layout)
         picked, rule_state, info = run(
             flat.picked(),
@@ -137,6 +148,8 @@ def clip_tree(
     nonfinite: NonFinite = "nan",
     strict: bool = False,
     use_norm: jax.typing.ArrayLike | None = None,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
     name: str = "clip_tree",
 ) -> tuple[PyTree, ClipInfo]:
     """Clips a tree once; `clip_by` without state.
@@ -152,6 +165,8 @@ def clip_tree(
       nonfinite: the policy for groups that are not finite.
       strict: whether narrow dtypes are rounded toward zero.
       use_norm: the norm of the whole tree, if known; for the scope `tree`.
+      axis_name: as in `clip_by`.
+      specs: as in `clip_by`.
       name: what the operation is called in messages.
 
     Returns:
@@ -169,7 +184,7 @@ def clip_tree(
       [0.6        0.79999995] 5.0
     """
     flat = flatten(tree, "tree")
-    grouping = scope(flat)
+    grouping = placed(scope(flat), flat, as_axis_names(axis_name), specs)
     if isinstance(limits, Limits):
         rule = given(limits)
     else:
@@ -190,16 +205,26 @@ def clip_tree(
     return flat.rebuild(picked), info
 
 
-def group_norms(tree: PyTree, *, scope: Scope, norm: str | Norm = "l2") -> NormTree:
+def group_norms(
+    tree: PyTree,
+    *,
+    scope: Scope,
+    norm: str | Norm = "l2",
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+) -> NormTree:
     """The norm of every group of a tree, float32 or wider, without clipping.
 
     Args:
       tree: a pytree of floating or complex arrays; other leaves do not count.
       scope: which entries share a norm.
       norm: the norm.
+      axis_name: as in `clip_by`.
+      specs: as in `clip_by`.
     """
     flat = flatten(tree, "tree")
-    return run_norms(flat.picked(), scope(flat), as_norm(norm))
+    grouping = placed(scope(flat), flat, as_axis_names(axis_name), specs)
+    return run_norms(flat.picked(), grouping, as_norm(norm))
 
 
 def _among_known(grouping: Grouping, info: ClipInfo, name: str) -> Grouping:
@@ -247,6 +272,15 @@ def _usable_norm(norm: Any, argument: str, grouping: Grouping, method: Method) -
     """
     if norm is None or grouping.layout != "scalar" or method.nonfinite == "mask":
         return None
+    return as_norm_given(norm, argument)
+
+
+def as_norm_given(norm: Any, argument: str) -> Array:
+    """A norm that the caller has, as a float32 or float64 scalar; it may be anything but a vector.
+
+    Raises:
+      ValueError: if it is not a scalar.
+      TypeError: if it is not a number.
+    """
     given = jnp.asarray(check_limit(norm, argument, allow_any_number=True))
-    wide = jnp.float64 if given.dtype == jnp.float64 else jnp.float32
-    return given.astype(wide)
+    return given.astype(jnp.float64 if given.dtype == jnp.float64 else jnp.float32)

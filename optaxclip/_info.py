@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from optaxclip._collectives import Axes, largest, num_devices, total
+from optaxclip._placement import kept_over
 from optaxclip._scale import Multiplier
 from optaxclip._types import ClipInfo, NormTree
 from optaxclip.scopes import Grouping
@@ -56,7 +58,11 @@ def updated_info(
     is_bad = grouping.pack([flags.astype(jnp.float32) for flags in bad])
     columns = jax.tree.map(_columns, norms, limits, factors, is_bad)
     if grouping.layout == "dict":
-        summaries = [_summary(*columns[slot.names[0]]) for slot in grouping.slots]
+        over = [
+            Axes().union(*(kept_over(grouping, i) for i in slot.members)) for slot in grouping.slots
+        ]
+        slots = zip(grouping.slots, over, strict=True)
+        summaries = [_summary(axes, *columns[slot.names[0]]) for slot, axes in slots]
         columns = [jnp.stack(column) for column in zip(*summaries, strict=True)]
     columns = [column.astype(old.norm.dtype) for column in columns]
     norm, limit, factor, clipped, nonfinite = _where_present(grouping, columns, old)
@@ -71,6 +77,7 @@ def updated_info(
 
 
 def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> tuple[Array, ...]:
+    limit = limit.astype(norm.dtype)
     clipped = (norm > limit) & ~(bad > 0)
     return norm, limit, factor, clipped.astype(norm.dtype), bad
 
@@ -86,16 +93,17 @@ def _where_present(grouping: Grouping, new: Sequence[Array], old: ClipInfo) -> l
 
 
 def _summary(
-    norm: Array, trigger: Array, factor: Array, clipped: Array, bad: Array
+    axes: Axes, norm: Array, trigger: Array, factor: Array, clipped: Array, bad: Array
 ) -> tuple[Array, ...]:
-    """One scalar per column for a leaf of many groups: those of its worst group."""
+    """One scalar per column for a leaf of many groups: those of its worst group on any device."""
     # Where the limit is 0 or the norm is not finite, nothing is worse.
     usable = (trigger > 0) & jnp.isfinite(norm)
     ratio = jnp.where(usable, norm / jnp.where(usable, trigger, 1), jnp.inf)
-    worst = ratio == jnp.max(ratio, initial=0)
+    worst = ratio == largest(jnp.max(ratio, initial=0), axes)
 
     def of_worst(x: Array) -> Array:
-        return jnp.max(jnp.where(worst, x, -jnp.inf), initial=-jnp.inf)
+        return largest(jnp.max(jnp.where(worst, x, -jnp.inf), initial=-jnp.inf), axes)
 
-    share = jnp.sum(clipped) / max(clipped.size, 1)
-    return of_worst(norm), of_worst(trigger), of_worst(factor), share, jnp.max(bad, initial=0)
+    share = total(jnp.sum(clipped), axes) / (max(clipped.size, 1) * num_devices(axes))
+    any_bad = largest(jnp.max(bad, initial=0), axes)
+    return of_worst(norm), of_worst(trigger), of_worst(factor), share, any_bad

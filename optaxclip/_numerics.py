@@ -36,9 +36,14 @@ def safe_sqrt(x: Array) -> Array:
 
 
 def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:
-    """`x / y`, or `otherwise` where `y` is 0; never divides by 0."""
+    """`x / y`, or `otherwise` where `y` is 0; never divides by 0.
+
+    Numerator and denominator are first divided by a power of two near `y`, without which powers of
+    `1 / y` overflow in the derivatives long before the derivatives do.
+    """
     zero = y == 0
-    return jnp.where(zero, otherwise, x / jnp.where(zero, 1, y))
+    unit = lax.stop_gradient(power_of_two_below(jnp.abs(y)))
+    return jnp.where(zero, otherwise, (x / unit) / jnp.where(zero, 1, y / unit))
 
 
 def power_of_two_below(x: Array) -> Array:
@@ -72,11 +77,11 @@ def rounding_slack(count: Any, dtype: jnp.dtype) -> float:
       dtype: the accumulation dtype.
 
     Returns:
-      A relative slack, a few units of rounding: 3e-7 for 2 entries, 1e-6 for 10 million in float32.
+      A relative slack; in float32 5e-7 for 65 entries, 1e-6 for 10 million.
     """
     size = known_size(count)
     depth = 40 if size is None else math.log2(max(size, 1))
-    return (4 + depth / 2) * float(jnp.finfo(dtype).eps) / 2
+    return (6 + depth / 2) * float(jnp.finfo(dtype).eps) / 2
 
 
 def real_parts(x: Array) -> list[Array]:
@@ -93,8 +98,8 @@ def next_toward_zero(x: Array) -> Array:
 
 def straight_through(value: Array, like: Array) -> Array:
     """`value`, with the derivative of `like`, which it equals but for rounding."""
-    zero = jnp.where(jnp.isfinite(like), like - lax.stop_gradient(like), 0)
-    return lax.stop_gradient(value) + zero
+    finite = jnp.where(jnp.isfinite(like), like, 0)
+    return lax.stop_gradient(value) + (finite - lax.stop_gradient(finite))
 
 
 def round_to(x: Array, dtype: jnp.dtype, *, toward_zero: bool) -> Array:

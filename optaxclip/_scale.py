@@ -12,6 +12,7 @@ from optaxclip._measure import Measured
 from optaxclip._numerics import (
     accumulation_dtype,
     match_weak_type,
+    power_of_two_below,
     promoted,
     real_parts,
     round_to,
@@ -26,23 +27,25 @@ class Multiplier(NamedTuple):
     """What a group is multiplied by; every field has the shape of the norms.
 
     Attributes:
-      quotient: the factor, but for the power of two.
-      inverse_unit: a power of two, so that entries at both ends of the range survive; 1 mostly.
+      before: a power of two that takes entries to where no product is subnormal; 1 mostly.
+      quotient: the factor divided by `before`, and by `after` if there is one.
       is_identity: where the group is left as it is, bit for bit.
       is_zero: where the group is replaced by zeros, whatever it holds.
-      correction: what the quotient lacks, in small groups, whose products are rounded toward zero.
+      exact: in small groups, whose products are rounded toward zero, what the quotient lacks and
+        a power of two to multiply by in the end.
     """
 
+    before: Array
     quotient: Array
-    inverse_unit: Array
     is_identity: Array
     is_zero: Array
-    correction: Array | None
+    exact: tuple[Array, Array] | None
 
     @property
     def factor(self) -> Array:
         """What the group was multiplied by."""
-        return self.quotient * self.inverse_unit
+        after = 1 if self.exact is None else self.exact[1]
+        return self.before * self.quotient * after
 
 
 @functools.partial(jax.jit, static_argnames=("response", "nonfinite"))
@@ -69,17 +72,43 @@ def multiplier(
     keep = (new == norm) & ~bad
     # A zero group stays zero under any limit, but a NaN limit still shows.
     at_zero = jnp.where(jnp.isnan(new), new, 1)
-    quotient = safe_divide(new, measured.mantissa, at_zero)
-    correction = None
-    if measured.error is None:
-        quotient = quotient * (1 - measured.slack)
-    else:
-        correction = refined_quotient(quotient, new, measured.mantissa, measured.error)
+    size, unit = (lax.stop_gradient(power_of_two_below(x)) for x in (new, measured.mantissa))
+    new, mantissa = new / size, measured.mantissa / unit
+    before, after = _powers_around(size, unit, measured.unit)
+    quotient = safe_divide(new, mantissa, at_zero)
     replacement = 0.0 if nonfinite == "zero" else jnp.nan
-    quotient = jnp.where(bad, replacement, jnp.where(keep, 1, quotient))
-    inverse_unit = jnp.where(keep | bad, 1, 1 / measured.unit)
+
+    def unless_kept(x: Array, otherwise: Array | float) -> Array:
+        return jnp.where(bad, otherwise, jnp.where(keep, 1, x))
+
+    before, exact = unless_kept(before, 1), None
+    if measured.error is None:
+        quotient = unless_kept(quotient * (1 - measured.slack) * after, replacement)
+    else:
+        exact = refined_quotient(quotient, new, mantissa, measured.error), unless_kept(after, 1)
+        quotient = unless_kept(quotient, replacement)
     is_zero = bad if nonfinite == "zero" else jnp.zeros_like(bad)
-    return Multiplier(quotient, inverse_unit, keep, is_zero, correction)
+    return Multiplier(before, quotient, keep, is_zero, exact)
+
+
+def _powers_around(size: Array, unit: Array, unit_of_group: Array) -> tuple[Array, Array]:
+    """Powers of two with the product `size / (unit * unit_of_group)`, which may leave the range.
+
+    Entries are multiplied by the first, by a number near 1, and by the second: what underflows on
+    the way would do so in the end.
+
+    Args:
+      size: the power of two below the new norm.
+      unit: the power of two below the mantissa of the norm.
+      unit_of_group: the unit of that mantissa.
+    """
+    info = jnp.finfo(size.dtype)
+    root = jnp.sqrt(size) / (jnp.sqrt(unit) * jnp.sqrt(unit_of_group))
+    is_small = unit * unit_of_group < 1
+    lift = jnp.minimum((1 / unit) * (1 / unit_of_group), 1 / info.tiny)
+    before = jnp.where(is_small, lift, jnp.where(root < 2.0**-30, power_of_two_below(root), 1))
+    after = jnp.where(is_small, size, ((size / before) / unit_of_group) / unit)
+    return before, after
 
 
 def scale(leaf: Any, by: Multiplier, axes: tuple[int, ...], *, strict: bool) -> Any:
@@ -108,12 +137,13 @@ def _scale_array(x: Array, by: Multiplier, *, axes: tuple[int, ...], strict: boo
 
 
 def _product(x: Array, by: Multiplier, *, strict: bool) -> Array:
-    wide, inverse_unit, quotient = promoted(
-        [x.astype(accumulation_dtype(x.dtype)), by.inverse_unit, by.quotient]
+    wide, before, quotient = promoted(
+        [x.astype(accumulation_dtype(x.dtype)), by.before, by.quotient]
     )
-    wide = wide * inverse_unit
-    if by.correction is None:
+    wide = wide * before
+    if by.exact is None:
         product = wide * quotient
     else:
-        product = product_toward_zero(wide, quotient, by.correction.astype(wide.dtype))
+        correction, after = (field.astype(wide.dtype) for field in by.exact)
+        product = product_toward_zero(wide, quotient, correction) * after
     return round_to(product, x.dtype, toward_zero=strict)

@@ -1,7 +1,7 @@
 """Shared types: what a limit rule is, and what a clip keeps and reports."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -20,6 +20,9 @@ dict from leaf name to array for the scopes `axes` and `unit`.
 
 Path: TypeAlias = tuple[Any, ...]
 """A leaf's key path, as `jax.tree_util.tree_flatten_with_path` gives it."""
+
+AxisName: TypeAlias = str | Sequence[str] | None
+"""One or several names of mapped axes."""
 
 NonFinite: TypeAlias = Literal["nan", "zero", "mask", "error"]
 

@@ -1,10 +1,13 @@
 """The named adaptive methods: the papers' rules on the scopes that the papers use.
 
+Those that look at a window of past norms are in `optaxclip.windowed`.
+
 Each is one expression over the engine; any rule works on any scope
 (`clip_by(scopes.leaf(), thresholds.zscore())` is ZClip per layer). With `patience=None, floor=0.0`
 they are as published. The defaults do not lock after a lasting change of scale (AdaGC's growth is
 limited by design). `floor`, `patience` and `record` are explained in `optaxclip.thresholds.base`,
-`norm`, `nonfinite`, `strict` and `name` at `optaxclip.clip_by`.
+`norm`, `nonfinite`, `strict`, `axis_name`, `specs` and `name` at
+`optaxclip.clip_by`.
 """
 
 import jax
@@ -13,51 +16,9 @@ import optax
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
 from optaxclip._core import clip_by
-from optaxclip._types import NonFinite
+from optaxclip._types import AxisName, NonFinite, PyTree
 from optaxclip.thresholds.base import FLOOR, PATIENCE
 from optaxclip.thresholds.moving import Option
-
-
-def autoclip(
-    percentile: jax.typing.ArrayLike = 10.0,
-    window: int = 1000,
-    *,
-    floor: float = FLOOR,
-    max_norm: jax.typing.ArrayLike | None = None,
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    name: str = "autoclip",
-) -> optax.GradientTransformationExtraArgs:
-    """Clips the global norm to a percentile of the last norms, the current one included.
-
-    Until the window is full the history so far is used. About `100 - percentile` % of all steps
-    are clipped; above 90 the rule only catches spikes.
-
-    Source: Seetharaman, Wichern, Pardo and Le Roux, 2020, AutoClip, arXiv 2007.14469, where the
-    history is unbounded.
-
-    Args:
-      percentile: from 0 to 100.
-      window: how many norms to keep.
-      floor: the least norm that counts, and the least limit.
-      max_norm: a cap on the limit.
-      nonfinite: the policy for a norm that is not finite; such a norm is never recorded.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      name: the name in messages and in `optaxclip.monitor`.
-
-    Example:
-      >>> import jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.autoclip(50.0)
-      >>> state = tx.init(jnp.zeros(1))
-      >>> for norm in (1.0, 1.2, 0.8, 1.0, 5.0):
-      ...     updates, state = tx.update(jnp.array([norm]), state)
-      >>> print(state.info.limit, state.info.factor)
-      1.0 0.2
-    """
-    rule = thresholds.percentile(
-        percentile, window, inclusive=True, warmup_steps=0, floor=floor, max_norm=max_norm
-    )
-    return clip_by(scopes.tree(), rule, nonfinite=nonfinite, strict=strict, name=name)
 
 
 def zclip(
@@ -71,6 +32,8 @@ def zclip(
     patience: int | None = PATIENCE,
     nonfinite: NonFinite = "nan",
     strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
     name: str = "zclip",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips spikes of the global norm, told by their z-score.
@@ -89,6 +52,8 @@ def zclip(
       patience: norms above their limit in a row before the raw norm is learned from.
       nonfinite: the policy for a norm that is not finite; such a norm is never recorded.
       strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages and in `optaxclip.monitor`.
 
     Example:
@@ -109,7 +74,15 @@ def zclip(
         patience=patience,
         max_norm=max_norm,
     )
-    return clip_by(scopes.tree(), rule, nonfinite=nonfinite, strict=strict, name=name)
+    return clip_by(
+        scopes.tree(),
+        rule,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
 
 
 def adagc(
@@ -122,6 +95,8 @@ def adagc(
     patience: int | None = None,
     nonfinite: NonFinite = "nan",
     strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
     name: str = "adagc",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips each leaf a little above the moving average of its clipped norms.
@@ -140,6 +115,8 @@ def adagc(
       patience: norms above their limit in a row before the raw norm is learned from.
       nonfinite: the policy for leaves that are not finite; their norms are never recorded.
       strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages and in `optaxclip.monitor`.
 
     Example:
@@ -153,45 +130,15 @@ def adagc(
     rule = thresholds.adagc(
         lambda_rel, lambda_abs, beta, warmup_steps, floor=floor, patience=patience
     )
-    return clip_by(scopes.leaf(), rule, nonfinite=nonfinite, strict=strict, name=name)
-
-
-def clip_by_median_norm(
-    scale: jax.typing.ArrayLike = 2.0,
-    window: int = 100,
-    *,
-    floor: float = FLOOR,
-    max_norm: jax.typing.ArrayLike | None = None,
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    name: str = "clip_by_median_norm",
-) -> optax.GradientTransformationExtraArgs:
-    """Clips the global norm to a multiple of the median of the last norms.
-
-    Source: ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230), which sets the
-    limit anew every `window` steps, and at steps 10, 20 and 40 to twice the multiple. There the
-    gradient is first weighted by the parameters' size; here it is not.
-
-    Args:
-      scale: the multiple of the median.
-      window: how many norms to keep, and how often to set the limit.
-      floor: the least norm that counts, and the least limit.
-      max_norm: a cap on the limit.
-      nonfinite: the policy for a norm that is not finite; such a norm is never recorded.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      name: the name in messages and in `optaxclip.monitor`.
-
-    Example:
-      >>> import jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.clip_by_median_norm(2.0, window=4)
-      >>> state = tx.init(jnp.zeros(1))
-      >>> for norm in (9.0, 1.0, 1.2, 0.8, 1.0, 5.0):
-      ...     updates, state = tx.update(jnp.array([norm]), state)
-      >>> print(state.info.limit, state.info.factor)
-      2.0 0.4
-    """
-    rule = thresholds.median(scale, window, floor=floor, max_norm=max_norm)
-    return clip_by(scopes.tree(), rule, nonfinite=nonfinite, strict=strict, name=name)
+    return clip_by(
+        scopes.leaf(),
+        rule,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
 
 
 def clip_by_quantile(
@@ -203,6 +150,8 @@ def clip_by_quantile(
     floor: float = FLOOR,
     nonfinite: NonFinite = "nan",
     strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
     name: str = "clip_by_quantile",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips the global norm to a limit that moves until the wanted share of norms passes.
@@ -217,6 +166,8 @@ def clip_by_quantile(
       floor: the least norm that counts, and the least limit.
       nonfinite: the policy for a norm that is not finite; such a norm is never recorded.
       strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages and in `optaxclip.monitor`.
 
     Example:
@@ -229,7 +180,15 @@ def clip_by_quantile(
       0.904837
     """
     rule = thresholds.quantile(target, learning_rate, init_limit, geometric=geometric, floor=floor)
-    return clip_by(scopes.tree(), rule, nonfinite=nonfinite, strict=strict, name=name)
+    return clip_by(
+        scopes.tree(),
+        rule,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
 
 
 def clip_by_ema_norm(
@@ -241,6 +200,8 @@ def clip_by_ema_norm(
     max_norm: jax.typing.ArrayLike | None = None,
     nonfinite: NonFinite = "nan",
     strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
     name: str = "clip_by_ema_norm",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips each leaf to a multiple of the moving average of its clipped norms.
@@ -255,6 +216,8 @@ def clip_by_ema_norm(
       max_norm: a cap on every limit.
       nonfinite: the policy for leaves that are not finite; their norms are never recorded.
       strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages and in `optaxclip.monitor`.
 
     Example:
@@ -269,41 +232,12 @@ def clip_by_ema_norm(
     rule = thresholds.ema(
         decay, ratio, skip_steps=1, floor=floor, patience=patience, max_norm=max_norm
     )
-    return clip_by(scopes.leaf(), rule, nonfinite=nonfinite, strict=strict, name=name)
-
-
-def clip_by_window_norm(
-    num_std: jax.typing.ArrayLike = 3.0,
-    window: int = 128,
-    *,
-    floor: float = FLOOR,
-    max_norm: jax.typing.ArrayLike | None = None,
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    name: str = "clip_by_window_norm",
-) -> optax.GradientTransformationExtraArgs:
-    """Clips the global norm to the mean of the last norms plus some standard deviations.
-
-    Source: marin-community/levanter (`clip_update_by_historical_norm`), which puts it after Adam,
-    on the updates; so can you, in `optax.chain`. No limit until the window is half full.
-
-    Args:
-      num_std: how many standard deviations above the mean.
-      window: how many norms to keep.
-      floor: the least norm that counts, and the least limit.
-      max_norm: a cap on the limit.
-      nonfinite: the policy for a norm that is not finite; such a norm is never recorded.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      name: the name in messages and in `optaxclip.monitor`.
-
-    Example:
-      >>> import jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.clip_by_window_norm(3.0, window=4)
-      >>> state = tx.init(jnp.zeros(1))
-      >>> for norm in (1.0, 1.2, 0.8, 1.0, 5.0):
-      ...     updates, state = tx.update(jnp.array([norm]), state)
-      >>> print(state.info.limit, state.info.factor)
-      1.424264 0.284853
-    """
-    rule = thresholds.window(num_std, window, floor=floor, max_norm=max_norm)
-    return clip_by(scopes.tree(), rule, nonfinite=nonfinite, strict=strict, name=name)
+    return clip_by(
+        scopes.leaf(),
+        rule,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )

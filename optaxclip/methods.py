@@ -1,105 +1,26 @@
 """The named methods: Optax's and the papers' names, each one expression over the engine.
 
 Beside its own arguments every method takes those that the engine offers and that apply to it:
-`norm`, `nonfinite`, `strict` and `name`, explained at `optaxclip.clip_by` along with the guarantees
-that all of them share. Every limit may be a number, a scalar array of any dtype (traced or not) or
-a schedule, and `optax.inject_hyperparams` works on all of them.
+`norm`, `nonfinite`, `strict`, `axis_name`, `specs` and `name`, explained at `optaxclip.clip_by`
+along with the guarantees that all of them share. Every limit may be a number, a scalar array of any
+dtype (traced or not) or a schedule, and `optax.inject_hyperparams` works on all of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import Array
 
-import optaxclip.elementwise as elementwise
 import optaxclip.scopes as scopes
 from optaxclip._core import clip_by
-from optaxclip._trees import flatten
-from optaxclip._types import NonFinite, PyTree
+from optaxclip._types import AxisName, NonFinite, PyTree
 from optaxclip.norms import Norm
 from optaxclip.thresholds.fixed import (
     ScalarOrSchedule,
     as_limit,
-    check_limit,
     relative,
 )
-
-
-class ClipByValueState(NamedTuple):
-    """State of elementwise clipping.
-
-    Attributes:
-      count: int32[], steps so far.
-    """
-
-    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
-
-
-def clip(max_delta: ScalarOrSchedule) -> optax.GradientTransformationExtraArgs:
-    """Holds every entry to `[-max_delta, max_delta]`, a complex one to modulus `max_delta`.
-
-    NaN stays NaN, infinite entries go to the bounds.
-
-    Args:
-      max_delta: the largest absolute value, or a schedule of it.
-
-    Raises:
-      ValueError: if `max_delta` is a negative or NaN number, or not a scalar.
-      TypeError: if it is no number.
-
-    Example:
-      >>> import jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.clip(2.0)
-      >>> grads = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 3.0, 1.0])
-      >>> print(tx.update(grads, tx.init(grads))[0])
-      [nan  2. -2.  2.  1.]
-    """
-    if callable(max_delta):
-        schedule = max_delta
-        return _clip_by_bounds(
-            lambda count: -jnp.maximum(jnp.asarray(schedule(count)), 0),
-            lambda count: jnp.maximum(jnp.asarray(schedule(count)), 0),
-            ("max_delta", "max_delta"),
-        )
-    high = check_limit(max_delta, "max_delta")
-    if isinstance(high, jax.Array):
-        high = jnp.maximum(high, 0)
-    return _clip_by_bounds(-high, high, ("max_delta", "max_delta"))
-
-
-def clip_by_value(
-    min_value: ScalarOrSchedule, max_value: ScalarOrSchedule
-) -> optax.GradientTransformationExtraArgs:
-    """Holds every entry to `[min_value, max_value]`, a complex one to modulus `max_value`.
-
-    NaN stays NaN, infinite entries go to the bounds.
-
-    Args:
-      min_value: the least value: a scalar, an array that broadcasts to every leaf, or a schedule.
-      max_value: the largest value, likewise.
-
-    Raises:
-      ValueError: if a minimum exceeds its maximum, where both are concrete, or a bound would make a
-        leaf larger.
-      TypeError: if a bound is no number.
-
-    Example:
-      >>> import jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.clip_by_value(-1.0, 4.0)
-      >>> grads = jnp.array([-3.0, 2.0, 6.0])
-      >>> print(tx.update(grads, tx.init(grads))[0])
-      [-1.  2.  4.]
-    """
-    bounds = (("min_value", min_value), ("max_value", max_value))
-    for argument, bound in bounds:
-        if not callable(bound):
-            elementwise.check_bound(bound, argument)
-    if not callable(min_value) and not callable(max_value):
-        elementwise.check_order(min_value, max_value, ("min_value", "max_value"))
-    return _clip_by_bounds(min_value, max_value, ("min_value", "max_value"))
 
 
 def clip_by_norm(
@@ -109,6 +30,8 @@ def clip_by_norm(
     norm: str | Norm = "l2",
     nonfinite: NonFinite = "nan",
     strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
     name: str = "clip_by_norm",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips each leaf by its own norm.
@@ -119,6 +42,8 @@ def clip_by_norm(
       norm: the norm.
       nonfinite: the policy for leaves that are not finite.
       strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages.
 
     Example:
@@ -131,7 +56,16 @@ def clip_by_norm(
     """
     scope = scopes.leaf() if axes is None else scopes.axes(axes)
     limit = as_limit(max_norm, "max_norm")
-    return clip_by(scope, limit, norm=norm, nonfinite=nonfinite, strict=strict, name=name)
+    return clip_by(
+        scope,
+        limit,
+        norm=norm,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
 
 
 def clip_by_global_norm(
@@ -140,6 +74,8 @@ def clip_by_global_norm(
     norm: str | Norm = "l2",
     nonfinite: NonFinite = "nan",
     strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
     name: str = "clip_by_global_norm",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips the whole tree by its norm, which keeps the gradient's direction.
@@ -151,6 +87,8 @@ def clip_by_global_norm(
       norm: the norm.
       nonfinite: the policy for a norm that is not finite.
       strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages.
 
     Example:
@@ -162,7 +100,16 @@ def clip_by_global_norm(
       [-0.6 -0. ] [-0.8] 5.0
     """
     limit = as_limit(max_norm, "max_norm")
-    return clip_by(scopes.tree(), limit, norm=norm, nonfinite=nonfinite, strict=strict, name=name)
+    return clip_by(
+        scopes.tree(),
+        limit,
+        norm=norm,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
 
 
 def clip_by_block_rms(
@@ -170,6 +117,8 @@ def clip_by_block_rms(
     *,
     nonfinite: NonFinite = "nan",
     strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
     name: str = "clip_by_block_rms",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips each leaf by the root mean square of its entries.
@@ -180,6 +129,8 @@ def clip_by_block_rms(
       threshold: the largest root mean square of a leaf.
       nonfinite: the policy for leaves that are not finite.
       strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages.
 
     Example:
@@ -189,7 +140,16 @@ def clip_by_block_rms(
       [0.848528 1.131371]
     """
     limit = as_limit(threshold, "threshold")
-    return clip_by(scopes.leaf(), limit, norm="rms", nonfinite=nonfinite, strict=strict, name=name)
+    return clip_by(
+        scopes.leaf(),
+        limit,
+        norm="rms",
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
 
 
 def adaptive_grad_clip(
@@ -200,6 +160,8 @@ def adaptive_grad_clip(
     norm: str | Norm = "l2",
     nonfinite: NonFinite = "nan",
     strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
     name: str = "adaptive_grad_clip",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips each unit's gradient by the norm of the unit's weights.
@@ -217,6 +179,8 @@ def adaptive_grad_clip(
       norm: the norm.
       nonfinite: the policy for units that are not finite.
       strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages.
 
     Raises:
@@ -234,7 +198,16 @@ def adaptive_grad_clip(
     """
     limit = relative(clipping, eps, "clipping")
     scope = scopes.unit(axis)
-    return clip_by(scope, limit, norm=norm, nonfinite=nonfinite, strict=strict, name=name)
+    return clip_by(
+        scope,
+        limit,
+        norm=norm,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
 
 
 def clip_by_group_norm(
@@ -244,6 +217,8 @@ def clip_by_group_norm(
     norm: str | Norm = "l2",
     nonfinite: NonFinite = "nan",
     strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
     name: str = "clip_by_group_norm",
 ) -> optax.GradientTransformationExtraArgs:
     """Clips each group of leaves by the norm of the group.
@@ -255,6 +230,8 @@ def clip_by_group_norm(
       norm: the norm.
       nonfinite: the policy for groups that are not finite.
       strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages.
 
     Example:
@@ -270,7 +247,16 @@ def clip_by_group_norm(
     """
     limit = as_limit(max_norm, "max_norm")
     scope = scopes.group(labels)
-    return clip_by(scope, limit, norm=norm, nonfinite=nonfinite, strict=strict, name=name)
+    return clip_by(
+        scope,
+        limit,
+        norm=norm,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
 
 
 def normalize_by_global_norm(
@@ -278,6 +264,8 @@ def normalize_by_global_norm(
     *,
     nonfinite: NonFinite = "nan",
     strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
     name: str = "normalize_by_global_norm",
 ) -> optax.GradientTransformationExtraArgs:
     """Brings the L2 norm of the whole tree to `norm`, whatever it was; zeros stay zeros.
@@ -286,6 +274,8 @@ def normalize_by_global_norm(
       norm: the norm of every update.
       nonfinite: the policy for a norm that is not finite.
       strict: whether bfloat16 and float16 leaves stay below `norm` to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages.
 
     Example:
@@ -296,27 +286,12 @@ def normalize_by_global_norm(
     """
     limit = as_limit(norm, "norm")
     return clip_by(
-        scopes.tree(), limit, response="normalize", nonfinite=nonfinite, strict=strict, name=name
+        scopes.tree(),
+        limit,
+        response="normalize",
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
     )
-
-
-def _clip_by_bounds(
-    low: ScalarOrSchedule, high: ScalarOrSchedule, arguments: tuple[str, str]
-) -> optax.GradientTransformationExtraArgs:
-    def init(params: PyTree) -> ClipByValueState:
-        flatten(params, "params")
-        return ClipByValueState(jnp.zeros((), jnp.int32))
-
-    def update(
-        updates: PyTree,
-        state: Any,
-        params: PyTree | None = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, ClipByValueState]:
-        del params, extra_args
-        state = init(updates) if state is None else state
-        least, largest = (bound(state.count) if callable(bound) else bound for bound in (low, high))
-        clipped = elementwise.clamp(flatten(updates, "updates"), least, largest, arguments)
-        return clipped, ClipByValueState(state.count + 1)
-
-    return optax.GradientTransformationExtraArgs(init, update)

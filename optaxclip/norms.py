@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._numerics import safe_sqrt
+from optaxclip._numerics import known_size, safe_sqrt
 
 
 def _abs_squared(x: Array) -> Array:
@@ -96,7 +96,13 @@ class Norm:
 
     def join(self, totals: list[Array]) -> Array:
         """The total of a group from the totals of its leaves."""
-        return functools.reduce(jnp.maximum if self.is_max else jnp.add, totals)
+        combine = jnp.maximum if self.is_max else jnp.add
+        # In pairs, so that rounding grows with the logarithm of the number of leaves.
+        while len(totals) > 1:
+            pairs = zip(totals[::2], totals[1::2], strict=False)
+            last = totals[-1:] if len(totals) % 2 else []
+            totals = [combine(*pair) for pair in pairs] + last
+        return totals[0]
 
     def rescaling(self, total: Array, size: Any) -> Array:
         """The power of two by which entries must be divided before they are mapped.
@@ -108,20 +114,43 @@ class Norm:
           total: the totals of groups.
           size: how many entries went into each, a number or an array that broadcasts.
         """
-        info = jnp.finfo(total.dtype)
-        # Far enough for squares, and not so far that entries next to the thresholds are lost.
-        far = 2.0 ** int(0.6875 * info.maxexp)
+        info, far = jnp.finfo(total.dtype), _far(total.dtype)
         lowest = size * (float(info.tiny) / float(info.eps)) if self.degree > 1 else 0.0
         down = jnp.where(total < jnp.asarray(lowest).astype(total.dtype), 1 / far, 1)
         return jnp.where(total <= info.max, down, far).astype(total.dtype)
+
+    def at_unit(self, total: Array, *, up: bool = False) -> Array:
+        """A total as it is of entries divided (or with `up` multiplied) by what `rescaling` gives.
+
+        For degree 1 and 2.
+        """
+        far = _far(total.dtype)
+        for _ in range(int(self.degree)):
+            total = total * (far if up else 1 / far)
+        return total
+
+
+def _far(dtype: jnp.dtype) -> float:
+    """Far enough for squares, and not so far that entries next to the thresholds are lost."""
+    return 2.0 ** int(0.6875 * jnp.finfo(dtype).maxexp)
+
+
+# XLA adds so few entries of several axes one after another, and rounds as often.
+_SEQUENTIAL = range(65, 8192)
 
 
 # Compiled by itself so that leaves of equal shapes are traced once.
 @functools.partial(jax.jit, static_argnames=("norm", "axes"))
 def _reduce(x: Array, *, norm: Norm, axes: tuple[int, ...]) -> Array:
+    mapped = norm.map(x)
     if norm.is_max:
-        return jnp.max(norm.map(x), axis=axes, initial=0)
-    return jnp.sum(norm.map(x), axis=axes)
+        return jnp.max(mapped, axis=axes, initial=0)
+    if known_size(math.prod(x.shape)) in _SEQUENTIAL:
+        # Axis by axis; `abs`, which changes nothing, keeps the compiler from merging them again.
+        for axis in sorted(axes, reverse=True):
+            mapped = jnp.abs(jnp.sum(mapped, axis=axis))
+        return mapped
+    return jnp.sum(mapped, axis=axes)
 
 
 l1 = Norm("l1", jnp.abs, _total)

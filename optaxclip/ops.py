@@ -17,12 +17,14 @@ import optaxclip.elementwise as elementwise
 import optaxclip.scopes as scopes
 from optaxclip._core import clip_tree, group_norms
 from optaxclip._trees import flatten
-from optaxclip._types import ClipInfo, PyTree
+from optaxclip._types import AxisName, ClipInfo, PyTree
 from optaxclip.norms import Norm, average_l2
 from optaxclip.thresholds.fixed import check_limit
 
 
-def global_norm(tree: PyTree, *, norm: str | Norm = "l2") -> Array:
+def global_norm(
+    tree: PyTree, *, norm: str | Norm = "l2", axis_name: AxisName = None, specs: PyTree = None
+) -> Array:
     """The norm of all leaves together.
 
     Accumulates in float32 (float64 for 64-bit leaves) and is exact whatever the range: it is
@@ -31,6 +33,8 @@ def global_norm(tree: PyTree, *, norm: str | Norm = "l2") -> Array:
     Args:
       tree: a pytree of floating or complex arrays.
       norm: "l2", "l1", "linf", "rms", "mean_abs" or a norm from `optaxclip.norms`.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
 
     Returns:
       float32[] (float64[] for 64-bit leaves); 0 for an empty tree.
@@ -45,7 +49,8 @@ def global_norm(tree: PyTree, *, norm: str | Norm = "l2") -> Array:
       600.0
     """
     _check(tree)
-    return group_norms(tree, scope=scopes.tree(), norm=norm)
+    options = {"axis_name": axis_name, "specs": specs}
+    return group_norms(tree, scope=scopes.tree(), norm=norm, **options)
 
 
 def clip_by_value(
@@ -83,7 +88,12 @@ def clip_by_value(
 
 
 def clip_by_norm(
-    tree: PyTree, clip_norm: jax.typing.ArrayLike, axes: int | Sequence[int] | None = None
+    tree: PyTree,
+    clip_norm: jax.typing.ArrayLike,
+    axes: int | Sequence[int] | None = None,
+    *,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
 ) -> PyTree:
     """Each leaf by itself scaled down to an L2 norm of at most `clip_norm`.
 
@@ -91,6 +101,8 @@ def clip_by_norm(
       tree: a pytree of floating or complex arrays.
       clip_norm: a scalar; a negative one acts as 0, NaN makes every entry NaN.
       axes: the axes over which a norm extends; all axes if None.
+      axis_name: as in `global_norm`.
+      specs: as in `global_norm`.
 
     Returns:
       A tree of the same structure, shapes, dtypes and weak types. Leaves at or below the limit come
@@ -108,10 +120,16 @@ def clip_by_norm(
        [ 3.2  0.   3. ]]
     """
     scope = scopes.leaf() if axes is None else scopes.axes(axes)
-    return _clip(tree, clip_norm, scope=scope)[0]
+    return _clip(tree, clip_norm, scope=scope, axis_name=axis_name, specs=specs)[0]
 
 
-def clip_by_average_norm(tree: PyTree, clip_norm: jax.typing.ArrayLike) -> PyTree:
+def clip_by_average_norm(
+    tree: PyTree,
+    clip_norm: jax.typing.ArrayLike,
+    *,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+) -> PyTree:
     """Each leaf by itself scaled down to an average norm of at most `clip_norm`.
 
     The average norm is the L2 norm divided by the number of entries (not the root mean square).
@@ -119,6 +137,8 @@ def clip_by_average_norm(tree: PyTree, clip_norm: jax.typing.ArrayLike) -> PyTre
     Args:
       tree: a pytree of floating or complex arrays.
       clip_norm: a scalar; a negative one acts as 0, NaN makes every entry NaN.
+      axis_name: as in `global_norm`.
+      specs: as in `global_norm`.
 
     Returns:
       As `clip_by_norm`.
@@ -134,11 +154,17 @@ def clip_by_average_norm(tree: PyTree, clip_norm: jax.typing.ArrayLike) -> PyTre
       [[-2.88  0.    0.  ]
        [ 3.84  0.    0.  ]]
     """
-    return _clip(tree, clip_norm, scope=scopes.leaf(), norm=average_l2)[0]
+    options = {"norm": average_l2, "axis_name": axis_name, "specs": specs}
+    return _clip(tree, clip_norm, scope=scopes.leaf(), **options)[0]
 
 
 def clip_by_global_norm(
-    tree: PyTree, clip_norm: jax.typing.ArrayLike, use_norm: jax.typing.ArrayLike | None = None
+    tree: PyTree,
+    clip_norm: jax.typing.ArrayLike,
+    use_norm: jax.typing.ArrayLike | None = None,
+    *,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
 ) -> tuple[PyTree, Array]:
     """All leaves together scaled down to an L2 norm of at most `clip_norm`.
 
@@ -148,6 +174,8 @@ def clip_by_global_norm(
       tree: a pytree of floating or complex arrays.
       clip_norm: a scalar; a negative one acts as 0, NaN makes every entry NaN.
       use_norm: the norm of the tree, if known; it is not measured again.
+      axis_name: as in `global_norm`.
+      specs: as in `global_norm`.
 
     Returns:
       The tree, of the same structure, shapes, dtypes and weak types, and the norm before clipping,
@@ -168,7 +196,8 @@ def clip_by_global_norm(
     """
     if use_norm is not None:
         use_norm = _scalar(use_norm, "use_norm")
-    clipped, info = _clip(tree, clip_norm, scope=scopes.tree(), use_norm=use_norm)
+    options = {"use_norm": use_norm, "axis_name": axis_name, "specs": specs}
+    clipped, info = _clip(tree, clip_norm, scope=scopes.tree(), **options)
     return clipped, info.norm
 
 

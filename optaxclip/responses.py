@@ -42,8 +42,9 @@ def smooth(norm: Array, trigger: Array, target: Array) -> Array:
     Zhang, He, Sra and Jadbabaie, 2019, arXiv 1905.11881.
     """
     del trigger
-    # Divide the smaller by the larger, so that no square overflows.
-    small, large = jnp.minimum(norm, target), jnp.maximum(norm, target)
+    # The formula is symmetric: dividing the smaller by the larger, no square overflows.
+    is_below = norm <= target
+    small, large = jnp.where(is_below, norm, target), jnp.where(is_below, target, norm)
     ratio = safe_divide(small, jnp.where(jnp.isinf(large), 1, large), 0)
     return jnp.where(jnp.isinf(large), small, small / jnp.sqrt(1 + jnp.square(ratio)))
 

@@ -50,11 +50,15 @@ class Grouping:
       axes: for each measured leaf, the axes over which it is reduced.
       layout: how limit rules see the norms: "scalar", one number for the whole tree; "vector", an
         array with one entry for each name; "dict", one array for each leaf.
+      axis_name: the mapped axes over which every leaf is split, if the user says so.
+      specs: for each measured leaf how it is split, if the user says so.
     """
 
     slots: tuple[Slot, ...]
     axes: tuple[tuple[int, ...], ...]
     layout: Literal["scalar", "vector", "dict"]
+    axis_name: tuple[str, ...] | None = None
+    specs: tuple[Any, ...] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -5,7 +5,9 @@ Here a skipped step leaves parameters and inner state exactly as they were, by s
 multiplying with zero (`0 * NaN` is NaN).
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +16,13 @@ import optax
 from jax import Array
 
 import optaxclip.scopes as scopes
-from optaxclip._core import group_norms
+from optaxclip._core import as_norm_given, group_norms
 from optaxclip._info import initial_info
+from optaxclip._numerics import match_weak_type
 from optaxclip._trees import flatten
-from optaxclip._types import ClipInfo, PyTree
-from optaxclip.norms import Norm
-from optaxclip.thresholds.fixed import LimitLike, as_limit, check_limit, rule_for
+from optaxclip._types import AxisName, ClipInfo, PyTree
+from optaxclip.norms import Norm, as_norm
+from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
 
 
 class SkipState(NamedTuple):
@@ -45,6 +48,8 @@ def skip_nonfinite(
     inner: optax.GradientTransformation,
     max_consecutive: int | None = None,
     *,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
     name: str = "skip_nonfinite",
 ) -> optax.GradientTransformationExtraArgs:
     """Skips the steps whose gradients hold a NaN or an infinite entry.
@@ -53,6 +58,8 @@ def skip_nonfinite(
       inner: the optimizer.
       max_consecutive: after so many skipped steps in a row the next goes to the optimizer as it is,
         as with `optax.apply_if_finite`, so that a run that is lost shows it; never if None.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: what the transformation is called in messages and by `optaxclip.monitor`.
 
     Returns:
@@ -66,7 +73,8 @@ def skip_nonfinite(
       >>> print(updates, state.num_skipped)
       [0. 0.] 1
     """
-    return _skip(inner, math.inf, max_consecutive, norm="l2", gives_up=True, name=name)
+    measure = _measure_for("l2", axis_name, specs)
+    return _skip(inner, math.inf, max_consecutive, measure, gives_up=True, name=name)
 
 
 def skip_above(
@@ -75,6 +83,8 @@ def skip_above(
     max_consecutive: int | None = 20,
     *,
     norm: str | Norm = "l2",
+    axis_name: AxisName = None,
+    specs: PyTree = None,
     name: str = "skip_above",
 ) -> optax.GradientTransformationExtraArgs:
     """Skips the steps whose global gradient norm exceeds a limit or is not finite.
@@ -89,6 +99,8 @@ def skip_above(
       max_consecutive: after so many skipped steps in a row the next finite one is taken, so that
         no limit can stop a run for good; never if None. Non-finite steps are skipped always.
       norm: the norm.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: what the transformation is called in messages and by `optaxclip.monitor`.
 
     Returns:
@@ -107,15 +119,16 @@ def skip_above(
       >>> print(updates, state.info.norm, state.num_skipped)
       [0. 0.] 50.0 1
     """
-    return _skip(inner, limit, max_consecutive, norm=norm, gives_up=False, name=name)
+    measure = _measure_for(norm, axis_name, specs)
+    return _skip(inner, limit, max_consecutive, measure, gives_up=False, name=name)
 
 
 def _skip(
     inner: optax.GradientTransformation,
     limit: LimitLike,
     max_consecutive: int | None,
+    measure: Callable[[PyTree], Array],
     *,
-    norm: str | Norm,
     gives_up: bool,
     name: str,
 ) -> optax.GradientTransformationExtraArgs:
@@ -142,19 +155,24 @@ def _skip(
         **extra_args: Any,
     ) -> tuple[PyTree, SkipState]:
         rule = rule_for(limit, ("tree",), "scalar")
-        norm_now = _measured(updates, norm, grad_norm)
-        param_norm = _measured(params, norm, None) if rule.uses_params else None
+        norm_now = measure(updates) if grad_norm is None else as_norm_given(grad_norm, "grad_norm")
+        if rule.uses_params and params is None:
+            raise ValueError(
+                f"{name}: the limit is relative to the parameters; pass them: "
+                "update(grads, state, params)"
+            )
+        param_norm = measure(params) if rule.uses_params else None
         limits, rule_state = rule.update(norm_now, state.rule, param_norm)
         is_finite = jnp.isfinite(norm_now)
-        is_above = is_finite & (norm_now > limits.trigger)
+        is_above = is_finite & (norm_now > limits.trigger.astype(norm_now.dtype))
         skip = is_above | ~is_finite
         if max_consecutive is not None:
             is_over = state.consecutive >= max_consecutive
             skip = skip & ~(is_over & (is_finite | gives_up))
         # The optimizer sees zeros, so that a step which is thrown away reports no NaN.
-        seen = _select(skip, jax.tree.map(jnp.zeros_like, updates), updates)
+        seen = _zero_where(skip, updates)
         new_updates, inner_state = inner.update(seen, state.inner_state, params, **extra_args)
-        return _select(skip, jax.tree.map(jnp.zeros_like, new_updates), new_updates), SkipState(
+        return _zero_where(skip, new_updates), SkipState(
             rule=rule_state,
             info=_updated_info(state.info, norm_now, limits.trigger, skip, is_above, ~is_finite),
             num_skipped=state.num_skipped + skip.astype(jnp.int32),
@@ -165,19 +183,18 @@ def _skip(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _measured(tree: PyTree, norm: str | Norm, given: jax.typing.ArrayLike | None) -> Array:
-    if given is None:
-        measured = group_norms(tree, scope=scopes.tree(), norm=norm)
-    else:
-        measured = jnp.asarray(check_limit(given, "grad_norm", allow_any_number=True))
-    return measured.astype(jnp.float32)
+def _measure_for(norm: str | Norm, axis_name: AxisName, specs: PyTree) -> Callable[..., Array]:
+    """A function from a tree to its norm."""
+    return functools.partial(
+        group_norms, scope=scopes.tree(), norm=as_norm(norm), axis_name=axis_name, specs=specs
+    )
 
 
 def _updated_info(
     info: ClipInfo, norm: Array, limit: Array, skip: Array, is_above: Array, is_bad: Array
 ) -> ClipInfo:
     return info._replace(
-        norm=norm,
+        norm=norm.astype(jnp.float32),
         limit=limit.astype(jnp.float32),
         factor=1 - skip.astype(jnp.float32),
         fraction=is_above.astype(jnp.float32),
@@ -186,12 +203,33 @@ def _updated_info(
     )
 
 
-def _select(where: Array, one: PyTree, other: PyTree) -> PyTree:
-    """`one` where `where`, else `other`, in the dtypes of `other`; `float0` is left alone."""
+def _zero_where(skip: Array, updates: PyTree) -> PyTree:
+    return _select(skip, jax.tree.map(_zeros_like, updates), updates)
+
+
+def _zeros_like(x: Any) -> Any:
+    return x if _is_opaque(x) else jnp.zeros_like(x)
+
+
+def _select(where: Array, old: PyTree, new: PyTree) -> PyTree:
+    """`old` where `where`, else `new`, in the dtypes of `new`; `float0` is left alone."""
 
     def choose(x: Any, y: Any) -> Any:
         if getattr(y, "dtype", None) == jax.dtypes.float0:
             return y
-        return jnp.where(where, jnp.asarray(x).astype(jnp.asarray(y).dtype), y)
+        if _is_opaque(y):
+            return jnp.where(where, x, y)
+        x, y = jnp.asarray(x), jnp.asarray(y)
+        chosen = jnp.where(where, x.astype(y.dtype), y)
+        # A weak type that came and went would compile the step again.
+        return match_weak_type(chosen, x) if x.dtype == y.dtype else chosen
 
-    return jax.tree.map(choose, one, other)
+    return jax.tree.map(choose, old, new)
+
+
+def _is_opaque(x: Any) -> bool:
+    """Whether a leaf has no numbers to compute with: `float0` or a PRNG key."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return False
+    return dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended)

@@ -3,6 +3,7 @@
 import jax
 import pytest
 
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -12,6 +13,3 @@ def x64():
     """Runs a test with 64-bit types."""
     with jax.enable_x64(True):
         yield
-
-
-collect_ignore = ["pending"]

@@ -38,7 +38,7 @@ def figure(record_property):
     """Records a measured figure, in the report and for `pytest -s`."""
 
     def record(name, value):
-        record_property(name, value)
+        record_property(name, float(value))
         print(f"\n  {name}: {value:.2g}", end="")
 
     return record
@@ -288,7 +288,7 @@ def primitives(jaxpr):
 
 @pytest.mark.parametrize("scope", ["tree", "leaf", "group"])
 def test_ordinary_range_pays_for_one_reduction(scope):
-    tree = [jnp.ones((30, 30)), jnp.ones(100, BF16), jnp.ones((70, 2))]
+    tree = [jnp.ones((100, 100)), jnp.ones(100, BF16), jnp.ones((100, 200))]
 
     def clip(tree):
         return optaxclip.clip_tree(tree, 1.0, scope=SCOPES[scope])

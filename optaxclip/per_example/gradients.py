@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+import optaxclip._collectives as collectives
 from optaxclip._engine import zero_norms
 from optaxclip._trees import FlatTree, flatten
 from optaxclip._types import NormTree, PyTree
@@ -259,22 +260,5 @@ def _varying_like(batch: PyTree, tree: PyTree) -> PyTree:
     There the gradient with respect to parameters that do not vary is summed over the devices, and
     with it examples would be mixed before they are clipped.
     """
-    varying = [x for x in map(_as_data, jax.tree.leaves(batch)) if _vma(x)]
-    if not varying:
-        return tree
-    # Sums of nothing: zeros that vary.
-    zero = functools.reduce(jnp.add, [jnp.sum(x[:0], dtype=jnp.float32) for x in varying])
-    return jax.tree.map(lambda x: x + zero.astype(jnp.result_type(x)), tree)
-
-
-def _as_data(x: Any) -> Array:
-    x = jnp.asarray(x)
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(x) if is_key else x
-
-
-def _vma(x: Array) -> frozenset[str]:
-    # JAX 0.10 has it in a type of its own, before that there was only what varies.
-    aval = jax.typeof(x)
-    kind = getattr(aval, "manual_axis_type", None)
-    return frozenset(aval.vma if kind is None else kind.varying)
+    axes = frozenset[str]().union(*map(collectives.varying_axes, jax.tree.leaves(batch)))
+    return jax.tree.map(lambda x: collectives.vary(jnp.asarray(x), axes), tree) if axes else tree

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
+import optaxclip._collectives as collectives
 from optaxclip._exact import refined_root
 from optaxclip._measure import Measured, measure
 from optaxclip._numerics import power_of_two_below, real_parts, safe_divide
@@ -126,7 +128,10 @@ def _lifted(grouping: Grouping, examples: int) -> Grouping:
         dataclasses.replace(slot, shape=(examples, *slot.shape)) for slot in grouping.slots
     )
     axes = tuple(tuple(axis + 1 for axis in reduced) for reduced in grouping.axes)
-    return dataclasses.replace(grouping, slots=slots, axes=axes)
+    manual = tuple(sorted(collectives.manual_axes()))
+    # Inside `shard_map` each device has examples of its own, and all of each of them.
+    specs = tuple(PartitionSpec(manual) for _ in axes) if manual else None
+    return dataclasses.replace(grouping, slots=slots, axes=axes, specs=specs)
 
 
 def _measured(leaves: list[Array], grouping: Grouping, examples: int) -> list[Measured]:
@@ -189,10 +194,9 @@ def _multiplier(measured: Measured, limits: GroupLimits, *, response: Response) 
 def _below(by: Multiplier, measured: Measured, error: Array, high: Array, low: Array) -> Multiplier:
     """A multiplier of small groups for the limit `high + low`, to more digits than it was made."""
     is_over = (measured.norm - high) + measured.norm * error > low
-    correction = jnp.zeros_like(error) if by.correction is None else by.correction
-    correction = jnp.where(by.is_identity, correction / measured.unit, correction)
+    correction, after = by.exact or (jnp.zeros_like(error), jnp.ones_like(error))
     correction = correction + by.quotient * safe_divide(low, high, 0)
-    return by._replace(is_identity=by.is_identity & ~is_over, correction=correction)
+    return by._replace(is_identity=by.is_identity & ~is_over, exact=(correction, after))
 
 
 def _only(counts: Array, by: Multiplier) -> Multiplier:

@@ -52,7 +52,7 @@ def _on_cpu(
 ) -> list[Array]:
     if leaves[0].shape[0] == 1:
         return _fused(leaves, multipliers, axes=axes)
-    is_plain = [jnp.all(~by.is_zero & (by.inverse_unit == 1)) for by in multipliers]
+    is_plain = [jnp.all(~by.is_zero & (by.before == 1)) for by in multipliers]
     return lax.cond(
         functools.reduce(jnp.logical_and, is_plain),
         functools.partial(_products, axes=axes),
@@ -68,7 +68,7 @@ def _products(
     """Matrix products, right where nothing is dropped or out of range."""
     return [
         _product(leaf, by.quotient, reduced)
-        if by.correction is None
+        if by.exact is None
         else _fused([leaf], [by], axes=(reduced,))[0]
         for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True)
     ]

@@ -38,6 +38,10 @@ PATIENCE = 20
 """The default patience: no spike lasts that long."""
 
 
+_LARGEST = 1e18
+"""Norms are recorded up to here, so that the square of one never overflows."""
+
+
 class Statistic(Protocol):
     """What a rule knows of the past of one group, or of an array of groups at once.
 
@@ -77,6 +81,7 @@ class _Static:
     statistic: Statistic
     record: Record
     inclusive: bool
+    reject: bool
 
 
 class _Options(NamedTuple):
@@ -92,6 +97,7 @@ def adaptive(
     *,
     record: Record,
     inclusive: bool = False,
+    reject: bool = False,
     warmup_steps: int = 0,
     floor: float = FLOOR,
     patience: int | None = PATIENCE,
@@ -104,6 +110,7 @@ def adaptive(
       numbers: a pytree of numbers for the statistic.
       record: what a norm above its limit adds to the statistic.
       inclusive: whether a norm is in the statistic that judges it.
+      reject: whether a norm above its limit is brought to 0, whatever the statistic says.
       warmup_steps: how many norms must have been recorded before there is a limit.
       floor: the least norm that counts, and the least limit.
       patience: how many norms in a row may exceed their limit before the raw norm is recorded.
@@ -121,7 +128,7 @@ def adaptive(
         patience=None if patience is None else at_least(patience, 1, "patience"),
         max_norm=None if max_norm is None else check_limit(max_norm, "max_norm"),
     )
-    static = _Static(statistic, record, inclusive)
+    static = _Static(statistic, record, inclusive, reject)
     return Threshold(Partial(_init, static, numbers), Partial(_update, static, options, numbers))
 
 
@@ -138,6 +145,25 @@ def at_least(value: Any, least: float, argument: str) -> Any:
 def as_float(number: Any) -> Array:
     """A number of any kind as float32."""
     return jnp.asarray(number).astype(jnp.float32)
+
+
+def multiple(number: Any, of: Array) -> Array:
+    """`number * of`; infinite if either is, even where the other is 0."""
+    number = as_float(number)
+    infinite = jnp.isinf(number) | jnp.isinf(of)
+    return jnp.where(infinite, jnp.inf, jnp.where(infinite, 0, number) * jnp.where(infinite, 0, of))
+
+
+def whole(value: Any, least: int, argument: str) -> int:
+    """`value`, checked to be an int of at least `least`: it is the size of an array.
+
+    Raises:
+      ValueError: if it is less.
+      TypeError: if it is no int.
+    """
+    if not isinstance(value, int):
+        raise TypeError(f"{argument} must be an int, got {value!r}")
+    return at_least(value, least, argument)
 
 
 def within(value: Any, low: float, high: float, argument: str) -> Any:
@@ -194,6 +220,7 @@ def _step(
     counts = is_finite & (norm >= as_float(options.floor))
 
     def recorded(x: Array, where: Array) -> tuple[Array, PyTree]:
+        x = jnp.minimum(x, _LARGEST)
         new = statistic.observe(numbers, state.statistic, x, state.count)
         return state.count + where.astype(jnp.int32), select(where, new, state.statistic)
 
@@ -203,6 +230,7 @@ def _step(
     trigger, target = (
         jnp.where(is_ready, jnp.maximum(limit, as_float(options.floor)), jnp.inf) for limit in rule
     )
+    target = jnp.zeros_like(target) if static.reject else target
     is_above = is_finite & (norm > trigger)
     streak = jnp.where(is_finite, jnp.where(is_above, state.streak + 1, 0), state.streak)
     if not static.inclusive:
@@ -216,6 +244,6 @@ def _step(
         count, known = recorded(x, counts)
     if options.max_norm is not None:
         cap = as_float(options.max_norm)
-        target = jnp.where(is_above, jnp.minimum(target, cap), cap)
+        target = jnp.where(is_above | (norm <= cap), jnp.minimum(target, cap), cap)
         trigger = jnp.minimum(trigger, cap)
     return Limits(trigger, target), AdaptiveState(count, streak, known)

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._numerics import safe_divide, safe_sqrt
+from optaxclip._numerics import power_of_two_below, safe_divide, safe_sqrt
 from optaxclip._types import Limits, Threshold
-from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, within
+from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, multiple, within
 from optaxclip.thresholds.fixed import check_limit
 from optaxclip.thresholds.moving import Moments, weighted
 
@@ -53,7 +53,13 @@ def log_tracker(
         check_limit(min_limit, "min_limit"),
     )
     return adaptive(
-        _LogTracker(reject), numbers, record="raw", floor=floor, patience=None, max_norm=max_norm
+        _LogTracker(),
+        numbers,
+        record="raw",
+        reject=reject,
+        floor=floor,
+        patience=None,
+        max_norm=max_norm,
     )
 
 
@@ -168,8 +174,6 @@ class _TrackerState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _LogTracker:
-    reject: bool
-
     def init(self, numbers: Any, like: Array) -> _TrackerState:
         del numbers
         zeros = jnp.zeros(like.shape, jnp.float32)
@@ -190,12 +194,12 @@ class _LogTracker:
     ) -> Limits:
         del norm, count
         limit = jnp.where(state.weight > 0.75, jnp.expm1(_log_limit(numbers, state)), jnp.inf)
-        return Limits(limit, jnp.zeros_like(limit) if self.reject else limit)
+        return Limits(limit, limit)
 
 
 def _log_limit(numbers: _TrackerNumbers, state: _TrackerState) -> Array:
     std = jnp.sqrt(jnp.maximum(state.moments.variance, 1e-6))
-    cap = state.moments.mean + as_float(numbers.num_std) * std
+    cap = state.moments.mean + multiple(numbers.num_std, std)
     return jnp.maximum(cap, jnp.log1p(as_float(numbers.min_limit)))
 
 
@@ -218,9 +222,10 @@ class _AdaGC:
         return jnp.where(count == 0, norm, known)
 
     def limits(self, numbers: _AdaGCNumbers, state: Array, norm: Array, count: Array) -> Limits:
-        global_norm = safe_sqrt(jnp.sum(jnp.square(norm)))
+        unit = power_of_two_below(jnp.max(norm, initial=0))
+        global_norm = unit * safe_sqrt(jnp.sum(jnp.square(norm / unit)))
         shrink = jnp.minimum(safe_divide(as_float(numbers.lambda_abs), global_norm, 1), 1)
-        later = jnp.where(count == 0, jnp.inf, as_float(numbers.lambda_rel) * state)
+        later = jnp.where(count == 0, jnp.inf, multiple(numbers.lambda_rel, state))
         limit = jnp.where(count < numbers.warmup_steps, shrink * norm, later)
         return Limits(limit, limit)
 

@@ -122,7 +122,7 @@ def rule_for(limit: Threshold | dict[str, Any], names: Sequence[str], layout: st
         raise ValueError(
             f"limits are given for groups {sorted(limit)}, but there are {list(names)}"
         )
-    numbers = {name: jnp.asarray(limit[name]).astype(jnp.float32) for name in names}
+    numbers = {name: jnp.asarray(limit[name]).astype(float) for name in names}
     if layout == "dict":
         return given(Limits(numbers, numbers))
     column = jnp.stack([numbers[name] for name in names])

@@ -9,7 +9,17 @@ from jax import Array
 
 from optaxclip._numerics import safe_sqrt
 from optaxclip._types import Limits, Threshold
-from optaxclip.thresholds.base import FLOOR, PATIENCE, Record, adaptive, as_float, at_least, within
+from optaxclip.thresholds.base import (
+    FLOOR,
+    PATIENCE,
+    Record,
+    adaptive,
+    as_float,
+    at_least,
+    multiple,
+    whole,
+    within,
+)
 
 
 def percentile(
@@ -51,7 +61,7 @@ def percentile(
       >>> print(limits.trigger)
       1.1
     """
-    at_least(window, 1, "window")
+    whole(window, 1, "window")
     return adaptive(
         _Percentile(window),
         within(percentile, 0, 100, "percentile"),
@@ -107,7 +117,7 @@ def window(
       >>> print(limits.trigger)
       1.4
     """
-    at_least(window, 2, "window")
+    whole(window, 2, "window")
     within(ddof, 0, 1, "ddof")
     return adaptive(
         _MeanAndDeviation(window, ddof),
@@ -156,7 +166,7 @@ def median(
       >>> print(limits.trigger)
       2.0
     """
-    at_least(window, 1, "window")
+    whole(window, 1, "window")
     return adaptive(
         _Median(window) if every_step else _PeriodicMedian(window),
         at_least(scale, 0, "scale"),
@@ -183,7 +193,7 @@ class _Ring:
         return jnp.where(self.places(count) == (count % self.window)[None], norm[None], state)
 
     def places(self, like: Array) -> Array:
-        column = jnp.arange(self.window).reshape(-1, *(1,) * like.ndim)
+        column = jnp.arange(self.window, dtype=jnp.int32).reshape(-1, *(1,) * like.ndim)
         return jnp.broadcast_to(column, (self.window, *like.shape))
 
     def held(self, count: Array) -> tuple[Array, Array]:
@@ -196,20 +206,20 @@ class _Percentile(_Ring):
     def limits(self, numbers: Any, state: Array, norm: Array, count: Array) -> Limits:
         del norm
         is_held, number = self.held(count)
-        ordered = jnp.sort(jnp.where(is_held, state, jnp.inf), axis=0)
+        ordered = jnp.sort(jnp.where(is_held, state, jnp.finfo(state.dtype).max), axis=0)
         last = jnp.maximum(number - 1, 0)
         position = last.astype(jnp.float32) * (as_float(numbers) / 100)
         below = jnp.floor(position).astype(jnp.int32)
         low, high = _at(ordered, below), _at(ordered, jnp.minimum(below + 1, last))
         share = position - below.astype(jnp.float32)
-        limit = jnp.where(high > low, low + share * (high - low), low)
+        limit = jnp.where(number > 0, low + share * (high - low), jnp.inf)
         return Limits(limit, limit)
 
 
 class _Median(_Ring):
     def limits(self, numbers: Any, state: Array, norm: Array, count: Array) -> Limits:
         median = _Percentile(self.window).limits(50.0, state, norm, count).trigger
-        limit = as_float(numbers) * median
+        limit = multiple(numbers, median)
         return Limits(limit, limit)
 
 
@@ -225,7 +235,7 @@ class _MeanAndDeviation(_Ring):
         mean = jnp.sum(jnp.where(is_held, state, 0), axis=0) / jnp.maximum(number, 1)
         squares = jnp.sum(jnp.where(is_held, jnp.square(state - mean[None]), 0), axis=0)
         std = safe_sqrt(squares / jnp.maximum(number - self.ddof, 1))
-        limit = mean + num_std * jnp.maximum(std, min_std)
+        limit = mean + multiple(num_std, jnp.maximum(std, min_std))
         return Limits(limit, limit)
 
 
@@ -253,7 +263,7 @@ class _PeriodicMedian:
         held = jnp.minimum(count, self.window)
         middle = jnp.clip(held // 4 * 2, 0, jnp.maximum(held - 1, 0))
         median = _at(jnp.sort(jnp.where(is_held, ring, jnp.inf), axis=0), middle)
-        limit = as_float(numbers) * median
+        limit = multiple(numbers, median)
         is_early = ((count == 10) | (count == 20) | (count == 40)) & (count < self.window)
         is_regular = (count > 0) & (count % self.window == 0)
         limit = jnp.where(is_regular, limit, jnp.where(is_early, 2 * limit, state.limit))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._numerics import safe_sqrt
+from optaxclip._numerics import safe_divide, safe_sqrt
 from optaxclip._types import Limits, Threshold
 from optaxclip.thresholds.base import (
     FLOOR,
@@ -20,6 +20,7 @@ from optaxclip.thresholds.base import (
     adaptive,
     as_float,
     at_least,
+    multiple,
     select,
     within,
 )
@@ -190,10 +191,10 @@ class _Ema:
     def limits(self, numbers: _EmaNumbers, state: _EmaState, norm: Array, count: Array) -> Limits:
         # A norm that nothing came before is compared with itself.
         is_first = count <= numbers.skip_steps
-        trigger = as_float(numbers.ratio) * jnp.where(is_first, norm, state.trigger)
+        trigger = multiple(numbers.ratio, jnp.where(is_first, norm, state.trigger))
         if self.same:
             return Limits(trigger, trigger)
-        target = as_float(numbers.target_ratio) * jnp.where(is_first, norm, state.target)
+        target = multiple(numbers.target_ratio, jnp.where(is_first, norm, state.target))
         return Limits(trigger, target)
 
 
@@ -236,7 +237,8 @@ class _ZScore:
     def limits(self, numbers: _ZScoreNumbers, state: Moments, norm: Array, count: Array) -> Limits:
         del count
         z_thresh, std = as_float(numbers.z_thresh), safe_sqrt(state.variance)
-        trigger = state.mean + z_thresh * std
+        distance = multiple(z_thresh, std)
+        trigger = state.mean + distance
         if self.option == "percentile":
             return Limits(trigger, trigger)
         # The published score has 1e-6 added to the deviation; a percentile has not.
@@ -244,7 +246,10 @@ class _ZScore:
         if self.option == "mean":
             return Limits(trigger, state.mean)
         z = (norm - state.mean) / (std + 1e-6)
-        return Limits(trigger, state.mean + z_thresh * std * z_thresh / jnp.maximum(z, z_thresh))
+        harder = safe_divide(jnp.maximum(z, z_thresh), z_thresh, 1)
+        return Limits(
+            trigger, state.mean + jnp.where(jnp.isinf(distance), jnp.inf, distance / harder)
+        )
 
 
 def _weight(decay: Any, count: Array, debias: bool) -> Array:
@@ -253,7 +258,7 @@ def _weight(decay: Any, count: Array, debias: bool) -> Array:
     if not debias:
         return jnp.where(count == 0, 1, rest)
     power = as_float(decay) ** (count + 1).astype(jnp.float32)
-    return rest / jnp.maximum(1 - power, rest)
+    return safe_divide(rest, jnp.maximum(1 - power, rest), (count == 0).astype(jnp.float32))
 
 
 def weighted(moments: Moments, value: Array, weight: Array) -> Moments:

@@ -1,0 +1,136 @@
+"""Norms of groups that are split over devices: local totals, one collective, the same norm on all.
+
+Where a leaf is replicated along an axis over which others of its group are split, its total is
+divided by the number of replicas, so that one sum over all devices counts everything once. Totals
+travel at three scales, so that no second collective is needed for those that leave the range.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+import optaxclip._collectives as collectives
+from optaxclip._collectives import Axes
+from optaxclip._groups import Groups
+from optaxclip._numerics import power_of_two_below
+from optaxclip.norms import Norm
+from optaxclip.scopes import Slot
+
+
+def norms_across(groups: Groups) -> tuple[list[Array], list[Array]]:
+    """The norms of all slots over all devices, as mantissas and units.
+
+    Args:
+      groups: what this device holds of the leaves.
+    """
+    norm = groups.norm
+    if norm.is_max:
+        mantissas = _over_devices(groups, groups.reduced(groups.arrays), by_max=True)
+        return mantissas, [jnp.ones_like(mantissa) for mantissa in mantissas]
+    if norm.degree not in (1, 2):
+        largest = _over_devices(groups, groups.largest_of_leaves(), by_max=True)
+        units = [power_of_two_below(x) for x in largest]
+        totals = _over_devices(groups, groups.reduced(groups.divided(units)))
+        return groups.norms(totals), units
+    scaled = _over_devices(groups, _at_three_scales(groups), scales=(3,))
+    slots = zip(scaled, groups.bounds(), strict=True)
+    chosen = [_at_best_scale(norm, *slot) for slot in slots]
+    return groups.norms([total for total, _ in chosen]), [unit for _, unit in chosen]
+
+
+def _at_three_scales(groups: Groups) -> list[Array]:
+    """For each leaf `[3, ...]`, its total of entries as they are, divided and multiplied by far."""
+    totals = groups.reduced(groups.arrays)
+    bounds, slots = groups.bounds(), groups.grouping.slot_of_leaf()
+    pairs = zip(totals, slots, strict=True)
+    units = [groups.norm.rescaling(total, bounds[slot]) for total, slot in pairs]
+    again = list(totals)
+    # What a branch returns varies wherever its condition does: one for each way of being split.
+    for alike in _alike([collectives.varying_axes(total) for total in totals]):
+        found = _rescued(groups, alike, units, totals)
+        for i, total in zip(alike, found, strict=True):
+            again[i] = total
+    return [_spread(groups.norm, *leaf) for leaf in zip(again, units, strict=True)]
+
+
+def _alike(kinds: Sequence[Axes]) -> list[list[int]]:
+    """Positions of equal elements, together."""
+    return [[i for i, kind in enumerate(kinds) if kind == one] for one in dict.fromkeys(kinds)]
+
+
+def _rescued(
+    groups: Groups, alike: list[int], units: list[Array], totals: list[Array]
+) -> list[Array]:
+    """The totals of some leaves, of entries divided by the units if one of these is not 1."""
+
+    def rescaled() -> list[Array]:
+        leaves = ((groups.arrays[i], units[i], groups.axes[i]) for i in alike)
+        return [
+            groups.norm.reduce(x / lax.expand_dims(unit, axes).astype(x.dtype), axes)
+            for x, unit, axes in leaves
+        ]
+
+    any_is_out = functools.reduce(jnp.logical_or, [jnp.any(units[i] != 1) for i in alike])
+    return lax.cond(any_is_out, rescaled, lambda: [totals[i] for i in alike])
+
+
+def _spread(norm: Norm, total: Array, unit: Array) -> Array:
+    """`[3, ...]`, a total of entries that were divided by `unit`, at the units 1, far and 1 / far.
+
+    Where it leaves the range at one of them it is infinite or 0 there, and another will be used.
+    """
+    plain = jnp.where(
+        unit > 1, norm.at_unit(total, up=True), jnp.where(unit < 1, norm.at_unit(total), total)
+    )
+    down = jnp.where(unit > 1, total, norm.at_unit(plain))
+    up = jnp.where(unit < 1, total, norm.at_unit(plain, up=True))
+    return jnp.stack([plain, down, up])
+
+
+def _at_best_scale(norm: Norm, scaled: Array, bound: int) -> tuple[Array, Array]:
+    """The total of a slot and its unit, from the totals at three scales."""
+    plain, down, up = scaled
+    unit = norm.rescaling(plain, bound)
+    return jnp.where(unit == 1, plain, jnp.where(unit > 1, down, up)), unit
+
+
+def _over_devices(
+    groups: Groups, parts: list[Array], *, scales: tuple[int, ...] = (), by_max: bool = False
+) -> list[Array]:
+    """One total for each slot from the local ones of each leaf, all scalars in one collective.
+
+    Args:
+      groups: the leaves.
+      parts: for each leaf, its totals `[*scales, ...]`.
+      scales: the leading axes.
+      by_max: whether totals combine by maximum; by sum otherwise.
+    """
+    slots = groups.grouping.slots
+    combine = collectives.largest if by_max else collectives.total
+    join = functools.partial(functools.reduce, jnp.maximum) if by_max else groups.norm.join
+    scalar = [n for n, slot in enumerate(slots) if slot.shape == () and slot.members]
+    everywhere = Axes().union(*(groups.split[i] for n in scalar for i in slots[n].members))
+
+    def of_slot(slot: Slot) -> Array:
+        if not slot.members:
+            return jnp.zeros((*scales, *slot.shape))
+        if slot.shape != ():
+            (i,) = slot.members
+            return combine(parts[i], groups.split[i])
+        leaves = ((parts[i], everywhere - groups.split[i]) for i in slot.members)
+        return join([_shared(*leaf, everywhere, by_max=by_max) for leaf in leaves])
+
+    found = [of_slot(slot) for slot in slots]
+    if everywhere:
+        together = combine(jnp.stack([found[n] for n in scalar], axis=-1), everywhere)
+        for place, n in enumerate(scalar):
+            found[n] = together[..., place]
+    return found
+
+
+def _shared(x: Array, replicated: Axes, everywhere: Axes, *, by_max: bool) -> Array:
+    """This device's share of a total that is replicated along some axes."""
+    share = x if by_max else x / collectives.num_devices(replicated)
+    return collectives.vary(share, everywhere & collectives.manual_axes())

@@ -1,0 +1,122 @@
+"""What JAX knows of devices, in its different versions and contexts; the only file that asks.
+
+Inside `shard_map` some axes of the mesh are manual: a value is what one device holds. With tracking
+(`check_vma=True`) its type says over which of them it varies; without, and inside `pmap`, every
+value looks the same everywhere. Outside, the type says how an array lies on an explicit mesh.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+Axes = frozenset[str]
+
+
+def manual_axes() -> Axes:
+    """The axes of the mesh that are manual here; of `pmap`, its axis."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def varying_axes(x: Any) -> Axes:
+    """The manual axes over which a value differs from device to device, as far as is tracked.
+
+    Raises:
+      ValueError: if the value is a partial sum, which has no norm before it is summed.
+    """
+    aval = jax.typeof(x)
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)
+    # JAX 0.10 has it in a type of its own, before that there was only what varies.
+    kind = getattr(aval, "manual_axis_type", None)
+    unreduced = {*(getattr(kind, "unreduced", None) or ()), *(getattr(spec, "unreduced", ()) or ())}
+    if unreduced:
+        raise ValueError(
+            f"a leaf of type {aval} is a partial sum over {sorted(unreduced)}; sum it over the "
+            "devices (jax.lax.psum, or jax.reshard to a spec without them) before it is clipped"
+        )
+    return frozenset(aval.vma if kind is None else kind.varying)
+
+
+def tracks(axes: Axes) -> bool:
+    """Whether values that vary over these manual axes say so."""
+    return varying_axes(_cast(jnp.zeros(()), axes)) == axes
+
+
+def vary(x: Array, axes: Axes) -> Array:
+    """`x`, typed as varying over these manual axes too."""
+    missing = axes - varying_axes(x)
+    return _cast(x, missing) if missing else x
+
+
+def _cast(x: Array, axes: Iterable[str]) -> Array:
+    names = tuple(sorted(axes))
+    if hasattr(lax, "pcast"):
+        return lax.pcast(x, names, to="varying")
+    return getattr(lax, "pvary")(x, names)  # noqa: B009 (newer versions do not have it)
+
+
+def num_devices(axes: Iterable[str]) -> int:
+    """Over how many devices these axes extend."""
+    return math.prod(lax.axis_size(axis) for axis in axes)
+
+
+def total(x: Array, axes: Axes) -> Array:
+    """The sum over the devices along these axes."""
+    return lax.psum(x, tuple(sorted(axes))) if axes else x
+
+
+def anywhere(flags: Array, axes: Axes) -> Array:
+    """Whether a flag is set on some device along these axes."""
+    if not axes:
+        return flags
+    return total(vary(flags.astype(jnp.float32), axes & manual_axes()), axes) > 0
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def largest(x: Array, axes: Axes) -> Array:
+    """The maximum over the devices along these axes; infinite where one of them has NaN."""
+    # Not every platform's collective maximum hands NaN on.
+    return lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x), tuple(sorted(axes))) if axes else x
+
+
+@largest.defjvp
+def _largest_jvp(axes: Axes, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (dx,) = primals, tangents
+    maximum = largest(x, axes)
+    is_there = (x == maximum).astype(x.dtype)
+    share = is_there / jnp.maximum(total(is_there, axes), 1)
+    return maximum, total(share * dx, axes)
+
+
+def explicit_sharding(x: Any) -> tuple[Any, PartitionSpec] | None:
+    """The mesh and the spec in an array's type, if it says that it is split over devices."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or not any(spec_axes(entry) for entry in sharding.spec):
+        return None
+    return sharding.mesh, sharding.spec
+
+
+def spec_axes(entry: Any) -> Axes:
+    """The mesh axes over which a spec splits one dimension."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return frozenset()
+    return frozenset({entry} if isinstance(entry, str) else entry)
+
+
+def mesh_of(specs: Iterable[Any]) -> Any:
+    """The mesh of the first `NamedSharding`, or the one that is set; None if there is none."""
+    for spec in specs:
+        if isinstance(spec, NamedSharding):
+            return spec.mesh
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def region(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`fn` on what each device of the mesh holds."""
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
