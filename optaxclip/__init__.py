@@ -2,12 +2,14 @@
 
 At top level, Optax transformations by the names of Optax and of the papers, and the engine that all
 of them are expressions over. In `ops`, TensorFlow's clipping functions over any pytree. In
-`scopes`, `norms`, `thresholds` and `responses`, the engine's parts.
+`per_example`, the lift of the engine over the examples of a batch. In `scopes`, `norms`,
+`thresholds` and `responses`, the engine's parts.
 """
 
 from optaxclip import monitor as monitor
 from optaxclip import norms as norms
 from optaxclip import ops as ops
+from optaxclip import per_example as per_example
 from optaxclip import plots as plots
 from optaxclip import responses as responses
 from optaxclip import scopes as scopes
@@ -32,6 +34,11 @@ from optaxclip.methods import clip_by_global_norm as clip_by_global_norm
 from optaxclip.methods import clip_by_group_norm as clip_by_group_norm
 from optaxclip.methods import clip_by_norm as clip_by_norm
 from optaxclip.methods import normalize_by_global_norm as normalize_by_global_norm
+from optaxclip.per_example import (
+    per_example_clip_and_aggregate as per_example_clip_and_aggregate,
+)
+from optaxclip.per_example import per_example_global_norm_clip as per_example_global_norm_clip
+from optaxclip.per_example import per_example_layer_norm_clip as per_example_layer_norm_clip
 from optaxclip.windowed import autoclip as autoclip
 from optaxclip.windowed import clip_by_median_norm as clip_by_median_norm
 from optaxclip.windowed import clip_by_window_norm as clip_by_window_norm

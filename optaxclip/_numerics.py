@@ -52,14 +52,23 @@ def power_of_two_below(x: Array) -> Array:
 
     Multiplying by it or by its reciprocal is exact. Zero and non-finite values give 1.
     """
+    return power_of_two(exponent_below(x), x.dtype)
+
+
+def exponent_below(x: Array) -> Array:
+    """The exponent of `power_of_two_below`, an integer as wide as `x`."""
     info = jnp.finfo(x.dtype)
-    bits = jnp.uint32 if info.bits == 32 else jnp.uint64
-    exponent = ((1 << info.nexp) - 1) << info.nmant
-    floor = lax.bitcast_convert_type(
-        lax.bitcast_convert_type(x, bits) & jnp.array(exponent, bits), x.dtype
-    )
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{info.bits}"))
+    exponent = (bits >> info.nmant) - (info.maxexp - 1)
     usable = jnp.isfinite(x) & (x > 0)
-    return jnp.where(usable, jnp.clip(floor, info.tiny, 1 / info.tiny), 1)
+    return jnp.where(usable, jnp.clip(exponent, info.minexp, -info.minexp), 0)
+
+
+def power_of_two(exponent: Array, dtype: jnp.dtype) -> Array:
+    """2 to an integer power, held to the normal numbers."""
+    info = jnp.finfo(dtype)
+    exponent = jnp.clip(exponent, info.minexp, info.maxexp - 1)
+    return lax.bitcast_convert_type((exponent + (info.maxexp - 1)) << info.nmant, dtype)
 
 
 def known_size(count: Any) -> int | None:

@@ -12,12 +12,13 @@ from optaxclip._groups import broadcast_over
 from optaxclip._measure import Measured
 from optaxclip._numerics import (
     chosen,
+    exponent_below,
     match_weak_type,
+    power_of_two,
     power_of_two_below,
     promoted,
     real_parts,
     round_to,
-    safe_divide,
     widened,
 )
 from optaxclip._trees import is_sparse, with_data
@@ -29,9 +30,9 @@ class Multiplier(NamedTuple):
     """What a group is multiplied by; every field has the shape of the norms.
 
     Attributes:
-      before: a power of two that takes entries to where no product is subnormal; 1 mostly.
-      quotient: the factor divided by `before`, and by `after` if there is one.
-      is_identity: where the group is left as it is, bit for bit.
+      before: a power of two that takes entries to where no product is subnormal, 1 mostly; 0 where
+        the group is left as it is, bit for bit.
+      quotient: the factor divided by `before` and, if there is one, by the power that comes last.
       is_zero: where the group is replaced by zeros, whatever it holds, if that is the policy.
       exact: in small groups, whose products are rounded toward zero, what the quotient lacks and
         a power of two to multiply by in the end.
@@ -39,15 +40,19 @@ class Multiplier(NamedTuple):
 
     before: Array
     quotient: Array
-    is_identity: Array
     is_zero: Array | None
     exact: tuple[Array, Array] | None
+
+    @property
+    def is_identity(self) -> Array:
+        """Where the group is left as it is."""
+        return self.before == 0
 
     @property
     def factor(self) -> Array:
         """What the group was multiplied by."""
         after = 1 if self.exact is None else self.exact[1]
-        return self.before * self.quotient * after
+        return jnp.where(self.is_identity, 1, self.before * self.quotient * after)
 
 
 @functools.partial(jax.jit, static_argnames=("response", "nonfinite"))
@@ -72,45 +77,50 @@ def multiplier(
     bad = ~jnp.isfinite(norm)
     new = response(norm, trigger.astype(norm.dtype), target.astype(norm.dtype))
     keep = (new == norm) & ~bad
-    # A zero group stays zero under any limit, but a NaN limit still shows.
-    at_zero = jnp.where(jnp.isnan(new), new, 1)
     size, unit = (lax.stop_gradient(power_of_two_below(x)) for x in (new, measured.mantissa))
-    new, mantissa = new / size, measured.mantissa / unit
-    before, after = _powers_around(size, unit, measured.unit)
-    quotient = safe_divide(new, mantissa, at_zero)
+    inverse_before, after = _powers_around(size, unit, measured.unit)
+    is_zero = measured.mantissa == 0
+    # A zero group stays zero under any limit, but a NaN limit still shows.
+    numerator = jnp.where(is_zero, jnp.where(jnp.isnan(new), new, 1), new / size)
+    denominator = jnp.where(is_zero, 1, measured.mantissa / unit)
     replacement = 0.0 if nonfinite == "zero" else jnp.nan
 
-    def unless_kept(x: Array, otherwise: Array | float) -> Array:
-        return jnp.where(bad, otherwise, jnp.where(keep, 1, x))
+    def unless_kept(x: Array, if_bad: float = 1.0) -> Array:
+        return jnp.where(bad, if_bad, jnp.where(keep, 1, x))
 
-    before, exact = unless_kept(before, 1), None
+    # Divisions come last: XLA stores their results, where it would do cheaper steps once more for
+    # each leaf, among the entries.
+    before = jnp.where(keep, 0, 1).astype(norm.dtype) / unless_kept(inverse_before)
+    exact = None
     if measured.error is None:
-        quotient = unless_kept(quotient * (1 - measured.slack) * after, replacement)
-    else:
-        exact = refined_quotient(quotient, new, mantissa, measured.error), unless_kept(after, 1)
-        quotient = unless_kept(quotient, replacement)
-    is_zero = bad if nonfinite == "zero" else None
-    return Multiplier(before, quotient, keep, is_zero, exact)
+        numerator = numerator * (1 - measured.slack) * after
+    quotient = unless_kept(numerator, replacement) / unless_kept(denominator)
+    if measured.error is not None:
+        correction = refined_quotient(quotient, numerator, denominator, measured.error)
+        exact = correction, unless_kept(after)
+    return Multiplier(before, quotient, bad if nonfinite == "zero" else None, exact)
 
 
 def _powers_around(size: Array, unit: Array, unit_of_group: Array) -> tuple[Array, Array]:
-    """Powers of two with the product `size / (unit * unit_of_group)`, which may leave the range.
+    """Powers of two with the quotient `size / (unit * unit_of_group)`, which may leave the range.
 
-    Entries are multiplied by the first, by a number near 1, and by the second: what underflows on
-    the way would do so in the end.
+    Entries are divided by the first, multiplied by a number near 1, and by the second: what
+    underflows on the way would do so in the end.
 
     Args:
       size: the power of two below the new norm.
       unit: the power of two below the mantissa of the norm.
       unit_of_group: the unit of that mantissa.
     """
-    info = jnp.finfo(size.dtype)
-    root = jnp.sqrt(size) / (jnp.sqrt(unit) * jnp.sqrt(unit_of_group))
-    is_small = unit * unit_of_group < 1
-    lift = jnp.minimum((1 / unit) * (1 / unit_of_group), 1 / info.tiny)
-    before = jnp.where(is_small, lift, jnp.where(root < 2.0**-30, power_of_two_below(root), 1))
-    after = jnp.where(is_small, size, ((size / before) / unit_of_group) / unit)
-    return before, after
+    # On exponents, as the compiler would multiply divisors first, which overflows.
+    of_size, of_unit, of_group = (exponent_below(x) for x in (size, unit, unit_of_group))
+    of_norm = of_unit + of_group
+    of_factor = of_size - of_norm
+    lowest = jnp.finfo(size.dtype).minexp // 2
+    down = jnp.where(of_factor < lowest, -(of_factor // 2), 0)
+    inverse_before = power_of_two(jnp.where(of_norm < 0, of_norm, down), size.dtype)
+    after = power_of_two(jnp.where(of_norm < 0, of_size, of_factor + down), size.dtype)
+    return inverse_before, after
 
 
 def scale(leaf: Any, by: Multiplier, axes: tuple[int, ...], *, strict: bool) -> Any:

@@ -8,8 +8,11 @@ multiplies the group by `new / norm`, and leaves it alone, bit for bit, where th
   `clip`      | `min(norm, target)` where the norm exceeds the trigger
   `normalize` | `target`, whatever the norm was
   `smooth`    | `norm / sqrt(1 + (norm / target)**2)`, always below the target
+  `auto_s()`  | `target * norm / (norm + gamma)`, always below the target
 """
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -46,7 +49,52 @@ def smooth(norm: Array, trigger: Array, target: Array) -> Array:
     return jnp.where(jnp.isinf(large), small, small / jnp.sqrt(1 + jnp.square(ratio)))
 
 
-_NAMED: dict[str, Response] = {"clip": clip, "normalize": normalize, "smooth": smooth}
+def auto_s(gamma: float = 0.01) -> Response:
+    """Normalizes, but for norms that are small beside `gamma`.
+
+    What is multiplied by `target / (norm + gamma)` stays below the target, and zeros stay zeros.
+
+    Source: Bu, Wang, Zha and Karypis, 2022, Automatic clipping, arXiv 2206.07136, for the gradients
+    of single examples; there `gamma` is 0.01, and with 0 (AUTO-V) this is `normalize`.
+
+    Args:
+      gamma: the norm that is brought to half the target.
+
+    Raises:
+      ValueError: if `gamma` is negative, NaN or infinite.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> response = optaxclip.responses.auto_s(1.0)
+      >>> info = optaxclip.clip_tree(
+      ...     [jnp.array([3.0, 0.0])], 1.0, scope=optaxclip.scopes.tree(), response=response)[1]
+      >>> print(info.factor)
+      0.25
+    """
+    if not (isinstance(gamma, (int, float)) and 0 <= gamma < math.inf):
+        raise ValueError(f"gamma must be a finite number of at least 0, got {gamma!r}")
+    return _AutoS(float(gamma))
+
+
+@dataclasses.dataclass(frozen=True)
+class _AutoS:
+    """The response of `auto_s`; equal ones are compiled once."""
+
+    gamma: float
+
+    def __call__(self, norm: Array, trigger: Array, target: Array) -> Array:
+        del trigger
+        gamma = jnp.asarray(self.gamma).astype(norm.dtype)
+        # The quotient first: no product leaves the range.
+        return jnp.broadcast_to(target, norm.shape) * safe_divide(norm, norm + gamma, 1)
+
+
+_NAMED: dict[str, Response] = {
+    "clip": clip,
+    "normalize": normalize,
+    "smooth": smooth,
+    "auto_s": auto_s(),
+}
 
 
 def as_response(response: str | Response) -> Response:

@@ -8,7 +8,14 @@ import pytest
 
 import optaxclip
 
-OURS = ("clip", "clip_by_block_rms", "clip_by_global_norm", "adaptive_grad_clip")
+OURS = (
+    "clip",
+    "clip_by_block_rms",
+    "clip_by_global_norm",
+    "adaptive_grad_clip",
+    "per_example_global_norm_clip",
+    "per_example_layer_norm_clip",
+)
 
 suite = pytest.importorskip("optax.transforms._clipping_test")
 NAMES = [name for name in dir(suite.ClippingTest) if name.startswith("test_")]

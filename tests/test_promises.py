@@ -229,7 +229,12 @@ def bits(dtype):
     """Any finite numbers, subnormal ones and negative zeros too."""
     size = 8 * jnp.dtype(dtype).itemsize
     words = hnp.arrays(f"uint{size}", 7, elements=st.integers(0, 2**size - 1))
-    return words.map(lambda word: np.where(np.isfinite(word.view(dtype)), word, 0).view(dtype))
+
+    @np.errstate(invalid="ignore")
+    def finite(word):
+        return np.where(np.isfinite(word.view(dtype)), word, 0).view(dtype)
+
+    return words.map(finite)
 
 
 @pytest.mark.parametrize("scope", ["tree", "unit"])

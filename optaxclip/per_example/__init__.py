@@ -1,0 +1,40 @@
+"""Per-example clipping, on which private training (DP-SGD) rests.
+
+Every scope and response of the engine, lifted over the examples of a batch: `clip_sum` for
+gradients with an axis of examples, `clipped_grad` to compute them a microbatch at a time, and
+`per_example_clip_and_aggregate` as the first stage of an Optax chain.
+
+  from optaxclip import per_example, scopes
+
+  per_example.clip_sum(grads, 1.0)                                      # Abadi et al., 2016
+  per_example.clip_sum(grads, 1.0, scope=scopes.leaf(), split="size")   # McMahan et al., 2017
+  per_example.clip_sum(grads, 1.0, response="auto_s")                   # Bu et al., 2022
+
+The bound holds exactly. What it costs in privacy is for an accountant such as `dp_accounting` to
+say, from the noise multiplier, the share of the data in a batch and the number of steps::
+
+  import dp_accounting
+  from dp_accounting import pld
+
+  def epsilon(noise_multiplier, sampling_probability, steps, delta):
+      step = dp_accounting.PoissonSampledDpEvent(
+          sampling_probability, dp_accounting.GaussianDpEvent(noise_multiplier))
+      accountant = pld.PLDAccountant().compose(step, steps)
+      return accountant.get_epsilon(delta)
+
+That holds for batches into which each example is drawn by itself with that probability, not for
+shuffled ones; batches of varying size are padded to one shape with `is_padding`.
+"""
+
+from optaxclip.per_example.aggregate import PerExampleState as PerExampleState
+from optaxclip.per_example.aggregate import (
+    per_example_clip_and_aggregate as per_example_clip_and_aggregate,
+)
+from optaxclip.per_example.gradients import clipped_grad as clipped_grad
+from optaxclip.per_example.quantile import QuantileLimit as QuantileLimit
+from optaxclip.per_example.quantile import adjusted_noise_multiplier as adjusted_noise_multiplier
+from optaxclip.per_example.quantile import quantile_limit as quantile_limit
+from optaxclip.per_example.sums import PerExampleResult as PerExampleResult
+from optaxclip.per_example.sums import clip_sum as clip_sum
+from optaxclip.per_example.sums import per_example_global_norm_clip as per_example_global_norm_clip
+from optaxclip.per_example.sums import per_example_layer_norm_clip as per_example_layer_norm_clip

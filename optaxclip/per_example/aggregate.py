@@ -1,0 +1,195 @@
+"""Per-example clipping as the first stage of an Optax chain, with Gaussian noise."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.core import Tracer
+
+from optaxclip._numerics import real_parts
+from optaxclip._trees import FlatTree, flatten
+from optaxclip._types import PyTree
+from optaxclip.per_example.bounds import ExampleLimit
+from optaxclip.per_example.quantile import QuantileLimit, adjusted_noise_multiplier
+from optaxclip.per_example.sums import (
+    WHOLE_EXAMPLE,
+    ExampleClip,
+    number_of_examples,
+    one_of,
+    padding_flags,
+    sum_tree,
+)
+from optaxclip.responses import Response
+from optaxclip.scopes import Scope
+from optaxclip.thresholds.base import as_float, at_least
+
+AggregateLimit: TypeAlias = ExampleLimit | Callable[[Array], jax.typing.ArrayLike] | QuantileLimit
+Reduction = Literal["mean", "sum"]
+
+
+class PerExampleState(NamedTuple):
+    """State of `per_example_clip_and_aggregate`.
+
+    Attributes:
+      count: int32[], steps so far.
+      key: for the noise of the next step; None without noise.
+      limit: float32[], the limit of the next step, if it follows a quantile; None otherwise.
+      num_clipped: int32[], examples of the last step above their limit. Not private.
+      num_dropped: int32[], examples of the last step that were not finite. Not private.
+    """
+
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    key: Any
+    limit: Any
+    num_clipped: Array
+    num_dropped: Array
+
+
+def per_example_clip_and_aggregate(
+    limit: AggregateLimit,
+    noise_multiplier: jax.typing.ArrayLike = 0.0,
+    key: jax.typing.ArrayLike | None = None,
+    *,
+    reduction: Reduction = "mean",
+    batch_size: jax.typing.ArrayLike | None = None,
+    scope: Scope = WHOLE_EXAMPLE,
+    response: str | Response = "clip",
+    split: Literal["uniform", "size"] = "uniform",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips each example, sums, adds noise and divides: the gradient of DP-SGD.
+
+    The first stage of a chain whose updates have a leading axis of examples, in the place of
+    `optax.contrib.differentially_private_aggregate`. The guarantees are those of `clip_sum`. The
+    noise is Gaussian with a standard deviation of `noise_multiplier` times the limit, drawn and
+    added in float32 or wider; results are then rounded to the dtype of the updates.
+
+    How private a run is depends on how batches are sampled and for how many steps, which an
+    accountant has to say (see `optaxclip.per_example`). JAX's generators are no cryptographic ones.
+
+    Source: Abadi et al., 2016, arXiv 1607.00133.
+
+    Args:
+      limit: the largest L2 norm of one example's contribution, as in `clip_sum`; a schedule
+        `count -> limit`; or `quantile_limit(...)`, whose limit is in the state. Its `count_noise`
+        must exceed half the noise multiplier, and the noise on the sum is enlarged for it
+        (`adjusted_noise_multiplier`).
+      noise_multiplier: the ratio of the noise's standard deviation to the limit.
+      key: a key from `jax.random`, or an int to make one of; needed for noise.
+      reduction: "mean" or "sum".
+      batch_size: what a mean divides by; the number of examples that are no padding if None. Under
+        Poisson sampling give the expected number: the true one is not private.
+      scope: which entries of an example share one norm.
+      response: as in `clip_sum`.
+      split: as in `clip_sum`.
+
+    Returns:
+      A transformation with a `PerExampleState`. Its update takes `is_padding=`, bool `[examples]`.
+
+    Raises:
+      ValueError: for a limit or a multiplier that is negative or NaN, noise without a key, an
+        unknown name, or a `noise_multiplier` that the count's noise does not allow.
+      TypeError: for a limit or a multiplier that is no number.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from optaxclip import per_example
+      >>> def loss_fn(w, x, y):
+      ...     return (jnp.dot(w, x) - y) ** 2
+      >>> private = per_example.per_example_clip_and_aggregate(1.0, noise_multiplier=1.1, key=0)
+      >>> tx = optax.chain(private, optax.sgd(0.1))
+      >>> w, x, y = jnp.zeros(2), jnp.ones((64, 2)), jnp.ones(64)
+      >>> state = tx.init(w)
+      >>> grads = jax.vmap(jax.grad(loss_fn), (None, 0, 0))(w, x, y)
+      >>> updates, state = tx.update(grads, state, w)
+      >>> print(updates, state[0].num_clipped)
+      [0.1 0.1] 64
+    """
+    fixed = 0.0 if callable(limit) or isinstance(limit, QuantileLimit) else limit
+    checked = ExampleClip.checked(fixed, scope, response, split)
+    rule = limit if isinstance(limit, QuantileLimit) else None
+    noise_multiplier = at_least(noise_multiplier, 0, "noise_multiplier")
+    if rule is not None:
+        sum_multiplier = adjusted_noise_multiplier(noise_multiplier, rule.count_noise)
+    else:
+        sum_multiplier = as_float(noise_multiplier)
+    is_noisy = not _is_zero(noise_multiplier) or (rule and not _is_zero(rule.count_noise))
+    first_key = _checked_key(key, is_needed=bool(is_noisy))
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction must be one of {list(get_args(Reduction))}, got {reduction!r}")
+
+    def init(params: PyTree) -> PerExampleState:
+        del params
+        zero = jnp.zeros((), jnp.int32)
+        return PerExampleState(zero, first_key, rule.init() if rule else None, zero, zero)
+
+    def update(
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        is_padding: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, PerExampleState]:
+        del params, extra_args
+        flat = flatten(updates, "updates")
+        flags = padding_flags(is_padding, number_of_examples(flat, "updates"))
+        one = one_of(flat)
+        now = state.limit if rule else limit(state.count) if callable(limit) else checked.limit
+        clip = checked._replace(limit=now)
+        sums = clip.sums(flat.picked(), one, flags)
+        examples = jnp.sum(~flags, dtype=jnp.int32)
+        size = examples if batch_size is None else batch_size
+        next_key, for_sum, for_count = state.key, None, None
+        if is_noisy:
+            next_key, for_sum, for_count = jax.random.split(state.key, 3)
+        total = sums.leaves
+        if for_sum is not None:
+            total = _with_noise(total, for_sum, sum_multiplier * clip.limits(one)[2])
+        divisor = jnp.maximum(as_float(size), 1) if reduction == "mean" else jnp.ones(())
+        new_state = PerExampleState(
+            count=state.count + 1,
+            key=next_key,
+            limit=rule.update(state.limit, sums.num_unclipped, size, for_count) if rule else None,
+            num_clipped=examples - sums.num_unclipped - sums.num_dropped,
+            num_dropped=sums.num_dropped,
+        )
+        return sum_tree(flat, _rounded(total, divisor, one)), new_state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _with_noise(leaves: list[Array], key: Array, std: Array) -> list[Array]:
+    """Independent Gaussian noise on all entries, on both parts of complex ones."""
+    noisy = []
+    for leaf, leaf_key in zip(leaves, jax.random.split(key, max(len(leaves), 1)), strict=False):
+        parts = real_parts(leaf)
+        noisy_parts = [
+            part + std.astype(part.dtype) * jax.random.normal(part_key, part.shape, part.dtype)
+            for part, part_key in zip(parts, jax.random.split(leaf_key, len(parts)), strict=True)
+        ]
+        noisy.append(jax.lax.complex(*noisy_parts) if len(parts) > 1 else noisy_parts[0])
+    return noisy
+
+
+def _rounded(leaves: list[Array], divisor: Array, one: FlatTree) -> list[Array]:
+    """The quotients in the dtypes of the updates."""
+    pairs = zip(leaves, one.picked(), strict=True)
+    return [(x / divisor.astype(x.dtype)).astype(like.dtype) for x, like in pairs]
+
+
+def _is_zero(number: Any) -> bool:
+    return not isinstance(number, Tracer) and float(number) == 0
+
+
+def _checked_key(key: Any, *, is_needed: bool) -> Array | None:
+    if key is None:
+        if is_needed:
+            raise ValueError("key must be given for noise: a key from jax.random, or an int")
+        return None
+    if isinstance(key, (int, np.integer)):
+        return jax.random.key(key)
+    return jnp.asarray(key)

@@ -1,0 +1,264 @@
+"""Per-example gradients, clipped and summed, a microbatch at a time."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+import optaxclip._collectives as collectives
+from optaxclip._engine import zero_norms
+from optaxclip._trees import FlatTree, flatten
+from optaxclip._types import NormTree, PyTree
+from optaxclip.per_example.bounds import ExampleLimit
+from optaxclip.per_example.lift import Sums
+from optaxclip.per_example.sums import (
+    WHOLE_EXAMPLE,
+    ExampleClip,
+    PerExampleResult,
+    number_of_examples,
+    padding_flags,
+    result_of,
+)
+from optaxclip.per_example.totals import sum_dtype
+from optaxclip.responses import Response
+from optaxclip.scopes import Grouping, Scope
+
+
+def clipped_grad(
+    loss_fn: Callable[..., Any],
+    limit: ExampleLimit,
+    *,
+    argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    microbatch_size: int | None = None,
+    scope: Scope = WHOLE_EXAMPLE,
+    response: str | Response = "clip",
+    split: Literal["uniform", "size"] = "uniform",
+) -> Callable[..., PerExampleResult]:
+    """A function that gives the sum of the examples' clipped gradients.
+
+    The guarantees are those of `clip_sum`. Of no more than `microbatch_size` examples are the
+    gradients alive at once: microbatches follow one another in a `scan`, and one that is smaller
+    comes last. They take examples from all over the batch, so that of a batch sharded over devices
+    each has its part in every microbatch; norms, losses and aux are in the order of the batch.
+
+    Under `jit` a sharded batch is summed as a whole. Inside `shard_map` the sum and the counts are
+    those of the shard: `psum` them, once.
+
+    Source: Abadi et al., 2016, arXiv 1607.00133.
+
+    Args:
+      loss_fn: the loss of one example, a scalar: `loss_fn(params, *example)`.
+      limit: the largest L2 norm of one example's contribution, as in `clip_sum`.
+      argnums: which arguments to differentiate, as in `jax.grad`. Their integer leaves get `float0`
+        zeros.
+      batch_argnums: which arguments have a leading axis of examples, pytrees of arrays or of keys;
+        all that are not in `argnums` if None.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      microbatch_size: how many examples to differentiate at once; all of them if None.
+      scope: which entries of an example share one norm.
+      response: as in `clip_sum`.
+      split: as in `clip_sum`.
+
+    Returns:
+      A function `(*args, is_padding=None) -> PerExampleResult` of the arguments of `loss_fn`, with
+      a leading axis of examples where `batch_argnums` says so. `is_padding` is bool `[examples]`.
+
+    Raises:
+      ValueError: for a limit that is negative, NaN or not a scalar, a microbatch size below 1, or
+        an unknown name; when called, for arguments that do not share an axis of examples.
+      TypeError: for a limit that is no number.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from optaxclip import per_example
+      >>> def loss_fn(w, x, y):
+      ...     return (jnp.dot(w, x) - y) ** 2
+      >>> grad_fn = jax.jit(per_example.clipped_grad(loss_fn, 1.0, microbatch_size=2))
+      >>> x, y = jnp.array([[3.0, 4.0], [0.1, 0.0], [0.0, 2.0]]), jnp.array([1.0, -1.0, 0.5])
+      >>> result = grad_fn(jnp.zeros(2), x, y)
+      >>> print(result.grads, result.norms, result.num_clipped)
+      [-0.4 -1.8 ] [10.   0.2  2. ] 2
+      >>> print(result.losses)
+      [1.   1.   0.25]
+    """
+    clip = ExampleClip.checked(limit, scope, response, split)
+    if microbatch_size is not None and (
+        not isinstance(microbatch_size, int) or microbatch_size < 1
+    ):
+        raise ValueError(f"microbatch_size must be a positive int or None, got {microbatch_size!r}")
+    known = None if batch_argnums is None else np.atleast_1d(batch_argnums).tolist()
+
+    def clipped(*args: Any, is_padding: jax.typing.ArrayLike | None = None) -> PerExampleResult:
+        roles = _Roles.of(args, argnums, known)
+        examples = number_of_examples(flatten(roles.batch, "the batch"), "the batch")
+        flags = padding_flags(is_padding, examples)
+        params = flatten(roles.params, "params")
+        batch = (roles.batch, flags)
+        picked = _varying_like(batch, params.picked())
+        step = functools.partial(_step, loss_fn, clip, roles, params, picked, has_aux)
+        nothing = _varying_like(batch, _Totals.zeros(params, clip.limits(params)[0]))
+        sums, losses, aux = _in_microbatches(step, batch, examples, microbatch_size, nothing)
+        grads = params._replace(leaves=[_float0(leaf) for leaf in params.leaves])
+        result = result_of(sums, grads.rebuild(sums.leaves))
+        return result._replace(losses=losses, aux=aux)
+
+    return clipped
+
+
+class _Roles(NamedTuple):
+    """The arguments of the loss by what they are there for."""
+
+    args: tuple[Any, ...]
+    argnums: int | tuple[int, ...]
+    batch_argnums: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, args: tuple[Any, ...], argnums: int | Sequence[int], batch: Sequence[int] | None
+    ) -> "_Roles":
+        count = len(args)
+        given = argnums if isinstance(argnums, int) else tuple(argnums)
+        chosen = _positions((given,) if isinstance(given, int) else given, count, "argnums")
+        rest = [i for i in range(count) if i not in chosen]
+        batch = _positions(rest if batch is None else batch, count, "batch_argnums")
+        if set(batch) & set(chosen) or not batch:
+            raise ValueError(
+                f"batch_argnums must name arguments other than argnums {chosen}, at least one; got "
+                f"{batch} of {count} arguments"
+            )
+        return cls(args, chosen[0] if isinstance(given, int) else chosen, batch)
+
+    @property
+    def params(self) -> PyTree:
+        if isinstance(self.argnums, int):
+            return self.args[self.argnums]
+        return tuple(self.args[i] for i in self.argnums)
+
+    @property
+    def batch(self) -> tuple[Any, ...]:
+        return tuple(self.args[i] for i in self.batch_argnums)
+
+    def with_values(self, params: PyTree, example: tuple[Any, ...]) -> list[Any]:
+        """The arguments, with these parameters and one example in the place of the batch."""
+        args = list(self.args)
+        if isinstance(self.argnums, int):
+            args[self.argnums] = params
+        else:
+            for i, value in zip(self.argnums, params, strict=True):
+                args[i] = value
+        for i, value in zip(self.batch_argnums, example, strict=True):
+            args[i] = value
+        return args
+
+
+class _Totals(NamedTuple):
+    """Those of `Sums` that are added up."""
+
+    leaves: list[Array]
+    num_clipped: NormTree
+    num_unclipped: Array
+    num_dropped: Array
+
+    @classmethod
+    def of(cls, sums: Sums) -> "_Totals":
+        return cls(sums.leaves, sums.num_clipped, sums.num_unclipped, sums.num_dropped)
+
+    @classmethod
+    def zeros(cls, params: FlatTree, grouping: Grouping) -> "_Totals":
+        leaves = [jnp.zeros(np.shape(x), sum_dtype(jnp.result_type(x))) for x in params.picked()]
+        zero = jnp.zeros((), jnp.int32)
+        return cls(leaves, zero_norms(grouping, jnp.dtype(jnp.int32)), zero, zero)
+
+
+def _positions(numbers: Sequence[int], count: int, argument: str) -> tuple[int, ...]:
+    if any(not -count <= number < count for number in numbers):
+        raise ValueError(f"{argument} {tuple(numbers)} must be positions among {count} arguments")
+    return tuple(number % count for number in numbers)
+
+
+def _step(
+    loss_fn: Callable[..., Any],
+    clip: ExampleClip,
+    roles: _Roles,
+    params: FlatTree,
+    picked: list[Any],
+    has_aux: bool,
+    batch: tuple[tuple[Any, ...], Array],
+) -> tuple[Sums, Array, PyTree]:
+    """Gradients of a microbatch, clipped and summed."""
+    examples, is_padding = batch
+
+    def loss(picked: list[Any], example: tuple[Any, ...]) -> Any:
+        return loss_fn(*roles.with_values(params.rebuild(picked), example))
+
+    per_example = jax.vmap(jax.value_and_grad(loss, has_aux=has_aux), in_axes=(None, 0))
+    value, leaves = per_example(picked, examples)
+    losses, aux = value if has_aux else (value, None)
+    return clip.sums(leaves, params, is_padding), losses, aux
+
+
+def _in_microbatches(
+    step: Callable[..., tuple[Sums, Array, PyTree]],
+    batch: PyTree,
+    examples: int,
+    size: int | None,
+    totals: "_Totals",
+) -> tuple[Sums, Array, PyTree]:
+    """The step over microbatches, added to `totals`, all else in the order of the batch."""
+    size = min(size or examples, examples)
+    if size == examples:
+        return step(batch)
+    count, rest = divmod(examples, size)
+    # Microbatch `i` holds the examples `i`, `i + count`, `i + 2 count`, ...
+    strided = jax.tree.map(
+        lambda x: x[: count * size].reshape(size, count, *x.shape[1:]), _arrays(batch)
+    )
+
+    def body(totals: _Totals, i: Array) -> tuple[_Totals, PyTree]:
+        microbatch = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), strided
+        )
+        sums, *each = step(microbatch)
+        return jax.tree.map(jnp.add, totals, _Totals.of(sums)), (sums.norms, *each)
+
+    totals, stacked = lax.scan(body, totals, jnp.arange(count))
+    in_order = jax.tree.map(_unstrided, stacked)
+    if rest:
+        sums, *each = step(jax.tree.map(lambda x: x[count * size :], _arrays(batch)))
+        totals = jax.tree.map(jnp.add, totals, _Totals.of(sums))
+        in_order = jax.tree.map(_appended, in_order, (sums.norms, *each))
+    norms, losses, aux = in_order
+    return Sums(norms=norms, **totals._asdict()), losses, aux
+
+
+def _arrays(batch: PyTree) -> PyTree:
+    return jax.tree.map(jnp.asarray, batch)
+
+
+def _unstrided(x: Array) -> Array:
+    """`[count, size, ...]`, one row for each microbatch, to the order of the batch."""
+    return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
+
+
+def _appended(x: Array, y: Array) -> Array:
+    return jnp.concatenate([x, y])
+
+
+def _float0(leaf: Any) -> Any:
+    return np.zeros(np.shape(leaf), jax.dtypes.float0)
+
+
+def _varying_like(batch: PyTree, tree: PyTree) -> PyTree:
+    """`tree`, varying over the devices as the batch does inside `shard_map`.
+
+    There the gradient with respect to parameters that do not vary is summed over the devices, and
+    with it examples would be mixed before they are clipped.
+    """
+    axes = frozenset[str]().union(*map(collectives.varying_axes, jax.tree.leaves(batch)))
+    return jax.tree.map(lambda x: collectives.vary(jnp.asarray(x), axes), tree) if axes else tree

@@ -1,0 +1,166 @@
+"""A limit that follows a quantile of the examples' norms, privately."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import Tracer
+
+from optaxclip.thresholds.base import as_float, at_least, within
+
+
+class QuantileLimit(NamedTuple):
+    """The rule of `quantile_limit`: how a limit moves.
+
+    Attributes:
+      target: the share of examples at or below the limit.
+      learning_rate: how fast the limit moves.
+      init_limit: the limit at the first step.
+      count_noise: the standard deviation of the noise on the count of these examples.
+      geometric: whether the limit is multiplied, or added to.
+      min_limit: the least limit.
+      max_limit: the largest limit.
+    """
+
+    target: Any
+    learning_rate: Any
+    init_limit: Any
+    count_noise: Any
+    geometric: bool
+    min_limit: Any
+    max_limit: Any
+
+    def init(self) -> Array:
+        """The limit at the first step, float32[]."""
+        return jnp.clip(as_float(self.init_limit), *self._range())
+
+    def update(
+        self,
+        limit: Array,
+        num_unclipped: jax.typing.ArrayLike,
+        num_examples: jax.typing.ArrayLike,
+        key: Array | None = None,
+    ) -> Array:
+        """The limit after a batch.
+
+        Args:
+          limit: float32[], the limit that the batch was clipped with.
+          num_unclipped: how many of its examples were at or below the limit, from
+            `PerExampleResult`.
+          num_examples: how many there were; under Poisson sampling the expected number.
+          key: for the noise on the count; it may be None where `count_noise` is the number 0.
+
+        Raises:
+          ValueError: if there is no key for the noise.
+        """
+        count = as_float(num_unclipped)
+        if key is not None:
+            count = count + as_float(self.count_noise) * jax.random.normal(key, (), jnp.float32)
+        elif isinstance(self.count_noise, Tracer) or self.count_noise != 0:
+            raise ValueError(f"key must be given for a count_noise of {self.count_noise!r}")
+        share = jnp.clip(count / jnp.maximum(as_float(num_examples), 1), 0, 1)
+        step = -as_float(self.learning_rate) * (share - as_float(self.target))
+        moved = limit * jnp.exp(step) if self.geometric else limit + step
+        return jnp.clip(moved, *self._range())
+
+    def _range(self) -> tuple[Array, Array]:
+        return as_float(self.min_limit), as_float(self.max_limit)
+
+
+def quantile_limit(
+    target: jax.typing.ArrayLike = 0.5,
+    learning_rate: jax.typing.ArrayLike = 0.2,
+    init_limit: jax.typing.ArrayLike = 0.1,
+    *,
+    count_noise: jax.typing.ArrayLike = 0.0,
+    geometric: bool = True,
+    min_limit: jax.typing.ArrayLike = 0.0,
+    max_limit: jax.typing.ArrayLike = float("inf"),
+) -> QuantileLimit:
+    """A limit that moves until the wanted share of examples is at or below it.
+
+    Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, Differentially private learning with
+    adaptive clipping, arXiv 1905.03871. After each batch the limit is multiplied by
+    `exp(-learning_rate * (share - target))`, where `share` is that of the examples at or below it:
+    their count with noise, divided by their number, and brought to `[0, 1]`. The count costs
+    privacy as well, which the noise on the sum has to make up for: `adjusted_noise_multiplier`
+    says how, and `per_example_clip_and_aggregate` does it.
+
+    Args:
+      target: the share, from 0 to 1.
+      learning_rate: how fast the limit moves.
+      init_limit: the limit at the first step.
+      count_noise: the standard deviation of the noise on the count; the paper takes a twentieth of
+        the examples in a batch.
+      geometric: whether to multiply; otherwise the exponent is added to the limit.
+      min_limit: the least limit. Geometrically, a limit of 0 stays 0.
+      max_limit: the largest limit.
+
+    Returns:
+      A rule with `init() -> limit` and `update(limit, num_unclipped, num_examples, key) -> limit`.
+
+    Raises:
+      ValueError: for an option out of its range.
+      TypeError: for an option that is no number.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optaxclip import per_example
+      >>> rule = per_example.quantile_limit(init_limit=1.0)
+      >>> grads, limit = jnp.array([0.2, 0.6, 1.0, 2.0]), rule.init()
+      >>> for _ in range(2):
+      ...     result = per_example.clip_sum(grads, limit)
+      ...     limit = rule.update(limit, result.num_unclipped, 4)
+      ...     print(result.num_unclipped, limit)
+      3 0.951229
+      2 0.951229
+    """
+    return QuantileLimit(
+        within(target, 0, 1, "target"),
+        at_least(learning_rate, 0, "learning_rate"),
+        at_least(init_limit, 0, "init_limit"),
+        at_least(count_noise, 0, "count_noise"),
+        geometric,
+        at_least(min_limit, 0, "min_limit"),
+        at_least(max_limit, 0, "max_limit"),
+    )
+
+
+def adjusted_noise_multiplier(
+    noise_multiplier: jax.typing.ArrayLike, count_noise: jax.typing.ArrayLike
+) -> Array:
+    """The multiplier for the sum's noise, so that sum and count together cost as much as wanted.
+
+    It is `(noise_multiplier**-2 - (2 * count_noise)**-2) ** -0.5`. Releasing the sum with it, and
+    the count with `count_noise`, is as private as releasing a sum alone with `noise_multiplier`;
+    the factor 2 is there because a count may be taken of `+1/2` and `-1/2`.
+
+    Source: Andrew et al., 2019, arXiv 1905.03871, theorem 1.
+
+    Args:
+      noise_multiplier: what accounting is done with.
+      count_noise: the standard deviation of the noise on the count.
+
+    Returns:
+      float32[]: infinite where a traced `noise_multiplier` is not below `2 * count_noise`.
+
+    Raises:
+      ValueError: if `noise_multiplier` is not below `2 * count_noise`, unless it is 0.
+
+    Example:
+      >>> from optaxclip import per_example
+      >>> print(per_example.adjusted_noise_multiplier(1.0, 5.0))
+      1.0050378
+    """
+    noise_multiplier = at_least(noise_multiplier, 0, "noise_multiplier")
+    count_noise = at_least(count_noise, 0, "count_noise")
+    sum_noise, doubled = as_float(noise_multiplier), 2 * as_float(count_noise)
+    is_possible = (sum_noise == 0) | (sum_noise < doubled)
+    if not isinstance(is_possible, Tracer) and not is_possible:
+        raise ValueError(
+            f"noise_multiplier must be below 2 * count_noise, or the count alone costs more "
+            f"privacy than is wanted; got {noise_multiplier!r} with count_noise={count_noise!r}"
+        )
+    ratio = jnp.where(is_possible & (sum_noise > 0), sum_noise / jnp.maximum(doubled, 1e-37), 0)
+    return jnp.where(is_possible, sum_noise / jnp.sqrt(1 - jnp.square(ratio)), jnp.inf)

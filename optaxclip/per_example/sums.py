@@ -1,0 +1,299 @@
+"""Sums of clipped gradients, from gradients that have an axis of examples."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import optaxclip.scopes as scopes
+from optaxclip._trees import FlatTree, flatten, is_sparse, leaf_name
+from optaxclip._types import NormTree, PyTree
+from optaxclip.per_example.bounds import (
+    ExampleLimit,
+    GroupLimits,
+    Split,
+    check_example_limit,
+    check_split,
+    group_limits,
+)
+from optaxclip.per_example.lift import Sums, clipped_sums
+from optaxclip.responses import Response, as_response
+from optaxclip.scopes import Grouping, Scope
+
+WHOLE_EXAMPLE = scopes.tree()
+"""The default scope: one norm for all of an example."""
+
+
+class PerExampleResult(NamedTuple):
+    """The sum of clipped examples, and what became of them.
+
+    Only `grads` is bounded. All else, the counts too, is not private, and noise on the sum does not
+    cover it.
+
+    Attributes:
+      grads: the tree of the sum, in float32 or wider.
+      num_clipped: int32, of how many examples a group exceeded its limit: `[]` for the scope
+        `tree`, `[groups]` for labels and leaves, a dict of arrays for `axes` and `unit`.
+      num_dropped: int32[], examples that contributed nothing because something in them (or the
+        limit) was not finite. They count neither as clipped nor as unclipped.
+      norms: float32 or wider, each example's norms before clipping: as `num_clipped`, with a
+        leading axis of examples; 0 for padding.
+      num_unclipped: int32[], examples without a group above its limit.
+      losses: `[examples]`, from `clipped_grad`.
+      aux: the loss function's auxiliary output, with a leading axis of examples, likewise.
+    """
+
+    grads: PyTree
+    num_clipped: NormTree
+    num_dropped: Array
+    norms: NormTree
+    num_unclipped: Array
+    losses: Array | None = None
+    aux: PyTree = None
+
+
+class ExampleClip(NamedTuple):
+    """How each example is clipped; checked, and all but the limit static."""
+
+    limit: ExampleLimit
+    scope: Scope
+    response: Response
+    split: Split
+
+    @classmethod
+    def checked(
+        cls, limit: ExampleLimit, scope: Scope, response: str | Response, split: str
+    ) -> "ExampleClip":
+        """A clip from what a user passed."""
+        limit = check_example_limit(limit, "limit")
+        return cls(limit, scope, as_response(response), check_split(split))
+
+    def limits(self, one: FlatTree) -> tuple[Grouping, list[GroupLimits], Array]:
+        """The groups of one example's tree, their limits, and that of the whole."""
+        grouping = self.scope(one)
+        return grouping, *group_limits(self.limit, grouping, one, self.split)
+
+    def sums(self, leaves: list[Any], one: FlatTree, is_padding: Array) -> Sums:
+        """The clipped sums of measured leaves `[examples, ...]`."""
+        grouping, limits, _ = self.limits(one)
+        return clipped_sums(leaves, limits, is_padding, grouping=grouping, response=self.response)
+
+
+def clip_sum(
+    grads: PyTree,
+    limit: ExampleLimit,
+    *,
+    scope: Scope = WHOLE_EXAMPLE,
+    response: str | Response = "clip",
+    split: Literal["uniform", "size"] = "uniform",
+    is_padding: jax.typing.ArrayLike | None = None,
+) -> PerExampleResult:
+    """Clips the gradient of each example and sums them.
+
+    Source: Abadi et al., 2016, Deep learning with differential privacy, arXiv 1607.00133; per
+    layer, McMahan, Ramage, Talwar and Zhang, 2017, arXiv 1710.06963.
+
+    Guarantees: what one example adds to the sum never has an L2 norm above `limit`, in whatever
+    dtype the gradients are: norms, products and the sum are in float32 (float64 for 64-bit leaves),
+    and an example within rounding of its limit is brought below it (by a relative 1e-6 to 4e-5 in
+    float32, depending on how XLA adds up leaves of that size). An example with a NaN or infinite
+    entry anywhere adds exactly nothing. Other examples below their limit are summed as they are.
+
+    Adding up many examples rounds, like all floating-point sums. Accounting for privacy, and the
+    noise's randomness, are not matters of clipping: see `per_example_clip_and_aggregate`.
+
+    Args:
+      grads: leaves `[examples, ...]`, real or complex floating-point. `None` leaves stay; integer,
+        bool and `float0` leaves do not count, and come back as zeros without the axis of examples.
+      limit: the largest L2 norm of one example's contribution: a number or a scalar array, split
+        among the groups as `split` says; or a dict from group name to number, each group's own.
+        Traced, a negative limit acts as 0, and with a NaN every example is dropped.
+      scope: which entries of an example share one norm, from `optaxclip.scopes`.
+      response: "clip", "normalize", "smooth", "auto_s", or a function (see `optaxclip.responses`);
+        cut off at the limit.
+      split: "uniform", `limit / sqrt(K)` for each of `K` groups, or "size",
+        `limit * sqrt(D_i / D)` for a group of `D_i` of all `D` entries.
+      is_padding: bool `[examples]`, which of them count for nothing, whatever they hold; none if
+        None.
+
+    Returns:
+      The sum and what became of the examples.
+
+    Raises:
+      ValueError: for a limit that is negative, NaN or not a scalar, leaves that do not share an
+        axis of examples, or an unknown name.
+      TypeError: for a limit that is no number, or a leaf that is no dense array.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optaxclip import per_example
+      >>> grads = {"w": jnp.array([[3.0, 4.0], [0.3, 0.4], [jnp.nan, 1.0]])}
+      >>> result = per_example.clip_sum(grads, 1.0)
+      >>> print(result.grads["w"], result.num_clipped, result.num_dropped, result.norms)
+      [0.9 1.2] 1 1 [5.  0.5 nan]
+    """
+    clip = ExampleClip.checked(limit, scope, response, split)
+    flat = flatten(grads, "grads")
+    sums = _summed(flat, clip, is_padding)
+    return result_of(sums, sum_tree(flat, sums.leaves))
+
+
+def per_example_global_norm_clip(
+    grads: PyTree, l2_norm_clip: jax.typing.ArrayLike
+) -> tuple[PyTree, Array]:
+    """Clips each example by its global norm, and sums: Optax's function of this name.
+
+    Unlike Optax's it keeps the bound in every dtype, and drops examples that are not finite:
+    `clip_sum` tells how many, and explains the guarantees.
+
+    Source: Abadi et al., 2016, arXiv 1607.00133.
+
+    Args:
+      grads: leaves `[examples, ...]`; integers are summed as float32.
+      l2_norm_clip: the largest norm of one example.
+
+    Returns:
+      The sum in float32 or wider, and int32[], how many examples were above the limit.
+
+    Raises:
+      ValueError: for a limit that is negative, NaN or not a scalar, or leaves that do not share an
+        axis of examples.
+      TypeError: for a limit that is no number, or a leaf that is no dense array.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> grads = [jnp.array([[0, 0, 0], [0, 3, 4], [4, 0, 3], [3, 4, 0]])]
+      >>> total, num_clipped = optaxclip.per_example_global_norm_clip(grads, 1.25)
+      >>> print(total[0], num_clipped)
+      [1.75 1.75 1.75] 3
+    """
+    limit = check_example_limit(l2_norm_clip, "l2_norm_clip")
+    flat = _measurable(grads)
+    sums = _summed(flat, ExampleClip.checked(limit, scopes.tree(), "clip", "uniform"), None)
+    return flat.rebuild(sums.leaves), sums.num_clipped
+
+
+def per_example_layer_norm_clip(
+    grads: PyTree, global_l2_norm_clip: jax.typing.ArrayLike, uniform: bool = True
+) -> tuple[PyTree, PyTree]:
+    """Clips each leaf of each example by its own norm, and sums: Optax's function of this name.
+
+    Source: McMahan, Ramage, Talwar and Zhang, 2017, arXiv 1710.06963.
+
+    Args:
+      grads: leaves `[examples, ...]`; integers are summed as float32.
+      global_l2_norm_clip: the largest norm `C` of one example.
+      uniform: whether each of `K` leaves may have the norm `C / sqrt(K)`; otherwise a leaf of `D_i`
+        of all `D` entries may have `C * sqrt(D_i / D)`.
+
+    Returns:
+      The sum in float32 or wider, and for each leaf, int32[], how many examples were above its
+      limit.
+
+    Raises:
+      ValueError: as in `per_example_global_norm_clip`.
+      TypeError: likewise.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> grads = {"w": jnp.array([[3.0, 4.0], [0.3, 0.4]]), "b": jnp.array([0.1, 2.0])}
+      >>> total, num_clipped = optaxclip.per_example_layer_norm_clip(grads, 2.0**0.5)
+      >>> print(total["w"], total["b"], num_clipped["w"], num_clipped["b"])
+      [0.9 1.2] 1.1 1 1
+    """
+    limit = check_example_limit(global_l2_norm_clip, "global_l2_norm_clip")
+    flat = _measurable(grads)
+    split = "uniform" if uniform else "size"
+    sums = _summed(flat, ExampleClip.checked(limit, scopes.leaf(), "clip", split), None)
+    # The groups are in the order of their names, the leaves in that of the tree.
+    names = flat.names()
+    counts = [sums.num_clipped[sorted(names).index(name)] for name in names]
+    return flat.rebuild(sums.leaves), flat.rebuild(counts)
+
+
+def result_of(sums: Sums, grads: PyTree) -> PerExampleResult:
+    """What users see of the sums."""
+    return PerExampleResult(
+        grads, sums.num_clipped, sums.num_dropped, sums.norms, sums.num_unclipped
+    )
+
+
+def padding_flags(is_padding: jax.typing.ArrayLike | None, examples: int) -> Array:
+    """Checked flags of the examples that are padding; all False for None.
+
+    Raises:
+      ValueError: if there is not one for each example.
+      TypeError: if they are not bool.
+    """
+    flags = jnp.zeros(examples, bool) if is_padding is None else jnp.asarray(is_padding)
+    if flags.dtype != jnp.bool_:
+        raise TypeError(f"is_padding must be bool, got dtype {flags.dtype}")
+    if flags.shape != (examples,):
+        raise ValueError(
+            f"is_padding must have one entry for each of {examples} examples, got shape "
+            f"{flags.shape}"
+        )
+    return flags
+
+
+def number_of_examples(flat: FlatTree, argument: str) -> int:
+    """The size of the leading axis that all leaves share.
+
+    Raises:
+      ValueError: if they do not.
+      TypeError: if a leaf is sparse.
+    """
+    sizes: dict[str, tuple[int, ...]] = {}
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        if is_sparse(leaf):
+            raise TypeError(f"{argument} must be dense; leaf '{leaf_name(path)}' is a BCOO")
+        sizes[leaf_name(path)] = np.shape(leaf)
+    if len({shape[:1] for shape in sizes.values()}) > 1 or () in sizes.values():
+        raise ValueError(
+            f"{argument} must have leaves [examples, ...] with as many examples each; got shapes "
+            f"{sizes}"
+        )
+    return next(iter(sizes.values()))[0] if sizes else 0
+
+
+def _summed(flat: FlatTree, clip: ExampleClip, is_padding: jax.typing.ArrayLike | None) -> Sums:
+    examples = number_of_examples(flat, "grads")
+    return clip.sums(flat.picked(), one_of(flat), padding_flags(is_padding, examples))
+
+
+def one_of(flat: FlatTree) -> FlatTree:
+    """The tree of one example, shapes only."""
+    leaves = [
+        jax.ShapeDtypeStruct(np.shape(leaf)[1:], jnp.result_type(leaf))
+        if i in set(flat.measured)
+        else leaf
+        for i, leaf in enumerate(flat.leaves)
+    ]
+    return flat._replace(leaves=leaves)
+
+
+def sum_tree(flat: FlatTree, picked: list[Array]) -> PyTree:
+    """The tree of the sum, with zeros for leaves that are not measured."""
+    return flat._replace(leaves=[_nothing(leaf) for leaf in flat.leaves]).rebuild(picked)
+
+
+def _nothing(leaf: Any) -> Any:
+    dtype = jnp.result_type(leaf)
+    zeros: Callable[..., Any] = np.zeros if dtype == jax.dtypes.float0 else jnp.zeros
+    return zeros(np.shape(leaf)[1:], dtype)
+
+
+def _measurable(grads: PyTree) -> FlatTree:
+    """The tree with integers as float32, as in Optax."""
+    flat = flatten(grads, "grads", integers="measure")
+    number_of_examples(flat, "grads")
+    return flat._replace(leaves=[_as_floating(leaf) for leaf in flat.leaves])
+
+
+def _as_floating(leaf: Any) -> Array:
+    array = jnp.asarray(leaf)
+    is_float = jnp.issubdtype(array.dtype, jnp.inexact)
+    return array if is_float else array.astype(jnp.float32)

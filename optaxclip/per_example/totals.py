@@ -1,0 +1,111 @@
+"""Sums over examples of leaves times multipliers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from optaxclip._numerics import accumulation_dtype, real_parts
+from optaxclip._scale import Multiplier, scale
+from optaxclip.scopes import Grouping
+
+
+def sum_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+    """The dtype in which leaves of `dtype` are summed: that of complex ones, else float32 or 64."""
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    return jnp.dtype(dtype) if is_complex else accumulation_dtype(dtype)
+
+
+def totals(leaves: list[Array], slots: list[Multiplier], grouping: Grouping) -> list[Array]:
+    """The sums over the examples of each leaf times its multiplier.
+
+    Args:
+      leaves: `[examples, ...]`, in the dtypes in which they are summed.
+      slots: for each slot of the grouping, multipliers with an axis of examples.
+      grouping: the groups of one example.
+    """
+    if not leaves or leaves[0].shape[0] == 0:
+        return [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+    by_leaf = [slots[slot] for slot in grouping.slot_of_leaf()]
+    axes = grouping.axes
+    # XLA fuses product and sum on accelerators; on CPU it would store the products.
+    return lax.platform_dependent(
+        leaves,
+        by_leaf,
+        cpu=functools.partial(_on_cpu, axes=axes),
+        default=functools.partial(_fused, axes=axes),
+    )
+
+
+def _fused(
+    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
+) -> list[Array]:
+    return [
+        jnp.sum(scale(leaf, by, tuple(axis + 1 for axis in reduced), strict=False), axis=0)
+        for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True)
+    ]
+
+
+def _on_cpu(
+    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
+) -> list[Array]:
+    if leaves[0].shape[0] == 1:
+        return _fused(leaves, multipliers, axes=axes)
+    is_plain = [
+        jnp.all((by.before == 1) | by.is_identity) & (by.is_zero is None or ~jnp.any(by.is_zero))
+        for by in multipliers
+    ]
+    return lax.cond(
+        functools.reduce(jnp.logical_and, is_plain),
+        functools.partial(_products, axes=axes),
+        functools.partial(_one_by_one, axes=axes),
+        leaves,
+        multipliers,
+    )
+
+
+def _products(
+    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
+) -> list[Array]:
+    """Matrix products, right where nothing is dropped or out of range."""
+    return [
+        _product(leaf, by.quotient, reduced)
+        if by.exact is None
+        else _fused([leaf], [by], axes=(reduced,))[0]
+        for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True)
+    ]
+
+
+def _product(leaf: Array, factor: Array, reduced: tuple[int, ...]) -> Array:
+    kept = [axis + 1 for axis in range(leaf.ndim - 1) if axis not in reduced]
+    parts = [
+        jnp.einsum(
+            factor.astype(part.dtype),
+            [0, *kept],
+            part,
+            list(range(leaf.ndim)),
+            list(range(1, leaf.ndim)),
+            precision=lax.Precision.HIGHEST,
+        )
+        for part in real_parts(leaf)
+    ]
+    return lax.complex(*parts) if jnp.iscomplexobj(leaf) else parts[0]
+
+
+def _one_by_one(
+    leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
+) -> list[Array]:
+    """Example after example, which needs no second copy of the batch."""
+
+    def scaled(i: Array | int) -> list[Array]:
+        example, by_leaf = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), (leaves, multipliers)
+        )
+        pairs = zip(example, by_leaf, axes, strict=True)
+        return [scale(leaf, by, reduced, strict=False) for leaf, by, reduced in pairs]
+
+    def add(i: Array, totals: list[Array]) -> list[Array]:
+        return jax.tree.map(jnp.add, totals, scaled(i))
+
+    return lax.fori_loop(1, leaves[0].shape[0], add, scaled(0))

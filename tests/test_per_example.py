@@ -1,0 +1,302 @@
+"""Sums of clipped examples: the bound, what is dropped, and the published vectors."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from optaxclip import per_example, responses, scopes
+
+BF16, F16, F32 = jnp.bfloat16, np.float16, np.float32
+SCOPES = {
+    "tree": {"scope": scopes.tree()},
+    "leaf": {"scope": scopes.leaf()},
+    "leaf by size": {"scope": scopes.leaf(), "split": "size"},
+    "unit": {"scope": scopes.unit()},
+    "layers": {"scope": scopes.leaf(stacked=lambda path, leaf: min(leaf.ndim, 1))},
+    "group": {"scope": scopes.group(lambda path, leaf: "odd" if path == "1" else "even")},
+}
+RESPONSES = {"clip": "clip", "normalize": "normalize", "auto_s": "auto_s", "smooth": "smooth"}
+RESPONSES |= {"doubling": lambda norm, trigger, target: 2 * norm}
+TREES = {
+    "1 entry": [(1,)],
+    "1 + 3": [(), (3,)],
+    "1 + 1": [(1,), (1,)],
+    "20 x 30 + 30": [(20, 30), (30,)],
+    "10 of 3": [(3,)] * 10,
+    "100 leaves": [(2,)] * 100,
+    "30 x 30 x 3": [(30, 30, 3)],
+}
+
+
+def norms_of(examples):
+    """The L2 norms in float64 of trees that are stacked."""
+    squares = [np.square(np.asarray(leaf, np.float64)) for leaf in examples]
+    return np.sqrt(sum(leaf.reshape(len(leaf), -1).sum(1) for leaf in squares))
+
+
+def draw(shapes, dtype, decades, count=1000):
+    """Random examples of all sizes, and limits below, at and above their norms."""
+    rng = np.random.default_rng(0)
+    scale = 10 ** rng.uniform(*decades, count)
+    largest = float(jnp.finfo(dtype).max)
+    entries = [rng.standard_normal((count, *shape)).T * scale for shape in shapes]
+    grads = [np.clip(x.T, -largest, largest).astype(dtype) for x in entries]
+    true = norms_of(grads)
+    limits = true * rng.uniform(0.05, 1.2, count)
+    return grads, np.where(rng.random(count) < 0.3, true, limits).astype(F32)
+
+
+def contributions(grads, limits, **options):
+    """What each example adds to a sum in which it is alone."""
+
+    def alone(example_and_limit):
+        example, limit = example_and_limit
+        batch = jax.tree.map(lambda x: x[None], example)
+        return per_example.clip_sum(batch, limit, **options).grads
+
+    return jax.jit(lambda *args: jax.lax.map(alone, args))(grads, limits)
+
+
+# The bound
+
+
+@pytest.mark.parametrize("shapes", TREES.values(), ids=TREES)
+@pytest.mark.parametrize(
+    ("dtype", "decades"),
+    [(F32, (-25, 30)), (BF16, (-25, 30)), (F16, (-2, 4))],
+    ids=["float32", "bfloat16", "float16"],
+)
+def test_no_example_contributes_more_than_the_limit(shapes, dtype, decades):
+    grads, limits = draw(shapes, dtype, decades)
+    added = contributions(grads, limits)
+    assert all(leaf.dtype == F32 for leaf in added)
+    ratio = norms_of(added) / np.minimum(limits.astype(np.float64), norms_of(grads))
+    assert np.sum(norms_of(added) > limits.astype(np.float64)) == 0
+    assert ratio.min() > 1 - 4e-5
+
+
+@pytest.mark.parametrize("options", SCOPES.values(), ids=SCOPES)
+@pytest.mark.parametrize("response", RESPONSES.values(), ids=RESPONSES)
+def test_bound_for_every_scope_and_response(options, response):
+    grads, limits = draw([(4, 3), (3,), (2, 5)], F32, (-10, 10), count=300)
+    added = norms_of(contributions(grads, limits, response=response, **options))
+    assert np.all(added <= limits.astype(np.float64))
+    assert np.any(added > 0.5 * limits)
+
+
+@pytest.mark.parametrize("shape", [(20, 30), (3, 3, 16, 20), (3000,), (100, 100)], ids=str)
+def test_bound_for_equal_entries(shape):
+    """Of which the rounding errors of a sum do not average out."""
+    sizes = np.random.default_rng(0).uniform(1, 2, 300).astype(F32)
+    grads = [np.broadcast_to(sizes.reshape(-1, *[1] * len(shape)), (300, *shape))]
+    limits = (0.5 * norms_of(grads)).astype(F32)
+    assert np.all(norms_of(contributions(grads, limits)) <= limits.astype(np.float64))
+
+
+def test_bound_in_a_batch():
+    """On the way for many examples at once, measured as what one of two examples adds."""
+    rng = np.random.default_rng(0)
+    grads = [rng.standard_normal((2, 40, 50)).astype(F32), rng.standard_normal((2, 7)).astype(F32)]
+    grads = [leaf * np.array([1, 0], F32).reshape(2, *[1] * (leaf.ndim - 1)) for leaf in grads]
+    total = per_example.clip_sum(grads, F32(0.3)).grads
+    norm = norms_of([leaf[None] for leaf in total])[0]
+    assert 0.3 * (1 - 4e-5) < norm <= float(F32(0.3))
+
+
+@pytest.mark.usefixtures("x64")
+def test_bound_in_float64():
+    rng = np.random.default_rng(0)
+    grads = [rng.standard_normal((300, 100)), rng.standard_normal((300, 3))]
+    added = contributions(grads, np.full(300, 0.7))
+    squares = sum(np.square(leaf.astype(np.longdouble)).sum(1) for leaf in map(np.asarray, added))
+    assert added[0].dtype == np.float64
+    assert np.all(squares <= np.longdouble(0.7) ** 2)
+    assert np.all(squares > 0.49 * (1 - 1e-12))
+
+
+def test_bfloat16_over_600_leaves_where_optax_exceeds():
+    grads = [jnp.full((1, 3), 0.1, BF16) for _ in range(600)]
+    total = per_example.clip_sum(grads, 1.0).grads
+    assert 1 - 4e-5 < norms_of([leaf[None] for leaf in total])[0] <= 1
+
+
+def test_sums_are_accumulated_in_float32():
+    grads = jnp.concatenate([jnp.full((1, 2), 256.0, BF16), jnp.full((512, 2), 0.5, BF16)])
+    total = per_example.clip_sum(grads, 1e6).grads
+    assert total.dtype == F32
+    np.testing.assert_array_equal(total, [512.0, 512.0])
+
+
+# What is dropped
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("scope", ["tree", "leaf", "unit"])
+def test_examples_that_are_not_finite_contribute_nothing(bad, scope):
+    rng = np.random.default_rng(0)
+    grads = {"w": rng.standard_normal((5, 3, 4)).astype(F32), "b": np.ones((5, 4), F32)}
+    without = per_example.clip_sum(
+        jax.tree.map(lambda x: x[[0, 2, 4]], grads), 1.0, **SCOPES[scope]
+    )
+    grads["w"][1, 2, 3] = grads["b"][3, 0] = bad
+    result = per_example.clip_sum(grads, 1.0, **SCOPES[scope])
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), *((result.grads, without.grads))
+    )
+    assert int(result.num_dropped) == 2
+    jax.tree.map(np.testing.assert_array_equal, result.num_clipped, without.num_clipped)
+
+
+def test_an_example_that_is_dropped_leaves_no_trace():
+    grads = jnp.array([[jnp.nan, 5.0], [jnp.inf, 0.0]])
+    result = per_example.clip_sum({"w": grads, "b": jnp.ones((2, 3))}, 1.0, scope=scopes.leaf())
+    assert not np.any(result.grads["w"])
+    assert not np.any(result.grads["b"])
+
+
+@pytest.mark.parametrize("limit", [-1.0, math.nan, F32(-1), np.float64("nan"), jnp.array(-1.0)])
+@pytest.mark.parametrize("limits", [lambda x: x, lambda x: {"0": x, "1": 1.0}])
+def test_concrete_limits_that_are_none(limit, limits):
+    grads = [jnp.ones((2, 3)), jnp.ones((2, 3))]
+    with pytest.raises(ValueError, match=r"limit.*must not be negative or NaN"):
+        per_example.clip_sum(grads, limits(limit), scope=scopes.leaf())
+
+
+@pytest.mark.parametrize("scope", ["tree", "leaf"])
+@pytest.mark.parametrize("limit", [-1.0, math.nan])
+def test_traced_limits_that_are_none_let_nothing_through(limit, scope):
+    grads = [jnp.ones((2, 3)), jnp.zeros((2, 3))]
+    run = jax.jit(lambda limit: per_example.clip_sum(grads, limit, **SCOPES[scope]))
+    result = run(limit)
+    assert not np.any(np.asarray(result.grads))
+    assert int(result.num_dropped) == (2 if math.isnan(limit) else 0)
+
+
+@pytest.mark.parametrize("response", ["clip", "normalize", "auto_s"])
+def test_zero_examples_and_no_examples(response):
+    with jax.debug_nans(True):
+        result = per_example.clip_sum([jnp.zeros((3, 2))], 1.0, response=response)
+        empty = per_example.clip_sum([jnp.zeros((0, 2))], 1.0, response=response)
+    np.testing.assert_array_equal(result.grads[0], [0, 0])
+    np.testing.assert_array_equal(empty.grads[0], [0, 0])
+    assert (int(result.num_dropped), int(result.num_unclipped)) == (0, 3)
+    assert empty.norms.shape == (0,)
+    assert per_example.clip_sum({}, 1.0).grads == {}
+
+
+def test_infinite_limit():
+    grads = jnp.array([[3.0, 4.0], [1.0, 2.0]])
+    result = per_example.clip_sum(grads, math.inf)
+    np.testing.assert_array_equal(result.grads, [4, 6])
+    normalized = per_example.clip_sum(grads, math.inf, response="normalize")
+    np.testing.assert_array_equal(normalized.grads, [0, 0])
+    assert int(normalized.num_dropped) == 2
+
+
+def test_at_the_limit_nothing_changes():
+    grads = [jnp.array([[3.0], [0.6]]), jnp.array([[4.0], [0.8]])]
+    result = per_example.clip_sum(grads, 5.0)
+    np.testing.assert_array_equal(np.ravel(result.grads), np.array([3.6, 4.8], F32))
+    assert int(result.num_clipped) == 0
+
+
+def test_padding_counts_for_nothing():
+    grads = jnp.array([[3.0, 4.0], [jnp.nan, 1.0], [30.0, 40.0], [0.3, 0.4]])
+    result = per_example.clip_sum(grads, 1.0, is_padding=jnp.array([False, True, True, False]))
+    np.testing.assert_allclose(result.grads, [0.9, 1.2], rtol=1e-6)
+    counts = (result.num_clipped, result.num_dropped, result.num_unclipped)
+    assert tuple(map(int, counts)) == (1, 0, 1)
+    np.testing.assert_allclose(result.norms, [5, 0, 0, 0.5])
+
+
+# Types
+
+
+def test_other_leaves():
+    grads = {
+        "w": jnp.array([[3.0, 4.0]]),
+        "none": None,
+        "int": jnp.ones((1, 2), jnp.int32),
+        "float0": np.zeros((1, 2), jax.dtypes.float0),
+        "complex": jnp.array([[3j, 4.0]]),
+    }
+    result = per_example.clip_sum(grads, 1.0).grads
+    assert result["none"] is None
+    np.testing.assert_array_equal(result["int"], [0, 0])
+    assert result["float0"].dtype == jax.dtypes.float0
+    assert result["float0"].shape == (2,)
+    np.testing.assert_allclose(result["complex"], np.array([3j, 4]) / 50**0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("grads", [[jnp.ones(())], [jnp.ones((2, 1)), jnp.ones((3, 1))]])
+def test_leaves_without_an_axis_of_examples(grads):
+    for function in (per_example.clip_sum, optaxclip.per_example_layer_norm_clip):
+        with pytest.raises(ValueError, match=r"\[examples, ...\]"):
+            function(grads, 1.0)
+
+
+def test_errors_say_what_is_wrong():
+    grads = jnp.ones((2, 3))
+    with pytest.raises(ValueError, match="split must be one of"):
+        per_example.clip_sum(grads, 1.0, split="even")
+    with pytest.raises(TypeError, match="is_padding must be bool"):
+        per_example.clip_sum(grads, 1.0, is_padding=jnp.zeros(2))
+    with pytest.raises(ValueError, match="is_padding must have one entry"):
+        per_example.clip_sum(grads, 1.0, is_padding=jnp.zeros(3, bool))
+    with pytest.raises(TypeError, match="limit must be a number"):
+        per_example.clip_sum(grads, "1")
+
+
+# Published vectors
+
+TWO_LEAVES = [
+    jnp.array([[0, -0.5], [3, 4], [5, 6], [0, 0]]),
+    jnp.array([[0.0], [5], [-3], [0]]),
+]
+
+
+def test_vectors_of_the_whole_tree():
+    result = per_example.clip_sum(TWO_LEAVES, 1.0)
+    np.testing.assert_allclose(result.norms, [0.5, 7.071068, 8.3666, 0], rtol=1e-6)
+    np.testing.assert_allclose(result.grads[0], [1.021878, 0.782823], rtol=1e-6)
+    np.testing.assert_allclose(result.grads[1], [0.348538], rtol=2e-6)
+    assert int(result.num_clipped) == 2
+
+
+@pytest.mark.parametrize(
+    ("limit", "uniform", "sums", "counts"),
+    [(2**0.5, True, (1.5, 0.942809), (3, 4)), (19**0.5, False, (1.5, 4.0), (3, 0))],
+)
+def test_vectors_per_layer(limit, uniform, sums, counts):
+    grads = [jnp.array([[0.5], [1.5], [-2.0], [3.0]]), jnp.ones((4, 3, 3, 2))]
+    total, found = optaxclip.per_example_layer_norm_clip(grads, limit, uniform)
+    np.testing.assert_allclose(total[0], [sums[0]], rtol=1e-6)
+    np.testing.assert_allclose(total[1], np.full((3, 3, 2), sums[1]), rtol=1e-6)
+    assert tuple(map(int, found)) == counts
+
+
+@pytest.mark.parametrize(
+    ("gamma", "factors"),
+    [
+        (0.01, [0.990099, 0.826446, 1.234568, 0.990099, 0.199601, 0.900901]),
+        (1.0, [0.5, 0.454545, 0.555556, 0.5, 0.166667, 0.476190]),
+        (0.0, [1, 1 / 1.2, 1.25, 1, 0.2, 1 / 1.1]),
+    ],
+)
+def test_vectors_of_auto_s(gamma, factors):
+    norms = np.array([1.0, 1.2, 0.8, 1.0, 5.0, 1.1], F32)
+    grads = norms[:, None] * np.eye(6, dtype=F32)
+    total = per_example.clip_sum(grads, 1.0, response=responses.auto_s(gamma)).grads
+    np.testing.assert_allclose(total / norms, factors, atol=1e-6)
+
+
+def test_dicts_of_limits():
+    grads = {"w": jnp.array([[3.0, 4.0]]), "b": jnp.array([[2.0]])}
+    result = per_example.clip_sum(grads, {"w": 1.0, "b": 0.5}, scope=scopes.leaf())
+    np.testing.assert_allclose(result.grads["w"], [0.6, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(result.grads["b"], [0.5], rtol=1e-6)
+    np.testing.assert_array_equal(result.num_clipped, [1, 1])

@@ -1,0 +1,191 @@
+"""The private gradient as a stage of a chain, and the limit that follows a quantile."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import per_example, scopes
+
+RNG = np.random.default_rng(0)
+GRADS = {"w": RNG.standard_normal((8, 30, 4)).astype(np.float32), "b": np.ones((8, 4), np.float32)}
+PARAMS = jax.tree.map(lambda x: jnp.zeros(x.shape[1:]), GRADS)
+aggregate = optaxclip.per_example_clip_and_aggregate
+
+
+def first_update(*args, grads=GRADS, **kwargs):
+    tx = aggregate(*args, **kwargs)
+    return tx.update(grads, tx.init(PARAMS))
+
+
+def test_mean_and_sum_without_noise():
+    expected = per_example.clip_sum(GRADS, 1.0)
+    mean, state = first_update(1.0)
+    total, _ = first_update(1.0, reduction="sum")
+    by_hand, _ = first_update(1.0, batch_size=16)
+    theirs = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=0)
+    with jax.numpy_dtype_promotion("standard"):
+        optaxs, _ = theirs.update(GRADS, theirs.init(PARAMS))
+    for name in GRADS:
+        np.testing.assert_allclose(total[name], expected.grads[name], rtol=1e-6)
+        np.testing.assert_allclose(mean[name], total[name] / 8, rtol=1e-6)
+        np.testing.assert_allclose(by_hand[name], total[name] / 16, rtol=1e-6)
+        np.testing.assert_allclose(mean[name], optaxs[name], rtol=1e-4)
+    assert int(state.num_clipped) == 8
+
+
+def test_padding():
+    flags = jnp.arange(8) >= 6
+    tx = aggregate(1.0)
+    updates, _ = tx.update(GRADS, tx.init(PARAMS), is_padding=flags)
+    expected, _ = first_update(1.0, grads=jax.tree.map(lambda x: x[:6], GRADS))
+    for name in GRADS:
+        np.testing.assert_allclose(updates[name], expected[name], rtol=1e-6)
+
+
+def test_noise_has_the_wanted_size_and_differs_at_each_step():
+    tx = aggregate(2.0, noise_multiplier=1.5, key=7, reduction="sum")
+    zeros = {"w": jnp.zeros((4, 200, 200)), "v": jnp.zeros((4, 200, 200))}
+    first, state = tx.update(zeros, tx.init(zeros))
+    second, _ = tx.update(zeros, state)
+    draws = [np.asarray(x) for tree in (first, second) for x in tree.values()]
+    for i, draw in enumerate(draws):
+        assert np.std(draw) == pytest.approx(3.0, rel=0.02)
+        assert abs(np.mean(draw)) < 0.1
+        for other in draws[:i]:
+            assert abs(np.corrcoef(draw.ravel(), other.ravel())[0, 1]) < 0.03
+
+
+def test_both_parts_of_complex_leaves_get_noise():
+    zeros = jnp.zeros((2, 100, 100), jnp.complex64)
+    noise, _ = first_update(1.0, 1.0, 0, reduction="sum", grads=zeros)
+    assert np.std(noise.real) == pytest.approx(1, rel=0.03)
+    assert np.std(noise.imag) == pytest.approx(1, rel=0.03)
+    assert abs(np.corrcoef(noise.real.ravel(), noise.imag.ravel())[0, 1]) < 0.05
+
+
+def test_dtypes_and_one_compilation():
+    grads = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), GRADS)
+    tx = optax.chain(
+        aggregate(optax.linear_schedule(1.0, 0.1, 10), 1.0, jax.random.key(0)), optax.sgd(0.1)
+    )
+    update = jax.jit(tx.update)
+    state = tx.init(PARAMS)
+    for _ in range(3):
+        updates, state = update(grads, state)
+    assert update._cache_size() == 1
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(updates))
+    assert int(state[0].count) == 3
+
+
+def test_a_schedule_counts_the_steps():
+    tx = aggregate(lambda count: 1.0 / (1 + count.astype(jnp.float32)), reduction="sum")
+    grads, state, norms = jnp.array([[3.0, 4.0]]), tx.init(jnp.zeros(2)), []
+    for _ in range(3):
+        updates, state = tx.update(grads, state)
+        norms.append(float(jnp.linalg.norm(updates)))
+    np.testing.assert_allclose(norms, [1, 1 / 2, 1 / 3], rtol=1e-5)
+
+
+def test_it_exports():
+    tx = aggregate(1.0, 1.0, key=0, scope=scopes.leaf())
+    exported = jax.export.export(jax.jit(tx.update), platforms=("cpu", "cuda", "tpu"))
+    assert exported(GRADS, tx.init(PARAMS)).in_avals
+
+
+def test_errors_say_what_is_wrong():
+    with pytest.raises(ValueError, match="key must be given for noise"):
+        aggregate(1.0, 1.0)
+    with pytest.raises(ValueError, match="noise_multiplier must not be negative"):
+        aggregate(1.0, -1.0)
+    with pytest.raises(ValueError, match="limit must not be negative or NaN"):
+        aggregate(math.nan)
+    with pytest.raises(ValueError, match="reduction must be one of"):
+        aggregate(1.0, reduction="median")
+    with pytest.raises(ValueError, match=r"noise_multiplier must be below 2 \* count_noise"):
+        aggregate(per_example.quantile_limit(count_noise=0.5), 1.0, key=0)
+    with pytest.raises(ValueError, match="key must be given for a count_noise"):
+        per_example.quantile_limit(count_noise=1.0).update(jnp.ones(()), 3, 4)
+
+
+# The limit that follows a quantile
+
+
+@pytest.mark.parametrize(
+    ("options", "records", "limits", "sums"),
+    [
+        ((0, 1, 10, False), [8.5, -7.25], [10, 9, 8, 7.5, 7, 7], [1.25, 1.25, 0.75, 0.25, 0]),
+        (
+            (0, math.log(2), 16, True),
+            [5, -2.5],
+            [16, 8, 4, 2.8284, 2, 2],
+            [2.5, 2.5, 1.5, 0.3284, 0],
+        ),
+        ((1, 1, 0, False), [-1.5, 2.75], [0, 1, 2, 2.5, 3, 3], [0, 0, 0.5, 1, 1.25]),
+        ((1, math.log(2), 0.5, True), [-1.5, 3], [0.5, 1, 2, 2.8284, 4], [0, 0, 0.5, 1.3284, 1.5]),
+    ],
+)
+def test_published_vectors(options, records, limits, sums):
+    target, learning_rate, init_limit, geometric = options
+    rule = per_example.quantile_limit(target, learning_rate, init_limit, geometric=geometric)
+    tx = aggregate(rule, reduction="sum")
+    grads, state = jnp.array(records), tx.init(jnp.zeros(()))
+    found = []
+    for _ in limits:
+        found.append(float(state.limit))
+        total, state = tx.update(grads, state)
+        if len(found) <= len(sums):
+            np.testing.assert_allclose(total, sums[len(found) - 1], atol=1e-4)
+    np.testing.assert_allclose(found, limits, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("init_limit", "limits"),
+    [
+        (1.0, [0.951229, 0.951229]),
+        (3.0, [2.714512, 2.456192, 2.222455, 2.010960, 1.819592, 1.730849]),
+    ],
+)
+def test_vectors_of_a_batch(init_limit, limits):
+    tx = aggregate(per_example.quantile_limit(0.5, 0.2, init_limit))
+    grads, state, found = jnp.array([0.2, 0.6, 1.0, 2.0]), tx.init(jnp.zeros(())), []
+    for _ in limits:
+        _, state = tx.update(grads, state)
+        found.append(float(state.limit))
+    np.testing.assert_allclose(found, limits, rtol=1e-6)
+
+
+def test_an_example_of_several_groups_counts_once():
+    grads = {"a": jnp.array([3.0, 0.1]), "b": jnp.array([0.1, 0.1])}
+    tx = aggregate(per_example.quantile_limit(init_limit=1.0), scope=scopes.leaf())
+    _, state = tx.update(grads, tx.init(jax.tree.map(lambda x: x[0], grads)))
+    assert float(state.limit) == 1.0
+    assert int(state.num_clipped) == 1
+
+
+def test_noise_on_the_count_and_range_of_the_limit():
+    rule = per_example.quantile_limit(0.5, 1.0, 1.0, count_noise=10.0, min_limit=0.9, max_limit=1.3)
+    keys = jax.random.split(jax.random.key(0), 200)
+    moved = jax.vmap(lambda key: rule.update(jnp.ones(()), 50, 100, key))(keys)
+    assert np.std(np.log(np.clip(moved, 0.91, 1.29))) > 0.05
+    assert np.min(moved) == np.float32(0.9)
+    assert 1 < np.max(moved) <= np.float32(1.3)
+
+
+@pytest.mark.parametrize(("count_noise", "adjusted"), [(5.0, 1.0050378), (0.6, 1.8090681)])
+def test_adjusted_noise_multiplier(count_noise, adjusted):
+    assert float(per_example.adjusted_noise_multiplier(1.0, count_noise)) == pytest.approx(adjusted)
+    zeros = jnp.zeros((2, 300, 300))
+    rule = per_example.quantile_limit(init_limit=1.0, count_noise=count_noise)
+    noise, _ = first_update(rule, 1.0, 0, reduction="sum", grads=zeros)
+    assert np.std(noise) == pytest.approx(adjusted, rel=0.02)
+
+
+def test_adjusted_noise_multiplier_when_traced():
+    adjusted = jax.jit(per_example.adjusted_noise_multiplier)
+    np.testing.assert_allclose(adjusted(0.0, 0.0), 0)
+    np.testing.assert_allclose(adjusted(2.0, 1.0), np.inf)

@@ -1,0 +1,181 @@
+"""Clipped gradients by microbatches, and where they run."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optaxclip import per_example, scopes
+
+
+def loss_fn(params, x, y):
+    hidden = jnp.tanh(x @ params["w"] + params["b"])
+    return jnp.mean(jnp.square(hidden @ params["v"] - y))
+
+
+def task(examples=10):
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "w": jax.random.normal(keys[0], (5, 70)),
+        "b": jnp.zeros(70),
+        "v": jax.random.normal(keys[1], (70, 2)),
+    }
+    return (
+        params,
+        jax.random.normal(keys[2], (examples, 5)),
+        jax.random.normal(keys[3], (examples, 2)),
+    )
+
+
+def per_example_grads(params, x, y):
+    return jax.vmap(jax.grad(loss_fn), (None, 0, 0))(params, x, y)
+
+
+def assert_close(tree, other):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), tree, other)
+
+
+@pytest.mark.parametrize("size", [None, 1, 2, 3, 4, 9, 10, 64])
+@pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()], ids=["tree", "leaf"])
+def test_microbatches_give_the_same_sum(size, scope):
+    args = task()
+    flags = jnp.arange(10) == 7
+    grads = per_example_grads(*args)
+    limit = np.median(per_example.clip_sum(grads, 1.0).norms)
+    expected = per_example.clip_sum(grads, limit, scope=scope, is_padding=flags)
+    clipped = per_example.clipped_grad(loss_fn, limit, microbatch_size=size, scope=scope)
+    result = jax.jit(clipped)(*args, is_padding=flags)
+    assert_close(result._replace(losses=None), expected)
+    assert 0 < np.min(result.num_clipped) < 9
+    losses = [loss_fn(args[0], x, y) for x, y in zip(*args[1:], strict=True)]
+    np.testing.assert_allclose(result.losses, losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_aux_keys_and_arguments_in_any_place(size):
+    params, x, _ = task()
+
+    def loss(scale, example, params):
+        noise = jax.random.normal(example["key"], ())
+        total = scale * jnp.sum(jnp.tanh(example["x"] @ params["w"]))
+        return total + noise, {"x": example["x"], "noise": noise}
+
+    keys = jax.random.split(jax.random.key(1), 10)
+    clipped = per_example.clipped_grad(
+        loss, 1.0, argnums=2, batch_argnums=1, has_aux=True, microbatch_size=size
+    )
+    result = clipped(jnp.float32(0.1), {"key": keys, "x": x}, params)
+    np.testing.assert_array_equal(result.aux["x"], x)
+    expected = jax.vmap(lambda key: jax.random.normal(key, ()))(keys)
+    np.testing.assert_allclose(result.aux["noise"], expected, rtol=1e-6)
+    assert jax.tree.structure(result.grads) == jax.tree.structure(params)
+
+
+def test_several_argnums_are_clipped_as_one():
+    params, x, y = task()
+
+    def loss(w, v, x, y):
+        return loss_fn({"w": w, "b": jnp.zeros(70), "v": v}, x, y)
+
+    result = per_example.clipped_grad(loss, 0.5, argnums=(0, 1))(params["w"], params["v"], x, y)
+    grads = jax.vmap(jax.grad(loss, (0, 1)), (None, None, 0, 0))(params["w"], params["v"], x, y)
+    assert isinstance(result.grads, tuple)
+    assert_close(result.grads, per_example.clip_sum(grads, 0.5).grads)
+
+
+def test_leaves_without_a_gradient():
+    params, x, y = task()
+    params = {**params, "none": None, "steps": jnp.zeros(3, jnp.int32)}
+    result = per_example.clipped_grad(loss_fn, 1.0, microbatch_size=4)(params, x, y)
+    assert result.grads["none"] is None
+    assert result.grads["steps"].dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize("size", [None, 1, 4])
+def test_a_nan_example_and_an_empty_batch(size):
+    params, x, y = task()
+    clipped = per_example.clipped_grad(loss_fn, 1.0, microbatch_size=size)
+    result = clipped(params, x.at[3].set(jnp.nan), y)
+    kept = jnp.arange(10) != 3
+    assert_close(result.grads, clipped(params, x[kept], y[kept]).grads)
+    assert int(result.num_dropped) == 1
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(clipped(params, x[:0], y[:0]).grads))
+
+
+def test_memory_grows_with_the_microbatch_and_not_with_the_batch():
+    def memory(batch, size):
+        params = {"w": jnp.ones((200, 200)), "b": jnp.zeros(200), "v": jnp.ones((200, 2))}
+        clipped = per_example.clipped_grad(loss_fn, 1.0, microbatch_size=size)
+        args = (params, jnp.ones((batch, 200)), jnp.ones((batch, 2)))
+        return jax.jit(clipped).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    one = 4 * (200 * 200 + 200 + 400)
+    assert memory(256, 1) < 4 * one
+    assert 8 * one < memory(256, 8) < 14 * one
+    assert memory(256, 8) < memory(64, 8) + 2 * one
+    assert memory(256, 256) > 200 * one
+
+
+def test_traced_limits_and_vmap_over_limits():
+    args = task()
+
+    def norm(limit):
+        result = per_example.clipped_grad(loss_fn, limit, microbatch_size=4)(*args)
+        return sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(result.grads)) ** 0.5
+
+    limits = jnp.array([0.1, 1.0, -1.0, jnp.nan])
+    found = jax.vmap(norm)(limits)
+    np.testing.assert_allclose(found, [norm(limit) for limit in limits[:2]] + [0, 0], rtol=1e-5)
+
+
+def test_errors_say_what_is_wrong():
+    params, x, y = task()
+    with pytest.raises(ValueError, match="microbatch_size must be a positive int"):
+        per_example.clipped_grad(loss_fn, 1.0, microbatch_size=0)
+    with pytest.raises(ValueError, match="limit must not be negative or NaN"):
+        per_example.clipped_grad(loss_fn, -1.0)
+    with pytest.raises(ValueError, match="the batch must have leaves"):
+        per_example.clipped_grad(loss_fn, 1.0)(params, x, y[:3])
+    with pytest.raises(ValueError, match="batch_argnums must name arguments other than"):
+        per_example.clipped_grad(loss_fn, 1.0, batch_argnums=0)(params, x, y)
+    with pytest.raises(ValueError, match="must be positions among 3 arguments"):
+        per_example.clipped_grad(loss_fn, 1.0, batch_argnums=3)(params, x, y)
+
+
+def test_over_devices():
+    code = """
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+import functools, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from optaxclip import per_example
+
+def loss_fn(w, x):
+    return jnp.sum(jnp.tanh(x @ w))
+
+w, x = jnp.ones((6, 80)), jax.random.normal(jax.random.key(0), (16, 6)).at[3].set(jnp.nan)
+mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+sharded = jax.device_put(x, NamedSharding(mesh, P("x")))
+for size in (None, 8, 1):
+    clipped = per_example.clipped_grad(loss_fn, 1.0, microbatch_size=size)
+    here, there = jax.jit(clipped)(w, x), jax.jit(clipped)(w, sharded)
+    for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(there)):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+    def shard(w, x, clipped=clipped):
+        result = clipped(w, x)
+        return jax.lax.psum((result.grads, result.num_clipped, result.num_dropped), "x")
+
+    if size != 8:
+        for check in (True, False):
+            specs = {"in_specs": (P(), P("x")), "out_specs": P(), "check_vma": check}
+            run = jax.jit(jax.shard_map(shard, mesh=mesh, **specs))
+            total, num_clipped, num_dropped = run(w, x)
+            np.testing.assert_allclose(total, here.grads, rtol=1e-5, atol=1e-6)
+            assert (int(num_clipped), int(num_dropped)) == (int(here.num_clipped), 1)
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
