@@ -68,7 +68,7 @@ def _rescued(
     def rescaled() -> list[Array]:
         leaves = ((groups.entries_of(i), units[i], groups.axes[i]) for i in alike)
         return [
-            groups.norm.reduce(x / broadcast_over(unit, axes).astype(x.dtype), axes)
+            groups.norm.reduce(x * broadcast_over(1 / unit, axes).astype(x.dtype), axes)
             for x, unit, axes in leaves
         ]
 

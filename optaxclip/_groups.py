@@ -96,9 +96,10 @@ class Groups(NamedTuple):
             leaf: XLA would compute what leaves of equal shapes are divided by once, and store it.
         """
         slots = self.grouping.slot_of_leaf()
-        own = [jnp.where(x < 0, 1, units[slot]) for x, slot in zip(sizes, slots, strict=True)]
+        # Multiplied, as the compiler would multiply the divisors of a second derivative.
+        own = [jnp.where(x < 0, 1, 1 / units[slot]) for x, slot in zip(sizes, slots, strict=True)]
         leaves = zip(self.entries(), own, self.axes, strict=True)
-        return [x / broadcast_over(unit, axes).astype(x.dtype) for x, unit, axes in leaves]
+        return [x * broadcast_over(scale, axes).astype(x.dtype) for x, scale, axes in leaves]
 
     def largest(self) -> list[Array]:
         """For each leaf the largest real or imaginary parts; constant for differentiation."""

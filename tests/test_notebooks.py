@@ -12,7 +12,10 @@ for package in ("ipykernel", "flax", "matplotlib"):
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-NAMES = {"quickstart", "exploding_gradients", "choosing_a_limit", "adaptive_clipping"}
+NAMES = {
+    *("quickstart", "exploding_gradients", "choosing_a_limit", "adaptive_clipping"),
+    *("private_training",),
+}
 
 
 def read(path):
