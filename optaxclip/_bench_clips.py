@@ -31,7 +31,6 @@ from optaxclip._types import PyTree
 OURS, THEIRS, TORCH = "optaxclip", "Optax", "PyTorch"
 READ, SCALE = "read", "scale in place"
 CLIPS = {OURS: optaxclip.clip_by_global_norm, THEIRS: optax.clip_by_global_norm}
-LARGE_DTYPES = ("float32", "bfloat16", "float16")
 # All the ways of a race, each on gradients of its own, and PyTorch's way to them.
 COPIES = 8
 
@@ -44,7 +43,7 @@ def alone(effort: Effort, tell: Tell) -> list[Row]:
         "transformer": transformer(effort.layers, effort.width),
     }
     for name, shapes in trees.items():
-        for dtype in LARGE_DTYPES:
+        for dtype in effort.dtypes:
             case = f"{name}, {dtype}"
             tell(case)
             rows += _in_place(case, shapes, dtype, effort.rounds)
@@ -86,8 +85,8 @@ def eager(effort: Effort, tell: Tell) -> list[Row]:
     """Calls outside of `jit`."""
     rows = []
     trees = {
-        "one leaf of 1000": leaves(1, 1000),
-        "200 leaves of 1000": leaves(200, 1000),
+        "one leaf": leaves(1, effort.small_leaf),
+        f"{effort.eager_leaves} leaves": leaves(effort.eager_leaves, effort.small_leaf),
         "transformer": transformer(effort.layers, effort.narrow),
     }
     for case, shapes in trees.items():

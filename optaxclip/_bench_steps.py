@@ -28,7 +28,7 @@ ACCUMULATED = 2
 def added_to_steps(effort: Effort, tell: Tell) -> list[Row]:
     """The clip by the global norm, in every kind of step."""
     rows = []
-    for dtype in ("float32", "bfloat16"):
+    for dtype in (name for name in effort.dtypes if name != "float16"):
         grads = filled(transformer(effort.layers, effort.width), dtype)
         for name, optimizer in OPTIMIZERS.items():
             for every in (1, ACCUMULATED):

@@ -99,9 +99,10 @@ def spread(samples: np.ndarray) -> Spread:
 def ratio(x: np.ndarray, y: np.ndarray) -> Spread | None:
     """The ratio of medians, with the quartiles of the rounds' ratios.
 
-    None where `y`, a difference of times, is lost in noise.
+    None where `y`, a difference of times, is lost in noise: where a quarter of the rounds gave
+    nothing or less.
     """
-    if np.median(y) <= 0:
+    if spread(y).low <= 0:
         return None
     of_rounds = spread(x[y > 0] / y[y > 0])
     return Spread(float(np.median(x) / np.median(y)), of_rounds.low, of_rounds.high)

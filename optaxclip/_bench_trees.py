@@ -42,7 +42,7 @@ def leaves(count: int, entries: int) -> PyTree:
 def filled(shapes: PyTree, dtype: jax.typing.DTypeLike) -> PyTree:
     """A tree of normal entries with the norm `NORM`, so that no format loses its squares."""
     total = sum(map(np.prod, jax.tree.leaves(shapes, is_leaf=_is_shape)))
-    block = np.random.default_rng(0).standard_normal(1 << 20) * NORM / np.sqrt(total)
+    block = np.random.default_rng(0).standard_normal(1 << 16) * NORM / np.sqrt(total)
     block = block.astype(dtype)
     return jax.tree.map(lambda s: jnp.asarray(np.resize(block, s)), shapes, is_leaf=_is_shape)
 
