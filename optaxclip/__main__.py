@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NoReturn, Protocol
 
-from optaxclip import _command_suggest, _command_sweep, demo
+from optaxclip import _command_suggest, _command_sweep, bench, demo
 
 
 class Command(Protocol):
@@ -35,6 +35,7 @@ COMMANDS: dict[str, Command] = {
     "demo": demo,
     "suggest": _command_suggest,
     "sweep": _command_sweep,
+    "bench": bench,
 }
 
 

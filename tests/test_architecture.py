@@ -67,6 +67,13 @@ LAYERS = [
     "demo",
     "_command_suggest",
     "_command_sweep",
+    "_bench_effort",
+    "_bench_timing",
+    "_bench_report",
+    "_bench_trees",
+    "_bench_clips",
+    "_bench_steps",
+    "bench",
     "__main__",
 ]
 
@@ -142,7 +149,7 @@ def test_no_private_modules_of_others(name):
 
 
 def test_optional_packages_are_not_imported():
-    names = {"flax", "matplotlib", "rich", "tensorflow", "orbax"}
+    names = {"flax", "matplotlib", "rich", "tensorflow", "torch", "orbax"}
     code = f"import sys, optaxclip; sys.exit(repr({names} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == "set()"

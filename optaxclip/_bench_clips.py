@@ -1,0 +1,159 @@
+"""A clip by itself: of large gradients, of many leaves, outside of `jit`."""
+
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+import optaxclip
+from optaxclip._bench_effort import Effort, Tell
+from optaxclip._bench_report import Figure, Row
+from optaxclip._bench_timing import Program, Times, Way, cold_phases, race, ratio, spread
+from optaxclip._bench_trees import (
+    FALL,
+    NORM,
+    filled,
+    free_bytes,
+    leaves,
+    num_bytes,
+    read,
+    scale,
+    torch_clip,
+    transformer,
+)
+from optaxclip._types import PyTree
+
+OURS, THEIRS, TORCH = "optaxclip", "Optax", "PyTorch"
+READ, SCALE = "read", "scale in place"
+CLIPS = {OURS: optaxclip.clip_by_global_norm, THEIRS: optax.clip_by_global_norm}
+# All the ways of a race, each on gradients of its own, and PyTorch's way to them.
+COPIES = 8
+
+
+def alone(effort: Effort, tell: Tell) -> list[Row]:
+    """The clip by the global norm, in place, beside the limit of what memory allows."""
+    rows = []
+    trees = {
+        "one leaf": leaves(1, effort.entries),
+        "transformer": transformer(effort.layers, effort.width),
+    }
+    for name, shapes in trees.items():
+        for dtype in effort.dtypes:
+            case = f"{name}, {dtype}"
+            tell(case)
+            rows += _in_place(case, shapes, dtype, effort.rounds)
+    return rows
+
+
+def growth(effort: Effort, tell: Tell) -> list[Row]:
+    """The same over the number of entries, and of leaves with as many entries in all."""
+    rows = []
+    cases = {f"{total:,} entries in 10 leaves": (10, total) for total in effort.totals}
+    most = effort.totals[-1] // 10
+    cases |= {f"{most:,} entries in {count} leaves": (count, most) for count in effort.splits}
+    for case, (count, total) in cases.items():
+        if 4 * total * COPIES > free_bytes():
+            rows.append(Row(case, "left out: too large for the free memory", {}))
+            continue
+        tell(case)
+        rows += _in_place(case, leaves(count, total // count), "float32", effort.rounds)
+    return rows
+
+
+def many_leaves(effort: Effort, tell: Tell) -> list[Row]:
+    """Small leaves: to trace, lower and compile from empty caches, and to run."""
+    rows = []
+    for count in effort.leaf_counts:
+        case = f"{count} leaves"
+        tell(case)
+        shapes = leaves(count, effort.small_leaf)
+        grads = filled(shapes, jnp.float32)
+        ways: dict[str, Any] = {way: _clip_program(way, grads) for way in CLIPS}
+        ways |= _torch_way(shapes, jnp.float32)
+        phases = _phases(grads, effort.repetitions)
+        for phase, times in {**phases, "run": race(ways, effort.rounds)}.items():
+            rows += [Row(f"{case}, {phase}", way, _beside_optax(times, way)) for way in times]
+    return rows
+
+
+def eager(effort: Effort, tell: Tell) -> list[Row]:
+    """Calls outside of `jit`."""
+    rows = []
+    trees = {
+        "one leaf": leaves(1, effort.small_leaf),
+        f"{effort.eager_leaves} leaves": leaves(effort.eager_leaves, effort.small_leaf),
+        "transformer": transformer(effort.layers, effort.narrow),
+    }
+    for case, shapes in trees.items():
+        tell(case)
+        grads = filled(shapes, jnp.float32)
+        ways: dict[str, Way] = {way: _eager_call(way, grads) for way in CLIPS}
+        times = race(ways | _torch_way(shapes, jnp.float32), effort.rounds)
+        rows += [Row(case, way, _beside_optax(times, way)) for way in times]
+    return rows
+
+
+def _in_place(case: str, shapes: PyTree, dtype: jax.typing.DTypeLike, rounds: int) -> list[Row]:
+    grads = filled(shapes, dtype)
+    programs = {
+        READ: Program(read, jnp.zeros(()), grads),
+        SCALE: Program(scale, (grads, jnp.ones(()))),
+        **{way: _clip_program(way, grads) for way in CLIPS},
+    }
+    times = race(programs | _torch_way(shapes, dtype), rounds)
+    rows = [Row(case, way, {"ms": spread(times[way]).times(1e3)}) for way in (READ, SCALE)]
+    for way in times:
+        if way in (READ, SCALE):
+            continue
+        figures = _beside_optax(times, way)
+        figures["of_limit"] = ratio(times[way], times[READ] + times[SCALE])
+        if way in CLIPS and (more := programs[way].temporary_bytes) is not None:
+            figures["extra_memory"] = 100 * more / num_bytes(grads)
+        rows.append(Row(case, way, figures))
+    return rows
+
+
+def _beside_optax(times: Times, way: str) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {"ms": spread(times[way]).times(1e3)}
+    if way != THEIRS:
+        figures["of_optax"] = ratio(times[way], times[THEIRS])
+    return figures
+
+
+def _clip_program(way: str, grads: PyTree) -> Program:
+    return Program(partial(_clip, way), (grads, jnp.asarray(NORM / 2)))
+
+
+def _clip(way: str, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
+    grads, limit = carry
+    tx = CLIPS[way](limit)
+    return tx.update(grads, tx.init(grads))[0], limit * FALL
+
+
+def _torch_way(shapes: PyTree, dtype: jax.typing.DTypeLike) -> dict[str, Way]:
+    way = torch_clip(shapes, dtype)
+    return {} if way is None else {TORCH: way}
+
+
+def _phases(grads: PyTree, repetitions: int) -> dict[str, Times]:
+    taken: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for _ in range(repetitions):
+        for way in CLIPS:
+            found = cold_phases(partial(_clip, way), (grads, jnp.asarray(NORM / 2)))
+            for phase, seconds in found.items():
+                taken[phase][way].append(seconds)
+    return {
+        phase: {way: np.array(seconds) for way, seconds in by_way.items()}
+        for phase, by_way in taken.items()
+    }
+
+
+def _eager_call(way: str, grads: PyTree) -> Way:
+    tx = CLIPS[way](NORM / 2)
+    state = tx.init(grads)
+    return lambda: jax.block_until_ready(tx.update(grads, state))

@@ -1,0 +1,108 @@
+"""Times of functions that take turns, and the figures made of them."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Shorter calls are timed several at once, in seconds.
+SHORTEST = 5e-3
+
+Way = Callable[[], object]
+Times = dict[str, np.ndarray]
+
+
+class Spread(NamedTuple):
+    """A median, or a ratio of two, with the quartiles of what the rounds gave one by one."""
+
+    median: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> "Spread":
+        """The same in another unit."""
+        return Spread(*(factor * x for x in self))
+
+
+class Program:
+    """A compiled function that is called on its own last result, in the same memory.
+
+    Args:
+      step: `carry, *shared -> carry`, which is compiled with the carry donated.
+      carry: what it begins with; copied.
+      *shared: arrays that all calls read.
+
+    Attributes:
+      temporary_bytes: what it takes beside arguments and results, None where that is not known.
+    """
+
+    def __init__(self, step: Callable[..., Any], carry: Any, *shared: Any):
+        self._carry, self._shared = jax.tree.map(jnp.copy, carry), shared
+        self._run = jax.jit(step, donate_argnums=0).lower(self._carry, *shared).compile()
+        memory = self._run.memory_analysis()
+        self.temporary_bytes: int | None = None if memory is None else memory.temp_size_in_bytes
+
+    def __call__(self) -> None:
+        """One call, waited for."""
+        self._carry = jax.block_until_ready(self._run(self._carry, *self._shared))
+
+
+def race(ways: Mapping[str, Way], rounds: int) -> Times:
+    """Times of a call in seconds, round by round.
+
+    The ways take turns, in another order each round, so that the machine's moods meet all.
+    """
+    calls = {name: _calls_at_once(way) for name, way in ways.items()}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    rng = np.random.default_rng(0)
+    for _ in range(rounds):
+        for name in rng.permutation(list(ways)):
+            times[name].append(_seconds(ways[name], calls[name]))
+    return {name: np.array(x) for name, x in times.items()}
+
+
+def _calls_at_once(way: Way) -> int:
+    way()
+    return max(1, math.ceil(SHORTEST / _seconds(way, 1)))
+
+
+def _seconds(way: Way, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        way()
+    return (time.perf_counter() - start) / calls
+
+
+def cold_phases(step: Callable[..., Any], *args: Any) -> dict[str, float]:
+    """Seconds to trace, lower and compile, from empty caches."""
+    jax.clear_caches()
+    ticks = [time.perf_counter()]
+    traced = jax.jit(step).trace(*args)
+    ticks.append(time.perf_counter())
+    lowered = traced.lower()
+    ticks.append(time.perf_counter())
+    lowered.compile()
+    ticks.append(time.perf_counter())
+    return dict(zip(("trace", "lower", "compile"), np.diff(ticks).tolist(), strict=True))
+
+
+def spread(samples: np.ndarray) -> Spread:
+    """The median and the quartiles."""
+    low, median, high = np.quantile(samples, (0.25, 0.5, 0.75))
+    return Spread(float(median), float(low), float(high))
+
+
+def ratio(x: np.ndarray, y: np.ndarray) -> Spread | None:
+    """The ratio of medians, with the quartiles of the rounds' ratios.
+
+    None where `y`, a difference of times, is lost in noise: where a quarter of the rounds gave
+    nothing or less.
+    """
+    if spread(y).low <= 0:
+        return None
+    of_rounds = spread(x[y > 0] / y[y > 0])
+    return Spread(float(np.median(x) / np.median(y)), of_rounds.low, of_rounds.high)
