@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 NAMES = {
     *("quickstart", "exploding_gradients", "choosing_a_limit", "adaptive_clipping"),
-    *("private_training",),
+    *("private_training", "sharded_training"),
 }
 
 
