@@ -84,9 +84,10 @@ def many_leaves(effort: Effort, tell: Tell) -> list[Row]:
 def eager(effort: Effort, tell: Tell) -> list[Row]:
     """Calls outside of `jit`."""
     rows = []
+    count, entries = effort.eager_leaves, effort.small_leaf
     trees = {
-        "one leaf": leaves(1, effort.small_leaf),
-        f"{effort.eager_leaves} leaves": leaves(effort.eager_leaves, effort.small_leaf),
+        f"one leaf of {entries}": leaves(1, entries),
+        f"{count} leaves of {entries}": leaves(count, entries),
         "transformer": transformer(effort.layers, effort.narrow),
     }
     for case, shapes in trees.items():

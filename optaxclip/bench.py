@@ -31,7 +31,7 @@ WORKLOADS: dict[str, tuple[str, Callable[[Effort, Tell], list[Row]]]] = {
 DISK_CACHE = "jax_enable_compilation_cache"
 EPILOG = """\
 Ways of doing the same take turns in one process. Figures are medians, and ratios of medians, with
-the quartiles of the rounds. A few minutes on two cores, below one with --quick; it takes up to
+the quartiles of the rounds. Some minutes on two cores, about one with --quick; it takes up to
 4 GB of memory."""
 
 
