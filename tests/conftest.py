@@ -8,6 +8,13 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forget_what_was_compiled():
+    """Else a process that runs many files ends with gigabytes of compiled code."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def x64():
     """Runs a test with 64-bit types."""
