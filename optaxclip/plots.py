@@ -131,7 +131,7 @@ def shared_legend(figure: "Figure") -> None:
         entries.values(),
         entries.keys(),
         loc="outside lower center",
-        ncols=len(entries),
+        ncols=min(len(entries), 6),  # more do not fit in the width
         frameon=False,
     )
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from optaxclip import plots, tuning
+from optaxclip import demo, plots, tuning
 from optaxclip._sweep import SweepResult
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -113,3 +113,15 @@ def test_every_axes_gets_its_own_legend():
     plots.legends_below(figure)
     texts = [ax.get_legend().get_texts()[0].get_text() for ax in figure.axes]
     assert texts == ["0", "1"]
+
+
+def test_a_shared_legend_of_many_runs_fits_in_the_figure():
+    figure = plots.side_by_side()
+    series = {name: [1.0, 2.0] for name in ("none", *demo.METHODS)}
+    plots.loss_curves(series, ax=figure.axes[0])
+    plots.shared_legend(figure)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width
