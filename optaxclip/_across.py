@@ -13,9 +13,9 @@ from jax import Array, lax
 
 import optaxclip._collectives as collectives
 from optaxclip._collectives import Axes
-from optaxclip._groups import Groups, broadcast_over, largest_of
+from optaxclip._groups import Groups
 from optaxclip._numerics import power_of_two_below
-from optaxclip.norms import Norm
+from optaxclip.norms import Norm, largest_of
 from optaxclip.scopes import Slot
 
 
@@ -27,12 +27,12 @@ def norms_across(groups: Groups) -> tuple[list[Array], list[Array]]:
     """
     norm = groups.norm
     if norm.is_max:
-        mantissas = _over_devices(groups, groups.reduced(groups.entries()), by_max=True)
+        mantissas = _over_devices(groups, groups.parts(), by_max=True)
         return mantissas, [jnp.ones_like(mantissa) for mantissa in mantissas]
     if norm.degree not in (1, 2):
         largest = groups.largest()
         units = [power_of_two_below(x) for x in _over_devices(groups, largest, by_max=True)]
-        totals = _over_devices(groups, groups.reduced(groups.divided(units, largest)))
+        totals = _over_devices(groups, groups.parts_divided(units, largest))
         return groups.norms(totals), units
     scaled = _over_devices(groups, _at_three_scales(groups), scales=(3,))
     slots = zip(scaled, groups.bounds(), strict=True)
@@ -42,7 +42,7 @@ def norms_across(groups: Groups) -> tuple[list[Array], list[Array]]:
 
 def _at_three_scales(groups: Groups) -> list[Array]:
     """For each leaf `[3, ...]`, its total of entries as they are, divided and multiplied by far."""
-    totals = groups.reduced(groups.entries())
+    totals = groups.parts()
     bounds, slots = groups.bounds(), groups.grouping.slot_of_leaf()
     pairs = zip(totals, slots, strict=True)
     units = [groups.norm.rescaling(total, bounds[slot]) for total, slot in pairs]
@@ -66,11 +66,7 @@ def _rescued(
     """The totals of some leaves, of entries divided by the units if one of these is not 1."""
 
     def rescaled() -> list[Array]:
-        leaves = ((groups.entries_of(i), units[i], groups.axes[i]) for i in alike)
-        return [
-            groups.norm.reduce(x * broadcast_over(1 / unit, axes).astype(x.dtype), axes)
-            for x, unit, axes in leaves
-        ]
+        return [groups.part_scaled(i, 1 / units[i], totals[i]) for i in alike]
 
     any_is_out = functools.reduce(jnp.logical_or, [jnp.any(units[i] != 1) for i in alike])
     return lax.cond(any_is_out, rescaled, lambda: [totals[i] for i in alike])
@@ -115,7 +111,7 @@ def _over_devices(
 
     def of_slot(slot: Slot) -> Array:
         if not slot.members:
-            return jnp.zeros((*scales, *slot.shape))
+            return jnp.zeros((*scales, *slot.shape), groups.dtype)
         if slot.shape != ():
             (i,) = slot.members
             return combine(parts[i], groups.split[i])

@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,13 @@ from jax import Array, lax
 
 from optaxclip._collectives import Axes, num_devices
 from optaxclip._exact import MOST_ENTRIES, MOST_GROUPS
-from optaxclip._numerics import known_size, promoted, real_parts
+from optaxclip._numerics import known_size, real_parts
 from optaxclip._placement import split_over
 from optaxclip._trees import has_wide_leaves, is_sparse, with_data
 from optaxclip.norms import Norm
 from optaxclip.scopes import Grouping
+
+Join: TypeAlias = Callable[[list[Array]], Array]
 
 VERY_MANY = 2**40
 """Stands for a symbolic number of entries where a bound will do."""
@@ -59,24 +61,42 @@ class Groups(NamedTuple):
         sizes = [sum(counts[i] for i in slot.members) for slot in grouping.slots]
         return cls(leaves, wide, axes, split, sizes, grouping, norm)
 
-    def entries(self) -> list[Array]:
-        """The entries of each leaf, in the dtype in which they are summed.
+    def entries_of(self, leaf: int) -> Array:
+        """The entries of a leaf, in the dtype in which they are summed.
 
         Converted where they are used: what a branch takes from outside would be stored.
         """
-        return [self.entries_of(i) for i in range(len(self.leaves))]
-
-    def entries_of(self, leaf: int) -> Array:
-        """The same for one of the leaves."""
         return _entries(self.leaves[leaf], wide=self.wide)
 
-    def reduced(self, arrays: list[Array]) -> list[Array]:
-        """The totals of each leaf, of these entries."""
-        return [self.norm.reduce(*leaf) for leaf in zip(arrays, self.axes, strict=True)]
+    def parts(self) -> list[Array]:
+        """The totals of each leaf."""
+        leaves = zip(self.leaves, self.axes, strict=True)
+        return [_part(*leaf, norm=self.norm, wide=self.wide) for leaf in leaves]
 
-    def totals(self, arrays: list[Array]) -> list[Array]:
-        """The totals of all groups, of these entries."""
-        return self.joined(self.reduced(arrays), self.norm.join)
+    def part_scaled(self, leaf: int, scale: Array, size: Array) -> Array:
+        """The total of a leaf whose entries are multiplied by their groups' scales.
+
+        Args:
+          leaf: its position.
+          scale: powers of two.
+          size: any numbers of at least 0 and of the same shape, different for each leaf: XLA would
+            compute what leaves of equal shapes are multiplied by once, and store it.
+        """
+        leaf, axes = self.leaves[leaf], self.axes[leaf]
+        return _part_scaled(leaf, scale, size, axes, norm=self.norm, wide=self.wide)
+
+    def parts_divided(self, units: list[Array], sizes: list[Array]) -> list[Array]:
+        """The totals of all leaves, of entries divided by their groups' units.
+
+        Args:
+          units: for each slot.
+          sizes: for each leaf, as above.
+        """
+        # Multiplied, as the compiler would multiply the divisors of a second derivative.
+        scales = [1 / unit for unit in units]
+        slots = self.grouping.slot_of_leaf()
+        pairs = enumerate(zip([scales[slot] for slot in slots], sizes, strict=True))
+        return [self.part_scaled(i, *pair) for i, pair in pairs]
 
     def bounds(self) -> list[int]:
         """For each slot, how many entries share a norm, or more."""
@@ -87,58 +107,57 @@ class Groups(NamedTuple):
         counts = [_at_least_one(size) for size in self.sizes]
         return [_finish(*slot, norm=self.norm) for slot in zip(totals, counts, strict=True)]
 
-    def divided(self, units: list[Array], sizes: list[Array]) -> list[Array]:
-        """The entries divided by their groups' units.
-
-        Args:
-          units: for each slot.
-          sizes: for each leaf any numbers of at least 0 and of its norms' shape, different for each
-            leaf: XLA would compute what leaves of equal shapes are divided by once, and store it.
-        """
-        slots = self.grouping.slot_of_leaf()
-        # Multiplied, as the compiler would multiply the divisors of a second derivative.
-        own = [jnp.where(x < 0, 1, 1 / units[slot]) for x, slot in zip(sizes, slots, strict=True)]
-        leaves = zip(self.entries(), own, self.axes, strict=True)
-        return [x * broadcast_over(scale, axes).astype(x.dtype) for x, scale, axes in leaves]
-
     def largest(self) -> list[Array]:
         """For each leaf the largest real or imaginary parts; constant for differentiation."""
-        still = lax.stop_gradient([jnp.stack(real_parts(array)) for array in self.entries()])
+        every = range(len(self.leaves))
+        still = lax.stop_gradient([jnp.stack(real_parts(self.entries_of(i))) for i in every])
         leaves = zip(still, self.axes, strict=True)
         return [
             jnp.max(jnp.abs(array), axis=(0, *(axis + 1 for axis in reduced)), initial=0)
             for array, reduced in leaves
         ]
 
-    def small_slots(self) -> list[int]:
-        """The slots of a few entries in one group, if there are few of them."""
-        slots = enumerate(zip(self.grouping.slots, self.sizes, strict=True))
-        small = [
-            i
-            for i, (slot, size) in slots
-            if slot.shape == () and 0 < (known_size(size) or VERY_MANY) <= MOST_ENTRIES
-        ]
-        return small if len(small) <= MOST_GROUPS else []
-
-    def joined(self, parts: list[Array], join: Callable[[list[Array]], Array]) -> list[Array]:
+    def joined(self, parts: list[Array], join: Join) -> list[Array]:
         """One array for each slot from one for each leaf."""
         return [
-            join(promoted([parts[i] for i in slot.members]))
+            join([parts[i] for i in slot.members])
             if slot.members
-            else jnp.zeros(slot.shape)
+            else jnp.zeros(slot.shape, self.dtype)
             for slot in self.grouping.slots
         ]
 
+    def small_slots(self) -> list[int]:
+        """The slots of a few entries in one group, if there are few of them."""
+        slots = enumerate(zip(self.grouping.slots, self.bounds(), strict=True))
+        small = [i for i, (slot, size) in slots if slot.shape == () and 0 < size <= MOST_ENTRIES]
+        return small if len(small) <= MOST_GROUPS else []
 
-# Compiled by itself so that it is traced once.
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the norms."""
+        return jnp.dtype(jnp.float64 if self.wide else jnp.float32)
+
+
+# Small steps are compiled by themselves so that each is traced once for all leaves alike.
+
+
+@functools.partial(jax.jit, static_argnames=("axes", "norm", "wide"))
+def _part(leaf: Any, axes: tuple[int, ...], *, norm: Norm, wide: bool) -> Array:
+    return norm.reduce(_entries(leaf, wide=wide), axes)
+
+
+@functools.partial(jax.jit, static_argnames=("axes", "norm", "wide"))
+def _part_scaled(
+    leaf: Any, scale: Array, size: Array, axes: tuple[int, ...], *, norm: Norm, wide: bool
+) -> Array:
+    entries = _entries(leaf, wide=wide)
+    own = broadcast_over(jnp.where(size < 0, 1, scale), axes)
+    return norm.reduce(entries * own.astype(entries.dtype), axes)
+
+
 @functools.partial(jax.jit, static_argnames="norm")
 def _finish(total: Array, count: Array, *, norm: Norm) -> Array:
     return norm.finish(total, jnp.asarray(count).astype(total.dtype))
-
-
-def largest_of(arrays: Sequence[Array]) -> Array:
-    """The largest numbers of arrays of one shape."""
-    return functools.reduce(jnp.maximum, arrays)
 
 
 def broadcast_over(x: Array, axes: tuple[int, ...]) -> Array:

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 import optaxclip._collectives as collectives
 from optaxclip._across import norms_across
 from optaxclip._exact import refined_root
-from optaxclip._groups import Groups, largest_of
+from optaxclip._groups import Groups
 from optaxclip._numerics import power_of_two_below, rounding_slack
 from optaxclip._placement import known_shardings, norm_spec
-from optaxclip.norms import Norm
+from optaxclip.norms import Norm, largest_of
 from optaxclip.scopes import Grouping
 
 
@@ -83,15 +83,16 @@ def _measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured
 
 def _norms(groups: Groups) -> tuple[list[Array], list[Array]]:
     """Mantissas and units of what is here."""
-    if groups.norm.is_max:
-        mantissas = groups.totals(groups.entries())
+    norm = groups.norm
+    if norm.is_max:
+        mantissas = groups.joined(groups.parts(), norm.join)
         return mantissas, [jnp.ones_like(mantissa) for mantissa in mantissas]
-    if groups.norm.degree in (1, 2):
+    if norm.degree in (1, 2):
         return _rescued(groups)
     # Higher powers leave the range too easily for thresholds: always rescale.
     largest = groups.largest()
     units = [power_of_two_below(x) for x in groups.joined(largest, largest_of)]
-    return groups.norms(groups.totals(groups.divided(units, largest))), units
+    return groups.norms(groups.joined(groups.parts_divided(units, largest), norm.join)), units
 
 
 def already_measured(norm: Array, size: Any) -> list[Measured]:
@@ -108,7 +109,7 @@ def already_measured(norm: Array, size: Any) -> list[Measured]:
 
 def _rescued(groups: Groups) -> tuple[list[Array], list[Array]]:
     """Mantissas and units, with a second look at the groups that left the range of their dtype."""
-    parts = groups.reduced(groups.entries())
+    parts = groups.parts()
     totals = groups.joined(parts, groups.norm.join)
     slots = zip(totals, groups.bounds(), strict=True)
     units = [_rescaling(total, bound, norm=groups.norm) for total, bound in slots]
@@ -117,7 +118,7 @@ def _rescued(groups: Groups) -> tuple[list[Array], list[Array]]:
         return groups.norms(totals)
 
     def rescaled() -> list[Array]:
-        again = groups.norms(groups.totals(groups.divided(units, parts)))
+        again = groups.norms(groups.joined(groups.parts_divided(units, parts), groups.norm.join))
         # Groups that stayed in range keep their norm bit for bit.
         return [_either(*slot) for slot in zip(units, plain(), again, strict=True)]
 

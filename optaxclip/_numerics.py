@@ -60,7 +60,7 @@ def exponent_below(x: Array) -> Array:
     info = jnp.finfo(x.dtype)
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{info.bits}"))
     exponent = (bits >> info.nmant) - (info.maxexp - 1)
-    usable = jnp.isfinite(x) & (x > 0)
+    usable = (x > 0) & (x <= info.max)
     return jnp.where(usable, jnp.clip(exponent, info.minexp, -info.minexp), 0)
 
 

@@ -15,7 +15,6 @@ from optaxclip._numerics import (
     exponent_below,
     match_weak_type,
     power_of_two,
-    power_of_two_below,
     promoted,
     real_parts,
     round_to,
@@ -77,8 +76,11 @@ def multiplier(
     bad = ~jnp.isfinite(norm)
     new = response(norm, trigger.astype(norm.dtype), target.astype(norm.dtype))
     keep = (new == norm) & ~bad
-    size, unit = (lax.stop_gradient(power_of_two_below(x)) for x in (new, measured.mantissa))
-    inverse_before, after = _powers_around(size, unit, measured.unit)
+    # On exponents, as the compiler would multiply divisors first, which overflows.
+    exponents = [exponent_below(x) for x in (new, measured.mantissa, measured.unit)]
+    size, unit = (power_of_two(exponent, norm.dtype) for exponent in exponents[:2])
+    around = _around(*exponents, lowest=jnp.finfo(norm.dtype).minexp // 2)
+    inverse_before, after = (power_of_two(exponent, norm.dtype) for exponent in around)
     is_zero = measured.mantissa == 0
     # A zero group stays zero under any limit, but a NaN limit still shows.
     numerator = jnp.where(is_zero, jnp.where(jnp.isnan(new), new, 1), new / size)
@@ -101,26 +103,26 @@ def multiplier(
     return Multiplier(before, quotient, bad if nonfinite == "zero" else None, exact)
 
 
-def _powers_around(size: Array, unit: Array, unit_of_group: Array) -> tuple[Array, Array]:
+def _around(size: Array, unit: Array, unit_of_group: Array, *, lowest: int) -> tuple[Array, Array]:
     """Powers of two with the quotient `size / (unit * unit_of_group)`, which may leave the range.
 
     Entries are divided by the first, multiplied by a number near 1, and by the second: what
     underflows on the way would do so in the end.
 
     Args:
-      size: the power of two below the new norm.
-      unit: the power of two below the mantissa of the norm.
-      unit_of_group: the unit of that mantissa.
+      size: the exponent of the new norm.
+      unit: the exponent of the mantissa of the norm.
+      unit_of_group: the exponent of the unit of that mantissa.
+      lowest: the exponent of a factor below which it is taken in two steps.
+
+    Returns:
+      Two exponents.
     """
-    # On exponents, as the compiler would multiply divisors first, which overflows.
-    of_size, of_unit, of_group = (exponent_below(x) for x in (size, unit, unit_of_group))
-    of_norm = of_unit + of_group
-    of_factor = of_size - of_norm
-    lowest = jnp.finfo(size.dtype).minexp // 2
-    down = jnp.where(of_factor < lowest, -(of_factor // 2), 0)
-    inverse_before = power_of_two(jnp.where(of_norm < 0, of_norm, down), size.dtype)
-    after = power_of_two(jnp.where(of_norm < 0, of_size, of_factor + down), size.dtype)
-    return inverse_before, after
+    norm = unit + unit_of_group
+    factor = size - norm
+    down = jnp.where(factor < lowest, -(factor // 2), 0)
+    is_small = norm < 0
+    return jnp.where(is_small, norm, down), jnp.where(is_small, size, factor + down)
 
 
 def scale(leaf: Any, by: Multiplier, axes: tuple[int, ...], *, strict: bool) -> Any:

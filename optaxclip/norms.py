@@ -19,10 +19,9 @@ overflow or underflow and measure it again.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -92,17 +91,20 @@ class Norm:
 
     def reduce(self, x: Array, axes: tuple[int, ...]) -> Array:
         """The total of one leaf's entries over `axes`, which are removed."""
-        return _reduce(x, norm=self, axes=axes)
+        mapped = self.map(x)
+        if self.is_max:
+            return jnp.max(mapped, axis=axes, initial=0)
+        if known_size(math.prod(x.shape)) not in _SEQUENTIAL:
+            return jnp.sum(mapped, axis=axes)
+        # Axis by axis; `abs`, which changes nothing, keeps the compiler from merging them again.
+        *others, last = sorted(axes, reverse=True) or [()]
+        for axis in others:
+            mapped = jnp.abs(jnp.sum(mapped, axis=axis))
+        return jnp.sum(mapped, axis=last)
 
     def join(self, totals: list[Array]) -> Array:
         """The total of a group from the totals of its leaves."""
-        combine = jnp.maximum if self.is_max else jnp.add
-        # In pairs, so that rounding grows with the logarithm of the number of leaves.
-        while len(totals) > 1:
-            pairs = zip(totals[::2], totals[1::2], strict=False)
-            last = totals[-1:] if len(totals) % 2 else []
-            totals = [combine(*pair) for pair in pairs] + last
-        return totals[0]
+        return largest_of(totals) if self.is_max else _in_pairs(jnp.add, totals)
 
     def rescaling(self, total: Array, size: Any) -> Array:
         """The power of two by which entries must be divided before they are mapped.
@@ -116,8 +118,10 @@ class Norm:
         """
         info, far = jnp.finfo(total.dtype), _far(total.dtype)
         lowest = size * (float(info.tiny) / float(info.eps)) if self.degree > 1 else 0.0
-        down = jnp.where(total < jnp.asarray(lowest).astype(total.dtype), 1 / far, 1)
-        return jnp.where(total <= info.max, down, far).astype(total.dtype)
+        inverse = jnp.where(total < jnp.asarray(lowest).astype(total.dtype), far, 1)
+        inverse = jnp.where(total <= info.max, inverse, 1 / far).astype(total.dtype)
+        # The division is not repeated by the compiler wherever one of the units is used.
+        return 1 / inverse
 
     def at_unit(self, total: Array, *, up: bool = False) -> Array:
         """A total as it is of entries divided (or with `up` multiplied) by what `rescaling` gives.
@@ -136,22 +140,24 @@ def _far(dtype: jnp.dtype) -> float:
     return 2.0 ** int(0.6875 * jnp.finfo(dtype).maxexp)
 
 
+def largest_of(arrays: Sequence[Array]) -> Array:
+    """The largest numbers of arrays of one shape."""
+    return _in_pairs(jnp.maximum, arrays)
+
+
+def _in_pairs(combine: Callable[[Array, Array], Array], arrays: Sequence[Array]) -> Array:
+    """Combines arrays of one shape, so that rounding grows with the logarithm of their number."""
+    if len(arrays) < 2:
+        return arrays[0]
+    rest = jnp.stack(arrays)
+    while (count := rest.shape[0]) > 1:
+        first, second, last = lax.split(rest, (count // 2, count // 2, count % 2))
+        rest = jnp.concatenate([combine(first, second), last])
+    return lax.squeeze(rest, (0,))
+
+
 # XLA adds so few entries of several axes one after another, and rounds as often.
 _SEQUENTIAL = range(65, 8192)
-
-
-# Compiled by itself so that leaves of equal shapes are traced once.
-@functools.partial(jax.jit, static_argnames=("norm", "axes"))
-def _reduce(x: Array, *, norm: Norm, axes: tuple[int, ...]) -> Array:
-    mapped = norm.map(x)
-    if norm.is_max:
-        return jnp.max(mapped, axis=axes, initial=0)
-    if known_size(math.prod(x.shape)) in _SEQUENTIAL:
-        # Axis by axis; `abs`, which changes nothing, keeps the compiler from merging them again.
-        for axis in sorted(axes, reverse=True):
-            mapped = jnp.abs(jnp.sum(mapped, axis=axis))
-        return mapped
-    return jnp.sum(mapped, axis=axes)
 
 
 l1 = Norm("l1", jnp.abs, _total)
