@@ -13,14 +13,14 @@ from jax import Array, lax
 
 import optaxclip._collectives as collectives
 from optaxclip._collectives import Axes
-from optaxclip._groups import Groups
+from optaxclip._groups import Groups, at_most
 from optaxclip._numerics import power_of_two_below
 from optaxclip.norms import Norm, largest_of
 from optaxclip.scopes import Slot
 
 
 def norms_across(groups: Groups) -> tuple[list[Array], list[Array]]:
-    """The norms of all slots over all devices, as mantissas and units.
+    """The norms of all blocks over all devices, as mantissas and units.
 
     Args:
       groups: what this device holds of the leaves.
@@ -35,17 +35,17 @@ def norms_across(groups: Groups) -> tuple[list[Array], list[Array]]:
         totals = _over_devices(groups, groups.parts_divided(units, largest))
         return groups.norms(totals), units
     scaled = _over_devices(groups, _at_three_scales(groups), scales=(3,))
-    slots = zip(scaled, groups.bounds(), strict=True)
-    chosen = [_at_best_scale(norm, *slot) for slot in slots]
+    blocks = zip(scaled, groups.of_sizes(at_most), strict=True)
+    chosen = [_at_best_scale(norm, *block) for block in blocks]
     return groups.norms([total for total, _ in chosen]), [unit for _, unit in chosen]
 
 
 def _at_three_scales(groups: Groups) -> list[Array]:
     """For each leaf `[3, ...]`, its total of entries as they are, divided and multiplied by far."""
     totals = groups.parts()
-    bounds, slots = groups.bounds(), groups.grouping.slot_of_leaf()
-    pairs = zip(totals, slots, strict=True)
-    units = [groups.norm.rescaling(total, bounds[slot]) for total, slot in pairs]
+    bounds = [at_most(groups.sizes[slot]) for slot in groups.grouping.slot_of_leaf()]
+    pairs = zip(totals, bounds, strict=True)
+    units = [groups.norm.rescaling(*pair) for pair in pairs]
     again = list(totals)
     # What a branch returns varies wherever its condition does: one for each way of being split.
     for alike in _alike([collectives.varying_axes(total) for total in totals]):
@@ -95,7 +95,7 @@ def _at_best_scale(norm: Norm, scaled: Array, bound: int) -> tuple[Array, Array]
 def _over_devices(
     groups: Groups, parts: list[Array], *, scales: tuple[int, ...] = (), by_max: bool = False
 ) -> list[Array]:
-    """One total for each slot from the local ones of each leaf, all scalars in one collective.
+    """One total for each slot from the local ones of each leaf, all single ones in one collective.
 
     Args:
       groups: the leaves.
@@ -103,27 +103,24 @@ def _over_devices(
       scales: the leading axes.
       by_max: whether totals combine by maximum; by sum otherwise.
     """
-    slots = groups.grouping.slots
+    slots, split = groups.grouping.slots, groups.split
     combine = collectives.largest if by_max else collectives.total
     join = largest_of if by_max else groups.norm.join
-    scalar = [n for n, slot in enumerate(slots) if slot.shape == () and slot.members]
-    everywhere = Axes().union(*(groups.split[i] for n in scalar for i in slots[n].members))
+    is_single = [slots[block[0]].shape == () for block in groups.blocks.slots]
+    single = (i for slot in slots if slot.shape == () for i in slot.members)
+    everywhere = Axes().union(*(split[i] for i in single))
 
     def of_slot(slot: Slot) -> Array:
         if not slot.members:
             return jnp.zeros((*scales, *slot.shape), groups.dtype)
         if slot.shape != ():
             (i,) = slot.members
-            return combine(parts[i], groups.split[i])
-        leaves = ((parts[i], everywhere - groups.split[i]) for i in slot.members)
+            return combine(parts[i], split[i])
+        leaves = ((parts[i], everywhere - split[i]) for i in slot.members)
         return join([_shared(*leaf, everywhere, by_max=by_max) for leaf in leaves])
 
-    found = [of_slot(slot) for slot in slots]
-    if everywhere:
-        together = combine(jnp.stack([found[n] for n in scalar], axis=-1), everywhere)
-        for place, n in enumerate(scalar):
-            found[n] = together[..., place]
-    return found
+    found = groups.blocks.gather([of_slot(slot) for slot in slots])
+    return [combine(x, everywhere) if at else x for x, at in zip(found, is_single, strict=True)]
 
 
 def _shared(x: Array, replicated: Axes, everywhere: Axes, *, by_max: bool) -> Array:

@@ -34,7 +34,16 @@ from optaxclip._engine import Method, run, run_norms, zero_norms
 from optaxclip._info import initial_info
 from optaxclip._placement import as_axis_names, placed
 from optaxclip._trees import FlatTree, flatten, has_wide_leaves, leaf_name
-from optaxclip._types import AxisName, ClipInfo, ClipState, Limits, NonFinite, NormTree, PyTree
+from optaxclip._types import (
+    AxisName,
+    ClipInfo,
+    ClipState,
+    Limits,
+    NonFinite,
+    NormTree,
+    PyTree,
+    Threshold,
+)
 from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response
 from optaxclip.scopes import Grouping, Scope
@@ -123,7 +132,7 @@ def clip_by(
         rule = rule_for(limit, grouping.names, grouping.layout)
         picked, rule_state, info = run(
             flat.picked(),
-            _matching_params(flat, params, name) if rule.uses_params else None,
+            _matching_params(flat, params_for(rule, params, name), name),
             rule,
             state.rule,
             state.info,
@@ -193,7 +202,7 @@ def clip_tree(
     dtype = jnp.dtype(jnp.float64 if has_wide_leaves(flat.picked()) else jnp.float32)
     picked, _, info = run(
         flat.picked(),
-        _matching_params(flat, params, name) if rule.uses_params else None,
+        _matching_params(flat, params_for(rule, params, name), name),
         rule,
         rule.init(zero_norms(grouping, dtype)),
         initial_info(name, grouping, dtype),
@@ -239,13 +248,24 @@ def _among_known(grouping: Grouping, info: ClipInfo, name: str) -> Grouping:
     return grouping.among(info.names)
 
 
-def _matching_params(flat: FlatTree, params: PyTree | None, name: str) -> list[Any]:
-    """The parameters that belong to the measured leaves."""
-    if params is None:
+def params_for(rule: Threshold, params: PyTree | None, name: str) -> PyTree | None:
+    """The parameters, if the limit is relative to them.
+
+    Raises:
+      ValueError: if they are missing.
+    """
+    if rule.uses_params and params is None:
         raise ValueError(
             f"{name}: the limit is relative to the parameters; pass them: "
             "update(grads, state, params)"
         )
+    return params if rule.uses_params else None
+
+
+def _matching_params(flat: FlatTree, params: PyTree | None, name: str) -> list[Any] | None:
+    """The parameters that belong to the measured leaves."""
+    if params is None:
+        return None
     found = flatten(params, "params")
     by_path = {found.paths[i]: found.leaves[i] for i in found.measured}
     matching = []

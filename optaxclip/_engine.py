@@ -9,6 +9,7 @@ from jax import Array
 from jax.core import Tracer
 
 import optaxclip.nonfinite as policies
+from optaxclip._blocks import Blocks
 from optaxclip._info import updated_info
 from optaxclip._measure import already_measured, measure
 from optaxclip._scale import multiplier, scale
@@ -44,7 +45,8 @@ class Method:
 
 
 def _norms(leaves: list[Any], *, grouping: Grouping, norm: Norm) -> NormTree:
-    return grouping.pack([slot.norm for slot in measure(_as_arrays(leaves), grouping, norm)])
+    blocks, measured = measure(_as_arrays(leaves), grouping, norm)
+    return blocks.pack([block.norm for block in measured])
 
 
 def _clip(
@@ -60,31 +62,29 @@ def _clip(
     names: tuple[str, ...],
 ) -> tuple[list[Any], PyTree, ClipInfo]:
     """The way of the data: measure, limit, respond, scale."""
-    leaves, bad = _as_arrays(leaves), None
+    leaves, bad = _as_arrays(leaves), []
     if method.nonfinite == "mask":
         leaves, bad = policies.mask(leaves, grouping)
     if given is None:
-        measured = measure(leaves, grouping, method.norm)
+        blocks, measured = measure(leaves, grouping, method.norm)
     else:
+        blocks = Blocks.of(grouping)
         measured = already_measured(given, sum(leaf.size for leaf in leaves))
-    norms = grouping.pack([slot.norm for slot in measured])
+    norms = blocks.pack([block.norm for block in measured])
     param_norms = None if params is None else _norms(params, grouping=grouping, norm=method.norm)
     limits, rule_state = rule.update(norms, rule_state, param_norms)
-    triggers, targets = grouping.unpack(limits.trigger), grouping.unpack(limits.target)
+    triggers, targets = blocks.unpack(limits.trigger), blocks.unpack(limits.target)
     multipliers = [
-        multiplier(*slot, response=method.response, nonfinite=method.nonfinite)
-        for slot in zip(measured, triggers, targets, strict=True)
+        multiplier(*block, response=method.response, nonfinite=method.nonfinite)
+        for block in zip(measured, triggers, targets, strict=True)
     ]
-    bad = [~jnp.isfinite(slot.norm) for slot in measured] if bad is None else bad
+    bad = blocks.gather(bad) if bad else [~jnp.isfinite(block.norm) for block in measured]
     if method.nonfinite == "error":
-        for flags, slot in zip(bad, grouping.slots, strict=True):
+        for flags, slot in zip(blocks.per_slot(bad), grouping.slots, strict=True):
             policies.check(flags, method.name, [names[i] for i in slot.members])
-    info = updated_info(info, grouping, norms, limits.trigger, multipliers, bad)
-    scaled = [
-        scale(leaf, multipliers[slot], axes, strict=method.strict)
-        for leaf, slot, axes in zip(leaves, grouping.slot_of_leaf(), grouping.axes, strict=True)
-    ]
-    return scaled, rule_state, info
+    info = updated_info(info, blocks, norms, limits.trigger, multipliers, bad)
+    by_leaf = zip(leaves, blocks.per_leaf(multipliers), grouping.axes, strict=True)
+    return [scale(*leaf, strict=method.strict) for leaf in by_leaf], rule_state, info
 
 
 _compiled_clip = jax.jit(_clip, static_argnames=("grouping", "method", "names"))

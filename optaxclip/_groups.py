@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from optaxclip._blocks import Blocks
 from optaxclip._collectives import Axes, num_devices
 from optaxclip._exact import MOST_ENTRIES, MOST_GROUPS
 from optaxclip._numerics import known_size, real_parts
@@ -33,7 +34,8 @@ class Groups(NamedTuple):
       axes: for each leaf, the axes to reduce.
       split: for each leaf, the axes of the mesh over which the entries of a group are split.
       sizes: for each slot, how many entries share one norm; symbolic if shapes are.
-      grouping: which leaf belongs where.
+      small: positions of the slots of a few entries, which are measured to more digits.
+      blocks: which groups are handled together.
       norm: the norm.
     """
 
@@ -42,7 +44,8 @@ class Groups(NamedTuple):
     axes: list[tuple[int, ...]]
     split: list[Axes]
     sizes: list[Any]
-    grouping: Grouping
+    small: list[int]
+    blocks: Blocks
     norm: Norm
 
     @classmethod
@@ -59,7 +62,14 @@ class Groups(NamedTuple):
             for leaf, reduced, over in zip(leaves, grouping.axes, split, strict=True)
         ]
         sizes = [sum(counts[i] for i in slot.members) for slot in grouping.slots]
-        return cls(leaves, wide, axes, split, sizes, grouping, norm)
+        small = [] if any(split) else _small_slots(grouping, sizes)
+        blocks = Blocks.of(grouping, apart=small)
+        return cls(leaves, wide, axes, split, sizes, small, blocks, norm)
+
+    @property
+    def grouping(self) -> Grouping:
+        """Which leaf belongs where."""
+        return self.blocks.grouping
 
     def entries_of(self, leaf: int) -> Array:
         """The entries of a leaf, in the dtype in which they are summed.
@@ -89,23 +99,27 @@ class Groups(NamedTuple):
         """The totals of all leaves, of entries divided by their groups' units.
 
         Args:
-          units: for each slot.
+          units: for each block.
           sizes: for each leaf, as above.
         """
         # Multiplied, as the compiler would multiply the divisors of a second derivative.
-        scales = [1 / unit for unit in units]
-        slots = self.grouping.slot_of_leaf()
-        pairs = enumerate(zip([scales[slot] for slot in slots], sizes, strict=True))
+        scales = self.blocks.per_leaf([1 / unit for unit in units])
+        pairs = enumerate(zip(scales, sizes, strict=True))
         return [self.part_scaled(i, *pair) for i, pair in pairs]
 
-    def bounds(self) -> list[int]:
-        """For each slot, how many entries share a norm, or more."""
-        return [known_size(size) or VERY_MANY for size in self.sizes]
+    def of_sizes(self, function: Callable[[Any], float]) -> list[Any]:
+        """For each block, a function of the numbers of entries that share a norm."""
+        found = [function(size) for size in self.sizes]
+        stacked = [np.array([found[n] for n in block]) for block in self.blocks.slots]
+        return [x[0] if x.size == 1 else x for x in stacked]
 
     def norms(self, totals: list[Array]) -> list[Array]:
-        """The norms from the totals."""
-        counts = [_at_least_one(size) for size in self.sizes]
-        return [_finish(*slot, norm=self.norm) for slot in zip(totals, counts, strict=True)]
+        """The norms of all blocks from the totals."""
+        if None not in map(known_size, self.sizes):
+            counts = self.of_sizes(lambda size: max(size, 1))
+        else:
+            counts = self.blocks.gather([jnp.array(size, jnp.float32) for size in self.sizes])
+        return [_finish(*block, norm=self.norm) for block in zip(totals, counts, strict=True)]
 
     def largest(self) -> list[Array]:
         """For each leaf the largest real or imaginary parts; constant for differentiation."""
@@ -118,24 +132,31 @@ class Groups(NamedTuple):
         ]
 
     def joined(self, parts: list[Array], join: Join) -> list[Array]:
-        """One array for each slot from one for each leaf."""
-        return [
+        """One array for each block from one for each leaf."""
+        by_slot = [
             join([parts[i] for i in slot.members])
             if slot.members
             else jnp.zeros(slot.shape, self.dtype)
             for slot in self.grouping.slots
         ]
-
-    def small_slots(self) -> list[int]:
-        """The slots of a few entries in one group, if there are few of them."""
-        slots = enumerate(zip(self.grouping.slots, self.bounds(), strict=True))
-        small = [i for i, (slot, size) in slots if slot.shape == () and 0 < size <= MOST_ENTRIES]
-        return small if len(small) <= MOST_GROUPS else []
+        return self.blocks.gather(by_slot)
 
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype of the norms."""
         return jnp.dtype(jnp.float64 if self.wide else jnp.float32)
+
+
+def at_most(size: Any) -> int:
+    """A number of entries, or more where it is symbolic."""
+    return known_size(size) or VERY_MANY
+
+
+def _small_slots(grouping: Grouping, sizes: list[Any]) -> list[int]:
+    """The slots of a few entries in one group, if there are few of them."""
+    slots = enumerate(zip(grouping.slots, map(at_most, sizes), strict=True))
+    small = [i for i, (slot, size) in slots if slot.shape == () and 0 < size <= MOST_ENTRIES]
+    return small if len(small) <= MOST_GROUPS else []
 
 
 # Small steps are compiled by themselves so that each is traced once for all leaves alike.
@@ -173,7 +194,3 @@ def _entries(leaf: Any, *, wide: bool) -> Array:
     if jnp.iscomplexobj(leaf):
         return leaf.astype(jnp.complex128 if wide else jnp.complex64)
     return leaf.astype(jnp.float64 if wide else jnp.float32)
-
-
-def _at_least_one(size: Any) -> float | Array:
-    return float(max(size, 1)) if known_size(size) is not None else jnp.array(size, jnp.float32)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from optaxclip._blocks import Blocks
 from optaxclip._collectives import Axes, largest, num_devices, total
 from optaxclip._placement import kept_over
 from optaxclip._scale import Multiplier
@@ -36,7 +37,7 @@ def initial_info(name: str, grouping: Grouping, dtype: jnp.dtype) -> ClipInfo:
 
 def updated_info(
     old: ClipInfo,
-    grouping: Grouping,
+    blocks: Blocks,
     norms: NormTree,
     limits: NormTree,
     multipliers: Sequence[Multiplier],
@@ -46,16 +47,17 @@ def updated_info(
 
     Args:
       old: the record before it.
-      grouping: the groups; those without leaves at this step keep their record.
+      blocks: the groups; those without leaves at this step keep their record.
       norms: as limit rules see them.
       limits: the norms above which to act, likewise.
-      multipliers: what the groups were multiplied by, for each slot.
-      bad: which groups are not finite, for each slot.
+      multipliers: what the groups were multiplied by, for each block.
+      bad: which groups are not finite, likewise.
     """
+    grouping = blocks.grouping
     if not grouping.slots:
         return old
-    factors = grouping.pack([by.factor for by in multipliers])
-    is_bad = grouping.pack([flags.astype(jnp.float32) for flags in bad])
+    factors = blocks.pack([by.factor for by in multipliers])
+    is_bad = blocks.pack([flags.astype(jnp.float32) for flags in bad])
     columns = jax.tree.map(_columns, norms, limits, factors, is_bad)
     if grouping.layout == "dict":
         over = [

@@ -4,15 +4,15 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 import optaxclip._collectives as collectives
 from optaxclip._across import norms_across
+from optaxclip._blocks import Blocks
 from optaxclip._exact import refined_root
-from optaxclip._groups import Groups
+from optaxclip._groups import Groups, at_most
 from optaxclip._numerics import power_of_two_below, rounding_slack
 from optaxclip._placement import known_shardings, norm_spec
 from optaxclip.norms import Norm, largest_of
@@ -20,12 +20,12 @@ from optaxclip.scopes import Grouping
 
 
 class Measured(NamedTuple):
-    """The norms of a slot's groups, `mantissa * unit`.
+    """The norms of a block's groups, `mantissa * unit`.
 
     Attributes:
-      mantissa: the norms divided by `unit`, of the slot's shape.
+      mantissa: the norms divided by `unit`, of the block's shape.
       unit: powers of two: 1, but for groups whose powers leave the range of the dtype.
-      slack: `[]`, how much factors must be lowered against rounding.
+      slack: of that shape or `[]`, how much factors must be lowered against rounding.
       error: the relative rounding error of `mantissa`, where it is known, in small groups; it
         takes the place of the slack.
     """
@@ -38,10 +38,11 @@ class Measured(NamedTuple):
     @property
     def norm(self) -> Array:
         """The norms; a finite one that the dtype cannot hold is its largest number."""
-        return _product(self.mantissa, self.unit)
+        norm = jnp.minimum(self.mantissa * self.unit, jnp.finfo(self.mantissa.dtype).max)
+        return jnp.where(jnp.isfinite(self.mantissa), norm, self.mantissa)
 
 
-def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured]:
+def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> tuple[Blocks, list[Measured]]:
     """The norms of all groups, over all devices.
 
     Leaves are mapped and summed where they lie: nothing is ravelled, concatenated or stored. Where
@@ -53,32 +54,31 @@ def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured]
       norm: the norm.
 
     Returns:
-      The norms of each slot, float32 or, with 64-bit leaves, float64.
+      Which groups are handled together, and the norms of each block of them, float32 or, with
+      64-bit leaves, float64.
     """
     known = known_shardings(leaves, grouping)
     if known is None:
-        return _measure(leaves, grouping, norm)
+        groups = Groups.of(leaves, grouping, norm)
+        return groups.blocks, _measure(groups)
     # One collective of our own in the place of one per leaf.
     mesh, specs = known
-    within = dataclasses.replace(grouping, specs=specs)
-    by_slot = [norm_spec(grouping, specs, n) for n in range(len(grouping.slots))]
-    results: list[Any] = [(spec, spec, PartitionSpec(), None) for spec in by_slot]
-    measure_local = functools.partial(_measure, grouping=within, norm=norm)
-    results = [Measured(*slot) for slot in results]
-    return collectives.region(measure_local, mesh, (list(specs),), results)(leaves)
+    within, blocks = dataclasses.replace(grouping, specs=specs), Blocks.of(grouping)
+
+    def local(leaves: list[Any]) -> list[Measured]:
+        return _measure(Groups.of(leaves, within, norm)._replace(small=[], blocks=blocks))
+
+    by_block = [norm_spec(grouping, specs, block[0]) for block in blocks.slots]
+    results: list[Any] = [(spec, spec, PartitionSpec(), None) for spec in by_block]
+    results = [Measured(*block) for block in results]
+    return blocks, collectives.region(local, mesh, (list(specs),), results)(leaves)
 
 
-def _measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured]:
+def _measure(groups: Groups) -> list[Measured]:
     """The norms of leaves in one piece, or of what one device holds of them."""
-    groups = Groups.of(leaves, grouping, norm)
-    is_split, small = any(groups.split), []
-    if is_split:
-        mantissas, units = norms_across(groups)
-    else:
-        mantissas, units = _norms(groups)
-        small = groups.small_slots()
-    slots = enumerate(zip(mantissas, units, strict=True))
-    return [_measured(groups, i, *slot, is_refined=i in small) for i, slot in slots]
+    mantissas, units = norms_across(groups) if any(groups.split) else _norms(groups)
+    blocks = enumerate(zip(mantissas, units, strict=True))
+    return [_measured(groups, n, *block) for n, block in blocks]
 
 
 def _norms(groups: Groups) -> tuple[list[Array], list[Array]]:
@@ -111,54 +111,31 @@ def _rescued(groups: Groups) -> tuple[list[Array], list[Array]]:
     """Mantissas and units, with a second look at the groups that left the range of their dtype."""
     parts = groups.parts()
     totals = groups.joined(parts, groups.norm.join)
-    slots = zip(totals, groups.bounds(), strict=True)
-    units = [_rescaling(total, bound, norm=groups.norm) for total, bound in slots]
+    blocks = zip(totals, groups.of_sizes(at_most), strict=True)
+    units = [groups.norm.rescaling(*block) for block in blocks]
 
     def plain() -> list[Array]:
         return groups.norms(totals)
 
     def rescaled() -> list[Array]:
         again = groups.norms(groups.joined(groups.parts_divided(units, parts), groups.norm.join))
+        blocks = zip(units, plain(), again, strict=True)
         # Groups that stayed in range keep their norm bit for bit.
-        return [_either(*slot) for slot in zip(units, plain(), again, strict=True)]
+        return [jnp.where(unit == 1, norm, other) for unit, norm, other in blocks]
 
-    any_is_out = functools.reduce(_or_any_is_out, units, jnp.zeros((), bool))
+    is_out = [jnp.any(unit != 1) for unit in units]
+    any_is_out = functools.reduce(jnp.logical_or, is_out, jnp.zeros((), bool))
     return lax.cond(any_is_out, rescaled, plain), units
 
 
-# Small steps that every slot takes are compiled by themselves, so that each is traced once.
-
-
-@jax.jit
-def _product(mantissa: Array, unit: Array) -> Array:
-    norm = jnp.minimum(mantissa * unit, jnp.finfo(mantissa.dtype).max)
-    return jnp.where(jnp.isfinite(mantissa), norm, mantissa)
-
-
-@functools.partial(jax.jit, static_argnames=("size", "norm"))
-def _rescaling(total: Array, size: int, *, norm: Norm) -> Array:
-    return norm.rescaling(total, size)
-
-
-@jax.jit
-def _either(unit: Array, plain: Array, rescaled: Array) -> Array:
-    return jnp.where(unit == 1, plain, rescaled)
-
-
-@jax.jit
-def _or_any_is_out(flag: Array, unit: Array) -> Array:
-    return flag | jnp.any(unit != 1)
-
-
-def _measured(
-    groups: Groups, position: int, mantissa: Array, unit: Array, *, is_refined: bool
-) -> Measured:
-    """A slot's norms, to more digits if asked for."""
-    slot, size = groups.grouping.slots[position], groups.sizes[position]
-    slack = jnp.asarray(rounding_slack(size, mantissa.dtype)).astype(mantissa.dtype)
-    if not is_refined or groups.norm.weight is None:
-        return Measured(mantissa, unit, slack)
-    members = [groups.entries_of(i) for i in slot.members]
-    weight = groups.norm.weight(size)
+def _measured(groups: Groups, block: int, mantissa: Array, unit: Array) -> Measured:
+    """The norms of a block, to more digits if it is a small group."""
+    slack = groups.of_sizes(lambda size: rounding_slack(size, mantissa.dtype))[block]
+    measured = Measured(mantissa, unit, jnp.asarray(slack).astype(mantissa.dtype))
+    first = groups.blocks.slots[block][0]
+    if first not in groups.small or groups.norm.weight is None:
+        return measured
+    members = [groups.entries_of(i) for i in groups.grouping.slots[first].members]
+    weight = groups.norm.weight(groups.sizes[first])
     mantissa, error = refined_root(mantissa, unit, members, weight=weight)
-    return Measured(mantissa, unit, slack, error)
+    return measured._replace(mantissa=mantissa, error=error)

@@ -40,7 +40,7 @@ def placed(
     """The grouping together with what the user says of devices.
 
     Raises:
-      TypeError: if some leaf of `specs` is neither.
+      TypeError: if a leaf of `specs` is neither a `PartitionSpec` nor a `NamedSharding`.
       ValueError: if `specs` is not a prefix of the tree, or a spec has more entries than axes.
     """
     if specs is None:

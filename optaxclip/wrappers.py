@@ -16,7 +16,7 @@ import optax
 from jax import Array
 
 import optaxclip.scopes as scopes
-from optaxclip._core import as_norm_given, group_norms
+from optaxclip._core import as_norm_given, group_norms, params_for
 from optaxclip._info import initial_info
 from optaxclip._numerics import match_weak_type
 from optaxclip._trees import flatten
@@ -156,12 +156,8 @@ def _skip(
     ) -> tuple[PyTree, SkipState]:
         rule = rule_for(limit, ("tree",), "scalar")
         norm_now = measure(updates) if grad_norm is None else as_norm_given(grad_norm, "grad_norm")
-        if rule.uses_params and params is None:
-            raise ValueError(
-                f"{name}: the limit is relative to the parameters; pass them: "
-                "update(grads, state, params)"
-            )
-        param_norm = measure(params) if rule.uses_params else None
+        relative_to = params_for(rule, params, name)
+        param_norm = None if relative_to is None else measure(relative_to)
         limits, rule_state = rule.update(norm_now, state.rule, param_norm)
         is_finite = jnp.isfinite(norm_now)
         is_above = is_finite & (norm_now > limits.trigger.astype(norm_now.dtype))

@@ -21,6 +21,7 @@ LAYERS = [
     "norms",
     "_trees",
     "scopes",
+    "_blocks",
     "_collectives",
     "_placement",
     "_groups",
