@@ -15,6 +15,7 @@ import optaxclip._collectives as collectives
 from optaxclip._collectives import Axes
 from optaxclip._groups import Groups, at_most
 from optaxclip._numerics import power_of_two_below
+from optaxclip._placement import of_slots
 from optaxclip.norms import Norm, largest_of
 from optaxclip.scopes import Slot
 
@@ -107,8 +108,8 @@ def _over_devices(
     combine = collectives.largest if by_max else collectives.total
     join = largest_of if by_max else groups.norm.join
     is_single = [slots[block[0]].shape == () for block in groups.blocks.slots]
-    single = (i for slot in slots if slot.shape == () for i in slot.members)
-    everywhere = Axes().union(*(split[i] for i in single))
+    over = zip(slots, of_slots(groups.grouping, split), strict=True)
+    everywhere = Axes().union(*(axes for slot, axes in over if slot.shape == ()))
 
     def of_slot(slot: Slot) -> Array:
         if not slot.members:

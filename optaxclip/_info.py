@@ -8,7 +8,7 @@ from jax import Array
 
 from optaxclip._blocks import Blocks
 from optaxclip._collectives import Axes, largest, num_devices, total
-from optaxclip._placement import kept_over
+from optaxclip._placement import kept_over, of_slots
 from optaxclip._scale import Multiplier
 from optaxclip._types import ClipInfo, NormTree
 from optaxclip.scopes import Grouping
@@ -60,10 +60,7 @@ def updated_info(
     is_bad = blocks.pack([flags.astype(jnp.float32) for flags in bad])
     columns = jax.tree.map(_columns, norms, limits, factors, is_bad)
     if grouping.layout == "dict":
-        over = [
-            Axes().union(*(kept_over(grouping, i) for i in slot.members)) for slot in grouping.slots
-        ]
-        slots = zip(grouping.slots, over, strict=True)
+        slots = zip(grouping.slots, of_slots(grouping, kept_over(grouping)), strict=True)
         summaries = [_summary(axes, *columns[slot.names[0]]) for slot, axes in slots]
         columns = [jnp.stack(column) for column in zip(*summaries, strict=True)]
     columns = [column.astype(old.norm.dtype) for column in columns]

@@ -128,9 +128,15 @@ def split_over(leaves: Sequence[Any], grouping: Grouping) -> list[Axes]:
     return [names] * len(leaves)
 
 
-def kept_over(grouping: Grouping, leaf: int) -> Axes:
-    """The manual axes over which the axes of a leaf that are not reduced are split."""
-    return _by_spec(grouping, leaf)[1] & collectives.manual_axes()
+def kept_over(grouping: Grouping) -> list[Axes]:
+    """For each leaf the manual axes over which its axes that are not reduced are split."""
+    manual = collectives.manual_axes()
+    return [_by_spec(grouping, i)[1] & manual for i in range(len(grouping.axes))]
+
+
+def of_slots(grouping: Grouping, of_leaves: Sequence[Axes]) -> list[Axes]:
+    """For each slot the mesh axes of all its leaves."""
+    return [Axes().union(*(of_leaves[i] for i in slot.members)) for slot in grouping.slots]
 
 
 def _tracked(leaf: Any, grouping: Grouping, position: int) -> Axes:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import checkify
 
-from optaxclip._collectives import Axes, anywhere
-from optaxclip._placement import split_over
+from optaxclip._collectives import anywhere
+from optaxclip._placement import of_slots, split_over
 from optaxclip._trees import is_sparse, with_data
 from optaxclip._types import NonFinite
 from optaxclip.scopes import Grouping
@@ -53,8 +53,7 @@ def mask(leaves: list[Any], grouping: Grouping) -> tuple[list[Any], list[Array]]
         )
         for slot in grouping.slots
     ]
-    split = split_over(leaves, grouping)
-    over = [Axes().union(*(split[i] for i in slot.members)) for slot in grouping.slots]
+    over = of_slots(grouping, split_over(leaves, grouping))
     return masked, [anywhere(*slot) for slot in zip(slots, over, strict=True)]
 
 
