@@ -80,7 +80,7 @@ def _print_rates(step: float, product: float) -> None:
     rate = 6 * _demo_task.BATCH * _demo_task.LENGTH * parameters / step
     peak = 2 * LARGE**3 / product
     print(f"one limit's products: {rate / 1e9:.0f} GFLOP/s, large products {peak / 1e9:.0f}")
-    print(f"{LIMITS} limits at the latter, and nothing else: {LIMITS * rate / peak:.1f} single runs")
+    print(f"{LIMITS} limits, were that all: {LIMITS * rate / peak:.1f} single runs")
 
 
 if __name__ == "__main__":
