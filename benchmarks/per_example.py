@@ -1,14 +1,16 @@
 """Per-example gradients, clipped and summed: ours beside Optax's and jax-privacy's.
 
 `python benchmarks/per_example.py` prints, for one model and batch and each microbatch size, the
-memory that XLA sets aside and the time of a call as a ratio of medians. The ways take turns, so
-that whatever else the machine does falls on all of them. jax-privacy is left out if not installed.
+memory that XLA sets aside and the time of a call as a ratio of medians. The ways take turns, in
+another order each round: what the machine does besides falls on all of them, and so does what a way
+finds in the caches. jax-privacy is left out if not installed.
 """
 
 import argparse
 import functools
 import importlib.util
 import platform
+import random
 import statistics
 import time
 
@@ -102,10 +104,12 @@ def table(widths, dtype, sizes, rounds):
         name: jax.jit(run).lower(params, *batch).compile()
         for name, run in ways(loss_fn, sizes).items()
     }
-    times = {name: [] for name in compiled}
+    times, order = {name: [] for name in compiled}, list(compiled)
+    shuffled = random.Random(0)
     for _ in range(rounds):
-        for name, run in compiled.items():
-            times[name].append(seconds(run, (params, *batch)))
+        for name in order:
+            times[name].append(seconds(compiled[name], (params, *batch)))
+        shuffled.shuffle(order)
     base = statistics.median(times["Optax, vmap(grad)"][1:])
     print(f"{'way, microbatch':<24}{'memory, MiB':>14}{'ms':>10}{'time / Optax':>14}")
     for name, run in compiled.items():

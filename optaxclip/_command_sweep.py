@@ -67,18 +67,8 @@ def _train(text: str, args: argparse.Namespace) -> "SweepResult":
     from optaxclip.tuning import sweep
 
     init_fn, step_fn, data = sweep_functions(Task(encode(text), args.seed), args.steps)
-    # A CPU is busy with one run of this model, and only loses time by mixing several.
-    parallel = 1 if jax.default_backend() == "cpu" else None
-    return sweep(
-        init_fn,
-        step_fn,
-        args.limits,
-        args.steps,
-        key=jax.random.key(args.seed),
-        data=data,
-        seeds=args.seeds,
-        parallel=parallel,
-    )
+    key = jax.random.key(args.seed)
+    return sweep(init_fn, step_fn, args.limits, args.steps, key=key, data=data, seeds=args.seeds)
 
 
 def _draw(result: "SweepResult", path: Path) -> None:

@@ -15,19 +15,14 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from optaxclip._sweep_runs import Numbers, Progress, StepFn, all_steps, in_groups
 from optaxclip._types import PyTree
-from optaxclip.ops import global_norm
 
-CHUNK = 25
-"""At most so many steps between two reports of progress."""
 FINAL_SHARE = 0.1
 NOISE = 2.0
 """Two standard errors."""
 
-Numbers = np.ndarray[Any, Any]
 InitFn = Callable[[Array], PyTree]
-StepFn = Callable[..., tuple[PyTree, Array, Array]]
-Progress = Callable[[int], object]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,10 +95,10 @@ def sweep(
     """Trains the same model under many limits at once, and names the best of them.
 
     A limit is a traced number, so that one program serves them all: `vmap` over the runs, `scan`
-    over the steps. Every run sees the same batches, and the same initial values for each seed. The
-    suggested limit is the largest whose final loss is within noise of the best: for several seeds
-    two standard errors of the difference over them, for one seed the standard deviation of the
-    difference over the last steps.
+    over the steps; on a CPU the cores share the runs. Every run sees the same batches, and the same
+    initial values for each seed. The suggested limit is the largest whose final loss is within
+    noise of the best: for several seeds two standard errors of the difference over them, for one
+    seed the standard deviation of the difference over the last steps.
 
     Args:
       init_fn: `init_fn(key) -> state`, any pytree of arrays: parameters and optimizer state.
@@ -118,8 +113,9 @@ def sweep(
         does not fit, pass indices, and look them up in the step.
       learning_rates: float[learning_rates], to try each limit with each of them.
       seeds: how many runs for each limit and learning rate.
-      parallel: how many runs at a time, where the memory does not hold all; they take turns inside
-        of the same program. For a model that keeps a CPU busy by itself, 1 is the fastest.
+      parallel: how many runs at a time; the others wait their turn. By default all of them, under
+        `vmap`, and on a CPU one on each core. Give fewer where the memory does not hold so many; on
+        a CPU more, for a model so small that it keeps no core busy.
       progress: whether to show a bar, which takes Rich and a terminal; or a function to be called
         with the number of steps that have just been done.
 
@@ -152,12 +148,15 @@ def sweep(
     keys = jax.random.split(_as_key(key), seeds)
     grid = np.meshgrid(limits, np.ones(1) if rates is None else rates, np.arange(seeds))
     axes = [np.swapaxes(axis, 0, 1).ravel() for axis in grid]
-    runs = (jnp.asarray(axes[0], jnp.float32), jnp.asarray(axes[1], jnp.float32))
     step = step_fn if rates is not None else _without_rate(step_fn)
-    states = jax.jit(jax.vmap(init_fn))(keys[axes[2].astype(int)])
-    _check_step(step, states, data, runs)
+    init = jax.jit(jax.vmap(init_fn))
+    groups, at_once = in_groups(len(axes[0]), parallel)
+    states = [init(keys[axes[2][group].astype(int)]) for group in groups]
+    runs = [tuple(jnp.asarray(axis[group], jnp.float32) for axis in axes[:2]) for group in groups]
+    _check_step(step, states[0], data, runs[0])
     with _reporter(progress, steps) as report:
-        records = _run(partial(_chunk, step, parallel), states, runs, data, steps, report)
+        records = all_steps(step, at_once, states, runs, data, steps, report)
+    records = [record[: len(axes[0])] for record in records]
     shape = [len(limits), *([] if rates is None else [len(rates)]), *([seeds] * (seeds > 1))]
     loss, norm, share = (record.reshape(*shape, steps) for record in records)
     return _result(limits, rates, loss, norm, share, seeds)
@@ -195,7 +194,7 @@ def _without_rate(step_fn: StepFn) -> StepFn:
     return lambda state, batch, limit, rate: step_fn(state, batch, limit)  # noqa: ARG005
 
 
-def _check_step(step: StepFn, states: PyTree, data: PyTree, runs: tuple[Array, Array]) -> None:
+def _check_step(step: StepFn, states: PyTree, data: PyTree, runs: tuple[Array, ...]) -> None:
     """Runs nothing: only shapes are looked at."""
     one = jax.tree.map(lambda x: x[0], (states, data, *runs))
     out = jax.eval_shape(step, *one)
@@ -213,48 +212,6 @@ def _check_step(step: StepFn, states: PyTree, data: PyTree, runs: tuple[Array, A
             "step_fn must return a scalar loss, and a norm that is a scalar or has one axis, got "
             f"the shapes {jnp.shape(loss)} and {jnp.shape(norm)}"
         )
-
-
-def _chunk(
-    step: StepFn, parallel: int | None, states: PyTree, runs: tuple[Array, Array], batches: PyTree
-) -> tuple[PyTree, tuple[Array, Array, Array]]:
-    """Some steps of all runs; the records are [runs, steps of the chunk]."""
-
-    def one_run(args: tuple[PyTree, Array, Array]) -> tuple[PyTree, tuple[Array, Array, Array]]:
-        start, limit, rate = args
-
-        def one_step(state: PyTree, batch: PyTree) -> tuple[PyTree, tuple[Array, Array, Array]]:
-            state, loss, norm = step(state, batch, limit, rate)
-            norms = jnp.atleast_1d(norm).astype(jnp.float32)
-            share = jnp.mean((norms > limit).astype(jnp.float32))
-            return state, (loss.astype(jnp.float32), global_norm(norms), share)
-
-        return jax.lax.scan(one_step, start, batches)
-
-    args = (states, *runs)
-    if parallel is None or parallel >= len(runs[0]):
-        return jax.vmap(one_run)(args)
-    return jax.lax.map(one_run, args, batch_size=parallel)
-
-
-def _run(
-    chunk: Callable[..., Any],
-    states: PyTree,
-    runs: tuple[Array, Array],
-    data: PyTree,
-    steps: int,
-    report: Progress,
-) -> list[Numbers]:
-    """All steps, in chunks of one size; what the last one has too many is thrown away."""
-    size = math.ceil(steps / math.ceil(steps / CHUNK))
-    compiled = jax.jit(chunk, donate_argnums=0)
-    records = []
-    for start in range(0, steps, size):
-        at = np.minimum(np.arange(start, start + size), steps - 1)
-        states, record = compiled(states, runs, jax.tree.map(lambda x: x[at], data))  # noqa: B023
-        records.append(jax.device_get(record))
-        report(min(size, steps - start))
-    return [np.concatenate(parts, axis=1)[:, :steps] for parts in zip(*records, strict=True)]
 
 
 @contextlib.contextmanager

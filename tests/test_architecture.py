@@ -58,6 +58,7 @@ LAYERS = [
     "_norm_files",
     "_norm_stats",
     "_suggest",
+    "_sweep_runs",
     "_sweep",
     "tuning",
     "_plot_style",

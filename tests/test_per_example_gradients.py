@@ -1,5 +1,7 @@
 """Clipped gradients by microbatches, and where they run."""
 
+import functools
+import re
 import subprocess
 import sys
 
@@ -143,6 +145,33 @@ def test_errors_say_what_is_wrong():
         per_example.clipped_grad(loss_fn, 1.0, batch_argnums=0)(params, x, y)
     with pytest.raises(ValueError, match="must be positions among 3 arguments"):
         per_example.clipped_grad(loss_fn, 1.0, batch_argnums=3)(params, x, y)
+
+
+@pytest.mark.parametrize("size", [None, 2, 3])
+@pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()], ids=["tree", "leaf"])
+def test_all_reduces_of_a_sharded_batch(size, scope):
+    """None but those of the `psum`: one for the floats, one for the counts."""
+    params, x, y = task(examples=64)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    clipped = per_example.clipped_grad(loss_fn, 1.0, microbatch_size=size, scope=scope)
+
+    def shard(summed, params, x, y):
+        result = clipped(params, x, y)
+        sums = (result.grads, result.num_clipped, result.num_dropped)
+        if summed:
+            return jax.lax.psum(sums, "x"), result.norms
+        return jax.tree.map(lambda leaf: leaf[None], sums), result.norms
+
+    for summed, wanted in ((True, 2), (False, 0)):
+        run = jax.shard_map(
+            functools.partial(shard, summed),
+            mesh=mesh,
+            in_specs=(jax.P(), jax.P("x"), jax.P("x")),
+            out_specs=(jax.P() if summed else jax.P("x"), jax.P("x")),
+        )
+        text = jax.jit(run).lower(params, x, y).compile().as_text()
+        assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == wanted
+        assert not re.search(r" (all-gather|all-to-all|collective-permute)(-start)?\(", text)
 
 
 def test_over_devices():

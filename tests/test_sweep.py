@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import optaxclip
-from optaxclip import ops, tuning
+from optaxclip import _sweep_runs, ops, tuning
 from optaxclip.__main__ import main
 
 STEPS = 60
@@ -71,6 +71,54 @@ def test_fewer_at_a_time_are_the_same(parallel):
     expected, result = swept(limits), swept(limits, parallel=parallel)
     np.testing.assert_allclose(result.loss, expected.loss, rtol=1e-5, atol=1e-6)
     assert result.limit == expected.limit
+
+
+@pytest.mark.parametrize(("cores", "parallel"), [(1, None), (2, None), (64, 1), (3, 2), (2, 5)])
+def test_cores_that_share_the_runs_change_nothing(monkeypatch, cores, parallel):
+    limits, expected = [0.5, 1.0, 5.0, 20.0, 50.0], swept([0.5, 1.0, 5.0, 20.0, 50.0])
+    monkeypatch.setattr(_sweep_runs, "_cores", lambda: cores)
+    groups, at_once = _sweep_runs.in_groups(len(limits), parallel)
+    assert len({len(group) for group in groups}) == 1
+    assert np.unique(np.concatenate(groups)).tolist() == [0, 1, 2, 3, 4]
+    assert len(groups) * at_once <= (parallel or cores)
+    result = swept(limits, parallel=parallel)
+    np.testing.assert_allclose(result.loss, expected.loss, rtol=1e-5, atol=1e-6)
+
+
+def test_an_accelerator_has_all_at_once(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for parallel in (None, 2):
+        (group,), at_once = _sweep_runs.in_groups(5, parallel)
+        assert group.tolist() == [0, 1, 2, 3, 4]
+        assert at_once == parallel
+
+
+def test_64_bits_and_errors_on_several_cores(monkeypatch, x64):
+    monkeypatch.setattr(_sweep_runs, "_cores", lambda: 2)
+    wide = lambda key: jax.random.normal(key, (3,), jnp.float64)  # noqa: E731
+    data = TARGETS.astype(np.float64)
+    result = tuning.sweep(wide, step_fn, [1.0, 50.0], STEPS, key=KEY, data=data)
+    assert result.limit == 50.0
+
+    def broken(params, target, limit):
+        jax.debug.callback(lambda: 1 / 0)
+        return step_fn(params, target, limit)
+
+    with pytest.raises(Exception, match="division by zero"):
+        tuning.sweep(wide, broken, [1.0, 50.0], STEPS, key=KEY, data=data)
+
+
+def test_steps_that_spread_over_devices(monkeypatch):
+    monkeypatch.setattr(_sweep_runs, "_cores", lambda: 2)
+    mesh = jax.make_mesh((3,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(params, target, limit):
+        spread = jax.shard_map(
+            lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P()
+        )
+        return step_fn(params, jnp.broadcast_to(spread(target) / 3, (3,)), limit)
+
+    assert swept([0.5, 50.0, 60.0], step=step).loss.shape == (3, STEPS)
 
 
 def test_one_compiled_program_whatever_the_steps():

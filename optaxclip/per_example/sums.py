@@ -98,9 +98,9 @@ def clip_sum(
 
     Guarantees: what one example adds to the sum never has an L2 norm above `limit`, in whatever
     dtype the gradients are: norms, products and the sum are in float32 (float64 for 64-bit leaves),
-    and an example within rounding of its limit is brought below it (by a relative 1e-6 to 4e-5 in
-    float32, depending on how XLA adds up leaves of that size). An example with a NaN or infinite
-    entry anywhere adds exactly nothing. Other examples below their limit are summed as they are.
+    and an example within rounding of its limit is brought below it (in float32 by a relative 1e-6).
+    An example with a NaN or infinite entry anywhere adds exactly nothing. Other examples below
+    their limit are summed as they are.
 
     Adding up many examples rounds, like all floating-point sums. Accounting for privacy, and the
     noise's randomness, are not matters of clipping: see `per_example_clip_and_aggregate`.
