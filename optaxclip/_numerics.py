@@ -162,6 +162,20 @@ def _rounded_bits(x: Array, toward_zero: bool) -> Array:
     return lax.bitcast_convert_type((bits >> half).astype(jnp.uint16), jnp.bfloat16)
 
 
+@jax.custom_jvp
+def chosen(flag: Array, x: Array, y: Array) -> Array:
+    """`x` where `flag`, else `y`; of bfloat16 by the bit patterns, as in `widened`."""
+    if x.dtype != jnp.bfloat16:
+        return jnp.where(flag, x, y)
+    bits = [lax.bitcast_convert_type(z, jnp.uint16) for z in (x, y)]
+    return lax.bitcast_convert_type(jnp.where(flag, *bits), jnp.bfloat16)
+
+
+@chosen.defjvp
+def _chosen_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    return chosen(*primals), jnp.where(primals[0], tangents[1], tangents[2])
+
+
 def match_weak_type(x: Array, like: Array) -> Array:
     """`x`, weakly typed if `like` (of the same shape and dtype) is."""
     if not jax.typeof(like).weak_type:

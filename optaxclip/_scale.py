@@ -11,6 +11,7 @@ from optaxclip._exact import product_toward_zero, refined_quotient
 from optaxclip._groups import broadcast_over
 from optaxclip._measure import Measured
 from optaxclip._numerics import (
+    chosen,
     exponent_below,
     match_weak_type,
     power_of_two,
@@ -143,19 +144,19 @@ def scale(leaf: Any, by: Multiplier, axes: tuple[int, ...], *, strict: bool) -> 
 @functools.partial(jax.jit, static_argnames=("axes", "strict"))
 def _scale_array(x: Array, by: Multiplier, *, axes: tuple[int, ...], strict: bool) -> Array:
     by = jax.tree.map(lambda field: broadcast_over(field, axes), by)
-    parts = [_scaled(part, by, strict=strict) for part in real_parts(x)]
-    return match_weak_type(lax.complex(*parts) if jnp.iscomplexobj(x) else parts[0], x)
+    parts = [_product(part, by, strict=strict) for part in real_parts(x)]
+    scaled = lax.complex(*parts) if jnp.iscomplexobj(x) else parts[0]
+    if by.is_zero is not None:
+        scaled = jnp.where(by.is_zero, jnp.zeros_like(scaled), scaled)
+    return match_weak_type(chosen(by.is_identity, x, scaled), x)
 
 
-def _scaled(x: Array, by: Multiplier, *, strict: bool) -> Array:
+def _product(x: Array, by: Multiplier, *, strict: bool) -> Array:
     wide, before, quotient = promoted([widened(x), by.before, by.quotient])
-    product = wide * before
+    wide = wide * before
     if by.exact is None:
-        product = product * quotient
+        product = wide * quotient
     else:
         correction, after = (field.astype(wide.dtype) for field in by.exact)
-        product = product_toward_zero(product, quotient, correction) * after
-    if by.is_zero is not None:
-        product = jnp.where(by.is_zero, 0, product)
-    # What is left as it is comes back from the wider dtype unchanged.
-    return round_to(jnp.where(by.is_identity, wide, product), x.dtype, strict)
+        product = product_toward_zero(wide, quotient, correction) * after
+    return round_to(product, x.dtype, strict)
