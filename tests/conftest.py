@@ -15,6 +15,14 @@ def _forget_what_was_compiled():
     jax.clear_caches()
 
 
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """For tests of structure rather than of digits: XLA spends less on optimization."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def x64():
     """Runs a test with 64-bit types."""

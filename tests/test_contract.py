@@ -23,8 +23,8 @@ from methods_table import (
 
 import optaxclip
 
-STEPS = 20
-SEQUENCE = random_tree(2, STEPS)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+STEPS, SEQUENCE = 20, random_tree(2, 20)
 # The slow tests leave out what is only another argument of the same code.
 VARIANTS = {"clip_scheduled", "clip_by_norm", "clip_by_norm_axes", "clip_by_norm_scheduled"}
 VARIANTS |= {"clip_by_block_rms", "clip_by_group_norm", "clip_by_window_norm", "unit_z_score"}
