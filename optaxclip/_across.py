@@ -87,7 +87,7 @@ def _spread(norm: Norm, total: Array, unit: Array) -> Array:
 
 
 def _at_best_scale(norm: Norm, scaled: Array, bound: int) -> tuple[Array, Array]:
-    """The total of a slot and its unit, from the totals at three scales."""
+    """The totals of a block and their units, from the totals at three scales."""
     plain, down, up = scaled
     unit = norm.rescaling(plain, bound)
     return jnp.where(unit == 1, plain, jnp.where(unit > 1, down, up)), unit
@@ -96,7 +96,7 @@ def _at_best_scale(norm: Norm, scaled: Array, bound: int) -> tuple[Array, Array]
 def _over_devices(
     groups: Groups, parts: list[Array], *, scales: tuple[int, ...] = (), by_max: bool = False
 ) -> list[Array]:
-    """One total for each slot from the local ones of each leaf, all single ones in one collective.
+    """One total for each block from the local ones of each leaf, single groups in one collective.
 
     Args:
       groups: the leaves.
@@ -107,7 +107,6 @@ def _over_devices(
     slots, split = groups.grouping.slots, groups.split
     combine = collectives.largest if by_max else collectives.total
     join = largest_of if by_max else groups.norm.join
-    is_single = [slots[block[0]].shape == () for block in groups.blocks.slots]
     over = zip(slots, of_slots(groups.grouping, split), strict=True)
     everywhere = Axes().union(*(axes for slot, axes in over if slot.shape == ()))
 
@@ -120,8 +119,12 @@ def _over_devices(
         leaves = ((parts[i], everywhere - split[i]) for i in slot.members)
         return join([_shared(*leaf, everywhere, by_max=by_max) for leaf in leaves])
 
+    def is_pending(slot: Slot) -> bool:
+        return slot.shape == () and bool(slot.members)
+
     found = groups.blocks.gather([of_slot(slot) for slot in slots])
-    return [combine(x, everywhere) if at else x for x, at in zip(found, is_single, strict=True)]
+    pending = [any(is_pending(slots[n]) for n in block) for block in groups.blocks.slots]
+    return [combine(x, everywhere) if more else x for x, more in zip(found, pending, strict=True)]
 
 
 def _shared(x: Array, replicated: Axes, everywhere: Axes, *, by_max: bool) -> Array:

@@ -4,9 +4,11 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 import optaxclip._collectives as collectives
 from optaxclip._across import norms_across
@@ -38,8 +40,7 @@ class Measured(NamedTuple):
     @property
     def norm(self) -> Array:
         """The norms; a finite one that the dtype cannot hold is its largest number."""
-        norm = jnp.minimum(self.mantissa * self.unit, jnp.finfo(self.mantissa.dtype).max)
-        return jnp.where(jnp.isfinite(self.mantissa), norm, self.mantissa)
+        return _product(self.mantissa, self.unit)
 
 
 def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> tuple[Blocks, list[Measured]]:
@@ -77,8 +78,9 @@ def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> tuple[Blocks, 
 def _measure(groups: Groups) -> list[Measured]:
     """The norms of leaves in one piece, or of what one device holds of them."""
     mantissas, units = norms_across(groups) if any(groups.split) else _norms(groups)
-    blocks = enumerate(zip(mantissas, units, strict=True))
-    return [_measured(groups, n, *block) for n, block in blocks]
+    slacks = groups.of_sizes(lambda size: rounding_slack(size, groups.dtype))
+    blocks = zip(groups.blocks.slots, mantissas, units, slacks, strict=True)
+    return [_measured(groups, n[0], norm, unit, slack) for n, norm, unit, slack in blocks]
 
 
 def _norms(groups: Groups) -> tuple[list[Array], list[Array]]:
@@ -111,8 +113,8 @@ def _rescued(groups: Groups) -> tuple[list[Array], list[Array]]:
     """Mantissas and units, with a second look at the groups that left the range of their dtype."""
     parts = groups.parts()
     totals = groups.joined(parts, groups.norm.join)
-    blocks = zip(totals, groups.of_sizes(at_most), strict=True)
-    units = [groups.norm.rescaling(*block) for block in blocks]
+    blocks = zip(totals, groups.of_sizes(lambda size: float(at_most(size))), strict=True)
+    units = [_rescaling(*block, norm=groups.norm) for block in blocks]
 
     def plain() -> list[Array]:
         return groups.norms(totals)
@@ -121,21 +123,44 @@ def _rescued(groups: Groups) -> tuple[list[Array], list[Array]]:
         again = groups.norms(groups.joined(groups.parts_divided(units, parts), groups.norm.join))
         blocks = zip(units, plain(), again, strict=True)
         # Groups that stayed in range keep their norm bit for bit.
-        return [jnp.where(unit == 1, norm, other) for unit, norm, other in blocks]
+        return [_either(*block) for block in blocks]
 
-    is_out = [jnp.any(unit != 1) for unit in units]
-    any_is_out = functools.reduce(jnp.logical_or, is_out, jnp.zeros((), bool))
+    any_is_out = functools.reduce(_or_any_is_out, units, jnp.zeros((), bool))
     return lax.cond(any_is_out, rescaled, plain), units
 
 
-def _measured(groups: Groups, block: int, mantissa: Array, unit: Array) -> Measured:
-    """The norms of a block, to more digits if it is a small group."""
-    slack = groups.of_sizes(lambda size: rounding_slack(size, mantissa.dtype))[block]
+# Small steps that every block takes are compiled by themselves, so that each is traced once.
+
+
+@jax.jit
+def _product(mantissa: Array, unit: Array) -> Array:
+    norm = jnp.minimum(mantissa * unit, jnp.finfo(mantissa.dtype).max)
+    return jnp.where(jnp.isfinite(mantissa), norm, mantissa)
+
+
+@functools.partial(jax.jit, static_argnames="norm")
+def _rescaling(total: Array, size: Array, *, norm: Norm) -> Array:
+    return norm.rescaling(total, size)
+
+
+@jax.jit
+def _either(unit: Array, plain: Array, rescaled: Array) -> Array:
+    return jnp.where(unit == 1, plain, rescaled)
+
+
+@jax.jit
+def _or_any_is_out(flag: Array, unit: Array) -> Array:
+    return flag | jnp.any(unit != 1)
+
+
+def _measured(
+    groups: Groups, slot: int, mantissa: Array, unit: Array, slack: ArrayLike
+) -> Measured:
+    """The norms of a block, which begins with a slot, to more digits if that is a small group."""
     measured = Measured(mantissa, unit, jnp.asarray(slack).astype(mantissa.dtype))
-    first = groups.blocks.slots[block][0]
-    if first not in groups.small or groups.norm.weight is None:
+    if slot not in groups.small or groups.norm.weight is None:
         return measured
-    members = [groups.entries_of(i) for i in groups.grouping.slots[first].members]
-    weight = groups.norm.weight(groups.sizes[first])
+    members = [groups.entries_of(i) for i in groups.grouping.slots[slot].members]
+    weight = groups.norm.weight(groups.sizes[slot])
     mantissa, error = refined_root(mantissa, unit, members, weight=weight)
     return measured._replace(mantissa=mantissa, error=error)

@@ -204,3 +204,8 @@ METHODS: dict[str, Method] = {
     "group_linf_smooth": _engine("label", scopes.group(label), norm="linf", response="smooth"),
     "tree_mean_abs": _engine("tree", scopes.tree(), limit=0.2, norm="mean_abs"),
 }
+
+# The slow tests leave out what is only another argument of the same code.
+VARIANTS = {"clip_scheduled", "clip_by_norm", "clip_by_norm_axes", "clip_by_norm_scheduled"}
+VARIANTS |= {"clip_by_block_rms", "clip_by_group_norm", "clip_by_window_norm", "unit_z_score"}
+DISTINCT = [name for name in METHODS if name not in VARIANTS]

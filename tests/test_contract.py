@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from methods_table import (
+    DISTINCT,
     GRADS,
     METHODS,
     PARAMS,
@@ -24,11 +25,9 @@ from methods_table import (
 import optaxclip
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-STEPS, SEQUENCE = 20, random_tree(2, 20)
-# The slow tests leave out what is only another argument of the same code.
-VARIANTS = {"clip_scheduled", "clip_by_norm", "clip_by_norm_axes", "clip_by_norm_scheduled"}
-VARIANTS |= {"clip_by_block_rms", "clip_by_group_norm", "clip_by_window_norm", "unit_z_score"}
-DISTINCT = [name for name in METHODS if name not in VARIANTS]
+
+STEPS = 20
+SEQUENCE = random_tree(2, STEPS)
 each_method = pytest.mark.parametrize("name", METHODS)
 each_distinct_method = pytest.mark.parametrize("name", DISTINCT)
 
