@@ -13,6 +13,7 @@ from jax import Array, lax
 
 import optaxclip._collectives as collectives
 from optaxclip._collectives import Axes
+from optaxclip._derivative import differentiable
 from optaxclip._groups import Groups, at_most
 from optaxclip._numerics import power_of_two_below
 from optaxclip._placement import of_slots
@@ -30,14 +31,22 @@ def norms_across(groups: Groups) -> tuple[list[Array], list[Array]]:
     if norm.is_max:
         mantissas = _over_devices(groups, groups.parts(), by_max=True)
         return mantissas, [jnp.ones_like(mantissa) for mantissa in mantissas]
-    if norm.degree not in (1, 2):
-        largest = groups.largest()
-        units = [power_of_two_below(x) for x in _over_devices(groups, largest, by_max=True)]
-        totals = _over_devices(groups, groups.parts_divided(units, largest))
-        return groups.norms(totals), units
+    if norm.degree in (1, 2):
+        return differentiable(groups, _of_three_scales, _totals)
+    largest = groups.largest()
+    units = [power_of_two_below(x) for x in _over_devices(groups, largest, by_max=True)]
+    return groups.norms(_totals(groups, units, largest)), units
+
+
+def _totals(groups: Groups, units: list[Array], sizes: list[Array] | None = None) -> list[Array]:
+    """The totals of all blocks, of entries divided by their units."""
+    return _over_devices(groups, groups.parts_divided(units, sizes))
+
+
+def _of_three_scales(groups: Groups) -> tuple[list[Array], list[Array]]:
     scaled = _over_devices(groups, _at_three_scales(groups), scales=(3,))
     blocks = zip(scaled, groups.of_sizes(at_most), strict=True)
-    chosen = [_at_best_scale(norm, *block) for block in blocks]
+    chosen = [_at_best_scale(groups.norm, *block) for block in blocks]
     return groups.norms([total for total, _ in chosen]), [unit for _, unit in chosen]
 
 

@@ -39,6 +39,11 @@ class Blocks:
         alone = tuple((n,) for n in positions if n not in together)
         return cls(grouping, ((together,) if together else ()) + alone)
 
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shape of each block's array."""
+        slots = self.grouping.slots
+        return [slots[b[0]].shape if len(b) == 1 else (len(b),) for b in self.slots]
+
     def gather(self, arrays: Sequence[Array]) -> list[Array]:
         """One array for each block from one for each slot, along a new last axis."""
         return [

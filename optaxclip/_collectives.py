@@ -107,6 +107,12 @@ def explicit_sharding(x: Any) -> tuple[Any, PartitionSpec] | None:
     return sharding.mesh, sharding.spec
 
 
+def is_on_mesh(x: Any) -> bool:
+    """Whether an array's type says anything of devices."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    return bool(varying_axes(x)) or (sharding is not None and not sharding.mesh.empty)
+
+
 def spec_axes(entry: Any) -> Axes:
     """The mesh axes over which a spec splits one dimension."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:

@@ -83,19 +83,20 @@ class Groups(NamedTuple):
         leaves = zip(self.leaves, self.axes, strict=True)
         return [_part(*leaf, norm=self.norm, wide=self.wide) for leaf in leaves]
 
-    def part_scaled(self, leaf: int, scale: Array, size: Array) -> Array:
+    def part_scaled(self, leaf: int, scale: Array, size: Array | None) -> Array:
         """The total of a leaf whose entries are multiplied by their groups' scales.
 
         Args:
           leaf: its position.
           scale: powers of two.
           size: any numbers of at least 0 and of the same shape, different for each leaf: XLA would
-            compute what leaves of equal shapes are multiplied by once, and store it.
+            compute what leaves of equal shapes are multiplied by once, and store it. None where
+            they are too small for that to matter.
         """
         leaf, axes = self.leaves[leaf], self.axes[leaf]
         return _part_scaled(leaf, scale, size, axes, norm=self.norm, wide=self.wide)
 
-    def parts_divided(self, units: list[Array], sizes: list[Array]) -> list[Array]:
+    def parts_divided(self, units: list[Array], sizes: list[Array] | None = None) -> list[Array]:
         """The totals of all leaves, of entries divided by their groups' units.
 
         Args:
@@ -104,7 +105,7 @@ class Groups(NamedTuple):
         """
         # Multiplied, as the compiler would multiply the divisors of a second derivative.
         scales = self.blocks.per_leaf([1 / unit for unit in units])
-        pairs = enumerate(zip(scales, sizes, strict=True))
+        pairs = enumerate(zip(scales, sizes or [None] * len(scales), strict=True))
         return [self.part_scaled(i, *pair) for i, pair in pairs]
 
     def of_sizes(self, function: Callable[[Any], float]) -> list[Any]:
@@ -169,11 +170,11 @@ def _part(leaf: Any, axes: tuple[int, ...], *, norm: Norm, wide: bool) -> Array:
 
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "wide"))
 def _part_scaled(
-    leaf: Any, scale: Array, size: Array, axes: tuple[int, ...], *, norm: Norm, wide: bool
+    leaf: Any, scale: Array, size: Array | None, axes: tuple[int, ...], *, norm: Norm, wide: bool
 ) -> Array:
     entries = _entries(leaf, wide=wide)
-    own = broadcast_over(jnp.where(size < 0, 1, scale), axes)
-    return norm.reduce(entries * own.astype(entries.dtype), axes)
+    own = scale if size is None else jnp.where(size < 0, 1, scale)
+    return norm.reduce(entries * broadcast_over(own, axes).astype(entries.dtype), axes)
 
 
 @functools.partial(jax.jit, static_argnames="norm")

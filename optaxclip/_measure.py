@@ -1,12 +1,11 @@
 """From leaves to one norm per group, exact whatever the range and the number format."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
@@ -14,10 +13,11 @@ import optaxclip._collectives as collectives
 from optaxclip._across import norms_across
 from optaxclip._blocks import Blocks
 from optaxclip._exact import refined_root
-from optaxclip._groups import Groups, at_most
+from optaxclip._groups import Groups
 from optaxclip._numerics import power_of_two_below, rounding_slack
 from optaxclip._placement import known_shardings, norm_spec
-from optaxclip.norms import Norm, largest_of
+from optaxclip._within import norms_within
+from optaxclip.norms import Norm
 from optaxclip.scopes import Grouping
 
 
@@ -43,11 +43,17 @@ class Measured(NamedTuple):
         return _product(self.mantissa, self.unit)
 
 
+# Compiled by itself so that it is traced once for all blocks.
+@jax.jit
+def _product(mantissa: Array, unit: Array) -> Array:
+    norm = jnp.minimum(mantissa * unit, jnp.finfo(mantissa.dtype).max)
+    return jnp.where(jnp.isfinite(mantissa), norm, mantissa)
+
+
 def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> tuple[Blocks, list[Measured]]:
     """The norms of all groups, over all devices.
 
-    Leaves are mapped and summed where they lie: nothing is ravelled, concatenated or stored. Where
-    a total overflows or underflows, a second reduction, behind `lax.cond`, rescales first.
+    Leaves are mapped and summed where they lie: nothing is ravelled, concatenated or stored.
 
     Args:
       leaves: floating or complex arrays (or `BCOO`), in the order of the grouping.
@@ -77,24 +83,10 @@ def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> tuple[Blocks, 
 
 def _measure(groups: Groups) -> list[Measured]:
     """The norms of leaves in one piece, or of what one device holds of them."""
-    mantissas, units = norms_across(groups) if any(groups.split) else _norms(groups)
+    mantissas, units = norms_across(groups) if any(groups.split) else norms_within(groups)
     slacks = groups.of_sizes(lambda size: rounding_slack(size, groups.dtype))
     blocks = zip(groups.blocks.slots, mantissas, units, slacks, strict=True)
     return [_measured(groups, n[0], norm, unit, slack) for n, norm, unit, slack in blocks]
-
-
-def _norms(groups: Groups) -> tuple[list[Array], list[Array]]:
-    """Mantissas and units of what is here."""
-    norm = groups.norm
-    if norm.is_max:
-        mantissas = groups.joined(groups.parts(), norm.join)
-        return mantissas, [jnp.ones_like(mantissa) for mantissa in mantissas]
-    if norm.degree in (1, 2):
-        return _rescued(groups)
-    # Higher powers leave the range too easily for thresholds: always rescale.
-    largest = groups.largest()
-    units = [power_of_two_below(x) for x in groups.joined(largest, largest_of)]
-    return groups.norms(groups.joined(groups.parts_divided(units, largest), norm.join)), units
 
 
 def already_measured(norm: Array, size: Any) -> list[Measured]:
@@ -107,50 +99,6 @@ def already_measured(norm: Array, size: Any) -> list[Measured]:
     unit = power_of_two_below(norm)
     slack = jnp.asarray(rounding_slack(size, norm.dtype)).astype(norm.dtype)
     return [Measured(norm / unit, unit, slack)]
-
-
-def _rescued(groups: Groups) -> tuple[list[Array], list[Array]]:
-    """Mantissas and units, with a second look at the groups that left the range of their dtype."""
-    parts = groups.parts()
-    totals = groups.joined(parts, groups.norm.join)
-    blocks = zip(totals, groups.of_sizes(lambda size: float(at_most(size))), strict=True)
-    units = [_rescaling(*block, norm=groups.norm) for block in blocks]
-
-    def plain() -> list[Array]:
-        return groups.norms(totals)
-
-    def rescaled() -> list[Array]:
-        again = groups.norms(groups.joined(groups.parts_divided(units, parts), groups.norm.join))
-        blocks = zip(units, plain(), again, strict=True)
-        # Groups that stayed in range keep their norm bit for bit.
-        return [_either(*block) for block in blocks]
-
-    any_is_out = functools.reduce(_or_any_is_out, units, jnp.zeros((), bool))
-    return lax.cond(any_is_out, rescaled, plain), units
-
-
-# Small steps that every block takes are compiled by themselves, so that each is traced once.
-
-
-@jax.jit
-def _product(mantissa: Array, unit: Array) -> Array:
-    norm = jnp.minimum(mantissa * unit, jnp.finfo(mantissa.dtype).max)
-    return jnp.where(jnp.isfinite(mantissa), norm, mantissa)
-
-
-@functools.partial(jax.jit, static_argnames="norm")
-def _rescaling(total: Array, size: Array, *, norm: Norm) -> Array:
-    return norm.rescaling(total, size)
-
-
-@jax.jit
-def _either(unit: Array, plain: Array, rescaled: Array) -> Array:
-    return jnp.where(unit == 1, plain, rescaled)
-
-
-@jax.jit
-def _or_any_is_out(flag: Array, unit: Array) -> Array:
-    return flag | jnp.any(unit != 1)
 
 
 def _measured(

@@ -149,12 +149,18 @@ def _in_pairs(combine: Callable[[Array, Array], Array], arrays: Sequence[Array])
     """Combines arrays of one shape, so that rounding grows with the logarithm of their number."""
     if len(arrays) < 2:
         return arrays[0]
+    if len(arrays) <= _FEW:
+        half = len(arrays) // 2
+        return combine(_in_pairs(combine, arrays[:half]), _in_pairs(combine, arrays[half:]))
     rest = jnp.stack(arrays)
     while (count := rest.shape[0]) > 1:
         first, second, last = lax.split(rest, (count // 2, count // 2, count % 2))
         rest = jnp.concatenate([combine(first, second), last])
     return lax.squeeze(rest, (0,))
 
+
+# What is stacked is stored first; so few are combined where they are used.
+_FEW = 16
 
 # XLA adds so few entries of several axes one after another, and rounds as often.
 _SEQUENTIAL = range(65, 8192)

@@ -1,5 +1,6 @@
 """Norms and responses: their values, and what a clip makes of them."""
 
+import functools
 import math
 
 import jax
@@ -266,3 +267,36 @@ def test_normalize_leaves_zeros():
 def test_unknown_response():
     with pytest.raises(ValueError, match=r"response must be one of .*'clip'.* got 'soft'"):
         optaxclip.clip_by(scopes.tree(), 1.0, response="soft")
+
+
+@pytest.mark.parametrize("response", ["clip", "smooth"])
+@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25])
+def test_zeros_that_make_a_leaf_large_change_nothing(scale, response):
+    """Large leaves are reduced in another way, to the same values and derivatives."""
+    rng = np.random.default_rng(0)
+    x, weights = (jnp.asarray(rng.standard_normal(100), jnp.float32) for _ in range(2))
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def measured(x, size):
+        def clipped(x):
+            (padded,), _ = clip_tree([jnp.pad(x, (0, size - 100))], 5 * scale, response=response)
+            return padded[:100] / scale
+
+        def weighted(x):
+            return weights @ clipped(x)
+
+        gradient, change = jax.jvp(jax.grad(weighted), (x,), (weights * scale,))
+        by_vmap = jax.vmap(clipped)(jnp.stack([x, x / 1e10, x * 1e10]))
+        return (
+            clipped(x),
+            jax.jacfwd(weighted)(x) * scale,
+            gradient * scale,
+            change * scale,
+            by_vmap,
+        )
+
+    small, large = (measured(x * scale, size) for size in (100, 10_000))
+    assert float(jnp.linalg.norm(small[0])) < 6
+    for one, other in zip(small, large, strict=True):
+        assert np.all(np.isfinite(one))
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import AS_USERS
 
 from optaxclip import per_example, scopes
 
@@ -112,7 +113,13 @@ def test_memory_grows_with_the_microbatch_and_not_with_the_batch():
         params = {"w": jnp.ones((200, 200)), "b": jnp.zeros(200), "v": jnp.ones((200, 2))}
         clipped = per_example.clipped_grad(loss_fn, 1.0, microbatch_size=size)
         args = (params, jnp.ones((batch, 200)), jnp.ones((batch, 2)))
-        return jax.jit(clipped).lower(*args).compile().memory_analysis().temp_size_in_bytes
+        return (
+            jax.jit(clipped, compiler_options=AS_USERS)
+            .lower(*args)
+            .compile()
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
 
     one = 4 * (200 * 200 + 200 + 400)
     assert memory(256, 1) < 4 * one

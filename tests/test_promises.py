@@ -5,13 +5,12 @@
 
 import functools
 import math
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import AS_USERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -65,7 +64,7 @@ def true_norm(leaves, norm="l2", axes=None):
     return (total / (count if norm in ("rms", "mean_abs") else 1)) ** (1 / powers[norm])
 
 
-@functools.partial(jax.jit, static_argnames=("scope", "norm", "strict"))
+@functools.partial(jax.jit, static_argnames=("scope", "norm", "strict"), compiler_options=AS_USERS)
 def clip_each(trees, limits, *, scope="tree", norm="l2", strict=False):
     """Clips many stacked trees, one after another, so that `lax.cond` stays a branch."""
 
@@ -79,8 +78,9 @@ def clip_each(trees, limits, *, scope="tree", norm="l2", strict=False):
 
 
 def draw_trees(shapes, dtype=F32, decades=(-28, 36), norm="l2", *, constant=False, count=1000):
-    """Stacked random trees of all sizes, their norms, and limits below them."""
+    """Stacked random trees of all sizes, fewer if large, their norms, and limits below them."""
     rng = np.random.default_rng(0)
+    count = min(count, 4_000_000 // sum(map(math.prod, shapes)))
     scale = 10 ** rng.uniform(*decades, count)
     largest = float(jnp.finfo(dtype).max)
     trees = []
@@ -111,7 +111,8 @@ def test_norm_figures(dtype, count, size, figure):
     rng = np.random.default_rng(0)
     grads = [jnp.asarray(rng.standard_normal(size).astype(dtype)) for _ in range(count)]
     tx = optaxclip.clip_by_global_norm(1.0, strict=True)
-    clipped, state = tx.update(grads, tx.init(grads))
+    update = jax.jit(tx.update, compiler_options=AS_USERS)
+    clipped, state = update(grads, tx.init(grads))
 
     assert state.info.norm.dtype == F32
     true = true_norm(grads)
@@ -124,11 +125,11 @@ def test_norm_figures(dtype, count, size, figure):
 # The result's norm is at most the limit
 
 TREES = {
-    **{f"{size} entries": [(size,)] for size in (1, 2, 3, 4, 5, 64, 65, 3000)},
+    **{f"{size} entries": [(size,)] for size in (1, 2, 5, 64, 65, 3000, 10_000)},
     "1 + 3": [(), (3,)],
     "8 x 8 + 8": [(8, 8), (8,)],
     "20 x 30 + 30 + 1": [(20, 30), (30,), ()],
-    "3 x 3 x 16 x 20": [(3, 3, 16, 20)],
+    "3 x 3 x 16 x 60": [(3, 3, 16, 60)],
 }
 
 
@@ -144,7 +145,7 @@ def test_limit_figures(shapes, dtype, decades, figure):
     ratio = norms_of(clipped) / wide(limits)
     # Limits that are not so far below the entries that these underflow.
     lowest = ratio[(limits > 1e-3 * true) & (limits > 10.0 ** decades[0])].min()
-    figure("trees above the limit, of 1000", np.sum(ratio > 1))
+    figure(f"trees above the limit, of {ratio.size}", np.sum(ratio > 1))
     figure("1 - lowest norm to limit", 1 - lowest)
     np.testing.assert_allclose(info.norm, true, rtol=1e-6)
     assert np.sum(ratio > 1) == 0
@@ -163,8 +164,9 @@ def test_limit_for_constant_entries(shapes):
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("shapes", TREES.values(), ids=TREES)
-def test_limit_without_strict_is_kept_up_to_rounding(shapes, dtype):
+@pytest.mark.parametrize("tree", ["1 entries", "64 entries", "20 x 30 + 30 + 1"])
+def test_limit_without_strict_is_kept_up_to_rounding(tree, dtype):
+    shapes = TREES[tree]
     trees, _, limits = draw_trees(shapes, dtype, (0, 3))
     clipped, _ = clip_each(trees, limits)
     rounding = float(jnp.finfo(dtype).eps) / 2
@@ -173,7 +175,7 @@ def test_limit_without_strict_is_kept_up_to_rounding(shapes, dtype):
 
 
 @every_norm
-@pytest.mark.parametrize("size", [1, 5, 64, 65, 1000])
+@pytest.mark.parametrize("size", [1, 5, 64, 65, 1000, 10_000])
 def test_limit_and_clipping_twice_for_every_norm(norm, size):
     trees, _, limits = draw_trees([(size,)], norm=norm, decades=(-25, 33))
     once, _ = clip_each(trees, limits, norm=norm)
@@ -184,7 +186,7 @@ def test_limit_and_clipping_twice_for_every_norm(norm, size):
     np.testing.assert_array_equal(twice[0], once[0])
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 64, 65, 1000])
+@pytest.mark.parametrize("size", [1, 2, 5, 64, 65, 1000, 10_000])
 def test_limit_near_the_smallest_numbers(size):
     trees, _, limits = draw_trees([(size,)], decades=(-34, -28))
     limits = np.maximum(limits, F32(1e-35))
@@ -193,14 +195,14 @@ def test_limit_near_the_smallest_numbers(size):
     assert ratio.min() > 0.9
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (64, 2), (100, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 3), (64, 2), (100, 100)], ids=str)
 @pytest.mark.parametrize("scope", ["leaf", "unit", "axes", "group"])
 def test_limit_and_clipping_twice_for_every_scope(scope, shape):
     trees, _, _ = draw_trees([shape, shape], decades=(-25, 33))
     axes = {"unit": 1, "axes": 2}.get(scope, (1, 2))
 
     def by_group(stacked):
-        return np.hstack([np.linalg.norm(wide(x), axis=axes).reshape(1000, -1) for x in stacked])
+        return np.hstack([np.linalg.norm(wide(x), axis=axes).reshape(len(x), -1) for x in stacked])
 
     limits = (0.9 * np.median(by_group(trees), 1)).astype(F32)
     once, _ = clip_each(trees, limits, scope=scope)
@@ -211,7 +213,7 @@ def test_limit_and_clipping_twice_for_every_scope(scope, shape):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("size", [1, 2, 5, 64, 65, 1000])
+@pytest.mark.parametrize("size", [1, 2, 5, 64, 65, 1000, 10_000])
 def test_limit_in_float64(size):
     trees, true, limits = draw_trees([(size,)], F64, decades=(-250, 250))
     clipped, info = clip_each(trees, limits)
@@ -257,18 +259,26 @@ EXTREMES = [(F32, 1e-36), (F32, 3e38), (BF16, 1e-36), (BF16, 3e38), (F16, 6e-8),
 EXTREMES += [(F64, 1e-300), (F64, 1.7e308), (np.complex64, 1e-36), (np.complex64, 2e38)]
 
 
-@functools.partial(jax.jit, static_argnames="norm")
+@functools.partial(jax.jit, static_argnames="norm", compiler_options=AS_USERS)
 def normalize_and_keep(tree, norm):
     options = {"scope": SCOPES["tree"], "norm": NORMS[norm], "strict": True}
     normalized = optaxclip.clip_tree(tree, 1.0, response="normalize", **options)
     return normalized, optaxclip.clip_tree(tree, math.inf, **options)
 
 
-@every_norm
-@pytest.mark.parametrize(("dtype", "size"), EXTREMES, ids=str)
+# Norms see but real and complex entries of two widths. Large leaves are rescued in another way.
+@pytest.mark.parametrize(
+    ("norm", "dtype", "size", "repeats"),
+    [
+        *(("l2", *extreme, repeats) for extreme in EXTREMES for repeats in (1, 2000)),
+        *((norm, *x, 1) for norm in NORMS for x in EXTREMES if x[0] in (F32, F64, np.complex64)),
+        *(("l1", *extreme, 2000) for extreme in EXTREMES if extreme[0] == F32),
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("x64")
-def test_range_is_rescued(dtype, size, norm):
-    x = np.array([1, -1, 0.5, 0, 1, 1]) * (1 + 1j if dtype == np.complex64 else 1)
+def test_range_is_rescued(norm, dtype, size, repeats):
+    x = np.array([1, -1, 0.5, 0, 1, 1] * repeats) * (1 + 1j if dtype == np.complex64 else 1)
     tree = [(x * size).astype(dtype), (x[:2] * size).astype(dtype)]
     (normalized, info), (unchanged, _) = normalize_and_keep(tree, norm)
     # A norm that the dtype cannot hold is reported as the largest number that it can.
@@ -289,17 +299,20 @@ def primitives(jaxpr):
 
 
 @pytest.mark.parametrize("scope", ["tree", "leaf", "group"])
-def test_ordinary_range_pays_for_one_reduction(scope):
-    tree = [jnp.ones((100, 100)), jnp.ones(100, BF16), jnp.ones((100, 200))]
+@pytest.mark.parametrize(
+    ("size", "primitive", "instruction"), [(8000, "while", "while"), (9000, "cond", "conditional")]
+)
+def test_ordinary_range_pays_for_one_reduction(size, primitive, instruction, scope):
+    tree = [jnp.ones(size), jnp.ones(100, BF16), jnp.ones(7000)]
 
     def clip(tree):
         return optaxclip.clip_tree(tree, 1.0, scope=SCOPES[scope])
 
     names = list(primitives(jax.make_jaxpr(clip)(tree).jaxpr))
-    assert names.count("cond") == 1
+    assert names.count(primitive) == 1
     assert names.count("reduce_sum") == len(tree)
     assert "reduce_max" not in names
-    assert jax.jit(clip).lower(tree).compile().as_text().count(" conditional(") == 1
+    assert jax.jit(clip).lower(tree).compile().as_text().count(f" {instruction}(") == 1
 
 
 # One factor, one rounding
@@ -330,20 +343,3 @@ def test_direction_and_order_do_not_matter():
     for x, clipped, other in zip(tree, forward, backward[::-1], strict=True):
         np.testing.assert_allclose(clipped, other, rtol=3e-7)
         np.testing.assert_allclose(np.asarray(clipped) / x, float(info.factor), rtol=2e-7)
-
-
-def test_sharding_stays():
-    code = """
-import jax, jax.numpy as jnp, optaxclip
-from jax.sharding import NamedSharding, PartitionSpec as P
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-shardings = [NamedSharding(mesh, spec) for spec in (P("x"), P(None, "x"), P())]
-tree = [jax.device_put(jnp.ones((4, 8)), sharding) for sharding in shardings]
-tx = optaxclip.clip_by_global_norm(0.5)
-for update in (tx.update, jax.jit(tx.update)):
-    clipped, _ = update(tree, tx.init(tree))
-    assert all(x.sharding.is_equivalent_to(y.sharding, x.ndim) for x, y in zip(tree, clipped))
-"""
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

@@ -100,6 +100,17 @@ def check(name, update, trees, params, wanted=None):
     return found[0]
 
 
+def assert_same_shardings(actual, expected):
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+
+
+def test_shardings_stay_without_jit():
+    placed, tx = jax.device_put(TREES[0], shardings()), make("global_norm")
+    clipped, _ = tx.update(placed, tx.init(placed))
+    assert_same_shardings(clipped, placed)
+
+
 @each_method
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "Auto, specs"])
 def test_under_jit(name, kind):
@@ -109,9 +120,7 @@ def test_under_jit(name, kind):
     update = jax.jit(make(name, **options).update)
     is_one = name not in SEVERAL and (given or kind == "Explicit")
     wanted = NUM_ALL_REDUCES.get(name, 1) if is_one else None
-    updates = check(name, update, placed[:2], placed[2], wanted)
-    for x, y in zip(jax.tree.leaves(updates), jax.tree.leaves(placed[0]), strict=True):
-        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    assert_same_shardings(check(name, update, placed[:2], placed[2], wanted), placed[0])
 
 
 @pytest.mark.parametrize(

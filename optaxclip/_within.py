@@ -1,0 +1,123 @@
+"""Norms of groups that lie in one place, with a second look at those that leave the range.
+
+Where a total overflows or underflows, all entries of the group are divided by a power of two and
+reduced again. How the second reduction is put off until it is needed depends on the leaves:
+
+- Large ones are reduced in kernels of their own, as cheap as a read if nothing stands between the
+  entries and the sum: they are reduced as they are and, behind `lax.cond`, once more.
+- Of small ones each kernel costs more to compile and to start than to run, and a branch costs that
+  even when it is not taken: they are reduced in a loop that mostly runs once.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+import optaxclip._collectives as collectives
+from optaxclip._derivative import differentiable
+from optaxclip._groups import Groups, at_most
+from optaxclip._numerics import known_size, power_of_two_below
+from optaxclip._trees import is_sparse
+from optaxclip.norms import Norm, largest_of
+
+SMALL = 8192
+"""Leaves of fewer entries XLA reduces on CPU in several steps that fuse with nothing."""
+
+
+def norms_within(groups: Groups) -> tuple[list[Array], list[Array]]:
+    """The norms of all blocks, as mantissas and units.
+
+    Args:
+      groups: leaves in one piece, or what one device holds of groups of its own.
+    """
+    norm = groups.norm
+    if norm.is_max:
+        mantissas = groups.joined(groups.parts(), norm.join)
+        return mantissas, [jnp.ones_like(mantissa) for mantissa in mantissas]
+    if norm.degree in (1, 2):
+        way = _in_loop if _are_small(groups.leaves) else _in_branch
+        return differentiable(groups, way, _totals)
+    # Higher powers leave the range too easily for thresholds: always rescale.
+    largest = groups.largest()
+    units = [power_of_two_below(x) for x in groups.joined(largest, largest_of)]
+    return groups.norms(groups.joined(groups.parts_divided(units, largest), norm.join)), units
+
+
+def _are_small(leaves: list[Any]) -> bool:
+    """Whether to reduce in a loop, whose variables would have to be typed like sharded leaves."""
+    return not any(
+        is_sparse(leaf)
+        or (known_size(math.prod(leaf.shape)) or SMALL) >= SMALL
+        or collectives.is_on_mesh(leaf)
+        for leaf in leaves
+    )
+
+
+def _in_branch(groups: Groups) -> tuple[list[Array], list[Array]]:
+    parts = groups.parts()
+    totals = groups.joined(parts, groups.norm.join)
+    units = _units(groups, totals)
+
+    def plain() -> list[Array]:
+        return groups.norms(totals)
+
+    def rescaled() -> list[Array]:
+        again = groups.norms(_totals(groups, units, parts))
+        blocks = zip(units, plain(), again, strict=True)
+        # Groups that stayed in range keep their norm bit for bit.
+        return [_either(*block) for block in blocks]
+
+    return lax.cond(_is_any_out(units), rescaled, plain), units
+
+
+def _in_loop(groups: Groups) -> tuple[list[Array], list[Array]]:
+    def step(carry: Any) -> Any:
+        turn, units, _ = carry
+        totals = _totals(groups, units)
+        found = zip(units, _units(groups, totals), strict=True)
+        return turn + 1, [jnp.where(turn == 0, new, old) for old, new in found], totals
+
+    def is_unsettled(carry: Any) -> Array:
+        turn, units, _ = carry
+        return (turn == 0) | ((turn == 1) & _is_any_out(units))
+
+    ones = [jnp.ones(shape, groups.dtype) for shape in groups.blocks.shapes()]
+    _, units, totals = lax.while_loop(is_unsettled, step, (jnp.int32(0), ones, ones))
+    return groups.norms(totals), units
+
+
+def _totals(groups: Groups, units: list[Array], parts: list[Array] | None = None) -> list[Array]:
+    """The totals of all blocks, of entries divided by their units."""
+    return groups.joined(groups.parts_divided(units, parts), groups.norm.join)
+
+
+def _units(groups: Groups, totals: list[Array]) -> list[Array]:
+    """What the entries of each block must be divided by."""
+    blocks = zip(totals, groups.of_sizes(lambda size: float(at_most(size))), strict=True)
+    return [_rescaling(*block, norm=groups.norm) for block in blocks]
+
+
+def _is_any_out(units: list[Array]) -> Array:
+    return functools.reduce(_or_out, units, jnp.zeros((), bool))
+
+
+# Steps that every block takes are compiled by themselves, so that each is traced once.
+
+
+@functools.partial(jax.jit, static_argnames="norm")
+def _rescaling(total: Array, size: Array, *, norm: Norm) -> Array:
+    return norm.rescaling(total, size)
+
+
+@jax.jit
+def _either(unit: Array, plain: Array, rescaled: Array) -> Array:
+    return jnp.where(unit == 1, plain, rescaled)
+
+
+@jax.jit
+def _or_out(flag: Array, unit: Array) -> Array:
+    return flag | jnp.any(unit != 1)
