@@ -10,7 +10,6 @@ reduced again. How the second reduction is put off until it is needed depends on
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from jax import Array, lax
 import optaxclip._collectives as collectives
 from optaxclip._derivative import differentiable
 from optaxclip._groups import Groups, at_most
-from optaxclip._numerics import known_size, power_of_two_below
+from optaxclip._numerics import power_of_two_below
 from optaxclip._trees import is_sparse
 from optaxclip.norms import Norm, largest_of
 
@@ -50,9 +49,7 @@ def norms_within(groups: Groups) -> tuple[list[Array], list[Array]]:
 def _are_small(leaves: list[Any]) -> bool:
     """Whether to reduce in a loop, whose variables would have to be typed like sharded leaves."""
     return not any(
-        is_sparse(leaf)
-        or (known_size(math.prod(leaf.shape)) or SMALL) >= SMALL
-        or collectives.is_on_mesh(leaf)
+        is_sparse(leaf) or at_most(leaf.size) >= SMALL or collectives.is_on_mesh(leaf)
         for leaf in leaves
     )
 
@@ -62,16 +59,12 @@ def _in_branch(groups: Groups) -> tuple[list[Array], list[Array]]:
     totals = groups.joined(parts, groups.norm.join)
     units = _units(groups, totals)
 
-    def plain() -> list[Array]:
-        return groups.norms(totals)
-
     def rescaled() -> list[Array]:
-        again = groups.norms(_totals(groups, units, parts))
-        blocks = zip(units, plain(), again, strict=True)
         # Groups that stayed in range keep their norm bit for bit.
+        blocks = zip(units, totals, _totals(groups, units, parts), strict=True)
         return [_either(*block) for block in blocks]
 
-    return lax.cond(_is_any_out(units), rescaled, plain), units
+    return groups.norms(lax.cond(_is_any_out(units), rescaled, lambda: totals)), units
 
 
 def _in_loop(groups: Groups) -> tuple[list[Array], list[Array]]:

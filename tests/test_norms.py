@@ -270,7 +270,7 @@ def test_unknown_response():
 
 
 @pytest.mark.parametrize("response", ["clip", "smooth"])
-@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25])
+@pytest.mark.parametrize("scale", [1.0, 1e-15, 1e-25, 1e25])
 def test_zeros_that_make_a_leaf_large_change_nothing(scale, response):
     """Large leaves are reduced in another way, to the same values and derivatives."""
     rng = np.random.default_rng(0)

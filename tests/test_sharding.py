@@ -105,6 +105,14 @@ def assert_same_shardings(actual, expected):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
+def test_forward_derivative_where_squares_nearly_vanish():
+    x = np.zeros((8, 100), np.float32)
+    x[:, 0] = np.linspace(1, 3, 8) * 1e-15
+    norm = jax.shard_map(ops.global_norm, mesh=mesh(), in_specs=P(("a", "b")), out_specs=P())
+    slope = jax.jit(jax.jacfwd(norm))(x)
+    np.testing.assert_allclose(slope, x / np.linalg.norm(x.astype(np.float64)), rtol=1e-5)
+
+
 def test_shardings_stay_without_jit():
     placed, tx = jax.device_put(TREES[0], shardings()), make("global_norm")
     clipped, _ = tx.update(placed, tx.init(placed))
