@@ -59,12 +59,17 @@ def _in_branch(groups: Groups) -> tuple[list[Array], list[Array]]:
     totals = groups.joined(parts, groups.norm.join)
     units = _units(groups, totals)
 
+    def plain() -> list[Array]:
+        return groups.norms(totals)
+
     def rescaled() -> list[Array]:
+        again = groups.norms(_totals(groups, units, parts))
+        blocks = zip(units, plain(), again, strict=True)
         # Groups that stayed in range keep their norm bit for bit.
-        blocks = zip(units, totals, _totals(groups, units, parts), strict=True)
         return [_either(*block) for block in blocks]
 
-    return groups.norms(lax.cond(_is_any_out(units), rescaled, lambda: totals)), units
+    # Roots taken after the branch made whole steps slower by some per cent.
+    return lax.cond(_is_any_out(units), rescaled, plain), units
 
 
 def _in_loop(groups: Groups) -> tuple[list[Array], list[Array]]:
