@@ -25,7 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optaxclip._numerics import known_size, safe_sqrt
+from optaxclip._numerics import safe_sqrt
 
 
 def _abs_squared(x: Array) -> Array:
@@ -94,9 +94,8 @@ class Norm:
         mapped = self.map(x)
         if self.is_max:
             return jnp.max(mapped, axis=axes, initial=0)
-        if known_size(math.prod(x.shape)) not in _SEQUENTIAL:
-            return jnp.sum(mapped, axis=axes)
-        # Axis by axis; `abs`, which changes nothing, keeps the compiler from merging them again.
+        # Axis by axis, as XLA on CPU adds up to thousands of entries of several axes one after
+        # another, and rounds as often; `abs`, which changes nothing, keeps it from merging them.
         *others, last = sorted(axes, reverse=True) or [()]
         for axis in others:
             mapped = jnp.abs(jnp.sum(mapped, axis=axis))
@@ -161,9 +160,6 @@ def _in_pairs(combine: Callable[[Array, Array], Array], arrays: Sequence[Array])
 
 # What is stacked is stored first; so few are combined where they are used.
 _FEW = 16
-
-# XLA adds so few entries of several axes one after another, and rounds as often.
-_SEQUENTIAL = range(65, 8192)
 
 
 l1 = Norm("l1", jnp.abs, _total)
