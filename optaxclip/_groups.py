@@ -91,7 +91,7 @@ class Groups(NamedTuple):
           scale: powers of two.
           size: any numbers of at least 0 and of the same shape, different for each leaf: XLA would
             compute what leaves of equal shapes are multiplied by once, and store it. None where
-            they are too small for that to matter.
+            that does not matter.
         """
         leaf, axes = self.leaves[leaf], self.axes[leaf]
         return _part_scaled(leaf, scale, size, axes, norm=self.norm, wide=self.wide)
