@@ -43,7 +43,7 @@ def norms_within(groups: Groups) -> tuple[list[Array], list[Array]]:
     # Higher powers leave the range too easily for thresholds: always rescale.
     largest = groups.largest()
     units = [power_of_two_below(x) for x in groups.joined(largest, largest_of)]
-    return groups.norms(groups.joined(groups.parts_divided(units, largest), norm.join)), units
+    return groups.norms(_totals(groups, units, largest)), units
 
 
 def _are_small(leaves: list[Any]) -> bool:

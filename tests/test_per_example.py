@@ -83,7 +83,10 @@ def test_no_example_contributes_more_than_the_limit(shapes, dtype, decades):
 
 @pytest.mark.parametrize(
     ("scope", "response"),
-    [*((scope, "clip") for scope in SCOPES), *(("leaf by size", other) for other in RESPONSES)],
+    [
+        *((scope, "clip") for scope in SCOPES),
+        *(("leaf by size", response) for response in RESPONSES if response != "clip"),
+    ],
 )
 def test_bound_for_every_scope_and_response(scope, response):
     options, response = SCOPES[scope], RESPONSES[response]

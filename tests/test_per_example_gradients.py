@@ -113,13 +113,8 @@ def test_memory_grows_with_the_microbatch_and_not_with_the_batch():
         params = {"w": jnp.ones((200, 200)), "b": jnp.zeros(200), "v": jnp.ones((200, 2))}
         clipped = per_example.clipped_grad(loss_fn, 1.0, microbatch_size=size)
         args = (params, jnp.ones((batch, 200)), jnp.ones((batch, 2)))
-        return (
-            jax.jit(clipped, compiler_options=AS_USERS)
-            .lower(*args)
-            .compile()
-            .memory_analysis()
-            .temp_size_in_bytes
-        )
+        compiled = jax.jit(clipped, compiler_options=AS_USERS).lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
 
     one = 4 * (200 * 200 + 200 + 400)
     assert memory(256, 1) < 4 * one
