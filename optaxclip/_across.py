@@ -13,10 +13,9 @@ from jax import Array, lax
 
 import optaxclip._collectives as collectives
 from optaxclip._collectives import Axes
-from optaxclip._derivative import differentiable
 from optaxclip._groups import Groups, at_most
-from optaxclip._numerics import power_of_two_below
 from optaxclip._placement import of_slots
+from optaxclip._rescaled import norms_of
 from optaxclip.norms import Norm, largest_of
 from optaxclip.scopes import Slot
 
@@ -27,20 +26,7 @@ def norms_across(groups: Groups) -> tuple[list[Array], list[Array]]:
     Args:
       groups: what this device holds of the leaves.
     """
-    norm = groups.norm
-    if norm.is_max:
-        mantissas = _over_devices(groups, groups.parts(), by_max=True)
-        return mantissas, [jnp.ones_like(mantissa) for mantissa in mantissas]
-    if norm.degree in (1, 2):
-        return differentiable(groups, _of_three_scales, _totals)
-    largest = groups.largest()
-    units = [power_of_two_below(x) for x in _over_devices(groups, largest, by_max=True)]
-    return groups.norms(_totals(groups, units, largest)), units
-
-
-def _totals(groups: Groups, units: list[Array], sizes: list[Array] | None = None) -> list[Array]:
-    """The totals of all blocks, of entries divided by their units."""
-    return _over_devices(groups, groups.parts_divided(units, sizes))
+    return norms_of(groups, _over_devices, _of_three_scales)
 
 
 def _of_three_scales(groups: Groups) -> tuple[list[Array], list[Array]]:

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,8 @@ from optaxclip._exact import MOST_ENTRIES, MOST_GROUPS
 from optaxclip._numerics import known_size, real_parts
 from optaxclip._placement import split_over
 from optaxclip._trees import has_wide_leaves, is_sparse, with_data
-from optaxclip.norms import Norm
+from optaxclip.norms import Norm, largest_of
 from optaxclip.scopes import Grouping
-
-Join: TypeAlias = Callable[[list[Array]], Array]
 
 VERY_MANY = 2**40
 """Stands for a symbolic number of entries where a bound will do."""
@@ -132,8 +130,9 @@ class Groups(NamedTuple):
             for array, reduced in leaves
         ]
 
-    def joined(self, parts: list[Array], join: Join) -> list[Array]:
-        """One array for each block from one for each leaf."""
+    def joined(self, parts: list[Array], *, by_max: bool = False) -> list[Array]:
+        """One array for each block from one for each leaf, by maximum or as the norm joins."""
+        join = largest_of if by_max else self.norm.join
         by_slot = [
             join([parts[i] for i in slot.members])
             if slot.members

@@ -17,11 +17,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip._collectives as collectives
-from optaxclip._derivative import differentiable
 from optaxclip._groups import Groups, at_most
-from optaxclip._numerics import power_of_two_below
+from optaxclip._rescaled import norms_of
 from optaxclip._trees import is_sparse
-from optaxclip.norms import Norm, largest_of
+from optaxclip.norms import Norm
 
 SMALL = 8192
 """Leaves of fewer entries XLA reduces on CPU in several steps that fuse with nothing."""
@@ -33,17 +32,8 @@ def norms_within(groups: Groups) -> tuple[list[Array], list[Array]]:
     Args:
       groups: leaves in one piece, or what one device holds of groups of its own.
     """
-    norm = groups.norm
-    if norm.is_max:
-        mantissas = groups.joined(groups.parts(), norm.join)
-        return mantissas, [jnp.ones_like(mantissa) for mantissa in mantissas]
-    if norm.degree in (1, 2):
-        way = _in_loop if _are_small(groups.leaves) else _in_branch
-        return differentiable(groups, way, _totals)
-    # Higher powers leave the range too easily for thresholds: always rescale.
-    largest = groups.largest()
-    units = [power_of_two_below(x) for x in groups.joined(largest, largest_of)]
-    return groups.norms(_totals(groups, units, largest)), units
+    rescued = _in_loop if _are_small(groups.leaves) else _in_branch
+    return norms_of(groups, Groups.joined, rescued)
 
 
 def _are_small(leaves: list[Any]) -> bool:
@@ -56,7 +46,7 @@ def _are_small(leaves: list[Any]) -> bool:
 
 def _in_branch(groups: Groups) -> tuple[list[Array], list[Array]]:
     parts = groups.parts()
-    totals = groups.joined(parts, groups.norm.join)
+    totals = groups.joined(parts)
     units = _units(groups, totals)
 
     def plain() -> list[Array]:
@@ -90,7 +80,7 @@ def _in_loop(groups: Groups) -> tuple[list[Array], list[Array]]:
 
 def _totals(groups: Groups, units: list[Array], parts: list[Array] | None = None) -> list[Array]:
     """The totals of all blocks, of entries divided by their units."""
-    return groups.joined(groups.parts_divided(units, parts), groups.norm.join)
+    return groups.joined(groups.parts_divided(units, parts))
 
 
 def _units(groups: Groups, totals: list[Array]) -> list[Array]:

@@ -25,7 +25,7 @@ LAYERS = [
     "_collectives",
     "_placement",
     "_groups",
-    "_derivative",
+    "_rescaled",
     "_across",
     "_within",
     "_measure",
