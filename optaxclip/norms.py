@@ -25,7 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optaxclip._numerics import safe_sqrt
+from optaxclip._numerics import known_size, safe_sqrt
 
 
 def _abs_squared(x: Array) -> Array:
@@ -95,11 +95,12 @@ class Norm:
         if self.is_max:
             return jnp.max(mapped, axis=axes, initial=0)
         # Axis by axis, as XLA on CPU adds up to thousands of entries of several axes one after
-        # another, and rounds as often; `abs`, which changes nothing, keeps it from merging them.
-        *others, last = sorted(axes, reverse=True) or [()]
+        # another, and rounds as often.
+        last, *others = sorted(axes, reverse=True) or [()]
+        total = jnp.sum(mapped, axis=last)
         for axis in others:
-            mapped = jnp.abs(jnp.sum(mapped, axis=axis))
-        return jnp.sum(mapped, axis=last)
+            total = jnp.sum(_apart(total, axis), axis=axis)
+        return total
 
     def join(self, totals: list[Array]) -> Array:
         """The total of a group from the totals of its leaves."""
@@ -137,6 +138,17 @@ class Norm:
 def _far(dtype: jnp.dtype) -> float:
     """Far enough for squares, and not so far that entries next to the thresholds are lost."""
     return 2.0 ** int(0.6875 * jnp.finfo(dtype).maxexp)
+
+
+def _apart(sums: Array, axis: int) -> Array:
+    """Sums that XLA on CPU does not merge with those that are taken of them over an axis."""
+    # `abs` changes nothing, and is fused into the sum over a short axis. A long one is summed in
+    # windows, with which XLA fuses nothing, and before it removes the barrier.
+    is_long = (known_size(sums.shape[axis]) or 0) > _WINDOW
+    return lax.optimization_barrier(sums) if is_long else jnp.abs(sums)
+
+
+_WINDOW = 32
 
 
 def largest_of(arrays: Sequence[Array]) -> Array:
