@@ -55,6 +55,8 @@ def power_of_two_below(x: Array) -> Array:
     return power_of_two(exponent_below(x), x.dtype)
 
 
+# Compiled by itself, as the next, so that each is traced once.
+@jax.jit
 def exponent_below(x: Array) -> Array:
     """The exponent of `power_of_two_below`, an integer as wide as `x`."""
     info = jnp.finfo(x.dtype)
@@ -64,6 +66,7 @@ def exponent_below(x: Array) -> Array:
     return jnp.where(usable, jnp.clip(exponent, info.minexp, -info.minexp), 0)
 
 
+@functools.partial(jax.jit, static_argnames="dtype")
 def power_of_two(exponent: Array, dtype: jnp.dtype) -> Array:
     """2 to an integer power, held to the normal numbers."""
     info = jnp.finfo(dtype)

@@ -120,7 +120,7 @@ def _around(size: Array, unit: Array, unit_of_group: Array, *, lowest: int) -> t
     """
     norm = unit + unit_of_group
     factor = size - norm
-    down = jnp.where(factor < lowest, -(factor // 2), 0)
+    down = jnp.where(factor < lowest, -(factor >> 1), 0)
     is_small = norm < 0
     return jnp.where(is_small, norm, down), jnp.where(is_small, size, factor + down)
 
