@@ -153,10 +153,13 @@ def _scale_array(x: Array, by: Multiplier, *, axes: tuple[int, ...], strict: boo
 
 def _product(x: Array, by: Multiplier, *, strict: bool) -> Array:
     wide, before, quotient = promoted([widened(x), by.before, by.quotient])
-    wide = wide * before
-    if by.exact is None:
-        product = wide * quotient
-    else:
+    ready = wide * before
+    if by.exact is not None:
         correction, after = (field.astype(wide.dtype) for field in by.exact)
-        product = product_toward_zero(wide, quotient, correction) * after
+        product = product_toward_zero(ready, quotient, correction) * after
+    elif x.dtype == jnp.bfloat16:
+        # Arithmetic takes longer than memory here, and compilers make a loop for either case.
+        product = jnp.where(before == 1, wide * quotient, ready * quotient)
+    else:
+        product = ready * quotient
     return round_to(product, x.dtype, strict)
