@@ -6,12 +6,12 @@ travel at three scales, so that no second collective is needed for those that le
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip._collectives as collectives
+from optaxclip._alike import alike
 from optaxclip._collectives import Axes
 from optaxclip._groups import Groups, at_most
 from optaxclip._placement import of_slots
@@ -44,28 +44,24 @@ def _at_three_scales(groups: Groups) -> list[Array]:
     units = [groups.norm.rescaling(*pair) for pair in pairs]
     again = list(totals)
     # What a branch returns varies wherever its condition does: one for each way of being split.
-    for alike in _alike([collectives.varying_axes(total) for total in totals]):
-        found = _rescued(groups, alike, units, totals)
-        for i, total in zip(alike, found, strict=True):
+    for some in alike([collectives.varying_axes(total) for total in totals]):
+        found = _rescued(groups, some, units, totals)
+        for i, total in zip(some, found, strict=True):
             again[i] = total
     return [_spread(groups.norm, *leaf) for leaf in zip(again, units, strict=True)]
 
 
-def _alike(kinds: Sequence[Axes]) -> list[list[int]]:
-    """Positions of equal elements, together."""
-    return [[i for i, kind in enumerate(kinds) if kind == one] for one in dict.fromkeys(kinds)]
-
-
 def _rescued(
-    groups: Groups, alike: list[int], units: list[Array], totals: list[Array]
+    groups: Groups, some: list[int], units: list[Array], totals: list[Array]
 ) -> list[Array]:
     """The totals of some leaves, of entries divided by the units if one of these is not 1."""
 
     def rescaled() -> list[Array]:
-        return [groups.part_scaled(i, 1 / units[i], totals[i]) for i in alike]
+        return groups.parts_scaled(some, [1 / units[i] for i in some], plain)
 
-    any_is_out = functools.reduce(jnp.logical_or, [jnp.any(units[i] != 1) for i in alike])
-    return lax.cond(any_is_out, rescaled, lambda: [totals[i] for i in alike])
+    plain = [totals[i] for i in some]
+    any_is_out = functools.reduce(jnp.logical_or, [jnp.any(units[i] != 1) for i in some])
+    return lax.cond(any_is_out, rescaled, lambda: plain)
 
 
 def _spread(norm: Norm, total: Array, unit: Array) -> Array:

@@ -9,6 +9,7 @@ from jax import Array
 from jax.core import Tracer
 
 import optaxclip.nonfinite as policies
+from optaxclip._alike import for_each
 from optaxclip._blocks import Blocks
 from optaxclip._info import updated_info
 from optaxclip._measure import already_measured, measure
@@ -83,8 +84,9 @@ def _clip(
         for flags, slot in zip(blocks.per_slot(bad), grouping.slots, strict=True):
             policies.check(flags, method.name, [names[i] for i in slot.members])
     info = updated_info(info, blocks, norms, limits.trigger, multipliers, bad)
-    by_leaf = zip(leaves, blocks.per_leaf(multipliers), grouping.axes, strict=True)
-    return [scale(*leaf, strict=method.strict) for leaf in by_leaf], rule_state, info
+    rows = list(zip(leaves, blocks.per_leaf(multipliers), strict=True))
+    scaled = for_each(scale, rows, [(axes, method.strict) for axes in grouping.axes])
+    return scaled, rule_state, info
 
 
 _compiled_clip = jax.jit(_clip, static_argnames=("grouping", "method", "names"))

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from optaxclip._alike import for_each
 from optaxclip._blocks import Blocks
 from optaxclip._collectives import Axes, num_devices
 from optaxclip._exact import MOST_ENTRIES, MOST_GROUPS
@@ -78,21 +79,23 @@ class Groups(NamedTuple):
 
     def parts(self) -> list[Array]:
         """The totals of each leaf."""
-        leaves = zip(self.leaves, self.axes, strict=True)
-        return [_part(*leaf, norm=self.norm, wide=self.wide) for leaf in leaves]
+        rows = [(leaf,) for leaf in self.leaves]
+        return for_each(_part, rows, self._statics(range(len(rows))))
 
-    def part_scaled(self, leaf: int, scale: Array, size: Array | None) -> Array:
-        """The total of a leaf whose entries are multiplied by their groups' scales.
+    def parts_scaled(
+        self, some: Sequence[int], scales: Sequence[Array], sizes: Sequence[Array | None]
+    ) -> list[Array]:
+        """The totals of some leaves, of entries multiplied by their groups' scales.
 
         Args:
-          leaf: its position.
-          scale: powers of two.
-          size: any numbers of at least 0 and of the same shape, different for each leaf: XLA would
-            compute what leaves of equal shapes are multiplied by once, and store it. None where
-            that does not matter.
+          some: their positions.
+          scales: for each of them, powers of two.
+          sizes: for each of them, any numbers of at least 0 and of the same shape, different for
+            each: XLA would compute what leaves of equal shapes are multiplied by once, and store
+            it. None where that does not matter.
         """
-        leaf, axes = self.leaves[leaf], self.axes[leaf]
-        return _part_scaled(leaf, scale, size, axes, norm=self.norm, wide=self.wide)
+        rows = list(zip([self.leaves[i] for i in some], scales, sizes, strict=True))
+        return for_each(_part_scaled, rows, self._statics(some))
 
     def parts_divided(self, units: list[Array], sizes: list[Array] | None = None) -> list[Array]:
         """The totals of all leaves, of entries divided by their groups' units.
@@ -103,8 +106,10 @@ class Groups(NamedTuple):
         """
         # Multiplied, as the compiler would multiply the divisors of a second derivative.
         scales = self.blocks.per_leaf([1 / unit for unit in units])
-        pairs = enumerate(zip(scales, sizes or [None] * len(scales), strict=True))
-        return [self.part_scaled(i, *pair) for i, pair in pairs]
+        return self.parts_scaled(range(len(scales)), scales, sizes or [None] * len(scales))
+
+    def _statics(self, some: Sequence[int]) -> list[tuple[Any, ...]]:
+        return [(self.axes[i], self.norm, self.wide) for i in some]
 
     def of_sizes(self, function: Callable[[Any], float]) -> list[Any]:
         """For each block, a function of the numbers of entries that share a norm."""
@@ -163,13 +168,13 @@ def _small_slots(grouping: Grouping, sizes: list[Any]) -> list[int]:
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "wide"))
-def _part(leaf: Any, axes: tuple[int, ...], *, norm: Norm, wide: bool) -> Array:
+def _part(leaf: Any, axes: tuple[int, ...], norm: Norm, wide: bool) -> Array:
     return norm.reduce(_entries(leaf, wide=wide), axes)
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "wide"))
 def _part_scaled(
-    leaf: Any, scale: Array, size: Array | None, axes: tuple[int, ...], *, norm: Norm, wide: bool
+    leaf: Any, scale: Array, size: Array | None, axes: tuple[int, ...], norm: Norm, wide: bool
 ) -> Array:
     entries = _entries(leaf, wide=wide)
     own = scale if size is None else jnp.where(size < 0, 1, scale)

@@ -92,7 +92,7 @@ def multiplier(
 
     # Divisions come last: XLA stores their results, where it would do cheaper steps once more for
     # each leaf, among the entries.
-    before = jnp.where(keep, 0, 1).astype(norm.dtype) / unless_kept(inverse_before)
+    before = (~keep).astype(norm.dtype) / unless_kept(inverse_before)
     exact = None
     if measured.error is None:
         numerator = numerator * (1 - measured.slack) * after
@@ -125,7 +125,7 @@ def _around(size: Array, unit: Array, unit_of_group: Array, *, lowest: int) -> t
     return jnp.where(is_small, norm, down), jnp.where(is_small, size, factor + down)
 
 
-def scale(leaf: Any, by: Multiplier, axes: tuple[int, ...], *, strict: bool) -> Any:
+def scale(leaf: Any, by: Multiplier, axes: tuple[int, ...], strict: bool) -> Any:
     """A leaf times its group's multiplier, in the leaf's own dtype and weak type.
 
     Args:

@@ -96,15 +96,15 @@ class Norm:
             return jnp.max(mapped, axis=axes, initial=0)
         # Axis by axis, as XLA on CPU adds up to thousands of entries of several axes one after
         # another, and rounds as often.
-        last, *others = sorted(axes, reverse=True) or [()]
-        total = jnp.sum(mapped, axis=last)
-        for axis in others:
+        ordered = sorted(axes, reverse=True)
+        total = jnp.sum(mapped, axis=tuple(ordered[:1]))
+        for axis in ordered[1:]:
             total = jnp.sum(_apart(total, axis), axis=axis)
         return total
 
     def join(self, totals: list[Array]) -> Array:
         """The total of a group from the totals of its leaves."""
-        return largest_of(totals) if self.is_max else _in_pairs(jnp.add, totals)
+        return largest_of(totals) if self.is_max else _in_pairs(lax.add, totals)
 
     def rescaling(self, total: Array, size: Any) -> Array:
         """The power of two by which entries must be divided before they are mapped.
@@ -153,7 +153,7 @@ _WINDOW = 32
 
 def largest_of(arrays: Sequence[Array]) -> Array:
     """The largest numbers of arrays of one shape."""
-    return _in_pairs(jnp.maximum, arrays)
+    return _in_pairs(lax.max, arrays)
 
 
 def _in_pairs(combine: Callable[[Array, Array], Array], arrays: Sequence[Array]) -> Array:
@@ -166,7 +166,7 @@ def _in_pairs(combine: Callable[[Array, Array], Array], arrays: Sequence[Array])
     rest = jnp.stack(arrays)
     while (count := rest.shape[0]) > 1:
         first, second, last = lax.split(rest, (count // 2, count // 2, count % 2))
-        rest = jnp.concatenate([combine(first, second), last])
+        rest = lax.concatenate([combine(first, second), last], 0)
     return lax.squeeze(rest, (0,))
 
 

@@ -21,6 +21,7 @@ LAYERS = [
     "norms",
     "_trees",
     "scopes",
+    "_alike",
     "_blocks",
     "_collectives",
     "_placement",
