@@ -5,8 +5,6 @@ divided by the number of replicas, so that one sum over all devices counts every
 travel at three scales, so that no second collective is needed for those that leave the range.
 """
 
-import functools
-
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -15,7 +13,7 @@ from optaxclip._alike import alike
 from optaxclip._collectives import Axes
 from optaxclip._groups import Groups, at_most
 from optaxclip._placement import of_slots
-from optaxclip._rescaled import norms_of
+from optaxclip._rescaled import is_any_out, norms_of
 from optaxclip.norms import Norm, largest_of
 from optaxclip.scopes import Slot
 
@@ -60,8 +58,7 @@ def _rescued(
         return groups.parts_scaled(some, [1 / units[i] for i in some], plain)
 
     plain = [totals[i] for i in some]
-    any_is_out = functools.reduce(jnp.logical_or, [jnp.any(units[i] != 1) for i in some])
-    return lax.cond(any_is_out, rescaled, lambda: plain)
+    return lax.cond(is_any_out([units[i] for i in some]), rescaled, lambda: plain)
 
 
 def _spread(norm: Norm, total: Array, unit: Array) -> Array:

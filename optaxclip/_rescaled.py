@@ -1,5 +1,6 @@
 """Norms whose entries are rescaled where their powers leave the range, and their derivative."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -82,6 +83,17 @@ def _differentiable(
         return (mantissas, units), (changes, [jnp.zeros_like(unit) for unit in units])
 
     return measured(groups.leaves)
+
+
+def is_any_out(units: list[Array]) -> Array:
+    """Whether anything has to be divided by more or less than 1."""
+    return functools.reduce(_or_out, units, jnp.zeros((), bool))
+
+
+# Compiled by itself, so that it is traced once for all units.
+@jax.jit
+def _or_out(flag: Array, unit: Array) -> Array:
+    return flag | jnp.any(unit != 1)
 
 
 def _product_below(mantissa: Array, unit: Array) -> Array:

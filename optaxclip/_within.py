@@ -18,7 +18,7 @@ from jax import Array, lax
 
 import optaxclip._collectives as collectives
 from optaxclip._groups import Groups, at_most
-from optaxclip._rescaled import norms_of
+from optaxclip._rescaled import is_any_out, norms_of
 from optaxclip._trees import is_sparse
 from optaxclip.norms import Norm
 
@@ -59,7 +59,7 @@ def _in_branch(groups: Groups) -> tuple[list[Array], list[Array]]:
         return [_either(*block) for block in blocks]
 
     # Roots taken after the branch made whole steps slower by some per cent.
-    return lax.cond(_is_any_out(units), rescaled, plain), units
+    return lax.cond(is_any_out(units), rescaled, plain), units
 
 
 def _in_loop(groups: Groups) -> tuple[list[Array], list[Array]]:
@@ -71,7 +71,7 @@ def _in_loop(groups: Groups) -> tuple[list[Array], list[Array]]:
 
     def is_unsettled(carry: Any) -> Array:
         turn, units, _ = carry
-        return (turn == 0) | ((turn == 1) & _is_any_out(units))
+        return (turn == 0) | ((turn == 1) & is_any_out(units))
 
     ones = [jnp.ones(shape, groups.dtype) for shape in groups.blocks.shapes()]
     _, units, totals = lax.while_loop(is_unsettled, step, (jnp.int32(0), ones, ones))
@@ -89,10 +89,6 @@ def _units(groups: Groups, totals: list[Array]) -> list[Array]:
     return [_rescaling(*block, norm=groups.norm) for block in blocks]
 
 
-def _is_any_out(units: list[Array]) -> Array:
-    return functools.reduce(_or_out, units, jnp.zeros((), bool))
-
-
 # Steps that every block takes are compiled by themselves, so that each is traced once.
 
 
@@ -104,8 +100,3 @@ def _rescaling(total: Array, size: Array, *, norm: Norm) -> Array:
 @jax.jit
 def _either(unit: Array, plain: Array, rescaled: Array) -> Array:
     return jnp.where(unit == 1, plain, rescaled)
-
-
-@jax.jit
-def _or_out(flag: Array, unit: Array) -> Array:
-    return flag | jnp.any(unit != 1)
