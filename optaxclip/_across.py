@@ -5,6 +5,8 @@ divided by the number of replicas, so that one sum over all devices counts every
 travel at three scales, so that no second collective is needed for those that leave the range.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -29,7 +31,7 @@ def norms_across(groups: Groups) -> tuple[list[Array], list[Array]]:
 
 def _of_three_scales(groups: Groups) -> tuple[list[Array], list[Array]]:
     scaled = _over_devices(groups, _at_three_scales(groups), scales=(3,))
-    blocks = zip(scaled, groups.of_sizes(at_most), strict=True)
+    blocks = zip(scaled, groups.least(), strict=True)
     chosen = [_at_best_scale(groups.norm, *block) for block in blocks]
     return groups.norms([total for total, _ in chosen]), [unit for _, unit in chosen]
 
@@ -37,48 +39,45 @@ def _of_three_scales(groups: Groups) -> tuple[list[Array], list[Array]]:
 def _at_three_scales(groups: Groups) -> list[Array]:
     """For each leaf `[3, ...]`, its total of entries as they are, divided and multiplied by far."""
     totals = groups.parts()
-    bounds = [at_most(groups.sizes[slot]) for slot in groups.grouping.slot_of_leaf()]
-    pairs = zip(totals, bounds, strict=True)
-    units = [groups.norm.rescaling(*pair) for pair in pairs]
+    sizes = [at_most(groups.sizes[slot]) for slot in groups.grouping.slot_of_leaf()]
+    least = [groups.norm.least(size, groups.dtype) for size in sizes]
+    scales = [groups.norm.rescaling(*pair) for pair in zip(totals, least, strict=True)]
     again = list(totals)
     # What a branch returns varies wherever its condition does: one for each way of being split.
     for some in alike([collectives.varying_axes(total) for total in totals]):
-        found = _rescued(groups, some, units, totals)
+        found = _rescued(groups, some, scales, totals)
         for i, total in zip(some, found, strict=True):
             again[i] = total
-    return [_spread(groups.norm, *leaf) for leaf in zip(again, units, strict=True)]
+    return [_spread(groups.norm, *leaf) for leaf in zip(again, scales, strict=True)]
 
 
 def _rescued(
-    groups: Groups, some: list[int], units: list[Array], totals: list[Array]
+    groups: Groups, some: list[int], scales: list[Array], totals: list[Array]
 ) -> list[Array]:
-    """The totals of some leaves, of entries divided by the units if one of these is not 1."""
-
-    def rescaled() -> list[Array]:
-        return groups.parts_scaled(some, [1 / units[i] for i in some], plain)
-
+    """The totals of some leaves, of entries multiplied by the scales if one of these is not 1."""
     plain = [totals[i] for i in some]
-    return lax.cond(is_any_out([units[i] for i in some]), rescaled, lambda: plain)
+    own = [scales[i] for i in some]
+    return lax.cond(is_any_out(own), lambda: groups.some_scaled(some, own, plain), lambda: plain)
 
 
-def _spread(norm: Norm, total: Array, unit: Array) -> Array:
-    """`[3, ...]`, a total of entries that were divided by `unit`, at the units 1, far and 1 / far.
+def _spread(norm: Norm, total: Array, scale: Array) -> Array:
+    """`[3, ...]`, a total of entries that were multiplied by `scale`, at 1, 1 / far and far.
 
     Where it leaves the range at one of them it is infinite or 0 there, and another will be used.
     """
     plain = jnp.where(
-        unit > 1, norm.at_unit(total, up=True), jnp.where(unit < 1, norm.at_unit(total), total)
+        scale < 1, norm.at_unit(total, up=True), jnp.where(scale > 1, norm.at_unit(total), total)
     )
-    down = jnp.where(unit > 1, total, norm.at_unit(plain))
-    up = jnp.where(unit < 1, total, norm.at_unit(plain, up=True))
+    down = jnp.where(scale < 1, total, norm.at_unit(plain))
+    up = jnp.where(scale > 1, total, norm.at_unit(plain, up=True))
     return jnp.stack([plain, down, up])
 
 
-def _at_best_scale(norm: Norm, scaled: Array, bound: int) -> tuple[Array, Array]:
+def _at_best_scale(norm: Norm, scaled: Array, least: Any) -> tuple[Array, Array]:
     """The totals of a block and their units, from the totals at three scales."""
     plain, down, up = scaled
-    unit = norm.rescaling(plain, bound)
-    return jnp.where(unit == 1, plain, jnp.where(unit > 1, down, up)), unit
+    scale = norm.rescaling(plain, least)
+    return jnp.where(scale == 1, plain, jnp.where(scale < 1, down, up)), 1 / scale
 
 
 def _over_devices(

@@ -26,12 +26,21 @@ def for_each(
     kinds = [(leaf.shape, leaf.dtype, static) for leaf, static in leaves]
     results: dict[int, Any] = {}
     for positions in alike(kinds):
-        static, whole = statics[positions[0]], len(positions) // TOGETHER * TOGETHER
-        for start in range(0, whole, TOGETHER):
-            some = positions[start : start + TOGETHER]
-            several = _several([rows[i] for i in some], step=step, static=static)
+        whole = len(positions) // TOGETHER * TOGETHER
+        chunks = [positions[start : start + TOGETHER] for start in range(0, whole, TOGETHER)]
+        for some in chunks + [[i] for i in positions[whole:]]:
+            arrays, treedef = jax.tree.flatten([rows[i] for i in some])
+            # What rows share is passed once.
+            distinct = {id(array): array for array in arrays}
+            order = {key: n for n, key in enumerate(distinct)}
+            several = _several(
+                list(distinct.values()),
+                places=tuple(order[id(array)] for array in arrays),
+                treedef=treedef,
+                step=step,
+                static=statics[positions[0]],
+            )
             results.update(zip(some, several, strict=True))
-        results.update({i: step(*rows[i], *static) for i in positions[whole:]})
     return [results[i] for i in range(len(rows))]
 
 
@@ -43,8 +52,14 @@ def alike(kinds: Sequence[Hashable]) -> list[list[int]]:
     return list(found.values())
 
 
-@functools.partial(jax.jit, static_argnames=("step", "static"))
+@functools.partial(jax.jit, static_argnames=("places", "treedef", "step", "static"))
 def _several(
-    rows: list[tuple[Any, ...]], *, step: Callable[..., Any], static: tuple[Any, ...]
+    arrays: list[Any],
+    *,
+    places: tuple[int, ...],
+    treedef: Any,
+    step: Callable[..., Any],
+    static: tuple[Any, ...],
 ) -> list[Any]:
+    rows = treedef.unflatten([arrays[place] for place in places])
     return [step(*row, *static) for row in rows]

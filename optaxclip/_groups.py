@@ -82,31 +82,24 @@ class Groups(NamedTuple):
         rows = [(leaf,) for leaf in self.leaves]
         return for_each(_part, rows, self._statics(range(len(rows))))
 
-    def parts_scaled(
+    def parts_scaled(self, scales: list[Array], sizes: list[Array] | None = None) -> list[Array]:
+        """The totals of each leaf, of entries multiplied by their groups' scales.
+
+        Args:
+          scales: for each block, powers of two.
+          sizes: for each leaf, any numbers of at least 0 and of the shape of its scale, different
+            for each: XLA would compute what leaves of equal shapes are multiplied by once, and
+            store it. None where that does not matter.
+        """
+        per_leaf = self.blocks.per_leaf(scales)
+        return self.some_scaled(range(len(per_leaf)), per_leaf, sizes or [None] * len(per_leaf))
+
+    def some_scaled(
         self, some: Sequence[int], scales: Sequence[Array], sizes: Sequence[Array | None]
     ) -> list[Array]:
-        """The totals of some leaves, of entries multiplied by their groups' scales.
-
-        Args:
-          some: their positions.
-          scales: for each of them, powers of two.
-          sizes: for each of them, any numbers of at least 0 and of the same shape, different for
-            each: XLA would compute what leaves of equal shapes are multiplied by once, and store
-            it. None where that does not matter.
-        """
+        """The same of some leaves, for their positions and, for each of them, the others."""
         rows = list(zip([self.leaves[i] for i in some], scales, sizes, strict=True))
         return for_each(_part_scaled, rows, self._statics(some))
-
-    def parts_divided(self, units: list[Array], sizes: list[Array] | None = None) -> list[Array]:
-        """The totals of all leaves, of entries divided by their groups' units.
-
-        Args:
-          units: for each block.
-          sizes: for each leaf, as above.
-        """
-        # Multiplied, as the compiler would multiply the divisors of a second derivative.
-        scales = self.blocks.per_leaf([1 / unit for unit in units])
-        return self.parts_scaled(range(len(scales)), scales, sizes or [None] * len(scales))
 
     def _statics(self, some: Sequence[int]) -> list[tuple[Any, ...]]:
         return [(self.axes[i], self.norm, self.wide) for i in some]
@@ -116,6 +109,10 @@ class Groups(NamedTuple):
         found = [function(size) for size in self.sizes]
         stacked = [np.array([found[n] for n in block]) for block in self.blocks.slots]
         return [x[0] if x.size == 1 else x for x in stacked]
+
+    def least(self) -> list[Any]:
+        """For each block, the totals below which too much underflowed."""
+        return self.of_sizes(lambda size: self.norm.least(at_most(size), self.dtype))
 
     def norms(self, totals: list[Array]) -> list[Array]:
         """The norms of all blocks from the totals."""
@@ -167,12 +164,10 @@ def _small_slots(grouping: Grouping, sizes: list[Any]) -> list[int]:
 # Small steps are compiled by themselves so that each is traced once for all leaves alike.
 
 
-@functools.partial(jax.jit, static_argnames=("axes", "norm", "wide"))
 def _part(leaf: Any, axes: tuple[int, ...], norm: Norm, wide: bool) -> Array:
     return norm.reduce(_entries(leaf, wide=wide), axes)
 
 
-@functools.partial(jax.jit, static_argnames=("axes", "norm", "wide"))
 def _part_scaled(
     leaf: Any, scale: Array, size: Array | None, axes: tuple[int, ...], norm: Norm, wide: bool
 ) -> Array:

@@ -115,43 +115,48 @@ def straight_through(value: Array, like: Array) -> Array:
     return lax.stop_gradient(value) + (finite - lax.stop_gradient(finite))
 
 
-@jax.custom_jvp
 def widened(x: Array) -> Array:
     """`x` in its accumulation dtype, exactly.
 
     Of bfloat16 by its bit pattern: a conversion would be shared with others of the same array, and
     its result stored.
     """
-    wide = accumulation_dtype(x.dtype)
-    if x.dtype != jnp.bfloat16:
-        return x.astype(wide)
+    return _widened_bits(x) if x.dtype == jnp.bfloat16 else x.astype(accumulation_dtype(x.dtype))
+
+
+@jax.custom_jvp
+def _widened_bits(x: Array) -> Array:
     bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
-    return lax.bitcast_convert_type(bits << jnp.uint32(16), wide)
+    return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
 
 
-@widened.defjvp
-def _widened_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    wide = widened(*primals)
+@_widened_bits.defjvp
+def _widened_bits_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    wide = _widened_bits(*primals)
     return wide, tangents[0].astype(wide.dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def round_to(x: Array, dtype: jnp.dtype, toward_zero: bool) -> Array:
     """Converts to `dtype`, to nearest or, with `toward_zero`, never away from zero."""
+    return x if x.dtype == dtype else _rounded(x, dtype, toward_zero)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _rounded(x: Array, dtype: jnp.dtype, toward_zero: bool) -> Array:
     if dtype == jnp.bfloat16 and x.dtype == jnp.float32:
         return _rounded_bits(x, toward_zero)
     y = x.astype(dtype)
-    if not toward_zero or y.dtype == x.dtype:
+    if not toward_zero:
         return y
     over = jnp.abs(y.astype(x.dtype)) > jnp.abs(x)
     return jnp.where(over, next_toward_zero(y), y)
 
 
-@round_to.defjvp
-def _round_to_jvp(
+@_rounded.defjvp
+def _rounded_jvp(
     dtype: jnp.dtype, toward_zero: bool, primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[Array, Array]:
-    return round_to(*primals, dtype, toward_zero), tangents[0].astype(dtype)
+    return _rounded(*primals, dtype, toward_zero), tangents[0].astype(dtype)
 
 
 def _rounded_bits(x: Array, toward_zero: bool) -> Array:
@@ -165,18 +170,25 @@ def _rounded_bits(x: Array, toward_zero: bool) -> Array:
     return lax.bitcast_convert_type((bits >> half).astype(jnp.uint16), jnp.bfloat16)
 
 
-@jax.custom_jvp
 def chosen(flag: Array, x: Array, y: Array) -> Array:
     """`x` where `flag`, else `y`; of bfloat16 by the bit patterns, as in `widened`."""
-    if x.dtype != jnp.bfloat16:
-        return jnp.where(flag, x, y)
+    return (_chosen_bits if x.dtype == jnp.bfloat16 else _select)(flag, x, y)
+
+
+@jax.custom_jvp
+def _chosen_bits(flag: Array, x: Array, y: Array) -> Array:
     bits = [lax.bitcast_convert_type(z, jnp.uint16) for z in (x, y)]
-    return lax.bitcast_convert_type(jnp.where(flag, *bits), jnp.bfloat16)
+    return lax.bitcast_convert_type(_select(flag, *bits), jnp.bfloat16)
 
 
-@chosen.defjvp
-def _chosen_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    return chosen(*primals), jnp.where(primals[0], tangents[1], tangents[2])
+@_chosen_bits.defjvp
+def _chosen_bits_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+    return _chosen_bits(*primals), _select(primals[0], tangents[1], tangents[2])
+
+
+def _select(flag: Array, x: Array, y: Array) -> Array:
+    # `jnp.where` would be a call of its own for each leaf.
+    return lax.select(jnp.broadcast_to(flag, x.shape) if flag.ndim else flag, x, y)
 
 
 def match_weak_type(x: Array, like: Array) -> Array:

@@ -36,8 +36,9 @@ def norms_of(
     def divided(
         groups: Groups, units: list[Array], sizes: list[Array] | None = None
     ) -> list[Array]:
-        totals = combined(groups, groups.parts_divided(units, sizes))
-        return groups.norms(totals)
+        # Multiplied, as the compiler would multiply the divisors of a second derivative.
+        scales = [1 / unit for unit in units]
+        return groups.norms(combined(groups, groups.parts_scaled(scales, sizes)))
 
     if norm.degree in (1, 2):
         return _differentiable(groups, rescued, divided)
@@ -85,15 +86,15 @@ def _differentiable(
     return measured(groups.leaves)
 
 
-def is_any_out(units: list[Array]) -> Array:
-    """Whether anything has to be divided by more or less than 1."""
-    return functools.reduce(_or_out, units, jnp.zeros((), bool))
+def is_any_out(scales: list[Array]) -> Array:
+    """Whether anything has to be multiplied by more or less than 1."""
+    return functools.reduce(_or_out, scales, jnp.zeros((), bool))
 
 
-# Compiled by itself, so that it is traced once for all units.
+# Compiled by itself, so that it is traced once for all of them.
 @jax.jit
-def _or_out(flag: Array, unit: Array) -> Array:
-    return flag | jnp.any(unit != 1)
+def _or_out(flag: Array, scale: Array) -> Array:
+    return flag | jnp.any(scale != 1)
 
 
 def _product_below(mantissa: Array, unit: Array) -> Array:

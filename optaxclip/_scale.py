@@ -140,8 +140,6 @@ def scale(leaf: Any, by: Multiplier, axes: tuple[int, ...], strict: bool) -> Any
     return _scale_array(leaf, by, axes=axes, strict=strict)
 
 
-# Compiled by itself so that leaves of equal shapes are traced once.
-@functools.partial(jax.jit, static_argnames=("axes", "strict"))
 def _scale_array(x: Array, by: Multiplier, *, axes: tuple[int, ...], strict: bool) -> Array:
     by = jax.tree.map(lambda field: broadcast_over(field, axes), by)
     parts = [_product(part, by, strict=strict) for part in real_parts(x)]

@@ -47,56 +47,62 @@ def _are_small(leaves: list[Any]) -> bool:
 def _in_branch(groups: Groups) -> tuple[list[Array], list[Array]]:
     parts = groups.parts()
     totals = groups.joined(parts)
-    units = _units(groups, totals)
+    scales = _rescalings(groups, totals)
 
     def plain() -> list[Array]:
         return groups.norms(totals)
 
     def rescaled() -> list[Array]:
-        again = groups.norms(_totals(groups, units, parts))
-        blocks = zip(units, plain(), again, strict=True)
+        again = groups.norms(groups.joined(groups.parts_scaled(scales, parts)))
+        blocks = zip(scales, plain(), again, strict=True)
         # Groups that stayed in range keep their norm bit for bit.
         return [_either(*block) for block in blocks]
 
     # Roots taken after the branch made whole steps slower by some per cent.
-    return lax.cond(is_any_out(units), rescaled, plain), units
+    return lax.cond(is_any_out(scales), rescaled, plain), _inverses(scales)
 
 
 def _in_loop(groups: Groups) -> tuple[list[Array], list[Array]]:
     def step(carry: Any) -> Any:
-        turn, units, _ = carry
-        totals = _totals(groups, units)
-        found = zip(units, _units(groups, totals), strict=True)
-        return turn + 1, [jnp.where(turn == 0, new, old) for old, new in found], totals
+        _, scales, _ = carry
+        totals = groups.joined(groups.parts_scaled(scales))
+        is_second = is_any_out(scales)
+        found = zip(scales, _rescalings(groups, totals), strict=True)
+        return scales, [jnp.where(is_second, old, new) for old, new in found], totals
 
     def is_unsettled(carry: Any) -> Array:
-        turn, units, _ = carry
-        return (turn == 0) | ((turn == 1) & is_any_out(units))
+        last, scales, _ = carry
+        return functools.reduce(_or_differ, zip(last, scales, strict=True), jnp.zeros((), bool))
 
     ones = [jnp.ones(shape, groups.dtype) for shape in groups.blocks.shapes()]
-    _, units, totals = lax.while_loop(is_unsettled, step, (jnp.int32(0), ones, ones))
-    return groups.norms(totals), units
+    zeros = [jnp.zeros_like(one) for one in ones]
+    scales, _, totals = lax.while_loop(is_unsettled, step, (zeros, ones, ones))
+    return groups.norms(totals), _inverses(scales)
 
 
-def _totals(groups: Groups, units: list[Array], parts: list[Array] | None = None) -> list[Array]:
-    """The totals of all blocks, of entries divided by their units."""
-    return groups.joined(groups.parts_divided(units, parts))
-
-
-def _units(groups: Groups, totals: list[Array]) -> list[Array]:
-    """What the entries of each block must be divided by."""
-    blocks = zip(totals, groups.of_sizes(lambda size: float(at_most(size))), strict=True)
+def _rescalings(groups: Groups, totals: list[Array]) -> list[Array]:
+    """What the entries of each block must be multiplied by."""
+    blocks = zip(totals, groups.least(), strict=True)
     return [_rescaling(*block, norm=groups.norm) for block in blocks]
+
+
+def _inverses(scales: list[Array]) -> list[Array]:
+    return [1 / scale for scale in scales]
 
 
 # Steps that every block takes are compiled by themselves, so that each is traced once.
 
 
 @functools.partial(jax.jit, static_argnames="norm")
-def _rescaling(total: Array, size: Array, *, norm: Norm) -> Array:
-    return norm.rescaling(total, size)
+def _rescaling(total: Array, least: Array, *, norm: Norm) -> Array:
+    return norm.rescaling(total, least)
 
 
 @jax.jit
-def _either(unit: Array, plain: Array, rescaled: Array) -> Array:
-    return jnp.where(unit == 1, plain, rescaled)
+def _or_differ(flag: Array, pair: tuple[Array, Array]) -> Array:
+    return flag | jnp.any(pair[0] != pair[1])
+
+
+@jax.jit
+def _either(scale: Array, plain: Array, rescaled: Array) -> Array:
+    return jnp.where(scale == 1, plain, rescaled)

@@ -106,22 +106,24 @@ class Norm:
         """The total of a group from the totals of its leaves."""
         return largest_of(totals) if self.is_max else _in_pairs(lax.add, totals)
 
-    def rescaling(self, total: Array, size: Any) -> Array:
-        """The power of two by which entries must be divided before they are mapped.
+    def least(self, size: int, dtype: jnp.dtype) -> float:
+        """The total of `size` entries below which so much underflowed that it shows in the norm."""
+        info = jnp.finfo(dtype)
+        return size * (float(info.tiny) / float(info.eps)) if self.degree > 1 else 0.0
 
-        1 where the total is exact; elsewhere it overflowed, or so much of it underflowed that it
-        would show in the norm.
+    def rescaling(self, total: Array, least: Any) -> Array:
+        """The power of two by which entries must be multiplied before they are mapped.
+
+        1 where the total is exact; elsewhere it overflowed, or too much of it underflowed.
 
         Args:
           total: the totals of groups.
-          size: how many entries went into each, a number or an array that broadcasts.
+          least: what `least` says of each, a number or an array that broadcasts.
         """
-        info, far = jnp.finfo(total.dtype), _far(total.dtype)
-        lowest = size * (float(info.tiny) / float(info.eps)) if self.degree > 1 else 0.0
-        inverse = jnp.where(total < jnp.asarray(lowest).astype(total.dtype), far, 1)
-        inverse = jnp.where(total <= info.max, inverse, 1 / far).astype(total.dtype)
-        # The division is not repeated by the compiler wherever one of the units is used.
-        return 1 / inverse
+        far = _far(total.dtype)
+        scale = jnp.where(total < jnp.asarray(least).astype(total.dtype), far, 1.0)
+        scale = jnp.where(total <= jnp.finfo(total.dtype).max, scale, 1 / far)
+        return scale.astype(total.dtype)
 
     def at_unit(self, total: Array, *, up: bool = False) -> Array:
         """A total as it is of entries divided (or with `up` multiplied) by what `rescaling` gives.
