@@ -77,7 +77,7 @@ def _at_best_scale(norm: Norm, scaled: Array, least: Any) -> tuple[Array, Array]
     """The totals of a block and their units, from the totals at three scales."""
     plain, down, up = scaled
     scale = norm.rescaling(plain, least)
-    return jnp.where(scale == 1, plain, jnp.where(scale < 1, down, up)), 1 / scale
+    return jnp.where(scale == 1, plain, jnp.where(scale < 1, down, up)), norm.unit_of(scale)
 
 
 def _over_devices(

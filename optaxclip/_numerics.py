@@ -188,7 +188,7 @@ def _chosen_bits_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> t
 
 def _select(flag: Array, x: Array, y: Array) -> Array:
     # `jnp.where` would be a call of its own for each leaf.
-    return lax.select(jnp.broadcast_to(flag, x.shape) if flag.ndim else flag, x, y)
+    return jnp.where(flag, x, y) if flag.ndim else lax.select(flag, x, y)
 
 
 def match_weak_type(x: Array, like: Array) -> Array:

@@ -59,7 +59,7 @@ def _in_branch(groups: Groups) -> tuple[list[Array], list[Array]]:
         return [_either(*block) for block in blocks]
 
     # Roots taken after the branch made whole steps slower by some per cent.
-    return lax.cond(is_any_out(scales), rescaled, plain), _inverses(scales)
+    return lax.cond(is_any_out(scales), rescaled, plain), _units(groups, scales)
 
 
 def _in_loop(groups: Groups) -> tuple[list[Array], list[Array]]:
@@ -77,7 +77,7 @@ def _in_loop(groups: Groups) -> tuple[list[Array], list[Array]]:
     ones = [jnp.ones(shape, groups.dtype) for shape in groups.blocks.shapes()]
     zeros = [jnp.zeros_like(one) for one in ones]
     scales, _, totals = lax.while_loop(is_unsettled, step, (zeros, ones, ones))
-    return groups.norms(totals), _inverses(scales)
+    return groups.norms(totals), _units(groups, scales)
 
 
 def _rescalings(groups: Groups, totals: list[Array]) -> list[Array]:
@@ -86,8 +86,8 @@ def _rescalings(groups: Groups, totals: list[Array]) -> list[Array]:
     return [_rescaling(*block, norm=groups.norm) for block in blocks]
 
 
-def _inverses(scales: list[Array]) -> list[Array]:
-    return [1 / scale for scale in scales]
+def _units(groups: Groups, scales: list[Array]) -> list[Array]:
+    return [groups.norm.unit_of(scale) for scale in scales]
 
 
 # Steps that every block takes are compiled by themselves, so that each is traced once.

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from optaxclip._numerics import known_size, safe_sqrt
@@ -94,17 +95,11 @@ class Norm:
         mapped = self.map(x)
         if self.is_max:
             return jnp.max(mapped, axis=axes, initial=0)
-        # Axis by axis, as XLA on CPU adds up to thousands of entries of several axes one after
-        # another, and rounds as often.
-        ordered = sorted(axes, reverse=True)
-        total = jnp.sum(mapped, axis=tuple(ordered[:1]))
-        for axis in ordered[1:]:
-            total = jnp.sum(_apart(total, axis), axis=axis)
-        return total
+        return _sum_by_axis(mapped, axes)
 
     def join(self, totals: list[Array]) -> Array:
         """The total of a group from the totals of its leaves."""
-        return largest_of(totals) if self.is_max else _in_pairs(lax.add, totals)
+        return largest_of(totals) if self.is_max else _combined(lax.add, _sum_by_axis, totals)
 
     def least(self, size: int, dtype: jnp.dtype) -> float:
         """The total of `size` entries below which so much underflowed that it shows in the norm."""
@@ -125,6 +120,13 @@ class Norm:
         scale = jnp.where(total <= jnp.finfo(total.dtype).max, scale, 1 / far)
         return scale.astype(total.dtype)
 
+    def unit_of(self, scale: Array) -> Array:
+        """What entries are divided by if they are multiplied by what `rescaling` gives."""
+        # Not a division, which XLA would make a step of its own.
+        far = _far(scale.dtype)
+        unit = jnp.where(scale > 1, 1 / far, jnp.where(scale < 1, far, 1.0))
+        return unit.astype(scale.dtype)
+
     def at_unit(self, total: Array, *, up: bool = False) -> Array:
         """A total as it is of entries divided (or with `up` multiplied) by what `rescaling` gives.
 
@@ -142,6 +144,19 @@ def _far(dtype: jnp.dtype) -> float:
     return 2.0 ** int(0.6875 * jnp.finfo(dtype).maxexp)
 
 
+def _sum_by_axis(x: Array, axes: Sequence[int]) -> Array:
+    """Sums over axes, one after the other.
+
+    XLA on CPU adds up to thousands of entries of several axes one after another, and rounds as
+    often.
+    """
+    ordered = sorted(axes, reverse=True)
+    total = jnp.sum(x, axis=tuple(ordered[:1]))
+    for axis in ordered[1:]:
+        total = jnp.sum(_apart(total, axis), axis=axis)
+    return total
+
+
 def _apart(sums: Array, axis: int) -> Array:
     """Sums that XLA on CPU does not merge with those that are taken of them over an axis."""
     # `abs` changes nothing, and is fused into the sum over a short axis. A long one is summed in
@@ -155,25 +170,31 @@ _WINDOW = 32
 
 def largest_of(arrays: Sequence[Array]) -> Array:
     """The largest numbers of arrays of one shape."""
-    return _in_pairs(lax.max, arrays)
+    return _combined(lax.max, lambda x, axes: jnp.max(x, axis=tuple(axes)), arrays)
 
 
-def _in_pairs(combine: Callable[[Array, Array], Array], arrays: Sequence[Array]) -> Array:
-    """Combines arrays of one shape, so that rounding grows with the logarithm of their number."""
-    if len(arrays) < 2:
+def _combined(
+    combine: Callable[[Array, Array], Array],
+    reduce: Callable[[Array, Sequence[int]], Array],
+    arrays: Sequence[Array],
+) -> Array:
+    """Combines arrays `[...]` of numbers of at least 0 by few, so that rounding grows slowly."""
+    count = len(arrays)
+    if count < 2:
         return arrays[0]
-    if len(arrays) <= _FEW:
-        half = len(arrays) // 2
-        return combine(_in_pairs(combine, arrays[:half]), _in_pairs(combine, arrays[half:]))
-    rest = jnp.stack(arrays)
-    while (count := rest.shape[0]) > 1:
-        first, second, last = lax.split(rest, (count // 2, count // 2, count % 2))
-        rest = lax.concatenate([combine(first, second), last], 0)
-    return lax.squeeze(rest, (0,))
+    if count <= _FEW:
+        first, second = arrays[: count // 2], arrays[count // 2 :]
+        return combine(*(_combined(combine, reduce, half) for half in (first, second)))
+    # What is stacked is stored first, and takes one step to compute from then on.
+    rank = math.ceil(math.log(count, _SIDE))
+    side = math.ceil(count ** (1 / rank))
+    shape, dtype = arrays[0].shape, arrays[0].dtype
+    nothing = np.zeros((side**rank - count, *shape), dtype)
+    row = lax.concatenate([*(lax.expand_dims(array, (0,)) for array in arrays), nothing], 0)
+    return reduce(row.reshape((side,) * rank + shape), range(rank))
 
 
-# What is stacked is stored first; so few are combined where they are used.
-_FEW = 16
+_FEW, _SIDE = 16, 8
 
 
 l1 = Norm("l1", jnp.abs, _total)
