@@ -61,17 +61,17 @@ def exponent_below(x: Array) -> Array:
     """The exponent of `power_of_two_below`, an integer as wide as `x`."""
     info = jnp.finfo(x.dtype)
     bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{info.bits}"))
-    exponent = (bits >> info.nmant) - (info.maxexp - 1)
+    exponent = lax.shift_right_arithmetic(bits, info.nmant) - (info.maxexp - 1)
     usable = (x > 0) & (x <= info.max)
-    return jnp.where(usable, jnp.clip(exponent, info.minexp, -info.minexp), 0)
+    return jnp.where(usable, lax.clamp(info.minexp, exponent, -info.minexp), 0)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def power_of_two(exponent: Array, dtype: jnp.dtype) -> Array:
     """2 to an integer power, held to the normal numbers."""
     info = jnp.finfo(dtype)
-    exponent = jnp.clip(exponent, info.minexp, info.maxexp - 1)
-    return lax.bitcast_convert_type((exponent + (info.maxexp - 1)) << info.nmant, dtype)
+    biased = lax.clamp(info.minexp, exponent, info.maxexp - 1) + (info.maxexp - 1)
+    return lax.bitcast_convert_type(lax.shift_left(biased, info.nmant), dtype)
 
 
 def known_size(count: Any) -> int | None:

@@ -32,7 +32,7 @@ from optaxclip._numerics import known_size, safe_sqrt
 def _abs_squared(x: Array) -> Array:
     if jnp.iscomplexobj(x):
         return jnp.square(x.real) + jnp.square(x.imag)
-    return jnp.square(x)
+    return lax.square(x)
 
 
 def _total(total: Array, count: Array) -> Array:
@@ -151,9 +151,9 @@ def _sum_by_axis(x: Array, axes: Sequence[int]) -> Array:
     often.
     """
     ordered = sorted(axes, reverse=True)
-    total = jnp.sum(x, axis=tuple(ordered[:1]))
+    total = lax.reduce_sum(x, ordered[:1])
     for axis in ordered[1:]:
-        total = jnp.sum(_apart(total, axis), axis=axis)
+        total = lax.reduce_sum(_apart(total, axis), [axis])
     return total
 
 
@@ -162,7 +162,7 @@ def _apart(sums: Array, axis: int) -> Array:
     # `abs` changes nothing, and is fused into the sum over a short axis. A long one is summed in
     # windows, with which XLA fuses nothing, and before it removes the barrier.
     is_long = (known_size(sums.shape[axis]) or 0) > _WINDOW
-    return lax.optimization_barrier(sums) if is_long else jnp.abs(sums)
+    return lax.optimization_barrier(sums) if is_long else lax.abs(sums)
 
 
 _WINDOW = 32
