@@ -42,7 +42,7 @@ class Effort:
 
 FULL = Effort(
     rounds=15,
-    repetitions=3,
+    repetitions=7,
     dtypes=("float32", "bfloat16", "float16"),
     entries=1 << 25,
     layers=6,

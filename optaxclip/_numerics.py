@@ -30,10 +30,21 @@ def promoted(arrays: Sequence[Array]) -> list[Array]:
     return [array.astype(widest) for array in arrays]
 
 
+def select(flag: Array, x: Array | float, y: Array | float) -> Array:
+    """`jnp.where` of arrays of one shape, or of an array and a number that takes its dtype.
+
+    `jnp.where` is a call of its own, which takes longer to trace, to lower and to compile.
+    """
+    like = x if isinstance(x, Array) else y
+    return lax.select(
+        flag, *(z if isinstance(z, Array) else lax.full_like(like, z) for z in (x, y))
+    )
+
+
 def safe_sqrt(x: Array) -> Array:
     """The square root of `x >= 0`, with derivative 0 at 0."""
     positive = x > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), x)
+    return select(positive, lax.sqrt(select(positive, x, 1)), x)
 
 
 def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:
@@ -59,19 +70,20 @@ def power_of_two_below(x: Array) -> Array:
 @jax.jit
 def exponent_below(x: Array) -> Array:
     """The exponent of `power_of_two_below`, an integer as wide as `x`."""
-    info = jnp.finfo(x.dtype)
-    bits = lax.bitcast_convert_type(x, jnp.dtype(f"int{info.bits}"))
-    exponent = lax.shift_right_arithmetic(bits, info.nmant) - (info.maxexp - 1)
+    info, integer = jnp.finfo(x.dtype), jnp.dtype(f"int{jnp.finfo(x.dtype).bits}").type
+    bits = lax.bitcast_convert_type(x, integer)
+    exponent = lax.shift_right_arithmetic(bits, integer(info.nmant)) - integer(info.maxexp - 1)
     usable = (x > 0) & (x <= info.max)
-    return jnp.where(usable, lax.clamp(info.minexp, exponent, -info.minexp), 0)
+    return select(usable, lax.clamp(integer(info.minexp), exponent, integer(-info.minexp)), 0)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def power_of_two(exponent: Array, dtype: jnp.dtype) -> Array:
     """2 to an integer power, held to the normal numbers."""
-    info = jnp.finfo(dtype)
-    biased = lax.clamp(info.minexp, exponent, info.maxexp - 1) + (info.maxexp - 1)
-    return lax.bitcast_convert_type(lax.shift_left(biased, info.nmant), dtype)
+    info, integer = jnp.finfo(dtype), exponent.dtype.type
+    exponent = lax.clamp(integer(info.minexp), exponent, integer(info.maxexp - 1))
+    biased = exponent + integer(info.maxexp - 1)
+    return lax.bitcast_convert_type(lax.shift_left(biased, integer(info.nmant)), dtype)
 
 
 def known_size(count: Any) -> int | None:
@@ -187,8 +199,7 @@ def _chosen_bits_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> t
 
 
 def _select(flag: Array, x: Array, y: Array) -> Array:
-    # `jnp.where` would be a call of its own for each leaf.
-    return jnp.where(flag, x, y) if flag.ndim else lax.select(flag, x, y)
+    return jnp.where(flag, x, y) if flag.ndim else select(flag, x, y)
 
 
 def match_weak_type(x: Array, like: Array) -> Array:

@@ -18,6 +18,7 @@ from jax import Array, lax
 
 import optaxclip._collectives as collectives
 from optaxclip._groups import Groups, at_most
+from optaxclip._numerics import select
 from optaxclip._rescaled import is_any_out, norms_of
 from optaxclip._trees import is_sparse
 from optaxclip.norms import Norm
@@ -68,7 +69,7 @@ def _in_loop(groups: Groups) -> tuple[list[Array], list[Array]]:
         totals = groups.joined(groups.parts_scaled(scales))
         is_second = is_any_out(scales)
         found = zip(scales, _rescalings(groups, totals), strict=True)
-        return scales, [jnp.where(is_second, old, new) for old, new in found], totals
+        return scales, [select(is_second, old, new) for old, new in found], totals
 
     def is_unsettled(carry: Any) -> Array:
         last, scales, _ = carry

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from optaxclip._numerics import known_size, safe_sqrt
+from optaxclip._numerics import known_size, safe_sqrt, select
 
 
 def _abs_squared(x: Array) -> Array:
@@ -116,16 +116,15 @@ class Norm:
           least: what `least` says of each, a number or an array that broadcasts.
         """
         far = _far(total.dtype)
-        scale = jnp.where(total < jnp.asarray(least).astype(total.dtype), far, 1.0)
-        scale = jnp.where(total <= jnp.finfo(total.dtype).max, scale, 1 / far)
-        return scale.astype(total.dtype)
+        is_low = total < jnp.asarray(least).astype(total.dtype)
+        scale = select(is_low, far, jnp.ones_like(total))
+        return select(total <= jnp.finfo(total.dtype).max, scale, 1 / far)
 
     def unit_of(self, scale: Array) -> Array:
         """What entries are divided by if they are multiplied by what `rescaling` gives."""
         # Not a division, which XLA would make a step of its own.
         far = _far(scale.dtype)
-        unit = jnp.where(scale > 1, 1 / far, jnp.where(scale < 1, far, 1.0))
-        return unit.astype(scale.dtype)
+        return select(scale > 1, 1 / far, select(scale < 1, far, jnp.ones_like(scale)))
 
     def at_unit(self, total: Array, *, up: bool = False) -> Array:
         """A total as it is of entries divided (or with `up` multiplied) by what `rescaling` gives.

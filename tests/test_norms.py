@@ -257,6 +257,14 @@ def test_response_of_ones_own():
         np.testing.assert_allclose(info.factor, new / norm, rtol=1e-6)
 
 
+@pytest.mark.parametrize("new", [1, 1.0, np.float64(1.0), jnp.ones(())])
+@pytest.mark.parametrize("scope", [scopes.leaf(), scopes.tree(), scopes.axes(0)])
+def test_response_may_be_any_number(new, scope):
+    tree = [jnp.array([[3.0], [4.0]])]
+    (clipped,), _ = optaxclip.clip_tree(tree, 9.0, scope=scope, response=lambda *_: new)
+    np.testing.assert_allclose(clipped, [[0.6], [0.8]], rtol=1e-6)
+
+
 def test_normalize_leaves_zeros():
     tx, grads = optaxclip.normalize_by_global_norm(2.0), {"a": jnp.zeros(3), "b": jnp.zeros(())}
     updates, state = tx.update(grads, tx.init(grads))
