@@ -33,7 +33,9 @@ def norms_within(groups: Groups) -> tuple[list[Array], list[Array]]:
     Args:
       groups: leaves in one piece, or what one device holds of groups of its own.
     """
-    rescued = _in_loop if _are_small(groups.leaves) else _in_branch
+    is_empty = any(0 in shape for shape in groups.blocks.shapes())
+    # A loop over nothing but empty arrays crashes XLA.
+    rescued = _in_loop if _are_small(groups.leaves) and not is_empty else _in_branch
     return norms_of(groups, Groups.joined, rescued)
 
 
