@@ -31,6 +31,19 @@ from optaxclip._types import PyTree
 OURS, THEIRS, TORCH = "optaxclip", "Optax", "PyTorch"
 READ, SCALE, PLAIN = "read", "scale in place", "plain norm"
 CLIPS = {OURS: optaxclip.clip_by_global_norm, THEIRS: optax.clip_by_global_norm}
+
+
+def _plain_clip(limit: Array) -> optax.GradientTransformation:
+    def clip(grads: PyTree, params: PyTree) -> PyTree:
+        del params
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
+        factor = limit / jnp.maximum(norm, limit)
+        return jax.tree.map(lambda leaf: leaf * factor, grads)
+
+    return optax.stateless(clip)
+
+
+WITH_FLOOR = CLIPS | {PLAIN: _plain_clip}
 # All the ways of a race, each on gradients of its own, and PyTorch's way to them.
 COPIES = 8
 
@@ -76,7 +89,7 @@ def many_leaves(effort: Effort, tell: Tell) -> list[Row]:
         tell(case)
         shapes = leaves(count, effort.small_leaf)
         grads = filled(shapes, jnp.float32)
-        ways: dict[str, Any] = {way: _clip_program(way, grads) for way in (*CLIPS, PLAIN)}
+        ways: dict[str, Any] = {way: _clip_program(way, grads) for way in WITH_FLOOR}
         ways |= _torch_way(shapes, jnp.float32)
         phases = _phases(grads, effort.repetitions)
         for phase, times in {**phases, "run": race(ways, effort.rounds)}.items():
@@ -135,18 +148,8 @@ def _clip_program(way: str, grads: PyTree) -> Program:
 
 def _clip(way: str, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
     grads, limit = carry
-    tx = (CLIPS | {PLAIN: _plain_clip})[way](limit)
+    tx = WITH_FLOOR[way](limit)
     return tx.update(grads, tx.init(grads))[0], limit * FALL
-
-
-def _plain_clip(limit: Array) -> optax.GradientTransformation:
-    def clip(grads: PyTree, params: PyTree) -> PyTree:
-        del params
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
-        factor = limit / jnp.maximum(norm, limit)
-        return jax.tree.map(lambda leaf: leaf * factor, grads)
-
-    return optax.stateless(clip)
 
 
 def _torch_way(shapes: PyTree, dtype: jax.typing.DTypeLike) -> dict[str, Way]:
@@ -158,7 +161,7 @@ def _phases(grads: PyTree, repetitions: int) -> dict[str, Times]:
     taken: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     rng = np.random.default_rng(0)
     for _ in range(repetitions):
-        for way in rng.permutation([*CLIPS, PLAIN]):
+        for way in rng.permutation(list(WITH_FLOOR)):
             found = cold_phases(partial(_clip, way), (grads, jnp.asarray(NORM / 2)))
             for phase, seconds in found.items():
                 taken[phase][way].append(seconds)

@@ -161,9 +161,6 @@ def _small_slots(grouping: Grouping, sizes: list[Any]) -> list[int]:
     return small if len(small) <= MOST_GROUPS else []
 
 
-# Small steps are compiled by themselves so that each is traced once for all leaves alike.
-
-
 def _part(leaf: Any, axes: tuple[int, ...], norm: Norm, wide: bool) -> Array:
     return norm.reduce(_entries(leaf, wide=wide), axes)
 
@@ -176,6 +173,7 @@ def _part_scaled(
     return norm.reduce(entries * broadcast_over(own, axes).astype(entries.dtype), axes)
 
 
+# Compiled by itself so that it is traced once for all blocks.
 @functools.partial(jax.jit, static_argnames="norm")
 def _finish(total: Array, count: Array, *, norm: Norm) -> Array:
     return norm.finish(total, jnp.asarray(count).astype(total.dtype))

@@ -33,17 +33,17 @@ def norms_within(groups: Groups) -> tuple[list[Array], list[Array]]:
     Args:
       groups: leaves in one piece, or what one device holds of groups of its own.
     """
-    is_empty = any(0 in shape for shape in groups.blocks.shapes())
-    # A loop over nothing but empty arrays crashes XLA.
-    rescued = _in_loop if _are_small(groups.leaves) and not is_empty else _in_branch
+    rescued = _in_loop if _is_for_loop(groups) else _in_branch
     return norms_of(groups, Groups.joined, rescued)
 
 
-def _are_small(leaves: list[Any]) -> bool:
-    """Whether to reduce in a loop, whose variables would have to be typed like sharded leaves."""
-    return not any(
+def _is_for_loop(groups: Groups) -> bool:
+    """Whether the leaves are small, and of a kind that a loop takes."""
+    # The loop's variables would have to be typed like sharded leaves, and XLA crashes if all are
+    # empty.
+    return not any(0 in shape for shape in groups.blocks.shapes()) and not any(
         is_sparse(leaf) or at_most(leaf.size) >= SMALL or collectives.is_on_mesh(leaf)
-        for leaf in leaves
+        for leaf in groups.leaves
     )
 
 
