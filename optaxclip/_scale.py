@@ -18,6 +18,7 @@ from optaxclip._numerics import (
     promoted,
     real_parts,
     round_to,
+    select,
     widened,
 )
 from optaxclip._trees import is_sparse, with_data
@@ -73,23 +74,29 @@ def multiplier(
       nonfinite: what becomes of groups whose norm is not finite.
     """
     norm = measured.norm
-    bad = ~jnp.isfinite(norm)
     new = response(norm, trigger.astype(norm.dtype), target.astype(norm.dtype))
-    new = jnp.asarray(new).astype(norm.dtype)
+    # A response may be one number for many norms, and limits know shapes that norms of missing
+    # leaves lack.
+    shape = jnp.broadcast_shapes(norm.shape, jnp.shape(new))
+    new = jnp.broadcast_to(jnp.asarray(new).astype(norm.dtype), shape)
+    norm, mantissa, unit_of_group = (
+        jnp.broadcast_to(x, shape) for x in (norm, measured.mantissa, measured.unit)
+    )
+    bad = ~jnp.isfinite(norm)
     keep = (new == norm) & ~bad
     # On exponents, as the compiler would multiply divisors first, which overflows.
-    exponents = [exponent_below(x) for x in (new, measured.mantissa, measured.unit)]
+    exponents = [exponent_below(x) for x in (new, mantissa, unit_of_group)]
     size, unit = (power_of_two(exponent, norm.dtype) for exponent in exponents[:2])
     around = _around(*exponents, lowest=jnp.finfo(norm.dtype).minexp // 2)
     inverse_before, after = (power_of_two(exponent, norm.dtype) for exponent in around)
-    is_zero = measured.mantissa == 0
+    is_zero = mantissa == 0
     # A zero group stays zero under any limit, but a NaN limit still shows.
-    numerator = jnp.where(is_zero, jnp.where(jnp.isnan(new), new, 1), new / size)
-    denominator = jnp.where(is_zero, 1, measured.mantissa / unit)
+    numerator = select(is_zero, select(jnp.isnan(new), new, 1), new / size)
+    denominator = select(is_zero, 1, mantissa / unit)
     replacement = 0.0 if nonfinite == "zero" else jnp.nan
 
     def unless_idle(x: Array) -> Array:
-        return jnp.where(bad | keep, 1, x)
+        return select(bad | keep, 1, x)
 
     # Divisions come last: XLA stores their results, where it would do cheaper steps once more for
     # each leaf, among the entries.
@@ -97,7 +104,7 @@ def multiplier(
     exact = None
     if measured.error is None:
         numerator = numerator * (1 - measured.slack) * after
-    quotient = jnp.where(bad, replacement, unless_idle(numerator)) / unless_idle(denominator)
+    quotient = select(bad, replacement, unless_idle(numerator)) / unless_idle(denominator)
     if measured.error is not None:
         correction = refined_quotient(quotient, numerator, denominator, measured.error)
         exact = correction, unless_idle(after)
@@ -121,9 +128,9 @@ def _around(size: Array, unit: Array, unit_of_group: Array, *, lowest: int) -> t
     """
     norm = unit + unit_of_group
     factor = size - norm
-    down = jnp.where(factor < lowest, -(factor >> 1), 0)
+    down = select(factor < lowest, -(factor >> 1), 0)
     is_small = norm < 0
-    return jnp.where(is_small, norm, down), jnp.where(is_small, size, factor + down)
+    return select(is_small, norm, down), select(is_small, size, factor + down)
 
 
 def scale(leaf: Any, by: Multiplier, axes: tuple[int, ...], strict: bool) -> Any:

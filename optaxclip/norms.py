@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -95,11 +96,11 @@ class Norm:
         mapped = self.map(x)
         if self.is_max:
             return jnp.max(mapped, axis=axes, initial=0)
-        return _sum_by_axis(mapped, axes)
+        return _sum(mapped, axes)
 
     def join(self, totals: list[Array]) -> Array:
         """The total of a group from the totals of its leaves."""
-        return largest_of(totals) if self.is_max else _combined(lax.add, _sum_by_axis, totals)
+        return largest_of(totals) if self.is_max else _combined(lax.add, _sum, totals)
 
     def least(self, size: int, dtype: jnp.dtype) -> float:
         """The total of `size` entries below which so much underflowed that it shows in the norm."""
@@ -143,12 +144,23 @@ def _far(dtype: jnp.dtype) -> float:
     return 2.0 ** int(0.6875 * jnp.finfo(dtype).maxexp)
 
 
-def _sum_by_axis(x: Array, axes: Sequence[int]) -> Array:
-    """Sums over axes, one after the other.
+def _sum(x: Array, axes: Sequence[int]) -> Array:
+    return _sum_of_several(x, axes=tuple(axes)) if len(axes) > 1 else lax.reduce_sum(x, axes)
+
+
+# Compiled by itself so that it is traced once for all leaves alike.
+@functools.partial(jax.jit, static_argnames="axes")
+def _sum_of_several(x: Array, *, axes: tuple[int, ...]) -> Array:
+    """Sums over axes, on CPU one after the other.
 
     XLA on CPU adds up to thousands of entries of several axes one after another, and rounds as
-    often.
+    often. Elsewhere one step lets a partitioner reduce over devices once, and numbers not arrays.
     """
+    by_axis, at_once = (functools.partial(f, axes=axes) for f in (_sum_by_axis, lax.reduce_sum))
+    return lax.platform_dependent(x, cpu=by_axis, default=at_once)
+
+
+def _sum_by_axis(x: Array, axes: tuple[int, ...]) -> Array:
     ordered = sorted(axes, reverse=True)
     total = lax.reduce_sum(x, ordered[:1])
     for axis in ordered[1:]:
@@ -189,11 +201,18 @@ def _combined(
     side = math.ceil(count ** (1 / rank))
     shape, dtype = arrays[0].shape, arrays[0].dtype
     nothing = np.zeros((side**rank - count, *shape), dtype)
-    row = lax.concatenate([*(lax.expand_dims(array, (0,)) for array in arrays), nothing], 0)
+    rows = [_stacked(arrays[start : start + _ROW]) for start in range(0, count, _ROW)]
+    row = lax.concatenate([*rows, nothing], 0)
     return reduce(row.reshape((side,) * rank + shape), range(rank))
 
 
-_FEW, _SIDE = 16, 8
+_FEW, _SIDE, _ROW = 16, 8, 25
+
+
+# Compiled by itself so that it is traced once for all rows.
+@jax.jit
+def _stacked(arrays: list[Array]) -> Array:
+    return lax.concatenate([lax.expand_dims(array, (0,)) for array in arrays], 0)
 
 
 l1 = Norm("l1", jnp.abs, _total)
