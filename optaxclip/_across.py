@@ -16,7 +16,8 @@ from optaxclip._collectives import Axes
 from optaxclip._groups import Groups, at_most
 from optaxclip._placement import of_slots
 from optaxclip._rescaled import is_any_out, norms_of
-from optaxclip.norms import Norm, largest_of
+from optaxclip._sums import largest_of
+from optaxclip.norms import Norm
 from optaxclip.scopes import Slot
 
 

@@ -16,8 +16,9 @@ from optaxclip._collectives import Axes, num_devices
 from optaxclip._exact import MOST_ENTRIES, MOST_GROUPS
 from optaxclip._numerics import known_size, real_parts
 from optaxclip._placement import split_over
+from optaxclip._sums import largest_of
 from optaxclip._trees import has_wide_leaves, is_sparse, with_data
-from optaxclip.norms import Norm, largest_of
+from optaxclip.norms import Norm
 from optaxclip.scopes import Grouping
 
 VERY_MANY = 2**40
@@ -149,6 +150,14 @@ class Groups(NamedTuple):
         return jnp.dtype(jnp.float64 if self.wide else jnp.float32)
 
 
+def is_small(leaf: Any) -> bool:
+    """Whether XLA on CPU reduces the leaf in several steps that fuse with nothing."""
+    return at_most(leaf.size) < _SMALL
+
+
+_SMALL = 8192
+
+
 def at_most(size: Any) -> int:
     """A number of entries, or more where it is symbolic."""
     return known_size(size) or VERY_MANY
@@ -162,7 +171,7 @@ def _small_slots(grouping: Grouping, sizes: list[Any]) -> list[int]:
 
 
 def _part(leaf: Any, axes: tuple[int, ...], norm: Norm, wide: bool) -> Array:
-    return norm.reduce(_entries(leaf, wide=wide), axes)
+    return norm.reduce(_entries(leaf, wide=wide), axes, fused=_is_to_fuse(leaf))
 
 
 def _part_scaled(
@@ -170,7 +179,13 @@ def _part_scaled(
 ) -> Array:
     entries = _entries(leaf, wide=wide)
     own = scale if size is None else jnp.where(size < 0, 1, scale)
-    return norm.reduce(entries * broadcast_over(own, axes).astype(entries.dtype), axes)
+    scaled = entries * broadcast_over(own, axes).astype(entries.dtype)
+    return norm.reduce(scaled, axes, fused=_is_to_fuse(leaf))
+
+
+def _is_to_fuse(leaf: Any) -> bool:
+    """Whether XLA's library on CPU does not read the dtype, and the leaf is worth a step more."""
+    return leaf.dtype not in (jnp.float32, jnp.float64, jnp.bfloat16) and not is_small(leaf)
 
 
 # Compiled by itself so that it is traced once for all blocks.

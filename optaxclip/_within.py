@@ -17,14 +17,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip._collectives as collectives
-from optaxclip._groups import Groups, at_most
+from optaxclip._groups import Groups, is_small
 from optaxclip._numerics import select
 from optaxclip._rescaled import is_any_out, norms_of
 from optaxclip._trees import is_sparse
 from optaxclip.norms import Norm
-
-SMALL = 8192
-"""Leaves of fewer entries XLA reduces on CPU in several steps that fuse with nothing."""
 
 
 def norms_within(groups: Groups) -> tuple[list[Array], list[Array]]:
@@ -42,7 +39,7 @@ def _is_for_loop(groups: Groups) -> bool:
     # The loop's variables would have to be typed like sharded leaves, and XLA crashes if all are
     # empty.
     return not any(0 in shape for shape in groups.blocks.shapes()) and not any(
-        is_sparse(leaf) or at_most(leaf.size) >= SMALL or collectives.is_on_mesh(leaf)
+        is_sparse(leaf) or not is_small(leaf) or collectives.is_on_mesh(leaf)
         for leaf in groups.leaves
     )
 

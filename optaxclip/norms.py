@@ -19,15 +19,14 @@ overflow or underflow and measure it again.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
-from optaxclip._numerics import known_size, safe_sqrt, select
+from optaxclip._numerics import safe_sqrt, select
+from optaxclip._sums import largest_of, sum_of, sum_over
 
 
 def _abs_squared(x: Array) -> Array:
@@ -91,16 +90,22 @@ class Norm:
     def __repr__(self) -> str:
         return f"Norm({self.name!r})"
 
-    def reduce(self, x: Array, axes: tuple[int, ...]) -> Array:
-        """The total of one leaf's entries over `axes`, which are removed."""
+    def reduce(self, x: Array, axes: tuple[int, ...], *, fused: bool = False) -> Array:
+        """The total of one leaf's entries over `axes`, which are removed.
+
+        Args:
+          x: the entries.
+          axes: which axes to reduce.
+          fused: what `sum_over` says.
+        """
         mapped = self.map(x)
         if self.is_max:
             return jnp.max(mapped, axis=axes, initial=0)
-        return _sum(mapped, axes)
+        return sum_over(mapped, axes, fused=fused)
 
     def join(self, totals: list[Array]) -> Array:
         """The total of a group from the totals of its leaves."""
-        return largest_of(totals) if self.is_max else _combined(lax.add, _sum, totals)
+        return largest_of(totals) if self.is_max else sum_of(totals)
 
     def least(self, size: int, dtype: jnp.dtype) -> float:
         """The total of `size` entries below which so much underflowed that it shows in the norm."""
@@ -142,77 +147,6 @@ class Norm:
 def _far(dtype: jnp.dtype) -> float:
     """Far enough for squares, and not so far that entries next to the thresholds are lost."""
     return 2.0 ** int(0.6875 * jnp.finfo(dtype).maxexp)
-
-
-def _sum(x: Array, axes: Sequence[int]) -> Array:
-    return _sum_of_several(x, axes=tuple(axes)) if len(axes) > 1 else lax.reduce_sum(x, axes)
-
-
-# Compiled by itself so that it is traced once for all leaves alike.
-@functools.partial(jax.jit, static_argnames="axes")
-def _sum_of_several(x: Array, *, axes: tuple[int, ...]) -> Array:
-    """Sums over axes, on CPU one after the other.
-
-    XLA on CPU adds up to thousands of entries of several axes one after another, and rounds as
-    often. Elsewhere one step lets a partitioner reduce over devices once, and numbers not arrays.
-    """
-    by_axis, at_once = (functools.partial(f, axes=axes) for f in (_sum_by_axis, lax.reduce_sum))
-    return lax.platform_dependent(x, cpu=by_axis, default=at_once)
-
-
-def _sum_by_axis(x: Array, axes: tuple[int, ...]) -> Array:
-    ordered = sorted(axes, reverse=True)
-    total = lax.reduce_sum(x, ordered[:1])
-    for axis in ordered[1:]:
-        total = lax.reduce_sum(_apart(total, axis), [axis])
-    return total
-
-
-def _apart(sums: Array, axis: int) -> Array:
-    """Sums that XLA on CPU does not merge with those that are taken of them over an axis."""
-    # `abs` changes nothing, and is fused into the sum over a short axis. A long one is summed in
-    # windows, with which XLA fuses nothing, and before it removes the barrier.
-    is_long = (known_size(sums.shape[axis]) or 0) > _WINDOW
-    return lax.optimization_barrier(sums) if is_long else lax.abs(sums)
-
-
-_WINDOW = 32
-
-
-def largest_of(arrays: Sequence[Array]) -> Array:
-    """The largest numbers of arrays of one shape."""
-    return _combined(lax.max, lambda x, axes: jnp.max(x, axis=tuple(axes)), arrays)
-
-
-def _combined(
-    combine: Callable[[Array, Array], Array],
-    reduce: Callable[[Array, Sequence[int]], Array],
-    arrays: Sequence[Array],
-) -> Array:
-    """Combines arrays `[...]` of numbers of at least 0 by few, so that rounding grows slowly."""
-    count = len(arrays)
-    if count < 2:
-        return arrays[0]
-    if count <= _FEW:
-        first, second = arrays[: count // 2], arrays[count // 2 :]
-        return combine(*(_combined(combine, reduce, half) for half in (first, second)))
-    # What is stacked is stored first, and takes one step to compute from then on.
-    rank = math.ceil(math.log(count, _SIDE))
-    side = math.ceil(count ** (1 / rank))
-    shape, dtype = arrays[0].shape, arrays[0].dtype
-    nothing = np.zeros((side**rank - count, *shape), dtype)
-    rows = [_stacked(arrays[start : start + _ROW]) for start in range(0, count, _ROW)]
-    row = lax.concatenate([*rows, nothing], 0)
-    return reduce(row.reshape((side,) * rank + shape), range(rank))
-
-
-_FEW, _SIDE, _ROW = 16, 8, 25
-
-
-# Compiled by itself so that it is traced once for all rows.
-@jax.jit
-def _stacked(arrays: list[Array]) -> Array:
-    return lax.concatenate([lax.expand_dims(array, (0,)) for array in arrays], 0)
 
 
 l1 = Norm("l1", jnp.abs, _total)

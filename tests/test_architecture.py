@@ -18,6 +18,7 @@ LAYERS = [
     "_types",
     "_numerics",
     "_exact",
+    "_sums",
     "norms",
     "_trees",
     "scopes",

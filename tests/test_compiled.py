@@ -52,3 +52,12 @@ def test_leaves_alike_are_traced_together_and_told_apart():
     assert together == [8, 8, 1, 1, 1, 1, 8, 1, 1, 8, 1, 1]
     for clipped, grad in zip(traced.lower().compile()(grads), grads, strict=True):
         np.testing.assert_allclose(clipped, grad / jnp.linalg.norm(grad), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e5m2", "complex64"])
+@pytest.mark.parametrize("shape", [(1 << 18,), (512, 768), (3, 256, 350)], ids=str)
+def test_norms_store_no_leaf_in_another_dtype(dtype, shape):
+    leaf = jax.ShapeDtypeStruct(shape, dtype)
+    norm = jax.jit(optaxclip.ops.global_norm, compiler_options=AS_USERS).lower(leaf).compile()
+    in_float32 = 4 * leaf.size
+    assert norm.memory_analysis().temp_size_in_bytes < in_float32 / 7

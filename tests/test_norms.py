@@ -102,6 +102,26 @@ def test_sums_of_leaves_do_not_depend_on_how_they_are_cut():
         np.testing.assert_allclose(parts, whole, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float8_e5m2", "complex64"])
+@pytest.mark.parametrize("shape", [(1 << 17,), (300, 520), (3, 128, 350), (99, 101)], ids=str)
+def test_large_leaves_that_are_summed_in_another_dtype(dtype, shape):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, *shape)), dtype)
+    norm = jax.jit(lambda x: ops.global_norm(x, norm="l2"))
+    truth = np.asarray(x, np.complex128 if dtype == "complex64" else np.float64)
+    norms_of_both = [np.linalg.norm(leaf) for leaf in truth]
+    np.testing.assert_allclose(norm(x[0]), norms_of_both[0], rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(norm)(x), norms_of_both, rtol=1e-6)
+    tolerance = {"float16": 1e-3, "float8_e5m2": 0.2, "complex64": 1e-5}[dtype]
+    _, slope = jax.jvp(norm, (x[0],), (x[1],))
+    along = (truth[0].conj() * truth[1]).real.sum() / norms_of_both[0]
+    np.testing.assert_allclose(slope, along, rtol=1e-4)
+    gradient = np.asarray(jax.grad(norm)(x[0]), truth.dtype)
+    expected = truth[0].conj() / norms_of_both[0]
+    np.testing.assert_allclose(gradient, expected, rtol=tolerance, atol=1e-4)
+    np.testing.assert_allclose(norm(x[0] * 0), 0)
+
+
 # Leaves of pairs and of indices
 
 

@@ -313,6 +313,17 @@ def test_no_more_collectives_than_optax_where_only_the_compiler_knows():
     assert 1 <= ours <= count(optax.clip_by_global_norm(1.0))
 
 
+@pytest.mark.parametrize("spec", [P("a", "b"), P("b"), P(None, ("a", "b"))], ids=str)
+def test_large_float16_leaves_stay_where_they_are(spec):
+    leaf = np.random.default_rng(0).standard_normal((512, 256)).astype(np.float16)
+    placed = jax.device_put(leaf, NamedSharding(mesh(), spec))
+    norm = jax.jit(ops.global_norm).lower(placed).compile()
+    assert set(collectives(norm)) == {"all-reduce"}
+    np.testing.assert_allclose(norm(placed), np.linalg.norm(leaf.astype(np.float64)), rtol=1e-6)
+    local = jax.shard_map(ops.global_norm, mesh=mesh(), in_specs=spec, out_specs=P())
+    np.testing.assert_allclose(local(leaf), norm(placed), rtol=1e-6)
+
+
 def test_accelerators_sum_over_all_axes_at_once():
     """A partitioner reduces the first of two sums over devices as an array."""
     leaf = jax.ShapeDtypeStruct(
