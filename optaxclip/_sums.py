@@ -15,57 +15,62 @@ from jax import Array, lax
 from optaxclip._numerics import known_size
 
 
-def sum_over(x: Array, axes: tuple[int, ...], *, fused: bool = False) -> Array:
+def sum_over(x: Array, axes: tuple[int, ...], *, fold: int = 1) -> Array:
     """Sums over axes.
 
     Args:
       x: summands.
       axes: which axes to sum over; they are removed.
-      fused: whether XLA on CPU would store `x`, and is to be kept from it: its library for
-        reductions reads some dtypes only, and what is converted from others is stored first.
+      fold: how many entries to add up on CPU in the step that computes them, so that fewer are
+        stored and read again; where 1, XLA decides.
     """
-    if len(axes) < 2 and not fused:
+    if len(axes) < 2 and fold == 1:
         return lax.reduce_sum(x, axes)
-    return _sum_on_platform(x, axes=axes, fused=fused)
+    return _sum_on_platform(x, axes=axes, fold=fold)
 
 
 # Compiled by itself so that it is traced once for all leaves alike.
-@functools.partial(jax.jit, static_argnames=("axes", "fused"))
-def _sum_on_platform(x: Array, *, axes: tuple[int, ...], fused: bool) -> Array:
+@functools.partial(jax.jit, static_argnames=("axes", "fold"))
+def _sum_on_platform(x: Array, *, axes: tuple[int, ...], fold: int) -> Array:
     # Where all axes are summed over at once a partitioner reduces over devices once, and numbers
     # in the place of arrays.
     return lax.platform_dependent(
         x,
-        cpu=functools.partial(_sum_on_cpu, axes=axes, fused=fused),
+        cpu=functools.partial(_sum_on_cpu, axes=axes, fold=fold),
         default=functools.partial(lax.reduce_sum, axes=axes),
     )
 
 
-def _sum_on_cpu(x: Array, *, axes: tuple[int, ...], fused: bool) -> Array:
+def _sum_on_cpu(x: Array, *, axes: tuple[int, ...], fold: int) -> Array:
     """Sums over axes, one after the other.
 
     XLA on CPU adds up to thousands of entries of several axes one after another, and rounds as
     often.
     """
     ordered = sorted(axes, reverse=True)
-    total = _folded(x, ordered) if fused else x
+    total = x if fold == 1 else _folded(x, ordered, fold)
     for i, axis in enumerate(ordered):
         total = lax.reduce_sum(_apart(total, axis) if i else total, [axis])
     return total
 
 
-def _folded(x: Array, axes: Sequence[int]) -> Array:
-    """`x` with every `_FOLD` entries along one of the axes added up, in one step with what `x` is.
+def _folded(x: Array, axes: Sequence[int], fold: int) -> Array:
+    """`x` with `fold` entries at a time along one of the axes added up, or fewer, or as it is.
 
-    Along an axis whose length a large power of two divides, as devices then have whole folds.
+    The axis is one that eight devices could share, each with folds of its own.
     """
     sizes = {axis: known_size(x.shape[axis]) or 1 for axis in sorted(axes)}
-    twos = {axis: min(size & -size, _ENOUGH) for axis, size in sizes.items()}
-    axis = max(twos, key=lambda axis: twos[axis], default=0)
-    if twos.get(axis, 1) < _FOLD:
+    # The largest power of two that divides a size.
+    folds = {axis: min(fold, (size & -size) // 8) for axis, size in sizes.items()}
+    axis = max(folds, key=lambda axis: folds[axis], default=0)
+    fold = folds.get(axis, 0)
+    if fold < _SHORTEST:
         return x
-    shape = (*x.shape[:axis], x.shape[axis] // _FOLD, _FOLD, *x.shape[axis + 1 :])
+    shape = (*x.shape[:axis], x.shape[axis] // fold, fold, *x.shape[axis + 1 :])
     return _sum_in_loop(x.reshape(shape), axis + 1)
+
+
+_SHORTEST = 8
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -77,9 +82,6 @@ def _sum_in_loop(x: Array, axis: int) -> Array:
 @_sum_in_loop.defjvp
 def _(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     return _sum_in_loop(*primals, axis), lax.reduce_sum(*tangents, [axis])
-
-
-_FOLD, _ENOUGH = 8, 256
 
 
 def _apart(sums: Array, axis: int) -> Array:

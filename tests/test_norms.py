@@ -103,7 +103,7 @@ def test_sums_of_leaves_do_not_depend_on_how_they_are_cut():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e5m2", "complex64"])
-@pytest.mark.parametrize("shape", [(1 << 17,), (300, 520), (3, 128, 350), (99, 101)], ids=str)
+@pytest.mark.parametrize("shape", [(1 << 17,), (300, 512), (3, 128, 350), (99, 104)], ids=str)
 def test_large_leaves_that_are_summed_in_another_dtype(dtype, shape):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((2, *shape)), dtype)
