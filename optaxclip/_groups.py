@@ -171,7 +171,7 @@ def _small_slots(grouping: Grouping, sizes: list[Any]) -> list[int]:
 
 
 def _part(leaf: Any, axes: tuple[int, ...], norm: Norm, wide: bool) -> Array:
-    return norm.reduce(_entries(leaf, wide=wide), axes, fold=_fold(leaf))
+    return norm.reduce(_entries(leaf, wide=wide), axes, fused=_is_to_fuse(leaf))
 
 
 def _part_scaled(
@@ -180,18 +180,15 @@ def _part_scaled(
     entries = _entries(leaf, wide=wide)
     own = scale if size is None else jnp.where(size < 0, 1, scale)
     scaled = entries * broadcast_over(own, axes).astype(entries.dtype)
-    return norm.reduce(scaled, axes, fold=_fold(leaf))
+    return norm.reduce(scaled, axes, fused=_is_to_fuse(leaf))
 
 
-def _fold(leaf: Any) -> int:
-    """How many entries to add up on CPU where they are computed, before XLA's library does.
+def _is_to_fuse(leaf: Any) -> bool:
+    """Whether the leaf is large, and of a dtype that XLA's library on CPU does not read.
 
-    It reads some dtypes only; entries that are converted for it are stored first.
+    The entries that it sums in place of them would be stored.
     """
-    if leaf.dtype in (jnp.float32, jnp.float64, jnp.bfloat16) or is_small(leaf):
-        return 1
-    # What XLA computes in many steps it does not unroll further.
-    return 32 if leaf.dtype == jnp.float16 else 8
+    return leaf.dtype not in (jnp.float32, jnp.float64, jnp.bfloat16) and not is_small(leaf)
 
 
 # Compiled by itself so that it is traced once for all blocks.

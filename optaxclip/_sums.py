@@ -15,73 +15,63 @@ from jax import Array, lax
 from optaxclip._numerics import known_size
 
 
-def sum_over(x: Array, axes: tuple[int, ...], *, fold: int = 1) -> Array:
+def sum_over(x: Array, axes: tuple[int, ...], *, fused: bool = False) -> Array:
     """Sums over axes.
 
     Args:
       x: summands.
       axes: which axes to sum over; they are removed.
-      fold: how many entries to add up on CPU in the step that computes them, so that fewer are
-        stored and read again; where 1, XLA decides.
+      fused: whether XLA on CPU would store `x` for its library to sum, and is to be kept from it.
     """
-    if len(axes) < 2 and fold == 1:
+    if len(axes) < 2 and not fused:
         return lax.reduce_sum(x, axes)
-    return _sum_on_platform(x, axes=axes, fold=fold)
+    return _sum_on_platform(x, axes=axes, fused=fused)
 
 
 # Compiled by itself so that it is traced once for all leaves alike.
-@functools.partial(jax.jit, static_argnames=("axes", "fold"))
-def _sum_on_platform(x: Array, *, axes: tuple[int, ...], fold: int) -> Array:
+@functools.partial(jax.jit, static_argnames=("axes", "fused"))
+def _sum_on_platform(x: Array, *, axes: tuple[int, ...], fused: bool) -> Array:
     # Where all axes are summed over at once a partitioner reduces over devices once, and numbers
     # in the place of arrays.
     return lax.platform_dependent(
         x,
-        cpu=functools.partial(_sum_on_cpu, axes=axes, fold=fold),
+        cpu=functools.partial(_sum_on_cpu, axes=axes, fused=fused),
         default=functools.partial(lax.reduce_sum, axes=axes),
     )
 
 
-def _sum_on_cpu(x: Array, *, axes: tuple[int, ...], fold: int) -> Array:
+def _sum_on_cpu(x: Array, *, axes: tuple[int, ...], fused: bool) -> Array:
     """Sums over axes, one after the other.
 
     XLA on CPU adds up to thousands of entries of several axes one after another, and rounds as
     often.
     """
     ordered = sorted(axes, reverse=True)
-    total = x if fold == 1 else _folded(x, ordered, fold)
+    total = _folded(x, axes) if fused else x
     for i, axis in enumerate(ordered):
         total = lax.reduce_sum(_apart(total, axis) if i else total, [axis])
     return total
 
 
-def _folded(x: Array, axes: Sequence[int], fold: int) -> Array:
-    """`x` with `fold` entries at a time along one of the axes added up, or fewer, or as it is.
+def _folded(x: Array, axes: tuple[int, ...]) -> Array:
+    """`x` with up to `_FOLD` entries at a time along one axis added up, where they are computed.
 
-    The axis is one that eight devices could share, each with folds of its own.
+    Along an axis that eight devices can share, each with entries of its own to add up.
     """
-    sizes = {axis: known_size(x.shape[axis]) or 1 for axis in sorted(axes)}
     # The largest power of two that divides a size.
-    folds = {axis: min(fold, (size & -size) // 8) for axis, size in sizes.items()}
+    twos = {axis: size & -size for axis in axes if (size := known_size(x.shape[axis]) or 1)}
+    folds = {axis: min(_FOLD, two // 8) for axis, two in twos.items()}
     axis = max(folds, key=lambda axis: folds[axis], default=0)
-    fold = folds.get(axis, 0)
-    if fold < _SHORTEST:
+    fold = folds.get(axis, 1)
+    if fold < _FOLD // 4:
         return x
     shape = (*x.shape[:axis], x.shape[axis] // fold, fold, *x.shape[axis + 1 :])
-    return _sum_in_loop(x.reshape(shape), axis + 1)
+    # Sums of complex numbers XLA computes itself, and fuses with what comes before.
+    pairs = lax.complex(x, jnp.zeros_like(x)).reshape(shape)
+    return lax.real(lax.reduce_sum(pairs, [axis + 1]))
 
 
-_SHORTEST = 8
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _sum_in_loop(x: Array, axis: int) -> Array:
-    # The `abs` changes nothing, but makes it no sum to XLA, which leaves sums to its library.
-    return lax.reduce(x, x.dtype.type(0), lambda total, y: total + lax.abs(y), [axis])
-
-
-@_sum_in_loop.defjvp
-def _(axis: int, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    return _sum_in_loop(*primals, axis), lax.reduce_sum(*tangents, [axis])
+_FOLD = 16
 
 
 def _apart(sums: Array, axis: int) -> Array:

@@ -90,18 +90,18 @@ class Norm:
     def __repr__(self) -> str:
         return f"Norm({self.name!r})"
 
-    def reduce(self, x: Array, axes: tuple[int, ...], *, fold: int = 1) -> Array:
+    def reduce(self, x: Array, axes: tuple[int, ...], *, fused: bool = False) -> Array:
         """The total of one leaf's entries over `axes`, which are removed.
 
         Args:
           x: the entries.
           axes: which axes to reduce.
-          fold: what `sum_over` says.
+          fused: what `sum_over` says.
         """
         mapped = self.map(x)
         if self.is_max:
             return jnp.max(mapped, axis=axes, initial=0)
-        return sum_over(mapped, axes, fold=fold)
+        return sum_over(mapped, axes, fused=fused)
 
     def join(self, totals: list[Array]) -> Array:
         """The total of a group from the totals of its leaves."""
