@@ -58,9 +58,9 @@ def _folded(x: Array, axes: tuple[int, ...]) -> Array:
 
     Along an axis that eight devices can share, each with entries of its own to add up.
     """
-    # The largest power of two that divides a size.
-    twos = {axis: size & -size for axis in axes if (size := known_size(x.shape[axis]) or 1)}
-    folds = {axis: min(_FOLD, two // 8) for axis, two in twos.items()}
+    sizes = {axis: known_size(x.shape[axis]) or 1 for axis in axes}
+    # `size & -size` is the largest power of two that divides a size.
+    folds = {axis: min(_FOLD, (size & -size) // 8) for axis, size in sizes.items()}
     axis = max(folds, key=lambda axis: folds[axis], default=0)
     fold = folds.get(axis, 1)
     if fold < _FOLD // 4:

@@ -61,3 +61,15 @@ def test_norms_store_no_leaf_in_another_dtype(dtype, shape):
     norm = jax.jit(optaxclip.ops.global_norm, compiler_options=AS_USERS).lower(leaf).compile()
     in_float32 = 4 * leaf.size
     assert norm.memory_analysis().temp_size_in_bytes < in_float32 / 7
+
+
+def test_accelerators_sum_over_all_axes_at_once():
+    """A partitioner would reduce the first of several sums over devices as an array."""
+    traced = jax.jit(optaxclip.ops.global_norm).trace(jnp.ones((256, 128)))
+
+    def axes_of_sums(platform):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        return set(re.findall(r"applies stablehlo.add across dimensions = (.*?) :", text))
+
+    assert axes_of_sums("tpu") == axes_of_sums("cuda") == {"[0, 1]"}
+    assert axes_of_sums("cpu") == {"[0]", "[1]"}

@@ -325,22 +325,6 @@ def test_large_float16_leaves_stay_where_they_are(spec, shape):
     np.testing.assert_allclose(local(leaf), norm(placed), rtol=1e-6)
 
 
-def test_accelerators_sum_over_all_axes_at_once():
-    """A partitioner reduces the first of two sums over devices as an array."""
-    leaf = jax.ShapeDtypeStruct(
-        (256, 128), jnp.float32, sharding=NamedSharding(mesh(), P("a", "b"))
-    )
-
-    def axes_of_sums(platform):
-        lowered = jax.jit(ops.global_norm).trace(leaf).lower(lowering_platforms=(platform,))
-        return set(
-            re.findall(r"applies stablehlo.add across dimensions = (.*?) :", lowered.as_text())
-        )
-
-    assert axes_of_sums("tpu") == axes_of_sums("cuda") == {"[0, 1]"}
-    assert axes_of_sums("cpu") == {"[0]", "[1]"}
-
-
 def test_adaptive_units_keep_their_state_where_the_units_are():
     tx = optaxclip.clip_by(scopes.unit(), thresholds.zscore(warmup_steps=1))
     placed = [jax.device_put(tree, shardings("Explicit")) for tree in TREES]
