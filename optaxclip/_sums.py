@@ -54,24 +54,27 @@ def _sum_on_cpu(x: Array, *, axes: tuple[int, ...], fused: bool) -> Array:
 
 
 def _folded(x: Array, axes: tuple[int, ...]) -> Array:
-    """`x` with up to `_FOLD` entries at a time along one axis added up, where they are computed.
+    """`x` with up to `_FOLD` entries along one axis added up, each time in the step that has them.
 
     Along an axis that eight devices can share, each with entries of its own to add up.
     """
     sizes = {axis: known_size(x.shape[axis]) or 1 for axis in axes}
     # `size & -size` is the largest power of two that divides a size.
-    folds = {axis: min(_FOLD, (size & -size) // 8) for axis, size in sizes.items()}
-    axis = max(folds, key=lambda axis: folds[axis], default=0)
-    fold = folds.get(axis, 1)
-    if fold < _FOLD // 4:
+    twos = {axis: (size & -size) // 8 for axis, size in sizes.items()}
+    axis = max(axes, key=lambda axis: min(twos[axis], _FOLD * _BESIDE), default=0)
+    fold = min(_FOLD, twos.get(axis, 1))
+    if fold < _FOLD // 8:
         return x
-    shape = (*x.shape[:axis], x.shape[axis] // fold, fold, *x.shape[axis + 1 :])
+    beside = min(_BESIDE, twos[axis] // fold)
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    rows = (*before, x.shape[axis] // (fold * beside), fold, beside, *after)
     # Sums of complex numbers XLA computes itself, and fuses with what comes before.
-    pairs = lax.complex(x, jnp.zeros_like(x)).reshape(shape)
-    return lax.real(lax.reduce_sum(pairs, [axis + 1]))
+    sums = lax.real(lax.reduce_sum(lax.complex(x, jnp.zeros_like(x)).reshape(rows), [axis + 1]))
+    return sums.reshape(*before, x.shape[axis] // fold, *after)
 
 
-_FOLD = 16
+# Summands of one sum, and sums whose summands lie side by side in memory.
+_FOLD, _BESIDE = 32, 8
 
 
 def _apart(sums: Array, axis: int) -> Array:
