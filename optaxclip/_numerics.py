@@ -35,10 +35,14 @@ def select(flag: Array, x: Array | float, y: Array | float) -> Array:
 
     `jnp.where` is a call of its own, which takes longer to trace, to lower and to compile.
     """
-    like = x if isinstance(x, Array) else y
-    return lax.select(
-        flag, *(z if isinstance(z, Array) else lax.full_like(like, z) for z in (x, y))
-    )
+    like = next(z for z in (x, y) if isinstance(z, Array))
+
+    def full(z: Array | float) -> Any:
+        if isinstance(z, Array):
+            return z
+        return lax.full_like(like, z) if like.shape else like.dtype.type(z)
+
+    return lax.select(flag, full(x), full(y))
 
 
 def safe_sqrt(x: Array) -> Array:

@@ -1,5 +1,6 @@
 """Trees apart and together again: which leaves a clip measures, which it leaves alone."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -70,7 +71,8 @@ class FlatTree(NamedTuple):
 
 def has_wide_leaves(leaves: Sequence[Any]) -> bool:
     """Whether some leaf is accumulated in float64."""
-    return any(accumulation_dtype(jnp.result_type(leaf)) == jnp.float64 for leaf in leaves)
+    dtypes = {getattr(leaf, "dtype", type(leaf)) for leaf in leaves}
+    return any(accumulation_dtype(jnp.result_type(dtype)) == jnp.float64 for dtype in dtypes)
 
 
 def flatten(
@@ -120,8 +122,13 @@ def _dtype(leaf: Any) -> Any:
     if dtype is None:
         is_number = isinstance(leaf, (bool, int, float, complex))
         return jnp.result_type(type(leaf)) if is_number else None
+    return dtype if _is_known(dtype) else None
+
+
+@functools.cache
+def _is_known(dtype: Any) -> bool:
     known = (np.bool_, np.number, jax.dtypes.float0, jax.dtypes.prng_key)
-    return dtype if any(jnp.issubdtype(dtype, kind) for kind in known) else None
+    return any(jnp.issubdtype(dtype, kind) for kind in known)
 
 
 def per_leaf(value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument: str) -> list[Any]:
