@@ -71,8 +71,8 @@ class FlatTree(NamedTuple):
 
 def has_wide_leaves(leaves: Sequence[Any]) -> bool:
     """Whether some leaf is accumulated in float64."""
-    dtypes = {getattr(leaf, "dtype", type(leaf)) for leaf in leaves}
-    return any(accumulation_dtype(jnp.result_type(dtype)) == jnp.float64 for dtype in dtypes)
+    dtypes = {jnp.result_type(leaf) for leaf in leaves}
+    return any(accumulation_dtype(dtype) == jnp.float64 for dtype in dtypes)
 
 
 def flatten(
