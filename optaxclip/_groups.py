@@ -51,7 +51,7 @@ class Groups(NamedTuple):
     @classmethod
     def of(cls, leaves: list[Any], grouping: Grouping, norm: Norm) -> "Groups":
         """The leaves of a tree, or of what one device holds of it."""
-        wide = has_wide_leaves(list({leaf.dtype for leaf in leaves}))
+        wide = has_wide_leaves({leaf.dtype for leaf in leaves})
         axes = [
             tuple(range(leaf.data.ndim)) if is_sparse(leaf) else reduced
             for leaf, reduced in zip(leaves, grouping.axes, strict=True)

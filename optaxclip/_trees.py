@@ -1,7 +1,7 @@
 """Trees apart and together again: which leaves a clip measures, which it leaves alone."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -69,7 +69,7 @@ class FlatTree(NamedTuple):
         return jax.tree_util.tree_unflatten(self.treedef, leaves)
 
 
-def has_wide_leaves(leaves: Sequence[Any]) -> bool:
+def has_wide_leaves(leaves: Iterable[Any]) -> bool:
     """Whether some leaf is accumulated in float64."""
     dtypes = {jnp.result_type(leaf) for leaf in leaves}
     return any(accumulation_dtype(dtype) == jnp.float64 for dtype in dtypes)
