@@ -33,7 +33,7 @@ from jax import Array
 from optaxclip._engine import Method, run, run_norms, zero_norms
 from optaxclip._info import initial_info
 from optaxclip._placement import as_axis_names, placed
-from optaxclip._trees import FlatTree, flatten, has_wide_leaves, leaf_name
+from optaxclip._trees import FlatTree, flatten, has_wide, leaf_name
 from optaxclip._types import (
     AxisName,
     ClipInfo,
@@ -199,7 +199,8 @@ def clip_tree(
     else:
         rule = rule_for(as_limit(limits, "limits"), grouping.names, grouping.layout)
     method = Method.checked(norm, response, nonfinite, strict, name)
-    dtype = jnp.dtype(jnp.float64 if has_wide_leaves(flat.picked()) else jnp.float32)
+    dtypes = {jnp.result_type(leaf) for leaf in flat.picked()}
+    dtype = jnp.dtype(jnp.float64 if has_wide(dtypes) else jnp.float32)
     picked, _, info = run(
         flat.picked(),
         _matching_params(flat, params_for(rule, params, name), name),

@@ -14,10 +14,10 @@ from optaxclip._alike import for_each
 from optaxclip._blocks import Blocks
 from optaxclip._collectives import Axes, num_devices
 from optaxclip._exact import MOST_ENTRIES, MOST_GROUPS
-from optaxclip._numerics import known_size, real_parts
+from optaxclip._numerics import known_size, real_parts, select
 from optaxclip._placement import split_over
 from optaxclip._sums import largest_of
-from optaxclip._trees import has_wide_leaves, is_sparse, with_data
+from optaxclip._trees import has_wide, is_sparse, with_data
 from optaxclip.norms import Norm
 from optaxclip.scopes import Grouping
 
@@ -51,7 +51,7 @@ class Groups(NamedTuple):
     @classmethod
     def of(cls, leaves: list[Any], grouping: Grouping, norm: Norm) -> "Groups":
         """The leaves of a tree, or of what one device holds of it."""
-        wide = has_wide_leaves({leaf.dtype for leaf in leaves})
+        wide = has_wide({leaf.dtype for leaf in leaves})
         axes = [
             tuple(range(leaf.data.ndim)) if is_sparse(leaf) else reduced
             for leaf, reduced in zip(leaves, grouping.axes, strict=True)
@@ -178,7 +178,7 @@ def _part_scaled(
     leaf: Any, scale: Array, size: Array | None, axes: tuple[int, ...], norm: Norm, wide: bool
 ) -> Array:
     entries = _entries(leaf, wide=wide)
-    own = scale if size is None else jnp.where(size < 0, 1, scale)
+    own = scale if size is None else select(size < 0, 1, scale)
     scaled = entries * broadcast_over(own, axes).astype(entries.dtype)
     return norm.reduce(scaled, axes, fused=_is_to_fuse(leaf))
 

@@ -74,7 +74,8 @@ def power_of_two_below(x: Array) -> Array:
 @jax.jit
 def exponent_below(x: Array) -> Array:
     """The exponent of `power_of_two_below`, an integer as wide as `x`."""
-    info, integer = jnp.finfo(x.dtype), jnp.dtype(f"int{jnp.finfo(x.dtype).bits}").type
+    info = jnp.finfo(x.dtype)
+    integer = jnp.dtype(f"int{info.bits}").type
     bits = lax.bitcast_convert_type(x, integer)
     exponent = lax.shift_right_arithmetic(bits, integer(info.nmant)) - integer(info.maxexp - 1)
     usable = (x > 0) & (x <= info.max)

@@ -75,12 +75,11 @@ def multiplier(
     """
     norm = measured.norm
     new = response(norm, trigger.astype(norm.dtype), target.astype(norm.dtype))
+    new = jnp.asarray(new).astype(norm.dtype)
     # A response may be one number for many norms, and limits know shapes that norms of missing
     # leaves lack.
-    shape = jnp.broadcast_shapes(norm.shape, jnp.shape(new))
-    new = jnp.broadcast_to(jnp.asarray(new).astype(norm.dtype), shape)
-    norm, mantissa, unit_of_group = (
-        jnp.broadcast_to(x, shape) for x in (norm, measured.mantissa, measured.unit)
+    new, norm, mantissa, unit_of_group = jnp.broadcast_arrays(
+        new, norm, measured.mantissa, measured.unit
     )
     bad = ~jnp.isfinite(norm)
     keep = (new == norm) & ~bad

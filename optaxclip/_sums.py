@@ -23,7 +23,7 @@ def sum_over(x: Array, axes: tuple[int, ...], *, fused: bool = False) -> Array:
       axes: which axes to sum over; they are removed.
       fused: whether XLA on CPU would store `x` for its library to sum, and is to be kept from it.
     """
-    if len(axes) < 2 and not fused:
+    if len(axes) < 2 and not (fused and axes):
         return lax.reduce_sum(x, axes)
     return _sum_on_platform(x, axes=axes, fused=fused)
 
@@ -47,9 +47,9 @@ def _sum_on_cpu(x: Array, *, axes: tuple[int, ...], fused: bool) -> Array:
     often.
     """
     ordered = sorted(axes, reverse=True)
-    total = _folded(x, axes) if fused else x
-    for i, axis in enumerate(ordered):
-        total = lax.reduce_sum(_apart(total, axis) if i else total, [axis])
+    total = lax.reduce_sum(_folded(x, axes) if fused else x, ordered[:1])
+    for axis in ordered[1:]:
+        total = lax.reduce_sum(_apart(total, axis), [axis])
     return total
 
 
@@ -61,8 +61,8 @@ def _folded(x: Array, axes: tuple[int, ...]) -> Array:
     sizes = {axis: known_size(x.shape[axis]) or 1 for axis in axes}
     # `size & -size` is the largest power of two that divides a size.
     twos = {axis: (size & -size) // 8 for axis, size in sizes.items()}
-    axis = max(axes, key=lambda axis: min(twos[axis], _FOLD * _BESIDE), default=0)
-    fold = min(_FOLD, twos.get(axis, 1))
+    axis = max(axes, key=lambda axis: min(twos[axis], _FOLD * _BESIDE))
+    fold = min(_FOLD, twos[axis])
     if fold < _FOLD // 8:
         return x
     beside = min(_BESIDE, twos[axis] // fold)
@@ -90,17 +90,17 @@ _WINDOW = 32
 
 def sum_of(arrays: Sequence[Array]) -> Array:
     """The sum of arrays `[...]` of one shape."""
-    return _combined(lax.add, lambda x, axes: sum_over(x, tuple(axes)), arrays)
+    return _combined(lax.add, sum_over, arrays)
 
 
 def largest_of(arrays: Sequence[Array]) -> Array:
     """The largest numbers of arrays `[...]` of one shape."""
-    return _combined(lax.max, lambda x, axes: jnp.max(x, axis=tuple(axes)), arrays)
+    return _combined(lax.max, lax.reduce_max, arrays)
 
 
 def _combined(
     combine: Callable[[Array, Array], Array],
-    reduce: Callable[[Array, Sequence[int]], Array],
+    reduce: Callable[[Array, tuple[int, ...]], Array],
     arrays: Sequence[Array],
 ) -> Array:
     """Combines arrays by few, so that rounding grows slowly."""
@@ -117,7 +117,7 @@ def _combined(
     nothing = np.zeros((side**rank - count, *shape), dtype)
     rows = [_stacked(arrays[start : start + _ROW]) for start in range(0, count, _ROW)]
     stack = lax.concatenate([*rows, nothing], 0)
-    return reduce(stack.reshape((side,) * rank + shape), range(rank))
+    return reduce(stack.reshape((side,) * rank + shape), tuple(range(rank)))
 
 
 _FEW, _SIDE, _ROW = 16, 8, 25

@@ -69,9 +69,8 @@ class FlatTree(NamedTuple):
         return jax.tree_util.tree_unflatten(self.treedef, leaves)
 
 
-def has_wide_leaves(leaves: Iterable[Any]) -> bool:
-    """Whether some leaf is accumulated in float64."""
-    dtypes = {jnp.result_type(leaf) for leaf in leaves}
+def has_wide(dtypes: Iterable[Any]) -> bool:
+    """Whether some entries of these dtypes are accumulated in float64."""
     return any(accumulation_dtype(dtype) == jnp.float64 for dtype in dtypes)
 
 
