@@ -102,6 +102,14 @@ def test_sums_of_leaves_do_not_depend_on_how_they_are_cut():
         np.testing.assert_allclose(parts, whole, rtol=1e-6)
 
 
+@pytest.mark.parametrize("count", [3, 17, 70])
+@pytest.mark.parametrize(("norm", "order"), [("l1", 1), ("l2", 2), ("linf", math.inf)])
+def test_norms_of_many_leaves(norm, order, count):
+    x = np.random.default_rng(0).standard_normal((count, 2)).astype(np.float32)
+    measured = ops.global_norm([*x], norm=norm)
+    np.testing.assert_allclose(measured, np.linalg.norm(x.ravel(), order), rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float8_e5m2", "complex64"])
 @pytest.mark.parametrize("shape", [(1 << 17,), (300, 512), (3, 128, 350), (99, 104)], ids=str)
 def test_large_leaves_that_are_summed_in_another_dtype(dtype, shape):
