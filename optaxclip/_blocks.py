@@ -1,6 +1,9 @@
 """Groups side by side in one array, so that what is done to each of them is compiled once."""
 
 import dataclasses
+import functools
+import itertools
+import math
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -9,53 +12,74 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from optaxclip._numerics import known_size, promoted
 from optaxclip._types import NormTree
 from optaxclip.scopes import Grouping
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The slots of a grouping, those of a single group together.
+    """The slots of a grouping, as many as possible together.
 
     Attributes:
       grouping: the groups.
-      slots: for each block the positions of its slots. The array of a block has one entry for each
-        of them or, if there is only one, the shape of this slot.
+      slots: for each block the positions of its slots, those of one shape in a row. The array of a
+        block has the groups of one slot after those of the other `[groups]` or, if there is only
+        one, the shape of this slot.
     """
 
     grouping: Grouping
     slots: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, grouping: Grouping, apart: Container[int] = ()) -> "Blocks":
-        """The blocks of a grouping.
+    def of(
+        cls, grouping: Grouping, apart: Container[int] = (), together: Container[int] = ()
+    ) -> "Blocks":
+        """The blocks of a grouping: one of all single groups, and the other slots by themselves.
 
         Args:
           grouping: the groups.
           apart: positions of slots that are to be blocks of their own.
+          together: positions of measured leaves that lie in one piece, whose groups, however many,
+            are put into the first block, too.
         """
-        positions = range(len(grouping.slots))
-        together = tuple(n for n in positions if _is_single(grouping, n) and n not in apart)
-        alone = tuple((n,) for n in positions if n not in together)
-        return cls(grouping, ((together,) if together else ()) + alone)
+        slots = grouping.slots
+        positions = range(len(slots))
+        first = [n for n in positions if n not in apart and _may_join(grouping, n, together)]
+        first = sorted(first, key=lambda n: slots[n].shape)
+        alone = [(n,) for n in positions if n not in first]
+        return cls(grouping, (*((tuple(first),) if first else ()), *alone))
 
     def shapes(self) -> list[tuple[int, ...]]:
         """The shape of each block's array."""
-        slots = self.grouping.slots
-        return [slots[b[0]].shape if len(b) == 1 else (len(b),) for b in self.slots]
+        return [self._shape(*b) if len(b) == 1 else (sum(self._sizes(b)),) for b in self.slots]
 
     def gather(self, arrays: Sequence[Array]) -> list[Array]:
-        """One array for each block from one for each slot, along a new last axis."""
-        return [
-            arrays[block[0]] if len(block) == 1 else jnp.stack([arrays[n] for n in block], axis=-1)
-            for block in self.slots
-        ]
+        """One array for each block from one for each slot, which may have more axes in front."""
+        return [self._joined([arrays[n] for n in b], b) for b in self.slots]
+
+    def of_slots(self, numbers: Sequence[float]) -> list[Any]:
+        """For each block the numbers of its slots, which broadcast against the block's array."""
+        return [_repeated([numbers[n] for n in b], self._sizes(b)) for b in self.slots]
+
+    def by_shape(self, arrays: Sequence[Array]) -> list[tuple[int, Array]]:
+        """What the blocks hold as arrays `[slots, *shape]`, each with the position of a slot."""
+        found = []
+        for block, array in zip(self.slots, arrays, strict=True):
+            start, flat = 0, jnp.ravel(array)
+            for shape, some in itertools.groupby(block, self._shape):
+                slots = list(some)
+                stop = start + len(slots) * math.prod(shape)
+                found.append((slots[0], flat[start:stop].reshape(len(slots), *shape)))
+                start = stop
+        return found
 
     def per_slot(self, trees: Sequence[Any]) -> list[Any]:
         """For each slot its part of pytrees of arrays of at least 0, one for each block."""
         found = {}
         for block, tree in zip(self.slots, trees, strict=True):
-            found.update(zip(block, _apart(tree, len(block)), strict=True))
+            parts = _apart(tree, [self._shape(n) for n in block]) if len(block) > 1 else [tree]
+            found.update(zip(block, parts, strict=True))
         return [found[n] for n in range(len(found))]
 
     def per_leaf(self, trees: Sequence[Any]) -> list[Any]:
@@ -63,53 +87,102 @@ class Blocks:
         by_slot = self.per_slot(trees)
         return [by_slot[slot] for slot in self.grouping.slot_of_leaf()]
 
+    def by_name(self, arrays: Sequence[Array]) -> Array:
+        """Arrays with one number for each name, in the order of the blocks, as one in theirs."""
+        flat = jnp.concatenate([jnp.ravel(array) for array in arrays])
+        places = np.concatenate(self._places())
+        return flat if np.all(np.diff(places) > 0) else flat[np.argsort(places)]
+
     def pack(self, arrays: Sequence[Array]) -> NormTree:
         """One array per block as the pytree that limit rules see; NaN for slots without leaves."""
-        if not self._is_vector():
+        if self.grouping.layout != "vector" or not arrays:
             return self.grouping.pack(self.per_slot(arrays))
-        present = [bool(slot.members) for slot in self.grouping.slots]
-        return arrays[0] if all(present) else jnp.where(np.array(present), arrays[0], jnp.nan)
+        present = np.array([bool(s.members) for s in self.grouping.slots for _ in s.names])
+        packed = self.by_name(arrays)
+        return packed if present.all() else jnp.where(present, packed, jnp.nan)
 
     def unpack(self, tree: NormTree) -> list[Array]:
         """The inverse of `pack`."""
-        return [tree] if self._is_vector() else self.gather(self.grouping.unpack(tree))
+        if self.grouping.layout != "vector" or not self.slots:
+            return self.gather(self.grouping.unpack(tree))
+        blocks = list(zip(self._places(), self.shapes(), strict=True))
+        if len(blocks) == 1:
+            return [tree.reshape(blocks[0][1])]
+        return [tree[places].reshape(shape) for places, shape in blocks]
 
-    def _is_vector(self) -> bool:
-        """Whether limit rules see the norms as the only block has them."""
-        return self.grouping.layout == "vector" and len(self.slots) == 1 < len(self.slots[0])
+    def _joined(self, arrays: list[Array], block: tuple[int, ...]) -> Array:
+        if len(block) == 1:
+            return arrays[0]
+        rows = zip(arrays, block, self._sizes(block), strict=True)
+        flat = [x.reshape(*x.shape[: x.ndim - len(self._shape(n))], size) for x, n, size in rows]
+        return jnp.concatenate(flat, axis=-1)
+
+    def _places(self) -> list[np.ndarray]:
+        """For each block, where its numbers are in an array that follows the names."""
+        slots = self.grouping.slots
+        ends = np.cumsum([len(slot.names) for slot in slots])
+        return [
+            np.concatenate([np.arange(ends[n] - len(slots[n].names), ends[n]) for n in block])
+            for block in self.slots
+        ]
+
+    def _shape(self, slot: int) -> tuple[int, ...]:
+        return self.grouping.slots[slot].shape
+
+    def _sizes(self, block: tuple[int, ...]) -> list[int]:
+        """How many groups each slot has."""
+        return [math.prod(self._shape(n)) for n in block]
 
 
-def _is_single(grouping: Grouping, slot: int) -> bool:
-    """Whether a slot is one group; of a leaf that a dict lacks at this step nothing is known."""
-    one = grouping.slots[slot]
-    return one.shape == () and (bool(one.members) or grouping.layout == "vector")
+def _may_join(grouping: Grouping, slot: int, together: Container[int]) -> bool:
+    """Whether a slot's groups may be put beside others.
 
-
-def _apart(tree: Any, count: int) -> list[Any]:
-    """The entries of arrays `[count]`."""
-    if count == 1:
-        return [tree]
-    leaves, treedef = jax.tree.flatten(tree)
-    columns = [_entries(leaf, count) for leaf in leaves]
-    return [treedef.unflatten(row) for row in zip(*columns, strict=True)]
-
-
-def _entries(x: Array, count: int) -> list[Array]:
-    """The entries of an array of numbers of at least 0.
-
-    Compilers merge what is done to each of them only if it does not show which entry it is. So the
-    positions are such as they cannot know, and a division keeps entries from being looked up over
-    and over wherever they are used.
+    Of a leaf that a dict lacks at this step nothing is known, of symbolic shapes too little.
     """
-    if x.dtype == bool:
-        return [entry > 0 for entry in _entries(x.astype(jnp.float32), count)]
-    never = x[:1] < 0
-    nowhere, one = jnp.broadcast_to(never, (2,)).astype(jnp.int32), 1 + never.astype(x.dtype)
-    positions = [np.array([i, 0], np.int32) for i in range(count)]
-    return [_entry(x, position, nowhere, one) for position in positions]
+    one = grouping.slots[slot]
+    if one.shape == ():
+        return bool(one.members) or grouping.layout == "vector"
+    return one.members[0] in together and all(known_size(size) is not None for size in one.shape)
 
 
-@jax.jit
-def _entry(x: Array, position: Array, nowhere: Array, one: Array) -> Array:
-    (start, _) = position + nowhere
-    return lax.squeeze(lax.dynamic_slice(x, (start,), (1,)) / one, (0,))
+def _repeated(numbers: Sequence[float], sizes: Sequence[int]) -> Any:
+    """An array with each number as often as is said; one number where all are equal."""
+    if len(set(numbers)) == 1:
+        return np.asarray(numbers[0])
+    if sum(sizes) <= _MANY:
+        return np.repeat(numbers, sizes)
+    pairs = zip(sizes, numbers, strict=True)
+    return jnp.concatenate([jnp.full(size, number) for size, number in pairs])
+
+
+_MANY = 2**16
+"""Numbers to put into a compiled program."""
+
+
+def _apart(tree: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """The parts of arrays `[n]`, of numbers of at least 0 or flags, of these shapes."""
+    fields, treedef = jax.tree.flatten(tree)
+    stack = jnp.stack(promoted([x.astype(jnp.float32) if x.dtype == bool else x for x in fields]))
+    # Compilers merge what is done to each part only if it does not show which of them it is. So the
+    # positions are such as they cannot know.
+    never = stack[0, 0] < 0
+    nowhere, one = jnp.broadcast_to(never, (2,)).astype(jnp.uint32), 1 + never.astype(stack.dtype)
+    starts = np.cumsum([0, *(math.prod(shape) for shape in shapes[:-1])])
+    parts = []
+    for start, shape in zip(starts, shapes, strict=True):
+        part = _part(stack, np.array([start, 0], np.uint32), nowhere, one, shape=shape)
+        pairs = zip(part, fields, strict=True)
+        parts.append([x > 0 if y.dtype == bool else x.astype(y.dtype) for x, y in pairs])
+    return [treedef.unflatten(part) for part in parts]
+
+
+# Compiled by itself so that it is traced once for all slots alike.
+@functools.partial(jax.jit, static_argnames="shape")
+def _part(
+    stack: Array, position: Array, nowhere: Array, one: Array, *, shape: tuple[int, ...]
+) -> list[Array]:
+    start = lax.index_in_dim(position + nowhere, 0, keepdims=False)
+    sizes = (len(stack), math.prod(shape))
+    # The division keeps it from being looked up over and over wherever it is used.
+    part = lax.dynamic_slice(stack, (np.uint32(0), start), sizes) / one
+    return [lax.index_in_dim(part, i, keepdims=False).reshape(shape) for i in range(len(stack))]

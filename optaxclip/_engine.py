@@ -71,10 +71,8 @@ def _clip(
     else:
         blocks = Blocks.of(grouping)
         measured = already_measured(given, sum(leaf.size for leaf in leaves))
-    norms = blocks.pack([block.norm for block in measured])
-    param_norms = None if params is None else _norms(params, grouping=grouping, norm=method.norm)
-    limits, rule_state = rule.update(norms, rule_state, param_norms)
-    triggers, targets = blocks.unpack(limits.trigger), blocks.unpack(limits.target)
+    norms = [block.norm for block in measured]
+    triggers, targets, rule_state = _limits(rule, rule_state, blocks, norms, params, method.norm)
     multipliers = [
         multiplier(*block, response=method.response, nonfinite=method.nonfinite)
         for block in zip(measured, triggers, targets, strict=True)
@@ -83,10 +81,33 @@ def _clip(
     if method.nonfinite == "error":
         for flags, slot in zip(blocks.per_slot(bad), grouping.slots, strict=True):
             policies.check(flags, method.name, [names[i] for i in slot.members])
-    info = updated_info(info, blocks, norms, limits.trigger, multipliers, bad)
+    info = updated_info(info, blocks, norms, triggers, multipliers, bad)
     rows = list(zip(leaves, blocks.per_leaf(multipliers), strict=True))
     scaled = for_each(scale, rows, [(axes, method.strict) for axes in grouping.axes])
     return scaled, rule_state, info
+
+
+def _limits(
+    rule: Threshold,
+    state: PyTree,
+    blocks: Blocks,
+    norms: list[Array],
+    params: list[Any] | None,
+    norm: Norm,
+) -> tuple[list[Array], list[Array], PyTree]:
+    """The triggers and targets of all blocks, and the rule's state."""
+    of_params = None
+    if params is not None:
+        theirs, measured = measure(_as_arrays(params), blocks.grouping, norm)
+        of_params = [block.norm for block in measured]
+        if theirs.slots != blocks.slots:
+            of_params = blocks.gather(theirs.per_slot(of_params))
+    if rule.memoryless:
+        limits, state = rule.update(norms, state, of_params)
+        return list(limits.trigger), list(limits.target), state
+    packed = None if of_params is None else blocks.pack(of_params)
+    limits, state = rule.update(blocks.pack(norms), state, packed)
+    return blocks.unpack(limits.trigger), blocks.unpack(limits.target), state
 
 
 _compiled_clip = jax.jit(_clip, static_argnames=("grouping", "method", "names"))

@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from optaxclip._alike import for_each
 from optaxclip._blocks import Blocks
-from optaxclip._collectives import Axes, num_devices
+from optaxclip._collectives import Axes, is_on_mesh, manual_axes, num_devices
 from optaxclip._exact import MOST_ENTRIES, MOST_GROUPS
 from optaxclip._numerics import known_size, real_parts, select
 from optaxclip._placement import split_over
@@ -63,7 +63,8 @@ class Groups(NamedTuple):
         ]
         sizes = [sum(counts[i] for i in slot.members) for slot in grouping.slots]
         small = [] if any(split) else _small_slots(grouping, sizes)
-        blocks = Blocks.of(grouping, apart=small)
+        whole = [i for i, leaf in enumerate(leaves) if _lies_in_one_piece(leaf)]
+        blocks = Blocks.of(grouping, apart=small, together=whole)
         return cls(leaves, wide, axes, split, sizes, small, blocks, norm)
 
     @property
@@ -107,9 +108,7 @@ class Groups(NamedTuple):
 
     def of_sizes(self, function: Callable[[Any], float]) -> list[Any]:
         """For each block, a function of the numbers of entries that share a norm."""
-        found = [function(size) for size in self.sizes]
-        stacked = [np.array([found[n] for n in block]) for block in self.blocks.slots]
-        return [x[0] if x.size == 1 else x for x in stacked]
+        return self.blocks.of_slots([function(size) for size in self.sizes])
 
     def least(self) -> list[Any]:
         """For each block, the totals below which too much underflowed."""
@@ -120,7 +119,8 @@ class Groups(NamedTuple):
         if None not in map(known_size, self.sizes):
             counts = self.of_sizes(lambda size: max(size, 1))
         else:
-            counts = self.blocks.gather([jnp.array(size, jnp.float32) for size in self.sizes])
+            slots = zip(self.grouping.slots, self.sizes, strict=True)
+            counts = self.blocks.gather([jnp.full(s.shape, n, jnp.float32) for s, n in slots])
         return [_finish(*block, norm=self.norm) for block in zip(totals, counts, strict=True)]
 
     def largest(self) -> list[Array]:
@@ -148,6 +148,11 @@ class Groups(NamedTuple):
     def dtype(self) -> jnp.dtype:
         """The dtype of the norms."""
         return jnp.dtype(jnp.float64 if self.wide else jnp.float32)
+
+
+def _lies_in_one_piece(leaf: Any) -> bool:
+    """Whether nothing says that the leaf is on several devices."""
+    return is_sparse(leaf) or not (manual_axes() or is_on_mesh(leaf))
 
 
 def is_small(leaf: Any) -> bool:

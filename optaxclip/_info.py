@@ -1,8 +1,9 @@
 """What a clip reports: the record of one step, with running counts."""
 
+import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -10,8 +11,11 @@ from optaxclip._blocks import Blocks
 from optaxclip._collectives import Axes, largest, num_devices, total
 from optaxclip._placement import kept_over, of_slots
 from optaxclip._scale import Multiplier
-from optaxclip._types import ClipInfo, NormTree
+from optaxclip._types import ClipInfo
 from optaxclip.scopes import Grouping
+
+Columns: TypeAlias = tuple[Array, Array, Array, Array, Array]
+"""Norms, limits, factors, which were clipped and which are not finite, as numbers."""
 
 
 def initial_info(name: str, grouping: Grouping, dtype: jnp.dtype) -> ClipInfo:
@@ -38,8 +42,8 @@ def initial_info(name: str, grouping: Grouping, dtype: jnp.dtype) -> ClipInfo:
 def updated_info(
     old: ClipInfo,
     blocks: Blocks,
-    norms: NormTree,
-    limits: NormTree,
+    norms: Sequence[Array],
+    limits: Sequence[Array],
     multipliers: Sequence[Multiplier],
     bad: Sequence[Array],
 ) -> ClipInfo:
@@ -48,23 +52,23 @@ def updated_info(
     Args:
       old: the record before it.
       blocks: the groups; those without leaves at this step keep their record.
-      norms: as limit rules see them.
-      limits: the norms above which to act, likewise.
+      norms: for each block.
+      limits: the norms above which to act, for each block.
       multipliers: what the groups were multiplied by, for each block.
-      bad: which groups are not finite, likewise.
+      bad: which groups are not finite, for each block.
     """
     grouping = blocks.grouping
     if not grouping.slots:
         return old
-    factors = blocks.pack([by.factor for by in multipliers])
-    is_bad = blocks.pack([flags.astype(jnp.float32) for flags in bad])
-    columns = jax.tree.map(_columns, norms, limits, factors, is_bad)
+    factors = [by.factor for by in multipliers]
+    columns = [_columns(*block) for block in zip(norms, limits, factors, bad, strict=True)]
     if grouping.layout == "dict":
-        slots = zip(grouping.slots, of_slots(grouping, kept_over(grouping)), strict=True)
-        summaries = [_summary(axes, *columns[slot.names[0]]) for slot, axes in slots]
-        columns = [jnp.stack(column) for column in zip(*summaries, strict=True)]
-    columns = [column.astype(old.norm.dtype) for column in columns]
-    norm, limit, factor, clipped, nonfinite = _where_present(grouping, columns, old)
+        columns = _summaries(blocks, columns)
+    rows = [blocks.by_name(column) for column in zip(*columns, strict=True)]
+    if grouping.layout == "scalar":
+        rows = [row.reshape(()) for row in rows]
+    rows = [row.astype(old.norm.dtype) for row in rows]
+    norm, limit, factor, clipped, nonfinite = _where_present(grouping, rows, old)
     return old._replace(
         norm=norm,
         limit=limit,
@@ -75,10 +79,10 @@ def updated_info(
     )
 
 
-def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> tuple[Array, ...]:
-    limit = limit.astype(norm.dtype)
-    clipped = (norm > limit) & ~(bad > 0)
-    return norm, limit, factor, clipped.astype(norm.dtype), bad
+def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> Columns:
+    limit = jnp.broadcast_to(limit.astype(norm.dtype), norm.shape)
+    clipped = (norm > limit) & ~bad
+    return norm, limit, factor, clipped.astype(norm.dtype), bad.astype(norm.dtype)
 
 
 def _where_present(grouping: Grouping, new: Sequence[Array], old: ClipInfo) -> list[Array]:
@@ -91,18 +95,35 @@ def _where_present(grouping: Grouping, new: Sequence[Array], old: ClipInfo) -> l
     return [jnp.where(jnp.array(present), *pair) for pair in zip(new, before, strict=True)]
 
 
-def _summary(
-    axes: Axes, norm: Array, trigger: Array, factor: Array, clipped: Array, bad: Array
-) -> tuple[Array, ...]:
-    """One scalar per column for a leaf of many groups: those of its worst group on any device."""
+def _summaries(blocks: Blocks, columns: list[Columns]) -> list[Columns]:
+    """Columns with one number for each leaf: those of its worst group on any device."""
+    grouping = blocks.grouping
+    over = of_slots(grouping, kept_over(grouping))
+    stacks = [blocks.by_shape(column) for column in zip(*columns, strict=True)]
+    return [
+        _summary(over[some[0][0]], *(stack for _, stack in some))
+        for some in zip(*stacks, strict=True)
+    ]
+
+
+def _summary(over: Axes, *columns: Array) -> Columns:
+    """The same of leaves alike, whose groups are split over these axes of the mesh.
+
+    Each column is `[leaves, *groups]`.
+    """
+    norm, trigger, factor, clipped, bad = columns
+    axes = tuple(range(1, norm.ndim))
+    if not axes:
+        return norm, trigger, factor, clipped, bad
     # Where the limit is 0 or the norm is not finite, nothing is worse.
     usable = (trigger > 0) & jnp.isfinite(norm)
     ratio = jnp.where(usable, norm / jnp.where(usable, trigger, 1), jnp.inf)
-    worst = ratio == largest(jnp.max(ratio, initial=0), axes)
+    worst = ratio == largest(jnp.max(ratio, axes, initial=0, keepdims=True), over)
 
     def of_worst(x: Array) -> Array:
-        return largest(jnp.max(jnp.where(worst, x, -jnp.inf), initial=-jnp.inf), axes)
+        return largest(jnp.max(jnp.where(worst, x, -jnp.inf), axes, initial=-jnp.inf), over)
 
-    share = total(jnp.sum(clipped), axes) / (max(clipped.size, 1) * num_devices(axes))
-    any_bad = largest(jnp.max(bad, initial=0), axes)
+    count = max(math.prod(norm.shape[1:]), 1) * num_devices(over)
+    share = total(jnp.sum(clipped, axes), over) / count
+    any_bad = largest(jnp.max(bad, axes, initial=0), over)
     return of_worst(norm), of_worst(trigger), of_worst(factor), share, any_bad

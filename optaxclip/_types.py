@@ -46,18 +46,22 @@ class Threshold:
       init: `init(norms) -> state`; `norms` are zeros of the right structure, shapes and dtypes.
       update: `update(norms, state, param_norms) -> (Limits, state)`.
       uses_params: whether `update` needs the norms of the parameters; they are None otherwise.
+      memoryless: whether the limits of a group follow from its own norms and from what does not
+        depend on groups. Such a rule is given many groups in one array, in a pytree of any
+        structure, which compiles faster.
     """
 
     init: Callable[[NormTree], PyTree]
     update: Callable[[NormTree, PyTree, NormTree | None], tuple[Limits, PyTree]]
     uses_params: bool = dataclasses.field(default=False, metadata={"static": True})
+    memoryless: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def as_pytree(self) -> "Threshold":
         """The same rule with plain functions wrapped, so that it can cross a `jit` boundary."""
         init, update = (
             fn if isinstance(fn, Partial) else Partial(fn) for fn in (self.init, self.update)
         )
-        return Threshold(init, update, self.uses_params)
+        return dataclasses.replace(self, init=init, update=update)
 
 
 class ClipInfo(NamedTuple):

@@ -35,7 +35,9 @@ def constant(limit: jax.typing.ArrayLike) -> Threshold:
       >>> print(limits.target)
       [1. 1.]
     """
-    return Threshold(Partial(_no_state), Partial(_constant, check_limit(limit, "limit")))
+    return Threshold(
+        Partial(_no_state), Partial(_constant, check_limit(limit, "limit")), memoryless=True
+    )
 
 
 def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
@@ -52,7 +54,7 @@ def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
       >>> print(rule.update(norm, state, None)[0].target)
       1.0
     """
-    return Threshold(Partial(_zero_count), Partial(_scheduled, Partial(fn)))
+    return Threshold(Partial(_zero_count), Partial(_scheduled, Partial(fn)), memoryless=True)
 
 
 def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3) -> Threshold:
@@ -82,7 +84,9 @@ def relative(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike, argument: str) 
     """`relative_to_params`, with the name that `ratio` has in messages."""
     eps = check_limit(eps, "eps")
     inner = schedule(ratio) if callable(ratio) else constant(check_limit(ratio, argument))
-    return Threshold(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
+    return Threshold(
+        inner.init, Partial(_relative, inner.update, eps), uses_params=True, memoryless=True
+    )
 
 
 def given(limits: Limits) -> Threshold:
@@ -107,7 +111,9 @@ def as_limit(limit: LimitLike, argument: str = "limit") -> Threshold | dict[str,
         return {name: check_limit(value, f"{argument}[{name!r}]") for name, value in limit.items()}
     if callable(limit):
         return schedule(limit)
-    return Threshold(Partial(_no_state), Partial(_constant, check_limit(limit, argument)))
+    return Threshold(
+        Partial(_no_state), Partial(_constant, check_limit(limit, argument)), memoryless=True
+    )
 
 
 def rule_for(limit: Threshold | dict[str, Any], names: Sequence[str], layout: str) -> Threshold:
