@@ -35,20 +35,21 @@ class Blocks:
     def of(
         cls, grouping: Grouping, apart: Container[int] = (), together: Container[int] = ()
     ) -> "Blocks":
-        """The blocks of a grouping: one of all single groups, and the other slots by themselves.
+        """The blocks of a grouping.
 
         Args:
           grouping: the groups.
-          apart: positions of slots that are to be blocks of their own.
-          together: positions of measured leaves that lie in one piece, whose groups, however many,
-            are put into the first block, too.
+          apart: positions of single groups that are handled in another way than the rest.
+          together: positions of measured leaves that lie in one piece: all their groups are put
+            into one block with the single ones.
         """
-        slots = grouping.slots
-        positions = range(len(slots))
-        first = [n for n in positions if n not in apart and _may_join(grouping, n, together)]
-        first = sorted(first, key=lambda n: slots[n].shape)
-        alone = [(n,) for n in positions if n not in first]
-        return cls(grouping, (*((tuple(first),) if first else ()), *alone))
+        positions = range(len(grouping.slots))
+        joined = [n for n in positions if _may_join(grouping, n, together)]
+        joined = sorted(joined, key=lambda n: grouping.slots[n].shape)
+        main = tuple(n for n in joined if n not in apart)
+        other = tuple(n for n in joined if n in apart)
+        alone = [(n,) for n in positions if n not in joined]
+        return cls(grouping, (*filter(None, (main, other)), *alone))
 
     def shapes(self) -> list[tuple[int, ...]]:
         """The shape of each block's array."""
@@ -66,29 +67,35 @@ class Blocks:
         """What the blocks hold as arrays `[slots, *shape]`, each with the position of a slot."""
         found = []
         for block, array in zip(self.slots, arrays, strict=True):
-            start, flat = 0, jnp.ravel(array)
+            if len(block) == 1:
+                found.append((block[0], jnp.expand_dims(array, 0)))
+                continue
+            start = 0
             for shape, some in itertools.groupby(block, self._shape):
                 slots = list(some)
                 stop = start + len(slots) * math.prod(shape)
-                found.append((slots[0], flat[start:stop].reshape(len(slots), *shape)))
+                found.append((slots[0], array[start:stop].reshape(len(slots), *shape)))
                 start = stop
         return found
 
+    def split(self, block: tuple[int, ...], tree: Any) -> list[Any]:
+        """For each slot of a block its part of a pytree of arrays, the first of at least 0."""
+        return [tree] if len(block) == 1 else _apart(tree, [self._shape(n) for n in block])
+
     def per_slot(self, trees: Sequence[Any]) -> list[Any]:
-        """For each slot its part of pytrees of arrays of at least 0, one for each block."""
+        """The same of the trees of all blocks, for each slot of the grouping."""
         found = {}
         for block, tree in zip(self.slots, trees, strict=True):
-            parts = _apart(tree, [self._shape(n) for n in block]) if len(block) > 1 else [tree]
-            found.update(zip(block, parts, strict=True))
+            found.update(zip(block, self.split(block, tree), strict=True))
         return [found[n] for n in range(len(found))]
 
     def per_leaf(self, trees: Sequence[Any]) -> list[Any]:
-        """The same for each measured leaf."""
+        """The same, for each measured leaf."""
         by_slot = self.per_slot(trees)
         return [by_slot[slot] for slot in self.grouping.slot_of_leaf()]
 
     def by_name(self, arrays: Sequence[Array]) -> Array:
-        """Arrays with one number for each name, in the order of the blocks, as one in theirs."""
+        """One array in the order of the names from blocks with one number for each name."""
         flat = jnp.concatenate([jnp.ravel(array) for array in arrays])
         places = np.concatenate(self._places())
         return flat if np.all(np.diff(places) > 0) else flat[np.argsort(places)]
@@ -137,12 +144,12 @@ class Blocks:
 def _may_join(grouping: Grouping, slot: int, together: Container[int]) -> bool:
     """Whether a slot's groups may be put beside others.
 
-    Of a leaf that a dict lacks at this step nothing is known, of symbolic shapes too little.
+    Of a leaf that a dict lacks at this step nothing is known, and of symbolic shapes too little.
     """
     one = grouping.slots[slot]
     if one.shape == ():
         return bool(one.members) or grouping.layout == "vector"
-    return one.members[0] in together and all(known_size(size) is not None for size in one.shape)
+    return one.members[0] in together and all(known_size(size) for size in one.shape)
 
 
 def _repeated(numbers: Sequence[float], sizes: Sequence[int]) -> Any:
@@ -160,7 +167,7 @@ _MANY = 2**16
 
 
 def _apart(tree: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    """The parts of arrays `[n]`, of numbers of at least 0 or flags, of these shapes."""
+    """The parts of numbers or flags `[n]`, which have these shapes."""
     fields, treedef = jax.tree.flatten(tree)
     stack = jnp.stack(promoted([x.astype(jnp.float32) if x.dtype == bool else x for x in fields]))
     # Compilers merge what is done to each part only if it does not show which of them it is. So the

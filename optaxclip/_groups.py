@@ -79,6 +79,10 @@ class Groups(NamedTuple):
         """
         return _entries(self.leaves[leaf], wide=self.wide)
 
+    def members(self, slot: int) -> list[Array]:
+        """The entries of all leaves of a slot."""
+        return [self.entries_of(i) for i in self.grouping.slots[slot].members]
+
     def parts(self) -> list[Array]:
         """The totals of each leaf."""
         rows = [(leaf,) for leaf in self.leaves]

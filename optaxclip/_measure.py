@@ -86,7 +86,7 @@ def _measure(groups: Groups) -> list[Measured]:
     mantissas, units = norms_across(groups) if any(groups.split) else norms_within(groups)
     slacks = groups.of_sizes(lambda size: rounding_slack(size, groups.dtype))
     blocks = zip(groups.blocks.slots, mantissas, units, slacks, strict=True)
-    return [_measured(groups, n[0], norm, unit, slack) for n, norm, unit, slack in blocks]
+    return [_measured(groups, *block) for block in blocks]
 
 
 def already_measured(norm: Array, size: Any) -> list[Measured]:
@@ -102,13 +102,17 @@ def already_measured(norm: Array, size: Any) -> list[Measured]:
 
 
 def _measured(
-    groups: Groups, slot: int, mantissa: Array, unit: Array, slack: ArrayLike
+    groups: Groups, block: tuple[int, ...], mantissa: Array, unit: Array, slack: ArrayLike
 ) -> Measured:
-    """The norms of a block, which begins with a slot, to more digits if that is a small group."""
+    """The norms of a block, to more digits if it is one of small groups."""
     measured = Measured(mantissa, unit, jnp.asarray(slack).astype(mantissa.dtype))
-    if slot not in groups.small or groups.norm.weight is None:
+    if block[0] not in groups.small or groups.norm.weight is None:
         return measured
-    members = [groups.entries_of(i) for i in groups.grouping.slots[slot].members]
-    weight = groups.norm.weight(groups.sizes[slot])
-    mantissa, error = refined_root(mantissa, unit, members, weight=weight)
+    parts = zip(block, groups.blocks.split(block, (mantissa, unit)), strict=True)
+    refined = [
+        refined_root(*part, groups.members(slot), weight=groups.norm.weight(groups.sizes[slot]))
+        for slot, part in parts
+    ]
+    columns = zip(*refined, strict=True)
+    mantissa, error = (jnp.stack(column).reshape(mantissa.shape) for column in columns)
     return measured._replace(mantissa=mantissa, error=error)

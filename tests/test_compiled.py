@@ -54,6 +54,25 @@ def test_leaves_alike_are_traced_together_and_told_apart():
         np.testing.assert_allclose(clipped, grad / jnp.linalg.norm(grad), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("tx", "blocks"),
+    [
+        # Small groups are measured to more digits, together.
+        (optaxclip.adaptive_grad_clip(0.01), 2),
+        (optaxclip.clip_by_norm(1.0), 2),
+        (optaxclip.clip_by_norm(1.0, axes=0), 2),
+        (optaxclip.clip_by(optaxclip.scopes.leaf(stacked=1), 1.0), 1),
+    ],
+    ids=["agc", "leaf", "axes", "stacked"],
+)
+def test_groups_of_all_leaves_are_handled_at_once(tx, blocks):
+    """Else kernels would be compiled for every shape of norms there is."""
+    grads = [jnp.ones(shape) for shape in [(64, 8), (8, 64), (32, 32), (3,), (5,), (100,)]]
+    jaxpr = jax.jit(tx.update).trace(grads, tx.init(grads), grads).jaxpr
+    names = [eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive.name == "jit"]
+    assert names.count("multiplier") == blocks
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float8_e5m2", "complex64"])
 @pytest.mark.parametrize("shape", [(1 << 18,), (512, 768), (3, 256, 350)], ids=str)
 def test_norms_store_no_leaf_in_another_dtype(dtype, shape):

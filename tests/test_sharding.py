@@ -313,6 +313,17 @@ def test_no_more_collectives_than_optax_where_only_the_compiler_knows():
     assert 1 <= ours <= count(optax.clip_by_global_norm(1.0))
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_norms_of_units_stay_where_the_units_are(kind):
+    """Side by side in one array, those that are split in other ways would have to be gathered."""
+    specs = {"q": P(None, "a"), "k": P(None, "a"), "o": P("a", None), "v": P("b", "a")}
+    leaves = {x: jnp.ones((64, 32)) for x in specs}
+    places = {x: NamedSharding(mesh(kind), spec) for x, spec in specs.items()}
+    placed, tx = jax.device_put(leaves, places), optaxclip.adaptive_grad_clip(0.01)
+    update = jax.jit(tx.update).lower(placed, tx.init(placed), placed).compile()
+    assert set(collectives(update)) == {"all-reduce"}
+
+
 @pytest.mark.parametrize("shape", [(512, 256), (48, 250)], ids=str)
 @pytest.mark.parametrize("spec", [P("a", "b"), P(("a", "b"))], ids=str)
 def test_large_float16_leaves_stay_where_they_are(spec, shape):
