@@ -63,19 +63,20 @@ class Blocks:
         """For each block the numbers of its slots, which broadcast against the block's array."""
         return [_repeated([numbers[n] for n in b], self._sizes(b)) for b in self.slots]
 
-    def by_shape(self, arrays: Sequence[Array]) -> list[tuple[int, Array]]:
-        """What the blocks hold as arrays `[slots, *shape]`, each with the position of a slot."""
+    def by_shape(self, trees: Sequence[Any]) -> list[tuple[int, Any]]:
+        """What the pytrees of the blocks hold, as arrays `[slots, *shape]` for slots of one shape.
+
+        Returns:
+          Each with the position of the first of its slots.
+        """
         found = []
-        for block, array in zip(self.slots, arrays, strict=True):
-            if len(block) == 1:
-                found.append((block[0], jnp.expand_dims(array, 0)))
-                continue
+        for block, tree in zip(self.slots, trees, strict=True):
             start = 0
             for shape, some in itertools.groupby(block, self._shape):
                 slots = list(some)
-                stop = start + len(slots) * math.prod(shape)
-                found.append((slots[0], array[start:stop].reshape(len(slots), *shape)))
-                start = stop
+                stacked = functools.partial(_rows, count=len(slots), shape=shape, start=start)
+                found.append((slots[0], jax.tree.map(stacked, tree)))
+                start += len(slots) * math.prod(shape)
         return found
 
     def split(self, block: tuple[int, ...], tree: Any) -> list[Any]:
@@ -96,6 +97,8 @@ class Blocks:
 
     def by_name(self, arrays: Sequence[Array]) -> Array:
         """One array in the order of the names from blocks with one number for each name."""
+        if self.grouping.layout == "scalar":
+            return arrays[0]
         flat = jnp.concatenate([jnp.ravel(array) for array in arrays])
         places = np.concatenate(self._places())
         return flat if np.all(np.diff(places) > 0) else flat[np.argsort(places)]
@@ -164,6 +167,13 @@ def _repeated(numbers: Sequence[float], sizes: Sequence[int]) -> Any:
 
 _MANY = 2**16
 """Numbers to put into a compiled program."""
+
+
+def _rows(x: Array, count: int, shape: tuple[int, ...], start: int) -> Array:
+    """The rows `[count, *shape]` that begin there; all of a block of a single slot."""
+    if x.shape == shape:
+        return jnp.expand_dims(x, 0)
+    return x[start : start + count * math.prod(shape)].reshape(count, *shape)
 
 
 def _apart(tree: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:

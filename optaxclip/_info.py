@@ -65,8 +65,6 @@ def updated_info(
     if grouping.layout == "dict":
         columns = _summaries(blocks, columns)
     rows = [blocks.by_name(column) for column in zip(*columns, strict=True)]
-    if grouping.layout == "scalar":
-        rows = [row.reshape(()) for row in rows]
     rows = [row.astype(old.norm.dtype) for row in rows]
     norm, limit, factor, clipped, nonfinite = _where_present(grouping, rows, old)
     return old._replace(
@@ -97,13 +95,8 @@ def _where_present(grouping: Grouping, new: Sequence[Array], old: ClipInfo) -> l
 
 def _summaries(blocks: Blocks, columns: list[Columns]) -> list[Columns]:
     """Columns with one number for each leaf: those of its worst group on any device."""
-    grouping = blocks.grouping
-    over = of_slots(grouping, kept_over(grouping))
-    stacks = [blocks.by_shape(column) for column in zip(*columns, strict=True)]
-    return [
-        _summary(over[some[0][0]], *(stack for _, stack in some))
-        for some in zip(*stacks, strict=True)
-    ]
+    over = of_slots(blocks.grouping, kept_over(blocks.grouping))
+    return [_summary(over[slot], *stacks) for slot, stacks in blocks.by_shape(columns)]
 
 
 def _summary(over: Axes, *columns: Array) -> Columns:
@@ -115,6 +108,9 @@ def _summary(over: Axes, *columns: Array) -> Columns:
     axes = tuple(range(1, norm.ndim))
     if not axes:
         return norm, trigger, factor, clipped, bad
+    if 0 in norm.shape:
+        nothing = jnp.zeros(len(norm), norm.dtype)
+        return nothing, nothing + jnp.inf, nothing + 1, nothing, nothing
     # Where the limit is 0 or the norm is not finite, nothing is worse.
     usable = (trigger > 0) & jnp.isfinite(norm)
     ratio = jnp.where(usable, norm / jnp.where(usable, trigger, 1), jnp.inf)
@@ -123,7 +119,7 @@ def _summary(over: Axes, *columns: Array) -> Columns:
     def of_worst(x: Array) -> Array:
         return largest(jnp.max(jnp.where(worst, x, -jnp.inf), axes, initial=-jnp.inf), over)
 
-    count = max(math.prod(norm.shape[1:]), 1) * num_devices(over)
+    count = math.prod(norm.shape[1:]) * num_devices(over)
     share = total(jnp.sum(clipped, axes), over) / count
     any_bad = largest(jnp.max(bad, axes, initial=0), over)
     return of_worst(norm), of_worst(trigger), of_worst(factor), share, any_bad

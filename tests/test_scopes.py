@@ -324,6 +324,13 @@ def test_part_of_a_sparse_leaf(scope):
         clip({"w": sparse}, 1.0, scope)
 
 
+@pytest.mark.parametrize("shapes", [{"a": (3, 0)}, {"a": (3, 0), "b": (2, 0), "c": (3, 4)}])
+def test_a_leaf_without_units_is_recorded_as_not_clipped(shapes):
+    grads = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    _, info = clip(grads, 0.5, scopes.unit())
+    assert (info.norm[0], info.limit[0], info.factor[0], info.fraction[0]) == (0, np.inf, 1, 0)
+
+
 # Rules that know nothing of the past
 
 TREE = {
