@@ -1,19 +1,17 @@
 """A clip by itself: of large gradients, of many leaves, outside of `jit`."""
 
-from collections import defaultdict
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 
 import optaxclip
 from optaxclip._bench_effort import Effort, Tell
 from optaxclip._bench_report import Figure, Row
-from optaxclip._bench_timing import Program, Times, Way, cold_phases, race, ratio, spread
+from optaxclip._bench_timing import Program, Times, Way, phases, race, ratio, spread
 from optaxclip._bench_trees import (
     FALL,
     NORM,
@@ -91,9 +89,10 @@ def many_leaves(effort: Effort, tell: Tell) -> list[Row]:
         grads = filled(shapes, jnp.float32)
         ways: dict[str, Any] = {way: _clip_program(way, grads) for way in WITH_FLOOR}
         ways |= _torch_way(shapes, jnp.float32)
-        phases = _phases(grads, effort.repetitions)
-        for phase, times in {**phases, "run": race(ways, effort.rounds)}.items():
-            rows += [Row(f"{case}, {phase}", way, _beside_optax(times, way)) for way in times]
+        steps = {way: partial(_clip, way) for way in WITH_FLOOR}
+        compiling = phases(steps, [(grads, jnp.asarray(NORM / 2))], effort.repetitions)
+        for phase, times in {**compiling, "run": race(ways, effort.rounds)}.items():
+            rows += [Row(f"{case}, {phase}", way, beside_optax(times, way)) for way in times]
     return rows
 
 
@@ -111,7 +110,7 @@ def eager(effort: Effort, tell: Tell) -> list[Row]:
         grads = filled(shapes, jnp.float32)
         ways: dict[str, Way] = {way: _eager_call(way, grads) for way in CLIPS}
         times = race(ways | _torch_way(shapes, jnp.float32), effort.rounds)
-        rows += [Row(case, way, _beside_optax(times, way)) for way in times]
+        rows += [Row(case, way, beside_optax(times, way)) for way in times]
     return rows
 
 
@@ -127,7 +126,7 @@ def _in_place(case: str, shapes: PyTree, dtype: jax.typing.DTypeLike, rounds: in
     for way in times:
         if way in (READ, SCALE):
             continue
-        figures = _beside_optax(times, way)
+        figures = beside_optax(times, way)
         figures["of_limit"] = ratio(times[way], times[READ] + times[SCALE])
         if way in CLIPS and (more := programs[way].temporary_bytes) is not None:
             figures["extra_memory"] = 100 * more / num_bytes(grads)
@@ -135,9 +134,10 @@ def _in_place(case: str, shapes: PyTree, dtype: jax.typing.DTypeLike, rounds: in
     return rows
 
 
-def _beside_optax(times: Times, way: str) -> dict[str, Figure]:
+def beside_optax(times: Times, way: str) -> dict[str, Figure]:
+    """A way's times, and their ratio to Optax's if it is among them."""
     figures: dict[str, Figure] = {"ms": spread(times[way]).times(1e3)}
-    if way != THEIRS:
+    if way != THEIRS and THEIRS in times:
         figures["of_optax"] = ratio(times[way], times[THEIRS])
     return figures
 
@@ -155,20 +155,6 @@ def _clip(way: str, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
 def _torch_way(shapes: PyTree, dtype: jax.typing.DTypeLike) -> dict[str, Way]:
     way = torch_clip(shapes, dtype)
     return {} if way is None else {TORCH: way}
-
-
-def _phases(grads: PyTree, repetitions: int) -> dict[str, Times]:
-    taken: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    rng = np.random.default_rng(0)
-    for _ in range(repetitions):
-        for way in rng.permutation(list(WITH_FLOOR)):
-            found = cold_phases(partial(_clip, way), (grads, jnp.asarray(NORM / 2)))
-            for phase, seconds in found.items():
-                taken[phase][way].append(seconds)
-    return {
-        phase: {way: np.array(seconds) for way, seconds in by_way.items()}
-        for phase, by_way in taken.items()
-    }
 
 
 def _eager_call(way: str, grads: PyTree) -> Way:

@@ -39,27 +39,7 @@ def added_to_steps(effort: Effort, tell: Tell) -> list[Row]:
                     OURS: optaxclip.clip_by_global_norm(1.0),
                     THEIRS: optax.clip_by_global_norm(1.0),
                 }
-                rows += _added(case, clips, optimizer, grads, effort, every)
-    return rows
-
-
-def other_clips(effort: Effort, tell: Tell) -> list[Row]:
-    """The other methods with a constant limit, in an AdamW step."""
-    grads, rows = filled(transformer(effort.layers, effort.width), jnp.float32), []
-    methods = {
-        "adaptive_grad_clip": {
-            OURS: optaxclip.adaptive_grad_clip(0.01),
-            THEIRS: optax.adaptive_grad_clip(0.01),
-        },
-        "clip_by_block_rms": {
-            OURS: optaxclip.clip_by_block_rms(1e-3),
-            THEIRS: optax.clip_by_block_rms(1e-3),
-        },
-        "clip_by_norm": {OURS: optaxclip.clip_by_norm(0.1)},
-    }
-    for case, clips in methods.items():
-        tell(case)
-        rows += _added(case, clips, OPTIMIZERS["AdamW"], grads, effort)
+                rows += added(case, clips, optimizer, grads, effort, every)
     return rows
 
 
@@ -99,7 +79,7 @@ def adaptive_rules(effort: Effort, tell: Tell) -> list[Row]:
     return rows
 
 
-def _added(
+def added(
     case: str,
     clips: Clips,
     optimizer: Callable[[], optax.GradientTransformation],

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -77,7 +78,29 @@ def _seconds(way: Way, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def cold_phases(step: Callable[..., Any], *args: Any) -> dict[str, float]:
+def phases(
+    steps: Mapping[str, Callable[..., Any]], args: Sequence[Any], repetitions: int
+) -> dict[str, Times]:
+    """For each phase of compilation the seconds that the ways take, in turns.
+
+    Args:
+      steps: functions of the same arguments.
+      args: the arguments.
+      repetitions: how often each is compiled.
+    """
+    taken: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    rng = np.random.default_rng(0)
+    for _ in range(repetitions):
+        for way in rng.permutation(list(steps)):
+            for phase, seconds in _cold_phases(steps[way], args).items():
+                taken[phase][way].append(seconds)
+    return {
+        phase: {way: np.array(seconds) for way, seconds in by_way.items()}
+        for phase, by_way in taken.items()
+    }
+
+
+def _cold_phases(step: Callable[..., Any], args: Sequence[Any]) -> dict[str, float]:
     """Seconds to trace, lower and compile, from empty caches."""
     jax.clear_caches()
     ticks = [time.perf_counter()]

@@ -12,8 +12,9 @@ import jax
 
 from optaxclip._bench_clips import alone, eager, growth, many_leaves
 from optaxclip._bench_effort import FULL, QUICK, Effort, Tell
+from optaxclip._bench_methods import compiling, other_clips
 from optaxclip._bench_report import Row, Section, machine
-from optaxclip._bench_steps import adaptive_rules, added_to_steps, other_clips
+from optaxclip._bench_steps import adaptive_rules, added_to_steps
 
 HELP: str = "measure what a clip costs on this machine, beside Optax and PyTorch"
 NEEDS: tuple[str, ...] = ()
@@ -25,6 +26,7 @@ WORKLOADS: dict[str, tuple[str, Callable[[Effort, Tell], list[Row]]]] = {
     "leaves": ("Many small leaves", many_leaves),
     "eager": ("Calls outside of jit", eager),
     "methods": ("What other clips add to an AdamW step", other_clips),
+    "compiling": ("To compile the clip of a transformer", compiling),
     "rules": ("Adaptive rules over a constant limit, in an AdamW step", adaptive_rules),
     "growth": ("A clip alone, as the gradients grow", growth),
 }

@@ -79,6 +79,7 @@ LAYERS = [
     "_bench_trees",
     "_bench_clips",
     "_bench_steps",
+    "_bench_methods",
     "bench",
     "__main__",
 ]

@@ -87,6 +87,7 @@ def test_steps_and_phases_that_are_promised(report):
     assert len(cases["steps"]) == 4
     assert len(cases["clip"]) == 2
     assert cases["methods"] == {"adaptive_grad_clip", "clip_by_block_rms", "clip_by_norm"}
+    assert len(cases["compiling"]) == 3 * 4
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,10 @@
 """Scopes: which entries share one norm."""
 
-import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.experimental.sparse import BCOO
 
@@ -329,47 +327,3 @@ def test_a_leaf_without_units_is_recorded_as_not_clipped(shapes):
     grads = {name: jnp.ones(shape) for name, shape in shapes.items()}
     _, info = clip(grads, 0.5, scopes.unit())
     assert (info.norm[0], info.limit[0], info.factor[0], info.fraction[0]) == (0, np.inf, 1, 0)
-
-
-# Rules that know nothing of the past
-
-TREE = {
-    "a": normal(4, 3, seed=1),
-    "b": normal(3, seed=2),
-    "c": normal(3, 5, seed=3),
-    "d": normal(3, 0),
-    "e": normal(2, 3, seed=4),
-    "f": normal(70, seed=5),
-    "g": np.float32(2.0),
-}
-SCOPES = {
-    "tree": scopes.tree(),
-    "group": scopes.group(lambda path, leaf: "x" if path in "be" else "y"),
-    "leaf": scopes.leaf(),
-    "stacked": scopes.leaf(stacked=lambda path, leaf: min(np.ndim(leaf), 1)),
-    "unit": scopes.unit(),
-    "axes": scopes.unit(axis=lambda path, leaf: 0 if np.ndim(leaf) else ()),
-}
-
-
-@pytest.mark.parametrize("scope", SCOPES.values(), ids=SCOPES)
-def test_rules_without_memory_may_see_the_groups_in_any_pytree(scope):
-    rule = optaxclip.thresholds.relative_to_params(optax.linear_schedule(0.5, 0.1, 3))
-    assert rule.memoryless
-    found = []
-    for memoryless in (True, False):
-        tx = optaxclip.clip_by(scope, dataclasses.replace(rule, memoryless=memoryless))
-        state = tx.init(TREE)
-        for absent in ("", "abe"):
-            grads = {x: leaf for x, leaf in TREE.items() if x not in absent}
-            updates, state = tx.update(grads, state, TREE)
-        found.append((updates, state))
-    jax.tree.map(np.testing.assert_array_equal, *found)
-
-
-def test_very_many_units_of_several_leaves():
-    """More than one would want the numbers of in a compiled program."""
-    tree = [normal(2, 70_000), normal(5, 8, seed=1), normal(3, 70_000, seed=2)]
-    clipped, _ = clip(tree, 0.5, scopes.unit())
-    for found, leaf in zip(clipped, tree, strict=True):
-        np.testing.assert_allclose(found, expected(leaf, (0,), 0.5), rtol=2e-6)

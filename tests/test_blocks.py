@@ -1,0 +1,69 @@
+"""Groups of many leaves side by side: told apart, and in the order that rules and records have."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import scopes
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+TREE = {
+    "a": normal(4, 3, seed=1),
+    "b": normal(3, seed=2),
+    "c": normal(3, 5, seed=3),
+    "d": normal(3, 0),
+    "e": normal(2, 3, seed=4),
+    "f": normal(70, seed=5),
+    "g": np.float32(2.0),
+}
+SCOPES = {
+    "tree": scopes.tree(),
+    "group": scopes.group(lambda path, leaf: "x" if path in "be" else "y"),
+    "leaf": scopes.leaf(),
+    "stacked": scopes.leaf(stacked=lambda path, leaf: min(np.ndim(leaf), 1)),
+    "unit": scopes.unit(),
+    "axes": scopes.unit(axis=lambda path, leaf: 0 if np.ndim(leaf) else ()),
+}
+
+
+@pytest.mark.parametrize("scope", SCOPES.values(), ids=SCOPES)
+def test_rules_without_memory_may_see_the_groups_in_any_pytree(scope):
+    rule = optaxclip.thresholds.relative_to_params(optax.linear_schedule(0.5, 0.1, 3))
+    assert rule.memoryless
+    found = []
+    for memoryless in (True, False):
+        tx = optaxclip.clip_by(scope, dataclasses.replace(rule, memoryless=memoryless))
+        state = tx.init(TREE)
+        for absent in ("", "abe"):
+            grads = {x: leaf for x, leaf in TREE.items() if x not in absent}
+            updates, state = tx.update(grads, state, TREE)
+        found.append((updates, state))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_very_many_units_of_several_leaves():
+    """More than one would want the numbers of in a compiled program."""
+    tree = [normal(2, 70_000), normal(5, 8, seed=1), normal(3, 70_000, seed=2)]
+    clipped, _ = optaxclip.clip_tree(tree, 0.5, scope=scopes.unit())
+    for found, leaf in zip(clipped, tree, strict=True):
+        share = np.minimum(1, 0.5 / np.linalg.norm(leaf.astype(np.float64), axis=0))
+        np.testing.assert_allclose(found, leaf * share, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"), [("leaf", lambda x: None), ("unit", lambda x: 0 if x.ndim > 1 else None)]
+)
+def test_records_stand_beside_their_names(name, axes):
+    _, info = optaxclip.clip_tree(TREE, 0.5, scope=SCOPES[name])
+    norms = {x: np.sqrt(np.sum(np.square(leaf), axes(leaf))) for x, leaf in TREE.items()}
+    assert list(info.names) == list(TREE)
+    largest = [np.max(norm, initial=0) for norm in norms.values()]
+    np.testing.assert_allclose(info.norm, largest, rtol=1e-6)
