@@ -116,10 +116,7 @@ def _summary(over: Axes, *columns: Array) -> Columns:
     ratio = jnp.where(usable, norm / jnp.where(usable, trigger, 1), jnp.inf)
     worst = ratio == largest(jnp.max(ratio, axes, initial=0, keepdims=True), over)
 
-    def of_worst(x: Array) -> Array:
-        return largest(jnp.max(jnp.where(worst, x, -jnp.inf), axes, initial=-jnp.inf), over)
-
-    count = math.prod(norm.shape[1:]) * num_devices(over)
-    share = total(jnp.sum(clipped, axes), over) / count
-    any_bad = largest(jnp.max(bad, axes, initial=0), over)
-    return of_worst(norm), of_worst(trigger), of_worst(factor), share, any_bad
+    found = jnp.stack([*(jnp.where(worst, x, -jnp.inf) for x in (norm, trigger, factor)), bad])
+    found = largest(jnp.max(found, tuple(axis + 1 for axis in axes), initial=-jnp.inf), over)
+    share = total(jnp.sum(clipped, axes), over) / (math.prod(norm.shape[1:]) * num_devices(over))
+    return found[0], found[1], found[2], share, found[3]
