@@ -111,9 +111,7 @@ def as_limit(limit: LimitLike, argument: str = "limit") -> Threshold | dict[str,
         return {name: check_limit(value, f"{argument}[{name!r}]") for name, value in limit.items()}
     if callable(limit):
         return schedule(limit)
-    return Threshold(
-        Partial(_no_state), Partial(_constant, check_limit(limit, argument)), memoryless=True
-    )
+    return constant(check_limit(limit, argument))
 
 
 def rule_for(limit: Threshold | dict[str, Any], names: Sequence[str], layout: str) -> Threshold:
