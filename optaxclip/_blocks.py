@@ -40,8 +40,8 @@ class Blocks:
         Args:
           grouping: the groups.
           apart: positions of single groups that are handled in another way than the rest.
-          together: positions of measured leaves that lie in one piece: all their groups are put
-            into one block with the single ones.
+          together: positions of measured leaves of several groups that lie in one piece: these
+            are put into one block with the single ones.
         """
         positions = range(len(grouping.slots))
         joined = [n for n in positions if _may_join(grouping, n, together)]

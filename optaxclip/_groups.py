@@ -63,7 +63,8 @@ class Groups(NamedTuple):
         ]
         sizes = [sum(counts[i] for i in slot.members) for slot in grouping.slots]
         small = [] if any(split) else _small_slots(grouping, sizes)
-        whole = [i for i, leaf in enumerate(leaves) if _lies_in_one_piece(leaf)]
+        several = (i for slot in grouping.slots if slot.shape != () for i in slot.members)
+        whole = [i for i in several if _lies_in_one_piece(leaves[i])]
         blocks = Blocks.of(grouping, apart=small, together=whole)
         return cls(leaves, wide, axes, split, sizes, small, blocks, norm)
 
@@ -156,7 +157,7 @@ class Groups(NamedTuple):
 
 def _lies_in_one_piece(leaf: Any) -> bool:
     """Whether nothing says that the leaf is on several devices."""
-    return is_sparse(leaf) or not (manual_axes() or is_on_mesh(leaf))
+    return not (manual_axes() or is_on_mesh(leaf))
 
 
 def is_small(leaf: Any) -> bool:
