@@ -152,7 +152,8 @@ def _may_join(grouping: Grouping, slot: int, together: Container[int]) -> bool:
     one = grouping.slots[slot]
     if one.shape == ():
         return bool(one.members) or grouping.layout == "vector"
-    return one.members[0] in together and all(known_size(size) for size in one.shape)
+    lies_in_one_piece = any(member in together for member in one.members)
+    return lies_in_one_piece and all(known_size(size) for size in one.shape)
 
 
 def _repeated(numbers: Sequence[float], sizes: Sequence[int]) -> Any:

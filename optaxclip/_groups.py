@@ -49,8 +49,17 @@ class Groups(NamedTuple):
     norm: Norm
 
     @classmethod
-    def of(cls, leaves: list[Any], grouping: Grouping, norm: Norm) -> "Groups":
-        """The leaves of a tree, or of what one device holds of it."""
+    def of(
+        cls, leaves: list[Any], grouping: Grouping, norm: Norm, *, side_by_side: bool = True
+    ) -> "Groups":
+        """The leaves of a tree, or of what one device holds of it.
+
+        Args:
+          leaves: the measured leaves.
+          grouping: their groups.
+          norm: the norm.
+          side_by_side: whether leaves of several groups may share a block.
+        """
         wide = has_wide({leaf.dtype for leaf in leaves})
         axes = [
             tuple(range(leaf.data.ndim)) if is_sparse(leaf) else reduced
@@ -64,7 +73,7 @@ class Groups(NamedTuple):
         sizes = [sum(counts[i] for i in slot.members) for slot in grouping.slots]
         small = [] if any(split) else _small_slots(grouping, sizes)
         several = (i for slot in grouping.slots if slot.shape != () for i in slot.members)
-        whole = [i for i in several if _lies_in_one_piece(leaves[i])]
+        whole = [i for i in several if side_by_side and _lies_in_one_piece(leaves[i])]
         blocks = Blocks.of(grouping, apart=small, together=whole)
         return cls(leaves, wide, axes, split, sizes, small, blocks, norm)
 

@@ -78,7 +78,8 @@ def updated_info(
 
 
 def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> Columns:
-    limit = jnp.broadcast_to(limit.astype(norm.dtype), norm.shape)
+    # Of a leaf that is missing, limits may know more groups than norms do.
+    norm, limit, factor, bad = jnp.broadcast_arrays(norm, limit.astype(norm.dtype), factor, bad)
     clipped = (norm > limit) & ~bad
     return norm, limit, factor, clipped.astype(norm.dtype), bad.astype(norm.dtype)
 

@@ -50,7 +50,9 @@ def _product(mantissa: Array, unit: Array) -> Array:
     return jnp.where(jnp.isfinite(mantissa), norm, mantissa)
 
 
-def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> tuple[Blocks, list[Measured]]:
+def measure(
+    leaves: list[Any], grouping: Grouping, norm: Norm, *, side_by_side: bool = True
+) -> tuple[Blocks, list[Measured]]:
     """The norms of all groups, over all devices.
 
     Leaves are mapped and summed where they lie: nothing is ravelled, concatenated or stored.
@@ -59,6 +61,7 @@ def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> tuple[Blocks, 
       leaves: floating or complex arrays (or `BCOO`), in the order of the grouping.
       grouping: from a scope.
       norm: the norm.
+      side_by_side: whether leaves of several groups may share a block.
 
     Returns:
       Which groups are handled together, and the norms of each block of them, float32 or, with
@@ -66,7 +69,7 @@ def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> tuple[Blocks, 
     """
     known = known_shardings(leaves, grouping)
     if known is None:
-        groups = Groups.of(leaves, grouping, norm)
+        groups = Groups.of(leaves, grouping, norm, side_by_side=side_by_side)
         return groups.blocks, _measure(groups)
     # One collective of our own in the place of one per leaf.
     mesh, specs = known

@@ -129,7 +129,7 @@ def _lifted(grouping: Grouping, examples: int) -> Grouping:
 
 def _measured(leaves: list[Array], grouping: Grouping, examples: int) -> list[Measured]:
     """The norms of each slot's groups `[examples, ...]`, those of small groups to more digits."""
-    _, measured = measure(leaves, _lifted(grouping, examples), l2)
+    _, measured = measure(leaves, _lifted(grouping, examples), l2, side_by_side=False)
     sizes = [math.prod(leaf.shape[1:]) for leaf in leaves]
     small = small_slots(grouping, sizes)
     for i, (slot, norms) in enumerate(zip(grouping.slots, measured, strict=True)):
