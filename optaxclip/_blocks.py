@@ -45,10 +45,10 @@ class Blocks:
         """
         positions = range(len(grouping.slots))
         joined = [n for n in positions if _may_join(grouping, n, together)]
-        joined = sorted(joined, key=lambda n: grouping.slots[n].shape)
+        joined.sort(key=lambda n: grouping.slots[n].shape)
         main = tuple(n for n in joined if n not in apart)
         other = tuple(n for n in joined if n in apart)
-        alone = [(n,) for n in positions if n not in joined]
+        alone = [(n,) for n in sorted(set(positions).difference(joined))]
         return cls(grouping, (*filter(None, (main, other)), *alone))
 
     def shapes(self) -> list[tuple[int, ...]]:
@@ -100,8 +100,7 @@ class Blocks:
         if self.grouping.layout == "scalar":
             return arrays[0]
         flat = jnp.concatenate([jnp.ravel(array) for array in arrays])
-        places = np.concatenate(self._places())
-        return flat if np.all(np.diff(places) > 0) else flat[np.argsort(places)]
+        return _taken(flat, np.argsort(np.concatenate(self._places())))
 
     def pack(self, arrays: Sequence[Array]) -> NormTree:
         """One array per block as the pytree that limit rules see; NaN for slots without leaves."""
@@ -115,10 +114,8 @@ class Blocks:
         """The inverse of `pack`."""
         if self.grouping.layout != "vector" or not self.slots:
             return self.gather(self.grouping.unpack(tree))
-        blocks = list(zip(self._places(), self.shapes(), strict=True))
-        if len(blocks) == 1:
-            return [tree.reshape(blocks[0][1])]
-        return [tree[places].reshape(shape) for places, shape in blocks]
+        blocks = zip(self._places(), self.shapes(), strict=True)
+        return [_taken(tree, places).reshape(shape) for places, shape in blocks]
 
     def _joined(self, arrays: list[Array], block: tuple[int, ...]) -> Array:
         if len(block) == 1:
@@ -154,6 +151,11 @@ def _may_join(grouping: Grouping, slot: int, together: Container[int]) -> bool:
         return bool(one.members) or grouping.layout == "vector"
     lies_in_one_piece = any(member in together for member in one.members)
     return lies_in_one_piece and all(known_size(size) for size in one.shape)
+
+
+def _taken(x: Array, places: np.ndarray) -> Array:
+    """The entries of an array at these places."""
+    return x if np.array_equal(places, np.arange(x.size)) else x[places]
 
 
 def _repeated(numbers: Sequence[float], sizes: Sequence[int]) -> Any:

@@ -73,7 +73,7 @@ class Groups(NamedTuple):
         sizes = [sum(counts[i] for i in slot.members) for slot in grouping.slots]
         small = [] if any(split) else _small_slots(grouping, sizes)
         several = (i for slot in grouping.slots if slot.shape != () for i in slot.members)
-        whole = [i for i in several if side_by_side and _lies_in_one_piece(leaves[i])]
+        whole = {i for i in several if side_by_side and _lies_in_one_piece(leaves[i])}
         blocks = Blocks.of(grouping, apart=small, together=whole)
         return cls(leaves, wide, axes, split, sizes, small, blocks, norm)
 

@@ -67,3 +67,14 @@ def test_records_stand_beside_their_names(name, axes):
     assert list(info.names) == list(TREE)
     largest = [np.max(norm, initial=0) for norm in norms.values()]
     np.testing.assert_allclose(info.norm, largest, rtol=1e-6)
+
+
+def test_limits_by_name_of_layers_and_whole_leaves():
+    """In the array that they share the whole leaf comes first, by name it comes last."""
+    tree = {"a": normal(2, 80), "z": normal(100, seed=1)}
+    limits = {"a/0": 1.0, "a/1": 2.0, "z": 3.0}
+    scope = scopes.leaf(stacked={"a": 1, "z": 0})
+    clipped, info = optaxclip.clip_tree(tree, limits, scope=scope)
+    assert dict(zip(info.names, info.limit.tolist(), strict=True)) == limits
+    norms = [*np.linalg.norm(clipped["a"], axis=1), np.linalg.norm(clipped["z"])]
+    np.testing.assert_allclose(norms, [1, 2, 3], rtol=2e-6)
