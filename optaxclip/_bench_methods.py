@@ -1,6 +1,6 @@
 """Other methods with a constant limit: what they add to a step, and to compile."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,13 @@ import optaxclip
 from optaxclip._bench_clips import beside_optax
 from optaxclip._bench_effort import Effort, Tell
 from optaxclip._bench_report import Row
-from optaxclip._bench_steps import OPTIMIZERS, OURS, THEIRS, added
+from optaxclip._bench_steps import OPTIMIZERS, OURS, THEIRS, Clips, added, by_global_norm
 from optaxclip._bench_timing import phases
 from optaxclip._bench_trees import filled, transformer
 from optaxclip._types import PyTree
 
 PLAIN = "plain norms"
 EPS = 1e-3
-
-Clips = Mapping[str, optax.GradientTransformation]
 
 
 def other_clips(effort: Effort, tell: Tell) -> list[Row]:
@@ -36,11 +34,7 @@ def other_clips(effort: Effort, tell: Tell) -> list[Row]:
 def compiling(effort: Effort, tell: Tell) -> list[Row]:
     """From empty caches, the clip alone of a transformer."""
     grads, rows = filled(transformer(effort.layers, effort.narrow), jnp.float32), []
-    one_norm: Clips = {
-        OURS: optaxclip.clip_by_global_norm(1.0),
-        THEIRS: optax.clip_by_global_norm(1.0),
-    }
-    for case, clips in {"clip_by_global_norm": one_norm, **_methods()}.items():
+    for case, clips in {"clip_by_global_norm": by_global_norm(), **_methods()}.items():
         tell(case)
         steps = {way: partial(_clip, tx) for way, tx in clips.items()}
         for phase, times in phases(steps, (grads, grads), effort.repetitions).items():

@@ -35,12 +35,13 @@ def added_to_steps(effort: Effort, tell: Tell) -> list[Row]:
                 accumulated = f", MultiSteps of {every}" if every > 1 else ""
                 case = f"{name}, {dtype}{accumulated}"
                 tell(case)
-                clips = {
-                    OURS: optaxclip.clip_by_global_norm(1.0),
-                    THEIRS: optax.clip_by_global_norm(1.0),
-                }
-                rows += added(case, clips, optimizer, grads, effort, every)
+                rows += added(case, by_global_norm(), optimizer, grads, effort, every)
     return rows
+
+
+def by_global_norm() -> Clips:
+    """The clip by the global norm, ours and Optax's."""
+    return {OURS: optaxclip.clip_by_global_norm(1.0), THEIRS: optax.clip_by_global_norm(1.0)}
 
 
 def adaptive_rules(effort: Effort, tell: Tell) -> list[Row]:
