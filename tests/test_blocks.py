@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from optaxclip import scopes
@@ -78,3 +80,16 @@ def test_limits_by_name_of_layers_and_whole_leaves():
     assert dict(zip(info.names, info.limit.tolist(), strict=True)) == limits
     norms = [*np.linalg.norm(clipped["a"], axis=1), np.linalg.norm(clipped["z"])]
     np.testing.assert_allclose(norms, [1, 2, 3], rtol=2e-6)
+
+
+def test_params_may_lie_in_another_way_than_gradients():
+    """Those of one device are all side by side, those on a mesh are not."""
+    tree = {"v": normal(16, 4), "w": normal(8, 16, seed=1)}
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
+    places = {"v": NamedSharding(mesh, P("a")), "w": NamedSharding(mesh, P(None, "a"))}
+    tx = optaxclip.adaptive_grad_clip(0.3)
+    clipped, state = jax.jit(tx.update)(jax.device_put(tree, places), tx.init(tree), tree)
+    expected, alone = tx.update(tree, tx.init(tree), tree)
+    for found, leaf in zip(jax.tree.leaves(clipped), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(found, leaf, rtol=1e-6)
+    np.testing.assert_allclose(state.info.limit, alone.info.limit, rtol=1e-6)
