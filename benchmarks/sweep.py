@@ -16,17 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optaxclip import _demo_task, demo, tuning
+from optaxclip import tuning
+from optaxclip.commands import demo, demo_task
 
 LIMITS, STEPS, ROUNDS = 16, 100, 3
 LARGE = 2048
 
 
 def seconds(
-    task: _demo_task.Task, limits: Sequence[float], parallel: int | None
+    task: demo_task.Task, limits: Sequence[float], parallel: int | None
 ) -> tuple[float, float]:
     """For a step after the first chunk, and for all."""
-    init_fn, step_fn, data = _demo_task.sweep_functions(task, STEPS)
+    init_fn, step_fn, data = demo_task.sweep_functions(task, STEPS)
     key, ticks, done = jax.random.key(0), [time.perf_counter()], []
 
     def tick(steps: int) -> None:
@@ -50,7 +51,7 @@ def product_seconds() -> float:
 
 def main() -> None:
     """Prints the medians and their ratios to the single run's, and how fast the machine is."""
-    task = _demo_task.Task(_demo_task.encode(demo.read_text(None)), seed=0)
+    task = demo_task.Task(demo_task.encode(demo.read_text(None)), seed=0)
     limits = np.geomspace(0.1, 100.0, LIMITS).tolist()
     subjects = {
         "one limit": (limits[:1], None),
@@ -76,8 +77,8 @@ def main() -> None:
 
 def _print_rates(step: float, product: float) -> None:
     """Of the products of a step, three passes of two matrices; and what follows from them."""
-    parameters = _demo_task.HIDDEN * (_demo_task.HIDDEN + _demo_task.MAX_SYMBOLS)
-    rate = 6 * _demo_task.BATCH * _demo_task.LENGTH * parameters / step
+    parameters = demo_task.HIDDEN * (demo_task.HIDDEN + demo_task.MAX_SYMBOLS)
+    rate = 6 * demo_task.BATCH * demo_task.LENGTH * parameters / step
     peak = 2 * LARGE**3 / product
     print(f"one limit's products: {rate / 1e9:.0f} GFLOP/s, large products {peak / 1e9:.0f}")
     print(f"{LIMITS} limits, were that all: {LIMITS * rate / peak:.1f} single runs")

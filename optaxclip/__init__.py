@@ -15,35 +15,35 @@ from optaxclip import responses as responses
 from optaxclip import scopes as scopes
 from optaxclip import thresholds as thresholds
 from optaxclip import tuning as tuning
-from optaxclip._core import clip_by as clip_by
-from optaxclip._core import clip_tree as clip_tree
-from optaxclip._types import ClipInfo as ClipInfo
-from optaxclip._types import ClipState as ClipState
-from optaxclip._types import Limits as Limits
-from optaxclip._types import Threshold as Threshold
-from optaxclip.adaptive import adagc as adagc
-from optaxclip.adaptive import clip_by_ema_norm as clip_by_ema_norm
-from optaxclip.adaptive import clip_by_quantile as clip_by_quantile
-from optaxclip.adaptive import zclip as zclip
-from optaxclip.by_value import ClipByValueState as ClipByValueState
-from optaxclip.by_value import clip as clip
-from optaxclip.by_value import clip_by_value as clip_by_value
-from optaxclip.methods import adaptive_grad_clip as adaptive_grad_clip
-from optaxclip.methods import clip_by_block_rms as clip_by_block_rms
-from optaxclip.methods import clip_by_global_norm as clip_by_global_norm
-from optaxclip.methods import clip_by_group_norm as clip_by_group_norm
-from optaxclip.methods import clip_by_norm as clip_by_norm
-from optaxclip.methods import normalize_by_global_norm as normalize_by_global_norm
+from optaxclip._base.types import ClipInfo as ClipInfo
+from optaxclip._base.types import ClipState as ClipState
+from optaxclip._base.types import Limits as Limits
+from optaxclip._base.types import Threshold as Threshold
+from optaxclip._engine.clip import clip_by as clip_by
+from optaxclip._engine.clip import clip_tree as clip_tree
+from optaxclip.methods.adaptive import adagc as adagc
+from optaxclip.methods.adaptive import clip_by_ema_norm as clip_by_ema_norm
+from optaxclip.methods.adaptive import clip_by_quantile as clip_by_quantile
+from optaxclip.methods.adaptive import zclip as zclip
+from optaxclip.methods.by_value import ClipByValueState as ClipByValueState
+from optaxclip.methods.by_value import clip as clip
+from optaxclip.methods.by_value import clip_by_value as clip_by_value
+from optaxclip.methods.fixed import adaptive_grad_clip as adaptive_grad_clip
+from optaxclip.methods.fixed import clip_by_block_rms as clip_by_block_rms
+from optaxclip.methods.fixed import clip_by_global_norm as clip_by_global_norm
+from optaxclip.methods.fixed import clip_by_group_norm as clip_by_group_norm
+from optaxclip.methods.fixed import clip_by_norm as clip_by_norm
+from optaxclip.methods.fixed import normalize_by_global_norm as normalize_by_global_norm
+from optaxclip.methods.skips import SkipState as SkipState
+from optaxclip.methods.skips import skip_above as skip_above
+from optaxclip.methods.skips import skip_nonfinite as skip_nonfinite
+from optaxclip.methods.windowed import autoclip as autoclip
+from optaxclip.methods.windowed import clip_by_median_norm as clip_by_median_norm
+from optaxclip.methods.windowed import clip_by_window_norm as clip_by_window_norm
 from optaxclip.per_example import (
     per_example_clip_and_aggregate as per_example_clip_and_aggregate,
 )
 from optaxclip.per_example import per_example_global_norm_clip as per_example_global_norm_clip
 from optaxclip.per_example import per_example_layer_norm_clip as per_example_layer_norm_clip
-from optaxclip.windowed import autoclip as autoclip
-from optaxclip.windowed import clip_by_median_norm as clip_by_median_norm
-from optaxclip.windowed import clip_by_window_norm as clip_by_window_norm
-from optaxclip.wrappers import SkipState as SkipState
-from optaxclip.wrappers import skip_above as skip_above
-from optaxclip.wrappers import skip_nonfinite as skip_nonfinite
 
 __version__ = "0.1.0"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NoReturn, Protocol
 
-from optaxclip import _command_suggest, _command_sweep, bench, demo
+from optaxclip.commands import bench, demo, suggest, sweep
 
 
 class Command(Protocol):
@@ -33,8 +33,8 @@ class Command(Protocol):
 
 COMMANDS: dict[str, Command] = {
     "demo": demo,
-    "suggest": _command_suggest,
-    "sweep": _command_sweep,
+    "suggest": suggest,
+    "sweep": sweep,
     "bench": bench,
 }
 

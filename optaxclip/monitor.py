@@ -23,11 +23,11 @@ from jax.core import Tracer
 from jax.tree_util import GetAttrKey, keystr
 
 import optaxclip.scopes as scopes
-from optaxclip._engine import run_norms
-from optaxclip._trees import flatten
-from optaxclip._types import ClipInfo, ClipState, Path, PyTree
+from optaxclip._base.trees import flatten
+from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
+from optaxclip._engine.step import run_norms
+from optaxclip.methods.skips import SkipState
 from optaxclip.norms import Norm, as_norm
-from optaxclip.wrappers import SkipState
 
 
 class RecordState(NamedTuple):

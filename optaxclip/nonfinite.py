@@ -10,18 +10,13 @@
 A group is handled as one: never half NaN, half zero.
 """
 
-import functools
-from typing import Any, get_args
+from typing import get_args
 
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import checkify
 
-from optaxclip._collectives import anywhere
-from optaxclip._placement import of_slots, split_over
-from optaxclip._trees import is_sparse, with_data
-from optaxclip._types import NonFinite
-from optaxclip.scopes import Grouping
+from optaxclip._base.types import NonFinite
 
 _POLICIES = get_args(NonFinite)
 
@@ -36,25 +31,6 @@ def as_policy(policy: str) -> NonFinite:
         if policy == known:
             return known
     raise ValueError(f"nonfinite must be one of {list(_POLICIES)}, got {policy!r}")
-
-
-def mask(leaves: list[Any], grouping: Grouping) -> tuple[list[Any], list[Array]]:
-    """Leaves with their non-finite entries replaced by 0, and which groups had such entries."""
-    masked, bad = [], []
-    for leaf, axes in zip(leaves, grouping.axes, strict=True):
-        data = leaf.data if is_sparse(leaf) else leaf
-        finite = jnp.isfinite(data)
-        clean = jnp.where(finite, data, jnp.zeros((), data.dtype))
-        masked.append(with_data(leaf, clean))
-        bad.append(jnp.any(~finite, axis=None if is_sparse(leaf) else axes))
-    slots = [
-        functools.reduce(
-            jnp.logical_or, [bad[i] for i in slot.members], jnp.zeros(slot.shape, bool)
-        )
-        for slot in grouping.slots
-    ]
-    over = of_slots(grouping, split_over(leaves, grouping))
-    return masked, [anywhere(*slot) for slot in zip(slots, over, strict=True)]
 
 
 def check(bad: Array, name: str, leaves: list[str]) -> None:

@@ -25,8 +25,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optaxclip._numerics import safe_sqrt, select
-from optaxclip._sums import largest_of, sum_of, sum_over
+from optaxclip._base.numerics import safe_sqrt, select
+from optaxclip._base.sums import largest_of, sum_of, sum_over
 
 
 def _abs_squared(x: Array) -> Array:

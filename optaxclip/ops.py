@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-import optaxclip.elementwise as elementwise
+import optaxclip.methods.elementwise as elementwise
 import optaxclip.scopes as scopes
-from optaxclip._core import clip_tree, group_norms
-from optaxclip._trees import flatten
-from optaxclip._types import AxisName, ClipInfo, PyTree
+from optaxclip._base.trees import flatten
+from optaxclip._base.types import AxisName, ClipInfo, PyTree
+from optaxclip._engine.clip import clip_tree, group_norms
 from optaxclip.norms import Norm, average_l2
 from optaxclip.thresholds.fixed import check_limit
 

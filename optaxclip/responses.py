@@ -19,7 +19,7 @@ from typing import TypeAlias
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._numerics import safe_divide
+from optaxclip._base.numerics import safe_divide
 
 Response: TypeAlias = Callable[[Array, Array, Array], Array]
 

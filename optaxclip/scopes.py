@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from optaxclip._numerics import promoted
-from optaxclip._trees import FlatTree, is_sparse, per_leaf
-from optaxclip._types import NormTree, PyTree
+from optaxclip._base.numerics import promoted
+from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
+from optaxclip._base.types import NormTree, PyTree
 
 
 @dataclasses.dataclass(frozen=True)

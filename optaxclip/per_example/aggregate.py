@@ -10,9 +10,9 @@ import optax
 from jax import Array
 from jax.core import Tracer
 
-from optaxclip._numerics import real_parts
-from optaxclip._trees import FlatTree, flatten
-from optaxclip._types import PyTree
+from optaxclip._base.numerics import real_parts
+from optaxclip._base.trees import FlatTree, flatten
+from optaxclip._base.types import PyTree
 from optaxclip.per_example.bounds import ExampleLimit
 from optaxclip.per_example.quantile import QuantileLimit, adjusted_noise_multiplier
 from optaxclip.per_example.sums import (

@@ -10,10 +10,10 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from optaxclip._engine import zero_norms
-from optaxclip._exact import MOST_ENTRIES, MOST_GROUPS, two_product
-from optaxclip._numerics import safe_divide
-from optaxclip._trees import FlatTree
+from optaxclip._base.exact import MOST_ENTRIES, MOST_GROUPS, two_product
+from optaxclip._base.numerics import safe_divide
+from optaxclip._base.trees import FlatTree
+from optaxclip._engine.step import zero_norms
 from optaxclip.scopes import Grouping
 from optaxclip.thresholds.fixed import check_limit, rule_for
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import optaxclip._collectives as collectives
-from optaxclip._engine import zero_norms
-from optaxclip._trees import FlatTree, flatten
-from optaxclip._types import NormTree, PyTree
+import optaxclip._base.devices as collectives
+from optaxclip._base.trees import FlatTree, flatten
+from optaxclip._base.types import NormTree, PyTree
+from optaxclip._engine.step import zero_norms
 from optaxclip.per_example.bounds import ExampleLimit
 from optaxclip.per_example.lift import Sums
 from optaxclip.per_example.sums import (

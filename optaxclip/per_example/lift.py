@@ -16,12 +16,12 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-import optaxclip._collectives as collectives
-from optaxclip._exact import refined_root
-from optaxclip._measure import Measured, measure
-from optaxclip._numerics import power_of_two_below, real_parts, safe_divide
-from optaxclip._scale import Multiplier, multiplier
-from optaxclip._types import NormTree
+import optaxclip._base.devices as collectives
+from optaxclip._base.exact import refined_root
+from optaxclip._base.numerics import power_of_two_below, real_parts, safe_divide
+from optaxclip._base.types import NormTree
+from optaxclip._engine.measure import Measured, measure
+from optaxclip._engine.scale import Multiplier, multiplier
 from optaxclip.norms import l2
 from optaxclip.per_example.bounds import GroupLimits, small_slots
 from optaxclip.per_example.totals import sum_dtype, totals

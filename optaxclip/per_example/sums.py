@@ -9,8 +9,8 @@ import numpy as np
 from jax import Array
 
 import optaxclip.scopes as scopes
-from optaxclip._trees import FlatTree, flatten, is_sparse, leaf_name
-from optaxclip._types import NormTree, PyTree
+from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name
+from optaxclip._base.types import NormTree, PyTree
 from optaxclip.per_example.bounds import (
     ExampleLimit,
     GroupLimits,

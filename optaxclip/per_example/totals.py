@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optaxclip._numerics import accumulation_dtype, real_parts
-from optaxclip._scale import Multiplier, scale
+from optaxclip._base.numerics import accumulation_dtype, real_parts
+from optaxclip._engine.scale import Multiplier, scale
 from optaxclip.scopes import Grouping
 
 

@@ -8,8 +8,8 @@ scope they come from, so a rule written once serves the whole tree, each leaf an
       return Limits(trigger=limits, target=limits), state
 """
 
-from optaxclip._types import Limits as Limits
-from optaxclip._types import Threshold as Threshold
+from optaxclip._base.types import Limits as Limits
+from optaxclip._base.types import Threshold as Threshold
 from optaxclip.thresholds.base import AdaptiveState as AdaptiveState
 from optaxclip.thresholds.base import adaptive as adaptive
 from optaxclip.thresholds.feedback import adagc as adagc

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
-from optaxclip._types import Limits, NormTree, PyTree, Threshold
+from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.fixed import check_limit
 
 Record = Literal["raw", "clipped", "capped", "accepted"]

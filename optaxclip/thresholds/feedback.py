@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._numerics import power_of_two_below, safe_divide, safe_sqrt
-from optaxclip._types import Limits, Threshold
+from optaxclip._base.numerics import power_of_two_below, safe_divide, safe_sqrt
+from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, multiple, within
 from optaxclip.thresholds.fixed import check_limit
 from optaxclip.thresholds.moving import Moments, weighted

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
-from optaxclip._numerics import is_real
-from optaxclip._types import Limits, NormTree, PyTree, Threshold
+from optaxclip._base.numerics import is_real
+from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 
 ScalarOrSchedule: TypeAlias = jax.typing.ArrayLike | Callable[[Array], jax.typing.ArrayLike]
 LimitLike: TypeAlias = ScalarOrSchedule | Mapping[str, jax.typing.ArrayLike] | Threshold

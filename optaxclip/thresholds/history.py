@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._numerics import safe_sqrt
-from optaxclip._types import Limits, Threshold
+from optaxclip._base.numerics import safe_sqrt
+from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
     FLOOR,
     PATIENCE,

@@ -1,0 +1,1 @@
+"""The engine: measure, limit, respond, scale, record."""

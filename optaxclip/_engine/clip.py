@@ -1,0 +1,307 @@
+"""The engine: every clip is a scope, a norm, a limit rule, a response and a non-finite policy.
+
+Three known algorithms from the parts:
+
+  Clipping by global norm (Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063) measures the whole
+  tree once and holds it to a constant::
+
+    clip_by(scopes.tree(), 1.0)
+
+  Adaptive gradient clipping (Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171) measures each
+  unit and holds it to a share of the unit's own weights::
+
+    clip_by(scopes.unit(), thresholds.relative_to_params(0.01, eps=1e-3))
+
+  Adafactor's update clipping (Shazeer and Stern, 2018, arXiv 1804.04235) measures the root mean
+  square of each leaf::
+
+    clip_by(scopes.leaf(), 1.0, norm="rms")
+
+What nobody has named yet is the same expression with another argument: the L1 norm of each group
+of layers, normalized, on a schedule, is
+`clip_by(scopes.group(labels), optax.cosine_decay_schedule(1.0, 1000), norm="l1",
+response="normalize")`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from optaxclip._base.trees import FlatTree, flatten, has_wide, leaf_name
+from optaxclip._base.types import (
+    AxisName,
+    ClipInfo,
+    ClipState,
+    Limits,
+    NonFinite,
+    NormTree,
+    PyTree,
+    Threshold,
+)
+from optaxclip._engine.placement import as_axis_names, placed
+from optaxclip._engine.record import initial_info
+from optaxclip._engine.step import Method, run, run_norms, zero_norms
+from optaxclip.norms import Norm, as_norm
+from optaxclip.responses import Response
+from optaxclip.scopes import Grouping, Scope
+from optaxclip.thresholds.fixed import LimitLike, as_limit, check_limit, given, rule_for
+
+
+def clip_by(
+    scope: Scope,
+    limit: LimitLike,
+    *,
+    norm: str | Norm = "l2",
+    response: str | Response = "clip",
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+    name: str = "clip_by",
+) -> optax.GradientTransformationExtraArgs:
+    """Any clipping method, as an Optax transformation.
+
+    Guarantees, for every scope, norm and limit: norms accumulate in float32 or wider and are exact
+    whatever the range; a group at or below its limit comes back bit for bit; the new norm is at
+    most the limit (for bfloat16 and float16 leaves up to their rounding, or always with `strict`);
+    dtype, weak type, shape and tree structure stay; value and derivatives are finite wherever the
+    gradients are. `None`, integer, bool, `float0` and PRNG-key leaves pass untouched and uncounted.
+
+    Args:
+      scope: which entries share a norm, from `optaxclip.scopes`.
+      limit: a number, a scalar array (traced or not), a schedule `count -> limit`, a dict from
+        group name to number, or a rule from `optaxclip.thresholds`.
+      norm: "l2", "l1", "linf", "rms", "mean_abs", or a norm from `optaxclip.norms`.
+      response: "clip", "normalize", "smooth", or a function (see `optaxclip.responses`).
+      nonfinite: what becomes of a group whose norm is not finite: "nan" (all NaN), "zero" (all 0),
+        "mask" (bad entries 0, then clipped), "error" (a `checkify` error that names the leaves).
+      strict: whether narrow dtypes are rounded toward zero, so that they too obey the limit.
+      axis_name: inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of
+        the mapped axes over which every leaf is split.
+      specs: how the leaves are split over devices where their types do not say it: a pytree prefix
+        of the gradients with `PartitionSpec`s or `NamedSharding`s for leaves. Under `jit` they turn
+        the compiler's collectives into a single one.
+      name: what the transformation is called in messages and by `optaxclip.monitor`.
+
+    Returns:
+      A transformation whose state is a `ClipState`. Its update takes `grad_norm=`, a norm of the
+      whole tree that the caller already has, which the scope `tree` then uses.
+
+    Raises:
+      ValueError: for an unknown name, or a limit that is negative, NaN or not a scalar; when used,
+        where it cannot be known how leaves are split over devices.
+      TypeError: for a limit that is no number.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> from optaxclip import scopes
+      >>> clip = optaxclip.clip_by(scopes.leaf(), optax.linear_schedule(1.0, 0.5, 100), norm="rms")
+      >>> tx = optax.chain(clip, optax.adam(1e-3))
+      >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([0.5])}
+      >>> updates, state = clip.update(grads, clip.init(grads))
+      >>> print(list(state.info.names), state.info.norm)
+      ['b', 'w'] [0.5       3.5355341]
+    """
+    limit = as_limit(limit, "limit")
+    method = Method.checked(norm, response, nonfinite, strict, name)
+    axis_names = as_axis_names(axis_name)
+
+    def init(params: PyTree) -> ClipState:
+        grouping = scope(flatten(params, "params"))
+        rule = rule_for(limit, grouping.names, grouping.layout)
+        norms = zero_norms(grouping, jnp.dtype(jnp.float32))
+        info = initial_info(name, grouping, jnp.dtype(jnp.float32))
+        return ClipState(jnp.zeros((), jnp.int32), rule.init(norms), info)
+
+    def update(
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        grad_norm: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, ClipState]:
+        del extra_args
+        flat = flatten(updates, "updates")
+        state = init(updates) if state is None else state
+        grouping = placed(scope(flat), flat, axis_names, specs)
+        grouping = _among_known(grouping, state.info, name)
+        rule = rule_for(limit, grouping.names, grouping.layout)
+        picked, rule_state, info = run(
+            flat.picked(),
+            _matching_params(flat, params_for(rule, params, name), name),
+            rule,
+            state.rule,
+            state.info,
+            _usable_norm(grad_norm, "grad_norm", grouping, method),
+            grouping=grouping,
+            method=method,
+            names=_names_for_errors(flat, method),
+        )
+        return flat.rebuild(picked), ClipState(state.count + 1, rule_state, info)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def clip_tree(
+    tree: PyTree,
+    limits: LimitLike | Limits,
+    *,
+    scope: Scope,
+    params: PyTree | None = None,
+    norm: str | Norm = "l2",
+    response: str | Response = "clip",
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    use_norm: jax.typing.ArrayLike | None = None,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+    name: str = "clip_tree",
+) -> tuple[PyTree, ClipInfo]:
+    """Clips a tree once; `clip_by` without state.
+
+    Args:
+      tree: a pytree of floating or complex arrays; other leaves pass untouched.
+      limits: a number, a scalar array or a dict from group name to number; or `Limits`, each field
+        a pytree like `ClipInfo.norm`, to tell when to act and how far apart.
+      scope: as in `clip_by`, like the arguments that follow.
+      params: the parameters, for a limit that is relative to them.
+      norm: the norm.
+      response: the response.
+      nonfinite: the policy for groups that are not finite.
+      strict: whether narrow dtypes are rounded toward zero.
+      use_norm: the norm of the whole tree, if known; for the scope `tree`.
+      axis_name: as in `clip_by`.
+      specs: as in `clip_by`.
+      name: what the operation is called in messages.
+
+    Returns:
+      The tree, clipped, and what was done; the counts in it are 0 or 1.
+
+    Raises:
+      ValueError: for an unknown name or a limit that is negative, NaN or not a scalar.
+      TypeError: for a limit that is no number or a leaf that is no array.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tree, info = optaxclip.clip_tree(
+      ...     [jnp.array([3.0, 4.0])], 1.0, scope=optaxclip.scopes.tree())
+      >>> print(tree[0], info.norm)
+      [0.6        0.79999995] 5.0
+    """
+    flat = flatten(tree, "tree")
+    grouping = placed(scope(flat), flat, as_axis_names(axis_name), specs)
+    if isinstance(limits, Limits):
+        rule = given(limits)
+    else:
+        rule = rule_for(as_limit(limits, "limits"), grouping.names, grouping.layout)
+    method = Method.checked(norm, response, nonfinite, strict, name)
+    dtypes = {jnp.result_type(leaf) for leaf in flat.picked()}
+    dtype = jnp.dtype(jnp.float64 if has_wide(dtypes) else jnp.float32)
+    picked, _, info = run(
+        flat.picked(),
+        _matching_params(flat, params_for(rule, params, name), name),
+        rule,
+        rule.init(zero_norms(grouping, dtype)),
+        initial_info(name, grouping, dtype),
+        _usable_norm(use_norm, "use_norm", grouping, method),
+        grouping=grouping,
+        method=method,
+        names=_names_for_errors(flat, method),
+    )
+    return flat.rebuild(picked), info
+
+
+def group_norms(
+    tree: PyTree,
+    *,
+    scope: Scope,
+    norm: str | Norm = "l2",
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+) -> NormTree:
+    """The norm of every group of a tree, float32 or wider, without clipping.
+
+    Args:
+      tree: a pytree of floating or complex arrays; other leaves do not count.
+      scope: which entries share a norm.
+      norm: the norm.
+      axis_name: as in `clip_by`.
+      specs: as in `clip_by`.
+    """
+    flat = flatten(tree, "tree")
+    grouping = placed(scope(flat), flat, as_axis_names(axis_name), specs)
+    return run_norms(flat.picked(), grouping, as_norm(norm))
+
+
+def _among_known(grouping: Grouping, info: ClipInfo, name: str) -> Grouping:
+    """The grouping with all groups known since `init`, of which a tree may lack some."""
+    if grouping.layout == "scalar":
+        return grouping
+    unknown = sorted(set(grouping.names) - set(info.names))
+    if unknown:
+        raise ValueError(
+            f"{name}: the updates have groups {unknown} that the params given to init did not have"
+        )
+    return grouping.among(info.names)
+
+
+def params_for(rule: Threshold, params: PyTree | None, name: str) -> PyTree | None:
+    """The parameters, if the limit is relative to them.
+
+    Raises:
+      ValueError: if they are missing.
+    """
+    if rule.uses_params and params is None:
+        raise ValueError(
+            f"{name}: the limit is relative to the parameters; pass them: "
+            "update(grads, state, params)"
+        )
+    return params if rule.uses_params else None
+
+
+def _matching_params(flat: FlatTree, params: PyTree | None, name: str) -> list[Any] | None:
+    """The parameters that belong to the measured leaves."""
+    if params is None:
+        return None
+    found = flatten(params, "params")
+    by_path = {found.paths[i]: found.leaves[i] for i in found.measured}
+    matching = []
+    for i in flat.measured:
+        path, shape = flat.paths[i], jnp.shape(flat.leaves[i])
+        if path not in by_path or jnp.shape(by_path[path]) != shape:
+            there = f"has shape {jnp.shape(by_path[path])}" if path in by_path else "is missing"
+            raise ValueError(
+                f"{name}: params must match the updates; leaf '{leaf_name(path)}' of shape {shape} "
+                f"{there} in params"
+            )
+        matching.append(by_path[path])
+    return matching
+
+
+def _names_for_errors(flat: FlatTree, method: Method) -> tuple[str, ...]:
+    return tuple(flat.names()) if method.nonfinite == "error" else ()
+
+
+def _usable_norm(norm: Any, argument: str, grouping: Grouping, method: Method) -> Array | None:
+    """The caller's norm of the whole tree, where it can stand for our own.
+
+    Other scopes need other norms, and masked entries are not in it.
+    """
+    if norm is None or grouping.layout != "scalar" or method.nonfinite == "mask":
+        return None
+    return as_norm_given(norm, argument)
+
+
+def as_norm_given(norm: Any, argument: str) -> Array:
+    """A norm that the caller has, as a float32 or float64 scalar; it may be anything but a vector.
+
+    Raises:
+      ValueError: if it is not a scalar.
+      TypeError: if it is not a number.
+    """
+    given = jnp.asarray(check_limit(norm, argument, allow_any_number=True))
+    return given.astype(jnp.float64 if given.dtype == jnp.float64 else jnp.float32)

@@ -1,0 +1,31 @@
+"""The policy "mask": bad entries become 0 before anything is measured."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from optaxclip._base.devices import anywhere
+from optaxclip._base.trees import is_sparse, with_data
+from optaxclip._engine.placement import of_slots, split_over
+from optaxclip.scopes import Grouping
+
+
+def mask(leaves: list[Any], grouping: Grouping) -> tuple[list[Any], list[Array]]:
+    """Leaves with their non-finite entries replaced by 0, and which groups had such entries."""
+    masked, bad = [], []
+    for leaf, axes in zip(leaves, grouping.axes, strict=True):
+        data = leaf.data if is_sparse(leaf) else leaf
+        finite = jnp.isfinite(data)
+        clean = jnp.where(finite, data, jnp.zeros((), data.dtype))
+        masked.append(with_data(leaf, clean))
+        bad.append(jnp.any(~finite, axis=None if is_sparse(leaf) else axes))
+    slots = [
+        functools.reduce(
+            jnp.logical_or, [bad[i] for i in slot.members], jnp.zeros(slot.shape, bool)
+        )
+        for slot in grouping.slots
+    ]
+    over = of_slots(grouping, split_over(leaves, grouping))
+    return masked, [anywhere(*slot) for slot in zip(slots, over, strict=True)]

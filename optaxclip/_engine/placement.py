@@ -1,0 +1,176 @@
+"""Where the entries of a group lie: which leaves are split over devices, and how."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import optaxclip._base.devices as collectives
+from optaxclip._base.devices import Axes
+from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
+from optaxclip._base.types import PyTree
+from optaxclip.scopes import Grouping
+
+_HOW = (
+    "pass axis_name= (every leaf is split over it) or specs= (a pytree of PartitionSpec), or clip "
+    "outside of it"
+)
+
+
+def as_axis_names(axis_name: Any) -> tuple[str, ...] | None:
+    """`axis_name`, checked, as a tuple.
+
+    Raises:
+      TypeError: if it is neither a name nor a sequence of names.
+    """
+    if axis_name is None:
+        return None
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"axis_name must be a name or a sequence of names, got {axis_name!r}")
+    return tuple(names)
+
+
+def placed(
+    grouping: Grouping, flat: FlatTree, axis_names: tuple[str, ...] | None, specs: PyTree
+) -> Grouping:
+    """The grouping together with what the user says of devices.
+
+    Raises:
+      TypeError: if a leaf of `specs` is neither a `PartitionSpec` nor a `NamedSharding`.
+      ValueError: if `specs` is not a prefix of the tree, or a spec has more entries than axes.
+    """
+    if specs is None:
+        return dataclasses.replace(grouping, axis_name=axis_names) if axis_names else grouping
+    found = per_leaf(specs, flat, "specs")
+    for spec, leaf in zip(found, flat.picked(), strict=True):
+        if not isinstance(spec, (PartitionSpec, NamedSharding)):
+            raise TypeError(
+                f"specs must be a pytree of PartitionSpec or NamedSharding, got {spec!r}"
+            )
+        if len(as_spec(spec)) > np.ndim(leaf):
+            raise ValueError(f"specs has {spec} for a leaf of shape {np.shape(leaf)}")
+    return dataclasses.replace(grouping, axis_name=axis_names, specs=tuple(found))
+
+
+def as_spec(spec: Any) -> PartitionSpec:
+    """The spec of a sharding, or the spec itself."""
+    return spec.spec if isinstance(spec, NamedSharding) else spec
+
+
+def known_shardings(
+    leaves: Sequence[Any], grouping: Grouping
+) -> tuple[Any, tuple[PartitionSpec, ...]] | None:
+    """The mesh and the specs of arrays that are split over devices as a whole, where known.
+
+    Args:
+      leaves: the measured leaves.
+      grouping: with the user's specs, if any; for explicit meshes the types say it.
+
+    Returns:
+      None inside a manual region, for arrays in one piece, and where only the compiler knows.
+
+    Raises:
+      ValueError: for a partial sum, and for specs without a mesh.
+    """
+    for leaf in leaves:
+        if not is_sparse(leaf):
+            collectives.refuse_partial_sum(leaf)
+    if collectives.manual_axes() or grouping.axis_name or any(map(is_sparse, leaves)):
+        return None
+    if grouping.specs is not None:
+        mesh = collectives.mesh_of(grouping.specs)
+        if mesh is None:
+            raise ValueError("specs= needs a mesh: pass NamedShardings, or use jax.set_mesh")
+        return mesh, tuple(as_spec(spec) for spec in grouping.specs)
+    found = [collectives.explicit_sharding(leaf) for leaf in leaves]
+    meshes = {mesh for mesh, _ in filter(None, found)}
+    if len(meshes) != 1:
+        return None
+    specs = tuple(PartitionSpec() if known is None else known[1] for known in found)
+    return meshes.pop(), specs
+
+
+def norm_spec(grouping: Grouping, specs: Sequence[PartitionSpec], slot: int) -> PartitionSpec:
+    """How the norms of a slot are split: as the axes of the leaf that are not reduced."""
+    if grouping.slots[slot].shape == ():
+        return PartitionSpec()
+    (leaf,) = grouping.slots[slot].members
+    spec, reduced = specs[leaf], grouping.axes[leaf]
+    kept = [entry for axis, entry in enumerate(spec) if axis not in reduced]
+    return PartitionSpec(*kept)
+
+
+def split_over(leaves: Sequence[Any], grouping: Grouping) -> list[Axes]:
+    """For each leaf the manual axes over which the entries that share its norm are split.
+
+    Raises:
+      ValueError: where that cannot be known.
+    """
+    manual = collectives.manual_axes()
+    names = frozenset(grouping.axis_name or ())
+    if not manual:
+        return [names] * len(leaves)
+    # An axis of a surrounding `vmap` has no type to ask.
+    outside = names - manual
+    if collectives.tracks(manual):
+        return [outside | _tracked(leaf, grouping, i) for i, leaf in enumerate(leaves)]
+    if grouping.specs is not None:
+        return [outside | _by_spec(grouping, i)[0] & manual for i in range(len(leaves))]
+    if grouping.axis_name is None:
+        raise ValueError(
+            "inside pmap or shard_map(check_vma=False) nothing tells how leaves are split over "
+            f"the devices along {sorted(manual)}; {_HOW}"
+        )
+    return [names] * len(leaves)
+
+
+def kept_over(grouping: Grouping) -> list[Axes]:
+    """For each leaf the manual axes over which its axes that are not reduced are split."""
+    manual = collectives.manual_axes()
+    return [_by_spec(grouping, i)[1] & manual for i in range(len(grouping.axes))]
+
+
+def of_slots(grouping: Grouping, of_leaves: Sequence[Axes]) -> list[Axes]:
+    """For each slot the mesh axes of all its leaves."""
+    return [Axes().union(*(of_leaves[i] for i in slot.members)) for slot in grouping.slots]
+
+
+def _tracked(leaf: Any, grouping: Grouping, position: int) -> Axes:
+    """What the leaf's type says, together with its spec where both reduced and kept axes exist."""
+    varying = collectives.varying_axes(leaf)
+    is_whole = len(grouping.axes[position]) == np.ndim(leaf)
+    if not varying or (is_whole and grouping.specs is None):
+        return varying
+    if grouping.specs is None:
+        if grouping.axis_name is not None:
+            return varying & frozenset(grouping.axis_name)
+        raise ValueError(
+            f"a leaf of type {jax.typeof(leaf)} is split over {sorted(varying)}, and its type does "
+            "not say along which of its axes, only some of which share a norm; pass specs= (a "
+            "pytree of PartitionSpec)"
+        )
+    reduced, kept = _by_spec(grouping, position)
+    unknown = varying - reduced - kept
+    if unknown:
+        raise ValueError(
+            f"specs has {grouping.specs[position]} for a leaf of type {jax.typeof(leaf)}, which "
+            f"also varies over {sorted(unknown)}; sum it over them first, or correct the spec"
+        )
+    return varying & reduced
+
+
+def _by_spec(grouping: Grouping, position: int) -> tuple[Axes, Axes]:
+    """The mesh axes that split the reduced axes of a leaf, and those that split the others."""
+    reduced: Axes = frozenset()
+    kept: Axes = frozenset()
+    spec = PartitionSpec() if grouping.specs is None else as_spec(grouping.specs[position])
+    for axis, entry in enumerate(spec):
+        if axis in grouping.axes[position]:
+            reduced |= collectives.spec_axes(entry)
+        else:
+            kept |= collectives.spec_axes(entry)
+    return reduced, kept

@@ -1,0 +1,1 @@
+"""What a clip costs on this machine: cases, timing, report."""

@@ -1,0 +1,132 @@
+"""What a clip adds to an optimizer's step."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optaxclip
+from optaxclip._base.types import PyTree
+from optaxclip.bench.effort import Effort, Tell
+from optaxclip.bench.report import Figure, Row
+from optaxclip.bench.timing import Program, Times, race, ratio, spread
+from optaxclip.bench.trees import filled, num_bytes, read, transformer
+
+Clips = Mapping[str, optax.GradientTransformation]
+
+PLAIN, OURS, THEIRS, READ = "no clip", "optaxclip", "Optax", "read"
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "AdamW": partial(optax.adamw, 1e-3),
+    "SGD": partial(optax.sgd, 1e-3),
+}
+ACCUMULATED = 2
+
+
+def added_to_steps(effort: Effort, tell: Tell) -> list[Row]:
+    """The clip by the global norm, in every kind of step."""
+    rows = []
+    for dtype in (name for name in effort.dtypes if name != "float16"):
+        grads = filled(transformer(effort.layers, effort.width), dtype)
+        for name, optimizer in OPTIMIZERS.items():
+            for every in (1, ACCUMULATED):
+                accumulated = f", MultiSteps of {every}" if every > 1 else ""
+                case = f"{name}, {dtype}{accumulated}"
+                tell(case)
+                rows += added(case, by_global_norm(), optimizer, grads, effort, every)
+    return rows
+
+
+def by_global_norm() -> Clips:
+    """The clip by the global norm, ours and Optax's."""
+    return {OURS: optaxclip.clip_by_global_norm(1.0), THEIRS: optax.clip_by_global_norm(1.0)}
+
+
+def adaptive_rules(effort: Effort, tell: Tell) -> list[Row]:
+    """Limits that follow the norms, over the constant limit of the same scope."""
+    grads, rows = filled(transformer(effort.layers, effort.width), jnp.float32), []
+    constants = {
+        "one norm": optaxclip.clip_by_global_norm(1.0),
+        "one norm per leaf": optaxclip.clip_by_norm(1.0),
+    }
+    rules = {
+        "one norm": {
+            "zclip": optaxclip.zclip(),
+            "autoclip": optaxclip.autoclip(),
+            "clip_by_median_norm": optaxclip.clip_by_median_norm(),
+            "clip_by_quantile": optaxclip.clip_by_quantile(),
+            "clip_by_window_norm": optaxclip.clip_by_window_norm(),
+        },
+        "one norm per leaf": {
+            "adagc": optaxclip.adagc(),
+            "clip_by_ema_norm": optaxclip.clip_by_ema_norm(),
+        },
+    }
+    for case, constant in constants.items():
+        tell(case)
+        programs = {
+            name: _program(optax.chain(clip, OPTIMIZERS["AdamW"]()), grads)
+            for name, clip in {"constant": constant, **rules[case]}.items()
+        }
+        times = race(programs, effort.rounds)
+        base = times["constant"]
+        for way, taken in times.items():
+            figures: dict[str, Figure] = {"ms": spread(taken).times(1e3)}
+            if way != "constant" and (share := ratio(taken - base, base)):
+                figures["of_step"] = share.times(100)
+            rows.append(Row(case, way, figures))
+    return rows
+
+
+def added(
+    case: str,
+    clips: Clips,
+    optimizer: Callable[[], optax.GradientTransformation],
+    grads: PyTree,
+    effort: Effort,
+    every: int = 1,
+) -> list[Row]:
+    """The step with each clip and without one, whose time and memory are subtracted."""
+    programs = {PLAIN: _program(optimizer(), grads, every)}
+    for way, clip in clips.items():
+        programs[way] = _program(optax.chain(clip, optimizer()), grads, every)
+    reading = Program(read, jnp.zeros(()), grads)
+    times = race({**programs, READ: reading}, effort.rounds)
+    plain = programs[PLAIN].temporary_bytes
+    rows = [Row(case, way, {"ms": spread(times[way]).times(1e3)}) for way in (READ, PLAIN)]
+    for way in clips:
+        bytes_more = _difference(programs[way].temporary_bytes, plain)
+        share = None if bytes_more is None else 100 * bytes_more / num_bytes(grads)
+        rows.append(Row(case, way, _figures(times, way) | {"extra_memory": share}))
+    return rows
+
+
+def _figures(times: Times, way: str) -> dict[str, Figure]:
+    added = times[way] - times[PLAIN]
+    figures: dict[str, Figure] = {
+        "ms": spread(times[way]).times(1e3),
+        "added_ms": spread(added).times(1e3),
+        "of_reads": ratio(added, times[READ]),
+    }
+    if way != THEIRS and THEIRS in times:
+        figures["of_optax"] = ratio(added, times[THEIRS] - times[PLAIN])
+    return figures
+
+
+def _difference(x: int | None, y: int | None) -> int | None:
+    return None if x is None or y is None else x - y
+
+
+def _program(tx: optax.GradientTransformation, grads: PyTree, every: int = 1) -> "Program":
+    """The steps from one change of the parameters to the next."""
+    stepper: Any = tx if every == 1 else optax.MultiSteps(tx, every)
+    params = jax.tree.map(jnp.ones_like, grads)
+
+    def step(carry: tuple[PyTree, Any], grads: PyTree) -> tuple[PyTree, Any]:
+        params, state = carry
+        updates, state = stepper.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return Program(step, (params, stepper.init(params)), grads)

@@ -1,0 +1,107 @@
+"""The command `bench`: what a clip costs here, beside Optax, PyTorch and the limit of memory."""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+
+from optaxclip.bench.clips import alone, eager, growth, many_leaves
+from optaxclip.bench.effort import FULL, QUICK, Effort, Tell
+from optaxclip.bench.methods import compiling, other_clips
+from optaxclip.bench.report import Row, Section, machine
+from optaxclip.bench.steps import adaptive_rules, added_to_steps
+
+HELP: str = "measure what a clip costs on this machine, beside Optax and PyTorch"
+NEEDS: tuple[str, ...] = ()
+EXTRA: str = "bench"
+
+WORKLOADS: dict[str, tuple[str, Callable[[Effort, Tell], list[Row]]]] = {
+    "clip": ("A clip alone, in place", alone),
+    "steps": ("What a clip adds to a step", added_to_steps),
+    "leaves": ("Many small leaves", many_leaves),
+    "eager": ("Calls outside of jit", eager),
+    "methods": ("What other clips add to an AdamW step", other_clips),
+    "compiling": ("To compile the clip of a transformer", compiling),
+    "rules": ("Adaptive rules over a constant limit, in an AdamW step", adaptive_rules),
+    "growth": ("A clip alone, as the gradients grow", growth),
+}
+DISK_CACHE = "jax_enable_compilation_cache"
+EPILOG = """\
+Ways of doing the same take turns in one process. Figures are medians, and ratios of medians, with
+the quartiles of the rounds. Some minutes on two cores, about one with --quick; it takes up to
+4 GB of memory."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.epilog = EPILOG
+    parser.add_argument("--json", type=Path, metavar="FILE", help="for the figures as JSON, too")
+    parser.add_argument("--quick", action="store_true", help="smaller gradients, fewer rounds")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints the tables, writes the file; returns the exit code."""
+    if args.json:
+        _check_writable(args.json)
+    with _progress() as tell:
+        report = measure(QUICK if args.quick else FULL, tell)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def measure(effort: Effort, tell: Tell) -> dict[str, object]:
+    """Runs all workloads and prints each one's table as it is done.
+
+    Args:
+      effort: sizes and repetitions.
+      tell: told the name of each case before it begins.
+
+    Returns:
+      The machine and the figures, as `--json` writes them.
+    """
+    report: dict[str, object] = machine()
+    print("; ".join(f"{name} {value}" for name, value in report.items()), end="\n\n")
+    sections = []
+    with _without_stored_programs():
+        for name, (title, workload) in WORKLOADS.items():
+            section = Section(name, title, workload(effort, tell))
+            print(section.markdown(), flush=True)
+            sections.append(section.as_json())
+    return report | {"sections": sections}
+
+
+@contextlib.contextmanager
+def _without_stored_programs() -> Iterator[None]:
+    """Without the compilation cache on disk, which would answer instead of the compiler."""
+    before = getattr(jax.config, DISK_CACHE)
+    jax.config.update(DISK_CACHE, False)
+    try:
+        yield
+    finally:
+        jax.config.update(DISK_CACHE, before)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Tell]:
+    """Says on standard error what is being measured."""
+    if find_spec("rich") is None:
+        yield lambda text: print(text, file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield status.update
+
+
+def _check_writable(path: Path) -> None:
+    """Now, not when all is measured."""
+    try:
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise argparse.ArgumentError(None, f"cannot write {path}: {error.strerror}") from error

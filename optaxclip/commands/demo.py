@@ -1,0 +1,197 @@
+"""The command `demo`: what clipping does to a recurrent network that reads real text."""
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import optax
+
+import optaxclip
+
+if TYPE_CHECKING:
+    from optaxclip.commands.demo_task import History
+
+HELP: str = "train a recurrent network on text without clipping and with several methods"
+NEEDS: tuple[str, ...] = ("flax", "matplotlib", "rich")
+EXTRA: str = "demo"
+
+LIMIT = 1.0
+METHODS = {
+    "none": partial(optax.identity),
+    "global_norm": partial(optaxclip.clip_by_global_norm, LIMIT),
+    "norm": partial(optaxclip.clip_by_norm, 0.15),
+    "value": partial(optaxclip.clip, 0.005),
+    "agc": partial(optaxclip.adaptive_grad_clip, 0.01),
+    "block_rms": partial(optaxclip.clip_by_block_rms, 0.001),
+    "normalize": partial(optaxclip.normalize_by_global_norm, 1.0),
+    "autoclip": partial(optaxclip.autoclip, 10.0),
+    "zclip": partial(optaxclip.zclip),
+    "adagc": partial(optaxclip.adagc),
+    "median": partial(optaxclip.clip_by_median_norm, 2.0),
+    "quantile": partial(optaxclip.clip_by_quantile, 0.5),
+    "ema": partial(optaxclip.clip_by_ema_norm, 2.0),
+}
+DEFAULT_METHODS = ("global_norm", "norm", "value", "agc")
+UNCLIPPED = "none"
+PICTURE = "optaxclip_demo.png"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _epilog()
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="UTF-8 text; by default Python's help topics"
+    )
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=DEFAULT_METHODS,
+        metavar="METHOD",
+        help=f"what to compare with '{UNCLIPPED}' (default: {' '.join(DEFAULT_METHODS)})",
+    )
+    parser.add_argument(
+        "--steps", type=whole(1, 10**6), default=600, metavar="N", help="default: 600"
+    )
+    parser.add_argument(
+        "--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="default: 0"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(), metavar="DIR", help="for the picture; by default here"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, prints the table, writes the picture; returns the exit code."""
+    text = read_text(args.text)
+    out = writable(args.out)
+    histories = _train(text, dict.fromkeys([UNCLIPPED, *args.methods]), args.steps, args.seed)
+    _print_table(histories)
+    path = out / PICTURE
+    _draw(histories, path)
+    print(f"curves: {path}")
+    return 0
+
+
+def _train(text: str, methods: Iterable[str], steps: int, seed: int) -> "dict[str, History]":
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from optaxclip.commands.demo_task import Task, encode
+
+    task = Task(encode(text), seed)
+    histories = {}
+    with Progress(console=Console(stderr=True)) as progress:
+        bars = {name: progress.add_task(name, total=steps) for name in methods}
+        for name, bar in bars.items():
+            histories[name] = task.train(METHODS[name](), steps, partial(progress.advance, bar))
+    return histories
+
+
+def _print_table(histories: "Mapping[str, History]") -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for title in ("final loss", "best loss", "largest norm", "clipped", "non-finite"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, history in histories.items():
+        table.add_row(name, *_cells(history))
+    Console().print(table)
+
+
+def _cells(history: "History") -> tuple[str, ...]:
+    final, bad = history.held_out[-1], history.nonfinite
+    return (
+        f"{final:.4g}" if np.isfinite(final) else "diverged",
+        f"{np.nanmin(history.held_out):.4g}",
+        f"{np.max(history.norm):.3g}",
+        f"{np.mean(history.clipped):.0%}",
+        f"{len(bad)}, first {bad[0] + 1}" if len(bad) else "0",
+    )
+
+
+def _draw(histories: "Mapping[str, History]", path: Path) -> None:
+    from optaxclip import plots
+
+    figure = plots.side_by_side()
+    left, right = figure.axes
+    evals = next(iter(histories.values())).evals
+    plots.loss_curves({name: h.held_out for name, h in histories.items()}, evals, ax=left)
+    left.set_ylabel("held-out loss (nats per character)")
+    limit = LIMIT if "global_norm" in histories else None
+    plots.norm_curves({name: h.norm for name, h in histories.items()}, limit=limit, ax=right)
+    right.set_ylabel("raw gradient norm")
+    for ax in figure.axes:
+        ax.set_xscale("log")  # what explodes does so early
+        ax.xaxis.set_major_formatter("{x:g}")
+    plots.shared_legend(figure)
+    figure.savefig(path, dpi=150)
+
+
+def read_text(path: Path | None) -> str:
+    """The text of a file, or of Python's own help topics."""
+    from optaxclip.commands.demo_task import MIN_CHARACTERS
+
+    try:
+        text = path.read_text(encoding="utf-8") if path else _help_topics()
+    except OSError as error:
+        raise argparse.ArgumentError(None, f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentError(None, f"{path} is not UTF-8 text") from error
+    if len(text) < MIN_CHARACTERS:
+        message = f"{path} has {len(text)} characters; the demo needs at least {MIN_CHARACTERS}"
+        raise argparse.ArgumentError(None, message)
+    return text
+
+
+def _help_topics() -> str:
+    try:
+        from pydoc_data.topics import topics
+    except ModuleNotFoundError as error:
+        message = "this Python comes without its help topics: give a text with --text FILE"
+        raise argparse.ArgumentError(None, message) from error
+    return "\n".join(topics.values())
+
+
+def writable(directory: Path) -> Path:
+    """The directory, made if there is none; tried out now, not when the training is over."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        message = f"cannot write to {directory}: {error.strerror}"
+        raise argparse.ArgumentError(None, message) from error
+    return directory
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """The type of an argument that is a whole number in a range."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if not least <= number <= most:
+            message = f"{text!r} is not a whole number from {least} to {most}"
+            raise argparse.ArgumentTypeError(message)
+        return number
+
+    return parse
+
+
+def _epilog() -> str:
+    calls = {
+        name: f"{make.func.__name__}({', '.join(map(str, make.args))})"
+        for name, make in METHODS.items()
+    }
+    table = "\n".join(f"  {name:<12} {call}" for name, call in calls.items())
+    return f"methods:\n{table}\n\nexample:\n  python -m optaxclip demo --methods global_norm agc"

@@ -1,0 +1,83 @@
+"""The command `suggest`: a limit from a log of gradient norms."""
+
+import argparse
+import json
+import sys
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+from optaxclip.tuning import Suggestion, suggest
+from optaxclip.tuning.files import parse_norms, read_norms
+
+HELP: str = "suggest a limit from a log of gradient norms"
+NEEDS: tuple[str, ...] = ()
+EXTRA: str = "plot"
+
+EXAMPLES = """examples:
+  python -m optaxclip suggest log.csv --column grad_norm
+  python -m optaxclip suggest runs/today --column clip/0/norm --plot norms.png
+  tail -n 2000 metrics.jsonl | python -m optaxclip suggest - --json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        help="CSV, JSON lines, a TensorBoard event file or a directory of such; - for the input",
+    )
+    parser.add_argument(
+        "--column",
+        metavar="NAME",
+        help="column, key or tag; by default the only one that can be meant",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="PICTURE", help="draw the norms, and how often each size came"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the suggestion, draws it if asked to; returns the exit code."""
+    if args.plot and find_spec("matplotlib") is None:
+        remedy = f'pip install "optaxclip[{EXTRA}]"'
+        raise argparse.ArgumentError(None, f"--plot needs matplotlib: {remedy}")
+    suggestion = _suggestion(args.file, args.column)
+    if args.plot:
+        _draw(suggestion, args.plot)
+    print(json.dumps(suggestion.to_dict(), indent=2) if args.json else suggestion)
+    return 0
+
+
+def _suggestion(file: str, column: str | None) -> Suggestion:
+    try:
+        if file == "-":
+            norms = parse_norms(sys.stdin.buffer.read(), column, "the input")
+        else:
+            norms = read_norms(file, column)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the printed notes say the same
+            return suggest(norms)
+    except OSError as error:
+        raise argparse.ArgumentError(None, f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise argparse.ArgumentError(None, str(error)) from error
+
+
+def _draw(suggestion: Suggestion, path: Path) -> None:
+    from optaxclip import plots
+
+    figure = plots.side_by_side()
+    plots.norms_over_steps(suggestion.norms, suggestion.limit, ax=figure.axes[0])
+    plots.norm_histogram(suggestion, ax=figure.axes[1])
+    plots.legends_below(figure)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        message = f"cannot write to {path}: {error.strerror}"
+        raise argparse.ArgumentError(None, message) from error
+    except ValueError as error:
+        raise argparse.ArgumentError(None, f"cannot write {path}: {error}") from error

@@ -1,0 +1,90 @@
+"""The command `sweep`: the demo's model under many limits at once."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from optaxclip.commands.demo import read_text, whole, writable
+
+if TYPE_CHECKING:
+    from optaxclip.tuning import SweepResult
+
+HELP: str = "train the demo's model under many limits at once, and name the best of them"
+NEEDS: tuple[str, ...] = ("flax", "matplotlib", "rich")
+EXTRA: str = "demo"
+
+LOWEST, HIGHEST = 0.03, 1000.0
+PICTURE = "optaxclip_sweep.png"
+EXAMPLES = """examples:
+  python -m optaxclip sweep
+  python -m optaxclip sweep --limits 0.3 1 3 10 --steps 400 --seeds 2"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "--limits",
+        nargs="+",
+        type=_positive,
+        default=np.geomspace(LOWEST, HIGHEST, 10).round(3).tolist(),
+        metavar="LIMIT",
+        help=f"limits of the global norm (default: ten from {LOWEST:g} to {HIGHEST:g})",
+    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text, as for the demo")
+    parser.add_argument(
+        "--steps", type=whole(10, 10**6), default=200, metavar="N", help="default: 200"
+    )
+    parser.add_argument(
+        "--seeds", type=whole(1, 1000), default=1, metavar="N", help="runs for each; default: 1"
+    )
+    parser.add_argument(
+        "--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="default: 0"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(), metavar="DIR", help="for the picture; by default here"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, prints the table, writes the picture; returns the exit code."""
+    text, out = read_text(args.text), writable(args.out)
+    result = _train(text, args)
+    print(result)
+    path = out / PICTURE
+    _draw(result, path)
+    print(f"curve: {path}")
+    return 0
+
+
+def _train(text: str, args: argparse.Namespace) -> "SweepResult":
+    import jax
+
+    from optaxclip.commands.demo_task import Task, encode, sweep_functions
+    from optaxclip.tuning import sweep
+
+    init_fn, step_fn, data = sweep_functions(Task(encode(text), args.seed), args.steps)
+    key = jax.random.key(args.seed)
+    return sweep(init_fn, step_fn, args.limits, args.steps, key=key, data=data, seeds=args.seeds)
+
+
+def _draw(result: "SweepResult", path: Path) -> None:
+    from optaxclip import plots
+
+    figure = plots.side_by_side(columns=1)
+    plots.sweep_curve(result, ax=figure.axes[0])
+    plots.legends_below(figure)
+    figure.savefig(path, dpi=150)
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return number

@@ -1,0 +1,109 @@
+"""Clipping of values, entry by entry, as transformations."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import optaxclip.methods.elementwise as elementwise
+from optaxclip._base.trees import flatten
+from optaxclip._base.types import PyTree
+from optaxclip.thresholds.fixed import ScalarOrSchedule, check_limit
+
+
+class ClipByValueState(NamedTuple):
+    """State of elementwise clipping.
+
+    Attributes:
+      count: int32[], steps so far.
+    """
+
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+def clip(max_delta: ScalarOrSchedule) -> optax.GradientTransformationExtraArgs:
+    """Holds every entry to `[-max_delta, max_delta]`, a complex one to modulus `max_delta`.
+
+    NaN stays NaN, infinite entries go to the bounds.
+
+    Args:
+      max_delta: the largest absolute value, or a schedule of it.
+
+    Raises:
+      ValueError: if `max_delta` is a negative or NaN number, or not a scalar.
+      TypeError: if it is no number.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip(2.0)
+      >>> grads = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 3.0, 1.0])
+      >>> print(tx.update(grads, tx.init(grads))[0])
+      [nan  2. -2.  2.  1.]
+    """
+    if callable(max_delta):
+        schedule = max_delta
+        return _clip_by_bounds(
+            lambda count: -jnp.maximum(jnp.asarray(schedule(count)), 0),
+            lambda count: jnp.maximum(jnp.asarray(schedule(count)), 0),
+            ("max_delta", "max_delta"),
+        )
+    high = check_limit(max_delta, "max_delta")
+    if isinstance(high, jax.Array):
+        high = jnp.maximum(high, 0)
+    return _clip_by_bounds(-high, high, ("max_delta", "max_delta"))
+
+
+def clip_by_value(
+    min_value: ScalarOrSchedule, max_value: ScalarOrSchedule
+) -> optax.GradientTransformationExtraArgs:
+    """Holds every entry to `[min_value, max_value]`, a complex one to modulus `max_value`.
+
+    NaN stays NaN, infinite entries go to the bounds.
+
+    Args:
+      min_value: the least value: a scalar, an array that broadcasts to every leaf, or a schedule.
+      max_value: the largest value, likewise.
+
+    Raises:
+      ValueError: if a minimum exceeds its maximum, where both are concrete, or a bound would make a
+        leaf larger.
+      TypeError: if a bound is no number.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by_value(-1.0, 4.0)
+      >>> grads = jnp.array([-3.0, 2.0, 6.0])
+      >>> print(tx.update(grads, tx.init(grads))[0])
+      [-1.  2.  4.]
+    """
+    bounds = (("min_value", min_value), ("max_value", max_value))
+    for argument, bound in bounds:
+        if not callable(bound):
+            elementwise.check_bound(bound, argument)
+    if not callable(min_value) and not callable(max_value):
+        elementwise.check_order(min_value, max_value, ("min_value", "max_value"))
+    return _clip_by_bounds(min_value, max_value, ("min_value", "max_value"))
+
+
+def _clip_by_bounds(
+    low: ScalarOrSchedule, high: ScalarOrSchedule, arguments: tuple[str, str]
+) -> optax.GradientTransformationExtraArgs:
+    def init(params: PyTree) -> ClipByValueState:
+        flatten(params, "params")
+        return ClipByValueState(jnp.zeros((), jnp.int32))
+
+    def update(
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, ClipByValueState]:
+        del params, extra_args
+        state = init(updates) if state is None else state
+        least, largest = (bound(state.count) if callable(bound) else bound for bound in (low, high))
+        clipped = elementwise.clamp(flatten(updates, "updates"), least, largest, arguments)
+        return clipped, ClipByValueState(state.count + 1)
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,126 @@
+"""Elementwise clipping: bounds on values. It has no norm, so it is not on the engine's axes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.core import Tracer
+
+from optaxclip._base.numerics import is_real, match_weak_type
+from optaxclip._base.trees import FlatTree, is_sparse, with_data
+from optaxclip._base.types import PyTree
+
+
+def clamp(
+    flat: FlatTree,
+    low: jax.typing.ArrayLike,
+    high: jax.typing.ArrayLike,
+    arguments: tuple[str, str],
+) -> PyTree:
+    """A tree with real entries held to `[low, high]` and complex ones to modulus `high`.
+
+    NaN stays NaN; infinite entries go to the bounds. Where `low` is above `high` it wins.
+
+    Args:
+      flat: the tree; of `BCOO` leaves the stored entries are clipped.
+      low: the least value, a scalar or an array that broadcasts to every leaf.
+      high: the largest value, likewise.
+      arguments: what the bounds are called in messages.
+
+    Raises:
+      ValueError: if a bound would make a leaf larger.
+    """
+    leaves = flat.picked()
+    for leaf, name in zip(leaves, flat.names(), strict=True):
+        for bound, argument in zip((low, high), arguments, strict=True):
+            _check_fit(bound, argument, np.shape(leaf.data if is_sparse(leaf) else leaf), name)
+    lows, highs = ([_in_range(bound, leaf) for leaf in leaves] for bound in (low, high))
+    return flat.rebuild(_clamp_leaves(leaves, lows, highs))
+
+
+def check_bound(bound: Any, argument: str) -> Any:
+    """`bound`, if it is a number or a real array.
+
+    Raises:
+      TypeError: if it is neither.
+    """
+    if not is_real(bound):
+        raise TypeError(
+            f"{argument} must be a number or an array, got {bound!r} of type {type(bound).__name__}"
+        )
+    return bound
+
+
+def check_order(low: Any, high: Any, names: tuple[str, str]) -> None:
+    """Checks that no minimum exceeds its maximum or is NaN, where both are concrete.
+
+    Raises:
+      ValueError: otherwise.
+    """
+    if any(isinstance(bound, Tracer) for bound in (low, high)):
+        return
+    if not np.all(np.asarray(low) <= np.asarray(high)):
+        raise ValueError(f"{names[0]} must be at most {names[1]}, got {low!r} and {high!r}")
+
+
+def _check_fit(
+    bound: jax.typing.ArrayLike, argument: str, shape: tuple[int, ...], name: str
+) -> None:
+    if np.shape(bound) == ():
+        return
+    try:
+        fits = np.broadcast_shapes(np.shape(bound), shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{argument} of shape {np.shape(bound)} does not broadcast to leaf '{name}' of shape "
+            f"{shape}"
+        )
+
+
+def _in_range(bound: jax.typing.ArrayLike, leaf: Any) -> jax.typing.ArrayLike:
+    """A bound that JAX can hold: for integer leaves in the range of their dtype."""
+    dtype = jnp.result_type(leaf.data if is_sparse(leaf) else leaf)
+    if isinstance(bound, jax.Array):
+        return bound
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return float(bound) if isinstance(bound, int) else bound
+    return np.clip(bound, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max).astype(dtype)
+
+
+@jax.jit
+def _clamp_leaves(leaves: list[Any], lows: list[Array], highs: list[Array]) -> list[Any]:
+    clamped = []
+    for leaf, low, high in zip(leaves, lows, highs, strict=True):
+        x = jnp.asarray(leaf.data if is_sparse(leaf) else leaf)
+        least, largest = (
+            jnp.broadcast_to(jnp.asarray(bound).astype(x.real.dtype), x.shape)
+            for bound in (low, high)
+        )
+        if jnp.iscomplexobj(x):
+            y = _bound_modulus(x, largest)
+        else:
+            # An entry at a bound keeps its own derivative; a NaN bound shows.
+            y = jnp.where((x > largest) | (largest != largest), largest, x)
+            y = jnp.where((y < least) | (least != least), least, y)
+        clamped.append(with_data(leaf, match_weak_type(y, x)))
+    return clamped
+
+
+def _bound_modulus(z: Array, high: Array) -> Array:
+    """Complex entries with a modulus above `high` brought back to it, their phase kept."""
+    high = jnp.maximum(high, 0)
+    is_infinite = jnp.isinf(z.real) | jnp.isinf(z.imag)
+
+    # Half the entry, because the modulus of a finite entry can overflow.
+    def toward(part: Array) -> Array:
+        return jnp.where(is_infinite, jnp.where(jnp.isinf(part), jnp.sign(part), 0), part / 2)
+
+    direction = lax.complex(toward(z.real), toward(z.imag))
+    size = jnp.abs(jnp.where(direction == 0, 1, direction))
+    keep = (direction == 0) | ((size <= high / 2) & ~is_infinite)
+    by = high / size
+    return jnp.where(keep, z, lax.complex(direction.real * by, direction.imag * by))

@@ -1,0 +1,297 @@
+"""The named methods: Optax's and the papers' names, each one expression over the engine.
+
+Beside its own arguments every method takes those that the engine offers and that apply to it:
+`norm`, `nonfinite`, `strict`, `axis_name`, `specs` and `name`, explained at `optaxclip.clip_by`
+along with the guarantees that all of them share. Every limit may be a number, a scalar array of any
+dtype (traced or not) or a schedule, and `optax.inject_hyperparams` works on all of them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import optax
+from jax import Array
+
+import optaxclip.scopes as scopes
+from optaxclip._base.types import AxisName, NonFinite, PyTree
+from optaxclip._engine.clip import clip_by
+from optaxclip.norms import Norm
+from optaxclip.thresholds.fixed import (
+    ScalarOrSchedule,
+    as_limit,
+    relative,
+)
+
+
+def clip_by_norm(
+    max_norm: ScalarOrSchedule,
+    axes: int | Sequence[int] | None = None,
+    *,
+    norm: str | Norm = "l2",
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+    name: str = "clip_by_norm",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips each leaf by its own norm.
+
+    Args:
+      max_norm: the largest norm of a leaf.
+      axes: the axes over which a norm extends; all if None.
+      norm: the norm.
+      nonfinite: the policy for leaves that are not finite.
+      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
+      name: the name in messages.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by_norm(4.0)
+      >>> grads = {"w": jnp.array([-3.0, 4.0]), "b": jnp.array([1.0])}
+      >>> updates, state = tx.update(grads, tx.init(grads))
+      >>> print(updates["w"], updates["b"], state.info.num_clipped)
+      [-2.4  3.2] [1.] [0 1]
+    """
+    scope = scopes.leaf() if axes is None else scopes.axes(axes)
+    limit = as_limit(max_norm, "max_norm")
+    return clip_by(
+        scope,
+        limit,
+        norm=norm,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
+
+
+def clip_by_global_norm(
+    max_norm: ScalarOrSchedule,
+    *,
+    norm: str | Norm = "l2",
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+    name: str = "clip_by_global_norm",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the whole tree by its norm, which keeps the gradient's direction.
+
+    Source: Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
+
+    Args:
+      max_norm: the largest norm of the tree.
+      norm: the norm.
+      nonfinite: the policy for a norm that is not finite.
+      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
+      name: the name in messages.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> tx = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(1.0))
+      >>> grads = {"w": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
+      >>> updates, state = tx.update(grads, tx.init(grads))
+      >>> print(updates["w"], updates["b"], state[0].info.norm)
+      [-0.6 -0. ] [-0.8] 5.0
+    """
+    limit = as_limit(max_norm, "max_norm")
+    return clip_by(
+        scopes.tree(),
+        limit,
+        norm=norm,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
+
+
+def clip_by_block_rms(
+    threshold: ScalarOrSchedule,
+    *,
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+    name: str = "clip_by_block_rms",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips each leaf by the root mean square of its entries.
+
+    Source: Shazeer and Stern, 2018, arXiv 1804.04235, where it is applied to Adafactor's updates.
+
+    Args:
+      threshold: the largest root mean square of a leaf.
+      nonfinite: the policy for leaves that are not finite.
+      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
+      name: the name in messages.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by_block_rms(1.0)
+      >>> print(tx.update(jnp.array([3.0, 4.0]), None)[0])
+      [0.848528 1.131371]
+    """
+    limit = as_limit(threshold, "threshold")
+    return clip_by(
+        scopes.leaf(),
+        limit,
+        norm="rms",
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
+
+
+def adaptive_grad_clip(
+    clipping: ScalarOrSchedule,
+    eps: float = 1e-3,
+    axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int]] | None = None,
+    *,
+    norm: str | Norm = "l2",
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+    name: str = "adaptive_grad_clip",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips each unit's gradient by the norm of the unit's weights.
+
+    A unit is the fan-in of one output (see `optaxclip.scopes.unit`); the limit is
+    `clipping * max(norm of the unit's weights, eps)`. The update needs `params`.
+
+    Source: Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171; it leaves out the last layer's
+    weights, for which wrap this in `optax.masked`.
+
+    Args:
+      clipping: the largest ratio of gradient norm to weight norm.
+      eps: a floor under the weight norm.
+      axis: the axes over which a unit extends, or `fn(path, leaf) -> axes`; by rank if None.
+      norm: the norm.
+      nonfinite: the policy for units that are not finite.
+      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
+      name: the name in messages.
+
+    Raises:
+      ValueError: for a limit that is negative, NaN or no scalar; when used, without `params`, or
+        for a leaf of rank 6 or more without `axis`.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> params = jnp.array([[3.0, 0.0], [4.0, 0.0]])
+      >>> grads = jnp.array([[0.3, 0.3], [0.4, 0.4]])
+      >>> tx = optaxclip.adaptive_grad_clip(0.01)
+      >>> print(tx.update(grads, tx.init(params), params)[0])
+      [[3.e-02 6.e-06]
+       [4.e-02 8.e-06]]
+    """
+    limit = relative(clipping, eps, "clipping")
+    scope = scopes.unit(axis)
+    return clip_by(
+        scope,
+        limit,
+        norm=norm,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
+
+
+def clip_by_group_norm(
+    max_norm: ScalarOrSchedule | Mapping[str, jax.typing.ArrayLike],
+    labels: PyTree | Callable[[str, Array], str],
+    *,
+    norm: str | Norm = "l2",
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+    name: str = "clip_by_group_norm",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips each group of leaves by the norm of the group.
+
+    Args:
+      max_norm: the largest norm of a group, or one for each label: `{label: number}`.
+      labels: a pytree prefix of the parameters with strings for leaves, or
+        `fn(path, leaf) -> label`, where the path is text such as `encoder/0/kernel`.
+      norm: the norm.
+      nonfinite: the policy for groups that are not finite.
+      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
+      name: the name in messages.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> labels = lambda path, leaf: "bias" if path.endswith("b") else "weight"
+      >>> tx = optaxclip.clip_by_group_norm({"weight": 1.0, "bias": 0.1}, labels)
+      >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([0.05])}
+      >>> updates, state = tx.update(grads, tx.init(grads))
+      >>> print(updates["w"], updates["b"])
+      [0.6 0.8] [0.05]
+      >>> print(list(state.info.names), state.info.norm)
+      ['bias', 'weight'] [0.05 5.  ]
+    """
+    limit = as_limit(max_norm, "max_norm")
+    scope = scopes.group(labels)
+    return clip_by(
+        scope,
+        limit,
+        norm=norm,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
+
+
+def normalize_by_global_norm(
+    norm: ScalarOrSchedule = 1.0,
+    *,
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+    name: str = "normalize_by_global_norm",
+) -> optax.GradientTransformationExtraArgs:
+    """Brings the L2 norm of the whole tree to `norm`, whatever it was; zeros stay zeros.
+
+    Args:
+      norm: the norm of every update.
+      nonfinite: the policy for a norm that is not finite.
+      strict: whether bfloat16 and float16 leaves stay below `norm` to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
+      name: the name in messages.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.normalize_by_global_norm(10.0)
+      >>> print(tx.update(jnp.array([3.0, 4.0]), None)[0])
+      [6. 8.]
+    """
+    limit = as_limit(norm, "norm")
+    return clip_by(
+        scopes.tree(),
+        limit,
+        response="normalize",
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )

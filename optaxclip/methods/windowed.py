@@ -1,0 +1,167 @@
+"""The named methods that look at a window of past norms; see `optaxclip.adaptive` for the others.
+
+`norm`, `nonfinite`, `strict`, `axis_name`, `specs` and `name` are explained at `optaxclip.clip_by`,
+`floor` in `optaxclip.thresholds.base`.
+"""
+
+import jax
+import optax
+
+import optaxclip.scopes as scopes
+import optaxclip.thresholds as thresholds
+from optaxclip._base.types import AxisName, NonFinite, PyTree
+from optaxclip._engine.clip import clip_by
+from optaxclip.thresholds.base import FLOOR
+
+
+def autoclip(
+    percentile: jax.typing.ArrayLike = 10.0,
+    window: int = 1000,
+    *,
+    floor: float = FLOOR,
+    max_norm: jax.typing.ArrayLike | None = None,
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+    name: str = "autoclip",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the global norm to a percentile of the last norms, the current one included.
+
+    Until the window is full the history so far is used. About `100 - percentile` % of all steps
+    are clipped; above 90 the rule only catches spikes.
+
+    Source: Seetharaman, Wichern, Pardo and Le Roux, 2020, AutoClip, arXiv 2007.14469, where the
+    history is unbounded.
+
+    Args:
+      percentile: from 0 to 100.
+      window: how many norms to keep.
+      floor: the least norm that counts, and the least limit.
+      max_norm: a cap on the limit.
+      nonfinite: the policy for a norm that is not finite; such a norm is never recorded.
+      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
+      name: the name in messages and in `optaxclip.monitor`.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.autoclip(50.0)
+      >>> state = tx.init(jnp.zeros(1))
+      >>> for norm in (1.0, 1.2, 0.8, 1.0, 5.0):
+      ...     updates, state = tx.update(jnp.array([norm]), state)
+      >>> print(state.info.limit, state.info.factor)
+      1.0 0.2
+    """
+    rule = thresholds.percentile(
+        percentile, window, inclusive=True, warmup_steps=0, floor=floor, max_norm=max_norm
+    )
+    return clip_by(
+        scopes.tree(),
+        rule,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
+
+
+def clip_by_median_norm(
+    scale: jax.typing.ArrayLike = 2.0,
+    window: int = 100,
+    *,
+    floor: float = FLOOR,
+    max_norm: jax.typing.ArrayLike | None = None,
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+    name: str = "clip_by_median_norm",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the global norm to a multiple of the median of the last norms.
+
+    Source: ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230), which sets the
+    limit anew every `window` steps, and at steps 10, 20 and 40 to twice the multiple. There the
+    gradient is first weighted by the parameters' size; here it is not.
+
+    Args:
+      scale: the multiple of the median.
+      window: how many norms to keep, and how often to set the limit.
+      floor: the least norm that counts, and the least limit.
+      max_norm: a cap on the limit.
+      nonfinite: the policy for a norm that is not finite; such a norm is never recorded.
+      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
+      name: the name in messages and in `optaxclip.monitor`.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by_median_norm(2.0, window=4)
+      >>> state = tx.init(jnp.zeros(1))
+      >>> for norm in (9.0, 1.0, 1.2, 0.8, 1.0, 5.0):
+      ...     updates, state = tx.update(jnp.array([norm]), state)
+      >>> print(state.info.limit, state.info.factor)
+      2.0 0.4
+    """
+    rule = thresholds.median(scale, window, floor=floor, max_norm=max_norm)
+    return clip_by(
+        scopes.tree(),
+        rule,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
+
+
+def clip_by_window_norm(
+    num_std: jax.typing.ArrayLike = 3.0,
+    window: int = 128,
+    *,
+    floor: float = FLOOR,
+    max_norm: jax.typing.ArrayLike | None = None,
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+    name: str = "clip_by_window_norm",
+) -> optax.GradientTransformationExtraArgs:
+    """Clips the global norm to the mean of the last norms plus some standard deviations.
+
+    Source: marin-community/levanter (`clip_update_by_historical_norm`), which puts it after Adam,
+    on the updates; so can you, in `optax.chain`. No limit until the window is half full.
+
+    Args:
+      num_std: how many standard deviations above the mean.
+      window: how many norms to keep.
+      floor: the least norm that counts, and the least limit.
+      max_norm: a cap on the limit.
+      nonfinite: the policy for a norm that is not finite; such a norm is never recorded.
+      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
+      name: the name in messages and in `optaxclip.monitor`.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by_window_norm(3.0, window=4)
+      >>> state = tx.init(jnp.zeros(1))
+      >>> for norm in (1.0, 1.2, 0.8, 1.0, 5.0):
+      ...     updates, state = tx.update(jnp.array([norm]), state)
+      >>> print(state.info.limit, state.info.factor)
+      1.424264 0.284853
+    """
+    rule = thresholds.window(num_std, window, floor=floor, max_norm=max_norm)
+    return clip_by(
+        scopes.tree(),
+        rule,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )

@@ -1,0 +1,18 @@
+"""Pictures of training runs and of what clipping did in them.
+
+Every function draws on the axes `ax` and returns them. Without `ax` it makes new axes, with a
+legend; on axes of yours the legend is yours to place. Needs Matplotlib: `optaxclip[plot]`.
+"""
+
+from optaxclip.plots.limits import norm_heatmap as norm_heatmap
+from optaxclip.plots.limits import norm_histogram as norm_histogram
+from optaxclip.plots.limits import norms_over_steps as norms_over_steps
+from optaxclip.plots.limits import sweep_curve as sweep_curve
+from optaxclip.plots.runs import before_after as before_after
+from optaxclip.plots.runs import legends_below as legends_below
+from optaxclip.plots.runs import loss_curves as loss_curves
+from optaxclip.plots.runs import norm_curves as norm_curves
+from optaxclip.plots.runs import shared_legend as shared_legend
+from optaxclip.plots.runs import side_by_side as side_by_side
+from optaxclip.plots.style import COLORS as COLORS
+from optaxclip.plots.style import STYLES as STYLES

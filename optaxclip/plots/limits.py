@@ -1,0 +1,219 @@
+"""Pictures that help to find a limit."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jax.typing import ArrayLike
+
+from optaxclip.plots.style import COLORS, finished, new_axes
+from optaxclip.tuning.suggesting import Suggestion
+from optaxclip.tuning.sweeping import SweepResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ORANGE, BLUE = COLORS[:2]
+MOST_LABELS = 40
+"""More names than that would overlap beside a heat map."""
+
+
+def norms_over_steps(
+    norms: ArrayLike,
+    limit: ArrayLike | None = None,
+    steps: ArrayLike | None = None,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """The norms of one run on a logarithmic axis, with the steps that a limit clips.
+
+    Triangles mark the clipped steps, crosses at the top those that are not finite.
+
+    Args:
+      norms: the raw norms, float[n].
+      limit: one limit, or that of each step, float[n].
+      steps: the step of each norm, int[n]; 1, 2, ... if None.
+      ax: where to draw.
+
+    Example:
+      >>> from optaxclip import plots
+      >>> ax = plots.norms_over_steps([1.0, 1.2, 30.0, float("nan")], limit=2.0)
+      >>> print(ax.get_legend_handles_labels()[1])
+      ['norm', 'clipped (1)', 'limit 2', 'not finite (1)']
+    """
+    axes = new_axes(ax)
+    y = np.asarray(norms, np.float64)
+    x = np.arange(1, len(y) + 1) if steps is None else np.asarray(steps)
+    finite = np.isfinite(y)
+    axes.set_yscale("log")
+    axes.plot(x, np.where(finite & (y > 0), y, np.nan), color="0.55", linewidth=1.0, label="norm")
+    if limit is not None:
+        bound = np.broadcast_to(np.asarray(limit, np.float64), y.shape)
+        _mark_clipped(axes, x, y, finite & (y > bound))
+        label = f"limit {bound[0]:.3g}" if np.ndim(limit) == 0 else "limit"
+        axes.plot(x, bound, "--", color=BLUE, linewidth=1.6, label=label)
+    if not finite.all():
+        _crosses(axes, x[~finite], f"not finite ({np.sum(~finite)})")
+    axes.set_ylabel("gradient norm")
+    return finished(axes, legend=ax is None)
+
+
+def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
+    """How often norms of each size came, the spikes apart, with the suggested limit.
+
+    Args:
+      suggestion: what `optaxclip.tuning.suggest` returned.
+      ax: where to draw.
+
+    Example:
+      >>> import numpy as np
+      >>> from optaxclip import plots, tuning
+      >>> norms = np.exp(0.2 * np.random.default_rng(0).normal(size=500))
+      >>> norms[[100, 200]] = 10.0, 50.0
+      >>> ax = plots.norm_histogram(tuning.suggest(norms))
+      >>> print(ax.get_legend_handles_labels()[1][:2])
+      ['ordinary', 'spikes']
+    """
+    axes = new_axes(ax)
+    norms = suggestion.norms
+    is_spike = np.isin(np.arange(len(norms)), suggestion.spikes)
+    usable = np.isfinite(norms) & (norms > 0)
+    edges = np.geomspace(norms[usable].min(), norms[usable].max() * (1 + 1e-9), 51)
+    axes.set_xscale("log")
+    axes.set_yscale("log")  # or a few spikes among thousands of steps could not be seen
+    parts = [norms[usable & ~is_spike], norms[is_spike]]
+    names = ["ordinary", "spikes"] if parts[1].size else ["ordinary"]
+    drawn = axes.hist(
+        parts[: len(names)], edges, stacked=True, color=["0.7", ORANGE][: len(names)], label=names
+    )[2]
+    if len(names) > 1:
+        for bar in drawn[1]:  # pyright: ignore[reportIndexIssue, reportGeneralTypeIssues]
+            bar.set(hatch="////", edgecolor="white", linewidth=0)
+    axes.set_ylim(bottom=0.5)  # one step is seen too
+    axes.axvline(
+        suggestion.limit,
+        color=BLUE,
+        linestyle="--",
+        linewidth=1.6,
+        label=f"limit {suggestion.limit:.3g}, clips {suggestion.share_clipped:.1%}",
+    )
+    axes.set_ylabel("number of steps")
+    return finished(axes, "gradient norm", legend=ax is None)
+
+
+def norm_heatmap(
+    norms: ArrayLike,
+    names: Sequence[str] | None = None,
+    steps: ArrayLike | None = None,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """The norm of every leaf at every step, as a colour; what is not finite is in red.
+
+    Args:
+      norms: float[n, leaves], as `monitor.history` gives those of `monitor.record(per_leaf=True)`.
+      names: those of the leaves, as `monitor.history_names` gives them.
+      steps: the step of each row, int[n], ascending; 1, 2, ... if None.
+      ax: where to draw.
+
+    Raises:
+      ValueError: for norms that do not have two axes, or not as many columns as names.
+
+    Example:
+      >>> from optaxclip import plots
+      >>> ax = plots.norm_heatmap([[1.0, 0.1], [2.0, 0.3]], names=["w", "b"])
+      >>> print([label.get_text() for label in ax.get_yticklabels()])
+      ['w', 'b']
+    """
+    from matplotlib import colormaps
+    from matplotlib.colors import LogNorm
+
+    values = np.asarray(norms, np.float64)
+    if values.ndim != 2 or (names is not None and len(names) != values.shape[1]):
+        of = "" if names is None else f" and {len(names)} names"
+        raise ValueError(f"norms must be [steps, leaves], got the shape {values.shape}{of}")
+    axes = new_axes(ax)
+    usable = np.isfinite(values) & (values > 0)
+    low, high = (values[usable].min(), values[usable].max()) if usable.any() else (0.1, 1.0)
+    scale = LogNorm(low, high if high > low else 2 * low, clip=True)
+    # A norm of zero has no logarithm: it gets the lowest colour.
+    shown = np.where(np.isfinite(values), np.maximum(values, low), np.nan).T
+    x = np.arange(1, len(values) + 1) if steps is None else np.asarray(steps)
+    rows = np.arange(values.shape[1])
+    colors = colormaps["cividis"].with_extremes(bad="red")
+    mesh = axes.pcolormesh(x, rows, shown, norm=scale, cmap=colors, shading="nearest")
+    mesh.set_rasterized(True)
+    if names is not None and len(names) <= MOST_LABELS:
+        axes.set_yticks(rows, names)
+    else:
+        axes.set_ylabel("leaf")
+    axes.invert_yaxis()
+    axes.figure.colorbar(mesh, ax=axes, label="gradient norm")
+    finished(axes, legend=False).grid(visible=False)
+    return axes
+
+
+def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
+    """Final loss against limit, at the best learning rate, a dot for each seed.
+
+    Crosses at the top are diverged runs.
+
+    Args:
+      result: what `optaxclip.tuning.sweep` returned.
+      ax: where to draw.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from optaxclip import ops, plots, tuning
+      >>> def step(x, batch, limit):
+      ...     loss, grad = jax.value_and_grad(lambda x: (x - batch) ** 2)(x)
+      ...     grad, norm = ops.clip_by_global_norm(grad, limit)
+      ...     return x - 1.1 * grad, loss, norm
+      >>> key, data = jax.random.key(0), jnp.full(20, 9.0)
+      >>> result = tuning.sweep(jax.random.normal, step, [0.01, 100.0], 20, key=key, data=data)
+      >>> ax = plots.sweep_curve(result)
+      >>> print(ax.get_legend_handles_labels()[1])
+      ['final loss', 'suggested limit 0.01', 'diverged']
+    """
+    axes = new_axes(ax)
+    final, diverged = result.by_limit(result.final_loss), result.by_limit(result.diverged)
+    losses = np.where(diverged, np.nan, final)
+    axes.set_xscale("log")
+    every = np.broadcast_to(result.limits[:, None], losses.shape)
+    counts = np.maximum(np.sum(~diverged, axis=1), 1)
+    means = np.where(diverged.all(axis=1), np.nan, np.nansum(losses, axis=1) / counts)
+    label = "final loss" if losses.shape[1] == 1 else "final loss, mean of the seeds"
+    axes.plot(result.limits, means, "o-", color="0.35", linewidth=1.4, label=label)
+    if losses.shape[1] > 1:
+        axes.plot(every.ravel(), losses.ravel(), ".", color="0.35", markersize=4, label="_")
+    if np.isfinite(result.limit):
+        label = f"suggested limit {result.limit:.3g}"
+        axes.axvline(result.limit, color=BLUE, linestyle="--", linewidth=1.6, label=label)
+    if diverged.any():
+        _crosses(axes, every[diverged], "diverged")
+    axes.set_ylabel("final loss")
+    return finished(axes, "limit", legend=ax is None)
+
+
+def _mark_clipped(
+    ax: "Axes",
+    x: np.ndarray[Any, Any],
+    y: np.ndarray[Any, Any],
+    clipped: np.ndarray[Any, np.dtype[np.bool_]],
+) -> None:
+    label = f"clipped ({np.sum(clipped)})"
+    ax.plot(x[clipped], y[clipped], "^", color=ORANGE, markersize=4, zorder=3, label=label)
+
+
+def _crosses(ax: "Axes", x: np.ndarray[Any, Any], label: str) -> None:
+    """Crosses on the upper edge, wherever that will be."""
+    ax.plot(
+        x,
+        np.ones(len(x)),
+        "X",
+        transform=ax.get_xaxis_transform(),
+        color="black",
+        markeredgecolor="white",
+        markersize=9,
+        clip_on=False,
+        label=label,
+        zorder=4,
+    )

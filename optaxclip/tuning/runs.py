@@ -1,0 +1,125 @@
+"""The runs of a sweep, step by step: under `vmap`, in turns, and on the cores of a CPU."""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import repeat
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from optaxclip._base.types import PyTree
+from optaxclip.ops import global_norm
+
+CHUNK = 25
+"""At most so many steps between two reports of progress."""
+
+Numbers = np.ndarray[Any, Any]
+StepFn = Callable[..., tuple[PyTree, Array, Array]]
+Progress = Callable[[int], object]
+Runs = tuple[Array, ...]
+"""Limits and learning rates, float32[runs] each."""
+Record = tuple[Array, Array, Array]
+"""Loss, norm and the share of clipped groups, float32[runs..., steps] each."""
+
+
+def in_groups(count: int, parallel: int | None) -> tuple[list[Numbers], int | None]:
+    """The runs of each group, and how many of a group go at once (None: all).
+
+    XLA computes a step of small operations on one core of a CPU, and those of several runs hardly
+    faster than one after the other; so there each core has a group. All are of one size: what the
+    last one lacks is the last run again.
+    """
+    if jax.default_backend() != "cpu":
+        return [np.arange(count)], parallel
+    cores = _cores()
+    parallel = min(parallel or cores, count)
+    size = math.ceil(count / min(parallel, cores))
+    groups = math.ceil(count / size)
+    runs = np.minimum(np.arange(groups * size), count - 1).reshape(groups, size)
+    return list(runs), max(1, parallel // groups)
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def all_steps(
+    step: StepFn,
+    at_once: int | None,
+    states: Sequence[PyTree],
+    runs: Sequence[Runs],
+    data: PyTree,
+    steps: int,
+    report: Progress,
+) -> list[Numbers]:
+    """Every step of every group; the records are [runs of all groups, steps].
+
+    The chunks are of one size; what the last one has too many is thrown away.
+    """
+    size = math.ceil(steps / math.ceil(steps / CHUNK))
+    chunk = jax.jit(partial(_chunk, step, at_once), donate_argnums=0)
+    records, over_groups = [], None
+    with ThreadPoolExecutor(len(states)) as pool:
+        for start in range(0, steps, size):
+            at = np.minimum(np.arange(start, start + size), steps - 1)
+            batches = jax.tree.map(lambda x: jnp.asarray(x[at]), data)  # noqa: B023
+            if over_groups is None:
+                over_groups = _over_groups(chunk, states, (runs[0], batches), pool)
+            states, parts = zip(*over_groups(states, runs, repeat(batches)), strict=True)
+            records.append(_joined(parts, axis=0))
+            report(min(size, steps - start))
+    return [record[:, :steps] for record in _joined(records, axis=1)]
+
+
+def _over_groups(
+    chunk: Any, states: Sequence[PyTree], rest: tuple[Runs, PyTree], pool: ThreadPoolExecutor
+) -> Callable[..., Iterable[tuple[PyTree, Sequence[Numbers]]]]:
+    """A `map` of the chunk over the groups, each in a thread of its own if it is on one device."""
+    if len(states) == 1:
+        return partial(map, partial(_fetched, chunk))
+    # In this thread, whose settings (64-bit types, say) the others do not have.
+    compiled = chunk.lower(states[0], *rest).compile()
+    if any(len(s.device_set) > 1 for s in jax.tree.leaves(compiled.output_shardings)):
+        return partial(map, partial(_fetched, chunk))  # at once, they would wait for each other
+    return partial(pool.map, partial(_fetched, compiled))
+
+
+def _fetched(chunk: Any, *args: Any) -> tuple[PyTree, Sequence[Numbers]]:
+    """Waits, so that no thread gets the next group before it is through with this one."""
+    states, record = chunk(*args)
+    return states, jax.device_get(record)
+
+
+def _joined(records: Sequence[Sequence[Numbers]], axis: int) -> list[Numbers]:
+    return [np.concatenate(parts, axis) for parts in zip(*records, strict=True)]
+
+
+def _chunk(
+    step: StepFn, at_once: int | None, states: PyTree, runs: Runs, batches: PyTree
+) -> tuple[PyTree, Record]:
+    """Some steps of a group's runs."""
+
+    def one_run(args: tuple[PyTree, Runs]) -> tuple[PyTree, Record]:
+        start, (limit, rate) = args
+
+        def one_step(state: PyTree, batch: PyTree) -> tuple[PyTree, Record]:
+            state, loss, norm = step(state, batch, limit, rate)
+            norms = jnp.atleast_1d(norm).astype(jnp.float32)
+            share = jnp.mean((norms > limit).astype(jnp.float32))
+            return state, (loss.astype(jnp.float32), global_norm(norms), share)
+
+        return jax.lax.scan(one_step, start, batches)
+
+    args = (states, runs)
+    if at_once is None or at_once >= len(runs[0]):
+        return jax.vmap(one_run)(args)
+    return jax.lax.map(one_run, args, batch_size=at_once)

@@ -1,0 +1,287 @@
+"""A limit from recorded norms."""
+
+import dataclasses
+import functools
+import math
+import os
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from optaxclip.methods.adaptive import zclip
+from optaxclip.methods.windowed import autoclip, clip_by_window_norm
+from optaxclip.tuning.files import read_norms
+from optaxclip.tuning.spread import Floats, Regime, Shape, shape_of
+
+LEAST_NORMS, ENOUGH_NORMS = 10, 100
+PERCENTILES = (90, 95, 99)
+WINDOW = 100
+"""AutoClip's."""
+MOST_REPLAYED = 10_000
+"""How many of the last norms an adaptive rule is tried on."""
+SHARE_AT_LIMIT = 0.1
+"""More norms than this share within a thousandth of the largest were clipped before recording."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """Another clip, and what it would have done.
+
+    Attributes:
+      call: the code that makes it.
+      share_clipped: the share of the finite steps that it would have clipped; of the last 10,000
+        where it is adaptive.
+      why: in a few words.
+    """
+
+    call: str
+    share_clipped: float
+    why: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Suggestion:
+    """A limit for recorded norms, and why; `print` it to read it all.
+
+    Attributes:
+      limit: the suggested limit.
+      share_clipped: the share of the finite steps with a norm above it.
+      typical_norm: the median after the warm-up, without spikes.
+      spread: the standard deviation of the bulk's natural logarithms around their moving median.
+      regime: how the level of the norms moves after the warm-up: "stationary", "drifting" or
+        "stepped".
+      warmup_steps: how many steps at the start have norms unlike all later ones.
+      spikes: int[spikes], the steps, from 0, that stick out of their surroundings.
+      num_nonfinite: how many norms were NaN or infinite.
+      percentiles: a constant limit at each of a few percentiles of the norms after the warm-up.
+      adaptive: the limit rule that fits the regime.
+      notes: what to beware of.
+      norms: float64[steps], all the norms.
+    """
+
+    limit: float
+    share_clipped: float
+    typical_norm: float
+    spread: float
+    regime: Regime
+    warmup_steps: int
+    spikes: np.ndarray[Any, np.dtype[np.int64]]
+    num_nonfinite: int
+    percentiles: tuple[Alternative, ...]
+    adaptive: Alternative
+    notes: tuple[str, ...]
+    norms: Floats = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        """Lines to read: the limit, what it rests on, the alternatives, what to beware of."""
+        factor = math.exp(self.spread)
+        found = (
+            f"{len(self.norms)} steps, {self.num_nonfinite} of them not finite; "
+            f"{self.warmup_steps} of warm-up, then {self.regime}",
+            f"typical norm {self.typical_norm:.3g}, most within a factor of {factor:.2f}; "
+            f"{len(self.spikes)} spikes{self._spike_range()}",
+        )
+        rows = [
+            (_constant(self.limit), self.share_clipped, "suggested"),
+            *(dataclasses.astuple(other) for other in (*self.percentiles, self.adaptive)),
+        ]
+        width = max(len(call) for call, _, _ in rows)
+        table = [f"  {call:<{width}}  clips {share:6.1%}  {why}" for call, share, why in rows]
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join([f"limit {self.limit:g}", *found, *table, *notes])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the norms in Python's own types, ready for JSON."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del fields["norms"]
+        return fields | {
+            "spikes": self.spikes.tolist(),
+            "percentiles": [dataclasses.asdict(other) for other in self.percentiles],
+            "adaptive": dataclasses.asdict(self.adaptive),
+            "notes": list(self.notes),
+            "num_steps": len(self.norms),
+        }
+
+    def _spike_range(self) -> str:
+        if not self.spikes.size:
+            return ""
+        sizes = self.norms[self.spikes]
+        return f" from {sizes.min():.3g} to {sizes.max():.3g}"
+
+
+def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = None) -> Suggestion:
+    """Suggests the largest limit that leaves ordinary gradients alone and catches the spikes.
+
+    A norm is a spike if it lies above the median of the steps around it by more than chance
+    explains, told from logarithms by their median deviation, and by half at least. The limit is the
+    border of that, so that unseen spikes are caught too; where the level of the norms moves, so
+    that no one limit separates all spikes from all others, it is the largest with the least share
+    of each on the wrong side. Record the norms before any clip, as `optaxclip.monitor.record` does
+    as the first of a chain. The result depends on nothing but the norms, and scales with them.
+
+    Args:
+      norms: float[steps], the norms of the raw gradients in the order of the steps, as
+        `optaxclip.monitor.history` gives them; or the path of a CSV file, JSON lines, a TensorBoard
+        event file or a directory of such (which takes `optaxclip[tensorboard]`). Norms that are NaN
+        or infinite are counted, and then left out.
+      column: which column, key or tag of a file; not needed where it has only one that holds
+        numbers, or only one with "norm" in its name.
+
+    Returns:
+      A `Suggestion`.
+
+    Raises:
+      ValueError: for norms of more than one axis or below zero, fewer than 10 that are finite and
+        positive, norms that are all equal, and files in which the column is not found.
+      TypeError: for norms that are not real numbers.
+      OSError: for files that cannot be read.
+
+    Warns:
+      UserWarning: for fewer than 100 norms, and for norms that seem to be clipped already.
+
+    Example:
+      >>> import numpy as np
+      >>> from optaxclip import tuning
+      >>> norms = np.exp(0.2 * np.random.default_rng(0).normal(size=500))
+      >>> norms[[100, 200, 300]] = 10.0, 50.0, np.nan
+      >>> suggestion = tuning.suggest(norms)
+      >>> print(suggestion.spikes, suggestion.num_nonfinite, suggestion.regime)
+      [100 200] 1 stationary
+      >>> print(suggestion)  # doctest: +ELLIPSIS
+      limit ...
+    """
+    if isinstance(norms, str | os.PathLike):
+        norms = read_norms(norms, column)
+    elif column is not None:
+        raise ValueError(f"column chooses among those of a file, got {column!r} with an array")
+    values = _checked(norms)
+    finite = np.isfinite(values)
+    used = np.flatnonzero(finite & (values > 0))
+    notes = _alarms(values[finite], len(used))
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    shape = shape_of(np.log(values[used]))
+    limit = _limit(values[used], shape)
+    share = float(np.mean(values[finite] > limit))
+    settled = values[used][shape.warmup :]
+    return Suggestion(
+        limit=limit,
+        share_clipped=share,
+        typical_norm=float(np.median(settled[~shape.spikes[shape.warmup :]])),
+        spread=shape.spread,
+        regime=shape.regime,
+        warmup_steps=int(used[shape.warmup]),
+        spikes=used[shape.spikes],
+        num_nonfinite=int(np.sum(~finite)),
+        percentiles=tuple(_percentile(percent, settled, values[finite]) for percent in PERCENTILES),
+        adaptive=_adaptive(shape.regime, share, values[finite]),
+        notes=(*notes, *_advice(shape.regime, np.sum(~finite))),
+        norms=values,
+    )
+
+
+def _checked(norms: ArrayLike) -> Floats:
+    array = np.asarray(norms)
+    if array.dtype.kind not in "fiu" and array.dtype != jnp.bfloat16:
+        raise TypeError(f"norms must be real numbers, got the dtype {array.dtype}")
+    if array.ndim != 1:
+        remedy = "of a record per leaf take one column, or np.linalg.norm(norms, axis=1)"
+        raise ValueError(f"norms must have one axis, got the shape {array.shape}; {remedy}")
+    values = array.astype(np.float64)
+    negative = np.flatnonzero(values < 0)
+    if negative.size:
+        at = negative[0]
+        raise ValueError(f"norms must not be negative, got {values[at]:g} at step {at}")
+    usable = values[np.isfinite(values) & (values > 0)]
+    if len(usable) < LEAST_NORMS:
+        raise ValueError(
+            f"norms must hold at least {LEAST_NORMS} that are finite and positive, got "
+            f"{len(usable)} among {len(values)}; record more steps, and before any clip"
+        )
+    if np.ptp(usable) == 0:
+        remedy = "record the raw norms, before anything clips or normalizes them"
+        raise ValueError(f"norms must not be all equal, got only {usable[0]:g}; {remedy}")
+    return values
+
+
+def _alarms(finite: Floats, number_used: int) -> tuple[str, ...]:
+    """What makes the suggestion doubtful."""
+    alarms = []
+    if number_used < ENOUGH_NORMS:
+        alarms.append(f"only {number_used} norms, {ENOUGH_NORMS} would tell more")
+    if np.mean(finite >= 0.999 * finite.max()) > SHARE_AT_LIMIT:
+        alarms.append(f"many norms equal the largest, {finite.max():g}: are they clipped already?")
+    return tuple(alarms)
+
+
+def _advice(regime: Regime, nonfinite: int) -> tuple[str, ...]:
+    advice = []
+    if nonfinite:
+        advice.append("no limit mends norms that are not finite; optaxclip.skip_nonfinite does")
+    if regime != "stationary":
+        advice.append(f"norms that are {regime} have no one limit; the adaptive rule follows them")
+    return tuple(advice)
+
+
+def _limit(norms: Floats, shape: Shape) -> float:
+    """The largest of the possible limits with the least share on the wrong side."""
+    levels = shape.level[shape.warmup :]
+    level = np.median(levels) if shape.regime == "stationary" else levels.max()
+    border = math.exp(level + shape.reach)
+    spikes = np.sort(norms[shape.spikes])
+    bulk = np.sort(norms[shape.warmup :][~shape.spikes[shape.warmup :]])
+    candidates = np.array([_below(x) for x in (border, *spikes[spikes < border])])
+    clipped = 1 - np.searchsorted(bulk, candidates, side="right") / len(bulk)
+    missed = np.searchsorted(spikes, candidates, side="right") / max(len(spikes), 1)
+    wrong = clipped + missed
+    return float(candidates[wrong == wrong.min()].max())
+
+
+def _below(value: float) -> float:
+    """The next number of three digits below a positive one."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    rounded = float(f"{(math.ceil(value / unit) - 1) * unit:.3g}")
+    return rounded if 0 < rounded < value else value * (1 - 2**-20)
+
+
+def _percentile(percent: int, settled: Floats, finite: Floats) -> Alternative:
+    limit = float(f"{np.percentile(settled, percent):.3g}")
+    share = float(np.mean(finite > limit))
+    return Alternative(_constant(limit), share, f"{percent}th percentile")
+
+
+def _constant(limit: float) -> str:
+    return f"clip_by_global_norm({limit:g})"
+
+
+def _adaptive(regime: Regime, share: float, norms: Floats) -> Alternative:
+    # At the limit's own percentile, AutoClip clips as often as the limit.
+    percent = float(np.clip(round(100 * (1 - share), 1), PERCENTILES[0], PERCENTILES[-1]))
+    calls: dict[Regime, str] = {
+        "stationary": f"autoclip({percent:g}, window={WINDOW})",
+        "drifting": "zclip(max_norm=None)",
+        "stepped": "clip_by_window_norm()",
+    }
+    largest = np.finfo(np.float32).max
+    gradients = jnp.asarray(np.minimum(norms[-MOST_REPLAYED:], largest), jnp.float32)
+    number = _number_clipped(gradients, jnp.float32(percent), regime=regime)
+    return Alternative(calls[regime], int(number) / len(gradients), f"adaptive, for {regime} norms")
+
+
+@functools.partial(jax.jit, static_argnames="regime")
+def _number_clipped(gradients: jax.Array, percent: jax.Array, *, regime: Regime) -> jax.Array:
+    """How many gradients of one entry, float32[steps], the regime's rule clips."""
+    clip = {
+        "stationary": lambda: autoclip(percent, WINDOW),
+        "drifting": lambda: zclip(max_norm=None),
+        "stepped": clip_by_window_norm,
+    }[regime]()
+
+    def step(state: Any, gradient: jax.Array) -> tuple[Any, None]:
+        return clip.update(gradient, state)[1], None
+
+    return jax.lax.scan(step, clip.init(gradients[0]), gradients)[0].info.num_clipped

@@ -1,0 +1,263 @@
+"""The same training under many limits at once, in one compiled program."""
+
+import contextlib
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from optaxclip._base.types import PyTree
+from optaxclip.tuning.runs import Numbers, Progress, StepFn, all_steps, in_groups
+
+FINAL_SHARE = 0.1
+NOISE = 2.0
+"""Two standard errors."""
+
+InitFn = Callable[[Array], PyTree]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SweepResult:
+    """What every run of a sweep recorded; `print` it for a table.
+
+    `runs` below stands for the axes of the runs: the limits, then the learning rates if there are
+    several, then the seeds if there are several.
+
+    Attributes:
+      limits: float32[limits], ascending.
+      learning_rates: float32[learning_rates], or None.
+      loss: float32[runs..., steps], as the step function returned it.
+      norm: float32[runs..., steps], the raw norm; of several groups the root of the squares' sum.
+      share_clipped: float32[runs..., steps], the share of groups with a norm above the limit.
+      final_loss: float32[runs...], the mean over the last tenth of the steps; inf where diverged.
+      diverged: bool[runs...], whether the loss ended not finite, or above its first value.
+      noise: how far a final loss may lie above the best's and still be called equal to it.
+      limit: the largest limit with a final loss within the noise of the best; NaN if all diverged.
+      learning_rate: that of the best run; None without learning rates.
+    """
+
+    limits: Numbers
+    learning_rates: Numbers | None
+    loss: Numbers
+    norm: Numbers
+    share_clipped: Numbers
+    final_loss: Numbers
+    diverged: Numbers
+    noise: float
+    limit: float
+    learning_rate: float | None
+
+    def __str__(self) -> str:
+        """A table with a row for each limit, over the seeds and at the best learning rate."""
+        diverged, final, clipped = map(
+            self.by_limit, (self.diverged, self.final_loss, self.share_clipped.mean(axis=-1))
+        )
+        rows = [f"{'limit':>10}  {'final loss':>10}  {'clipped':>8}"]
+        for i, limit in enumerate(self.limits):
+            loss = f"{final[i].mean():.4g}"
+            if diverged[i].any():
+                loss = "diverged" if diverged[i].size == 1 else f"{diverged[i].mean():.0%} div."
+            mark = "  <- suggested" if limit == np.float32(self.limit) else ""
+            rows.append(f"{limit:>10.4g}  {loss:>10}  {clipped[i].mean():>8.1%}{mark}")
+        rate = "" if self.learning_rate is None else f", learning rate {self.learning_rate:.4g}"
+        return "\n".join([*rows, f"limit {self.limit:.4g}{rate}"])
+
+    def by_limit(self, values: Numbers) -> Numbers:
+        """Of [runs...] the part at the best learning rate, as [limits, seeds]."""
+        if self.learning_rates is not None:
+            best = np.searchsorted(self.learning_rates, np.float32(self.learning_rate))
+            values = values[:, best]
+        return values.reshape(len(self.limits), -1)
+
+
+def sweep(
+    init_fn: InitFn,
+    step_fn: StepFn,
+    limits: ArrayLike,
+    steps: int,
+    *,
+    key: ArrayLike,
+    data: PyTree,
+    learning_rates: ArrayLike | None = None,
+    seeds: int = 1,
+    parallel: int | None = None,
+    progress: Progress | bool = True,
+) -> SweepResult:
+    """Trains the same model under many limits at once, and names the best of them.
+
+    A limit is a traced number, so that one program serves them all: `vmap` over the runs, `scan`
+    over the steps; on a CPU the cores share the runs. Every run sees the same batches, and the same
+    initial values for each seed. The suggested limit is the largest whose final loss is within
+    noise of the best: for several seeds two standard errors of the difference over them, for one
+    seed the standard deviation of the difference over the last steps.
+
+    Args:
+      init_fn: `init_fn(key) -> state`, any pytree of arrays: parameters and optimizer state.
+      step_fn: `step_fn(state, batch, limit) -> (state, loss, norm)`, one training step; with
+        `learning_rates`, `step_fn(state, batch, limit, learning_rate)`. The limit is a traced
+        float32[], `loss` a float[], and `norm` the raw norm or norms that the limit applies to,
+        float[] or float[groups].
+      limits: float[limits], positive.
+      steps: how many steps each run takes.
+      key: a PRNG key, from which that of each seed is split.
+      data: a pytree whose leaves have a first axis of at least `steps`: the batches. For data that
+        does not fit, pass indices, and look them up in the step.
+      learning_rates: float[learning_rates], to try each limit with each of them.
+      seeds: how many runs for each limit and learning rate.
+      parallel: how many runs at a time; the others wait their turn. By default all of them, under
+        `vmap`, and on a CPU one on each core. Give fewer where the memory does not hold so many; on
+        a CPU more, for a model so small that it keeps no core busy.
+      progress: whether to show a bar, which takes Rich and a terminal; or a function to be called
+        with the number of steps that have just been done.
+
+    Returns:
+      A `SweepResult`.
+
+    Raises:
+      ValueError: for limits or learning rates that are not positive or not in one axis, a `steps`,
+        `seeds` or `parallel` below 1, and data of fewer steps.
+      TypeError: if `step_fn` does not return a state like that it was given, a loss and a norm.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optaxclip
+      >>> from optaxclip import ops, tuning
+      >>> def init_fn(key):
+      ...     return jax.random.normal(key, (3,))
+      >>> def step_fn(params, target, limit):
+      ...     loss, grads = jax.value_and_grad(lambda p: jnp.sum((p - target) ** 2))(params)
+      ...     grads, norm = ops.clip_by_global_norm(grads, limit)
+      ...     return params - 0.1 * grads, loss, norm
+      >>> key, data = jax.random.key(0), jnp.ones((40, 3))
+      >>> result = tuning.sweep(init_fn, step_fn, [0.01, 1.0, 100.0], 40, key=key, data=data)
+      >>> print(result.limit, result.diverged)
+      100.0 [False False False]
+    """
+    limits = _axis(limits, "limits")
+    rates = None if learning_rates is None else _axis(learning_rates, "learning_rates")
+    _check_counts(steps=steps, seeds=seeds, parallel=1 if parallel is None else parallel)
+    data = _check_data(data, steps)
+    keys = jax.random.split(_as_key(key), seeds)
+    grid = np.meshgrid(limits, np.ones(1) if rates is None else rates, np.arange(seeds))
+    axes = [np.swapaxes(axis, 0, 1).ravel() for axis in grid]
+    step = step_fn if rates is not None else _without_rate(step_fn)
+    init = jax.jit(jax.vmap(init_fn))
+    groups, at_once = in_groups(len(axes[0]), parallel)
+    states = [init(keys[axes[2][group].astype(int)]) for group in groups]
+    runs = [tuple(jnp.asarray(axis[group], jnp.float32) for axis in axes[:2]) for group in groups]
+    _check_step(step, states[0], data, runs[0])
+    with _reporter(progress, steps) as report:
+        records = all_steps(step, at_once, states, runs, data, steps, report)
+    records = [record[: len(axes[0])] for record in records]
+    shape = [len(limits), *([] if rates is None else [len(rates)]), *([seeds] * (seeds > 1))]
+    loss, norm, share = (record.reshape(*shape, steps) for record in records)
+    return _result(limits, rates, loss, norm, share, seeds)
+
+
+def _axis(values: ArrayLike, name: str) -> Numbers:
+    array = np.asarray(values, np.float32)
+    if array.ndim != 1 or not array.size or not (array > 0).all():
+        raise ValueError(f"{name} must be positive numbers in one axis, got {values!r}")
+    return np.unique(array)
+
+
+def _check_counts(**counts: Any) -> None:
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name} must be a positive int, got {count!r}")
+
+
+def _check_data(data: PyTree, steps: int) -> PyTree:
+    for leaf in jax.tree.leaves(data):
+        if not np.ndim(leaf) or np.shape(leaf)[0] < steps:
+            raise ValueError(
+                f"data must have a first axis of at least the {steps} steps, got a leaf of the "
+                f"shape {np.shape(leaf)}"
+            )
+    return jax.tree.map(lambda x: x if isinstance(x, Array) else np.asarray(x), data)
+
+
+def _as_key(key: ArrayLike) -> Array:
+    key = jnp.asarray(key)
+    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+
+
+def _without_rate(step_fn: StepFn) -> StepFn:
+    return lambda state, batch, limit, rate: step_fn(state, batch, limit)  # noqa: ARG005
+
+
+def _check_step(step: StepFn, states: PyTree, data: PyTree, runs: tuple[Array, ...]) -> None:
+    """Runs nothing: only shapes are looked at."""
+    one = jax.tree.map(lambda x: x[0], (states, data, *runs))
+    out = jax.eval_shape(step, *one)
+    if not (isinstance(out, tuple) and len(out) == 3):
+        raise TypeError(f"step_fn must return (state, loss, norm), got {type(out).__name__}")
+    before, after = jax.eval_shape(lambda state: state, one[0]), out[0]
+    of = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (before, after)]
+    if jax.tree.structure(before) != jax.tree.structure(after) or of[0] != of[1]:
+        raise TypeError(
+            f"step_fn must return a state like the one that it is given, {before}; got {after}"
+        )
+    loss, norm = out[1:]
+    if jnp.shape(loss) != () or jnp.ndim(norm) > 1:
+        raise TypeError(
+            "step_fn must return a scalar loss, and a norm that is a scalar or has one axis, got "
+            f"the shapes {jnp.shape(loss)} and {jnp.shape(norm)}"
+        )
+
+
+@contextlib.contextmanager
+def _reporter(progress: Progress | bool, steps: int) -> Iterator[Progress]:
+    if callable(progress):
+        yield progress
+        return
+    if not (progress and sys.stderr.isatty() and find_spec("rich")):
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True)) as bar:
+        yield partial(bar.advance, bar.add_task("sweep", total=steps))
+
+
+def _result(
+    limits: Numbers, rates: Numbers | None, loss: Numbers, norm: Numbers, share: Numbers, seeds: int
+) -> SweepResult:
+    tail = max(1, round(loss.shape[-1] * FINAL_SHARE))
+    last = loss[..., -tail:]
+    with np.errstate(over="ignore", invalid="ignore"):
+        final = last.mean(axis=-1)
+        diverged = ~(np.isfinite(final) & (final <= loss[..., 0]))
+    if loss.shape[-1] == 1:
+        diverged = ~np.isfinite(final)
+    final = np.where(diverged, np.inf, final)
+    # [limits, rates, seeds, last steps], and the means over seeds.
+    each = last.reshape(len(limits), 1 if rates is None else len(rates), seeds, tail)
+    means = final.reshape(each.shape[:-1]).mean(axis=-1)
+    best = np.unravel_index(np.argmin(means), means.shape)
+    chosen, noise = math.nan, math.nan
+    if np.isfinite(means[best]):
+        noises = [_noise(each[i, best[1]], each[best]) for i in range(len(limits))]
+        near = np.isfinite(means[:, best[1]]) & (means[:, best[1]] <= means[best] + noises)
+        index = int(np.flatnonzero(near)[-1])
+        chosen, noise = float(limits[index]), noises[index]
+    rate = None if rates is None else float(rates[best[1]])
+    return SweepResult(limits, rates, loss, norm, share, final, diverged, noise, chosen, rate)
+
+
+def _noise(losses: Numbers, best: Numbers) -> float:
+    """The noise of the difference of two runs' final losses, both [seeds, last steps]."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if len(losses) == 1:
+            return float(np.std(losses - best))
+        finals = (losses - best).mean(axis=-1)
+        return NOISE * float(np.std(finals, ddof=1) / math.sqrt(len(finals)))

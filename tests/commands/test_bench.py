@@ -1,0 +1,156 @@
+"""The benchmarks' command: all workloads run, and what they report is what they promise."""
+
+import contextlib
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from optaxclip import bench
+from optaxclip.__main__ import main
+from optaxclip.bench.effort import Effort
+from optaxclip.bench.report import COLUMNS, Row, Section
+from optaxclip.bench.timing import Program, Spread, race, ratio
+from optaxclip.bench.trees import NORM, filled, leaves, read, transformer
+
+TINY = Effort(
+    rounds=2,
+    repetitions=1,
+    dtypes=("float32",),
+    entries=1000,
+    layers=0,
+    width=2,
+    narrow=2,
+    leaf_counts=(3,),
+    eager_leaves=3,
+    small_leaf=10,
+    totals=(100, 1000),
+    splits=(10,),
+)
+
+
+@contextlib.contextmanager
+def quick_compiler():
+    """Programs that are slower, and sooner made."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """What the whole command writes, of tiny gradients."""
+    path = tmp_path_factory.mktemp("bench") / "figures.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench, "QUICK", TINY)
+        patch.setattr("optaxclip.bench.timing.SHORTEST", 0.0)
+        # As for users: Optax's optimizers mix dtypes.
+        with jax.numpy_dtype_promotion("standard"), quick_compiler():
+            assert main(["bench", "--quick", "--json", str(path)]) == 0
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_machine_and_versions(report):
+    assert {"device", "devices", "processor", "cores", "load", "versions"} <= set(report)
+    assert {"optaxclip", "jax", "optax"} <= set(report["versions"])
+
+
+def test_every_workload_has_rows(report):
+    assert [section["name"] for section in report["sections"]] == list(bench.WORKLOADS)
+    for section in report["sections"]:
+        ways = {row["way"] for row in section["rows"]}
+        assert {"optaxclip", "Optax"} <= ways or section["name"] == "rules"
+
+
+def test_figures_are_numbers_and_times_positive(report):
+    for section in report["sections"]:
+        for row in section["rows"]:
+            figures = {name: row[name] for name in row.keys() - {"case", "way"}}
+            assert set(figures) <= set(COLUMNS)
+            assert all(0 < row["ms"][key] < math.inf for key in ("median", "low", "high"))
+            for figure in figures.values():
+                numbers = figure.values() if isinstance(figure, dict) else [figure]
+                assert all(math.isfinite(number) for number in numbers if number is not None)
+
+
+def test_steps_and_phases_that_are_promised(report):
+    cases = {
+        section["name"]: {row["case"] for row in section["rows"]} for section in report["sections"]
+    }
+    assert {f"3 leaves, {phase}" for phase in ("trace", "lower", "compile", "run")} == cases[
+        "leaves"
+    ]
+    assert len(cases["steps"]) == 4
+    assert len(cases["clip"]) == 2
+    assert cases["methods"] == {"adaptive_grad_clip", "clip_by_block_rms", "clip_by_norm"}
+    assert len(cases["compiling"]) == 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--json"], "expected one argument"),
+        (["--json", "no/such/folder/x.json"], "cannot write no/such/folder/x.json: No such file"),
+        (["--json", "."], "cannot write .: Is a directory"),
+        (["--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_bad_options(options, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", *options])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_ways_take_turns():
+    calls = []
+    ways = {name: lambda name=name: calls.append(name) for name in "abc"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("optaxclip.bench.timing.SHORTEST", 0.0)
+        times = race(ways, 4)
+    rounds = np.reshape(calls[-12:], (4, 3))
+    assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
+    assert len({tuple(names) for names in rounds}) > 1
+    assert {len(samples) for samples in times.values()} == {4}
+
+
+def test_ratios_are_of_medians():
+    x, y = np.array([2.0, 4.0, 9.0]), np.array([1.0, 4.0, 3.0])
+    assert ratio(x, y) == Spread(4 / 3, 1.5, 2.5)
+    assert ratio(x, -y) is None
+
+
+def test_programs_go_on_from_their_last_result():
+    grads = filled(leaves(3, 4), np.float32)
+    reading = Program(read, np.float32(0), grads)
+    reading()
+    reading()
+    total = sum(float(leaf.sum()) for leaf in grads)
+    assert float(reading._carry) == pytest.approx(2 * total)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gradients_have_the_promised_norm(dtype):
+    squares = [np.square(np.asarray(leaf, np.float64)) for leaf in filled(leaves(9, 10**4), dtype)]
+    assert np.sqrt(np.sum(squares)) == pytest.approx(NORM, rel=1e-2)
+
+
+def test_the_transformer():
+    shapes = filled(transformer(6, 8), np.float32)
+    assert len(shapes["layers"]) == 6
+    assert shapes["layers"][0]["up"]["kernel"].shape == (8, 32)
+
+
+def test_tables():
+    rows = [Row("a case", "ours", {"ms": Spread(1.234, 1.0, 2.0), "extra_memory": None})]
+    lines = Section("x", "A title", rows).markdown().splitlines()
+    assert lines[0] == "### A title"
+    assert lines[2].split("|")[3].strip() == "ms"
+    assert "| 1.23 (1 to 2) |" in lines[4]
+    assert len({len(line) for line in lines[2:]}) == 1

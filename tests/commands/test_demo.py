@@ -1,0 +1,197 @@
+"""The command line and the demo: what it prints, draws and refuses, and that clipping helps."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optaxclip import demo, plots
+from optaxclip.__main__ import COMMANDS, main
+
+pytest.importorskip("rich")
+Figure = pytest.importorskip("matplotlib.figure").Figure
+task = pytest.importorskip("optaxclip.commands.demo_task")
+
+
+def run(capsys, *args):
+    assert main(["demo", *map(str, args)]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return task.encode(demo._help_topics())
+
+
+def trained(corpus, name, seed=0, steps=60):
+    return task.Task(corpus, seed).train(demo.METHODS[name](), steps, lambda _: None)
+
+
+def test_prints_a_table_and_the_path_of_a_picture(capsys, tmp_path):
+    out = tmp_path / "made" / "for it"
+    printed = run(capsys, "--steps", 3, "--methods", "none", "agc", "--out", out)
+    rows = [line.split()[0] for line in printed.splitlines() if line.strip()]
+    assert rows[0] == "method"
+    assert rows[2:-1] == ["none", "agc"]
+    path = out / demo.PICTURE
+    assert printed.splitlines()[-1] == f"curves: {path}"
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_same_seed_same_numbers_on_a_text_of_ones_own(capsys, tmp_path):
+    text = tmp_path / "text"
+    text.write_text("Größe und Gewicht. " * 200, encoding="utf-8")
+    args = ("--text", text, "--steps", 3, "--methods", "global_norm", "--out", tmp_path)
+    assert run(capsys, *args, "--seed", 1) == run(capsys, *args, "--seed", 1)
+
+
+def test_another_seed_another_start(corpus):
+    first, second = (task.Task(corpus, seed) for seed in (0, 1))
+    assert first.evaluate(first.params) != second.evaluate(second.params)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_clipping_helps(corpus, seed):
+    plain, clipped = (trained(corpus, name, seed) for name in ("none", "global_norm"))
+    assert np.isnan(plain.held_out[-1])
+    assert len(clipped.nonfinite) == 0
+    assert clipped.held_out[-1] < np.nanmin(plain.held_out) - 1
+    same = slice(0, min(np.flatnonzero(clipped.clipped)))
+    np.testing.assert_array_equal(plain.loss[same], clipped.loss[same])
+    assert not plain.clipped.any()
+
+
+def test_an_incomplete_last_chunk(corpus):
+    history = trained(corpus, "normalize", steps=task.CHUNK + 3)
+    assert history.loss.shape == history.norm.shape == history.clipped.shape == (task.CHUNK + 3,)
+    assert history.evals.tolist() == [1, task.CHUNK + 1, task.CHUNK + 4]
+    assert history.held_out.shape == (3,)
+    assert history.clipped.all()
+
+
+def test_rare_characters_share_a_number():
+    text = "".join(map(chr, range(300, 500))) + "a" * 1800
+    corpus = task.encode(text)
+    assert corpus.train.max() == task.MAX_SYMBOLS - 1
+    assert (corpus.train == 0).sum() == 200 - (task.MAX_SYMBOLS - 2)
+    assert len(corpus.held_out) == task.HELD_OUT_SHARE * len(text)
+
+
+LIMITED_FROM_THE_START = [
+    *("global_norm", "norm", "value", "agc", "block_rms", "normalize", "zclip", "adagc", "quantile")
+]
+
+
+@pytest.mark.parametrize("name", LIMITED_FROM_THE_START)
+def test_every_method_with_a_first_limit_bounds_an_explosion(name):
+    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    grads = jax.tree.map(lambda x: 1e6 * x, params)
+    method = demo.METHODS[name]()
+    updates, _ = method.update(grads, method.init(params), params)
+    assert (jnp.abs(updates["w"]).max() <= 1.0) == (name != demo.UNCLIPPED)
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ("--text missing", "cannot read missing: No such file"),
+        ("--text .", "cannot read .: Is a directory"),
+        ("--text empty", "empty has 0 characters; the demo needs at least 2000"),
+        ("--text latin1", "latin1 is not UTF-8 text"),
+        ("--methods global_norm magic", "invalid choice: 'magic'"),
+        ("--methods", "expected at least one argument"),
+        ("--steps 0", "'0' is not a whole number from 1 to 1000000"),
+        ("--steps 1.5", "'1.5' is not a whole number"),
+        ("--steps many", "'many' is not a whole number"),
+        ("--seed -1", "'-1' is not a whole number from 0"),
+        ("--out empty", "cannot write to empty: File exists"),
+        ("--out empty/below", "cannot write to empty/below: Not a directory"),
+        ("--color", "unrecognized arguments: --color"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(capsys, tmp_path, monkeypatch, args, reason):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").touch()
+    (tmp_path / "latin1").write_bytes("é".encode("latin1") * 3000)
+    assert_refused(capsys, ["demo", *args.split()], reason)
+
+
+def test_no_command_is_refused(capsys):
+    assert_refused(capsys, [], "COMMAND")
+
+
+def test_missing_packages_are_named_with_the_remedy(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert_refused(capsys, ["demo"], 'needs rich: pip install "optaxclip[demo]"')
+
+
+def test_missing_help_topics_are_said(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    assert_refused(capsys, ["demo"], "give a text with --text FILE")
+
+
+def assert_refused(capsys, args, reason):
+    with pytest.raises(SystemExit) as stopped:
+        main(args)
+    printed = capsys.readouterr()
+    assert (stopped.value.code, printed.out) == (2, "")
+    assert len(printed.err.splitlines()) == 1
+    assert reason in printed.err
+
+
+def test_ctrl_c_is_quiet(capsys, monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(COMMANDS["demo"], "run", interrupt)
+    assert main(["demo"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help_needs_no_extra_and_has_an_example():
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({demo.NEEDS}));"
+        "from optaxclip.__main__ import main; main(['demo', '--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "example:\n  python -m optaxclip demo" in done.stdout
+    assert "agc          adaptive_grad_clip(0.01)" in done.stdout
+
+
+def labels(ax):
+    return ax.get_legend_handles_labels()[1]
+
+
+def test_loss_curves_cut_explosions_off_and_cross_them_out():
+    figure = Figure()
+    ax = figure.subplots()
+    losses = {"plain": [4.0, 1e30, np.nan, np.nan], "clipped": [4.0, 3.0, 1e9, 2.0]}
+    assert plots.loss_curves(losses, [0, 10, 20, 30], ax=ax) is ax
+    assert 4.0 < ax.get_ylim()[1] < 5.0
+    assert labels(ax) == ["plain", "clipped", "not finite"]
+    crosses = [line for line in ax.lines if line.get_marker() == "X" and len(line.get_xdata())]
+    assert [line.get_xdata()[-1] for line in crosses] == [20]
+    assert crosses[0].get_ydata().max() == ax.get_ylim()[1]
+    assert crosses[0].get_color() == ax.lines[0].get_color() != ax.lines[1].get_color()
+
+
+@pytest.mark.parametrize("losses", [[np.nan], [np.inf, np.nan], [2.0, 2.0], [np.nan, 3.0]])
+def test_loss_curves_of_unusual_runs(losses):
+    ax = plots.loss_curves({"run": losses}, ax=Figure().subplots())
+    assert np.isfinite(ax.get_ylim()).all()
+
+
+def test_norm_curves_have_a_legend_on_axes_of_their_own():
+    ax = plots.norm_curves({"a": np.geomspace(1, 1e9, 5)}, limit=2.0)
+    assert ax.get_yscale() == "log"
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "limit 2"]
+    assert ax.lines[0].get_xdata()[0] == 1
+
+
+def test_two_runs_never_look_alike():
+    names = [str(i) for i in range(len(plots.COLORS) * len(plots.STYLES))]
+    ax = plots.loss_curves({name: [2.0, 1.0] for name in names}, ax=Figure().subplots())
+    assert len({(line.get_color(), line.get_linestyle()) for line in ax.lines}) == len(names)

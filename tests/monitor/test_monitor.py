@@ -1,0 +1,350 @@
+"""The monitor: reading records out of any state, flat scalars, and the ring of norms."""
+
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import optaxclip
+from optaxclip import monitor
+from optaxclip.methods.skips import skip_above, skip_nonfinite
+
+GRADS = {"b": jnp.array([2.0]), "w": jnp.array([3.0, 4.0])}
+NORM = np.sqrt(29.0)
+BAD = GRADS | {"b": jnp.array([jnp.nan])}
+NAMES = ["norm", "limit", "factor", "clipped_fraction", "num_nonfinite"]
+SKIP_NAMES = ["norm", "limit", "factor", "num_nonfinite", "num_skipped"]
+
+
+def tree_clip(limit=1.0, **options):
+    return optaxclip.clip_by_global_norm(limit, **options)
+
+
+def after(tx, *steps, params=GRADS):
+    state = tx.init(params)
+    for grads in steps:
+        state = tx.update(grads, state, params)[1]
+    return state
+
+
+CLIP, PARTLY = "clip_by_global_norm", {"b": True, "w": False}
+SKIPPED = ["skip_nonfinite", f"inner_state/0/{CLIP}", "inner_state/2/again"]
+
+
+def partitioned():
+    transforms = {"mine": tree_clip(), "yours": optaxclip.clip_by_norm(2.0)}
+    return optax.partition(transforms, {"b": "mine", "w": "yours"})
+
+
+def skips():
+    chain = optax.chain(tree_clip(4.0), optax.trace(0.5), tree_clip(name="again"))
+    return skip_above(skip_nonfinite(chain), 100.0)
+
+
+# What to make, the keys, and the norm that the first clip sees.
+NESTINGS = {
+    "alone": (tree_clip, [CLIP], NORM),
+    "named": (lambda: tree_clip(name="mine"), ["mine"], NORM),
+    "chain": (lambda: optax.chain(tree_clip(), optax.trace(0.5)), [f"0/{CLIP}"], NORM),
+    "chain in chain": (
+        lambda: optax.chain(optax.identity(), optax.chain(optax.scale(0.5), tree_clip())),
+        [f"1/1/{CLIP}"],
+        NORM / 2,
+    ),
+    "named_chain": (lambda: optax.named_chain(("a", tree_clip())), [f"a/{CLIP}"], NORM),
+    "masked": (lambda: optax.masked(tree_clip(), PARTLY), [f"inner_state/{CLIP}"], 2.0),
+    "partition": (
+        partitioned,
+        [f"inner_states/mine/inner_state/{CLIP}", "inner_states/yours/inner_state/clip_by_norm"],
+        2.0,
+    ),
+    "MultiSteps": (
+        lambda: optax.MultiSteps(optax.chain(tree_clip()), 1).gradient_transformation(),
+        [f"inner_opt_state/0/{CLIP}"],
+        NORM,
+    ),
+    "finite": (lambda: optax.apply_if_finite(tree_clip(), 3), [f"inner_state/{CLIP}"], NORM),
+    "inject_hyperparams": (
+        lambda: optax.inject_hyperparams(optaxclip.clip_by_global_norm)(1.0),
+        [f"inner_state/{CLIP}"],
+        NORM,
+    ),
+    "skips": (
+        skips,
+        ["skip_above", *(f"inner_state/{key}" for key in SKIPPED)],
+        NORM,
+    ),
+    "no norm": (lambda: optax.chain(optaxclip.clip(1.0), monitor.record(5)), [], None),
+}
+
+
+@pytest.mark.parametrize("nesting", NESTINGS)
+def test_read_finds_all(nesting):
+    make, keys, norm = NESTINGS[nesting]
+    state = (tx := make()).init(GRADS)
+    assert list(monitor.read(state)) == keys
+    with jax.numpy_dtype_promotion("standard"):  # which MultiSteps needs
+        state = jax.jit(tx.update)(GRADS, state, GRADS)[1]
+    infos = monitor.read(state)
+    assert list(infos) == keys
+    assert all(isinstance(info, optaxclip.ClipInfo) for info in infos.values())
+    assert [np.max(info.norm) for info in infos.values()][:1] == pytest.approx([norm][: len(keys)])
+    assert len(monitor.scalars(state)) == 5 * len(keys)
+
+
+def test_two_clips_and_one_in_a_skip():
+    tx = optax.chain(tree_clip(), tree_clip(), skip_nonfinite(optax.chain(tree_clip(0.5))))
+    state = after(tx, GRADS)
+    keys = [f"0/{CLIP}", f"1/{CLIP}", "2/skip_nonfinite", f"2/inner_state/0/{CLIP}"]
+    assert list(monitor.read(state)) == keys
+    parts = {"clip/0": NAMES, "clip/1": NAMES, "skip/0": SKIP_NAMES, "clip/2": NAMES}
+    numbers = monitor.scalars(state)
+    assert list(numbers) == [f"{part}/{name}" for part, names in parts.items() for name in names]
+    assert numbers["clip/2/limit"] == 0.5
+    norms = [numbers[f"clip/{n}/norm"] for n in range(3)]
+    assert norms == pytest.approx([NORM, 1.0, 1.0])
+
+
+def test_lists_dicts_and_what_is_no_state():
+    state = after(tree_clip(), GRADS)
+    tree = {"a": [None, (state,)], "b": optax.EmptyState(), "c": optax.MaskedNode(), "d": 3}
+    assert list(monitor.read(tree)) == [f"a/1/0/{CLIP}"]
+    assert monitor.read(None) == monitor.scalars({}) == {}
+    # Where paths look alike:
+    infos = monitor.read({"a/b": state, "a": {"b": state}})
+    assert list(infos) == [f"['a']['b']/{CLIP}", f"['a/b']/{CLIP}"]
+
+
+def test_names_are_the_same_at_every_step_and_under_jit():
+    tx = skips()
+    state, seen = tx.init(GRADS), []
+
+    @jax.jit
+    def step(grads, state):
+        state = tx.update(grads, state, GRADS)[1]
+        seen.append(list(monitor.read(state)))
+        return state, monitor.read(state)
+
+    names, keys = list(monitor.scalars(state)), list(monitor.read(state))
+    for grads in (GRADS, BAD, GRADS):
+        state, infos = step(grads, state)
+        assert list(monitor.scalars(state)) == names
+        # What jit returns is sorted, as every dict that crosses it.
+        assert sorted(infos) == sorted(keys)
+        jax.tree.map(np.testing.assert_array_equal, infos, monitor.read(state))
+    assert seen == [keys]
+
+
+@pytest.mark.parametrize("function", [monitor.scalars, monitor.history])
+def test_a_clear_error_under_jit(function):
+    state = after(optax.chain(tree_clip(), monitor.record(3)), GRADS)
+    with pytest.raises(TypeError, match=r"under jit.*call it on the state that"):
+        jax.jit(function)(state)
+
+
+def test_train_state():
+    tx = optax.chain(tree_clip(), optax.sgd(0.1))
+    state = TrainState.create(apply_fn=None, params=GRADS, tx=tx).apply_gradients(grads=GRADS)
+    assert list(monitor.read(state)) == [f"opt_state/0/{CLIP}"]
+    assert monitor.scalars(state)["clip/0/norm"] == pytest.approx(NORM)
+
+
+def test_nnx_optimizer_and_its_state():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    tx = optax.chain(monitor.record(3), skip_nonfinite(optax.chain(tree_clip())))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(lambda m: jnp.sum(m(jnp.ones((1, 2)))))(model))
+
+    step(model, optimizer)
+    keys, infos = ["1/skip_nonfinite", f"1/inner_state/0/{CLIP}"], monitor.read(optimizer)
+    assert list(monitor.read(optimizer.opt_state)) == keys
+    assert list(infos) == [f"opt_state/{key}" for key in keys]
+    assert all(type(info.norm) is type(jnp.ones(())) for info in infos.values())
+    assert monitor.scalars(optimizer)["clip/0/norm"] == pytest.approx(np.sqrt(3.0))
+    np.testing.assert_allclose(monitor.history(optimizer), [np.sqrt(3.0)], rtol=1e-6)
+
+
+def test_scalars_over_steps():
+    tx = optax.chain(tree_clip(4.0), skip_above(optax.trace(0.5), 1.0))
+    small = jax.tree.map(lambda x: x / 8, GRADS)
+    state = tx.init(GRADS)
+    assert list(monitor.scalars(state).values())[:5] == [0.0, np.inf, 1.0, 0.0, 0.0]
+    state = after(tx, GRADS, BAD, small, small, GRADS)
+    numbers = monitor.scalars(state)
+    assert all(type(number) is float for number in numbers.values())
+    of_clip = [numbers[f"clip/0/{name}"] for name in NAMES]
+    assert of_clip == pytest.approx([NORM, 4.0, 4.0 / NORM, 2 / 5, 1.0])
+    of_skip = [numbers[f"skip/0/{name}"] for name in SKIP_NAMES]
+    assert of_skip == pytest.approx([4.0, 1.0, 0.0, 1.0, 3.0])
+
+
+def per_leaf_state(**columns):
+    """A state of four steps with these columns."""
+    params = {f"leaf{i}": jnp.zeros(1) for i in range(len(columns["norm"]))}
+    state = optaxclip.clip_by_norm(1.0).init(params)
+    arrays = {name: jnp.array(column) for name, column in columns.items()}
+    return state._replace(count=jnp.int32(4), info=state.info._replace(**arrays))
+
+
+def test_scalars_of_many_entries():
+    measured = {"norm": [8.0, 3.0, 0.1], "limit": [4.0, 1.0, 1.0], "factor": [0.5, 0.25, 1.0]}
+    state = per_leaf_state(**measured, num_clipped=[2, 4, 0], num_nonfinite=[0, 1, 3])
+    expected = zip(NAMES, [3.0, 1.0, 0.25, 0.5, 3.0], strict=True)
+    assert monitor.scalars([state]) == {f"clip/0/{name}": x for name, x in expected}
+
+
+@pytest.mark.parametrize(
+    ("norm", "limit", "worst"),
+    [
+        ([2.0, np.nan, 1.0], [1.0, 9.0, 1.0], 1),
+        ([2.0, 1.0, np.inf], [1.0, 1.0, np.inf], 2),
+        ([2.0, 1.0, 1.0], [1.0, 0.0, 1.0], 1),
+        ([1e38, 2e38, 1.0], [1e-38, 1e-38, 1.0], 1),
+        ([0.0, 0.0, 0.0], [np.inf, np.inf, np.inf], 0),
+    ],
+)
+def test_the_worst_entry(norm, limit, worst):
+    state = per_leaf_state(norm=norm, limit=limit, factor=[0.0, 1.0, 2.0])
+    numbers = monitor.scalars(state)
+    assert numbers["clip/0/factor"] == worst
+    np.testing.assert_array_equal(numbers["clip/0/norm"], np.float32(norm[worst]))
+
+
+def test_scalars_without_entries_and_under_vmap():
+    empty = monitor.scalars(optaxclip.clip_by_norm(1.0).init({}))
+    assert list(empty.values()) == [0.0, np.inf, 1.0, 0.0, 0.0]
+    tx = optaxclip.clip_by_norm(4.5)
+    batch = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), GRADS)
+    state = jax.jit(jax.vmap(lambda grads: tx.update(grads, tx.init(GRADS))[1]))(batch)
+    numbers = monitor.scalars(state)
+    assert numbers["clip/0/norm"] == 10.0
+    assert numbers["clip/0/clipped_fraction"] == 0.5
+
+
+@pytest.mark.parametrize("leaves", [1, 1000])
+def test_one_transfer_a_call(monkeypatch, leaves):
+    clip = optaxclip.clip_by_norm(1.0)
+    state = optax.chain(clip, skip_nonfinite(clip)).init({f"{i}": 0.0 for i in range(leaves)})
+    state, calls = jax.tree.map(jnp.copy, state), []  # arrays that share no buffers
+    expected, device_get = monitor.scalars(state), jax.device_get
+
+    def fetch_and_delete(arrays):
+        calls.append(len(jax.tree.leaves(arrays)))
+        fetched = jax.tree.map(np.copy, device_get(arrays))
+        jax.tree.map(lambda x: x.delete(), state)  # nothing can be fetched any more
+        return fetched
+
+    monkeypatch.setattr(jax, "device_get", fetch_and_delete)
+    assert monitor.scalars(state) == expected
+    assert calls == [3 * 6]
+
+
+def sizes(steps, seed=0):
+    """Gradients of many steps, stacked, and their norms: of the tree, and of its leaves."""
+    rng = np.random.default_rng(seed)
+    stacked = {"b": rng.normal(size=(steps, 3)), "w": rng.normal(size=(steps, 2, 2))}
+    stacked = {name: x.astype(np.float32) for name, x in stacked.items()}
+    leaves = [np.sqrt(np.sum(x.reshape(steps, -1) ** 2, axis=1)) for x in stacked.values()]
+    return stacked, np.hypot(*leaves), np.stack(leaves, axis=1)
+
+
+@pytest.mark.parametrize("per_leaf", [False, True])
+def test_history_is_the_last_norms(per_leaf):
+    steps, *norms = sizes(13)
+    tx = monitor.record(window=5, per_leaf=per_leaf)
+    state, update = tx.init({"b": jnp.zeros(3), "w": jnp.zeros((2, 2))}), jax.jit(tx.update)
+    assert monitor.history(state).shape == (0, 2)[: 1 + per_leaf]
+    assert monitor.history_names(state) == (("b", "w") if per_leaf else ("tree",))
+    for i in range(13):
+        grads = {name: x[i] for name, x in steps.items()}
+        updates, state = update(grads, state)
+        jax.tree.map(np.testing.assert_array_equal, updates, grads)
+        history = monitor.history(state)
+        assert history.dtype == np.float32
+        np.testing.assert_allclose(history, norms[per_leaf][max(i - 4, 0) : i + 1], rtol=1e-6)
+    assert update._cache_size() == 1
+
+
+@pytest.mark.parametrize("per_leaf", [False, True])
+def test_record_in_scan_and_vmap(per_leaf):
+    steps, *norms = sizes(8)
+    tx = monitor.record(window=6, per_leaf=per_leaf)
+    start = tx.init({name: x[0] for name, x in steps.items()})
+    state = jax.lax.scan(lambda state, grads: tx.update(grads, state)[::-1], start, steps)[0]
+    np.testing.assert_allclose(monitor.history(state), norms[per_leaf][-6:], rtol=1e-6)
+    states = jax.vmap(lambda grads: tx.update(grads, start)[1])(steps)
+    last = jax.tree.map(lambda x: x[-1], states)
+    np.testing.assert_allclose(monitor.history(last), norms[per_leaf][-1:], rtol=1e-6)
+    with pytest.raises(ValueError, match="under vmap"):
+        monitor.history(states)
+
+
+def test_record_leaves_alone_what_it_sees_and_never_waits_for_the_device():
+    tx = monitor.record(window=2, per_leaf=True)
+    state = tx.update(GRADS, tx.init(GRADS))[1]
+    with jax.transfer_guard("disallow"):
+        updates, state = tx.update(GRADS, state, None, value=1.0)
+    assert updates is GRADS
+    jax.eval_shape(tx.update, GRADS, state)  # needs no numbers
+    state = after(monitor.record(per_leaf=True), GRADS, GRADS | {"w": None}, BAD)
+    np.testing.assert_array_equal(monitor.history(state), [[2, 5], [2, np.nan], [np.nan, 5]])
+    np.testing.assert_array_equal(monitor.history(after(monitor.record(), BAD)), [np.nan])
+    assert monitor.history(tx.update(GRADS, None)[1]).shape == (1, 2)
+    mesh = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Explicit,))
+    sharded = jax.device_put(GRADS, jax.NamedSharding(mesh, jax.P("x")))
+    assert monitor.history(after(tx, sharded, sharded)).shape == (2, 2)
+    with pytest.raises(ValueError, match=r"record: the params .* leaves \['v'\]"):
+        tx.update(GRADS | {"v": jnp.ones(1)}, state)
+    for window in (0, -1, 2.0, None):
+        with pytest.raises(ValueError, match="window must be a positive int, got"):
+            monitor.record(window)
+
+
+def test_history_of_one_record_among_several():
+    inner = optax.chain(tree_clip(), monitor.record(name="clipped", norm="linf"))
+    state = after(optax.chain(monitor.record(name="raw"), skip_nonfinite(inner)), GRADS, BAD)
+    np.testing.assert_allclose(monitor.history(state, "raw"), [NORM, np.nan], rtol=1e-6)
+    np.testing.assert_allclose(monitor.history(state, name="clipped"), [4 / NORM], rtol=1e-6)
+    for name, found in ((None, 2), ("other", 0)):
+        with pytest.raises(ValueError, match=rf"holds {found}.*'0/raw', '1/inner_state/1/clipped'"):
+            monitor.history(state, name)
+    with pytest.raises(ValueError, match="must hold one record, it holds 0"):
+        monitor.history_names(tree_clip().init(GRADS))
+
+
+def read_events(path, event_type):
+    """The scalars of an event file: TFRecords, each length, its checksum, data, its checksum."""
+    data, at, found = path.read_bytes(), 0, {}
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        event = event_type.FromString(data[at + 12 : at + 12 + length])
+        for value in event.summary.value:
+            found.setdefault(value.tag, []).append((event.step, value.simple_value))
+        at += length + 16
+    return found
+
+
+def test_tensorboard_event_files(tmp_path):
+    tensorboard = pytest.importorskip("tensorboardX")
+    event_type = pytest.importorskip("tensorboardX.proto.event_pb2").Event
+    tx = optax.chain(tree_clip(4.0), skip_nonfinite(optax.chain(optaxclip.clip_by_norm(1.0))))
+    state, expected = tx.init(GRADS), {}
+    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+        for step in range(4):
+            for name, value in monitor.scalars(state).items():
+                writer.add_scalar(name, value, step)
+                expected.setdefault(name, []).append((step, value))
+            state = tx.update(BAD if step == 1 else GRADS, state)[1]
+    (path,) = tmp_path.iterdir()
+    found = read_events(path, event_type)
+    assert list(found) == list(expected)
+    for name, pairs in expected.items():
+        np.testing.assert_array_equal(found[name], np.asarray(pairs, np.float32))

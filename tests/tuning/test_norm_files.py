@@ -1,0 +1,172 @@
+"""Norms from the files of loggers, and the command `suggest` on them."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from optaxclip import tuning
+from optaxclip.__main__ import main
+from optaxclip.tuning.files import parse_norms, read_norms
+
+NORMS = np.exp(0.1 * np.random.default_rng(0).normal(size=120)).round(4)
+NORMS[[40, 80]] = 20.0, 30.0
+
+
+def csv_text(delimiter=",", header=("step", "loss", "grad_norm")):
+    rows = [header, *((i, 2.0, norm) for i, norm in enumerate(NORMS))]
+    return "\n".join(delimiter.join(map(str, row)) for row in rows)
+
+
+def json_lines(**more):
+    return "\n".join(json.dumps({"step": i, "norm": x, **more}) for i, x in enumerate(NORMS))
+
+
+TEXTS = {
+    "csv": csv_text(),
+    "semicolons": csv_text(";"),
+    "tabs": csv_text("\t"),
+    "byte order mark": "\ufeff" + csv_text(),
+    "one number a line": "\n".join(map(str, NORMS)),
+    "two columns": "\n".join(f"{i}, {x}" for i, x in enumerate(NORMS)),
+    "JSON lines": json_lines(),
+    "JSON lines with text": json_lines(name="run", ok=True, parts=[1]),
+    "JSON objects": json.dumps([{"norm": x} for x in NORMS], indent=1),
+    "JSON numbers": json.dumps(NORMS.tolist()),
+}
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+def test_every_kind_of_text(kind, tmp_path):
+    path = tmp_path / "log"
+    path.write_text(TEXTS[kind], encoding="utf-8")
+    column = "1" if kind == "two columns" else None
+    np.testing.assert_array_equal(read_norms(path, column), NORMS)
+    assert tuning.suggest(str(path), column=column).spikes.tolist() == [40, 80]
+
+
+def test_rows_without_the_column_are_left_out():
+    text = b'{"loss": 1.0}\n{"loss": 1.0, "norm": 2.0}\n\n{"norm": NaN}\n{"norm": null}'
+    np.testing.assert_array_equal(parse_norms(text, None, "log"), [2.0, np.nan])
+    text = b"step,norm\n1,2.0\n2,\n3,inf\n4"
+    np.testing.assert_array_equal(parse_norms(text, None, "log"), [2.0, np.inf])
+
+
+@pytest.fixture
+def events(tmp_path):
+    tensorboard = pytest.importorskip("tensorboardX")
+    with tensorboard.SummaryWriter(str(tmp_path / "events")) as writer:
+        writer.add_text("note", "no number")
+        for step in reversed(range(len(NORMS))):
+            writer.add_scalar("clip/0/norm", NORMS[step], step)
+            writer.add_scalar("loss", 1.0, step)
+    return tmp_path / "events"
+
+
+def test_event_files(events):
+    (path,) = events.iterdir()
+    for source in (path, events):
+        np.testing.assert_array_equal(read_norms(source), NORMS.astype(np.float32))
+    assert read_norms(events, "loss").tolist() == [1.0] * len(NORMS)
+    path.write_bytes(path.read_bytes()[:-3])  # the writer was stopped in the middle of a record
+    assert len(read_norms(path, "loss")) == len(NORMS) - 1
+
+
+def test_event_files_of_tensorflow():
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    data = b""
+    for step in range(-1, 3):
+        event = event_pb2.Event(step=max(step, 0))
+        if step < 0:
+            event.file_version = "brain.Event:2"
+        else:
+            value = event.summary.value.add(tag="norm")
+            value.tensor.dtype = 1 + step % 2
+            value.tensor.tensor_content = np.array(step, ("<f4", "<f8")[step % 2]).tobytes()
+        record = event.SerializeToString()
+        data += len(record).to_bytes(8, "little") + bytes(4) + record + bytes(4)
+    assert parse_norms(data, None, "events").tolist() == [0.0, 1.0, 2.0]
+
+
+def run(capsys, *args):
+    assert main(["suggest", *map(str, args)]) == 0
+    return capsys.readouterr()
+
+
+def test_the_command_prints_and_draws(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "log.csv").write_text(csv_text())
+    picture = tmp_path / "norms.png"
+    printed = run(capsys, tmp_path / "log.csv", "--plot", picture)
+    assert printed.out == f"{tuning.suggest(NORMS)}\n"
+    assert printed.err == ""
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_the_command_as_json_from_the_input(capsys, monkeypatch):
+    class Stdin:
+        class buffer:  # noqa: N801
+            read = staticmethod(TEXTS["JSON lines"].encode)
+
+    monkeypatch.setattr("sys.stdin", Stdin)
+    assert json.loads(run(capsys, "-", "--json").out) == tuning.suggest(NORMS).to_dict()
+
+
+def test_the_help_has_examples(capsys):
+    for command in ("suggest", "sweep"):
+        with pytest.raises(SystemExit) as stopped:
+            main([command, "--help"])
+        assert stopped.value.code == 0
+        assert f"examples:\n  python -m optaxclip {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ("missing.csv", "cannot read missing.csv: No such file"),
+        ("directory", "directory holds no TensorBoard event file"),
+        ("binary", "binary is no CSV, JSON lines or TensorBoard event file"),
+        ("empty", "empty holds no numbers"),
+        ("words", "words holds no numbers"),
+        ("broken", "broken: not JSON lines"),
+        (
+            "log.csv --column norm",
+            "column 'norm' is not there; those with numbers: ['step', ",
+        ),
+        ("words --column word", "words holds no numbers"),
+        ("both --column name", "the column 'name' holds no numbers"),
+        ("several", "several has several columns: choose one of ['a_norm', 'b_norm']"),
+        ("few", "norms must hold at least 10"),
+        ("log.csv --plot missing/x.png", "cannot write to missing/x.png: No such file"),
+        ("log.csv --plot x.nothing", "cannot write x.nothing: Format 'nothing' is not supported"),
+        ("", "FILE"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(capsys, tmp_path, monkeypatch, args, reason):
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "log.csv": csv_text(),
+        "empty": "",
+        "words": "word\nnone\n",
+        "broken": '{"norm": 1.0}\n{"norm"',
+        "both": "name,norm\nrun,1.0",
+        "several": "a_norm,b_norm\n1,2",
+        "few": "norm\n1\n2",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\xfa")
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(SystemExit) as stopped:
+        main(["suggest", *args.split()])
+    printed = capsys.readouterr()
+    assert (stopped.value.code, printed.out) == (2, "")
+    assert len(printed.err.splitlines()) == 1
+    assert reason in printed.err
+
+
+def test_a_missing_package_is_named(monkeypatch, events):
+    monkeypatch.setitem(sys.modules, "tensorboardX.proto", None)
+    with pytest.raises(ValueError, match=r"optaxclip\[tensorboard\]"):
+        read_norms(events)

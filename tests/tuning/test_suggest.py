@@ -1,0 +1,184 @@
+"""Suggested limits: spikes that are known are found, and the demo trains with what comes out."""
+
+import json
+
+import numpy as np
+import pytest
+
+from optaxclip import demo, monitor, tuning
+
+STEPS = 1000
+SHAPES = {
+    "stationary": lambda t: 0.0 * t,
+    "drifting": lambda t: -2.0 * t,
+    "stepped": lambda t: np.where(t > 0.6, 1.5, 0.0),
+    "warm-up": lambda t: 3.0 * np.exp(-t / 0.03),
+}
+
+
+def synthetic(seed, spread, shape="stationary", steps=STEPS, share=0.02, gap=7.0):
+    """Norms, and which of them are spikes: a factor 3 above the level, and `gap` spreads."""
+    rng = np.random.default_rng(seed)
+    logs = SHAPES[shape](np.arange(steps) / steps) + spread * rng.normal(size=steps)
+    is_spike = rng.random(steps) < share
+    logs[is_spike] += np.log(3.0) + gap * spread + 3.0 * rng.random(is_spike.sum())
+    return np.exp(logs), is_spike
+
+
+def recall_and_precision(suggestion, is_spike):
+    hits = is_spike[suggestion.spikes].sum()
+    return hits / is_spike.sum(), hits / len(suggestion.spikes)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("spread", [0.02, 0.1, 0.2, 0.3, 0.5])
+def test_known_spikes_are_found(shape, spread):
+    scores = []
+    for seed in range(20):
+        norms, is_spike = synthetic(seed, spread, shape)
+        scores.append(recall_and_precision(tuning.suggest(norms), is_spike))
+    assert np.min(np.mean(scores, axis=0)) >= 0.95
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("steps", [300, 5000])
+def test_stationary_norms(spread, steps):
+    for seed in range(5):
+        norms, is_spike = synthetic(seed, spread, steps=steps)
+        found = tuning.suggest(norms)
+        assert norms[~is_spike].max() <= found.limit * 1.01
+        assert found.limit < norms[is_spike].min()
+        assert found.regime == "stationary"
+        assert found.share_clipped == pytest.approx(is_spike.mean(), abs=1 / steps)
+        assert found.spread == pytest.approx(spread, rel=0.3)
+        assert found.typical_norm == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize("shape", ["stationary", "drifting", "stepped"])
+def test_the_regime_and_its_rule(shape):
+    rules = {"stationary": "autoclip(", "drifting": "zclip(", "stepped": "clip_by_window_norm("}
+    for seed in range(5):
+        found = tuning.suggest(synthetic(seed, 0.1, shape)[0])
+        assert found.regime == shape
+        assert found.warmup_steps == 0
+        assert found.adaptive.call.startswith(rules[shape])
+        assert 0.0 < found.adaptive.share_clipped < 0.2
+        assert any("adaptive" in note for note in found.notes) == (shape != "stationary")
+
+
+def test_the_warmup_is_told_from_what_follows():
+    for seed in range(5):
+        norms, _ = synthetic(seed, 0.1, "warm-up")
+        found = tuning.suggest(norms)
+        assert 50 < found.warmup_steps < 200
+        assert found.regime == "stationary"
+        assert found.limit < 2.0 < norms[0]
+
+
+def test_scale_free_and_deterministic():
+    norms, _ = synthetic(0, 0.2)
+    first, again, scaled = (tuning.suggest(x) for x in (norms, norms, 1e-12 * norms))
+    assert first.to_dict() == again.to_dict()
+    assert scaled.limit == pytest.approx(1e-12 * first.limit, rel=0.01)
+    np.testing.assert_array_equal(scaled.spikes, first.spikes)
+
+
+def test_steps_that_are_not_finite_are_counted_and_left_out():
+    norms, is_spike = synthetic(0, 0.1)
+    with_bad = np.insert(norms, [100, 500], [np.nan, np.inf])
+    clean, found = tuning.suggest(norms), tuning.suggest(with_bad)
+    assert (found.num_nonfinite, clean.num_nonfinite) == (2, 0)
+    assert (found.limit, found.share_clipped) == (clean.limit, clean.share_clipped)
+    np.testing.assert_array_equal(with_bad[found.spikes], norms[is_spike])
+    assert "skip_nonfinite" in str(found)
+    assert "skip_nonfinite" not in str(clean)
+
+
+def test_shares_are_those_of_the_steps():
+    norms, _ = synthetic(3, 0.2)
+    found = tuning.suggest(norms)
+    assert found.share_clipped == np.mean(norms > found.limit)
+    for other, share in zip(found.percentiles, (0.1, 0.05, 0.01), strict=True):
+        assert other.share_clipped == pytest.approx(share, abs=0.01)
+
+
+def test_what_is_printed():
+    found = tuning.suggest(synthetic(0, 0.1)[0])
+    lines = str(found).splitlines()
+    assert lines[0] == f"limit {found.limit:g}"
+    assert f"{len(found.spikes)} spikes from " in lines[2]
+    assert sum(" clips " in line for line in lines) == 5
+    assert json.loads(json.dumps(found.to_dict()))["spikes"] == found.spikes.tolist()
+    assert "spikes\n" in str(tuning.suggest(np.geomspace(1.0, 1.1, 200)))
+
+
+@pytest.mark.parametrize(
+    ("norms", "message"),
+    [
+        ([], "at least 10 .* got 0 among 0"),
+        ([1.0] * 9, "at least 10 .* got 9 among 9"),
+        ([np.nan] * 50, "got 0 among 50"),
+        ([0.0] * 50, "got 0 among 50"),
+        ([2.0] * 50, "all equal, got only 2; record the raw"),
+        ([1.0, -3.0], "must not be negative, got -3 at step 1"),
+        (np.ones((20, 2)), r"one axis, got the shape \(20, 2\)"),
+        (1.0, r"one axis, got the shape \(\)"),
+    ],
+)
+def test_norms_that_say_nothing(norms, message):
+    with pytest.raises(ValueError, match=message):
+        tuning.suggest(norms)
+
+
+def test_what_are_no_norms():
+    for norms in ([True] * 20, [1j] * 20, [None] * 20):
+        with pytest.raises(TypeError, match="norms must be real numbers"):
+            tuning.suggest(norms)
+    with pytest.raises(ValueError, match="column chooses among those of a file"):
+        tuning.suggest(np.ones(20), column="norm")
+
+
+def test_doubtful_norms_warn():
+    norms = synthetic(0, 0.1)[0]
+    with pytest.warns(UserWarning, match="only 40 norms"):
+        tuning.suggest(norms[:40])
+    with pytest.warns(UserWarning, match="clipped already"):
+        found = tuning.suggest(np.minimum(norms, np.median(norms)))
+    assert "clipped already" in str(found)
+
+
+@pytest.fixture(scope="module")
+def real():
+    """Norms of the demo's network: [300] of a run with a clip, and what trains it again."""
+    pytest.importorskip("flax")
+    task = pytest.importorskip("optaxclip.commands.demo_task")
+    the_task = task.Task(task.encode(demo.read_text(None)), 0)
+    return the_task, the_task.train(demo.METHODS["global_norm"](), 300, lambda _: None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_spikes_among_real_norms(real, seed):
+    settled = np.asarray(real[1].norm[200:], np.float64)
+    rng = np.random.default_rng(seed)
+    is_spike = np.isin(np.arange(len(settled)), rng.choice(len(settled), 5, replace=False))
+    norms = np.where(is_spike, settled * rng.uniform(8.0, 1000.0, len(settled)), settled)
+    recall, precision = recall_and_precision(tuning.suggest(norms), is_spike)
+    assert min(recall, precision) >= 0.95
+
+
+def test_the_demo_learns_with_the_suggested_limit(real):
+    task, recorded = real
+    limit = tuning.suggest(recorded.norm).limit
+    assert np.median(recorded.norm) < limit < np.max(recorded.norm) / 100
+    method = demo.METHODS["global_norm"].func(limit)
+    history = task.train(method, 300, lambda _: None)
+    assert len(history.nonfinite) == 0
+    assert history.held_out[-1] < recorded.held_out[-1] + 0.1
+
+
+def test_a_history_of_the_monitor():
+    tx = monitor.record(window=200)
+    state, rng = tx.init(np.float32(0)), np.random.default_rng(0)
+    for norm in np.append(np.exp(0.1 * rng.normal(size=150)), 50.0):
+        _, state = tx.update(np.float32(norm), state)
+    assert tuning.suggest(monitor.history(state)).spikes.tolist() == [150]

@@ -1,0 +1,277 @@
+"""Sweeps: every run is what it would be alone, and the named limit is the right one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import ops, tuning
+from optaxclip.__main__ import main
+from optaxclip.tuning import runs
+
+STEPS = 60
+KEY = jax.random.key(0)
+TARGETS = np.random.default_rng(0).normal(5.0, 0.1, (STEPS, 3)).astype(np.float32)
+
+
+def init_fn(key):
+    return jax.random.normal(key, (3,))
+
+
+def step_fn(params, target, limit, rate=0.2):
+    loss, grads = jax.value_and_grad(lambda p: jnp.sum((p - target) ** 2))(params)
+    clipped, norm = ops.clip_by_global_norm(grads, limit)
+    return params - rate * clipped, loss, norm
+
+
+def swept(limits, steps=STEPS, step=step_fn, **options):
+    return tuning.sweep(init_fn, step, limits, steps, key=KEY, data=TARGETS, **options)
+
+
+def alone(limit, key, rate=0.2):
+    params, losses, norms = init_fn(key), [], []
+    for target in TARGETS:
+        params, loss, norm = step_fn(params, target, jnp.float32(limit), rate)
+        losses.append(loss)
+        norms.append(norm)
+    return np.array(losses), np.array(norms)
+
+
+def test_each_run_is_what_it_would_be_alone():
+    limits = [0.5, 5.0, 50.0]
+    result = swept(limits)
+    (key,) = jax.random.split(KEY, 1)
+    assert result.loss.shape == result.norm.shape == result.share_clipped.shape == (3, STEPS)
+    for i, limit in enumerate(limits):
+        loss, norm = alone(limit, key)
+        np.testing.assert_allclose(result.loss[i], loss, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(result.norm[i], norm, rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(result.share_clipped[i], result.norm[i] > limit)
+    np.testing.assert_allclose(result.final_loss, result.loss[:, -6:].mean(axis=1), rtol=1e-6)
+
+
+def test_learning_rates_and_seeds():
+    result = swept([50.0, 0.5], learning_rates=[0.1, 0.3], seeds=2)
+    assert result.limits.tolist() == [0.5, 50.0]
+    assert result.loss.shape == (2, 2, 2, STEPS)
+    for i, limit in enumerate((0.5, 50.0)):
+        for j, rate in enumerate((0.1, 0.3)):
+            for k, key in enumerate(jax.random.split(KEY, 2)):
+                loss = alone(limit, key, rate)[0]
+                np.testing.assert_allclose(result.loss[i, j, k], loss, rtol=1e-3, atol=1e-5)
+    assert result.learning_rate in (np.float32(0.1), np.float32(0.3))
+    assert f"learning rate {result.learning_rate:.4g}" in str(result)
+    assert swept([0.5, 50.0], seeds=3).loss.shape == (2, 3, STEPS)
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 3, 9])
+def test_fewer_at_a_time_are_the_same(parallel):
+    limits = [0.5, 1.0, 5.0, 20.0, 50.0]
+    expected, result = swept(limits), swept(limits, parallel=parallel)
+    np.testing.assert_allclose(result.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    assert result.limit == expected.limit
+
+
+@pytest.mark.parametrize(("cores", "parallel"), [(1, None), (2, None), (64, 1), (3, 2), (2, 5)])
+def test_cores_that_share_the_runs_change_nothing(monkeypatch, cores, parallel):
+    limits, expected = [0.5, 1.0, 5.0, 20.0, 50.0], swept([0.5, 1.0, 5.0, 20.0, 50.0])
+    monkeypatch.setattr(runs, "_cores", lambda: cores)
+    groups, at_once = runs.in_groups(len(limits), parallel)
+    assert len({len(group) for group in groups}) == 1
+    assert np.unique(np.concatenate(groups)).tolist() == [0, 1, 2, 3, 4]
+    assert len(groups) * at_once <= (parallel or cores)
+    result = swept(limits, parallel=parallel)
+    np.testing.assert_allclose(result.loss, expected.loss, rtol=1e-5, atol=1e-6)
+
+
+def test_an_accelerator_has_all_at_once(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for parallel in (None, 2):
+        (group,), at_once = runs.in_groups(5, parallel)
+        assert group.tolist() == [0, 1, 2, 3, 4]
+        assert at_once == parallel
+
+
+def test_64_bits_and_errors_on_several_cores(monkeypatch, x64):
+    monkeypatch.setattr(runs, "_cores", lambda: 2)
+    wide = lambda key: jax.random.normal(key, (3,), jnp.float64)  # noqa: E731
+    data = TARGETS.astype(np.float64)
+    result = tuning.sweep(wide, step_fn, [1.0, 50.0], STEPS, key=KEY, data=data)
+    assert result.limit == 50.0
+
+    def broken(params, target, limit):
+        jax.debug.callback(lambda: 1 / 0)
+        return step_fn(params, target, limit)
+
+    with pytest.raises(Exception, match="division by zero"):
+        tuning.sweep(wide, broken, [1.0, 50.0], STEPS, key=KEY, data=data)
+
+
+def test_steps_that_spread_over_devices(monkeypatch):
+    monkeypatch.setattr(runs, "_cores", lambda: 2)
+    mesh = jax.make_mesh((3,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(params, target, limit):
+        spread = jax.shard_map(
+            lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P()
+        )
+        return step_fn(params, jnp.broadcast_to(spread(target) / 3, (3,)), limit)
+
+    assert swept([0.5, 50.0, 60.0], step=step).loss.shape == (3, STEPS)
+
+
+def test_one_compiled_program_whatever_the_steps():
+    for steps in (1, 24, 53, STEPS):
+        traces, done = [], []
+
+        def step(params, target, limit):
+            traces.append(1)  # noqa: B023
+            return step_fn(params, target, limit)
+
+        result = swept([1.0, 2.0], steps, step, progress=done.append)
+        assert len(traces) == 2  # for the check of shapes, and to compile
+        assert sum(done) == steps
+        np.testing.assert_array_equal(result.loss, swept([1.0, 2.0]).loss[:, :steps])
+
+
+def cliff(params, noise, limit):
+    """A descent on which limits 1 and 10 differ only by noise, and 100 explodes."""
+    grads = jnp.where(limit > 50.0, -params, params)
+    loss = jnp.sum(params**2) + noise * jnp.where(limit > 5.0, -1.0, 1.0)
+    return params - 0.5 * grads, loss, ops.global_norm(grads)
+
+
+def test_the_largest_limit_within_noise_of_the_best():
+    noise = np.random.default_rng(0).normal(0.0, 0.1, STEPS).astype(np.float32)
+    result = tuning.sweep(init_fn, cliff, [1.0, 10.0, 100.0], STEPS, key=KEY, data=noise)
+    assert result.limit == 10.0
+    assert result.diverged.tolist() == [False, False, True]
+    assert np.isinf(result.final_loss[2])
+    assert 0.0 < result.final_loss[1] - result.final_loss[0] < result.noise
+    table = str(result)
+    assert "100    diverged" in table
+    assert next(line for line in table.splitlines() if "<- suggested" in line).split()[0] == "10"
+
+
+def test_a_worse_limit_is_not_named():
+    result = swept([0.01, 50.0])
+    assert result.limit == 50.0
+    slow = lambda params, target, limit: step_fn(params, target, 1.0 / limit)  # noqa: E731
+    assert swept([0.01, 50.0], step=slow).limit == np.float32(0.01)
+
+
+def test_all_diverged():
+    away = lambda params, target, limit: step_fn(params, target, limit, rate=-0.5)  # noqa: E731
+    result = swept([1.0, 100.0], step=away)
+    assert result.diverged.all()
+    assert np.isnan(result.limit)
+    assert "diverged" in str(result)
+    lost = lambda params, target, limit: (params, jnp.float32(jnp.nan), jnp.inf)  # noqa: E731
+    assert swept([1.0], step=lost).diverged.all()
+
+
+def test_seeds_that_diverge_are_counted():
+    def step(params, _, limit):
+        return params, jnp.where((params[0] > 0) & (limit > 1.0), jnp.nan, 1.0), jnp.float32(1)
+
+    result = swept([0.5, 2.0], step=step, seeds=16)
+    share = result.diverged[1].mean()
+    assert 0.0 < share < 1.0
+    assert f"{share:.0%} div." in str(result)
+    assert result.limit == 0.5
+
+
+def test_keys_of_every_kind_and_keys_as_data():
+    def step(params, key, limit):
+        return step_fn(params, jax.random.normal(key, (3,)), limit)
+
+    results = [
+        tuning.sweep(init_fn, step, [1.0], STEPS, key=key, data=jax.random.split(KEY, STEPS))
+        for key in (KEY, jax.random.key_data(KEY))
+    ]
+    np.testing.assert_array_equal(*(result.loss for result in results))
+
+
+def test_norms_of_several_groups():
+    def step(params, target, limit):
+        params, loss, _ = step_fn(params, target, limit)
+        return params, loss, jnp.array([3.0, 4.0], jnp.float16)
+
+    result = swept([3.5], step=step)
+    np.testing.assert_allclose(result.norm, 5.0)
+    np.testing.assert_allclose(result.share_clipped, 0.5)
+
+
+def test_a_transformation_in_the_state():
+    sgd = optax.sgd(0.1)
+
+    def init(key):
+        params = {"w": init_fn(key)}
+        return params, optaxclip.clip_by_global_norm(1.0).init(params), sgd.init(params)
+
+    def step(state, target, limit):
+        params, clip_state, opt_state = state
+        loss, grads = jax.value_and_grad(lambda p: jnp.sum((p["w"] - target) ** 2))(params)
+        clip = optaxclip.clip_by_global_norm(limit)
+        grads, clip_state = clip.update(grads, clip_state, params)
+        updates, opt_state = sgd.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, clip_state, opt_state), loss, clip_state.info.norm
+
+    result = tuning.sweep(init, step, [0.5, 5.0], STEPS, key=KEY, data=TARGETS)
+    assert result.final_loss[1] < result.final_loss[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limits": []}, "limits must be positive numbers in one axis"),
+        ({"limits": [0.0]}, "limits must be positive"),
+        ({"limits": [float("nan")]}, "limits must be positive"),
+        ({"limits": 1.0}, "limits must be positive numbers in one axis"),
+        ({"learning_rates": [-1.0]}, "learning_rates must be positive"),
+        ({"steps": 0}, "steps must be a positive int, got 0"),
+        ({"seeds": 1.5}, "seeds must be a positive int"),
+        ({"parallel": 0}, "parallel must be a positive int"),
+        ({"steps": STEPS + 1}, r"at least the 61 steps, got a leaf of the shape \(60, 3\)"),
+    ],
+)
+def test_wrong_numbers(options, message):
+    with pytest.raises(ValueError, match=message):
+        swept(**({"limits": [1.0]} | options))
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda p, _, __: (p, jnp.float32(0)), r"must return \(state, loss, norm\)"),
+        (lambda p, _, __: (p[:2], jnp.float32(0), jnp.float32(0)), "a state like the one"),
+        (lambda p, _, __: ((p,), jnp.float32(0), jnp.float32(0)), "a state like the one"),
+        (lambda p, _, __: (p, p, jnp.float32(0)), r"scalar loss.*shapes \(3,\)"),
+    ],
+)
+def test_wrong_steps(step, message):
+    with pytest.raises(TypeError, match=message):
+        swept([1.0], step=step)
+
+
+def test_the_command(capsys, tmp_path):
+    for package in ("flax", "matplotlib", "rich"):
+        pytest.importorskip(package)
+    args = ["--limits", "1", "3", "--steps", "10", "--out", str(tmp_path)]
+    assert main(["sweep", *args]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed[:3]] == ["limit", "1", "3"]
+    (picture,) = tmp_path.iterdir()
+    assert printed[-1] == f"curve: {picture}"
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "nan", "many"])
+def test_the_command_refuses_limits(capsys, limit):
+    with pytest.raises(SystemExit) as stopped:
+        main(["sweep", f"--limits={limit}"])
+    assert stopped.value.code == 2
+    assert f"'{limit}' is not a positive number" in capsys.readouterr().err
