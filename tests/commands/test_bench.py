@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from optaxclip import bench
 from optaxclip.__main__ import main
 from optaxclip.bench.effort import Effort
 from optaxclip.bench.report import COLUMNS, Row, Section
 from optaxclip.bench.timing import Program, Spread, race, ratio
 from optaxclip.bench.trees import NORM, filled, leaves, read, transformer
+from optaxclip.commands import bench
 
 TINY = Effort(
     rounds=2,

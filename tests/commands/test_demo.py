@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optaxclip import demo, plots
+from optaxclip import plots
 from optaxclip.__main__ import COMMANDS, main
+from optaxclip.commands import demo
 
 pytest.importorskip("rich")
 Figure = pytest.importorskip("matplotlib.figure").Figure

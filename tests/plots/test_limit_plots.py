@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from optaxclip import demo, plots, tuning
+from optaxclip import plots, tuning
+from optaxclip.commands import demo
 from optaxclip.tuning.sweeping import SweepResult
 
 matplotlib = pytest.importorskip("matplotlib")

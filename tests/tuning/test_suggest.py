@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from optaxclip import demo, monitor, tuning
+from optaxclip import monitor, tuning
+from optaxclip.commands import demo
 
 STEPS = 1000
 SHAPES = {
