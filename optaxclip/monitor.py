@@ -23,6 +23,7 @@ from jax.core import Tracer
 from jax.tree_util import GetAttrKey, keystr
 
 import optaxclip.scopes as scopes
+from optaxclip._base.counters import increased
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
 from optaxclip._engine.step import run_norms
@@ -316,4 +317,5 @@ def _summary(of: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
 @jax.jit
 def _written(count: Array, ring: Array, norms: Array) -> tuple[Array, Array]:
     """The ring with one more row."""
-    return count + 1, ring.at[count % len(ring)].set(norms.astype(ring.dtype))
+    rows = len(ring)
+    return increased(count, period=rows), ring.at[count % rows].set(norms.astype(ring.dtype))

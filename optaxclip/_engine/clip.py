@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.trees import FlatTree, flatten, has_wide, leaf_name
 from optaxclip._base.types import (
     AxisName,
@@ -114,7 +115,7 @@ def clip_by(
         rule = rule_for(limit, grouping.names, grouping.layout)
         norms = zero_norms(grouping, jnp.dtype(jnp.float32))
         info = initial_info(name, grouping, jnp.dtype(jnp.float32))
-        return ClipState(jnp.zeros((), jnp.int32), rule.init(norms), info)
+        return ClipState(jnp.zeros((), jnp.int32), own_arrays(rule.init(norms)), info)
 
     def update(
         updates: PyTree,
@@ -141,7 +142,7 @@ def clip_by(
             method=method,
             names=_names_for_errors(flat, method),
         )
-        return flat.rebuild(picked), ClipState(state.count + 1, rule_state, info)
+        return flat.rebuild(picked), ClipState(increased(state.count), rule_state, info)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import jax.numpy as jnp
 from jax import Array
 
+from optaxclip._base.counters import increased
 from optaxclip._base.devices import Axes, largest, num_devices, total
 from optaxclip._base.types import ClipInfo
 from optaxclip._engine.blocks import Blocks
@@ -72,8 +73,8 @@ def updated_info(
         limit=limit,
         factor=factor,
         fraction=clipped,
-        num_clipped=old.num_clipped + (clipped > 0).astype(jnp.int32),
-        num_nonfinite=old.num_nonfinite + (nonfinite > 0).astype(jnp.int32),
+        num_clipped=increased(old.num_clipped, clipped > 0),
+        num_nonfinite=increased(old.num_nonfinite, nonfinite > 0),
     )
 
 

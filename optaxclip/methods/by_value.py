@@ -8,6 +8,7 @@ import optax
 from jax import Array
 
 import optaxclip.methods.elementwise as elementwise
+from optaxclip._base.counters import increased
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
 from optaxclip.thresholds.fixed import ScalarOrSchedule, check_limit
@@ -104,6 +105,6 @@ def _clip_by_bounds(
         state = init(updates) if state is None else state
         least, largest = (bound(state.count) if callable(bound) else bound for bound in (low, high))
         clipped = elementwise.clamp(flatten(updates, "updates"), least, largest, arguments)
-        return clipped, ClipByValueState(state.count + 1)
+        return clipped, ClipByValueState(increased(state.count))
 
     return optax.GradientTransformationExtraArgs(init, update)

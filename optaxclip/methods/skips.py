@@ -16,6 +16,7 @@ import optax
 from jax import Array
 
 import optaxclip.scopes as scopes
+from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.numerics import match_weak_type
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import AxisName, ClipInfo, PyTree
@@ -143,8 +144,9 @@ def _skip(
         grouping = scopes.tree()(flatten(params, "params"))
         info = initial_info(name, grouping, jnp.dtype(jnp.float32))
         rule = rule_for(limit, grouping.names, grouping.layout)
-        zero = jnp.zeros((), jnp.int32)
-        return SkipState(rule.init(jnp.zeros(())), info, zero, zero, inner.init(params))
+        rule_state = own_arrays(rule.init(jnp.zeros(())))
+        counts = (jnp.zeros((), jnp.int32) for _ in range(2))
+        return SkipState(rule_state, info, *counts, inner.init(params))
 
     def update(
         updates: PyTree,
@@ -171,8 +173,8 @@ def _skip(
         return _zero_where(skip, new_updates), SkipState(
             rule=rule_state,
             info=_updated_info(state.info, norm_now, limits.trigger, skip, is_above, ~is_finite),
-            num_skipped=state.num_skipped + skip.astype(jnp.int32),
-            consecutive=jnp.where(skip, state.consecutive + 1, 0),
+            num_skipped=increased(state.num_skipped, skip),
+            consecutive=jnp.where(skip, increased(state.consecutive), 0),
             inner_state=_select(skip, state.inner_state, inner_state),
         )
 
@@ -194,8 +196,8 @@ def _updated_info(
         limit=limit.astype(jnp.float32),
         factor=1 - skip.astype(jnp.float32),
         fraction=is_above.astype(jnp.float32),
-        num_clipped=info.num_clipped + is_above.astype(jnp.int32),
-        num_nonfinite=info.num_nonfinite + is_bad.astype(jnp.int32),
+        num_clipped=increased(info.num_clipped, is_above),
+        num_nonfinite=increased(info.num_nonfinite, is_bad),
     )
 
 

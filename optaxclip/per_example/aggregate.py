@@ -10,6 +10,7 @@ import optax
 from jax import Array
 from jax.core import Tracer
 
+from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.numerics import real_parts
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
@@ -123,8 +124,9 @@ def per_example_clip_and_aggregate(
 
     def init(params: PyTree) -> PerExampleState:
         del params
-        zero = jnp.zeros((), jnp.int32)
-        return PerExampleState(zero, first_key, rule.init() if rule else None, zero, zero)
+        count, *of_step = (jnp.zeros((), jnp.int32) for _ in range(3))
+        state = PerExampleState(count, first_key, rule.init() if rule else None, *of_step)
+        return own_arrays(state)
 
     def update(
         updates: PyTree,
@@ -151,7 +153,7 @@ def per_example_clip_and_aggregate(
             total = _with_noise(total, for_sum, sum_multiplier * clip.limits(one)[2])
         divisor = jnp.maximum(as_float(size), 1) if reduction == "mean" else jnp.ones(())
         new_state = PerExampleState(
-            count=state.count + 1,
+            count=increased(state.count),
             key=next_key,
             limit=rule.update(state.limit, sums.num_unclipped, size, for_count) if rule else None,
             num_clipped=examples - sums.num_unclipped - sums.num_dropped,

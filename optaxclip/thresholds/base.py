@@ -19,6 +19,7 @@ leaves the state exactly as it was.
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
@@ -26,6 +27,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
+from optaxclip._base.counters import increased
+from optaxclip._base.devices import Axes, largest, manual_axes, total, tracks, varying_axes
+from optaxclip._base.numerics import power_of_two_below, safe_sqrt
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.fixed import check_limit
 
@@ -45,7 +49,9 @@ _LARGEST = 1e18
 class Statistic(Protocol):
     """What a rule knows of the past of one group, or of an array of groups at once.
 
-    Statistics are static and hashable; the numbers they compute with are traced.
+    Statistics are static and hashable; the numbers they compute with are traced. One that keeps a
+    ring of values says how many in an attribute `window`: `count % window` then goes round it, even
+    where `count` has become as large as it can be.
     """
 
     def init(self, numbers: Any, like: Array) -> PyTree:
@@ -82,6 +88,7 @@ class _Static:
     record: Record
     inclusive: bool
     reject: bool
+    by_whole: bool
 
 
 class _Options(NamedTuple):
@@ -98,6 +105,7 @@ def adaptive(
     record: Record,
     inclusive: bool = False,
     reject: bool = False,
+    by_whole: bool = False,
     warmup_steps: int = 0,
     floor: float = FLOOR,
     patience: int | None = PATIENCE,
@@ -111,6 +119,8 @@ def adaptive(
       record: what a norm above its limit adds to the statistic.
       inclusive: whether a norm is in the statistic that judges it.
       reject: whether a norm above its limit is brought to 0, whatever the statistic says.
+      by_whole: whether `limits` is given `(numbers, whole)` in the place of `numbers`, where
+        `whole` is the L2 norm of all groups that are finite.
       warmup_steps: how many norms must have been recorded before there is a limit.
       floor: the least norm that counts, and the least limit.
       patience: how many norms in a row may exceed their limit before the raw norm is recorded.
@@ -128,7 +138,7 @@ def adaptive(
         patience=None if patience is None else at_least(patience, 1, "patience"),
         max_norm=None if max_norm is None else check_limit(max_norm, "max_norm"),
     )
-    static = _Static(statistic, record, inclusive, reject)
+    static = _Static(statistic, record, inclusive, reject, by_whole)
     return Threshold(Partial(_init, static, numbers), Partial(_update, static, options, numbers))
 
 
@@ -202,8 +212,10 @@ def _update(
 ) -> tuple[Limits, list[AdaptiveState]]:
     del param_norms
     leaves, structure = jax.tree.flatten(norms)
+    leaves = [norm.astype(jnp.float32) for norm in leaves]
+    whole = _whole(leaves) if static.by_whole else None
     steps = [
-        _step(static, options, numbers, norm.astype(jnp.float32), state)
+        _step(static, options, numbers, whole, norm, state)
         for norm, state in zip(leaves, states, strict=True)
     ]
     trigger = jax.tree.unflatten(structure, [limits.trigger for limits, _ in steps])
@@ -211,10 +223,44 @@ def _update(
     return Limits(trigger, target), [state for _, state in steps]
 
 
+def _whole(norms: list[Array]) -> Array:
+    """The L2 norm of all groups that are finite, wherever they are.
+
+    Raises:
+      ValueError: where devices may hold groups that nothing tells of.
+    """
+    manual = manual_axes()
+    if manual and any(norm.ndim for norm in norms) and not tracks(manual):
+        raise ValueError(
+            "the limit depends on the norms of all groups, and inside pmap or "
+            "shard_map(check_vma=False) nothing tells which of them other devices hold; use "
+            "shard_map(check_vma=True), or clip outside of it"
+        )
+    zero, by_axes = jnp.zeros((), jnp.float32), dict[Axes, list[Array]]()
+    for norm in norms:
+        finite = jnp.where(jnp.isfinite(norm), norm, 0)
+        by_axes.setdefault(varying_axes(norm), []).append(finite)
+    tops = [
+        largest(functools.reduce(jnp.maximum, [jnp.max(x, initial=0) for x in some]), axes)
+        for axes, some in by_axes.items()
+    ]
+    unit = power_of_two_below(functools.reduce(jnp.maximum, tops, zero))
+    squares = [
+        total(sum((jnp.sum(jnp.square(x / unit)) for x in some), zero), axes)
+        for axes, some in by_axes.items()
+    ]
+    return unit * safe_sqrt(sum(squares, zero))
+
+
 def _step(
-    static: _Static, options: _Options, numbers: Any, norm: Array, state: AdaptiveState
+    static: _Static,
+    options: _Options,
+    numbers: Any,
+    whole: Array | None,
+    norm: Array,
+    state: AdaptiveState,
 ) -> tuple[Limits, AdaptiveState]:
-    statistic = static.statistic
+    statistic, period = static.statistic, getattr(static.statistic, "window", 1)
     is_finite = jnp.isfinite(norm)
     norm = jnp.where(is_finite, norm, 0)
     counts = is_finite & (norm >= as_float(options.floor))
@@ -222,17 +268,18 @@ def _step(
     def recorded(x: Array, where: Array) -> tuple[Array, PyTree]:
         x = jnp.minimum(x, _LARGEST)
         new = statistic.observe(numbers, state.statistic, x, state.count)
-        return state.count + where.astype(jnp.int32), select(where, new, state.statistic)
+        return increased(state.count, where, period=period), select(where, new, state.statistic)
 
     count, known = recorded(norm, counts) if static.inclusive else (state.count, state.statistic)
-    rule = statistic.limits(numbers, known, norm, count)
+    known_numbers = numbers if whole is None else (numbers, whole)
+    rule = statistic.limits(known_numbers, known, norm, count)
     is_ready = count >= options.warmup_steps
     trigger, target = (
         jnp.where(is_ready, jnp.maximum(limit, as_float(options.floor)), jnp.inf) for limit in rule
     )
     target = jnp.zeros_like(target) if static.reject else target
     is_above = is_finite & (norm > trigger)
-    streak = jnp.where(is_finite, jnp.where(is_above, state.streak + 1, 0), state.streak)
+    streak = jnp.where(is_finite, jnp.where(is_above, increased(state.streak), 0), state.streak)
     if not static.inclusive:
         by_record = {"raw": norm, "clipped": target, "capped": trigger, "accepted": norm}
         gives_in = jnp.zeros_like(counts)

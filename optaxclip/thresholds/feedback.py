@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.numerics import power_of_two_below, safe_divide, safe_sqrt
+from optaxclip._base.numerics import safe_divide
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, multiple, within
 from optaxclip.thresholds.fixed import check_limit
@@ -111,7 +111,13 @@ def adagc(
         at_least(warmup_steps, 0, "warmup_steps"),
     )
     return adaptive(
-        _AdaGC(), numbers, record="clipped", floor=floor, patience=patience, max_norm=max_norm
+        _AdaGC(),
+        numbers,
+        record="clipped",
+        by_whole=True,
+        floor=floor,
+        patience=patience,
+        max_norm=max_norm,
     )
 
 
@@ -221,9 +227,10 @@ class _AdaGC:
         known = jnp.where(count < numbers.warmup_steps, jnp.minimum(state, norm), moved)
         return jnp.where(count == 0, norm, known)
 
-    def limits(self, numbers: _AdaGCNumbers, state: Array, norm: Array, count: Array) -> Limits:
-        unit = power_of_two_below(jnp.max(norm, initial=0))
-        global_norm = unit * safe_sqrt(jnp.sum(jnp.square(norm / unit)))
+    def limits(
+        self, known: tuple[_AdaGCNumbers, Array], state: Array, norm: Array, count: Array
+    ) -> Limits:
+        numbers, global_norm = known
         shrink = jnp.minimum(safe_divide(as_float(numbers.lambda_abs), global_norm, 1), 1)
         later = jnp.where(count == 0, jnp.inf, multiple(numbers.lambda_rel, state))
         limit = jnp.where(count < numbers.warmup_steps, shrink * norm, later)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
+from optaxclip._base.counters import increased
 from optaxclip._base.numerics import is_real
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 
@@ -203,7 +204,7 @@ def _scheduled(
 ) -> tuple[Limits, Array]:
     del param_norms
     limit = check_limit(fn(count), "the schedule's value", allow_any_number=True)
-    return _everywhere(limit, norms), count + 1
+    return _everywhere(limit, norms), increased(count)
 
 
 def _relative(

@@ -257,7 +257,7 @@ def _weight(decay: Any, count: Array, debias: bool) -> Array:
     rest = 1 - as_float(decay)
     if not debias:
         return jnp.where(count == 0, 1, rest)
-    power = as_float(decay) ** (count + 1).astype(jnp.float32)
+    power = as_float(decay) ** (count.astype(jnp.float32) + 1)
     return safe_divide(rest, jnp.maximum(1 - power, rest), (count == 0).astype(jnp.float32))
 
 

@@ -1,0 +1,153 @@
+"""States as they are handed on: donated from the first step, for more steps than can be counted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from methods_table import (
+    GRADS,
+    METHODS,
+    PARAMS,
+    assert_same,
+    label,
+    random_tree,
+    stacked,
+)
+
+import optaxclip
+from optaxclip import monitor, per_example, scopes, thresholds
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+NUMBER = jnp.asarray(0.5)
+RULES = {
+    "constant": functools.partial(thresholds.constant, NUMBER),
+    "schedule": functools.partial(thresholds.schedule, optax.linear_schedule(1.0, 0.5, 9)),
+    "relative_to_params": functools.partial(thresholds.relative_to_params, NUMBER),
+    "percentile": functools.partial(thresholds.percentile, window=4),
+    "window": functools.partial(thresholds.window, window=4),
+    "median": functools.partial(thresholds.median, window=4),
+    "median_every_step": functools.partial(thresholds.median, window=4, every_step=True),
+    "ema": functools.partial(thresholds.ema, target_ratio=NUMBER),
+    "zscore": thresholds.zscore,
+    "log_tracker": thresholds.log_tracker,
+    "adagc": thresholds.adagc,
+    "quantile": functools.partial(thresholds.quantile, init_limit=NUMBER),
+    "of a user": lambda: optaxclip.Threshold(
+        lambda norms: (norms, norms, NUMBER),
+        lambda norms, state, _: (optaxclip.Limits(norms, norms), state),
+    ),
+}
+SCOPES = {
+    "tree": scopes.tree(),
+    "group": scopes.group(label),
+    "leaf": scopes.leaf(stacked),
+    "axes": scopes.axes(0),
+    "unit": scopes.unit(),
+}
+QUANTILE = per_example.quantile_limit(init_limit=NUMBER, count_noise=2.0)
+WRAPPERS = {
+    "skip_nonfinite": optaxclip.skip_nonfinite(optax.sgd(0.1, momentum=0.9)),
+    "skip_above": optaxclip.skip_above(
+        optax.sgd(0.1, momentum=0.9), thresholds.quantile(init_limit=NUMBER)
+    ),
+    "record": monitor.record(4),
+    "record_per_leaf": monitor.record(4, per_leaf=True),
+    "per_example": per_example.per_example_clip_and_aggregate(1.0, 1.0, jax.random.key(0)),
+    "per_example_quantile": per_example.per_example_clip_and_aggregate(QUANTILE, 1.0, key=0),
+}
+TRANSFORMATIONS = {name: method.make() for name, method in METHODS.items()} | WRAPPERS
+
+
+def arrays(tree):
+    """All arrays, of keys what they are made of."""
+    leaves = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+    return [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for x in leaves
+    ]
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_else_holds_the_arrays_of_a_fresh_state(rule, scope):
+    tx = optaxclip.clip_by(SCOPES[scope], RULES[rule]())
+    fresh = tx.init(PARAMS)
+    places = [x.unsafe_buffer_pointer() for x in arrays(fresh)]
+    assert len(set(places)) == len(places)
+    jax.tree.map(lambda x: x.delete(), fresh)
+    jax.block_until_ready((tx.init(PARAMS), PARAMS, NUMBER))
+
+
+def gradients():
+    """Some of its own for each transformation; those of two examples for two of them."""
+    copies = {name: jax.tree.map(jnp.copy, GRADS) for name in TRANSFORMATIONS}
+    return copies | {name: random_tree(2, 2) for name in copies if name.startswith("per_example")}
+
+
+def all_steps(grads, states, params):
+    """One step of every transformation, each with updates and a state of its own."""
+    return {
+        name: tx.update(grads[name], states[name], params) for name, tx in TRANSFORMATIONS.items()
+    }
+
+
+@functools.cache
+def donating(compiled):
+    return compiled(all_steps, donate_argnums=(0, 1))
+
+
+def run(step, states, number_of_steps):
+    for _ in range(number_of_steps):
+        results = step(gradients(), states, PARAMS)
+        states = {name: state for name, (_, state) in results.items()}
+    return results
+
+
+def fresh_states():
+    return {name: tx.init(PARAMS) for name, tx in TRANSFORMATIONS.items()}
+
+
+@pytest.mark.parametrize("compiled", [jax.jit, nnx.jit], ids=["jit", "nnx.jit"])
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_a_fresh_state_and_its_updates_are_donated_twice(compiled):
+    for _ in range(2):
+        states = fresh_states()
+        run(donating(compiled), states, 2)
+        assert all(any(x.is_deleted() for x in arrays(states[name])) for name in METHODS)
+
+
+LARGEST = 2**31 - 1
+
+
+def counted(states, count):
+    """The same states after so many steps."""
+    return jax.tree.map(lambda x: jnp.full_like(x, count) if x.dtype == jnp.int32 else x, states)
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_counts_stay_at_the_largest_and_change_nothing():
+    step, found = donating(jax.jit), []
+    # Rings have 2, 4 and 5 places, which come round together.
+    for count in (LARGEST, LARGEST - 20 * 10**7):
+        last = run(step, fresh_states(), 6)
+        states = {name: counted(state, count) for name, (_, state) in last.items()}
+        found.append(run(step, states, 7))
+    for name in TRANSFORMATIONS:
+        (updates, state), (expected, expected_state) = (results[name] for results in found)
+        counts = [x for x in jax.tree.leaves(state) if x.dtype == jnp.int32]
+        assert all(np.all((x > LARGEST - 6) | (x < 14)) and np.all(x >= 0) for x in counts), name
+        assert_same(updates, expected)
+        assert_same(arrays(counted(state, 0)), arrays(counted(expected_state, 0)))
+
+
+def test_a_record_of_more_steps_than_can_be_counted():
+    tx = monitor.record(5)
+    state = counted(tx.init(jnp.zeros(1)), LARGEST - 3)
+    for norm in range(13):
+        _, state = tx.update(jnp.full(1, jnp.float32(norm)), state)
+    np.testing.assert_array_equal(monitor.history(state), range(8, 13))
