@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
@@ -43,17 +42,8 @@ def clip(max_delta: ScalarOrSchedule) -> optax.GradientTransformationExtraArgs:
       >>> print(tx.update(grads, tx.init(grads))[0])
       [nan  2. -2.  2.  1.]
     """
-    if callable(max_delta):
-        schedule = max_delta
-        return _clip_by_bounds(
-            lambda count: -jnp.maximum(jnp.asarray(schedule(count)), 0),
-            lambda count: jnp.maximum(jnp.asarray(schedule(count)), 0),
-            ("max_delta", "max_delta"),
-        )
-    high = check_limit(max_delta, "max_delta")
-    if isinstance(high, jax.Array):
-        high = jnp.maximum(high, 0)
-    return _clip_by_bounds(-high, high, ("max_delta", "max_delta"))
+    bound = max_delta if callable(max_delta) else check_limit(max_delta, "max_delta")
+    return _clip_by_bounds(None, bound, ("max_delta", "max_delta"))
 
 
 def clip_by_value(
@@ -89,7 +79,7 @@ def clip_by_value(
 
 
 def _clip_by_bounds(
-    low: ScalarOrSchedule, high: ScalarOrSchedule, arguments: tuple[str, str]
+    low: ScalarOrSchedule | None, high: ScalarOrSchedule, arguments: tuple[str, str]
 ) -> optax.GradientTransformationExtraArgs:
     def init(params: PyTree) -> ClipByValueState:
         flatten(params, "params")

@@ -1,5 +1,6 @@
 """Elementwise clipping: bounds on values. It has no norm, so it is not on the engine's axes."""
 
+import math
 from typing import Any
 
 import jax
@@ -8,14 +9,14 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-from optaxclip._base.numerics import is_real, match_weak_type
+from optaxclip._base.numerics import is_real, match_weak_type, power_of_two_below
 from optaxclip._base.trees import FlatTree, is_sparse, with_data
 from optaxclip._base.types import PyTree
 
 
 def clamp(
     flat: FlatTree,
-    low: jax.typing.ArrayLike,
+    low: jax.typing.ArrayLike | None,
     high: jax.typing.ArrayLike,
     arguments: tuple[str, str],
 ) -> PyTree:
@@ -25,7 +26,8 @@ def clamp(
 
     Args:
       flat: the tree; of `BCOO` leaves the stored entries are clipped.
-      low: the least value, a scalar or an array that broadcasts to every leaf.
+      low: the least value, a scalar or an array that broadcasts to every leaf; if None, `high`
+        is the largest modulus of real entries too, and acts as 0 where it is negative.
       high: the largest value, likewise.
       arguments: what the bounds are called in messages.
 
@@ -35,8 +37,10 @@ def clamp(
     leaves = flat.picked()
     for leaf, name in zip(leaves, flat.names(), strict=True):
         for bound, argument in zip((low, high), arguments, strict=True):
-            _check_fit(bound, argument, np.shape(leaf.data if is_sparse(leaf) else leaf), name)
-    lows, highs = ([_in_range(bound, leaf) for leaf in leaves] for bound in (low, high))
+            if bound is not None:
+                _check_fit(bound, argument, np.shape(leaf.data if is_sparse(leaf) else leaf), name)
+    highs = [_in_range(high, leaf) for leaf in leaves]
+    lows = None if low is None else [_in_range(low, leaf) for leaf in leaves]
     return flat.rebuild(_clamp_leaves(leaves, lows, highs))
 
 
@@ -82,27 +86,41 @@ def _check_fit(
 
 
 def _in_range(bound: jax.typing.ArrayLike, leaf: Any) -> jax.typing.ArrayLike:
-    """A bound that JAX can hold: for integer leaves in the range of their dtype."""
+    """A bound that the dtype of a leaf can hold, or that JAX converts to it."""
     dtype = jnp.result_type(leaf.data if is_sparse(leaf) else leaf)
-    if isinstance(bound, jax.Array):
-        return bound
-    if not jnp.issubdtype(dtype, jnp.integer):
-        return float(bound) if isinstance(bound, int) else bound
-    return np.clip(bound, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return _whole_in_range(bound, dtype)
+    if isinstance(bound, int):
+        return float(bound) if abs(bound) < 2**1023 else math.copysign(math.inf, bound > 0 or -1)
+    # JAX would cut 64-bit integers to 32 bits.
+    is_numpy = isinstance(bound, (np.ndarray, np.generic))
+    return bound.astype(float) if is_numpy and bound.dtype.kind in "iu" else bound
+
+
+def _whole_in_range(bound: Any, dtype: Any) -> jax.typing.ArrayLike:
+    """A whole bound in the dtype of an integer leaf, held to what it can be."""
+    least, largest = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+    if isinstance(bound, int):
+        return np.asarray(min(max(bound, least), largest), dtype)
+    # Compared in its own dtype, which may lack the range of the leaf's, or have more.
+    own = jnp.iinfo(bound.dtype)
+    least, largest = (bound.dtype.type(min(max(x, own.min), own.max)) for x in (least, largest))
+    library = jnp if isinstance(bound, jax.Array) else np
+    return library.minimum(library.maximum(bound, least), largest).astype(dtype)
 
 
 @jax.jit
-def _clamp_leaves(leaves: list[Any], lows: list[Array], highs: list[Array]) -> list[Any]:
+def _clamp_leaves(leaves: list[Any], lows: list[Array] | None, highs: list[Array]) -> list[Any]:
     clamped = []
-    for leaf, low, high in zip(leaves, lows, highs, strict=True):
+    for i, (leaf, high) in enumerate(zip(leaves, highs, strict=True)):
         x = jnp.asarray(leaf.data if is_sparse(leaf) else leaf)
-        least, largest = (
-            jnp.broadcast_to(jnp.asarray(bound).astype(x.real.dtype), x.shape)
-            for bound in (low, high)
-        )
+        largest = _like(x, high)
+        if lows is None:
+            largest = jnp.maximum(largest, 0)
         if jnp.iscomplexobj(x):
             y = _bound_modulus(x, largest)
         else:
+            least = -largest if lows is None else _like(x, lows[i])
             # An entry at a bound keeps its own derivative; a NaN bound shows.
             y = jnp.where((x > largest) | (largest != largest), largest, x)
             y = jnp.where((y < least) | (least != least), least, y)
@@ -110,17 +128,24 @@ def _clamp_leaves(leaves: list[Any], lows: list[Array], highs: list[Array]) -> l
     return clamped
 
 
+def _like(x: Array, bound: jax.typing.ArrayLike) -> Array:
+    """A bound in the shape of an array and the dtype of its real part."""
+    return jnp.broadcast_to(jnp.asarray(bound).astype(x.real.dtype), x.shape)
+
+
 def _bound_modulus(z: Array, high: Array) -> Array:
     """Complex entries with a modulus above `high` brought back to it, their phase kept."""
     high = jnp.maximum(high, 0)
     is_infinite = jnp.isinf(z.real) | jnp.isinf(z.imag)
+    # In units of about their size, because the modulus of a finite entry can overflow.
+    top = jnp.maximum(jnp.abs(z.real), jnp.abs(z.imag))
+    unit = lax.stop_gradient(power_of_two_below(top))
 
-    # Half the entry, because the modulus of a finite entry can overflow.
     def toward(part: Array) -> Array:
-        return jnp.where(is_infinite, jnp.where(jnp.isinf(part), jnp.sign(part), 0), part / 2)
+        return jnp.where(is_infinite, jnp.where(jnp.isinf(part), jnp.sign(part), 0), part / unit)
 
     direction = lax.complex(toward(z.real), toward(z.imag))
     size = jnp.abs(jnp.where(direction == 0, 1, direction))
-    keep = (direction == 0) | ((size <= high / 2) & ~is_infinite)
+    keep = (direction == 0) | ((size <= high / unit) & ~is_infinite)
     by = high / size
     return jnp.where(keep, z, lax.complex(direction.real * by, direction.imag * by))

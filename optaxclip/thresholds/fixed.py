@@ -160,8 +160,8 @@ def check_limit(limit: Any, argument: str, *, allow_any_number: bool = False) ->
     value = float(limit)
     if not allow_any_number and (math.isnan(value) or value < 0):
         raise ValueError(f"{argument} must not be negative or NaN, got {limit!r}")
-    fits = not isinstance(limit, int) or abs(limit) < 2**31
-    return limit if fits else value
+    # JAX would cut larger integers to 32 bits.
+    return limit if not float.is_integer(value) or abs(value) < 2**31 else value
 
 
 def _no_state(norms: NormTree) -> tuple[()]:

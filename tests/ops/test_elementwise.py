@@ -1,0 +1,89 @@
+"""Bounds on values, of any dtype that bounds and entries can have."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from optaxclip import ops
+
+UNSIGNED = [np.uint8(3), np.uint64(3), jnp.uint8(3), jnp.uint32(3)]
+
+
+@pytest.mark.parametrize("limit", [*UNSIGNED, np.int8(3), jnp.float16(3)], ids=repr)
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_limit_of_any_dtype_bounds_both_sides(limit, scheduled):
+    grads = jnp.array([-9.0, -3.0, 2.0, 9.0])
+    tx = optaxclip.clip((lambda count: limit) if scheduled else limit)
+    np.testing.assert_array_equal(tx.update(grads, tx.init(grads))[0], [-3, -3, 2, 3])
+
+
+@pytest.mark.parametrize("limit", [2**40, np.int64(2**40), np.uint64(2**40), 10**300], ids=repr)
+def test_a_large_whole_limit_is_a_large_limit(limit):
+    grads = jnp.array([-9.0, 3e20])
+    for make in (optaxclip.clip, optaxclip.clip_by_global_norm):
+        tx = make(limit)
+        expected = np.minimum(3e20, float(limit))
+        np.testing.assert_allclose(tx.update(grads, tx.init(grads))[0][1], expected, rtol=1e-5)
+    np.testing.assert_allclose(ops.clip_by_value(grads, 0, limit)[1], expected, rtol=1e-5)
+
+
+ENTRIES = {
+    jnp.int8: [-128, -20, 0, 7, 127],
+    jnp.uint8: [0, 7, 100, 255],
+    jnp.int32: [-(2**31), -5, 300, 2**31 - 1],
+}
+BOUNDS = [(-300, 300), (-1, 50), (-(2**70), 2**70), (3, 10**400), (20, 100), (-7, -3)]
+KINDS = [jnp.int32, jnp.int16, np.int64, np.int16]
+
+
+@pytest.mark.parametrize("dtype", ENTRIES, ids=lambda dtype: dtype.__name__)
+def test_whole_bounds_beyond_the_range_of_a_leaf(dtype):
+    tree, compiled = jnp.array(ENTRIES[dtype], dtype), jax.jit(ops.clip_by_value)
+    least, largest = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+    for low, high in BOUNDS:
+        # What the bounds allow but the dtype does not have goes to its nearest value.
+        held = [min(max(low, min(x, high)), high) for x in ENTRIES[dtype]]
+        expected = np.array([min(max(x, least), largest) for x in held])
+        given = [(low, high)]
+        if abs(low) <= 300 and abs(high) <= 300:
+            given += [(kind(low), kind(high)) for kind in KINDS]
+            given += [(kind([low]), np.array([high])) for kind in (np.array, jnp.array)]
+        for bounds in given:
+            found = ops.clip_by_value(tree, *bounds)
+            assert found.dtype == dtype
+            np.testing.assert_array_equal(found, expected)
+            if max(map(abs, (low, high))) < 2**31:
+                np.testing.assert_array_equal(compiled(tree, *bounds), expected)
+
+
+@pytest.mark.usefixtures("x64")
+def test_bounds_of_64_bits_keep_all_their_digits():
+    tree = jnp.array([-(2**63), 2**62 + 3, 2**63 - 1])
+    for kind in (int, jnp.int64, np.int64):
+        found = ops.clip_by_value(tree, kind(-(2**62) - 1), kind(2**62 + 1))
+        np.testing.assert_array_equal(found, [-(2**62) - 1, 2**62 + 1, 2**62 + 1])
+    unsigned = jnp.array([0, 2**64 - 1], jnp.uint64)
+    found = ops.clip_by_value(unsigned, np.int64(-1), np.uint64(2**63))
+    np.testing.assert_array_equal(found, np.array([0, 2**63], np.uint64))
+
+
+COMPLEX = [
+    (2.0, 3e38 + 3e38j, (1 + 1j) * np.sqrt(2)),
+    (1e-3, 1e36 + 1e36j, (1 + 1j) * np.sqrt(0.5) * 1e-3),
+    (1e38, 3e38 - 3e38j, (1 - 1j) * np.sqrt(0.5) * 1e38),
+    (3.3e38, 2e38 + 2e38j, 2e38 + 2e38j),
+    (1e-30, 3e-25 + 4e-25j, 0.6e-30 + 0.8e-30j),
+    (1e-36, 3e38 + 4e37j, 1e-36 * (3e38 + 4e37j) / abs(3e38 + 4e37j)),
+    (5.0, 3 + 4j, 3 + 4j),
+    (0.0, 3 + 4j, 0),
+    (1.0, complex(np.inf, 1), 1),
+]
+
+
+@pytest.mark.parametrize(("limit", "entry", "expected"), COMPLEX)
+def test_complex_entries_keep_their_phase_over_the_whole_range(limit, entry, expected):
+    grads, tx = jnp.array([entry], jnp.complex64), optaxclip.clip(limit)
+    clipped, _ = tx.update(grads, tx.init(grads))
+    np.testing.assert_allclose(clipped[0], expected, rtol=1e-6)
