@@ -1,5 +1,6 @@
 """Trees apart and together again: which leaves a clip measures, which it leaves alone."""
 
+import collections
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -38,7 +39,8 @@ class FlatTree(NamedTuple):
     """A tree taken apart.
 
     Attributes:
-      paths: the key path of every leaf.
+      paths: the key path of every leaf, all different: where a custom node gives several children
+        one key, those after the first have their number behind it.
       leaves: every leaf; a `BCOO` is one leaf.
       treedef: the structure.
       measured: positions of the leaves with real or complex floating entries.
@@ -89,11 +91,23 @@ def flatten(
       TypeError: if a leaf is no array or number, or is not allowed by `integers`.
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)
-    paths, leaves = [path for path, _ in pairs], [leaf for _, leaf in pairs]
+    paths, leaves = _distinct([path for path, _ in pairs]), [leaf for _, leaf in pairs]
     measured = [
         i for i, leaf in enumerate(leaves) if _is_measured(leaf, paths[i], argument, integers)
     ]
     return FlatTree(paths, leaves, treedef, measured)
+
+
+def _distinct(paths: list[Path]) -> list[Path]:
+    if len(set(paths)) == len(paths):
+        return paths
+    seen = collections.Counter[Path]()
+    distinct = []
+    for path in paths:
+        number = seen[path]
+        seen[path] += 1
+        distinct.append((*path, jax.tree_util.GetAttrKey(f"#{number}")) if number else path)
+    return distinct
 
 
 def _is_measured(leaf: Any, path: Path, argument: str, integers: str) -> bool:
