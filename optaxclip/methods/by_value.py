@@ -93,7 +93,8 @@ def _clip_by_bounds(
     ) -> tuple[PyTree, ClipByValueState]:
         del params, extra_args
         state = init(updates) if state is None else state
-        least, largest = (bound(state.count) if callable(bound) else bound for bound in (low, high))
+        least = low(state.count) if callable(low) else low
+        largest = high(state.count) if callable(high) else high
         clipped = elementwise.clamp(flatten(updates, "updates"), least, largest, arguments)
         return clipped, ClipByValueState(increased(state.count))
 

@@ -145,8 +145,8 @@ def _skip(
         info = initial_info(name, grouping, jnp.dtype(jnp.float32))
         rule = rule_for(limit, grouping.names, grouping.layout)
         rule_state = own_arrays(rule.init(jnp.zeros(())))
-        counts = (jnp.zeros((), jnp.int32) for _ in range(2))
-        return SkipState(rule_state, info, *counts, inner.init(params))
+        skipped, consecutive = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return SkipState(rule_state, info, skipped, consecutive, inner.init(params))
 
     def update(
         updates: PyTree,

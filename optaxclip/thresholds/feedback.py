@@ -228,12 +228,12 @@ class _AdaGC:
         return jnp.where(count == 0, norm, known)
 
     def limits(
-        self, known: tuple[_AdaGCNumbers, Array], state: Array, norm: Array, count: Array
+        self, numbers: tuple[_AdaGCNumbers, Array], state: Array, norm: Array, count: Array
     ) -> Limits:
-        numbers, global_norm = known
-        shrink = jnp.minimum(safe_divide(as_float(numbers.lambda_abs), global_norm, 1), 1)
-        later = jnp.where(count == 0, jnp.inf, multiple(numbers.lambda_rel, state))
-        limit = jnp.where(count < numbers.warmup_steps, shrink * norm, later)
+        own, global_norm = numbers
+        shrink = jnp.minimum(safe_divide(as_float(own.lambda_abs), global_norm, 1), 1)
+        later = jnp.where(count == 0, jnp.inf, multiple(own.lambda_rel, state))
+        limit = jnp.where(count < own.warmup_steps, shrink * norm, later)
         return Limits(limit, limit)
 
 
