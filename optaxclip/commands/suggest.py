@@ -17,7 +17,7 @@ EXTRA: str = "plot"
 EXAMPLES = """examples:
   python -m optaxclip suggest log.csv --column grad_norm
   python -m optaxclip suggest runs/today --column clip/0/norm --plot norms.png
-  tail -n 2000 metrics.jsonl | python -m optaxclip suggest - --json"""
+  tail -n 2000 metrics.jsonl | python -m optaxclip suggest - --column train.grad_norm --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,12 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file",
         metavar="FILE",
-        help="CSV, JSON lines, a TensorBoard event file or a directory of such; - for the input",
+        help="CSV, JSON lines, .npy, a TensorBoard event file or a directory of such; - for the "
+        "input",
     )
     parser.add_argument(
         "--column",
         metavar="NAME",
-        help="column, key or tag; by default the only one that can be meant",
+        help="column, key (a.b for b in the object a) or tag; by default the only one that can be "
+        "meant",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="PICTURE", help="draw the norms, and how often each size came"
@@ -49,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         _draw(suggestion, args.plot)
     print(json.dumps(suggestion.to_dict(), indent=2) if args.json else suggestion)
+    if args.plot:
+        print(f"picture: {args.plot}", file=sys.stderr if args.json else sys.stdout)
     return 0
 
 

@@ -1,21 +1,27 @@
-"""Norms from the files that loggers write: CSV, JSON lines, TensorBoard's event files."""
+"""Norms from the files that loggers write: CSV, JSON lines, TensorBoard's event files, `.npy`."""
 
 import csv
+import io
 import json
 import math
 import os
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-Columns = dict[str, list[float]]
+Columns = dict[str, Sequence[float] | str]
+"""The numbers of each column, or why it cannot be used."""
 EVENTS_START = b"brain.Event:"
 """In the first record of every event file."""
+NPY_START = b"\x93NUMPY"
 STEPS = frozenset({"step", "steps", "global_step", "epoch", "iteration", "time", "wall_time"})
 """Columns of numbers that nobody means."""
+COMMAS = "has decimal commas"
+DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+([eE][+-]?\d+)?")
 
 
 def read_norms(
@@ -24,12 +30,12 @@ def read_norms(
     """The numbers of one column of a file, float64[rows]; rows without one are left out.
 
     Args:
-      path: a CSV file, JSON lines, an event file, or a directory whose event files are read in the
-        order of their names.
+      path: a CSV file, JSON lines, an event file, an array that `np.save` wrote, or a directory
+        whose event files are read in the order of their names.
       column: its name, as in `optaxclip.tuning.suggest`.
 
     Raises:
-      ValueError: if the column is not found or holds no numbers.
+      ValueError: if the column is not found or holds anything but numbers.
       OSError: if the file cannot be read.
     """
     path = Path(path)
@@ -47,44 +53,61 @@ def parse_norms(
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """As `read_norms`, of what a file holds; `source` is its name in messages."""
     columns = _columns(data, source)
-    if not any(columns.values()):
-        raise ValueError(f"{source} holds no numbers")
-    return np.asarray(columns[_chosen(columns, column, source)], np.float64)
+    usable = [name for name, values in columns.items() if not isinstance(values, str)]
+    column = _meant(columns, usable, source) if column is None else column
+    values = columns.get(column, "is not there")
+    if isinstance(values, str):
+        others = f"; those with numbers: {usable}" if usable else ""
+        raise ValueError(f"{source}: the column {column!r} {values}{others}")
+    return np.asarray(values, np.float64)
 
 
 def _columns(data: bytes, source: str) -> Columns:
+    if data.startswith(NPY_START):
+        return _from_npy(data, source)
     if EVENTS_START in data[:64]:
         return _from_events(data, source)
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is no CSV, JSON lines or TensorBoard event file") from error
+        kinds = "CSV, JSON lines, TensorBoard event file or array of np.save"
+        raise ValueError(f"{source} is no {kinds}") from error
     lines = [line for line in text.splitlines() if line.strip()]
     is_json = bool(lines) and lines[0].lstrip()[0] in "{["
     return _from_json(lines, source) if is_json else _from_csv(lines)
 
 
-def _chosen(columns: Columns, column: str | None, source: str) -> str:
-    if column is not None and columns.get(column):
-        return column
-    holding = [name for name, values in columns.items() if values]
-    if column is not None:
-        found = "holds no numbers" if column in columns else "is not there"
-        raise ValueError(f"{source}: the column {column!r} {found}; those with numbers: {holding}")
-    meant = [name for name in holding if name.lower() not in STEPS]
-    norms = [name for name in meant if "norm" in name.lower()]
-    for names in (meant, norms):
-        if len(names) == 1:
-            return names[0]
-    raise ValueError(f"{source} has several columns: choose one of {holding}")
+def _meant(columns: Columns, usable: list[str], source: str) -> str:
+    """The column that nobody named: the only one of norms, or the only one that holds numbers.
+
+    One that cannot be read is refused with the reason, not passed over for a loss or a step.
+    """
+    names = list(columns)
+    norms = [name for name in names if "norm" in name.lower()]
+    words = [
+        name
+        for name, values in columns.items()
+        if isinstance(values, str) and not values.startswith(COMMAS)
+    ]
+    steps = [name for name in names if re.split("[./]", name.lower())[-1] in STEPS]
+    others = [name for name in names if name not in (*words, *steps)]
+    for candidates in (norms, [name for name in norms if name in usable], [] if norms else others):
+        if len(candidates) == 1:
+            return candidates[0]
+    if len(names) == 1:
+        return names[0]
+    if not usable:
+        raise ValueError(f"{source} holds no numbers")
+    raise ValueError(f"{source} has several columns: choose one of {others or names}")
 
 
 def _from_csv(lines: list[str]) -> Columns:
     if not lines:
         return {}
-    delimiter = max(",;\t", key=lines[0].count)
+    # A comma may be a decimal one where there is another delimiter.
+    delimiter = next((sign for sign in "\t;" if sign in lines[0]), ",")
     rows = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=delimiter)]
-    if all(_number(cell) is not None for cell in rows[0]):
+    if all(_number(cell.replace(",", ".")) is not None for cell in rows[0]):
         names = [str(i) for i in range(len(rows[0]))]
     else:
         names, rows = rows[0], rows[1:]
@@ -98,7 +121,7 @@ def _from_json(lines: list[str], source: str) -> Columns:
         rows = _whole_json("\n".join(lines), source)
     if len(rows) == 1 and isinstance(rows[0], list):
         rows = rows[0]
-    rows = [row if isinstance(row, dict) else {"0": row} for row in rows]
+    rows = [dict(_flat(row)) if isinstance(row, dict) else {"0": row} for row in rows]
     return _gathered(rows, list(dict.fromkeys(name for row in rows for name in row)))
 
 
@@ -110,29 +133,63 @@ def _whole_json(text: str, source: str) -> list[Any]:
     return rows if isinstance(rows, list) else [rows]
 
 
+def _flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The cells of objects in objects, under the keys that lead to them: `train.grad_norm`."""
+    for key, cell in row.items():
+        if isinstance(cell, dict):
+            yield from _flat(cell, f"{prefix}{key}.")
+        else:
+            yield prefix + key, cell
+
+
 def _gathered(rows: list[dict[str, Any]], names: list[str]) -> Columns:
-    """The columns that hold numbers, and empty ones for those that hold anything else."""
-    columns: Columns = {name: [] for name in names}
-    other = set()
-    for row in rows:
+    numbers: dict[str, list[float]] = {name: [] for name in names}
+    refused: dict[str, str] = {}
+    for at, row in enumerate(rows, start=1):
         for name, cell in row.items():
             if cell in ("", None):
                 continue
             number = _number(cell)
-            if number is None:
-                other.add(name)
+            if number is not None:
+                numbers[name].append(number)
+            elif isinstance(cell, str) and DECIMAL_COMMA.fullmatch(cell):
+                remedy = "write numbers with a point"
+                refused.setdefault(name, f"{COMMAS} ({cell} in row {at}); {remedy}")
             else:
-                columns[name].append(number)
-    return {name: [] if name in other else values for name, values in columns.items()}
+                refused.setdefault(name, f"has {json.dumps(cell):.40} in row {at}, no number")
+    return {name: refused.get(name, values or "is empty") for name, values in numbers.items()}
 
 
 def _number(cell: Any) -> float | None:
-    if isinstance(cell, bool | list | dict):
+    if isinstance(cell, bool | list):
         return None
     try:
         return float(cell)
     except (TypeError, ValueError):
         return None
+
+
+def _from_npy(data: bytes, source: str) -> Columns:
+    """An array of norms, or one with a column for each leaf or field."""
+    try:
+        array = np.load(io.BytesIO(data), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{source} is no array of numbers that np.save wrote: {error}") from error
+    if array.dtype.names:
+        fields = {name: array[name] for name in array.dtype.names}
+    elif array.ndim == 2:
+        fields = {str(i): values for i, values in enumerate(array.T)}
+    else:
+        fields = {"0": array}
+    return {name: _usable(values) for name, values in fields.items()}
+
+
+def _usable(values: np.ndarray[Any, Any]) -> Sequence[float] | str:
+    if values.dtype.kind not in "fiu":
+        return f"has the dtype {values.dtype}; save numbers, np.asarray(norms, np.float32)"
+    if values.ndim != 1:
+        return f"has the shape {values.shape}; save one axis, the steps"
+    return values.tolist() or "is empty"
 
 
 def _from_events(data: bytes, source: str) -> Columns:

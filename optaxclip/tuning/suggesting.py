@@ -125,18 +125,20 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
 
     Args:
       norms: float[steps], the norms of the raw gradients in the order of the steps, as
-        `optaxclip.monitor.history` gives them; or the path of a CSV file, JSON lines, a TensorBoard
-        event file or a directory of such (which takes `optaxclip[tensorboard]`). Norms that are NaN
-        or infinite are counted, and then left out.
-      column: which column, key or tag of a file; not needed where it has only one that holds
-        numbers, or only one with "norm" in its name.
+        `optaxclip.monitor.history` gives them; or the path of a CSV file, JSON lines, an array that
+        `np.save` wrote, a TensorBoard event file or a directory of such (which takes
+        `optaxclip[tensorboard]`). Norms that are NaN or infinite are counted, and then left out.
+      column: which column, key or tag of a file; `train.grad_norm` is the key `grad_norm` of the
+        object `train`. Not needed where the file has only one with "norm" in its name, or only one
+        that holds numbers.
 
     Returns:
       A `Suggestion`.
 
     Raises:
       ValueError: for norms of more than one axis or below zero, fewer than 10 that are finite and
-        positive, norms that are all equal, and files in which the column is not found.
+        positive, norms that are all equal, and files in which the column is not found or holds
+        anything but numbers (rows are counted from 1, below the names).
       TypeError: for norms that are not real numbers.
       OSError: for files that cannot be read.
 

@@ -1,6 +1,8 @@
 """Norms from the files of loggers, and the command `suggest` on them."""
 
+import io
 import json
+import re
 import sys
 
 import numpy as np
@@ -32,6 +34,9 @@ TEXTS = {
     "two columns": "\n".join(f"{i}, {x}" for i, x in enumerate(NORMS)),
     "JSON lines": json_lines(),
     "JSON lines with text": json_lines(name="run", ok=True, parts=[1]),
+    "JSON lines with objects in them": "\n".join(
+        json.dumps({"train": {"grad_norm": x, "step": i}}) for i, x in enumerate(NORMS)
+    ),
     "JSON objects": json.dumps([{"norm": x} for x in NORMS], indent=1),
     "JSON numbers": json.dumps(NORMS.tolist()),
 }
@@ -51,6 +56,53 @@ def test_rows_without_the_column_are_left_out():
     np.testing.assert_array_equal(parse_norms(text, None, "log"), [2.0, np.nan])
     text = b"step,norm\n1,2.0\n2,\n3,inf\n4"
     np.testing.assert_array_equal(parse_norms(text, None, "log"), [2.0, np.inf])
+
+
+@pytest.mark.parametrize(
+    ("array", "column"),
+    [
+        (NORMS, None),
+        (np.stack([NORMS + 1, NORMS], axis=1), "1"),
+        (np.array([*zip(NORMS + 1, NORMS, strict=True)], [("loss", float), ("norm", float)]), None),
+    ],
+    ids=["norms", "a column for each leaf", "fields"],
+)
+def test_arrays_of_numpy(array, column, tmp_path):
+    np.save(tmp_path / "norms.npy", array)
+    np.testing.assert_array_equal(read_norms(tmp_path / "norms.npy", column), NORMS)
+
+
+def saved(array):
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()
+
+
+WRONG_NORMS = "step;loss;grad_norm\n0;1.0;{}\n1;1.0;{}"
+REFUSED = {
+    "decimal commas": (
+        WRONG_NORMS.format("1.5", "3,14"),
+        "'grad_norm' has decimal commas (3,14 in row 2); write numbers with a point",
+    ),
+    "no names, commas": ("1;3,14\n2;2,71", "several columns"),
+    "a word": (WRONG_NORMS.format("1.5", "lost"), """has "lost" in row 2, no number; those"""),
+    "only words": ("word\nnone\n", """the column 'word' has "none" in row 1, no number"""),
+    "nothing in it": ("norm,loss\n,1\n,2", "the column 'norm' is empty"),
+    "a list": ('{"loss": 1.0, "norm": [1.0, 2.0]}', "has [1.0, 2.0] in row 1"),
+    "text in an object": ('{"a": {"norm": "no"}}', "'a.norm' has \"no\" in row 1"),
+    "pickled": (saved(np.array([None])), "no array of numbers that np.save wrote"),
+    "cut short": (saved(NORMS)[:-5], "no array of numbers that np.save wrote"),
+    "complex": (saved(NORMS + 0j), "has the dtype complex128"),
+    "three axes": (saved(NORMS.reshape(2, 3, 20)), "has the shape (2, 3, 20); save one axis"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_column_is_refused_with_the_reason(kind):
+    data, reason = REFUSED[kind]
+    data = data.encode() if isinstance(data, str) else data
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        parse_norms(data, None, "log")
 
 
 @pytest.fixture
@@ -99,9 +151,12 @@ def test_the_command_prints_and_draws(capsys, tmp_path):
     (tmp_path / "log.csv").write_text(csv_text())
     picture = tmp_path / "norms.png"
     printed = run(capsys, tmp_path / "log.csv", "--plot", picture)
-    assert printed.out == f"{tuning.suggest(NORMS)}\n"
+    assert printed.out == f"{tuning.suggest(NORMS)}\npicture: {picture}\n"
     assert printed.err == ""
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+    printed = run(capsys, tmp_path / "log.csv", "--json", "--plot", picture)
+    assert json.loads(printed.out)["limit"] == tuning.suggest(NORMS).limit
+    assert printed.err == f"picture: {picture}\n"
 
 
 def test_the_command_as_json_from_the_input(capsys, monkeypatch):
@@ -126,16 +181,16 @@ def test_the_help_has_examples(capsys):
     [
         ("missing.csv", "cannot read missing.csv: No such file"),
         ("directory", "directory holds no TensorBoard event file"),
-        ("binary", "binary is no CSV, JSON lines or TensorBoard event file"),
+        ("binary", "binary is no CSV, JSON lines, TensorBoard event file or array of np.save"),
         ("empty", "empty holds no numbers"),
-        ("words", "words holds no numbers"),
+        ("words", "the column 'word' has"),
         ("broken", "broken: not JSON lines"),
         (
             "log.csv --column norm",
             "column 'norm' is not there; those with numbers: ['step', ",
         ),
-        ("words --column word", "words holds no numbers"),
-        ("both --column name", "the column 'name' holds no numbers"),
+        ("words --column word", """the column 'word' has "none" in row 1, no number"""),
+        ("both --column name", """has "run" in row 1, no number; those with numbers: ['norm']"""),
         ("several", "several has several columns: choose one of ['a_norm', 'b_norm']"),
         ("few", "norms must hold at least 10"),
         ("log.csv --plot missing/x.png", "cannot write to missing/x.png: No such file"),
