@@ -16,6 +16,7 @@ class Effort:
       repetitions: how often each is compiled.
       dtypes: of the gradients; the steps take those that optimizers can train in.
       entries: of the one large leaf.
+      accumulated: over how many gradients the steps go, each a case.
       layers: of the transformers.
       width: of the transformer in the steps.
       narrow: of the transformer whose clip is called outside of `jit`.
@@ -30,6 +31,7 @@ class Effort:
     repetitions: int
     dtypes: tuple[str, ...]
     entries: int
+    accumulated: tuple[int, ...]
     layers: int
     width: int
     narrow: int
@@ -45,6 +47,7 @@ FULL = Effort(
     repetitions=7,
     dtypes=("float32", "bfloat16", "float16"),
     entries=1 << 25,
+    accumulated=(1, 2),
     layers=6,
     width=768,
     narrow=256,
@@ -59,6 +62,7 @@ QUICK = Effort(
     repetitions=1,
     dtypes=("float32", "bfloat16"),
     entries=1 << 22,
+    accumulated=(1,),
     layers=1,
     width=384,
     narrow=64,

@@ -37,11 +37,12 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """The rows of one workload, and what they show."""
+    """The rows of one workload, what they show, and the load average meanwhile."""
 
     name: str
     title: str
     rows: list[Row]
+    load: float | None = None
 
     def markdown(self) -> str:
         """A table, for reading and for a page alike."""
@@ -56,7 +57,8 @@ class Section:
             " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
             for cells in table
         )
-        return "\n".join([f"### {self.title}", "", *(f"| {line} |" for line in lines), ""])
+        title = [f"### {self.title}", "", *self._alarm()]
+        return "\n".join([*title, *(f"| {line} |" for line in lines), ""])
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain objects."""
@@ -65,7 +67,20 @@ class Section:
             | {name: _plain(figure) for name, figure in row.figures.items()}
             for row in self.rows
         ]
-        return {"name": self.name, "title": self.title, "rows": rows}
+        return {"name": self.name, "title": self.title, "load": self.load, "rows": rows}
+
+    def _alarm(self) -> list[str]:
+        """A measurement alone keeps no more than the cores busy."""
+        cores = os.cpu_count() or 1
+        if self.load is None or self.load <= cores:
+            return []
+        loaded = f"LOADED MACHINE: a load average of {self.load} on {cores} cores"
+        return [f"**{loaded}. Others were measured too: do not use these figures.**", ""]
+
+
+def load_average() -> float | None:
+    """Of the last minute, where the system tells it."""
+    return round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
 
 
 def machine() -> dict[str, Any]:
@@ -76,7 +91,7 @@ def machine() -> dict[str, Any]:
         "devices": jax.device_count(),
         "processor": _processor(),
         "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
+        "load": load_average(),
         "versions": {name: version(name) for name in packages if find_spec(name)},
     }
 

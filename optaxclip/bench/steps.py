@@ -22,7 +22,6 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "AdamW": partial(optax.adamw, 1e-3),
     "SGD": partial(optax.sgd, 1e-3),
 }
-ACCUMULATED = 2
 
 
 def added_to_steps(effort: Effort, tell: Tell) -> list[Row]:
@@ -31,7 +30,7 @@ def added_to_steps(effort: Effort, tell: Tell) -> list[Row]:
     for dtype in (name for name in effort.dtypes if name != "float16"):
         grads = filled(transformer(effort.layers, effort.width), dtype)
         for name, optimizer in OPTIMIZERS.items():
-            for every in (1, ACCUMULATED):
+            for every in effort.accumulated:
                 accumulated = f", MultiSteps of {every}" if every > 1 else ""
                 case = f"{name}, {dtype}{accumulated}"
                 tell(case)

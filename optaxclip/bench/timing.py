@@ -18,7 +18,7 @@ Times = dict[str, np.ndarray]
 
 
 class Spread(NamedTuple):
-    """A median, or a ratio of two, with the quartiles of what the rounds gave one by one."""
+    """The median of what the rounds gave one by one, with its quartiles."""
 
     median: float
     low: float
@@ -120,12 +120,11 @@ def spread(samples: np.ndarray) -> Spread:
 
 
 def ratio(x: np.ndarray, y: np.ndarray) -> Spread | None:
-    """The ratio of medians, with the quartiles of the rounds' ratios.
+    """The spread of the rounds' ratios, which a round that is slow as a whole does not move.
 
     None where `y`, a difference of times, is lost in noise: where a quarter of the rounds gave
     nothing or less.
     """
     if spread(y).low <= 0:
         return None
-    of_rounds = spread(x[y > 0] / y[y > 0])
-    return Spread(float(np.median(x) / np.median(y)), of_rounds.low, of_rounds.high)
+    return spread(x[y > 0] / y[y > 0])

@@ -13,7 +13,7 @@ import jax
 from optaxclip.bench.clips import alone, eager, growth, many_leaves
 from optaxclip.bench.effort import FULL, QUICK, Effort, Tell
 from optaxclip.bench.methods import compiling, other_clips
-from optaxclip.bench.report import Row, Section, machine
+from optaxclip.bench.report import Row, Section, load_average, machine
 from optaxclip.bench.steps import adaptive_rules, added_to_steps
 
 HELP: str = "measure what a clip costs on this machine, beside Optax and PyTorch"
@@ -32,9 +32,9 @@ WORKLOADS: dict[str, tuple[str, Callable[[Effort, Tell], list[Row]]]] = {
 }
 DISK_CACHE = "jax_enable_compilation_cache"
 EPILOG = """\
-Ways of doing the same take turns in one process. Figures are medians, and ratios of medians, with
-the quartiles of the rounds. Some minutes on two cores, about one with --quick; it takes up to
-4 GB of memory."""
+Ways of doing the same take turns in one process, and ratios are those of a round. Figures are
+medians over the rounds, with the quartiles. Some minutes on two idle cores, less than one with
+--quick; it takes up to 4 GB of memory."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ def measure(effort: Effort, tell: Tell) -> dict[str, object]:
     sections = []
     with _without_stored_programs():
         for name, (title, workload) in WORKLOADS.items():
-            section = Section(name, title, workload(effort, tell))
+            section = Section(name, title, workload(effort, tell), load_average())
             print(section.markdown(), flush=True)
             sections.append(section.as_json())
     return report | {"sections": sections}

@@ -10,8 +10,8 @@ import pytest
 
 from optaxclip.__main__ import main
 from optaxclip.bench.effort import Effort
-from optaxclip.bench.report import COLUMNS, Row, Section
-from optaxclip.bench.timing import Program, Spread, race, ratio
+from optaxclip.bench.report import COLUMNS, Row, Section, load_average
+from optaxclip.bench.timing import Program, Spread, race, ratio, spread
 from optaxclip.bench.trees import NORM, filled, leaves, read, transformer
 from optaxclip.commands import bench
 
@@ -20,6 +20,7 @@ TINY = Effort(
     repetitions=1,
     dtypes=("float32",),
     entries=1000,
+    accumulated=(1, 2),
     layers=0,
     width=2,
     narrow=2,
@@ -120,10 +121,16 @@ def test_ways_take_turns():
     assert {len(samples) for samples in times.values()} == {4}
 
 
-def test_ratios_are_of_medians():
+def test_ratios_are_of_rounds():
     x, y = np.array([2.0, 4.0, 9.0]), np.array([1.0, 4.0, 3.0])
-    assert ratio(x, y) == Spread(4 / 3, 1.5, 2.5)
+    assert ratio(x, y) == Spread(2.0, 1.5, 2.5)
     assert ratio(x, -y) is None
+
+
+def test_medians_lie_in_their_quartiles():
+    for x, y in np.random.default_rng(0).lognormal(size=(100, 2, 5)):
+        for found in (spread(x - y), ratio(x, y), ratio(x - y, y)):
+            assert found.low <= found.median <= found.high
 
 
 def test_programs_go_on_from_their_last_result():
@@ -149,8 +156,19 @@ def test_the_transformer():
 
 def test_tables():
     rows = [Row("a case", "ours", {"ms": Spread(1.234, 1.0, 2.0), "extra_memory": None})]
-    lines = Section("x", "A title", rows).markdown().splitlines()
+    lines = Section("x", "A title", rows, load=0.5).markdown().splitlines()
     assert lines[0] == "### A title"
     assert lines[2].split("|")[3].strip() == "ms"
     assert "| 1.23 (1 to 2) |" in lines[4]
     assert len({len(line) for line in lines[2:]}) == 1
+
+
+def test_a_loaded_machine_is_said_beside_the_figures(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    rows = [Row("a case", "ours", {"ms": Spread(1.234, 1.0, 2.0)})]
+    for load, said in [(4.0, False), (4.1, True), (None, False)]:
+        section = Section("x", "A title", rows, load)
+        assert ("LOADED" in section.markdown().splitlines()[2]) == said
+        assert section.as_json()["load"] == load
+    monkeypatch.setattr("os.getloadavg", lambda: (5.25, 1.0, 1.0), raising=False)
+    assert "5.2 on 4 cores" in Section("x", "A title", rows, load_average()).markdown()
