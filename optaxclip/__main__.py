@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NoReturn, Protocol
 
+from optaxclip import __version__
 from optaxclip.commands import bench, demo, suggest, sweep
 
 
@@ -57,11 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
       SystemExit: with code 2, for arguments that cannot be used.
     """
     parser = _Parser(prog="optaxclip", description="Gradient clipping for JAX.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.HELP, description=command.HELP)
         command.add_arguments(subparser)
     args = parser.parse_args(argv)
+    if args.command is None:
+        parser.exit(2, parser.format_help())
     try:
         return _run(COMMANDS[args.command], args)
     except argparse.ArgumentError as error:

@@ -145,7 +145,8 @@ def read_text(path: Path | None) -> str:
     except OSError as error:
         raise argparse.ArgumentError(None, f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise argparse.ArgumentError(None, f"{path} is not UTF-8 text") from error
+        remedy = f"save it as UTF-8: iconv -f latin1 -t utf-8 '{path}' > {path.name}.utf8"
+        raise argparse.ArgumentError(None, f"{path} is not UTF-8 text; {remedy}") from error
     if len(text) < MIN_CHARACTERS:
         message = f"{path} has {len(text)} characters; the demo needs at least {MIN_CHARACTERS}"
         raise argparse.ArgumentError(None, message)

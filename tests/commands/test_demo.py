@@ -2,15 +2,17 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import optaxclip
 from optaxclip import plots
 from optaxclip.__main__ import COMMANDS, main
-from optaxclip.commands import demo
+from optaxclip.commands import demo, sweep
 
 pytest.importorskip("rich")
 Figure = pytest.importorskip("matplotlib.figure").Figure
@@ -101,7 +103,7 @@ def test_every_method_with_a_first_limit_bounds_an_explosion(name):
         ("--text missing", "cannot read missing: No such file"),
         ("--text .", "cannot read .: Is a directory"),
         ("--text empty", "empty has 0 characters; the demo needs at least 2000"),
-        ("--text latin1", "latin1 is not UTF-8 text"),
+        ("--text latin1", "UTF-8: iconv -f latin1 -t utf-8 'latin1' > latin1.utf8"),
         ("--methods global_norm magic", "invalid choice: 'magic'"),
         ("--methods", "expected at least one argument"),
         ("--steps 0", "'0' is not a whole number from 1 to 1000000"),
@@ -120,8 +122,28 @@ def test_wrong_input_is_one_line_and_code_2(capsys, tmp_path, monkeypatch, args,
     assert_refused(capsys, ["demo", *args.split()], reason)
 
 
-def test_no_command_is_refused(capsys):
-    assert_refused(capsys, [], "COMMAND")
+def test_no_command_prints_the_usage(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([])
+    printed = capsys.readouterr()
+    assert (stopped.value.code, printed.out) == (2, "")
+    assert printed.err.startswith("usage: ")
+    assert all(command.HELP.split()[0] in printed.err for command in COMMANDS.values())
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"optaxclip {optaxclip.__version__}\n"
+
+
+@pytest.mark.parametrize("picture", [demo.PICTURE, sweep.PICTURE])
+def test_git_ignores_what_the_commands_write_here(picture):
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        pytest.skip("no repository")
+    subprocess.run(["git", "-C", root, "check-ignore", "-q", picture], check=True)
 
 
 def test_missing_packages_are_named_with_the_remedy(capsys, monkeypatch):
