@@ -126,9 +126,11 @@ def _draw(histories: "Mapping[str, History]", path: Path) -> None:
     evals = next(iter(histories.values())).evals
     plots.loss_curves({name: h.held_out for name, h in histories.items()}, evals, ax=left)
     left.set_ylabel("held-out loss (nats per character)")
-    limit = LIMIT if "global_norm" in histories else None
-    plots.norm_curves({name: h.norm for name, h in histories.items()}, limit=limit, ax=right)
-    right.set_ylabel("raw gradient norm")
+    limit = {"global_norm": LIMIT} if "global_norm" in histories else None
+    # The largest between two evaluations: of hundreds of noisy norms one line would hide the next.
+    norms = {name: np.maximum.reduceat(h.norm, evals[:-1] - 1) for name, h in histories.items()}
+    plots.norm_curves(norms, evals[1:] - 1, limit, ax=right)
+    right.set_ylabel(f"raw gradient norm, the largest of {evals[1] - 1} steps")
     for ax in figure.axes:
         ax.set_xscale("log")  # what explodes does so early
         ax.xaxis.set_major_formatter("{x:g}")
@@ -145,7 +147,7 @@ def read_text(path: Path | None) -> str:
     except OSError as error:
         raise argparse.ArgumentError(None, f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        remedy = f"save it as UTF-8: iconv -f latin1 -t utf-8 '{path}' > {path.name}.utf8"
+        remedy = f"save it as UTF-8: iconv -f latin1 -t utf-8 '{path}' > utf8.txt"
         raise argparse.ArgumentError(None, f"{path} is not UTF-8 text; {remedy}") from error
     if len(text) < MIN_CHARACTERS:
         message = f"{path} has {len(text)} characters; the demo needs at least {MIN_CHARACTERS}"

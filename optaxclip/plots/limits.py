@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jax.typing import ArrayLike
+from numpy.typing import ArrayLike
 
-from optaxclip.plots.style import COLORS, finished, new_axes
+from optaxclip.plots.style import COLORS, curve, finished, new_axes, with_matplotlib
 from optaxclip.tuning.suggesting import Suggestion
 from optaxclip.tuning.sweeping import SweepResult
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ORANGE, BLUE = COLORS[:2]
+PALE_ORANGE = COLORS[5]
+BINS = 50
 MOST_LABELS = 40
 """More names than that would overlap beside a heat map."""
 
@@ -24,33 +26,40 @@ def norms_over_steps(
     steps: ArrayLike | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """The norms of one run on a logarithmic axis, with the steps that a limit clips.
+    """The norms of one run on a logarithmic axis, with the steps above a limit.
 
-    Triangles mark the clipped steps, crosses at the top those that are not finite.
+    Triangles mark the steps above it, crosses at the top those that are not finite.
 
     Args:
       norms: the raw norms, float[n].
-      limit: one limit, or that of each step, float[n].
+      limit: one limit, or that of each step, float[n], not drawn where it is infinite: the run's
+        own, or any other that you think of.
       steps: the step of each norm, int[n]; 1, 2, ... if None.
       ax: where to draw.
+
+    Raises:
+      ValueError: for no norms, for more than one axis, and for other numbers of limits or steps.
 
     Example:
       >>> from optaxclip import plots
       >>> ax = plots.norms_over_steps([1.0, 1.2, 30.0, float("nan")], limit=2.0)
       >>> print(ax.get_legend_handles_labels()[1])
-      ['norm', 'clipped (1)', 'limit 2', 'not finite (1)']
+      ['norm', 'above the limit (1)', 'limit 2', 'not finite (1)']
     """
+    x, y = curve(norms, steps, "norms")
+    bound = None if limit is None else np.asarray(limit, np.float64)
+    if bound is not None and bound.shape not in ((), y.shape):
+        what = f"one, or one for each of {len(y)} norms"
+        raise ValueError(f"limit must be {what}, got the shape {bound.shape}")
     axes = new_axes(ax)
-    y = np.asarray(norms, np.float64)
-    x = np.arange(1, len(y) + 1) if steps is None else np.asarray(steps)
     finite = np.isfinite(y)
     axes.set_yscale("log")
     axes.plot(x, np.where(finite & (y > 0), y, np.nan), color="0.55", linewidth=1.0, label="norm")
-    if limit is not None:
-        bound = np.broadcast_to(np.asarray(limit, np.float64), y.shape)
-        _mark_clipped(axes, x, y, finite & (y > bound))
-        label = f"limit {bound[0]:.3g}" if np.ndim(limit) == 0 else "limit"
-        axes.plot(x, bound, "--", color=BLUE, linewidth=1.6, label=label)
+    if bound is not None:
+        _mark_above(axes, x, y, finite & (y > bound))
+        label = f"limit {bound:.3g}" if bound.ndim == 0 else "limit"
+        line = np.broadcast_to(np.where(np.isfinite(bound), bound, np.nan), y.shape)
+        axes.plot(x, line, "--", color=BLUE, linewidth=1.6, label=label)
     if not finite.all():
         _crosses(axes, x[~finite], f"not finite ({np.sum(~finite)})")
     axes.set_ylabel("gradient norm")
@@ -58,7 +67,10 @@ def norms_over_steps(
 
 
 def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
-    """How often norms of each size came, the spikes apart, with the suggested limit.
+    """How often norms of each size came, with the suggested limit.
+
+    Spikes, which stick out of the steps around them, are apart from the others; and so are, where
+    the level of the norms moves, those above the limit that are none.
 
     Args:
       suggestion: what `optaxclip.tuning.suggest` returned.
@@ -70,24 +82,30 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
       >>> norms = np.exp(0.2 * np.random.default_rng(0).normal(size=500))
       >>> norms[[100, 200]] = 10.0, 50.0
       >>> ax = plots.norm_histogram(tuning.suggest(norms))
-      >>> print(ax.get_legend_handles_labels()[1][:2])
-      ['ordinary', 'spikes']
+      >>> print(ax.get_legend_handles_labels()[1][1:])
+      ['ordinary (498)', 'spikes (2)']
     """
     axes = new_axes(ax)
     norms = suggestion.norms
-    is_spike = np.isin(np.arange(len(norms)), suggestion.spikes)
+    spikes = np.isin(np.arange(len(norms)), suggestion.spikes)
     usable = np.isfinite(norms) & (norms > 0)
-    edges = np.geomspace(norms[usable].min(), norms[usable].max() * (1 + 1e-9), 51)
+    above = norms > suggestion.limit
+    edges = _edges(norms[usable], suggestion.limit)
     axes.set_xscale("log")
     axes.set_yscale("log")  # or a few spikes among thousands of steps could not be seen
-    parts = [norms[usable & ~is_spike], norms[is_spike]]
-    names = ["ordinary", "spikes"] if parts[1].size else ["ordinary"]
-    drawn = axes.hist(
-        parts[: len(names)], edges, stacked=True, color=["0.7", ORANGE][: len(names)], label=names
-    )[2]
-    if len(names) > 1:
-        for bar in drawn[1]:  # pyright: ignore[reportIndexIssue, reportGeneralTypeIssues]
-            bar.set(hatch="////", edgecolor="white", linewidth=0)
+    parts = (
+        ("ordinary", usable & ~spikes & ~above, {"color": "0.7"}),
+        ("above the limit, no spikes", usable & ~spikes & above, {"color": PALE_ORANGE}),
+        ("spikes", spikes, {"color": ORANGE, "hatch": "////", "edgecolor": "white"}),
+    )
+    below = np.zeros(len(edges) - 1)
+    for name, part, look in parts:
+        if part.any():
+            counts = np.histogram(norms[part], edges)[0]
+            label = f"{name} ({part.sum()})"
+            look = {"linewidth": 0, "align": "edge", **look}
+            axes.bar(edges[:-1], counts, np.diff(edges), below, label=label, **look)
+            below += counts
     axes.set_ylim(bottom=0.5)  # one step is seen too
     axes.axvline(
         suggestion.limit,
@@ -115,7 +133,8 @@ def norm_heatmap(
       ax: where to draw.
 
     Raises:
-      ValueError: for norms that do not have two axes, or not as many columns as names.
+      ValueError: for norms that do not have two axes, of which none is empty, or not as many
+        columns as names.
 
     Example:
       >>> from optaxclip import plots
@@ -123,11 +142,13 @@ def norm_heatmap(
       >>> print([label.get_text() for label in ax.get_yticklabels()])
       ['w', 'b']
     """
-    from matplotlib import colormaps
-    from matplotlib.colors import LogNorm
+    with with_matplotlib():
+        from matplotlib import colormaps
+        from matplotlib.colors import LogNorm
 
     values = np.asarray(norms, np.float64)
-    if values.ndim != 2 or (names is not None and len(names) != values.shape[1]):
+    named = names is None or values.shape[1:] == (len(names),)
+    if values.ndim != 2 or not values.size or not named:
         of = "" if names is None else f" and {len(names)} names"
         raise ValueError(f"norms must be [steps, leaves], got the shape {values.shape}{of}")
     axes = new_axes(ax)
@@ -154,7 +175,8 @@ def norm_heatmap(
 def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
     """Final loss against limit, at the best learning rate, a dot for each seed.
 
-    Crosses at the top are diverged runs.
+    Crosses at the top are diverged runs, whose loss ended not finite, or above its first value. The
+    band is what counts as equal to the best: the suggested limit is the largest in it.
 
     Args:
       result: what `optaxclip.tuning.sweep` returned.
@@ -171,7 +193,7 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
       >>> result = tuning.sweep(jax.random.normal, step, [0.01, 100.0], 20, key=key, data=data)
       >>> ax = plots.sweep_curve(result)
       >>> print(ax.get_legend_handles_labels()[1])
-      ['final loss', 'suggested limit 0.01', 'diverged']
+      ['final loss', 'suggested limit 0.01', 'diverged: not finite, or above the first loss']
     """
     axes = new_axes(ax)
     final, diverged = result.by_limit(result.final_loss), result.by_limit(result.diverged)
@@ -184,23 +206,36 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
     axes.plot(result.limits, means, "o-", color="0.35", linewidth=1.4, label=label)
     if losses.shape[1] > 1:
         axes.plot(every.ravel(), losses.ravel(), ".", color="0.35", markersize=4, label="_")
+    if result.noise > 0:  # it is 0 where the best itself is suggested, NaN where all diverged
+        best = np.nanmin(means)
+        label = f"within noise ({result.noise:.2g}) of the best"
+        axes.axhspan(best, best + result.noise, color=BLUE, alpha=0.15, linewidth=0, label=label)
     if np.isfinite(result.limit):
         label = f"suggested limit {result.limit:.3g}"
         axes.axvline(result.limit, color=BLUE, linestyle="--", linewidth=1.6, label=label)
     if diverged.any():
-        _crosses(axes, every[diverged], "diverged")
+        _crosses(axes, every[diverged], "diverged: not finite, or above the first loss")
     axes.set_ylabel("final loss")
     return finished(axes, "limit", legend=ax is None)
 
 
-def _mark_clipped(
+def _edges(norms: np.ndarray[Any, Any], limit: float) -> np.ndarray[Any, Any]:
+    """Of bins of one width, so that none is on both sides of the limit."""
+    low, high = np.log(norms.min() / limit), np.log(norms.max() / limit)
+    width = (high - low) / BINS
+    # A norm equal to its limit is not above it.
+    bins = np.arange(np.floor(low / width) - 1, np.ceil(high / width) + 2)
+    return limit * np.exp(bins * width) * (1 + 1e-9)
+
+
+def _mark_above(
     ax: "Axes",
     x: np.ndarray[Any, Any],
     y: np.ndarray[Any, Any],
-    clipped: np.ndarray[Any, np.dtype[np.bool_]],
+    above: np.ndarray[Any, np.dtype[np.bool_]],
 ) -> None:
-    label = f"clipped ({np.sum(clipped)})"
-    ax.plot(x[clipped], y[clipped], "^", color=ORANGE, markersize=4, zorder=3, label=label)
+    label = f"above the limit ({np.sum(above)})"
+    ax.plot(x[above], y[above], "^", color=ORANGE, markersize=4, zorder=3, label=label)
 
 
 def _crosses(ax: "Axes", x: np.ndarray[Any, Any], label: str) -> None:

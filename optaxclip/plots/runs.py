@@ -5,18 +5,23 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jax.typing import ArrayLike
+from numpy.typing import ArrayLike
 
-from optaxclip.plots.style import COLORS, STYLES, finished, new_axes
+from optaxclip.plots.style import COLORS, STYLES, curve, finished, new_axes, with_matplotlib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+Curves = Mapping[str, ArrayLike]
+Numbers = np.ndarray[Any, Any]
+LEAST_WIDTH, WIDER = 1.4, 0.5
+"""In points, of the line on top, and of each below it."""
+
 
 def loss_curves(
-    losses: Mapping[str, ArrayLike],
+    losses: Curves,
     steps: ArrayLike | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
@@ -30,28 +35,31 @@ def loss_curves(
       steps: the step of each loss, int[n]; 1, 2, ... if None.
       ax: where to draw.
 
+    Raises:
+      ValueError: for no runs, a run without losses, and losses or steps of other shapes.
+
     Example:
       >>> from optaxclip import plots
       >>> ax = plots.loss_curves({"plain": [3.0, float("nan")], "clipped": [3.0, 2.0]})
       >>> print(ax.get_ylabel())
       loss
     """
+    curves = _checked(losses, steps, "losses")
     axes = new_axes(ax)
-    arrays = [np.asarray(values) for values in losses.values()]
-    finite = [y[np.isfinite(y)] for y in arrays if np.isfinite(y).any()]
+    finite = [y[np.isfinite(y)] for _, y in curves.values() if np.isfinite(y).any()]
     if finite:
         top, bottom = max(y[0] for y in finite), min(y.min() for y in finite)
         margin = 0.05 * (top - bottom) or 1.0
         axes.set_ylim(bottom - margin, top + margin)
-    _lines(axes, losses, steps)
+    _lines(axes, curves)
     axes.set_ylabel("loss")
     return finished(axes, legend=ax is None)
 
 
 def norm_curves(
-    norms: Mapping[str, ArrayLike],
+    norms: Curves,
     steps: ArrayLike | None = None,
-    limit: float | None = None,
+    limit: float | Mapping[str, float] | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
     """Gradient norms over the steps on a logarithmic axis, a line for each run.
@@ -61,8 +69,12 @@ def norm_curves(
     Args:
       norms: for each run's name its norms, float[n].
       steps: the step of each norm, int[n]; 1, 2, ... if None.
-      limit: a norm to mark by a horizontal line.
+      limit: a norm to mark by a horizontal line, or for the names of some runs the limit of each.
       ax: where to draw.
+
+    Raises:
+      ValueError: for no runs, a run without norms, norms or steps of other shapes, and a limit of a
+        run that is not there.
 
     Example:
       >>> from optaxclip import plots
@@ -70,11 +82,18 @@ def norm_curves(
       >>> print(ax.get_yscale())
       log
     """
+    curves = _checked(norms, steps, "norms")
+    limits, common = (limit, None) if isinstance(limit, Mapping) else ({}, limit)
+    if unknown := sorted(limits.keys() - norms.keys()):
+        raise ValueError(f"limit must be of the runs {list(norms)}, got {unknown}")
     axes = new_axes(ax)
     axes.set_yscale("log")
-    _lines(axes, norms, steps)
-    if limit is not None:
-        axes.axhline(limit, color="0.4", linewidth=1.0, label=f"limit {limit:g}")
+    colors = {name: line.get_color() for name, line in _lines(axes, curves).items()}
+    for name, bound in limits.items():
+        look = {"color": colors[name], "linewidth": 1.0, "linestyle": (0, (1, 1))}
+        axes.axhline(bound, label=f"limit {bound:g} of {name}", **look)
+    if common is not None:
+        axes.axhline(common, color="0.4", linewidth=1.0, label=f"limit {common:g}")
     axes.set_ylabel("gradient norm")
     return finished(axes, legend=ax is None)
 
@@ -99,12 +118,14 @@ def before_after(
       >>> print([text.get_text() for text in ax.get_legend().get_texts()])
       ['without clipping', 'with clipping', 'not finite']
     """
-    return loss_curves({"without clipping": before, "with clipping": after}, steps, ax)
+    runs = {"without clipping": np.asarray(before), "with clipping": np.asarray(after)}
+    return loss_curves(runs, steps, ax)
 
 
 def side_by_side(columns: int = 2) -> "Figure":
     """An empty figure of `columns` axes for a page's width, outside of `pyplot`."""
-    from matplotlib.figure import Figure
+    with with_matplotlib():
+        from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.0 * columns, 4.2), layout="constrained")
     figure.subplots(1, columns)
@@ -134,27 +155,37 @@ def legends_below(figure: "Figure") -> None:
         ax.legend(handles, labels, ncols=2, frameon=False, **place)
 
 
-def _lines(ax: "Axes", series: Mapping[str, ArrayLike], steps: ArrayLike | None) -> None:
-    drawn = []
+def _checked(
+    series: Curves, steps: ArrayLike | None, what: str
+) -> dict[str, tuple[Numbers, Numbers]]:
+    """Steps and values of each run."""
+    if not series:
+        raise ValueError(f"{what} must be those of at least one run by its name, got none")
+    return {
+        name: curve(np.asarray(values), steps, f"{what} of {name!r}")
+        for name, values in series.items()
+    }
+
+
+def _lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> "dict[str, Line2D]":
+    drawn = {}
     looks = zip(itertools.cycle(COLORS), itertools.cycle(STYLES), strict=True)
-    for name, values in series.items():
+    for depth, (name, (x, y)) in enumerate(curves.items()):
         color, style = next(looks)
-        y = np.asarray(values)
-        x = np.arange(1, len(y) + 1) if steps is None else np.asarray(steps)
-        line = ax.plot(x, np.where(np.isfinite(y), y, np.nan), style, linewidth=1.4, label=name)[0]
-        line.set(color=color, zorder=3 - len(drawn) / len(series))  # the first is on top
-        drawn.append((x, y, line))
+        line = ax.plot(x, np.where(np.isfinite(y), y, np.nan), style, color=color, label=name)[0]
+        # The first is on top; the others are wider, to be seen where they lie below an equal one.
+        line.set(zorder=3 - depth / len(curves), linewidth=LEAST_WIDTH + WIDER * depth)
+        drawn[name] = line
     top = ax.get_ylim()[1]
     ax.set_ylim(top=top)
-    for x, y, line in drawn:
-        _cross(ax, x, y, top, line)
-    if not all(np.isfinite(y).all() for _, y, _ in drawn):
+    for name, (x, y) in curves.items():
+        _cross(ax, x, y, top, drawn[name])
+    if not all(np.isfinite(y).all() for _, y in curves.values()):
         ax.plot([], [], "X", color="black", markersize=8, label="not finite")
+    return drawn
 
 
-def _cross(
-    ax: "Axes", x: np.ndarray[Any, Any], y: np.ndarray[Any, Any], top: float, like: "Line2D"
-) -> None:
+def _cross(ax: "Axes", x: Numbers, y: Numbers, top: float, like: "Line2D") -> None:
     """Leads a line up to a cross at the top wherever it stops being finite."""
     bad = ~np.isfinite(y)
     for first in np.flatnonzero(bad & ~np.append(False, bad[:-1])):

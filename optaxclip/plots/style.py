@@ -1,6 +1,11 @@
-"""The look that all pictures share."""
+"""The look that all pictures share, and the numbers that they can show."""
 
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -11,13 +16,39 @@ COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#00
 STYLES = ("-", "--", "-.", ":")
 
 
+@contextlib.contextmanager
+def with_matplotlib() -> Iterator[None]:
+    """Says how to install it where it is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        remedy = 'pip install "optaxclip[plot]"'
+        raise ModuleNotFoundError(f"optaxclip.plots needs Matplotlib: {remedy}") from error
+
+
 def new_axes(ax: "Axes | None") -> "Axes":
     """The axes given, or new ones."""
     if ax is not None:
         return ax
-    from matplotlib import pyplot as plt
-
+    with with_matplotlib():
+        from matplotlib import pyplot as plt
     return plt.subplots(layout="constrained")[1]
+
+
+def curve(
+    values: ArrayLike, steps: ArrayLike | None, name: str
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, np.dtype[np.float64]]]:
+    """Steps and values of one line, [n] each; `name` is that of the values in messages."""
+    y = np.asarray(values, np.float64)
+    if y.ndim != 1:
+        remedy = "of a record per leaf take one column, or np.linalg.norm(norms, axis=1)"
+        raise ValueError(f"{name} must have one axis, got the shape {y.shape}; {remedy}")
+    if not y.size:
+        raise ValueError(f"{name} must be at least one, got none; record some steps first")
+    x = np.arange(1, len(y) + 1) if steps is None else np.asarray(steps)
+    if x.shape != y.shape:
+        raise ValueError(f"steps must be one for each of {len(y)} {name}, got the shape {x.shape}")
+    return x, y
 
 
 def finished(ax: "Axes", xlabel: str = "step", *, legend: bool) -> "Axes":

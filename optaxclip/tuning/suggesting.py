@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from numpy.typing import ArrayLike
 
 from optaxclip.methods.adaptive import zclip
 from optaxclip.methods.windowed import autoclip, clip_by_window_norm

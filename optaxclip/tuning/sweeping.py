@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.typing import ArrayLike
+from numpy.typing import ArrayLike
 
 from optaxclip._base.types import PyTree
 from optaxclip.tuning.runs import Numbers, Progress, StepFn, all_steps, in_groups
@@ -69,7 +69,17 @@ class SweepResult:
             mark = "  <- suggested" if limit == np.float32(self.limit) else ""
             rows.append(f"{limit:>10.4g}  {loss:>10}  {clipped[i].mean():>8.1%}{mark}")
         rate = "" if self.learning_rate is None else f", learning rate {self.learning_rate:.4g}"
-        return "\n".join([*rows, f"limit {self.limit:.4g}{rate}"])
+        why = (
+            f"the largest within noise ({self.noise:.2g}) of the best" if self.noise else "the best"
+        )
+        rows.append(
+            f"limit {self.limit:.4g}{rate}: {why}"
+            if self.limit > 0
+            else "no limit: all runs diverged"
+        )
+        if diverged.any():
+            rows.append("diverged: the loss ended not finite, or above its first value")
+        return "\n".join(rows)
 
     def by_limit(self, values: Numbers) -> Numbers:
         """Of [runs...] the part at the best learning rate, as [limits, seeds]."""

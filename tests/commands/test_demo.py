@@ -103,7 +103,7 @@ def test_every_method_with_a_first_limit_bounds_an_explosion(name):
         ("--text missing", "cannot read missing: No such file"),
         ("--text .", "cannot read .: Is a directory"),
         ("--text empty", "empty has 0 characters; the demo needs at least 2000"),
-        ("--text latin1", "UTF-8: iconv -f latin1 -t utf-8 'latin1' > latin1.utf8"),
+        ("--text latin1", "UTF-8: iconv -f latin1 -t utf-8 'latin1' > utf8.txt"),
         ("--methods global_norm magic", "invalid choice: 'magic'"),
         ("--methods", "expected at least one argument"),
         ("--steps 0", "'0' is not a whole number from 1 to 1000000"),
@@ -212,6 +212,34 @@ def test_norm_curves_have_a_legend_on_axes_of_their_own():
     assert ax.get_yscale() == "log"
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["a", "limit 2"]
     assert ax.lines[0].get_xdata()[0] == 1
+
+
+def test_a_limit_is_named_and_coloured_after_its_run():
+    ax = Figure().subplots()
+    plots.norm_curves({"a": [1.0, 2.0], "b": [2.0, 3.0]}, limit={"b": 2.0}, ax=ax)
+    assert labels(ax) == ["a", "b", "limit 2 of b"]
+    assert ax.lines[-1].get_color() == ax.lines[1].get_color()
+
+
+def test_equal_runs_are_all_seen():
+    ax = plots.loss_curves({name: [2.0, 1.0] for name in "abc"}, ax=Figure().subplots())
+    widths = [line.get_linewidth() for line in sorted(ax.lines, key=lambda line: line.zorder)]
+    assert widths == sorted(set(widths), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("series", "options", "message"),
+    [
+        ({}, {}, "norms must be those of at least one run"),
+        ({"a": []}, {}, "norms of 'a' must be at least one, got none; record some steps first"),
+        ({"a": np.ones((3, 2))}, {}, r"must have one axis, got the shape \(3, 2\); .* one column"),
+        ({"a": [1.0]}, {"steps": [1, 2]}, r"steps must be one for each of 1 norms of 'a', got .*2"),
+        ({"a": [1.0]}, {"limit": {"b": 2.0}}, r"limit must be of the runs \['a'\], got \['b'\]"),
+    ],
+)
+def test_curves_that_cannot_be_drawn(series, options, message):
+    with pytest.raises(ValueError, match=message):
+        plots.norm_curves(series, **options)
 
 
 def test_two_runs_never_look_alike():

@@ -1,5 +1,8 @@
 """Pictures of limits: what they mark, and that they draw where they are told to."""
 
+import dataclasses
+import sys
+
 import numpy as np
 import pytest
 
@@ -23,22 +26,49 @@ def line(ax, label):
     return next(line for line in ax.lines if line.get_label() == label)
 
 
-def test_norms_over_steps_marks_what_a_limit_clips():
+def test_norms_over_steps_marks_what_is_above_a_limit():
     ax, norms = axes(), [1.0, 3.0, np.nan, 2.0, 0.0, np.inf]
     assert plots.norms_over_steps(norms, 2.0, steps=range(10, 16), ax=ax) is ax
-    assert labels(ax) == ["norm", "clipped (1)", "limit 2", "not finite (2)"]
-    assert line(ax, "clipped (1)").get_xydata().tolist() == [[11.0, 3.0]]
+    assert labels(ax) == ["norm", "above the limit (1)", "limit 2", "not finite (2)"]
+    assert line(ax, "above the limit (1)").get_xydata().tolist() == [[11.0, 3.0]]
     assert line(ax, "not finite (2)").get_xdata().tolist() == [12, 15]
     assert (ax.get_yscale(), ax.get_ylabel()) == ("log", "gradient norm")
     assert ax.get_legend() is None
 
 
 def test_norms_over_steps_with_a_limit_for_each_step_or_none():
-    assert labels(plots.norms_over_steps([1.0, 2.0], [0.5, 3.0], ax=axes()))[1:] == [
-        "clipped (1)",
-        "limit",
-    ]
+    ax = plots.norms_over_steps([1.0, 2.0, 1.0], [0.5, 3.0, np.inf], ax=axes())
+    assert labels(ax)[1:] == ["above the limit (1)", "limit"]
+    np.testing.assert_array_equal(line(ax, "limit").get_ydata(), [0.5, 3.0, np.nan])
     assert labels(plots.norms_over_steps([1.0, 2.0], ax=axes())) == ["norm"]
+
+
+@pytest.mark.parametrize(
+    ("norms", "options", "message"),
+    [
+        ([], {"limit": 1.0}, "norms must be at least one, got none; record some steps first"),
+        (np.ones((3, 2)), {}, r"norms must have one axis, got the shape \(3, 2\); of a record"),
+        (3.0, {}, r"norms must have one axis, got the shape \(\)"),
+        ([1.0], {"limit": [1.0, 2.0]}, r"limit must be one, or one for each of 1 norms, got .*2,"),
+        ([1.0], {"steps": [1, 2]}, r"steps must be one for each of 1 norms, got the shape \(2,\)"),
+    ],
+)
+def test_norms_that_cannot_be_drawn(norms, options, message):
+    with pytest.raises(ValueError, match=message):
+        plots.norms_over_steps(norms, **options)
+
+
+def test_without_matplotlib_the_remedy_is_said(monkeypatch):
+    for module in ("matplotlib", "matplotlib.pyplot", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for draw in (
+        lambda: plots.norms_over_steps([1.0]),
+        lambda: plots.loss_curves({"a": [1.0]}),
+        lambda: plots.norm_heatmap([[1.0]]),
+        plots.side_by_side,
+    ):
+        with pytest.raises(ModuleNotFoundError, match=r'pip install "optaxclip\[plot\]"'):
+            draw()
 
 
 def norms_with_spikes(spikes=(10.0, 50.0)):
@@ -58,6 +88,22 @@ def test_histogram_counts_every_norm(spikes):
     assert f"limit {suggestion.limit:.3g}, clips" in labels(ax)[-1] + labels(ax)[0]
 
 
+def test_no_ordinary_bar_lies_beyond_the_limit():
+    rng = np.random.default_rng(0)
+    level = np.where(np.arange(800) < 200, 3.0, 1.0)
+    suggestion = tuning.suggest(level * np.exp(0.3 * rng.normal(size=800)))
+    limit = dataclasses.replace(suggestion, limit=2.0)
+    ax = plots.norm_histogram(limit, ax=axes())
+    bars = {bars.get_label().split(" (")[0]: bars for bars in ax.containers}
+    assert set(bars) >= {"ordinary", "above the limit, no spikes"}
+    for label, of_label in bars.items():
+        edges = [
+            b.get_x() + b.get_width() * (label == "ordinary") for b in of_label if b.get_height()
+        ]
+        assert (max(edges) <= 2.0 * (1 + 1e-6)) if label == "ordinary" else (min(edges) >= 2.0)
+    assert sum(b.get_height() for of_label in bars.values() for b in of_label) == 800
+
+
 def test_heatmap_has_a_row_for_each_leaf():
     norms = np.array([[1.0, 0.0, np.nan], [10.0, 0.1, 1.0]])
     ax = axes()
@@ -70,10 +116,13 @@ def test_heatmap_has_a_row_for_each_leaf():
     assert plots.norm_heatmap(np.zeros((2, 50)), [str(i) for i in range(50)], ax=axes())
 
 
-@pytest.mark.parametrize(("shape", "names"), [((3,), None), ((3, 2), ["a"])])
+@pytest.mark.parametrize(("shape", "names"), [((3,), None), ((3, 2), ["a"]), ((3, 0), None)])
 def test_heatmap_refuses_other_shapes(shape, names):
     with pytest.raises(ValueError, match=r"norms must be \[steps, leaves\], got the shape \(3,"):
         plots.norm_heatmap(np.ones(shape), names)
+
+
+DIVERGED = "diverged: not finite, or above the first loss"
 
 
 def result(final, limit):
@@ -90,15 +139,18 @@ def test_sweep_curve_shows_diverged_runs(seeds):
     final = np.repeat([[2.0], [1.0], [np.inf]], seeds, axis=1).squeeze()
     ax = axes()
     assert plots.sweep_curve(result(final, 1.0), ax=ax) is ax
-    crosses = line(ax, "diverged").get_xdata()
+    crosses = line(ax, DIVERGED).get_xdata()
     np.testing.assert_allclose(crosses, [10.0] * seeds)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [2.0, 1.0, np.nan])
     assert "suggested limit 1" in labels(ax)
+    (band,) = ax.patches
+    assert band.get_label() == "within noise (0.1) of the best"
+    assert (band.get_y(), band.get_height()) == (1.0, pytest.approx(0.1))
 
 
 def test_sweep_curve_of_nothing_but_diverged_runs():
-    ax = plots.sweep_curve(result([np.inf, np.inf], np.nan), ax=axes())
-    assert labels(ax) == ["final loss", "diverged"]
+    nothing = dataclasses.replace(result([np.inf, np.inf], np.nan), noise=np.nan)
+    assert labels(plots.sweep_curve(nothing, ax=axes())) == ["final loss", DIVERGED]
 
 
 def test_before_and_after():
