@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, keystr
 
 import optaxclip.scopes as scopes
 from optaxclip._base.counters import increased
+from optaxclip._base.transformation import Transformation
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
 from optaxclip._engine.step import run_norms
@@ -134,7 +134,7 @@ def record(
     *,
     norm: str | Norm = "l2",
     name: str = "record",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[RecordState]:
     """Keeps the norms of the last steps on the device; the updates pass through untouched.
 
     First in a chain it records the raw gradients' norms, those that are not finite too; inside a
@@ -186,7 +186,7 @@ def record(
         count, ring = _written(state.count, state.ring, norms)
         return updates, state._replace(count=count, ring=ring)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Transformation(init, update)
 
 
 def history(opt_state: PyTree, name: str | None = None) -> np.ndarray[Any, np.dtype[np.float32]]:

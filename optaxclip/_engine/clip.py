@@ -27,10 +27,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 from optaxclip._base.counters import increased, own_arrays
+from optaxclip._base.transformation import Transformation
 from optaxclip._base.trees import FlatTree, flatten, has_wide, leaf_name
 from optaxclip._base.types import (
     AxisName,
@@ -62,7 +62,7 @@ def clip_by(
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "clip_by",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[ClipState]:
     """Any clipping method, as an Optax transformation.
 
     Guarantees, for every scope, norm and limit: norms accumulate in float32 or wider and are exact
@@ -144,7 +144,7 @@ def clip_by(
         )
         return flat.rebuild(picked), ClipState(increased(state.count), rule_state, info)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Transformation(init, update)
 
 
 def clip_tree(

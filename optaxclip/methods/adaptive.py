@@ -11,11 +11,11 @@ limited by design). `floor`, `patience` and `record` are explained in `optaxclip
 """
 
 import jax
-import optax
 
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
-from optaxclip._base.types import AxisName, NonFinite, PyTree
+from optaxclip._base.transformation import Transformation
+from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
 from optaxclip._engine.clip import clip_by
 from optaxclip.thresholds.base import FLOOR, PATIENCE
 from optaxclip.thresholds.moving import Option
@@ -35,7 +35,7 @@ def zclip(
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "zclip",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[ClipState]:
     """Clips spikes of the global norm, told by their z-score.
 
     Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507. As published the
@@ -98,7 +98,7 @@ def adagc(
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "adagc",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[ClipState]:
     """Clips each leaf a little above the moving average of its clipped norms.
 
     Source: Wang et al., 2025, AdaGC, arXiv 2502.11034. In the warm-up the whole tree is clipped by
@@ -153,7 +153,7 @@ def clip_by_quantile(
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "clip_by_quantile",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[ClipState]:
     """Clips the global norm to a limit that moves until the wanted share of norms passes.
 
     Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, arXiv 1905.03871, without noise.
@@ -203,7 +203,7 @@ def clip_by_ema_norm(
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "clip_by_ema_norm",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[ClipState]:
     """Clips each leaf to a multiple of the moving average of its clipped norms.
 
     Source: allenai/OLMo (`max_grad_norm_ratio`), where the decay is the larger of Adam's two.

@@ -9,11 +9,11 @@ dtype (traced or not) or a schedule, and `optax.inject_hyperparams` works on all
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
-import optax
 from jax import Array
 
 import optaxclip.scopes as scopes
-from optaxclip._base.types import AxisName, NonFinite, PyTree
+from optaxclip._base.transformation import Transformation
+from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
 from optaxclip._engine.clip import clip_by
 from optaxclip.norms import Norm
 from optaxclip.thresholds.fixed import (
@@ -33,7 +33,7 @@ def clip_by_norm(
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "clip_by_norm",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[ClipState]:
     """Clips each leaf by its own norm.
 
     Args:
@@ -77,7 +77,7 @@ def clip_by_global_norm(
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "clip_by_global_norm",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[ClipState]:
     """Clips the whole tree by its norm, which keeps the gradient's direction.
 
     Source: Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
@@ -92,12 +92,12 @@ def clip_by_global_norm(
       name: the name in messages.
 
     Example:
-      >>> import jax.numpy as jnp, optax, optaxclip
-      >>> tx = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(1.0))
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by_global_norm(1.0)
       >>> grads = {"w": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
       >>> updates, state = tx.update(grads, tx.init(grads))
-      >>> print(updates["w"], updates["b"], state[0].info.norm)
-      [-0.6 -0. ] [-0.8] 5.0
+      >>> print(updates["w"], updates["b"], state.info.norm)
+      [0.6 0. ] [0.8] 5.0
     """
     limit = as_limit(max_norm, "max_norm")
     return clip_by(
@@ -120,7 +120,7 @@ def clip_by_block_rms(
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "clip_by_block_rms",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[ClipState]:
     """Clips each leaf by the root mean square of its entries.
 
     Source: Shazeer and Stern, 2018, arXiv 1804.04235, where it is applied to Adafactor's updates.
@@ -163,7 +163,7 @@ def adaptive_grad_clip(
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "adaptive_grad_clip",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[ClipState]:
     """Clips each unit's gradient by the norm of the unit's weights.
 
     A unit is the fan-in of one output (see `optaxclip.scopes.unit`); the limit is
@@ -220,7 +220,7 @@ def clip_by_group_norm(
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "clip_by_group_norm",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[ClipState]:
     """Clips each group of leaves by the norm of the group.
 
     Args:
@@ -267,7 +267,7 @@ def normalize_by_global_norm(
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "normalize_by_global_norm",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[ClipState]:
     """Brings the L2 norm of the whole tree to `norm`, whatever it was; zeros stay zeros.
 
     Args:

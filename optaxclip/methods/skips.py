@@ -18,6 +18,7 @@ from jax import Array
 import optaxclip.scopes as scopes
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.numerics import match_weak_type
+from optaxclip._base.transformation import Transformation
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import AxisName, ClipInfo, PyTree
 from optaxclip._engine.clip import as_norm_given, group_norms, params_for
@@ -52,7 +53,7 @@ def skip_nonfinite(
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "skip_nonfinite",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[SkipState]:
     """Skips the steps whose gradients hold a NaN or an infinite entry.
 
     Args:
@@ -87,7 +88,7 @@ def skip_above(
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "skip_above",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[SkipState]:
     """Skips the steps whose global gradient norm exceeds a limit or is not finite.
 
     With a constant this is paxml's and Megatron-LM's rule, with
@@ -132,7 +133,7 @@ def _skip(
     *,
     gives_up: bool,
     name: str,
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[SkipState]:
     limit = as_limit(limit, "limit")
     inner = optax.with_extra_args_support(inner)
     if max_consecutive is not None and (
@@ -178,7 +179,7 @@ def _skip(
             inner_state=_select(skip, state.inner_state, inner_state),
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Transformation(init, update)
 
 
 def _measure_for(norm: str | Norm, axis_name: AxisName, specs: PyTree) -> Callable[..., Array]:

@@ -5,11 +5,11 @@
 """
 
 import jax
-import optax
 
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
-from optaxclip._base.types import AxisName, NonFinite, PyTree
+from optaxclip._base.transformation import Transformation
+from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
 from optaxclip._engine.clip import clip_by
 from optaxclip.thresholds.base import FLOOR
 
@@ -25,7 +25,7 @@ def autoclip(
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "autoclip",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[ClipState]:
     """Clips the global norm to a percentile of the last norms, the current one included.
 
     Until the window is full the history so far is used. About `100 - percentile` % of all steps
@@ -79,7 +79,7 @@ def clip_by_median_norm(
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "clip_by_median_norm",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[ClipState]:
     """Clips the global norm to a multiple of the median of the last norms.
 
     Source: ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230), which sets the
@@ -129,7 +129,7 @@ def clip_by_window_norm(
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "clip_by_window_norm",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[ClipState]:
     """Clips the global norm to the mean of the last norms plus some standard deviations.
 
     Source: marin-community/levanter (`clip_update_by_historical_norm`), which puts it after Adam,

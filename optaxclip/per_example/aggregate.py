@@ -6,12 +6,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 from jax.core import Tracer
 
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.numerics import real_parts
+from optaxclip._base.transformation import Transformation
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip.per_example.bounds import ExampleLimit
@@ -60,7 +60,7 @@ def per_example_clip_and_aggregate(
     scope: Scope = WHOLE_EXAMPLE,
     response: str | Response = "clip",
     split: Literal["uniform", "size"] = "uniform",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[PerExampleState]:
     """Clips each example, sums, adds noise and divides: the gradient of DP-SGD.
 
     The first stage of a chain whose updates have a leading axis of examples, in the place of
@@ -96,18 +96,17 @@ def per_example_clip_and_aggregate(
       TypeError: for a limit or a multiplier that is no number.
 
     Example:
-      >>> import jax, jax.numpy as jnp, optax
+      >>> import jax, jax.numpy as jnp
       >>> from optaxclip import per_example
       >>> def loss_fn(w, x, y):
       ...     return (jnp.dot(w, x) - y) ** 2
-      >>> private = per_example.per_example_clip_and_aggregate(1.0, noise_multiplier=1.1, key=0)
-      >>> tx = optax.chain(private, optax.sgd(0.1))
+      >>> tx = per_example.per_example_clip_and_aggregate(1.0, noise_multiplier=1.1, key=0)
       >>> w, x, y = jnp.zeros(2), jnp.ones((64, 2)), jnp.ones(64)
       >>> state = tx.init(w)
       >>> grads = jax.vmap(jax.grad(loss_fn), (None, 0, 0))(w, x, y)
       >>> updates, state = tx.update(grads, state, w)
-      >>> print(updates, state[0].num_clipped)
-      [0.1 0.1] 64
+      >>> print(updates, state.num_clipped)
+      [-0.7 -0.7] 64
     """
     fixed = 0.0 if callable(limit) or isinstance(limit, QuantileLimit) else limit
     checked = ExampleClip.checked(fixed, scope, response, split)
@@ -161,7 +160,7 @@ def per_example_clip_and_aggregate(
         )
         return sum_tree(flat, _rounded(total, divisor, one)), new_state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return Transformation(init, update)
 
 
 def _with_noise(leaves: list[Array], key: Array, std: Array) -> list[Array]:

@@ -115,7 +115,7 @@ def before_after(
     Example:
       >>> from optaxclip import plots
       >>> ax = plots.before_after([3.0, 9.0, float("nan")], [3.0, 2.5, 2.0])
-      >>> print([text.get_text() for text in ax.get_legend().get_texts()])
+      >>> print(ax.get_legend_handles_labels()[1])
       ['without clipping', 'with clipping', 'not finite']
     """
     runs = {"without clipping": np.asarray(before), "with clipping": np.asarray(after)}
