@@ -52,20 +52,16 @@ class Counts:
 NAMES = [field.name for field in dataclasses.fields(Counts)]
 
 
-def count(text: str) -> Counts:
-    """Of a whole compiled step, loops as often as they turn."""
-    module = parse(text)
-    return _computation(module, module.entry)
+def count(text: str, in_loop: bool = False, turns: int = 1) -> Counts:
+    """Of a compiled program, loops as often as they turn; or of one turn of its longest loop.
 
-
-def count_in_loop(text: str) -> Counts:
-    """Of one turn of the program's longest loop: a step of a `scan` over steps."""
-    module = parse(text)
-    bodies = (
-        module.computations[x.called]
-        for x in module.entry.instructions.values()
-        if x.opcode == "while"
-    )
+    Where the compiler does not say how often a loop turns, it is `turns`.
+    """
+    module = parse(text, turns)
+    if not in_loop:
+        return _computation(module, module.entry)
+    found = (x for x in module.entry.instructions.values() if x.opcode == "while")
+    bodies = (module.computations[x.called] for x in found)
     return _computation(module, max(bodies, key=lambda body: len(body.instructions)))
 
 
@@ -82,7 +78,9 @@ def _instruction(module: Module, inside: Computation, x: Instruction) -> Counts:
     if x.opcode == "conditional":
         return Counts(branches=1)
     if x.opcode == "while":
-        return _computation(module, module.computations[x.called]).times(x.trips) + Counts(loops=1)
+        return _computation(module, module.computations[x.called]).times(
+            x.trips or module.turns
+        ) + Counts(loops=1)
     if x.opcode in {"call", "async-start"}:
         return _computation(module, module.computations[x.called])
     if x.opcode in MOVES:

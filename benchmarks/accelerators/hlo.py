@@ -60,10 +60,10 @@ class Instruction:
         return found and found[1]
 
     @property
-    def trips(self) -> int:
-        """How often a loop turns, where the compiler knows; else 1."""
+    def trips(self) -> int | None:
+        """How often a loop turns, where the compiler knows."""
         found = TRIPS.search(self.rest)
-        return int(found[1]) if found else 1
+        return int(found[1]) if found else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +87,11 @@ class Module:
 
     computations: dict[str, Computation]
     entry: Computation
+    turns: int
 
 
-def parse(text: str) -> Module:
-    """Reads what `Compiled.as_text()` gives."""
+def parse(text: str, turns: int) -> Module:
+    """Reads what `Compiled.as_text()` gives; `turns` are those of loops that it does not say."""
     computations, entry, lines = {}, None, iter(text.splitlines())
     for line in lines:
         if not line.endswith("{") or line.startswith("HloModule"):
@@ -107,7 +108,7 @@ def parse(text: str) -> Module:
             root = instruction if inner.lstrip().startswith("ROOT ") else root
         computations[name[0]] = Computation(body, root)
         entry = computations[name[0]] if line.startswith("ENTRY") else entry
-    return Module(computations, entry)
+    return Module(computations, entry, turns)
 
 
 def _instruction(line: str) -> Instruction:

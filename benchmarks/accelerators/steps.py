@@ -1,6 +1,7 @@
 """Training steps of shapes, compiled for devices that are only described."""
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from benchmarks.accelerators.devices import devices
 from benchmarks.accelerators.methods import Step
 
 AXIS, DEVICES = "fsdp", 8
-# A name, and whether the clip is told how the leaves lie.
-MESHES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "shard_map": AxisType.Auto}
+ONE, SHARD_MAP = "one", "shard_map"
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, SHARD_MAP: AxisType.Auto}
 
 
 @dataclasses.dataclass
@@ -35,91 +36,92 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a step runs: the device's name, and the mesh, None for one device."""
+    """Where a step runs: the device's name; on one of them, or the kind of mesh over eight."""
 
     device: str
-    mesh: str | None = None
+    kind: str = ONE
+
+    @functools.cached_property
+    def everywhere(self) -> SingleDeviceSharding | NamedSharding:
+        """The sharding of what every device has."""
+        if self.kind == ONE:
+            return SingleDeviceSharding(devices(self.device, 1)[0])
+        mesh = Mesh(devices(self.device, DEVICES), (AXIS,), axis_types=(KINDS[self.kind],))
+        return NamedSharding(mesh, P())
+
+    def sharding(self, shape: tuple[int, ...]) -> SingleDeviceSharding | NamedSharding:
+        """As in FSDP: of a matrix the longest axis that divides."""
+        everywhere = self.everywhere
+        if len(shape) < 2 or not isinstance(everywhere, NamedSharding):
+            return everywhere
+        axes = (axis for axis, size in enumerate(shape) if size % DEVICES == 0)
+        axis = max(axes, key=lambda axis: shape[axis])
+        return everywhere.update(spec=P(*([None] * axis), AXIS))
 
     def shardings(self, shapes: Any) -> Any:
         """Where each leaf lies."""
-        if self.mesh is None:
-            single = SingleDeviceSharding(devices(self.device, 1)[0])
-            return _map_shapes(lambda _: single, shapes)
-        mesh = self._mesh()
-        return _map_shapes(lambda shape: NamedSharding(mesh, _spec(shape)), shapes)
-
-    def _mesh(self) -> Mesh:
-        return Mesh(devices(self.device, DEVICES), (AXIS,), axis_types=(MESHES[self.mesh],))
-
-    def everywhere(self) -> Any:
-        """The sharding of what every device has."""
-        if self.mesh is None:
-            return SingleDeviceSharding(devices(self.device, 1)[0])
-        return NamedSharding(self._mesh(), P())
-
-
-def _spec(shape: tuple[int, ...]) -> P:
-    """As FSDP: of a matrix the longest axis that divides."""
-    if len(shape) < 2:
-        return P()
-    axis = max(range(len(shape)), key=lambda i: (shape[i] % DEVICES == 0, shape[i]))
-    if shape[axis] % DEVICES:
-        return P()
-    return P(*(AXIS if i == axis else None for i in range(axis + 1)))
+        return jax.tree.map(self.sharding, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def compiled(tx: Step, shapes: Any, dtype: Any, place: Place) -> Compiled:
     """The step of an optimizer, traced and compiled from empty caches."""
-    shardings = place.shardings(shapes)
-    params = _map_shapes(
-        lambda shape, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding),
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype, sharding=place.sharding(shape)),
         shapes,
-        shardings,
+        is_leaf=lambda x: isinstance(x, tuple),
     )
-    state = _state(tx, params, shardings, place.everywhere())
+    state = _state(tx, params, place.everywhere)
 
     def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    if place.mesh == "shard_map":
-        mesh = place.everywhere().mesh
-        specs = [jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (params, state)]
-        step = jax.shard_map(step, mesh=mesh, in_specs=(*specs, specs[0]), out_specs=tuple(specs))
-    return _timed(step, (0, 1), (params, state, params), num_bytes(params, place))
+    if place.kind == SHARD_MAP:
+        specs = jax.tree.map(lambda x: x.sharding.spec, (params, state))
+        mesh = place.everywhere.mesh
+        step = jax.shard_map(step, mesh=mesh, in_specs=(*specs, specs[0]), out_specs=specs)
+    return timed(step, (params, state, params), _bytes_of_device(params))
 
 
-def _timed(step: Callable[..., Any], donated: Any, arguments: Any, gradients: float) -> Compiled:
+def timed(
+    step: Callable[..., Any],
+    arguments: Any,
+    gradients: float,
+    donated: tuple[int, ...] = (0, 1),
+    *,
+    in_loop: bool = False,
+    turns: int = 1,
+) -> Compiled:
+    """Any program."""
     jax.clear_caches()
     begin = time.perf_counter()
-    traced = jax.jit(step, donate_argnums=donated).trace(*arguments)
-    lowered = traced.lower()
+    lowered = jax.jit(step, donate_argnums=donated).trace(*arguments).lower()
     middle = time.perf_counter()
     program = lowered.compile()
     end = time.perf_counter()
     text = program.as_text()
     temporary = program.memory_analysis().temp_size_in_bytes
-    return Compiled(count(text), temporary, middle - begin, end - middle, gradients, text)
+    counts = count(text, in_loop, turns)
+    return Compiled(counts, temporary, middle - begin, end - middle, gradients, text)
 
 
-def num_bytes(tree: Any, place: Place) -> float:
-    """What a device has of a tree."""
+def _bytes_of_device(tree: Any) -> float:
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize
         for x in jax.tree.leaves(tree)
     )
 
 
-def _state(tx: Step, params: Any, shardings: Any, everywhere: Any) -> Any:
+def _state(tx: Step, params: Any, everywhere: Any) -> Any:
     """The optimizer's state: trees like the parameters lie as they do, the rest everywhere."""
     structure = jax.tree.structure(params)
 
     def is_like(x: Any) -> bool:
-        return jax.tree.structure(x) == structure and len(jax.tree.leaves(x)) > 1
+        return jax.tree.structure(x) == structure
 
     def placed(x: Any) -> Any:
         if is_like(x):
-            return jax.tree.map(_at, x, shardings)
+            return jax.tree.map(lambda y, param: _at(y, param.sharding), x, params)
         return _at(x, everywhere)
 
     return jax.tree.map(placed, jax.eval_shape(tx.init, params), is_leaf=is_like)
@@ -127,7 +129,3 @@ def _state(tx: Step, params: Any, shardings: Any, everywhere: Any) -> Any:
 
 def _at(x: Any, sharding: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
-
-
-def _map_shapes(function: Callable[..., Any], shapes: Any, *rest: Any) -> Any:
-    return jax.tree.map(function, shapes, *rest, is_leaf=lambda x: isinstance(x, tuple))

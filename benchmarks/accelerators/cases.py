@@ -1,0 +1,122 @@
+"""What is compared with what."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from benchmarks.accelerators.counting import Counts
+from benchmarks.accelerators.methods import METHODS, NONE, OURS, THEIRS, Step, adamw
+from benchmarks.accelerators.models import MODELS
+from benchmarks.accelerators.networks import examples, seeds
+from benchmarks.accelerators.steps import KINDS, ONE, SHARD_MAP, Compiled, Place, compiled
+
+FLOAT32, BFLOAT16, H100, V5E = "float32", "bfloat16", "h100", "v5e"
+SPECS, SEEDS, EXAMPLES = "+specs", "seeds", "examples-"
+MESHES = [ONE, *(kind + told for kind in KINDS for told in ("", SPECS))]
+SIZES = (8, 32, 256)
+ALL_MODELS = [*MODELS, SEEDS, *(f"{EXAMPLES}{size}" for size in SIZES)]
+WAYS = (NONE, OURS, THEIRS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A row: a method in a step of a model, on a device or on a mesh of eight."""
+
+    device: str
+    model: str = "transformer4"
+    dtype: str = FLOAT32
+    mesh: str = ONE
+    method: str = "global_norm"
+
+    @property
+    def is_of_examples(self) -> bool:
+        """Whether it is no step of an optimizer, but clipped gradients of examples."""
+        return self.model.startswith(EXAMPLES)
+
+    def compile(self, way: str) -> Compiled:
+        """The program, compiled from empty caches."""
+        if self.is_of_examples:
+            size = int(self.model.removeprefix(EXAMPLES))
+            return examples(way, self.device, self.dtype, size)
+        if self.model == SEEDS:
+            return seeds(self._tx(way), self.device)
+        shapes = MODELS[self.model]()
+        return compiled(self._tx(way), shapes, self.dtype, self._place(way))
+
+    def _place(self, way: str) -> Place:
+        kind = self.mesh.removesuffix(SPECS)
+        # Inside of `shard_map` Optax's clips would measure each shard.
+        return Place(self.device, "auto" if kind == SHARD_MAP and way == THEIRS else kind)
+
+    def _tx(self, way: str) -> Step:
+        if way == NONE:
+            return adamw()
+        ours, theirs = METHODS[self.method]
+        if way == THEIRS:
+            return theirs()
+        if not self.mesh.endswith(SPECS):
+            return ours()
+        return ours(specs=self._place(way).shardings(MODELS[self.model]()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """What a way adds to the step without a clip; bytes in those of the gradients."""
+
+    read: float
+    written: float
+    temporary: float
+    counts: Counts
+
+    @property
+    def moved(self) -> float:
+        """Read and written."""
+        return self.read + self.written
+
+
+def added(run: Compiled, plain: Compiled | None) -> Added:
+    """Of examples, which have no plain step, all that there is; branches and loops always so."""
+    counts = run.counts - plain.counts if plain else run.counts
+    counts = dataclasses.replace(counts, branches=run.counts.branches, loops=run.counts.loops)
+    temporary = run.temporary - (plain.temporary if plain else 0)
+    size = run.gradients
+    return Added(counts.read / size, counts.written / size, temporary / size, counts)
+
+
+def product(*axes: Sequence[str]) -> Iterator[Case]:
+    """Cases of devices, models, dtypes, meshes and methods; of examples there is one method."""
+    for case in itertools.starmap(Case, itertools.product(*axes)):
+        if not case.is_of_examples or case.method == axes[-1][0]:
+            yield case
+
+
+BOTH, DTYPES = (H100, V5E), (FLOAT32, BFLOAT16)
+NAMED = ("global_norm", "zclip", "autoclip", "block_rms", "adagc", "agc")
+WRAPPED = ("record", "skip_above", "skip_nonfinite", "skip_record_zclip")
+SECTIONS: dict[str, list[Case]] = {
+    "In one piece": [
+        *product((H100,), ("gpt2",), DTYPES, (ONE,), NAMED),
+        *product((V5E,), ("transformer4",), DTYPES, (ONE,), NAMED),
+    ],
+    "Other models": [
+        *product(BOTH, ("resnet50",), (FLOAT32,), (ONE,), ("global_norm", "agc")),
+        *product((H100,), ("llama8b",), (BFLOAT16,), (ONE,), ("global_norm",)),
+        *product((H100,), ("llama8b_stacked",), (BFLOAT16,), (ONE,), ("global_norm", "block_rms")),
+        *product((V5E,), ("vmem",), DTYPES, (ONE,), ("global_norm", "block_rms", "agc")),
+    ],
+    "Skips around, a record before": [
+        *product((H100,), ("transformer4",), (FLOAT32,), (ONE,), WRAPPED),
+        *product((V5E,), ("transformer4",), (FLOAT32,), (ONE,), WRAPPED),
+    ],
+    "Eight devices": [
+        *product((H100,), ("transformer4",), (FLOAT32,), MESHES[1:], ("global_norm",)),
+        *product((H100,), ("transformer4",), (FLOAT32,), ("auto", "explicit"), ("agc",)),
+        *product((V5E,), ("transformer4",), (FLOAT32,), ("auto", "explicit"), ("global_norm",)),
+    ],
+    "A step of 64 small networks in a scan": [
+        *product((H100,), (SEEDS,), (FLOAT32,), (ONE,), ("global_norm", "zclip", "agc")),
+    ],
+    "Per-example clipping, beside jax-privacy's": [
+        *product(BOTH, ALL_MODELS[-len(SIZES) :], DTYPES, (ONE,), ("global_norm",)),
+    ],
+}

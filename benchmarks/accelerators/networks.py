@@ -1,0 +1,95 @@
+"""Programs beside a plain AdamW step: many small networks in a loop, and examples one by one."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks.accelerators.devices import devices
+from benchmarks.accelerators.methods import THEIRS, Step
+from benchmarks.accelerators.steps import Compiled, timed
+from optaxclip import per_example
+
+SEEDS, STEPS, BATCH, LIMIT = 64, 100, 256, 1.0
+SMALL, LARGE = (32, 64, 64, 10), (784, 256, 256, 10)
+
+
+def seeds(tx: Step, device: str) -> Compiled:
+    """A step of `STEPS` in a `scan`, of `SEEDS` small networks at once, by `vmap`."""
+    layers = [_layer(n, m, SEEDS) for n, m in zip(SMALL[:-1], SMALL[1:], strict=True)]
+    params = _on(device, layers, jnp.float32)
+    state = jax.eval_shape(jax.vmap(tx.init), params)
+    state = jax.tree.map(lambda x: _at(device, x.shape, x.dtype), state)
+    batches = _batches(device, (STEPS, SEEDS), SMALL, jnp.float32)
+
+    def step(carry: Any, batch: Any) -> tuple[Any, None]:
+        params, state = carry
+        grads = jax.grad(_mean_loss)(params, *batch)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    def run(params: Any, state: Any, batches: Any) -> Any:
+        by_seed = jax.vmap(step, in_axes=(0, None))
+        return jax.lax.scan(by_seed, (params, state), batches)[0]
+
+    return timed(run, (params, state, batches), 1, in_loop=True)
+
+
+def examples(way: str, device: str, dtype: Any, size: int) -> Compiled:
+    """The clipped gradients of `BATCH` examples, so many at a time."""
+    layers = [_layer(n, m) for n, m in zip(LARGE[:-1], LARGE[1:], strict=True)]
+    params = _on(device, layers, dtype)
+    batch = _batches(device, (BATCH,), LARGE, dtype)
+    run = _with_jax_privacy(size) if way == THEIRS else _with_ours(size)
+    gradients = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    return timed(run, (params, *batch), gradients, donated=(), turns=BATCH // size)
+
+
+def _with_ours(size: int) -> Any:
+    clipped = per_example.clipped_grad(_loss, LIMIT, microbatch_size=size)
+    return lambda *args: clipped(*args).grads
+
+
+def _with_jax_privacy(size: int) -> Any:
+    from jax_privacy import clipping
+
+    return clipping.clipped_grad(
+        _loss,
+        l2_clip_norm=LIMIT,
+        batch_argnums=(1, 2),
+        keep_batch_dim=False,
+        microbatch_size=None if size == BATCH else size,
+    )
+
+
+def _layer(n: int, m: int, *before: int) -> dict[str, tuple[int, ...]]:
+    return {"kernel": (*before, n, m), "bias": (*before, m)}
+
+
+def _batches(device: str, shape: tuple[int, ...], widths: tuple[int, ...], dtype: Any) -> Any:
+    return _at(device, (*shape, widths[0]), dtype), _at(device, shape, jnp.int32)
+
+
+def _loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    for layer in params[:-1]:
+        x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
+    logits = x @ params[-1]["kernel"] + params[-1]["bias"]
+    # Not an index, whose derivative a TPU computes in a loop.
+    chosen = jax.nn.one_hot(y, logits.size)
+    return -jnp.sum(chosen * jax.nn.log_softmax(logits.astype(jnp.float32)))
+
+
+def _mean_loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.mean(jax.vmap(_loss, in_axes=(None, 0, 0))(params, x, y))
+
+
+def _on(device: str, shapes: Any, dtype: Any) -> Any:
+    at = functools.partial(_at, device, dtype=dtype)
+    return jax.tree.map(at, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def _at(device: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    sharding = jax.sharding.SingleDeviceSharding(devices(device, 1)[0])
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
