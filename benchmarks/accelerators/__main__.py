@@ -1,7 +1,8 @@
 """What a clip adds to an AdamW step on a GPU and a TPU, seen from a machine that has neither.
 
 XLA's compilers for both run on Linux x86-64 for devices that are only described. Counts are the
-same at every run; seconds are not. In an environment of its own, as libtpu makes JAX look for a TPU:
+same at every run; seconds are not. It needs an environment of its own: with libtpu JAX looks for a
+TPU.
 
   pip install ".[accelerators]"
   python -m benchmarks.accelerators

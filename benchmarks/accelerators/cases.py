@@ -33,6 +33,11 @@ class Case:
         """Whether it is no step of an optimizer, but clipped gradients of examples."""
         return self.model.startswith(EXAMPLES)
 
+    @property
+    def plain(self) -> "Case":
+        """All cases without a clip are one."""
+        return dataclasses.replace(self, mesh=self.mesh.removesuffix(SPECS), method="global_norm")
+
     def compile(self, way: str) -> Compiled:
         """The program, compiled from empty caches."""
         if self.is_of_examples:

@@ -1,6 +1,7 @@
 """Programs beside a plain AdamW step: many small networks in a loop, and examples one by one."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ SMALL, LARGE = (32, 64, 64, 10), (784, 256, 256, 10)
 
 def seeds(tx: Step, device: str) -> Compiled:
     """A step of `STEPS` in a `scan`, of `SEEDS` small networks at once, by `vmap`."""
-    layers = [_layer(n, m, SEEDS) for n, m in zip(SMALL[:-1], SMALL[1:], strict=True)]
+    layers = [_layer(n, m, SEEDS) for n, m in itertools.pairwise(SMALL)]
     params = _on(device, layers, jnp.float32)
     state = jax.eval_shape(jax.vmap(tx.init), params)
     state = jax.tree.map(lambda x: _at(device, x.shape, x.dtype), state)
@@ -39,7 +40,7 @@ def seeds(tx: Step, device: str) -> Compiled:
 
 def examples(way: str, device: str, dtype: Any, size: int) -> Compiled:
     """The clipped gradients of `BATCH` examples, so many at a time."""
-    layers = [_layer(n, m) for n, m in zip(LARGE[:-1], LARGE[1:], strict=True)]
+    layers = [_layer(n, m) for n, m in itertools.pairwise(LARGE)]
     params = _on(device, layers, dtype)
     batch = _batches(device, (BATCH,), LARGE, dtype)
     run = _with_jax_privacy(size) if way == THEIRS else _with_ours(size)

@@ -26,14 +26,13 @@ def rows(cases: Iterable[Case], ways: Iterable[str], rounds: int, with_seconds: 
     """A line for each case, and the programs that it is about."""
     plain = {}
     for case in cases:
-        base = (case.device, case.model, case.dtype, case.mesh)
-        if not case.is_of_examples and base not in plain:
-            plain[base] = case.compile(NONE)
+        if not case.is_of_examples and case.plain not in plain:
+            plain[case.plain] = case.plain.compile(NONE)
         runs = collections.defaultdict(list)
         for _ in range(rounds):
             for way in ways:
                 runs[way].append(case.compile(way))
-        yield _row(case, plain.get(base), runs, with_seconds), runs
+        yield _row(case, plain.get(case.plain), runs, with_seconds), runs
 
 
 def _row(

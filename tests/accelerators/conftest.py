@@ -1,0 +1,48 @@
+"""Where XLA's compilers for GPUs and TPUs are absent, these tests are skipped: see `.ci/run`."""
+
+import functools
+import pathlib
+import sys
+from importlib.util import find_spec
+
+import aims
+import jax
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+# The programs are those of the benchmark, which is no installed package.
+sys.path.append(str(HERE.parents[1]))
+
+MISSING = [name for name in ("jax_cuda12_plugin", "libtpu", "jax_privacy") if not find_spec(name)]
+
+
+def pytest_collection_modifyitems(items):
+    """Skips them all, with the reason."""
+    if not MISSING:
+        return
+    reason = f'not installed: {", ".join(MISSING)}; pip install ".[accelerators]"'
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _as_users():
+    """Optax's AdamW needs what `tests/conftest.py` forbids."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def both():
+    """`both(device, ...)`: what ours and Optax's add to the step of a `Case`."""
+    from benchmarks.accelerators.cases import Case, added
+
+    compiled = functools.cache(Case.compile)
+
+    def measure(*fields, **named):
+        case = Case(*fields, **named)
+        plain = None if case.is_of_examples else compiled(case.plain, "no clip")
+        return tuple(added(compiled(case, way), plain) for way in (aims.OURS, aims.THEIRS))
+
+    return measure

@@ -1,0 +1,20 @@
+"""Counts of programs that are known in advance."""
+
+import jax.numpy as jnp
+import pytest
+
+ADAMW = 7.0  # parameters, gradients and two moments are read; all but the gradients written
+
+
+@pytest.mark.parametrize("device", ["h100", "v5e"])
+@pytest.mark.parametrize("kind", ["one", "auto"])
+def test_adamw_reads_four_times_and_writes_three(device, kind):
+    from benchmarks.accelerators.methods import adamw
+    from benchmarks.accelerators.steps import Place, compiled
+
+    shapes = {"a": (1024, 2048), "b": (2048, 512), "c": (512,)}
+    run = compiled(adamw(), shapes, jnp.float32, Place(device, kind))
+    moved = (run.counts.read + run.counts.written) / run.gradients
+    assert moved == pytest.approx(ADAMW, abs=1e-3)
+    assert run.counts.branches == run.counts.loops == 0
+    assert not run.counts.collectives

@@ -1,0 +1,48 @@
+"""What a clip adds to a step on an H100, counted in the compiled program."""
+
+import aims
+import pytest
+
+H100 = "h100"
+
+
+@pytest.mark.parametrize("method", aims.METHODS)
+@pytest.mark.parametrize("dtype", aims.DTYPES)
+def test_in_one_piece(both, dtype, method):
+    ours, theirs = both(H100, dtype=dtype, method=method)
+    more = aims.KERNELS_WITH_HISTORY if method in aims.WITH_HISTORY else aims.KERNELS
+    aims.assert_as_cheap(method, ours, theirs)
+    assert ours.counts.kernels <= theirs.counts.kernels + more
+
+
+def test_a_skip_a_record_and_a_rule_share_one_read(both):
+    ours, theirs = both(H100, method="skip_record_zclip")
+    aims.assert_no_branch(ours)
+    assert ours.moved <= aims.MOVED_BY_ALL
+    assert ours.counts.kernels <= theirs.counts.kernels + aims.KERNELS_OF_ALL
+
+
+@pytest.mark.parametrize("mesh", ["auto", "explicit", "shard_map", "auto+specs", "explicit+specs"])
+def test_on_eight_devices(both, mesh):
+    ours, _ = both(H100, mesh=mesh)
+    one, _ = both(H100)
+    aims.assert_no_branch(ours)
+    assert ours.moved == pytest.approx(1.0, abs=aims.MORE_MOVED)
+    assert +ours.counts.collectives == {"all-reduce": 1}
+    assert ours.counts.kernels <= one.counts.kernels + aims.KERNELS_OF_DEVICES
+
+
+@pytest.mark.parametrize("method", ["global_norm", "agc"])
+def test_many_seeds_in_a_scan_wait_for_nothing(both, method):
+    ours, theirs = both(H100, "seeds", method=method)
+    aims.assert_no_branch(ours)
+    assert ours.counts.kernels <= theirs.counts.kernels + aims.KERNELS
+
+
+@pytest.mark.parametrize("dtype", aims.DTYPES)
+@pytest.mark.parametrize("size", [8, 256])
+@pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")  # jax-privacy calls it
+def test_examples_cost_no_more_than_with_jax_privacy(both, dtype, size):
+    ours, theirs = both(H100, f"examples-{size}", dtype)
+    assert ours.moved <= theirs.moved
+    assert ours.temporary <= theirs.temporary

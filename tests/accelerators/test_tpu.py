@@ -1,0 +1,33 @@
+"""What a clip adds to a step on a TPU v5e, counted in the compiled program."""
+
+import aims
+import pytest
+
+V5E = "v5e"
+
+
+@pytest.mark.parametrize("method", aims.METHODS)
+@pytest.mark.parametrize("dtype", aims.DTYPES)
+def test_in_one_piece(both, dtype, method):
+    aims.assert_as_cheap(method, *both(V5E, dtype=dtype, method=method))
+
+
+@pytest.mark.parametrize("dtype", aims.DTYPES)
+def test_where_a_model_fits_into_fast_memory(both, dtype):
+    ours, theirs = both(V5E, "vmem", dtype)
+    aims.assert_no_branch(ours)
+    assert ours.moved <= theirs.moved + aims.MORE_IN_FAST_MEMORY
+
+
+@pytest.mark.parametrize("method", ["global_norm", "agc"])
+def test_many_seeds_in_a_scan_wait_for_nothing(both, method):
+    aims.assert_no_branch(both(V5E, "seeds", method=method)[0])
+
+
+@pytest.mark.parametrize("dtype", aims.DTYPES)
+@pytest.mark.parametrize("size", [8, 256])
+@pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")  # jax-privacy calls it
+def test_examples_cost_no_more_than_with_jax_privacy(both, dtype, size):
+    ours, theirs = both(V5E, f"examples-{size}", dtype)
+    assert ours.moved <= theirs.moved
+    assert ours.temporary <= theirs.temporary
