@@ -33,35 +33,30 @@ class Case:
         """Whether it is no step of an optimizer, but clipped gradients of examples."""
         return self.model.startswith(EXAMPLES)
 
-    @property
-    def plain(self) -> "Case":
-        """All cases without a clip are one."""
-        return dataclasses.replace(self, mesh=self.mesh.removesuffix(SPECS), method="global_norm")
+    def of(self, way: str) -> "Case":
+        """The case with the same program: there is one without a clip, and few of Optax's."""
+        if way == OURS:
+            return self
+        kind, theirs = self.mesh.removesuffix(SPECS), METHODS[self.method][1]
+        method = next(name for name in METHODS if way == NONE or METHODS[name][1] is theirs)
+        if way == THEIRS and kind == SHARD_MAP:
+            kind = "auto"  # Inside of `shard_map` Optax's clips would measure each shard.
+        return dataclasses.replace(self, mesh=kind, method=method)
 
     def compile(self, way: str) -> Compiled:
-        """The program, compiled from empty caches."""
+        """The program of `of(way)`, compiled from empty caches."""
         if self.is_of_examples:
             size = int(self.model.removeprefix(EXAMPLES))
             return examples(way, self.device, self.dtype, size)
         if self.model == SEEDS:
             return seeds(self._tx(way), self.device)
-        shapes = MODELS[self.model]()
-        return compiled(self._tx(way), shapes, self.dtype, self._place(way))
+        place, shapes = Place(self.device, self.mesh.removesuffix(SPECS)), MODELS[self.model]()
+        told = {"specs": place.shardings(shapes)} if self.mesh.endswith(SPECS) else {}
+        return compiled(self._tx(way, **told), shapes, self.dtype, place)
 
-    def _place(self, way: str) -> Place:
-        kind = self.mesh.removesuffix(SPECS)
-        # Inside of `shard_map` Optax's clips would measure each shard.
-        return Place(self.device, "auto" if kind == SHARD_MAP and way == THEIRS else kind)
-
-    def _tx(self, way: str) -> Step:
-        if way == NONE:
-            return adamw()
+    def _tx(self, way: str, **told: object) -> Step:
         ours, theirs = METHODS[self.method]
-        if way == THEIRS:
-            return theirs()
-        if not self.mesh.endswith(SPECS):
-            return ours()
-        return ours(specs=self._place(way).shardings(MODELS[self.model]()))
+        return {NONE: adamw, OURS: ours, THEIRS: theirs}[way](**told)
 
 
 @dataclasses.dataclass(frozen=True)

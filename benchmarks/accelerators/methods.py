@@ -26,11 +26,20 @@ def _optax(clip: Callable[..., Step], *arguments: object) -> Build:
     return lambda: optax.chain(clip(*arguments), adamw())
 
 
-def _finite(*clips: Step) -> Step:
-    return optax.apply_if_finite(optax.chain(*clips, adamw()), 5)
+def _recorded(clip: Step, **told: object) -> Step:
+    return optax.chain(monitor.record(**told), clip, adamw())
 
 
-GLOBAL = _optax(optax.clip_by_global_norm, 1.0)
+def _skipping(skip: Callable[..., Step], *limit: float) -> Build:
+    clipped = _before(optaxclip.clip_by_global_norm, 1.0)
+    return lambda **told: skip(clipped(**told), *limit, **told)
+
+
+def _finite() -> Step:
+    return optax.apply_if_finite(GLOBAL(), 5)
+
+
+GLOBAL, FINITE = _optax(optax.clip_by_global_norm, 1.0), _finite
 METHODS: dict[str, tuple[Build, Build]] = {
     "global_norm": (_before(optaxclip.clip_by_global_norm, 1.0), GLOBAL),
     "zclip": (_before(optaxclip.zclip), GLOBAL),
@@ -45,27 +54,13 @@ METHODS: dict[str, tuple[Build, Build]] = {
         _optax(optax.adaptive_grad_clip, 0.01),
     ),
     "record": (
-        lambda **m: optax.chain(
-            monitor.record(**m), optaxclip.clip_by_global_norm(1.0, **m), adamw()
-        ),
+        lambda **told: _recorded(optaxclip.clip_by_global_norm(1.0, **told), **told),
         GLOBAL,
     ),
-    "skip_above": (
-        lambda **m: optaxclip.skip_above(
-            optax.chain(optaxclip.clip_by_global_norm(1.0, **m), adamw()), 1e3, **m
-        ),
-        lambda: _finite(optax.clip_by_global_norm(1.0)),
-    ),
-    "skip_nonfinite": (
-        lambda **m: optaxclip.skip_nonfinite(
-            optax.chain(optaxclip.clip_by_global_norm(1.0, **m), adamw()), **m
-        ),
-        lambda: _finite(optax.clip_by_global_norm(1.0)),
-    ),
+    "skip_above": (_skipping(optaxclip.skip_above, 1e3), FINITE),
+    "skip_nonfinite": (_skipping(optaxclip.skip_nonfinite), FINITE),
     "skip_record_zclip": (
-        lambda **m: optaxclip.skip_nonfinite(
-            optax.chain(monitor.record(**m), optaxclip.zclip(**m), adamw()), **m
-        ),
-        lambda: _finite(optax.clip_by_global_norm(1.0)),
+        lambda **told: optaxclip.skip_nonfinite(_recorded(optaxclip.zclip(**told), **told), **told),
+        FINITE,
     ),
 }

@@ -1,6 +1,8 @@
 """The table, a row at a time."""
 
 import collections
+import functools
+import itertools
 import statistics
 from collections.abc import Iterable
 
@@ -24,15 +26,15 @@ def header(with_seconds: bool) -> str:
 
 def rows(cases: Iterable[Case], ways: Iterable[str], rounds: int, with_seconds: bool) -> Iterable:
     """A line for each case, and the programs that it is about."""
-    plain = {}
+    # Where seconds are compared, all that is compared is compiled in turns, again for each row.
+    compiled = Case.compile if rounds > 1 else functools.cache(Case.compile)
+    plain = functools.cache(Case.compile)
     for case in cases:
-        if not case.is_of_examples and case.plain not in plain:
-            plain[case.plain] = case.plain.compile(NONE)
+        base = None if case.is_of_examples else plain(case.of(NONE), NONE)
         runs = collections.defaultdict(list)
-        for _ in range(rounds):
-            for way in ways:
-                runs[way].append(case.compile(way))
-        yield _row(case, plain.get(case.plain), runs, with_seconds), runs
+        for _, way in itertools.product(range(rounds), ways):
+            runs[way].append(compiled(case.of(way), way))
+        yield _row(case, base, runs, with_seconds), runs
 
 
 def _row(

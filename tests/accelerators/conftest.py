@@ -42,7 +42,8 @@ def both():
 
     def measure(*fields, **named):
         case = Case(*fields, **named)
-        plain = None if case.is_of_examples else compiled(case.plain, "no clip")
-        return tuple(added(compiled(case, way), plain) for way in (aims.OURS, aims.THEIRS))
+        plain = None if case.is_of_examples else compiled(case.of("no clip"), "no clip")
+        ways = (aims.OURS, aims.THEIRS)
+        return tuple(added(compiled(case.of(way), way), plain) for way in ways)
 
     return measure
