@@ -22,6 +22,7 @@ from jax.core import Tracer
 from jax.tree_util import GetAttrKey, keystr
 
 import optaxclip.scopes as scopes
+from optaxclip._base.arguments import check_state, whole
 from optaxclip._base.counters import increased
 from optaxclip._base.transformation import Transformation
 from optaxclip._base.trees import flatten
@@ -152,7 +153,8 @@ def record(
       A transformation with a `RecordState`, whose update returns the very updates that it is given.
 
     Raises:
-      ValueError: if `window` is no positive int, or for an unknown norm.
+      ValueError: if `window` is less than 1, or for an unknown norm.
+      TypeError: if `window` is no int.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -163,8 +165,7 @@ def record(
       >>> print(history(state))
       [2. 3.]
     """
-    if not isinstance(window, int) or window < 1:
-        raise ValueError(f"window must be a positive int, got {window!r}")
+    window = whole(window, 1, "window")
     measure, scope = as_norm(norm), scopes.leaf() if per_leaf else scopes.tree()
 
     def init(params: PyTree) -> RecordState:
@@ -177,6 +178,7 @@ def record(
     ) -> tuple[PyTree, RecordState]:
         del params, extra_args
         state = init(updates) if state is None else state
+        check_state(state, RecordState, name)
         flat = flatten(updates, "updates")
         grouping = scope(flat).among(state.names) if per_leaf else scope(flat)
         if len(grouping.names) > len(state.names):

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -95,7 +96,17 @@ def flatten(
     measured = [
         i for i, leaf in enumerate(leaves) if _is_measured(leaf, paths[i], argument, integers)
     ]
+    if leaves and not measured and argument in _GRADIENTS:
+        warnings.warn(
+            f"{argument}: no leaf has floating-point entries, the first has dtype "
+            f"{_dtype(leaves[0])}; nothing is clipped",
+            stacklevel=3,
+        )
     return FlatTree(paths, leaves, treedef, measured)
+
+
+_GRADIENTS = ("updates", "tree")
+"""Which trees are there to be clipped."""
 
 
 def _distinct(paths: list[Path]) -> list[Path]:
@@ -115,7 +126,8 @@ def _is_measured(leaf: Any, path: Path, argument: str, integers: str) -> bool:
     if dtype is None:
         raise TypeError(
             f"{argument} must be a pytree of arrays; its leaf '{leaf_name(path)}' is "
-            f"{leaf!r:.80} of type {type(leaf).__name__}"
+            f"{leaf!r:.80} of type {type(leaf).__name__}. Take out what is no array: of an Equinox "
+            "model eqx.filter(model, eqx.is_inexact_array), of an NNX module nnx.state(module)"
         )
     if jnp.issubdtype(dtype, jnp.inexact):
         return True

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.transformation import Transformation
 from optaxclip._base.trees import FlatTree, flatten, has_wide, leaf_name
@@ -48,7 +49,7 @@ from optaxclip._engine.step import Method, run, run_norms, zero_norms
 from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response
 from optaxclip.scopes import Grouping, Scope
-from optaxclip.thresholds.fixed import LimitLike, as_limit, check_limit, given, rule_for
+from optaxclip.thresholds.fixed import LimitLike, as_limit, at_step, check_limit, given, rule_for
 
 
 def clip_by(
@@ -128,13 +129,14 @@ def clip_by(
         del extra_args
         flat = flatten(updates, "updates")
         state = init(updates) if state is None else state
+        check_state(state, ClipState, name)
         grouping = placed(scope(flat), flat, axis_names, specs)
         grouping = _among_known(grouping, state.info, name)
         rule = rule_for(limit, grouping.names, grouping.layout)
         picked, rule_state, info = run(
             flat.picked(),
             _matching_params(flat, params_for(rule, params, name), name),
-            rule,
+            at_step(rule, state.rule),
             state.rule,
             state.info,
             _usable_norm(grad_norm, "grad_norm", grouping, method),

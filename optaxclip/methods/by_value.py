@@ -7,6 +7,7 @@ import optax
 from jax import Array
 
 import optaxclip.methods.elementwise as elementwise
+from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
@@ -30,6 +31,10 @@ def clip(max_delta: ScalarOrSchedule) -> optax.GradientTransformationExtraArgs:
 
     Args:
       max_delta: the largest absolute value, or a schedule of it.
+
+    Returns:
+      A transformation with a `ClipByValueState`. It keeps no record of what was clipped, which
+      would take more reads of the gradients than the clip itself.
 
     Raises:
       ValueError: if `max_delta` is a negative or NaN number, or not a scalar.
@@ -56,6 +61,9 @@ def clip_by_value(
     Args:
       min_value: the least value: a scalar, an array that broadcasts to every leaf, or a schedule.
       max_value: the largest value, likewise.
+
+    Returns:
+      A transformation with a `ClipByValueState`, without a record, like `clip`.
 
     Raises:
       ValueError: if a minimum exceeds its maximum, where both are concrete, or a bound would make a
@@ -93,6 +101,7 @@ def _clip_by_bounds(
     ) -> tuple[PyTree, ClipByValueState]:
         del params, extra_args
         state = init(updates) if state is None else state
+        check_state(state, ClipByValueState, "clip" if low is None else "clip_by_value")
         least = low(state.count) if callable(low) else low
         largest = high(state.count) if callable(high) else high
         clipped = elementwise.clamp(flatten(updates, "updates"), least, largest, arguments)

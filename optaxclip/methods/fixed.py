@@ -12,6 +12,7 @@ import jax
 from jax import Array
 
 import optaxclip.scopes as scopes
+from optaxclip._base.arguments import refuse_arrays
 from optaxclip._base.transformation import Transformation
 from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
 from optaxclip._engine.clip import clip_by
@@ -54,6 +55,7 @@ def clip_by_norm(
       >>> print(updates["w"], updates["b"], state.info.num_clipped)
       [-2.4  3.2] [1.] [0 1]
     """
+    refuse_arrays(axes, "axes")
     scope = scopes.leaf() if axes is None else scopes.axes(axes)
     limit = as_limit(max_norm, "max_norm")
     return clip_by(
@@ -196,6 +198,7 @@ def adaptive_grad_clip(
       [[3.e-02 6.e-06]
        [4.e-02 8.e-06]]
     """
+    refuse_arrays(axis, "axis")
     limit = relative(clipping, eps, "clipping")
     scope = scopes.unit(axis)
     return clip_by(

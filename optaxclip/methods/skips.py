@@ -16,6 +16,7 @@ import optax
 from jax import Array
 
 import optaxclip.scopes as scopes
+from optaxclip._base.arguments import check_state, whole
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.numerics import match_weak_type
 from optaxclip._base.transformation import Transformation
@@ -136,10 +137,8 @@ def _skip(
 ) -> Transformation[SkipState]:
     limit = as_limit(limit, "limit")
     inner = optax.with_extra_args_support(inner)
-    if max_consecutive is not None and (
-        not isinstance(max_consecutive, int) or max_consecutive < 1
-    ):
-        raise ValueError(f"max_consecutive must be a positive int or None, got {max_consecutive!r}")
+    if max_consecutive is not None and not isinstance(max_consecutive, jax.Array):
+        max_consecutive = whole(max_consecutive, 1, "max_consecutive")
 
     def init(params: PyTree) -> SkipState:
         grouping = scopes.tree()(flatten(params, "params"))
@@ -157,6 +156,7 @@ def _skip(
         grad_norm: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, SkipState]:
+        check_state(state, SkipState, name)
         rule = rule_for(limit, ("tree",), "scalar")
         norm_now = measure(updates) if grad_norm is None else as_norm_given(grad_norm, "grad_norm")
         relative_to = params_for(rule, params, name)

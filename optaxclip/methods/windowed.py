@@ -36,7 +36,7 @@ def autoclip(
 
     Args:
       percentile: from 0 to 100.
-      window: how many norms to keep.
+      window: how many norms to keep; `optax.inject_hyperparams` needs `static_args=("window",)`.
       floor: the least norm that counts, and the least limit.
       max_norm: a cap on the limit.
       nonfinite: the policy for a norm that is not finite; such a norm is never recorded.
@@ -88,7 +88,8 @@ def clip_by_median_norm(
 
     Args:
       scale: the multiple of the median.
-      window: how many norms to keep, and how often to set the limit.
+      window: how many norms to keep, and how often to set the limit; `optax.inject_hyperparams`
+        needs `static_args=("window",)`.
       floor: the least norm that counts, and the least limit.
       max_norm: a cap on the limit.
       nonfinite: the policy for a norm that is not finite; such a norm is never recorded.
@@ -137,7 +138,7 @@ def clip_by_window_norm(
 
     Args:
       num_std: how many standard deviations above the mean.
-      window: how many norms to keep.
+      window: how many norms to keep; `optax.inject_hyperparams` needs `static_args=("window",)`.
       floor: the least norm that counts, and the least limit.
       max_norm: a cap on the limit.
       nonfinite: the policy for a norm that is not finite; such a norm is never recorded.

@@ -9,8 +9,9 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased, own_arrays
-from optaxclip._base.numerics import real_parts
+from optaxclip._base.numerics import is_real, real_parts
 from optaxclip._base.transformation import Transformation
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
@@ -57,7 +58,7 @@ def per_example_clip_and_aggregate(
     *,
     reduction: Reduction = "mean",
     batch_size: jax.typing.ArrayLike | None = None,
-    scope: Scope = WHOLE_EXAMPLE,
+    scope: Scope | None = None,
     response: str | Response = "clip",
     split: Literal["uniform", "size"] = "uniform",
 ) -> Transformation[PerExampleState]:
@@ -83,7 +84,7 @@ def per_example_clip_and_aggregate(
       reduction: "mean" or "sum".
       batch_size: what a mean divides by; the number of examples that are no padding if None. Under
         Poisson sampling give the expected number: the true one is not private.
-      scope: which entries of an example share one norm.
+      scope: which entries of an example share one norm; all of them if None.
       response: as in `clip_sum`.
       split: as in `clip_sum`.
 
@@ -109,7 +110,7 @@ def per_example_clip_and_aggregate(
       [-0.7 -0.7] 64
     """
     fixed = 0.0 if callable(limit) or isinstance(limit, QuantileLimit) else limit
-    checked = ExampleClip.checked(fixed, scope, response, split)
+    checked = ExampleClip.checked(fixed, scope or WHOLE_EXAMPLE, response, split)
     rule = limit if isinstance(limit, QuantileLimit) else None
     noise_multiplier = at_least(noise_multiplier, 0, "noise_multiplier")
     if rule is not None:
@@ -136,6 +137,7 @@ def per_example_clip_and_aggregate(
         **extra_args: Any,
     ) -> tuple[PyTree, PerExampleState]:
         del params, extra_args
+        check_state(state, PerExampleState, "per_example_clip_and_aggregate")
         flat = flatten(updates, "updates")
         flags = padding_flags(is_padding, number_of_examples(flat, "updates"))
         one = one_of(flat)
@@ -189,8 +191,16 @@ def _is_zero(number: Any) -> bool:
 def _checked_key(key: Any, *, is_needed: bool) -> Array | None:
     if key is None:
         if is_needed:
-            raise ValueError("key must be given for noise: a key from jax.random, or an int")
+            raise ValueError(
+                "key must be given for noise: a key from jax.random, or an int. (It may be missing "
+                "where noise_multiplier is the number 0; with optax.inject_hyperparams pass "
+                'static_args=("noise_multiplier",))'
+            )
         return None
-    if isinstance(key, (int, np.integer)):
+    if np.shape(key) == () and is_real(key) and jnp.issubdtype(jnp.result_type(key), jnp.integer):
         return jax.random.key(key)
+    dtype, rank = getattr(key, "dtype", None), np.ndim(key)
+    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not (is_typed and rank == 0) and not (dtype == jnp.uint32 and rank == 1):
+        raise TypeError(f"key must be one key from jax.random, or an int, got {key!r}")
     return jnp.asarray(key)

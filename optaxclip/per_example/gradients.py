@@ -1,6 +1,7 @@
 """Per-example gradients, clipped and summed, a microbatch at a time."""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._base.devices as collectives
+from optaxclip._base.arguments import whole
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import NormTree, PyTree
 from optaxclip._engine.step import zero_norms
@@ -72,8 +74,9 @@ def clipped_grad(
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, a microbatch size below 1, or
-        an unknown name; when called, for arguments that do not share an axis of examples.
-      TypeError: for a limit that is no number.
+        an unknown name; when called, for arguments that do not share an axis of examples, positions
+        that do not exist or come twice, and a loss that is no scalar.
+      TypeError: for a limit that is no number, and positions or sizes that are no ints.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -89,11 +92,11 @@ def clipped_grad(
       [1.   1.   0.25]
     """
     clip = ExampleClip.checked(limit, scope, response, split)
-    if microbatch_size is not None and (
-        not isinstance(microbatch_size, int) or microbatch_size < 1
-    ):
-        raise ValueError(f"microbatch_size must be a positive int or None, got {microbatch_size!r}")
-    known = None if batch_argnums is None else np.atleast_1d(batch_argnums).tolist()
+    if microbatch_size is not None:
+        microbatch_size = whole(microbatch_size, 1, "microbatch_size")
+    argnums = _numbers(argnums, "argnums")
+    known = None if batch_argnums is None else _numbers(batch_argnums, "batch_argnums")
+    known = (known,) if isinstance(known, int) else known
 
     def clipped(*args: Any, is_padding: jax.typing.ArrayLike | None = None) -> PerExampleResult:
         roles = _Roles.of(args, argnums, known)
@@ -124,8 +127,8 @@ class _Roles(NamedTuple):
         cls, args: tuple[Any, ...], argnums: int | Sequence[int], batch: Sequence[int] | None
     ) -> "_Roles":
         count = len(args)
-        given = argnums if isinstance(argnums, int) else tuple(argnums)
-        chosen = _positions((given,) if isinstance(given, int) else given, count, "argnums")
+        is_one = isinstance(argnums, int)
+        chosen = _positions((argnums,) if is_one else argnums, count, "argnums")
         rest = [i for i in range(count) if i not in chosen]
         batch = _positions(rest if batch is None else batch, count, "batch_argnums")
         if set(batch) & set(chosen) or not batch:
@@ -133,7 +136,7 @@ class _Roles(NamedTuple):
                 f"batch_argnums must name arguments other than argnums {chosen}, at least one; got "
                 f"{batch} of {count} arguments"
             )
-        return cls(args, chosen[0] if isinstance(given, int) else chosen, batch)
+        return cls(args, chosen[0] if is_one else chosen, batch)
 
     @property
     def params(self) -> PyTree:
@@ -178,9 +181,27 @@ class _Totals(NamedTuple):
 
 
 def _positions(numbers: Sequence[int], count: int, argument: str) -> tuple[int, ...]:
-    if any(not -count <= number < count for number in numbers):
-        raise ValueError(f"{argument} {tuple(numbers)} must be positions among {count} arguments")
-    return tuple(number % count for number in numbers)
+    positions = tuple(number % count for number in numbers if -count <= number < count)
+    if len(set(positions)) < len(numbers):
+        raise ValueError(
+            f"{argument} {tuple(numbers)} must be positions among {count} arguments, each at most "
+            "once"
+        )
+    return positions
+
+
+def _numbers(given: Any, argument: str) -> int | tuple[int, ...]:
+    """Positions of arguments as ints, from those of Python or NumPy.
+
+    Raises:
+      TypeError: if they are none.
+    """
+    try:
+        if np.ndim(given) == 0:
+            return operator.index(given)
+        return tuple(operator.index(number) for number in given)
+    except TypeError:
+        raise TypeError(f"{argument} must be an int or several, got {given!r}") from None
 
 
 def _step(
@@ -196,7 +217,17 @@ def _step(
     examples, is_padding = batch
 
     def loss(picked: list[Any], example: tuple[Any, ...]) -> Any:
-        return loss_fn(*roles.with_values(params.rebuild(picked), example))
+        found: Any = loss_fn(*roles.with_values(params.rebuild(picked), example))
+        if has_aux and not (isinstance(found, tuple) and len(found) == 2):
+            raise TypeError(f"with has_aux loss_fn must return (loss, aux), got {found!r:.80}")
+        value: Any = found[0] if has_aux else found
+        shape = jnp.shape(value)
+        if shape != ():
+            raise ValueError(
+                f"loss_fn must return a scalar, the loss of one example, got shape {shape}. It is "
+                "called for one example at a time, without the axis of examples: sum what is left"
+            )
+        return found
 
     per_example = jax.vmap(jax.value_and_grad(loss, has_aux=has_aux), in_axes=(None, 0))
     value, leaves = per_example(picked, examples)

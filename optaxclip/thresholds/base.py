@@ -164,18 +164,6 @@ def multiple(number: Any, of: Array) -> Array:
     return jnp.where(infinite, jnp.inf, jnp.where(infinite, 0, number) * jnp.where(infinite, 0, of))
 
 
-def whole(value: Any, least: int, argument: str) -> int:
-    """`value`, checked to be an int of at least `least`: it is the size of an array.
-
-    Raises:
-      ValueError: if it is less.
-      TypeError: if it is no int.
-    """
-    if not isinstance(value, int):
-        raise TypeError(f"{argument} must be an int, got {value!r}")
-    return at_least(value, least, argument)
-
-
 def within(value: Any, low: float, high: float, argument: str) -> Any:
     """`value`, checked to be a number in `[low, high]` where it is concrete.
 

@@ -1,5 +1,6 @@
 """Limits that do not depend on the past: a constant, a schedule, a share of the parameters."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +56,9 @@ def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
       >>> print(rule.update(norm, state, None)[0].target)
       1.0
     """
-    return Threshold(Partial(_zero_count), Partial(_scheduled, Partial(fn)), memoryless=True)
+    return Threshold(
+        Partial(_zero_count), Partial(_scheduled, _Schedule(Partial(fn))), memoryless=True
+    )
 
 
 def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3) -> Threshold:
@@ -125,7 +128,8 @@ def rule_for(limit: Threshold | dict[str, Any], names: Sequence[str], layout: st
         return limit.as_pytree()
     if set(limit) != set(names):
         raise ValueError(
-            f"limits are given for groups {sorted(limit)}, but there are {list(names)}"
+            f"limits are given for groups {sorted(limit)}, but there are {list(names)}: give each "
+            "of them one, and no others"
         )
     numbers = {name: jnp.asarray(limit[name]).astype(float) for name in names}
     if layout == "dict":
@@ -133,6 +137,18 @@ def rule_for(limit: Threshold | dict[str, Any], names: Sequence[str], layout: st
     column = jnp.stack([numbers[name] for name in names])
     column = column[0] if layout == "scalar" else column
     return given(Limits(column, column))
+
+
+def at_step(rule: Threshold, state: PyTree) -> Threshold:
+    """The same rule, with the values of this step in the place of schedules.
+
+    A program that is compiled for it then holds for all steps, and for all schedules.
+    """
+
+    def now(x: Any) -> Any:
+        return x(state) if isinstance(x, _Schedule) else x
+
+    return jax.tree.map(now, rule, is_leaf=lambda x: isinstance(x, _Schedule))
 
 
 def check_limit(limit: Any, argument: str, *, allow_any_number: bool = False) -> Any:
@@ -154,14 +170,31 @@ def check_limit(limit: Any, argument: str, *, allow_any_number: bool = False) ->
         )
     shape = getattr(limit, "shape", ())
     if shape != ():
-        raise ValueError(f"{argument} must be a scalar, got an array of shape {shape}")
+        raise ValueError(
+            f"{argument} must be a scalar, got an array of shape {shape}; for groups with a limit "
+            "each pass a dict by their names, as in optaxclip.clip_by"
+        )
     if isinstance(limit, jax.Array):
         return limit
     value = float(limit)
     if not allow_any_number and (math.isnan(value) or value < 0):
-        raise ValueError(f"{argument} must not be negative or NaN, got {limit!r}")
+        raise ValueError(
+            f"{argument} must not be negative or NaN, got {limit!r}; to switch clipping off pass "
+            "math.inf"
+        )
     # JAX would cut larger integers to 32 bits.
     return limit if not float.is_integer(value) or abs(value) < 2**31 else value
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Schedule:
+    """A schedule of a rule whose state is the number of steps."""
+
+    fn: Callable[[Array], Any]
+
+    def __call__(self, count: Array) -> Any:
+        return check_limit(self.fn(count), "the schedule's value", allow_any_number=True)
 
 
 def _no_state(norms: NormTree) -> tuple[()]:
@@ -200,11 +233,11 @@ def _given(
 
 
 def _scheduled(
-    fn: Callable[[Array], Any], norms: NormTree, count: Array, param_norms: NormTree | None
+    limit: Any, norms: NormTree, count: Array, param_norms: NormTree | None
 ) -> tuple[Limits, Array]:
     del param_norms
-    limit = check_limit(fn(count), "the schedule's value", allow_any_number=True)
-    return _everywhere(limit, norms), increased(count)
+    now = limit(count) if isinstance(limit, _Schedule) else limit
+    return _everywhere(now, norms), increased(count)
 
 
 def _relative(

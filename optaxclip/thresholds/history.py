@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from optaxclip._base.arguments import whole
 from optaxclip._base.numerics import safe_sqrt
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
@@ -17,7 +18,6 @@ from optaxclip.thresholds.base import (
     as_float,
     at_least,
     multiple,
-    whole,
     within,
 )
 
@@ -41,7 +41,7 @@ def percentile(
 
     Args:
       percentile: from 0 to 100.
-      window: how many norms to keep.
+      window: how many norms to keep; static, also in `optax.inject_hyperparams`.
       record: see `optaxclip.thresholds.base`, like the options that follow.
       inclusive: whether a norm is in the window that judges it.
       warmup_steps: norms to record before there is a limit; a full window if None.
@@ -61,7 +61,7 @@ def percentile(
       >>> print(limits.trigger)
       1.1
     """
-    whole(window, 1, "window")
+    window = whole(window, 1, "window")
     return adaptive(
         _Percentile(window),
         within(percentile, 0, 100, "percentile"),
@@ -95,7 +95,7 @@ def window(
 
     Args:
       num_std: how many standard deviations above the mean.
-      window: how many norms to keep.
+      window: how many norms to keep; static, also in `optax.inject_hyperparams`.
       ddof: 0 for the deviation of the window itself, 1 for an estimate from a sample.
       min_std: a floor under the standard deviation.
       record: see `optaxclip.thresholds.base`, like the options that follow.
@@ -117,7 +117,7 @@ def window(
       >>> print(limits.trigger)
       1.4
     """
-    whole(window, 2, "window")
+    window = whole(window, 2, "window")
     within(ddof, 0, 1, "ddof")
     return adaptive(
         _MeanAndDeviation(window, ddof),
@@ -148,7 +148,7 @@ def median(
 
     Args:
       scale: the multiple.
-      window: how many norms to keep.
+      window: how many norms to keep; static, also in `optax.inject_hyperparams`.
       every_step: whether to set the limit anew at every step.
       floor: the least norm that counts, and the least limit. Raw norms are recorded, so that the
         rule cannot lock, and needs no patience.
@@ -166,7 +166,7 @@ def median(
       >>> print(limits.trigger)
       2.0
     """
-    whole(window, 1, "window")
+    window = whole(window, 1, "window")
     return adaptive(
         _Median(window) if every_step else _PeriodicMedian(window),
         at_least(scale, 0, "scale"),

@@ -1,0 +1,51 @@
+"""Checks of what must be known before there is a program, and of states that others made."""
+
+import operator
+from typing import Any
+
+import jax
+
+
+def whole(value: Any, least: int, argument: str) -> int:
+    """`value`, checked to be an int of at least `least`, Python's or NumPy's.
+
+    Raises:
+      ValueError: if it is less.
+      TypeError: if it is no int, or an array of JAX.
+    """
+    refuse_arrays(value, argument)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{argument} must be an int of at least {least}, got {value!r}") from None
+    if number < least:
+        raise ValueError(f"{argument} must be an int of at least {least}, got {value!r}")
+    return number
+
+
+def refuse_arrays(value: Any, argument: str) -> None:
+    """Raises where what a program is built around is an array of JAX.
+
+    Raises:
+      TypeError: if it is.
+    """
+    if isinstance(value, jax.Array):
+        raise TypeError(
+            f"{argument} must be an int, not an array ({value!r}), because programs are compiled "
+            f"for it; with optax.inject_hyperparams pass static_args=({argument!r},)"
+        )
+
+
+def check_state(state: Any, kind: type, name: str) -> None:
+    """Checks that a transformation is given a state of its own kind.
+
+    Raises:
+      ValueError: otherwise.
+    """
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"{name}: the state must be a {kind.__name__}, got {state!r:.80} of type "
+            f"{type(state).__name__}. If it is from a checkpoint of another transformation, begin "
+            "with a fresh state for this stage and keep those of the others: of a chain, "
+            "opt_state = (tx.init(params)[0], *old_opt_state[1:]) where this stage is the first"
+        )

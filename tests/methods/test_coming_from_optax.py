@@ -1,0 +1,81 @@
+"""What a user of Optax brings along: checkpoints without our states, injected hyperparameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from methods_table import GRADS, METHODS, PARAMS, assert_close, random_tree
+
+import optaxclip
+from optaxclip import monitor, per_example
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SGD = optax.sgd(0.1, momentum=0.9)
+TRANSFORMATIONS = {
+    **{name: METHODS[name].make() for name in ("clip", "zclip", "adaptive_grad_clip")},
+    "clip_by_value": optaxclip.clip_by_value(-1.0, 1.0),
+    "skip_nonfinite": optaxclip.skip_nonfinite(SGD),
+    "skip_above": optaxclip.skip_above(SGD, 1.0),
+    "record": monitor.record(2),
+    "per_example_clip_and_aggregate": per_example.per_example_clip_and_aggregate(1.0),
+}
+FOREIGN = [optax.EmptyState(), (), (optax.EmptyState(),), SGD.init(PARAMS), {"count": 0}]
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_a_state_of_another_transformation_is_an_error_with_a_way_on(name):
+    for state in FOREIGN:
+        with pytest.raises(ValueError, match=rf"(?s)^{name}: the state must be .*tx\.init\(params\)"):
+            TRANSFORMATIONS[name].update(GRADS, state, PARAMS)
+
+
+def test_the_other_stages_of_a_checkpoint_go_on():
+    theirs = optax.chain(optax.clip_by_global_norm(1.0), SGD)
+    ours = optax.chain(optaxclip.clip_by_global_norm(1.0), SGD)
+    _, old = theirs.update(GRADS, theirs.init(PARAMS), PARAMS)
+    assert isinstance(old[0], optax.EmptyState)
+    expected, _ = theirs.update(GRADS, old, PARAMS)
+    found, _ = ours.update(GRADS, (ours.init(PARAMS)[0], *old[1:]), PARAMS)
+    assert_close(found, expected)
+
+
+STATIC = [
+    (optaxclip.autoclip, {}, "window"),
+    (optaxclip.clip_by_median_norm, {}, "window"),
+    (optaxclip.clip_by_window_norm, {}, "window"),
+    (monitor.record, {}, "window"),
+    (optaxclip.clip_by_norm, {"max_norm": 1.0, "axes": 0}, "axes"),
+    (optaxclip.adaptive_grad_clip, {"clipping": 1.0, "axis": 0}, "axis"),
+    (per_example.per_example_clip_and_aggregate, {"limit": 1.0}, "noise_multiplier"),
+]
+
+
+@pytest.mark.parametrize(("factory", "arguments", "static"), STATIC, ids=lambda x: str(x)[:30])
+def test_what_cannot_be_injected_says_what_to_pass(factory, arguments, static):
+    grads = random_tree(0, 2)
+    tx = optax.inject_hyperparams(factory)(**arguments)
+    with pytest.raises((TypeError, ValueError), match=rf"static_args=\(.{static}.,\)"):
+        jax.eval_shape(tx.update, grads, tx.init(grads), grads)
+    tx = optax.inject_hyperparams(factory, static_args=(static,))(**arguments)
+    found, _ = jax.eval_shape(tx.update, grads, jax.eval_shape(tx.init, grads), grads)
+    assert jax.tree.structure(found) == jax.tree.structure(grads)
+
+
+@pytest.mark.parametrize("key", [0, jax.random.PRNGKey(0)], ids=["int", "array"])
+def test_noise_and_its_key_may_be_injected(key):
+    make = per_example.per_example_clip_and_aggregate
+    tx, grads = optax.inject_hyperparams(make)(1.0, 0.5, key), random_tree(0, 2)
+    state = tx.init(grads)
+    found, _ = jax.jit(tx.update)(grads, state)
+    expected, _ = make(1.0, 0.5, key).update(grads, make(1.0, 0.5, key).init(grads))
+    assert_close(found, expected)
+
+
+def test_a_number_of_skipped_steps_may_be_injected():
+    tx = optax.inject_hyperparams(lambda k: optaxclip.skip_nonfinite(SGD, k))(2)
+    state, update = tx.init(jnp.ones(1)), jax.jit(tx.update)
+    for _ in range(3):
+        updates, state = update(jnp.array([jnp.nan]), state)
+    assert np.isnan(updates[0])
