@@ -47,3 +47,14 @@ from optaxclip.per_example import per_example_global_norm_clip as per_example_gl
 from optaxclip.per_example import per_example_layer_norm_clip as per_example_layer_norm_clip
 
 __version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    """The names that this file imports; the rooms that they come from are not for users."""
+    import ast
+    import inspect
+    import sys
+
+    body = ast.parse(inspect.getsource(sys.modules[__name__])).body
+    imports = (node for node in body if isinstance(node, ast.ImportFrom))
+    return ["__version__", *sorted(alias.name for node in imports for alias in node.names)]

@@ -229,7 +229,13 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
 
     Args:
       opt_state: as in `history`.
-      name: as in `history`, with the same errors.
+      name: as in `history`.
+
+    Returns:
+      A tuple with a name for each column of `history`.
+
+    Raises:
+      ValueError: if no record has the name, or several have.
     """
     return tuple(_only_record(opt_state, name).names)
 

@@ -60,6 +60,10 @@ def auto_s(gamma: float = 0.01) -> Response:
     Args:
       gamma: the norm that is brought to half the target.
 
+    Returns:
+      A response: a function of the norms, triggers and targets, arrays of one shape, to the new
+      norms, of the same shape and dtype.
+
     Raises:
       ValueError: if `gamma` is negative, NaN or infinite.
 

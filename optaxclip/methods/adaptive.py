@@ -56,6 +56,14 @@ def zclip(
       specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages and in `optaxclip.monitor`.
 
+    Returns:
+      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
+      types of the gradients.
+
+    Raises:
+      ValueError: for an option out of its range, or an unknown policy.
+      TypeError: for an option that is no number.
+
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.zclip(warmup_steps=3, max_norm=None)
@@ -119,6 +127,14 @@ def adagc(
       specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages and in `optaxclip.monitor`.
 
+    Returns:
+      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
+      types of the gradients.
+
+    Raises:
+      ValueError: for an option out of its range, or an unknown policy.
+      TypeError: for an option that is no number.
+
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.adagc(warmup_steps=3)
@@ -170,6 +186,14 @@ def clip_by_quantile(
       specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages and in `optaxclip.monitor`.
 
+    Returns:
+      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
+      types of the gradients.
+
+    Raises:
+      ValueError: for an option out of its range, or an unknown policy.
+      TypeError: for an option that is no number.
+
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.clip_by_quantile(init_limit=1.0)
@@ -219,6 +243,14 @@ def clip_by_ema_norm(
       axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
       specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages and in `optaxclip.monitor`.
+
+    Returns:
+      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
+      types of the gradients.
+
+    Raises:
+      ValueError: for an option out of its range, or an unknown policy.
+      TypeError: for an option that is no number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

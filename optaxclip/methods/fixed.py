@@ -47,6 +47,14 @@ def clip_by_norm(
       specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages.
 
+    Returns:
+      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
+      types of the gradients.
+
+    Raises:
+      ValueError: for a limit that is negative, NaN or not a scalar, or an unknown name.
+      TypeError: for a limit that is no number.
+
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.clip_by_norm(4.0)
@@ -93,6 +101,14 @@ def clip_by_global_norm(
       specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages.
 
+    Returns:
+      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
+      types of the gradients.
+
+    Raises:
+      ValueError: for a limit that is negative, NaN or not a scalar, or an unknown name.
+      TypeError: for a limit that is no number.
+
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.clip_by_global_norm(1.0)
@@ -134,6 +150,14 @@ def clip_by_block_rms(
       axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
       specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages.
+
+    Returns:
+      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
+      types of the gradients.
+
+    Raises:
+      ValueError: for a limit that is negative, NaN or not a scalar, or an unknown name.
+      TypeError: for a limit that is no number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -184,6 +208,10 @@ def adaptive_grad_clip(
       axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
       specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages.
+
+    Returns:
+      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
+      types of the gradients.
 
     Raises:
       ValueError: for a limit that is negative, NaN or no scalar; when used, without `params`, or
@@ -237,6 +265,14 @@ def clip_by_group_norm(
       specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages.
 
+    Returns:
+      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
+      types of the gradients.
+
+    Raises:
+      ValueError: for a limit that is negative, NaN or not a scalar, or an unknown name.
+      TypeError: for a limit that is no number.
+
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> labels = lambda path, leaf: "bias" if path.endswith("b") else "weight"
@@ -280,6 +316,14 @@ def normalize_by_global_norm(
       axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
       specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages.
+
+    Returns:
+      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
+      types of the gradients.
+
+    Raises:
+      ValueError: for a limit that is negative, NaN or not a scalar, or an unknown name.
+      TypeError: for a limit that is no number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -68,6 +68,10 @@ def skip_nonfinite(
     Returns:
       A transformation with a `SkipState`. A skipped step gives zero updates.
 
+    Raises:
+      ValueError: if `max_consecutive` is less than 1.
+      TypeError: if `max_consecutive` is no int.
+
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
       >>> tx = optaxclip.skip_nonfinite(optax.sgd(0.1, momentum=0.9))

@@ -45,6 +45,14 @@ def autoclip(
       specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages and in `optaxclip.monitor`.
 
+    Returns:
+      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
+      types of the gradients.
+
+    Raises:
+      ValueError: for an option out of its range, or an unknown policy.
+      TypeError: for an option that is no number.
+
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.autoclip(50.0)
@@ -98,6 +106,14 @@ def clip_by_median_norm(
       specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages and in `optaxclip.monitor`.
 
+    Returns:
+      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
+      types of the gradients.
+
+    Raises:
+      ValueError: for an option out of its range, or an unknown policy.
+      TypeError: for an option that is no number.
+
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.clip_by_median_norm(2.0, window=4)
@@ -146,6 +162,14 @@ def clip_by_window_norm(
       axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
       specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: the name in messages and in `optaxclip.monitor`.
+
+    Returns:
+      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
+      types of the gradients.
+
+    Raises:
+      ValueError: for an option out of its range, or an unknown policy.
+      TypeError: for an option that is no number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -126,6 +126,9 @@ def adaptive(
       patience: how many norms in a row may exceed their limit before the raw norm is recorded.
       max_norm: a cap on every limit.
 
+    Returns:
+      A `Threshold`, whose limits are float32 arrays of the shapes of the norms.
+
     Raises:
       ValueError: for an option out of its range.
       TypeError: for an option that is no number.

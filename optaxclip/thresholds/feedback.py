@@ -37,6 +37,9 @@ def log_tracker(
       floor: the least norm that counts, and the least limit.
       max_norm: a cap on every limit.
 
+    Returns:
+      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+
     Raises:
       ValueError: for an option out of its range.
 
@@ -93,6 +96,9 @@ def adagc(
       patience: norms above their limit in a row before the raw norm is recorded.
       max_norm: a cap on every limit.
 
+    Returns:
+      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+
     Raises:
       ValueError: for an option out of its range.
 
@@ -144,6 +150,9 @@ def quantile(
         above 0.
       floor: the least norm that counts, and the least limit.
       max_norm: a cap on every limit.
+
+    Returns:
+      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
 
     Raises:
       ValueError: for an option out of its range.

@@ -25,6 +25,9 @@ def constant(limit: jax.typing.ArrayLike) -> Threshold:
     Args:
       limit: a scalar.
 
+    Returns:
+      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+
     Raises:
       ValueError: if `limit` is not a scalar, or is a negative or NaN number. (A traced limit below
         0 acts as 0, a traced NaN makes the groups NaN.)
@@ -48,6 +51,13 @@ def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
     Args:
       fn: an Optax schedule, or any traceable function from int32[] to a scalar.
 
+    Returns:
+      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+
+    Raises:
+      ValueError: (when used) if a value of the schedule is not a scalar.
+      TypeError: (when used) if a value of the schedule is no number.
+
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
       >>> rule = optaxclip.thresholds.schedule(optax.linear_schedule(2.0, 1.0, 1))
@@ -69,6 +79,9 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3
     Args:
       ratio: the largest allowed ratio of gradient norm to parameter norm, or a schedule of it.
       eps: a floor under the parameter norm, so that zero-initialized parameters can leave zero.
+
+    Returns:
+      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
 
     Raises:
       ValueError: if `ratio` or `eps` is not a scalar, or is a negative or NaN number.
@@ -94,7 +107,18 @@ def relative(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike, argument: str) 
 
 
 def given(limits: Limits) -> Threshold:
-    """These limits, each field one array per group, at every step."""
+    """These limits, each field one array per group, at every step.
+
+    Args:
+      limits: the triggers and targets, pytrees like the norms.
+
+    Returns:
+      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+
+    Raises:
+      ValueError: (when used) if a field is no pytree like the norms, or its arrays do not broadcast
+        to their shapes.
+    """
     return Threshold(Partial(_no_state), Partial(_given, limits))
 
 

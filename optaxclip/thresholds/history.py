@@ -49,6 +49,9 @@ def percentile(
       patience: norms above their limit in a row before the raw norm is recorded.
       max_norm: a cap on every limit.
 
+    Returns:
+      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+
     Raises:
       ValueError: for an option out of its range.
 
@@ -105,6 +108,9 @@ def window(
       patience: norms above their limit in a row before the raw norm is recorded.
       max_norm: a cap on every limit.
 
+    Returns:
+      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+
     Raises:
       ValueError: for an option out of its range.
 
@@ -153,6 +159,9 @@ def median(
       floor: the least norm that counts, and the least limit. Raw norms are recorded, so that the
         rule cannot lock, and needs no patience.
       max_norm: a cap on every limit.
+
+    Returns:
+      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
 
     Raises:
       ValueError: for an option out of its range.

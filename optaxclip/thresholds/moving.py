@@ -63,6 +63,9 @@ def ema(
       patience: norms above their limit in a row before the raw norm is recorded.
       max_norm: a cap on every limit.
 
+    Returns:
+      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+
     Raises:
       ValueError: for an option out of its range.
 
@@ -123,6 +126,9 @@ def zscore(
       floor: the least norm that counts, and the least limit.
       patience: norms above their limit in a row before the raw norm is recorded.
       max_norm: a cap on every limit, in the warm-up too.
+
+    Returns:
+      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
 
     Raises:
       ValueError: for an option out of its range.

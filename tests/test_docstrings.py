@@ -1,0 +1,66 @@
+"""Public docstrings say what CONTRIBUTING promises: what comes back, of which shape, what is raised."""
+
+import inspect
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import optaxclip
+
+NAMESPACES = ["ops", "thresholds", "responses", "monitor", "per_example", "tuning"]
+
+
+def functions(module):
+    """The public functions that a module offers, but for those that it only uses itself."""
+    for name, value in vars(module).items():
+        if not name.startswith("_") and inspect.isfunction(value):
+            home = value.__module__
+            if home == module.__name__ or (
+                hasattr(module, "__path__") and home.startswith("optaxclip")
+            ):
+                yield f"{module.__name__}.{name}", value
+
+
+PUBLIC = dict(functions(optaxclip))
+for namespace in NAMESPACES:
+    PUBLIC |= functions(getattr(optaxclip, namespace))
+# It takes any pytree.
+RAISES_NOTHING = {"optaxclip.monitor.read"}
+# Their shapes are those of their arguments, as the module says.
+del PUBLIC["optaxclip.responses.clip"], PUBLIC["optaxclip.responses.normalize"]
+del PUBLIC["optaxclip.responses.smooth"], PUBLIC["optaxclip.responses.as_response"]
+each_function = pytest.mark.parametrize("name", PUBLIC)
+
+
+def section(name, title):
+    text = inspect.getdoc(PUBLIC[name])
+    found = re.search(rf"^{title}:\n((?:  .*\n|\n)+)", text + "\n\n", re.MULTILINE)
+    return found and found[1]
+
+
+@each_function
+def test_what_comes_back(name):
+    returned = inspect.signature(PUBLIC[name]).return_annotation
+    assert (returned is None) or section(name, "Returns")
+    if returned in (jax.Array, "Array") or getattr(returned, "__origin__", None) is np.ndarray:
+        assert re.search(r"\w\[.*\]", section(name, "Returns")), "which shape?"
+
+
+@each_function
+def test_what_is_raised(name):
+    if inspect.signature(PUBLIC[name]).parameters and name not in RAISES_NOTHING:
+        assert re.search(r"^  \w+(Error|Warning): ", section(name, "Raises") or "", re.MULTILINE)
+
+
+def test_what_there_is():
+    assert len(PUBLIC) > 60
+    shown = {name for name in dir(optaxclip) if not name.startswith("__")}
+    namespaces = {*NAMESPACES, "norms", "plots", "scopes"}
+    types = {"ClipByValueState", "ClipInfo", "ClipState", "Limits", "SkipState", "Threshold"}
+    assert shown == namespaces | types | {name.split(".")[1] for name in functions_of_the_top()}
+
+
+def functions_of_the_top():
+    return [name for name in PUBLIC if name.count(".") == 1]
