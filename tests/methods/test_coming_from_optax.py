@@ -26,10 +26,9 @@ FOREIGN = [optax.EmptyState(), (), (optax.EmptyState(),), SGD.init(PARAMS), {"co
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_a_state_of_another_transformation_is_an_error_with_a_way_on(name):
+    message = rf"(?s)^{name}: the state must be .*tx\.init\(params\)"
     for state in FOREIGN:
-        with pytest.raises(
-            ValueError, match=rf"(?s)^{name}: the state must be .*tx\.init\(params\)"
-        ):
+        with pytest.raises(ValueError, match=message):
             TRANSFORMATIONS[name].update(GRADS, state, PARAMS)
 
 
