@@ -1,0 +1,96 @@
+"""What users are told when something cannot be: what came, and what to pass in its place."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import clip_by, clip_by_global_norm, clip_tree, ops, per_example, scopes
+
+MISTAKES = {
+    "negative limit": (lambda: clip_by_global_norm(-1.0), "max_norm .* got -1.0; .* math.inf"),
+    "limit of groups": (lambda: clip_by_global_norm(np.ones(2)), r"shape \(2,\).* a dict by their"),
+    "limits of others": (
+        lambda: clip_by(scopes.leaf(), {"a": 1.0}).init({"b": jnp.ones(1)}),
+        r"groups \['a'\], but there are \['b'\]: give each",
+    ),
+    "model": (lambda: ops.global_norm({"f": jnp.tanh, "w": jnp.ones(1)}), "'f' .* eqx.filter"),
+    "vector loss": (lambda: grads_of(lambda w, x: w * x), r"one example, got shape \(2,\)"),
+    "no aux": (
+        lambda: grads_of(lambda w, x: jnp.sum(w * x), has_aux=True),
+        r"must return \(loss, aux\)",
+    ),
+    "twice": (lambda: grads_of(dot, argnums=(0, 0)), r"argnums \(0, 0\) .* at most once"),
+    "batch twice": (lambda: grads_of(dot, batch_argnums=(1, -1)), "batch_argnums .* at most once"),
+    "nowhere": (lambda: grads_of(dot, argnums=7), "argnums .* positions among 2"),
+    "no position": (lambda: grads_of(dot, argnums="w"), "argnums must be an int or several"),
+    "half a batch": (lambda: grads_of(dot, microbatch_size=1.5), "microbatch_size must be an int"),
+    "word for a key": (lambda: private("seed"), "key must be one key .* got 'seed'"),
+    "number for a key": (lambda: private(0.5), "key must be one key .* got 0.5"),
+    "many keys": (lambda: private(jax.random.split(jax.random.key(0))), "key must be one key"),
+    "half a window": (
+        lambda: optaxclip.autoclip(window=1.5),
+        "window must be an int of at least 1",
+    ),
+}
+
+
+def dot(w, x):
+    return jnp.dot(w, x)
+
+
+def grads_of(loss, **options):
+    return per_example.clipped_grad(loss, 1.0, **options)(jnp.ones(2), jnp.ones((3, 2)))
+
+
+def private(key):
+    return per_example.per_example_clip_and_aggregate(1.0, 1.0, key)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_message_says_what_came_and_what_to_do(mistake):
+    make, message = MISTAKES[mistake]
+    with pytest.raises((TypeError, ValueError), match=f"(?s){message}"):
+        make()
+
+
+def test_numbers_of_numpy_are_numbers():
+    options = {
+        "argnums": np.int64(0),
+        "batch_argnums": np.array([1]),
+        "microbatch_size": np.int8(2),
+    }
+    expected = grads_of(dot).grads
+    np.testing.assert_array_equal(grads_of(dot, **options).grads, expected)
+    assert grads_of(dot, argnums=np.array([0])).grads[0].shape == expected.shape
+    optaxclip.autoclip(window=np.int64(3)).init(jnp.ones(2))
+    optaxclip.skip_above(optax.identity(), 1.0, np.int32(3))
+
+
+@pytest.mark.parametrize("key", [3, np.int32(3), jax.random.key(3), jax.random.PRNGKey(3)])
+def test_all_that_is_a_key(key):
+    private(key).init(jnp.ones(2))
+
+
+WHOLE = {"a": jnp.arange(3), "b": jnp.array([True])}
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda tree: optaxclip.clip(1.0).update(tree, None),
+        lambda tree: clip_by_global_norm(1.0).update(tree, None),
+        lambda tree: clip_tree(tree, 1.0, scope=scopes.tree()),
+    ],
+)
+def test_nothing_to_clip_is_said(clip):
+    with pytest.warns(UserWarning, match="no leaf has floating-point entries.* int32"):
+        clip(WHOLE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tree in ({}, None, WHOLE | {"c": jnp.ones(1)}):
+            clip(tree)
