@@ -137,7 +137,7 @@ def test_traced_limits_and_vmap_over_limits():
 
 def test_errors_say_what_is_wrong():
     params, x, y = task()
-    with pytest.raises(ValueError, match="microbatch_size must be a positive int"):
+    with pytest.raises(ValueError, match="microbatch_size must be an int of at least 1"):
         per_example.clipped_grad(loss_fn, 1.0, microbatch_size=0)
     with pytest.raises(ValueError, match="limit must not be negative or NaN"):
         per_example.clipped_grad(loss_fn, -1.0)
