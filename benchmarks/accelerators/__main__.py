@@ -35,12 +35,13 @@ def main() -> None:
     sections = SECTIONS
     if any(axes):
         chosen = [axis or default for axis, default in zip(axes, defaults, strict=True)]
-        sections = {"": list(product(*chosen))}
+        sections = {"": (options.rounds, list(product(*chosen)))}
     ways = [OURS, THEIRS] if options.optax else [OURS]
-    for title, cases in sections.items():
+    for title, (rounds, cases) in sections.items():
+        with_seconds = options.seconds and (rounds > 1 or not title)
         print(f"\n### {title}\n" if title else "")
-        print(header(options.seconds))
-        for row, runs in rows(cases, ways, options.rounds, options.seconds):
+        print(header(with_seconds))
+        for row, runs in rows(cases, ways, rounds, with_seconds):
             print(row, flush=True)
             if options.text:
                 options.text.write_text(runs[OURS][0].text)
@@ -53,7 +54,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", nargs="+")
     parser.add_argument("--mesh", nargs="+", choices=MESHES)
     parser.add_argument("--method", nargs="+", choices=METHODS)
-    parser.add_argument("--rounds", type=int, default=1, help="in turns; seconds are medians")
+    parser.add_argument("--rounds", type=int, default=1, help="of some rows; seconds are medians")
     parser.add_argument("--no-seconds", dest="seconds", action="store_false")
     parser.add_argument("--no-optax", dest="optax", action="store_false", help="ours alone")
     parser.add_argument("--text", type=pathlib.Path, help="for the compiled text of the last row")

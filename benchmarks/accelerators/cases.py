@@ -93,30 +93,49 @@ def product(*axes: Sequence[str]) -> Iterator[Case]:
 BOTH, DTYPES = (H100, V5E), (FLOAT32, BFLOAT16)
 NAMED = ("global_norm", "zclip", "autoclip", "block_rms", "adagc", "agc")
 WRAPPED = ("record", "skip_above", "skip_nonfinite", "skip_record_zclip")
-SECTIONS: dict[str, list[Case]] = {
-    "In one piece": [
-        *product((H100,), ("gpt2",), DTYPES, (ONE,), NAMED),
-        *product((V5E,), ("transformer4",), DTYPES, (ONE,), NAMED),
-    ],
-    "Other models": [
-        *product(BOTH, ("resnet50",), (FLOAT32,), (ONE,), ("global_norm", "agc")),
-        *product((H100,), ("llama8b",), (BFLOAT16,), (ONE,), ("global_norm",)),
-        *product((H100,), ("llama8b_stacked",), (BFLOAT16,), (ONE,), ("global_norm", "block_rms")),
-        *product((V5E,), ("vmem",), DTYPES, (ONE,), ("global_norm", "block_rms", "agc")),
-    ],
-    "Skips around, a record before": [
-        *product((H100,), ("transformer4",), (FLOAT32,), (ONE,), WRAPPED),
-        *product((V5E,), ("transformer4",), (FLOAT32,), (ONE,), WRAPPED),
-    ],
-    "Eight devices": [
-        *product((H100,), ("transformer4",), (FLOAT32,), MESHES[1:], ("global_norm",)),
-        *product((H100,), ("transformer4",), (FLOAT32,), ("auto", "explicit"), ("agc",)),
-        *product((V5E,), ("transformer4",), (FLOAT32,), ("auto", "explicit"), ("global_norm",)),
-    ],
-    "A step of 64 small networks in a scan": [
-        *product((H100,), (SEEDS,), (FLOAT32,), (ONE,), ("global_norm", "zclip", "agc")),
-    ],
-    "Per-example clipping, beside jax-privacy's": [
-        *product(BOTH, ALL_MODELS[-len(SIZES) :], DTYPES, (ONE,), ("global_norm",)),
-    ],
+GLOBAL_NORM = ("global_norm",)
+# Rounds of compiling, for seconds; where there is one, only counts are told.
+SECTIONS: dict[str, tuple[int, list[Case]]] = {
+    "In one piece, float32": (
+        3,
+        [
+            *product((H100,), ("gpt2",), (FLOAT32,), (ONE,), NAMED),
+            *product((V5E,), ("transformer4",), (FLOAT32,), (ONE,), NAMED),
+        ],
+    ),
+    "In one piece, bfloat16": (
+        1,
+        [
+            *product((H100,), ("gpt2",), (BFLOAT16,), (ONE,), NAMED),
+            *product((V5E,), ("transformer4",), (BFLOAT16,), (ONE,), NAMED),
+        ],
+    ),
+    "Other models": (
+        1,
+        [
+            *product(BOTH, ("resnet50",), (FLOAT32,), (ONE,), ("global_norm", "agc")),
+            *product((H100,), ("llama8b", "llama8b_stacked"), (BFLOAT16,), (ONE,), GLOBAL_NORM),
+            *product((V5E,), ("vmem",), DTYPES, (ONE,), ("global_norm", "block_rms", "agc")),
+        ],
+    ),
+    "Skips around, a record before": (
+        1,
+        [*product(BOTH, ("transformer4",), (FLOAT32,), (ONE,), WRAPPED)],
+    ),
+    "Eight devices": (
+        1,
+        [
+            *product((H100,), ("transformer4",), (FLOAT32,), MESHES[1:], GLOBAL_NORM),
+            *product((H100,), ("transformer4",), (FLOAT32,), ("auto", "explicit"), ("agc",)),
+            *product((V5E,), ("transformer4",), (FLOAT32,), ("auto", "explicit"), GLOBAL_NORM),
+        ],
+    ),
+    "A step of 64 small networks in a scan": (
+        1,
+        [*product(BOTH, (SEEDS,), (FLOAT32,), (ONE,), ("global_norm", "zclip", "agc"))],
+    ),
+    "Per-example clipping, all of it, beside jax-privacy's": (
+        1,
+        [*product(BOTH, ALL_MODELS[-len(SIZES) :], DTYPES, (ONE,), GLOBAL_NORM)],
+    ),
 }

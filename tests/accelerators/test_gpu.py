@@ -24,12 +24,15 @@ def test_a_skip_a_record_and_a_rule_share_one_read(both):
 
 @pytest.mark.parametrize("mesh", ["auto", "explicit", "shard_map", "auto+specs", "explicit+specs"])
 def test_on_eight_devices(both, mesh):
-    ours, _ = both(H100, mesh=mesh)
+    ours, theirs = both(H100, mesh=mesh)
     one, _ = both(H100)
     aims.assert_no_branch(ours)
     assert ours.moved == pytest.approx(1.0, abs=aims.MORE_MOVED)
     assert +ours.counts.collectives == {"all-reduce": 1}
-    assert ours.counts.kernels <= one.counts.kernels + aims.KERNELS_OF_DEVICES
+    # Where shardings are not known, XLA joins the leaves' all-reduces, and splits the result: a
+    # kernel for each leaf, Optax's likewise.
+    like = theirs.counts.kernels + aims.KERNELS if mesh == "auto" else one.counts.kernels
+    assert ours.counts.kernels <= like + aims.KERNELS_OF_DEVICES
 
 
 @pytest.mark.parametrize("method", ["global_norm", "agc"])
