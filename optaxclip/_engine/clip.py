@@ -73,7 +73,8 @@ def clip_by(
     gradients are. `None`, integer, bool, `float0` and PRNG-key leaves pass untouched and uncounted.
 
     Args:
-      scope: which entries share a norm, from `optaxclip.scopes`.
+      scope: which entries share a norm, from `optaxclip.scopes`. It is a function and no schedule,
+        so `optax.inject_hyperparams` needs `static_args=("scope",)`.
       limit: a number, a scalar array (traced or not), a schedule `count -> limit`, a dict from
         group name to number, or a rule from `optaxclip.thresholds`.
       norm: "l2", "l1", "linf", "rms", "mean_abs", or a norm from `optaxclip.norms`.

@@ -3,7 +3,8 @@
 Beside its own arguments every method takes those that the engine offers and that apply to it:
 `norm`, `nonfinite`, `strict`, `axis_name`, `specs` and `name`, explained at `optaxclip.clip_by`
 along with the guarantees that all of them share. Every limit may be a number, a scalar array of any
-dtype (traced or not) or a schedule, and `optax.inject_hyperparams` works on all of them.
+dtype (traced or not) or a schedule, and `optax.inject_hyperparams` works on all of them; `axes`,
+`axis` and functions that are no schedules (labels) go into its `static_args`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -80,7 +80,8 @@ def per_example_clip_and_aggregate(
         must exceed half the noise multiplier, and the noise on the sum is enlarged for it
         (`adjusted_noise_multiplier`).
       noise_multiplier: the ratio of the noise's standard deviation to the limit.
-      key: a key from `jax.random`, or an int to make one of; needed for noise.
+      key: a key from `jax.random`, or an int to make one of; needed for noise. Without one
+        `optax.inject_hyperparams` needs `static_args=("noise_multiplier",)`.
       reduction: "mean" or "sum".
       batch_size: what a mean divides by; the number of examples that are no padding if None. Under
         Poisson sampling give the expected number: the true one is not private.
@@ -94,7 +95,7 @@ def per_example_clip_and_aggregate(
     Raises:
       ValueError: for a limit or a multiplier that is negative or NaN, noise without a key, an
         unknown name, or a `noise_multiplier` that the count's noise does not allow.
-      TypeError: for a limit or a multiplier that is no number.
+      TypeError: for a limit or a multiplier that is no number, and a key that is none.
 
     Example:
       >>> import jax, jax.numpy as jnp
