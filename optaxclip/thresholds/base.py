@@ -204,7 +204,7 @@ def _update(
     del param_norms
     leaves, structure = jax.tree.flatten(norms)
     leaves = [norm.astype(jnp.float32) for norm in leaves]
-    whole = _whole(leaves) if static.by_whole else None
+    whole = _whole(leaves, isinstance(norms, dict)) if static.by_whole else None
     steps = [
         _step(static, options, numbers, whole, norm, state)
         for norm, state in zip(leaves, states, strict=True)
@@ -214,14 +214,18 @@ def _update(
     return Limits(trigger, target), [state for _, state in steps]
 
 
-def _whole(norms: list[Array]) -> Array:
+def _whole(norms: list[Array], may_be_split: bool) -> Array:
     """The L2 norm of all groups that are finite, wherever they are.
+
+    Args:
+      norms: of the groups.
+      may_be_split: whether other devices may hold other groups of the same leaves.
 
     Raises:
       ValueError: where devices may hold groups that nothing tells of.
     """
     manual = manual_axes()
-    if manual and any(norm.ndim for norm in norms) and not tracks(manual):
+    if manual and may_be_split and any(norm.ndim for norm in norms) and not tracks(manual):
         raise ValueError(
             "the limit depends on the norms of all groups, and inside pmap or "
             "shard_map(check_vma=False) nothing tells which of them other devices hold; use "

@@ -63,7 +63,8 @@ def test_groups_on_other_devices_count(scope):
 def test_where_nothing_tells_which_groups_others_hold_is_an_error():
     with pytest.raises(ValueError, match="check_vma=True"):
         spread(check_vma=False, scope="unit")(TREE)
-    assert_as_by_global_norm(spread(check_vma=False, scope="tree")(TREE))
+    for scope in ("tree", "group"):
+        assert_as_by_global_norm(spread(check_vma=False, scope=scope)(TREE))
 
 
 def test_a_group_that_is_not_finite_does_not_count():
