@@ -96,12 +96,14 @@ def flatten(
     measured = [
         i for i, leaf in enumerate(leaves) if _is_measured(leaf, paths[i], argument, integers)
     ]
-    if leaves and not measured and argument in _GRADIENTS:
-        warnings.warn(
-            f"{argument}: no leaf has floating-point entries, the first has dtype "
-            f"{_dtype(leaves[0])}; nothing is clipped",
-            stacklevel=3,
-        )
+    if not measured and argument in _GRADIENTS:
+        dtypes = {str(_dtype(leaf)) for leaf in leaves if _dtype(leaf) != jax.dtypes.float0}
+        if dtypes:
+            warnings.warn(
+                f"{argument}: no leaf has floating-point entries, they have the dtypes "
+                f"{sorted(dtypes)}; nothing is clipped",
+                stacklevel=3,
+            )
     return FlatTree(paths, leaves, treedef, measured)
 
 
