@@ -188,7 +188,7 @@ METHODS: dict[str, Method] = {
         optaxclip.normalize_by_global_norm, ("norm", 1.0), keeps_small=False
     ),
     "autoclip": _history(optaxclip.autoclip, ("percentile", 40.0), {"window": 5}),
-    "zclip": _history(optaxclip.zclip, ("z_thresh", 0.5), {"warmup_steps": 3, "max_norm": None}),
+    "zclip": _history(optaxclip.zclip, ("z_thresh", 0.5), {"warmup_steps": 3}),
     "adagc": _history(optaxclip.adagc, ("lambda_rel", 1.05), _ADAGC, shares="leaf"),
     "clip_by_median_norm": _history(optaxclip.clip_by_median_norm, ("scale", 0.8), {"window": 2}),
     "clip_by_quantile": _history(optaxclip.clip_by_quantile, ("target", 0.5), {"init_limit": 4.0}),

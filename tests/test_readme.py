@@ -1,5 +1,6 @@
 """The README's code runs as written."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -31,3 +32,20 @@ def test_there_is_code():
 @pytest.mark.parametrize("path", re.findall(r"\]\((?!https)([^)]+)\)", README.read_text()))
 def test_files_that_it_shows_exist(path):
     assert (README.parent / path).is_file()
+
+
+@pytest.mark.filterwarnings("ignore:only .* norms")
+def test_a_script_makes_every_picture_of_docs(tmp_path, monkeypatch):
+    for package in ("flax", "matplotlib", "rich"):
+        pytest.importorskip(package)
+    docs = README.parent / "docs"
+    spec = importlib.util.spec_from_file_location("pictures", docs / "pictures.py")
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    smaller = {"DOCS": tmp_path, "STEPS": 20, "SWEEP_STEPS": 10}
+    for name, value in smaller.items():
+        monkeypatch.setattr(pictures, name, value)
+    monkeypatch.setattr(pictures.demo, "DEFAULT_METHODS", ("global_norm",))
+    monkeypatch.setattr(pictures.sweep, "LIMITS", [1.0, 3.0])
+    pictures.main()
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in docs.glob("*.png")}

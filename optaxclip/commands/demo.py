@@ -70,15 +70,16 @@ def run(args: argparse.Namespace) -> int:
     """Trains, prints the table, writes the picture; returns the exit code."""
     text = read_text(args.text)
     out = writable(args.out)
-    histories = _train(text, dict.fromkeys([UNCLIPPED, *args.methods]), args.steps, args.seed)
-    _print_table(histories)
+    histories = train(text, dict.fromkeys([UNCLIPPED, *args.methods]), args.steps, args.seed)
+    print_table(histories)
     path = out / PICTURE
-    _draw(histories, path)
+    draw(histories, path)
     print(f"curves: {path}")
     return 0
 
 
-def _train(text: str, methods: Iterable[str], steps: int, seed: int) -> "dict[str, History]":
+def train(text: str, methods: Iterable[str], steps: int, seed: int) -> "dict[str, History]":
+    """What a run with each method recorded."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -93,7 +94,8 @@ def _train(text: str, methods: Iterable[str], steps: int, seed: int) -> "dict[st
     return histories
 
 
-def _print_table(histories: "Mapping[str, History]") -> None:
+def print_table(histories: "Mapping[str, History]") -> None:
+    """A row for each method."""
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
@@ -118,7 +120,8 @@ def _cells(history: "History") -> tuple[str, ...]:
     )
 
 
-def _draw(histories: "Mapping[str, History]", path: Path) -> None:
+def draw(histories: "Mapping[str, History]", path: Path) -> None:
+    """Losses and norms of all methods."""
     from optaxclip import plots
 
     figure = plots.side_by_side()

@@ -1,6 +1,7 @@
 """The command `sweep`: the demo's model under many limits at once."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ NEEDS: tuple[str, ...] = ("flax", "matplotlib", "rich")
 EXTRA: str = "demo"
 
 LOWEST, HIGHEST = 0.03, 1000.0
+LIMITS = np.geomspace(LOWEST, HIGHEST, 10).round(3).tolist()
 PICTURE = "optaxclip_sweep.png"
 EXAMPLES = """examples:
   python -m optaxclip sweep
@@ -30,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limits",
         nargs="+",
         type=_positive,
-        default=np.geomspace(LOWEST, HIGHEST, 10).round(3).tolist(),
+        default=LIMITS,
         metavar="LIMIT",
         help=f"limits of the global norm (default: ten from {LOWEST:g} to {HIGHEST:g})",
     )
@@ -52,26 +54,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains, prints the table, writes the picture; returns the exit code."""
     text, out = read_text(args.text), writable(args.out)
-    result = _train(text, args)
+    result = train(text, args.limits, args.steps, args.seed, args.seeds)
     print(result)
     path = out / PICTURE
-    _draw(result, path)
+    draw(result, path)
     print(f"curve: {path}")
     return 0
 
 
-def _train(text: str, args: argparse.Namespace) -> "SweepResult":
+def train(
+    text: str, limits: Sequence[float], steps: int, seed: int, seeds: int = 1
+) -> "SweepResult":
+    """The demo's network under all limits."""
     import jax
 
     from optaxclip.commands.demo_task import Task, encode, sweep_functions
     from optaxclip.tuning import sweep
 
-    init_fn, step_fn, data = sweep_functions(Task(encode(text), args.seed), args.steps)
-    key = jax.random.key(args.seed)
-    return sweep(init_fn, step_fn, args.limits, args.steps, key=key, data=data, seeds=args.seeds)
+    init_fn, step_fn, data = sweep_functions(Task(encode(text), seed), steps)
+    key = jax.random.key(seed)
+    return sweep(init_fn, step_fn, limits, steps, key=key, data=data, seeds=seeds)
 
 
-def _draw(result: "SweepResult", path: Path) -> None:
+def draw(result: "SweepResult", path: Path) -> None:
+    """Final loss against limit."""
     from optaxclip import plots
 
     figure = plots.side_by_side(columns=1)

@@ -3,11 +3,14 @@
 Those that look at a window of past norms are in `optaxclip.windowed`.
 
 Each is one expression over the engine; any rule works on any scope
-(`clip_by(scopes.leaf(), thresholds.zscore())` is ZClip per layer). With `patience=None, floor=0.0`
-they are as published. The defaults do not lock after a lasting change of scale (AdaGC's growth is
-limited by design). `floor`, `patience` and `record` are explained in `optaxclip.thresholds.base`,
-`norm`, `nonfinite`, `strict`, `axis_name`, `specs` and `name` at
-`optaxclip.clip_by`.
+(`clip_by(scopes.leaf(), thresholds.zscore())` is ZClip per layer).
+
+Differences from the published code: the defaults do not lock after a lasting change of scale
+(AdaGC's growth is limited by design), and `zclip` has no cap. With `patience=None, floor=0.0`, and
+`max_norm=1.0` for `zclip`, they are as published.
+
+`floor`, `patience` and `record` are explained in `optaxclip.thresholds.base`, `norm`, `nonfinite`,
+`strict`, `axis_name`, `specs` and `name` at `optaxclip.clip_by`.
 """
 
 import jax
@@ -25,7 +28,7 @@ def zclip(
     alpha: jax.typing.ArrayLike = 0.97,
     z_thresh: jax.typing.ArrayLike = 2.5,
     warmup_steps: int = 25,
-    max_norm: jax.typing.ArrayLike | None = 1.0,
+    max_norm: jax.typing.ArrayLike | None = None,
     option: Option = "adaptive",
     *,
     floor: float = FLOOR,
@@ -40,13 +43,15 @@ def zclip(
 
     Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507. As published the
     rule never recovers from a lasting rise of the norms, because it learns from the clipped ones;
-    `patience` cures that.
+    `patience` cures that. The published code also caps every limit at 1, which makes it
+    `clip_by_global_norm(1.0)` wherever ordinary norms exceed 1; here there is a cap only where
+    `max_norm` gives one, and without it nothing is clipped in the warm-up.
 
     Args:
       alpha: the decay of mean and variance.
       z_thresh: how many standard deviations above the mean is a spike.
       warmup_steps: steps that only set the first mean and variance.
-      max_norm: a cap on every limit, in the warm-up too; none if None.
+      max_norm: a cap on every limit, in the warm-up too; none if None, 1.0 in the published code.
       option: what a spike is brought to, as in `optaxclip.thresholds.zscore`.
       floor: the least norm that counts, and the least limit.
       patience: norms above their limit in a row before the raw norm is learned from.
@@ -66,7 +71,7 @@ def zclip(
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.zclip(warmup_steps=3, max_norm=None)
+      >>> tx = optaxclip.zclip(warmup_steps=3)
       >>> state = tx.init(jnp.zeros(1))
       >>> for norm in (1.0, 1.2, 0.8, 1.0, 5.0):
       ...     updates, state = tx.update(jnp.array([norm]), state)

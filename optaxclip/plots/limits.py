@@ -106,7 +106,7 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
             look = {"linewidth": 0, "align": "edge", **look}
             axes.bar(edges[:-1], counts, np.diff(edges), below, label=label, **look)
             below += counts
-    axes.set_ylim(bottom=0.5)  # one step is seen too
+    axes.set_ylim(0.5, 1.5 * below.max())  # one step is seen too
     axes.axvline(
         suggestion.limit,
         color=BLUE,
@@ -175,8 +175,9 @@ def norm_heatmap(
 def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
     """Final loss against limit, at the best learning rate, a dot for each seed.
 
-    Crosses at the top are diverged runs, whose loss ended not finite, or above its first value. The
-    band is what counts as equal to the best: the suggested limit is the largest in it.
+    Crosses at the top are diverged runs, whose loss ended not finite, or above its first value. A
+    bar is the noise within which a loss counts as equal to the best, the dotted line: the suggested
+    limit is the largest whose bar reaches down to it.
 
     Args:
       result: what `optaxclip.tuning.sweep` returned.
@@ -192,8 +193,8 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
       >>> key, data = jax.random.key(0), jnp.full(20, 9.0)
       >>> result = tuning.sweep(jax.random.normal, step, [0.01, 100.0], 20, key=key, data=data)
       >>> ax = plots.sweep_curve(result)
-      >>> print(ax.get_legend_handles_labels()[1])
-      ['final loss', 'suggested limit 0.01', 'diverged: not finite, or above the first loss']
+      >>> print(ax.get_legend_handles_labels()[1][1:3])
+      ['suggested limit 0.01', 'diverged: not finite, or above the first loss']
     """
     axes = new_axes(ax)
     final, diverged = result.by_limit(result.final_loss), result.by_limit(result.diverged)
@@ -206,10 +207,13 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
     axes.plot(result.limits, means, "o-", color="0.35", linewidth=1.4, label=label)
     if losses.shape[1] > 1:
         axes.plot(every.ravel(), losses.ravel(), ".", color="0.35", markersize=4, label="_")
-    if result.noise > 0:  # it is 0 where the best itself is suggested, NaN where all diverged
-        best = np.nanmin(means)
-        label = f"within noise ({result.noise:.2g}) of the best"
-        axes.axhspan(best, best + result.noise, color=BLUE, alpha=0.15, linewidth=0, label=label)
+    usable = np.isfinite(final.mean(axis=1))
+    if usable.any():
+        noises = np.stack([result.noises[usable], np.zeros(usable.sum())])
+        look = {"fmt": "none", "ecolor": BLUE, "elinewidth": 1.2, "capsize": 4}
+        label = "noise: to this, as good as the best"
+        axes.errorbar(result.limits[usable], means[usable], noises, label=label, **look)
+        axes.axhline(means[usable].min(), color=BLUE, linewidth=0.8, linestyle=":")
     if np.isfinite(result.limit):
         label = f"suggested limit {result.limit:.3g}"
         axes.axvline(result.limit, color=BLUE, linestyle="--", linewidth=1.6, label=label)
@@ -224,7 +228,7 @@ def _edges(norms: np.ndarray[Any, Any], limit: float) -> np.ndarray[Any, Any]:
     low, high = np.log(norms.min() / limit), np.log(norms.max() / limit)
     width = (high - low) / BINS
     # A norm equal to its limit is not above it.
-    bins = np.arange(np.floor(low / width) - 1, np.ceil(high / width) + 2)
+    bins = np.arange(np.floor(low / width - 1e-6), np.ceil(high / width) + 1)
     return limit * np.exp(bins * width) * (1 + 1e-9)
 
 

@@ -1,6 +1,7 @@
 """Pictures of training runs: losses, norms, before and after."""
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,10 @@ if TYPE_CHECKING:
 
 Curves = Mapping[str, ArrayLike]
 Numbers = np.ndarray[Any, Any]
-LEAST_WIDTH, WIDER = 1.4, 0.5
+LEAST_WIDTH, WIDER = 1.4, 0.25
 """In points, of the line on top, and of each below it."""
+LONGEST_OF_TWO = 32
+"""Letters of a label that has another one beside it."""
 
 
 def loss_curves(
@@ -142,7 +145,7 @@ def shared_legend(figure: "Figure") -> None:
         entries.values(),
         entries.keys(),
         loc="outside lower center",
-        ncols=min(len(entries), 6),  # more do not fit in the width
+        ncols=math.ceil(len(entries) / math.ceil(len(entries) / 6)),  # more than 6 do not fit
         frameon=False,
     )
 
@@ -152,7 +155,8 @@ def legends_below(figure: "Figure") -> None:
     for ax in figure.axes:
         handles, labels = ax.get_legend_handles_labels()
         place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
-        ax.legend(handles, labels, ncols=2, frameon=False, **place)
+        columns = 2 if max(map(len, labels), default=0) <= LONGEST_OF_TWO else 1
+        ax.legend(handles, labels, ncols=columns, frameon=False, **place)
 
 
 def _checked(

@@ -40,9 +40,11 @@ class SweepResult:
       share_clipped: float32[runs..., steps], the share of groups with a norm above the limit.
       final_loss: float32[runs...], the mean over the last tenth of the steps; inf where diverged.
       diverged: bool[runs...], whether the loss ended not finite, or above its first value.
-      noise: how far a final loss may lie above the best's and still be called equal to it.
+      noise: of the limit that is suggested.
       limit: the largest limit with a final loss within the noise of the best; NaN if all diverged.
       learning_rate: that of the best run; None without learning rates.
+      noises: float[limits], how far the final loss of each may lie above the best's and still be
+        called equal to it; 0 for the best, NaN where all diverged.
     """
 
     limits: Numbers
@@ -55,27 +57,24 @@ class SweepResult:
     noise: float
     limit: float
     learning_rate: float | None
+    noises: Numbers
 
     def __str__(self) -> str:
         """A table with a row for each limit, over the seeds and at the best learning rate."""
         diverged, final, clipped = map(
             self.by_limit, (self.diverged, self.final_loss, self.share_clipped.mean(axis=-1))
         )
-        rows = [f"{'limit':>10}  {'final loss':>10}  {'clipped':>8}"]
+        rows = [f"{'limit':>10}  {'final loss':>10}  {'noise':>8}  {'clipped':>8}"]
         for i, limit in enumerate(self.limits):
             loss = f"{final[i].mean():.4g}"
             if diverged[i].any():
                 loss = "diverged" if diverged[i].size == 1 else f"{diverged[i].mean():.0%} div."
             mark = "  <- suggested" if limit == np.float32(self.limit) else ""
-            rows.append(f"{limit:>10.4g}  {loss:>10}  {clipped[i].mean():>8.1%}{mark}")
+            noise = "" if diverged[i].any() else f"{self.noises[i]:.2g}"
+            rows.append(f"{limit:>10.4g}  {loss:>10}  {noise:>8}  {clipped[i].mean():>8.1%}{mark}")
         rate = "" if self.learning_rate is None else f", learning rate {self.learning_rate:.4g}"
-        why = (
-            f"the largest within noise ({self.noise:.2g}) of the best" if self.noise else "the best"
-        )
         rows.append(
-            f"limit {self.limit:.4g}{rate}: {why}"
-            if self.limit > 0
-            else "no limit: all runs diverged"
+            f"limit {self.limit:.4g}{rate}: the largest within noise of the best final loss"
         )
         if diverged.any():
             rows.append("diverged: the loss ended not finite, or above its first value")
@@ -254,14 +253,16 @@ def _result(
     each = last.reshape(len(limits), 1 if rates is None else len(rates), seeds, tail)
     means = final.reshape(each.shape[:-1]).mean(axis=-1)
     best = np.unravel_index(np.argmin(means), means.shape)
-    chosen, noise = math.nan, math.nan
+    chosen, noise, noises = math.nan, math.nan, np.full(len(limits), math.nan)
     if np.isfinite(means[best]):
-        noises = [_noise(each[i, best[1]], each[best]) for i in range(len(limits))]
+        noises = np.array([_noise(each[i, best[1]], each[best]) for i in range(len(limits))])
         near = np.isfinite(means[:, best[1]]) & (means[:, best[1]] <= means[best] + noises)
         index = int(np.flatnonzero(near)[-1])
-        chosen, noise = float(limits[index]), noises[index]
+        chosen, noise = float(limits[index]), float(noises[index])
     rate = None if rates is None else float(rates[best[1]])
-    return SweepResult(limits, rates, loss, norm, share, final, diverged, noise, chosen, rate)
+    return SweepResult(
+        limits, rates, loss, norm, share, final, diverged, noise, chosen, rate, noises
+    )
 
 
 def _noise(losses: Numbers, best: Numbers) -> float:

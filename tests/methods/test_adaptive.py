@@ -140,7 +140,7 @@ PAPERS = {
         "alpha": 0.97,
         "z_thresh": 2.5,
         "warmup_steps": 25,
-        "max_norm": 1.0,
+        "max_norm": None,  # 1.0 in the published code
         "option": "adaptive",
     },
     "adagc": {"lambda_rel": 1.05, "lambda_abs": 1.0, "beta": 0.98, "warmup_steps": 100},
@@ -160,6 +160,28 @@ def test_defaults_are_those_of_the_papers(name):
     others = {x.name: x.default for x in parameters if x.kind == x.KEYWORD_ONLY}
     assert (others["floor"], others["nonfinite"], others["name"]) == (1e-8, "nan", name)
     assert others.get("patience", 20) == (None if name == "adagc" else 20)
+
+
+def test_zclip_is_no_clip_by_a_constant_where_norms_exceed_one():
+    rng = np.random.default_rng(0)
+    norms = np.float32(20.0 * np.exp(0.2 * rng.normal(size=200)))
+    norms[[60, 120]] = 500.0
+    tx, constant = optaxclip.zclip(), optaxclip.clip_by_global_norm(1.0)
+
+    def step(states, grad):
+        pairs = [
+            clip.update(grad, state) for clip, state in zip((tx, constant), states, strict=True)
+        ]
+        return [state for _, state in pairs], [updates for updates, _ in pairs]
+
+    fresh = [clip.init(jnp.zeros(1)) for clip in (tx, constant)]
+    ours, at_one = jax.jit(lambda: jax.lax.scan(step, fresh, jnp.asarray(norms)[:, None])[1])()
+    ours = np.ravel(ours)
+    assert np.all(np.abs(ours - np.ravel(at_one)) > 1.0)
+    clipped = np.flatnonzero(ours < norms)
+    assert {60, 120} <= set(clipped.tolist())
+    assert len(clipped) < 10
+    assert ours[[60, 120]].max() < 50.0
 
 
 @each_method

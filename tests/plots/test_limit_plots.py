@@ -129,8 +129,9 @@ def result(final, limit):
     final = np.asarray(final, np.float32)
     limits = np.geomspace(0.1, 10.0, len(final)).astype(np.float32)
     nothing = np.zeros((*final.shape, 1), np.float32)
+    noises = np.full(len(final), 0.1)
     return SweepResult(
-        limits, None, nothing, nothing, nothing, final, np.isinf(final), 0.1, limit, None
+        limits, None, nothing, nothing, nothing, final, np.isinf(final), 0.1, limit, None, noises
     )
 
 
@@ -143,14 +144,15 @@ def test_sweep_curve_shows_diverged_runs(seeds):
     np.testing.assert_allclose(crosses, [10.0] * seeds)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [2.0, 1.0, np.nan])
     assert "suggested limit 1" in labels(ax)
-    (band,) = ax.patches
-    assert band.get_label() == "within noise (0.1) of the best"
-    assert (band.get_y(), band.get_height()) == (1.0, pytest.approx(0.1))
+    (bars,) = ax.containers
+    assert bars.get_label() == "noise: to this, as good as the best"
+    ends = [end[:, 1].tolist() for end in bars.lines[2][0].get_segments()]
+    np.testing.assert_allclose(ends, [[1.9, 2.0], [0.9, 1.0]])
 
 
 def test_sweep_curve_of_nothing_but_diverged_runs():
-    nothing = dataclasses.replace(result([np.inf, np.inf], np.nan), noise=np.nan)
-    assert labels(plots.sweep_curve(nothing, ax=axes())) == ["final loss", DIVERGED]
+    ax = plots.sweep_curve(result([np.inf, np.inf], np.nan), ax=axes())
+    assert labels(ax) == ["final loss", DIVERGED]
 
 
 def test_before_and_after():

@@ -152,7 +152,9 @@ def test_the_largest_limit_within_noise_of_the_best():
     assert 0.0 < result.final_loss[1] - result.final_loss[0] < result.noise
     table = str(result)
     assert "100    diverged" in table
-    assert f"limit 10: the largest within noise ({result.noise:.2g}) of the best\n" in table
+    assert "limit 10: the largest within noise of the best final loss\n" in table
+    assert result.noises[:2].tolist() == [0.0, result.noise]
+    assert f"  {result.noise:.2g}  " in next(line for line in table.splitlines() if "<-" in line)
     assert table.endswith("diverged: the loss ended not finite, or above its first value")
     assert next(line for line in table.splitlines() if "<- suggested" in line).split()[0] == "10"
 
