@@ -211,7 +211,7 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
     if usable.any():
         noises = np.stack([result.noises[usable], np.zeros(usable.sum())])
         look = {"fmt": "none", "ecolor": BLUE, "elinewidth": 1.2, "capsize": 4}
-        label = "noise: to this, as good as the best"
+        label = "noise: as good as the best if it reaches the dots"
         axes.errorbar(result.limits[usable], means[usable], noises, label=label, **look)
         axes.axhline(means[usable].min(), color=BLUE, linewidth=0.8, linestyle=":")
     if np.isfinite(result.limit):

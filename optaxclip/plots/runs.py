@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from optaxclip.plots.style import COLORS, STYLES, curve, finished, new_axes, with_matplotlib
+from optaxclip.plots.style import (
+    COLORS,
+    STYLES,
+    curve,
+    finished,
+    legend_below,
+    new_axes,
+    with_matplotlib,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,8 +27,6 @@ Curves = Mapping[str, ArrayLike]
 Numbers = np.ndarray[Any, Any]
 LEAST_WIDTH, WIDER = 1.4, 0.25
 """In points, of the line on top, and of each below it."""
-LONGEST_OF_TWO = 32
-"""Letters of a label that has another one beside it."""
 
 
 def loss_curves(
@@ -153,10 +159,7 @@ def shared_legend(figure: "Figure") -> None:
 def legends_below(figure: "Figure") -> None:
     """A legend of its own below each axes of the figure."""
     for ax in figure.axes:
-        handles, labels = ax.get_legend_handles_labels()
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.15)}
-        columns = 2 if max(map(len, labels), default=0) <= LONGEST_OF_TWO else 1
-        ax.legend(handles, labels, ncols=columns, frameon=False, **place)
+        legend_below(ax)
 
 
 def _checked(

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 # For print in grey. As 4 and 7 have no common factor, a pair comes again only after 28 lines.
 STYLES = ("-", "--", "-.", ":")
+LONGEST_BESIDE = 32
+"""Letters of a label that leaves room for axes, or another label, beside it."""
 
 
 @contextlib.contextmanager
@@ -57,6 +59,18 @@ def finished(ax: "Axes", xlabel: str = "step", *, legend: bool) -> "Axes":
     ax.grid(color="0.9")
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
-    if legend:
+    if legend and _longest_label(ax) > LONGEST_BESIDE:
+        legend_below(ax)
+    elif legend:
         ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return ax
+
+
+def legend_below(ax: "Axes") -> None:
+    """A legend below the axes, in two columns if they are narrow enough."""
+    columns = 2 if _longest_label(ax) <= LONGEST_BESIDE else 1
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=columns, frameon=False)
+
+
+def _longest_label(ax: "Axes") -> int:
+    return max(map(len, ax.get_legend_handles_labels()[1]), default=0)

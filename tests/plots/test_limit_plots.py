@@ -145,7 +145,7 @@ def test_sweep_curve_shows_diverged_runs(seeds):
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [2.0, 1.0, np.nan])
     assert "suggested limit 1" in labels(ax)
     (bars,) = ax.containers
-    assert bars.get_label() == "noise: to this, as good as the best"
+    assert bars.get_label() == "noise: as good as the best if it reaches the dots"
     ends = [end[:, 1].tolist() for end in bars.lines[2][0].get_segments()]
     np.testing.assert_allclose(ends, [[1.9, 2.0], [0.9, 1.0]])
 
@@ -159,6 +159,14 @@ def test_before_and_after():
     ax = plots.before_after([3.0, np.nan], [3.0, 2.0], steps=[0, 5], ax=axes())
     assert labels(ax) == ["without clipping", "with clipping", "not finite"]
     assert ax.lines[0].get_xdata().tolist() == [0, 5]
+
+
+def test_a_legend_of_long_labels_leaves_room_for_the_picture():
+    ax = plots.sweep_curve(result([2.0, 1.0, np.inf], 1.0))
+    ax.figure.draw_without_rendering()
+    assert ax.get_window_extent().width > 0.7 * ax.figure.bbox.width
+    box = ax.get_legend().get_window_extent()
+    assert 0 <= box.y0 <= box.y1 <= ax.get_window_extent().y0
 
 
 def test_every_axes_gets_its_own_legend():
