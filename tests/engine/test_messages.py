@@ -88,7 +88,7 @@ WHOLE = {"a": jnp.arange(3), "b": jnp.array([True])}
     ],
 )
 def test_nothing_to_clip_is_said(clip):
-    with pytest.warns(UserWarning, match="no leaf has floating-point entries.* int32"):
+    with pytest.warns(UserWarning, match="no leaf has floating-point entries.* 'int32'"):
         clip(WHOLE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
