@@ -62,6 +62,7 @@ def _with_jax_privacy(size: int) -> Any:
         batch_argnums=(1, 2),
         keep_batch_dim=False,
         microbatch_size=None if size == BATCH else size,
+        dtype=jnp.float32,  # as ours
     )
 
 

@@ -9,6 +9,8 @@ WITH_HISTORY = {"zclip", "autoclip", "adagc"}
 # In reads of the gradients; AGC reads each leaf before any changes, and the parameters.
 MORE_MOVED, MOVED_BY_AGC, MORE_IN_FAST_MEMORY, MOVED_BY_ALL = 0.02, 2.05, 0.35, 1.05
 MORE_TEMPORARY = 0.01
+# A ratio that is 1.00 in two digits.
+EQUAL = 1.005
 KERNELS, KERNELS_WITH_HISTORY, KERNELS_OF_ALL, KERNELS_OF_DEVICES = 4, 8, 12, 6
 
 

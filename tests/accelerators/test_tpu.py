@@ -29,5 +29,5 @@ def test_many_seeds_in_a_scan_wait_for_nothing(both, method):
 @pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")  # jax-privacy calls it
 def test_examples_cost_no_more_than_with_jax_privacy(both, dtype, size):
     ours, theirs = both(V5E, f"examples-{size}", dtype)
-    assert ours.moved <= theirs.moved
-    assert ours.temporary <= theirs.temporary
+    assert ours.moved <= theirs.moved * aims.EQUAL
+    assert ours.temporary <= theirs.temporary * aims.EQUAL
