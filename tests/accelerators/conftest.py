@@ -5,9 +5,11 @@ import pathlib
 import sys
 from importlib.util import find_spec
 
-import aims
 import jax
 import pytest
+
+pytest.register_assert_rewrite("aims")
+import aims
 
 HERE = pathlib.Path(__file__).parent
 # The programs are those of the benchmark, which is no installed package.
