@@ -9,7 +9,6 @@ import jax
 import pytest
 
 pytest.register_assert_rewrite("aims")
-import aims
 
 HERE = pathlib.Path(__file__).parent
 # The programs are those of the benchmark, which is no installed package.
@@ -38,6 +37,8 @@ def _as_users():
 @pytest.fixture(scope="session")
 def both():
     """`both(device, ...)`: what ours and Optax's add to the step of a `Case`."""
+    from aims import OURS, THEIRS
+
     from benchmarks.accelerators.cases import Case, added
 
     compiled = functools.cache(Case.compile)
@@ -45,7 +46,6 @@ def both():
     def measure(*fields, **named):
         case = Case(*fields, **named)
         plain = None if case.is_of_examples else compiled(case.of("no clip"), "no clip")
-        ways = (aims.OURS, aims.THEIRS)
-        return tuple(added(compiled(case.of(way), way), plain) for way in ways)
+        return tuple(added(compiled(case.of(way), way), plain) for way in (OURS, THEIRS))
 
     return measure
