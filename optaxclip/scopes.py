@@ -12,91 +12,16 @@ the groups, the leaves of each, and the axes over which a leaf is reduced.
   `unit()`       | each output unit of a weight (Brock et al., 2021, arXiv 2102.06171)
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
-from optaxclip._base.numerics import promoted
+from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
-from optaxclip._base.types import NormTree, PyTree
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """Groups that are measured together: those of one leaf, or one group of several leaves.
-
-    Attributes:
-      names: the names of its groups; of the leaf where the groups are too many to name.
-      members: positions of the measured leaves; none if this step's tree lacks them.
-      shape: the shape of its norms, `()` for a single group.
-    """
-
-    names: tuple[str, ...]
-    members: tuple[int, ...]
-    shape: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Grouping:
-    """What a scope found out about one tree; static, so part of a compiled function's key.
-
-    Attributes:
-      slots: sorted by their names, which together are sorted too.
-      axes: for each measured leaf, the axes over which it is reduced.
-      layout: how limit rules see the norms: "scalar", one number for the whole tree; "vector", an
-        array with one entry for each name; "dict", one array for each leaf.
-      axis_name: the mapped axes over which every leaf is split, if the user says so.
-      specs: for each measured leaf how it is split, if the user says so.
-    """
-
-    slots: tuple[Slot, ...]
-    axes: tuple[tuple[int, ...], ...]
-    layout: Literal["scalar", "vector", "dict"]
-    axis_name: tuple[str, ...] | None = None
-    specs: tuple[Any, ...] | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all entries of a `ClipInfo`."""
-        return tuple(name for slot in self.slots for name in slot.names)
-
-    def slot_of_leaf(self) -> list[int]:
-        """For each measured leaf, the position of its slot."""
-        slots = {i: n for n, slot in enumerate(self.slots) for i in slot.members}
-        return [slots[i] for i in range(len(slots))]
-
-    def among(self, known: Iterable[str]) -> "Grouping":
-        """The same grouping with a slot without leaves for each known name that it lacks."""
-        absent = set(known) - set(self.names)
-        slots = [*self.slots, *(Slot((name,), ()) for name in absent)]
-        return dataclasses.replace(self, slots=tuple(sorted(slots, key=lambda slot: slot.names)))
-
-    def pack(self, arrays: Sequence[Array]) -> NormTree:
-        """One array per slot as the pytree that limit rules see; NaN for slots without leaves."""
-        if self.layout == "scalar":
-            return arrays[0]
-        present = zip(self.slots, arrays, strict=True)
-        arrays = [x if slot.members else jnp.full_like(x, jnp.nan) for slot, x in present]
-        if self.layout == "dict":
-            return {slot.names[0]: array for slot, array in zip(self.slots, arrays, strict=True)}
-        flat = promoted([jnp.ravel(array) for array in arrays])
-        return jnp.concatenate(flat) if flat else jnp.zeros(0)
-
-    def unpack(self, tree: NormTree) -> list[Array]:
-        """The inverse of `pack`."""
-        if self.layout == "scalar":
-            return [tree]
-        if self.layout == "dict":
-            return [tree[slot.names[0]] for slot in self.slots]
-        sizes = [len(slot.names) for slot in self.slots]
-        pieces = lax.split(tree, sizes) if sizes else []
-        return [piece.reshape(slot.shape) for piece, slot in zip(pieces, self.slots, strict=True)]
-
+from optaxclip._base.types import PyTree
 
 Scope: TypeAlias = Callable[[FlatTree], Grouping]
 """Looks at a tree of gradients and says which of its entries share a norm."""
@@ -117,7 +42,7 @@ def tree() -> Scope:
 
     def assign(flat: FlatTree) -> Grouping:
         picked = flat.picked()
-        everything = Slot(("tree",), tuple(range(len(picked))))
+        everything = Group(("tree",), tuple(range(len(picked))))
         return Grouping((everything,), tuple(_all_axes(leaf) for leaf in picked), "scalar")
 
     return assign
@@ -150,11 +75,11 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
         for label in found:
             if not isinstance(label, str):
                 raise TypeError(f"labels must be strings, got {label!r}")
-        slots = tuple(
-            Slot((label,), tuple(i for i, other in enumerate(found) if other == label))
+        groups = tuple(
+            Group((label,), tuple(i for i, other in enumerate(found) if other == label))
             for label in sorted(set(found))
         )
-        return Grouping(slots, tuple(_all_axes(leaf) for leaf in picked), "vector")
+        return Grouping(groups, tuple(_all_axes(leaf) for leaf in picked), "vector")
 
     return assign
 
@@ -184,7 +109,7 @@ def leaf(stacked: StackedAxes = 0) -> Scope:
         axes = tuple(
             _all_axes(leaf)[count:] for leaf, count in zip(flat.picked(), counts, strict=True)
         )
-        return _one_slot_per_leaf(flat, axes, "vector")
+        return _one_group_per_leaf(flat, axes, "vector")
 
     return assign
 
@@ -210,7 +135,7 @@ def axes(axes: int | Sequence[int]) -> Scope:
     def assign(flat: FlatTree) -> Grouping:
         named = zip(flat.names(), flat.picked(), strict=True)
         reduced = tuple(_normalized(axes, leaf, name) for name, leaf in named)
-        return _one_slot_per_leaf(flat, reduced, "dict")
+        return _one_group_per_leaf(flat, reduced, "dict")
 
     return assign
 
@@ -250,13 +175,15 @@ def unit(
     def assign(flat: FlatTree) -> Grouping:
         counts = _stacked_counts(stacked, flat)
         reduced = []
-        for name, leaf, skip in zip(flat.names(), flat.picked(), counts, strict=True):
+        wholes = flat.whole or [np.shape(leaf) for leaf in flat.picked()]
+        rows = zip(flat.names(), flat.picked(), wholes, counts, strict=True)
+        for name, leaf, whole, skip in rows:
             layer = jax.ShapeDtypeStruct(np.shape(leaf)[skip:], np.float32)
             chosen = axis(name, leaf) if callable(axis) else axis
             if chosen is None:
-                chosen = _fan_in_axes(layer.shape, name)
+                chosen = _fan_in_axes(whole and whole[skip:], layer.shape, name)
             reduced.append(tuple(skip + a for a in _normalized(chosen, layer, name)))
-        return _one_slot_per_leaf(flat, tuple(reduced), "dict")
+        return _one_group_per_leaf(flat, tuple(reduced), "dict")
 
     return assign
 
@@ -265,17 +192,17 @@ def _all_axes(leaf: Any) -> tuple[int, ...]:
     return tuple(range(np.ndim(leaf)))
 
 
-def _one_slot_per_leaf(
+def _one_group_per_leaf(
     flat: FlatTree, axes: tuple[tuple[int, ...], ...], layout: Literal["vector", "dict"]
 ) -> Grouping:
-    slots = []
+    groups = []
     for i, (name, leaf, reduced) in enumerate(zip(flat.names(), flat.picked(), axes, strict=True)):
         if is_sparse(leaf) and len(reduced) < np.ndim(leaf):
             raise ValueError(f"the sparse leaf '{name}' can only be measured as a whole")
         shape = tuple(size for axis, size in enumerate(np.shape(leaf)) if axis not in reduced)
         names = _layer_names(name, shape) if layout == "vector" else (name,)
-        slots.append(Slot(names, (i,), shape))
-    return Grouping(tuple(sorted(slots, key=lambda slot: slot.names)), axes, layout)
+        groups.append(Group(names, (i,), shape))
+    return Grouping(tuple(sorted(groups, key=lambda group: group.names)), axes, layout)
 
 
 def _layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -310,9 +237,17 @@ def _normalized(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[int, .
     return tuple(sorted({axis % rank for axis in chosen}))
 
 
-def _fan_in_axes(shape: tuple[int, ...], name: str) -> tuple[int, ...]:
+def _fan_in_axes(
+    whole: tuple[int, ...] | None, shape: tuple[int, ...], name: str
+) -> tuple[int, ...]:
+    """The axes of a unit, by the shape of the whole layer; `shape` is what this device holds."""
     rank = len(shape)
-    if sum(size != 1 for size in shape) <= 1:
+    if whole is None and rank > 1 and _num_long(shape) <= 1:
+        raise ValueError(
+            f"leaf '{name}' of shape {shape} is a part of what all devices hold, and what a unit is "
+            "follows from the whole shape: pass specs= (a pytree of PartitionSpec), or axis="
+        )
+    if _num_long(shape if whole is None else whole) <= 1:
         return tuple(range(rank))
     if rank in (2, 3):
         return (0,)
@@ -321,3 +256,7 @@ def _fan_in_axes(shape: tuple[int, ...], name: str) -> tuple[int, ...]:
     raise ValueError(
         f"leaf '{name}' has rank {rank} (shape {shape}), for which no unit is defined: pass axis="
     )
+
+
+def _num_long(shape: tuple[int, ...]) -> int:
+    return sum(size != 1 for size in shape)

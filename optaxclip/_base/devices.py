@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from optaxclip._base.types import PyTree
+
 Axes = frozenset[str]
 
 
@@ -85,9 +87,12 @@ def anywhere(flags: Array, axes: Axes) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def largest(x: Array, axes: Axes) -> Array:
-    """The maximum over the devices along these axes; infinite where one of them has NaN."""
+    """The maximum over the devices along these axes; of floats, infinite where one of them has NaN."""
+    if not axes:
+        return x
     # Not every platform's collective maximum hands NaN on.
-    return lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x), tuple(sorted(axes))) if axes else x
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x) if is_float else x, tuple(sorted(axes)))
 
 
 @largest.defjvp
@@ -107,10 +112,12 @@ def explicit_sharding(x: Any) -> tuple[Any, PartitionSpec] | None:
     return sharding.mesh, sharding.spec
 
 
-def is_on_mesh(x: Any) -> bool:
-    """Whether an array's type says anything of devices."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    return bool(varying_axes(x)) or (sharding is not None and not sharding.mesh.empty)
+def in_one_piece(arrays: PyTree) -> bool:
+    """Whether nothing says that some of these arrays lie on several devices."""
+    if manual_axes():
+        return False
+    shardings = (getattr(jax.typeof(x), "sharding", None) for x in jax.tree.leaves(arrays))
+    return all(sharding is None or sharding.mesh.empty for sharding in shardings)
 
 
 def spec_axes(entry: Any) -> Axes:

@@ -96,22 +96,30 @@ def known_size(count: Any) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def rounding_slack(count: Any, dtype: jnp.dtype) -> float:
+def rounding_slack(count: Any, degree: float, eps: float) -> float:
     """How much a factor is lowered so that rounding cannot push a result above its limit.
 
-    The root, the quotient and the product round once each; the error of a sum of `count` squares
-    grows with the depth of the reduction tree.
+    The finish, the quotient and the product round a few times; the error of a sum of `count` powers
+    grows with the depth of the reduction tree, and shrinks by the root.
 
     Args:
       count: number of entries of the group, possibly symbolic.
-      dtype: the accumulation dtype.
+      degree: the power that was summed.
+      eps: of the coarsest dtype in which a product is rounded.
 
     Returns:
-      A relative slack; in float32 5e-7 for 65 entries, 1e-6 for 10 million.
+      A relative slack; for squares in float32 5e-7 for one entry, 1.2e-6 for 10 million.
     """
     size = known_size(count)
     depth = 40 if size is None else math.log2(max(size, 1))
-    return (6 + depth / 2) * float(jnp.finfo(dtype).eps) / 2
+    # Other powers than 1 and 2 are computed by logarithms, to fewer digits.
+    digits = 1 if degree in (1, 2) else 4
+    return (7 + digits * (2 + depth) / degree) * eps / 2
+
+
+def broadcast_over(x: Array, axes: Sequence[int]) -> Array:
+    """`x` with axes of size 1 where a leaf has those that it lacks."""
+    return lax.expand_dims(x, axes) if x.ndim else x
 
 
 def real_parts(x: Array) -> list[Array]:
@@ -126,33 +134,6 @@ def next_toward_zero(x: Array) -> Array:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, bits) - jnp.ones((), bits), x.dtype)
 
 
-def straight_through(value: Array, like: Array) -> Array:
-    """`value`, with the derivative of `like`, which it equals but for rounding."""
-    finite = jnp.where(jnp.isfinite(like), like, 0)
-    return lax.stop_gradient(value) + (finite - lax.stop_gradient(finite))
-
-
-def widened(x: Array) -> Array:
-    """`x` in its accumulation dtype, exactly.
-
-    Of bfloat16 by its bit pattern: a conversion would be shared with others of the same array, and
-    its result stored.
-    """
-    return _widened_bits(x) if x.dtype == jnp.bfloat16 else x.astype(accumulation_dtype(x.dtype))
-
-
-@jax.custom_jvp
-def _widened_bits(x: Array) -> Array:
-    bits = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
-    return lax.bitcast_convert_type(bits << jnp.uint32(16), jnp.float32)
-
-
-@_widened_bits.defjvp
-def _widened_bits_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    wide = _widened_bits(*primals)
-    return wide, tangents[0].astype(wide.dtype)
-
-
 def round_to(x: Array, dtype: jnp.dtype, toward_zero: bool) -> Array:
     """Converts to `dtype`, to nearest or, with `toward_zero`, never away from zero."""
     return x if x.dtype == dtype else _rounded(x, dtype, toward_zero)
@@ -160,8 +141,6 @@ def round_to(x: Array, dtype: jnp.dtype, toward_zero: bool) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _rounded(x: Array, dtype: jnp.dtype, toward_zero: bool) -> Array:
-    if dtype == jnp.bfloat16 and x.dtype == jnp.float32:
-        return _rounded_bits(x, toward_zero)
     y = x.astype(dtype)
     if not toward_zero:
         return y
@@ -174,37 +153,6 @@ def _rounded_jvp(
     dtype: jnp.dtype, toward_zero: bool, primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[Array, Array]:
     return _rounded(*primals, dtype, toward_zero), tangents[0].astype(dtype)
-
-
-def _rounded_bits(x: Array, toward_zero: bool) -> Array:
-    """float32 to bfloat16 on the bit pattern, which unlike a conversion fuses with what follows."""
-    bits, half = lax.bitcast_convert_type(x, jnp.uint32), jnp.uint32(16)
-    if not toward_zero:
-        # To nearest, of two the even one.
-        bits = bits + jnp.uint32(0x7FFF) + ((bits >> half) & jnp.uint32(1))
-    # The payload of a NaN may be in the bits that are lost.
-    bits = jnp.where(jnp.isnan(x), jnp.uint32(0x7FC00000), bits)
-    return lax.bitcast_convert_type((bits >> half).astype(jnp.uint16), jnp.bfloat16)
-
-
-def chosen(flag: Array, x: Array, y: Array) -> Array:
-    """`x` where `flag`, else `y`; of bfloat16 by the bit patterns, as in `widened`."""
-    return (_chosen_bits if x.dtype == jnp.bfloat16 else _select)(flag, x, y)
-
-
-@jax.custom_jvp
-def _chosen_bits(flag: Array, x: Array, y: Array) -> Array:
-    bits = [lax.bitcast_convert_type(z, jnp.uint16) for z in (x, y)]
-    return lax.bitcast_convert_type(_select(flag, *bits), jnp.bfloat16)
-
-
-@_chosen_bits.defjvp
-def _chosen_bits_jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    return _chosen_bits(*primals), _select(primals[0], tangents[1], tangents[2])
-
-
-def _select(flag: Array, x: Array, y: Array) -> Array:
-    return jnp.where(flag, x, y) if flag.ndim else select(flag, x, y)
 
 
 def match_weak_type(x: Array, like: Array) -> Array:

@@ -45,12 +45,15 @@ class FlatTree(NamedTuple):
       leaves: every leaf; a `BCOO` is one leaf.
       treedef: the structure.
       measured: positions of the leaves with real or complex floating entries.
+      whole: for each measured leaf its shape on all devices together, None where that is not known;
+        empty where leaves are as they seem.
     """
 
     paths: list[Path]
     leaves: list[Any]
     treedef: Any
     measured: list[int]
+    whole: Sequence[tuple[int, ...] | None] = ()
 
     def picked(self) -> list[Any]:
         """The measured leaves."""

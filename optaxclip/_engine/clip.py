@@ -32,6 +32,7 @@ from jax import Array
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.transformation import Transformation
+from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, flatten, has_wide, leaf_name
 from optaxclip._base.types import (
     AxisName,
@@ -43,13 +44,13 @@ from optaxclip._base.types import (
     PyTree,
     Threshold,
 )
-from optaxclip._engine.placement import as_axis_names, placed
+from optaxclip._engine.placement import as_axis_names, grouped
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import Method, run, run_norms, zero_norms
 from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response
-from optaxclip.scopes import Grouping, Scope
 from optaxclip.thresholds.fixed import LimitLike, as_limit, at_step, check_limit, given, rule_for
+from optaxclip.scopes import Scope
 
 
 def clip_by(
@@ -113,7 +114,7 @@ def clip_by(
     axis_names = as_axis_names(axis_name)
 
     def init(params: PyTree) -> ClipState:
-        grouping = scope(flatten(params, "params"))
+        grouping = grouped(scope, flatten(params, "params"), axis_names, specs)
         rule = rule_for(limit, grouping.names, grouping.layout)
         norms = zero_norms(grouping, jnp.dtype(jnp.float32))
         info = initial_info(name, grouping, jnp.dtype(jnp.float32))
@@ -131,7 +132,7 @@ def clip_by(
         flat = flatten(updates, "updates")
         state = init(updates) if state is None else state
         check_state(state, ClipState, name)
-        grouping = placed(scope(flat), flat, axis_names, specs)
+        grouping = grouped(scope, flat, axis_names, specs)
         grouping = _among_known(grouping, state.info, name)
         rule = rule_for(limit, grouping.names, grouping.layout)
         picked, rule_state, info = run(
@@ -197,7 +198,7 @@ def clip_tree(
       [0.6        0.79999995] 5.0
     """
     flat = flatten(tree, "tree")
-    grouping = placed(scope(flat), flat, as_axis_names(axis_name), specs)
+    grouping = grouped(scope, flat, as_axis_names(axis_name), specs)
     if isinstance(limits, Limits):
         rule = given(limits)
     else:
@@ -237,7 +238,7 @@ def group_norms(
       specs: as in `clip_by`.
     """
     flat = flatten(tree, "tree")
-    grouping = placed(scope(flat), flat, as_axis_names(axis_name), specs)
+    grouping = grouped(scope, flat, as_axis_names(axis_name), specs)
     return run_norms(flat.picked(), grouping, as_norm(norm))
 
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.devices import anywhere
+from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import is_sparse, with_data
-from optaxclip._engine.placement import of_slots, split_over
-from optaxclip.scopes import Grouping
+from optaxclip._engine.placement import of_groups, split_over
 
 
 def mask(leaves: list[Any], grouping: Grouping) -> tuple[list[Any], list[Array]]:
@@ -21,11 +21,11 @@ def mask(leaves: list[Any], grouping: Grouping) -> tuple[list[Any], list[Array]]
         clean = jnp.where(finite, data, jnp.zeros((), data.dtype))
         masked.append(with_data(leaf, clean))
         bad.append(jnp.any(~finite, axis=None if is_sparse(leaf) else axes))
-    slots = [
+    of_group = [
         functools.reduce(
-            jnp.logical_or, [bad[i] for i in slot.members], jnp.zeros(slot.shape, bool)
+            jnp.logical_or, [bad[i] for i in group.members], jnp.zeros(group.shape, bool)
         )
-        for slot in grouping.slots
+        for group in grouping.groups
     ]
-    over = of_slots(grouping, split_over(leaves, grouping))
-    return masked, [anywhere(*slot) for slot in zip(slots, over, strict=True)]
+    over = of_groups(grouping, split_over(leaves, grouping))
+    return masked, [anywhere(*row) for row in zip(of_group, over, strict=True)]

@@ -1,121 +1,142 @@
-"""From leaves to one norm per group, exact whatever the range and the number format."""
+"""Measure: leaves come in, the norms of their groups go out, exact whatever the range.
+
+  in   leaves `[...]`, floating or complex (or `BCOO`), and which of their entries share a norm
+  out  for each group, or array of groups, of the grouping a `Measured` of its shape
+
+Powers of entries leave float32's range long before norms do. So one pass over a leaf gives its total
+at several scales: of the entries as they are, far down and far up. Totals of the leaves of a group
+are added, then those of devices, in one collective; the total that neither overflowed nor lost its
+small summands is the norm's, with its scale for a unit. Nothing is branched on, ravelled or stored.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.sharding import PartitionSpec
-from jax.typing import ArrayLike
 
-import optaxclip._base.devices as collectives
-from optaxclip._base.exact import refined_root
-from optaxclip._base.numerics import power_of_two_below, rounding_slack
-from optaxclip._engine.across import norms_across
-from optaxclip._engine.blocks import Blocks
-from optaxclip._engine.groups import Groups
+import optaxclip._base.devices as devices
+from optaxclip._base.grouping import Grouping
+from optaxclip._base.numerics import (
+    accumulation_dtype,
+    exponent_below,
+    power_of_two,
+    power_of_two_below,
+    rounding_slack,
+)
+from optaxclip._engine.part import Part
 from optaxclip._engine.placement import known_shardings, norm_spec
-from optaxclip._engine.within import norms_within
 from optaxclip.norms import Norm
-from optaxclip.scopes import Grouping
 
 
 class Measured(NamedTuple):
-    """The norms of a block's groups, `mantissa * unit`.
+    """The norms of a group, or of an array of groups, `mantissa * unit`.
 
     Attributes:
-      mantissa: the norms divided by `unit`, of the block's shape.
-      unit: powers of two: 1, but for groups whose powers leave the range of the dtype.
-      slack: of that shape or `[]`, how much factors must be lowered against rounding.
-      error: the relative rounding error of `mantissa`, where it is known, in small groups; it
-        takes the place of the slack.
+      mantissa: the norms divided by `unit`, of the shape of the groups.
+      unit: powers of two, of that shape: 1, but where totals left the range of the dtype.
+      slack: how much factors must be lowered against rounding; broadcasts to that shape.
     """
 
     mantissa: Array
     unit: Array
     slack: Array
-    error: Array | None = None
 
     @property
     def norm(self) -> Array:
         """The norms; a finite one that the dtype cannot hold is its largest number."""
-        return _product(self.mantissa, self.unit)
+        norm = jnp.minimum(self.mantissa * self.unit, jnp.finfo(self.mantissa.dtype).max)
+        return jnp.where(jnp.isfinite(self.mantissa), norm, self.mantissa)
 
 
-# Compiled by itself so that it is traced once for all blocks.
-@jax.jit
-def _product(mantissa: Array, unit: Array) -> Array:
-    norm = jnp.minimum(mantissa * unit, jnp.finfo(mantissa.dtype).max)
-    return jnp.where(jnp.isfinite(mantissa), norm, mantissa)
-
-
-def measure(
-    leaves: list[Any], grouping: Grouping, norm: Norm, *, side_by_side: bool = True
-) -> tuple[Blocks, list[Measured]]:
-    """The norms of all groups, over all devices.
-
-    Leaves are mapped and summed where they lie: nothing is ravelled, concatenated or stored.
+def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured]:
+    """The norms of all groups, over all devices; float64 if a leaf is, else float32.
 
     Args:
       leaves: floating or complex arrays (or `BCOO`), in the order of the grouping.
       grouping: from a scope.
       norm: the norm.
-      side_by_side: whether leaves of several groups may share a block.
 
     Returns:
-      Which groups are handled together, and the norms of each block of them, float32 or, with
-      64-bit leaves, float64.
+      One for each array of norms, as `Grouping.joined` has them.
     """
     known = known_shardings(leaves, grouping)
     if known is None:
-        groups = Groups.of(leaves, grouping, norm, side_by_side=side_by_side)
-        return groups.blocks, _measure(groups)
-    # One collective of our own in the place of one per leaf.
+        return _measured(Part.of(leaves, grouping, norm))
+    # Where it is known how leaves are split, one collective in the place of the compiler's many.
     mesh, specs = known
-    within, blocks = dataclasses.replace(grouping, specs=specs), Blocks.of(grouping)
+    inside = dataclasses.replace(grouping, specs=specs)
+    found = [norm_spec(grouping, specs, n) for n in range(len(grouping.groups))]
+    out: list[Any] = [(spec, spec, PartitionSpec()) for spec in found]
+    out = [Measured(*specs) for specs in out]
 
     def local(leaves: list[Any]) -> list[Measured]:
-        return _measure(Groups.of(leaves, within, norm)._replace(small=[], blocks=blocks))
+        return _measured(Part.of(leaves, inside, norm))
 
-    by_block = [norm_spec(grouping, specs, block[0]) for block in blocks.slots]
-    results: list[Any] = [(spec, spec, PartitionSpec(), None) for spec in by_block]
-    results = [Measured(*block) for block in results]
-    return blocks, collectives.region(local, mesh, (list(specs),), results)(leaves)
+    return devices.region(local, mesh, (list(specs),), out)(leaves)
 
 
-def _measure(groups: Groups) -> list[Measured]:
-    """The norms of leaves in one piece, or of what one device holds of them."""
-    mantissas, units = norms_across(groups) if any(groups.split) else norms_within(groups)
-    slacks = groups.of_sizes(lambda size: rounding_slack(size, groups.dtype))
-    blocks = zip(groups.blocks.slots, mantissas, units, slacks, strict=True)
-    return [_measured(groups, *block) for block in blocks]
-
-
-def already_measured(norm: Array, size: Any) -> list[Measured]:
-    """A norm of the whole tree that the caller has, as `measure` would return it.
-
-    Args:
-      norm: `[]`, float32 or float64.
-      size: the number of entries of the tree.
-    """
+def already_measured(norm: Array, leaves: list[Any]) -> list[Measured]:
+    """A norm of the whole tree that the caller has, float32 or float64 `[]`, as from `measure`."""
     unit = power_of_two_below(norm)
-    slack = jnp.asarray(rounding_slack(size, norm.dtype)).astype(norm.dtype)
-    return [Measured(norm / unit, unit, slack)]
+    slack = rounding_slack(sum(leaf.size for leaf in leaves), 2, _coarsest(leaves))
+    return [Measured(norm / unit, unit, jnp.asarray(slack).astype(norm.dtype))]
 
 
-def _measured(
-    groups: Groups, block: tuple[int, ...], mantissa: Array, unit: Array, slack: ArrayLike
-) -> Measured:
-    """The norms of a block, to more digits if it is one of small groups."""
-    measured = Measured(mantissa, unit, jnp.asarray(slack).astype(mantissa.dtype))
-    if block[0] not in groups.small or groups.norm.weight is None:
-        return measured
-    parts = zip(block, groups.blocks.split(block, (mantissa, unit)), strict=True)
-    refined = [
-        refined_root(*part, groups.members(slot), weight=groups.norm.weight(groups.sizes[slot]))
-        for slot, part in parts
-    ]
-    columns = zip(*refined, strict=True)
-    mantissa, error = (jnp.stack(column).reshape(mantissa.shape) for column in columns)
-    return measured._replace(mantissa=mantissa, error=error)
+def _measured(part: Part) -> list[Measured]:
+    """The norms with the slack that rounding asks for."""
+    mantissas, units = _differentiable(part)
+    rows = zip(part.sizes(), part.grouping.groups, strict=True)
+    degree = part.norm.degree
+    slacks = part.grouping.numbers(
+        [
+            rounding_slack(size, degree, _coarsest([part.leaves[i] for i in group.members]))
+            for size, group in rows
+        ]
+    )
+    rows = zip(mantissas, units, slacks, strict=True)
+    return [Measured(x, unit, jnp.asarray(slack).astype(x.dtype)) for x, unit, slack in rows]
+
+
+def _coarsest(leaves: list[Any]) -> float:
+    """The epsilon of the coarsest dtype in which entries of these leaves are multiplied."""
+    dtypes = {accumulation_dtype(leaf.dtype) for leaf in leaves}
+    return max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
+
+
+def _differentiable(part: Part) -> tuple[list[Array], list[Array]]:
+    """Mantissas and units, whose derivatives are taken of entries divided by a power of two nearby.
+
+    So no derivative of a power leaves the range where that of the norm does not, and however norms
+    are found, they have derivatives in both modes.
+    """
+
+    @jax.custom_jvp
+    def norms(leaves: list[Any]) -> tuple[list[Array], list[Array]]:
+        return part._replace(leaves=leaves).norms()
+
+    @norms.defjvp
+    def _(primals: tuple[list[Any]], tangents: tuple[list[Any]]) -> Any:
+        mantissas, units = norms(*primals)
+        # Their derivatives are zero, and would be multiplied by squares that leave the range.
+        units = lax.stop_gradient(units)
+        nearby = [_product_below(*pair) for pair in zip(mantissas, units, strict=True)]
+
+        def near(leaves: list[Any]) -> list[Array]:
+            return part._replace(leaves=leaves).divided(nearby)
+
+        _, changes = jax.jvp(near, primals, tangents)
+        rows = zip(changes, nearby, units, strict=True)
+        changes = [change * power / unit for change, power, unit in rows]
+        return (mantissas, units), (changes, [jnp.zeros_like(unit) for unit in units])
+
+    return norms(part.leaves)
+
+
+def _product_below(mantissa: Array, unit: Array) -> Array:
+    """A power of two next to a product that may leave the range."""
+    most = -jnp.finfo(unit.dtype).minexp
+    exponent = exponent_below(mantissa) + exponent_below(unit)
+    return power_of_two(jnp.clip(exponent, -most, most), unit.dtype)

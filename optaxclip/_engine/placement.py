@@ -8,11 +8,13 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-import optaxclip._base.devices as collectives
+import optaxclip._base.devices as devices
 from optaxclip._base.devices import Axes
+from optaxclip._base.grouping import Grouping
+from optaxclip._base.numerics import known_size
 from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
 from optaxclip._base.types import PyTree
-from optaxclip.scopes import Grouping
+from optaxclip.scopes import Scope
 
 _HOW = (
     "pass axis_name= (every leaf is split over it) or specs= (a pytree of PartitionSpec), or clip "
@@ -34,17 +36,34 @@ def as_axis_names(axis_name: Any) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def placed(
-    grouping: Grouping, flat: FlatTree, axis_names: tuple[str, ...] | None, specs: PyTree
+def grouped(
+    scope: Scope, flat: FlatTree, axis_names: tuple[str, ...] | None = None, specs: PyTree = None
 ) -> Grouping:
-    """The grouping together with what the user says of devices.
+    """What a scope makes of a tree, together with what is known of devices.
+
+    Args:
+      scope: from `optaxclip.scopes`.
+      flat: the tree.
+      axis_names: the mapped axes over which every leaf is split, if the user says so.
+      specs: a pytree prefix of the tree with the leaves' specs, if the user says so.
 
     Raises:
       TypeError: if a leaf of `specs` is neither a `PartitionSpec` nor a `NamedSharding`.
       ValueError: if `specs` is not a prefix of the tree, or a spec has more entries than axes.
     """
-    if specs is None:
-        return dataclasses.replace(grouping, axis_name=axis_names) if axis_names else grouping
+    leaves = flat.picked()
+    known = None if specs is None else _checked_specs(specs, flat)
+    whole = _whole_shapes(leaves, frozenset(axis_names or ()), known)
+    grouping = scope(flat._replace(whole=whole))
+    is_known = all(known_size(size) is not None for leaf in leaves for size in np.shape(leaf))
+    one_piece = known is None and not axis_names and devices.in_one_piece(leaves)
+    several = len(grouping.groups) > 1 and all(group.members for group in grouping.groups)
+    return dataclasses.replace(
+        grouping, flat=is_known and one_piece and several, axis_name=axis_names, specs=known
+    )
+
+
+def _checked_specs(specs: PyTree, flat: FlatTree) -> tuple[Any, ...]:
     found = per_leaf(specs, flat, "specs")
     for spec, leaf in zip(found, flat.picked(), strict=True):
         if not isinstance(spec, (PartitionSpec, NamedSharding)):
@@ -53,7 +72,28 @@ def placed(
             )
         if len(as_spec(spec)) > np.ndim(leaf):
             raise ValueError(f"specs has {spec} for a leaf of shape {np.shape(leaf)}")
-    return dataclasses.replace(grouping, axis_name=axis_names, specs=tuple(found))
+    return tuple(found)
+
+
+def _whole_shapes(
+    leaves: Sequence[Any], names: Axes, specs: Sequence[Any] | None
+) -> list[tuple[int, ...] | None]:
+    """The shapes of what all devices hold of each leaf; None where that cannot be known."""
+    manual = devices.manual_axes()
+    if not manual and not names:
+        return []
+    tracked = bool(manual) and devices.tracks(manual)
+
+    def whole(position: int, leaf: Any) -> tuple[int, ...] | None:
+        shape = np.shape(leaf)
+        if specs is not None:
+            split = [devices.spec_axes(entry) & manual for entry in as_spec(specs[position])]
+            split += [Axes()] * (len(shape) - len(split))
+            return tuple(n * devices.num_devices(s) for n, s in zip(shape, split, strict=True))
+        is_whole = tracked and not names - manual and not devices.varying_axes(leaf)
+        return shape if is_whole else None
+
+    return [whole(*row) for row in enumerate(leaves)]
 
 
 def as_spec(spec: Any) -> PartitionSpec:
@@ -78,15 +118,15 @@ def known_shardings(
     """
     for leaf in leaves:
         if not is_sparse(leaf):
-            collectives.refuse_partial_sum(leaf)
-    if collectives.manual_axes() or grouping.axis_name or any(map(is_sparse, leaves)):
+            devices.refuse_partial_sum(leaf)
+    if devices.manual_axes() or grouping.axis_name or any(map(is_sparse, leaves)):
         return None
     if grouping.specs is not None:
-        mesh = collectives.mesh_of(grouping.specs)
+        mesh = devices.mesh_of(grouping.specs)
         if mesh is None:
             raise ValueError("specs= needs a mesh: pass NamedShardings, or use jax.set_mesh")
         return mesh, tuple(as_spec(spec) for spec in grouping.specs)
-    found = [collectives.explicit_sharding(leaf) for leaf in leaves]
+    found = [devices.explicit_sharding(leaf) for leaf in leaves]
     meshes = {mesh for mesh, _ in filter(None, found)}
     if len(meshes) != 1:
         return None
@@ -94,11 +134,11 @@ def known_shardings(
     return meshes.pop(), specs
 
 
-def norm_spec(grouping: Grouping, specs: Sequence[PartitionSpec], slot: int) -> PartitionSpec:
-    """How the norms of a slot are split: as the axes of the leaf that are not reduced."""
-    if grouping.slots[slot].shape == ():
+def norm_spec(grouping: Grouping, specs: Sequence[PartitionSpec], position: int) -> PartitionSpec:
+    """How the norms of a group are split: as the axes of the leaf that are not reduced."""
+    if grouping.groups[position].shape == ():
         return PartitionSpec()
-    (leaf,) = grouping.slots[slot].members
+    (leaf,) = grouping.groups[position].members
     spec, reduced = specs[leaf], grouping.axes[leaf]
     kept = [entry for axis, entry in enumerate(spec) if axis not in reduced]
     return PartitionSpec(*kept)
@@ -110,13 +150,13 @@ def split_over(leaves: Sequence[Any], grouping: Grouping) -> list[Axes]:
     Raises:
       ValueError: where that cannot be known.
     """
-    manual = collectives.manual_axes()
+    manual = devices.manual_axes()
     names = frozenset(grouping.axis_name or ())
     if not manual:
         return [names] * len(leaves)
     # An axis of a surrounding `vmap` has no type to ask.
     outside = names - manual
-    if collectives.tracks(manual):
+    if devices.tracks(manual):
         return [outside | _tracked(leaf, grouping, i) for i, leaf in enumerate(leaves)]
     if grouping.specs is not None:
         return [outside | _by_spec(grouping, i)[0] & manual for i in range(len(leaves))]
@@ -130,18 +170,18 @@ def split_over(leaves: Sequence[Any], grouping: Grouping) -> list[Axes]:
 
 def kept_over(grouping: Grouping) -> list[Axes]:
     """For each leaf the manual axes over which its axes that are not reduced are split."""
-    manual = collectives.manual_axes()
+    manual = devices.manual_axes()
     return [_by_spec(grouping, i)[1] & manual for i in range(len(grouping.axes))]
 
 
-def of_slots(grouping: Grouping, of_leaves: Sequence[Axes]) -> list[Axes]:
-    """For each slot the mesh axes of all its leaves."""
-    return [Axes().union(*(of_leaves[i] for i in slot.members)) for slot in grouping.slots]
+def of_groups(grouping: Grouping, of_leaves: Sequence[Axes]) -> list[Axes]:
+    """For each group the mesh axes of all its leaves."""
+    return [Axes().union(*(of_leaves[i] for i in group.members)) for group in grouping.groups]
 
 
 def _tracked(leaf: Any, grouping: Grouping, position: int) -> Axes:
     """What the leaf's type says, together with its spec where both reduced and kept axes exist."""
-    varying = collectives.varying_axes(leaf)
+    varying = devices.varying_axes(leaf)
     is_whole = len(grouping.axes[position]) == np.ndim(leaf)
     if not varying or (is_whole and grouping.specs is None):
         return varying
@@ -170,7 +210,7 @@ def _by_spec(grouping: Grouping, position: int) -> tuple[Axes, Axes]:
     spec = PartitionSpec() if grouping.specs is None else as_spec(grouping.specs[position])
     for axis, entry in enumerate(spec):
         if axis in grouping.axes[position]:
-            reduced |= collectives.spec_axes(entry)
+            reduced |= devices.spec_axes(entry)
         else:
-            kept |= collectives.spec_axes(entry)
+            kept |= devices.spec_axes(entry)
     return reduced, kept

@@ -1,22 +1,24 @@
-"""What a clip reports: the record of one step, with running counts."""
+"""Record: what a step did comes in, its `ClipInfo` with running counts goes out.
+
+in   for the norms of all groups, as `Grouping.joined` has them: norms, limits, factors, flags
+out  one number for each name of the grouping, `[]` or `[names]`
+"""
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.counters import increased
 from optaxclip._base.devices import Axes, largest, num_devices, total
+from optaxclip._base.grouping import Grouping
 from optaxclip._base.types import ClipInfo
-from optaxclip._engine.blocks import Blocks
-from optaxclip._engine.placement import kept_over, of_slots
-from optaxclip._engine.scale import Multiplier
-from optaxclip.scopes import Grouping
+from optaxclip._engine.placement import kept_over, of_groups
 
-Columns: TypeAlias = tuple[Array, Array, Array, Array, Array]
-"""Norms, limits, factors, which were clipped and which are not finite, as numbers."""
+Columns: TypeAlias = tuple[Array, ...]
+"""Norms, limits, factors, which were clipped and which are not finite, as numbers of one shape."""
 
 
 def initial_info(name: str, grouping: Grouping, dtype: jnp.dtype) -> ClipInfo:
@@ -42,30 +44,29 @@ def initial_info(name: str, grouping: Grouping, dtype: jnp.dtype) -> ClipInfo:
 
 def updated_info(
     old: ClipInfo,
-    blocks: Blocks,
+    grouping: Grouping,
     norms: Sequence[Array],
     limits: Sequence[Array],
-    multipliers: Sequence[Multiplier],
+    factors: Sequence[Array],
     bad: Sequence[Array],
 ) -> ClipInfo:
     """The record after a step.
 
     Args:
       old: the record before it.
-      blocks: the groups; those without leaves at this step keep their record.
-      norms: for each block.
-      limits: the norms above which to act, for each block.
-      multipliers: what the groups were multiplied by, for each block.
-      bad: which groups are not finite, for each block.
+      grouping: the groups; those without leaves at this step keep their record.
+      norms: before the step.
+      limits: the norms above which to act.
+      factors: what the groups were multiplied by.
+      bad: which groups are not finite.
     """
-    grouping = blocks.grouping
-    if not grouping.slots:
+    if not grouping.groups:
         return old
-    factors = [by.factor for by in multipliers]
-    columns = [_columns(*block) for block in zip(norms, limits, factors, bad, strict=True)]
+    columns = [_columns(*row) for row in zip(norms, limits, factors, bad, strict=True)]
     if grouping.layout == "dict":
-        columns = _summaries(blocks, columns)
-    rows = [blocks.by_name(column) for column in zip(*columns, strict=True)]
+        rows = _summaries(grouping, columns)
+    else:
+        rows = [grouping.tree(column) for column in zip(*columns, strict=True)]
     rows = [row.astype(old.norm.dtype) for row in rows]
     norm, limit, factor, clipped, nonfinite = _where_present(grouping, rows, old)
     return old._replace(
@@ -87,7 +88,7 @@ def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> Columns:
 
 def _where_present(grouping: Grouping, new: Sequence[Array], old: ClipInfo) -> list[Array]:
     """The new columns, with the old ones and no event for groups without leaves."""
-    present = [bool(slot.members) for slot in grouping.slots for _ in slot.names]
+    present = [bool(group.members) for group in grouping.groups for _ in group.names]
     if grouping.layout == "scalar" or all(present):
         return list(new)
     nothing = jnp.zeros_like(old.fraction)
@@ -95,30 +96,48 @@ def _where_present(grouping: Grouping, new: Sequence[Array], old: ClipInfo) -> l
     return [jnp.where(jnp.array(present), *pair) for pair in zip(new, before, strict=True)]
 
 
-def _summaries(blocks: Blocks, columns: list[Columns]) -> list[Columns]:
+def _summaries(grouping: Grouping, columns: list[Columns]) -> list[Array]:
     """Columns with one number for each leaf: those of its worst group on any device."""
-    over = of_slots(blocks.grouping, kept_over(blocks.grouping))
-    return [_summary(over[slot], *stacks) for slot, stacks in blocks.by_shape(columns)]
+    over = of_groups(grouping, kept_over(grouping))
+    parted = [grouping.parted(column) for column in zip(*columns, strict=True)]
+    # Leaves alike in one step where they lie in one piece, so that few have to be compiled.
+    alike: dict[Any, list[int]] = {}
+    for n, group in enumerate(grouping.groups):
+        alike.setdefault(group.shape if grouping.flat else n, []).append(n)
+    found: list[Any] = [None] * len(over)
+    for some in alike.values():
+        stacks = [jnp.stack([column[n] for n in some]) for column in parted]
+        rows = zip(*_summary(over[some[0]], *stacks), strict=True)
+        for n, row in zip(some, rows, strict=True):
+            found[n] = row
+    return [jnp.stack(column) for column in zip(*found, strict=True)]
 
 
 def _summary(over: Axes, *columns: Array) -> Columns:
-    """The same of leaves alike, whose groups are split over these axes of the mesh.
-
-    Each column is `[leaves, *groups]`.
-    """
-    norm, trigger, factor, clipped, bad = columns
+    """The same of leaves alike, `[leaves, *groups]`, split over these axes of the mesh."""
+    norm, limit, factor, clipped, bad = columns
     axes = tuple(range(1, norm.ndim))
     if not axes:
-        return norm, trigger, factor, clipped, bad
+        return columns
     if 0 in norm.shape:
         nothing = jnp.zeros(len(norm), norm.dtype)
         return nothing, nothing + jnp.inf, nothing + 1, nothing, nothing
-    # Where the limit is 0 or the norm is not finite, nothing is worse.
-    usable = (trigger > 0) & jnp.isfinite(norm)
-    ratio = jnp.where(usable, norm / jnp.where(usable, trigger, 1), jnp.inf)
-    worst = ratio == largest(jnp.max(ratio, axes, initial=0, keepdims=True), over)
+    # Nothing is worse than a norm that is not finite, and then one whose limit is 0.
+    most = jnp.finfo(norm.dtype).max
+    without = jnp.where(norm > 0, most, 0).astype(norm.dtype)
+    ratio = jnp.where(limit > 0, norm / jnp.where(limit > 0, limit, 1), without)
+    ratio = jnp.where(bad > 0, jnp.inf, jnp.minimum(ratio, most))
+    worst = ratio == largest(jnp.max(ratio, axes, keepdims=True), over)
 
-    found = jnp.stack([*(jnp.where(worst, x, -jnp.inf) for x in (norm, trigger, factor)), bad])
-    found = largest(jnp.max(found, tuple(axis + 1 for axis in axes), initial=-jnp.inf), over)
+    def of_worst(x: Array) -> Array:
+        return jnp.where(worst & ~jnp.isnan(x), x, -jnp.inf)
+
+    no_number = [(worst & jnp.isnan(x)).astype(norm.dtype) for x in (norm, factor)]
+    found = jnp.stack([*map(of_worst, (norm, limit, -factor)), bad, *no_number])
+    found = largest(jnp.max(found, tuple(axis + 1 for axis in axes)), over)
     share = total(jnp.sum(clipped, axes), over) / (math.prod(norm.shape[1:]) * num_devices(over))
-    return found[0], found[1], found[2], share, found[3]
+    norm, factor = (
+        jnp.where(flags > 0, jnp.nan, x)
+        for x, flags in zip((found[0], -found[2]), found[4:], strict=True)
+    )
+    return norm, found[1], factor, share, found[3]

@@ -10,16 +10,15 @@ from jax.core import Tracer
 
 import optaxclip._engine.masked as masked
 import optaxclip.nonfinite as policies
+from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import is_sparse
 from optaxclip._base.types import ClipInfo, NonFinite, NormTree, PyTree, Threshold
-from optaxclip._engine.alike import for_each
-from optaxclip._engine.blocks import Blocks
 from optaxclip._engine.measure import already_measured, measure
 from optaxclip._engine.record import updated_info
-from optaxclip._engine.scale import multiplier, scale
+from optaxclip._engine.respond import Multiplier, multiplier
+from optaxclip._engine.scale import scale
 from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response, as_response
-from optaxclip.scopes import Grouping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +46,8 @@ class Method:
 
 
 def _norms(leaves: list[Any], *, grouping: Grouping, norm: Norm) -> NormTree:
-    blocks, measured = measure(_as_arrays(leaves), grouping, norm)
-    return blocks.pack([block.norm for block in measured])
+    measured = measure(_as_arrays(leaves), grouping, norm)
+    return grouping.tree([each.norm for each in measured])
 
 
 def _clip(
@@ -63,52 +62,71 @@ def _clip(
     method: Method,
     names: tuple[str, ...],
 ) -> tuple[list[Any], PyTree, ClipInfo]:
-    """The way of the data: measure, limit, respond, scale."""
-    leaves, bad = _as_arrays(leaves), []
+    """The way of the data: measure, limit, respond, scale, record."""
+    leaves, bad = _as_arrays(leaves), None
     if method.nonfinite == "mask":
         leaves, bad = masked.mask(leaves, grouping)
     if given is None:
-        blocks, measured = measure(leaves, grouping, method.norm)
+        measured = measure(leaves, grouping, method.norm)
     else:
-        blocks = Blocks.of(grouping)
-        measured = already_measured(given, sum(leaf.size for leaf in leaves))
-    norms = [block.norm for block in measured]
-    triggers, targets, rule_state = _limits(rule, rule_state, blocks, norms, params, method.norm)
-    multipliers = [
-        multiplier(*block, response=method.response, nonfinite=method.nonfinite)
-        for block in zip(measured, triggers, targets, strict=True)
-    ]
-    bad = blocks.gather(bad) if bad else [~jnp.isfinite(block.norm) for block in measured]
+        measured = already_measured(given, leaves)
+    norms = [each.norm for each in measured]
+    bad = [~jnp.isfinite(norm) for norm in norms] if bad is None else grouping.joined(bad)
     if method.nonfinite == "error":
-        for flags, slot in zip(blocks.per_slot(bad), grouping.slots, strict=True):
-            policies.check(flags, method.name, [names[i] for i in slot.members])
-    info = updated_info(info, blocks, norms, triggers, multipliers, bad)
-    rows = list(zip(leaves, blocks.per_leaf(multipliers), strict=True))
-    scaled = for_each(scale, rows, [(axes, method.strict) for axes in grouping.axes])
+        _check(bad, grouping, method.name, names)
+
+    triggers, targets, rule_state = _limits(
+        rule, rule_state, norms, _param_norms(params, grouping, method), grouping
+    )
+    multipliers = [
+        multiplier(*row, response=method.response, nonfinite=method.nonfinite)
+        for row in zip(measured, triggers, targets, strict=True)
+    ]
+    info = updated_info(info, grouping, norms, triggers, [by.factor for by in multipliers], bad)
+    rows = zip(leaves, _by_leaf(multipliers, grouping), grouping.axes, strict=True)
+    scaled = [scale(leaf, by, axes=axes, strict=method.strict) for leaf, by, axes in rows]
     return scaled, rule_state, info
+
+
+def _param_norms(
+    params: list[Any] | None, grouping: Grouping, method: Method
+) -> list[Array] | None:
+    if params is None:
+        return None
+    return [each.norm for each in measure(_as_arrays(params), grouping, method.norm)]
 
 
 def _limits(
     rule: Threshold,
     state: PyTree,
-    blocks: Blocks,
     norms: list[Array],
-    params: list[Any] | None,
-    norm: Norm,
+    param_norms: list[Array] | None,
+    grouping: Grouping,
 ) -> tuple[list[Array], list[Array], PyTree]:
-    """The triggers and targets of all blocks, and the rule's state."""
-    of_params = None
-    if params is not None:
-        theirs, measured = measure(_as_arrays(params), blocks.grouping, norm)
-        of_params = [block.norm for block in measured]
-        if theirs.slots != blocks.slots:
-            of_params = blocks.gather(theirs.per_slot(of_params))
+    """The triggers and targets of all norms, and the rule's state."""
     if rule.memoryless:
-        limits, state = rule.update(norms, state, of_params)
+        limits, state = rule.update(norms, state, param_norms)
         return list(limits.trigger), list(limits.target), state
-    packed = None if of_params is None else blocks.pack(of_params)
-    limits, state = rule.update(blocks.pack(norms), state, packed)
-    return blocks.unpack(limits.trigger), blocks.unpack(limits.target), state
+    of_params = None if param_norms is None else grouping.tree(param_norms)
+    limits, state = rule.update(grouping.tree(norms), state, of_params)
+    return grouping.of_tree(limits.trigger), grouping.of_tree(limits.target), state
+
+
+def _by_leaf(multipliers: list[Multiplier], grouping: Grouping) -> list[Multiplier]:
+    """The multiplier of each leaf."""
+    if not multipliers:
+        return []
+    before = grouping.by_leaf([by.before for by in multipliers])
+    quotient = grouping.by_leaf([by.quotient for by in multipliers])
+    flags = [by.is_zero for by in multipliers if by.is_zero is not None]
+    is_zero = grouping.by_leaf(flags) if flags else [None] * len(before)
+    return [Multiplier(*row) for row in zip(before, quotient, is_zero, strict=True)]
+
+
+def _check(bad: list[Array], grouping: Grouping, name: str, names: tuple[str, ...]) -> None:
+    """Reports groups that are not finite to `checkify`."""
+    for flags, group in zip(grouping.parted(bad), grouping.groups, strict=True):
+        policies.check(flags, name, [names[i] for i in group.members])
 
 
 _compiled_clip = jax.jit(_clip, static_argnames=("grouping", "method", "names"))
@@ -130,7 +148,10 @@ def run_norms(leaves: list[Any], grouping: Grouping, norm: Norm) -> NormTree:
 def zero_norms(grouping: Grouping, dtype: jnp.dtype) -> NormTree:
     """Zeros of the norms' structure and shapes, from which rules make their state."""
     return jax.tree.map(
-        jnp.zeros_like, grouping.pack([jnp.zeros(slot.shape, dtype) for slot in grouping.slots])
+        jnp.zeros_like,
+        grouping.tree(
+            grouping.joined([jnp.zeros(group.shape, dtype) for group in grouping.groups])
+        ),
     )
 
 

@@ -12,6 +12,7 @@ from jax import Array, lax
 
 import optaxclip._base.devices as collectives
 from optaxclip._base.arguments import whole
+from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import NormTree, PyTree
 from optaxclip._engine.step import zero_norms
@@ -27,7 +28,7 @@ from optaxclip.per_example.sums import (
 )
 from optaxclip.per_example.totals import sum_dtype
 from optaxclip.responses import Response
-from optaxclip.scopes import Grouping, Scope
+from optaxclip.scopes import Scope
 
 
 def clipped_grad(

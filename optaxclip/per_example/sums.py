@@ -9,11 +9,11 @@ import numpy as np
 from jax import Array
 
 import optaxclip.scopes as scopes
+from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name
 from optaxclip._base.types import NormTree, PyTree
 from optaxclip.per_example.bounds import (
     ExampleLimit,
-    GroupLimits,
     Split,
     check_example_limit,
     check_split,
@@ -21,7 +21,7 @@ from optaxclip.per_example.bounds import (
 )
 from optaxclip.per_example.lift import Sums, clipped_sums
 from optaxclip.responses import Response, as_response
-from optaxclip.scopes import Grouping, Scope
+from optaxclip.scopes import Scope
 
 WHOLE_EXAMPLE = scopes.tree()
 """The default scope: one norm for all of an example."""
@@ -71,7 +71,7 @@ class ExampleClip(NamedTuple):
         limit = check_example_limit(limit, "limit")
         return cls(limit, scope, as_response(response), check_split(split))
 
-    def limits(self, one: FlatTree) -> tuple[Grouping, list[GroupLimits], Array]:
+    def limits(self, one: FlatTree) -> tuple[Grouping, list[Array], Array]:
         """The groups of one example's tree, their limits, and that of the whole."""
         grouping = self.scope(one)
         return grouping, *group_limits(self.limit, grouping, one, self.split)

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import accumulation_dtype, real_parts
-from optaxclip._engine.scale import Multiplier, scale
-from optaxclip.scopes import Grouping
+from optaxclip._engine.respond import Multiplier
+from optaxclip._engine.scale import scale
 
 
 def sum_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
@@ -17,17 +18,20 @@ def sum_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(dtype) if is_complex else accumulation_dtype(dtype)
 
 
-def totals(leaves: list[Array], slots: list[Multiplier], grouping: Grouping) -> list[Array]:
+def totals(leaves: list[Array], multipliers: list[Multiplier], grouping: Grouping) -> list[Array]:
     """The sums over the examples of each leaf times its multiplier.
 
     Args:
       leaves: `[examples, ...]`, in the dtypes in which they are summed.
-      slots: for each slot of the grouping, multipliers with an axis of examples.
+      multipliers: for each group of the grouping, one with an axis of examples.
       grouping: the groups of one example.
     """
     if not leaves or leaves[0].shape[0] == 0:
         return [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-    by_leaf = [slots[slot] for slot in grouping.slot_of_leaf()]
+    of_leaf = {
+        i: by for by, group in zip(multipliers, grouping.groups, strict=True) for i in group.members
+    }
+    by_leaf = [of_leaf[i] for i in range(len(leaves))]
     axes = grouping.axes
     # XLA fuses product and sum on accelerators; on CPU it would store the products.
     return lax.platform_dependent(
@@ -42,7 +46,7 @@ def _fused(
     leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
 ) -> list[Array]:
     return [
-        jnp.sum(scale(leaf, by, tuple(axis + 1 for axis in reduced), strict=False), axis=0)
+        jnp.sum(scale(leaf, by, axes=tuple(axis + 1 for axis in reduced), strict=False), axis=0)
         for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True)
     ]
 
@@ -71,8 +75,6 @@ def _products(
     """Matrix products, right where nothing is dropped or out of range."""
     return [
         _product(leaf, by.quotient, reduced)
-        if by.exact is None
-        else _fused([leaf], [by], axes=(reduced,))[0]
         for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True)
     ]
 
@@ -103,7 +105,7 @@ def _one_by_one(
             lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), (leaves, multipliers)
         )
         pairs = zip(example, by_leaf, axes, strict=True)
-        return [scale(leaf, by, reduced, strict=False) for leaf, by, reduced in pairs]
+        return [scale(leaf, by, axes=reduced, strict=False) for leaf, by, reduced in pairs]
 
     def add(i: Array, totals: list[Array]) -> list[Array]:
         return jax.tree.map(jnp.add, totals, scaled(i))

@@ -1,0 +1,244 @@
+"""Leaves in one piece, or what one device holds of them, and the norms of their groups.
+
+  in   leaves `[...]` and a grouping
+  out  mantissas and units, as `Grouping.joined` has the norms of all groups
+
+Every step is over the leaves, then over the groups that they belong to, then over devices.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+import optaxclip._base.devices as devices
+import optaxclip._engine.cpu as cpu
+import optaxclip._engine.scales as scales
+from optaxclip._base.devices import Axes
+from optaxclip._base.grouping import Group, Grouping
+from optaxclip._base.numerics import broadcast_over, known_size, power_of_two_below
+from optaxclip._base.trees import has_wide, is_sparse
+from optaxclip._engine.placement import of_groups, split_over
+from optaxclip._engine.scales import Totals
+from optaxclip.norms import Norm
+
+
+class Part(NamedTuple):
+    """Leaves to be measured.
+
+    Attributes:
+      leaves: the arrays.
+      grouping: which entries share a norm.
+      norm: the norm.
+      split: for each leaf, the axes of the mesh over which the entries of a group are split.
+      dtype: that of the norms.
+    """
+
+    leaves: list[Any]
+    grouping: Grouping
+    norm: Norm
+    split: list[Axes]
+    dtype: jnp.dtype
+
+    @classmethod
+    def of(cls, leaves: list[Any], grouping: Grouping, norm: Norm) -> "Part":
+        """These leaves, and what is to be known of them."""
+        wide = has_wide({leaf.dtype for leaf in leaves})
+        dtype = jnp.dtype(jnp.float64 if wide else jnp.float32)
+        return cls(leaves, grouping, norm, split_over(leaves, grouping), dtype)
+
+    def norms(self) -> tuple[list[Array], list[Array]]:
+        """The mantissas and units of all norms."""
+        if not self.leaves:
+            nothing = [jnp.zeros(group.shape, self.dtype) for group in self.grouping.groups]
+            return nothing, [jnp.ones_like(x) for x in nothing]
+        if self.norm.is_max:
+            return self._largest()
+        if self.norm.degree not in (1, 2):
+            # Other powers leave the range too easily: their unit is that of the largest entry.
+            rows = zip(*self._largest(), strict=True)
+            units = [power_of_two_below(largest) * unit for largest, unit in rows]
+            return self.divided(units), units
+        lows = self.grouping.numbers([scales.least(size, self.dtype) for size in self.sizes()])
+        rows = zip(self._totals(lows), lows, strict=True)
+        usable = [scales.usable(found, low) for found, low in rows]
+        return self._finished([total for total, _ in usable]), [unit for _, unit in usable]
+
+    def divided(self, units: list[Array]) -> list[Array]:
+        """The norms of entries divided by powers of two, in steps that JAX can differentiate."""
+        by_leaf = self.grouping.by_leaf([1 / unit for unit in units])
+        parts: list[Totals] = []
+        for leaf, axes, by in zip(self.leaves, self._axes(), by_leaf, strict=True):
+            entries = scales.entries(leaf, self.dtype)
+            mapped = self.norm.map(scales.times(entries, broadcast_over(by, axes)))
+            is_max = self.norm.is_max
+            parts.append(
+                (jnp.max(mapped, axes, initial=0) if is_max else cpu.sum_over(mapped, axes),)
+            )
+        return self._finished(
+            [total for (total,) in self._combined(parts, by_max=self.norm.is_max)]
+        )
+
+    def sizes(self) -> list[Any]:
+        """For each group, how many entries share its norm on all devices; symbolic if shapes are."""
+        rows = zip(self.leaves, self.grouping.axes, self.split, strict=True)
+        counts = [
+            math.prod(np.shape(leaf)[axis] for axis in axes) * devices.num_devices(over)
+            for leaf, axes, over in rows
+        ]
+        return [sum(counts[i] for i in group.members) for group in self.grouping.groups]
+
+    def _axes(self) -> list[tuple[int, ...]]:
+        """For each leaf the axes to reduce: of a sparse one, those of its stored entries."""
+        rows = zip(self.leaves, self.grouping.axes, strict=True)
+        return [tuple(range(x.data.ndim)) if is_sparse(x) else axes for x, axes in rows]
+
+    def _finished(self, totals: list[Array]) -> list[Array]:
+        sizes = [size if known_size(size) is None else max(size, 1) for size in self.sizes()]
+        rows = zip(totals, self.grouping.numbers(sizes), strict=True)
+        return [self.norm.finish(x, jnp.asarray(size).astype(x.dtype)) for x, size in rows]
+
+    def _totals(self, lows: list[Any]) -> list[Totals]:
+        """The totals of all norms, at all scales."""
+        options = {"norm": self.norm, "dtype": self.dtype}
+        if devices.in_one_piece(self.leaves):
+            on_cpu = functools.partial(
+                cpu.totals, axes=self._axes(), lows=lows, join=self._combined, **options
+            )
+            at_once = functools.partial(_each, axes=self._axes(), of_leaf=_at_once, **options)
+            return lax.platform_dependent(
+                self.leaves, cpu=on_cpu, default=lambda leaves: self._combined(at_once(leaves))
+            )
+        # Of a variadic reduction a partitioner gathers the parts; those of plain sums it adds.
+        of_leaf = _by_platform if devices.manual_axes() else _one_by_one
+        return self._combined(_each(self.leaves, axes=self._axes(), of_leaf=of_leaf, **options))
+
+    def _largest(self) -> tuple[list[Array], list[Array]]:
+        """The largest moduli, and their units: half the modulus of a finite complex entry is finite."""
+        unit = 2.0 if any(jnp.iscomplexobj(leaf) for leaf in self.leaves) else 1.0
+        rows = zip(self.leaves, self._axes(), strict=True)
+        parts = [
+            (_largest_bits(leaf, 1 / unit, axes=axes, dtype=self.dtype),) for leaf, axes in rows
+        ]
+        found = [
+            lax.bitcast_convert_type(x, self.dtype) for (x,) in self._combined(parts, by_max=True)
+        ]
+        return found, [jnp.full_like(x, unit) for x in found]
+
+    def _combined(self, parts: list[Totals], *, by_max: bool = False) -> list[Totals]:
+        """From one total (or one for each scale) of each leaf to those of all norms, over devices."""
+        width = len(parts[0]) if parts else 1
+        dtype = parts[0][0].dtype if parts else self.dtype
+        combine = lax.max if by_max else lax.add
+        over = of_groups(self.grouping, self.split)
+        everywhere = Axes().union(
+            *(x for x, g in zip(over, self.grouping.groups, strict=True) if g.shape == ())
+        )
+
+        def of_group(group: Group, axes: Axes) -> Totals:
+            if not group.members:
+                return (jnp.zeros(group.shape, dtype),) * width
+            shares = [
+                parts[i]
+                if group.shape
+                else _shares(parts[i], everywhere, self.split[i], by_max=by_max)
+                for i in group.members
+            ]
+            total = tuple(scales.joined(column, combine) for column in zip(*shares, strict=True))
+            return _over_devices([total], axes, by_max=by_max)[0] if group.shape else total
+
+        rows = zip(self.grouping.groups, over, strict=True)
+        found = [of_group(*row) for row in rows]
+        single = [
+            n for n, group in enumerate(self.grouping.groups) if group.shape == () and group.members
+        ]
+        for n, total in zip(
+            single,
+            _over_devices([found[n] for n in single], everywhere, by_max=by_max),
+            strict=True,
+        ):
+            found[n] = total
+        columns = [self.grouping.joined(column) for column in zip(*found, strict=True)]
+        return list(zip(*columns, strict=True))
+
+
+def _shares(totals: Totals, everywhere: Axes, split: Axes, *, by_max: bool) -> Totals:
+    """This device's share of totals that are replicated along some axes: what all of them add up to.
+
+    Along those, others of the group are split; so one sum over all devices counts everything once.
+    """
+    if not everywhere:
+        return totals
+    replicas = 1 if by_max else devices.num_devices(everywhere - split)
+    varying = everywhere & devices.manual_axes()
+    return tuple(devices.vary(x if replicas == 1 else x / replicas, varying) for x in totals)
+
+
+def _over_devices(totals: list[Totals], axes: Axes, *, by_max: bool) -> list[Totals]:
+    """Totals of one shape over the devices along these axes, in one collective."""
+    if not axes or not totals:
+        return totals
+    stack = jnp.stack([jnp.stack(total) for total in totals])
+    combined = (devices.largest if by_max else devices.total)(stack, axes)
+    return [tuple(row[k] for k in range(len(row))) for row in combined]
+
+
+def _each(
+    leaves: list[Any],
+    *,
+    axes: list[tuple[int, ...]],
+    of_leaf: Callable[..., Totals],
+    norm: Norm,
+    dtype: jnp.dtype,
+) -> list[Totals]:
+    """The totals of each leaf at all scales."""
+    rows = zip(leaves, axes, strict=True)
+    return [of_leaf(leaf, axes=over, norm=norm, dtype=dtype) for leaf, over in rows]
+
+
+# Compiled by themselves, as those that follow, so that they are traced once for leaves alike.
+@functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
+def _at_once(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> Totals:
+    """In one variadic reduction, which a GPU runs as one kernel."""
+    summands = _summands(leaf, norm, dtype)
+    return tuple(lax.reduce(summands, (dtype.type(0),) * len(summands), _added, axes))
+
+
+@functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
+def _one_by_one(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> Totals:
+    """In plain sums, which a TPU takes in one pass too."""
+    return tuple(cpu.sum_over(x, axes) for x in _summands(leaf, norm, dtype))
+
+
+def _by_platform(leaf: Any, **options: Any) -> Totals:
+    ways = [functools.partial(way, **options) for way in (_one_by_one, _at_once)]
+    return lax.platform_dependent(leaf, cpu=ways[0], default=ways[1])
+
+
+def _summands(leaf: Any, norm: Norm, dtype: jnp.dtype) -> Totals:
+    x = scales.entries(leaf, dtype)
+    return tuple(
+        norm.map(x if by == 1 else scales.times(x, by)) for by in scales.scales(norm, dtype)
+    )
+
+
+def _added(sums: Totals, more: Totals) -> Totals:
+    return tuple(x + y for x, y in zip(sums, more, strict=True))
+
+
+@functools.partial(jax.jit, static_argnames=("axes", "dtype"))
+def _largest_bits(leaf: Any, by: float, *, axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """The largest modulus as an integer.
+
+    The bits of floats of at least 0 are in the order of the floats, with NaN above infinity: so no
+    maximum over devices loses a NaN, as XLA's collective on CPU does with floats.
+    """
+    modulus = jnp.abs(scales.times(scales.entries(leaf, dtype), by))
+    integer = jnp.dtype(f"int{jnp.finfo(dtype).bits}")
+    bits = lax.bitcast_convert_type(modulus, integer) & integer.type(jnp.iinfo(integer).max)
+    return jnp.max(bits, axes, initial=0)

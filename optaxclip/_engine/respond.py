@@ -1,0 +1,114 @@
+"""Respond: norms and their limits come in, what the groups are multiplied by goes out.
+
+in   norms, triggers and targets, all of one shape
+out  a `Multiplier` of that shape
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from optaxclip._base.numerics import exponent_below, power_of_two, select
+from optaxclip._base.types import NonFinite
+from optaxclip._engine.measure import Measured
+from optaxclip.responses import Response
+
+
+class Multiplier(NamedTuple):
+    """What groups are multiplied by; every field has the shape of their norms.
+
+    Attributes:
+      before: a power of two that takes entries to where no product is subnormal, 1 mostly; 0 where
+        the group is left as it is, bit for bit.
+      quotient: the factor divided by `before`.
+      is_zero: where the group is replaced by zeros, whatever it holds, if that is the policy.
+    """
+
+    before: Array
+    quotient: Array
+    is_zero: Array | None
+
+    @property
+    def is_identity(self) -> Array:
+        """Where the group is left as it is."""
+        return self.before == 0
+
+    @property
+    def factor(self) -> Array:
+        """What the group is multiplied by."""
+        return jnp.where(self.is_identity, 1, self.before * self.quotient)
+
+
+# Compiled by itself so that it is traced once for norms of one shape.
+@functools.partial(jax.jit, static_argnames=("response", "nonfinite"))
+def multiplier(
+    measured: Measured,
+    trigger: Array,
+    target: Array,
+    *,
+    response: Response,
+    nonfinite: NonFinite,
+) -> Multiplier:
+    """From norms and their limits to what the groups are multiplied by.
+
+    Args:
+      measured: the norms.
+      trigger: the norms above which to act.
+      target: the norms to reach.
+      response: the new norms from these three.
+      nonfinite: what becomes of groups whose norm is not finite.
+    """
+    norm = measured.norm
+    new = response(norm, trigger.astype(norm.dtype), target.astype(norm.dtype))
+    # A response may be one number for many norms, and limits know shapes that norms of missing
+    # leaves lack.
+    new, norm, mantissa, unit_of_group, slack = jnp.broadcast_arrays(
+        jnp.asarray(new).astype(norm.dtype), norm, *measured
+    )
+    bad = ~jnp.isfinite(norm)
+    keep = (new == norm) & ~bad
+    # On exponents, as the compiler would multiply divisors first, which overflows.
+    exponents = [exponent_below(x) for x in (new, mantissa, unit_of_group)]
+    size, unit = (power_of_two(exponent, norm.dtype) for exponent in exponents[:2])
+    around = _around(*exponents, lowest=jnp.finfo(norm.dtype).minexp // 2)
+    inverse_before, after = (power_of_two(exponent, norm.dtype) for exponent in around)
+    is_zero = mantissa == 0
+    # A zero group stays zero under any limit, but a NaN limit still shows.
+    numerator = select(is_zero, select(jnp.isnan(new), new, 1), new / size)
+    denominator = select(is_zero, 1, mantissa / unit)
+    numerator = numerator * (1 - slack) * after
+
+    def unless_idle(x: Array) -> Array:
+        return select(bad | keep, 1, x)
+
+    # Divisions come last: XLA on CPU stores their results, where it would do cheaper steps once more
+    # for each leaf, among the entries.
+    before = (~keep).astype(norm.dtype) / unless_idle(inverse_before)
+    replacement = 0.0 if nonfinite == "zero" else jnp.nan
+    quotient = select(bad, replacement, unless_idle(numerator)) / unless_idle(denominator)
+    return Multiplier(before, quotient, bad if nonfinite == "zero" else None)
+
+
+def _around(size: Array, unit: Array, unit_of_group: Array, *, lowest: int) -> tuple[Array, Array]:
+    """Powers of two with the quotient `size / (unit * unit_of_group)`, which may leave the range.
+
+    Entries are divided by the first, multiplied by a number near 1, and by the second: what
+    underflows on the way would do so in the end.
+
+    Args:
+      size: the exponent of the new norm.
+      unit: the exponent of the mantissa of the norm.
+      unit_of_group: the exponent of the unit of that mantissa.
+      lowest: the exponent of a factor below which it is taken in two steps.
+
+    Returns:
+      Two exponents.
+    """
+    norm = unit + unit_of_group
+    factor = size - norm
+    down = select(factor < lowest, -(factor >> 1), 0)
+    is_small = norm < 0
+    return select(is_small, norm, down), select(is_small, size, factor + down)
