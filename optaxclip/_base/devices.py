@@ -120,6 +120,35 @@ def in_one_piece(arrays: PyTree) -> bool:
     return all(sharding is None or sharding.mesh.empty for sharding in shardings)
 
 
+def explicit_mesh(arrays: Iterable[Any]) -> Any:
+    """The one explicit mesh on which the types of these arrays say that they are split, or None."""
+    meshes = {known[0] for known in map(explicit_sharding, arrays) if known}
+    return meshes.pop() if len(meshes) == 1 else None
+
+
+def automatic(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[..., Any]:
+    """`fn`, in which the compiler splits what it computes over an explicit mesh.
+
+    Args:
+      fn: a function of pytrees.
+      mesh: the mesh.
+      out_specs: for each array that it returns, how it is split: a `PartitionSpec`.
+    """
+    is_spec = functools.partial(_is_instance, kind=PartitionSpec)
+    shardings = jax.tree.map(functools.partial(NamedSharding, mesh), out_specs, is_leaf=is_spec)
+    return jax.sharding.auto_axes(fn, out_sharding=shardings)
+
+
+def spec_of(x: Any) -> PartitionSpec:
+    """How an array lies on an explicit mesh, as its type says."""
+    known = explicit_sharding(x)
+    return PartitionSpec() if known is None else known[1]
+
+
+def _is_instance(x: Any, kind: type) -> bool:
+    return isinstance(x, kind)
+
+
 def spec_axes(entry: Any) -> Axes:
     """The mesh axes over which a spec splits one dimension."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:

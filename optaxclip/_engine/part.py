@@ -8,7 +8,6 @@ Every step is over the leaves, then over the groups that they belong to, then ov
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from jax import Array, lax
 
 import optaxclip._base.devices as devices
 import optaxclip._engine.cpu as cpu
+import optaxclip._engine.gpu as gpu
 import optaxclip._engine.scales as scales
 from optaxclip._base.devices import Axes
 from optaxclip._base.grouping import Group, Grouping
@@ -105,18 +105,30 @@ class Part(NamedTuple):
 
     def _totals(self, lows: list[Any]) -> list[Totals]:
         """The totals of all norms, at all scales."""
-        options = {"norm": self.norm, "dtype": self.dtype}
-        if devices.in_one_piece(self.leaves):
-            on_cpu = functools.partial(
-                cpu.totals, axes=self._axes(), lows=lows, join=self._combined, **options
-            )
-            at_once = functools.partial(_each, axes=self._axes(), of_leaf=_at_once, **options)
-            return lax.platform_dependent(
-                self.leaves, cpu=on_cpu, default=lambda leaves: self._combined(at_once(leaves))
-            )
-        # Of a variadic reduction a partitioner gathers the parts; those of plain sums it adds.
-        of_leaf = _by_platform if devices.manual_axes() else _one_by_one
-        return self._combined(_each(self.leaves, axes=self._axes(), of_leaf=of_leaf, **options))
+        each = functools.partial(
+            _each,
+            axes=self._axes(),
+            norm=self.norm,
+            dtype=self.dtype,
+            is_known=not self._is_hidden(),
+        )
+        if not devices.in_one_piece(self.leaves):
+            return self._combined(each(self.leaves))
+        on_cpu = functools.partial(
+            cpu.totals,
+            axes=self._axes(),
+            lows=lows,
+            join=self._combined,
+            norm=self.norm,
+            dtype=self.dtype,
+        )
+        return lax.platform_dependent(
+            self.leaves, cpu=on_cpu, default=lambda leaves: self._combined(each(leaves))
+        )
+
+    def _is_hidden(self) -> bool:
+        """Whether only the compiler knows how leaves are split over devices."""
+        return not devices.manual_axes() and not devices.in_one_piece(self.leaves)
 
     def _largest(self) -> tuple[list[Array], list[Array]]:
         """The largest moduli, and their units: half the modulus of a finite complex entry is finite."""
@@ -192,16 +204,25 @@ def _each(
     leaves: list[Any],
     *,
     axes: list[tuple[int, ...]],
-    of_leaf: Callable[..., Totals],
     norm: Norm,
     dtype: jnp.dtype,
+    is_known: bool,
 ) -> list[Totals]:
-    """The totals of each leaf at all scales."""
-    rows = zip(leaves, axes, strict=True)
-    return [of_leaf(leaf, axes=over, norm=norm, dtype=dtype) for leaf, over in rows]
+    """The totals of each leaf at all scales, in the way that suits the platform."""
+    found = []
+    for leaf, over in zip(leaves, axes, strict=True):
+        ways = {"cpu": _one_by_one, "default": _one_by_one}
+        if is_known and len(over) == np.ndim(leaf):
+            ways["default"] = _at_once
+        elif dtype == jnp.float32:
+            ways |= {"cuda": gpu.from_float64, "rocm": gpu.from_float64}
+        options = {"axes": over, "norm": norm, "dtype": dtype}
+        branches = {name: functools.partial(way, **options) for name, way in ways.items()}
+        found.append(lax.platform_dependent(leaf, **branches))
+    return found
 
 
-# Compiled by themselves, as those that follow, so that they are traced once for leaves alike.
+# Compiled by themselves, as `_largest_bits`, so that they are traced once for leaves alike.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def _at_once(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> Totals:
     """In one variadic reduction, which a GPU runs as one kernel."""
@@ -211,13 +232,8 @@ def _at_once(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) 
 
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def _one_by_one(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> Totals:
-    """In plain sums, which a TPU takes in one pass too."""
+    """In plain sums: a TPU takes them in one pass too, and a partitioner adds their parts."""
     return tuple(cpu.sum_over(x, axes) for x in _summands(leaf, norm, dtype))
-
-
-def _by_platform(leaf: Any, **options: Any) -> Totals:
-    ways = [functools.partial(way, **options) for way in (_one_by_one, _at_once)]
-    return lax.platform_dependent(leaf, cpu=ways[0], default=ways[1])
 
 
 def _summands(leaf: Any, norm: Norm, dtype: jnp.dtype) -> Totals:

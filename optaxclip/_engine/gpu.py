@@ -1,0 +1,25 @@
+"""All that is there for XLA on GPUs alone, with what it buys.
+
+XLA runs one variadic reduction of a whole leaf as one kernel. But of one over some axes it stores the
+summands, three plain sums over columns do not fit into one kernel, and of a leaf that is split over
+devices in a way that only the compiler knows a partitioner gathers the parts. One sum in float64 has
+the range of all three: AGC reads gradients and weights once in the place of twice (H100, 4 layers of
+2048: 2.01 reads in the place of 4.05).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optaxclip._engine.scales import Totals, entries, scales
+from optaxclip.norms import Norm
+
+
+def from_float64(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> Totals:
+    """The totals of a leaf at all scales in float32, from one sum in float64."""
+    with jax.enable_x64(True):
+        total = lax.reduce_sum(norm.map(entries(leaf, jnp.dtype(jnp.float64))), axes)
+        found = [total * by**norm.degree for by in scales(norm, dtype)]
+        return tuple(x.astype(dtype) for x in found)
