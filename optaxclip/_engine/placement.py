@@ -1,7 +1,8 @@
 """Where the entries of a group lie: which leaves are split over devices, and how."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -101,6 +102,36 @@ def as_spec(spec: Any) -> PartitionSpec:
     return spec.spec if isinstance(spec, NamedSharding) else spec
 
 
+def on_explicit_mesh(
+    steps: Callable[..., Any],
+    out_specs: Callable[[Grouping], PyTree],
+    leaves: Sequence[Any],
+    grouping: Grouping,
+) -> Callable[..., Any]:
+    """`steps` for leaves that may be split over an explicit mesh, as their types then say.
+
+    There it runs as on an automatic mesh with these specs: one way for both.
+
+    Args:
+      steps: a function with the keyword `grouping`.
+      out_specs: how what it returns is split, from the grouping with the specs of all leaves.
+      leaves: the measured leaves.
+      grouping: their groups.
+
+    Raises:
+      ValueError: for a leaf that is a partial sum.
+    """
+    dense = [leaf for leaf in leaves if not is_sparse(leaf)]
+    for leaf in dense:
+        devices.refuse_partial_sum(leaf)
+    mesh = devices.explicit_mesh(dense)
+    if mesh is None or len(dense) < len(leaves) or devices.manual_axes() or grouping.axis_name:
+        return functools.partial(steps, grouping=grouping)
+    grouping = dataclasses.replace(grouping, specs=tuple(map(devices.spec_of, leaves)))
+    run = functools.partial(steps, grouping=grouping)
+    return devices.automatic(run, mesh, out_specs(grouping))
+
+
 def known_shardings(
     leaves: Sequence[Any], grouping: Grouping
 ) -> tuple[Any, tuple[PartitionSpec, ...]] | None:
@@ -108,30 +139,21 @@ def known_shardings(
 
     Args:
       leaves: the measured leaves.
-      grouping: with the user's specs, if any; for explicit meshes the types say it.
+      grouping: with the specs, if any.
 
     Returns:
       None inside a manual region, for arrays in one piece, and where only the compiler knows.
 
     Raises:
-      ValueError: for a partial sum, and for specs without a mesh.
+      ValueError: for specs without a mesh.
     """
-    for leaf in leaves:
-        if not is_sparse(leaf):
-            devices.refuse_partial_sum(leaf)
-    if devices.manual_axes() or grouping.axis_name or any(map(is_sparse, leaves)):
+    is_hidden = grouping.axis_name or any(map(is_sparse, leaves))
+    if grouping.specs is None or is_hidden or devices.manual_axes():
         return None
-    if grouping.specs is not None:
-        mesh = devices.mesh_of(grouping.specs)
-        if mesh is None:
-            raise ValueError("specs= needs a mesh: pass NamedShardings, or use jax.set_mesh")
-        return mesh, tuple(as_spec(spec) for spec in grouping.specs)
-    found = [devices.explicit_sharding(leaf) for leaf in leaves]
-    meshes = {mesh for mesh, _ in filter(None, found)}
-    if len(meshes) != 1:
-        return None
-    specs = tuple(PartitionSpec() if known is None else known[1] for known in found)
-    return meshes.pop(), specs
+    mesh = devices.mesh_of(grouping.specs)
+    if mesh is None:
+        raise ValueError("specs= needs a mesh: pass NamedShardings, or use jax.set_mesh")
+    return mesh, tuple(as_spec(spec) for spec in grouping.specs)
 
 
 def norm_spec(grouping: Grouping, specs: Sequence[PartitionSpec], position: int) -> PartitionSpec:
@@ -142,6 +164,16 @@ def norm_spec(grouping: Grouping, specs: Sequence[PartitionSpec], position: int)
     spec, reduced = specs[leaf], grouping.axes[leaf]
     kept = [entry for axis, entry in enumerate(spec) if axis not in reduced]
     return PartitionSpec(*kept)
+
+
+def specs_of_norms(grouping: Grouping) -> PyTree:
+    """How norms are split, as limit rules see them."""
+    if grouping.layout != "dict":
+        return PartitionSpec()
+    specs = [as_spec(spec) for spec in grouping.specs or ()]
+    return {
+        group.names[0]: norm_spec(grouping, specs, n) for n, group in enumerate(grouping.groups)
+    }
 
 
 def split_over(leaves: Sequence[Any], grouping: Grouping) -> list[Axes]:

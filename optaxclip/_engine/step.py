@@ -1,6 +1,7 @@
 """The traced part of a clip: leaves and limits in, clipped leaves, rule state and record out."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,12 +9,14 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
+import optaxclip._base.devices as devices
 import optaxclip._engine.masked as masked
 import optaxclip.nonfinite as policies
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import is_sparse
 from optaxclip._base.types import ClipInfo, NonFinite, NormTree, PyTree, Threshold
 from optaxclip._engine.measure import already_measured, measure
+from optaxclip._engine.placement import as_spec, on_explicit_mesh, specs_of_norms
 from optaxclip._engine.record import updated_info
 from optaxclip._engine.respond import Multiplier, multiplier
 from optaxclip._engine.scale import scale
@@ -46,11 +49,35 @@ class Method:
 
 
 def _norms(leaves: list[Any], *, grouping: Grouping, norm: Norm) -> NormTree:
-    measured = measure(_as_arrays(leaves), grouping, norm)
-    return grouping.tree([each.norm for each in measured])
+    def steps(leaves: list[Any], grouping: Grouping) -> NormTree:
+        return grouping.tree([each.norm for each in measure(leaves, grouping, norm)])
+
+    leaves = _as_arrays(leaves)
+    return on_explicit_mesh(steps, specs_of_norms, leaves, grouping)(leaves)
 
 
 def _clip(
+    leaves: list[Any],
+    params: list[Any] | None,
+    rule: Threshold,
+    rule_state: PyTree,
+    info: ClipInfo,
+    given: Array | None,
+    *,
+    grouping: Grouping,
+    **static: Any,
+) -> tuple[list[Any], PyTree, ClipInfo]:
+    def out_specs(grouping: Grouping) -> PyTree:
+        specs = [as_spec(spec) for spec in grouping.specs or ()]
+        return specs, *jax.tree.map(devices.spec_of, (rule_state, info))
+
+    leaves, params = _as_arrays(leaves), None if params is None else _as_arrays(params)
+    steps = functools.partial(_steps, **static)
+    run = on_explicit_mesh(steps, out_specs, leaves, grouping)
+    return run(leaves, params, rule, rule_state, info, given)
+
+
+def _steps(
     leaves: list[Any],
     params: list[Any] | None,
     rule: Threshold,
@@ -63,7 +90,7 @@ def _clip(
     names: tuple[str, ...],
 ) -> tuple[list[Any], PyTree, ClipInfo]:
     """The way of the data: measure, limit, respond, scale, record."""
-    leaves, bad = _as_arrays(leaves), None
+    bad = None
     if method.nonfinite == "mask":
         leaves, bad = masked.mask(leaves, grouping)
     if given is None:
@@ -93,7 +120,7 @@ def _param_norms(
 ) -> list[Array] | None:
     if params is None:
         return None
-    return [each.norm for each in measure(_as_arrays(params), grouping, method.norm)]
+    return [each.norm for each in measure(params, grouping, method.norm)]
 
 
 def _limits(
