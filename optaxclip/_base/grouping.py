@@ -67,12 +67,14 @@ class Grouping:
         return [jnp.concatenate([jnp.ravel(x) for x in arrays])] if self.flat else list(arrays)
 
     def parted(self, arrays: Sequence[Array]) -> list[Array]:
-        """The inverse of `joined`: for each group an array of its shape."""
+        """The inverse of `joined`: for each group an array of its shape, after any axes in front."""
         if not self.flat:
             return list(arrays)
-        pieces = lax.split(arrays[0], [math.prod(group.shape) for group in self.groups])
+        (flat,) = arrays
+        front = flat.shape[:-1]
+        pieces = lax.split(flat, [math.prod(group.shape) for group in self.groups], axis=len(front))
         rows = zip(pieces, self.groups, strict=True)
-        return [lax.reshape(piece, group.shape) for piece, group in rows]
+        return [piece.reshape(*front, *group.shape) for piece, group in rows]
 
     def by_leaf(self, arrays: Sequence[Array]) -> list[Array]:
         """The same for each measured leaf."""

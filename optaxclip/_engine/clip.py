@@ -31,8 +31,8 @@ from jax import Array
 
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased, own_arrays
-from optaxclip._base.transformation import Transformation
 from optaxclip._base.grouping import Grouping
+from optaxclip._base.transformation import Transformation
 from optaxclip._base.trees import FlatTree, flatten, has_wide, leaf_name
 from optaxclip._base.types import (
     AxisName,

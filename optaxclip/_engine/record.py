@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 
 from optaxclip._base.counters import increased
 from optaxclip._base.devices import Axes, largest, num_devices, total
@@ -99,45 +100,47 @@ def _where_present(grouping: Grouping, new: Sequence[Array], old: ClipInfo) -> l
 def _summaries(grouping: Grouping, columns: list[Columns]) -> list[Array]:
     """Columns with one number for each leaf: those of its worst group on any device."""
     over = of_groups(grouping, kept_over(grouping))
-    parted = [grouping.parted(column) for column in zip(*columns, strict=True)]
+    # Stored once, or it would be computed anew for each leaf.
+    parted = grouping.parted(lax.optimization_barrier([_rows(*column) for column in columns]))
     # Leaves alike in one step where they lie in one piece, so that few have to be compiled.
     alike: dict[Any, list[int]] = {}
     for n, group in enumerate(grouping.groups):
         alike.setdefault(group.shape if grouping.flat else n, []).append(n)
-    found: list[Any] = [None] * len(over)
-    for some in alike.values():
-        stacks = [jnp.stack([column[n] for n in some]) for column in parted]
-        rows = zip(*_summary(over[some[0]], *stacks), strict=True)
-        for n, row in zip(some, rows, strict=True):
-            found[n] = row
-    return [jnp.stack(column) for column in zip(*found, strict=True)]
+    found = [
+        _worst(over[some[0]], jnp.stack([parted[n] for n in some], axis=1))
+        for some in alike.values()
+    ]
+    order = np.argsort(np.concatenate(list(alike.values())))
+    return [column[order] for column in (jnp.concatenate(row) for row in zip(*found, strict=True))]
 
 
-def _summary(over: Axes, *columns: Array) -> Columns:
-    """The same of leaves alike, `[leaves, *groups]`, split over these axes of the mesh."""
-    norm, limit, factor, clipped, bad = columns
-    axes = tuple(range(1, norm.ndim))
-    if not axes:
-        return columns
-    if 0 in norm.shape:
-        nothing = jnp.zeros(len(norm), norm.dtype)
-        return nothing, nothing + jnp.inf, nothing + 1, nothing, nothing
+def _rows(norm: Array, limit: Array, factor: Array, clipped: Array, bad: Array) -> Array:
+    """`[rows, *groups]`: how bad a group is, and what to know of the worst, to be maximized."""
     # Nothing is worse than a norm that is not finite, and then one whose limit is 0.
     most = jnp.finfo(norm.dtype).max
     without = jnp.where(norm > 0, most, 0).astype(norm.dtype)
     ratio = jnp.where(limit > 0, norm / jnp.where(limit > 0, limit, 1), without)
     ratio = jnp.where(bad > 0, jnp.inf, jnp.minimum(ratio, most))
-    worst = ratio == largest(jnp.max(ratio, axes, keepdims=True), over)
+    numbers = [jnp.where(jnp.isnan(x), -jnp.inf, x) for x in (norm, limit, -factor)]
+    no_number = [jnp.isnan(x).astype(norm.dtype) for x in (norm, factor)]
+    return jnp.stack([ratio, *numbers, bad, *no_number, clipped])
 
-    def of_worst(x: Array) -> Array:
-        return jnp.where(worst & ~jnp.isnan(x), x, -jnp.inf)
 
-    no_number = [(worst & jnp.isnan(x)).astype(norm.dtype) for x in (norm, factor)]
-    found = jnp.stack([*map(of_worst, (norm, limit, -factor)), bad, *no_number])
-    found = largest(jnp.max(found, tuple(axis + 1 for axis in axes)), over)
-    share = total(jnp.sum(clipped, axes), over) / (math.prod(norm.shape[1:]) * num_devices(over))
+def _worst(over: Axes, rows: Array) -> Columns:
+    """Columns `[leaves]` of leaves alike, from rows `[rows, leaves, *groups]`."""
+    axes = tuple(range(2, rows.ndim))
+    if 0 in rows.shape:
+        nothing = jnp.zeros(rows.shape[1], rows.dtype)
+        return nothing, nothing + jnp.inf, nothing + 1, nothing, nothing
+    ratio, clipped = rows[0], rows[-1]
+    if axes:
+        groups = math.prod(rows.shape[2:]) * num_devices(over)
+        clipped = total(jnp.sum(clipped, [axis - 1 for axis in axes]), over) / groups
+        worst = ratio == largest(jnp.max(ratio, [axis - 1 for axis in axes], keepdims=True), over)
+        masked = jnp.where(jnp.broadcast_to(worst[None], rows.shape), rows, -jnp.inf)
+        rows = largest(jnp.max(masked, axes), over)
+    _, norm, limit, factor, bad, no_norm, no_factor, _ = rows
     norm, factor = (
-        jnp.where(flags > 0, jnp.nan, x)
-        for x, flags in zip((found[0], -found[2]), found[4:], strict=True)
+        jnp.where(flags > 0, jnp.nan, x) for x, flags in ((norm, no_norm), (-factor, no_factor))
     )
-    return norm, found[1], factor, share, found[3]
+    return norm, limit, factor, clipped, bad

@@ -40,7 +40,8 @@ def entries(leaf: Any, dtype: jax.typing.DTypeLike) -> Array:
         wide = jnp.complex128 if dtype == jnp.float64 else jnp.complex64
         return leaf.astype(wide if jnp.iscomplexobj(leaf) else dtype)
     bounds = np.asarray(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse])
-    inside = jnp.all(leaf.indices < bounds.astype(leaf.indices.dtype), axis=-1)
+    bounds = jnp.broadcast_to(bounds.astype(leaf.indices.dtype), leaf.indices.shape)
+    inside = jnp.all(leaf.indices < bounds, axis=-1)
     inside = lax.expand_dims(inside, range(inside.ndim, leaf.data.ndim))
     data = entries(leaf.data, dtype)
     return with_data(leaf, jnp.where(inside, data, 0)).sum_duplicates(nse=leaf.nse).data

@@ -141,8 +141,6 @@ def _limits(
 
 def _by_leaf(multipliers: list[Multiplier], grouping: Grouping) -> list[Multiplier]:
     """The multiplier of each leaf."""
-    if not multipliers:
-        return []
     before = grouping.by_leaf([by.before for by in multipliers])
     quotient = grouping.by_leaf([by.quotient for by in multipliers])
     flags = [by.is_zero for by in multipliers if by.is_zero is not None]
