@@ -49,8 +49,8 @@ from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import Method, run, run_norms, zero_norms
 from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response
-from optaxclip.thresholds.fixed import LimitLike, as_limit, at_step, check_limit, given, rule_for
 from optaxclip.scopes import Scope
+from optaxclip.thresholds.fixed import LimitLike, as_limit, at_step, check_limit, given, rule_for
 
 
 def clip_by(

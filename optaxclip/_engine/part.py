@@ -62,7 +62,9 @@ class Part(NamedTuple):
         if self.norm.degree not in (1, 2):
             # Other powers leave the range too easily: their unit is that of the largest entry.
             rows = zip(*self._largest(), strict=True)
-            units = [power_of_two_below(largest) * unit for largest, unit in rows]
+            # No further, or the reciprocal would be subnormal.
+            most = 1 / float(jnp.finfo(self.dtype).tiny)
+            units = [jnp.minimum(power_of_two_below(x) * unit, most) for x, unit in rows]
             return self.divided(units), units
         lows = self.grouping.numbers([scales.least(size, self.dtype) for size in self.sizes()])
         rows = zip(self._totals(lows), lows, strict=True)

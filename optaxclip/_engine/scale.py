@@ -43,7 +43,7 @@ def scale(leaf: Any, by: Multiplier, *, axes: tuple[int, ...], strict: bool) -> 
 @functools.partial(jax.jit, static_argnames=("axes", "strict"))
 def _scaled(x: Array, by: Multiplier, *, axes: tuple[int, ...], strict: bool) -> Array:
     by = jax.tree.map(lambda field: broadcast_over(field, axes), by)
-    if x.dtype == jnp.bfloat16:
+    if x.dtype == jnp.bfloat16 and by.before.dtype == jnp.float32:
         on_cpu, default = (functools.partial(way, strict) for way in (_on_bits, _on_parts))
         scaled = lax.platform_dependent(x, by, cpu=on_cpu, default=default)
     else:

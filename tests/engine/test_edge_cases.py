@@ -85,7 +85,9 @@ def test_value(mode, dtype, entries, limit, expected):
     if expected is UNCHANGED:
         assert_same_bits(clipped, grads)
     else:
-        rounding = {"rtol": 2 * float(jnp.finfo(dtype).eps), "atol": 6e-8 * (dtype == f16)}
+        # In float32 results may be short of their limit by that much.
+        rtol = max(2 * float(jnp.finfo(dtype).eps), 2e-6)
+        rounding = {"rtol": rtol, "atol": 6e-8 * (dtype == f16)}
         np.testing.assert_allclose(np.asarray(clipped, np.float64), expected, **rounding)
 
 

@@ -294,30 +294,17 @@ def test_range_is_rescued(norm, dtype, size, repeats):
         assert np.asarray(new).tobytes() == old.tobytes()
 
 
-def primitives(jaxpr):
-    """The names of all operations but those in the branches of `cond`."""
-    for eqn in jaxpr.eqns:
-        yield eqn.primitive.name
-        if eqn.primitive.name != "cond":
-            for value in eqn.params.values():
-                yield from primitives(value.jaxpr) if hasattr(value, "jaxpr") else ()
-
-
 @pytest.mark.parametrize("scope", ["tree", "leaf", "group"])
-@pytest.mark.parametrize(
-    ("size", "primitive", "instruction"), [(8000, "while", "while"), (9000, "cond", "conditional")]
-)
-def test_ordinary_range_pays_for_one_reduction(size, primitive, instruction, scope):
-    tree = [jnp.ones(size), jnp.ones(100, BF16), jnp.ones(7000)]
+def test_ordinary_range_pays_for_one_reduction(scope):
+    """On CPU all else is in a branch that is not taken; `tests/accelerators` asserts it of others."""
+    tree = [jnp.ones(9000), jnp.ones(100, BF16), jnp.ones(7000)]
 
     def clip(tree):
         return optaxclip.clip_tree(tree, 1.0, scope=SCOPES[scope])
 
-    names = list(primitives(jax.make_jaxpr(clip)(tree).jaxpr))
-    assert names.count(primitive) == 1
-    assert names.count("reduce_sum") == len(tree)
-    assert "reduce_max" not in names
-    assert jax.jit(clip).lower(tree).compile().as_text().count(f" {instruction}(") == 1
+    text = jax.jit(clip).lower(tree).compile().as_text()
+    assert text.count(" conditional(") == 1
+    assert "while(" not in text[text.index("\nENTRY") :]
 
 
 # One factor, one rounding
