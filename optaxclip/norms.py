@@ -1,7 +1,7 @@
 """Norms: how a group of entries becomes one number.
 
-A `Norm` maps each entry's modulus; the engine sums what results (or takes the largest) over a group,
-and the norm finishes the total. Every norm here is absolutely homogeneous,
+A `Norm` maps each entry's modulus; the engine sums what results (or takes the largest) over a
+group, and the norm finishes the total. Every norm here is absolutely homogeneous,
 `norm(a * x) == abs(a) * norm(x)`, which is what lets the engine measure a group at another scale
 where powers of its entries overflow or underflow.
 

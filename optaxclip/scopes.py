@@ -244,8 +244,8 @@ def _fan_in_axes(
     rank = len(shape)
     if whole is None and rank > 1 and _num_long(shape) <= 1:
         raise ValueError(
-            f"leaf '{name}' of shape {shape} is a part of what all devices hold, and what a unit is "
-            "follows from the whole shape: pass specs= (a pytree of PartitionSpec), or axis="
+            f"leaf '{name}' of shape {shape} is a part of what all devices hold, and what a unit "
+            "is follows from the whole shape: pass specs= (a pytree of PartitionSpec), or axis="
         )
     if _num_long(shape if whole is None else whole) <= 1:
         return tuple(range(rank))

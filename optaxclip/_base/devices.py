@@ -87,7 +87,7 @@ def anywhere(flags: Array, axes: Axes) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def largest(x: Array, axes: Axes) -> Array:
-    """The maximum over the devices along these axes; of floats, infinite where one of them has NaN."""
+    """The maximum over the devices along these axes; of floats, infinite where one has NaN."""
     if not axes:
         return x
     # Not every platform's collective maximum hands NaN on.

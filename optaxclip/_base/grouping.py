@@ -67,7 +67,7 @@ class Grouping:
         return [jnp.concatenate([jnp.ravel(x) for x in arrays])] if self.flat else list(arrays)
 
     def parted(self, arrays: Sequence[Array]) -> list[Array]:
-        """The inverse of `joined`: for each group an array of its shape, after any axes in front."""
+        """The inverse of `joined`: for each group an array of its shape, after axes in front."""
         if not self.flat:
             return list(arrays)
         (flat,) = arrays
@@ -93,7 +93,7 @@ class Grouping:
         return [np.repeat(numbers, [math.prod(group.shape) for group in self.groups])]
 
     def tree(self, arrays: Sequence[Array]) -> NormTree:
-        """Arrays as in `joined` as the pytree that limit rules see; NaN for groups without leaves."""
+        """Arrays as in `joined` as the pytree that rules see; NaN for groups without leaves."""
         if self.layout == "scalar" or (self.flat and self.layout == "vector"):
             return arrays[0]
         present = zip(self.groups, self.parted(arrays), strict=True)

@@ -1,9 +1,9 @@
 """All that is there for XLA on CPU alone, each with what it buys.
 
-On accelerators a pass waits for memory, and sums at three scales cost what one costs. On a CPU it is
-the other way round: XLA's library sums an array as fast as memory delivers it, and what XLA compiles
-itself takes 5 to 10 times as long. So here entries are summed as they are, and once more at the other
-scales behind a branch, for groups that need it.
+On accelerators a pass waits for memory, and sums at three scales cost what one costs. On a CPU it
+is the other way round: XLA's library sums an array as fast as memory delivers it, and what XLA
+compiles itself takes 5 to 10 times as long. So here entries are summed as they are, and once more
+at the other scales behind a branch, for groups that need it.
 """
 
 import functools

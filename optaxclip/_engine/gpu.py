@@ -1,10 +1,14 @@
 """All that is there for XLA on GPUs alone, with what it buys.
 
-XLA runs one variadic reduction of a whole leaf as one kernel. But of one over some axes it stores the
-summands, three plain sums over columns do not fit into one kernel, and of a leaf that is split over
-devices in a way that only the compiler knows a partitioner gathers the parts. One sum in float64 has
-the range of all three: AGC reads gradients and weights once in the place of twice (H100, 4 layers of
-2048: 2.01 reads in the place of 4.05).
+XLA runs one variadic reduction of a whole leaf as one kernel. But of one over some axes it stores
+the summands, three plain sums over columns do not fit into one kernel, and of a leaf that is split
+over devices in a way that only the compiler knows a partitioner gathers the parts. One sum in
+float64 has the range of all three. As compiled for an H100 (a transformer of 4 layers of 2048) AGC
+takes 2.03 reads with it and 4.05 with three sums; on an automatic mesh of eight, global norm adds
+69 kernels (Optax 62), and with three sums about 100 more.
+
+It costs arithmetic in float64, which the GPUs of data centres have, but for the B300, and which on
+others can take longer than the read.
 """
 
 from typing import Any

@@ -3,10 +3,10 @@
   in   leaves `[...]`, floating or complex (or `BCOO`), and which of their entries share a norm
   out  for each group, or array of groups, of the grouping a `Measured` of its shape
 
-Powers of entries leave float32's range long before norms do. So one pass over a leaf gives its total
-at several scales: of the entries as they are, far down and far up. Totals of the leaves of a group
-are added, then those of devices, in one collective; the total that neither overflowed nor lost its
-small summands is the norm's, with its scale for a unit. Nothing is branched on, ravelled or stored.
+Powers of entries leave float32's range long before norms do. So one pass over a leaf gives its
+total at several scales: of the entries as they are, far down and far up. Totals of the leaves of a
+group are added, then those of devices, in one collective; the total that neither overflowed nor
+lost its small summands is the norm's, with its scale for a unit. Nothing is branched on or stored.
 """
 
 import dataclasses

@@ -8,6 +8,7 @@ Every step is over the leaves, then over the groups that they belong to, then ov
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -74,20 +75,16 @@ class Part(NamedTuple):
     def divided(self, units: list[Array]) -> list[Array]:
         """The norms of entries divided by powers of two, in steps that JAX can differentiate."""
         by_leaf = self.grouping.by_leaf([1 / unit for unit in units])
-        parts: list[Totals] = []
+        is_max, parts = self.norm.is_max, list[Totals]()
         for leaf, axes, by in zip(self.leaves, self._axes(), by_leaf, strict=True):
-            entries = scales.entries(leaf, self.dtype)
-            mapped = self.norm.map(scales.times(entries, broadcast_over(by, axes)))
-            is_max = self.norm.is_max
-            parts.append(
-                (jnp.max(mapped, axes, initial=0) if is_max else cpu.sum_over(mapped, axes),)
-            )
-        return self._finished(
-            [total for (total,) in self._combined(parts, by_max=self.norm.is_max)]
-        )
+            x = scales.times(scales.entries(leaf, self.dtype), broadcast_over(by, axes))
+            mapped = self.norm.map(x)
+            total = jnp.max(mapped, axes, initial=0) if is_max else cpu.sum_over(mapped, axes)
+            parts.append((total,))
+        return self._finished([total for (total,) in self._combined(parts, by_max=is_max)])
 
     def sizes(self) -> list[Any]:
-        """For each group, how many entries share its norm on all devices; symbolic if shapes are."""
+        """For each group, how many entries share its norm on all devices."""
         rows = zip(self.leaves, self.grouping.axes, self.split, strict=True)
         counts = [
             math.prod(np.shape(leaf)[axis] for axis in axes) * devices.num_devices(over)
@@ -107,93 +104,75 @@ class Part(NamedTuple):
 
     def _totals(self, lows: list[Any]) -> list[Totals]:
         """The totals of all norms, at all scales."""
-        each = functools.partial(
-            _each,
-            axes=self._axes(),
-            norm=self.norm,
-            dtype=self.dtype,
-            is_known=not self._is_hidden(),
-        )
-        if not devices.in_one_piece(self.leaves):
-            return self._combined(each(self.leaves))
-        on_cpu = functools.partial(
-            cpu.totals,
-            axes=self._axes(),
-            lows=lows,
-            join=self._combined,
-            norm=self.norm,
-            dtype=self.dtype,
-        )
-        return lax.platform_dependent(
-            self.leaves, cpu=on_cpu, default=lambda leaves: self._combined(each(leaves))
-        )
+        in_one_piece = devices.in_one_piece(self.leaves)
+        axes, norm, dtype = self._axes(), self.norm, self.dtype
+        # On an automatic mesh only the compiler knows how leaves are split.
+        is_known = in_one_piece or bool(devices.manual_axes())
 
-    def _is_hidden(self) -> bool:
-        """Whether only the compiler knows how leaves are split over devices."""
-        return not devices.manual_axes() and not devices.in_one_piece(self.leaves)
+        def anywhere(leaves: list[Any]) -> list[Totals]:
+            rows = zip(leaves, axes, strict=True)
+            return self._combined([_totals_of(*row, norm, dtype, is_known) for row in rows])
+
+        if not in_one_piece:
+            return anywhere(self.leaves)
+        on_cpu = functools.partial(
+            cpu.totals, axes=axes, lows=lows, join=self._combined, norm=norm, dtype=dtype
+        )
+        return lax.platform_dependent(self.leaves, cpu=on_cpu, default=anywhere)
 
     def _largest(self) -> tuple[list[Array], list[Array]]:
-        """The largest moduli, and their units: half the modulus of a finite complex entry is finite."""
+        """The largest moduli, and their units."""
+        # The modulus of a finite complex entry may be infinite; half of it is not.
         unit = 2.0 if any(jnp.iscomplexobj(leaf) for leaf in self.leaves) else 1.0
         rows = zip(self.leaves, self._axes(), strict=True)
-        parts = [
+        bits = [
             (_largest_bits(leaf, 1 / unit, axes=axes, dtype=self.dtype),) for leaf, axes in rows
         ]
-        found = [
-            lax.bitcast_convert_type(x, self.dtype) for (x,) in self._combined(parts, by_max=True)
-        ]
+        combined = self._combined(bits, by_max=True)
+        found = [lax.bitcast_convert_type(x, self.dtype) for (x,) in combined]
         return found, [jnp.full_like(x, unit) for x in found]
 
     def _combined(self, parts: list[Totals], *, by_max: bool = False) -> list[Totals]:
-        """From one total (or one for each scale) of each leaf to those of all norms, over devices."""
-        width = len(parts[0]) if parts else 1
-        dtype = parts[0][0].dtype if parts else self.dtype
-        combine = lax.max if by_max else lax.add
-        over = of_groups(self.grouping, self.split)
-        everywhere = Axes().union(
-            *(x for x, g in zip(over, self.grouping.groups, strict=True) if g.shape == ())
-        )
-
-        def of_group(group: Group, axes: Axes) -> Totals:
-            if not group.members:
-                return (jnp.zeros(group.shape, dtype),) * width
-            shares = [
-                parts[i]
-                if group.shape
-                else _shares(parts[i], everywhere, self.split[i], by_max=by_max)
-                for i in group.members
-            ]
-            total = tuple(scales.joined(column, combine) for column in zip(*shares, strict=True))
-            return _over_devices([total], axes, by_max=by_max)[0] if group.shape else total
-
-        rows = zip(self.grouping.groups, over, strict=True)
-        found = [of_group(*row) for row in rows]
-        single = [
-            n for n, group in enumerate(self.grouping.groups) if group.shape == () and group.members
-        ]
-        for n, total in zip(
-            single,
-            _over_devices([found[n] for n in single], everywhere, by_max=by_max),
-            strict=True,
-        ):
-            found[n] = total
+        """From the totals of leaves to those of all norms: over a group's leaves, then devices."""
+        groups = list(zip(self.grouping.groups, of_groups(self.grouping, self.split), strict=True))
+        # Single groups go over devices together.
+        everywhere = Axes().union(*(axes for group, axes in groups if not group.shape))
+        found: list[Totals] = []
+        for group, axes in groups:
+            over = axes if group.shape else everywhere
+            shares = [_share(parts[i], over - self.split[i], over, by_max) for i in group.members]
+            found.append(_joined(shares, by_max) if shares else self._nothing(group, parts))
+        singles = [n for n, (group, _) in enumerate(groups) if group.members and not group.shape]
+        arrays = [([n], axes) for n, (group, axes) in enumerate(groups) if group.shape]
+        for some, axes in [(singles, everywhere), *arrays]:
+            combined = _over_devices([found[n] for n in some], axes, by_max)
+            for n, totals in zip(some, combined, strict=True):
+                found[n] = totals
         columns = [self.grouping.joined(column) for column in zip(*found, strict=True)]
         return list(zip(*columns, strict=True))
 
+    def _nothing(self, group: Group, parts: list[Totals]) -> Totals:
+        """The totals of a group without leaves."""
+        like = parts[0] if parts else (jnp.zeros((), self.dtype),)
+        return tuple(jnp.zeros(group.shape, x.dtype) for x in like)
 
-def _shares(totals: Totals, everywhere: Axes, split: Axes, *, by_max: bool) -> Totals:
-    """This device's share of totals that are replicated along some axes: what all of them add up to.
 
-    Along those, others of the group are split; so one sum over all devices counts everything once.
+def _joined(shares: list[Totals], by_max: bool) -> Totals:
+    combine = lax.max if by_max else lax.add
+    return tuple(scales.joined(column, combine) for column in zip(*shares, strict=True))
+
+
+def _share(totals: Totals, replicated: Axes, over: Axes, by_max: bool) -> Totals:
+    """This device's share of totals that will be combined over devices.
+
+    Those that are replicated along some of the axes are divided, so that a sum counts them once.
     """
-    if not everywhere:
-        return totals
-    replicas = 1 if by_max else devices.num_devices(everywhere - split)
-    varying = everywhere & devices.manual_axes()
+    replicas = 1 if by_max else devices.num_devices(replicated)
+    varying = over & devices.manual_axes()
     return tuple(devices.vary(x if replicas == 1 else x / replicas, varying) for x in totals)
 
 
-def _over_devices(totals: list[Totals], axes: Axes, *, by_max: bool) -> list[Totals]:
+def _over_devices(totals: list[Totals], axes: Axes, by_max: bool) -> list[Totals]:
     """Totals of one shape over the devices along these axes, in one collective."""
     if not axes or not totals:
         return totals
@@ -202,26 +181,18 @@ def _over_devices(totals: list[Totals], axes: Axes, *, by_max: bool) -> list[Tot
     return [tuple(row[k] for k in range(len(row))) for row in combined]
 
 
-def _each(
-    leaves: list[Any],
-    *,
-    axes: list[tuple[int, ...]],
-    norm: Norm,
-    dtype: jnp.dtype,
-    is_known: bool,
-) -> list[Totals]:
-    """The totals of each leaf at all scales, in the way that suits the platform."""
-    found = []
-    for leaf, over in zip(leaves, axes, strict=True):
-        ways = {"cpu": _one_by_one, "default": _one_by_one}
-        if is_known and len(over) == np.ndim(leaf):
-            ways["default"] = _at_once
-        elif dtype == jnp.float32:
-            ways |= {"cuda": gpu.from_float64, "rocm": gpu.from_float64}
-        options = {"axes": over, "norm": norm, "dtype": dtype}
-        branches = {name: functools.partial(way, **options) for name, way in ways.items()}
-        found.append(lax.platform_dependent(leaf, **branches))
-    return found
+def _totals_of(
+    leaf: Any, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype, is_known: bool
+) -> Totals:
+    """The totals of a leaf at all scales, in the way that suits the platform."""
+    ways: dict[str, Callable[..., Totals]] = {"cpu": _one_by_one, "default": _one_by_one}
+    if is_known and len(axes) == np.ndim(leaf):
+        ways["default"] = _at_once
+    elif dtype == jnp.float32:
+        ways |= {"cuda": gpu.from_float64, "rocm": gpu.from_float64}
+    options = {"axes": axes, "norm": norm, "dtype": dtype}
+    branches = {name: functools.partial(way, **options) for name, way in ways.items()}
+    return lax.platform_dependent(leaf, **branches)
 
 
 # Compiled by themselves, as `_largest_bits`, so that they are traced once for leaves alike.
@@ -240,9 +211,8 @@ def _one_by_one(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtyp
 
 def _summands(leaf: Any, norm: Norm, dtype: jnp.dtype) -> Totals:
     x = scales.entries(leaf, dtype)
-    return tuple(
-        norm.map(x if by == 1 else scales.times(x, by)) for by in scales.scales(norm, dtype)
-    )
+    factors = scales.scales(norm, dtype)
+    return tuple(norm.map(x if by == 1 else scales.times(x, by)) for by in factors)
 
 
 def _added(sums: Totals, more: Totals) -> Totals:

@@ -84,8 +84,8 @@ def multiplier(
     def unless_idle(x: Array) -> Array:
         return select(bad | keep, 1, x)
 
-    # Divisions come last: XLA on CPU stores their results, where it would do cheaper steps once more
-    # for each leaf, among the entries.
+    # Divisions come last: XLA on CPU stores their results, where it would do cheaper steps once
+    # more for each leaf, among the entries.
     before = (~keep).astype(norm.dtype) / unless_idle(inverse_before)
     replacement = 0.0 if nonfinite == "zero" else jnp.nan
     quotient = select(bad, replacement, unless_idle(numerator)) / unless_idle(denominator)

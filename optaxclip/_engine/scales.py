@@ -1,8 +1,8 @@
 """Sums of powers at several scales, and which of them can be used.
 
-Summands are powers of entries, at least 0. In float32 a sum of squares is exact to rounding for norms
-from 2**-51 times the root of the number of entries to 2**64. Of entries that are multiplied by 2**-88
-or by 2**88 first it is so for all others.
+Summands are powers of entries, at least 0. In float32 a sum of squares is exact to rounding for
+norms from 2**-51 times the root of the number of entries to 2**64. Of entries that are multiplied
+by 2**-88 or by 2**88 first it is so for all others.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def far(dtype: jax.typing.DTypeLike) -> float:
 
 
 def scales(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
-    """By what entries are multiplied before they are mapped: 1, far down and, for squares, far up."""
+    """By what entries are multiplied before they are mapped: 1, far down; for squares, far up."""
     return (1.0, 1 / far(dtype), far(dtype))[: int(norm.degree) + 1]
 
 

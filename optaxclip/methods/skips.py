@@ -2,7 +2,8 @@
 
 A stage of a chain cannot do it: zero updates still let Adam's moments decay and weight decay act.
 Here a skipped step leaves parameters and inner state exactly as they were, by selection, never by
-multiplying with zero (`0 * NaN` is NaN).
+multiplying with zero (`0 * NaN` is NaN). What is wrapped is handed every step, and what it makes of
+a skipped one is thrown away: so its clips and records share the read of the skip's own norm.
 """
 
 import functools
@@ -172,9 +173,8 @@ def _skip(
         if max_consecutive is not None:
             is_over = state.consecutive >= max_consecutive
             skip = skip & ~(is_over & (is_finite | gives_up))
-        # The optimizer sees zeros, so that a step which is thrown away reports no NaN.
-        seen = _zero_where(skip, updates)
-        new_updates, inner_state = inner.update(seen, state.inner_state, params, **extra_args)
+        # Selected afterwards, so that what it measures of these updates is read once with our norm.
+        new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         return _zero_where(skip, new_updates), SkipState(
             rule=rule_state,
             info=_updated_info(state.info, norm_now, limits.trigger, skip, is_above, ~is_finite),

@@ -296,7 +296,7 @@ def test_range_is_rescued(norm, dtype, size, repeats):
 
 @pytest.mark.parametrize("scope", ["tree", "leaf", "group"])
 def test_ordinary_range_pays_for_one_reduction(scope):
-    """On CPU all else is in a branch that is not taken; `tests/accelerators` asserts it of others."""
+    """On CPU all else is in a branch not taken; `tests/accelerators` has the others."""
     tree = [jnp.ones(9000), jnp.ones(100, BF16), jnp.ones(7000)]
 
     def clip(tree):
