@@ -53,7 +53,10 @@ STATIC = [
 ]
 
 
-@pytest.mark.parametrize(("factory", "arguments", "static"), STATIC, ids=lambda x: str(x)[:30])
+NAMES = [factory.__name__ for factory, *_ in STATIC]
+
+
+@pytest.mark.parametrize(("factory", "arguments", "static"), STATIC, ids=NAMES)
 def test_what_cannot_be_injected_says_what_to_pass(factory, arguments, static):
     grads = random_tree(0, 2)
     tx = optax.inject_hyperparams(factory)(**arguments)
