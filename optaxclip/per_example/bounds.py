@@ -11,7 +11,7 @@ from jax import Array
 from jax.core import Tracer
 
 from optaxclip._base.grouping import Grouping
-from optaxclip._base.trees import FlatTree
+from optaxclip._base.trees import FlatTree, has_wide
 from optaxclip._engine.step import zero_norms
 from optaxclip.thresholds.fixed import check_limit, rule_for
 
@@ -58,26 +58,27 @@ def group_limits(
         all `D` entries `limit * sqrt(D_i / D)`.
 
     Returns:
-      For each group, or array of groups, limits of its shape; and that of an example's norm, `[]`.
+      For each group, or array of groups, limits of its shape, float64 if a leaf is, else float32;
+      and that of an example's norm, `[]`.
     """
+    is_wide = has_wide({jnp.result_type(leaf) for leaf in one.picked()})
+    dtype = jnp.dtype(jnp.float64 if is_wide else jnp.float32)
     if isinstance(limit, Mapping):
-        limits = _limits_by_name(dict(limit), grouping)
-        squares = sum((jnp.sum(jnp.square(each)) for each in limits), jnp.zeros(()))
-        return limits, jnp.sqrt(squares)
+        limits = _limits_by_name(dict(limit), grouping, dtype)
+        squares = (jnp.sum(jnp.square(each)) for each in limits)
+        return limits, jnp.sqrt(sum(squares, jnp.zeros((), dtype)))
     # A limit that fell below 0 or is NaN while traced lets nothing through.
-    bound = jnp.maximum(_as_float(limit), 0)
+    bound = jnp.maximum(jnp.asarray(limit).astype(dtype), 0)
     sizes = [math.prod(np.shape(leaf)) for leaf in one.picked()]
     shares = _shares(grouping, sizes, split)
-    # Roots and products round; what they may add up to stays below the limit.
-    less = 1 - 2 * float(jnp.finfo(bound.dtype).eps) if len(shares) > 1 else 1
-    roots = [jnp.asarray(less * math.sqrt(share)).astype(bound.dtype) for share in shares]
+    roots = [jnp.asarray(math.sqrt(share)).astype(dtype) for share in shares]
     rows = zip(roots, grouping.groups, strict=True)
     return [jnp.broadcast_to(bound * root, group.shape) for root, group in rows], bound
 
 
-def _limits_by_name(limit: dict[str, Any], grouping: Grouping) -> list[Array]:
+def _limits_by_name(limit: dict[str, Any], grouping: Grouping, dtype: jnp.dtype) -> list[Array]:
     rule = rule_for(limit, grouping.names, grouping.layout)
-    norms = zero_norms(grouping, jnp.dtype(jnp.float32))
+    norms = zero_norms(grouping, dtype)
     limits, _ = rule.update(norms, rule.init(norms), None)
     return grouping.parted(grouping.of_tree(limits.target))
 
@@ -95,11 +96,6 @@ def _shares(grouping: Grouping, sizes: list[int], split: Split) -> list[float]:
 def _entries(grouping: Grouping, sizes: list[int]) -> list[int]:
     """The number of entries of each group."""
     return [sum(sizes[i] for i in group.members) for group in grouping.groups]
-
-
-def _as_float(limit: Any) -> Array:
-    number = jnp.asarray(limit)
-    return number if number.dtype == jnp.float64 else number.astype(jnp.float32)
 
 
 def _check_number(limit: Any, argument: str) -> Any:

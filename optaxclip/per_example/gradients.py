@@ -8,16 +8,15 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 import optaxclip._base.devices as collectives
 from optaxclip._base.arguments import whole
-from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, flatten
-from optaxclip._base.types import NormTree, PyTree
-from optaxclip._engine.step import zero_norms
+from optaxclip._base.types import PyTree
 from optaxclip.per_example.bounds import ExampleLimit
 from optaxclip.per_example.lift import Sums
+from optaxclip.per_example.microbatches import Totals, in_microbatches
 from optaxclip.per_example.sums import (
     WHOLE_EXAMPLE,
     ExampleClip,
@@ -26,7 +25,6 @@ from optaxclip.per_example.sums import (
     padding_flags,
     result_of,
 )
-from optaxclip.per_example.totals import sum_dtype
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
 
@@ -50,7 +48,8 @@ def clipped_grad(
     comes last. They take examples from all over the batch, so that of a batch sharded over devices
     each has its part in every microbatch; norms, losses and aux are in the order of the batch.
 
-    Under `jit` a sharded batch is summed as a whole, with all-reduces for each microbatch. Inside
+    Under `jit` a sharded batch is summed as a whole, with all-reduces for each microbatch; on an
+    explicit mesh a microbatch is split over as many of the devices as divide it. Inside
     `shard_map` the sum and the counts are those of the shard, and no device waits for another:
     `psum` them, once, which takes one all-reduce for each dtype whatever the microbatches.
 
@@ -107,8 +106,8 @@ def clipped_grad(
         batch = (roles.batch, flags)
         picked = _varying_like(batch, params.picked())
         step = functools.partial(_step, loss_fn, clip, roles, params, picked, has_aux)
-        nothing = _varying_like(batch, _Totals.zeros(params, clip.limits(params)[0]))
-        sums, losses, aux = _in_microbatches(step, batch, examples, microbatch_size, nothing)
+        nothing = _varying_like(batch, Totals.zeros(params, clip.limits(params)[0]))
+        sums, losses, aux = in_microbatches(step, batch, examples, microbatch_size, nothing)
         grads = params._replace(leaves=[_float0(leaf) for leaf in params.leaves])
         result = result_of(sums, grads.rebuild(sums.leaves))
         return result._replace(losses=losses, aux=aux)
@@ -160,25 +159,6 @@ class _Roles(NamedTuple):
         for i, value in zip(self.batch_argnums, example, strict=True):
             args[i] = value
         return args
-
-
-class _Totals(NamedTuple):
-    """Those of `Sums` that are added up."""
-
-    leaves: list[Array]
-    num_clipped: NormTree
-    num_unclipped: Array
-    num_dropped: Array
-
-    @classmethod
-    def of(cls, sums: Sums) -> "_Totals":
-        return cls(sums.leaves, sums.num_clipped, sums.num_unclipped, sums.num_dropped)
-
-    @classmethod
-    def zeros(cls, params: FlatTree, grouping: Grouping) -> "_Totals":
-        leaves = [jnp.zeros(np.shape(x), sum_dtype(jnp.result_type(x))) for x in params.picked()]
-        zero = jnp.zeros((), jnp.int32)
-        return cls(leaves, zero_norms(grouping, jnp.dtype(jnp.int32)), zero, zero)
 
 
 def _positions(numbers: Sequence[int], count: int, argument: str) -> tuple[int, ...]:
@@ -234,53 +214,6 @@ def _step(
     value, leaves = per_example(picked, examples)
     losses, aux = value if has_aux else (value, None)
     return clip.sums(leaves, params, is_padding), losses, aux
-
-
-def _in_microbatches(
-    step: Callable[..., tuple[Sums, Array, PyTree]],
-    batch: PyTree,
-    examples: int,
-    size: int | None,
-    totals: "_Totals",
-) -> tuple[Sums, Array, PyTree]:
-    """The step over microbatches, added to `totals`, all else in the order of the batch."""
-    size = min(size or examples, examples)
-    if size == examples:
-        return step(batch)
-    count, rest = divmod(examples, size)
-    # Microbatch `i` holds the examples `i`, `i + count`, `i + 2 count`, ...
-    strided = jax.tree.map(
-        lambda x: x[: count * size].reshape(size, count, *x.shape[1:]), _arrays(batch)
-    )
-
-    def body(totals: _Totals, i: Array) -> tuple[_Totals, PyTree]:
-        microbatch = jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), strided
-        )
-        sums, *each = step(microbatch)
-        return jax.tree.map(jnp.add, totals, _Totals.of(sums)), (sums.norms, *each)
-
-    totals, stacked = lax.scan(body, totals, jnp.arange(count))
-    in_order = jax.tree.map(_unstrided, stacked)
-    if rest:
-        sums, *each = step(jax.tree.map(lambda x: x[count * size :], _arrays(batch)))
-        totals = jax.tree.map(jnp.add, totals, _Totals.of(sums))
-        in_order = jax.tree.map(_appended, in_order, (sums.norms, *each))
-    norms, losses, aux = in_order
-    return Sums(norms=norms, **totals._asdict()), losses, aux
-
-
-def _arrays(batch: PyTree) -> PyTree:
-    return jax.tree.map(jnp.asarray, batch)
-
-
-def _unstrided(x: Array) -> Array:
-    """`[count, size, ...]`, one row for each microbatch, to the order of the batch."""
-    return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
-
-
-def _appended(x: Array, y: Array) -> Array:
-    return jnp.concatenate([x, y])
 
 
 def _float0(leaf: Any) -> Any:

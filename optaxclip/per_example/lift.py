@@ -1,8 +1,8 @@
 """The engine lifted over examples: one clip for each example of a batch, and the sum of them.
 
 The axis of the examples is lifted into the grouping, not mapped over: every group becomes one group
-for each example. So the norms of a whole batch are one reduction of each leaf, the rescue of
-norms out of range stays a branch, and scopes and responses are the engine's own.
+for each example. So the norms of a whole batch are one reduction of each leaf, and scopes and
+responses are the engine's own.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ import optaxclip._base.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.types import NormTree
 from optaxclip._engine.measure import Measured, measure
+from optaxclip._engine.placement import as_spec, on_explicit_mesh
 from optaxclip._engine.respond import Multiplier, multiplier
 from optaxclip.norms import l2
 from optaxclip.per_example.totals import sum_dtype, totals
@@ -75,18 +76,43 @@ def _clipped_sums(
     grouping: Grouping,
     response: Response,
 ) -> Sums:
+    steps = functools.partial(_steps, response=_Bounded(response))
+    return on_explicit_mesh(steps, _out_specs, leaves, grouping)(leaves, limits, is_padding)
+
+
+def _out_specs(grouping: Grouping) -> Sums:
+    """How sums are split over an explicit mesh: as the leaves of one example, norms as examples."""
+    specs = [as_spec(spec) for spec in grouping.specs or ()]
+    examples = (spec[0] for spec in specs if len(spec) and spec[0] is not None)
+    leaves: Any = [PartitionSpec(*spec[1:]) for spec in specs]
+    everywhere: Any = PartitionSpec()
+    norms: Any = PartitionSpec(next(examples, None))
+    return Sums(leaves, everywhere, everywhere, everywhere, norms)
+
+
+def _steps(
+    leaves: list[Array],
+    limits: list[Array],
+    is_padding: Array,
+    *,
+    grouping: Grouping,
+    response: Response,
+) -> Sums:
     # Widened, as a product rounded to a narrow dtype could take an example above its limit.
     leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
-    leaves = lax.platform_dependent(leaves, cpu=_in_rows, default=lambda leaves: leaves)
+    if devices.manual_axes() or devices.in_one_piece(leaves):
+        leaves = lax.platform_dependent(leaves, cpu=_in_rows, default=lambda leaves: leaves)
     measured = measure(leaves, _lifted(grouping, is_padding.size), l2)
-    rows = list(zip(measured, limits, strict=True))
-    multipliers = [_multiplier(*row, response=_Bounded(response)) for row in rows]
+    margins = [each.slack + _ROUNDED * jnp.finfo(each.slack.dtype).eps for each in measured]
+    limits = [_for_each(limit, each.norm) for limit, each in zip(limits, measured, strict=True)]
+    rows = list(zip(measured, limits, margins, strict=True))
+    multipliers = [_multiplier(*row, response=response) for row in rows]
     # An example is dropped as a whole, so that no group betrays that another was not finite.
     is_bad = _any([~jnp.isfinite(by.quotient) for by in multipliers], is_padding)
     counts = ~is_bad & ~is_padding
     above = [
-        (each.norm > _for_each(limit, each.norm)) & _beside(counts, each.norm)
-        for each, limit in rows
+        (each.norm > limit * (1 + margin)) & _beside(counts, each.norm)
+        for each, limit, margin in rows
     ]
     norms = [jnp.where(_beside(is_padding, each.norm), 0, each.norm) for each in measured]
     tree = jax.vmap(grouping.tree)
@@ -124,11 +150,16 @@ def _lifted(grouping: Grouping, examples: int) -> Grouping:
     return dataclasses.replace(grouping, groups=groups, axes=axes, specs=specs)
 
 
-def _multiplier(measured: Measured, limit: Array, *, response: Response) -> Multiplier:
+_ROUNDED = 3
+"""By how many epsilons limits are lowered because they are rounded themselves, at most 5 times."""
+
+
+def _multiplier(
+    measured: Measured, limit: Array, margin: Array, *, response: Response
+) -> Multiplier:
     # The engine lowers factors against rounding. Here the limit is lowered instead, so that an
     # example whose norm was rounded down to the limit is not let through either.
-    eps = float(jnp.finfo(measured.slack.dtype).eps)
-    lowered = _for_each(limit, measured.norm) * (1 - measured.slack - eps)
+    lowered = limit * (1 - margin)
     exact = measured._replace(slack=jnp.zeros_like(measured.slack))
     return multiplier(exact, lowered, lowered, response=response, nonfinite="nan")
 

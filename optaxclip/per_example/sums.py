@@ -35,8 +35,9 @@ class PerExampleResult(NamedTuple):
 
     Attributes:
       grads: the tree of the sum, in float32 or wider.
-      num_clipped: int32, of how many examples a group exceeded its limit: `[]` for the scope
-        `tree`, `[groups]` for labels and leaves, a dict of arrays for `axes` and `unit`.
+      num_clipped: int32, of how many examples a group exceeded its limit by more than rounding:
+        `[]` for the scope `tree`, `[groups]` for labels and leaves, a dict of arrays for `axes`
+        and `unit`.
       num_dropped: int32[], examples that contributed nothing because something in them (or the
         limit) was not finite. They count neither as clipped nor as unclipped.
       norms: float32 or wider, each example's norms before clipping: as `num_clipped`, with a
@@ -98,9 +99,9 @@ def clip_sum(
 
     Guarantees: what one example adds to the sum never has an L2 norm above `limit`, in whatever
     dtype the gradients are: norms, products and the sum are in float32 (float64 for 64-bit leaves),
-    and an example within rounding of its limit is brought below it (in float32 by a relative 1e-6).
-    An example with a NaN or infinite entry anywhere adds exactly nothing. Other examples below
-    their limit are summed as they are.
+    and what exceeds its limit, or comes within rounding of it, is brought below it (in float32 by a
+    relative 2e-6 at most). An example with a NaN or infinite entry anywhere adds exactly nothing.
+    Other examples below their limit are summed as they are.
 
     Adding up many examples rounds, like all floating-point sums. Accounting for privacy, and the
     noise's randomness, are not matters of clipping: see `per_example_clip_and_aggregate`.
@@ -132,7 +133,7 @@ def clip_sum(
       >>> from optaxclip import per_example
       >>> grads = {"w": jnp.array([[3.0, 4.0], [0.3, 0.4], [jnp.nan, 1.0]])}
       >>> result = per_example.clip_sum(grads, 1.0)
-      >>> print(result.grads["w"], result.num_clipped, result.num_dropped, result.norms)
+      >>> print(result.grads["w"].round(5), result.num_clipped, result.num_dropped, result.norms)
       [0.9 1.2] 1 1 [5.  0.5 nan]
     """
     clip = ExampleClip.checked(limit, scope, response, split)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+import optaxclip._base.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import accumulation_dtype, real_parts
 from optaxclip._engine.respond import Multiplier
@@ -33,6 +34,8 @@ def totals(leaves: list[Array], multipliers: list[Multiplier], grouping: Groupin
     }
     by_leaf = [of_leaf[i] for i in range(len(leaves))]
     axes = grouping.axes
+    if not devices.manual_axes() and not devices.in_one_piece(leaves):
+        return _fused(leaves, by_leaf, axes=axes)
     # XLA fuses product and sum on accelerators; on CPU it would store the products.
     return lax.platform_dependent(
         leaves,

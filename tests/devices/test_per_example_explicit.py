@@ -1,0 +1,114 @@
+"""Per-example clipping of what is split over an explicit mesh: the numbers of one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optaxclip
+from optaxclip import per_example, scopes
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+SCOPES = {"tree": scopes.tree(), "leaf": scopes.leaf(), "unit": scopes.unit()}
+BATCHES = {
+    "split": {"w": P(("a", "b")), "v": P(("a", "b")), "b": P(("a", "b"))},
+    "weights too": {"w": P("a", None, "b"), "v": P("a", "b"), "b": P("a")},
+    "weights alone": {"w": P(None, "a", "b"), "v": P(None, "b"), "b": P()},
+}
+
+
+@functools.cache
+def mesh():
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+
+
+def placed(tree, specs):
+    return jax.device_put(tree, jax.tree.map(lambda spec: NamedSharding(mesh(), spec), specs))
+
+
+def assert_close(tree, other):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), tree, other)
+
+
+def random_grads(examples):
+    rng = np.random.default_rng(0)
+    shapes = {"w": (examples, 4, 6), "v": (examples, 8), "b": (examples,)}
+    grads = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    grads = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), grads)
+    return {**grads, "v": grads["v"].at[3, 1].set(jnp.nan)}
+
+
+@pytest.mark.parametrize("name", SCOPES)
+@pytest.mark.parametrize("specs", BATCHES.values(), ids=BATCHES)
+def test_sums_are_those_of_one_device(name, specs):
+    grads = random_grads(16)
+    run = functools.partial(per_example.clip_sum, limit=3.0, scope=SCOPES[name])
+    split = placed(grads, specs)
+    expected = run(grads, is_padding=jnp.arange(16) == 5)
+    for clip in (run, jax.jit(run)):
+        result = clip(split, is_padding=jnp.arange(16) == 5)
+        assert_close(result, expected)
+        for leaf, spec in zip(*map(jax.tree.leaves, (result.grads, specs)), strict=True):
+            like = NamedSharding(mesh(), P(*spec[1:]))
+            assert leaf.sharding.is_equivalent_to(like, leaf.ndim)
+
+
+def test_an_aggregate_with_noise():
+    tx = optaxclip.per_example_clip_and_aggregate(
+        per_example.quantile_limit(init_limit=2.0, count_noise=1.0), 0.5, jax.random.key(1)
+    )
+    grads = random_grads(16)
+    state = tx.init(jax.tree.map(lambda x: x[0], grads))
+    expected = tx.update(grads, state)
+    split = placed(grads, BATCHES["weights too"])
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, after = update(split, state)
+        assert_close(updates, expected[0])
+        assert_close(after._replace(key=0), expected[1]._replace(key=0))
+
+
+def loss_fn(params, example):
+    # The oldest JAX cannot draw from keys that are split over an explicit mesh.
+    shift = (jax.random.key_data(example["key"])[0] % 7).astype(jnp.float32)
+    x = jnp.tanh(example["x"] @ params["w"]) + 0.1 * shift
+    loss = jnp.sum(x * params["b"])
+    return loss, {"x": example["x"], "loss": loss}
+
+
+@pytest.mark.parametrize("split", [P(("a", "b")), P("a"), P()], ids=["8", "4", "1"])
+@pytest.mark.parametrize("size", [None, 1, 3, 4, 8])
+def test_microbatches_that_divide_and_do_not(size, split):
+    examples = 16 if split else 10
+    keys = jax.random.split(jax.random.key(0), examples + 1)
+    batch = {"x": jax.random.normal(keys[0], (examples, 4)), "key": keys[1:]}
+    params = {"w": jnp.ones((4, 6)) / 3, "b": jnp.linspace(0, 1, 6)}
+    clipped = per_example.clipped_grad(
+        loss_fn, 0.7, has_aux=True, microbatch_size=size, scope=scopes.leaf()
+    )
+    expected = jax.jit(clipped)(params, batch)
+    assert 0 < int(expected.num_clipped.sum()) < 2 * examples
+    there = placed(batch, {"x": split, "key": split})
+    specs = {"w": P(None, None if split == P(("a", "b")) else "b"), "b": P()}
+    model = placed(params, specs)
+    with jax.set_mesh(mesh()):
+        result = jax.jit(clipped)(model, there)
+    assert_close(result, expected)
+    for name, spec in specs.items():
+        leaf = result.grads[name]
+        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh(), spec), leaf.ndim)
+
+
+def test_microbatches_where_no_mesh_is_set():
+    params, x = {"w": jnp.ones((4, 6)), "b": jnp.ones(6)}, jnp.linspace(-1, 1, 64).reshape(16, 4)
+    specs = {"w": P(None, "b"), "b": P()}
+
+    def loss(params, x):
+        return jnp.sum(jnp.tanh(x @ params["w"]) * params["b"])
+
+    for size in (None, 3, 8):
+        clipped = jax.jit(per_example.clipped_grad(loss, 0.7, microbatch_size=size))
+        assert_close(clipped(placed(params, specs), placed(x, P("a"))), clipped(params, x))

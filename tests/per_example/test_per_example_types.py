@@ -1,0 +1,81 @@
+"""Limits and gradients of different dtypes, and batches of none and one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from optaxclip import per_example, scopes
+
+pytestmark = pytest.mark.usefixtures("x64", "quick_compilation")
+F32, F64 = np.float32, np.float64
+LIMITS = {
+    "number": (lambda number: number, {}),
+    "leaves": (lambda number: number, {"scope": scopes.leaf()}),
+    "units by size": (lambda number: number, {"scope": scopes.unit(), "split": "size"}),
+    "names": (lambda number: {"v": number / 2, "w": number / 2}, {"scope": scopes.leaf()}),
+}
+
+
+def trees(examples, dtype):
+    rng = np.random.default_rng(0)
+    v_dtype = {F32: F32, F64: F64, "both": F32}[dtype]
+    return {
+        "w": jnp.asarray(rng.normal(size=(examples, 6, 5)), F64 if dtype == "both" else dtype),
+        "v": jnp.asarray(rng.normal(size=(examples, 7)), v_dtype),
+    }
+
+
+def alone(limits, options, example):
+    batch = {name: x[None] for name, x in example.items()}
+    return per_example.clip_sum(batch, limits, **options).grads
+
+
+@pytest.mark.parametrize("how", LIMITS)
+@pytest.mark.parametrize("dtype", [F32, F64, "both"], ids=["float32", "float64", "both"])
+def test_the_bound_where_dtypes_differ(how, dtype):
+    """In float64 to its digits, where all leaves are; a number of float32 is exact in it."""
+    make, options = LIMITS[how]
+    grads, number = trees(20, dtype), F32(0.7)
+    for limit in (number, jnp.asarray(number), jnp.asarray(F64(number)), float(number)):
+        added = jax.lax.map(functools.partial(alone, make(limit), options), grads)
+        assert {name: x.dtype for name, x in added.items()} == {
+            name: x.dtype for name, x in grads.items()
+        }
+        wide = [np.asarray(x, np.longdouble).reshape(20, -1) for x in added.values()]
+        squares = sum(np.square(x).sum(1) for x in wide)
+        norms = np.sqrt(squares)
+        bound = np.longdouble(number) * (2**-0.5 if how == "names" else 1)
+        assert np.all(norms <= bound * (1 + 1e-18))
+        if how == "number":
+            assert np.all(norms > bound * (1 - (1e-12 if dtype == F64 else 2e-6)))
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_an_aggregate_with_noise(dtype):
+    grads = trees(8, dtype)
+    for limit in (F32(1), jnp.ones((), F64), lambda count: jnp.ones((), F64)):
+        tx = optaxclip.per_example_clip_and_aggregate(limit, F64(1), 0, scope=scopes.leaf())
+        updates, _ = tx.update(grads, tx.init(grads))
+        assert {x.dtype for x in updates.values()} == {np.dtype(dtype)}
+
+
+@pytest.mark.parametrize("dtype", [F32, F64, jnp.bfloat16])
+@pytest.mark.parametrize("size", [None, 1])
+def test_batches_of_none_and_one(dtype, size):
+    def loss_fn(w, x):
+        return jnp.sum(jnp.square(w * x))
+
+    w, x = jnp.ones(3, dtype), 10 * jnp.ones((1, 3), dtype)
+    clipped = per_example.clipped_grad(loss_fn, F32(1), microbatch_size=size)
+    wide = F64 if dtype == F64 else F32
+    none, one = clipped(w, x[:0]), clipped(w, x)
+    assert (none.grads.dtype, one.grads.dtype) == (wide, wide)
+    np.testing.assert_array_equal(none.grads, np.zeros(3))
+    assert (none.norms.shape, none.losses.shape, int(none.num_unclipped)) == ((0,), (0,), 0)
+    np.testing.assert_allclose(one.grads, np.full(3, 3**-0.5), rtol=2e-6)
+    summed = per_example.clip_sum({"w": jax.grad(loss_fn)(w, x[0])[None]}, F32(1))
+    np.testing.assert_allclose(summed.grads["w"], one.grads, rtol=1e-6)
