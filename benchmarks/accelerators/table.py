@@ -26,14 +26,13 @@ def header(with_seconds: bool) -> str:
 
 def rows(cases: Iterable[Case], ways: Iterable[str], rounds: int, with_seconds: bool) -> Iterable:
     """A line for each case, and the programs that it is about."""
-    # Where seconds are compared, all that is compared is compiled in turns, again for each row.
-    compiled = Case.compile if rounds > 1 else functools.cache(Case.compile)
-    plain = functools.cache(Case.compile)
+    # One program serves several rows, in each turn anew.
+    compiled = functools.cache(lambda case, way, turn: case.compile(way))
     for case in cases:
-        base = None if case.is_of_examples else plain(case.of(NONE), NONE)
+        base = None if case.is_of_examples else compiled(case.of(NONE), NONE, 0)
         runs = collections.defaultdict(list)
-        for _, way in itertools.product(range(rounds), ways):
-            runs[way].append(compiled(case.of(way), way))
+        for turn, way in itertools.product(range(rounds), ways):
+            runs[way].append(compiled(case.of(way), way, turn))
         yield _row(case, base, runs, with_seconds), runs
 
 

@@ -100,7 +100,7 @@ class Part(NamedTuple):
     def _finished(self, totals: list[Array]) -> list[Array]:
         sizes = [size if known_size(size) is None else max(size, 1) for size in self.sizes()]
         rows = zip(totals, self.grouping.numbers(sizes), strict=True)
-        return [self.norm.finish(x, jnp.asarray(size).astype(x.dtype)) for x, size in rows]
+        return [self.norm.finish(x, jnp.asarray(size, x.dtype)) for x, size in rows]
 
     def _totals(self, lows: list[Any]) -> list[Totals]:
         """The totals of all norms, at all scales."""
