@@ -27,13 +27,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased, own_arrays
-from optaxclip._base.grouping import Grouping
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.trees import FlatTree, flatten, has_wide, leaf_name
+from optaxclip._base.trees import flatten, has_wide
 from optaxclip._base.types import (
     AxisName,
     ClipInfo,
@@ -42,7 +40,13 @@ from optaxclip._base.types import (
     NonFinite,
     NormTree,
     PyTree,
-    Threshold,
+)
+from optaxclip._engine.checks import (
+    among_known,
+    matching_params,
+    names_for_errors,
+    params_for,
+    usable_norm,
 )
 from optaxclip._engine.placement import as_axis_names, grouped
 from optaxclip._engine.record import initial_info
@@ -50,7 +54,7 @@ from optaxclip._engine.step import Method, run, run_norms, zero_norms
 from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
-from optaxclip.thresholds.fixed import LimitLike, as_limit, at_step, check_limit, given, rule_for
+from optaxclip.thresholds.fixed import LimitLike, as_limit, at_step, given, rule_for
 
 
 def clip_by(
@@ -133,18 +137,18 @@ def clip_by(
         state = init(updates) if state is None else state
         check_state(state, ClipState, name)
         grouping = grouped(scope, flat, axis_names, specs)
-        grouping = _among_known(grouping, state.info, name)
+        grouping = among_known(grouping, state.info, name)
         rule = rule_for(limit, grouping.names, grouping.layout)
         picked, rule_state, info = run(
             flat.picked(),
-            _matching_params(flat, params_for(rule, params, name), name),
+            matching_params(flat, params_for(rule, params, name), name),
             at_step(rule, state.rule),
             state.rule,
             state.info,
-            _usable_norm(grad_norm, "grad_norm", grouping, method),
+            usable_norm(grad_norm, "grad_norm", grouping, method),
             grouping=grouping,
             method=method,
-            names=_names_for_errors(flat, method),
+            names=names_for_errors(flat, method),
         )
         return flat.rebuild(picked), ClipState(increased(state.count), rule_state, info)
 
@@ -208,14 +212,14 @@ def clip_tree(
     dtype = jnp.dtype(jnp.float64 if has_wide(dtypes) else jnp.float32)
     picked, _, info = run(
         flat.picked(),
-        _matching_params(flat, params_for(rule, params, name), name),
+        matching_params(flat, params_for(rule, params, name), name),
         rule,
         rule.init(zero_norms(grouping, dtype)),
         initial_info(name, grouping, dtype),
-        _usable_norm(use_norm, "use_norm", grouping, method),
+        usable_norm(use_norm, "use_norm", grouping, method),
         grouping=grouping,
         method=method,
-        names=_names_for_errors(flat, method),
+        names=names_for_errors(flat, method),
     )
     return flat.rebuild(picked), info
 
@@ -240,73 +244,3 @@ def group_norms(
     flat = flatten(tree, "tree")
     grouping = grouped(scope, flat, as_axis_names(axis_name), specs)
     return run_norms(flat.picked(), grouping, as_norm(norm))
-
-
-def _among_known(grouping: Grouping, info: ClipInfo, name: str) -> Grouping:
-    """The grouping with all groups known since `init`, of which a tree may lack some."""
-    if grouping.layout == "scalar":
-        return grouping
-    unknown = sorted(set(grouping.names) - set(info.names))
-    if unknown:
-        raise ValueError(
-            f"{name}: the updates have groups {unknown} that the params given to init did not have"
-        )
-    return grouping.among(info.names)
-
-
-def params_for(rule: Threshold, params: PyTree | None, name: str) -> PyTree | None:
-    """The parameters, if the limit is relative to them.
-
-    Raises:
-      ValueError: if they are missing.
-    """
-    if rule.uses_params and params is None:
-        raise ValueError(
-            f"{name}: the limit is relative to the parameters; pass them: "
-            "update(grads, state, params)"
-        )
-    return params if rule.uses_params else None
-
-
-def _matching_params(flat: FlatTree, params: PyTree | None, name: str) -> list[Any] | None:
-    """The parameters that belong to the measured leaves."""
-    if params is None:
-        return None
-    found = flatten(params, "params")
-    by_path = {found.paths[i]: found.leaves[i] for i in found.measured}
-    matching = []
-    for i in flat.measured:
-        path, shape = flat.paths[i], jnp.shape(flat.leaves[i])
-        if path not in by_path or jnp.shape(by_path[path]) != shape:
-            there = f"has shape {jnp.shape(by_path[path])}" if path in by_path else "is missing"
-            raise ValueError(
-                f"{name}: params must match the updates; leaf '{leaf_name(path)}' of shape {shape} "
-                f"{there} in params"
-            )
-        matching.append(by_path[path])
-    return matching
-
-
-def _names_for_errors(flat: FlatTree, method: Method) -> tuple[str, ...]:
-    return tuple(flat.names()) if method.nonfinite == "error" else ()
-
-
-def _usable_norm(norm: Any, argument: str, grouping: Grouping, method: Method) -> Array | None:
-    """The caller's norm of the whole tree, where it can stand for our own.
-
-    Other scopes need other norms, and masked entries are not in it.
-    """
-    if norm is None or grouping.layout != "scalar" or method.nonfinite == "mask":
-        return None
-    return as_norm_given(norm, argument)
-
-
-def as_norm_given(norm: Any, argument: str) -> Array:
-    """A norm that the caller has, as a float32 or float64 scalar; it may be anything but a vector.
-
-    Raises:
-      ValueError: if it is not a scalar.
-      TypeError: if it is not a number.
-    """
-    given = jnp.asarray(check_limit(norm, argument, allow_any_number=True))
-    return given.astype(jnp.float64 if given.dtype == jnp.float64 else jnp.float32)

@@ -23,7 +23,8 @@ from optaxclip._base.numerics import match_weak_type
 from optaxclip._base.transformation import Transformation
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import AxisName, ClipInfo, PyTree
-from optaxclip._engine.clip import as_norm_given, group_norms, params_for
+from optaxclip._engine.checks import as_norm_given, params_for
+from optaxclip._engine.clip import group_norms
 from optaxclip._engine.record import initial_info
 from optaxclip.norms import Norm, as_norm
 from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
