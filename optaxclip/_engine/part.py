@@ -106,19 +106,17 @@ class Part(NamedTuple):
         """The totals of all norms, at all scales."""
         in_one_piece = devices.in_one_piece(self.leaves)
         axes, norm, dtype = self._axes(), self.norm, self.dtype
-        # On an automatic mesh only the compiler knows how leaves are split.
-        is_known = in_one_piece or bool(devices.manual_axes())
 
-        def anywhere(leaves: list[Any]) -> list[Totals]:
+        def each(leaves: list[Any]) -> list[Totals]:
             rows = zip(leaves, axes, strict=True)
-            return self._combined([_totals_of(*row, norm, dtype, is_known) for row in rows])
+            return self._combined([_totals_of(*row, norm, dtype, in_one_piece) for row in rows])
 
         if not in_one_piece:
-            return anywhere(self.leaves)
+            return each(self.leaves)
         on_cpu = functools.partial(
             cpu.totals, axes=axes, lows=lows, join=self._combined, norm=norm, dtype=dtype
         )
-        return lax.platform_dependent(self.leaves, cpu=on_cpu, default=anywhere)
+        return lax.platform_dependent(self.leaves, cpu=on_cpu, default=each)
 
     def _largest(self) -> tuple[list[Array], list[Array]]:
         """The largest moduli, and their units."""
@@ -182,15 +180,19 @@ def _over_devices(totals: list[Totals], axes: Axes, by_max: bool) -> list[Totals
 
 
 def _totals_of(
-    leaf: Any, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype, is_known: bool
+    leaf: Any, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype, in_one_piece: bool
 ) -> Totals:
     """The totals of a leaf at all scales, in the way that suits the platform."""
+    options = {"axes": axes, "norm": norm, "dtype": dtype}
+    is_whole = len(axes) == np.ndim(leaf)
+    if is_whole and in_one_piece:  # for accelerators: a CPU then has a way of its own
+        return _at_once(leaf, **options)
     ways: dict[str, Callable[..., Totals]] = {"cpu": _one_by_one, "default": _one_by_one}
-    if is_known and len(axes) == np.ndim(leaf):
+    # Outside of manual regions only the compiler knows how leaves are split.
+    if is_whole and devices.manual_axes():
         ways["default"] = _at_once
     elif dtype == jnp.float32:
         ways |= {"cuda": gpu.from_float64, "rocm": gpu.from_float64}
-    options = {"axes": axes, "norm": norm, "dtype": dtype}
     branches = {name: functools.partial(way, **options) for name, way in ways.items()}
     return lax.platform_dependent(leaf, **branches)
 
