@@ -1,0 +1,85 @@
+"""An explicit mesh, groups that are themselves split: every rule, response and policy as in one piece."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optaxclip import clip_by, norms, scopes, thresholds
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+RULES = {
+    "constant": 1.0,
+    "schedule": optax.linear_schedule(1.5, 0.5, 4),
+    "relative_to_params": thresholds.relative_to_params(0.3),
+    "zscore": thresholds.zscore(warmup_steps=1),
+    "ema": thresholds.ema(ratio=0.9),
+    "percentile": thresholds.percentile(50.0, window=2, warmup_steps=1),
+    "adagc": thresholds.adagc(warmup_steps=1),
+    "quantile": thresholds.quantile(0.5, init_limit=1.0),
+}
+CASES = {rule: (rule, {}) for rule in RULES} | {
+    f"{rule}, {part}": (rule, options)
+    for rule in ("constant", "zscore")
+    for part, options in {
+        "smooth": {"response": "smooth"},
+        "normalize": {"response": "normalize"},
+        "auto_s": {"response": "auto_s", "norm": "l1"},
+        "zero": {"nonfinite": "zero", "norm": "linf"},
+        "mask": {"nonfinite": "mask", "norm": norms.lp(3)},
+    }.items()
+}
+SCOPES = {
+    "unit": (scopes.unit(), {"w": P("x", "y"), "b": P("y")}),
+    "leaf": (scopes.leaf(stacked=1), {"w": P("x"), "b": P("x")}),
+    "axes": (scopes.axes(1), {"w": P("x", "y"), "b": P(None, ("x", "y"))}),
+}
+
+
+def trees(specs):
+    """Parameters and the gradients of two steps, of which the second has a NaN."""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (8, 4), "b": (8,) * len(specs["b"])}
+    found = [
+        {x: rng.normal(size=shape).astype(np.float32) for x, shape in shapes.items()}
+        for _ in range(3)
+    ]
+    found[2]["w"][5, 2] = np.nan
+    return found
+
+
+def two_steps(scope, params, first, second):
+    """The updates and the records of all cases."""
+    found = {}
+    for case, (rule, options) in CASES.items():
+        tx = clip_by(scope, RULES[rule], **options)
+        before, state = tx.update(first, tx.init(params), params)
+        after, state = tx.update(second, state, params)
+        found[case] = (before, after, state.info)
+    return found
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_every_rule_response_and_policy(name):
+    scope, specs = SCOPES[name]
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    places = {x: NamedSharding(mesh, spec) for x, spec in specs.items()}
+    run = jax.jit(functools.partial(two_steps, scope))
+    whole = trees(specs)
+    found, expected = run(*jax.device_put(whole, [places] * 3)), run(*whole)
+    for case in CASES:
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7, err_msg=case),
+            found[case],
+            expected[case],
+        )
+        before, after, info = found[case]
+        assert np.max(info.num_nonfinite) == 1
+        for updates in (before, after):
+            for x, place in places.items():
+                assert updates[x].sharding.is_equivalent_to(place, updates[x].ndim), case

@@ -1,0 +1,53 @@
+"""What a unit is follows from the whole leaf, never from what one device holds of it."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import optaxclip
+from optaxclip import scopes
+
+WHOLE = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+COLUMNS = np.linalg.norm(np.asarray(WHOLE, np.float64), axis=0)
+METHODS = {
+    "unit": functools.partial(optaxclip.clip_by, scopes.unit(), 0.5),
+    "agc": functools.partial(optaxclip.adaptive_grad_clip, 0.5, eps=1.0),
+}
+each_method = pytest.mark.parametrize("method", METHODS)
+
+
+def clip(method, x, **options):
+    tx = METHODS[method](**options)
+    # Parameters whose units have norm 1.
+    return tx.update(x, tx.init(x), x / 100)[0]
+
+
+def over_devices(fn, spec=P("i"), **options):
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, **options)
+
+
+@each_method
+def test_specs_give_the_columns_of_the_whole(method):
+    run = jax.jit(over_devices(functools.partial(clip, method, specs=P("i"))))
+    np.testing.assert_allclose(run(WHOLE), WHOLE * (0.5 / COLUMNS), rtol=1e-5)
+
+
+@each_method
+def test_without_specs_it_is_an_error(method):
+    with pytest.raises(ValueError, match="pass specs="):
+        over_devices(functools.partial(clip, method))(WHOLE)
+    named = functools.partial(clip, method, axis_name="i")
+    with pytest.raises(ValueError, match="pass specs="):
+        over_devices(named, check_vma=False)(WHOLE)
+    with pytest.raises(ValueError, match="pass specs="):
+        jax.pmap(named, axis_name="i")(WHOLE[:, None])
+
+
+@each_method
+def test_a_replicated_leaf_needs_none(method):
+    run = jax.jit(over_devices(functools.partial(clip, method), P()))
+    np.testing.assert_allclose(run(WHOLE), WHOLE * (0.5 / COLUMNS), rtol=1e-5)

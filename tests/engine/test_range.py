@@ -1,0 +1,61 @@
+"""Limits and norms at the edges of what dtypes hold, beside NumPy in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from optaxclip import norms, scopes
+
+RNG = np.random.default_rng(0)
+
+
+def test_each_leaf_has_the_slack_of_its_own_dtype(x64):
+    """A float32 leaf is multiplied in float32, though norms are float64 as the other leaf's is."""
+    trees = {
+        "narrow": RNG.normal(size=(200, 100)).astype(np.float32),
+        "wide": 1 + RNG.random(size=(200, 3)),
+    }
+
+    def clip(tree):
+        return optaxclip.clip_tree(tree, 1.0, scope=scopes.leaf())[0]
+
+    for leaf in jax.tree.leaves(jax.jit(jax.vmap(clip))(trees)):
+        found = np.linalg.norm(np.asarray(leaf, np.float64), axis=1)
+        assert np.all((found <= 1) & (found > 1 - 1e-5))
+
+
+def test_the_largest_modulus_of_a_complex_leaf_beyond_its_range():
+    grads = [jnp.asarray([3e38 + 3e38j], jnp.complex64)]
+    tx = optaxclip.clip_by(scopes.tree(), 1.0, norm="linf")
+    updates, state = tx.update(grads, tx.init(grads))
+    assert state.info.norm == np.finfo(np.float32).max
+    assert not np.any(np.isnan(updates[0]))
+    np.testing.assert_allclose(np.abs(np.complex128(updates[0])), 1, rtol=1e-6)
+
+
+def test_limits_of_orders_below_one():
+    orders = (0.1, 0.25, 0.5, 0.9)
+    trees = RNG.normal(size=(200, 64)).astype(np.float32)
+
+    def clip(tree):
+        each = [norms.lp(p) for p in orders]
+        return [optaxclip.clip_tree(tree, 1.0, scope=scopes.tree(), norm=n)[0] for n in each]
+
+    for p, clipped in zip(orders, jax.jit(jax.vmap(clip))(trees), strict=True):
+        found = np.sum(np.abs(np.asarray(clipped, np.float64)) ** p, axis=1) ** (1 / p)
+        assert np.all(found <= 1), p
+        assert np.all(found > 1 - 1e-3), p
+
+
+@pytest.mark.parametrize("norm", ["l2", norms.lp(3)], ids=str)
+def test_masking_keeps_the_subnormals_of_bfloat16(norm):
+    bits = np.array([1, 0x8001, 0x7F, 0x80, 0], np.uint16)
+    tiny = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    tx = optaxclip.clip_by(scopes.leaf(), 1.0, norm=norm, nonfinite="mask")
+    grads = {"tiny": tiny, "some": tiny.at[4].set(0.5), "bad": tiny.at[4].set(jnp.nan)}
+    updates, _ = jax.jit(tx.update)(grads, tx.init(grads))
+    for name, last in {"tiny": 0, "some": 0x3F00, "bad": 0}.items():
+        found = np.asarray(jax.lax.bitcast_convert_type(updates[name], jnp.uint16))
+        np.testing.assert_array_equal(found, [*bits[:4], last], err_msg=name)

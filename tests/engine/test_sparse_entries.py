@@ -1,0 +1,40 @@
+"""Sparse leaves: what `todense` would hold is what counts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.sparse import BCOO
+
+import optaxclip
+
+
+@pytest.mark.parametrize("norm", ["l2", "l1", "linf", optaxclip.norms.lp(3)], ids=str)
+def test_entries_out_of_range_do_not_count(norm):
+    data, indices = jnp.array([3.0, 100.0, 4.0, 1e30]), jnp.array([[1], [5], [2], [9]])
+    rows, places = jnp.array([[3.0, 9.0], [7.0, 4.0]]), jnp.array([[[0], [3]], [[4], [2]]])
+    leaves = [
+        BCOO((data, indices), shape=(5,)),
+        BCOO((data.at[3].set(jnp.inf), indices), shape=(5,)),
+        BCOO((rows, places), shape=(2, 3)),
+    ]
+
+    @jax.jit
+    def all_norms(leaves):
+        rows = [(x, x.todense()) for x in leaves]
+        return jnp.array([[optaxclip.ops.global_norm(x, norm=norm) for x in row] for row in rows])
+
+    found = all_norms(leaves)
+    np.testing.assert_allclose(found[:, 0], found[:, 1], rtol=1e-6)
+    np.testing.assert_allclose(found[:, 1], found[0, 1], rtol=1e-6)
+
+
+def test_masking_a_sparse_leaf():
+    sparse = BCOO((jnp.array([3.0, jnp.nan, 4.0]), jnp.array([[1], [2], [4]])), shape=(5,))
+    grads = {"bad": sparse, "good": jnp.array([0.6, 0.8])}
+    tx = optaxclip.clip_by_norm(2.5, nonfinite="mask")
+    updates, state = tx.update(grads, tx.init(grads))
+    np.testing.assert_allclose(updates["bad"].todense(), [0, 1.5, 0, 0, 2.0], rtol=1e-6)
+    np.testing.assert_array_equal(updates["good"], grads["good"])
+    assert list(state.info.num_nonfinite) == [1, 0]
+    np.testing.assert_allclose(state.info.norm, [5, 1], rtol=1e-6)

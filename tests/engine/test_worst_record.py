@@ -1,0 +1,36 @@
+"""The record of a leaf with many groups is that of one of them: the worst, whole."""
+
+import jax.numpy as jnp
+import numpy as np
+
+import optaxclip
+from optaxclip import scopes
+
+
+def record(tx, grads, params=None):
+    info = tx.update(grads, tx.init(grads), params)[1].info
+    return [float(x[0]) for x in (info.norm, info.limit, info.factor)], info
+
+
+def test_the_worst_unit_is_not_the_one_with_the_largest_norm():
+    params, grads = jnp.array([[1.0, 10.0], [0, 0]]), jnp.array([[1.0, 2.0], [0, 0]])
+    found, _ = record(optaxclip.adaptive_grad_clip(0.1), grads, params)
+    np.testing.assert_allclose(found, [1, 0.1, 0.1], rtol=1e-5)
+
+
+def test_a_unit_with_limit_0_is_worse_than_any_other():
+    params = jnp.array([[0.0, 1e-3, 1.0], [0, 0, 0]])
+    grads = jnp.array([[3.0, 1e30, 0.1], [4.0, 0, 0]])
+    tx = optaxclip.clip_by(scopes.unit(), optaxclip.thresholds.relative_to_params(0.1, eps=0.0))
+    found, _ = record(tx, grads, params)
+    np.testing.assert_allclose(found, [5, 0, 0], rtol=1e-6)
+
+
+def test_a_bad_unit_is_worst_of_all_and_zero_says_so():
+    grads = jnp.array([[jnp.nan, 30.0], [1.0, 40.0]])
+    for policy, factor in {"nan": np.nan, "zero": 0}.items():
+        found, info = record(optaxclip.clip_by(scopes.unit(), 1.0, nonfinite=policy), grads)
+        np.testing.assert_array_equal(found, [np.nan, 1, factor])
+        assert (info.num_nonfinite, info.num_clipped) == (1, 1)
+        tree, _ = record(optaxclip.clip_by_norm(1.0, nonfinite=policy), grads)
+        np.testing.assert_array_equal(tree, [np.nan, 1, factor])
