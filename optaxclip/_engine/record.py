@@ -120,10 +120,10 @@ def _rows(norm: Array, limit: Array, factor: Array, clipped: Array, bad: Array) 
     most = jnp.finfo(norm.dtype).max
     without = jnp.where(norm > 0, most, 0).astype(norm.dtype)
     ratio = jnp.where(limit > 0, norm / jnp.where(limit > 0, limit, 1), without)
-    ratio = jnp.where(bad > 0, jnp.inf, jnp.minimum(ratio, most))
+    ratio = jnp.where(jnp.isfinite(norm), jnp.minimum(ratio, most), jnp.inf)
     numbers = [jnp.where(jnp.isnan(x), -jnp.inf, x) for x in (norm, limit, -factor)]
     no_number = [jnp.isnan(x).astype(norm.dtype) for x in (norm, factor)]
-    return jnp.stack([ratio, *numbers, bad, *no_number, clipped])
+    return jnp.stack([ratio, *numbers, *no_number, bad, clipped])
 
 
 def _worst(over: Axes, rows: Array) -> Columns:
@@ -137,9 +137,10 @@ def _worst(over: Axes, rows: Array) -> Columns:
         groups = math.prod(rows.shape[2:]) * num_devices(over)
         clipped = total(jnp.sum(clipped, [axis - 1 for axis in axes]), over) / groups
         worst = ratio == largest(jnp.max(ratio, [axis - 1 for axis in axes], keepdims=True), over)
-        masked = jnp.where(jnp.broadcast_to(worst[None], rows.shape), rows, -jnp.inf)
-        rows = largest(jnp.max(masked, axes), over)
-    _, norm, limit, factor, bad, no_norm, no_factor, _ = rows
+        of_worst = jnp.where(jnp.broadcast_to(worst[None], rows[:-2].shape), rows[:-2], -jnp.inf)
+        # With "mask", one that is bad need not be the worst.
+        rows = largest(jnp.max(jnp.concatenate([of_worst, rows[-2:-1]]), axes), over)
+    _, norm, limit, factor, no_norm, no_factor, bad = rows[:7]
     norm, factor = (
         jnp.where(flags > 0, jnp.nan, x) for x, flags in ((norm, no_norm), (-factor, no_factor))
     )

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 import optaxclip
 from optaxclip import ops, scopes
 
-POLICIES = ("nan", "zero", "mask")
+SCOPES = {"tree": scopes.tree(), "unit": scopes.unit()}
+CASES = [(policy, scope) for policy in ("nan", "zero", "mask") for scope in SCOPES]
 WHOLE = np.linspace(1, 2, 32, dtype=np.float32).reshape(8, 4)
 
 
@@ -22,11 +23,10 @@ def mesh(kind="Auto"):
 def clip_each(x, **options):
     """The updates and records of every policy, for the tree and for units."""
     found = {}
-    for policy in POLICIES:
-        for scope in (scopes.tree(), scopes.unit()):
-            tx = optaxclip.clip_by(scope, 0.5, norm="linf", nonfinite=policy, **options)
-            updates, state = tx.update(x, tx.init(x))
-            found[policy, len(found) % 2] = updates, state.info
+    for policy, scope in CASES:
+        tx = optaxclip.clip_by(SCOPES[scope], 0.5, norm="linf", nonfinite=policy, **options)
+        updates, state = tx.update(x, tx.init(x))
+        found[policy, scope] = updates, state.info
     return found
 
 
@@ -37,7 +37,7 @@ def on_mesh(kind):
 
 
 def in_shard_map(**options):
-    outs = dict.fromkeys([(policy, i) for policy in POLICIES for i in (0, 1)], (P("i"), P()))
+    outs = dict.fromkeys(CASES, (P("i"), P()))
     fn = functools.partial(clip_each, specs=P("i"))
     return jax.jit(jax.shard_map(fn, mesh=mesh(), in_specs=P("i"), out_specs=outs, **options))
 
@@ -57,33 +57,32 @@ def test_every_policy_acts_on_one_bad_entry(way):
     for bad in (np.nan, np.inf):
         grads = WHOLE.copy()
         grads[5, 2] = bad
-        found = run(grads)
-        for (policy, is_unit), (updates, info) in found.items():
-            if policy == "mask":
-                expected = np.where(np.isfinite(grads), grads, 0)
-                largest = np.max(expected, axis=0 if is_unit else None)
-                expected = expected * (0.5 / largest)
-                norm, factor = 2, 0.25
-                if is_unit:
-                    norm, factor = np.max(largest), 0.5 / np.max(largest)
-            else:
-                norm, factor = bad, {"nan": np.nan, "zero": 0}[policy]
-                largest = np.max(grads, axis=0)
-                expected = np.where(np.arange(4) == 2, factor, grads * (0.5 / largest))
-                expected = expected if is_unit else np.full((8, 4), factor)
+        for (policy, scope), (updates, info) in run(grads).items():
+            expected, norm, factor = truth(grads, policy, axis=0 if scope == "unit" else None)
             np.testing.assert_allclose(updates, expected, rtol=1e-5)
-            np.testing.assert_allclose(info.norm, norm if not is_unit else [norm], rtol=1e-6)
-            np.testing.assert_allclose(info.factor, factor if not is_unit else [factor], rtol=1e-5)
+            np.testing.assert_allclose(np.ravel(info.norm), [norm], rtol=1e-6)
+            np.testing.assert_allclose(np.ravel(info.factor), [factor], rtol=1e-5)
             np.testing.assert_array_equal(np.ravel(info.num_nonfinite), [1])
 
 
-@pytest.mark.parametrize("way", ["automatic", "explicit", "tracked"])
-def test_ties_over_devices_share_the_derivative(way):
-    x = np.array([3, 1, 3, 2], np.float32)
-    norm = functools.partial(ops.global_norm, norm="linf")
-    if way == "tracked":
+def truth(grads, policy, axis):
+    """Updates, and the record of the worst group."""
+    if policy == "mask":
+        grads = np.where(np.isfinite(grads), grads, 0)
+    norms = np.max(grads, axis)
+    worst = np.max(norms)
+    replacement = {"nan": np.nan, "zero": 0, "mask": 0.5 / worst}[policy]
+    with np.errstate(invalid="ignore"):
+        clipped = np.where(np.isfinite(norms), grads * (0.5 / norms), replacement)
+    return clipped, worst, replacement
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit", "tracked"])
+def test_ties_over_devices_share_the_derivative(kind):
+    x, norm = np.array([3, 1, 3, 2], np.float32), functools.partial(ops.global_norm, norm="linf")
+    if kind == "tracked":
         norm = jax.shard_map(norm, mesh=mesh(), in_specs=P("i"), out_specs=P())
     else:
-        x = jax.device_put(x, NamedSharding(mesh(way.capitalize()[:4] if way == "automatic" else "Explicit"), P("i")))
+        x = jax.device_put(x, NamedSharding(mesh(kind), P("i")))
     for derivative in (jax.grad, jax.jacfwd):
         np.testing.assert_array_equal(jax.jit(derivative(norm))(x), [0.5, 0, 0.5, 0])

@@ -25,24 +25,24 @@ def clip(method, x, **options):
     return tx.update(x, tx.init(x), x / 100)[0]
 
 
-def over_devices(fn, spec=P("i"), **options):
+def over_devices(fn, spec, **options):
     mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     return jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, **options)
 
 
 @each_method
 def test_specs_give_the_columns_of_the_whole(method):
-    run = jax.jit(over_devices(functools.partial(clip, method, specs=P("i"))))
+    run = jax.jit(over_devices(functools.partial(clip, method, specs=P("i")), P("i")))
     np.testing.assert_allclose(run(WHOLE), WHOLE * (0.5 / COLUMNS), rtol=1e-5)
 
 
 @each_method
 def test_without_specs_it_is_an_error(method):
     with pytest.raises(ValueError, match="pass specs="):
-        over_devices(functools.partial(clip, method))(WHOLE)
+        over_devices(functools.partial(clip, method), P("i"))(WHOLE)
     named = functools.partial(clip, method, axis_name="i")
     with pytest.raises(ValueError, match="pass specs="):
-        over_devices(named, check_vma=False)(WHOLE)
+        over_devices(named, P("i"), check_vma=False)(WHOLE)
     with pytest.raises(ValueError, match="pass specs="):
         jax.pmap(named, axis_name="i")(WHOLE[:, None])
 

@@ -34,3 +34,18 @@ def test_a_bad_unit_is_worst_of_all_and_zero_says_so():
         assert (info.num_nonfinite, info.num_clipped) == (1, 1)
         tree, _ = record(optaxclip.clip_by_norm(1.0, nonfinite=policy), grads)
         np.testing.assert_array_equal(tree, [np.nan, 1, factor])
+
+
+def test_a_masked_unit_counts_by_what_is_left_of_it():
+    grads = jnp.array([[jnp.nan, 3.0], [1e-3, 4.0]])
+    found, info = record(optaxclip.clip_by(scopes.unit(), 1.0, nonfinite="mask"), grads)
+    np.testing.assert_allclose(found, [5, 1, 0.2], rtol=1e-5)
+    assert (info.num_nonfinite, info.num_clipped) == (1, 1)
+
+
+def test_each_layer_counts_its_own_bad_entries():
+    grads = jnp.array([[jnp.nan, 3.0], [4.0, 1.0]])
+    for policy in ("nan", "zero", "mask"):
+        scope = scopes.leaf(stacked=1)
+        _, info = record(optaxclip.clip_by(scope, 5.0, nonfinite=policy), grads)
+        assert list(info.num_nonfinite) == [1, 0]
