@@ -19,8 +19,9 @@ def test_the_worst_unit_is_not_the_one_with_the_largest_norm():
 
 
 def test_a_unit_with_limit_0_is_worse_than_any_other():
-    params = jnp.array([[0.0, 1e-3, 1.0], [0, 0, 0]])
-    grads = jnp.array([[3.0, 1e30, 0.1], [4.0, 0, 0]])
+    # Zeros under a limit of 0 stay as they are, and are not bad at all.
+    params = jnp.array([[0.0, 1e-3, 1.0, 0], [0, 0, 0, 0]])
+    grads = jnp.array([[3.0, 1e30, 0.1, 0], [4.0, 0, 0, 0]])
     tx = optaxclip.clip_by(scopes.unit(), optaxclip.thresholds.relative_to_params(0.1, eps=0.0))
     found, _ = record(tx, grads, params)
     np.testing.assert_allclose(found, [5, 0, 0], rtol=1e-6)
