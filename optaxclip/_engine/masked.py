@@ -3,9 +3,11 @@
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
+import optaxclip._engine.cpu as cpu
 from optaxclip._base.devices import anywhere
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import is_sparse, with_data
@@ -18,8 +20,7 @@ def mask(leaves: list[Any], grouping: Grouping) -> tuple[list[Any], list[Array]]
     for leaf, axes in zip(leaves, grouping.axes, strict=True):
         data = leaf.data if is_sparse(leaf) else leaf
         finite = jnp.isfinite(data)
-        clean = jnp.where(finite, data, jnp.zeros((), data.dtype))
-        masked.append(with_data(leaf, clean))
+        masked.append(with_data(leaf, _only_finite(data, finite)))
         bad.append(jnp.any(~finite, axis=None if is_sparse(leaf) else axes))
     of_group = [
         functools.reduce(
@@ -29,3 +30,16 @@ def mask(leaves: list[Any], grouping: Grouping) -> tuple[list[Any], list[Array]]
     ]
     over = of_groups(grouping, split_over(leaves, grouping))
     return masked, [anywhere(*row) for row in zip(of_group, over, strict=True)]
+
+
+@jax.custom_jvp
+def _only_finite(x: Array, finite: Array) -> Array:
+    # On bits, or XLA on CPU converts bfloat16 on the way, which loses subnormals.
+    select = cpu.select_bfloat16 if x.dtype == jnp.bfloat16 else jnp.where
+    return select(finite, x, jnp.zeros_like(x))
+
+
+@_only_finite.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+    (x, finite), (dx, _) = primals, tangents
+    return _only_finite(x, finite), jnp.where(finite, dx, jnp.zeros_like(dx))
