@@ -198,8 +198,8 @@ def clip_tree(
       >>> import jax.numpy as jnp, optaxclip
       >>> tree, info = optaxclip.clip_tree(
       ...     [jnp.array([3.0, 4.0])], 1.0, scope=optaxclip.scopes.tree())
-      >>> print(tree[0], info.norm)
-      [0.6        0.79999995] 5.0
+      >>> print(tree[0].round(3), info.norm)
+      [0.6 0.8] 5.0
     """
     flat = flatten(tree, "tree")
     grouping = grouped(scope, flat, as_axis_names(axis_name), specs)

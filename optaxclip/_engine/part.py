@@ -68,6 +68,7 @@ class Part(NamedTuple):
             units = [jnp.minimum(power_of_two_below(x) * unit, most) for x, unit in rows]
             return self.divided(units), units
         lows = self.grouping.numbers([scales.least(size, self.dtype) for size in self.sizes()])
+        lows = [np.asarray(low, self.dtype) for low in lows]
         rows = zip(self._totals(lows), lows, strict=True)
         usable = [scales.usable(found, low) for found, low in rows]
         return self._finished([total for total, _ in usable]), [unit for _, unit in usable]

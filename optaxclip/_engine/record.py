@@ -100,8 +100,11 @@ def _where_present(grouping: Grouping, new: Sequence[Array], old: ClipInfo) -> l
 def _summaries(grouping: Grouping, columns: list[Columns]) -> list[Array]:
     """Columns with one number for each leaf: those of its worst group on any device."""
     over = of_groups(grouping, kept_over(grouping))
-    # Stored once, or it would be computed anew for each leaf.
-    parted = grouping.parted(lax.optimization_barrier([_rows(*column) for column in columns]))
+    rows = [_rows(*column) for column in columns]
+    if grouping.flat:
+        # Stored once, or they would be computed anew for each leaf.
+        rows = lax.optimization_barrier(rows)
+    parted = grouping.parted(rows)
     # Leaves alike in one step where they lie in one piece, so that few have to be compiled.
     alike: dict[Any, list[int]] = {}
     for n, group in enumerate(grouping.groups):
