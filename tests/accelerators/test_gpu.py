@@ -10,9 +10,8 @@ H100 = "h100"
 @pytest.mark.parametrize("dtype", aims.DTYPES)
 def test_in_one_piece(both, dtype, method):
     ours, theirs = both(H100, dtype=dtype, method=method)
-    more = aims.KERNELS_WITH_HISTORY if method in aims.WITH_HISTORY else aims.KERNELS
-    aims.assert_as_cheap(method, ours, theirs)
-    assert ours.counts.kernels <= theirs.counts.kernels + more
+    aims.assert_as_cheap(method, dtype, ours, theirs)
+    assert ours.counts.kernels <= theirs.counts.kernels + aims.kernels(method)
 
 
 def test_a_skip_a_record_and_a_rule_share_one_read(both):
@@ -39,7 +38,7 @@ def test_on_eight_devices(both, mesh):
 def test_many_seeds_in_a_scan_wait_for_nothing(both, method):
     ours, theirs = both(H100, "seeds", method=method)
     aims.assert_no_branch(ours)
-    assert ours.counts.kernels <= theirs.counts.kernels + aims.KERNELS
+    assert ours.counts.kernels <= theirs.counts.kernels + aims.kernels(method)
 
 
 @pytest.mark.parametrize("dtype", aims.DTYPES)
