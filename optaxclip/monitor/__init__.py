@@ -1,0 +1,18 @@
+"""What the clips did: read it from the optimizer's state, log it, keep a history of norms.
+
+Every clip and every skip keeps a record of its last step in its own state, wherever that is held:
+in `chain`, `masked`, `partition`, `MultiSteps`, `apply_if_finite`, `inject_hyperparams`, a Flax
+`TrainState`, an `nnx.Optimizer`, lists, dicts. (`clip` and `clip_by_value` have no norm and keep no
+record.) For a log, `scalars` makes flat numbers of the records::
+
+  for name, value in monitor.scalars(opt_state).items():
+      writer.add_scalar(name, value, step)              # TensorBoard
+  wandb.log(monitor.scalars(opt_state), step)           # Weights & Biases
+"""
+
+from optaxclip.monitor.reading import read as read
+from optaxclip.monitor.reading import scalars as scalars
+from optaxclip.monitor.recording import RecordState as RecordState
+from optaxclip.monitor.recording import history as history
+from optaxclip.monitor.recording import history_names as history_names
+from optaxclip.monitor.recording import record as record

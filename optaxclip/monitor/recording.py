@@ -1,0 +1,164 @@
+"""The norms of the last steps, kept on the device."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import optaxclip.scopes as scopes
+from optaxclip._base.arguments import check_state, whole
+from optaxclip._base.counters import increased
+from optaxclip._base.transformation import Transformation
+from optaxclip._base.trees import flatten
+from optaxclip._base.types import PyTree
+from optaxclip._engine.step import run_norms
+from optaxclip.monitor.states import find, name_of, to_host, unboxed
+from optaxclip.norms import Norm, as_norm
+
+
+class RecordState(NamedTuple):
+    """State of `record`.
+
+    Attributes:
+      count: int32[], steps so far.
+      name: the transformation's name, as the only key of a dict of nothing.
+      names: the norms' names in order, as the keys of a dict of nothing.
+      ring: float32[window] or, per leaf, float32[window, leaves]; step n is in row `n % window`.
+    """
+
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    name: dict[str, tuple[()]]
+    names: dict[str, tuple[()]]
+    ring: Array
+
+
+def record(
+    window: int = 1000,
+    per_leaf: bool = False,
+    *,
+    norm: str | Norm = "l2",
+    name: str = "record",
+) -> Transformation[RecordState]:
+    """Keeps the norms of the last steps on the device; the updates pass through untouched.
+
+    First in a chain it records the raw gradients' norms, those that are not finite too; inside a
+    skip, only those of the steps that were taken. Nothing is sent to the host until `history` asks;
+    it works under `jit`, in `scan` and under `vmap`.
+
+    Args:
+      window: how many steps to keep.
+      per_leaf: whether each leaf has a norm of its own (NaN where the leaf is None at a step); else
+        the whole tree has one.
+      norm: the norm, as in `optaxclip.clip_by`.
+      name: what it is called in messages, and in `history` to choose among several.
+
+    Returns:
+      A transformation with a `RecordState`, whose update returns the very updates that it is given.
+
+    Raises:
+      ValueError: if `window` is less than 1, or for an unknown norm.
+      TypeError: if `window` is no int.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> tx = optax.chain(record(window=2), optaxclip.clip_by_global_norm(1.0))
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for size in (1.0, 2.0, 3.0):
+      ...     updates, state = tx.update(jnp.array([0.0, size]), state)
+      >>> print(history(state))
+      [2. 3.]
+    """
+    window = whole(window, 1, "window")
+    measure, scope = as_norm(norm), scopes.leaf() if per_leaf else scopes.tree()
+
+    def init(params: PyTree) -> RecordState:
+        names = scope(flatten(params, "params")).names
+        ring = jnp.zeros((window, len(names)) if per_leaf else window, jnp.float32)
+        return RecordState(jnp.zeros((), jnp.int32), {name: ()}, dict.fromkeys(names, ()), ring)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, RecordState]:
+        del params, extra_args
+        state = init(updates) if state is None else state
+        check_state(state, RecordState, name)
+        flat = flatten(updates, "updates")
+        grouping = scope(flat).among(state.names) if per_leaf else scope(flat)
+        if len(grouping.names) > len(state.names):
+            unknown = sorted(set(grouping.names) - set(state.names))
+            raise ValueError(f"{name}: the params given to init did not have the leaves {unknown}")
+        norms = run_norms(flat.picked(), grouping, measure)
+        count, ring = _written(state.count, state.ring, norms)
+        return updates, state._replace(count=count, ring=ring)
+
+    return Transformation(init, update)
+
+
+def history(opt_state: PyTree, name: str | None = None) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The norms that `record` kept, the oldest first.
+
+    Args:
+      opt_state: any pytree that holds the state, as in `read`.
+      name: which record, where there are several: the `name=` that it was given.
+
+    Returns:
+      float32[steps], or float32[steps, leaves] of `record(per_leaf=True)`, with a column for each
+      of `history_names`: all steps so far, or the last `window` of them. In NumPy, after one
+      `jax.device_get`.
+
+    Raises:
+      ValueError: if no record has the name, or several have.
+      TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> tx = record(per_leaf=True)
+      >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([2.0])}
+      >>> _, state = tx.update(grads, tx.init(grads))
+      >>> print(history_names(state), history(state))
+      ('b', 'w') [[2. 5.]]
+    """
+    state = _only_record(opt_state, name)
+    count, ring = to_host((unboxed(state.count), unboxed(state.ring)), "history")
+    if np.ndim(count):
+        one = "jax.tree.map(lambda x: x[0], opt_state)"
+        raise ValueError(f"history takes one state, got {count.size} under vmap; pass {one}")
+    # The oldest row of a full ring is the one to be written next.
+    return np.roll(ring[:count], -(count % len(ring)), axis=0)
+
+
+def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]:
+    """The names of the norms in `history`: those of the leaves, or `("tree",)`.
+
+    Args:
+      opt_state: as in `history`.
+      name: as in `history`.
+
+    Returns:
+      A tuple with a name for each column of `history`.
+
+    Raises:
+      ValueError: if no record has the name, or several have.
+    """
+    return tuple(_only_record(opt_state, name).names)
+
+
+def _only_record(opt_state: PyTree, name: str | None) -> RecordState:
+    records = find(opt_state, RecordState)
+    fitting = [state for state in records.values() if name in (None, name_of(state))]
+    if len(fitting) == 1:
+        return fitting[0]
+    which = "" if name is None else f" named {name!r}"
+    raise ValueError(
+        f"the state must hold one record{which}, it holds {len(fitting)}; all its records: "
+        f"{list(records)}. Give each record its own name=, and history the one that you want"
+    )
+
+
+@jax.jit
+def _written(count: Array, ring: Array, norms: Array) -> tuple[Array, Array]:
+    """The ring with one more row."""
+    rows = len(ring)
+    return increased(count, period=rows), ring.at[count % rows].set(norms.astype(ring.dtype))
