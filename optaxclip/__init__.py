@@ -29,7 +29,6 @@ from optaxclip.methods.by_value import ClipByValueState as ClipByValueState
 from optaxclip.methods.by_value import clip as clip
 from optaxclip.methods.by_value import clip_by_value as clip_by_value
 from optaxclip.methods.fixed import adaptive_grad_clip as adaptive_grad_clip
-from optaxclip.methods.fixed import clip_by_block_rms as clip_by_block_rms
 from optaxclip.methods.fixed import clip_by_global_norm as clip_by_global_norm
 from optaxclip.methods.fixed import clip_by_group_norm as clip_by_group_norm
 from optaxclip.methods.fixed import clip_by_norm as clip_by_norm
@@ -37,6 +36,9 @@ from optaxclip.methods.fixed import normalize_by_global_norm as normalize_by_glo
 from optaxclip.methods.skips import SkipState as SkipState
 from optaxclip.methods.skips import skip_above as skip_above
 from optaxclip.methods.skips import skip_nonfinite as skip_nonfinite
+from optaxclip.methods.stable_adam import StableAdamState as StableAdamState
+from optaxclip.methods.stable_adam import scale_by_stable_adam as scale_by_stable_adam
+from optaxclip.methods.updates import clip_by_block_rms as clip_by_block_rms
 from optaxclip.methods.windowed import autoclip as autoclip
 from optaxclip.methods.windowed import clip_by_median_norm as clip_by_median_norm
 from optaxclip.methods.windowed import clip_by_window_norm as clip_by_window_norm

@@ -179,6 +179,13 @@ METHODS: dict[str, Method] = {
     "clip_by_norm_scheduled": _per_leaf(_norm_scheduled, ("limit", 1.0), counts=True),
     "clip_by_global_norm": Method(optaxclip.clip_by_global_norm, _MAX_NORM),
     "clip_by_block_rms": _per_leaf(optaxclip.clip_by_block_rms, ("threshold", 0.7)),
+    "scale_by_stable_adam": _history(
+        optaxclip.scale_by_stable_adam,
+        ("clipping_threshold", 0.7),
+        shares="leaf",
+        has_info=False,
+        keeps_small=False,
+    ),
     "adaptive_grad_clip": _per_column(
         optaxclip.adaptive_grad_clip, ("clipping", 0.7), needs_params=True
     ),

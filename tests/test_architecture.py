@@ -37,7 +37,7 @@ PUBLIC = {
     "adaptive_grad_clip clip_by_group_norm normalize_by_global_norm autoclip zclip adagc "
     "clip_by_median_norm clip_by_quantile clip_by_ema_norm clip_by_window_norm "
     "per_example_global_norm_clip per_example_layer_norm_clip per_example_clip_and_aggregate "
-    "skip_nonfinite skip_above clip_by clip_tree",
+    "skip_nonfinite skip_above clip_by clip_tree scale_by_stable_adam",
     "per_example": "clip_sum clipped_grad quantile_limit adjusted_noise_multiplier",
     "ops": "global_norm clip_by_value clip_by_norm clip_by_average_norm clip_by_global_norm",
     "scopes": "leaf axes unit group tree",
@@ -46,7 +46,15 @@ PUBLIC = {
 }
 # A name leaves this list when it is written.
 NOT_YET: dict[str, str] = {}
-TYPES = {"ClipByValueState", "ClipInfo", "ClipState", "Limits", "SkipState", "Threshold"}
+TYPES = {
+    "ClipByValueState",
+    "ClipInfo",
+    "ClipState",
+    "Limits",
+    "SkipState",
+    "StableAdamState",
+    "Threshold",
+}
 
 
 def module_name(path):

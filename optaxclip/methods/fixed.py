@@ -131,54 +131,6 @@ def clip_by_global_norm(
     )
 
 
-def clip_by_block_rms(
-    threshold: ScalarOrSchedule,
-    *,
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "clip_by_block_rms",
-) -> Transformation[ClipState]:
-    """Clips each leaf by the root mean square of its entries.
-
-    Source: Shazeer and Stern, 2018, arXiv 1804.04235, where it is applied to Adafactor's updates.
-
-    Args:
-      threshold: the largest root mean square of a leaf.
-      nonfinite: the policy for leaves that are not finite.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages.
-
-    Returns:
-      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
-      types of the gradients.
-
-    Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar, or an unknown name.
-      TypeError: for a limit that is no number.
-
-    Example:
-      >>> import jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.clip_by_block_rms(1.0)
-      >>> print(tx.update(jnp.array([3.0, 4.0]), None)[0])
-      [0.848528 1.131371]
-    """
-    limit = as_limit(threshold, "threshold")
-    return clip_by(
-        scopes.leaf(),
-        limit,
-        norm="rms",
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
-    )
-
-
 def adaptive_grad_clip(
     clipping: ScalarOrSchedule,
     eps: float = 1e-3,

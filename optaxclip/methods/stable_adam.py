@@ -1,0 +1,275 @@
+"""StableAdamW's direction: Adam's, held back in the leaves that its second moment lags behind."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from optaxclip._base.arguments import check_state
+from optaxclip._base.counters import increased
+from optaxclip._base.numerics import (
+    accumulation_dtype,
+    broadcast_over,
+    match_weak_type,
+    real_parts,
+    safe_sqrt,
+)
+from optaxclip._base.transformation import Transformation
+from optaxclip._base.trees import FlatTree, flatten, is_sparse
+from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
+from optaxclip._engine.checks import among_known
+from optaxclip._engine.clip import clip_by
+from optaxclip.methods.updates import leaves_apart
+from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit, check_limit
+
+
+class StableAdamState(NamedTuple):
+    """State of `scale_by_stable_adam`.
+
+    Attributes:
+      clip: of the clip; its record's `norm` is the root mean square of `g / sqrt(nu)`.
+      steps: int32[tensors], the steps that each tensor took, those that were not finite left out.
+      mu: the average of the gradients, unbiased, like the parameters, in float32 or wider.
+      nu: the average of their squares, likewise.
+    """
+
+    clip: ClipState
+    steps: Array
+    mu: PyTree
+    nu: PyTree
+
+
+def scale_by_stable_adam(
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.99,
+    eps: jax.typing.ArrayLike = 1e-8,
+    clipping_threshold: ScalarOrSchedule = 1.0,
+    *,
+    stacked: PyTree | Callable[[str, Array], int] | None = None,
+    nonfinite: NonFinite = "nan",
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+    name: str = "scale_by_stable_adam",
+) -> Transformation[StableAdamState]:
+    """Adam's direction, with the step of a leaf shortened where its second moment lags behind.
+
+    With unbiased averages `m` of the gradients `g` and `v` of their squares, both with this step's
+    in them, each leaf's update is `m / (sqrt(v) + eps) / max(1, RMS / clipping_threshold)`, where
+    `RMS = sqrt(mean(g**2 / max(v, eps**2)))` is far above 1 when gradients are much larger than
+    what `v` remembers: so before most spikes of a loss. Weight decay is not shortened: put it
+    behind this in the chain.
+
+    A leaf that is not finite keeps its averages, as if there had been no such step. Averages are
+    held in float32 (float64 for float64 leaves), in which entries whose square it cannot hold,
+    above 1.8e19, count as 1.8e19. Integer and other leaves pass untouched.
+
+    Source: Wortsman, Dettmers, Zettlemoyer, Morcos, Farhadi and Schmidt, 2023, arXiv 2304.13013;
+    the clip is that of Shazeer and Stern, 2018, arXiv 1804.04235.
+
+    Args:
+      b1: the decay of the average of gradients, at least 0 and below 1.
+      b2: the decay of the average of their squares, likewise.
+      eps: added to the root of the second moment.
+      clipping_threshold: the largest root mean square of a leaf that is not held back.
+      stacked: how many leading axes of a leaf stack separate tensors, each of which is clipped by
+        itself; as in `optaxclip.scopes.leaf`. None if None.
+      nonfinite: the policy for leaves that are not finite.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
+      name: the name in messages.
+
+    Returns:
+      A transformation with a `StableAdamState`, whose update gives a tree of the shapes, dtypes and
+      weak types of the gradients. `optaxclip.monitor` finds the record in its field `clip`.
+
+    Raises:
+      ValueError: for a decay outside of its range, an `eps` or threshold that is negative, NaN or
+        not a scalar.
+      TypeError: for one of them that is no number; when used, for a sparse leaf.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> direction = optaxclip.scale_by_stable_adam()
+      >>> decay = optax.add_decayed_weights(0.2)
+      >>> tx = optax.chain(direction, decay, optax.scale_by_learning_rate(2e-3))
+      >>> params = jnp.ones(2)
+      >>> state = tx.init(params)
+      >>> for size in (1.0, 5.0):
+      ...     updates, state = tx.update(jnp.full(2, size), state, params)
+      >>> print(optaxclip.monitor.read(state)["0/clip/scale_by_stable_adam"].norm)
+      [1.3835752]
+    """
+    betas = (_checked_decay(b1, "b1"), _checked_decay(b2, "b2"))
+    eps = check_limit(eps, "eps")
+    scope = leaves_apart(stacked)
+    limit = as_limit(clipping_threshold, "clipping_threshold")
+    places = {"axis_name": axis_name, "specs": specs}
+    clip = clip_by(scope, limit, norm="rms", nonfinite=nonfinite, name=name, **places)
+
+    def init(params: PyTree) -> StableAdamState:
+        flat = _dense(flatten(params, "params"), name)
+        clip_state = clip.init(params)
+        steps = jnp.zeros(len(clip_state.info.names), jnp.int32)
+        return StableAdamState(clip_state, steps, _zeros(flat), _zeros(flat, real=True))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, StableAdamState]:
+        del params, extra_args
+        flat = _dense(flatten(updates, "updates"), name)
+        state = init(updates) if state is None else state
+        check_state(state, StableAdamState, name)
+        grouping = among_known(scope(flat), state.clip.info, name)
+
+        def of_leaves(column: Array) -> list[Array]:
+            return grouping.by_leaf(grouping.of_tree(column))
+
+        mu, nu = (_Named.of(tree) for tree in (state.mu, state.nu))
+        old = (mu.of_leaves(flat), nu.of_leaves(flat))
+        steps = increased(state.steps)
+        new, ratios = _averages(flat.picked(), old, of_leaves(steps), betas, eps)
+        _, clip_state = clip.update(flat.rebuild(ratios), state.clip)
+        present = [bool(group.members) for group in grouping.groups for _ in group.names]
+        taken = jnp.isfinite(clip_state.info.norm) & np.array(present, bool)
+        flags, factors = of_leaves(taken), of_leaves(clip_state.info.factor)
+        directions, new = _directions(flat.picked(), old, new, flags, factors, eps)
+        return flat.rebuild(directions), StableAdamState(
+            clip_state,
+            increased(state.steps, taken),
+            mu.replaced(flat, new[0]),
+            nu.replaced(flat, new[1]),
+        )
+
+    return Transformation(init, update)
+
+
+class _Named(NamedTuple):
+    """A tree of averages, of which a step's gradients may lack some."""
+
+    flat: FlatTree
+    names: list[str]
+
+    @classmethod
+    def of(cls, tree: PyTree) -> "_Named":
+        flat = flatten(tree, "state")
+        return cls(flat, flat.names())
+
+    def of_leaves(self, gradients: FlatTree) -> list[Array]:
+        by_name = dict(zip(self.names, self.flat.picked(), strict=True))
+        return [by_name[name] for name in gradients.names()]
+
+    def replaced(self, gradients: FlatTree, leaves: Sequence[Array]) -> PyTree:
+        new = dict(zip(gradients.names(), leaves, strict=True))
+        rows = zip(self.names, self.flat.picked(), strict=True)
+        return self.flat.rebuild([new.get(name, old) for name, old in rows])
+
+
+def _checked_decay(decay: Any, argument: str) -> Any:
+    """A decay, refused where it is a number outside of `[0, 1)`."""
+    check_limit(decay, argument, allow_any_number=True)
+    if not isinstance(decay, jax.Array) and not 0 <= decay < 1:
+        raise ValueError(f"{argument} must be at least 0 and below 1, got {decay!r}")
+    return decay
+
+
+def _dense(flat: FlatTree, name: str) -> FlatTree:
+    for leaf, path in zip(flat.picked(), flat.names(), strict=True):
+        if is_sparse(leaf):
+            raise TypeError(
+                f"{name}: leaf '{path}' is sparse, and averages are not; pass leaf.todense()"
+            )
+    return flat
+
+
+def _zeros(flat: FlatTree, *, real: bool = False) -> PyTree:
+    """Averages before the first step; None for leaves that have none."""
+    leaves: list[Any] = [None] * len(flat.leaves)
+    for i, leaf in zip(flat.measured, flat.picked(), strict=True):
+        leaves[i] = jnp.zeros_like(leaf, dtype=_wide(jnp.asarray(leaf).dtype, real=real))
+    return jax.tree_util.tree_unflatten(flat.treedef, leaves)
+
+
+def _wide(dtype: jnp.dtype, *, real: bool = False) -> Any:
+    own = accumulation_dtype(dtype)
+    if real or not jnp.issubdtype(dtype, jnp.complexfloating):
+        return own
+    return jnp.complex128 if own == jnp.float64 else jnp.complex64
+
+
+Moments = tuple[list[Array], list[Array]]
+
+
+@jax.jit
+def _averages(
+    grads: list[Any], old: Moments, steps: list[Array], betas: tuple[Any, Any], eps: Any
+) -> tuple[Moments, list[Array]]:
+    """The averages with this step in them, and the gradients in units of the second's root."""
+    mus, nus, ratios = [], [], []
+    for grad, mu, nu, count in zip(grads, *old, steps, strict=True):
+        g = jnp.asarray(grad)
+        # Averages of real parameters are real.
+        g = (g if jnp.iscomplexobj(mu) else g.real).astype(mu.dtype)
+        axes = tuple(range(count.ndim, g.ndim))
+        shares = [broadcast_over(_share(beta, count, nu.dtype), axes) for beta in betas]
+        finite = _by(_held, jnp.where(jnp.isfinite(g), g, 0), _largest_root(nu.dtype))
+        square = sum(part * part for part in real_parts(finite))
+        square = jnp.minimum(square, jnp.finfo(nu.dtype).max)
+        mus.append(mu + _by(lax.mul, finite - mu, shares[0]))
+        nus.append(nu + shares[1] * (square - nu))
+        root = safe_sqrt(nus[-1])
+        ratios.append(_by(_divided, g, jnp.maximum(root, jnp.asarray(eps).astype(root.dtype))))
+    return (mus, nus), ratios
+
+
+@jax.jit
+def _directions(
+    grads: list[Any],
+    old: Moments,
+    new: Moments,
+    taken: list[Array],
+    factors: list[Array],
+    eps: Any,
+) -> tuple[list[Array], Moments]:
+    """Adam's directions times the factors, and the averages to keep."""
+    directions, mus, nus = [], [], []
+    rows = zip(grads, *old, *new, taken, factors, strict=True)
+    for grad, old_mu, old_nu, mu, nu, flag, factor in rows:
+        x = jnp.asarray(grad)
+        axes = tuple(range(flag.ndim, x.ndim))
+        flag, factor = (broadcast_over(y, axes) for y in (flag, factor.astype(nu.dtype)))
+        direction = _by(_divided, mu, safe_sqrt(nu) + jnp.asarray(eps).astype(nu.dtype))
+        direction = _by(lax.mul, direction, factor).astype(x.dtype)
+        directions.append(match_weak_type(direction, x))
+        mus.append(jnp.where(flag, mu, old_mu))
+        nus.append(jnp.where(flag, nu, old_nu))
+    return directions, (mus, nus)
+
+
+def _share(beta: Any, count: Array, dtype: Any) -> Array:
+    """How much the newest of `count` numbers counts in their unbiased average."""
+    beta = jnp.asarray(beta).astype(dtype)
+    share = (1 - beta) / -jnp.expm1(count.astype(dtype) * jnp.log(beta))
+    return jnp.where(count <= 1, 1, share)
+
+
+def _by(operation: Callable[[Array, Array], Array], x: Array, y: Array) -> Array:
+    """An operation of an array and a real one, on the parts of a complex array."""
+    parts = [operation(part, jnp.broadcast_to(y, part.shape)) for part in real_parts(x)]
+    return lax.complex(*parts) if jnp.iscomplexobj(x) else parts[0]
+
+
+def _held(x: Array, bound: Array) -> Array:
+    return jnp.clip(x, -bound, bound)
+
+
+def _largest_root(dtype: Any) -> Array:
+    """The largest number with a square."""
+    return jnp.asarray(math.sqrt(jnp.finfo(dtype).max) * (1 - 1e-6)).astype(dtype)
+
+
+def _divided(x: Array, y: Array) -> Array:
+    return jnp.where(y == 0, 0, x / jnp.where(y == 0, 1, y))

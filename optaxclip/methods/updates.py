@@ -1,0 +1,75 @@
+"""Clips of updates: behind an optimizer, or inside of it where it divides by its second moment."""
+
+from collections.abc import Callable
+
+from jax import Array
+
+import optaxclip.scopes as scopes
+from optaxclip._base.arguments import refuse_arrays
+from optaxclip._base.transformation import Transformation
+from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
+from optaxclip._engine.clip import clip_by
+from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
+
+
+def clip_by_block_rms(
+    threshold: ScalarOrSchedule,
+    *,
+    stacked: PyTree | Callable[[str, Array], int] | None = None,
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+    name: str = "clip_by_block_rms",
+) -> Transformation[ClipState]:
+    """Clips each leaf by the root mean square of its entries.
+
+    Adafactor does this with a threshold of 1 to what it divided by the root of its second moment.
+    So can any optimizer that divides likewise: put this behind its `scale_by_...`, and before what
+    multiplies by the learning rate. (`scale_by_stable_adam` clips by another ratio, to which the
+    gradients' momentum does not belong.)
+
+    Source: Shazeer and Stern, 2018, arXiv 1804.04235.
+
+    Args:
+      threshold: the largest root mean square of a leaf.
+      stacked: how many leading axes of a leaf stack separate tensors, each of which is clipped by
+        itself; as in `optaxclip.scopes.leaf`. None if None.
+      nonfinite: the policy for leaves that are not finite.
+      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
+      name: the name in messages.
+
+    Returns:
+      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
+      types of the gradients.
+
+    Raises:
+      ValueError: for a limit that is negative, NaN or not a scalar, or an unknown name.
+      TypeError: for a limit that is no number.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> clip = optaxclip.clip_by_block_rms(1.0)
+      >>> print(clip.update(jnp.array([3.0, 4.0]), None)[0])
+      [0.848528 1.131371]
+      >>> tx = optax.chain(optax.scale_by_adam(), clip, optax.scale_by_learning_rate(1e-3))
+    """
+    limit = as_limit(threshold, "threshold")
+    return clip_by(
+        leaves_apart(stacked),
+        limit,
+        norm="rms",
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
+
+
+def leaves_apart(stacked: PyTree | Callable[[str, Array], int] | None) -> scopes.Scope:
+    """A norm for each leaf; None stands for 0, which `optax.inject_hyperparams` would trace."""
+    refuse_arrays(stacked, "stacked")
+    return scopes.leaf(0 if stacked is None else stacked)
