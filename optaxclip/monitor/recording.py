@@ -10,9 +10,11 @@ from jax import Array
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import check_state, whole
 from optaxclip._base.counters import increased
+from optaxclip._base.numerics import promoted, safe_divide
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.trees import flatten
+from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
+from optaxclip._engine.checks import matching_params
 from optaxclip._engine.step import run_norms
 from optaxclip.monitor.states import find, name_of, to_host, unboxed
 from optaxclip.norms import Norm, as_norm
@@ -39,6 +41,7 @@ def record(
     per_leaf: bool = False,
     *,
     norm: str | Norm = "l2",
+    ratio: bool = False,
     name: str = "record",
 ) -> Transformation[RecordState]:
     """Keeps the norms of the last steps on the device; the updates pass through untouched.
@@ -47,18 +50,24 @@ def record(
     skip, only those of the steps that were taken. Nothing is sent to the host until `history` asks;
     it works under `jit`, in `scan` and under `vmap`.
 
+    Last in a chain, `ratio=True` records how far each step moves the weights, in parts of their own
+    norm: usually about 1e-3. Spikes of it come before those of the loss.
+
     Args:
       window: how many steps to keep.
       per_leaf: whether each leaf has a norm of its own (NaN where the leaf is None at a step); else
         the whole tree has one.
       norm: the norm, as in `optaxclip.clip_by`.
+      ratio: whether norms are divided by those of the parameters, which the update then needs; that
+        of zeros is infinite, or 0 if nothing moves them.
       name: what it is called in messages, and in `history` to choose among several.
 
     Returns:
       A transformation with a `RecordState`, whose update returns the very updates that it is given.
 
     Raises:
-      ValueError: if `window` is less than 1, or for an unknown norm.
+      ValueError: if `window` is less than 1, or for an unknown norm; when used, for `ratio` without
+        `params`.
       TypeError: if `window` is no int.
 
     Example:
@@ -69,6 +78,11 @@ def record(
       ...     updates, state = tx.update(jnp.array([0.0, size]), state)
       >>> print(history(state))
       [2. 3.]
+      >>> tx = optax.chain(optax.sgd(0.1), record(ratio=True))
+      >>> params = jnp.full(2, 10.0)
+      >>> _, state = tx.update(jnp.ones(2), tx.init(params), params)
+      >>> print(history(state))
+      [0.01]
     """
     window = whole(window, 1, "window")
     measure, scope = as_norm(norm), scopes.leaf() if per_leaf else scopes.tree()
@@ -81,7 +95,7 @@ def record(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, RecordState]:
-        del params, extra_args
+        del extra_args
         state = init(updates) if state is None else state
         check_state(state, RecordState, name)
         flat = flatten(updates, "updates")
@@ -90,7 +104,9 @@ def record(
             unknown = sorted(set(grouping.names) - set(state.names))
             raise ValueError(f"{name}: the params given to init did not have the leaves {unknown}")
         norms = run_norms(flat.picked(), grouping, measure)
-        count, ring = _written(state.count, state.ring, norms)
+        weights = _weights(flat, params, name) if ratio else None
+        of_weights = None if weights is None else run_norms(weights, grouping, measure)
+        count, ring = _written(state.count, state.ring, norms, of_weights)
         return updates, state._replace(count=count, ring=ring)
 
     return Transformation(init, update)
@@ -157,8 +173,22 @@ def _only_record(opt_state: PyTree, name: str | None) -> RecordState:
     )
 
 
+def _weights(flat: FlatTree, params: PyTree | None, name: str) -> list[Any] | None:
+    if params is None:
+        raise ValueError(
+            f"{name}: ratio=True divides by the norms of the parameters; pass them: "
+            "update(updates, state, params)"
+        )
+    return matching_params(flat, params, name)
+
+
 @jax.jit
-def _written(count: Array, ring: Array, norms: Array) -> tuple[Array, Array]:
+def _written(
+    count: Array, ring: Array, norms: Array, of_weights: Array | None
+) -> tuple[Array, Array]:
     """The ring with one more row."""
     rows = len(ring)
+    if of_weights is not None:
+        norms, of_weights = promoted([norms, of_weights])
+        norms = safe_divide(norms, of_weights, jnp.where(norms > 0, jnp.inf, norms))
     return increased(count, period=rows), ring.at[count % rows].set(norms.astype(ring.dtype))

@@ -57,6 +57,7 @@ WRAPPERS = {
     ),
     "record": monitor.record(4),
     "record_per_leaf": monitor.record(4, per_leaf=True),
+    "record_ratio": monitor.record(4, ratio=True),
     "per_example": per_example.per_example_clip_and_aggregate(1.0, 1.0, jax.random.key(0)),
     "per_example_quantile": per_example.per_example_clip_and_aggregate(QUANTILE, 1.0, key=0),
 }

@@ -1,0 +1,45 @@
+"""How far updates move the weights, in parts of their norm."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optaxclip import monitor
+
+PARAMS = {"b": jnp.zeros(2), "v": jnp.full(4, 0.5, jnp.bfloat16), "w": jnp.array([[3.0, 4.0]])}
+UPDATES = {"b": jnp.zeros(2), "v": jnp.full(4, 0.25, jnp.bfloat16), "w": jnp.array([[0.0, 0.5]])}
+
+
+def recorded(per_leaf, *steps, params=PARAMS):
+    """The history after these updates."""
+    tx = optax.chain(optax.identity(), monitor.record(3, per_leaf, ratio=True))
+    state, update = tx.init(params), jax.jit(tx.update)
+    for updates in steps:
+        found, state = update(updates, state, params)
+        jax.tree.map(np.testing.assert_array_equal, found, updates)
+    return monitor.history(state)
+
+
+def test_of_each_leaf_and_of_all():
+    steps = (UPDATES, UPDATES | {"b": jnp.ones(2), "v": UPDATES["v"] * 4}, UPDATES | {"w": None})
+    expected = [[0, 0.5, 0.1], [np.inf, 2, 0.1], [0, 0.5, np.nan]]
+    np.testing.assert_allclose(recorded(True, *steps), expected, rtol=1e-6)
+    norms = np.sqrt([0.5**2 + 0.5**2, 2 + 2**2 + 0.5**2])
+    np.testing.assert_allclose(recorded(False, *steps[:2]), norms / np.sqrt(26), rtol=1e-6)
+
+
+def test_of_any_range_and_of_what_is_not_finite():
+    params = {"far": jnp.full(1, 1e30), "near": jnp.full(1, 1e-30), "bad": jnp.ones(1)}
+    updates = {"far": jnp.full(1, 1e33), "near": jnp.full(1, 1e-33), "bad": jnp.full(1, jnp.nan)}
+    found = recorded(True, updates, params=params)
+    np.testing.assert_allclose(found, [[np.nan, 1e3, 1e-3]], rtol=1e-6)
+
+
+def test_it_says_what_it_needs():
+    tx = monitor.record(ratio=True, name="moves")
+    with pytest.raises(ValueError, match=r"moves: ratio=True.*update\(updates, state, params\)"):
+        tx.update(UPDATES, tx.init(PARAMS))
+    with pytest.raises(ValueError, match=r"moves: params must match.*'w'.*is missing in params"):
+        tx.update(UPDATES, tx.init(PARAMS), {"b": PARAMS["b"], "v": PARAMS["v"]})
