@@ -1,4 +1,4 @@
-"""What JAX knows of devices, in its different versions and contexts; the only file that asks.
+"""What JAX knows of devices, in its different contexts; the only file that asks.
 
 Inside `shard_map` some axes of the mesh are manual: a value is what one device holds. With tracking
 (`check_vma=True`) its type says over which of them it varies; without, and inside `pmap`, every
@@ -27,10 +27,7 @@ def manual_axes() -> Axes:
 
 def varying_axes(x: Any) -> Axes:
     """The manual axes over which a value differs from device to device, as far as is tracked."""
-    aval = jax.typeof(x)
-    # JAX 0.10 has a type of its own for it.
-    kind = getattr(aval, "manual_axis_type", None)
-    return frozenset(aval.vma if kind is None else kind.varying)
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def refuse_partial_sum(x: Any) -> None:
@@ -41,7 +38,7 @@ def refuse_partial_sum(x: Any) -> None:
     """
     aval = jax.typeof(x)
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
-    kinds = (getattr(aval, "manual_axis_type", None), spec)
+    kinds = (aval.manual_axis_type, spec)
     unreduced = {axis for kind in kinds for axis in getattr(kind, "unreduced", None) or ()}
     if unreduced:
         raise ValueError(
@@ -62,10 +59,7 @@ def vary(x: Array, axes: Axes) -> Array:
 
 
 def _cast(x: Array, axes: Iterable[str]) -> Array:
-    names = tuple(sorted(axes))
-    if hasattr(lax, "pcast"):
-        return lax.pcast(x, names, to="varying")
-    return getattr(lax, "pvary")(x, names)  # noqa: B009 (newer versions do not have it)
+    return lax.pcast(x, tuple(sorted(axes)), to="varying")
 
 
 def num_devices(axes: Iterable[str]) -> int:
