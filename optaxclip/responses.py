@@ -9,12 +9,17 @@ multiplies the group by `new / norm`, and leaves it alone, bit for bit, where th
   `normalize` | `target`, whatever the norm was
   `smooth`    | `norm / sqrt(1 + (norm / target)**2)`, always below the target
   `auto_s()`  | `target * norm / (norm + gamma)`, always below the target
+  `band()`    | `clip`, but at least a share of the target, whatever the norm was
+  `clip_with_eps()` | `norm * target / (norm + eps)` where that is less than the norm
+
+A response may have a method `factor(norm, trigger, target)` too, of which the engine then takes the
+multiplier as it is, to the last digit, in the place of the quotient of the new norm and the norm.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from jax import Array
@@ -75,9 +80,7 @@ def auto_s(gamma: float = 0.01) -> Response:
       >>> print(info.factor)
       0.25
     """
-    if not (isinstance(gamma, (int, float)) and 0 <= gamma < math.inf):
-        raise ValueError(f"gamma must be a finite number of at least 0, got {gamma!r}")
-    return _AutoS(float(gamma))
+    return _AutoS(_number(gamma, 0, _MOST, "gamma"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +96,157 @@ class _AutoS:
         return jnp.broadcast_to(target, norm.shape) * safe_divide(norm, norm + gamma, 1)
 
 
+def band(
+    low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = math.inf
+) -> Response:
+    """Holds norms to a band: from `low` times the target up to the target.
+
+    A norm above the trigger is shrunk to the target, one below `low * target` enlarged to that. A
+    zero group stays zero, and where there is no limit there is no band. The bounds on the factor
+    come last: with `max_factor` no group is enlarged further than so many times, with `min_factor`
+    none shrunk further, even where the band is then missed.
+
+    AGGC (Li, Wu and Chang, 2026, arXiv 2601.11864) holds each group of layers to 0.5 to 1.5 times
+    the moving average of its norms; here what was enlarged is recorded as it came. LAMBC (Fong et
+    al., 2020, arXiv 2011.13584) is LAMB with a bounded trust ratio, and the ratio of update to
+    weight that speedruns keep from falling (KellerJordan/modded-nanogpt) a band relative to the
+    parameters::
+
+      clip_by(scopes.group(labels), thresholds.ema(0.98, 1.5), response=responses.band(0.5 / 1.5))
+      clip_by(scopes.leaf(), thresholds.relative_to_params(1.0, eps=0.0),    # after the optimizer
+              response=responses.band(1.0, min_factor=0.1, max_factor=10.0))
+      clip_by(scopes.leaf(), thresholds.relative_to_params(1e-2),            # after the optimizer
+              response=responses.band(0.1))
+
+    Args:
+      low: the lower edge as a share of the target, from 0 (as `clip`) to 1 (as `normalize`).
+      min_factor: the least factor.
+      max_factor: the largest factor, from 1 on if `min_factor` does not exceed it.
+
+    Returns:
+      A response: a function of the norms, triggers and targets, arrays of one shape, to the new
+      norms, of the same shape and dtype.
+
+    Raises:
+      ValueError: if `low` is not from 0 to 1, or a factor negative, NaN or above the other.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> from optaxclip import responses, scopes, thresholds
+      >>> tx = optaxclip.clip_by(scopes.tree(), 1.0, response=responses.band(0.5))
+      >>> for size in (4.0, 0.7, 0.1, 0.0):
+      ...     print(tx.update(jnp.array([size]), None)[0])
+      [1.]
+      [0.7]
+      [0.5]
+      [0.]
+
+      A trust ratio (here 5 / 0.1) of at most 10:
+
+      >>> trust = responses.band(1.0, max_factor=10.0)
+      >>> tx = optaxclip.clip_by(
+      ...     scopes.leaf(), thresholds.relative_to_params(1.0, eps=0.0), response=trust)
+      >>> print(tx.update(jnp.array([0.06, 0.08]), None, jnp.array([3.0, 4.0]))[0])
+      [0.6 0.8]
+
+      An update of at least 1e-3 and at most 1e-2 of its weights:
+
+      >>> rule = thresholds.relative_to_params(1e-2)
+      >>> tx = optaxclip.clip_by(scopes.leaf(), rule, response=responses.band(0.1))
+      >>> print(tx.update(jnp.array([6e-5, 8e-5]), None, jnp.array([3.0, 4.0]))[0])
+      [0.003 0.004]
+    """
+    least = _number(min_factor, 0, _MOST, "min_factor")
+    return _Band(
+        _number(low, 0, 1, "low"), least, _number(max_factor, least, math.inf, "max_factor")
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Band:
+    """The response of `band`; equal ones are compiled once."""
+
+    low: float
+    min_factor: float
+    max_factor: float
+
+    def __call__(self, norm: Array, trigger: Array, target: Array) -> Array:
+        low, least, most = (
+            jnp.asarray(x).astype(norm.dtype) for x in (self.low, self.min_factor, self.max_factor)
+        )
+        edge = low * jnp.where(jnp.isinf(target), 0, target)
+        new = jnp.maximum(clip(norm, trigger, target), edge)
+        if self.max_factor < math.inf:
+            new = jnp.minimum(new, most * norm)
+        new = jnp.maximum(new, least * norm)
+        return jnp.where(norm == 0, norm, new)
+
+
+def clip_with_eps(eps: float = 1e-6) -> Response:
+    """Multiplies by `target / (norm + eps)` where that is below 1, as PyTorch does.
+
+    A norm at its limit, or a little below it, is shrunk too. For runs that must match PyTorch's
+    `clip_grad_norm_`, whose `eps` is 1e-6 and whose factor this is to the last digit of float32,
+    in the place of the library's own, which keeps rounding from exceeding the limit.
+
+    Args:
+      eps: what is added to the norm.
+
+    Returns:
+      A response: a function of the norms, triggers and targets, arrays of one shape, to the new
+      norms, of the same shape and dtype.
+
+    Raises:
+      ValueError: if `eps` is negative, NaN or infinite.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> response = optaxclip.responses.clip_with_eps(1e-2)
+      >>> tx = optaxclip.clip_by(optaxclip.scopes.tree(), 5.0, response=response)
+      >>> print(tx.update(jnp.array([3.0, 4.0]), None)[0])
+      [2.994012 3.992016]
+    """
+    return _ClipWithEps(_number(eps, 0, _MOST, "eps"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _ClipWithEps:
+    """The response of `clip_with_eps`; equal ones are compiled once."""
+
+    eps: float
+
+    def __call__(self, norm: Array, trigger: Array, target: Array) -> Array:
+        return norm * self.factor(norm, trigger, target)
+
+    def factor(self, norm: Array, trigger: Array, target: Array) -> Array:
+        """What a group is multiplied by."""
+        del trigger
+        divisor = norm + jnp.asarray(self.eps).astype(norm.dtype)
+        # In PyTorch a number divided by a tensor is a product with a reciprocal.
+        return jnp.minimum(safe_divide(jnp.ones_like(norm), divisor, 1) * target, 1)
+
+
+_MOST = float(jnp.finfo(jnp.float32).max)
+
+
+def _number(value: Any, low: float, high: float, argument: str) -> float:
+    """`value` as a float, checked to be a Python number in `[low, high]`.
+
+    Raises:
+      ValueError: otherwise; programs are compiled for it, so it cannot be an array.
+    """
+    if not isinstance(value, (int, float)) or not low <= value <= high:
+        most = "a finite number" if high == _MOST else f"a number of at most {high:g}"
+        raise ValueError(f"{argument} must be {most} and at least {low:g}, got {value!r}")
+    return float(value)
+
+
 _NAMED: dict[str, Response] = {
     "clip": clip,
     "normalize": normalize,
     "smooth": smooth,
     "auto_s": auto_s(),
+    "band": band(),
 }
 
 

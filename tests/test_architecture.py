@@ -34,7 +34,8 @@ FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 
 PUBLIC = {
     "optaxclip": "clip clip_by_value clip_by_norm clip_by_global_norm clip_by_block_rms "
-    "adaptive_grad_clip clip_by_group_norm normalize_by_global_norm autoclip zclip adagc "
+    "adaptive_grad_clip clip_by_group_norm normalize_by_global_norm normalize_by_norm_history "
+    "autoclip zclip adagc "
     "clip_by_median_norm clip_by_quantile clip_by_ema_norm clip_by_window_norm "
     "per_example_global_norm_clip per_example_layer_norm_clip per_example_clip_and_aggregate "
     "skip_nonfinite skip_above clip_by clip_tree scale_by_stable_adam",
@@ -42,7 +43,9 @@ PUBLIC = {
     "ops": "global_norm clip_by_value clip_by_norm clip_by_average_norm clip_by_global_norm",
     "scopes": "leaf axes unit group tree",
     "tuning": "suggest sweep",
-    "thresholds": "constant schedule relative_to_params percentile median zscore ema quantile",
+    "thresholds": "constant schedule relative_to_params percentile median zscore ema quantile "
+    "mean_over_rms",
+    "responses": "auto_s band clip_with_eps",
 }
 # A name leaves this list when it is written.
 NOT_YET: dict[str, str] = {}

@@ -58,17 +58,22 @@ def multiplier(
       measured: the norms.
       trigger: the norms above which to act.
       target: the norms to reach.
-      response: the new norms from these three.
+      response: the new norms from these three; or the multipliers, if it has them (`factor`).
       nonfinite: what becomes of groups whose norm is not finite.
     """
     norm = measured.norm
-    new = response(norm, trigger.astype(norm.dtype), target.astype(norm.dtype))
+    arguments = (norm, trigger.astype(norm.dtype), target.astype(norm.dtype))
+    new = response(*arguments)
     # A response may be one number for many norms, and limits know shapes that norms of missing
     # leaves lack.
     new, norm, mantissa, unit_of_group, slack = jnp.broadcast_arrays(
         jnp.asarray(new).astype(norm.dtype), norm, *measured
     )
     bad = ~jnp.isfinite(norm)
+    replacement, zeroed = (0.0, bad) if nonfinite == "zero" else (jnp.nan, None)
+    if hasattr(response, "factor"):
+        factor = jnp.broadcast_to(response.factor(*arguments), norm.shape)
+        return Multiplier((factor != 1).astype(norm.dtype), select(bad, replacement, factor), zeroed)
     keep = (new == norm) & ~bad
     # On exponents, as the compiler would multiply divisors first, which overflows.
     exponents = [exponent_below(x) for x in (new, mantissa, unit_of_group)]
@@ -87,9 +92,8 @@ def multiplier(
     # Divisions come last: XLA on CPU stores their results, where it would do cheaper steps once
     # more for each leaf, among the entries.
     before = (~keep).astype(norm.dtype) / unless_idle(inverse_before)
-    replacement = 0.0 if nonfinite == "zero" else jnp.nan
     quotient = select(bad, replacement, unless_idle(numerator)) / unless_idle(denominator)
-    return Multiplier(before, quotient, bad if nonfinite == "zero" else None)
+    return Multiplier(before, quotient, zeroed)
 
 
 def _around(size: Array, unit: Array, unit_of_group: Array, *, lowest: int) -> tuple[Array, Array]:

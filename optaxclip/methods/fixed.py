@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 from jax import Array
 
+import optaxclip.responses as responses
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import refuse_arrays
 from optaxclip._base.transformation import Transformation
@@ -82,6 +83,7 @@ def clip_by_norm(
 def clip_by_global_norm(
     max_norm: ScalarOrSchedule,
     *,
+    eps: float | None = None,
     norm: str | Norm = "l2",
     nonfinite: NonFinite = "nan",
     strict: bool = False,
@@ -95,6 +97,8 @@ def clip_by_global_norm(
 
     Args:
       max_norm: the largest norm of the tree.
+      eps: if given, the factor is `max_norm / (norm + eps)` where that is below 1, which with 1e-6
+        is PyTorch's to the last digit; see `optaxclip.responses.clip_with_eps`.
       norm: the norm.
       nonfinite: the policy for a norm that is not finite.
       strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
@@ -107,7 +111,8 @@ def clip_by_global_norm(
       types of the gradients.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar, or an unknown name.
+      ValueError: for a limit that is negative, NaN or not a scalar, an unknown name, or an `eps`
+        that is negative or no Python number.
       TypeError: for a limit that is no number.
 
     Example:
@@ -123,6 +128,7 @@ def clip_by_global_norm(
         scopes.tree(),
         limit,
         norm=norm,
+        response="clip" if eps is None else responses.clip_with_eps(eps),
         nonfinite=nonfinite,
         strict=strict,
         axis_name=axis_name,
@@ -243,52 +249,6 @@ def clip_by_group_norm(
         scope,
         limit,
         norm=norm,
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
-    )
-
-
-def normalize_by_global_norm(
-    norm: ScalarOrSchedule = 1.0,
-    *,
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "normalize_by_global_norm",
-) -> Transformation[ClipState]:
-    """Brings the L2 norm of the whole tree to `norm`, whatever it was; zeros stay zeros.
-
-    Args:
-      norm: the norm of every update.
-      nonfinite: the policy for a norm that is not finite.
-      strict: whether bfloat16 and float16 leaves stay below `norm` to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages.
-
-    Returns:
-      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
-      types of the gradients.
-
-    Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar, or an unknown name.
-      TypeError: for a limit that is no number.
-
-    Example:
-      >>> import jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.normalize_by_global_norm(10.0)
-      >>> print(tx.update(jnp.array([3.0, 4.0]), None)[0])
-      [6. 8.]
-    """
-    limit = as_limit(norm, "norm")
-    return clip_by(
-        scopes.tree(),
-        limit,
-        response="normalize",
         nonfinite=nonfinite,
         strict=strict,
         axis_name=axis_name,

@@ -24,3 +24,4 @@ from optaxclip.thresholds.history import percentile as percentile
 from optaxclip.thresholds.history import window as window
 from optaxclip.thresholds.moving import ema as ema
 from optaxclip.thresholds.moving import zscore as zscore
+from optaxclip.thresholds.normalizing import mean_over_rms as mean_over_rms

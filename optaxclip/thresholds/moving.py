@@ -36,13 +36,14 @@ def ema(
     target_ratio: jax.typing.ArrayLike | None = None,
     debias: bool = False,
     skip_steps: int = 0,
+    inclusive: bool = False,
     record: Record = "clipped",
     warmup_steps: int = 0,
     floor: float = FLOOR,
     patience: int | None = PATIENCE,
     max_norm: jax.typing.ArrayLike | None = None,
 ) -> Threshold:
-    """A multiple of the exponential moving average of the norms before this one.
+    """A multiple of the exponential moving average of the norms, by default of those before this.
 
     With the defaults this is OLMo's per-parameter rule (allenai/OLMo, `max_grad_norm_ratio`), with
     `ema(0.99, 2.0, target_decay=0.9, target_ratio=1.1, debias=True)` PDE-Transformer's
@@ -57,6 +58,7 @@ def ema(
       debias: whether to start from zero and divide by the weights, as Adam does, instead of
         starting from the first norm.
       skip_steps: how many norms to pass over before the first is recorded.
+      inclusive: whether a norm is in the average that judges it; it is then recorded raw.
       record: see `optaxclip.thresholds.base`, like the options that follow.
       warmup_steps: norms to record before there is a limit.
       floor: the least norm that counts, and the least limit.
@@ -90,6 +92,7 @@ def ema(
         _Ema(debias, same),
         numbers,
         record=record,
+        inclusive=inclusive,
         warmup_steps=warmup_steps,
         floor=floor,
         patience=patience,
@@ -187,7 +190,7 @@ class _Ema:
         seen = jnp.maximum(count - numbers.skip_steps, 0)
 
         def averaged(average: Array, decay: Any) -> Array:
-            new = average + _weight(decay, seen, self.debias) * (norm - average)
+            new = average + weight(decay, seen, self.debias) * (norm - average)
             return jnp.where(count >= numbers.skip_steps, new, average)
 
         return _EmaState(
@@ -231,7 +234,7 @@ class _ZScore:
         self, numbers: _ZScoreNumbers, state: Moments, norm: Array, count: Array
     ) -> Moments:
         if self.debias:
-            return weighted(state, norm, _weight(numbers.alpha, count, debias=True))
+            return weighted(state, norm, weight(numbers.alpha, count, debias=True))
         plain = weighted(state, norm, 1 / (count.astype(jnp.float32) + 1))
         rest = 1 - as_float(numbers.alpha)
         mean = state.mean + rest * (norm - state.mean)
@@ -258,7 +261,7 @@ class _ZScore:
         )
 
 
-def _weight(decay: Any, count: Array, debias: bool) -> Array:
+def weight(decay: Any, count: Array, debias: bool) -> Array:
     """The weight of a new value in an average of `count` earlier ones; 1 for the first."""
     rest = 1 - as_float(decay)
     if not debias:

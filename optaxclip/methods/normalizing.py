@@ -1,0 +1,123 @@
+"""Transformations that bring every norm to its target, small ones too."""
+
+import jax
+
+import optaxclip.scopes as scopes
+import optaxclip.thresholds as thresholds
+from optaxclip._base.transformation import Transformation
+from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
+from optaxclip._engine.clip import clip_by
+from optaxclip.thresholds.base import FLOOR
+from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
+
+
+def normalize_by_global_norm(
+    norm: ScalarOrSchedule = 1.0,
+    *,
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+    name: str = "normalize_by_global_norm",
+) -> Transformation[ClipState]:
+    """Brings the L2 norm of the whole tree to `norm`, whatever it was; zeros stay zeros.
+
+    Args:
+      norm: the norm of every update.
+      nonfinite: the policy for a norm that is not finite.
+      strict: whether bfloat16 and float16 leaves stay below `norm` to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
+      name: the name in messages.
+
+    Returns:
+      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
+      types of the gradients.
+
+    Raises:
+      ValueError: for a limit that is negative, NaN or not a scalar, or an unknown name.
+      TypeError: for a limit that is no number.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.normalize_by_global_norm(10.0)
+      >>> print(tx.update(jnp.array([3.0, 4.0]), None)[0])
+      [6. 8.]
+    """
+    limit = as_limit(norm, "norm")
+    return clip_by(
+        scopes.tree(),
+        limit,
+        response="normalize",
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
+
+
+def normalize_by_norm_history(
+    mean_decay: jax.typing.ArrayLike = 0.7,
+    square_decay: jax.typing.ArrayLike = 0.9,
+    *,
+    eps: jax.typing.ArrayLike = 1e-8,
+    stacked: scopes.StackedAxes | None = None,
+    floor: float = FLOOR,
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+    name: str = "normalize_by_norm_history",
+) -> Transformation[ClipState]:
+    """Brings each leaf's L2 norm to the mean of its norms so far over their root mean square.
+
+    Both are moving averages that this norm is in. There is no limit to choose: the new norm is
+    about 1, less where norms jump, and the direction stays. The scale of the gradient is lost, so
+    this is for optimizers that do not care for it: Adam, Lion, Muon. Over other groups it is
+    `clip_by(scopes.tree(), thresholds.mean_over_rms(), response="normalize")`.
+
+    Source: Huang et al., 2025, Stable-SPAM's AdaGN, arXiv 2502.17055, later GradientStabilizer
+    (published code, TianjinYellow/StableSPAM). A norm that is not finite is never recorded, where
+    there it stays in the averages for ever.
+
+    Args:
+      mean_decay: of the mean.
+      square_decay: of the mean square; 0.9 as published, and mostly no less than `mean_decay`.
+      eps: added to the root mean square.
+      stacked: how many leading axes of each leaf stack separate tensors, as in
+        `optaxclip.scopes.leaf`; none if None.
+      floor: the least norm that is recorded, and the least new norm.
+      nonfinite: the policy for leaves that are not finite.
+      strict: whether bfloat16 and float16 leaves stay below their new norm to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
+      name: the name in messages and in `optaxclip.monitor`.
+
+    Returns:
+      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
+      types of the gradients.
+
+    Raises:
+      ValueError: for an option out of its range, or an unknown policy.
+      TypeError: for an option that is no number.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.normalize_by_norm_history()
+      >>> state = tx.init(jnp.zeros(1))
+      >>> for norm in (1.0, 1.2, 0.8, 1.0, 5.0):
+      ...     updates, state = tx.update(jnp.array([norm]), state)
+      >>> print(updates)
+      [0.92795]
+    """
+    return clip_by(
+        scopes.leaf(0 if stacked is None else stacked),
+        thresholds.mean_over_rms(mean_decay, square_decay, eps, floor=floor),
+        response="normalize",
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )

@@ -1,0 +1,96 @@
+"""Targets for the response "normalize": what a norm is brought to, small or large."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from optaxclip._base.numerics import safe_divide, safe_sqrt
+from optaxclip._base.types import Limits, Threshold
+from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, within
+from optaxclip.thresholds.moving import weight
+
+
+def mean_over_rms(
+    mean_decay: jax.typing.ArrayLike = 0.7,
+    square_decay: jax.typing.ArrayLike = 0.9,
+    eps: jax.typing.ArrayLike = 1e-8,
+    *,
+    floor: float = FLOOR,
+) -> Threshold:
+    """The mean of the norms so far over their root mean square; about 1, less where norms jump.
+
+    Both are debiased moving averages that the norm is in. For `response="normalize"`; the first
+    norm is brought to 1.
+
+    Source: Huang et al., 2025, Stable-SPAM's AdaGN, arXiv 2502.17055, later GradientStabilizer.
+
+    Args:
+      mean_decay: of the mean.
+      square_decay: of the mean square.
+      eps: added to the root mean square.
+      floor: the least norm that counts, and the least limit.
+
+    Returns:
+      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+
+    Raises:
+      ValueError: for an option out of its range.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> rule = optaxclip.thresholds.mean_over_rms()
+      >>> state = rule.init(jnp.zeros(()))
+      >>> for norm in (1.0, 1.2, 0.8):
+      ...     limits, state = rule.update(jnp.array(norm), state, None)
+      >>> print(limits.target)
+      0.966206
+    """
+    numbers = _Numbers(
+        within(mean_decay, 0, 1, "mean_decay"),
+        within(square_decay, 0, 1, "square_decay"),
+        at_least(eps, 0, "eps"),
+    )
+    return adaptive(
+        _MeanOverRms(), numbers, record="raw", inclusive=True, floor=floor, patience=None
+    )
+
+
+class _Numbers(NamedTuple):
+    mean_decay: Any
+    square_decay: Any
+    eps: Any
+
+
+class _Averages(NamedTuple):
+    """Debiased averages of the norms and of their squares, float32."""
+
+    mean: Array
+    square: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _MeanOverRms:
+    def init(self, numbers: _Numbers, like: Array) -> _Averages:
+        del numbers
+        zeros = jnp.zeros(like.shape, jnp.float32)
+        return _Averages(zeros, zeros)
+
+    def observe(
+        self, numbers: _Numbers, state: _Averages, norm: Array, count: Array
+    ) -> _Averages:
+        def averaged(average: Array, value: Array, decay: Any) -> Array:
+            return average + weight(decay, count, debias=True) * (value - average)
+
+        return _Averages(
+            averaged(state.mean, norm, numbers.mean_decay),
+            averaged(state.square, jnp.square(norm), numbers.square_decay),
+        )
+
+    def limits(self, numbers: _Numbers, state: _Averages, norm: Array, count: Array) -> Limits:
+        ratio = safe_divide(state.mean, safe_sqrt(state.square) + as_float(numbers.eps), 0)
+        # While nothing has been recorded the norm stays.
+        target = jnp.where(count == 0, norm, ratio)
+        return Limits(target, target)

@@ -1,0 +1,118 @@
+"""The response `band`: a lower edge beside the limit, and bounds on the factor."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import clip_by, responses, scopes, thresholds
+
+NORMS = np.float32([0, 1e-30, 1e-3, 0.2, 0.5, 0.7, 1, 1.5, 40, 1e30])
+
+
+def new_norms(target, trigger=None, **options):
+    """What groups of these norms are brought to, one group a row."""
+    rows = jnp.asarray(NORMS)[:, None]
+    limits = [jnp.full(len(NORMS), x, jnp.float32) for x in (trigger or target, target)]
+    tree, info = optaxclip.clip_tree(
+        rows,
+        optaxclip.Limits(*({"leaf": x} for x in limits)),
+        scope=scopes.axes(-1),
+        response=responses.band(**options),
+    )
+    assert np.isfinite(info.factor)
+    return np.asarray(tree)[:, 0]
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=3e-6)
+
+
+def test_holds_norms_between_its_edges():
+    close(new_norms(1.0, low=0.5), np.where(NORMS == 0, 0, np.clip(NORMS, 0.5, 1)))
+    inside = (NORMS == 0) | ((NORMS >= 0.5) & (NORMS <= 1))
+    np.testing.assert_array_equal(new_norms(1.0, low=0.5)[inside], NORMS[inside])
+    close(new_norms(1.0, low=0.0), np.minimum(NORMS, 1))
+    close(new_norms(1.0, low=1.0), np.sign(NORMS))
+    far = np.where(NORMS > 30, 1, np.maximum(NORMS, 0.2 * (NORMS > 0)))
+    close(new_norms(1.0, trigger=30.0, low=0.2), far)
+
+
+def test_where_there_is_no_limit_there_is_no_band():
+    np.testing.assert_array_equal(new_norms(np.inf, low=0.5), NORMS)
+    close(new_norms(1e-8, low=0.5), np.where(NORMS == 0, 0, np.clip(NORMS, 5e-9, 1e-8)))
+
+
+def test_bounds_on_the_factor_come_last():
+    ratio = np.clip(1 / np.maximum(NORMS, 1e-38), 0.1, 10)
+    close(new_norms(1.0, low=1.0, min_factor=0.1, max_factor=10.0), ratio * NORMS)
+    only_up = np.maximum(NORMS, np.sign(NORMS))
+    np.testing.assert_array_equal(new_norms(1.0, low=1.0, min_factor=1.0)[6:], NORMS[6:])
+    close(new_norms(1.0, low=1.0, min_factor=1.0), only_up)
+
+
+def test_aggc_of_two_groups():
+    """The printed sequence: clipped norms are recorded, in an average begun with the first."""
+    rule = thresholds.ema(0.98, 1.5, patience=None, floor=0.0)
+    labels = {"q": "attention", "k": "attention", "w": "mlp"}
+    tx = clip_by(scopes.group(labels), rule, response=responses.band(0.5 / 1.5))
+    update, found = jax.jit(tx.update), []
+    zeros = {"q": jnp.zeros(1), "k": jnp.zeros(1), "w": jnp.zeros(1)}
+    state = tx.init(zeros)
+    for norm in (1.0, 1.2, 0.8, 1.0, 5.0, 1.1, 0.2):
+        grads = {"q": jnp.array([0.6 * norm]), "k": jnp.array([0.8 * norm]), "w": jnp.ones(1)}
+        updates, state = update(grads, state)
+        found.append(np.hypot(updates["q"], updates["k"])[0])
+        assert updates["w"] == 1
+    close(found, [1, 1.2, 0.8, 1, 1.499882, 1.1, 0.505861])
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 10.0), (0.5, 2.0), (1.0, 1.0)])
+def test_lamb_with_a_bounded_trust_ratio(low, high):
+    rng = np.random.default_rng(0)
+    sizes = np.array([1e-3, 0.3, 1, 5, 1e3])
+    params = {str(i): jnp.asarray(rng.normal(size=4), jnp.float32) for i in range(5)}
+    updates = {
+        str(i): jnp.asarray(size * rng.normal(size=4), jnp.float32) for i, size in enumerate(sizes)
+    }
+    response = responses.band(1.0, min_factor=low, max_factor=high)
+    rule = thresholds.relative_to_params(1.0, eps=0.0)
+    trust = clip_by(scopes.leaf(), rule, response=response)
+    found, _ = optax.chain(trust, optax.scale(-0.1)).update(
+        updates, (trust.init(params), optax.ScaleState()), params
+    )
+    for name, u in updates.items():
+        ratio = np.clip(np.linalg.norm(params[name]) / np.linalg.norm(u), low, high)
+        close(found[name], -0.1 * ratio * u)
+
+
+def test_derivatives_are_finite():
+    def new(norm, target):
+        return responses.band(0.5, min_factor=0.1, max_factor=10.0)(norm, target, target)
+
+    points = jnp.asarray([0.0, 0.01, 0.5, 1.0, 40.0], jnp.float32)
+    for target in (0.0, 1.0, jnp.inf):
+        grads = jax.vmap(jax.grad(new, (0, 1)), (0, None))(points, jnp.float32(target))
+        assert np.all(np.isfinite(grads))
+
+
+def test_its_name_is_a_response():
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([0.1])}
+    updates, state = clip_by(scopes.leaf(), 1.0, response="band").update(grads, None)
+    close(updates["b"], [1 / 3])
+    close(state.info.factor, [0.2, 10 / 3])
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        *(({"low": low}, "low") for low in (-0.1, 1.5, np.nan, "a", jnp.float32(0.5))),
+        *(({"min_factor": factor}, "min_factor") for factor in (-1, np.inf)),
+        *(({"min_factor": 2.0, "max_factor": factor}, "max_factor") for factor in (1.0, np.nan)),
+    ],
+)
+def test_an_error_names_the_argument(options, argument):
+    with pytest.raises(ValueError, match=f"^{argument} must be"):
+        responses.band(**options)

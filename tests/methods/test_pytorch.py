@@ -1,0 +1,92 @@
+"""PyTorch's factor: `clip_by_global_norm(c, eps=1e-6)` beside `clip_grad_norm_`, digit for digit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import clip_by, responses, scopes
+
+# Integers whose norms, of leaves and of all, have no digits to round.
+EXACT = [[[3.0, 4.0], [0.0]], [[0.0, 5.0], [12.0]], [[9.0, 12.0], [8.0]], [[0.0, 0.0], [0.0]]]
+LIMITS = [0.1, 1.0, 4.999999, 5.0, 5.000001, 13.0, 100.0]
+
+
+@jax.jit
+def clip(leaves, limit):
+    tx = optaxclip.clip_by_global_norm(limit, eps=1e-6)
+    updates, state = tx.update(leaves, tx.init(leaves))
+    return updates, state.info
+
+
+def ours(leaves, limit):
+    return clip([jnp.asarray(x, jnp.float32) for x in leaves], jnp.float32(limit))
+
+
+def factor(norm, limit, eps=1e-6):
+    """Of PyTorch, in float32."""
+    inverse = np.float32(1) / (np.float32(norm) + np.float32(eps))
+    return min(inverse * np.float32(limit), np.float32(1))
+
+
+@pytest.mark.parametrize("leaves", EXACT)
+def test_the_factor_has_pytorchs_digits(leaves):
+    leaves = [np.float32(x) for x in leaves]
+    norm = np.sqrt(sum(np.sum(x**2) for x in leaves))
+    for limit in LIMITS:
+        updates, info = ours(leaves, limit)
+        assert info.factor == factor(norm, limit)
+        for x, y in zip(leaves, updates, strict=True):
+            np.testing.assert_array_equal(y, x * factor(norm, limit))
+
+
+def test_equals_clip_grad_norm():
+    torch = pytest.importorskip("torch", reason="compared where PyTorch is installed")
+    rng = np.random.default_rng(0)
+    drawn = [[rng.normal(size=(3, 5)) * scale, rng.normal(size=4)] for scale in (0.1, 1, 30)]
+    for leaves, ulps in [*((x, 0) for x in EXACT), *((x, 3) for x in drawn)]:
+        for limit in LIMITS:
+            params = [torch.zeros(np.shape(x), requires_grad=True) for x in leaves]
+            for param, x in zip(params, leaves, strict=True):
+                param.grad = torch.tensor(np.float32(x))
+            norm = torch.nn.utils.clip_grad_norm_(params, limit)
+            updates, info = ours(leaves, limit)
+            np.testing.assert_array_max_ulp(info.norm, np.float32(norm), max(ulps, 1))
+            for param, y in zip(params, updates, strict=True):
+                np.testing.assert_array_max_ulp(np.asarray(y), param.grad.numpy(), max(ulps, 0.5))
+
+
+@pytest.mark.parametrize(("limit", "factor"), [(0.0, 0.0), (np.inf, 1.0), (-1.0, 0.0)])
+def test_limits_at_the_ends(limit, factor):
+    for leaves in EXACT:
+        updates, info = ours(leaves, limit)
+        assert info.factor == factor
+        np.testing.assert_array_equal(updates[0], np.float32(leaves[0]) * np.float32(factor))
+
+
+def test_it_is_a_response_for_every_scope():
+    tx = clip_by(scopes.leaf(), 1.0, response=responses.clip_with_eps(0.5))
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([0.25]), "c": jnp.array([jnp.nan, 1])}
+    updates, state = tx.update(grads, tx.init(grads))
+    np.testing.assert_array_equal(state.info.factor, [factor(5, 1, 0.5), 1, np.nan])
+    np.testing.assert_array_equal(updates["a"], grads["a"] * factor(5, 1, 0.5))
+    np.testing.assert_array_equal(updates["b"], grads["b"])
+    assert np.all(np.isnan(updates["c"]))
+    clipped = optaxclip.clip_tree(grads, 1.0, scope=scopes.leaf(), nonfinite="zero")[0]
+    np.testing.assert_array_equal(clipped["c"], [0, 0])
+
+
+def test_hyperparameters_may_be_injected_beside_it():
+    inject = optax.inject_hyperparams(optaxclip.clip_by_global_norm, static_args="eps")
+    tx, grads = inject(max_norm=1.0, eps=1e-2), jnp.array([3.0, 4.0])
+    assert tx.update(grads, tx.init(grads))[1].inner_state.info.factor == factor(5, 1, 1e-2)
+    with pytest.raises(ValueError, match="eps must"):
+        optax.inject_hyperparams(optaxclip.clip_by_global_norm)(max_norm=1.0, eps=1e-2).init(grads)
+
+
+@pytest.mark.parametrize("eps", [-1e-6, np.nan, np.inf, "a"])
+def test_an_error_names_eps(eps):
+    with pytest.raises(ValueError, match=r"eps must be a finite number and at least 0, got"):
+        optaxclip.clip_by_global_norm(1.0, eps=eps)
