@@ -37,6 +37,9 @@ from optaxclip.methods.normalizing import normalize_by_norm_history as normalize
 from optaxclip.methods.skips import SkipState as SkipState
 from optaxclip.methods.skips import skip_above as skip_above
 from optaxclip.methods.skips import skip_nonfinite as skip_nonfinite
+from optaxclip.methods.spikes import SecondMomentState as SecondMomentState
+from optaxclip.methods.spikes import clip_by_moving_max as clip_by_moving_max
+from optaxclip.methods.spikes import clip_by_second_moment as clip_by_second_moment
 from optaxclip.methods.stable_adam import StableAdamState as StableAdamState
 from optaxclip.methods.stable_adam import scale_by_stable_adam as scale_by_stable_adam
 from optaxclip.methods.updates import clip_by_block_rms as clip_by_block_rms

@@ -201,6 +201,16 @@ METHODS: dict[str, Method] = {
     "clip_by_quantile": _history(optaxclip.clip_by_quantile, ("target", 0.5), {"init_limit": 4.0}),
     "clip_by_ema_norm": _history(optaxclip.clip_by_ema_norm, ("ratio", 1.05), shares="leaf"),
     "clip_by_window_norm": _history(optaxclip.clip_by_window_norm, ("num_std", 0.5), {"window": 4}),
+    "normalize_by_norm_history": _history(
+        optaxclip.normalize_by_norm_history, ("mean_decay", 0.7), shares="leaf", keeps_small=False
+    ),
+    "clip_by_moving_max": _history(optaxclip.clip_by_moving_max, ("decay", 0.9), shares="leaf"),
+    "clip_by_second_moment": _per_entry(
+        optaxclip.clip_by_second_moment,
+        ("threshold", 2.0),
+        {"decay": 0.5, "warmup_steps": 0},
+        has_memory=True,
+    ),
     "skip_above": Method(optaxclip.skip_above, ("limit", 6.0), _SKIP, "step", has_info=False),
     "leaf_stacked_strict": _engine("row", scopes.leaf(stacked), strict=True),
     "leaf_lp": _engine("leaf", scopes.leaf(), norm=norms.lp(3)),

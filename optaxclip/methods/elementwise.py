@@ -41,7 +41,7 @@ def clamp(
                 _check_fit(bound, argument, np.shape(leaf.data if is_sparse(leaf) else leaf), name)
     highs = [_in_range(high, leaf) for leaf in leaves]
     lows = None if low is None else [_in_range(low, leaf) for leaf in leaves]
-    return flat.rebuild(_clamp_leaves(leaves, lows, highs))
+    return flat.rebuild(clamp_leaves(leaves, lows, highs))
 
 
 def check_bound(bound: Any, argument: str) -> Any:
@@ -110,7 +110,8 @@ def _whole_in_range(bound: Any, dtype: Any) -> jax.typing.ArrayLike:
 
 
 @jax.jit
-def _clamp_leaves(leaves: list[Any], lows: list[Array] | None, highs: list[Array]) -> list[Any]:
+def clamp_leaves(leaves: list[Any], lows: list[Array] | None, highs: list[Array]) -> list[Any]:
+    """`clamp` of leaves with bounds for each, which broadcast to its entries."""
     clamped = []
     for i, (leaf, high) in enumerate(zip(leaves, highs, strict=True)):
         x = jnp.asarray(leaf.data if is_sparse(leaf) else leaf)

@@ -1,0 +1,276 @@
+"""Clipping of entries that stand out from their own past, or from that of their leaf's largest.
+
+What SPAM and Stable-SPAM put before Adam, each by itself. Chained, the latter two are Stable-SPAM's::
+
+  optax.chain(clip_by_moving_max(), normalize_by_norm_history(), optax.scale_by_adam())
+
+Its resets of Adam's moments are no clipping, and left to the optimizer.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+import optaxclip.scopes as scopes
+import optaxclip.thresholds as thresholds
+from optaxclip._base.arguments import check_state, whole
+from optaxclip._base.counters import increased
+from optaxclip._base.numerics import (
+    accumulation_dtype,
+    broadcast_over,
+    match_weak_type,
+    promoted,
+    real_parts,
+    safe_sqrt,
+)
+from optaxclip._base.transformation import Transformation
+from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name, with_data
+from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
+from optaxclip._engine.checks import among_known
+from optaxclip._engine.clip import clip_by
+from optaxclip._engine.placement import as_axis_names, grouped
+from optaxclip.methods.elementwise import clamp_leaves
+from optaxclip.thresholds.base import FLOOR, at_least, within
+
+
+class SecondMomentState(NamedTuple):
+    """State of `clip_by_second_moment`.
+
+    Attributes:
+      count: int32[], steps so far.
+      moments: the moving averages of the squares of the entries, a pytree like the parameters;
+        float32, for 64-bit leaves float64. None in the place of leaves that are not clipped.
+    """
+
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    moments: PyTree
+
+
+def clip_by_moving_max(
+    decay: jax.typing.ArrayLike = 0.999,
+    *,
+    stacked: scopes.StackedAxes | None = None,
+    floor: float = FLOOR,
+    nonfinite: NonFinite = "nan",
+    strict: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+    name: str = "clip_by_moving_max",
+) -> Transformation[ClipState]:
+    """Shrinks the entries of a leaf that exceed the moving average of its largest entries.
+
+    The average is debiased and this step is in it. Where the leaf's largest modulus exceeds it, the
+    entries above it, and no others, are scaled by the ratio of the two.
+
+    Source: Huang et al., 2025, Stable-SPAM's AdaClip, arXiv 2502.17055. The published code keeps a
+    NaN in the average for ever, here what is not finite is never recorded; and it begins to count
+    anew at each reset of Adam's moments without emptying the average, which switches clipping off
+    for a long time: here nothing is reset.
+
+    Args:
+      decay: of the average.
+      stacked: how many leading axes of each leaf stack separate tensors, as in
+        `optaxclip.scopes.leaf`; none if None.
+      floor: the least modulus that is recorded, and the least limit.
+      nonfinite: the policy for leaves that are not finite.
+      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
+      name: the name in messages and in `optaxclip.monitor`.
+
+    Returns:
+      A transformation with a `ClipState`, in which `norm` is the largest modulus of each leaf. Its
+      update gives a tree of the shapes, dtypes and weak types of the gradients.
+
+    Raises:
+      ValueError: for an option out of its range, or an unknown policy.
+      TypeError: for an option that is no number.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by_moving_max(decay=0.5)
+      >>> state = tx.init(jnp.zeros(3))
+      >>> for largest in (1.0, 1.0, 4.0):
+      ...     updates, state = tx.update(jnp.array([largest, -3.0, 0.5]) / 2, state)
+      >>> print(updates, state.info.limit)
+      [ 1.78571 -1.5      0.25   ] [1.78571]
+    """
+    rule = thresholds.ema(decay, 1.0, debias=True, inclusive=True, floor=floor, patience=None)
+    scope = scopes.leaf(0 if stacked is None else stacked)
+    inner = clip_by(
+        scope,
+        rule,
+        norm="linf",
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, ClipState]:
+        shrunk, state = inner.update(updates, state, params, **extra_args)
+        flat = flatten(updates, "updates")
+        grouping = among_known(
+            grouped(scope, flat, as_axis_names(axis_name), specs), state.info, name
+        )
+        norms, limits = (
+            grouping.by_leaf(grouping.of_tree(x)) for x in (state.info.norm, state.info.limit)
+        )
+        rows = zip(
+            *(flat.picked(), flatten(shrunk, "updates").picked(), norms, limits, grouping.axes),
+            strict=True,
+        )
+        return flat.rebuild([_only_above(*row) for row in rows]), state
+
+    return Transformation(inner.init, update)
+
+
+def clip_by_second_moment(
+    threshold: jax.typing.ArrayLike = 5000.0,
+    decay: jax.typing.ArrayLike = 0.999,
+    *,
+    warmup_steps: int = 20,
+    reset_every: int | None = None,
+    name: str = "clip_by_second_moment",
+) -> Transformation[SecondMomentState]:
+    """Holds every entry to a multiple of the root of its own second moment.
+
+    Where `|g|**2 > threshold * v`, with `v` the moving average of the squares before this step, the
+    entry's modulus becomes `sqrt(threshold * v)`; what it was clipped to enters `v`. NaN stays NaN,
+    infinite entries go to their bounds.
+
+    Source: Huang et al., 2025, SPAM, arXiv 2501.06842. As published an entry that has only seen
+    zeros, such as the row of a word that has not come yet, is held to zero until the next reset;
+    here entries with `v = 0` are left alone. What is not finite never enters `v`. As there, `v` is
+    not debiased, so that young entries are held tighter than old ones.
+
+    Args:
+      threshold: the largest ratio of an entry's square to its second moment.
+      decay: of the second moment; that of the Adam that follows.
+      warmup_steps: steps at the beginning, and after each reset, at which nothing is clipped. Every
+        step counts, those that are not finite too.
+      reset_every: after how many steps `v` is set to zero, as SPAM does with Adam's moments (every
+        500 steps); never if None. Static, also in `optax.inject_hyperparams`.
+      name: the name in messages.
+
+    Returns:
+      A transformation with a `SecondMomentState`, one more array for each leaf. Its update gives a
+      tree of the shapes, dtypes and weak types of the gradients. It keeps no record of what was
+      clipped, like `clip`.
+
+    Raises:
+      ValueError: for an option out of its range; when used, for updates with leaves that the
+        parameters given to `init` lacked.
+      TypeError: for an option that is no number; when used, for a sparse leaf.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by_second_moment(4.0, decay=0.5, warmup_steps=2)
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for spike in (1.0, 1.0, 1.0, 10.0):
+      ...     updates, state = tx.update(jnp.array([spike, 0.5]), state)
+      >>> print(updates)
+      [1.870829 0.5     ]
+    """
+    numbers = _Numbers(
+        at_least(threshold, 0, "threshold"),
+        within(decay, 0, 1, "decay"),
+        at_least(warmup_steps, 0, "warmup_steps"),
+    )
+    period = None if reset_every is None else whole(reset_every, 1, "reset_every")
+
+    def init(params: PyTree) -> SecondMomentState:
+        flat = _dense(params, "params", name)
+        moments = [_zeros(leaf) for leaf in flat.picked()]
+        nothing = flat._replace(leaves=[None] * len(flat.leaves))
+        return SecondMomentState(jnp.zeros((), jnp.int32), nothing.rebuild(moments))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, SecondMomentState]:
+        del params, extra_args
+        flat = _dense(updates, "updates", name)
+        state = init(updates) if state is None else state
+        check_state(state, SecondMomentState, name)
+        known = flatten(state.moments, "moments")
+        of_name = {leaf_name(known.paths[i]): i for i in known.measured}
+        names = [leaf_name(flat.paths[i]) for i in flat.measured]
+        unknown = sorted(set(names) - set(of_name))
+        if unknown:
+            raise ValueError(f"{name}: the params given to init did not have the leaves {unknown}")
+        moments = [known.leaves[of_name[each]] for each in names]
+        clipped, count, moments = _clamped(
+            numbers, flat.picked(), moments, state.count, period=period
+        )
+        new = dict(zip(names, moments, strict=True))
+        kept = [new.get(leaf_name(known.paths[i]), known.leaves[i]) for i in known.measured]
+        return flat.rebuild(clipped), SecondMomentState(count, known.rebuild(kept))
+
+    return Transformation(init, update)
+
+
+@functools.partial(jax.jit, static_argnames="axes")
+def _only_above(leaf: Any, shrunk: Any, norm: Array, limit: Array, axes: tuple[int, ...]) -> Any:
+    """The shrunk leaf, with the entries at or below the limit as they were."""
+    x, y = (each.data if is_sparse(each) else jnp.asarray(each) for each in (leaf, shrunk))
+    norm, limit = (broadcast_over(each, axes) for each in (norm, limit))
+    modulus, limit = promoted([jnp.abs(x).astype(accumulation_dtype(x.dtype)), limit])
+    keep = jnp.broadcast_to((modulus <= limit) & jnp.isfinite(norm), x.shape)
+    return with_data(leaf, match_weak_type(lax.select(keep, x, y), x))
+
+
+class _Numbers(NamedTuple):
+    threshold: Any
+    decay: Any
+    warmup_steps: Any
+
+
+def _dense(tree: PyTree, argument: str, name: str) -> FlatTree:
+    flat = flatten(tree, argument)
+    for leaf, leaf_is_called in zip(flat.picked(), flat.names(), strict=True):
+        if is_sparse(leaf):
+            raise TypeError(
+                f"{name}: leaf '{leaf_is_called}' of {argument} is sparse, and every entry has a "
+                "moment that falls where nothing is stored: pass leaf.todense()"
+            )
+    return flat
+
+
+def _zeros(leaf: Any) -> Array:
+    leaf = jnp.asarray(leaf)
+    return jnp.zeros_like(leaf, accumulation_dtype(leaf.dtype))
+
+
+@functools.partial(jax.jit, static_argnames="period")
+def _clamped(
+    numbers: _Numbers, leaves: list[Any], moments: list[Array], count: Array, period: int | None
+) -> tuple[list[Any], Array, list[Array]]:
+    step = count
+    if period is not None:
+        step = count % period
+        moments = [jnp.where(step == 0, 0, v) for v in moments]
+    is_active = step >= numbers.warmup_steps
+    bounds = [_bound(numbers.threshold, v, is_active) for v in moments]
+    clipped = clamp_leaves(leaves, None, bounds)
+    rows = zip(leaves, clipped, moments, strict=True)
+    after = [_moved(numbers.decay, *row) for row in rows]
+    return clipped, increased(count, period=period or 1), after
+
+
+def _bound(threshold: Any, moment: Array, is_active: Array) -> Array:
+    root = jnp.sqrt(jnp.asarray(threshold).astype(moment.dtype)) * safe_sqrt(moment)
+    return jnp.where(is_active & (moment > 0), root, jnp.inf)
+
+
+def _moved(decay: Any, leaf: Any, clipped: Any, moment: Array) -> Array:
+    """The average with the square of what came out, where what came in is finite."""
+    parts = [part.astype(moment.dtype) for part in real_parts(jnp.asarray(clipped))]
+    square = jnp.minimum(sum(jnp.square(part) for part in parts), jnp.finfo(moment.dtype).max)
+    decay = jnp.asarray(decay).astype(moment.dtype)
+    return jnp.where(jnp.isfinite(leaf), decay * moment + (1 - decay) * square, moment)

@@ -1,0 +1,201 @@
+"""SPAM's and Stable-SPAM's entries to Adam: the printed sequences, and the published faults mended."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.sparse import BCOO
+from jax.sharding import PartitionSpec as P
+
+import optaxclip
+from optaxclip import monitor
+
+S = np.float32([1.0, 1.2, 0.8, 1.0, 5.0, 1.1])
+SPAM = functools.partial(
+    optaxclip.clip_by_second_moment, threshold=4.0, decay=0.5, warmup_steps=2, reset_every=None
+)
+
+
+def drive(tx, grads):
+    """Updates and states of all steps, compiled once."""
+
+    @jax.jit
+    def run(grads):
+        def step(state, grads):
+            updates, state = tx.update(grads, state)
+            return state, (updates, state)
+
+        return jax.lax.scan(step, tx.init(jax.tree.map(lambda x: x[0], grads)), grads)[1]
+
+    return run(jax.tree.map(jnp.asarray, grads))
+
+
+def close(found, expected, rtol=3e-6):
+    np.testing.assert_allclose(found, expected, rtol=rtol, atol=1e-6)
+
+
+SPIKE = np.float32([[1, 0], [1, 0], [1, 0], [10, 1], [1, 1], [1, 1]])
+
+
+def test_the_printed_sequence_of_spam():
+    updates, states = drive(SPAM(), SPIKE)
+    close(updates[:, 0], [1, 1, 1, 1.870829, 1, 1])
+    close(states.moments[:, 0], [0.5, 0.75, 0.875, 2.1875, 1.59375, 1.296875])
+    # Printed are zeros: as published it never moves. Here it does, and has a past from then on.
+    close(updates[:, 1], SPIKE[:, 1])
+    close(states.moments[:, 1], [0, 0, 0, 0.5, 0.75, 0.875])
+    assert states.count.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_warmup_and_resets_of_spam():
+    grads = np.float32([1, 9, 1, 9, 1, 9, 1, 9])
+    updates, states = drive(SPAM(decay=0.9, reset_every=4), grads)
+    v, expected = 0.0, []
+    for step, g in enumerate(grads):
+        v = 0.0 if step % 4 == 0 else v
+        y = min(g, 2 * np.sqrt(v)) if step % 4 >= 2 and v else g
+        expected, v = [*expected, y], 0.9 * v + 0.1 * y * y
+    close(updates, expected)
+    assert np.sum(updates < grads) == 2
+    close(states.moments[-1], v)
+
+
+def test_entries_that_are_not_finite_are_bounded_and_never_recorded():
+    grads = np.tile(np.float32([1, 1, 1, 1]), (6, 1))
+    grads[3] = [np.nan, np.inf, -np.inf, 3e38]
+    updates, states = drive(SPAM(), grads)
+    bound = 2 * np.sqrt(0.875)
+    close(updates[3], [np.nan, bound, -bound, bound])
+    np.testing.assert_array_equal(states.moments[3, :3], states.moments[2, :3])
+    close(updates[4:, :3], 1)
+    assert np.all(np.isfinite(states.moments))
+    early, states = drive(SPAM(), grads[3:])
+    np.testing.assert_array_equal(early[0], grads[3])
+    assert np.all(np.isfinite(states.moments))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64"])
+def test_spam_of_other_dtypes(dtype):
+    phase = (0.6 + 0.8j) if dtype == "complex64" else 1
+    grads = jnp.asarray(SPIKE[:, :1] * phase).astype(dtype)
+    updates, states = drive(SPAM(), grads)
+    assert updates.dtype == dtype and states.moments.dtype == jnp.float32
+    rtol = {"bfloat16": 1e-2, "float16": 2e-3}.get(dtype, 3e-6)
+    close(np.abs(updates[:, 0]).astype(np.float32), [1, 1, 1, 1.870829, 1, 1], rtol)
+
+
+def test_spam_leaves_other_leaves_alone():
+    params = {"w": jnp.ones(2), "n": jnp.arange(3), "none": None, "b": jnp.ones(1)}
+    tx = SPAM(warmup_steps=0)
+    state = tx.init(params)
+    assert state.moments["n"] is None
+    updates, state = tx.update(params, state)
+    assert updates["n"] is params["n"]
+    _, later = tx.update(params | {"w": None}, state)
+    assert later.moments["w"] is state.moments["w"]
+    assert later.moments["b"] == 0.75
+    assert jax.tree.structure(later) == jax.tree.structure(state)
+
+
+def test_the_printed_sequence_of_normalizing_by_the_history():
+    updates, state = drive(optaxclip.normalize_by_norm_history(), {"a": S[:, None]})
+    close(updates["a"][:, 0], [1, 1.007102, 0.966206, 0.978819, 0.92795, 0.831816])
+    np.testing.assert_array_equal(state.info.norm[:, 0], S)
+
+
+def test_the_printed_sequence_of_stable_spam():
+    clip = optaxclip.clip_by_moving_max()
+    tx = optax.chain(clip, optaxclip.normalize_by_norm_history())
+    grads = np.stack([S, np.full(6, 0.5, np.float32)], axis=1)
+    updates, (first, second) = drive(tx, grads)
+    close(first.info.limit[:, 0], [1, 1.10005, 0.999933, 0.99995, 1.801562, 1.684342])
+    close(second.info.norm[:, 0], [1.118034, 1.20835, 0.943398, 1.117989, 1.869659, 1.208305])
+    printed = [
+        *([0.894427, 0.447214], [0.914058, 0.415462], [0.830636, 0.519147]),
+        *([0.885774, 0.442909], [0.993331, 0.275686], [0.91801, 0.417277]),
+    ]
+    close(updates, printed)
+    close(
+        np.linalg.norm(updates, axis=1), [1, 1.004047, 0.979525, 0.990335, 1.030877, 1.008396]
+    )
+    assert first.info.num_clipped[-1] == 3
+    assert [*monitor.read((first, second))] == [
+        *("0/clip_by_moving_max", "1/normalize_by_norm_history")
+    ]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "make", [optaxclip.clip_by_moving_max, optaxclip.normalize_by_norm_history]
+)
+def test_what_is_not_finite_is_as_if_it_had_not_been(make, bad):
+    grads = np.stack([S, 0.5 * S], axis=1)
+    with_bad = np.insert(grads, 3, [bad, 1.0], axis=0)
+    expected, alone = drive(make(), grads)
+    updates, states = drive(make(nonfinite="zero"), with_bad)
+    np.testing.assert_array_equal(updates[3], [0, 0])
+    np.testing.assert_array_equal(np.delete(updates, 3, axis=0), expected)
+    np.testing.assert_array_equal(states.info.limit[-1], alone.info.limit[-1])
+
+
+def test_zeros_have_no_history():
+    for make in (optaxclip.clip_by_moving_max, optaxclip.normalize_by_norm_history):
+        updates, _ = drive(make(), np.float32([[0, 0], [3, 4], [0, 0]]))
+        np.testing.assert_array_equal(updates[::2], 0)
+        rest = [3, 4] if make is optaxclip.clip_by_moving_max else [0.6, 0.8]
+        close(updates[1], rest)
+
+
+def test_each_layer_of_a_stack_has_a_largest_entry():
+    grads = np.float32([[[1, -2], [3, 1]], [[4, -2], [3, 1]]])
+    updates, state = drive(optaxclip.clip_by_moving_max(0.0, stacked=1), grads)
+    np.testing.assert_array_equal(updates, grads)
+    updates, state = drive(optaxclip.clip_by_moving_max(0.5, stacked=1), grads)
+    limit = (2 + 2 * 4) / 3
+    close(updates[1], [[limit, -2], [3, 1]])
+    close(state.info.limit[1], [limit, 3])
+
+
+def test_the_largest_entry_is_that_of_all_devices():
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    grads = np.zeros((3, 4, 2), np.float32)
+    grads[:, 1], grads[:, 2] = [3, -1], [1, 2]
+    grads[2, 3] = [-8, 2]
+    tx = optaxclip.clip_by_moving_max(0.5)
+    expected, _ = drive(tx, grads)
+    alone = jax.shard_map(
+        functools.partial(drive, tx), mesh=mesh, in_specs=P(None, "a"), out_specs=(P(None, "a"), P())
+    )
+    close(alone(grads)[0], expected, rtol=1e-6)
+    assert expected[2, 3, 0] > -6
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error"),
+    [
+        *((SPAM, {"threshold": bad}, "threshold") for bad in (-1.0, np.nan, "a")),
+        (SPAM, {"decay": 1.5}, "decay"),
+        (SPAM, {"warmup_steps": -1}, "warmup_steps"),
+        (SPAM, {"reset_every": 0}, "reset_every"),
+        *((optaxclip.clip_by_moving_max, {"decay": bad}, "decay") for bad in (-0.1, 2, None)),
+        (optaxclip.normalize_by_norm_history, {"mean_decay": 2.0}, "mean_decay"),
+        (optaxclip.normalize_by_norm_history, {"square_decay": -1}, "square_decay"),
+        (optaxclip.normalize_by_norm_history, {"eps": -1}, "eps"),
+    ],
+)
+def test_an_error_names_the_argument(make, options, error):
+    with pytest.raises((ValueError, TypeError), match=f"^{error} must"):
+        make(**options)
+
+
+def test_errors_of_spams_leaves():
+    tx, sparse = SPAM(), BCOO.fromdense(jnp.eye(2))
+    with pytest.raises(TypeError, match=r"'w' of params is sparse.*todense"):
+        tx.init({"w": sparse})
+    with pytest.raises(ValueError, match=r"did not have the leaves \['v'\]"):
+        tx.update({"w": jnp.ones(2), "v": jnp.ones(1)}, tx.init({"w": jnp.ones(2)}))
+    with pytest.raises(ValueError, match="state must be a SecondMomentState"):
+        tx.update(jnp.ones(2), optax.EmptyState())
