@@ -96,9 +96,7 @@ class _AutoS:
         return jnp.broadcast_to(target, norm.shape) * safe_divide(norm, norm + gamma, 1)
 
 
-def band(
-    low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = math.inf
-) -> Response:
+def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = math.inf) -> Response:
     """Holds norms to a band: from `low` times the target up to the target.
 
     A norm above the trigger is shrunk to the target, one below `low * target` enlarged to that. A

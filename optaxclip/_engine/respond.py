@@ -71,9 +71,10 @@ def multiplier(
     )
     bad = ~jnp.isfinite(norm)
     replacement, zeroed = (0.0, bad) if nonfinite == "zero" else (jnp.nan, None)
-    if hasattr(response, "factor"):
-        factor = jnp.broadcast_to(response.factor(*arguments), norm.shape)
-        return Multiplier((factor != 1).astype(norm.dtype), select(bad, replacement, factor), zeroed)
+    if exact := getattr(response, "factor", None):
+        factor = jnp.broadcast_to(exact(*arguments), norm.shape)
+        before = (factor != 1).astype(norm.dtype)
+        return Multiplier(before, select(bad, replacement, factor), zeroed)
     keep = (new == norm) & ~bad
     # On exponents, as the compiler would multiply divisors first, which overflows.
     exponents = [exponent_below(x) for x in (new, mantissa, unit_of_group)]

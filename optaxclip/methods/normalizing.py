@@ -1,12 +1,16 @@
 """Transformations that bring every norm to its target, small ones too."""
 
+from collections.abc import Callable
+
 import jax
+from jax import Array
 
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
 from optaxclip._base.transformation import Transformation
 from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
 from optaxclip._engine.clip import clip_by
+from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.base import FLOOR
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 
@@ -62,7 +66,7 @@ def normalize_by_norm_history(
     square_decay: jax.typing.ArrayLike = 0.9,
     *,
     eps: jax.typing.ArrayLike = 1e-8,
-    stacked: scopes.StackedAxes | None = None,
+    stacked: PyTree | Callable[[str, Array], int] | None = None,
     floor: float = FLOOR,
     nonfinite: NonFinite = "nan",
     strict: bool = False,
@@ -112,7 +116,7 @@ def normalize_by_norm_history(
       [0.92795]
     """
     return clip_by(
-        scopes.leaf(0 if stacked is None else stacked),
+        leaves_apart(stacked),
         thresholds.mean_over_rms(mean_decay, square_decay, eps, floor=floor),
         response="normalize",
         nonfinite=nonfinite,

@@ -1,6 +1,6 @@
 """Clipping of entries that stand out from their own past, or from that of their leaf's largest.
 
-What SPAM and Stable-SPAM put before Adam, each by itself. Chained, the latter two are Stable-SPAM's::
+What SPAM and Stable-SPAM put before Adam, each by itself. Stable-SPAM is::
 
   optax.chain(clip_by_moving_max(), normalize_by_norm_history(), optax.scale_by_adam())
 
@@ -8,13 +8,13 @@ Its resets of Adam's moments are no clipping, and left to the optimizer.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
 from optaxclip._base.arguments import check_state, whole
 from optaxclip._base.counters import increased
@@ -27,12 +27,14 @@ from optaxclip._base.numerics import (
     safe_sqrt,
 )
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name, with_data
+from optaxclip._base.trees import flatten, is_sparse, with_data
 from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
 from optaxclip._engine.checks import among_known
 from optaxclip._engine.clip import clip_by
 from optaxclip._engine.placement import as_axis_names, grouped
 from optaxclip.methods.elementwise import clamp_leaves
+from optaxclip.methods.moments import NamedMoments, dense, zero_moments
+from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.base import FLOOR, at_least, within
 
 
@@ -52,7 +54,7 @@ class SecondMomentState(NamedTuple):
 def clip_by_moving_max(
     decay: jax.typing.ArrayLike = 0.999,
     *,
-    stacked: scopes.StackedAxes | None = None,
+    stacked: PyTree | Callable[[str, Array], int] | None = None,
     floor: float = FLOOR,
     nonfinite: NonFinite = "nan",
     strict: bool = False,
@@ -99,7 +101,7 @@ def clip_by_moving_max(
       [ 1.78571 -1.5      0.25   ] [1.78571]
     """
     rule = thresholds.ema(decay, 1.0, debias=True, inclusive=True, floor=floor, patience=None)
-    scope = scopes.leaf(0 if stacked is None else stacked)
+    scope = leaves_apart(stacked)
     inner = clip_by(
         scope,
         rule,
@@ -186,31 +188,24 @@ def clip_by_second_moment(
     period = None if reset_every is None else whole(reset_every, 1, "reset_every")
 
     def init(params: PyTree) -> SecondMomentState:
-        flat = _dense(params, "params", name)
-        moments = [_zeros(leaf) for leaf in flat.picked()]
-        nothing = flat._replace(leaves=[None] * len(flat.leaves))
-        return SecondMomentState(jnp.zeros((), jnp.int32), nothing.rebuild(moments))
+        flat = dense(flatten(params, "params"), name)
+        return SecondMomentState(jnp.zeros((), jnp.int32), zero_moments(flat, real=True))
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SecondMomentState]:
         del params, extra_args
-        flat = _dense(updates, "updates", name)
+        flat = dense(flatten(updates, "updates"), name)
         state = init(updates) if state is None else state
         check_state(state, SecondMomentState, name)
-        known = flatten(state.moments, "moments")
-        of_name = {leaf_name(known.paths[i]): i for i in known.measured}
-        names = [leaf_name(flat.paths[i]) for i in flat.measured]
-        unknown = sorted(set(names) - set(of_name))
+        known = NamedMoments.of(state.moments)
+        unknown = sorted(set(flat.names()) - set(known.names))
         if unknown:
             raise ValueError(f"{name}: the params given to init did not have the leaves {unknown}")
-        moments = [known.leaves[of_name[each]] for each in names]
         clipped, count, moments = _clamped(
-            numbers, flat.picked(), moments, state.count, period=period
+            numbers, flat.picked(), known.of_leaves(flat), state.count, period=period
         )
-        new = dict(zip(names, moments, strict=True))
-        kept = [new.get(leaf_name(known.paths[i]), known.leaves[i]) for i in known.measured]
-        return flat.rebuild(clipped), SecondMomentState(count, known.rebuild(kept))
+        return flat.rebuild(clipped), SecondMomentState(count, known.replaced(flat, moments))
 
     return Transformation(init, update)
 
@@ -229,22 +224,6 @@ class _Numbers(NamedTuple):
     threshold: Any
     decay: Any
     warmup_steps: Any
-
-
-def _dense(tree: PyTree, argument: str, name: str) -> FlatTree:
-    flat = flatten(tree, argument)
-    for leaf, leaf_is_called in zip(flat.picked(), flat.names(), strict=True):
-        if is_sparse(leaf):
-            raise TypeError(
-                f"{name}: leaf '{leaf_is_called}' of {argument} is sparse, and every entry has a "
-                "moment that falls where nothing is stored: pass leaf.todense()"
-            )
-    return flat
-
-
-def _zeros(leaf: Any) -> Array:
-    leaf = jnp.asarray(leaf)
-    return jnp.zeros_like(leaf, accumulation_dtype(leaf.dtype))
 
 
 @functools.partial(jax.jit, static_argnames="period")

@@ -1,7 +1,7 @@
 """StableAdamW's direction: Adam's, held back in the leaves that its second moment lags behind."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,17 +12,17 @@ from jax import Array, lax
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased
 from optaxclip._base.numerics import (
-    accumulation_dtype,
     broadcast_over,
     match_weak_type,
     real_parts,
     safe_sqrt,
 )
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.trees import FlatTree, flatten, is_sparse
+from optaxclip._base.trees import flatten
 from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
 from optaxclip._engine.checks import among_known
 from optaxclip._engine.clip import clip_by
+from optaxclip.methods.moments import NamedMoments, dense, zero_moments
 from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit, check_limit
 
@@ -111,16 +111,16 @@ def scale_by_stable_adam(
     clip = clip_by(scope, limit, norm="rms", nonfinite=nonfinite, name=name, **places)
 
     def init(params: PyTree) -> StableAdamState:
-        flat = _dense(flatten(params, "params"), name)
+        flat = dense(flatten(params, "params"), name)
         clip_state = clip.init(params)
         steps = jnp.zeros(len(clip_state.info.names), jnp.int32)
-        return StableAdamState(clip_state, steps, _zeros(flat), _zeros(flat, real=True))
+        return StableAdamState(clip_state, steps, zero_moments(flat), zero_moments(flat, real=True))
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, StableAdamState]:
         del params, extra_args
-        flat = _dense(flatten(updates, "updates"), name)
+        flat = dense(flatten(updates, "updates"), name)
         state = init(updates) if state is None else state
         check_state(state, StableAdamState, name)
         grouping = among_known(scope(flat), state.clip.info, name)
@@ -128,7 +128,7 @@ def scale_by_stable_adam(
         def of_leaves(column: Array) -> list[Array]:
             return grouping.by_leaf(grouping.of_tree(column))
 
-        mu, nu = (_Named.of(tree) for tree in (state.mu, state.nu))
+        mu, nu = (NamedMoments.of(tree) for tree in (state.mu, state.nu))
         old = (mu.of_leaves(flat), nu.of_leaves(flat))
         steps = increased(state.steps)
         new, ratios = _averages(flat.picked(), old, of_leaves(steps), betas, eps)
@@ -147,57 +147,12 @@ def scale_by_stable_adam(
     return Transformation(init, update)
 
 
-class _Named(NamedTuple):
-    """A tree of averages, of which a step's gradients may lack some."""
-
-    flat: FlatTree
-    names: list[str]
-
-    @classmethod
-    def of(cls, tree: PyTree) -> "_Named":
-        flat = flatten(tree, "state")
-        return cls(flat, flat.names())
-
-    def of_leaves(self, gradients: FlatTree) -> list[Array]:
-        by_name = dict(zip(self.names, self.flat.picked(), strict=True))
-        return [by_name[name] for name in gradients.names()]
-
-    def replaced(self, gradients: FlatTree, leaves: Sequence[Array]) -> PyTree:
-        new = dict(zip(gradients.names(), leaves, strict=True))
-        rows = zip(self.names, self.flat.picked(), strict=True)
-        return self.flat.rebuild([new.get(name, old) for name, old in rows])
-
-
 def _checked_decay(decay: Any, argument: str) -> Any:
     """A decay, refused where it is a number outside of `[0, 1)`."""
     check_limit(decay, argument, allow_any_number=True)
     if not isinstance(decay, jax.Array) and not 0 <= decay < 1:
         raise ValueError(f"{argument} must be at least 0 and below 1, got {decay!r}")
     return decay
-
-
-def _dense(flat: FlatTree, name: str) -> FlatTree:
-    for leaf, path in zip(flat.picked(), flat.names(), strict=True):
-        if is_sparse(leaf):
-            raise TypeError(
-                f"{name}: leaf '{path}' is sparse, and averages are not; pass leaf.todense()"
-            )
-    return flat
-
-
-def _zeros(flat: FlatTree, *, real: bool = False) -> PyTree:
-    """Averages before the first step; None for leaves that have none."""
-    leaves: list[Any] = [None] * len(flat.leaves)
-    for i, leaf in zip(flat.measured, flat.picked(), strict=True):
-        leaves[i] = jnp.zeros_like(leaf, dtype=_wide(jnp.asarray(leaf).dtype, real=real))
-    return jax.tree_util.tree_unflatten(flat.treedef, leaves)
-
-
-def _wide(dtype: jnp.dtype, *, real: bool = False) -> Any:
-    own = accumulation_dtype(dtype)
-    if real or not jnp.issubdtype(dtype, jnp.complexfloating):
-        return own
-    return jnp.complex128 if own == jnp.float64 else jnp.complex64
 
 
 Moments = tuple[list[Array], list[Array]]

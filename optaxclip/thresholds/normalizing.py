@@ -78,9 +78,7 @@ class _MeanOverRms:
         zeros = jnp.zeros(like.shape, jnp.float32)
         return _Averages(zeros, zeros)
 
-    def observe(
-        self, numbers: _Numbers, state: _Averages, norm: Array, count: Array
-    ) -> _Averages:
+    def observe(self, numbers: _Numbers, state: _Averages, norm: Array, count: Array) -> _Averages:
         def averaged(average: Array, value: Array, decay: Any) -> Array:
             return average + weight(decay, count, debias=True) * (value - average)
 

@@ -1,4 +1,4 @@
-"""PyTorch's factor: `clip_by_global_norm(c, eps=1e-6)` beside `clip_grad_norm_`, digit for digit."""
+"""PyTorch's factor, digit for digit: `clip_by_global_norm(c, eps=1e-6)`."""
 
 import jax
 import jax.numpy as jnp

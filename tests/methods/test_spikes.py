@@ -1,4 +1,4 @@
-"""SPAM's and Stable-SPAM's entries to Adam: the printed sequences, and the published faults mended."""
+"""What SPAM and Stable-SPAM put before Adam: the printed sequences, and their faults mended."""
 
 import functools
 
@@ -82,7 +82,8 @@ def test_spam_of_other_dtypes(dtype):
     phase = (0.6 + 0.8j) if dtype == "complex64" else 1
     grads = jnp.asarray(SPIKE[:, :1] * phase).astype(dtype)
     updates, states = drive(SPAM(), grads)
-    assert updates.dtype == dtype and states.moments.dtype == jnp.float32
+    assert updates.dtype == dtype
+    assert states.moments.dtype == jnp.float32
     rtol = {"bfloat16": 1e-2, "float16": 2e-3}.get(dtype, 3e-6)
     close(np.abs(updates[:, 0]).astype(np.float32), [1, 1, 1, 1.870829, 1, 1], rtol)
 
@@ -118,9 +119,7 @@ def test_the_printed_sequence_of_stable_spam():
         *([0.885774, 0.442909], [0.993331, 0.275686], [0.91801, 0.417277]),
     ]
     close(updates, printed)
-    close(
-        np.linalg.norm(updates, axis=1), [1, 1.004047, 0.979525, 0.990335, 1.030877, 1.008396]
-    )
+    close(np.linalg.norm(updates, axis=1), [1, 1.004047, 0.979525, 0.990335, 1.030877, 1.008396])
     assert first.info.num_clipped[-1] == 3
     assert [*monitor.read((first, second))] == [
         *("0/clip_by_moving_max", "1/normalize_by_norm_history")
@@ -166,8 +165,9 @@ def test_the_largest_entry_is_that_of_all_devices():
     grads[2, 3] = [-8, 2]
     tx = optaxclip.clip_by_moving_max(0.5)
     expected, _ = drive(tx, grads)
+    split = P(None, "a")
     alone = jax.shard_map(
-        functools.partial(drive, tx), mesh=mesh, in_specs=P(None, "a"), out_specs=(P(None, "a"), P())
+        functools.partial(drive, tx), mesh=mesh, in_specs=split, out_specs=(split, P())
     )
     close(alone(grads)[0], expected, rtol=1e-6)
     assert expected[2, 3, 0] > -6
@@ -179,7 +179,8 @@ def test_the_largest_entry_is_that_of_all_devices():
         *((SPAM, {"threshold": bad}, "threshold") for bad in (-1.0, np.nan, "a")),
         (SPAM, {"decay": 1.5}, "decay"),
         (SPAM, {"warmup_steps": -1}, "warmup_steps"),
-        (SPAM, {"reset_every": 0}, "reset_every"),
+        *((SPAM, {"reset_every": bad}, "reset_every") for bad in (0, 1.5, jnp.int32(4))),
+        (optaxclip.clip_by_moving_max, {"stacked": jnp.int32(1)}, "stacked"),
         *((optaxclip.clip_by_moving_max, {"decay": bad}, "decay") for bad in (-0.1, 2, None)),
         (optaxclip.normalize_by_norm_history, {"mean_decay": 2.0}, "mean_decay"),
         (optaxclip.normalize_by_norm_history, {"square_decay": -1}, "square_decay"),
@@ -193,7 +194,7 @@ def test_an_error_names_the_argument(make, options, error):
 
 def test_errors_of_spams_leaves():
     tx, sparse = SPAM(), BCOO.fromdense(jnp.eye(2))
-    with pytest.raises(TypeError, match=r"'w' of params is sparse.*todense"):
+    with pytest.raises(TypeError, match=r"leaf 'w' is sparse.*todense"):
         tx.init({"w": sparse})
     with pytest.raises(ValueError, match=r"did not have the leaves \['v'\]"):
         tx.update({"w": jnp.ones(2), "v": jnp.ones(1)}, tx.init({"w": jnp.ones(2)}))

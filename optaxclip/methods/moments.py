@@ -1,0 +1,65 @@
+"""Averages of entries in a transformation's state, a tree like the parameters."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from optaxclip._base.numerics import accumulation_dtype
+from optaxclip._base.trees import FlatTree, flatten, is_sparse
+from optaxclip._base.types import PyTree
+
+
+class NamedMoments(NamedTuple):
+    """A tree of averages, of which a step's gradients may lack some."""
+
+    flat: FlatTree
+    names: list[str]
+
+    @classmethod
+    def of(cls, tree: PyTree) -> "NamedMoments":
+        """From the tree in a state."""
+        flat = flatten(tree, "state")
+        return cls(flat, flat.names())
+
+    def of_leaves(self, gradients: FlatTree) -> list[Array]:
+        """The averages of the leaves of the gradients."""
+        by_name = dict(zip(self.names, self.flat.picked(), strict=True))
+        return [by_name[name] for name in gradients.names()]
+
+    def replaced(self, gradients: FlatTree, leaves: Sequence[Array]) -> PyTree:
+        """The tree with new averages of the leaves of the gradients, all others as they were."""
+        new = dict(zip(gradients.names(), leaves, strict=True))
+        rows = zip(self.names, self.flat.picked(), strict=True)
+        return self.flat.rebuild([new.get(name, old) for name, old in rows])
+
+
+def dense(flat: FlatTree, name: str) -> FlatTree:
+    """The same tree.
+
+    Raises:
+      TypeError: if a leaf is sparse.
+    """
+    for leaf, path in zip(flat.picked(), flat.names(), strict=True):
+        if is_sparse(leaf):
+            raise TypeError(
+                f"{name}: leaf '{path}' is sparse, and averages are not; pass leaf.todense()"
+            )
+    return flat
+
+
+def zero_moments(flat: FlatTree, *, real: bool = False) -> PyTree:
+    """Averages before the first step; None for leaves that have none."""
+    leaves: list[Any] = [None] * len(flat.leaves)
+    for i, leaf in zip(flat.measured, flat.picked(), strict=True):
+        leaves[i] = jnp.zeros_like(leaf, dtype=_wide(jnp.asarray(leaf).dtype, real=real))
+    return jax.tree_util.tree_unflatten(flat.treedef, leaves)
+
+
+def _wide(dtype: jnp.dtype, *, real: bool = False) -> Any:
+    own = accumulation_dtype(dtype)
+    if real or not jnp.issubdtype(dtype, jnp.complexfloating):
+        return own
+    return jnp.complex128 if own == jnp.float64 else jnp.complex64
