@@ -71,6 +71,7 @@ def with_jax_privacy(loss_fn, size):
         batch_argnums=(1, 2),
         keep_batch_dim=False,
         microbatch_size=None if size == BATCH else size,
+        dtype=jnp.float32,  # as ours
     )
 
 

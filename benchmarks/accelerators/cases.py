@@ -2,13 +2,13 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from benchmarks.accelerators.counting import Counts
 from benchmarks.accelerators.methods import METHODS, NONE, OURS, THEIRS, Step, adamw
 from benchmarks.accelerators.models import MODELS
 from benchmarks.accelerators.networks import examples, seeds
-from benchmarks.accelerators.steps import KINDS, ONE, SHARD_MAP, Compiled, Place, compiled
+from benchmarks.accelerators.steps import KINDS, ONE, Compiled, Place, compiled
 
 FLOAT32, BFLOAT16, H100, V5E = "float32", "bfloat16", "h100", "v5e"
 SPECS, SEEDS, EXAMPLES = "+specs", "seeds", "examples-"
@@ -39,8 +39,9 @@ class Case:
             return self
         kind, theirs = self.mesh.removesuffix(SPECS), METHODS[self.method][1]
         method = next(name for name in METHODS if way == NONE or METHODS[name][1] is theirs)
-        if way == THEIRS and kind == SHARD_MAP:
-            kind = "auto"  # Inside of `shard_map` Optax's clips would measure each shard.
+        if way == THEIRS and kind != ONE:
+            # In `shard_map` its clips would measure each shard; its AGC refuses explicit meshes.
+            kind = "auto"
         return dataclasses.replace(self, mesh=kind, method=method)
 
     def compile(self, way: str) -> Compiled:
@@ -83,59 +84,51 @@ def added(run: Compiled, plain: Compiled | None) -> Added:
     return Added(counts.read / size, counts.written / size, temporary / size, counts)
 
 
-def product(*axes: Sequence[str]) -> Iterator[Case]:
+def product(*axes: Iterable[str]) -> Iterator[Case]:
     """Cases of devices, models, dtypes, meshes and methods; of examples there is one method."""
+    first = next(iter(axes[-1]))
     for case in itertools.starmap(Case, itertools.product(*axes)):
-        if not case.is_of_examples or case.method == axes[-1][0]:
+        if not case.is_of_examples or case.method == first:
             yield case
 
 
 BOTH, DTYPES = (H100, V5E), (FLOAT32, BFLOAT16)
 NAMED = ("global_norm", "zclip", "autoclip", "block_rms", "adagc", "agc")
 WRAPPED = ("record", "skip_above", "skip_nonfinite", "skip_record_zclip")
-GLOBAL_NORM = ("global_norm",)
-# Rounds of compiling, for seconds; where there is one, only counts are told.
-SECTIONS: dict[str, tuple[int, list[Case]]] = {
-    "In one piece, float32": (
-        3,
-        [
-            *product((H100,), ("gpt2",), (FLOAT32,), (ONE,), NAMED),
-            *product((V5E,), ("transformer4",), (FLOAT32,), (ONE,), NAMED),
-        ],
-    ),
-    "In one piece, bfloat16": (
-        1,
-        [
-            *product((H100,), ("gpt2",), (BFLOAT16,), (ONE,), NAMED),
-            *product((V5E,), ("transformer4",), (BFLOAT16,), (ONE,), NAMED),
-        ],
-    ),
-    "Other models": (
-        1,
-        [
-            *product(BOTH, ("resnet50",), (FLOAT32,), (ONE,), ("global_norm", "agc")),
-            *product((H100,), ("llama8b", "llama8b_stacked"), (BFLOAT16,), (ONE,), GLOBAL_NORM),
-            *product((V5E,), ("vmem",), DTYPES, (ONE,), ("global_norm", "block_rms", "agc")),
-        ],
-    ),
-    "Skips around, a record before": (
-        1,
-        [*product(BOTH, ("transformer4",), (FLOAT32,), (ONE,), WRAPPED)],
-    ),
-    "Eight devices": (
-        1,
-        [
-            *product((H100,), ("transformer4",), (FLOAT32,), MESHES[1:], GLOBAL_NORM),
-            *product((H100,), ("transformer4",), (FLOAT32,), ("auto", "explicit"), ("agc",)),
-            *product((V5E,), ("transformer4",), (FLOAT32,), ("auto", "explicit"), GLOBAL_NORM),
-        ],
-    ),
-    "A step of 64 small networks in a scan": (
-        1,
-        [*product(BOTH, (SEEDS,), (FLOAT32,), (ONE,), ("global_norm", "zclip", "agc"))],
-    ),
-    "Per-example clipping, all of it, beside jax-privacy's": (
-        1,
-        [*product(BOTH, ALL_MODELS[-len(SIZES) :], DTYPES, (ONE,), GLOBAL_NORM)],
-    ),
+GLOBAL_NORM, AGC = ("global_norm",), ("agc",)
+FEW = GLOBAL_NORM + AGC
+COUNTED: dict[str, list[Case]] = {
+    "In one piece": [*product(BOTH, ("transformer4",), DTYPES, (ONE,), NAMED)],
+    "A model that fits into VMEM": [*product((V5E,), ("vmem",), DTYPES, (ONE,), NAMED)],
+    "ResNet-50": [*product(BOTH, ("resnet50",), DTYPES, (ONE,), FEW)],
+    "GPT-2": [
+        *product((H100,), ("gpt2",), (FLOAT32,), (ONE,), NAMED),
+        *product((H100,), ("gpt2",), (BFLOAT16,), (ONE,), FEW),
+        *product((V5E,), ("gpt2",), DTYPES, (ONE,), FEW),
+    ],
+    "Llama 3 8B": [
+        *product(BOTH, ("llama8b_stacked",), (BFLOAT16,), (ONE,), FEW),
+        *product((H100,), ("llama8b",), (BFLOAT16,), (ONE,), FEW),
+        *product((V5E,), ("llama8b",), (BFLOAT16,), (ONE,), GLOBAL_NORM),
+    ],
+    "Skips around, a record before": [
+        *product(BOTH, ("transformer4",), (FLOAT32,), (ONE,), WRAPPED),
+    ],
+    "Eight devices": [
+        *product((H100,), ("transformer4",), (FLOAT32,), MESHES[1:], GLOBAL_NORM),
+        *product((V5E,), ("transformer4",), (FLOAT32,), (*KINDS, f"auto{SPECS}"), GLOBAL_NORM),
+        *product(BOTH, ("transformer4",), (FLOAT32,), KINDS, AGC),
+    ],
+    "A step of 64 small networks in a scan": [
+        *product(BOTH, (SEEDS,), (FLOAT32,), (ONE,), (*FEW, "zclip")),
+    ],
+    "Per-example clipping, all of it, beside jax-privacy's": [
+        *product(BOTH, ALL_MODELS[-len(SIZES) :], DTYPES, (ONE,), GLOBAL_NORM),
+    ],
+}
+TIMED: dict[str, list[Case]] = {
+    "To compile": [
+        *product(BOTH, ("transformer4",), (FLOAT32,), (ONE,), NAMED),
+        *product(BOTH, ("resnet50",), (FLOAT32,), (ONE,), AGC),
+    ],
 }
