@@ -6,15 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from benchmarks.accelerators.devices import devices
 from benchmarks.accelerators.methods import THEIRS, Step
 from benchmarks.accelerators.steps import Compiled, timed
 from optaxclip import per_example
+from optaxclip.bench.effort import FULL
+from optaxclip.bench.seeds import loss, trained
 
-SEEDS, STEPS, BATCH, LIMIT = 64, 100, 256, 1.0
-SMALL, LARGE = (32, 64, 64, 10), (784, 256, 256, 10)
+SMALL, SEEDS, STEPS = FULL.network, FULL.seeds, FULL.scanned
+LARGE, BATCH, LIMIT = (784, 256, 256, 10), 256, 1.0
 
 
 def seeds(tx: Step, device: str) -> Compiled:
@@ -24,18 +25,7 @@ def seeds(tx: Step, device: str) -> Compiled:
     state = jax.eval_shape(jax.vmap(tx.init), params)
     state = jax.tree.map(lambda x: _at(device, x.shape, x.dtype), state)
     batches = _batches(device, (STEPS, SEEDS), SMALL, jnp.float32)
-
-    def step(carry: Any, batch: Any) -> tuple[Any, None]:
-        params, state = carry
-        grads = jax.grad(_mean_loss)(params, *batch)
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    def run(params: Any, state: Any, batches: Any) -> Any:
-        by_seed = jax.vmap(step, in_axes=(0, None))
-        return jax.lax.scan(by_seed, (params, state), batches)[0]
-
-    return timed(run, (params, state, batches), 1, in_loop=True)
+    return timed(trained(tx, loss), ((params, state), batches), 1, donated=(0,), in_loop=True)
 
 
 def examples(way: str, device: str, dtype: Any, size: int) -> Compiled:
@@ -49,7 +39,7 @@ def examples(way: str, device: str, dtype: Any, size: int) -> Compiled:
 
 
 def _with_ours(size: int) -> Any:
-    clipped = per_example.clipped_grad(_loss, LIMIT, microbatch_size=size)
+    clipped = per_example.clipped_grad(loss, LIMIT, microbatch_size=size)
     return lambda *args: clipped(*args).grads
 
 
@@ -57,7 +47,7 @@ def _with_jax_privacy(size: int) -> Any:
     from jax_privacy import clipping
 
     return clipping.clipped_grad(
-        _loss,
+        loss,
         l2_clip_norm=LIMIT,
         batch_argnums=(1, 2),
         keep_batch_dim=False,
@@ -72,19 +62,6 @@ def _layer(n: int, m: int, *before: int) -> dict[str, tuple[int, ...]]:
 
 def _batches(device: str, shape: tuple[int, ...], widths: tuple[int, ...], dtype: Any) -> Any:
     return _at(device, (*shape, widths[0]), dtype), _at(device, shape, jnp.int32)
-
-
-def _loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    for layer in params[:-1]:
-        x = jax.nn.relu(x @ layer["kernel"] + layer["bias"])
-    logits = x @ params[-1]["kernel"] + params[-1]["bias"]
-    # Not an index, whose derivative a TPU computes in a loop.
-    chosen = jax.nn.one_hot(y, logits.size)
-    return -jnp.sum(chosen * jax.nn.log_softmax(logits.astype(jnp.float32)))
-
-
-def _mean_loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.mean(jax.vmap(_loss, in_axes=(None, 0, 0))(params, x, y))
 
 
 def _on(device: str, shapes: Any, dtype: Any) -> Any:

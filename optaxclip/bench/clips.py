@@ -1,5 +1,6 @@
 """A clip by itself: of large gradients, of many leaves, outside of `jit`."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import optaxclip
 from optaxclip._base.types import PyTree
 from optaxclip.bench.effort import Effort, Tell
 from optaxclip.bench.report import Figure, Row
-from optaxclip.bench.timing import Program, Times, Way, phases, race, ratio, spread
+from optaxclip.bench.timing import Program, Times, Turn, Way, phases, race, ratio, spread
 from optaxclip.bench.trees import (
     FALL,
     NORM,
@@ -88,8 +89,8 @@ def many_leaves(effort: Effort, tell: Tell) -> list[Row]:
         shapes = leaves(count, effort.small_leaf)
         grads = filled(shapes, jnp.float32)
         ways: dict[str, Any] = {way: _clip_program(way, grads) for way in WITH_FLOOR}
-        ways |= _torch_way(shapes, jnp.float32)
-        steps = {way: partial(_clip, way) for way in WITH_FLOOR}
+        ways |= torch_way(shapes, jnp.float32)
+        steps = {way: partial(clip, way) for way in WITH_FLOOR}
         compiling = phases(steps, [(grads, jnp.asarray(NORM / 2))], effort.repetitions)
         for phase, times in {**compiling, "run": race(ways, effort.rounds)}.items():
             rows += [Row(f"{case}, {phase}", way, beside_optax(times, way)) for way in times]
@@ -109,7 +110,7 @@ def eager(effort: Effort, tell: Tell) -> list[Row]:
         tell(case)
         grads = filled(shapes, jnp.float32)
         ways: dict[str, Way] = {way: _eager_call(way, grads) for way in CLIPS}
-        times = race(ways | _torch_way(shapes, jnp.float32), effort.rounds)
+        times = race(ways | torch_way(shapes, jnp.float32), effort.rounds)
         rows += [Row(case, way, beside_optax(times, way)) for way in times]
     return rows
 
@@ -121,7 +122,18 @@ def _in_place(case: str, shapes: PyTree, dtype: jax.typing.DTypeLike, rounds: in
         SCALE: Program(scale, (grads, jnp.ones(()))),
         **{way: _clip_program(way, grads) for way in CLIPS},
     }
-    times = race(programs | _torch_way(shapes, dtype), rounds)
+    return in_place(case, programs, torch_way(shapes, dtype), num_bytes(grads), rounds)
+
+
+def in_place(
+    case: str,
+    programs: Mapping[str, Turn],
+    others: Mapping[str, Way],
+    size: int,
+    rounds: int,
+) -> list[Row]:
+    """A clip's rows, beside a read and a scaling, of gradients of so many bytes."""
+    times = race({**programs, **others}, rounds)
     rows = [Row(case, way, {"ms": spread(times[way]).times(1e3)}) for way in (READ, SCALE)]
     for way in times:
         if way in (READ, SCALE):
@@ -129,7 +141,7 @@ def _in_place(case: str, shapes: PyTree, dtype: jax.typing.DTypeLike, rounds: in
         figures = beside_optax(times, way)
         figures["of_limit"] = ratio(times[way], times[READ] + times[SCALE])
         if way in CLIPS and (more := programs[way].temporary_bytes) is not None:
-            figures["extra_memory"] = 100 * more / num_bytes(grads)
+            figures["extra_memory"] = 100 * more / size
         rows.append(Row(case, way, figures))
     return rows
 
@@ -143,16 +155,18 @@ def beside_optax(times: Times, way: str) -> dict[str, Figure]:
 
 
 def _clip_program(way: str, grads: PyTree) -> Program:
-    return Program(partial(_clip, way), (grads, jnp.asarray(NORM / 2)))
+    return Program(partial(clip, way), (grads, jnp.asarray(NORM / 2)))
 
 
-def _clip(way: str, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
+def clip(way: str, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
+    """A clip by a limit that falls, so that every call clips."""
     grads, limit = carry
     tx = WITH_FLOOR[way](limit)
     return tx.update(grads, tx.init(grads))[0], limit * FALL
 
 
-def _torch_way(shapes: PyTree, dtype: jax.typing.DTypeLike) -> dict[str, Way]:
+def torch_way(shapes: PyTree, dtype: jax.typing.DTypeLike) -> dict[str, Way]:
+    """PyTorch's way, if there is one."""
     way = torch_clip(shapes, dtype)
     return {} if way is None else {TORCH: way}
 

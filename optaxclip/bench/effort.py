@@ -25,6 +25,10 @@ class Effort:
       small_leaf: the entries of each.
       totals: how many entries to grow to.
       splits: into how many leaves to split a tenth of the most.
+      models: layers and width of the transformers for accelerators.
+      network: the widths of a small one.
+      seeds: how many of it are trained at once.
+      scanned: the steps that they are trained for.
     """
 
     rounds: int
@@ -40,6 +44,10 @@ class Effort:
     small_leaf: int
     totals: tuple[int, ...]
     splits: tuple[int, ...]
+    models: tuple[tuple[int, int], ...]
+    network: tuple[int, ...]
+    seeds: int
+    scanned: int
 
 
 FULL = Effort(
@@ -56,6 +64,11 @@ FULL = Effort(
     small_leaf=1000,
     totals=(10**6, 10**7, 10**8),
     splits=(10, 100, 1000),
+    # 50 million entries, 500 million, 5 thousand million.
+    models=((6, 768), (25, 1280), (32, 3584)),
+    network=(32, 64, 64, 10),
+    seeds=64,
+    scanned=100,
 )
 QUICK = Effort(
     rounds=5,
@@ -71,4 +84,8 @@ QUICK = Effort(
     small_leaf=1000,
     totals=(10**6, 10**7),
     splits=(10, 100),
+    models=((1, 384), (6, 768)),
+    network=(32, 64, 64, 10),
+    seeds=64,
+    scanned=10,
 )

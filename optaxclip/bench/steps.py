@@ -12,7 +12,7 @@ import optaxclip
 from optaxclip._base.types import PyTree
 from optaxclip.bench.effort import Effort, Tell
 from optaxclip.bench.report import Figure, Row
-from optaxclip.bench.timing import Program, Times, race, ratio, spread
+from optaxclip.bench.timing import Program, Times, Turn, race, ratio, spread
 from optaxclip.bench.trees import filled, num_bytes, read, transformer
 
 Clips = Mapping[str, optax.GradientTransformation]
@@ -91,13 +91,25 @@ def added(
     programs = {PLAIN: _program(optimizer(), grads, every)}
     for way, clip in clips.items():
         programs[way] = _program(optax.chain(clip, optimizer()), grads, every)
-    reading = Program(read, jnp.zeros(()), grads)
-    times = race({**programs, READ: reading}, effort.rounds)
-    plain = programs[PLAIN].temporary_bytes
-    rows = [Row(case, way, {"ms": spread(times[way]).times(1e3)}) for way in (READ, PLAIN)]
-    for way in clips:
+    programs[READ] = Program(read, jnp.zeros(()), grads)
+    return step_rows(case, programs, num_bytes(grads), effort.rounds)
+
+
+def step_rows(case: str, programs: Mapping[str, Turn], size: int, rounds: int) -> list[Row]:
+    """A step's rows: the step without a clip, perhaps a read, and what clips add.
+
+    Args:
+      case: its name.
+      programs: `PLAIN`, maybe `READ`, and those with clips.
+      size: the bytes of the gradients.
+      rounds: how often each runs.
+    """
+    times, plain = race(programs, rounds), programs[PLAIN].temporary_bytes
+    bare = [way for way in (READ, PLAIN) if way in programs]
+    rows = [Row(case, way, {"ms": spread(times[way]).times(1e3)}) for way in bare]
+    for way in (way for way in programs if way not in bare):
         bytes_more = _difference(programs[way].temporary_bytes, plain)
-        share = None if bytes_more is None else 100 * bytes_more / num_bytes(grads)
+        share = None if bytes_more is None else 100 * bytes_more / size
         rows.append(Row(case, way, _figures(times, way) | {"extra_memory": share}))
     return rows
 
@@ -107,8 +119,9 @@ def _figures(times: Times, way: str) -> dict[str, Figure]:
     figures: dict[str, Figure] = {
         "ms": spread(times[way]).times(1e3),
         "added_ms": spread(added).times(1e3),
-        "of_reads": ratio(added, times[READ]),
     }
+    if READ in times:
+        figures["of_reads"] = ratio(added, times[READ])
     if way != THEIRS and THEIRS in times:
         figures["of_optax"] = ratio(added, times[THEIRS] - times[PLAIN])
     return figures
@@ -118,7 +131,7 @@ def _difference(x: int | None, y: int | None) -> int | None:
     return None if x is None or y is None else x - y
 
 
-def _program(tx: optax.GradientTransformation, grads: PyTree, every: int = 1) -> "Program":
+def _program(tx: optax.GradientTransformation, grads: PyTree, every: int = 1) -> Program:
     """The steps from one change of the parameters to the next."""
     stepper: Any = tx if every == 1 else optax.MultiSteps(tx, every)
     params = jax.tree.map(jnp.ones_like, grads)

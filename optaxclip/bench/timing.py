@@ -29,27 +29,61 @@ class Spread(NamedTuple):
         return Spread(*(factor * x for x in self))
 
 
-class Program:
-    """A compiled function that is called on its own last result, in the same memory.
+class Turn:
+    """A compiled function that goes on from what is in a memory, and changes it in place.
+
+    Several that share a memory take turns on the same arrays: none needs a copy of its own.
 
     Args:
-      step: `carry, *shared -> carry`, which is compiled with the carry donated.
-      carry: what it begins with; copied.
-      *shared: arrays that all calls read.
+      step: `changed, *read -> changed`, which is compiled with `changed`, a tuple, donated.
+      memory: arrays by name.
+      changes: the names of those that are changed.
+      reads: the names of those that are only read.
 
     Attributes:
       temporary_bytes: what it takes beside arguments and results, None where that is not known.
     """
 
-    def __init__(self, step: Callable[..., Any], carry: Any, *shared: Any):
-        self._carry, self._shared = jax.tree.map(jnp.copy, carry), shared
-        self._run = jax.jit(step, donate_argnums=0).lower(self._carry, *shared).compile()
-        memory = self._run.memory_analysis()
-        self.temporary_bytes: int | None = None if memory is None else memory.temp_size_in_bytes
+    def __init__(
+        self,
+        step: Callable[..., tuple[Any, ...]],
+        memory: dict[str, Any],
+        changes: tuple[str, ...],
+        reads: tuple[str, ...] = (),
+    ):
+        self._memory, self._changes, self._reads = memory, changes, reads
+        self._run = jax.jit(step, donate_argnums=0).lower(*self._arguments()).compile()
+        found = self._run.memory_analysis()
+        self.temporary_bytes: int | None = None if found is None else found.temp_size_in_bytes
 
     def __call__(self) -> None:
         """One call, waited for."""
-        self._carry = jax.block_until_ready(self._run(self._carry, *self._shared))
+        results = jax.block_until_ready(self._run(*self._arguments()))
+        self._memory.update(zip(self._changes, results, strict=True))
+
+    def _arguments(self) -> tuple[Any, ...]:
+        changed = tuple(self._memory[name] for name in self._changes)
+        return changed, *(self._memory[name] for name in self._reads)
+
+
+class Program(Turn):
+    """A compiled function that is called on its own last result, in a memory of its own.
+
+    Args:
+      step: `carry, *shared -> carry`, which is compiled with the carry donated.
+      carry: what it begins with; copied.
+      *shared: arrays that all calls read.
+    """
+
+    def __init__(self, step: Callable[..., Any], carry: Any, *shared: Any):
+        reads = tuple(map(str, range(len(shared))))
+        memory = {"carry": jax.tree.map(jnp.copy, carry), **dict(zip(reads, shared, strict=True))}
+        super().__init__(lambda x, *shared: (step(*x, *shared),), memory, ("carry",), reads)
+
+    @property
+    def carry(self) -> Any:
+        """What the last call gave."""
+        return self._memory["carry"]
 
 
 def race(ways: Mapping[str, Way], rounds: int) -> Times:

@@ -1,8 +1,10 @@
 """The gradients of the benchmarks, and what they are compared with."""
 
 import importlib
+import math
 import os
 from collections.abc import Callable
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -41,10 +43,14 @@ def leaves(count: int, entries: int) -> PyTree:
 
 def filled(shapes: PyTree, dtype: jax.typing.DTypeLike) -> PyTree:
     """A tree of normal entries with the norm `NORM`, so that no format loses its squares."""
-    total = sum(map(np.prod, jax.tree.leaves(shapes, is_leaf=_is_shape)))
-    block = np.random.default_rng(0).standard_normal(1 << 16) * NORM / np.sqrt(total)
-    block = block.astype(dtype)
-    return jax.tree.map(lambda s: jnp.asarray(np.resize(block, s)), shapes, is_leaf=_is_shape)
+    fill = _filling(shapes, dtype)
+    # Copied, as equal leaves have the same array here, and calls may change them.
+    return jax.tree.map(lambda shape: jnp.array(fill(shape)), shapes, is_leaf=_is_shape)
+
+
+def num_entries(shapes: PyTree) -> int:
+    """Of all leaves of such shapes."""
+    return sum(map(math.prod, _listed(shapes)))
 
 
 def num_bytes(tree: PyTree) -> int:
@@ -78,7 +84,7 @@ def scale(carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
 def torch_clip(shapes: PyTree, dtype: jax.typing.DTypeLike) -> Callable[[], object] | None:
     """PyTorch's clip in place on equal gradients, or None without PyTorch.
 
-    On the device that JAX uses, if PyTorch can use it too.
+    On the device that JAX uses, if PyTorch can use it too and there is memory left.
     """
     if find_spec("torch") is None:
         return None
@@ -88,12 +94,15 @@ def torch_clip(shapes: PyTree, dtype: jax.typing.DTypeLike) -> Callable[[], obje
     on_gpu = jax.default_backend() == "gpu"
     if on_gpu and not torch.cuda.is_available():
         return None
-    parameters = []
-    for leaf in jax.tree.leaves(filled(shapes, jnp.float32)):
-        # Copied, as PyTorch writes to what it is given.
-        grad = torch.from_numpy(np.array(leaf))
-        grad = grad.to("cuda" if on_gpu else "cpu", getattr(torch, jnp.dtype(dtype).name))
-        parameters.append(torch.empty_like(grad))
+    size = num_entries(shapes) * jnp.dtype(dtype).itemsize
+    if on_gpu and size > torch.cuda.mem_get_info()[0]:
+        return None
+    device = "cuda" if on_gpu else "cpu"
+    fill, parameters = _filling(shapes, "float32"), []
+    for shape in _listed(shapes):
+        grad = torch.tensor(fill(shape), dtype=getattr(torch, jnp.dtype(dtype).name), device=device)
+        # Only its gradient is touched.
+        parameters.append(torch.empty((), dtype=grad.dtype, device=device).expand(shape))
         parameters[-1].grad = grad
     limit = NORM / 2
 
@@ -105,6 +114,18 @@ def torch_clip(shapes: PyTree, dtype: jax.typing.DTypeLike) -> Callable[[], obje
             torch.cuda.synchronize()
 
     return call
+
+
+def _filling(
+    shapes: PyTree, dtype: jax.typing.DTypeLike
+) -> Callable[[tuple[int, ...]], np.ndarray]:
+    """Gives the entries of a leaf of a tree of such shapes."""
+    block = np.random.default_rng(0).standard_normal(1 << 16) * NORM / np.sqrt(num_entries(shapes))
+    return cache(partial(np.resize, block.astype(dtype)))
+
+
+def _listed(shapes: PyTree) -> list[tuple[int, ...]]:
+    return jax.tree.leaves(shapes, is_leaf=_is_shape)
 
 
 def _is_shape(x: Any) -> bool:

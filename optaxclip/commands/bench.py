@@ -3,8 +3,9 @@
 import argparse
 import contextlib
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,15 +13,18 @@ import jax
 
 from optaxclip.bench.clips import alone, eager, growth, many_leaves
 from optaxclip.bench.effort import FULL, QUICK, Effort, Tell
+from optaxclip.bench.large import large_clips, large_steps
 from optaxclip.bench.methods import compiling, other_clips
 from optaxclip.bench.report import Row, Section, load_average, machine
+from optaxclip.bench.seeds import scanned
 from optaxclip.bench.steps import adaptive_rules, added_to_steps
 
 HELP: str = "measure what a clip costs on this machine, beside Optax and PyTorch"
 NEEDS: tuple[str, ...] = ()
 EXTRA: str = "bench"
 
-WORKLOADS: dict[str, tuple[str, Callable[[Effort, Tell], list[Row]]]] = {
+Workloads = Mapping[str, tuple[str, Callable[[Effort, Tell], list[Row]]]]
+WORKLOADS: Workloads = {
     "clip": ("A clip alone, in place", alone),
     "steps": ("What a clip adds to a step", added_to_steps),
     "leaves": ("Many small leaves", many_leaves),
@@ -30,11 +34,18 @@ WORKLOADS: dict[str, tuple[str, Callable[[Effort, Tell], list[Row]]]] = {
     "rules": ("Adaptive rules over a constant limit, in an AdamW step", adaptive_rules),
     "growth": ("A clip alone, as the gradients grow", growth),
 }
+LARGE: Workloads = {
+    "large clips": ("A clip alone, in place, of models that accelerators train", large_clips),
+    "large steps": ("What it adds to an AdamW step of such models", large_steps),
+    "seeds": ("Many small networks at once: seeds under vmap, steps in a scan", scanned),
+}
 DISK_CACHE = "jax_enable_compilation_cache"
 EPILOG = """\
 Ways of doing the same take turns in one process, and ratios are those of a round. Figures are
 medians over the rounds, with the quartiles. Some minutes on two idle cores, less than one with
---quick; it takes up to 4 GB of memory."""
+--quick; it takes up to 4 GB of memory. On a GPU or TPU, or with --large, it goes on to what these
+are for: AdamW's step of up to 5 thousand million entries, where 84 GB are free (float32; 42 GB
+for bfloat16), and 64 networks at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,23 +53,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("--json", type=Path, metavar="FILE", help="for the figures as JSON, too")
     parser.add_argument("--quick", action="store_true", help="smaller gradients, fewer rounds")
+    parser.add_argument(
+        "--large", action="store_true", help="on a CPU too what GPUs are measured by"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the tables, writes the file; returns the exit code."""
     if args.json:
         _check_writable(args.json)
+    if find_spec("torch"):
+        # Else JAX takes most of a GPU's memory at once, and leaves PyTorch little.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    is_large = args.large or jax.default_backend() != "cpu"
+    workloads = {**WORKLOADS, **LARGE} if is_large else WORKLOADS
     with _progress() as tell:
-        report = measure(QUICK if args.quick else FULL, tell)
+        report = measure(workloads, QUICK if args.quick else FULL, tell)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def measure(effort: Effort, tell: Tell) -> dict[str, object]:
-    """Runs all workloads and prints each one's table as it is done.
+def measure(workloads: Workloads, effort: Effort, tell: Tell) -> dict[str, object]:
+    """Runs workloads and prints each one's table as it is done.
 
     Args:
+      workloads: by name, with their titles.
       effort: sizes and repetitions.
       tell: told the name of each case before it begins.
 
@@ -69,7 +89,7 @@ def measure(effort: Effort, tell: Tell) -> dict[str, object]:
     print("; ".join(f"{name} {value}" for name, value in report.items()), end="\n\n")
     sections = []
     with _without_stored_programs():
-        for name, (title, workload) in WORKLOADS.items():
+        for name, (title, workload) in workloads.items():
             section = Section(name, title, workload(effort, tell), load_average())
             print(section.markdown(), flush=True)
             sections.append(section.as_json())

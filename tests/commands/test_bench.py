@@ -1,6 +1,7 @@
 """The benchmarks' command: all workloads run, and what they report is what they promise."""
 
 import contextlib
+import dataclasses
 import json
 import math
 
@@ -10,8 +11,9 @@ import pytest
 
 from optaxclip.__main__ import main
 from optaxclip.bench.effort import Effort
+from optaxclip.bench.large import large_steps
 from optaxclip.bench.report import COLUMNS, Row, Section, load_average
-from optaxclip.bench.timing import Program, Spread, race, ratio, spread
+from optaxclip.bench.timing import Program, Spread, Turn, race, ratio, spread
 from optaxclip.bench.trees import NORM, filled, leaves, read, transformer
 from optaxclip.commands import bench
 
@@ -29,6 +31,10 @@ TINY = Effort(
     small_leaf=10,
     totals=(100, 1000),
     splits=(10,),
+    models=((0, 2),),
+    network=(2, 2),
+    seeds=2,
+    scanned=2,
 )
 
 
@@ -51,7 +57,7 @@ def report(tmp_path_factory):
         patch.setattr("optaxclip.bench.timing.SHORTEST", 0.0)
         # As for users: Optax's optimizers mix dtypes.
         with jax.numpy_dtype_promotion("standard"), quick_compiler():
-            assert main(["bench", "--quick", "--json", str(path)]) == 0
+            assert main(["bench", "--quick", "--large", "--json", str(path)]) == 0
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -61,7 +67,7 @@ def test_machine_and_versions(report):
 
 
 def test_every_workload_has_rows(report):
-    assert [section["name"] for section in report["sections"]] == list(bench.WORKLOADS)
+    assert [section["name"] for section in report["sections"]] == [*bench.WORKLOADS, *bench.LARGE]
     for section in report["sections"]:
         ways = {row["way"] for row in section["rows"]}
         assert {"optaxclip", "Optax"} <= ways or section["name"] == "rules"
@@ -89,6 +95,12 @@ def test_steps_and_phases_that_are_promised(report):
     assert len(cases["clip"]) == 2
     assert cases["methods"] == {"adaptive_grad_clip", "clip_by_block_rms", "clip_by_norm"}
     assert len(cases["compiling"]) == 3 * 4
+    assert (
+        cases["large clips"]
+        == cases["large steps"]
+        == {"18,436 entries, float32", "30 entries, float32"}
+    )
+    assert cases["seeds"] == {"2 seeds, 2 steps"}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +151,37 @@ def test_programs_go_on_from_their_last_result():
     reading()
     reading()
     total = sum(float(leaf.sum()) for leaf in grads)
-    assert float(reading._carry) == pytest.approx(2 * total)
+    assert float(reading.carry) == pytest.approx(2 * total)
+
+
+def test_ways_that_share_a_memory_go_on_from_each_other():
+    memory = {"x": np.ones(3, np.float32), "one": np.float32(1), "sum": np.float32(0)}
+    double = Turn(lambda carry: (2 * carry[0], carry[1]), memory, ("x", "one"))
+    total = Turn(lambda carry, x: (carry[0] + x.sum(),), memory, ("sum",), ("x",))
+    for way in (double, total, double, total):
+        way()
+    assert float(memory["sum"]) == 3 * (2 + 4)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "is_large"),
+    [("cpu", [], False), ("cpu", ["--large"], True), ("gpu", [], True), ("tpu", [], True)],
+)
+def test_accelerators_are_measured_by_what_they_are_for(backend, options, is_large, monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        bench, "measure", lambda workloads, effort, tell: measured.append(workloads)
+    )
+    monkeypatch.setattr("jax.default_backend", lambda: backend)
+    assert main(["bench", *options]) == 0
+    assert (bench.LARGE.keys() <= measured[0].keys()) == is_large
+
+
+def test_what_does_not_fit_is_left_out(monkeypatch):
+    monkeypatch.setattr("optaxclip.bench.large.free_bytes", lambda: 1000.0)
+    rows = large_steps(dataclasses.replace(TINY, leaf_counts=(30,)), print)
+    assert {row.way for row in rows} == {"left out: too large for the free memory"}
+    assert not any(row.figures for row in rows)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
