@@ -34,7 +34,7 @@ from optaxclip.methods.fixed import clip_by_group_norm as clip_by_group_norm
 from optaxclip.methods.fixed import clip_by_norm as clip_by_norm
 from optaxclip.methods.normalizing import normalize_by_global_norm as normalize_by_global_norm
 from optaxclip.methods.normalizing import normalize_by_norm_history as normalize_by_norm_history
-from optaxclip.methods.skips import SkipState as SkipState
+from optaxclip.methods.skipping import SkipState as SkipState
 from optaxclip.methods.skips import skip_above as skip_above
 from optaxclip.methods.skips import skip_nonfinite as skip_nonfinite
 from optaxclip.methods.spikes import SecondMomentState as SecondMomentState

@@ -160,6 +160,11 @@ def _z_score_of_units(z_thresh: Any) -> optax.GradientTransformationExtraArgs:
     return optaxclip.clip_by(scopes.unit(), rule)
 
 
+def _skip_on_loss(limit: Any) -> optax.GradientTransformationExtraArgs:
+    tx = optaxclip.skip_above(optax.identity(), limit, loss_limit=thresholds.window(6.0, 4))
+    return optax.GradientTransformationExtraArgs(tx.init, functools.partial(tx.update, value=-1.0))
+
+
 _per_entry = functools.partial(Method, shares="entry", has_info=False)
 _per_leaf = functools.partial(Method, shares="leaf")
 _per_label = functools.partial(Method, shares="label")
@@ -212,6 +217,7 @@ METHODS: dict[str, Method] = {
         has_memory=True,
     ),
     "skip_above": Method(optaxclip.skip_above, ("limit", 6.0), _SKIP, "step", has_info=False),
+    "skip_above_loss": Method(_skip_on_loss, ("limit", 6.0), shares="step", has_info=False),
     "leaf_stacked_strict": _engine("row", scopes.leaf(stacked), strict=True),
     "leaf_lp": _engine("leaf", scopes.leaf(), norm=norms.lp(3)),
     "leaf_rms_of_weights": _per_leaf(_share_of_weights, ("ratio", 0.7), needs_params=True),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from optaxclip._base.types import ClipInfo, ClipState, PyTree
-from optaxclip.methods.skips import SkipState
+from optaxclip.methods.skipping import SkipState
 from optaxclip.monitor.states import find, to_host, unboxed
 
 
@@ -24,7 +24,8 @@ def read(opt_state: PyTree) -> dict[str, ClipInfo]:
       and the transformation's name: `0/clip_by_global_norm` for `opt_state[0]`,
       `inner_state/1/clip_by_norm` for `opt_state.inner_state[1]`. The path makes it unique, with or
       without `name=`, and it is the same at every step. (Should dict keys with a `/` make two keys
-      equal, all paths are in Python's notation: `['a/b'][0]/clip_by_norm`.)
+      equal, all paths are in Python's notation: `['a/b'][0]/clip_by_norm`.) After a skip that
+      judges the loss comes what it did about that, under its key and `/loss`; `norm` is the loss.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -34,8 +35,12 @@ def read(opt_state: PyTree) -> dict[str, ClipInfo]:
       ...     print(key, info.norm, info.factor)
       0/clip_by_global_norm 5.0 0.2
     """
-    found = find(opt_state, ClipState, SkipState)
-    return {key: ClipInfo(*map(unboxed, state.info)) for key, state in found.items()}
+    infos = {}
+    for key, state in find(opt_state, ClipState, SkipState).items():
+        infos[key] = state.info
+        if isinstance(state, SkipState) and state.loss:
+            infos[f"{key}/loss"] = state.loss.info
+    return {key: ClipInfo(*map(unboxed, info)) for key, info in infos.items()}
 
 
 def scalars(opt_state: PyTree) -> dict[str, float]:
@@ -50,15 +55,16 @@ def scalars(opt_state: PyTree) -> dict[str, float]:
       factor           | both | what the gradient was multiplied by        | of the worst one
       clipped_fraction | clip | the share of all steps so far with a clip  | the mean
       num_nonfinite    | both | steps so far with a norm not finite        | the largest
-      num_skipped      | skip | steps so far that were skipped             |
+      num_skipped      | skip | steps so far that were skipped             | the largest
+      loss, loss_limit | skip | the same of the loss, where it is judged   | furthest above
 
     The worst entry is the one with the largest ratio of norm to limit; a norm that is not finite
     and a limit of 0 are worse than anything. States under `vmap` count as more entries. Before the
     first step the limit is inf, and that of `skip_nonfinite` always.
 
     The host waits for the step that made the state, then for one `jax.device_get` of six arrays a
-    clip, however many leaves it has. Nothing is computed on the device, so that one process of
-    many may call it alone.
+    clip (of eight for a skip that judges the loss), however many leaves it has. Nothing is computed
+    on the device, so that one process of many may call it alone.
 
     Args:
       opt_state: as in `read`.
@@ -95,8 +101,13 @@ def _wanted(state: ClipState | SkipState) -> dict[str, Any]:
     """What `_summary` needs, still on the device."""
     of_info = ("norm", "limit", "factor", "num_clipped", "num_nonfinite")
     wanted = {field: getattr(state.info, field) for field in of_info}
-    own = "num_skipped" if isinstance(state, SkipState) else "count"
-    return {key: unboxed(x) for key, x in (wanted | {own: getattr(state, own)}).items()}
+    if isinstance(state, ClipState):
+        wanted["count"] = state.count
+    else:
+        wanted["num_skipped"] = state.num_skipped
+        if state.loss:
+            wanted |= {"loss": state.loss.info.norm, "loss_limit": state.loss.info.limit}
+    return {key: unboxed(x) for key, x in wanted.items()}
 
 
 def _summary(of: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
@@ -116,4 +127,11 @@ def _summary(of: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
         entries = of["num_clipped"].reshape(*steps.shape, -1)
         summary["clipped_fraction"] = np.sum(entries / steps[..., None]) / max(entries.size, 1)
     summary["num_nonfinite"] = np.max(of["num_nonfinite"], initial=0)
-    return summary | ({"num_skipped": np.max(of["num_skipped"])} if "num_skipped" in of else {})
+    if "num_skipped" in of:
+        summary["num_skipped"] = np.max(of["num_skipped"])
+    if "loss" in of:
+        loss, limit = np.ravel(of["loss"]), np.ravel(of["loss_limit"])
+        above = np.subtract(loss, limit, out=np.full(loss.shape, np.inf), where=np.isfinite(loss))
+        furthest = np.argmax(above)
+        summary |= {"loss": loss[furthest], "loss_limit": limit[furthest]}
+    return summary

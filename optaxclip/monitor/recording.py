@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import check_state, whole
+from optaxclip._base.arguments import check_state, loss_among, whole
 from optaxclip._base.counters import increased
 from optaxclip._base.numerics import promoted, safe_divide
 from optaxclip._base.transformation import Transformation
@@ -40,11 +40,12 @@ def record(
     window: int = 1000,
     per_leaf: bool = False,
     *,
+    loss: bool = False,
     norm: str | Norm = "l2",
     ratio: bool = False,
     name: str = "record",
 ) -> Transformation[RecordState]:
-    """Keeps the norms of the last steps on the device; the updates pass through untouched.
+    """Keeps the norms, or losses, of the last steps on the device; updates pass through untouched.
 
     First in a chain it records the raw gradients' norms, those that are not finite too; inside a
     skip, only those of the steps that were taken. Nothing is sent to the host until `history` asks;
@@ -57,6 +58,8 @@ def record(
       window: how many steps to keep.
       per_leaf: whether each leaf has a norm of its own (NaN where the leaf is None at a step); else
         the whole tree has one.
+      loss: whether the loss is kept in the place of norms: what the update is given as `value=`,
+        or `loss=`.
       norm: the norm, as in `optaxclip.clip_by`.
       ratio: whether norms are divided by those of the parameters, which the update then needs; that
         of zeros is infinite, or 0 if nothing moves them.
@@ -66,9 +69,10 @@ def record(
       A transformation with a `RecordState`, whose update returns the very updates that it is given.
 
     Raises:
-      ValueError: if `window` is less than 1, or for an unknown norm; when used, for `ratio` without
-        `params`.
-      TypeError: if `window` is no int.
+      ValueError: if `window` is less than 1, for an unknown norm, or for `loss` with `per_leaf` or
+        `ratio`; when used, for `ratio` without `params`, or for a missing loss or one that is no
+        scalar.
+      TypeError: if `window` is no int, or the loss no number.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -86,18 +90,23 @@ def record(
     """
     window = whole(window, 1, "window")
     measure, scope = as_norm(norm), scopes.leaf() if per_leaf else scopes.tree()
+    if loss and (per_leaf or ratio):
+        raise ValueError("loss has neither leaves nor a ratio: for these chain a second record")
 
     def init(params: PyTree) -> RecordState:
-        names = scope(flatten(params, "params")).names
+        names = ("loss",) if loss else scope(flatten(params, "params")).names
         ring = jnp.zeros((window, len(names)) if per_leaf else window, jnp.float32)
         return RecordState(jnp.zeros((), jnp.int32), {name: ()}, dict.fromkeys(names, ()), ring)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, RecordState]:
-        del extra_args
         state = init(updates) if state is None else state
         check_state(state, RecordState, name)
+        if loss:
+            now = loss_among(extra_args, name)
+            count, ring = _written(state.count, state.ring, now, None)
+            return updates, state._replace(count=count, ring=ring)
         flat = flatten(updates, "updates")
         grouping = scope(flat).among(state.names) if per_leaf else scope(flat)
         if len(grouping.names) > len(state.names):
@@ -146,7 +155,7 @@ def history(opt_state: PyTree, name: str | None = None) -> np.ndarray[Any, np.dt
 
 
 def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]:
-    """The names of the norms in `history`: those of the leaves, or `("tree",)`.
+    """The names of the norms in `history`: those of the leaves, `("tree",)`, or `("loss",)`.
 
     Args:
       opt_state: as in `history`.

@@ -8,7 +8,7 @@ from jax.core import Tracer
 from jax.tree_util import GetAttrKey, keystr
 
 from optaxclip._base.types import Path, PyTree
-from optaxclip.methods.skips import SkipState
+from optaxclip.methods.skipping import SkipState
 
 
 def _walk(tree: PyTree, kinds: tuple[type, ...], path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -51,7 +51,8 @@ class Statistic(Protocol):
 
     Statistics are static and hashable; the numbers they compute with are traced. One that keeps a
     ring of values says how many in an attribute `window`: `count % window` then goes round it, even
-    where `count` has become as large as it can be.
+    where `count` has become as large as it can be. One that makes sense of numbers below 0 too says
+    so in an attribute `any_sign`.
     """
 
     def init(self, numbers: Any, like: Array) -> PyTree:
@@ -145,6 +146,28 @@ def adaptive(
     return Threshold(Partial(_init, static, numbers), Partial(_update, static, options, numbers))
 
 
+def of_any_sign(rule: Threshold, argument: str) -> Threshold:
+    """The same rule for numbers that may be negative and have no scale, as losses: without a floor.
+
+    Args:
+      rule: a rule of `adaptive`; any other is left as it is.
+      argument: what it is called in messages.
+
+    Raises:
+      ValueError: for a rule that makes no sense of numbers below 0.
+    """
+    if not isinstance(rule.update, Partial) or rule.update.func is not _update:
+        return rule
+    static, options, numbers = rule.update.args
+    if not getattr(static.statistic, "any_sign", False):
+        raise ValueError(
+            f"{argument} must be a rule for numbers of any sign, got one for numbers of at least 0 "
+            "alone: use thresholds.window, zscore, percentile, median or ema, or a number"
+        )
+    options = options._replace(floor=-jnp.inf)
+    return dataclasses.replace(rule, update=Partial(_update, static, options, numbers))
+
+
 def at_least(value: Any, least: float, argument: str) -> Any:
     """`value`, checked to be a number of at least `least` where it is concrete.
 
@@ -161,9 +184,13 @@ def as_float(number: Any) -> Array:
 
 
 def multiple(number: Any, of: Array) -> Array:
-    """`number * of`; infinite if either is, even where the other is 0."""
+    """`number * of`; infinite if either is, even where the other is 0.
+
+    Below 0, where more is nearer to 0, it is as far above `of` as it would be above `-of`.
+    """
     number = as_float(number)
     infinite = jnp.isinf(number) | jnp.isinf(of)
+    number = jnp.where(of < 0, 2 - number, number)
     return jnp.where(infinite, jnp.inf, jnp.where(infinite, 0, number) * jnp.where(infinite, 0, of))
 
 
@@ -261,7 +288,7 @@ def _step(
     counts = is_finite & (norm >= as_float(options.floor))
 
     def recorded(x: Array, where: Array) -> tuple[Array, PyTree]:
-        x = jnp.minimum(x, _LARGEST)
+        x = jnp.clip(x, -_LARGEST, _LARGEST)
         new = statistic.observe(numbers, state.statistic, x, state.count)
         return increased(state.count, where, period=period), select(where, new, state.statistic)
 

@@ -1,7 +1,7 @@
 """Rules over a window of past norms: percentile, median, mean plus deviations."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,8 +93,8 @@ def window(
     """The mean of the last norms plus a number of standard deviations.
 
     With the defaults this is Levanter's rule (marin-community/levanter), which it applies to
-    updates. With `num_std=6.0, ddof=1, min_std=0.0, warmup_steps=window // 2 - 1` it is that of
-    OLMo-core's `SkipStepOptimizer` (allenai/OLMo-core), for `optaxclip.skip_above`.
+    updates. `optaxclip.skip_above`, which has a place for the loss too, says with what arguments it
+    is OLMo-core's, MaxText's and Levanter's for whole steps.
 
     Args:
       num_std: how many standard deviations above the mean.
@@ -191,6 +191,7 @@ def median(
 class _Ring:
     """The last norms, float32[window, ...]; norm number `i` is in place `i % window`."""
 
+    any_sign: ClassVar[bool] = True
     window: int
 
     def init(self, numbers: Any, like: Array) -> Array:
@@ -255,6 +256,7 @@ class _PeriodicState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _PeriodicMedian:
+    any_sign: ClassVar[bool] = True
     window: int
 
     def init(self, numbers: Any, like: Array) -> _PeriodicState:
@@ -275,7 +277,7 @@ class _PeriodicMedian:
         limit = multiple(numbers, median)
         is_early = ((count == 10) | (count == 20) | (count == 40)) & (count < self.window)
         is_regular = (count > 0) & (count % self.window == 0)
-        limit = jnp.where(is_regular, limit, jnp.where(is_early, 2 * limit, state.limit))
+        limit = jnp.where(is_regular, limit, jnp.where(is_early, multiple(2, limit), state.limit))
         return _PeriodicState(ring, limit)
 
     def limits(self, numbers: Any, state: _PeriodicState, norm: Array, count: Array) -> Limits:

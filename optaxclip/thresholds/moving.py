@@ -5,7 +5,7 @@ float32.
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -176,6 +176,7 @@ class _EmaState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Ema:
+    any_sign: ClassVar[bool] = True
     debias: bool
     same: bool
 
@@ -222,6 +223,7 @@ class Moments(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _ZScore:
+    any_sign: ClassVar[bool] = True
     option: Option
     debias: bool
 

@@ -1,0 +1,52 @@
+"""Limits for losses, which may be negative: neither a floor nor "at least 0" applies to them."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import Partial
+
+from optaxclip._base.counters import increased
+from optaxclip._base.types import Limits, NormTree, Threshold
+from optaxclip.thresholds.base import of_any_sign
+from optaxclip.thresholds.fixed import ScalarOrSchedule, check_limit
+
+
+def as_loss_limit(limit: ScalarOrSchedule | Threshold, argument: str = "loss_limit") -> Threshold:
+    """A limit of the loss, checked, as a rule.
+
+    Args:
+      limit: a number of any sign, a schedule, or a rule, whose floor is left out.
+      argument: what it is called in messages.
+
+    Raises:
+      ValueError: if it is NaN or not a scalar, or a rule that makes no sense of negative numbers.
+      TypeError: if it is not a number.
+    """
+    if isinstance(limit, Threshold):
+        if limit.uses_params:
+            raise ValueError(f"{argument} cannot be relative to the parameters: pass another rule")
+        return of_any_sign(limit, argument).as_pytree()
+    if callable(limit):
+        return Threshold(Partial(_no_steps), Partial(_at_step, Partial(limit)))
+    number = check_limit(limit, argument, allow_any_number=True)
+    if not isinstance(number, jax.Array) and math.isnan(number):
+        raise ValueError(f"{argument} must not be NaN; to judge the norm alone pass None")
+    return Threshold(Partial(_no_steps), Partial(_at_step, number))
+
+
+def _no_steps(losses: NormTree) -> Array:
+    del losses
+    return jnp.zeros((), jnp.int32)
+
+
+def _at_step(
+    limit: Any, loss: Array, count: Array, param_norms: NormTree | None
+) -> tuple[Limits, Array]:
+    del param_norms
+    now = limit(count) if callable(limit) else limit
+    now = check_limit(now, "the schedule's value", allow_any_number=True)
+    now = jnp.asarray(now).astype(loss.dtype)
+    return Limits(now, now), increased(count)
