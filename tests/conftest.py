@@ -5,9 +5,13 @@ import os
 import jax
 import pytest
 
-# The older way to compile loops takes half the time. Tests of what rounding and memory come to ask
-# for the default with `compiling.AS_USERS`.
-os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}"
+# Compiling is most of what tests do: in the older way to compile loops, in one thread, and with
+# hardly any optimization it takes a quarter of the time. Tests of what rounding and memory come to
+# ask for the default with `compiling.AS_USERS`, or for all that they run with `optimized`.
+FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+QUICK = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1"
+jax.config.update("jax_disable_most_optimizations", QUICK)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -35,11 +39,16 @@ def _forget_what_was_compiled():
 
 
 @pytest.fixture(scope="module")
-def quick_compilation():
-    """For tests of structure rather than of digits: XLA spends less on optimization."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+def optimized():
+    """For tests of digits outside of a `jit` of their own: XLA optimizes as it does for users."""
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", QUICK)
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """What all tests have."""
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def _as_users():
-    """Optax's AdamW needs what `tests/conftest.py` forbids."""
+def _as_users(optimized):
+    """Optax's AdamW needs what `tests/conftest.py` forbids, and programs are those of users."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 

@@ -44,24 +44,21 @@ def plain_step(name):
 
 
 @functools.cache
-def compiled_step(name):
-    """The one compiled step of a method, which the tests share; its limit is traced."""
-    return jax.jit(plain_step(name))
+def first_run(name):
+    """The compiled step that the tests share, what all steps gave, and the compilations of that."""
+    step = jax.jit(plain_step(name))
+    found = run(name, [at(SEQUENCE, i) for i in range(STEPS)], step=step)
+    return step, found, step._cache_size()
 
 
-def run(name, grads_of_steps, limit=None):
+def run(name, grads_of_steps, limit=None, step=None):
     """The updates and states of all steps."""
-    limit = usual_limit(name) if limit is None else limit
+    step, limit = step or first_run(name)[0], usual_limit(name) if limit is None else limit
     state, states, updates = METHODS[name].make().init(PARAMS), [], []
     for grads in grads_of_steps:
-        update, state = compiled_step(name)(limit, grads, state, PARAMS)
+        update, state = step(limit, grads, state, PARAMS)
         updates, states = [*updates, update], [*states, state]
     return updates, states
-
-
-@functools.cache
-def run_sequence(name):
-    return run(name, [at(SEQUENCE, i) for i in range(STEPS)])
 
 
 def unlike_any(name):
@@ -117,9 +114,8 @@ def test_state_does_not_depend_on_the_dtype_of_the_gradients(name, dtype):
 
 @each_method
 def test_one_compilation_over_all_steps_from_an_eager_init(name):
-    updates, states = run_sequence(name)
-    # All tests of this file give the step arguments of the same types.
-    assert compiled_step(name)._cache_size() == 1
+    _, (updates, states), num_compilations = first_run(name)
+    assert num_compilations == 1
     if METHODS[name].has_info:
         assert states[-1].count == STEPS
     for state in (states[0], states[-1]):
@@ -129,7 +125,7 @@ def test_one_compilation_over_all_steps_from_an_eager_init(name):
 
 @each_method
 def test_clips_some_and_only_shrinks(name):
-    updates, states = run_sequence(name)
+    _, (updates, states), _ = first_run(name)
     results = stack(updates)
     assert any(np.any(results[leaf] != SEQUENCE[leaf]) for leaf in SHAPES)
     if METHODS[name].keeps_small:
@@ -143,7 +139,7 @@ def test_clips_some_and_only_shrinks(name):
 
 @each_distinct_method
 def test_eager_equals_jit_and_compiles_only_once(name):
-    method, expected = METHODS[name].make(), run_sequence(name)
+    method, (_, expected, _) = METHODS[name].make(), first_run(name)
     state = method.init(PARAMS)
     for i in range(4):
         with compilations() as new:
@@ -171,7 +167,7 @@ def scan(name):
 
 @pytest.mark.parametrize("name", ["clip", "unit_smooth", "zclip", "adagc"])
 def test_scan_equals_the_loop(name):
-    updates, states = run_sequence(name)
+    _, (updates, states), _ = first_run(name)
     start = METHODS[name].make().init(PARAMS)
     last, all_updates = jax.jit(scan(name))(usual_limit(name), SEQUENCE, start)
     assert_close(last, states[-1])
@@ -250,7 +246,7 @@ def together(name, leaf, index):
     return mask
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].shares])
+@each_method
 @pytest.mark.parametrize(("leaf", "index"), [("w", (2, 5)), ("b", (1,))])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_bad_entry_makes_its_whole_group_nan_and_nothing_else(name, leaf, index, value):

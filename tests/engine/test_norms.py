@@ -114,20 +114,25 @@ def test_norms_of_many_leaves(norm, order, count):
 @pytest.mark.parametrize("shape", [(1 << 17,), (300, 512), (3, 128, 350), (99, 104)], ids=str)
 def test_large_leaves_that_are_summed_in_another_dtype(dtype, shape):
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((2, *shape)), dtype)
-    norm = jax.jit(lambda x: ops.global_norm(x, norm="l2"))
-    truth = np.asarray(x, np.complex128 if dtype == "complex64" else np.float64)
+    x = rng.standard_normal((2, *shape)).astype(jnp.dtype(dtype))
+    truth = x.astype(np.complex128 if dtype == "complex64" else np.float64)
+
+    @jax.jit
+    def measured(x):
+        value, slope = jax.jvp(ops.global_norm, (x[0],), (x[1],))
+        return value, jax.vmap(ops.global_norm)(x), slope, jax.grad(ops.global_norm)(x[0])
+
+    value, by_vmap, slope, gradient = measured(x)
     norms_of_both = [np.linalg.norm(leaf) for leaf in truth]
-    np.testing.assert_allclose(norm(x[0]), norms_of_both[0], rtol=1e-6)
-    np.testing.assert_allclose(jax.vmap(norm)(x), norms_of_both, rtol=1e-6)
+    np.testing.assert_allclose(value, norms_of_both[0], rtol=1e-6)
+    np.testing.assert_allclose(by_vmap, norms_of_both, rtol=1e-6)
     tolerance = {"float16": 1e-3, "float8_e5m2": 0.2, "complex64": 1e-5}[dtype]
-    _, slope = jax.jvp(norm, (x[0],), (x[1],))
     along = (truth[0].conj() * truth[1]).real.sum() / norms_of_both[0]
     np.testing.assert_allclose(slope, along, rtol=1e-4)
-    gradient = np.asarray(jax.grad(norm)(x[0]), truth.dtype)
     expected = truth[0].conj() / norms_of_both[0]
+    gradient = np.asarray(gradient, truth.dtype)
     np.testing.assert_allclose(gradient, expected, rtol=tolerance, atol=1e-4)
-    np.testing.assert_allclose(norm(x[0] * 0), 0)
+    assert measured(np.zeros_like(x))[0] == 0
 
 
 # Leaves of pairs and of indices
@@ -305,34 +310,35 @@ def test_unknown_response():
         optaxclip.clip_by(scopes.tree(), 1.0, response="soft")
 
 
+@functools.partial(jax.jit, static_argnames=("size", "response"))
+def measured(x, weights, scale, *, size, response):
+    """Values and derivatives of a clip of `x * scale` with zeros up to `size` behind it."""
+
+    def clipped(x):
+        padded = jnp.pad(x, (0, size - 100))
+        (padded,), _ = clip_tree([padded], 5 * scale, response=response)
+        return padded[:100] / scale
+
+    def weighted(x):
+        return weights @ clipped(x)
+
+    x = x * scale
+    gradient, change = jax.jvp(jax.grad(weighted), (x,), (weights * scale,))
+    by_vmap = jax.vmap(clipped)(jnp.stack([x, x / 1e10, x * 1e10]))
+    slopes = jax.jacfwd(weighted)(x)
+    return clipped(x), by_vmap, slopes * scale, gradient * scale, change * scale
+
+
 @pytest.mark.parametrize("response", ["clip", "smooth"])
 @pytest.mark.parametrize("scale", [1.0, 1e-15, 1e-25, 1e25])
 def test_zeros_that_make_a_leaf_large_change_nothing(scale, response):
     """Large leaves are reduced in another way, to the same values and derivatives."""
-    rng = np.random.default_rng(0)
-    x, weights = (jnp.asarray(rng.standard_normal(100), jnp.float32) for _ in range(2))
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def measured(x, size):
-        def clipped(x):
-            (padded,), _ = clip_tree([jnp.pad(x, (0, size - 100))], 5 * scale, response=response)
-            return padded[:100] / scale
-
-        def weighted(x):
-            return weights @ clipped(x)
-
-        gradient, change = jax.jvp(jax.grad(weighted), (x,), (weights * scale,))
-        by_vmap = jax.vmap(clipped)(jnp.stack([x, x / 1e10, x * 1e10]))
-        return (
-            clipped(x),
-            jax.jacfwd(weighted)(x) * scale,
-            gradient * scale,
-            change * scale,
-            by_vmap,
-        )
-
-    small, large = (measured(x * scale, size) for size in (100, 10_000))
-    assert float(jnp.linalg.norm(small[0])) < 6
+    x, weights = np.random.default_rng(0).standard_normal((2, 100)).astype(np.float32)
+    small, large = (
+        measured(x, weights, np.float32(scale), size=size, response=response)
+        for size in (100, 10_000)
+    )
+    assert np.linalg.norm(small[0]) < 6
     for one, other in zip(small, large, strict=True):
         assert np.all(np.isfinite(one))
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

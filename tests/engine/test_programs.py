@@ -53,7 +53,7 @@ def test_equal_constructions_compile_once(name):
 
     two_steps()
     with compilations() as new:
-        for _ in range(19):
+        for _ in range(4):
             two_steps()
     assert not new
 

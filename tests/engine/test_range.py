@@ -9,6 +9,7 @@ from compiling import AS_USERS
 import optaxclip
 from optaxclip import norms, scopes
 
+pytestmark = pytest.mark.usefixtures("optimized")
 RNG = np.random.default_rng(0)
 
 
