@@ -25,6 +25,7 @@ from optaxclip.methods.adaptive import adagc as adagc
 from optaxclip.methods.adaptive import clip_by_ema_norm as clip_by_ema_norm
 from optaxclip.methods.adaptive import clip_by_quantile as clip_by_quantile
 from optaxclip.methods.adaptive import zclip as zclip
+from optaxclip.methods.attention import clip_attention_logits as clip_attention_logits
 from optaxclip.methods.by_value import ClipByValueState as ClipByValueState
 from optaxclip.methods.by_value import clip as clip
 from optaxclip.methods.by_value import clip_by_value as clip_by_value
@@ -32,6 +33,7 @@ from optaxclip.methods.fixed import adaptive_grad_clip as adaptive_grad_clip
 from optaxclip.methods.fixed import clip_by_global_norm as clip_by_global_norm
 from optaxclip.methods.fixed import clip_by_group_norm as clip_by_group_norm
 from optaxclip.methods.fixed import clip_by_norm as clip_by_norm
+from optaxclip.methods.heads import Heads as Heads
 from optaxclip.methods.normalizing import normalize_by_global_norm as normalize_by_global_norm
 from optaxclip.methods.normalizing import normalize_by_norm_history as normalize_by_norm_history
 from optaxclip.methods.skipping import SkipState as SkipState

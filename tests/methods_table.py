@@ -25,7 +25,7 @@ class Method(NamedTuple):
       hyper: the factory's argument that bounds the gradients, and a value that clips some.
       fixed: further arguments.
       shares: which entries become NaN together; `column` and `row` only tell in `w`, and `step`
-        says that all become 0.
+        says that all become 0; None where weights are what is clipped.
       needs_params: whether the update needs them.
       has_info: whether the state is a `ClipState`.
       has_memory: whether the result depends on the norms of earlier steps.
@@ -36,7 +36,7 @@ class Method(NamedTuple):
     factory: Callable[..., optax.GradientTransformationExtraArgs]
     hyper: tuple[str, float]
     fixed: Mapping[str, Any] = {}
-    shares: Literal["step", "tree", "label", "leaf", "row", "column", "entry"] = "tree"
+    shares: Literal["step", "tree", "label", "leaf", "row", "column", "entry"] | None = "tree"
     needs_params: bool = False
     has_info: bool = True
     has_memory: bool = False
@@ -165,6 +165,22 @@ def _skip_on_loss(limit: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(tx.init, functools.partial(tx.update, value=-1.0))
 
 
+def _heads_of_columns(tau: Any) -> optax.GradientTransformationExtraArgs:
+    """Logits as large as the entries of `w`, each column of which is a head."""
+
+    def heads(path: str, leaf: Any) -> optaxclip.Heads | None:
+        return optaxclip.Heads(-1) if label(path, leaf) == "matrix" else None
+
+    clip = optaxclip.clip_attention_logits(tau, heads=heads)
+
+    def update(updates, state, params=None, **extra):
+        w = updates["w"]
+        logits = {} if w is None else {"w": jnp.max(jnp.abs(w).astype(jnp.float32), axis=0)}
+        return clip.update(updates, state, params, max_logits=logits, **extra)
+
+    return optax.GradientTransformationExtraArgs(clip.init, update)
+
+
 _per_entry = functools.partial(Method, shares="entry", has_info=False)
 _per_leaf = functools.partial(Method, shares="leaf")
 _per_label = functools.partial(Method, shares="label")
@@ -190,6 +206,9 @@ METHODS: dict[str, Method] = {
         shares="leaf",
         has_info=False,
         keeps_small=False,
+    ),
+    "clip_attention_logits": Method(
+        _heads_of_columns, ("tau", 1.0), {}, None, needs_params=True, keeps_small=False
     ),
     "adaptive_grad_clip": _per_column(
         optaxclip.adaptive_grad_clip, ("clipping", 0.7), needs_params=True

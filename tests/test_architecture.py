@@ -39,7 +39,8 @@ PUBLIC = {
     "clip_by_median_norm clip_by_quantile clip_by_ema_norm clip_by_window_norm "
     "clip_by_moving_max clip_by_second_moment "
     "per_example_global_norm_clip per_example_layer_norm_clip per_example_clip_and_aggregate "
-    "skip_nonfinite skip_above clip_by clip_tree scale_by_stable_adam",
+    "skip_nonfinite skip_above clip_by clip_tree scale_by_stable_adam "
+    "clip_attention_logits",
     "per_example": "clip_sum clipped_grad quantile_limit adjusted_noise_multiplier",
     "ops": "global_norm clip_by_value clip_by_norm clip_by_average_norm clip_by_global_norm",
     "scopes": "leaf axes unit group tree",
@@ -54,6 +55,7 @@ TYPES = {
     "ClipByValueState",
     "ClipInfo",
     "ClipState",
+    "Heads",
     "Limits",
     "SecondMomentState",
     "SkipState",

@@ -1,0 +1,241 @@
+"""QK-Clip: the weights of attention heads whose logits grew too large are made smaller."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+import optaxclip.scopes as scopes
+from optaxclip._base.arguments import check_state
+from optaxclip._base.numerics import (
+    accumulation_dtype,
+    match_weak_type,
+    promoted,
+    safe_divide,
+)
+from optaxclip._base.transformation import Transformation
+from optaxclip._base.trees import FlatTree, flatten, has_wide, is_sparse, leaf_name
+from optaxclip._base.types import ClipState, Path, PyTree
+from optaxclip._engine.checks import matching_params
+from optaxclip._engine.clip import clip_by
+from optaxclip._engine.scales import entries, times
+from optaxclip.methods.heads import Heads, Place, multiplier, placed
+from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
+
+
+def clip_attention_logits(
+    tau: ScalarOrSchedule = 100.0,
+    *,
+    heads: Callable[[str, Array], Heads | None],
+    name: str = "clip_attention_logits",
+) -> Transformation[ClipState]:
+    """Shrinks the query and key weights of attention heads whose logits exceed a limit (QK-Clip).
+
+    With the largest logit `S` of a head in this step's batch (after the division by the root of
+    the head's size, before the softmax), its factor is `min(1, tau / S)`. The last stage of a
+    chain, this makes of an update `u` of weights `w` the update after which they are
+    `factor**power * (w + u)`: so it acts on weights, after the optimizer's step, and the logits of
+    the same batch would come back to `tau`. A head below the limit is left alone, bit for bit.
+
+    How the factor is divided, for `heads` to say:
+
+      attention                        | queries                | keys
+      ---------------------------------|------------------------|-------------------------
+      multi-head                       | power 0.5              | power 0.5
+      grouped-query, multi-query       | power 1                | left alone: many share them
+      multi-head latent: each head's   | power 0.5              | power 0.5
+      ... with rotary positions        | power 1                | left alone: all share them
+
+    Biases of queries and keys belong to them: `axis=-2` finds the heads of both a kernel `[in,
+    heads, entries]` and a bias `[heads, entries]`. Where queries and keys are normalized (QK-norm),
+    their weights do not scale logits, and there is nothing to clip.
+
+    The update takes `max_logits=`: a pytree of arrays `[heads]`, each at the place of its attention
+    in the tree of parameters, such as `{"layers/0/attention": S}`. What Flax's `sow` collects under
+    the name `max_logits` is such a tree. One array alone is that of all attentions. Take the
+    largest over the whole batch, over microbatches (`optax.MultiSteps` hands on the last ones
+    only) and, inside `shard_map`, over devices (`jax.lax.pmax`). A logit that is not finite changes
+    no weight. In bfloat16 weights a factor within 0.2 % of 1 is lost to rounding.
+
+    Source: Kimi Team, 2025, arXiv 2507.20534.
+
+    Args:
+      tau: the largest logit.
+      heads: `fn(path, leaf) -> Heads`, or None for leaves that are left alone; the path is text
+        such as `layers/0/attention/query/kernel`. It is a function and no schedule, so
+        `optax.inject_hyperparams` needs `static_args=("heads",)`.
+      name: the name in messages.
+
+    Returns:
+      A transformation with a `ClipState`, whose record has an entry for each weight: the logit
+      `norm` of its worst head. The update gives a tree of the shapes, dtypes and weak types of the
+      updates that it is given.
+
+    Raises:
+      ValueError: for a limit that is negative, NaN or not a scalar, or heads in no leaf; when used,
+        without `params` or `max_logits`, or where one of them does not fit.
+      TypeError: for a limit that is no number, or `heads` that are no function.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> def heads(path, leaf):
+      ...     return optaxclip.Heads(-2) if path.split("/")[-1] in ("query", "key") else None
+      >>> clip = optaxclip.clip_attention_logits(100.0, heads=heads)
+      >>> tx = optax.chain(optax.sgd(0.0), clip)
+      >>> params = {"query": jnp.ones((1, 2, 2)), "key": jnp.ones((1, 2, 2))}
+      >>> grads, state = optax.tree.zeros_like(params), tx.init(params)
+      >>> updates, state = tx.update(grads, state, params, max_logits=jnp.array([50.0, 400.0]))
+      >>> print(optax.apply_updates(params, updates)["query"])
+      [[[1.  1. ]
+        [0.5 0.5]]]
+    """
+    if not callable(heads):
+        raise TypeError(
+            f"heads must be a function (path, leaf) -> optaxclip.Heads or None, got {heads!r}: it "
+            "says which leaves are the weights of queries and keys, and on which axis their heads "
+            "are"
+        )
+    # Each head is a group of its own, with one entry.
+    clip = clip_by(scopes.axes(()), as_limit(tau, "tau"), norm="linf", name=name)
+
+    def init(params: PyTree) -> ClipState:
+        flat = flatten(params, "params")
+        weights = _weights(flat, heads)
+        if not weights:
+            raise ValueError(f"{name}: heads gave Heads for none of the leaves {flat.names()}")
+        return clip.init({weight.name: jnp.zeros(weight.shape) for weight in weights})
+
+    def update(
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        max_logits: PyTree = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, ClipState]:
+        del extra_args
+        flat = flatten(updates, "updates")
+        state = init(updates) if state is None else state
+        check_state(state, ClipState, name)
+        for given, missing in ((params, "params"), (max_logits, "max_logits")):
+            if given is None:
+                raise ValueError(
+                    f"{name}: {missing} are missing; pass them: update(updates, state, params, "
+                    "max_logits=...), the largest attention logit of each head in this step"
+                )
+        weights = _weights(flat, heads)
+        only = flat._replace(measured=[weight.position for weight in weights])
+        logits = _logits_of(weights, max_logits, name)
+        clipped, state = clip.update(logits, state)
+        names = [weight.name for weight in weights]
+        rescaled = _rescaled(
+            only.picked(),
+            matching_params(only, params, name),
+            [logits[key] for key in names],
+            [clipped[key] for key in names],
+            places=tuple(weight.place for weight in weights),
+        )
+        return only.rebuild(rescaled), state
+
+    return Transformation(init, update)
+
+
+class _Weight(NamedTuple):
+    """A leaf with heads.
+
+    Attributes:
+      position: among all leaves of the tree.
+      name: of the leaf.
+      path: its parts.
+      place: where its heads are.
+      shape: of its logits.
+    """
+
+    position: int
+    name: str
+    path: tuple[str, ...]
+    place: Place
+    shape: tuple[int, ...]
+
+
+def _weights(flat: FlatTree, heads: Callable[[str, Any], Heads | None]) -> list[_Weight]:
+    found = []
+    for position, leaf, name in zip(flat.measured, flat.picked(), flat.names(), strict=True):
+        own = heads(name, leaf)
+        if own is None:
+            continue
+        if not isinstance(own, Heads):
+            raise TypeError(f"heads must give optaxclip.Heads or None, got {own!r} for '{name}'")
+        if is_sparse(leaf):
+            raise TypeError(f"heads must leave sparse leaves alone, got Heads for '{name}'")
+        path = _parts(flat.paths[position])
+        found.append(_Weight(position, name, path, *placed(own, np.shape(leaf), name)))
+    return found
+
+
+def _parts(path: Path) -> tuple[str, ...]:
+    return tuple(leaf_name(path).split("/")) if path else ()
+
+
+def _logits_of(weights: list[_Weight], max_logits: PyTree, name: str) -> dict[str, Array]:
+    """The largest logits of each weight, not below 0."""
+    flat = flatten(max_logits, "max_logits", integers="error")
+    found: dict[tuple[str, ...], list[Any]] = {}
+    for i in flat.measured:
+        parts = _parts(flat.paths[i])
+        end = parts.index("max_logits") if "max_logits" in parts else len(parts)
+        found.setdefault(parts[:end], []).append(flat.leaves[i])
+    largest = {}
+    for weight in weights:
+        above = [place for place in found if weight.path[: len(place)] == place]
+        if not above:
+            raise ValueError(
+                f"{name}: max_logits has no array for the weight '{weight.name}', only for "
+                f"{['/'.join(place) for place in found]}; put one at the place of its attention, "
+                "such as {'layers/0/attention': array}"
+            )
+        arrays = found[max(above, key=len)]
+        for array in arrays:
+            if np.shape(array) != weight.shape:
+                raise ValueError(
+                    f"{name}: max_logits must have an array of shape {weight.shape} for the heads "
+                    f"of weight '{weight.name}', got {np.shape(array)}; take the largest logit of "
+                    "each head, and of grouped queries leave the keys' weights alone"
+                )
+        largest[weight.name] = arrays
+    return _largest(largest)
+
+
+@jax.jit
+def _largest(arrays: dict[str, list[Any]]) -> dict[str, Array]:
+    def largest(some: list[Any]) -> Array:
+        wide = [x.astype(accumulation_dtype(x.dtype)) for x in map(jnp.asarray, some)]
+        return jnp.maximum(functools.reduce(jnp.maximum, promoted(wide)), 0)
+
+    return {name: largest(some) for name, some in arrays.items()}
+
+
+@functools.partial(jax.jit, static_argnames="places")
+def _rescaled(
+    updates: list[Any],
+    weights: list[Any],
+    logits: list[Array],
+    clipped: list[Array],
+    *,
+    places: tuple[Place, ...],
+) -> list[Array]:
+    """Updates after which weights are those after the given ones, rescaled."""
+    rescaled = []
+    for u, w, before, after, place in zip(updates, weights, logits, clipped, places, strict=True):
+        u, w = jnp.asarray(u), jnp.asarray(w)
+        quotient = jnp.where(jnp.isfinite(before), safe_divide(after, before, 1.0), 1)
+        wide = jnp.float64 if has_wide([u.dtype, w.dtype]) else jnp.float32
+        by = multiplier(quotient.astype(wide), place)
+        new = times(entries(u, wide), by)
+        new = new - times(entries(w, wide), 1 - by).astype(new.dtype)
+        rescaled.append(match_weak_type(jnp.where(by == 1, u, new.astype(u.dtype)), u))
+    return rescaled

@@ -1,0 +1,137 @@
+"""Attention heads: where they are in a weight, and what becomes of the weight by their factors."""
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Where the heads of an attention weight are, and what part of a head's factor they take.
+
+    A head's logits are products of its queries and keys, so the powers of the two add up to 1.
+
+    Attributes:
+      axis: the axis of the weight that runs over the heads; where layers are stacked, all axes that
+        `max_logits` has, in its order, such as `(0, -2)` for layers and heads.
+      power: the power of the factor, for the whole weight; or pairs `(entries, power)` that divide
+        the entries of a head along `along`, in their order.
+      along: the axis of those entries. If it is the last of `axis`, the heads follow each other on
+        that axis, as in a kernel `[in, heads * entries]`.
+
+    Example:
+      >>> from optaxclip import Heads
+      >>> multi_head = Heads(axis=-2)  # kernels [in, heads, entries], of queries and of keys
+      >>> grouped_query = Heads(axis=-2, power=1.0)  # of queries; the keys are left alone
+      >>> in_one_axis = Heads(axis=-1, power=((64, 0.5),))  # kernels [in, heads * 64]
+      >>> queries_keys_values = Heads(axis=-2, power=((64, 0.5), (64, 0.5), (64, 0.0)))
+      >>> latent_query = Heads(axis=-2, power=((128, 0.5), (64, 1.0)))  # 64 with rotary positions
+      >>> latent_key = Heads(axis=-2, power=((128, 0.5), (128, 0.0)))  # 128 of the values
+    """
+
+    axis: int | Sequence[int]
+    power: float | Sequence[tuple[int, float]] = 0.5
+    along: int = -1
+
+    def __post_init__(self) -> None:
+        try:
+            axes, pairs = _axes(self.axis), _pairs(self.power)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"axis must be an int or several, and power a number or pairs (entries, power), "
+                f"got {self.axis!r} and {self.power!r}"
+            ) from None
+        if not all(count >= 1 and 0 <= power <= 1 for count, power in pairs):
+            raise ValueError(f"power must be from 0 to 1, for 1 entry or more, got {self.power!r}")
+        # Tuples, so that it can be a key of what is compiled.
+        object.__setattr__(self, "axis", axes)
+        if isinstance(self.power, Sequence):
+            object.__setattr__(self, "power", pairs)
+
+
+class Place(NamedTuple):
+    """`Heads` of one leaf.
+
+    Attributes:
+      rank: of the leaf.
+      axes: of the heads, from 0.
+      along: the axis of a head's entries, from 0.
+      pairs: numbers of entries and their powers; one with the number 1 if all have the same power.
+    """
+
+    rank: int
+    axes: tuple[int, ...]
+    along: int
+    pairs: tuple[tuple[int, float], ...]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the axis of the heads holds their entries too."""
+        return self.along in self.axes
+
+
+def placed(heads: Heads, shape: tuple[int, ...], name: str) -> tuple[Place, tuple[int, ...]]:
+    """The place of heads in a leaf of this shape, and the shape of its logits.
+
+    Raises:
+      ValueError: if they do not fit.
+    """
+    rank, axes, pairs = len(shape), _axes(heads.axis), _pairs(heads.power)
+    is_divided = isinstance(heads.power, Sequence)
+    if any(not -rank <= axis < rank for axis in (*axes, heads.along)[: len(axes) + is_divided]):
+        raise ValueError(f"{heads} has axes that leaf '{name}' of shape {shape} does not have")
+    axes = tuple(axis % rank for axis in axes)
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{heads} names an axis of leaf '{name}' of shape {shape} twice")
+    sizes = [shape[axis] for axis in axes]
+    if not is_divided:
+        others = [axis for axis in range(rank) if axis not in axes]
+        # Along any other axis; without one, each head has one entry.
+        return Place(rank, axes, (others or axes)[-1], pairs), tuple(sizes)
+    along, entries = heads.along % rank, sum(count for count, _ in pairs)
+    if along == axes[-1] and sizes[-1] % entries == 0:
+        sizes[-1] //= entries
+    elif along in axes or shape[along] != entries:
+        raise ValueError(
+            f"{heads} divides heads of {entries} entries, but axis {along} of leaf '{name}' of "
+            f"shape {shape} is not made of them"
+        )
+    return Place(rank, axes, along, pairs), tuple(sizes)
+
+
+def multiplier(factor: Array, place: Place) -> Array:
+    """What to multiply a weight by, from its heads' factors; it broadcasts to the weight."""
+    factor = jnp.transpose(factor, [int(i) for i in np.argsort(place.axes)])
+    factor = lax.expand_dims(factor, [i for i in range(place.rank) if i not in place.axes])
+    counts, powers = zip(*place.pairs, strict=True)
+    powers = np.repeat(powers, counts)
+    # Heads that follow each other: an axis for each head's entries, and then both as one.
+    at = place.along + place.is_split
+    split = lax.expand_dims(factor, [at]) if place.is_split else factor
+    by = _power(split, powers.reshape([len(powers) if i == at else 1 for i in range(split.ndim)]))
+    shape = [*factor.shape]
+    shape[place.along] *= len(powers)
+    return by.reshape(shape)
+
+
+def _axes(axis: int | Sequence[int]) -> tuple[int, ...]:
+    return tuple(map(operator.index, axis if isinstance(axis, Sequence) else (axis,)))
+
+
+def _pairs(power: float | Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    if not isinstance(power, Sequence):
+        return ((1, float(power)),)
+    return tuple((operator.index(count), float(part)) for count, part in power)
+
+
+def _power(x: Array, powers: np.ndarray[Any, Any]) -> Array:
+    """Powers of numbers from 0 to 1, those of 1 and the zeroth exactly 1."""
+    exponents = jnp.asarray(powers, x.dtype)
+    between = (x > 0) & (x < 1)
+    power = jnp.where(between, x, 1) ** exponents
+    return jnp.where(between | (x != 0) | (exponents == 0), power, 0)

@@ -1,0 +1,281 @@
+"""QK-Clip: the largest logit of every head comes back to the limit, in every kind of attention."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from methods_table import assert_same
+
+import optaxclip
+from optaxclip import Heads
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+WIDTH, HEADS, SIZE, ROTARY, VALUE, TAU = 6, 4, 3, 2, 5, 2.0
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(2, 5, WIDTH)).astype(np.float32)
+
+
+def weight(*shape):
+    """Larger from head to head, which are on axis 1."""
+    by = np.linspace(0.3, 2.0, shape[1]).reshape(1, -1, *[1] * (len(shape) - 2))
+    return (by * RNG.normal(size=shape)).astype(np.float32)
+
+
+def kernel_and_bias():
+    kernel = weight(WIDTH, HEADS, SIZE)
+    return {"kernel": kernel, "bias": kernel[0].copy()}
+
+
+PARAMS = {
+    "mha": {name: kernel_and_bias() for name in ("query", "key", "value")},
+    "gqa": {"query": weight(WIDTH, HEADS, SIZE), "key": weight(WIDTH, 2, SIZE)},
+    "mqa": {"query": weight(WIDTH, HEADS, SIZE), "key": weight(WIDTH, SIZE)},
+    "mla": {
+        "query": weight(WIDTH, HEADS, SIZE + ROTARY),
+        "key_value": weight(WIDTH, HEADS, SIZE + VALUE),
+        "rotary_key": weight(WIDTH, ROTARY),
+    },
+    "one_axis": {x: weight(WIDTH, HEADS, SIZE).reshape(WIDTH, -1) for x in ("query", "key")},
+    "fused": {"kernel": weight(WIDTH, HEADS, 3 * SIZE)},
+    "stacked": {x: np.stack([weight(WIDTH, HEADS, SIZE)] * 2, axis=1) for x in ("query", "key")},
+}
+PARAMS["stacked"]["query"][:, 1] *= 2
+PLACES = {
+    **{f"mha/{x}/{y}": Heads(-2) for x in ("query", "key") for y in ("kernel", "bias")},
+    "gqa/query": Heads(1, 1.0),
+    "mqa/query": Heads(1, 1.0),
+    "mla/query": Heads(1, ((SIZE, 0.5), (ROTARY, 1.0))),
+    "mla/key_value": Heads(1, [(SIZE, 0.5), (VALUE, 0)]),
+    **{f"one_axis/{x}": Heads(-1, ((SIZE, 0.5),)) for x in ("query", "key")},
+    "fused/kernel": Heads(1, ((SIZE, 0.5), (SIZE, 0.5), (SIZE, 0.0))),
+    **{f"stacked/{x}": Heads((1, 2)) for x in ("query", "key")},
+}
+
+
+def heads(path, leaf):
+    del leaf
+    return PLACES.get(path)
+
+
+def largest(query, key):
+    """The largest logit of each head, `[heads]`, of queries and keys `[..., heads, size]`."""
+    logits = np.einsum("bthd,bshd->htsb", query, key) / np.sqrt(query.shape[-1])
+    return np.max(logits, axis=(1, 2, 3))
+
+
+def project(kernel, bias=0.0):
+    return np.einsum("btw,whd->bthd", X, kernel) + bias
+
+
+def of_mla(query, key_value, rotary_key):
+    shared = np.einsum("btw,wr->btr", X, rotary_key)[:, :, None].repeat(HEADS, axis=2)
+    key = np.concatenate([project(key_value)[..., :SIZE], shared], axis=-1)
+    return largest(project(query), key)
+
+
+def logits_of(params):
+    """The largest logits of all attentions."""
+    mha, gqa, mqa, stacked = (params[x] for x in ("mha", "gqa", "mqa", "stacked"))
+    one = {x: y.reshape(WIDTH, HEADS, SIZE) for x, y in params["one_axis"].items()}
+    fused = project(params["fused"]["kernel"])
+    layers = [{x: y[:, i] for x, y in stacked.items()} for i in range(2)]
+    return {
+        "mha": largest(project(**mha["query"]), project(**mha["key"])),
+        "gqa": largest(project(gqa["query"]), project(gqa["key"].repeat(2, axis=1))),
+        "mqa": largest(project(mqa["query"]), project(mqa["key"][:, None].repeat(HEADS, axis=1))),
+        "mla": of_mla(**params["mla"]),
+        "one_axis": largest(project(one["query"]), project(one["key"])),
+        "fused": largest(fused[..., :SIZE], fused[..., SIZE : 2 * SIZE]),
+        "stacked": np.stack([largest(project(x["query"]), project(x["key"])) for x in layers]),
+    }
+
+
+CLIP = optaxclip.clip_attention_logits(TAU, heads=heads)
+
+
+def clipped(updates, params=PARAMS, logits=None):
+    """Updates, their sum with the parameters, and the record."""
+    params = jax.tree.map(jnp.asarray, params)
+    logits = logits_of(PARAMS) if logits is None else logits
+    updates, state = jax.jit(CLIP.update)(updates, CLIP.init(params), params, max_logits=logits)
+    new = jax.tree.map(lambda u, w: w if u is None else w + u, updates, params, is_leaf=is_none)
+    return updates, new, state.info
+
+
+def is_none(x):
+    return x is None
+
+
+def test_the_largest_logits_of_the_batch_come_back_to_the_limit():
+    before, zeros = logits_of(PARAMS), jax.tree.map(np.zeros_like, PARAMS)
+    updates, params, info = clipped(zeros)
+    after = logits_of(jax.tree.map(np.asarray, params))
+    for kind, logits in before.items():
+        assert np.any(logits > TAU), kind
+        np.testing.assert_allclose(after[kind], np.minimum(logits, TAU), rtol=1e-4, err_msg=kind)
+    alone = [("mha", "value", "kernel"), ("gqa", "key"), ("mqa", "key"), ("mla", "rotary_key")]
+    for path in alone:
+        assert not np.any(nested(updates, path))
+    np.testing.assert_array_equal(updates["mla"]["key_value"][..., SIZE:], 0)
+    np.testing.assert_array_equal(updates["fused"]["kernel"][..., 2 * SIZE :], 0)
+    assert list(info.names) == sorted(PLACES)
+    worst = [np.max(before[name.split("/")[0]]) for name in info.names]
+    np.testing.assert_allclose(info.norm, worst, rtol=1e-6)
+    np.testing.assert_array_equal(info.limit, TAU)
+    shares = [np.mean(before[name.split("/")[0]] > TAU) for name in info.names]
+    np.testing.assert_allclose(info.fraction, shares, rtol=1e-6)
+
+
+def nested(tree, path):
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def test_the_weights_after_the_step_are_rescaled_and_small_heads_left_alone():
+    moves = jax.tree.map(lambda x: np.float32(0.1) * RNG.normal(size=x.shape).astype("f4"), PARAMS)
+    updates, params, _ = clipped(moves)
+    factor = np.minimum(1, TAU / logits_of(PARAMS)["mha"])
+    assert np.any(factor == 1)
+    for name, power in (("query", 0.5), ("key", 0.5), ("value", 0.0)):
+        old, move = PARAMS["mha"][name]["kernel"], moves["mha"][name]["kernel"]
+        expected = factor[:, None] ** power * (old + move)
+        np.testing.assert_allclose(params["mha"][name]["kernel"], expected, atol=1e-6)
+        kept = updates["mha"][name]["kernel"][:, factor == 1]
+        np.testing.assert_array_equal(kept, move[:, factor == 1])
+
+
+def test_other_dtypes_and_leaves_without_a_gradient():
+    narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
+    updates = jax.tree.map(jnp.zeros_like, narrow) | {"gqa": {"query": None, "key": None}}
+    updates["mha"]["value"]["steps"] = jnp.arange(2)
+    narrow["mha"]["value"]["steps"] = jnp.arange(2)
+    found, params, info = clipped(updates, narrow)
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, updates)
+    assert found["gqa"] == {"query": None, "key": None}
+    assert info.norm[list(info.names).index("gqa/query")] == 0
+    after = logits_of(jax.tree.map(lambda x: np.asarray(x, "f4"), params))
+    assert np.max(after["mha"]) == pytest.approx(TAU, rel=0.02)
+
+
+def test_logits_that_are_not_finite_or_negative_change_nothing():
+    moves = jax.tree.map(np.ones_like, PARAMS)
+    bad = np.float32([np.nan, np.inf, -np.inf, -5.0])
+    logits = {kind: np.broadcast_to(bad, x.shape) for kind, x in logits_of(PARAMS).items()}
+    updates, _, info = clipped(moves, logits=logits)
+    assert_same(jax.tree.map(np.asarray, updates), moves)
+    np.testing.assert_array_equal(info.num_nonfinite, 1)
+
+
+def one_layer(path, leaf):
+    del leaf
+    return Heads(1) if path.endswith(("query", "key")) else None
+
+
+LAYER = {x: jnp.full((1, 2, 2), 3.0) for x in ("query", "key")}
+MODEL = {"layers": [{"attention": LAYER}, {"attention": LAYER}]}
+FIRST, SECOND = jnp.array([1.0, 4.0]), jnp.array([16.0, 1.0])
+SOWN = [{"attention": {"max_logits": (FIRST,)}}, {"attention": {"max_logits": (FIRST, SECOND)}}]
+WHERE = {
+    "nested": {"layers": [{"attention": FIRST}, {"attention": jnp.maximum(FIRST, SECOND)}]},
+    "paths": {"layers/0": FIRST, "layers/1/attention": jnp.maximum(FIRST, SECOND)},
+    "the longest path": {"layers": {"0": FIRST}, "layers/1": jnp.array([16.0, 4.0])},
+    "sown": {"layers": SOWN},
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_where_logits_are_found(where):
+    clip = optaxclip.clip_attention_logits(1.0, heads=one_layer)
+    zeros = jax.tree.map(jnp.zeros_like, MODEL)
+    updates, _ = clip.update(zeros, clip.init(MODEL), MODEL, max_logits=WHERE[where])
+    for layer, roots in ((0, [1.0, 2.0]), (1, [4.0, 2.0])):
+        new = updates["layers"][layer]["attention"]["key"][0, :, 0] + 3
+        np.testing.assert_allclose(new, 3 / np.array(roots), rtol=1e-5)
+
+
+def updated(params=LAYER, logits=FIRST, heads=one_layer, tau=1.0):
+    clip = optaxclip.clip_attention_logits(tau, heads=heads)
+    return clip.update(LAYER, clip.init(LAYER), params, max_logits=logits)
+
+
+ERRORS = {
+    "no params": ({"params": None}, r"params are missing.*max_logits=\.\.\."),
+    "no logits": ({"logits": None}, r"max_logits are missing; pass them: update"),
+    "other params": ({"params": {"query": LAYER["query"]}}, "'key' of shape .* is missing"),
+    "no place": ({"logits": {"body/0": FIRST}}, r"no array for the weight 'key', only for \['bo"),
+    "batch": ({"logits": jnp.ones((3, 2))}, r"of shape \(2,\).*'key', got \(3, 2\); take the larg"),
+    "integers": ({"logits": jnp.arange(2)}, "max_logits must have floating-point leaves"),
+    "tau": ({"tau": -1.0}, "tau must not be negative"),
+    "no function": ({"heads": "query"}, "heads must be a function"),
+    "no heads": ({"heads": lambda path, leaf: 1}, "heads must give optaxclip.Heads or None, got 1"),
+    "nowhere": ({"heads": lambda *_: None}, r"Heads for none of the leaves \['key', 'query'\]"),
+    "axis": ({"heads": lambda *_: Heads(3)}, r"axes that leaf 'key' of shape \(1, 2, 2\) does not"),
+    "twice": ({"heads": lambda *_: Heads((1, -2))}, "names an axis of leaf 'key' .* twice"),
+    "entries": ({"heads": lambda *_: Heads(1, ((3, 1.0),))}, "divides heads of 3 entries, but axi"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_say_what_to_do(case):
+    arguments, message = ERRORS[case]
+    with pytest.raises((TypeError, ValueError), match=message):
+        updated(**arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("one",), (1, 1.5), (1, -0.5), (1, ((0, 0.5),)), (1, ("a",))]
+)
+def test_bad_heads(arguments):
+    with pytest.raises((TypeError, ValueError), match=r"(axis|power) must be"):
+        Heads(*arguments)
+
+
+class Attention(nnx.Module):
+    """One attention with its logits handed over."""
+
+    def __init__(self, rngs):
+        shape = {"in_features": 8, "out_features": (2, 4), "use_bias": False, "rngs": rngs}
+        self.query, self.key = nnx.LinearGeneral(**shape), nnx.LinearGeneral(**shape)
+        self.value = nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x):
+        logits = jnp.einsum("bthd,bshd->bhts", self.query(x), self.key(x)) / 2
+        weights = jax.nn.softmax(logits, axis=-1)
+        values = jnp.einsum("bhts,bsh->bth", weights, self.value(x))
+        return values, jnp.max(logits, axis=(0, 2, 3))
+
+
+def kernels(path, leaf):
+    del leaf
+    return Heads(1) if path in ("query/kernel", "key/kernel") else None
+
+
+def test_logits_explode_without_and_not_with():
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 6, 8)), jnp.float32)
+    graph, start = nnx.split(Attention(nnx.Rngs(0)))
+
+    def loss_of(params):
+        values, logits = nnx.merge(graph, params)(x)
+        return jnp.mean((values - 9 * jnp.sign(x[..., :2])) ** 2), logits
+
+    def run(tau):
+        clip = optaxclip.clip_attention_logits(tau, heads=kernels)
+        tx = optax.chain(optax.adam(0.3), clip)
+
+        def step(carry, _):
+            params, state = carry
+            (loss, logits), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+            updates, state = tx.update(grads, state, params, max_logits=logits)
+            return (optax.apply_updates(params, updates), state), (loss, jnp.max(logits))
+
+        return jax.lax.scan(step, (start, tx.init(start)), None, length=60)[1]
+
+    with jax.numpy_dtype_promotion("standard"):
+        losses, (without, clipped) = jax.jit(jax.vmap(run))(jnp.array([jnp.inf, 20.0]))
+    assert without[-1] > 250
+    assert np.max(clipped[5:]) < 30
+    assert losses[1, -1] < losses[0, -1]
