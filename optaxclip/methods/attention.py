@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import check_state
@@ -18,10 +19,11 @@ from optaxclip._base.numerics import (
     safe_divide,
 )
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.trees import FlatTree, flatten, has_wide, is_sparse, leaf_name
+from optaxclip._base.trees import FlatTree, flatten, has_wide, is_sparse, leaf_name, per_leaf
 from optaxclip._base.types import ClipState, Path, PyTree
 from optaxclip._engine.checks import matching_params
 from optaxclip._engine.clip import clip_by
+from optaxclip._engine.placement import as_spec
 from optaxclip._engine.scales import entries, times
 from optaxclip.methods.heads import Heads, Place, multiplier, placed
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
@@ -31,6 +33,7 @@ def clip_attention_logits(
     tau: ScalarOrSchedule = 100.0,
     *,
     heads: Callable[[str, Array], Heads | None],
+    specs: PyTree = None,
     name: str = "clip_attention_logits",
 ) -> Transformation[ClipState]:
     """Shrinks the query and key weights of attention heads whose logits exceed a limit (QK-Clip).
@@ -68,6 +71,8 @@ def clip_attention_logits(
       heads: `fn(path, leaf) -> Heads`, or None for leaves that are left alone; the path is text
         such as `layers/0/attention/query/kernel`. It is a function and no schedule, so
         `optax.inject_hyperparams` needs `static_args=("heads",)`.
+      specs: inside `shard_map`, how the weights are split over devices, where heads are; see
+        `optaxclip.clip_by`.
       name: the name in messages.
 
     Returns:
@@ -99,15 +104,18 @@ def clip_attention_logits(
             "says which leaves are the weights of queries and keys, and on which axis their heads "
             "are"
         )
-    # Each head is a group of its own, with one entry.
-    clip = clip_by(scopes.axes(()), as_limit(tau, "tau"), norm="linf", name=name)
+    limit = as_limit(tau, "tau")
+
+    def clip(specs: PyTree = None) -> Transformation[ClipState]:
+        # Each head is a group of its own, with one entry.
+        return clip_by(scopes.axes(()), limit, norm="linf", specs=specs, name=name)
 
     def init(params: PyTree) -> ClipState:
         flat = flatten(params, "params")
         weights = _weights(flat, heads)
         if not weights:
             raise ValueError(f"{name}: heads gave Heads for none of the leaves {flat.names()}")
-        return clip.init({weight.name: jnp.zeros(weight.shape) for weight in weights})
+        return clip().init({weight.name: jnp.zeros(weight.shape) for weight in weights})
 
     def update(
         updates: PyTree,
@@ -130,7 +138,7 @@ def clip_attention_logits(
         weights = _weights(flat, heads)
         only = flat._replace(measured=[weight.position for weight in weights])
         logits = _logits_of(weights, max_logits, name)
-        clipped, state = clip.update(logits, state)
+        clipped, state = clip(_specs_of(weights, specs, only)).update(logits, state)
         names = [weight.name for weight in weights]
         rescaled = _rescaled(
             only.picked(),
@@ -179,6 +187,26 @@ def _weights(flat: FlatTree, heads: Callable[[str, Any], Heads | None]) -> list[
 
 def _parts(path: Path) -> tuple[str, ...]:
     return tuple(leaf_name(path).split("/")) if path else ()
+
+
+def _specs_of(weights: list[_Weight], specs: PyTree, flat: FlatTree) -> PyTree:
+    """How the logits are split, by how the weights are."""
+    if specs is None or not weights:
+        return None
+
+    def of_heads(spec: Any, weight: _Weight) -> Any:
+        whole = [*as_spec(spec), *[None] * weight.place.rank]
+        own = PartitionSpec(*(whole[axis] for axis in weight.place.axes))
+        return NamedSharding(spec.mesh, own) if isinstance(spec, NamedSharding) else own
+
+    found = per_leaf(specs, flat, "specs")
+    for spec in found:
+        if not isinstance(spec, (PartitionSpec, NamedSharding)):
+            raise TypeError(
+                f"specs must be a pytree of PartitionSpec or NamedSharding, got {spec!r}"
+            )
+    rows = zip(found, weights, strict=True)
+    return {weight.name: of_heads(spec, weight) for spec, weight in rows}
 
 
 def _logits_of(weights: list[_Weight], max_logits: PyTree, name: str) -> dict[str, Array]:
