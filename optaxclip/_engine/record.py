@@ -100,7 +100,7 @@ def _where_present(grouping: Grouping, new: Sequence[Array], old: ClipInfo) -> l
 def _summaries(grouping: Grouping, columns: list[Columns]) -> list[Array]:
     """Columns with one number for each leaf: those of its worst group on any device."""
     over = of_groups(grouping, kept_over(grouping))
-    rows = [_rows(*column) for column in columns]
+    rows = [jnp.stack([_badness(column[0], column[1]), *column]) for column in columns]
     if grouping.flat:
         # Stored once, or they would be computed anew for each leaf.
         rows = lax.optimization_barrier(rows)
@@ -117,34 +117,42 @@ def _summaries(grouping: Grouping, columns: list[Columns]) -> list[Array]:
     return [column[order] for column in (jnp.concatenate(row) for row in zip(*found, strict=True))]
 
 
-def _rows(norm: Array, limit: Array, factor: Array, clipped: Array, bad: Array) -> Array:
-    """`[rows, *groups]`: how bad a group is, and what to know of the worst, to be maximized."""
-    # Nothing is worse than a norm that is not finite, and then one whose limit is 0.
+def _badness(norm: Array, limit: Array) -> Array:
+    """How far norms are above their limits; NaN is worst, then infinity, then a limit of 0."""
     most = jnp.finfo(norm.dtype).max
-    without = jnp.where(norm > 0, most, 0).astype(norm.dtype)
-    ratio = jnp.where(limit > 0, norm / jnp.where(limit > 0, limit, 1), without)
-    ratio = jnp.where(jnp.isfinite(norm), jnp.minimum(ratio, most), jnp.inf)
-    numbers = [jnp.where(jnp.isnan(x), -jnp.inf, x) for x in (norm, limit, -factor)]
-    no_number = [jnp.isnan(x).astype(norm.dtype) for x in (norm, factor)]
-    return jnp.stack([ratio, *numbers, *no_number, bad, clipped])
+    ratio = jnp.where(limit > 0, norm / jnp.where(limit > 0, limit, 1), norm * most)
+    ratio = jnp.where(jnp.isinf(norm), most, jnp.minimum(ratio, most / 2))
+    return jnp.where(jnp.isnan(norm), jnp.inf, ratio)
 
 
 def _worst(over: Axes, rows: Array) -> Columns:
-    """Columns `[leaves]` of leaves alike, from rows `[rows, leaves, *groups]`."""
-    axes = tuple(range(2, rows.ndim))
-    if 0 in rows.shape:
-        nothing = jnp.zeros(rows.shape[1], rows.dtype)
-        return nothing, nothing + jnp.inf, nothing + 1, nothing, nothing
-    ratio, clipped = rows[0], rows[-1]
-    if axes:
-        groups = math.prod(rows.shape[2:]) * num_devices(over)
-        clipped = total(jnp.sum(clipped, [axis - 1 for axis in axes]), over) / groups
-        worst = ratio == largest(jnp.max(ratio, [axis - 1 for axis in axes], keepdims=True), over)
-        of_worst = jnp.where(jnp.broadcast_to(worst[None], rows[:-2].shape), rows[:-2], -jnp.inf)
-        # With "mask", one that is bad need not be the worst.
-        rows = largest(jnp.max(jnp.concatenate([of_worst, rows[-2:-1]]), axes), over)
-    _, norm, limit, factor, no_norm, no_factor, bad = rows[:7]
-    norm, factor = (
-        jnp.where(flags > 0, jnp.nan, x) for x, flags in ((norm, no_norm), (-factor, no_factor))
-    )
-    return norm, limit, factor, clipped, bad
+    """Columns `[leaves]` of leaves alike, from rows `[badness and columns, leaves, *groups]`."""
+    rows = lax.stop_gradient(rows)
+    # What leaves without groups have.
+    nothing = [rows.dtype.type(x) for x in (-1, 0, jnp.inf, 1, 0, 0)]
+    found = lax.reduce(tuple(rows), tuple(nothing), _worse, range(1, rows.ndim - 1))
+    groups = math.prod(rows.shape[2:])
+    if over:
+        found = _on_any_device(found, over)
+        groups *= num_devices(over)
+    _, norm, limit, factor, clipped, bad = found
+    return norm, limit, factor, clipped / max(groups, 1), bad
+
+
+def _worse(some: Columns, others: Columns) -> Columns:
+    """The worse of two groups, how many were clipped, and whether one is bad."""
+    # Of equal ones that with the larger norm, so that no order of the groups matters.
+    is_worse = (some[0] > others[0]) | ((some[0] == others[0]) & (some[1] >= others[1]))
+    worse = [lax.select(is_worse, *pair) for pair in zip(some[:4], others[:4], strict=True)]
+    # With "mask", one that is bad need not be the worst.
+    return *worse, some[4] + others[4], jnp.maximum(some[5], others[5])
+
+
+def _on_any_device(found: Columns, over: Axes) -> Columns:
+    *row, clipped, bad = found
+    # As integers, of which a maximum over devices loses no NaN.
+    integer = jnp.dtype(f"int{jnp.finfo(bad.dtype).bits}")
+    bits = lax.bitcast_convert_type(jnp.stack(row), integer)
+    is_worst = row[0] == largest(row[0], over)
+    bits = largest(jnp.where(is_worst, bits, jnp.iinfo(integer).min), over)
+    return *lax.bitcast_convert_type(bits, bad.dtype), total(clipped, over), largest(bad, over)
