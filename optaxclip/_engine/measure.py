@@ -20,11 +20,9 @@ from jax.sharding import PartitionSpec
 import optaxclip._base.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import (
-    accumulation_dtype,
     exponent_below,
     power_of_two,
     power_of_two_below,
-    rounding_slack,
 )
 from optaxclip._engine.part import Part
 from optaxclip._engine.placement import known_shardings, norm_spec
@@ -78,32 +76,18 @@ def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured]
     return devices.region(local, mesh, (list(specs),), out)(leaves)
 
 
-def already_measured(norm: Array, leaves: list[Any]) -> list[Measured]:
+def already_measured(
+    given: Array, leaves: list[Any], grouping: Grouping, norm: Norm
+) -> list[Measured]:
     """A norm of the whole tree that the caller has, float32 or float64 `[]`, as from `measure`."""
-    unit = power_of_two_below(norm)
-    slack = rounding_slack(sum(leaf.size for leaf in leaves), 2, _coarsest(leaves))
-    return [Measured(norm / unit, unit, jnp.asarray(slack).astype(norm.dtype))]
+    unit = power_of_two_below(given)
+    (slack,) = Part.of(leaves, grouping, norm).slacks()
+    return [Measured(given / unit, unit, slack.astype(given.dtype))]
 
 
 def _measured(part: Part) -> list[Measured]:
-    """The norms with the slack that rounding asks for."""
-    mantissas, units = _differentiable(part)
-    rows = zip(part.sizes(), part.grouping.groups, strict=True)
-    degree = part.norm.degree
-    slacks = part.grouping.numbers(
-        [
-            rounding_slack(size, degree, _coarsest([part.leaves[i] for i in group.members]))
-            for size, group in rows
-        ]
-    )
-    rows = zip(mantissas, units, slacks, strict=True)
-    return [Measured(x, unit, jnp.asarray(slack).astype(x.dtype)) for x, unit, slack in rows]
-
-
-def _coarsest(leaves: list[Any]) -> float:
-    """The epsilon of the coarsest dtype in which entries of these leaves are multiplied."""
-    dtypes = {accumulation_dtype(leaf.dtype) for leaf in leaves}
-    return max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
+    rows = zip(*_differentiable(part), part.slacks(), strict=True)
+    return [Measured(*row) for row in rows]
 
 
 def _differentiable(part: Part) -> tuple[list[Array], list[Array]]:

@@ -22,7 +22,13 @@ import optaxclip._engine.gpu as gpu
 import optaxclip._engine.scales as scales
 from optaxclip._base.devices import Axes
 from optaxclip._base.grouping import Group, Grouping
-from optaxclip._base.numerics import broadcast_over, known_size, power_of_two_below
+from optaxclip._base.numerics import (
+    accumulation_dtype,
+    broadcast_over,
+    known_size,
+    power_of_two_below,
+    rounding_slack,
+)
 from optaxclip._base.trees import has_wide, is_sparse
 from optaxclip._engine.placement import of_groups, split_over
 from optaxclip._engine.scales import Totals
@@ -93,6 +99,15 @@ class Part(NamedTuple):
         ]
         return [sum(counts[i] for i in group.members) for group in self.grouping.groups]
 
+    def slacks(self) -> list[Array]:
+        """How much the factors of all groups must be lowered against rounding."""
+        leaves, degree = self.leaves, self.norm.degree
+        rows = zip(self.sizes(), self.grouping.groups, strict=True)
+        found = self.grouping.numbers(
+            [rounding_slack(n, degree, _coarsest([leaves[i] for i in g.members])) for n, g in rows]
+        )
+        return [jnp.asarray(slack).astype(self.dtype) for slack in found]
+
     def _axes(self) -> list[tuple[int, ...]]:
         """For each leaf the axes to reduce: of a sparse one, those of its stored entries."""
         rows = zip(self.leaves, self.grouping.axes, strict=True)
@@ -154,6 +169,12 @@ class Part(NamedTuple):
         """The totals of a group without leaves."""
         like = parts[0] if parts else (jnp.zeros((), self.dtype),)
         return tuple(jnp.zeros(group.shape, x.dtype) for x in like)
+
+
+def _coarsest(leaves: list[Any]) -> float:
+    """The epsilon of the coarsest dtype in which entries of these leaves are multiplied."""
+    dtypes = {accumulation_dtype(leaf.dtype) for leaf in leaves}
+    return max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
 
 
 def _joined(shares: list[Totals], by_max: bool) -> Totals:

@@ -96,7 +96,7 @@ def _steps(
     if given is None:
         measured = measure(leaves, grouping, method.norm)
     else:
-        measured = already_measured(given, leaves)
+        measured = already_measured(given, leaves, grouping, method.norm)
     norms = [each.norm for each in measured]
     bad = [~jnp.isfinite(norm) for norm in norms] if bad is None else grouping.joined(bad)
     if method.nonfinite == "error":
