@@ -110,7 +110,11 @@ def _summaries(grouping: Grouping, columns: list[Columns]) -> list[Array]:
     for n, group in enumerate(grouping.groups):
         alike.setdefault(group.shape if grouping.flat else n, []).append(n)
     found = [
-        _worst(over[some[0]], jnp.stack([parted[n] for n in some], axis=1))
+        _worst(
+            jnp.stack([parted[n] for n in some], axis=1),
+            at_once=grouping.flat,
+            over=over[some[0]],
+        )
         for some in alike.values()
     ]
     order = np.argsort(np.concatenate(list(alike.values())))
@@ -125,16 +129,15 @@ def _badness(norm: Array, limit: Array) -> Array:
     return jnp.where(jnp.isnan(norm), jnp.inf, ratio)
 
 
-def _worst(over: Axes, rows: Array) -> Columns:
+def _worst(rows: Array, *, at_once: bool, over: Axes) -> Columns:
     """Columns `[leaves]` of leaves alike, from rows `[badness and columns, leaves, *groups]`."""
-    rows = lax.stop_gradient(rows)
     # What leaves without groups have.
     nothing = [rows.dtype.type(x) for x in (-1, 0, jnp.inf, 1, 0, 0)]
-    found = lax.reduce(tuple(rows), tuple(nothing), _worse, range(1, rows.ndim - 1))
-    groups = math.prod(rows.shape[2:])
-    if over:
-        found = _on_any_device(found, over)
-        groups *= num_devices(over)
+    axes, groups = range(1, rows.ndim - 1), math.prod(rows.shape[2:]) * num_devices(over)
+    if at_once or not groups:
+        found = lax.reduce(tuple(lax.stop_gradient(rows)), tuple(nothing), _worse, axes)
+    else:
+        found = _by_maxima(rows, tuple(axes), over)
     _, norm, limit, factor, clipped, bad = found
     return norm, limit, factor, clipped / max(groups, 1), bad
 
@@ -148,11 +151,16 @@ def _worse(some: Columns, others: Columns) -> Columns:
     return *worse, some[4] + others[4], jnp.maximum(some[5], others[5])
 
 
-def _on_any_device(found: Columns, over: Axes) -> Columns:
-    *row, clipped, bad = found
-    # As integers, of which a maximum over devices loses no NaN.
-    integer = jnp.dtype(f"int{jnp.finfo(bad.dtype).bits}")
-    bits = lax.bitcast_convert_type(jnp.stack(row), integer)
-    is_worst = row[0] == largest(row[0], over)
-    bits = largest(jnp.where(is_worst, bits, jnp.iinfo(integer).min), over)
-    return *lax.bitcast_convert_type(bits, bad.dtype), total(clipped, over), largest(bad, over)
+def _by_maxima(rows: Array, axes: tuple[int, ...], over: Axes) -> Columns:
+    """The same in plain reductions, of which devices combine their parts."""
+    # As integers, of which no maximum loses a NaN.
+    integer = jnp.dtype(f"int{jnp.finfo(rows.dtype).bits}")
+    badness = lax.bitcast_convert_type(rows[0], integer)
+    is_worst = badness == largest(jnp.max(badness, axes, keepdims=True), over)
+    *row, clipped, bad = rows
+    bits = lax.bitcast_convert_type(jnp.stack([*row, bad]), integer)
+    # With "mask", one that is bad need not be the worst.
+    of_worst = [jnp.where(is_worst, x, jnp.iinfo(integer).min) for x in bits[:-1]]
+    bits = largest(jnp.max(jnp.stack([*of_worst, bits[-1]]), [a + 1 for a in axes]), over)
+    *row, bad = lax.bitcast_convert_type(bits, rows.dtype)
+    return *row, total(jnp.sum(clipped, axes), over), bad
