@@ -12,7 +12,7 @@ MORE_TEMPORARY = 0.01
 # Where an aim is missed, what holds: a TPU's bfloat16 norms, for which Optax's stay in fast memory;
 # AGC, whose record of the worst units takes kernels and memory of its own (the aim: 4 kernels).
 MORE_MOVED_BY_TPU_BFLOAT16, MOVED_BY_AGC_BFLOAT16 = 0.07, 2.1
-MORE_TEMPORARY_OF_AGC, KERNELS_OF_AGC = 0.012, 24
+MORE_TEMPORARY_OF_AGC, KERNELS_OF_AGC = 0.01, 16
 # A ratio that is 1.00 in two digits.
 EQUAL = 1.005
 KERNELS, KERNELS_WITH_HISTORY, KERNELS_OF_ALL, KERNELS_OF_DEVICES = 4, 8, 12, 6
