@@ -160,6 +160,10 @@ def _z_score_of_units(z_thresh: Any) -> optax.GradientTransformationExtraArgs:
     return optaxclip.clip_by(scopes.unit(), rule)
 
 
+def _beside_muon(limit: Any) -> optax.GradientTransformationExtraArgs:
+    return optaxclip.clip_by(scopes.muon(), {"muon": limit, "adam": 0.7})
+
+
 def _skip_on_loss(limit: Any) -> optax.GradientTransformationExtraArgs:
     tx = optaxclip.skip_above(optax.identity(), limit, loss_limit=thresholds.window(6.0, 4))
     return optax.GradientTransformationExtraArgs(tx.init, functools.partial(tx.update, value=-1.0))
@@ -243,6 +247,7 @@ METHODS: dict[str, Method] = {
     "axes_l1": _engine("row", scopes.axes(-1), norm="l1"),
     "unit_smooth": _engine("column", scopes.unit(), response="smooth"),
     "unit_z_score": _history(_z_score_of_units, ("z_thresh", 0.5), shares="column"),
+    "muon": _per_label(_beside_muon, ("limit", 1.0)),
     "group_linf_smooth": _engine("label", scopes.group(label), norm="linf", response="smooth"),
     "tree_mean_abs": _engine("tree", scopes.tree(), limit=0.2, norm="mean_abs"),
 }

@@ -43,7 +43,7 @@ PUBLIC = {
     "clip_attention_logits",
     "per_example": "clip_sum clipped_grad quantile_limit adjusted_noise_multiplier",
     "ops": "global_norm clip_by_value clip_by_norm clip_by_average_norm clip_by_global_norm",
-    "scopes": "leaf axes unit group tree",
+    "scopes": "leaf axes unit group tree muon muon_labels",
     "tuning": "suggest sweep",
     "thresholds": "constant schedule relative_to_params percentile median zscore ema quantile "
     "mean_over_rms",

@@ -1,0 +1,113 @@
+"""Expert layers split over eight devices: a norm for each expert, or one over all."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optaxclip
+from optaxclip import scopes
+
+EXPERTS = 16
+SPECS = {"experts": P("expert"), "router": P()}
+LABELS = {"experts": "experts", "router": "rest"}
+EACH = scopes.leaf(stacked={"experts": 1, "router": 0})
+CLIPS = {
+    "each": functools.partial(optaxclip.clip_by, EACH, 5.0),
+    "matrices": functools.partial(optaxclip.clip_by, scopes.axes((-2, -1)), 5.0),
+    "over all": functools.partial(optaxclip.clip_by_group_norm, 5.0, LABELS),
+    "beside Muon": functools.partial(
+        optaxclip.clip_by,
+        scopes.muon(lambda tree: tree | {"experts": None}),
+        {"adam": 5.0, "muon": np.inf},
+    ),
+}
+
+
+def grads(seed=0):
+    rng = np.random.default_rng(seed)
+    experts = rng.normal(size=(EXPERTS, 4, 3)) * np.arange(1, EXPERTS + 1)[:, None, None]
+    tree = {"experts": experts, "router": rng.normal(size=(4, EXPERTS))}
+    return jax.tree.map(jnp.float32, tree)
+
+
+def norms(tree):
+    """Of each expert, of all, of the router; in float64."""
+    experts = np.asarray(tree["experts"], np.float64)
+    each = np.sqrt(np.sum(experts**2, axis=(1, 2)))
+    return each, np.linalg.norm(each), np.linalg.norm(np.asarray(tree["router"], np.float64))
+
+
+@functools.cache
+def mesh(kind):
+    return jax.make_mesh((8,), ("expert",), axis_types=(getattr(AxisType, kind),))
+
+
+def check(name, clipped, info):
+    """Against what is measured here, not against our own clip on one device."""
+    before, after = norms(grads()), norms(clipped)
+    if name in ("each", "matrices"):
+        limits = np.minimum(before[0], 5.0), np.minimum(before[2], 5.0)
+        np.testing.assert_allclose(after[0], limits[0], rtol=3e-6)
+        np.testing.assert_allclose(after[2], limits[1], rtol=3e-6)
+    else:
+        np.testing.assert_allclose(after[1], 5.0, rtol=3e-6)
+        kept = before[2] if name == "beside Muon" else min(before[2], 5.0)
+        np.testing.assert_allclose(after[2], kept, rtol=3e-6)
+    wanted = {
+        "each": [*before[0], before[2]],
+        "matrices": [before[0].max(), before[2]],
+        "over all": before[1:],
+        "beside Muon": before[1:],
+    }
+    np.testing.assert_allclose(info.norm, wanted[name], rtol=1e-6)
+
+
+def gathered(compiled):
+    """The entries of what is gathered, at most."""
+    shapes = re.findall(r"f32\[([\d,]*)\]\S* all-gather\(", compiled.as_text())
+    return max((np.prod([int(n) for n in shape.split(",")]) for shape in shapes), default=0)
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit", "Auto, specs"])
+def test_under_jit(name, kind):
+    given, kind = "specs" in kind, kind.split(",")[0]
+    shardings = {leaf: NamedSharding(mesh(kind), spec) for leaf, spec in SPECS.items()}
+    placed = jax.device_put(grads(), shardings)
+    tx = CLIPS[name](**({"specs": shardings} if given else {}))
+    update = jax.jit(tx.update).lower(placed, tx.init(placed)).compile()
+    clipped, state = update(placed, tx.init(placed))
+    check(name, clipped, state.info)
+    assert clipped["experts"].sharding.is_equivalent_to(placed["experts"].sharding, 3)
+    # The record of every expert lies on every device; of the gradients nothing is gathered.
+    assert gathered(update) <= (EXPERTS + 1 if name == "each" else 0)
+
+
+@pytest.mark.parametrize("name", ["matrices", "over all", "beside Muon"])
+@pytest.mark.parametrize("tracked", [True, False])
+def test_inside_shard_map(name, tracked):
+    tx = CLIPS[name](specs=SPECS)
+    update = jax.shard_map(
+        tx.update,
+        mesh=mesh("Auto"),
+        in_specs=(SPECS, P()),
+        out_specs=(SPECS, P()),
+        check_vma=tracked,
+    )
+    clipped, state = jax.jit(update)(grads(), tx.init(grads()))
+    check(name, clipped, state.info)
+
+
+def test_names_of_a_part_of_the_experts_are_refused():
+    tx = CLIPS["each"](specs=SPECS)
+    update = jax.shard_map(
+        tx.update, mesh=mesh("Auto"), in_specs=(SPECS, P()), out_specs=(SPECS, P())
+    )
+    with pytest.raises(ValueError, match=r"groups \['experts/0', 'experts/1'\]"):
+        jax.eval_shape(update, grads(), tx.init(grads()))
