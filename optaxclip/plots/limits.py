@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from optaxclip.plots.style import COLORS, curve, finished, new_axes, with_matplotlib
+from optaxclip.plots.style import COLORS, curve, finished, instance, new_axes, with_matplotlib
 from optaxclip.tuning.suggesting import Suggestion
 from optaxclip.tuning.sweeping import SweepResult
 
@@ -76,6 +76,9 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
       suggestion: what `optaxclip.tuning.suggest` returned.
       ax: where to draw.
 
+    Raises:
+      TypeError: for anything else.
+
     Example:
       >>> import numpy as np
       >>> from optaxclip import plots, tuning
@@ -85,6 +88,7 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
       >>> print(ax.get_legend_handles_labels()[1][1:])
       ['ordinary (498)', 'spikes (2)']
     """
+    instance(suggestion, Suggestion, "suggestion", "optaxclip.tuning.suggest")
     axes = new_axes(ax)
     norms = suggestion.norms
     spikes = np.isin(np.arange(len(norms)), suggestion.spikes)
@@ -183,6 +187,9 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
       result: what `optaxclip.tuning.sweep` returned.
       ax: where to draw.
 
+    Raises:
+      TypeError: for anything else.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from optaxclip import ops, plots, tuning
@@ -196,6 +203,7 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
       >>> print(ax.get_legend_handles_labels()[1][1:3])
       ['suggested limit 0.01', 'diverged: not finite, or above the first loss']
     """
+    instance(result, SweepResult, "result", "optaxclip.tuning.sweep")
     axes = new_axes(ax)
     final, diverged = result.by_limit(result.final_loss), result.by_limit(result.diverged)
     losses = np.where(diverged, np.nan, final)

@@ -53,6 +53,19 @@ def curve(
     return x, y
 
 
+def instance(value: Any, kind: type, argument: str, maker: str) -> None:
+    """Checks that a picture is given what it draws.
+
+    Raises:
+      TypeError: otherwise.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{argument} must be a {kind.__name__}, which {maker} returns, got a value of type "
+            f"{type(value).__name__}"
+        )
+
+
 def finished(ax: "Axes", xlabel: str = "step", *, legend: bool) -> "Axes":
     """The axes with what every picture has."""
     ax.set_xlabel(xlabel)

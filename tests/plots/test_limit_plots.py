@@ -36,6 +36,15 @@ def test_norms_over_steps_marks_what_is_above_a_limit():
     assert ax.get_legend() is None
 
 
+def test_pictures_of_results_say_who_returns_them():
+    for draw, words in (
+        (plots.norm_histogram, "suggestion must be a Suggestion, which optaxclip.tuning.suggest"),
+        (plots.sweep_curve, "result must be a SweepResult, which optaxclip.tuning.sweep"),
+    ):
+        with pytest.raises(TypeError, match=f"{words} returns, got a value of type ndarray"):
+            draw(np.ones(3))
+
+
 def test_norms_over_steps_with_a_limit_for_each_step_or_none():
     ax = plots.norms_over_steps([1.0, 2.0, 1.0], [0.5, 3.0, np.inf], ax=axes())
     assert labels(ax)[1:] == ["above the limit (1)", "limit"]
