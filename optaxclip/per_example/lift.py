@@ -186,8 +186,8 @@ def _in_rows(leaves: list[Array]) -> list[Array]:
 
 
 def _for_each(limit: Array, norms: Array) -> Array:
-    """The limits of one example's groups in the shape and dtype of all norms."""
-    return jnp.broadcast_to(limit.astype(norms.dtype)[None], norms.shape)
+    """The limits of one example's groups in the shape of all norms, whose dtype they have."""
+    return jnp.broadcast_to(limit[None], norms.shape)
 
 
 def _beside(flags: Array, like: Array) -> Array:

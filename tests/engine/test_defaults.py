@@ -1,0 +1,63 @@
+"""What holds without an option, and where the order of names or numbers does not matter."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from optaxclip import responses, scopes
+
+
+def test_narrow_entries_are_rounded_to_the_nearest():
+    leaf = jnp.linspace(0.5, 2, 64, dtype=jnp.bfloat16)
+    tx = optaxclip.clip_by_global_norm(1.0)
+    by_engine = optaxclip.clip_by(scopes.tree(), 1.0)
+    info = by_engine.update(leaf, by_engine.init(leaf))[1].info
+    exact = np.float64(leaf) * np.float64(info.factor)
+    nearest = np.asarray(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16), np.float64)
+    assert np.any(nearest > exact)
+    assert np.any(nearest < exact)
+    for updates in (
+        tx.update(leaf, tx.init(leaf))[0],
+        by_engine.update(leaf, by_engine.init(leaf))[0],
+        optaxclip.clip_tree(leaf, 1.0, scope=scopes.tree())[0],
+    ):
+        np.testing.assert_array_equal(np.float64(updates), nearest)
+
+
+def test_labels_may_come_in_any_order():
+    labels = {"a": "south", "b": "east", "c": "west", "d": "north", "e": "east"}
+    limits = {"north": 1.0, "east": 2.0, "south": 3.0, "west": 4.0}
+    grads = {leaf: jnp.array([10.0 * (1 + i)]) for i, leaf in enumerate(labels)}
+    tx = optaxclip.clip_by_group_norm(limits, labels)
+    updates, state = tx.update(grads, tx.init(grads))
+    norms = {"east": np.hypot(20, 50), "north": 40, "south": 10, "west": 30}
+    info = state.info
+    plain = optaxclip.clip_tree(grads, limits, scope=scopes.group(labels))[1]
+    for names in (info.names, plain.names, tx.init(grads).info.names):
+        assert list(names) == sorted(limits)
+    np.testing.assert_allclose(info.norm, [norms[name] for name in info.names], rtol=1e-6)
+    np.testing.assert_array_equal(info.limit, [limits[name] for name in info.names])
+    for leaf, label in labels.items():
+        expected = grads[leaf] * limits[label] / norms[label]
+        np.testing.assert_allclose(updates[leaf], expected, rtol=3e-6)
+
+
+@pytest.mark.parametrize("gamma", [np.inf, -1.0, np.nan])
+def test_auto_s_refuses_what_would_stop_or_turn_the_gradient(gamma):
+    with pytest.raises(ValueError, match="gamma must be"):
+        responses.auto_s(gamma)
+
+
+def test_auto_s_without_gamma_normalizes():
+    leaf = jnp.array([3.0, 4.0])
+    updates = optaxclip.clip_tree(leaf, 1.0, scope=scopes.tree(), response=responses.auto_s(0))[0]
+    np.testing.assert_allclose(updates, [0.6, 0.8], rtol=3e-6)
+
+
+def test_a_layer_that_is_not_finite_is_counted_and_its_factor_is_zero():
+    grads = {"a": jnp.array([np.nan, 1.0]), "b": jnp.array([3.0, 4.0])}
+    updates, info = optaxclip.clip_tree(grads, 1.0, scope=scopes.leaf(), nonfinite="zero")
+    assert list(info.num_nonfinite) == [1, 0]
+    np.testing.assert_allclose(info.factor, [0, 0.2], rtol=3e-6)
+    np.testing.assert_array_equal(updates["a"], [0, 0])

@@ -1,0 +1,37 @@
+"""Bounds on values: complex entries that keep them, and a schedule beside a number."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+
+
+def test_complex_entries_within_the_bound_stay_and_infinite_ones_go_to_it():
+    within = [1 + 1j, -1.9j, 2.0, 3e-39 + 1e-39j, 0]
+    grads = jnp.array([*within, 3 - 4j, np.inf + 1j, complex(5, -np.inf)], jnp.complex64)
+    tx = optaxclip.clip(2.0)
+    updates = np.asarray(tx.update(grads, tx.init(grads))[0])
+    np.testing.assert_array_equal(updates[: len(within)], np.complex64(within))
+    np.testing.assert_allclose(updates[len(within) :], [1.2 - 1.6j, 2, -2j], rtol=1e-6)
+    grads, tx = jnp.array([5 + 2j, 0.3j], jnp.complex64), optaxclip.clip(8.0)
+    np.testing.assert_array_equal(tx.update(grads, tx.init(grads))[0], grads)
+
+
+def schedule(count):
+    return 2 - count.astype(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ((-1.0, schedule), [[-1, 1.5, 2], [-1, 1, 1]]),
+        ((lambda count: -schedule(count), 1.0), [[-2, 1, 1], [-1, 1, 1]]),
+    ],
+)
+def test_one_bound_may_be_a_schedule_and_the_other_a_number(bounds, expected):
+    tx, grads = optaxclip.clip_by_value(*bounds), jnp.array([-3.0, 1.5, 3.0])
+    state = tx.init(grads)
+    for held in expected:
+        updates, state = tx.update(grads, state)
+        np.testing.assert_array_equal(updates, held)
