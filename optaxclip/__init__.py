@@ -39,6 +39,7 @@ from optaxclip.methods.normalizing import normalize_by_norm_history as normalize
 from optaxclip.methods.skipping import SkipState as SkipState
 from optaxclip.methods.skips import skip_above as skip_above
 from optaxclip.methods.skips import skip_nonfinite as skip_nonfinite
+from optaxclip.methods.spectral import clip_by_spectral_norm as clip_by_spectral_norm
 from optaxclip.methods.spikes import SecondMomentState as SecondMomentState
 from optaxclip.methods.spikes import clip_by_moving_max as clip_by_moving_max
 from optaxclip.methods.spikes import clip_by_second_moment as clip_by_second_moment

@@ -31,6 +31,7 @@ class Method(NamedTuple):
       has_memory: whether the result depends on the norms of earlier steps.
       counts: whether the result depends on the number of steps.
       keeps_small: whether small gradients come back bit for bit.
+      atol: by how much results may differ that are summed in another order.
     """
 
     factory: Callable[..., optax.GradientTransformationExtraArgs]
@@ -42,6 +43,7 @@ class Method(NamedTuple):
     has_memory: bool = False
     counts: bool = False
     keeps_small: bool = True
+    atol: float = 1e-7
 
     def make(self, limit: Any = None) -> optax.GradientTransformationExtraArgs:
         """The transformation, with the limit passed in or with a usual one."""
@@ -81,10 +83,10 @@ def avals(tree):
     return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), shapes)
 
 
-def assert_close(actual, expected, rtol=2e-6):
+def assert_close(actual, expected, rtol=2e-6, atol=1e-7):
     assert avals(actual) == avals(expected)
     jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-7), actual, expected
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), actual, expected
     )
 
 
@@ -239,6 +241,20 @@ METHODS: dict[str, Method] = {
         {"decay": 0.5, "warmup_steps": 0},
         has_memory=True,
     ),
+    "clip_by_spectral_norm": _per_leaf(
+        optaxclip.clip_by_spectral_norm,
+        ("c", 1.0),
+        {"iterations": 5},
+        keeps_small=False,
+        atol=2e-6,
+    ),
+    "clip_by_spectral_norm_hard": _per_leaf(
+        optaxclip.clip_by_spectral_norm,
+        ("c", 1.0),
+        {"mode": "hard", "iterations": 5},
+        keeps_small=False,
+        atol=2e-6,
+    ),
     "skip_above": Method(optaxclip.skip_above, ("limit", 6.0), _SKIP, "step", has_info=False),
     "skip_above_loss": Method(_skip_on_loss, ("limit", 6.0), shares="step", has_info=False),
     "leaf_stacked_strict": _engine("row", scopes.leaf(stacked), strict=True),
@@ -254,5 +270,11 @@ METHODS: dict[str, Method] = {
 
 # The slow tests leave out what is only another argument of the same code.
 VARIANTS = {"clip_scheduled", "clip_by_norm", "clip_by_norm_axes", "clip_by_norm_scheduled"}
-VARIANTS |= {"clip_by_block_rms", "clip_by_group_norm", "clip_by_window_norm", "unit_z_score"}
+VARIANTS |= {
+    "clip_by_spectral_norm_hard",
+    "clip_by_block_rms",
+    "clip_by_group_norm",
+    "clip_by_window_norm",
+    "unit_z_score",
+}
 DISTINCT = [name for name in METHODS if name not in VARIANTS]

@@ -37,7 +37,7 @@ PUBLIC = {
     "adaptive_grad_clip clip_by_group_norm normalize_by_global_norm normalize_by_norm_history "
     "autoclip zclip adagc "
     "clip_by_median_norm clip_by_quantile clip_by_ema_norm clip_by_window_norm "
-    "clip_by_moving_max clip_by_second_moment "
+    "clip_by_moving_max clip_by_second_moment clip_by_spectral_norm "
     "per_example_global_norm_clip per_example_layer_norm_clip per_example_clip_and_aggregate "
     "skip_nonfinite skip_above clip_by clip_tree scale_by_stable_adam "
     "clip_attention_logits",

@@ -54,11 +54,12 @@ def zero_moments(flat: FlatTree, *, real: bool = False) -> PyTree:
     """Averages before the first step; None for leaves that have none."""
     leaves: list[Any] = [None] * len(flat.leaves)
     for i, leaf in zip(flat.measured, flat.picked(), strict=True):
-        leaves[i] = jnp.zeros_like(leaf, dtype=_wide(jnp.asarray(leaf).dtype, real=real))
+        leaves[i] = jnp.zeros_like(leaf, dtype=wide_dtype(jnp.asarray(leaf).dtype, real=real))
     return jax.tree_util.tree_unflatten(flat.treedef, leaves)
 
 
-def _wide(dtype: jnp.dtype, *, real: bool = False) -> Any:
+def wide_dtype(dtype: jnp.dtype, *, real: bool = False) -> Any:
+    """The dtype to compute with for entries of a dtype: float32 or wider, complex if they are."""
     own = accumulation_dtype(dtype)
     if real or not jnp.issubdtype(dtype, jnp.complexfloating):
         return own

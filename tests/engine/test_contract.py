@@ -145,7 +145,7 @@ def test_eager_equals_jit_and_compiles_only_once(name):
         with compilations() as new:
             updates, state = method.update(at(SEQUENCE, i), state, PARAMS)
         assert i < 2 or not new
-        assert_close(updates, expected[0][i])
+        assert_close(updates, expected[0][i], atol=METHODS[name].atol)
         assert_close(state, expected[1][i])
 
 
@@ -190,7 +190,8 @@ def test_scan_under_vmap_over_limits_trees_and_states_equals_loops(name):
         return jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), stack(results))
 
     assert_close(last, as_lanes([states[-1] for _, states in loops]))
-    assert_close(updates, as_lanes([stack(updates) for updates, _ in loops]))
+    alone = as_lanes([stack(updates) for updates, _ in loops])
+    assert_close(updates, alone, atol=METHODS[name].atol)
 
 
 def reverse(name, state, *point):
@@ -253,7 +254,7 @@ def test_a_bad_entry_makes_its_whole_group_nan_and_nothing_else(name, leaf, inde
     bad = GRADS | {leaf: GRADS[leaf].at[index].set(value)}
     entry = METHODS[name].shares == "entry"
     before = [GRADS] * (entry and METHODS[name].has_memory)  # else it has no bound
-    updates, state = (each[-1] for each in run(name, [*before, bad]))
+    (*_, updates), (*_, state) = run(name, [*before, bad])
     mask, bad_value = together(name, leaf, index), 0 if METHODS[name].shares == "step" else np.nan
     untouched = run(name, [*before, GRADS])[0][-1]
     if entry and np.isinf(value):

@@ -158,7 +158,8 @@ def test_injected_hyperparameters(name):
         state.hyperparams[argument] = limit
         with compilations() as new:
             updates, _ = run(tx.update, state, STEPS)
-        assert_close(updates, run(plain.update, plain.init(PARAMS), STEPS)[0])
+        expected, _ = run(plain.update, plain.init(PARAMS), STEPS)
+        assert_close(updates, expected, atol=method.atol)
         results.append(updates)
     assert not new
     assert any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, results), strict=True))

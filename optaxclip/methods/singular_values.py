@@ -1,0 +1,202 @@
+"""Clipping of the singular values of a matrix, by matrix products alone.
+
+A matrix `X` of the singular values `s` and a limit `c` make `B = [X, c I]`, of the singular values
+`sqrt(s**2 + c**2)`, none below `c`. Newton-Schulz iterations make of it `[W, C]`, of rows that are
+orthogonal to each other and of length 1: `W` has the sines `s / sqrt(s**2 + c**2)`, `C` the
+cosines, in the directions of `X`. So `c W` is the soft clip. The sines are at least the cosines
+where `s` is at least `c`, and `W` divided by the larger of the two is the hard clip:
+`min(s, c) / c = sine / max(sine, cosine)`, where `max**2 = (1 + |sine**2 - cosine**2|) / 2`.
+
+No Gram matrix of `X` is inverted or rooted, so float32 does for singular values up to 1e4 times the
+limit, where the eigenvalues of `I + X X' / c**2` lie further apart than its digits reach.
+"""
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from optaxclip._base.numerics import (
+    known_size,
+    power_of_two_below,
+    rounding_slack,
+    safe_divide,
+    safe_sqrt,
+)
+from optaxclip.responses import Response, clip, smooth
+
+Mode = Literal["soft", "hard"]
+
+
+class Prepared(NamedTuple):
+    """A matrix in a shape and at a scale in which products neither overflow nor vanish.
+
+    Attributes:
+      rows: `[m, n]` with `m <= n` where sizes are known, entries divided by `unit`.
+      gram: `[m, m]`, the products of the rows.
+      unit: `[]`, a power of two near the largest modulus.
+    """
+
+    rows: Array
+    gram: Array
+    unit: Array
+
+    @classmethod
+    def of(cls, x: Array) -> "Prepared":
+        """From a finite matrix `[rows, columns]`, float32 or wider."""
+        top = jnp.max(jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)), initial=0)
+        unit = lax.stop_gradient(power_of_two_below(top))
+        rows = (x.T if _is_tall(x) else x) / unit.astype(x.dtype)
+        return cls(rows, _product(rows, rows.T.conj()), unit)
+
+
+def largest(of: Prepared) -> Array:
+    """The largest singular value, `[]`, from below, mostly to 3 %; exact for a single row.
+
+    By power iteration on the Gram matrix, from the longest row.
+    """
+    lengths = jnp.diagonal(of.gram).real
+    if known_size(of.gram.shape[0]) == 1:
+        return of.unit * safe_sqrt(lengths[0])
+    gram = lax.stop_gradient(of.gram)
+
+    def turned(vector: Array) -> Array:
+        vector = _product(gram, vector)
+        return vector / _or_one(safe_sqrt(_squares(vector))).astype(vector.dtype)
+
+    start = turned((lengths == jnp.max(lengths, initial=0)).astype(gram.dtype))
+    end = lax.fori_loop(0, _POWERS, lambda _, vector: turned(vector), start)
+    return of.unit * safe_sqrt(safe_sqrt(_squares(_product(gram, end))))
+
+
+def clipped(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
+    """A matrix with its singular values clipped.
+
+    Args:
+      x: `[rows, columns]`, finite, float32 or wider.
+      limit: `[]`, of the real part of its dtype, at least 0.
+      mode: "soft", `s / sqrt(1 + (s / limit)**2)`; or "hard", `min(s, limit)`.
+      iterations: how many to make, each of two steps on one Gram matrix.
+    """
+    of = Prepared.of(x)
+    if known_size(of.gram.shape[0]) == 1:
+        return x * _factor_of_row(of, limit, mode).astype(x.dtype)
+    is_open, top = jnp.isinf(limit), _largest_at_most(of.gram)
+    scaled = jnp.where(is_open, 1, limit) / of.unit
+    # Beyond these no digit depends on the limit; the first is as far as the iterations reach.
+    c = jnp.clip(scaled, 1e-7 * (1 + top), 1e6 * (1 + top))
+    bound = lax.stop_gradient(1.001 * jnp.sqrt(jnp.square(top) + jnp.square(c)))
+    eye = jnp.eye(of.gram.shape[0], dtype=of.gram.dtype)
+    bound, share = bound.astype(eye.dtype), (c / bound).astype(eye.dtype)
+    low = lax.stop_gradient(c / bound.real)
+    sines, cosines = _orthogonal((of.rows / bound, eye * share), low, iterations)
+    keep = is_open
+    if mode == "hard":
+        signed = _product(sines, sines.T.conj()) - _product(cosines, cosines.T.conj())
+        (signs,) = _orthogonal((signed,), jnp.full_like(c, _LOWEST_SIGN), _SIGN_ITERATIONS)
+        sines = _product(_root_of_larger(_product(signed, signs), eye), sines)
+        # The sign is 1 for each singular value above the limit, and -1 for the others.
+        keep |= jnp.sum(1 + jnp.diagonal(signs).real) < 1
+    result = jnp.minimum(scaled, c).astype(sines.dtype) * sines
+    result = result * of.unit.astype(sines.dtype)
+    return jnp.where(keep, x, result.T if _is_tall(x) else result)
+
+
+_POWERS = 20
+"""Power iterations for the record, on vectors."""
+
+_LOWEST_SIGN, _SIGN_ITERATIONS = 1e-3, 5
+"""Nearer to the limit than this, a singular value ends between its old value and the limit."""
+
+_MOST = 0.99 * 3**0.5
+"""The largest scale of a step: from 3**0.5 on, rounding may turn the sign of what is largest."""
+
+_ROOT = np.polynomial.Chebyshev.interpolate(lambda a: ((1 + a) / 2) ** -0.5, 7, [0, 1])
+_ROOT = _ROOT.convert(kind=np.polynomial.Polynomial).coef[::-1]
+"""`1 / sqrt((1 + a) / 2)` for `a` in `[0, 1]` to 1e-6, the highest power first."""
+
+
+RESPONSES: dict[str, Response] = {"soft": smooth, "hard": clip}
+"""What becomes of a single singular value."""
+
+
+def _is_tall(x: Array) -> bool:
+    rows, columns = (known_size(size) for size in x.shape)
+    return rows is not None and columns is not None and rows > columns
+
+
+def _factor_of_row(of: Prepared, limit: Array, mode: Mode) -> Array:
+    """What a single row, whose length is its singular value, is multiplied by."""
+    length, scaled = safe_sqrt(of.gram[0, 0].real), limit / of.unit
+    new = RESPONSES[mode](length, scaled, scaled)
+    slack = rounding_slack(of.rows.shape[1], 2, float(jnp.finfo(length.dtype).eps))
+    return jnp.where(new == length, 1, safe_divide(new, length, 1) * (1 - slack))
+
+
+def _orthogonal(blocks: tuple[Array, ...], low: Array, iterations: int) -> tuple[Array, ...]:
+    """The nearest blocks `[m, n]` side by side whose rows are orthogonal and of length 1.
+
+    Args:
+      blocks: whose singular values together are at most 1.
+      low: and at least this.
+      iterations: how many to make.
+    """
+    eye = jnp.eye(blocks[0].shape[0], dtype=blocks[0].dtype)
+
+    def step(state: tuple[tuple[Array, ...], Array], _: None) -> tuple[Any, None]:
+        blocks, low = state
+        gram = functools.reduce(jnp.add, (_product(block, block.T.conj()) for block in blocks))
+        (a1, b1), low = _cubic(low)
+        (a2, b2), low = _cubic(low)
+        # (a1 + b1 t) (a2 + b2 t (a1 + b1 t)**2), where t is the Gram matrix, by two products.
+        cube = [a1**3, 3 * a1**2 * b1, 3 * a1 * b1**2, b1**3]
+        k = [a1 * a2, b1 * a2 + b2 * cube[0], *(b2 * x for x in cube[1:])]
+        k = [x.astype(gram.dtype) for x in k]
+        square = _product(gram, gram)
+        by = k[0] * eye + k[1] * gram
+        by = by + _product(square, k[2] * eye + k[3] * gram + k[4] * square)
+        return (tuple(_product(by, block) for block in blocks), low), None
+
+    return lax.scan(step, (blocks, low), length=iterations)[0][0]
+
+
+def _cubic(low: Array) -> tuple[tuple[Array, Array], Array]:
+    """A step `x -> x (a + b x**2)` for singular values from `low` to 1, and what it makes of `low`.
+
+    The best cubic one: Chen and Chow, 2014, A stable scaling of Newton-Schulz iterations.
+    """
+    scale = jnp.minimum(jnp.sqrt(3 / (1 + low + jnp.square(low))), _MOST)
+    a, b = 1.5 * scale, -0.5 * scale**3
+    new = jnp.minimum(low * (a + b * jnp.square(low)), a + b)
+    return (a, b), jnp.minimum(new, 1)
+
+
+def _root_of_larger(absolute: Array, eye: Array) -> Array:
+    """The inverse root of `(1 + absolute) / 2`, for eigenvalues in `[0, 1]`."""
+    coefficients = [jnp.asarray(x).astype(eye.dtype) for x in _ROOT]
+    root = eye * coefficients[0]
+    for coefficient in coefficients[1:]:
+        root = _product(root, absolute) + eye * coefficient
+    return root
+
+
+def _largest_at_most(gram: Array) -> Array:
+    """An upper bound of the largest singular value."""
+    gram = lax.stop_gradient(gram)
+    sums = jnp.max(jnp.sum(jnp.abs(gram), 1), initial=0)
+    return jnp.sqrt(jnp.minimum(sums, jnp.sqrt(_squares(gram))))
+
+
+def _squares(x: Array) -> Array:
+    return jnp.sum(jnp.square(x.real) + jnp.square(x.imag))
+
+
+def _or_one(x: Array) -> Array:
+    return jnp.where(x > 0, x, 1)
+
+
+def _product(x: Array, y: Array) -> Array:
+    # Accelerators would else multiply with fewer digits than float32 has.
+    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)

@@ -1,0 +1,286 @@
+"""Clipping of singular values, beside NumPy's decomposition."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import checkify
+from jax.experimental.sparse import BCOO
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optaxclip import clip_by_spectral_norm, monitor
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+MODES = ("soft", "hard")
+each_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def exact(x, limit, mode):
+    """By the singular values, in float64."""
+    wide = np.asarray(x).astype(np.result_type(x.dtype, np.float64))
+    u, s, v = np.linalg.svd(wide, full_matrices=False)
+    limit = np.asarray(limit, np.float64)[..., None]
+    new = s / np.sqrt(1 + (s / limit) ** 2) if mode == "soft" else np.minimum(s, limit)
+    return (u * new[..., None, :]) @ v
+
+
+def error(found, expected):
+    """The largest singular value of the difference, of that of what it should be."""
+    difference = np.asarray(found).astype(expected.dtype) - expected
+    largest = np.linalg.norm(expected, 2, axis=(-2, -1))
+    return np.linalg.norm(difference, 2, axis=(-2, -1)) / largest
+
+
+@functools.partial(jax.jit, static_argnames="mode")
+def clipped(tree, limit, mode):
+    tx = clip_by_spectral_norm(limit, mode)
+    updates, state = tx.update(tree, tx.init(tree))
+    return updates, state.info
+
+
+def matrices(shape, conditions, seed=0):
+    """Matrices whose largest singular value is 1, with these ratios of largest to smallest."""
+    rng, rank = np.random.default_rng(seed), min(shape)
+    for condition in conditions:
+        u, v = (np.linalg.qr(rng.normal(size=(size, rank)))[0] for size in shape)
+        yield ((u * np.logspace(0, -np.log10(condition), rank)) @ v.T).astype(np.float32)
+
+
+A = np.float32([[3, 0, 0], [0, 4, 3]])
+B = np.float32([[1, 2], [0, 2]])
+PRINTED = [
+    (A, 1.0, "soft", [[0.948683, 0, 0], [0, 0.784465, 0.588348]]),
+    (A, 2.0, "soft", [[1.664101, 0, 0], [0, 1.485563, 1.114172]]),
+    (A, 1.0, "hard", [[1, 0, 0], [0, 0.8, 0.6]]),
+    (A, 2.0, "hard", [[2, 0, 0], [0, 1.6, 1.2]]),
+    (B, 1.0, "soft", [[0.543425, 0.58953], [-0.24866, 0.71386]]),
+    (B, 1.0, "hard", [[0.630401, 0.608251], [-0.326275, 0.771389]]),
+]
+
+
+@pytest.mark.parametrize(("matrix", "limit", "mode", "printed"), PRINTED)
+def test_the_printed_matrices(matrix, limit, mode, printed):
+    found = clipped(matrix, jnp.float32(limit), mode)[0]
+    np.testing.assert_allclose(found, printed, rtol=2e-5, atol=2e-6)
+
+
+@each_mode
+@pytest.mark.parametrize("shape", [(8, 8), (6, 11), (9, 4)])
+def test_every_condition_at_every_limit(mode, shape):
+    conditions, limits = [1, 10, 1e2, 1e3, 1e4], np.float32([10, 1, 0.3, 0.1, 1e-2, 1e-3, 1e-4])
+    x = np.stack(list(matrices(shape, np.repeat(conditions, len(limits)))))
+    limits = np.tile(limits, len(conditions))
+    found, info = jax.vmap(functools.partial(clipped, mode=mode))(x, limits)
+    errors = error(found, exact(x, limits, mode))
+    assert np.max(errors) < 1e-3
+    assert np.max(errors[limits >= 1e-2]) < 5e-5
+    np.testing.assert_allclose(info.norm[:, 0], 1, rtol=3e-2)
+    assert np.all(info.norm[:, 0] < 1 + 1e-5)
+
+
+def test_fewer_iterations_do_for_fewer_decades():
+    x = next(matrices((8, 8), [1e4]))
+    for iterations, limit in ((3, 0.1), (5, 0.01), (7, 1e-3)):
+        tx = clip_by_spectral_norm(limit, iterations=iterations)
+        assert error(tx.update(x, None)[0], exact(x, limit, "soft")) < 1e-3
+
+
+@each_mode
+def test_at_both_ends_of_the_range(mode):
+    x, scales = B, np.float32([1e-30, 1e-10, 1, 1e18, 1e37])
+    trees = jnp.asarray(x * scales[:, None, None])
+    found, info = jax.vmap(functools.partial(clipped, mode=mode))(trees, scales)
+    expected = exact(x, 1.0, mode)
+    np.testing.assert_allclose(found / scales[:, None, None], [expected] * 5, rtol=2e-5)
+    np.testing.assert_allclose(info.norm[:, 0] / scales, 2.92081, rtol=1e-4)
+    # Limits far from the singular values: nothing is left of the one, nothing happens to the other.
+    for limit, scale in ((0.0, 0.0), (1e-38, 0.0), (1e38, 1.0), (np.inf, 1.0), (-1.0, 0.0)):
+        found = clipped(x, jnp.float32(limit), mode)[0]
+        np.testing.assert_allclose(found, scale * x, rtol=1e-6, atol=1e-11)
+    assert np.all(np.isnan(clipped(x, jnp.float32(jnp.nan), mode)[0]))
+
+
+def test_hard_leaves_alone_what_has_nothing_above_the_limit():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(20, 7, 5)).astype(np.float32)
+    largest = np.linalg.norm(x, 2, axis=(1, 2))
+    found, info = jax.vmap(functools.partial(clipped, mode="hard"))(x, largest * 1.01)
+    np.testing.assert_array_equal(found, x)
+    np.testing.assert_array_equal(info.num_clipped, 0)
+    found, info = jax.vmap(functools.partial(clipped, mode="hard"))(x, largest * 0.9)
+    np.testing.assert_array_equal(info.num_clipped, 1)
+    assert np.all(np.linalg.norm(found, 2, axis=(1, 2)) < largest * 0.9 * (1 + 1e-5))
+
+
+@each_mode
+def test_what_is_no_ordinary_matrix(mode):
+    rng = np.random.default_rng(0)
+    shapes = {"scalar": (), "vector": (6,), "row": (1, 6), "column": (6, 1), "conv": (2, 1, 2, 3)}
+    tree = {name: np.float32(rng.normal(size=shape)) for name, shape in shapes.items()}
+    tree |= {"zero": np.zeros((3, 4), "f"), "empty": np.zeros((0, 3), "f")}
+    tree["rank one"] = np.float32([[3, 0, 0, 0], [4, 0, 0, 0], [0, 0, 0, 0]])
+    updates, info = clipped(tree, jnp.float32(0.5), mode)
+    norms, factors = (dict(zip(info.names, x, strict=True)) for x in (info.norm, info.factor))
+    for name in (*shapes, "rank one"):
+        x = tree[name].reshape(4, 3) if name == "conv" else np.atleast_2d(tree[name])
+        norm = np.linalg.norm(x, 2)
+        new = min(norm, 0.5) if mode == "hard" else norm / np.hypot(1, norm / 0.5)
+        np.testing.assert_allclose(norms[name], norm, rtol=1e-5)
+        np.testing.assert_allclose(factors[name], new / norm, rtol=1e-5)
+        if name in ("scalar", "vector", "row", "column"):
+            assert np.linalg.norm(np.float64(updates[name])) <= 0.5
+        assert error(np.reshape(updates[name], x.shape), exact(x, 0.5, mode)) < 1e-5
+    np.testing.assert_array_equal(updates["zero"], 0)
+    assert [norms[name] for name in ("empty", "zero")] == [0, 0]
+    assert [factors[name] for name in ("empty", "zero")] == [1, 1]
+
+
+def test_vectors_at_or_below_the_limit_come_back():
+    x = np.float32([3, 4])
+    np.testing.assert_array_equal(clipped(x, jnp.float32(5), "hard")[0], x)
+
+
+@each_mode
+def test_layers_of_a_stack_are_matrices_of_their_own(mode):
+    x = np.stack(list(matrices((5, 4), [10, 100, 1000])))
+    tree = {"layers": x * np.float32([1, 0.1, 4])[:, None, None], "bias": np.ones((3, 2), "f")}
+    tx = clip_by_spectral_norm(0.3, mode, stacked=1)
+    updates, state = tx.update(tree, tx.init(tree))
+    assert np.max(error(updates["layers"], exact(tree["layers"], 0.3, mode))) < 1e-5
+    assert list(state.info.names)[3:] == ["layers/0", "layers/1", "layers/2"]
+    np.testing.assert_allclose(state.info.norm[3:], [1, 0.1, 4], rtol=1e-2)
+    np.testing.assert_array_equal(state.info.num_clipped, [1, 1, 1, 1, 0, 1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64", "float64", "complex128"])
+def test_other_dtypes(dtype):
+    with jax.enable_x64(dtype in ("float64", "complex128")):
+        x = next(matrices((5, 4), [100])).astype(np.float64)
+        x = jnp.asarray(x + 1j * x[::-1] if "complex" in dtype else x).astype(dtype)
+        found = clip_by_spectral_norm(0.1, "hard").update(x, None)[0]
+        assert found.dtype == dtype
+        digits = {"bfloat16": 1e-2, "float16": 1e-3}.get(dtype, 1e-5)
+        assert error(found, exact(x, 0.1, "hard")) < digits
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite(bad):
+    tree = {"w": np.float32([[3, 4], [bad, 0]]), "v": np.float32([bad, 1]), "ok": np.ones(1, "f")}
+    for policy, value in (("nan", np.nan), ("zero", 0), ("mask", None)):
+        tx = clip_by_spectral_norm(1.0, nonfinite=policy)
+        updates, state = tx.update(tree, tx.init(tree))
+        np.testing.assert_allclose(updates["ok"], np.sqrt(0.5), rtol=2e-6)
+        np.testing.assert_array_equal(state.info.num_nonfinite, [0, 1, 1])
+        if policy == "mask":
+            new = 1 / np.sqrt(1 + 1 / 25)
+            np.testing.assert_allclose(updates["w"], [[0.6 * new, 0.8 * new], [0, 0]], rtol=1e-5)
+            np.testing.assert_allclose(updates["v"], [0, np.sqrt(0.5)], rtol=1e-5)
+        else:
+            np.testing.assert_array_equal(state.info.norm[1:], [abs(bad)] * 2)
+            for name in "wv":
+                np.testing.assert_array_equal(updates[name], np.full_like(tree[name], value))
+
+
+def test_an_error_of_checkify_names_the_leaf():
+    tx = clip_by_spectral_norm(1.0, nonfinite="error")
+    error, _ = checkify.checkify(jax.jit(lambda x: tx.update(x, None)[0]))({"w": B * np.nan})
+    assert "clip_by_spectral_norm: the gradient norm is not finite; leaves: w" in error.get()
+
+
+def test_derivatives_are_those_of_the_decomposition():
+    mode = "hard"  # with all that "soft" does
+    x = np.float32([[1, 2, 0.5], [0, 2, -1]])
+    weights = np.random.default_rng(0).normal(size=x.shape)
+
+    def value(x, limit):
+        return jnp.sum(clip_by_spectral_norm(limit, mode).update(x, None)[0] * jnp.float32(weights))
+
+    found, by_limit = jax.jit(jax.grad(value, (0, 1)))(x, jnp.float32(1.5))
+    step = 1e-6
+
+    def plain(x, limit):
+        return np.sum(exact(x, limit, mode) * weights)
+
+    expected = [
+        plain(x + step * d.reshape(2, 3), 1.5) - plain(x - step * d.reshape(2, 3), 1.5)
+        for d in np.eye(6)
+    ]
+    np.testing.assert_allclose(found.ravel(), np.array(expected) / (2 * step), atol=2e-4)
+    limits = [plain(x.astype(np.float64), 1.5 + sign * step) for sign in (1, -1)]
+    np.testing.assert_allclose(by_limit, (limits[0] - limits[1]) / (2 * step), atol=2e-4)
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("hard", "Auto"), ("soft", "Explicit")])
+def test_matrices_that_are_split_over_devices(mode, kind):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(getattr(AxisType, kind),) * 2)
+    specs = {"w": P("a", "b"), "s": P("a", None, "b"), "v": P("b")}
+    rng = np.random.default_rng(0)
+    shapes = {"w": (8, 6), "s": (4, 3, 4), "v": (6,)}
+    tree = {name: np.float32(rng.normal(size=shape)) for name, shape in shapes.items()}
+    tx = clip_by_spectral_norm(0.7, mode, stacked={"w": 0, "s": 1, "v": 0}, iterations=4)
+    expected, state = tx.update(tree, tx.init(tree))
+    split = {x: jax.device_put(tree[x], NamedSharding(mesh, specs[x])) for x in tree}
+    with jax.set_mesh(mesh):
+        updates, new_state = jax.jit(tx.update)(split, tx.init(split))
+    for name in tree:
+        np.testing.assert_allclose(updates[name], expected[name], rtol=1e-4, atol=1e-6)
+        assert updates[name].sharding.is_equivalent_to(split[name].sharding, tree[name].ndim)
+    np.testing.assert_allclose(new_state.info.norm, state.info.norm, rtol=1e-5)
+
+
+def test_a_part_of_a_matrix_is_an_error():
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    tx, x = clip_by_spectral_norm(1.0), jnp.ones((4, 4))
+
+    def inside(spec, checked):
+        def clip(x):
+            return tx.update(x, None)[0]
+
+        in_shards = jax.shard_map(clip, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)
+        return jax.eval_shape(in_shards, x)
+
+    for spec, checked in ((P("a"), True), (P(), False)):
+        with pytest.raises(ValueError, match=r"may be a part of a matrix .* outside of shard_map"):
+            inside(spec, checked)
+    assert inside(P(), True).shape == x.shape
+
+
+def test_after_an_optimizer_with_a_schedule():
+    schedule = optax.piecewise_constant_schedule(1.0, {1: 0.5})
+    clip = clip_by_spectral_norm(schedule, "hard")
+    with jax.numpy_dtype_promotion("standard"):
+        tx = optax.chain(optax.scale_by_adam(), clip, optax.scale(-0.1))
+        state = tx.init(A)
+        for limit in (1.0, 0.5, 0.5):
+            updates, state = tx.update(A, state)
+            np.testing.assert_allclose(np.linalg.norm(updates, 2), 0.1 * limit, rtol=1e-5)
+    info = monitor.read(state)["1/clip_by_spectral_norm"]
+    assert info.limit == 0.5
+    assert info.num_clipped == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        *(({"c": bad}, "c") for bad in (-1.0, np.nan, "a", np.ones(2))),
+        ({"mode": "medium"}, "mode"),
+        *(({"iterations": bad}, "iterations") for bad in (0, 2.5, jnp.int32(3))),
+        ({"stacked": jnp.int32(1)}, "stacked"),
+        ({"nonfinite": "no"}, "nonfinite"),
+    ],
+)
+def test_an_error_names_the_argument(options, error):
+    with pytest.raises((ValueError, TypeError), match=f"^{error} must"):
+        clip_by_spectral_norm(**{"c": 1.0} | options)
+
+
+def test_sparse_leaves_are_refused():
+    with pytest.raises(TypeError, match=r"leaf 'w' is sparse.*todense"):
+        clip_by_spectral_norm(1.0).update(
+            {"w": BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))}, None
+        )
