@@ -8,7 +8,7 @@ from benchmarks.accelerators.counting import Counts
 from benchmarks.accelerators.methods import METHODS, NONE, OURS, THEIRS, Step, adamw
 from benchmarks.accelerators.models import MODELS
 from benchmarks.accelerators.networks import examples, seeds
-from benchmarks.accelerators.steps import KINDS, ONE, Compiled, Place, compiled
+from benchmarks.accelerators.steps import KINDS, ONE, SHARD_MAP, Compiled, Place, compiled
 
 FLOAT32, BFLOAT16, H100, V5E = "float32", "bfloat16", "h100", "v5e"
 SPECS, SEEDS, EXAMPLES = "+specs", "seeds", "examples-"
@@ -97,6 +97,8 @@ NAMED = ("global_norm", "zclip", "autoclip", "block_rms", "adagc", "agc")
 WRAPPED = ("record", "skip_above", "skip_nonfinite", "skip_record_zclip")
 GLOBAL_NORM, AGC = ("global_norm",), ("agc",)
 FEW = GLOBAL_NORM + AGC
+# In `shard_map` AGC has to be told which axes are split.
+AGC_MESHES = ("auto", "explicit", f"{SHARD_MAP}{SPECS}")
 COUNTED: dict[str, list[Case]] = {
     "In one piece": [*product(BOTH, ("transformer4",), DTYPES, (ONE,), NAMED)],
     "A model that fits into VMEM": [*product((V5E,), ("vmem",), DTYPES, (ONE,), NAMED)],
@@ -117,7 +119,7 @@ COUNTED: dict[str, list[Case]] = {
     "Eight devices": [
         *product((H100,), ("transformer4",), (FLOAT32,), MESHES[1:], GLOBAL_NORM),
         *product((V5E,), ("transformer4",), (FLOAT32,), (*KINDS, f"auto{SPECS}"), GLOBAL_NORM),
-        *product(BOTH, ("transformer4",), (FLOAT32,), KINDS, AGC),
+        *product(BOTH, ("transformer4",), (FLOAT32,), AGC_MESHES, AGC),
     ],
     "A step of 64 small networks in a scan": [
         *product(BOTH, (SEEDS,), (FLOAT32,), (ONE,), (*FEW, "zclip")),

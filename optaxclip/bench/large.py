@@ -47,13 +47,14 @@ def large_steps(effort: Effort, tell: Tell) -> list[Row]:
 def _rows(
     effort: Effort, tell: Tell, copies: float, measured: Callable[..., list[Row]]
 ) -> list[Row]:
-    rows = []
-    trees = [transformer(*size) for size in effort.models]
-    for shapes in [*trees, leaves(effort.leaf_counts[-1], effort.small_leaf)]:
-        for dtype in (name for name in effort.dtypes if name != "float16"):
-            entries = num_entries(shapes)
-            case = f"{entries:,} entries, {dtype}"
-            if copies * entries * jnp.dtype(dtype).itemsize > free_bytes():
+    rows, models = [], [transformer(*size) for size in effort.models]
+    trees = {f"{num_entries(shapes):,} entries": shapes for shapes in models}
+    count, size = effort.leaf_counts[-1], effort.small_leaf
+    trees[f"{count} leaves of {size}"] = leaves(count, size)
+    for name, shapes in trees.items():
+        for dtype in (dtype for dtype in effort.dtypes if dtype != "float16"):
+            case = f"{name}, {dtype}"
+            if copies * num_entries(shapes) * jnp.dtype(dtype).itemsize > free_bytes():
                 rows.append(Row(case, "left out: too large for the free memory", {}))
                 continue
             tell(case)
