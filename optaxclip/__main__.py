@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import NoReturn, Protocol
 
 from optaxclip import __version__
-from optaxclip.commands import bench, demo, suggest, sweep
+from optaxclip.commands import bench, demo, suggest, sweep, version
 
 
 class Command(Protocol):
@@ -37,6 +37,7 @@ COMMANDS: dict[str, Command] = {
     "suggest": suggest,
     "sweep": sweep,
     "bench": bench,
+    "version": version,
 }
 
 

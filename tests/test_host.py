@@ -1,0 +1,88 @@
+"""The files for the host and for releases agree with `pyproject.toml` and with each other."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import optaxclip
+from optaxclip.__main__ import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+if not (ROOT / ".github").is_dir():
+    pytest.skip("not in the sdist", allow_module_level=True)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+WORKFLOWS = {path.stem: path.read_text("utf-8") for path in ROOT.glob(".github/workflows/*.yml")}
+# A commit and the version that it is: a tag can be moved to other code.
+PINNED = re.compile(r"[\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+")
+
+
+def test_actions_are_pinned_by_digest_and_alike():
+    lines = re.findall(r"uses: (.*)", "\n".join(WORKFLOWS.values()))
+    actions = {line for line in lines if not line.startswith("./")}
+    assert len(actions) >= 5
+    assert not [action for action in actions if not PINNED.fullmatch(action)]
+    names = [action.split("@")[0] for action in actions]
+    assert len(set(names)) == len(names), "one action in two versions"
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_workflows_may_only_read_unless_a_job_says_more(name):
+    assert "\npermissions:\n  contents: read\n\n" in WORKFLOWS[name]
+    jobs = WORKFLOWS[name].count("runs-on:")
+    assert WORKFLOWS[name].count("timeout-minutes:") == jobs > 0
+
+
+def test_the_pythons_are_those_of_the_classifiers():
+    classifiers = "\n".join(PROJECT["classifiers"])
+    promised = re.findall(r"Python :: (3\.\d+)$", classifiers, re.MULTILINE)
+    matrix = re.search(r"python: \[(.*)\]", WORKFLOWS["tests"])
+    assert matrix
+    assert re.findall(r"3\.\d+", matrix[1]) == promised
+    assert PROJECT["requires-python"] == f">={promised[0]}"
+
+
+def test_the_oldest_versions_are_those_of_the_dependencies():
+    script = (ROOT / ".ci" / "sharding_versions").read_text("utf-8")
+    pins = re.search(r"oldest=\((.*)\)", script)
+    assert pins
+    oldest = dict(pin.split("==") for pin in pins[1].split())
+    for requirement in PROJECT["dependencies"]:
+        name, version = requirement.split(">=")
+        assert oldest.get(name, version).startswith(version)
+
+
+def test_one_version_everywhere():
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert PROJECT["version"] == optaxclip.__version__
+    assert f"\nversion: {PROJECT['version']}\n" in citation
+
+
+@pytest.mark.parametrize(
+    ("tag", "heading", "reason"),
+    [
+        ("v0.1.0", "## [0.1.0] - 2026-12-01", None),
+        ("v0.2.0", "## [0.2.0] - 2026-12-01", "The tag is v0.2.0"),
+        ("0.1.0", "## [0.1.0] - 2026-12-01", "The tag is 0.1.0"),
+        ("v0.1.0", "## [Unreleased]", "no heading"),
+    ],
+)
+def test_only_a_tag_of_the_version_with_a_dated_entry_may_publish(tmp_path, tag, heading, reason):
+    for name in ("pyproject.toml", "CITATION.cff", "optaxclip/__init__.py", ".ci/release_version"):
+        text = (ROOT / name).read_text("utf-8").replace(PROJECT["version"], "0.1.0")
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, "utf-8")
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n{heading}\n", "utf-8")
+    command = ["bash", tmp_path / ".ci" / "release_version", tag]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == (reason is None)
+    assert (reason or "may be published") in done.stdout + done.stderr
+
+
+def test_the_form_for_bugs_asks_for_the_report_of_versions():
+    form = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text("utf-8")
+    command = re.search(r"`python -m optaxclip (\w+)`", form)
+    assert command
+    assert command[1] in COMMANDS
