@@ -26,4 +26,4 @@ def increased(count: Array, where: Array | bool = True, *, period: int = 1) -> A
 
 def own_arrays(state: PyTree) -> PyTree:
     """The same state in arrays that nothing else holds, without which it cannot be donated."""
-    return jax.tree.map(lambda x: x.copy() if isinstance(x, Array) else x, state)
+    return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, Array) else x, state)

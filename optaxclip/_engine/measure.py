@@ -96,10 +96,12 @@ def _differentiable(part: Part) -> tuple[list[Array], list[Array]]:
     So no derivative of a power leaves the range where that of the norm does not, and however norms
     are found, they have derivatives in both modes.
     """
+    # A rule that held the leaves would keep tracers beyond their trace.
+    bare = part._replace(leaves=[])
 
     @jax.custom_jvp
     def norms(leaves: list[Any]) -> tuple[list[Array], list[Array]]:
-        return part._replace(leaves=leaves).norms()
+        return bare._replace(leaves=leaves).norms()
 
     @norms.defjvp
     def _(primals: tuple[list[Any]], tangents: tuple[list[Any]]) -> Any:
@@ -109,7 +111,7 @@ def _differentiable(part: Part) -> tuple[list[Array], list[Array]]:
         nearby = [_product_below(*pair) for pair in zip(mantissas, units, strict=True)]
 
         def near(leaves: list[Any]) -> list[Array]:
-            return part._replace(leaves=leaves).divided(nearby)
+            return bare._replace(leaves=leaves).divided(nearby)
 
         _, changes = jax.jvp(near, primals, tangents)
         rows = zip(changes, nearby, units, strict=True)
