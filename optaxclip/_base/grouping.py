@@ -18,7 +18,8 @@ class Group:
     """Entries that share a norm; or an array of such groups, those of one leaf.
 
     Attributes:
-      names: the name of the group, or of each in an array; of the leaf where they are too many.
+      names: the name of the group, or of each in an array; of the leaf where they are too many. A
+        group without a name shares the measuring of its leaves with the group that comes first.
       members: positions of the measured leaves; none if this step's tree lacks them.
       shape: the shape of the norms, `()` for a single group.
     """
@@ -81,10 +82,18 @@ class Grouping:
     def by_leaf(self, arrays: Sequence[Array]) -> list[Array]:
         """The same for each measured leaf."""
         groups = self.parted(arrays)
-        of_leaf = {
-            i: x for x, group in zip(groups, self.groups, strict=True) for i in group.members
-        }
+        of_leaf: dict[int, Array] = {}
+        for x, group in zip(groups, self.groups, strict=True):
+            of_leaf |= {i: x for i in group.members if i not in of_leaf}
         return [of_leaf[i] for i in range(len(of_leaf))]
+
+    def of_first(self, arrays: Sequence[Array]) -> list[Array]:
+        """The same with that of the group that comes first for groups without a name."""
+        if all(group.names for group in self.groups):
+            return list(arrays)
+        by_leaf, parted = self.by_leaf(arrays), self.parted(arrays)
+        rows = zip(parted, self.groups, strict=True)
+        return self.joined([x if group.names else by_leaf[group.members[0]] for x, group in rows])
 
     def numbers(self, numbers: Sequence[Any]) -> list[Any]:
         """One number for each group as `joined` has their arrays; it broadcasts."""

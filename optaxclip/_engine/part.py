@@ -72,8 +72,12 @@ class Part(NamedTuple):
             # No further, or the reciprocal would be subnormal.
             most = 1 / float(jnp.finfo(self.dtype).tiny)
             units = [jnp.minimum(power_of_two_below(x) * unit, most) for x, unit in rows]
+            units = self.grouping.of_first(units)
             return self.divided(units), units
-        lows = self.grouping.numbers([scales.least(size, self.dtype) for size in self.sizes()])
+        rows = zip(self.sizes(), self.grouping.groups, strict=True)
+        # What is small beside others needs no second look.
+        lows = [scales.least(size, self.dtype) if group.names else 0.0 for size, group in rows]
+        lows = self.grouping.numbers(lows)
         lows = [np.asarray(low, self.dtype) for low in lows]
         rows = zip(self._totals(lows), lows, strict=True)
         usable = [scales.usable(found, low) for found, low in rows]

@@ -1,12 +1,14 @@
 """How a step is skipped: measure, judge, and select what was there before."""
 
+import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array
+from jax import Array, lax
 
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import check_state, loss_among, whole
@@ -14,11 +16,13 @@ from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.numerics import match_weak_type
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.trees import flatten
+from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import AxisName, ClipInfo, PyTree, Threshold
 from optaxclip._engine.checks import as_norm_given, params_for
 from optaxclip._engine.clip import group_norms
+from optaxclip._engine.placement import as_axis_names, grouped
 from optaxclip._engine.record import initial_info
+from optaxclip._engine.step import run_norms
 from optaxclip.norms import Norm, as_norm
 from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
 
@@ -44,6 +48,10 @@ class SkipState(NamedTuple):
         above the limit, `num_nonfinite` those that were not finite.
       num_skipped: int32[], steps skipped so far, for whatever reason.
       consecutive: int32[], steps skipped in a row until now.
+      leaves: the leaves' names in order, as the keys of a dict of nothing.
+      blamed: bool[leaves], why the latest step was skipped: the leaves that were not finite, else
+        those whose own norm was above the limit, else the one with the largest. No leaf, if it was
+        the loss alone, or the norm was the caller's.
       loss: a `LossState`, or nothing where the loss is not judged.
       inner_state: the wrapped optimizer's state.
     """
@@ -52,6 +60,8 @@ class SkipState(NamedTuple):
     info: ClipInfo
     num_skipped: Array
     consecutive: Array
+    leaves: dict[str, tuple[()]]
+    blamed: Array
     loss: LossState | tuple[()]
     inner_state: PyTree
 
@@ -85,11 +95,21 @@ def skipping(
     inner = optax.with_extra_args_support(inner)
     if max_consecutive is not None and not isinstance(max_consecutive, jax.Array):
         max_consecutive = whole(max_consecutive, 1, "max_consecutive")
-    options = {"norm": as_norm(norm), "axis_name": axis_name, "specs": specs}
-    measure = functools.partial(group_norms, scope=scopes.tree(), **options)
+    norm, axis_names = as_norm(norm), as_axis_names(axis_name)
+    measure_params = functools.partial(
+        group_norms, scope=scopes.tree(), norm=norm, axis_name=axis_name, specs=specs
+    )
+
+    def measure(updates: PyTree) -> tuple[Array, Array, list[str]]:
+        """The norm of the tree, those of its leaves, and their names."""
+        flat = flatten(updates, "updates")
+        grouping = grouped(_tree_and_leaves, flat, axis_names, specs)
+        norms = run_norms(flat.picked(), grouping, norm)
+        return norms[0], lax.stop_gradient(norms[1:]), flat.names()
 
     def init(params: PyTree) -> SkipState:
-        grouping = scopes.tree()(flatten(params, "params"))
+        flat = flatten(params, "params")
+        grouping, leaves = scopes.tree()(flat), flat.names()
         info = initial_info(name, grouping, jnp.dtype(jnp.float32))
         rule = rule_for(limit, grouping.names, grouping.layout)
         return SkipState(
@@ -97,6 +117,8 @@ def skipping(
             info=info,
             num_skipped=jnp.zeros((), jnp.int32),
             consecutive=jnp.zeros((), jnp.int32),
+            leaves=dict.fromkeys(leaves, ()),
+            blamed=jnp.zeros(len(leaves), bool),
             loss=() if loss_limit is None else _initial_loss(loss_limit, name),
             inner_state=inner.init(params),
         )
@@ -111,17 +133,21 @@ def skipping(
     ) -> tuple[PyTree, SkipState]:
         check_state(state, SkipState, name)
         rule = rule_for(limit, ("tree",), "scalar")
-        norm_now = measure(updates) if grad_norm is None else as_norm_given(grad_norm, "grad_norm")
+        if grad_norm is None:
+            norm_now, of_leaves, names = measure(updates)
+        else:
+            norm_now, of_leaves, names = as_norm_given(grad_norm, "grad_norm"), jnp.zeros(0), []
         relative_to = params_for(rule, params, name)
-        param_norm = None if relative_to is None else measure(relative_to)
+        param_norm = None if relative_to is None else measure_params(relative_to)
         of_norm = _judged(rule, state.rule, norm_now, param_norm)
-        is_bad, skip, of_loss = of_norm.is_bad, of_norm.is_out, None
+        is_bad, is_out, of_loss = of_norm.is_bad, of_norm.is_out, None
         if loss_limit is not None:
             of_loss = _judged(loss_limit, state.loss.rule, loss_among(extra_args, name))
-            is_bad, skip = is_bad | of_loss.is_bad, skip | of_loss.is_out
+            is_bad, is_out = is_bad | of_loss.is_bad, is_out | of_loss.is_out
+        skip = is_out
         if max_consecutive is not None:
             is_over = state.consecutive >= max_consecutive
-            skip = skip & ~(is_over & (~is_bad | gives_up))
+            skip = is_out & ~(is_over & (~is_bad | gives_up))
         loss = state.loss
         if of_loss is not None:
             loss = LossState(of_loss.rule_state, of_loss.recorded(state.loss.info, skip))
@@ -132,6 +158,10 @@ def skipping(
             info=of_norm.recorded(state.info, skip),
             num_skipped=increased(state.num_skipped, skip),
             consecutive=jnp.where(skip, increased(state.consecutive), 0),
+            leaves=state.leaves,
+            blamed=jnp.where(
+                is_out, _among(state.leaves, names, of_norm.blamed(of_leaves)), state.blamed
+            ),
             loss=loss,
             inner_state=_select(skip, state.inner_state, inner_state),
         )
@@ -153,7 +183,15 @@ class _Judged(NamedTuple):
         """Whether it is a reason to skip."""
         return self.is_above | self.is_bad
 
+    def blamed(self, parts: Array) -> Array:
+        """Which of the parts of a norm are why it is out."""
+        is_above = parts > self.limit.astype(parts.dtype)
+        is_largest = parts == jnp.max(parts, initial=0)
+        is_above = jnp.where(jnp.any(is_above), is_above, is_largest)
+        return jnp.where(self.is_bad, ~jnp.isfinite(parts), is_above & self.is_above)
+
     def recorded(self, info: ClipInfo, skip: Array) -> ClipInfo:
+        """The record, of a step that was skipped or not."""
         return info._replace(
             norm=self.number.astype(jnp.float32),
             limit=self.limit.astype(jnp.float32),
@@ -169,6 +207,22 @@ def _judged(rule: Threshold, state: PyTree, number: Array, param_norm: Any = Non
     is_finite = jnp.isfinite(number)
     is_above = is_finite & (number > limits.trigger.astype(number.dtype))
     return _Judged(number, limits.trigger, state, is_above, ~is_finite)
+
+
+def _tree_and_leaves(flat: FlatTree) -> Grouping:
+    """A group of all leaves, and behind it one of each, which are measured with it."""
+    grouping = scopes.tree()(flat)
+    each = (Group((), (i,)) for i in range(len(flat.measured)))
+    return dataclasses.replace(grouping, groups=(*grouping.groups, *each), layout="vector")
+
+
+def _among(known: Iterable[str], names: list[str], flags: Array) -> Array:
+    """Flags of some leaves as those of all that are known."""
+    if list(known) == names:
+        return flags
+    of = dict(zip(names, flags, strict=True))
+    column = [of.get(name, jnp.zeros((), bool)) for name in known]
+    return jnp.stack(column) if column else jnp.zeros(0, bool)
 
 
 def _initial_loss(rule: Threshold, name: str) -> LossState:

@@ -8,6 +8,9 @@ record.) For a log, `scalars` makes flat numbers of the records::
   for name, value in monitor.scalars(opt_state).items():
       writer.add_scalar(name, value, step)              # TensorBoard
   wandb.log(monitor.scalars(opt_state), step)           # Weights & Biases
+
+After a step that was skipped, `bad_leaves` names the leaves that it was for, and `verdict` tells
+the host whether to go on.
 """
 
 from optaxclip.monitor.reading import read as read
@@ -16,3 +19,5 @@ from optaxclip.monitor.recording import RecordState as RecordState
 from optaxclip.monitor.recording import history as history
 from optaxclip.monitor.recording import history_names as history_names
 from optaxclip.monitor.recording import record as record
+from optaxclip.monitor.verdicts import bad_leaves as bad_leaves
+from optaxclip.monitor.verdicts import verdict as verdict

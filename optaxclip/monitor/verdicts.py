@@ -1,0 +1,127 @@
+"""For the host's loop: which leaves it was, and whether to go on."""
+
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from optaxclip._base.arguments import whole
+from optaxclip._base.types import ClipState, PyTree
+from optaxclip.methods.skipping import SkipState
+from optaxclip.monitor.states import find, to_host, unboxed
+
+Verdict: TypeAlias = Literal["ok", "skipped", "roll back"]
+
+
+def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
+    """The leaves that made a step be skipped, or that were not finite where they were clipped.
+
+    A skip keeps which leaves were why it skipped the latest of its skipped steps, for as long as it
+    skips no other: those that were not finite; else, if the norm was above its limit, those whose
+    own norm was, or the one with the largest; none if it was the loss alone. It finds them in the
+    read that its norm takes. A clip of single leaves (the scopes `leaf`, `axes`, `unit`) tells
+    which were not finite at the last step, but for those that `nonfinite="mask"` had mended; one of
+    labelled groups tells the labels.
+
+    Args:
+      opt_state: any pytree that holds the state, as in `optaxclip.monitor.read`, also one restored
+        from a checkpoint. Of states under `vmap` it names the leaves of any.
+
+    Returns:
+      The names, such as `encoder/0/kernel`, each once; empty if there were none.
+
+    Raises:
+      ValueError: if nothing in the state knows leaves, as where the only clip has one norm for all.
+      TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> tx = optaxclip.skip_nonfinite(optax.sgd(0.1))
+      >>> grads = {"w": jnp.ones(2), "b": jnp.array([jnp.nan])}
+      >>> _, opt_state = tx.update(grads, tx.init(grads))
+      >>> bad_leaves(opt_state)
+      ('b',)
+    """
+    found: list[tuple[tuple[str, ...], object]] = []
+    for state in find(opt_state, ClipState, SkipState).values():
+        if isinstance(state, SkipState):
+            found.append((tuple(state.leaves), unboxed(state.blamed)))
+        elif np.ndim(unboxed(state.info.norm)) > np.ndim(unboxed(state.count)):
+            found.append((tuple(state.info.names), unboxed(state.info.norm)))
+    if not found:
+        raise ValueError(
+            "nothing in the state knows leaves: put skip_nonfinite or skip_above around the "
+            "optimizer, or clip_by_norm(math.inf), which leaves finite gradients alone, first in "
+            "the chain"
+        )
+    bad: dict[str, None] = {}
+    arrays = to_host([array for _, array in found], "bad_leaves")
+    for (names, _), array in zip(found, arrays, strict=True):
+        flags = array if array.dtype == bool else ~np.isfinite(array)
+        flags = np.any(flags.reshape(-1, len(names)), axis=0) if names else ()
+        bad |= {name: None for name, flag in zip(names, flags, strict=True) if flag}
+    return tuple(bad)
+
+
+def verdict(opt_state: PyTree, roll_back_after: int = 10) -> Verdict:
+    """Whether the last step was taken, skipped, or one of so many that the run should go back.
+
+    For the loop on the host, which alone can load a checkpoint and pass over the data::
+
+      for batch in batches:
+          params, opt_state = train_step(params, opt_state, batch)
+          match monitor.verdict(opt_state):
+              case "skipped":
+                  log(monitor.bad_leaves(opt_state))
+              case "roll back":
+                  params, opt_state = restore_last_checkpoint()
+
+    The host waits for the step that made the state, then for one `jax.device_get` of three numbers
+    a skip (of four where it judges the loss); nothing is computed on the device.
+
+    Args:
+      opt_state: any pytree that holds the state, as in `optaxclip.monitor.read`, also one restored
+        from a checkpoint. Of several skips, and of states under `vmap`, the worst counts.
+      roll_back_after: after how many skipped steps in a row. A skip that lets a step through sooner
+        (`max_consecutive`) begins to count anew.
+
+    Returns:
+      "ok", "skipped", or "roll back": after so many skipped steps, and as soon as a skip has let
+      through a step that was not finite, as `skip_nonfinite` does after `max_consecutive`.
+
+    Raises:
+      ValueError: if there is no skip in the state, or `roll_back_after` is less than 1.
+      TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet, or if
+        `roll_back_after` is no int.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> tx = optaxclip.skip_above(optax.sgd(0.1), 10.0)
+      >>> opt_state = tx.init(jnp.zeros(2))
+      >>> for size in (1.0, 20.0, 30.0, 2.0):
+      ...     _, opt_state = tx.update(jnp.array([0.0, size]), opt_state)
+      ...     print(verdict(opt_state, roll_back_after=2))
+      ok
+      skipped
+      roll back
+      ok
+    """
+    roll_back_after = whole(roll_back_after, 1, "roll_back_after")
+    skips = find(opt_state, SkipState).values()
+    if not skips:
+        raise ValueError(
+            "there is no skip in the state, so no step can have been skipped: put skip_nonfinite "
+            "or skip_above around the optimizer"
+        )
+    numbers = []
+    for state in skips:
+        infos = [state.info, state.loss.info] if state.loss else [state.info]
+        judged = [unboxed(info.norm) for info in infos]
+        numbers.append((unboxed(state.consecutive), unboxed(state.info.factor), judged))
+    most, is_lost = 0, False
+    for consecutive, factor, judged in to_host(numbers, "verdict"):
+        most = max(most, int(np.max(consecutive, initial=0)))
+        is_bad = np.any([~np.isfinite(number) for number in judged], axis=0)
+        is_lost |= bool(np.any(is_bad & (factor > 0)))
+    if is_lost or most >= roll_back_after:
+        return "roll back"
+    return "skipped" if most else "ok"

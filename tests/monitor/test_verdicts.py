@@ -1,0 +1,185 @@
+"""Which leaves made a step be skipped, and what the host's loop is told."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint
+import pytest
+from flax import nnx
+from flax.serialization import from_bytes, to_bytes
+from jax.sharding import PartitionSpec as P
+
+import optaxclip
+from optaxclip import monitor, norms, scopes, skip_above, skip_nonfinite
+
+NAN, INF = jnp.nan, jnp.inf
+NAMES = ["a", "b/0", "c"]
+
+
+def grads(a=3.0, b=4.0, c=0.0):
+    return {"a": jnp.array([a, 0.0]), "b": [jnp.array([b]), None], "c": jnp.zeros(8).at[0].set(c)}
+
+
+GRADS = grads()
+
+
+def stack(*trees):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+# The norm 5 is below the limit, and what each step is skipped for.
+STEPS = {
+    "none": (grads(), ()),
+    "NaN": (grads(a=NAN), ("a",)),
+    "infinite": (grads(b=-INF), ("b/0",)),
+    "two": (grads(b=NAN, c=INF), ("b/0", "c")),
+    "beside a large one": (grads(a=1e9, c=NAN), ("c",)),
+    "large": (grads(c=100.0), ("c",)),
+    "two large": (grads(a=70.0, c=100.0), ("a", "c")),
+    "all together": (grads(a=5.9, b=5.0, c=5.5), ("a",)),
+    "overflowing": (grads(a=3e38), ("a",)),
+}
+
+
+@pytest.mark.parametrize("norm", ["l2", "l1", "linf", norms.lp(3)], ids=["l2", "l1", "linf", "l3"])
+def test_the_leaves_that_a_step_was_skipped_for(norm):
+    tx = skip_above(optax.sgd(1.0), 7.5 if norm == "l1" else 5.95, norm=norm)
+    trees = stack(*(tree for tree, _ in STEPS.values()))
+    run = jax.jit(jax.vmap(lambda tree: tx.update(tree, tx.init(GRADS))[1]))
+    states = run(trees)
+    assert list(states.leaves) == NAMES
+    for i, (name, (_, expected)) in enumerate(STEPS.items()):
+        if name == "all together" and norm == "linf":
+            expected = ()  # no entry is above the limit
+        assert monitor.bad_leaves(jax.tree.map(lambda x, i=i: x[i], states)) == expected, name
+    assert monitor.bad_leaves(states) == ("a", "b/0", "c")
+
+
+def test_they_stay_until_another_step_is_skipped():
+    tx = optax.chain(skip_above(optax.sgd(1.0), 6.0, loss_limit=1.0), optax.scale(1.0))
+    state, seen = tx.init(GRADS), []
+    update = jax.jit(tx.update)
+    before = jax.tree.map(jax.typeof, state)
+    for tree, loss in (
+        (grads(), 0.0),
+        (grads(a=NAN), 0.0),
+        (grads(), 0.0),
+        (grads() | {"c": None}, 0.0),
+        (grads(a=9.0) | {"c": None}, 0.0),
+        (grads(b=INF), NAN),
+        (grads(), 2.0),
+    ):
+        _, state = update(tree, state, GRADS, value=loss)
+        seen.append(monitor.bad_leaves(state))
+    assert seen == [(), ("a",), ("a",), ("a",), ("a",), ("b/0",), ()]
+    assert jax.tree.map(jax.typeof, state) == before
+    tx = skip_above(optax.sgd(1.0), 6.0)
+    state = tx.update(grads(a=NAN), tx.init(GRADS), grad_norm=NAN)[1]
+    assert monitor.bad_leaves(state) == ()  # of a norm that is given no leaf is known
+
+
+def test_groups_that_were_not_finite():
+    bad = {"a": jnp.array([NAN, 1.0]), "m": jnp.ones((2, 2)).at[0, 1].set(INF), "v": jnp.ones(2)}
+    chains = {
+        "leaf": (optaxclip.clip_by_norm(1.0), ("a", "m")),
+        "zero": (optaxclip.clip_by_norm(np.inf, nonfinite="zero"), ("a", "m")),
+        "unit": (optaxclip.adaptive_grad_clip(0.1), ("a", "m")),
+        "layers": (optaxclip.clip_by(scopes.leaf(stacked=1), 1.0), ("a/0", "m/0")),
+        "labels": (optaxclip.clip_by(scopes.muon(), 1.0), ("adam", "muon")),
+    }
+    for name, (clip, expected) in chains.items():
+        state = optax.chain(clip).update(bad, optax.chain(clip).init(bad), bad)[1]
+        assert monitor.bad_leaves(state) == expected, name
+    with pytest.raises(ValueError, match=r"nothing in the state knows leaves: put skip_nonfinite"):
+        monitor.bad_leaves(optaxclip.clip_by_global_norm(1.0).init(bad))
+    probe = optax.chain(optaxclip.clip_by_norm(np.inf), optaxclip.clip_by_global_norm(1.0))
+    assert monitor.bad_leaves(probe.update(bad, probe.init(bad))[1]) == ("a", "m")
+
+
+def test_what_is_restored_or_boxed_says_the_same(tmp_path):
+    tx = optax.chain(skip_nonfinite(optax.trace(0.9)))
+    fresh = tx.init(GRADS)
+    state = tx.update(grads(c=NAN), fresh)[1]
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", fresh)
+    for again in (state, restored, from_bytes(fresh, to_bytes(state))):
+        assert monitor.bad_leaves(again) == ("c",)
+        assert monitor.verdict(again) == "skipped"
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    gradients = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    gradients["bias"][...] = jnp.full(1, NAN)
+    optimizer.update(model, gradients)
+    assert monitor.bad_leaves(optimizer) == ("bias",)
+    assert monitor.verdict(optimizer, 1) == "roll back"
+
+
+def test_on_eight_devices():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"a": P(), "b": P(), "c": P("x")}
+    tx = skip_above(optax.sgd(1.0), 6.0, specs=specs)
+    update = jax.shard_map(
+        tx.update, mesh=mesh, in_specs=(specs, P()), out_specs=(specs, P()), check_vma=False
+    )
+    for tree, expected in ((grads(c=NAN), ("c",)), (grads(c=50.0), ("c",)), (grads(a=8.0), ("a",))):
+        assert monitor.bad_leaves(jax.jit(update)(tree, tx.init(GRADS))[1]) == expected
+
+
+OK, BAD, HIGH = grads(), grads(a=NAN), grads(a=50.0)
+RUNS = {
+    "in a row": (
+        lambda: skip_above(optax.sgd(1.0), 6.0),
+        [OK, HIGH, BAD, HIGH, OK, BAD],
+        ["ok", "skipped", "skipped", "roll back", "ok", "skipped"],
+    ),
+    "let through": (
+        lambda: skip_nonfinite(optax.sgd(1.0), 2),
+        [BAD, BAD, BAD, OK],
+        ["skipped", "skipped", "roll back", "ok"],
+    ),
+    "let through, but finite": (
+        lambda: skip_above(optax.sgd(1.0), 6.0, 1),
+        [HIGH, HIGH, HIGH],
+        ["skipped", "ok", "skipped"],
+    ),
+    "one in another": (
+        lambda: skip_above(optax.chain(skip_nonfinite(optax.sgd(1.0))), 6.0),
+        [HIGH, BAD, OK],
+        ["skipped", "skipped", "ok"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_verdicts(name):
+    make, trees, expected = RUNS[name]
+    tx = make()
+    update, state, seen = jax.jit(tx.update), tx.init(GRADS), []
+    assert monitor.verdict(state) == "ok"
+    for tree in trees:
+        _, state = update(tree, state)
+        seen.append(monitor.verdict(state, roll_back_after=3))
+    assert seen == expected
+
+
+def test_verdicts_of_losses_and_under_vmap():
+    tx = skip_above(optax.sgd(1.0), 6.0, loss_limit=1.0)
+    run = jax.vmap(lambda loss: tx.update(OK, tx.init(GRADS), value=loss)[1])
+    assert monitor.verdict(run(jnp.array([0.0, -5.0]))) == "ok"
+    assert monitor.verdict(run(jnp.array([0.0, NAN]))) == "skipped"
+    assert monitor.verdict(run(jnp.array([0.0, 2.0])), 1) == "roll back"
+
+
+def test_errors_say_what_to_do():
+    state = skip_nonfinite(optax.sgd(1.0)).init(GRADS)
+    for function in (monitor.bad_leaves, monitor.verdict):
+        with pytest.raises(TypeError, match=r"under jit.*call it on the state that"):
+            jax.jit(lambda state, function=function: function(state) and 0)(state)
+    with pytest.raises(ValueError, match=r"no skip in the state.*put skip_nonfinite"):
+        monitor.verdict(optaxclip.clip_by_global_norm(1.0).init(GRADS))
+    for wrong in (0, -1, 1.5, "a"):
+        with pytest.raises((TypeError, ValueError), match="roll_back_after must be an int of at"):
+            monitor.verdict(state, wrong)
