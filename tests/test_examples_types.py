@@ -38,6 +38,8 @@ def examples():
     return found
 
 
+# Nearly all of its time goes into the types of JAX and Flax, however few the examples.
+@pytest.mark.slow
 def test_pyright_passes(tmp_path):
     if find_spec("pyright") is None:
         pytest.skip("Pyright is not installed")

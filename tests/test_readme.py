@@ -45,6 +45,8 @@ def test_a_script_makes_every_picture_of_docs(tmp_path, monkeypatch):
     smaller = {"DOCS": tmp_path, "STEPS": 20, "SWEEP_STEPS": 10}
     for name, value in smaller.items():
         monkeypatch.setattr(pictures, name, value)
+    for name, value in {"LENGTH": 20, "BATCH": 2, "HELD_OUT_WINDOWS": 2}.items():
+        monkeypatch.setattr(f"optaxclip.commands.demo_task.{name}", value)
     monkeypatch.setattr(pictures.demo, "DEFAULT_METHODS", ("global_norm",))
     monkeypatch.setattr(pictures.sweep, "LIMITS", [1.0, 3.0])
     pictures.main()
