@@ -251,7 +251,7 @@ def test_numbers_may_change_on_the_fly_without_compiling_again(name):
     update, start = jax.jit(tx.update), tx.init(FRESH)
     for i in range(5):
         _, start = update(at(GRADS, i), start)
-    rest = at(GRADS, np.s_[5:30])
+    rest = at(GRADS, np.s_[5:22])
     untouched = run(update, rest, start)
     for number, value in CHANGES[name].items():
         changed = jnp.full_like(start.hyperparams[number], value)
@@ -306,9 +306,9 @@ def test_any_rule_on_any_scope_is_the_rule_on_each_group(scope, rule):
         over = (1,) if columns and leaf == "w" else (1, 2)[: len(SHAPES[leaf])]
         square = np.sum(np.float64(GRADS[leaf]) ** 2, axis=over).reshape(STEPS, -1)
         norms[label] = np.float32(np.hypot(norms.get(label, 0), np.sqrt(square)))
+    trigger, target, _ = drive(RULES[rule], norms)
     for leaf, label in labels.items():
-        trigger, target, _ = drive(RULES[rule], norms[label])
-        factor = factors(norms[label], np.asarray(trigger), np.asarray(target))
+        factor = factors(norms[label], np.asarray(trigger[label]), np.asarray(target[label]))
         assert np.any(factor < 1)
         factor = factor.reshape(STEPS, *(1,) * (len(SHAPES[leaf]) - 1), -1)
         np.testing.assert_allclose(updates[leaf], GRADS[leaf] * factor, rtol=1e-4, atol=1e-6)

@@ -1,5 +1,7 @@
 """Bounds on values, of any dtype that bounds and entries can have."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +69,21 @@ def test_bounds_of_64_bits_keep_all_their_digits():
     unsigned = jnp.array([0, 2**64 - 1], jnp.uint64)
     found = ops.clip_by_value(unsigned, np.int64(-1), np.uint64(2**63))
     np.testing.assert_array_equal(found, np.array([0, 2**63], np.uint64))
+
+
+@pytest.mark.parametrize(("shape", "bad"), [((2, 3, 1), (2,)), ((1, 2), (2, 2)), ((), (1,))])
+@pytest.mark.parametrize("argument", ["clip_value_min", "clip_value_max"])
+def test_a_bound_must_fit_and_never_grows_a_leaf(shape, bad, argument):
+    bounds = {"clip_value_min": 0.0, "clip_value_max": 1.0, argument: jnp.zeros(bad)}
+    message = f"{argument}.*{re.escape(str(bad))}.*'w'.*{re.escape(str(shape))}"
+    with pytest.raises(ValueError, match=message):
+        ops.clip_by_value({"w": jnp.zeros(shape)}, **bounds)
+
+
+def test_integer_leaves_need_integer_bounds_and_bool_leaves_are_none():
+    for leaf, low, high in [([3], 0, 1.0), ([3], 0.0, 1), ([True], 0, 1)]:
+        with pytest.raises(TypeError, match=r"'0'.*(int32|bool)"):
+            ops.clip_by_value([jnp.array(leaf)], low, high)
 
 
 COMPLEX = [

@@ -166,9 +166,14 @@ def norms_of(table):
     return np.array(table.get("norms", [1.0, 1.2, 0.8, 1.0, 5.0, 1.1]), float)
 
 
+LONGEST = 406
+
+
 def computed(rule, norms):
-    """A rule's `Trace`."""
-    trigger, target, (state,) = drive(rule, np.float32(norms))
+    """A rule's `Trace`, from as many steps for every case: a rule is compiled once."""
+    after = [(0, LONGEST - len(norms)), (0, 0)][: norms.ndim]
+    padded = np.pad(np.float32(norms), after, mode="edge")
+    trigger, target, (state,) = at(drive(rule, padded), slice(len(norms)))
     known = state.statistic
     known = known if isinstance(known, tuple) else (known, None)
     return jax.tree.map(np.asarray, Trace(trigger, target, *known))
@@ -226,13 +231,12 @@ def test_follows_the_published_rule_at_every_scale(name, scale):
 
 
 each_rule = pytest.mark.parametrize("name", RULES)
-LAYOUTS = {"tree": [()], "leaves": [(3,)], "units": [(2,), (2, 2)]}
+# Norms as the scopes lay them out, of the whole tree and of units, in one: a rule is compiled once.
+LAYOUTS = [(), (2, 2)]
 
 
-def random_trees(layout, steps):
-    """Norms as the scopes lay them out; the units are a dict of two leaves."""
-    norms = [random_norms(i, steps, *shape) for i, shape in enumerate(LAYOUTS[layout])]
-    return dict(enumerate(norms)) if layout == "units" else norms[0]
+def random_trees(steps):
+    return {i: random_norms(i, steps, *shape) for i, shape in enumerate(LAYOUTS)}
 
 
 def rows(mask, x):
@@ -241,11 +245,10 @@ def rows(mask, x):
 
 
 @each_rule
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_steps_that_are_not_finite_leave_no_trace(name, layout):
+@pytest.mark.parametrize("floor", [{}, {"floor": 0.0}], ids=["usual floor", "no floor"])
+def test_steps_that_are_not_finite_leave_no_trace(name, floor):
     # Without a floor even the 0 that stands for a bad norm would count.
-    rule = RULES[name](floor=0.0) if layout == "tree" else RULES[name]()
-    norms = random_trees(layout, 60)
+    rule, norms = RULES[name](**floor), random_trees(60)
     expected = run(rule, norms)
     assert no_nan(expected)
     for seed in range(3):
@@ -262,14 +265,15 @@ def test_steps_that_are_not_finite_leave_no_trace(name, layout):
 
 
 @each_rule
-@pytest.mark.parametrize("layout", ["leaves", "units"])
-def test_a_group_that_is_not_finite_leaves_the_others_alone(name, layout):
+def test_a_group_that_is_not_finite_leaves_the_others_alone(name):
     # In the warm-up of AdaGC the groups share the global norm.
     rule = RULES[name](warmup_steps=0) if name == "adagc" else RULES[name]()
-    norms, bad = random_trees(layout, 60), np.random.default_rng(0).random(60) < 0.3
+    norms, bad = random_trees(60), np.random.default_rng(0).random(60) < 0.3
     order = np.argsort(bad, kind="stable")
 
     def with_bad(x, order=slice(None)):
+        if x.ndim == 1:  # the whole tree is one group
+            return x
         first = np.where(rows(bad, x[..., :1]), np.nan, x[..., :1])
         return np.concatenate([first[order], x[..., 1:]], axis=-1)
 
@@ -277,6 +281,9 @@ def test_a_group_that_is_not_finite_leaves_the_others_alone(name, layout):
         return with_bad(x, order)
 
     runs = [run(rule, jax.tree.map(edit, norms)) for edit in (np.array, with_bad, bad_last)]
+    runs = [(trigger, target, states[1:]) for trigger, target, states in runs]
+    for trigger, target, _ in runs:
+        assert trigger.pop(0).shape == target.pop(0).shape == (60,)
     others = [jax.tree.map(lambda x: x[..., 1:], found) for found in runs]
     assert_same(others[1], others[0])
     _, mixed, sorted_ = [jax.tree.map(lambda x: x[..., :1], found) for found in runs]
@@ -284,17 +291,19 @@ def test_a_group_that_is_not_finite_leaves_the_others_alone(name, layout):
 
 
 def test_a_bad_group_in_the_warm_up_of_adagc_is_as_one_without_gradient():
-    rule, norms = RULES["adagc"](), random_trees("leaves", 5)
-    bad, without = norms.copy(), norms.copy()
-    bad[:, 0], without[:, 0] = np.nan, 0
-    _, target, (state,) = run(rule, bad)
-    assert_same(target[:, 1:], run(rule, without)[1][:, 1:])
-    assert state.count[-1].tolist() == [0, 5, 5]
+    rule, norms = RULES["adagc"](), random_trees(5)
+    bad, without = norms[1].copy(), norms[1].copy()
+    bad[:, 0, 0], without[:, 0, 0] = np.nan, 0
+    _, target, states = run(rule, norms | {1: bad})
+    expected = run(rule, norms | {1: without})[1]
+    target[1][:, 0, 0] = expected[1][:, 0, 0] = 0
+    assert_same(target, expected)
+    assert states[1].count[-1].tolist() == [[0, 5], [5, 5]]
 
 
 @each_rule
 def test_scan_equals_the_loop_and_types_stay(name):
-    rule, norms = RULES[name](), random_trees("units", 60)
+    rule, norms = RULES[name](), random_trees(60)
     expected = run(rule, norms)
     assert_close(drive(rule, norms), expected)
     fresh = rule.init(zeros_like_step(norms))
@@ -307,8 +316,11 @@ def test_scan_equals_the_loop_and_types_stay(name):
 
 @each_rule
 def test_eager_equals_jit(name):
-    rule, norms = RULES[name](), random_trees("tree", 60)
-    expected, state = run(rule, norms), rule.init(zeros_like_step(norms))
+    # In the warm-up of AdaGC the groups share the global norm.
+    rule = RULES[name](warmup_steps=0) if name == "adagc" else RULES[name]()
+    norms = random_trees(2)
+    trigger, target, states = run(rule, norms)
+    norm, state = norms[0], rule.init(np.zeros(()))
     for i in range(2):
-        limits, state = rule.update(at(norms, i), state, None)
-        assert_close((*limits, state), at(expected, i))
+        limits, state = rule.update(norm[i], state, None)
+        assert_close((*limits, *state), at((trigger[0], target[0], states[0]), i))

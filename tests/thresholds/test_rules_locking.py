@@ -15,6 +15,9 @@ from reference_rules import RULES, assert_same, at, drive, factors, no_nan, rand
 
 from optaxclip import clip_by, scopes, thresholds
 
+# Their loops are long.
+pytestmark = pytest.mark.usefixtures("optimized")
+
 _SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "recovery.py"
 _SPEC = importlib.util.spec_from_file_location("recovery", _SCRIPT)
 recovery = importlib.util.module_from_spec(_SPEC)

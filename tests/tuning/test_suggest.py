@@ -153,8 +153,11 @@ def real():
     """Norms of the demo's network: [300] of a run with a clip, and what trains it again."""
     pytest.importorskip("flax")
     task = pytest.importorskip("optaxclip.commands.demo_task")
-    the_task = task.Task(task.encode(demo.read_text(None)), 0)
-    return the_task, the_task.train(demo.METHODS["global_norm"](), 300, lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"LENGTH": 80, "BATCH": 4, "HELD_OUT_WINDOWS": 8}.items():
+            patch.setattr(task, name, value)
+        the_task = task.Task(task.encode(demo.read_text(None)), 0)
+        yield the_task, the_task.train(demo.METHODS["global_norm"](), 300, lambda _: None)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -30,10 +30,13 @@ def swept(limits, steps=STEPS, step=step_fn, **options):
     return tuning.sweep(init_fn, step, limits, steps, key=KEY, data=TARGETS, **options)
 
 
+one_step = jax.jit(step_fn)
+
+
 def alone(limit, key, rate=0.2):
     params, losses, norms = init_fn(key), [], []
     for target in TARGETS:
-        params, loss, norm = step_fn(params, target, jnp.float32(limit), rate)
+        params, loss, norm = one_step(params, target, jnp.float32(limit), rate)
         losses.append(loss)
         norms.append(norm)
     return np.array(losses), np.array(norms)
@@ -66,23 +69,30 @@ def test_learning_rates_and_seeds():
     assert swept([0.5, 50.0], seeds=3).loss.shape == (2, 3, STEPS)
 
 
+FIVE = [0.5, 1.0, 5.0, 20.0, 50.0]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """The sweep of five limits."""
+    return swept(FIVE)
+
+
 @pytest.mark.parametrize("parallel", [1, 2, 3, 9])
-def test_fewer_at_a_time_are_the_same(parallel):
-    limits = [0.5, 1.0, 5.0, 20.0, 50.0]
-    expected, result = swept(limits), swept(limits, parallel=parallel)
+def test_fewer_at_a_time_are_the_same(expected, parallel):
+    result = swept(FIVE, parallel=parallel)
     np.testing.assert_allclose(result.loss, expected.loss, rtol=1e-5, atol=1e-6)
     assert result.limit == expected.limit
 
 
 @pytest.mark.parametrize(("cores", "parallel"), [(1, None), (2, None), (64, 1), (3, 2), (2, 5)])
-def test_cores_that_share_the_runs_change_nothing(monkeypatch, cores, parallel):
-    limits, expected = [0.5, 1.0, 5.0, 20.0, 50.0], swept([0.5, 1.0, 5.0, 20.0, 50.0])
+def test_cores_that_share_the_runs_change_nothing(expected, monkeypatch, cores, parallel):
     monkeypatch.setattr(runs, "_cores", lambda: cores)
-    groups, at_once = runs.in_groups(len(limits), parallel)
+    groups, at_once = runs.in_groups(len(FIVE), parallel)
     assert len({len(group) for group in groups}) == 1
     assert np.unique(np.concatenate(groups)).tolist() == [0, 1, 2, 3, 4]
     assert len(groups) * at_once <= (parallel or cores)
-    result = swept(limits, parallel=parallel)
+    result = swept(FIVE, parallel=parallel)
     np.testing.assert_allclose(result.loss, expected.loss, rtol=1e-5, atol=1e-6)
 
 
@@ -123,6 +133,7 @@ def test_steps_that_spread_over_devices(monkeypatch):
 
 
 def test_one_compiled_program_whatever_the_steps():
+    whole = swept([1.0, 2.0])
     for steps in (1, 24, 53, STEPS):
         traces, done = [], []
 
@@ -133,7 +144,7 @@ def test_one_compiled_program_whatever_the_steps():
         result = swept([1.0, 2.0], steps, step, progress=done.append)
         assert len(traces) == 2  # for the check of shapes, and to compile
         assert sum(done) == steps
-        np.testing.assert_array_equal(result.loss, swept([1.0, 2.0]).loss[:, :steps])
+        np.testing.assert_array_equal(result.loss, whole.loss[:, :steps])
 
 
 def cliff(params, noise, limit):
@@ -261,9 +272,11 @@ def test_wrong_steps(step, message):
         swept([1.0], step=step)
 
 
-def test_the_command(capsys, tmp_path):
+def test_the_command(capsys, tmp_path, monkeypatch):
     for package in ("flax", "matplotlib", "rich"):
         pytest.importorskip(package)
+    for name, value in {"LENGTH": 20, "BATCH": 2, "HIDDEN": 8}.items():
+        monkeypatch.setattr(f"optaxclip.commands.demo_task.{name}", value)
     args = ["--limits", "1", "3", "--steps", "10", "--out", str(tmp_path)]
     assert main(["sweep", *args]) == 0
     printed = capsys.readouterr().out.splitlines()
