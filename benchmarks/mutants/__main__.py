@@ -108,18 +108,27 @@ def whole_runs(tree: Path, files: list[str]) -> dict[str, Run]:
 
 
 def reaching(runs: dict[str, Run], path: str, lines: tuple[int, int]) -> list[str]:
-    """The tests that run one of these lines and pass: file after file, the quickest first."""
-    by_file = {}
-    for file, found in runs.items():
-        tests = [
+    """The tests that may notice a change of these lines: the quickest files first.
+
+    First those that run them; after all of these the other tests of the same files, which may take
+    from a cache what another test has computed.
+    """
+    by_file = []
+    for found in runs.values():
+        tests = [test for test in found.seconds if test not in found.failed]
+        direct = {
             test
-            for test, reached in found.reached.items()
-            if any(lines[0] <= line <= lines[1] for line in reached.get(path, ()))
-            and test not in found.failed
-        ]
-        if tests:
-            by_file[file] = tests, sum(found.seconds[test] for test in tests)
-    return [test for tests, _ in sorted(by_file.values(), key=lambda x: x[1]) for test in tests]
+            for test in tests
+            if any(
+                lines[0] <= line <= lines[1] for line in found.reached.get(test, {}).get(path, ())
+            )
+        }
+        if direct:
+            seconds = sum(found.seconds[test] for test in direct)
+            others = [test for test in tests if test not in direct]
+            by_file.append((seconds, [test for test in tests if test in direct], others))
+    by_file.sort()
+    return [test for part in (1, 2) for row in by_file for test in row[part]]
 
 
 def diff(path: str, before: str, after: str) -> str:

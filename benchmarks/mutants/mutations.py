@@ -105,6 +105,8 @@ def _expressions(node: ast.AST) -> Iterator[Any]:
     yield node
     if isinstance(node, ast.Raise | ast.Assert | ast.ImportFrom | ast.JoinedStr):
         return
+    if isinstance(node, ast.keyword) and ast.unparse(node) == "strict=True":
+        return  # of `zip`, for what only a bug could break
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
             is_other = isinstance(child, ast.stmt | ast.excepthandler) or name in TYPES
@@ -148,7 +150,7 @@ def _changes(node: Any) -> Iterator[tuple[Any, ast.expr | str]]:
 def _calls(node: ast.Call) -> Iterator[ast.expr]:
     args, function = node.args, node.func
     for keyword in node.keywords:
-        if keyword.arg:
+        if keyword.arg and ast.unparse(keyword) != "strict=True":
             yield _with(node, keywords=[other for other in node.keywords if other is not keyword])
     if len(args) == 1 and not (node.keywords or isinstance(args[0], ast.Starred)):
         yield args[0]

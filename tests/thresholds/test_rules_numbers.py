@@ -3,10 +3,12 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optaxclip import thresholds
+import optaxclip
+from optaxclip import scopes, thresholds
 
 NORMS = np.array([1.0, 3.0, 2.0, 2.5, 1.5], np.float32)
 
@@ -66,3 +68,54 @@ def test_the_score_of_small_norms_starts_from_nothing():
     start, std = np.mean(norms[:2]), np.std(norms[:2])
     assert np.all(np.isinf(trigger[:2]))
     np.testing.assert_allclose(trigger[2], start + 2.5 * (std + 1e-6), rtol=1e-5)
+
+
+KINDS = [np.float64, jnp.bfloat16, jnp.float32]
+GIVEN = {
+    "ema": {"decay": 0.5, "ratio": 2.0, "target_decay": 0.5, "target_ratio": 1.5},
+    "zscore": {"alpha": 0.5, "z_thresh": 2.0},
+    "log_tracker": {"decay": 0.5, "num_std": 4.0, "min_limit": 0.5},
+    "adagc": {"lambda_rel": 1.5, "lambda_abs": 1.0, "beta": 0.5},
+    "quantile": {"target": 0.5, "learning_rate": 0.25, "init_limit": 0.5},
+    "percentile": {"percentile": 50.0, "floor": 0.5},
+    "window": {"num_std": 2.0, "min_std": 0.5},
+    "median": {"scale": 2.0, "max_norm": 4.0},
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_numbers_may_have_any_dtype(name):
+    def drive(numbers):
+        rule, norm = getattr(thresholds, name)(**numbers), jnp.ones(2)
+        first = rule.init(norm)
+        limits, state = rule.update(norm, first, None)
+        assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, first)
+        return limits
+
+    for bits in (32, 64):
+        with jax.enable_x64(bits == 64):
+            for kind in KINDS:
+                numbers = {key: kind(x) for key, x in GIVEN[name].items()}
+                for limit in jax.eval_shape(lambda numbers=numbers: drive(numbers)):
+                    assert limit.dtype == jnp.float32
+                traced = jax.tree.map(jnp.asarray, numbers)
+                for limit in jax.eval_shape(drive, traced):
+                    assert limit.dtype == jnp.float32
+
+
+def test_a_share_of_the_parameters_may_be_on_a_schedule():
+    tx = optaxclip.adaptive_grad_clip(lambda count: 0.5 / (1 + count.astype(jnp.float32)))
+    params, grads = jnp.array([3.0, 4.0]), jnp.array([30.0, 40.0])
+    state = tx.init(params)
+    for share in (0.5, 0.25):
+        updates, state = tx.update(grads, state, params)
+        np.testing.assert_allclose(updates, share * params, rtol=3e-6)
+
+
+def test_a_limit_by_name_for_the_whole_tree_and_for_units():
+    grads = {"w": jnp.array([3.0, 4.0])}
+    for scope, name in {scopes.tree(): "tree", scopes.axes(0): "w"}.items():
+        tx = optaxclip.clip_by(scope, {name: 1.0})
+        updates, state = tx.update(grads, tx.init(grads))
+        np.testing.assert_allclose(updates["w"], [0.6, 0.8], rtol=3e-6)
+        assert np.ravel(state.info.limit) == 1

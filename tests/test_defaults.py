@@ -1,0 +1,87 @@
+"""The numbers that a call without them stands for: mostly published ones, on which users build."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+import optaxclip
+from optaxclip import per_example, responses, scopes, thresholds
+
+FLOOR, PATIENCE = {"floor": 1e-8}, {"patience": 20}
+ADAGC = {"lambda_rel": 1.05, "lambda_abs": 1.0, "beta": 0.98, "warmup_steps": 100, **FLOOR}
+ZSCORE = {"alpha": 0.97, "z_thresh": 2.5, "warmup_steps": 25, "option": "adaptive"}
+QUANTILE = {"target": 0.5, "learning_rate": 0.2, "init_limit": 0.1, "geometric": True}
+BY_ENGINE = {"nonfinite": "nan", "strict": False}
+LIFTED = {"response": "clip", "split": "uniform"}
+
+THRESHOLDS = {
+    "adagc": ADAGC,
+    "ema": {
+        "decay": 0.95,
+        "ratio": 2.0,
+        "debias": False,
+        "skip_steps": 0,
+        "warmup_steps": 0,
+        "record": "clipped",
+        **FLOOR,
+        **PATIENCE,
+    },
+    "log_tracker": {"decay": 0.995, "num_std": 4.0, "min_limit": 0.0, "reject": True, **FLOOR},
+    "median": {"scale": 2.0, "window": 100, "every_step": False, **FLOOR},
+    "percentile": {"percentile": 95.0, "window": 1000, "record": "raw", **FLOOR, **PATIENCE},
+    "quantile": QUANTILE | FLOOR,
+    "relative_to_params": {"eps": 1e-3},
+    "window": {
+        "num_std": 3.0,
+        "window": 128,
+        "ddof": 0,
+        "min_std": 1e-6,
+        "record": "raw",
+        **FLOOR,
+        **PATIENCE,
+    },
+    "zscore": {**ZSCORE, "debias": False, "record": "clipped", **FLOOR, **PATIENCE},
+}
+METHODS = {
+    "adagc": ADAGC,
+    "adaptive_grad_clip": {"eps": 1e-3, "norm": "l2"},
+    "autoclip": {"percentile": 10.0, "window": 1000, **FLOOR},
+    "clip_by": {"norm": "l2", "response": "clip"},
+    "clip_by_ema_norm": {"ratio": 2.0, "decay": 0.95, **FLOOR, **PATIENCE},
+    "clip_by_global_norm": {"norm": "l2"},
+    "clip_by_median_norm": {"scale": 2.0, "window": 100, **FLOOR},
+    "clip_by_quantile": QUANTILE | FLOOR,
+    "clip_by_window_norm": {"num_std": 3.0, "window": 128, **FLOOR},
+    "clip_tree": {"norm": "l2", "response": "clip"},
+    "normalize_by_global_norm": {"norm": 1.0},
+    "zclip": {**ZSCORE, **FLOOR, **PATIENCE},
+}
+OTHERS = [
+    (optaxclip.skip_above, {"max_consecutive": 20, "norm": "l2"}),
+    (per_example.clip_sum, LIFTED),
+    (per_example.clipped_grad, {"argnums": 0, "has_aux": False, **LIFTED}),
+    (
+        per_example.per_example_clip_and_aggregate,
+        {"noise_multiplier": 0.0, "reduction": "mean", **LIFTED},
+    ),
+    (per_example.per_example_layer_norm_clip, {"uniform": True}),
+    (
+        per_example.quantile_limit,
+        {**QUANTILE, "count_noise": 0.0, "min_limit": 0.0, "max_limit": np.inf},
+    ),
+    (responses.auto_s, {"gamma": 0.01}),
+    (scopes.leaf, {"stacked": 0}),
+    (scopes.unit, {"axis": None, "stacked": 0}),
+]
+CASES = [
+    *((getattr(thresholds, name), numbers) for name, numbers in THRESHOLDS.items()),
+    *((getattr(optaxclip, name), numbers | BY_ENGINE) for name, numbers in METHODS.items()),
+    *OTHERS,
+]
+
+
+@pytest.mark.parametrize(("function", "numbers"), CASES)
+def test_defaults(function, numbers):
+    parameters = inspect.signature(function).parameters
+    assert {name: parameters[name].default for name in numbers} == numbers
