@@ -5,11 +5,17 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from optaxclip._base.devices import manual_axes
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, flatten, leaf_name
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
 from optaxclip._engine.step import Method
 from optaxclip.thresholds.fixed import check_limit
+
+_PART_OF_A_STACK = (
+    "; if they are this device's part of a stack of layers or experts, take scopes.axes with "
+    "specs= in the place of scopes.leaf(stacked=), or clip outside of the region"
+)
 
 
 def among_known(grouping: Grouping, info: ClipInfo, name: str) -> Grouping:
@@ -20,6 +26,7 @@ def among_known(grouping: Grouping, info: ClipInfo, name: str) -> Grouping:
     if unknown:
         raise ValueError(
             f"{name}: the updates have groups {unknown} that the params given to init did not have"
+            + (_PART_OF_A_STACK if manual_axes() else "")
         )
     return grouping.among(info.names)
 

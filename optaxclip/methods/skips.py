@@ -28,6 +28,8 @@ def skip_nonfinite(
 ) -> Transformation[SkipState]:
     """Skips the steps whose gradients hold a NaN or an infinite entry.
 
+    `optaxclip.monitor.bad_leaves` then names the leaves, `verdict` tells the host whether to go on.
+
     Args:
       inner: the optimizer.
       max_consecutive: after so many skipped steps in a row the next goes to the optimizer as it is,
@@ -86,7 +88,8 @@ def skip_above(
       MaxText           | OLMo-core's, on what its clip has left of the gradients:
                         | `optax.chain(clip_by_global_norm(1.0), skip_above(...))`
 
-    As published they skip for as long as it takes; for that pass `max_consecutive=None`.
+    As published they skip for as long as it takes; for that pass `max_consecutive=None`. For which
+    leaves it was ask `optaxclip.monitor.bad_leaves`, and `verdict` whether to go on.
 
     Args:
       inner: the optimizer.
