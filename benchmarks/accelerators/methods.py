@@ -49,6 +49,9 @@ METHODS: dict[str, tuple[Build, Build]] = {
         _optax(optax.clip_by_block_rms, 1e-3),
     ),
     "adagc": (_before(optaxclip.adagc), GLOBAL),
+    "norm_history": (_before(optaxclip.normalize_by_norm_history), GLOBAL),
+    "moving_max": (_before(optaxclip.clip_by_moving_max), GLOBAL),
+    "second_moment": (lambda **_: optax.chain(optaxclip.clip_by_second_moment(), adamw()), GLOBAL),
     "agc": (
         _before(optaxclip.adaptive_grad_clip, 0.01),
         _optax(optax.adaptive_grad_clip, 0.01),

@@ -2,8 +2,9 @@
 
 Every clip and every skip keeps a record of its last step in its own state, wherever that is held:
 in `chain`, `masked`, `partition`, `MultiSteps`, `apply_if_finite`, `inject_hyperparams`, a Flax
-`TrainState`, an `nnx.Optimizer`, lists, dicts. (`clip` and `clip_by_value` have no norm and keep no
-record.) For a log, `scalars` makes flat numbers of the records::
+`TrainState`, an `nnx.Optimizer`, lists, dicts. (`clip`, `clip_by_value` and
+`clip_by_second_moment` have no norm and keep no record.) For a log, `scalars` makes flat numbers of
+the records::
 
   for name, value in monitor.scalars(opt_state).items():
       writer.add_scalar(name, value, step)              # TensorBoard

@@ -14,8 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from optaxclip import clip_by_spectral_norm, monitor
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 MODES = ("soft", "hard")
 each_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -85,7 +83,7 @@ def test_every_condition_at_every_limit(mode, shape):
 
 def test_fewer_iterations_do_for_fewer_decades():
     x = next(matrices((8, 8), [1e4]))
-    for iterations, limit in ((3, 0.1), (5, 0.01), (7, 1e-3)):
+    for iterations, limit in ((3, 0.1), (5, 0.01)):
         tx = clip_by_spectral_norm(limit, iterations=iterations)
         assert error(tx.update(x, None)[0], exact(x, limit, "soft")) < 1e-3
 
@@ -157,7 +155,10 @@ def test_layers_of_a_stack_are_matrices_of_their_own(mode):
     np.testing.assert_array_equal(state.info.num_clipped, [1, 1, 1, 1, 0, 1])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64", "float64", "complex128"])
+SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("float16", "float64", "complex128")]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "complex64", *SLOW])
 def test_other_dtypes(dtype):
     with jax.enable_x64(dtype in ("float64", "complex128")):
         x = next(matrices((5, 4), [100])).astype(np.float64)
