@@ -11,8 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from optaxclip import clip_by, norms, scopes, thresholds
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 RULES = {
     "constant": 1.0,
     "schedule": optax.linear_schedule(1.5, 0.5, 4),

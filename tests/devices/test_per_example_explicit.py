@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 import optaxclip
 from optaxclip import per_example, scopes
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 SCOPES = {"tree": scopes.tree(), "leaf": scopes.leaf(), "unit": scopes.unit()}
 BATCHES = {
     "split": {"w": P(("a", "b")), "v": P(("a", "b")), "b": P(("a", "b"))},

@@ -11,8 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SPECS = {"query": P("data", "model", None), "key": P("data", "model"), "layers": P(None, "data")}
 SHAPES = {"query": (4, 4, 3), "key": (4, 4, 3), "layers": (2, 8)}
 RNG = np.random.default_rng(0)

@@ -24,8 +24,6 @@ from methods_table import (
 
 import optaxclip
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 STEPS = 20
 SEQUENCE = random_tree(2, STEPS)
 each_method = pytest.mark.parametrize("name", METHODS)
@@ -247,7 +245,7 @@ def together(name, leaf, index):
     return mask
 
 
-@each_method
+@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].shares])
 @pytest.mark.parametrize(("leaf", "index"), [("w", (2, 5)), ("b", (1,))])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_bad_entry_makes_its_whole_group_nan_and_nothing_else(name, leaf, index, value):

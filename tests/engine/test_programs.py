@@ -10,8 +10,6 @@ from methods_table import GRADS, METHODS, PARAMS, compilations, random_tree
 import optaxclip
 from optaxclip import norms, per_example, responses, scopes
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def scheduled(make):
     """With a schedule of its own each time, of other numbers too."""

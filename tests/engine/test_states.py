@@ -21,8 +21,6 @@ from methods_table import (
 import optaxclip
 from optaxclip import monitor, per_example, scopes, thresholds
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 NUMBER = jnp.asarray(0.5)
 RULES = {
     "constant": functools.partial(thresholds.constant, NUMBER),

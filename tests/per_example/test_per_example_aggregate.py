@@ -29,7 +29,7 @@ def test_mean_and_sum_without_noise():
     by_hand, _ = first_update(1.0, batch_size=16)
     theirs = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=0)
     with jax.numpy_dtype_promotion("standard"):
-        optaxs, _ = theirs.update(GRADS, theirs.init(PARAMS))
+        optaxs, _ = jax.jit(theirs.update)(GRADS, theirs.init(PARAMS))
     for name in GRADS:
         np.testing.assert_allclose(total[name], expected.grads[name], rtol=1e-6)
         np.testing.assert_allclose(mean[name], total[name] / 8, rtol=1e-6)

@@ -10,7 +10,7 @@ import pytest
 import optaxclip
 from optaxclip import per_example, scopes
 
-pytestmark = pytest.mark.usefixtures("x64", "quick_compilation")
+pytestmark = pytest.mark.usefixtures("x64")
 F32, F64 = np.float32, np.float64
 LIMITS = {
     "number": (lambda number: number, {}),
@@ -40,8 +40,13 @@ def test_the_bound_where_dtypes_differ(how, dtype):
     """In float64 to its digits, where all leaves are; a number of float32 is exact in it."""
     make, options = LIMITS[how]
     grads, number = trees(20, dtype), F32(0.7)
-    for limit in (number, jnp.asarray(number), jnp.asarray(F64(number)), float(number)):
-        added = jax.lax.map(functools.partial(alone, make(limit), options), grads)
+    limits = (number, jnp.asarray(number), jnp.asarray(F64(number)), float(number))
+
+    @jax.jit
+    def for_each(grads):
+        return [jax.lax.map(functools.partial(alone, make(x), options), grads) for x in limits]
+
+    for added in for_each(grads):
         assert {name: x.dtype for name, x in added.items()} == {
             name: x.dtype for name, x in grads.items()
         }
@@ -70,7 +75,7 @@ def test_batches_of_none_and_one(dtype, size):
         return jnp.sum(jnp.square(w * x))
 
     w, x = jnp.ones(3, dtype), 10 * jnp.ones((1, 3), dtype)
-    clipped = per_example.clipped_grad(loss_fn, F32(1), microbatch_size=size)
+    clipped = jax.jit(per_example.clipped_grad(loss_fn, F32(1), microbatch_size=size))
     wide = F64 if dtype == F64 else F32
     none, one = clipped(w, x[:0]), clipped(w, x)
     assert (none.grads.dtype, one.grads.dtype) == (wide, wide)
