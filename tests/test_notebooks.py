@@ -35,6 +35,17 @@ SHORTER = {
         ('    "limit 0.5": 0.5,\n', ""),
     ],
     "sharded_training": [("= 0.5, 60", "= 0.5, 3")],
+    "attention_logits": [
+        ("STEPS, RATE, TAU = 400", "STEPS, RATE, TAU = 100"),
+        ("32, 4, 16, 12, 32", "8, 2, 4, 3, 4"),
+    ],
+    "spikes": [
+        ("= 400, 200, 100, 0.01", "= 60, 20, 10, 0.01"),
+        (
+            "in methods.items()}",
+            'in methods.items() if name in ("no clip", "skip on norm or loss")}',
+        ),
+    ],
 }
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
