@@ -90,8 +90,10 @@ def _in_range(bound: jax.typing.ArrayLike, leaf: Any) -> jax.typing.ArrayLike:
     dtype = jnp.result_type(leaf.data if is_sparse(leaf) else leaf)
     if jnp.issubdtype(dtype, jnp.integer):
         return _whole_in_range(bound, dtype)
-    if isinstance(bound, int):
-        return float(bound) if abs(bound) < 2**1023 else math.copysign(math.inf, bound > 0 or -1)
+    if isinstance(bound, (int, float)):
+        # What the default dtype has no number for is infinite; NumPy would warn of it.
+        is_large = abs(bound) > float(jnp.finfo(jnp.result_type(float)).max)
+        return math.copysign(math.inf, bound > 0 or -1) if is_large else float(bound)
     # JAX would cut 64-bit integers to 32 bits.
     is_numpy = isinstance(bound, (np.ndarray, np.generic))
     return bound.astype(float) if is_numpy and bound.dtype.kind in "iu" else bound
