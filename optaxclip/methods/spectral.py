@@ -59,7 +59,7 @@ def clip_by_spectral_norm(
     no more digits), and below 5e-5 to 100 times `c`. For a matrix
     `[m, n]` with `m <= n` an iteration takes two products with `[m, n]` and four with `[m, m]`, and
     "hard" two and 29 more at the end, where Muon takes 5 times two and one. On a CPU it takes about
-    twice as long as Muon for a square matrix (`optax.contrib.scale_by_muon`), "hard" three to four
+    twice as long as Muon for a square matrix (`optax.contrib.scale_by_muon`), "hard" about three
     times; with 5 iterations as long as Muon (`benchmarks/spectral.py`).
 
     Source: SPECTRA, 2026, arXiv 2603.14315 (mlolab/llm-spectral-clipping); for the hard form
