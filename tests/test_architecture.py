@@ -119,6 +119,12 @@ def test_files_are_small(path):
     assert number_of_lines <= 350
 
 
+def test_no_two_test_files_have_one_name():
+    # Pytest imports them by it.
+    names = [path.name for path in TESTS.rglob("test_*.py")]
+    assert len(set(names)) == len(names)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_no_private_modules_of_others(name):
     assert "._src" not in FILES[name].read_text()
