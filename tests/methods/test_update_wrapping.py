@@ -1,0 +1,97 @@
+"""Clips of updates and of attention's weights in wrappers, in Flax, and through checkpoints."""
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from methods_table import GRADS, PARAMS, assert_close, assert_same
+
+import optaxclip
+from optaxclip import monitor
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+STABLE = optaxclip.scale_by_stable_adam()
+LOGITS = jnp.array([1.0, 8.0])
+
+
+@pytest.fixture(autouse=True)
+def _as_optax_needs():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def kernels(path, leaf):
+    del leaf
+    return optaxclip.Heads(-2) if path.endswith("kernel") else None
+
+
+def both(rate=0.0):
+    clip = optaxclip.clip_attention_logits(2.0, heads=kernels)
+    return optax.chain(STABLE, optax.scale(-rate), clip)
+
+
+def test_an_nnx_optimizer_hands_the_logits_on():
+    model = nnx.LinearGeneral(3, (2, 4), rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, both(), wrt=nnx.Param)
+    before = np.array(model.kernel[...])
+
+    @nnx.jit
+    def step(model, optimizer):
+        grads = nnx.grad(lambda model: jnp.sum(model(jnp.ones((1, 3)))))(model)
+        optimizer.update(model, grads, max_logits=LOGITS)
+
+    step(model, optimizer)
+    expected = before * np.array([1, 0.5])[:, None]
+    np.testing.assert_allclose(model.kernel[...], expected, rtol=1e-5)
+    infos = monitor.read(optimizer)
+    keys = ["opt_state/0/clip/scale_by_stable_adam", "opt_state/2/clip_attention_logits"]
+    assert list(infos) == keys
+    assert list(infos[keys[0]].names) == ["bias", "kernel"]
+    assert list(infos[keys[1]].names) == ["kernel"]
+
+
+def test_in_wrappers_as_alone():
+    alone, _ = STABLE.update(GRADS, STABLE.init(PARAMS))
+    only = {"w": True, "b": False, "v": False}
+    rest = {"kept": optax.identity(), "scaled": STABLE}
+    wrapped = {
+        "masked": optax.masked(STABLE, only),
+        "partition": optax.partition(rest, {"w": "scaled", "b": "kept", "v": "kept"}),
+        "skip": optaxclip.skip_nonfinite(STABLE),
+        "steps": optax.MultiSteps(STABLE, 1).gradient_transformation(),
+    }
+
+    @jax.jit
+    def updates(grads):
+        return {name: tx.update(grads, tx.init(PARAMS), PARAMS) for name, tx in wrapped.items()}
+
+    for name, (found, state) in updates(GRADS).items():
+        assert_close(found["w"], alone["w"])
+        if name in ("masked", "partition"):
+            assert_same(found["b"], GRADS["b"])
+        assert any("scale_by_stable_adam" in key for key in monitor.read(state))
+
+
+def test_a_skipped_step_leaves_weights_alone():
+    params = {"kernel": jnp.ones((3, 2, 4))}
+    tx = optaxclip.skip_nonfinite(both(0.1))
+    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
+    updates, state = tx.update(bad, tx.init(params), params, max_logits=LOGITS)
+    assert not np.any(updates["kernel"])
+    updates, _ = tx.update(params, state, params, max_logits=LOGITS)
+    assert np.all(updates["kernel"] < 0)
+
+
+def test_states_survive_a_checkpoint():
+    params = {"kernel": jnp.ones((3, 2, 4)), "bias": jnp.ones(2)}
+    tx = both(0.1)
+    _, state = tx.update(params, tx.init(params), params, max_logits=LOGITS)
+    stored = flax.serialization.to_bytes(state)
+    restored = flax.serialization.from_bytes(tx.init(params), stored)
+    assert_same(jax.tree.map(np.asarray, restored), jax.tree.map(np.asarray, state))
+    restored = jax.tree.map(jnp.asarray, restored)
+    steps = [tx.update(params, x, params, max_logits=LOGITS) for x in (state, restored)]
+    assert_same(*steps)
