@@ -84,3 +84,13 @@ def test_batches_of_none_and_one(dtype, size):
     np.testing.assert_allclose(one.grads, np.full(3, 3**-0.5), rtol=2e-6)
     summed = per_example.clip_sum({"w": jax.grad(loss_fn)(w, x[0])[None]}, F32(1))
     np.testing.assert_allclose(summed.grads["w"], one.grads, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16, F64, jnp.complex64, jnp.complex128])
+def test_the_functions_of_optax_sum_in_the_dtype_of_the_leaf_if_it_is_wide(dtype):
+    wide = {jnp.int8: F32, jnp.bfloat16: F32}.get(dtype, dtype)
+    grads = {"w": jnp.asarray([[3, 4], [0, 0]], dtype)}
+    for clip in (optaxclip.per_example_global_norm_clip, optaxclip.per_example_layer_norm_clip):
+        total, _ = clip(grads, 2.5)
+        assert total["w"].dtype == wide
+        np.testing.assert_allclose(total["w"], [1.5, 2], rtol=3e-6)

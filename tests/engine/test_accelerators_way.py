@@ -1,0 +1,126 @@
+"""What runs on GPUs and TPUs gives the right numbers: here on a CPU, which has a way of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+from optaxclip import norms, per_example, scopes
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+TREE = {
+    "w": jnp.linspace(-1, 2, 12, dtype=jnp.float32).reshape(4, 3),
+    "b": jnp.linspace(0.5, 1, 5, dtype=jnp.bfloat16),
+    "z": jnp.array([3 - 4j, 0.1j], jnp.complex64),
+}
+SCALES = np.float32([1, 1e-25, 1e25])
+"""Squares are in range, underflow, and overflow."""
+SCOPES = {"tree": scopes.tree(), "leaf": scopes.leaf(), "columns": scopes.axes(0)}
+NORMS = {
+    "l1": ("l1", np.sum),
+    "l2": ("l2", lambda x: np.sqrt(np.sum(x**2))),
+    "linf": ("linf", np.max),
+    "l3": (norms.lp(3), lambda x: np.sum(x**3) ** (1 / 3)),
+    "rms": ("rms", lambda x: np.sqrt(np.mean(x**2))),
+}
+
+
+@pytest.fixture(params=["cuda", "tpu"])
+def platform(request, monkeypatch):
+    """The branch of an accelerator in the place of the CPU's."""
+
+    def branch(*args, default=None, **branches):
+        return branches.get(request.param, default)(*args)
+
+    jax.clear_caches()
+    monkeypatch.setattr(jax.lax, "platform_dependent", branch)
+    yield request.param
+    jax.clear_caches()
+
+
+def at_scale(scale):
+    return jax.tree.map(lambda x: x * scale.astype(x.dtype), TREE)
+
+
+def wide(tree):
+    return {name: np.asarray(x, np.complex128) for name, x in tree.items()}
+
+
+def truth(tree, scope, norm, limit):
+    """Each leaf, clipped in float64."""
+    if scope == "tree":
+        everything = np.concatenate([np.abs(x).ravel() for x in tree.values()])
+        return {name: x * min(1, limit / norm(everything)) for name, x in tree.items()}
+    if scope == "leaf":
+        return {name: x * min(1, limit / norm(np.abs(x))) for name, x in tree.items()}
+    clipped = {}
+    for name, x in tree.items():
+        columns = [
+            column * min(1, limit / norm(np.abs(column))) for column in x.T.reshape(-1, len(x))
+        ]
+        clipped[name] = np.stack(columns).T.reshape(x.shape)
+    return clipped
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_at_every_scale(platform, scope):
+    @jax.jit
+    @jax.vmap
+    def clip(scale):
+        return {
+            name: optaxclip.clip_tree(at_scale(scale), scale, scope=SCOPES[scope], norm=norm)[0]
+            for name, (norm, _) in NORMS.items()
+        }
+
+    found = clip(jnp.asarray(SCALES))
+    for i, scale in enumerate(SCALES):
+        tree = wide(at_scale(jnp.asarray(scale)))
+        for name, (_, norm) in NORMS.items():
+            expected = truth(tree, scope, norm, np.float64(scale))
+            for leaf, x in expected.items():
+                rtol = 4e-3 if leaf == "b" else 2e-5
+                actual = np.asarray(found[name][leaf][i], np.complex128)
+                np.testing.assert_allclose(
+                    actual / scale,
+                    x / scale,
+                    rtol=rtol,
+                    atol=1e-6,
+                    err_msg=f"{name} {leaf} {scale}",
+                )
+
+
+def test_bad_entries_and_derivatives(platform):
+    @jax.jit
+    def clip(x):
+        found = {
+            policy: optaxclip.clip_tree([x], 1.0, scope=scopes.axes(0), nonfinite=policy)[0][0]
+            for policy in ("nan", "zero", "mask")
+        }
+        return found, jax.grad(lambda x: jnp.sum(jnp.sin(found_of(x))))(x[:, 1:])
+
+    def found_of(x):
+        return optaxclip.clip_tree([x], 1.0, scope=scopes.tree())[0][0]
+
+    x = jnp.array([[np.inf, 3.0], [1.0, 4.0]])
+    found, derivative = clip(x)
+    for policy, column in {"nan": [np.nan] * 2, "zero": [0, 0], "mask": [0, 1]}.items():
+        np.testing.assert_allclose(found[policy], np.stack([column, [0.6, 0.8]], 1), rtol=3e-6)
+    unit = np.array([0.6, 0.8])
+    change = np.cos(unit)
+    expected = (change - unit * np.dot(unit, change)) / 5
+    np.testing.assert_allclose(derivative[:, 0], expected, rtol=1e-5)
+
+
+def test_sums_over_examples(platform):
+    rows = jnp.array([[3.0, 4.0], [0.3, 0.4], [jnp.nan, 1.0], [3e25, 4e25]])
+    found = jax.jit(
+        lambda x: per_example.clip_sum({"w": x, "b": x[:, 0]}, 1.0, scope=scopes.leaf())
+    )(rows)
+    half = 2**-0.5
+    np.testing.assert_allclose(
+        found.grads["w"], [0.3 + 2 * 0.6 * half, 0.4 + 2 * 0.8 * half], rtol=3e-6
+    )
+    np.testing.assert_allclose(found.grads["b"], 0.3 + 2 * half, rtol=3e-6)
+    assert (int(found.num_dropped), int(found.num_unclipped)) == (1, 1)
