@@ -1,16 +1,16 @@
-"""What the README and the docstrings show passes Pyright, as it stands in a reader's editor."""
+"""What README, site and docstrings show passes Pyright, as it stands in a reader's editor."""
 
 import doctest
 import importlib
 import json
 import pkgutil
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import shown_code
 
 import optaxclip
 
@@ -25,9 +25,11 @@ def modules():
 
 
 def examples():
-    """The code of the README's blocks, and of each docstring with an example."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
-    found = {f"readme_{i}": block for i, block in enumerate(blocks)}
+    """The code of the pages' blocks, and of each docstring with an example."""
+    found = {}
+    for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
+        for i, block in enumerate(shown_code.blocks(page)):
+            found[f"page_{page.stem}_{i}"] = block
     finder = doctest.DocTestFinder(exclude_empty=True)
     for module in modules():
         for test in finder.find(module, module.__name__, module=module):

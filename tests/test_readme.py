@@ -4,19 +4,16 @@ import importlib.util
 import re
 from pathlib import Path
 
-import jax
 import pytest
+import shown_code
 
 README = Path(__file__).parents[1] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+BLOCKS = shown_code.blocks("README.md")
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[-1][:40])
 def test_code_runs(block):
-    namespace = {}
-    # A reader's settings, not ours.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        exec(compile(block, "README.md", "exec"), namespace)
+    namespace = shown_code.run(block, "README.md")
     if "losses" in namespace:
         assert namespace["losses"][-1] < namespace["losses"][0]
     if "info" in namespace:

@@ -86,7 +86,7 @@ def clip_attention_logits(
       TypeError: for a limit that is no number, or `heads` that are no function.
 
     Example:
-      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> import jax, jax.numpy as jnp, optax, optaxclip
       >>> def heads(path, leaf):
       ...     return optaxclip.Heads(-2) if path.split("/")[-1] in ("query", "key") else None
       >>> clip = optaxclip.clip_attention_logits(100.0, heads=heads)
@@ -94,7 +94,7 @@ def clip_attention_logits(
       >>> params = {"query": jnp.ones((1, 2, 2)), "key": jnp.ones((1, 2, 2))}
       >>> grads, state = optax.tree.zeros_like(params), tx.init(params)
       >>> updates, state = tx.update(grads, state, params, max_logits=jnp.array([50.0, 400.0]))
-      >>> print(optax.apply_updates(params, updates)["query"])
+      >>> print(jax.tree.map(jnp.add, params, updates)["query"])
       [[[1.  1. ]
         [0.5 0.5]]]
     """

@@ -1,0 +1,34 @@
+"""Our docstrings as the site's reader of docstrings wants them, in plurals and Markdown."""
+
+import re
+import textwrap
+from typing import Any
+
+import griffe
+
+SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example):$", re.MULTILINE)
+# What `::` leads in, and tables with their lines of dashes.
+INDENTED = re.compile(r"(?::(:)\n\n|(?<=\n\n))((?:  .*\n)+(?:\n+(?:  .*\n)+)*)")
+
+
+class Docstrings(griffe.Extension):
+    """Makes of an "Example:" a section of examples, of an indented block one of code."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrites the docstring of an object that was loaded."""
+        if obj.docstring:
+            obj.docstring.value = as_markdown(obj.docstring.value)
+
+
+def as_markdown(text: str) -> str:
+    """A docstring with `Examples:`, and with fences around what is indented before all sections."""
+    text += "\n"
+    section = SECTION.search(text)
+    begin = section.start() if section else len(text)
+    head = INDENTED.sub(_fenced, text[:begin])
+    return head + re.sub(r"^Example:$", "Examples:", text[begin:], flags=re.MULTILINE)
+
+
+def _fenced(block: re.Match[str]) -> str:
+    lead = ":\n\n" if block[1] else ""
+    return f"{lead}```text\n{textwrap.dedent(block[2])}```\n"

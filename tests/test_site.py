@@ -1,0 +1,109 @@
+"""The site: its code runs, it has every public name, its menu every page."""
+
+import importlib.util
+import inspect
+import operator
+import re
+from pathlib import Path
+
+import pytest
+import shown_code
+
+import optaxclip
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+}
+# `tests/methods/test_muon.py` runs the page on Muon.
+BLOCKS = [
+    (page, block) for page in PAGES if "muon" not in page for block in shown_code.blocks(page)
+]
+REFERENCE = re.findall(r"^::: optaxclip\.(\S+)$", "\n".join(PAGES.values()), re.MULTILINE)
+MENU = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
+
+
+@pytest.mark.parametrize(
+    ("page", "block"), BLOCKS, ids=lambda text: text.strip().splitlines()[-1][:40]
+)
+def test_code_runs(page, block):
+    if "flax" in block:
+        pytest.importorskip("flax")
+    found = shown_code.run(block, page)
+    if "losses" in found:
+        assert found["losses"][-1] < found["losses"][0] / 2
+    if "record" in found:
+        record = {name.split("/")[-1]: value for name, value in found["record"].items()}
+        assert (record["norm"], record["limit"]) == (5.0, 1.0)
+        assert record["factor"] == pytest.approx(0.2)
+    if "norm" in found:
+        assert float(found["norm"]) == 5.0
+    if "bad" in found:
+        assert found["bad"] == ("b",)
+        assert not any(update.any() for update in found["updates"].values())
+
+
+def test_there_is_code():
+    assert len(BLOCKS) >= 10
+
+
+def public():
+    """The public functions, classes and constants by name, those of the namespaces too."""
+    found = {}
+    for name in (name for name in dir(optaxclip) if not name.startswith("_")):
+        value = getattr(optaxclip, name)
+        found |= members(name, value) if inspect.ismodule(value) else {name: value}
+    return found
+
+
+def members(name, module):
+    """What a namespace offers: all of a package, of a file what it does not import."""
+    whole = hasattr(module, "__path__")
+    return {
+        f"{name}.{key}": value
+        for key, value in vars(module).items()
+        if not key.startswith("_")
+        and not inspect.ismodule(value)
+        and (whole or getattr(value, "__module__", None) == module.__name__)
+    }
+
+
+def test_the_reference_has_every_public_name():
+    documented = {id(operator.attrgetter(name)(optaxclip)) for name in REFERENCE}
+    names = public()
+    assert len(names) > 100
+    assert not [name for name, value in names.items() if id(value) not in documented]
+
+
+def test_no_name_is_in_the_reference_twice():
+    assert len(set(REFERENCE)) == len(REFERENCE)
+
+
+def test_the_menu_has_every_page_and_notebook():
+    pages = [page.removeprefix("docs/") for page in PAGES]
+    notebooks = [f"notebooks/{path.name}" for path in ROOT.glob("notebooks/*.ipynb")]
+    assert not [page for page in (*pages, *notebooks) if f": {page}\n" not in MENU]
+
+
+def test_sections_that_pages_take_from_the_readme_exist():
+    titles = re.findall(r"<!-- README: (.+) -->", "\n".join(PAGES.values()))
+    assert titles
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert not [title for title in titles if f"\n## {title}\n" not in readme]
+
+
+def test_docstrings_become_markdown():
+    pytest.importorskip("griffe")
+    spec = importlib.util.spec_from_file_location("docstrings", ROOT / "docs" / "docstrings.py")
+    docstrings = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(docstrings)
+    text = (
+        "Title.\n\nAs in::\n\n  a = 1\n\n  b = 2\n\nText.\n\n  x | y\n  --|--\n  1 | 2\n\n"
+        "Args:\n  x: what\n    it is.\n\nExample:\n  >>> 1\n  1"
+    )
+    assert docstrings.as_markdown(text) == (
+        "Title.\n\nAs in:\n\n```text\na = 1\n\nb = 2\n```\n\nText.\n\n"
+        "```text\nx | y\n--|--\n1 | 2\n```\n\n"
+        "Args:\n  x: what\n    it is.\n\nExamples:\n  >>> 1\n  1\n"
+    )
