@@ -35,6 +35,12 @@ def _skipping(skip: Callable[..., Step], *limit: float) -> Build:
     return lambda **told: skip(clipped(**told), *limit, **told)
 
 
+def _stable_adamw(direction: Step) -> Step:
+    """AdamW with another direction."""
+    decay = optax.add_decayed_weights(1e-4)
+    return optax.chain(direction, decay, optax.scale_by_learning_rate(1e-3))
+
+
 def _finite() -> Step:
     return optax.apply_if_finite(GLOBAL(), 5)
 
@@ -52,6 +58,12 @@ METHODS: dict[str, tuple[Build, Build]] = {
     "norm_history": (_before(optaxclip.normalize_by_norm_history), GLOBAL),
     "moving_max": (_before(optaxclip.clip_by_moving_max), GLOBAL),
     "second_moment": (lambda **_: optax.chain(optaxclip.clip_by_second_moment(), adamw()), GLOBAL),
+    "stable_adam": (
+        lambda **told: _stable_adamw(optaxclip.scale_by_stable_adam(**told)),
+        lambda: _stable_adamw(
+            optax.chain(optax.scale_by_adam(), optax.clip_by_block_rms(1.0)),
+        ),
+    ),
     "agc": (
         _before(optaxclip.adaptive_grad_clip, 0.01),
         _optax(optax.adaptive_grad_clip, 0.01),
