@@ -1,5 +1,6 @@
 """Clips of updates and of attention's weights in wrappers, in Flax, and through checkpoints."""
 
+import flax.linen
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,45 @@ def test_an_nnx_optimizer_hands_the_logits_on():
     assert list(infos) == keys
     assert list(infos[keys[0]].names) == ["bias", "kernel"]
     assert list(infos[keys[1]].names) == ["kernel"]
+
+
+class Projection(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x):
+        y = flax.linen.DenseGeneral((2, 4), name="query")(x)
+        self.sow("intermediates", "max_logits", jnp.max(y, axis=(0, 2)))
+        return y
+
+
+class Linen(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x):
+        return Projection(name="attention")(x)
+
+
+def test_what_linen_sows_are_logits():
+    x, model = jnp.ones((2, 3)), Linen()
+    params = model.init(jax.random.key(0), x)["params"]
+    _, sown = model.apply({"params": params}, x, mutable="intermediates")
+    clip = optaxclip.clip_attention_logits(0.5, heads=kernels)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    logits = sown["intermediates"]
+    _, state = clip.update(zeros, clip.init(params), params, max_logits=logits)
+    assert list(state.info.names) == ["attention/query/kernel"]
+    np.testing.assert_array_equal(state.info.norm, [jnp.max(logits["attention"]["max_logits"][0])])
+
+
+def test_limits_of_logits_may_be_injected_and_scheduled():
+    params = {"kernel": jnp.ones((1, 2, 2))}
+    zeros, factory = jax.tree.map(jnp.zeros_like, params), optaxclip.clip_attention_logits
+    schedule = optax.linear_schedule(8.0, 0.5, 1)
+    injected = optax.inject_hyperparams(factory, static_args=("heads",))
+    for tx in (factory(schedule, heads=kernels), injected(tau=schedule, heads=kernels)):
+        state, found = tx.init(params), []
+        for _ in range(2):
+            updates, state = tx.update(zeros, state, params, max_logits=LOGITS)
+            found.append(1 + updates["kernel"][0, :, 0])
+        np.testing.assert_allclose(found, [[1, 1], [0.5**0.5, 0.25]], rtol=1e-5)
 
 
 def test_in_wrappers_as_alone():
