@@ -6,6 +6,8 @@ import operator
 import re
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 import shown_code
 
@@ -28,8 +30,9 @@ MENU = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
     ("page", "block"), BLOCKS, ids=lambda text: text.strip().splitlines()[-1][:40]
 )
 def test_code_runs(page, block):
-    if "flax" in block:
-        pytest.importorskip("flax")
+    for package in ("flax", "orbax.checkpoint", "tensorboardX"):
+        if package in block:
+            pytest.importorskip(package)
     found = shown_code.run(block, page)
     if "losses" in found:
         assert found["losses"][-1] < found["losses"][0] / 2
@@ -39,6 +42,10 @@ def test_code_runs(page, block):
         assert record["factor"] == pytest.approx(0.2)
     if "norm" in found:
         assert float(found["norm"]) == 5.0
+    if "restored" in found:
+        jax.tree.map(np.testing.assert_array_equal, found["restored"], found["state"])
+    if "record_of_each" in found:
+        assert found["record_of_each"].norm.shape == (4,)
     if "bad" in found:
         assert found["bad"] == ("b",)
         assert not any(update.any() for update in found["updates"].values())
