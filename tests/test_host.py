@@ -1,8 +1,10 @@
 """The files for the host and for releases agree with `pyproject.toml` and with each other."""
 
+import importlib.util
 import re
 import subprocess
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -86,3 +88,18 @@ def test_the_form_for_bugs_asks_for_the_report_of_versions():
     command = re.search(r"`python -m optaxclip (\w+)`", form)
     assert command
     assert command[1] in COMMANDS
+
+
+def test_files_that_a_wheel_lacks_or_should_not_hold_are_named(tmp_path):
+    place = ROOT / ".ci" / "package_contents.py"
+    spec = importlib.util.spec_from_file_location("package_contents", place)
+    contents = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(contents)
+    wheel = tmp_path / "a.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in ("optaxclip/ops.py", "tests/test_ops.py", "a.dist-info/METADATA"):
+            archive.writestr(name, "")
+    wrong = contents.of_wheel(wheel, {"optaxclip/ops.py", "optaxclip/py.typed"}, "a")
+    assert "a.whl lacks optaxclip/py.typed" in wrong
+    assert "a.whl should not hold tests/test_ops.py" in wrong
+    assert not [line for line in wrong if line.endswith(("ops.py", "METADATA")) and "lacks" in line]
