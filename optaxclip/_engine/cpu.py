@@ -91,6 +91,8 @@ def totals(
 def _at(
     leaf: Any, by: Array | float, *, axes: Sequence[int], norm: Norm, dtype: jnp.dtype
 ) -> Array:
+    if isinstance(by, Array):
+        leaf, by = lax.optimization_barrier((leaf, by))
     x = entries(leaf, dtype)
     return _by_axis(norm.map(times(x, by)), axes) if axes else norm.map(times(x, by))
 
