@@ -11,12 +11,14 @@ It costs arithmetic in float64, which the GPUs of data centres have, but for the
 others can take longer than the read.
 """
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
+from optaxclip._base.numerics import known_size
 from optaxclip._engine.scales import Totals, entries, scales
 from optaxclip.norms import Norm
 
@@ -30,6 +32,31 @@ def from_float64(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dty
             x = jnp.abs(entries(leaf, dtype)).astype(jnp.float64)
         else:
             x = entries(leaf, jnp.dtype(jnp.float64))
-        total = lax.reduce_sum(norm.map(x), axes)
+        powers = norm.map(x)
+        if jnp.finfo(leaf.dtype).bits < 32:
+            powers = _folded(powers, axes)
+        total = lax.reduce_sum(powers, axes)
         found = [total * by**norm.degree for by in scales(norm, dtype)]
         return tuple(x.astype(dtype) for x in found)
+
+
+def _folded(x: Array, axes: tuple[int, ...]) -> Array:
+    """Sums of up to 256 entries along one axis, by themselves, where columns are summed.
+
+    Of columns of narrow entries, unless they are long, XLA else stores what it converts: AGC on
+    ResNet-50 in bfloat16 reads and writes 8.8 in the place of 2.4.
+    """
+    size = known_size(x.size) or _LONG
+    if not axes or max(axes) == x.ndim - 1 or size >= _LONG:
+        return x
+    axis = max(axes)
+    # At least eight sums, so that as many devices can share them.
+    count = x.shape[axis]
+    fold = math.gcd(count // 8, 256)
+    if fold < 8 or count % fold:
+        return x
+    rows = x.reshape(*x.shape[:axis], count // fold, fold, *x.shape[axis + 1 :])
+    return lax.optimization_barrier(lax.reduce_sum(rows, [axis + 1]))
+
+
+_LONG = 2**22
