@@ -200,7 +200,10 @@ def check_limit(limit: Any, argument: str, *, allow_any_number: bool = False) ->
         )
     if isinstance(limit, jax.Array):
         return limit
-    value = float(limit)
+    try:
+        value = float(limit)
+    except OverflowError:  # a whole number above all floats
+        value = limit = math.inf if limit > 0 else -math.inf
     if not allow_any_number and (math.isnan(value) or value < 0):
         raise ValueError(
             f"{argument} must not be negative or NaN, got {limit!r}; to switch clipping off pass "

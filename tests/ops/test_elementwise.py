@@ -37,6 +37,14 @@ def test_a_large_limit_is_a_large_limit(limit):
     np.testing.assert_allclose(updates[1], expected, rtol=1e-5)
 
 
+def test_a_whole_number_above_all_floats_is_infinite():
+    tx = optaxclip.clip_by_global_norm(10**400)
+    assert tx.update(jnp.ones(2), None)[0].tolist() == [1.0, 1.0]
+    assert ops.clip_by_norm(jnp.ones(2), 10**400).tolist() == [1.0, 1.0]
+    with pytest.raises(ValueError, match="max_norm must not be negative"):
+        optaxclip.clip_by_global_norm(-(10**400))
+
+
 ENTRIES = {
     jnp.int8: [-128, -20, 0, 7, 127],
     jnp.uint8: [0, 7, 100, 255],
