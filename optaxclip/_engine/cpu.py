@@ -92,6 +92,8 @@ def _at(
     leaf: Any, by: Array | float, *, axes: Sequence[int], norm: Norm, dtype: jnp.dtype
 ) -> Array:
     if isinstance(by, Array):
+        # Else XLA takes what does not change out of the loop over scales, and stores it for all
+        # leaves (a transformer: 14 % of the gradients, and 229 % in bfloat16).
         leaf, by = lax.optimization_barrier((leaf, by))
     x = entries(leaf, dtype)
     return _by_axis(norm.map(times(x, by)), axes) if axes else norm.map(times(x, by))

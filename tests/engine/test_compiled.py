@@ -64,3 +64,11 @@ def test_accelerators_measure_in_one_variadic_reduction():
     assert reductions("tpu") == reductions("cuda") == ["[0, 1]"]
     assert set(reductions("cpu")) >= {"[0]", "[1]"}
     assert "[0, 1]" not in reductions("cpu")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_norm_stores_no_copy_of_the_leaves(dtype):
+    leaves = [jax.ShapeDtypeStruct((512, 512), dtype)] * 3
+    norm = jax.jit(optaxclip.ops.global_norm, compiler_options=AS_USERS)
+    stored = norm.lower(leaves).compile().memory_analysis().temp_size_in_bytes
+    assert stored < 0.05 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
