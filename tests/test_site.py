@@ -4,6 +4,8 @@ import importlib.util
 import inspect
 import operator
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -19,9 +21,11 @@ PAGES = {
     for path in sorted((ROOT / "docs").rglob("*.md"))
 }
 # `tests/methods/test_muon.py` runs the page on Muon.
-BLOCKS = [
-    (page, block) for page in PAGES if "muon" not in page for block in shown_code.blocks(page)
-]
+WITHOUT_MUON = [page for page in PAGES if page != "docs/muon.md"]
+ALL_BLOCKS = [(page, block) for page in WITHOUT_MUON for block in shown_code.blocks(page)]
+# Keras asks for its backend once in a process.
+KERAS = [block for _, block in ALL_BLOCKS if "KERAS_BACKEND" in block]
+BLOCKS = [(page, block) for page, block in ALL_BLOCKS if block not in KERAS]
 REFERENCE = re.findall(r"^::: optaxclip\.(\S+)$", "\n".join(PAGES.values()), re.MULTILINE)
 MENU = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
 
@@ -46,9 +50,19 @@ def test_code_runs(page, block):
         jax.tree.map(np.testing.assert_array_equal, found["restored"], found["state"])
     if "record_of_each" in found:
         assert found["record_of_each"].norm.shape == (4,)
+    if "split" in found:
+        assert found["params"].sharding.is_equivalent_to(found["split"], 1)
     if "bad" in found:
         assert found["bad"] == ("b",)
         assert not any(update.any() for update in found["updates"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("keras"), reason="Keras is not installed")
+@pytest.mark.parametrize("block", KERAS, ids=["keras"])
+def test_code_for_keras_runs_in_a_process_of_its_own(block):
+    code = f"{block}\nassert losses[-1] < losses[0] / 2\n"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_there_is_code():
