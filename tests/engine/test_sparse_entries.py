@@ -38,3 +38,12 @@ def test_masking_a_sparse_leaf():
     np.testing.assert_array_equal(updates["good"], grads["good"])
     assert list(state.info.num_nonfinite) == [1, 0]
     np.testing.assert_allclose(state.info.norm, [5, 1], rtol=1e-6)
+
+
+def test_rows_out_of_range_do_not_count():
+    rows = jnp.array([[3.0, 0.0], [0.0, 4.0], [100.0, jnp.inf]])
+    leaf = BCOO((rows, jnp.array([[1], [0], [5]])), shape=(5, 2))
+    assert leaf.n_dense == 1
+    np.testing.assert_allclose(optaxclip.ops.global_norm(leaf), 5, rtol=1e-6)
+    updates, _ = optaxclip.clip_tree(leaf, 2.5, scope=optaxclip.scopes.leaf())
+    np.testing.assert_allclose(updates.data[:2], rows[:2] / 2, rtol=3e-6)

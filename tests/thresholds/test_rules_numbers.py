@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import optaxclip
-from optaxclip import scopes, thresholds
+from optaxclip import per_example, scopes, thresholds
 
 NORMS = np.array([1.0, 3.0, 2.0, 2.5, 1.5], np.float32)
 
@@ -119,3 +119,28 @@ def test_a_limit_by_name_for_the_whole_tree_and_for_units():
         updates, state = tx.update(grads, tx.init(grads))
         np.testing.assert_allclose(updates["w"], [0.6, 0.8], rtol=3e-6)
         assert np.ravel(state.info.limit) == 1
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_every_rule_has_a_floor_and_a_cap(name):
+    rule = getattr(thresholds, name)(floor=2.0, max_norm=0.5)
+    ones = jnp.ones((), jnp.float32)
+    limits, (state,) = rule.update(ones, rule.init(ones), None)
+    assert (limits.trigger, limits.target) == (0.5, 0.5)
+    assert state.count == 0
+
+
+def test_a_window_warms_up_for_half_of_its_length():
+    triggers, _ = limits_of(NORMS, functools.partial(thresholds.window, window=6))
+    assert np.isinf(triggers).tolist() == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_a_quantile_over_examples_may_have_any_dtype(kind):
+    names = ("target", "learning_rate", "init_limit", "min_limit", "max_limit")
+    with jax.enable_x64(True):
+        rule = per_example.quantile_limit(**dict.fromkeys(names, kind(0.5)))
+        count = jnp.zeros((), jnp.int32)
+        state = jax.eval_shape(rule.init)
+        after = jax.eval_shape(lambda state: rule.update(state, count, 8, None), state)
+    assert (after.shape, after.dtype) == (state.shape, state.dtype)

@@ -1,0 +1,53 @@
+"""Leaves that are split beside leaves that are not, with and without specs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.sparse import BCOO
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optaxclip
+from optaxclip import scopes
+
+
+def mesh_of_four():
+    return jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+@pytest.mark.parametrize("scope", [scopes.unit(), scopes.axes(0)], ids=["unit", "axes"])
+def test_a_replicated_leaf_needs_no_specs(scope):
+    mesh = mesh_of_four()
+    clip = functools.partial(optaxclip.clip_tree, limits=1.0, scope=scope)
+    x = jnp.arange(12.0).reshape(4, 3)
+    inside = jax.jit(jax.shard_map(clip, mesh=mesh, in_specs=P(), out_specs=P()))
+    found, info = inside(x)
+    expected, alone = clip(x)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(info.norm, alone.norm, rtol=1e-6)
+
+
+@pytest.mark.parametrize("spec", [P("i"), P(None, "i")], ids=["over what is summed", "over units"])
+def test_units_under_jit_with_specs(spec):
+    place = NamedSharding(mesh_of_four(), spec)
+    x = jnp.arange(32.0).reshape(4, 8)
+    expected, alone = optaxclip.clip_tree(x, 1.0, scope=scopes.unit())
+    clip = jax.jit(lambda x: optaxclip.clip_tree(x, 1.0, scope=scopes.unit(), specs=place))
+    found, info = clip(jax.device_put(x, place))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(info.norm, alone.norm, rtol=1e-6)
+
+
+def test_a_sparse_leaf_beside_one_that_is_split():
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sparse = BCOO((jnp.array([3.0, 4.0]), jnp.array([[1], [2]])), shape=(5,))
+    grads = {"sparse": sparse, "x": jax.device_put(jnp.ones(8), NamedSharding(mesh, P("i")))}
+    tx = optaxclip.clip_by_global_norm(33**0.5 / 2)
+    with jax.set_mesh(mesh):
+        updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+    np.testing.assert_allclose(state.info.norm, 33**0.5, rtol=1e-6)
+    np.testing.assert_allclose(updates["sparse"].data, [1.5, 2], rtol=3e-6)
+    np.testing.assert_allclose(updates["x"], 0.5, rtol=3e-6)
