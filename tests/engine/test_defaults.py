@@ -1,5 +1,6 @@
 """What holds without an option, and where the order of names or numbers does not matter."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -61,3 +62,12 @@ def test_a_layer_that_is_not_finite_is_counted_and_its_factor_is_zero():
     assert list(info.num_nonfinite) == [1, 0]
     np.testing.assert_allclose(info.factor, [0, 0.2], rtol=3e-6)
     np.testing.assert_array_equal(updates["a"], [0, 0])
+
+
+@pytest.mark.parametrize("tree", [{}, {"w": None}, jnp.zeros(0)], ids=str)
+def test_a_tree_without_entries_keeps_the_shapes_of_its_state(tree):
+    tx = optaxclip.clip_by_global_norm(1.0)
+    state = tx.init(tree)
+    after = tx.update(tree, state)[1]
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+    assert (after.info.norm, after.info.factor) == (0, 1)

@@ -133,6 +133,8 @@ def test_every_rule_has_a_floor_and_a_cap(name):
 def test_a_window_warms_up_for_half_of_its_length():
     triggers, _ = limits_of(NORMS, functools.partial(thresholds.window, window=6))
     assert np.isinf(triggers).tolist() == [True, True, True, False, False]
+    shortest, _ = limits_of(NORMS, functools.partial(thresholds.window, window=2))
+    assert np.isinf(shortest).tolist() == [True, False, False, False, False]
 
 
 @pytest.mark.parametrize("kind", KINDS)
