@@ -109,7 +109,7 @@ def _differentiable(part: Part) -> tuple[list[Array], list[Array]]:
         # Their derivatives are zero, and would be multiplied by squares that leave the range.
         units = lax.stop_gradient(units)
         nearby = [_product_below(*pair) for pair in zip(mantissas, units, strict=True)]
-        nearby = part.grouping.of_first(nearby)
+        nearby = bare.grouping.of_first(nearby)
 
         def near(leaves: list[Any]) -> list[Array]:
             return bare._replace(leaves=leaves).divided(nearby)
