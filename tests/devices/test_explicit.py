@@ -65,7 +65,10 @@ def two_steps(scope, cases, params, first, second):
     return found
 
 
-@pytest.mark.parametrize("name", SCOPES)
+@pytest.mark.parametrize(
+    "name",
+    ["leaf", *(pytest.param(name, marks=pytest.mark.slow) for name in SCOPES if name != "leaf")],
+)
 def test_every_rule_response_and_policy(name):
     scope, cases, specs = SCOPES[name]
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)

@@ -121,6 +121,7 @@ def test_a_nan_in_one_process_is_skipped_in_both(how):
         assert loss[BAD + 1] == loss[BAD] < loss[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_when_one_dies_the_other_ends_with_an_error(victim):
     impatient = ["--patience=5"]
@@ -132,6 +133,7 @@ def test_when_one_dies_the_other_ends_with_an_error(victim):
     assert "another task died" in message
 
 
+@pytest.mark.slow
 def test_who_waits_in_vain_for_a_peer_ends_with_an_error():
     with pytest.raises(RuntimeError, match=r"(?s)process 0 died of SIGABRT.*process 1 ended with"):
         run_together(2, {0: ["--patience=1"], 1: ["--unknown"]})

@@ -111,7 +111,9 @@ def fresh_states():
     return {name: tx.init(PARAMS) for name, tx in TRANSFORMATIONS.items()}
 
 
-@pytest.mark.parametrize("compiled", [jax.jit, nnx.jit], ids=["jit", "nnx.jit"])
+@pytest.mark.parametrize(
+    "compiled", [jax.jit, pytest.param(nnx.jit, marks=pytest.mark.slow)], ids=["jit", "nnx.jit"]
+)
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_a_fresh_state_and_its_updates_are_donated_twice(compiled):
     for _ in range(2):
