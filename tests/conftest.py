@@ -24,8 +24,7 @@ def pytest_sessionstart(session):
         return
     if session.config.option.markexpr:
         reporter.write_line(
-            "All but the slow tests, on 2 cores: about 6 minutes. Less: pytest tests/methods, or "
-            "another room. All: pytest -m ''"
+            "All but the slow tests, on 2 cores: about 6 minutes. All: pytest -m ''"
         )
     else:
         reporter.write_line("All tests, the slow ones too, on 2 cores: about 10 minutes.")
