@@ -59,11 +59,6 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", QUICK)
 
 
-@pytest.fixture(scope="module")
-def quick_compilation():
-    """What all tests have."""
-
-
 @pytest.fixture
 def x64():
     """Runs a test with 64-bit types."""

@@ -75,9 +75,10 @@ class FlatTree(NamedTuple):
         return jax.tree_util.tree_unflatten(self.treedef, leaves)
 
 
-def has_wide(dtypes: Iterable[Any]) -> bool:
-    """Whether some entries of these dtypes are accumulated in float64."""
-    return any(accumulation_dtype(dtype) == jnp.float64 for dtype in dtypes)
+def norm_dtype(dtypes: Iterable[Any]) -> jnp.dtype:
+    """That of a norm over entries of these dtypes: float64 if one is summed in it, else float32."""
+    is_wide = any(accumulation_dtype(dtype) == jnp.float64 for dtype in dtypes)
+    return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
 
 
 def flatten(

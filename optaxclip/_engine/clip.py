@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.trees import flatten, has_wide
+from optaxclip._base.trees import flatten, norm_dtype
 from optaxclip._base.types import (
     AxisName,
     ClipInfo,
@@ -208,8 +208,7 @@ def clip_tree(
     else:
         rule = rule_for(as_limit(limits, "limits"), grouping.names, grouping.layout)
     method = Method.checked(norm, response, nonfinite, strict, name)
-    dtypes = {jnp.result_type(leaf) for leaf in flat.picked()}
-    dtype = jnp.dtype(jnp.float64 if has_wide(dtypes) else jnp.float32)
+    dtype = norm_dtype({jnp.result_type(leaf) for leaf in flat.picked()})
     picked, _, info = run(
         flat.picked(),
         matching_params(flat, params_for(rule, params, name), name),

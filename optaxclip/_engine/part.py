@@ -29,7 +29,7 @@ from optaxclip._base.numerics import (
     power_of_two_below,
     rounding_slack,
 )
-from optaxclip._base.trees import has_wide, is_sparse
+from optaxclip._base.trees import is_sparse, norm_dtype
 from optaxclip._engine.placement import of_groups, split_over
 from optaxclip._engine.scales import Totals
 from optaxclip.norms import Norm
@@ -55,8 +55,7 @@ class Part(NamedTuple):
     @classmethod
     def of(cls, leaves: list[Any], grouping: Grouping, norm: Norm) -> "Part":
         """These leaves, and what is to be known of them."""
-        wide = has_wide({leaf.dtype for leaf in leaves})
-        dtype = jnp.dtype(jnp.float64 if wide else jnp.float32)
+        dtype = norm_dtype({leaf.dtype for leaf in leaves})
         return cls(leaves, grouping, norm, split_over(leaves, grouping), dtype)
 
     def norms(self) -> tuple[list[Array], list[Array]]:

@@ -159,7 +159,6 @@ def _by_maxima(rows: Array, axes: tuple[int, ...], over: Axes) -> Columns:
     is_worst = badness == largest(jnp.max(badness, axes, keepdims=True), over)
     *row, clipped, bad = rows
     bits = lax.bitcast_convert_type(jnp.stack([*row, bad]), integer)
-    # With "mask", one that is bad need not be the worst.
     of_worst = [jnp.where(is_worst, x, jnp.iinfo(integer).min) for x in bits[:-1]]
     bits = largest(jnp.max(jnp.stack([*of_worst, bits[-1]]), [a + 1 for a in axes]), over)
     *row, bad = lax.bitcast_convert_type(bits, rows.dtype)

@@ -100,9 +100,9 @@ def _steps(
     norms = [each.norm for each in measured]
     bad = [~jnp.isfinite(norm) for norm in norms] if bad is None else grouping.joined(bad)
     if method.nonfinite == "error":
-        _check(bad, grouping, method.name, names)
+        report(bad, grouping, method.name, names)
 
-    triggers, targets, rule_state = _limits(
+    triggers, targets, rule_state = limits_of(
         rule, rule_state, norms, _param_norms(params, grouping, method), grouping
     )
     multipliers = [
@@ -123,7 +123,7 @@ def _param_norms(
     return [each.norm for each in measure(params, grouping, method.norm)]
 
 
-def _limits(
+def limits_of(
     rule: Threshold,
     state: PyTree,
     norms: list[Array],
@@ -148,7 +148,7 @@ def _by_leaf(multipliers: list[Multiplier], grouping: Grouping) -> list[Multipli
     return [Multiplier(*row) for row in zip(before, quotient, is_zero, strict=True)]
 
 
-def _check(bad: list[Array], grouping: Grouping, name: str, names: tuple[str, ...]) -> None:
+def report(bad: list[Array], grouping: Grouping, name: str, names: tuple[str, ...]) -> None:
     """Reports groups that are not finite to `checkify`."""
     for flags, group in zip(grouping.parted(bad), grouping.groups, strict=True):
         policies.check(flags, name, [names[i] for i in group.members])
@@ -161,13 +161,13 @@ _compiled_norms = jax.jit(_norms, static_argnames=("grouping", "norm"))
 def run(*operands: Any, method: Method, **static: Any) -> tuple[list[Any], PyTree, ClipInfo]:
     """`_clip` as one cached compiled call in eager mode; under a trace, part of that trace."""
     # In eager mode `checkify` raises at once, which a compiled call would not let it.
-    inline = method.nonfinite == "error" or _is_traced(operands)
+    inline = method.nonfinite == "error" or is_traced(operands)
     return (_clip if inline else _compiled_clip)(*operands, method=method, **static)
 
 
 def run_norms(leaves: list[Any], grouping: Grouping, norm: Norm) -> NormTree:
     """The norms alone, in the same way."""
-    return (_norms if _is_traced(leaves) else _compiled_norms)(leaves, grouping=grouping, norm=norm)
+    return (_norms if is_traced(leaves) else _compiled_norms)(leaves, grouping=grouping, norm=norm)
 
 
 def zero_norms(grouping: Grouping, dtype: jnp.dtype) -> NormTree:
@@ -180,7 +180,8 @@ def zero_norms(grouping: Grouping, dtype: jnp.dtype) -> NormTree:
     )
 
 
-def _is_traced(operands: Any) -> bool:
+def is_traced(operands: Any) -> bool:
+    """Whether these pytrees are part of a trace."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
 
 

@@ -19,7 +19,7 @@ from optaxclip._base.numerics import (
     safe_divide,
 )
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.trees import FlatTree, flatten, has_wide, is_sparse, leaf_name, per_leaf
+from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name, norm_dtype, per_leaf
 from optaxclip._base.types import ClipState, Path, PyTree
 from optaxclip._engine.checks import matching_params
 from optaxclip._engine.clip import clip_by
@@ -261,7 +261,7 @@ def _rescaled(
     for u, w, before, after, place in zip(updates, weights, logits, clipped, places, strict=True):
         u, w = jnp.asarray(u), jnp.asarray(w)
         quotient = jnp.where(jnp.isfinite(before), safe_divide(after, before, 1.0), 1)
-        wide = jnp.float64 if has_wide([u.dtype, w.dtype]) else jnp.float32
+        wide = norm_dtype([u.dtype, w.dtype])
         by = multiplier(quotient.astype(wide), place)
         new = times(entries(u, wide), by)
         new = new - times(entries(w, wide), 1 - by).astype(new.dtype)

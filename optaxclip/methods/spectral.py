@@ -9,7 +9,6 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 import optaxclip._base.devices as devices
@@ -30,6 +29,7 @@ from optaxclip._engine.checks import among_known
 from optaxclip._engine.clip import clip_by
 from optaxclip._engine.placement import as_spec, grouped, on_explicit_mesh
 from optaxclip._engine.record import updated_info
+from optaxclip._engine.step import is_traced, limits_of, report
 from optaxclip.methods.moments import dense, wide_dtype
 from optaxclip.methods.singular_values import RESPONSES, Mode, Prepared, clipped, largest
 from optaxclip.methods.updates import leaves_apart
@@ -162,9 +162,8 @@ def _refuse_parts(flat: FlatTree, name: str) -> None:
 
 def _run(leaves: list[Array], *operands: Any, how: _How, **static: Any) -> Any:
     """`_steps` as one cached compiled call in eager mode; under a trace, part of that trace."""
-    is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((leaves, operands)))
     # In eager mode `checkify` raises at once, which a compiled call would not let it.
-    inline = is_traced or how.nonfinite == "error"
+    inline = how.nonfinite == "error" or is_traced((leaves, operands))
     return (_on_any_mesh if inline else _compiled)(leaves, *operands, how=how, **static)
 
 
@@ -198,10 +197,8 @@ def _steps(
     norms = _of_groups([norm for norm, _ in measured], grouping, jnp.float32)
     bad = _of_groups([flags for _, flags in measured], grouping, jnp.bool_)
     if how.nonfinite == "error":
-        for flags, group in zip(bad, grouping.groups, strict=True):
-            policies.check(flags, how.name, [names[i] for i in group.members])
-    limits, rule_state = rule.update(grouping.tree(norms), rule_state, None)
-    limits = grouping.of_tree(limits.target)
+        report(bad, grouping, how.name, names)
+    _, limits, rule_state = limits_of(rule, rule_state, norms, None, grouping)
     rows = zip(leaves, stacks, grouping.by_leaf(limits), strict=True)
     results = [_clipped(*row, how) for row in rows]
     factors = [_factor(*row, how) for row in zip(norms, limits, bad, strict=True)]

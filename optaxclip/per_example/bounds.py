@@ -11,7 +11,7 @@ from jax import Array
 from jax.core import Tracer
 
 from optaxclip._base.grouping import Grouping
-from optaxclip._base.trees import FlatTree, has_wide
+from optaxclip._base.trees import FlatTree, norm_dtype
 from optaxclip._engine.step import zero_norms
 from optaxclip.thresholds.fixed import check_limit, rule_for
 
@@ -61,8 +61,7 @@ def group_limits(
       For each group, or array of groups, limits of its shape, float64 if a leaf is, else float32;
       and that of an example's norm, `[]`.
     """
-    is_wide = has_wide({jnp.result_type(leaf) for leaf in one.picked()})
-    dtype = jnp.dtype(jnp.float64 if is_wide else jnp.float32)
+    dtype = norm_dtype({jnp.result_type(leaf) for leaf in one.picked()})
     if isinstance(limit, Mapping):
         limits = _limits_by_name(dict(limit), grouping, dtype)
         squares = (jnp.sum(jnp.square(each)) for each in limits)

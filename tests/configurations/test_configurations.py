@@ -16,8 +16,6 @@ from jax import export
 import optaxclip
 from optaxclip import per_example
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PARAMS = {"w": np.linspace(0.1, 1, 12, dtype=np.float32).reshape(4, 3), "b": np.ones(3, np.float32)}
 SPIKE = np.float32([1, 8, 0.5, 2])
 """How large the gradients are at each step."""
@@ -64,7 +62,7 @@ ARGUMENTS = (PARAMS, STEPS, X)
 
 
 @pytest.fixture(scope="module")
-def expected(quick_compilation):
+def expected():
     return jax.tree.map(np.asarray, jax.jit(each_method)(*ARGUMENTS))
 
 

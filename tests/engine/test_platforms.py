@@ -10,8 +10,6 @@ import pytest
 import optaxclip
 from optaxclip import norms, per_example, scopes
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 TREE = {
     "w": jnp.linspace(-1, 2, 12, dtype=jnp.float32).reshape(4, 3),
     "b": jnp.linspace(0.5, 1, 5, dtype=jnp.bfloat16),

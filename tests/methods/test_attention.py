@@ -11,8 +11,6 @@ from methods_table import assert_same
 import optaxclip
 from optaxclip import Heads
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 WIDTH, HEADS, SIZE, ROTARY, VALUE, TAU = 6, 4, 3, 2, 5, 2.0
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, 5, WIDTH)).astype(np.float32)

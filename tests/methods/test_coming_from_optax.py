@@ -10,8 +10,6 @@ from methods_table import GRADS, METHODS, PARAMS, assert_close, random_tree
 import optaxclip
 from optaxclip import monitor, per_example
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SGD = optax.sgd(0.1, momentum=0.9)
 TRANSFORMATIONS = {
     **{name: METHODS[name].make() for name in ("clip", "zclip", "adaptive_grad_clip")},

@@ -13,7 +13,6 @@ from methods_table import GRADS, PARAMS, assert_close, assert_same
 import optaxclip
 from optaxclip import monitor
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 STABLE = optaxclip.scale_by_stable_adam()
 LOGITS = jnp.array([1.0, 8.0])
 

@@ -12,8 +12,6 @@ from methods_table import assert_close, assert_same
 import optaxclip
 from optaxclip import monitor
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 GRADS = np.float32([[1, 1], [1.2, 1], [0.8, 1], [1, 1], [5, 1], [1.1, 1]])
 RMS = [1, 1.043853, 0.901142, 0.995329, 1.616884, 0.786402]
 FACTORS = [1, 0.957989, 1, 1, 0.618474, 1]
