@@ -124,7 +124,8 @@ def _summaries(grouping: Grouping, columns: list[Columns]) -> list[Array]:
 def _badness(norm: Array, limit: Array) -> Array:
     """How far norms are above their limits; NaN is worst, then infinity, then a limit of 0."""
     most = jnp.finfo(norm.dtype).max
-    ratio = jnp.where(limit > 0, norm / jnp.where(limit > 0, limit, 1), norm * most)
+    without = jnp.where(norm > 0, most, 0).astype(norm.dtype)
+    ratio = jnp.where(limit > 0, norm / jnp.where(limit > 0, limit, 1), without)
     ratio = jnp.where(jnp.isinf(norm), most, jnp.minimum(ratio, most / 2))
     return jnp.where(jnp.isnan(norm), jnp.inf, ratio)
 

@@ -25,6 +25,8 @@ def test_a_unit_with_limit_0_is_worse_than_any_other():
     tx = optaxclip.clip_by(scopes.unit(), optaxclip.thresholds.relative_to_params(0.1, eps=0.0))
     found, _ = record(tx, grads, params)
     np.testing.assert_allclose(found, [5, 0, 0], rtol=1e-6)
+    tiny, _ = record(tx, jnp.array([[1e-37, 1.0], [0, 0]]), jnp.array([[0.0, 0.1], [0, 0]]))
+    np.testing.assert_allclose(tiny, [1e-37, 0, 0], rtol=1e-6)
 
 
 def test_a_bad_unit_is_worst_of_all_and_zero_says_so():
