@@ -29,6 +29,13 @@ def test_a_unit_with_limit_0_is_worse_than_any_other():
     np.testing.assert_allclose(tiny, [1e-37, 0, 0], rtol=1e-6)
 
 
+def test_the_share_of_units_above_their_limit():
+    grads = {"a": jnp.array([[3.0, 0.5, 2.0], [4.0, 0, 0]]), "b": jnp.array([[0.1], [0.2]])}
+    _, info = record(optaxclip.clip_by(scopes.unit(), 1.0), grads)
+    np.testing.assert_allclose(info.fraction, [2 / 3, 0], rtol=1e-6)
+    assert list(info.num_clipped) == [1, 0]
+
+
 def test_a_bad_unit_is_worst_of_all_and_zero_says_so():
     grads = jnp.array([[jnp.nan, 30.0], [1.0, 40.0]])
     for policy, factor in {"nan": np.nan, "zero": 0}.items():
