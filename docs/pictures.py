@@ -1,15 +1,17 @@
-"""Makes every picture of `docs/` anew, from runs of the demo's network on Python's help topics.
+"""Makes every picture of `docs/` anew, most of them from runs of the demo's network.
 
   python docs/pictures.py
 
-Some minutes on two cores. It prints what the README says of the pictures: the demo's table, the
+Some minutes on two cores. It prints what the pages say of the pictures: the demo's table, the
 suggestion, the sweep. The numbers repeat on one machine; another rounds otherwise, and where
 gradients explode no rounding stays small.
 """
 
 from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
+import places
 
 from optaxclip import plots, tuning
 from optaxclip.commands import demo, sweep
@@ -17,42 +19,43 @@ from optaxclip.commands import demo, sweep
 DOCS = Path(__file__).parent
 STEPS, SEED = 600, 0
 SWEEP_STEPS = 200
+# Letters as large as the text around them, in a column of some 700 pixels.
+TWO_BESIDE, ONE = {"font.size": 13}, (6.5, 4.0)
+DPI = 200
 
 
 def draw_demo(text: str) -> np.ndarray:
     """The demo's picture; returns the norms that its clip by global norm saw."""
     histories = demo.train(text, [demo.UNCLIPPED, *demo.DEFAULT_METHODS], STEPS, SEED)
     demo.print_table(histories)
-    demo.draw(histories, DOCS / "demo.png")
+    with mpl.rc_context(TWO_BESIDE):
+        demo.draw(histories, DOCS / "demo.png")
     return histories["global_norm"].norm
 
 
-def draw_limits(norms: np.ndarray) -> None:
-    """The recorded norms over the steps, and how often each size came."""
+def draw_limits(norms: np.ndarray, result: tuning.SweepResult) -> None:
+    """The recorded norms over the steps, how often each size came, and the sweep's curve."""
     suggestion = tuning.suggest(norms)
     print(suggestion)
+    print(result)
     for name, draw in {
         "norms": lambda ax: plots.norms_over_steps(norms, suggestion.limit, ax=ax),
         "suggest": lambda ax: plots.norm_histogram(suggestion, ax=ax),
+        "sweep": lambda ax: plots.sweep_curve(result, ax=ax),
     }.items():
         figure = plots.side_by_side(columns=1)
+        figure.set_size_inches(ONE)
         draw(figure.axes[0])
         plots.legends_below(figure)
-        figure.savefig(DOCS / f"{name}.png", dpi=150)
-
-
-def draw_sweep(text: str) -> None:
-    """The sweep's curve."""
-    result = sweep.train(text, sweep.LIMITS, SWEEP_STEPS, SEED)
-    print(result)
-    sweep.draw(result, DOCS / "sweep.png")
+        figure.savefig(DOCS / f"{name}.png", dpi=DPI)
 
 
 def main() -> None:
     """Makes all of them."""
+    places.draw(DOCS / "places.png", DPI)
     text = demo.read_text(None)
-    draw_limits(draw_demo(text))
-    draw_sweep(text)
+    norms = draw_demo(text)
+    draw_limits(norms, sweep.train(text, sweep.LIMITS, SWEEP_STEPS, SEED))
 
 
 if __name__ == "__main__":

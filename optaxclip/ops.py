@@ -3,7 +3,7 @@
 Pure functions of a tree: `None` leaves, empty trees, zero-size, scalar, Python-float, NumPy and
 complex leaves and `BCOO` leaves (TensorFlow's `IndexedSlices`) work; integer, bool and PRNG-key
 leaves are a `TypeError`. Each is one cached compiled call in eager mode. Where the results differ
-from TensorFlow's on purpose, the README has a table.
+from TensorFlow's on purpose, `docs/coming.md` has a table.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """The README's code runs as written."""
 
-import importlib.util
+import importlib
 import re
 from pathlib import Path
 
@@ -14,8 +14,6 @@ BLOCKS = shown_code.blocks("README.md")
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[-1][:40])
 def test_code_runs(block):
     namespace = shown_code.run(block, "README.md")
-    if "losses" in namespace:
-        assert namespace["losses"][-1] < namespace["losses"][0]
     if "info" in namespace:
         info = namespace["info"]
         assert (float(info.norm), float(info.limit), int(info.num_clipped)) == (5.0, 1.0, 1)
@@ -23,7 +21,11 @@ def test_code_runs(block):
 
 
 def test_there_is_code():
-    assert len(BLOCKS) >= 4
+    assert len(BLOCKS) >= 2
+
+
+def test_it_is_read_in_five_minutes():
+    assert len(README.read_text("utf-8").splitlines()) <= 150
 
 
 @pytest.mark.parametrize("path", re.findall(r"\]\((?!https)([^)]+)\)", README.read_text()))
@@ -36,9 +38,8 @@ def test_a_script_makes_every_picture_of_docs(tmp_path, monkeypatch):
     for package in ("flax", "matplotlib", "rich"):
         pytest.importorskip(package)
     docs = README.parent / "docs"
-    spec = importlib.util.spec_from_file_location("pictures", docs / "pictures.py")
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
+    monkeypatch.syspath_prepend(docs)
+    pictures = importlib.import_module("pictures")
     smaller = {"DOCS": tmp_path, "STEPS": 20, "SWEEP_STEPS": 10}
     for name, value in smaller.items():
         monkeypatch.setattr(pictures, name, value)

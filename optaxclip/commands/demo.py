@@ -128,12 +128,12 @@ def draw(histories: "Mapping[str, History]", path: Path) -> None:
     left, right = figure.axes
     evals = next(iter(histories.values())).evals
     plots.loss_curves({name: h.held_out for name, h in histories.items()}, evals, ax=left)
-    left.set_ylabel("held-out loss (nats per character)")
+    left.set_ylabel("held-out loss (nats)")
     limit = {"global_norm": LIMIT} if "global_norm" in histories else None
     # The largest between two evaluations: of hundreds of noisy norms one line would hide the next.
     norms = {name: np.maximum.reduceat(h.norm, evals[:-1] - 1) for name, h in histories.items()}
     plots.norm_curves(norms, evals[1:] - 1, limit, ax=right)
-    right.set_ylabel(f"raw gradient norm, the largest of {evals[1] - 1} steps")
+    right.set_ylabel(f"largest raw norm of {evals[1] - 1} steps")
     for ax in figure.axes:
         ax.set_xscale("log")  # what explodes does so early
         ax.xaxis.set_major_formatter("{x:g}")

@@ -212,7 +212,7 @@ def test_derivative_at_zero_and_at_the_limit(name, entries):
     np.testing.assert_allclose(their_pullback(theirs, ones, x, limit)[0], expected, 1e-5)
 
 
-# Where they differ on purpose. This backs the table in the README.
+# Where they differ on purpose. This backs the table in `docs/coming.md`.
 
 FILLED = [  # the entry of four, the limit of their L2 norm: TensorFlow's three results, ours
     ("float32", 0, 0, (NAN, NAN, NAN), 0),
