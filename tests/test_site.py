@@ -1,5 +1,6 @@
 """The site: its code runs, it has every public name, its menu every page."""
 
+import ast
 import importlib.util
 import inspect
 import operator
@@ -23,20 +24,31 @@ PAGES = {
 # `tests/methods/test_muon.py` runs the page on Muon.
 WITHOUT_MUON = [page for page in PAGES if page != "docs/muon.md"]
 ALL_BLOCKS = [(page, block) for page in WITHOUT_MUON for block in shown_code.blocks(page)]
-# Keras asks for its backend once in a process.
-KERAS = [block for _, block in ALL_BLOCKS if "KERAS_BACKEND" in block]
-BLOCKS = [(page, block) for page, block in ALL_BLOCKS if block not in KERAS]
+# Keras asks for its backend once in a process; `wandb` starts a server for its own.
+ALONE = {
+    name: next(block for _, block in ALL_BLOCKS if f", {name}" in block)
+    for name in ("keras", "wandb")
+}
+BLOCKS = [(page, block) for page, block in ALL_BLOCKS if block not in ALONE.values()]
 REFERENCE = re.findall(r"^::: optaxclip\.(\S+)$", "\n".join(PAGES.values()), re.MULTILINE)
 MENU = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
+
+
+def skip_without_packages(block):
+    """Skips the test if a package that the block imports is not installed."""
+    nodes = list(ast.walk(ast.parse(block)))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    packages = {name.split(".")[0] for name in names}
+    if missing := {name for name in packages if not importlib.util.find_spec(name)}:
+        pytest.skip(f"not installed: {', '.join(sorted(missing))}")
 
 
 @pytest.mark.parametrize(
     ("page", "block"), BLOCKS, ids=lambda text: text.strip().splitlines()[-1][:40]
 )
 def test_code_runs(page, block):
-    for package in ("flax", "orbax.checkpoint", "tensorboardX"):
-        if package in block:
-            pytest.importorskip(package)
+    skip_without_packages(block)
     found = shown_code.run(block, page)
     if "losses" in found:
         assert found["losses"][-1] < found["losses"][0] / 2
@@ -50,6 +62,15 @@ def test_code_runs(page, block):
         jax.tree.map(np.testing.assert_array_equal, found["restored"], found["state"])
     if "record_of_each" in found:
         assert found["record_of_each"].norm.shape == (4,)
+    if "step_taken" in found:
+        np.testing.assert_allclose(found["step_taken"], [-0.5, -0.25], rtol=1e-6)
+    if "good_steps" in found:
+        assert found["opt_state"].num_skipped > 0
+        assert found["scale"] == 2.0 ** (20 - found["opt_state"].num_skipped)
+    if "suggestion" in found:
+        assert found["suggestion"].limit > np.median(found["norms"])
+    if "epsilon" in found:
+        assert 5.0 < found["epsilon"] < 10.0
     if "split" in found:
         assert found["params"].sharding.is_equivalent_to(found["split"], 1)
     if "norm_over_all" in found:
@@ -63,10 +84,12 @@ def test_code_runs(page, block):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("keras"), reason="Keras is not installed")
-@pytest.mark.parametrize("block", KERAS, ids=["keras"])
-def test_code_for_keras_runs_in_a_process_of_its_own(block):
-    code = f"{block}\nassert losses[-1] < losses[0] / 2\n"
+@pytest.mark.parametrize("name", ALONE)
+def test_code_runs_in_a_process_of_its_own(name):
+    skip_without_packages(ALONE[name])
+    code = f"{ALONE[name]}\nassert losses[-1] < losses[0] / 2\n"
+    if name == "wandb":
+        code += "assert logged['clip/0/limit'] == 1.0\n"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
