@@ -78,12 +78,12 @@ class Norm:
         return f"Norm({self.name!r})"
 
 
-l1 = Norm("l1", jnp.abs, _total)
-l2 = Norm("l2", _abs_squared, _root, degree=2)
-linf = Norm("linf", jnp.abs, _total, is_max=True)
-rms = Norm("rms", _abs_squared, _root_mean, degree=2)
-mean_abs = Norm("mean_abs", jnp.abs, _mean)
-average_l2 = Norm("average_l2", _abs_squared, _root_over_count, degree=2)
+l1: Norm = Norm("l1", jnp.abs, _total)
+l2: Norm = Norm("l2", _abs_squared, _root, degree=2)
+linf: Norm = Norm("linf", jnp.abs, _total, is_max=True)
+rms: Norm = Norm("rms", _abs_squared, _root_mean, degree=2)
+mean_abs: Norm = Norm("mean_abs", jnp.abs, _mean)
+average_l2: Norm = Norm("average_l2", _abs_squared, _root_over_count, degree=2)
 
 _NAMED = {norm.name: norm for norm in (l1, l2, linf, rms, mean_abs, average_l2)}
 

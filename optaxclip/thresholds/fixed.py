@@ -209,6 +209,9 @@ def check_limit(limit: Any, argument: str, *, allow_any_number: bool = False) ->
             f"{argument} must not be negative or NaN, got {limit!r}; to switch clipping off pass "
             "math.inf"
         )
+    # What no float of JAX's can be is infinite, without NumPy's warning at the first step.
+    if abs(value) > float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max):
+        return math.copysign(math.inf, value)
     # JAX would cut larger integers to 32 bits.
     return limit if not float.is_integer(value) or abs(value) < 2**31 else value
 

@@ -32,9 +32,15 @@ def test_a_large_limit_is_a_large_limit(limit):
     np.testing.assert_allclose(tx.update(grads, tx.init(grads))[0][1], expected, rtol=1e-5)
     np.testing.assert_allclose(ops.clip_by_value(grads, 0, limit)[1], expected, rtol=1e-5)
     tx = optaxclip.clip_by_global_norm(limit)
-    with np.errstate(over="ignore"):
-        updates, _ = tx.update(grads, tx.init(grads))
+    updates, _ = tx.update(grads, tx.init(grads))
     np.testing.assert_allclose(updates[1], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_limit_that_only_float64_holds(x64):
+    with jax.enable_x64(x64):
+        (update,) = ops.clip_by_global_norm(jnp.array([3e38 if not x64 else 1e305]), 1e300)[0]
+        assert update == pytest.approx(3e38 if not x64 else 1e300)
 
 
 def test_a_whole_number_above_all_floats_is_infinite():
