@@ -10,6 +10,9 @@ SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example):$", re.MULTILIN
 # What `::` leads in, and tables with their lines of dashes.
 INDENTED = re.compile(r"(?::(:)\n\n|(?<=\n\n))((?:  .*\n)+(?:\n+(?:  .*\n)+)*)")
 
+# A name in full is a link, where the reference has it.
+NAME = re.compile(r"`(optaxclip(?:\.\w+)+)`")
+
 
 class Docstrings(griffe.Extension):
     """Makes of an "Example:" a section of examples, of an indented block one of code."""
@@ -21,8 +24,8 @@ class Docstrings(griffe.Extension):
 
 
 def as_markdown(text: str) -> str:
-    """A docstring with `Examples:`, and with fences around what is indented before all sections."""
-    text += "\n"
+    """A docstring with `Examples:`, links, and fences where it is indented before all sections."""
+    text = NAME.sub(r'<autoref identifier="\1" optional>`\1`</autoref>', text) + "\n"
     section = SECTION.search(text)
     begin = section.start() if section else len(text)
     head = INDENTED.sub(_fenced, text[:begin])

@@ -153,11 +153,13 @@ def test_docstrings_become_markdown():
     docstrings = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(docstrings)
     text = (
-        "Title.\n\nAs in::\n\n  a = 1\n\n  b = 2\n\nText.\n\n  x | y\n  --|--\n  1 | 2\n\n"
+        "Title of `optaxclip.clip`.\n\n"
+        "As in::\n\n  a = 1\n\n  b = 2\n\nText.\n\n  x | y\n  --|--\n  1 | 2\n\n"
         "Args:\n  x: what\n    it is.\n\nExample:\n  >>> 1\n  1"
     )
     assert docstrings.as_markdown(text) == (
-        "Title.\n\nAs in:\n\n```text\na = 1\n\nb = 2\n```\n\nText.\n\n"
+        'Title of <autoref identifier="optaxclip.clip" optional>`optaxclip.clip`</autoref>.'
+        "\n\nAs in:\n\n```text\na = 1\n\nb = 2\n```\n\nText.\n\n"
         "```text\nx | y\n--|--\n1 | 2\n```\n\n"
         "Args:\n  x: what\n    it is.\n\nExamples:\n  >>> 1\n  1\n"
     )
