@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import tomllib
 import zipfile
@@ -35,6 +36,19 @@ def test_workflows_may_only_read_unless_a_job_says_more(name):
     assert "\npermissions:\n  contents: read\n\n" in WORKFLOWS[name]
     jobs = WORKFLOWS[name].count("runs-on:")
     assert WORKFLOWS[name].count("timeout-minutes:") == jobs > 0
+
+
+def test_every_shell_script_is_checked_here_and_on_the_host():
+    scripts = sorted(f".ci/{path.name}" for path in (ROOT / ".ci").iterdir() if not path.suffix)
+    for text in (WORKFLOWS["tests"], (ROOT / ".ci" / "run").read_text("utf-8")):
+        assert f" shellcheck {' '.join(scripts)}\n" in text
+    assert "\n      - run: actionlint\n" in WORKFLOWS["tests"]
+
+
+@pytest.mark.skipif(not shutil.which("actionlint"), reason="the program is not installed")
+def test_the_workflows_are_as_the_host_wants_them():
+    done = subprocess.run(["actionlint"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert not done.stdout
 
 
 def test_the_pythons_are_those_of_the_classifiers():
