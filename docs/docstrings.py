@@ -1,4 +1,4 @@
-"""Our docstrings as the site's reader of docstrings wants them, in plurals and Markdown."""
+"""What the site's reader of code makes of ours: docstrings in Markdown, and defaults."""
 
 import re
 import textwrap
@@ -21,6 +21,18 @@ class Docstrings(griffe.Extension):
         """Rewrites the docstring of an object that was loaded."""
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Shows the values of constants that are defaults: what they are called tells nothing."""
+        modules: list[griffe.Object] = [pkg]
+        while modules:
+            members = [found for found in modules.pop().members.values() if not found.is_alias]
+            modules += [found for found in members if found.is_module]
+            for function in members:
+                for parameter in getattr(function, "parameters", ()):
+                    if isinstance(parameter.default, griffe.ExprName):
+                        path = parameter.default.canonical_path.removeprefix(f"{pkg.name}.")
+                        parameter.default = str(pkg[path].value)
 
 
 def as_markdown(text: str) -> str:

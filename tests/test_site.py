@@ -1,6 +1,7 @@
 """The site: its code runs, it has every public name, its menu every page."""
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import operator
@@ -147,11 +148,14 @@ def test_the_menu_has_every_page_and_notebook():
     assert not [page for page in (*pages, *notebooks) if f": {page}\n" not in MENU]
 
 
-def test_docstrings_become_markdown():
+@pytest.fixture
+def docstrings(monkeypatch):
     pytest.importorskip("griffe")
-    spec = importlib.util.spec_from_file_location("docstrings", ROOT / "docs" / "docstrings.py")
-    docstrings = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(docstrings)
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    return importlib.import_module("docstrings")
+
+
+def test_docstrings_become_markdown(docstrings):
     text = (
         "Title of `optaxclip.clip`.\n\n"
         "As in::\n\n  a = 1\n\n  b = 2\n\nText.\n\n  x | y\n  --|--\n  1 | 2\n\n"
@@ -163,3 +167,13 @@ def test_docstrings_become_markdown():
         "```text\nx | y\n--|--\n1 | 2\n```\n\n"
         "Args:\n  x: what\n    it is.\n\nExamples:\n  >>> 1\n  1\n"
     )
+
+
+def test_the_reference_shows_the_values_of_defaults(docstrings):
+    from griffe import load_extensions, temporary_visited_package
+
+    files = {"a.py": "SIZE = 3", "b.py": "from p.a import SIZE\ndef f(x=SIZE, y=None): ..."}
+    extensions = load_extensions(docstrings.Docstrings)
+    with temporary_visited_package("p", files, extensions=extensions) as package:
+        defaults = [str(parameter.default) for parameter in package["b.f"].parameters]
+    assert defaults == ["3", "None"]
