@@ -21,7 +21,9 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from optaxclip._base.numerics import safe_divide
@@ -233,7 +235,12 @@ def _number(value: Any, low: float, high: float, argument: str) -> float:
     Raises:
       ValueError: otherwise; programs are compiled for it, so it cannot be an array.
     """
-    if not isinstance(value, (int, float)) or not low <= value <= high:
+    if isinstance(value, jax.Array):
+        raise ValueError(
+            f"{argument} must be a Python number, as programs are compiled for it, got {value!r}; "
+            f"with optax.inject_hyperparams pass static_args=({argument!r},)"
+        )
+    if not isinstance(value, (int, float, np.integer, np.floating)) or not low <= value <= high:
         most = "a finite number" if high == _MOST else f"a number of at most {high:g}"
         raise ValueError(f"{argument} must be {most} and at least {low:g}, got {value!r}")
     return float(value)

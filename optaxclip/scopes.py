@@ -71,7 +71,6 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
     """
 
     def assign(flat: FlatTree) -> Grouping:
-        picked = flat.picked()
         found = per_leaf(labels, flat, "labels")
         for label in found:
             if not isinstance(label, str):
@@ -80,7 +79,7 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
             Group((label,), tuple(i for i, other in enumerate(found) if other == label))
             for label in sorted(set(found))
         )
-        return Grouping(groups, tuple(_all_axes(leaf) for leaf in picked), "vector")
+        return Grouping(groups, tuple(map(_all_axes, flat.picked())), "vector")
 
     return assign
 
@@ -253,7 +252,7 @@ def muon_labels(
         chosen = chosen(params) if callable(chosen) else chosen
         try:
             return jax.tree.map(
-                lambda numbers, part: _labels(part, lambda _: numbers is not None),
+                lambda numbers, part: _labels(part, lambda _: _is_muon(numbers)),
                 chosen,
                 params,
                 is_leaf=lambda x: x is None or hasattr(x, "reduction_axis"),
@@ -265,6 +264,12 @@ def muon_labels(
             ) from None
 
     return label
+
+
+def _is_muon(numbers: Any) -> bool:
+    if numbers is None or hasattr(numbers, "reduction_axis"):
+        return numbers is not None
+    raise ValueError(f"got {numbers!r}")
 
 
 def _labels(tree: PyTree, is_muon: Callable[[Any], bool]) -> PyTree:
@@ -302,7 +307,7 @@ def _layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 def _stacked_counts(stacked: StackedAxes, flat: FlatTree) -> list[int]:
     counts = per_leaf(stacked, flat, "stacked")
     for name, leaf, count in zip(flat.names(), flat.picked(), counts, strict=True):
-        if not isinstance(count, int) or not 0 <= count <= np.ndim(leaf):
+        if not isinstance(count, (int, np.integer)) or not 0 <= count <= np.ndim(leaf):
             raise ValueError(
                 f"stacked must be the number of leading stacked axes, from 0 to {np.ndim(leaf)} "
                 f"for leaf '{name}' of shape {np.shape(leaf)}, got {count!r}"

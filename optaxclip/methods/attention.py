@@ -214,6 +214,8 @@ def _logits_of(weights: list[_Weight], max_logits: PyTree, name: str) -> dict[st
     flat = flatten(max_logits, "max_logits", integers="error")
     found: dict[tuple[str, ...], list[Any]] = {}
     for i in flat.measured:
+        if jnp.iscomplexobj(flat.leaves[i]):
+            raise TypeError(f"max_logits must have real leaves, got {flat.leaves[i]!r:.80}")
         parts = _parts(flat.paths[i])
         end = parts.index("max_logits") if "max_logits" in parts else len(parts)
         found.setdefault(parts[:end], []).append(flat.leaves[i])

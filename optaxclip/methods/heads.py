@@ -40,16 +40,17 @@ class Heads:
 
     def __post_init__(self) -> None:
         try:
-            axes, pairs = _axes(self.axis), _pairs(self.power)
+            axes, pairs, along = _axes(self.axis), _pairs(self.power), operator.index(self.along)
         except (TypeError, ValueError):
             raise TypeError(
-                f"axis must be an int or several, and power a number or pairs (entries, power), "
-                f"got {self.axis!r} and {self.power!r}"
+                f"axis must be an int or several, power a number or pairs (entries, power), and "
+                f"along an int, got {self.axis!r}, {self.power!r} and {self.along!r}"
             ) from None
         if not all(count >= 1 and 0 <= power <= 1 for count, power in pairs):
             raise ValueError(f"power must be from 0 to 1, for 1 entry or more, got {self.power!r}")
         # Tuples, so that it can be a key of what is compiled.
         object.__setattr__(self, "axis", axes)
+        object.__setattr__(self, "along", along)
         if isinstance(self.power, Sequence):
             object.__setattr__(self, "power", pairs)
 

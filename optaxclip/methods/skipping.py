@@ -92,9 +92,13 @@ def skipping(
       name: what it is called in messages and by the monitor.
     """
     limit = as_limit(limit, "limit")
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(
+            f"inner must be an Optax transformation such as optax.adam(1e-3), got {inner!r}"
+        )
     inner = optax.with_extra_args_support(inner)
     if max_consecutive is not None and not isinstance(max_consecutive, jax.Array):
-        max_consecutive = whole(max_consecutive, 1, "max_consecutive")
+        max_consecutive = min(whole(max_consecutive, 1, "max_consecutive"), 2**31 - 1)
     norm, axis_names = as_norm(norm), as_axis_names(axis_name)
     measure_params = functools.partial(
         group_norms, scope=scopes.tree(), norm=norm, axis_name=axis_name, specs=specs

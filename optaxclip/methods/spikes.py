@@ -185,7 +185,7 @@ def clip_by_second_moment(
         within(decay, 0, 1, "decay"),
         at_least(warmup_steps, 0, "warmup_steps"),
     )
-    period = None if reset_every is None else whole(reset_every, 1, "reset_every")
+    period = None if reset_every is None else min(whole(reset_every, 1, "reset_every"), 2**31 - 1)
 
     def init(params: PyTree) -> SecondMomentState:
         flat = dense(flatten(params, "params"), name)

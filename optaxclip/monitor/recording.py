@@ -13,8 +13,9 @@ from optaxclip._base.counters import increased
 from optaxclip._base.numerics import promoted, safe_divide
 from optaxclip._base.transformation import Transformation
 from optaxclip._base.trees import FlatTree, flatten
-from optaxclip._base.types import PyTree
+from optaxclip._base.types import AxisName, PyTree
 from optaxclip._engine.checks import matching_params
+from optaxclip._engine.placement import as_axis_names, grouped
 from optaxclip._engine.step import run_norms
 from optaxclip.monitor.states import find, name_of, to_host, unboxed
 from optaxclip.norms import Norm, as_norm
@@ -43,6 +44,8 @@ def record(
     loss: bool = False,
     norm: str | Norm = "l2",
     ratio: bool = False,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
     name: str = "record",
 ) -> Transformation[RecordState]:
     """Keeps the norms, or losses, of the last steps on the device; updates pass through untouched.
@@ -63,6 +66,8 @@ def record(
       norm: the norm, as in `optaxclip.clip_by`.
       ratio: whether norms are divided by those of the parameters, which the update then needs; that
         of zeros is infinite, or 0 if nothing moves them.
+      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
+      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
       name: what it is called in messages, and in `history` to choose among several.
 
     Returns:
@@ -90,6 +95,7 @@ def record(
     """
     window = whole(window, 1, "window")
     measure, scope = as_norm(norm), scopes.leaf() if per_leaf else scopes.tree()
+    axis_names = as_axis_names(axis_name)
     if loss and (per_leaf or ratio):
         raise ValueError("loss has neither leaves nor a ratio: for these chain a second record")
 
@@ -108,7 +114,8 @@ def record(
             count, ring = _written(state.count, state.ring, now, None)
             return updates, state._replace(count=count, ring=ring)
         flat = flatten(updates, "updates")
-        grouping = scope(flat).among(state.names) if per_leaf else scope(flat)
+        grouping = grouped(scope, flat, axis_names, specs)
+        grouping = grouping.among(state.names) if per_leaf else grouping
         if len(grouping.names) > len(state.names):
             unknown = sorted(set(grouping.names) - set(state.names))
             raise ValueError(f"{name}: the params given to init did not have the leaves {unknown}")
@@ -166,6 +173,11 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
 
     Raises:
       ValueError: if no record has the name, or several have.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> history_names(record(per_leaf=True).init({"w": jnp.zeros(2), "b": jnp.zeros(1)}))
+      ('b', 'w')
     """
     return tuple(_only_record(opt_state, name).names)
 

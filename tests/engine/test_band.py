@@ -105,6 +105,13 @@ def test_its_name_is_a_response():
     close(state.info.factor, [0.2, 10 / 3])
 
 
+def test_numbers_of_numpy_are_numbers():
+    numpys = [make(0.5) for make in (np.float16, np.float32, np.float64)] + [np.array(0.5)[()]]
+    assert {responses.band(x) for x in numpys} == {responses.band(0.5)}
+    assert responses.band(max_factor=np.int64(2)) == responses.band(max_factor=2.0)
+    assert responses.clip_with_eps(np.float32(0.25)) == responses.clip_with_eps(0.25)
+
+
 @pytest.mark.parametrize(
     ("options", "argument"),
     [

@@ -300,6 +300,11 @@ def test_scope_that_does_not_fit(scope, error, message):
         clip(W, 1.0, scope)
 
 
+def test_counts_may_be_numpys():
+    rows, _ = clip(W, 1.0, scopes.leaf(np.int64(1)))
+    np.testing.assert_allclose(rows["w"], W["w"] / np.sqrt(3), rtol=1e-6)
+
+
 @pytest.mark.parametrize("limits", [{"a": 1.0}, {"a": 1.0, "b": 1.0, "c": 1.0}], ids=str)
 def test_limits_for_other_groups(limits):
     tree = {"a": jnp.ones(2), "b": jnp.ones(2)}

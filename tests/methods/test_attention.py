@@ -207,6 +207,7 @@ ERRORS = {
     "no place": ({"logits": {"body/0": FIRST}}, r"no array for the weight 'key', only for \['bo"),
     "batch": ({"logits": jnp.ones((3, 2))}, r"of shape \(2,\).*'key', got \(3, 2\); take the larg"),
     "integers": ({"logits": jnp.arange(2)}, "max_logits must have floating-point leaves"),
+    "complex": ({"logits": jnp.ones(2, complex)}, "max_logits must have real leaves"),
     "tau": ({"tau": -1.0}, "tau must not be negative"),
     "no function": ({"heads": "query"}, "heads must be a function"),
     "no heads": ({"heads": lambda path, leaf: 1}, "heads must give optaxclip.Heads or None, got 1"),
@@ -225,10 +226,10 @@ def test_errors_say_what_to_do(case):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("one",), (1, 1.5), (1, -0.5), (1, ((0, 0.5),)), (1, ("a",))]
+    "arguments", [("one",), (1, 1.5), (1, -0.5), (1, ((0, 0.5),)), (1, ("a",)), (1, 1, "a")]
 )
 def test_bad_heads(arguments):
-    with pytest.raises((TypeError, ValueError), match=r"(axis|power) must be"):
+    with pytest.raises((TypeError, ValueError), match=r"^(axis|power) must be"):
         Heads(*arguments)
 
 

@@ -87,6 +87,12 @@ def test_an_error_says_what_does_not_fit():
         tx.init(PARAMS)
     with pytest.raises(ValueError, match=r"groups \['adam', 'muon'\], but there are \['adam'\]"):
         optaxclip.clip_by(scopes.muon(), BESIDE).init({"b": jnp.ones(2)})
+    mask = {"mlp": {"w": True, "b": False}, "layers": True, "embedding": False, "scale": False}
+    for wrong in (mask, lambda params: "muon"):
+        with pytest.raises(
+            ValueError, match=r"MuonDimensionNumbers or None for leaves: got (False|'m)"
+        ):
+            scopes.muon_labels(wrong)(PARAMS)
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))

@@ -1,6 +1,7 @@
 """Skipping on the loss: published rules, losses of any sign, and who is handed the loss."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +130,11 @@ def test_after_many_skips_a_finite_step_is_taken():
     assert skipped == [1, 1, 1, 0, 1, 1]
 
 
+def test_skips_may_go_on_for_as_long_as_one_can_say():
+    _, skipped = run(skip_above(optax.sgd(1.0), np.inf, sys.maxsize, loss_limit=1.0), [5.0] * 3)
+    assert skipped == [1, 1, 1]
+
+
 def test_a_schedule_and_hyperparameters():
     falling = optax.linear_schedule(2.0, -2.0, 4)
     _, skipped = run(skip_above(optax.sgd(1.0), np.inf, loss_limit=falling), [0.5] * 5)
@@ -249,6 +255,13 @@ WRONG = {
 def test_an_error_names_the_limit(message):
     with pytest.raises((ValueError, TypeError), match=f"^{message}"):
         skip_above(optax.sgd(1.0), 1.0, **WRONG[message])
+
+
+@pytest.mark.parametrize("inner", [optax.adam, "adam", None])
+def test_an_error_names_the_optimizer(inner):
+    for skip in (optaxclip.skip_nonfinite, functools.partial(skip_above, limit=1.0)):
+        with pytest.raises(TypeError, match=r"^inner must be an Optax transformation such"):
+            skip(inner)
 
 
 def test_an_error_names_the_loss():

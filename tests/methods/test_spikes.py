@@ -1,6 +1,7 @@
 """What SPAM and Stable-SPAM put before Adam: the printed sequences, and their faults mended."""
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,14 @@ def test_warmup_and_resets_of_spam():
     close(updates, expected)
     assert np.sum(updates < grads) == 2
     close(states.moments[-1], v)
+
+
+def test_a_reset_that_never_comes():
+    grads = np.ones((3, 2), np.float32)
+    updates, states = drive(SPAM(reset_every=sys.maxsize), grads)
+    never, without = drive(SPAM(), grads)
+    np.testing.assert_array_equal(updates, never)
+    np.testing.assert_array_equal(states.moments, without.moments)
 
 
 def test_entries_that_are_not_finite_are_bounded_and_never_recorded():

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from optaxclip import monitor
 
@@ -35,6 +37,31 @@ def test_of_any_range_and_of_what_is_not_finite():
     updates = {"far": jnp.full(1, 1e33), "near": jnp.full(1, 1e-33), "bad": jnp.full(1, jnp.nan)}
     found = recorded(True, updates, params=params)
     np.testing.assert_allclose(found, [[np.nan, 1e3, 1e-3]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("per_leaf", [True, False])
+def test_of_leaves_that_are_split(per_leaf):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    params = {"b": jnp.arange(8.0), "w": jnp.arange(16.0)}
+
+    def recorded_of(split, **options):
+        tx = monitor.record(3, per_leaf, **options)
+
+        def update(updates, params):
+            return tx.update(updates, tx.init(params), params)[1]
+
+        in_shards = jax.shard_map(
+            update, mesh=mesh, in_specs=(split, split), out_specs=P(), check_vma=False
+        )
+        return monitor.history(jax.jit(in_shards)(jax.tree.map(lambda x: x / 4, params), params))
+
+    split = {"b": P(), "w": P("x")}
+    found = recorded_of(split, ratio=True, specs=split)
+    np.testing.assert_allclose(found, [[0.25, 0.25]] if per_leaf else [0.25], rtol=1e-6)
+    norms = np.array([np.linalg.norm(x) / 4 for x in params.values()])
+    norms = [norms] if per_leaf else [np.hypot(*norms)]
+    np.testing.assert_allclose(recorded_of(split, specs=split), norms, rtol=1e-6)
+    np.testing.assert_allclose(recorded_of(P("x"), axis_name="x"), norms, rtol=1e-6)
 
 
 def test_it_says_what_it_needs():
