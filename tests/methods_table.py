@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 import optaxclip
-from optaxclip import norms, scopes, thresholds
+from optaxclip import norms, responses, scopes, thresholds
 
 
 class Method(NamedTuple):
@@ -205,6 +205,7 @@ METHODS: dict[str, Method] = {
     "clip_by_norm_axes": _per_column(optaxclip.clip_by_norm, _MAX_NORM, {"axes": 0}),
     "clip_by_norm_scheduled": _per_leaf(_norm_scheduled, ("limit", 1.0), counts=True),
     "clip_by_global_norm": Method(optaxclip.clip_by_global_norm, _MAX_NORM),
+    "clip_by_global_norm_eps": Method(optaxclip.clip_by_global_norm, _MAX_NORM, {"eps": 1e-6}),
     "clip_by_block_rms": _per_leaf(optaxclip.clip_by_block_rms, ("threshold", 0.7)),
     "scale_by_stable_adam": _history(
         optaxclip.scale_by_stable_adam,
@@ -264,13 +265,16 @@ METHODS: dict[str, Method] = {
     "unit_smooth": _engine("column", scopes.unit(), response="smooth"),
     "unit_z_score": _history(_z_score_of_units, ("z_thresh", 0.5), shares="column"),
     "muon": _per_label(_beside_muon, ("limit", 1.0)),
-    "group_linf_smooth": _engine("label", scopes.group(label), norm="linf", response="smooth"),
+    "group_linf_band": _engine(
+        "label", scopes.group(label), norm="linf", response=responses.band(0.5, max_factor=3.0)
+    ),
     "tree_mean_abs": _engine("tree", scopes.tree(), limit=0.2, norm="mean_abs"),
 }
 
 # The slow tests leave out what is only another argument of the same code.
 VARIANTS = {"clip_scheduled", "clip_by_norm", "clip_by_norm_axes", "clip_by_norm_scheduled"}
 VARIANTS |= {
+    "clip_by_global_norm_eps",
     "clip_by_spectral_norm_hard",
     "clip_by_block_rms",
     "clip_by_group_norm",
