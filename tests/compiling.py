@@ -1,8 +1,17 @@
 """How programs are compiled in tests whose results depend on it."""
 
+import jaxlib
+import pytest
+
 AS_USERS = {
     "xla_cpu_use_fusion_emitters": True,
     "xla_backend_optimization_level": 3,
     "xla_llvm_disable_expensive_passes": False,
 }
 """What `conftest.py` turns off to save time; for `jax.jit(..., compiler_options=AS_USERS)`."""
+
+where_sums_are_fused = pytest.mark.skipif(
+    jaxlib.version.__version_info__ < (0, 10, 2),
+    reason="until jaxlib 0.10.1 XLA on CPU stores what a long sum is of",
+)
+"""For tests of how much memory a program takes."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import AS_USERS
+from compiling import AS_USERS, where_sums_are_fused
 
 from optaxclip import per_example, scopes
 
@@ -114,6 +114,7 @@ def test_a_nan_example_and_an_empty_batch(size):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(clipped(params, x[:0], y[:0]).grads))
 
 
+@where_sums_are_fused
 def test_memory_grows_with_the_microbatch_and_not_with_the_batch():
     def memory(batch, size):
         shapes = ({"w": (200, 200), "b": (200,), "v": (200, 2)}, (batch, 200), (batch, 2))

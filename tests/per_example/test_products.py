@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-from compiling import AS_USERS
+from compiling import AS_USERS, where_sums_are_fused
 
 from optaxclip import per_example
 
 
+@where_sums_are_fused
 def test_products_are_not_stored_beside_the_gradients():
     def loss(w, x):
         return jnp.sum(jnp.square(jnp.tanh(x @ w)))
