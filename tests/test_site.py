@@ -77,6 +77,8 @@ def test_code_runs(page, block):
     if "norm_over_all" in found:
         entries = sum(leaf.size for leaf in found["grads"].values())
         np.testing.assert_allclose(found["norm_over_all"], entries**0.5, 1e-6)
+    if "last_factor" in found:
+        assert found["last_factor"] == pytest.approx(0.4)
     if "verdict" in found:
         assert found["verdict"] == "skipped"
     if "bad" in found:
