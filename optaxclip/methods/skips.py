@@ -43,7 +43,7 @@ def skip_nonfinite(
 
     Raises:
       ValueError: if `max_consecutive` is less than 1.
-      TypeError: if `max_consecutive` is no int.
+      TypeError: if `inner` is no transformation, or `max_consecutive` no int.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -88,6 +88,8 @@ def skip_above(
       MaxText           | OLMo-core's, on what its clip has left of the gradients:
                         | `optax.chain(clip_by_global_norm(1.0), skip_above(...))`
 
+    Source: allenai/OLMo-core, marin-community/levanter, AI-Hypercomputer/maxtext, apple/axlearn.
+
     As published they skip for as long as it takes; for that pass `max_consecutive=None`. For which
     leaves it was ask `optaxclip.monitor.bad_leaves`, and `verdict` whether to go on.
 
@@ -109,14 +111,14 @@ def skip_above(
       A transformation with a `SkipState`. A skipped step gives zero updates. Its update takes
       `grad_norm=`, as that of `optaxclip.clip_by`, and with `loss_limit` needs the loss: `value=`,
       as Optax calls it, or `loss=`, which counts where both are given. It is a scalar, the same on
-      all devices. A loss that is not finite is a reason to skip, and never recorded. All extra
-      arguments reach the optimizer too.
+      all devices; `optax.MultiSteps` hands on that of the last microbatch only. A loss that is not
+      finite is a reason to skip, and never recorded. All extra arguments reach the optimizer too.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar (a loss's may be negative), and
         for a rule of the loss that makes no sense of numbers below 0; when used, for a missing
         loss, or one that is no scalar.
-      TypeError: for a limit or a loss that is no number.
+      TypeError: for an `inner` that is no transformation, a limit or a loss that is no number.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
