@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from optaxclip._base.numerics import accumulation_dtype
@@ -24,10 +25,22 @@ class NamedMoments(NamedTuple):
         flat = flatten(tree, "state")
         return cls(flat, flat.names())
 
-    def of_leaves(self, gradients: FlatTree) -> list[Array]:
-        """The averages of the leaves of the gradients."""
+    def of_leaves(self, gradients: FlatTree, name: str) -> list[Array]:
+        """The averages of the leaves of the gradients.
+
+        Raises:
+          ValueError: if a leaf has another shape than its average, naming the transformation.
+        """
         by_name = dict(zip(self.names, self.flat.picked(), strict=True))
-        return [by_name[name] for name in gradients.names()]
+        found = [by_name[path] for path in gradients.names()]
+        rows = zip(gradients.names(), gradients.picked(), found, strict=True)
+        for path, leaf, average in rows:
+            if np.shape(leaf) != np.shape(average):
+                raise ValueError(
+                    f"{name}: leaf '{path}' of the updates has shape {np.shape(leaf)}, and in the "
+                    f"params given to init it had {np.shape(average)}; begin with a fresh state"
+                )
+        return found
 
     def replaced(self, gradients: FlatTree, leaves: Sequence[Array]) -> PyTree:
         """The tree with new averages of the leaves of the gradients, all others as they were."""

@@ -203,7 +203,7 @@ def clip_by_second_moment(
         if unknown:
             raise ValueError(f"{name}: the params given to init did not have the leaves {unknown}")
         clipped, count, moments = _clamped(
-            numbers, flat.picked(), known.of_leaves(flat), state.count, period=period
+            numbers, flat.picked(), known.of_leaves(flat, name), state.count, period=period
         )
         return flat.rebuild(clipped), SecondMomentState(count, known.replaced(flat, moments))
 

@@ -129,7 +129,7 @@ def scale_by_stable_adam(
             return grouping.by_leaf(grouping.of_tree(column))
 
         mu, nu = (NamedMoments.of(tree) for tree in (state.mu, state.nu))
-        old = (mu.of_leaves(flat), nu.of_leaves(flat))
+        old = (mu.of_leaves(flat, name), nu.of_leaves(flat, name))
         steps = increased(state.steps)
         new, ratios = _averages(flat.picked(), old, of_leaves(steps), betas, eps)
         _, clip_state = clip.update(flat.rebuild(ratios), state.clip)

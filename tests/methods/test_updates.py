@@ -177,6 +177,14 @@ def test_bad_arguments(arguments, error, message):
         optaxclip.scale_by_stable_adam(**arguments)
 
 
+@pytest.mark.parametrize("make", [optaxclip.scale_by_stable_adam, optaxclip.clip_by_second_moment])
+@pytest.mark.parametrize("shape", [(1,), (), (2, 2)])
+def test_leaves_of_another_shape_than_their_averages_are_an_error(make, shape):
+    tx = make(name="mine")
+    with pytest.raises(ValueError, match=r"^mine: leaf 'w' .*shape \(2,\), .*fresh state$"):
+        tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(shape)}))
+
+
 def test_sparse_leaves_are_an_error():
     leaf = jax.experimental.sparse.BCOO.fromdense(jnp.ones(2))
     with pytest.raises(TypeError, match=r"leaf 'w' is sparse.*todense"):
