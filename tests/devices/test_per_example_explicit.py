@@ -78,23 +78,32 @@ def loss_fn(params, example):
     return loss, {"x": example["x"], "loss": loss}
 
 
+def clipped_by(size):
+    return per_example.clipped_grad(
+        loss_fn, 0.7, has_aux=True, microbatch_size=size, scope=scopes.leaf()
+    )
+
+
+@functools.cache
+def on_one_device(examples):
+    """Parameters, a batch, and what comes of them in one batch."""
+    keys = jax.random.split(jax.random.key(0), examples + 1)
+    batch = {"x": jax.random.normal(keys[0], (examples, 4)), "key": keys[1:]}
+    params = {"w": jnp.ones((4, 6)) / 3, "b": jnp.linspace(0, 1, 6)}
+    return params, batch, jax.jit(clipped_by(None))(params, batch)
+
+
 @pytest.mark.parametrize("split", [P(("a", "b")), P("a"), P()], ids=["8", "4", "1"])
 @pytest.mark.parametrize("size", [None, 1, 3, 4, 8])
 def test_microbatches_that_divide_and_do_not(size, split):
     examples = 16 if split else 10
-    keys = jax.random.split(jax.random.key(0), examples + 1)
-    batch = {"x": jax.random.normal(keys[0], (examples, 4)), "key": keys[1:]}
-    params = {"w": jnp.ones((4, 6)) / 3, "b": jnp.linspace(0, 1, 6)}
-    clipped = per_example.clipped_grad(
-        loss_fn, 0.7, has_aux=True, microbatch_size=size, scope=scopes.leaf()
-    )
-    expected = jax.jit(clipped)(params, batch)
+    params, batch, expected = on_one_device(examples)
     assert 0 < int(expected.num_clipped.sum()) < 2 * examples
     there = placed(batch, {"x": split, "key": split})
     specs = {"w": P(None, None if split == P(("a", "b")) else "b"), "b": P()}
     model = placed(params, specs)
     with jax.set_mesh(mesh()):
-        result = jax.jit(clipped)(model, there)
+        result = jax.jit(clipped_by(size))(model, there)
     assert_close(result, expected)
     for name, spec in specs.items():
         leaf = result.grads[name]
