@@ -5,7 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from compiling import AS_USERS
+from compiling import AS_USERS, where_sums_are_fused
 
 import optaxclip
 
@@ -66,6 +66,7 @@ def test_accelerators_measure_in_one_variadic_reduction():
     assert "[0, 1]" not in reductions("cpu")
 
 
+@where_sums_are_fused
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_norm_stores_no_copy_of_the_leaves(dtype):
     leaves = [jax.ShapeDtypeStruct((512, 512), dtype)] * 3
