@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -23,7 +24,7 @@ CLIPS = {
     "over all": functools.partial(optaxclip.clip_by_group_norm, 5.0, LABELS),
     "beside Muon": functools.partial(
         optaxclip.clip_by,
-        scopes.muon(lambda tree: tree | {"experts": None}),
+        scopes.muon({"experts": None, "router": optax.contrib.MuonDimensionNumbers()}),
         {"adam": 5.0, "muon": np.inf},
     ),
 }
