@@ -33,8 +33,11 @@ def pytest_sessionstart(session):
 
 # Where the files' own order would leave one process alone with a long file at the end.
 LONGEST = (
-    *("test_notebooks.py", "test_promises.py", "test_sharding.py", "test_contract.py"),
-    *("test_per_example.py", "test_processes.py", "test_bench.py", "test_readme.py"),
+    *("test_contract.py", "test_promises.py", "test_notebooks.py", "test_sharding.py"),
+    *("test_per_example.py", "test_rules_locking.py", "test_per_example_gradients.py"),
+    *("test_export.py", "test_wrapping.py", "test_norms.py", "test_derivatives.py"),
+    *("test_tensorflow.py", "test_sweep.py", "test_per_example_explicit.py"),
+    *("test_processes.py", "test_adaptive.py", "test_bench.py", "test_readme.py"),
 )
 
 

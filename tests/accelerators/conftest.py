@@ -1,6 +1,7 @@
 """Where XLA's compilers for GPUs and TPUs are absent, these tests are skipped: see `.ci/run`."""
 
 import functools
+import os
 import pathlib
 import sys
 from importlib.util import find_spec
@@ -17,14 +18,23 @@ sys.path.append(str(HERE.parents[1]))
 MISSING = [name for name in ("jax_cuda12_plugin", "libtpu", "jax_privacy") if not find_spec(name)]
 
 
+# Two processes may compile for a TPU at once: neither has one.
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+
 def pytest_collection_modifyitems(items):
-    """Skips them all, with the reason."""
-    if not MISSING:
-        return
+    """Skips them all, with the reason; or says which compile the same steps without a clip.
+
+    `--dist=loadgroup` runs these in one process, and a device's two dtypes in two.
+    """
     reason = f'not installed: {", ".join(MISSING)}; pip install ".[accelerators]"'
     for item in items:
-        if HERE in item.path.parents:
+        if HERE not in item.path.parents:
+            continue
+        if MISSING:
             item.add_marker(pytest.mark.skip(reason=reason))
+        dtype = getattr(item, "callspec", None) and item.callspec.params.get("dtype")
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{dtype or 'float32'}"))
 
 
 @pytest.fixture(autouse=True)

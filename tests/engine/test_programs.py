@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from methods_table import GRADS, METHODS, PARAMS, compilations, random_tree
+from methods_table import GRADS, METHODS, PARAMS, compilations, random_tree, variants_slow
 
 import optaxclip
 from optaxclip import norms, per_example, responses, scopes
@@ -39,7 +39,7 @@ MAKERS = {name: method.make for name, method in METHODS.items()} | {
 }
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", variants_slow(MAKERS))
 @pytest.mark.usefixtures("_as_optax_needs")
 def test_equal_constructions_compile_once(name):
     grads = random_tree(1, 2) if name.startswith("per_example") else GRADS

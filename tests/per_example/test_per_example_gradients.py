@@ -52,9 +52,22 @@ def assert_close(tree, other):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), tree, other)
 
 
-@pytest.mark.parametrize("size", [None, 1, 2, 3, 4, 9, 10, 64])
-@pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()], ids=["tree", "leaf"])
-def test_microbatches_give_the_same_sum(size, scope):
+def by_tree_and_leaf(sizes):
+    """The microbatches know nothing of scopes: by leaf but one size is quick."""
+    return [
+        pytest.param(
+            scope,
+            size,
+            marks=[pytest.mark.slow] * (name == "leaf" and size != 3),
+            id=f"{name}-{size}",
+        )
+        for name, scope in {"tree": scopes.tree(), "leaf": scopes.leaf()}.items()
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize(("scope", "size"), by_tree_and_leaf([None, 1, 2, 3, 4, 9, 10, 64]))
+def test_microbatches_give_the_same_sum(scope, size):
     limit, losses, expected = in_one_batch(scope)
     clipped = per_example.clipped_grad(loss_fn, limit, microbatch_size=size, scope=scope)
     result = jax.jit(clipped)(*task(), is_padding=IS_PADDING)
@@ -115,6 +128,7 @@ def test_a_nan_example_and_an_empty_batch(size):
 
 
 @where_sums_are_fused
+@pytest.mark.slow
 def test_memory_grows_with_the_microbatch_and_not_with_the_batch():
     def memory(batch, size):
         shapes = ({"w": (200, 200), "b": (200,), "v": (200, 2)}, (batch, 200), (batch, 2))
@@ -162,9 +176,8 @@ def test_errors_say_what_is_wrong():
         per_example.clipped_grad(loss_fn, 1.0, batch_argnums=3)(params, x, y)
 
 
-@pytest.mark.parametrize("size", [None, 2, 3])
-@pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()], ids=["tree", "leaf"])
-def test_all_reduces_of_a_sharded_batch(size, scope):
+@pytest.mark.parametrize(("scope", "size"), by_tree_and_leaf([None, 2, 3]))
+def test_all_reduces_of_a_sharded_batch(scope, size):
     """None but those of the `psum`: one for the floats, one for the counts."""
     params, x, y = task(examples=64)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
