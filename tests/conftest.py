@@ -1,5 +1,6 @@
 """Strict settings for every test: nothing in the library may rely on implicit promotion."""
 
+import gc
 import os
 
 import jax
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(items):
     """The longest files come first, so that all processes end at about the same time."""
     rank = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
+
+
+def pytest_collection_finish():
+    """What was imported stays: to look for garbage in it again and again takes 5 % of the time."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.fixture(autouse=True, scope="module")
