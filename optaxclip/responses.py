@@ -37,9 +37,9 @@ def clip(norm: Array, trigger: Array, target: Array) -> Array:
 
 
 def normalize(norm: Array, trigger: Array, target: Array) -> Array:
-    """Brings every norm but zero to the target."""
+    """Brings every norm but zero to the target; where there is no limit norms stay."""
     del trigger
-    return jnp.broadcast_to(target, norm.shape)
+    return jnp.where(jnp.isinf(target), norm, target)
 
 
 def smooth(norm: Array, trigger: Array, target: Array) -> Array:
@@ -95,7 +95,8 @@ class _AutoS:
         del trigger
         gamma = jnp.asarray(self.gamma).astype(norm.dtype)
         # The quotient first: no product leaves the range.
-        return jnp.broadcast_to(target, norm.shape) * safe_divide(norm, norm + gamma, 1)
+        new = target * safe_divide(norm, norm + gamma, 1)
+        return jnp.where(jnp.isinf(target), norm, new)
 
 
 def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = math.inf) -> Response:

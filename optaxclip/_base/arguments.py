@@ -1,14 +1,9 @@
 """Checks of what must be known before there is a program, and of states that others made."""
 
 import operator
-from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import Array
-
-from optaxclip._base.numerics import is_real
 
 
 def whole(value: Any, least: int, argument: str) -> int:
@@ -54,28 +49,3 @@ def check_state(state: Any, kind: type, name: str) -> None:
             "with a fresh state for this stage and keep those of the others: of a chain, "
             "opt_state = (tx.init(params)[0], *old_opt_state[1:]) where this stage is the first"
         )
-
-
-def loss_among(extra_args: Mapping[str, Any], name: str) -> Array:
-    """The loss among an update's extra arguments, `loss` or `value`, in float32 or float64.
-
-    Raises:
-      ValueError: if there is none, or it is not a scalar.
-      TypeError: if it is not a real number.
-    """
-    given = {key: extra_args[key] for key in ("loss", "value") if extra_args.get(key) is not None}
-    if not given:
-        raise ValueError(
-            f"{name}: the update needs the loss, and neither value= nor loss= was given; pass it: "
-            "update(grads, state, params, value=loss)"
-        )
-    argument, loss = next(iter(given.items()))
-    if not is_real(loss):
-        raise TypeError(f"{argument} must be the loss, a real number, got {loss!r:.80}")
-    if jnp.ndim(loss):
-        raise ValueError(
-            f"{argument} must be a scalar, the loss of the whole batch, got an array of shape "
-            f"{jnp.shape(loss)}; pass its mean"
-        )
-    loss = jnp.asarray(loss)
-    return loss.astype(jnp.float64 if loss.dtype == jnp.float64 else jnp.float32)

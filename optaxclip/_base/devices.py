@@ -67,16 +67,9 @@ def num_devices(axes: Iterable[str]) -> int:
     return math.prod(lax.axis_size(axis) for axis in axes)
 
 
-def total(x: Array, axes: Axes) -> Array:
+def sum_over_devices(x: Array, axes: Axes) -> Array:
     """The sum over the devices along these axes."""
     return lax.psum(x, tuple(sorted(axes))) if axes else x
-
-
-def anywhere(flags: Array, axes: Axes) -> Array:
-    """Whether a flag is set on some device along these axes."""
-    if not axes:
-        return flags
-    return total(vary(flags.astype(jnp.float32), axes & manual_axes()), axes) > 0
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -94,8 +87,8 @@ def _largest_jvp(axes: Axes, primals: tuple[Array], tangents: tuple[Array]) -> t
     (x,), (dx,) = primals, tangents
     maximum = largest(x, axes)
     is_there = (x == maximum).astype(x.dtype)
-    share = is_there / jnp.maximum(total(is_there, axes), 1)
-    return maximum, total(share * dx, axes)
+    share = is_there / jnp.maximum(sum_over_devices(is_there, axes), 1)
+    return maximum, sum_over_devices(share * dx, axes)
 
 
 def explicit_sharding(x: Any) -> tuple[Any, PartitionSpec] | None:
@@ -128,8 +121,7 @@ def automatic(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[
       mesh: the mesh.
       out_specs: for each array that it returns, how it is split: a `PartitionSpec`.
     """
-    is_spec = functools.partial(_is_instance, kind=PartitionSpec)
-    shardings = jax.tree.map(functools.partial(NamedSharding, mesh), out_specs, is_leaf=is_spec)
+    shardings = jax.tree.map(functools.partial(NamedSharding, mesh), out_specs)
     return jax.sharding.auto_axes(fn, out_sharding=shardings)
 
 
@@ -137,10 +129,6 @@ def spec_of(x: Any) -> PartitionSpec:
     """How an array lies on an explicit mesh, as its type says."""
     known = explicit_sharding(x)
     return PartitionSpec() if known is None else known[1]
-
-
-def _is_instance(x: Any, kind: type) -> bool:
-    return isinstance(x, kind)
 
 
 def spec_axes(entry: Any) -> Axes:

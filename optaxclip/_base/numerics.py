@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,12 @@ def accumulation_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """The real dtype in which entries of `dtype` are summed: float64 for float64, else float32."""
     real = jnp.finfo(dtype).dtype
     return jnp.dtype(jnp.float64 if real == jnp.float64 else jnp.float32)
+
+
+def norm_dtype(dtypes: Iterable[Any]) -> jnp.dtype:
+    """That of a norm over entries of these dtypes: float64 if one is summed in it, else float32."""
+    is_wide = any(accumulation_dtype(dtype) == jnp.float64 for dtype in dtypes)
+    return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
 
 
 def is_real(x: Any) -> bool:
@@ -125,34 +131,6 @@ def broadcast_over(x: Array, axes: Sequence[int]) -> Array:
 def real_parts(x: Array) -> list[Array]:
     """The real and imaginary parts of a complex array, or the real array itself."""
     return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
-
-
-def next_toward_zero(x: Array) -> Array:
-    """The neighbour of each `x != 0` in its dtype that is nearer to zero."""
-    # In sign-magnitude formats that is one less in the bit pattern.
-    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, bits) - jnp.ones((), bits), x.dtype)
-
-
-def round_to(x: Array, dtype: jnp.dtype, toward_zero: bool) -> Array:
-    """Converts to `dtype`, to nearest or, with `toward_zero`, never away from zero."""
-    return x if x.dtype == dtype else _rounded(x, dtype, toward_zero)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _rounded(x: Array, dtype: jnp.dtype, toward_zero: bool) -> Array:
-    y = x.astype(dtype)
-    if not toward_zero:
-        return y
-    over = jnp.abs(y.astype(x.dtype)) > jnp.abs(x)
-    return jnp.where(over, next_toward_zero(y), y)
-
-
-@_rounded.defjvp
-def _rounded_jvp(
-    dtype: jnp.dtype, toward_zero: bool, primals: tuple[Array], tangents: tuple[Array]
-) -> tuple[Array, Array]:
-    return _rounded(*primals, dtype, toward_zero), tangents[0].astype(dtype)
 
 
 def match_weak_type(x: Array, like: Array) -> Array:

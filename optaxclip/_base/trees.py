@@ -3,7 +3,7 @@
 import collections
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.sparse import BCOO
 
-from optaxclip._base.numerics import accumulation_dtype
 from optaxclip._base.types import Path, PyTree
 
 
@@ -73,12 +72,6 @@ class FlatTree(NamedTuple):
         for i, leaf in zip(self.measured, picked, strict=True):
             leaves[i] = leaf
         return jax.tree_util.tree_unflatten(self.treedef, leaves)
-
-
-def norm_dtype(dtypes: Iterable[Any]) -> jnp.dtype:
-    """That of a norm over entries of these dtypes: float64 if one is summed in it, else float32."""
-    is_wide = any(accumulation_dtype(dtype) == jnp.float64 for dtype in dtypes)
-    return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
 
 
 def flatten(

@@ -69,7 +69,8 @@ class ClipInfo(NamedTuple):
 
     Every array is `[]` for the scope `tree` and `[entries]` for the others, with one entry per
     group. Scopes with very many groups (`axes`, `unit`) have one entry per leaf: norm, limit and
-    factor are those of the leaf's group with the largest norm-to-limit ratio.
+    factor are those of the leaf's group with the largest norm-to-limit ratio. What is float32 here
+    is float64 in `clip_tree` of a tree with float64 leaves.
 
     Attributes:
       name: the transformation's name, as the only key of a dict of nothing.

@@ -9,7 +9,6 @@ from optaxclip._base.devices import manual_axes
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, flatten, leaf_name
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
-from optaxclip._engine.step import Method
 from optaxclip.thresholds.fixed import check_limit
 
 _PART_OF_A_STACK = (
@@ -64,16 +63,12 @@ def matching_params(flat: FlatTree, params: PyTree | None, name: str) -> list[An
     return matching
 
 
-def names_for_errors(flat: FlatTree, method: Method) -> tuple[str, ...]:
-    return tuple(flat.names()) if method.nonfinite == "error" else ()
-
-
-def usable_norm(norm: Any, argument: str, grouping: Grouping, method: Method) -> Array | None:
+def usable_norm(norm: Any, argument: str, grouping: Grouping, nonfinite: str) -> Array | None:
     """The caller's norm of the whole tree, where it can stand for our own.
 
     Other scopes need other norms, and masked entries are not in it.
     """
-    if norm is None or grouping.layout != "scalar" or method.nonfinite == "mask":
+    if norm is None or grouping.layout != "scalar" or nonfinite == "mask":
         return None
     return as_norm_given(norm, argument)
 

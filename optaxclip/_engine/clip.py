@@ -3,24 +3,13 @@
 Three known algorithms from the parts:
 
   Clipping by global norm (Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063) measures the whole
-  tree once and holds it to a constant::
+  tree once; adaptive gradient clipping (Brock et al., 2021, arXiv 2102.06171) each unit, and holds
+  it to a share of its own weights; Adafactor's update clipping (Shazeer and Stern, 2018, arXiv
+  1804.04235) the root mean square of each leaf::
 
     clip_by(scopes.tree(), 1.0)
-
-  Adaptive gradient clipping (Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171) measures each
-  unit and holds it to a share of the unit's own weights::
-
     clip_by(scopes.unit(), thresholds.relative_to_params(0.01, eps=1e-3))
-
-  Adafactor's update clipping (Shazeer and Stern, 2018, arXiv 1804.04235) measures the root mean
-  square of each leaf::
-
     clip_by(scopes.leaf(), 1.0, norm="rms")
-
-What nobody has named yet is the same expression with another argument: the L1 norm of each group
-of layers, normalized, on a schedule, is
-`clip_by(scopes.group(labels), optax.cosine_decay_schedule(1.0, 1000), norm="l1",
-response="normalize")`.
 """
 
 from typing import Any
@@ -30,8 +19,9 @@ import jax.numpy as jnp
 
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased, own_arrays
+from optaxclip._base.numerics import norm_dtype
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.trees import flatten, norm_dtype
+from optaxclip._base.trees import flatten
 from optaxclip._base.types import (
     AxisName,
     ClipInfo,
@@ -41,16 +31,10 @@ from optaxclip._base.types import (
     NormTree,
     PyTree,
 )
-from optaxclip._engine.checks import (
-    among_known,
-    matching_params,
-    names_for_errors,
-    params_for,
-    usable_norm,
-)
+from optaxclip._engine.checks import among_known, usable_norm
 from optaxclip._engine.placement import as_axis_names, grouped
 from optaxclip._engine.record import initial_info
-from optaxclip._engine.step import Method, run, run_norms, zero_norms
+from optaxclip._engine.step import Method, clipped, norms_of
 from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
@@ -95,8 +79,9 @@ def clip_by(
       name: what the transformation is called in messages and by `optaxclip.monitor`.
 
     Returns:
-      A transformation whose state is a `ClipState`. Its update takes `grad_norm=`, a norm of the
-      whole tree that the caller already has, which the scope `tree` then uses.
+      A transformation whose state is a `ClipState`; given None, its update begins with a fresh one.
+      It takes `grad_norm=`, a norm of the whole tree that the caller already has, which the scope
+      `tree` then uses.
 
     Raises:
       ValueError: for an unknown name, or a limit that is negative, NaN or not a scalar; when used,
@@ -120,9 +105,9 @@ def clip_by(
     def init(params: PyTree) -> ClipState:
         grouping = grouped(scope, flatten(params, "params"), axis_names, specs)
         rule = rule_for(limit, grouping.names, grouping.layout)
-        norms = zero_norms(grouping, jnp.dtype(jnp.float32))
-        info = initial_info(name, grouping, jnp.dtype(jnp.float32))
-        return ClipState(jnp.zeros((), jnp.int32), own_arrays(rule.init(norms)), info)
+        dtype = jnp.dtype(jnp.float32)
+        rule_state = own_arrays(rule.init(grouping.zeros(dtype)))
+        return ClipState(jnp.zeros((), jnp.int32), rule_state, initial_info(name, grouping, dtype))
 
     def update(
         updates: PyTree,
@@ -139,18 +124,12 @@ def clip_by(
         grouping = grouped(scope, flat, axis_names, specs)
         grouping = among_known(grouping, state.info, name)
         rule = rule_for(limit, grouping.names, grouping.layout)
-        picked, rule_state, info = run(
-            flat.picked(),
-            matching_params(flat, params_for(rule, params, name), name),
-            at_step(rule, state.rule),
-            state.rule,
-            state.info,
-            usable_norm(grad_norm, "grad_norm", grouping, method),
-            grouping=grouping,
-            method=method,
-            names=names_for_errors(flat, method),
+        rule = at_step(rule, state.rule)
+        known = usable_norm(grad_norm, "grad_norm", grouping, nonfinite)
+        updates, rule_state, info = clipped(
+            flat, params, rule, state.rule, state.info, known, grouping, method
         )
-        return flat.rebuild(picked), ClipState(increased(state.count), rule_state, info)
+        return updates, ClipState(increased(state.count), rule_state, info)
 
     return Transformation(init, update)
 
@@ -208,19 +187,11 @@ def clip_tree(
     else:
         rule = rule_for(as_limit(limits, "limits"), grouping.names, grouping.layout)
     method = Method.checked(norm, response, nonfinite, strict, name)
-    dtype = norm_dtype({jnp.result_type(leaf) for leaf in flat.picked()})
-    picked, _, info = run(
-        flat.picked(),
-        matching_params(flat, params_for(rule, params, name), name),
-        rule,
-        rule.init(zero_norms(grouping, dtype)),
-        initial_info(name, grouping, dtype),
-        usable_norm(use_norm, "use_norm", grouping, method),
-        grouping=grouping,
-        method=method,
-        names=names_for_errors(flat, method),
-    )
-    return flat.rebuild(picked), info
+    dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.picked())
+    known = usable_norm(use_norm, "use_norm", grouping, nonfinite)
+    start = rule.init(grouping.zeros(dtype)), initial_info(name, grouping, dtype)
+    tree, _, info = clipped(flat, params, rule, *start, known, grouping, method)
+    return tree, info
 
 
 def group_norms(
@@ -241,5 +212,6 @@ def group_norms(
       specs: as in `clip_by`.
     """
     flat = flatten(tree, "tree")
-    grouping = grouped(scope, flat, as_axis_names(axis_name), specs)
-    return run_norms(flat.picked(), grouping, as_norm(norm))
+    return norms_of(
+        flat.picked(), grouped(scope, flat, as_axis_names(axis_name), specs), as_norm(norm)
+    )

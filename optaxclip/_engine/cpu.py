@@ -7,15 +7,17 @@ at the other scales behind a branch, for groups that need it.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from optaxclip._base.devices import Axes
+from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import known_size
-from optaxclip._engine.scales import Totals, entries, is_out, scales, times
+from optaxclip._engine.totals import Totals, combined, entries, is_out, scales, times
 from optaxclip.norms import Norm
 
 
@@ -31,11 +33,9 @@ def sum_over(x: Array, axes: Sequence[int]) -> Array:
 
 
 def _by_axis(x: Array, axes: Sequence[int]) -> Array:
-    first, *others = sorted(axes, reverse=True)
-    total = lax.reduce_sum(x, [first])
-    for axis in others:
-        total = lax.reduce_sum(_apart(total, axis), [axis])
-    return total
+    for number, axis in enumerate(sorted(axes, reverse=True)):
+        x = lax.reduce_sum(_apart(x, axis) if number else x, [axis])
+    return x
 
 
 def _apart(x: Array, axis: int) -> Array:
@@ -52,32 +52,34 @@ _WINDOW = 32
 def totals(
     leaves: list[Any],
     *,
+    grouping: Grouping,
+    split: Sequence[Axes],
     axes: Sequence[Sequence[int]],
     lows: list[Any],
-    join: Callable[[list[Totals]], list[Totals]],
     norm: Norm,
     dtype: jnp.dtype,
 ) -> list[Totals]:
-    """The totals of groups at all scales; those far off only where a group needs one.
+    """The totals of all norms at all scales; those far off only where a group needs one.
 
     Args:
       leaves: in one piece.
-      axes: for each leaf, the axes to sum over.
-      lows: `scales.least` of what `join` returns.
-      join: from the totals of leaves to those of groups.
+      grouping: their groups.
+      split: for each leaf the mapped axes over which its entries are split.
+      axes: for each leaf the axes to sum over.
+      lows: for each total of entries as they are `totals.least`.
       norm: the norm.
       dtype: in which entries are summed.
     """
 
-    def at(by: Array | float) -> list[Array]:
+    def at(by: Array | None = None) -> list[Array]:
         rows = zip(leaves, axes, strict=True)
-        found = join([(_at(leaf, by, axes=over, norm=norm, dtype=dtype),) for leaf, over in rows])
-        return [total for (total,) in found]
+        parts = [(_total_of(leaf, by, axes=over, norm=norm, dtype=dtype),) for leaf, over in rows]
+        return [total for (total,) in combined(parts, grouping, split)]
 
-    plain, others = at(1.0), scales(norm, dtype)[1:]
-    flags = [jnp.any(is_out(*pair, norm)) for pair in zip(plain, lows, strict=True)]
+    plain, others = at(), scales(norm, dtype)[1:]
+    flags = [jnp.any(is_out(*pair)) for pair in zip(plain, lows, strict=True)]
     again = lax.cond(
-        functools.reduce(jnp.logical_or, flags, jnp.zeros((), bool)),
+        functools.reduce(jnp.logical_or, flags),
         # One program for all scales, which halves what has to be compiled.
         lambda: lax.map(at, jnp.asarray(others, dtype)),
         lambda: [jnp.zeros((len(others), *total.shape), dtype) for total in plain],
@@ -88,15 +90,16 @@ def totals(
 
 # Compiled by itself so that it is traced once for leaves alike.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
-def _at(
-    leaf: Any, by: Array | float, *, axes: Sequence[int], norm: Norm, dtype: jnp.dtype
+def _total_of(
+    leaf: Any, by: Array | None, *, axes: Sequence[int], norm: Norm, dtype: jnp.dtype
 ) -> Array:
-    if isinstance(by, Array):
-        # Else XLA takes what does not change out of the loop over scales, and stores it for all
-        # leaves (a transformer: 14 % of the gradients, and 229 % in bfloat16).
-        leaf, by = lax.optimization_barrier((leaf, by))
-    x = entries(leaf, dtype)
-    return _by_axis(norm.map(times(x, by)), axes) if axes else norm.map(times(x, by))
+    """The total of a leaf's entries, as they are or times a number."""
+    if by is None:
+        return _by_axis(norm.map(entries(leaf, dtype)), axes)
+    # Else XLA takes what does not change out of the loop over scales, and stores it for all leaves
+    # (a transformer: 14 % of the gradients, and 229 % in bfloat16).
+    leaf, scale = lax.optimization_barrier((leaf, by))
+    return _by_axis(norm.map(times(entries(leaf, dtype), scale)), axes)
 
 
 def scaled_bfloat16(x: Array, before: Array, quotient: Array, *, strict: bool) -> Array:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from optaxclip._base.numerics import known_size
-from optaxclip._engine.scales import Totals, entries, scales
+from optaxclip._engine.totals import Totals, entries, scales
 from optaxclip.norms import Norm
 
 

@@ -1,6 +1,5 @@
 """The policy "mask": bad entries become 0 before anything is measured."""
 
-import functools
 from typing import Any
 
 import jax
@@ -8,28 +7,23 @@ import jax.numpy as jnp
 from jax import Array
 
 import optaxclip._engine.cpu as cpu
-from optaxclip._base.devices import anywhere
-from optaxclip._base.grouping import Grouping
+from optaxclip._base.grouping import Grouping, OfGroups
 from optaxclip._base.trees import is_sparse, with_data
-from optaxclip._engine.placement import of_groups, split_over
+from optaxclip._engine.placement import split_over
+from optaxclip._engine.totals import combined, stored
 
 
-def mask(leaves: list[Any], grouping: Grouping) -> tuple[list[Any], list[Array]]:
+def mask(leaves: list[Any], grouping: Grouping) -> tuple[list[Any], OfGroups]:
     """Leaves with their non-finite entries replaced by 0, and which groups had such entries."""
     masked, bad = [], []
     for leaf, axes in zip(leaves, grouping.axes, strict=True):
         data = leaf.data if is_sparse(leaf) else leaf
         finite = jnp.isfinite(data)
         masked.append(with_data(leaf, _only_finite(data, finite)))
-        bad.append(jnp.any(~finite, axis=None if is_sparse(leaf) else axes))
-    of_group = [
-        functools.reduce(
-            jnp.logical_or, [bad[i] for i in group.members], jnp.zeros(group.shape, bool)
-        )
-        for group in grouping.groups
-    ]
-    over = of_groups(grouping, split_over(leaves, grouping))
-    return masked, [anywhere(*row) for row in zip(of_group, over, strict=True)]
+        found = jnp.any(~finite & stored(leaf)) if is_sparse(leaf) else jnp.any(~finite, axes)
+        bad.append((found.astype(jnp.int32),))
+    flags = combined(bad, grouping, split_over(leaves, grouping), by_max=True)
+    return masked, [flag > 0 for (flag,) in flags]
 
 
 @jax.custom_jvp

@@ -10,22 +10,44 @@ lost its small summands is the norm's, with its scale for a unit. Nothing is bra
 """
 
 import dataclasses
+import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 import optaxclip._base.devices as devices
+import optaxclip._engine.cpu as cpu
+import optaxclip._engine.gpu as gpu
+from optaxclip._base.devices import Axes
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import (
+    accumulation_dtype,
+    broadcast_over,
     exponent_below,
+    known_size,
+    norm_dtype,
     power_of_two,
     power_of_two_below,
+    rounding_slack,
 )
-from optaxclip._engine.part import Part
-from optaxclip._engine.placement import known_shardings, norm_spec
+from optaxclip._base.trees import is_sparse
+from optaxclip._engine.placement import known_shardings, norm_specs, split_over
+from optaxclip._engine.totals import (
+    Totals,
+    combined,
+    entries,
+    largest_bits,
+    least,
+    summands,
+    times,
+    usable,
+)
 from optaxclip.norms import Norm
 
 
@@ -62,64 +84,178 @@ def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured]
     """
     known = known_shardings(leaves, grouping)
     if known is None:
-        return _measured(Part.of(leaves, grouping, norm))
+        return _measured(leaves, grouping, norm)
     # Where it is known how leaves are split, one collective in the place of the compiler's many.
     mesh, specs = known
-    inside = dataclasses.replace(grouping, specs=specs)
-    found = [norm_spec(grouping, specs, n) for n in range(len(grouping.groups))]
-    out: list[Any] = [(spec, spec, PartitionSpec()) for spec in found]
-    out = [Measured(*specs) for specs in out]
-
-    def local(leaves: list[Any]) -> list[Measured]:
-        return _measured(Part.of(leaves, inside, norm))
-
-    return devices.region(local, mesh, (list(specs),), out)(leaves)
+    grouping = dataclasses.replace(grouping, specs=specs)
+    local = functools.partial(_measured, grouping=grouping, norm=norm)
+    rows: list[Any] = [(spec, spec, PartitionSpec()) for spec in norm_specs(grouping)]
+    return devices.region(local, mesh, (list(specs),), [Measured(*row) for row in rows])(leaves)
 
 
-def already_measured(
-    given: Array, leaves: list[Any], grouping: Grouping, norm: Norm
-) -> list[Measured]:
+def already_measured(given: Array, leaves: list[Any], norm: Norm) -> list[Measured]:
     """A norm of the whole tree that the caller has, float32 or float64 `[]`, as from `measure`."""
     unit = power_of_two_below(given)
-    (slack,) = Part.of(leaves, grouping, norm).slacks()
-    return [Measured(given / unit, unit, slack.astype(given.dtype))]
+    slack = rounding_slack(None, norm.degree, _coarsest(leaves))
+    return [Measured(given / unit, unit, jnp.asarray(slack).astype(given.dtype))]
 
 
-def _measured(part: Part) -> list[Measured]:
-    rows = zip(*_differentiable(part), part.slacks(), strict=True)
+def _measured(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured]:
+    """The norms of leaves in one piece, or of what each device holds of them."""
+    part = _Part.of(leaves, grouping, norm)
+    if not leaves:
+        nothing = [jnp.zeros(group.shape, part.dtype) for group in grouping.groups]
+        return [Measured(x, jnp.ones_like(x), x) for x in nothing]
+    rows = zip(*_differentiable(part, leaves), part.slacks(leaves), strict=True)
     return [Measured(*row) for row in rows]
 
 
-def _differentiable(part: Part) -> tuple[list[Array], list[Array]]:
+class _Part(NamedTuple):
+    """What is known of leaves before they are measured, in one piece or on one device.
+
+    Attributes:
+      grouping: which entries share a norm.
+      norm: the norm.
+      dtype: that of the norms.
+      axes: for each leaf the axes to reduce: of a sparse one, those of its stored entries.
+      split: for each leaf, the axes of the mesh over which the entries of a group are split.
+      sizes: for each group, how many entries share its norm on all devices.
+    """
+
+    grouping: Grouping
+    norm: Norm
+    dtype: jnp.dtype
+    axes: list[tuple[int, ...]]
+    split: list[Axes]
+    sizes: list[Any]
+
+    @classmethod
+    def of(cls, leaves: list[Any], grouping: Grouping, norm: Norm) -> "_Part":
+        """What is known of these."""
+        split = split_over(leaves, grouping)
+        rows = list(zip(leaves, grouping.axes, split, strict=True))
+        counts = [
+            math.prod(np.shape(leaf)[axis] for axis in axes) * devices.num_devices(over)
+            for leaf, axes, over in rows
+        ]
+        sizes = [sum(counts[i] for i in group.members) for group in grouping.groups]
+        stored = [tuple(range(x.data.ndim)) if is_sparse(x) else axes for x, axes, _ in rows]
+        return cls(grouping, norm, norm_dtype(leaf.dtype for leaf in leaves), stored, split, sizes)
+
+    def norms(self, leaves: list[Any]) -> tuple[list[Array], list[Array]]:
+        """The mantissas and units of all norms."""
+        if self.norm.is_max:
+            return self.largest(leaves)
+        if self.norm.degree in (1, 2):
+            return self.by_totals(leaves)
+        # Other powers leave the range too easily: their unit is that of the largest entry.
+        rows = zip(*self.largest(leaves), strict=True)
+        # No further, or the reciprocal would be subnormal.
+        most = 1 / float(jnp.finfo(self.dtype).tiny)
+        units = [jnp.minimum(power_of_two_below(x) * unit, most) for x, unit in rows]
+        return self.divided(leaves, units), units
+
+    def by_totals(self, leaves: list[Any]) -> tuple[list[Array], list[Array]]:
+        """The same from totals at several scales."""
+        lows = [least(n, self.dtype) if self.norm.degree == 2 else 0.0 for n in self.sizes]
+        lows = [np.asarray(low, self.dtype) for low in self.grouping.numbers(lows)]
+        found = [usable(*row) for row in zip(self.totals(leaves, lows), lows, strict=True)]
+        return self.finished([total for total, _ in found]), [unit for _, unit in found]
+
+    def totals(self, leaves: list[Any], lows: list[Any]) -> list[Totals]:
+        """The totals of all norms at all scales, in the way that suits the platform."""
+        in_one_piece = devices.in_one_piece(leaves)
+
+        def default(leaves: list[Any]) -> list[Totals]:
+            rows = zip(leaves, self.axes, strict=True)
+            parts = [_totals_of(*row, self.norm, self.dtype, in_one_piece) for row in rows]
+            return combined(parts, self.grouping, self.split)
+
+        if not in_one_piece:
+            return default(leaves)
+        on_cpu = functools.partial(
+            cpu.totals,
+            grouping=self.grouping,
+            split=self.split,
+            axes=self.axes,
+            lows=lows,
+            norm=self.norm,
+            dtype=self.dtype,
+        )
+        return lax.platform_dependent(leaves, cpu=on_cpu, default=default)
+
+    def largest(self, leaves: list[Any]) -> tuple[list[Array], list[Array]]:
+        """The largest moduli, and their units."""
+        # The modulus of a finite complex entry may be infinite; half of it is not.
+        unit = 2.0 if any(jnp.iscomplexobj(leaf) for leaf in leaves) else 1.0
+        rows = zip(leaves, self.axes, strict=True)
+        bits = [(largest_bits(leaf, 1 / unit, axes=axes, dtype=self.dtype),) for leaf, axes in rows]
+        found = [
+            lax.bitcast_convert_type(x, self.dtype)
+            for (x,) in combined(bits, self.grouping, self.split, by_max=True)
+        ]
+        return found, [jnp.full_like(x, unit) for x in found]
+
+    def divided(self, leaves: list[Any], by: list[Array]) -> list[Array]:
+        """The norms of entries divided by powers of two, in steps that JAX can differentiate."""
+        by_leaf = self.grouping.by_leaf([1 / x for x in by])
+        is_max, parts = self.norm.is_max, list[Totals]()
+        for leaf, axes, inverse in zip(leaves, self.axes, by_leaf, strict=True):
+            x = times(entries(leaf, self.dtype), broadcast_over(inverse, axes))
+            mapped = self.norm.map(x)
+            total = jnp.max(mapped, axes, initial=0) if is_max else cpu.sum_over(mapped, axes)
+            parts.append((total,))
+        found = combined(parts, self.grouping, self.split, by_max=is_max)
+        return self.finished([total for (total,) in found])
+
+    def finished(self, totals: list[Array]) -> list[Array]:
+        """The norms that totals make."""
+        sizes = [size if known_size(size) is None else max(size, 1) for size in self.sizes]
+        rows = zip(totals, self.grouping.numbers(sizes), strict=True)
+        return [self.norm.finish(x, jnp.asarray(size, x.dtype)) for x, size in rows]
+
+    def slacks(self, leaves: list[Any]) -> list[Array]:
+        """How much the factors of all groups must be lowered against rounding."""
+        rows = zip(self.sizes, self.grouping.groups, strict=True)
+        found = self.grouping.numbers(
+            [
+                rounding_slack(n, self.norm.degree, _coarsest([leaves[i] for i in g.members]))
+                for n, g in rows
+            ]
+        )
+        return [jnp.asarray(slack).astype(self.dtype) for slack in found]
+
+
+def _coarsest(leaves: list[Any]) -> float:
+    """The epsilon of the coarsest dtype in which entries of these leaves are multiplied."""
+    dtypes = {accumulation_dtype(leaf.dtype) for leaf in leaves}
+    return max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
+
+
+def _differentiable(part: _Part, leaves: list[Any]) -> tuple[list[Array], list[Array]]:
     """Mantissas and units, whose derivatives are taken of entries divided by a power of two nearby.
 
     So no derivative of a power leaves the range where that of the norm does not, and however norms
-    are found, they have derivatives in both modes.
+    are found, they have derivatives in both modes. Of `norm = size * norm_of(leaves / size)` the
+    size, a power of two next to the norm, is held constant.
     """
-    # A rule that held the leaves would keep tracers beyond their trace.
-    bare = part._replace(leaves=[])
 
     @jax.custom_jvp
     def norms(leaves: list[Any]) -> tuple[list[Array], list[Array]]:
-        return bare._replace(leaves=leaves).norms()
+        return part.norms(leaves)
 
     @norms.defjvp
     def _(primals: tuple[list[Any]], tangents: tuple[list[Any]]) -> Any:
         mantissas, units = norms(*primals)
         # Their derivatives are zero, and would be multiplied by squares that leave the range.
         units = lax.stop_gradient(units)
-        nearby = [_product_below(*pair) for pair in zip(mantissas, units, strict=True)]
-        nearby = bare.grouping.of_first(nearby)
-
-        def near(leaves: list[Any]) -> list[Array]:
-            return bare._replace(leaves=leaves).divided(nearby)
-
-        _, changes = jax.jvp(near, primals, tangents)
-        rows = zip(changes, nearby, units, strict=True)
-        changes = [change * power / unit for change, power, unit in rows]
+        sizes = [_product_below(*pair) for pair in zip(mantissas, units, strict=True)]
+        _, changes = jax.jvp(lambda leaves: part.divided(leaves, sizes), primals, tangents)
+        rows = zip(changes, sizes, units, strict=True)
+        changes = [change * size / unit for change, size, unit in rows]
         return (mantissas, units), (changes, [jnp.zeros_like(unit) for unit in units])
 
-    return norms(part.leaves)
+    return norms(leaves)
 
 
 def _product_below(mantissa: Array, unit: Array) -> Array:
@@ -127,3 +263,43 @@ def _product_below(mantissa: Array, unit: Array) -> Array:
     most = -jnp.finfo(unit.dtype).minexp
     exponent = exponent_below(mantissa) + exponent_below(unit)
     return power_of_two(jnp.clip(exponent, -most, most), unit.dtype)
+
+
+def _totals_of(
+    leaf: Any, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype, in_one_piece: bool
+) -> Totals:
+    """The totals of a leaf at all scales.
+
+    One that is reduced whole, in one piece or in a manual region, takes one variadic reduction (XLA
+    on CPU plain sums, where it comes here: not in one piece). What is reduced over some axes, or
+    split as only the compiler knows, takes plain sums, on a GPU one in float64.
+    """
+    options = {"axes": axes, "norm": norm, "dtype": dtype}
+    is_whole = len(axes) == np.ndim(leaf)
+    if is_whole and in_one_piece:
+        return _at_once(leaf, **options)
+    ways: dict[str, Callable[..., Totals]] = {"cpu": _one_by_one, "default": _one_by_one}
+    if is_whole and devices.manual_axes():
+        ways["default"] = _at_once
+    elif dtype == jnp.float32:
+        ways |= {"cuda": gpu.from_float64, "rocm": gpu.from_float64}
+    branches = {name: functools.partial(way, **options) for name, way in ways.items()}
+    return lax.platform_dependent(leaf, **branches)
+
+
+# Compiled by themselves, so that they are traced once for leaves alike.
+@functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
+def _at_once(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> Totals:
+    """In one variadic reduction, which a GPU runs as one kernel."""
+    powers = summands(leaf, norm, dtype)
+    return tuple(lax.reduce(powers, (dtype.type(0),) * len(powers), _added, axes))
+
+
+@functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
+def _one_by_one(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> Totals:
+    """In plain sums: a TPU takes them in one pass too, and a partitioner adds their parts."""
+    return tuple(cpu.sum_over(x, axes) for x in summands(leaf, norm, dtype))
+
+
+def _added(sums: Totals, more: Totals) -> Totals:
+    return tuple(x + y for x, y in zip(sums, more, strict=True))

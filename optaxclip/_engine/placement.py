@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optaxclip._base.devices as devices
@@ -16,11 +17,6 @@ from optaxclip._base.numerics import known_size
 from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
 from optaxclip._base.types import PyTree
 from optaxclip.scopes import Scope
-
-_HOW = (
-    "pass axis_name= (every leaf is split over it) or specs= (a pytree of PartitionSpec), or clip "
-    "outside of it"
-)
 
 
 def as_axis_names(axis_name: Any) -> tuple[str, ...] | None:
@@ -50,17 +46,27 @@ def grouped(
 
     Raises:
       TypeError: if a leaf of `specs` is neither a `PartitionSpec` nor a `NamedSharding`.
-      ValueError: if `specs` is not a prefix of the tree, or a spec has more entries than axes.
+      ValueError: if `specs` is not a prefix of the tree, or a spec has more entries than axes; if
+        groups have names that are not in order.
     """
     leaves = flat.picked()
     known = None if specs is None else _checked_specs(specs, flat)
     whole = _whole_shapes(leaves, frozenset(axis_names or ()), known)
     grouping = scope(flat._replace(whole=whole))
+    names = grouping.names
+    if names != tuple(sorted(set(names))):
+        raise ValueError(
+            f"the names of the groups must differ and be sorted, which a leaf named like a layer "
+            f"of a stacked one prevents; rename it: {names}"
+        )
     is_known = all(known_size(size) is not None for leaf in leaves for size in np.shape(leaf))
     one_piece = known is None and not axis_names and devices.in_one_piece(leaves)
     several = len(grouping.groups) > 1 and all(group.members for group in grouping.groups)
     return dataclasses.replace(
-        grouping, flat=is_known and one_piece and several, axis_name=axis_names, specs=known
+        grouping,
+        in_one_array=is_known and one_piece and several,
+        axis_names=axis_names,
+        specs=known,
     )
 
 
@@ -102,6 +108,28 @@ def as_spec(spec: Any) -> PartitionSpec:
     return spec.spec if isinstance(spec, NamedSharding) else spec
 
 
+def run(
+    fn: Callable[..., Any], *operands: Any, grouping: Grouping, how: Any, inline: bool = False
+) -> Any:
+    """`fn(*operands, grouping=, how=)`: in eager mode one cached call, else part of the trace.
+
+    Args:
+      fn: a function of a module, as it is part of the cache's key.
+      *operands: pytrees of arrays.
+      grouping: the groups.
+      how: what else it has to know, hashable.
+      inline: whether it is no compiled call in eager mode either.
+    """
+    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
+    call = fn if inline or is_traced else functools.partial(_compiled, fn)
+    return call(*operands, grouping=grouping, how=how)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("grouping", "how"))
+def _compiled(fn: Callable[..., Any], *operands: Any, grouping: Grouping, how: Any) -> Any:
+    return fn(*operands, grouping=grouping, how=how)
+
+
 def on_explicit_mesh(
     steps: Callable[..., Any],
     out_specs: Callable[[Grouping], PyTree],
@@ -125,7 +153,7 @@ def on_explicit_mesh(
     for leaf in dense:
         devices.refuse_partial_sum(leaf)
     mesh = devices.explicit_mesh(dense)
-    if mesh is None or len(dense) < len(leaves) or devices.manual_axes() or grouping.axis_name:
+    if mesh is None or len(dense) < len(leaves) or devices.manual_axes() or grouping.axis_names:
         return functools.partial(steps, grouping=grouping)
     grouping = dataclasses.replace(grouping, specs=tuple(map(devices.spec_of, leaves)))
     run = functools.partial(steps, grouping=grouping)
@@ -147,7 +175,7 @@ def known_shardings(
     Raises:
       ValueError: for specs without a mesh.
     """
-    is_hidden = grouping.axis_name or any(map(is_sparse, leaves))
+    is_hidden = grouping.axis_names or any(map(is_sparse, leaves))
     if grouping.specs is None or is_hidden or devices.manual_axes():
         return None
     mesh = devices.mesh_of(grouping.specs)
@@ -156,24 +184,25 @@ def known_shardings(
     return mesh, tuple(as_spec(spec) for spec in grouping.specs)
 
 
-def norm_spec(grouping: Grouping, specs: Sequence[PartitionSpec], position: int) -> PartitionSpec:
-    """How the norms of a group are split: as the axes of the leaf that are not reduced."""
-    if grouping.groups[position].shape == ():
-        return PartitionSpec()
-    (leaf,) = grouping.groups[position].members
-    spec, reduced = specs[leaf], grouping.axes[leaf]
-    kept = [entry for axis, entry in enumerate(spec) if axis not in reduced]
-    return PartitionSpec(*kept)
+def norm_specs(grouping: Grouping) -> list[PartitionSpec]:
+    """How the norms of each group are split: as the axes of the leaf that are not reduced."""
+    specs = []
+    for group in grouping.groups:
+        kept: list[Any] = []
+        if group.shape:
+            (leaf,) = group.members
+            entries = enumerate(as_spec(grouping.specs[leaf]) if grouping.specs else ())
+            kept = [entry for axis, entry in entries if axis not in grouping.axes[leaf]]
+        specs.append(PartitionSpec(*kept))
+    return specs
 
 
-def specs_of_norms(grouping: Grouping) -> PyTree:
-    """How norms are split, as limit rules see them."""
+def norm_tree_specs(grouping: Grouping) -> PyTree:
+    """The same as limit rules see norms."""
     if grouping.layout != "dict":
         return PartitionSpec()
-    specs = [as_spec(spec) for spec in grouping.specs or ()]
-    return {
-        group.names[0]: norm_spec(grouping, specs, n) for n, group in enumerate(grouping.groups)
-    }
+    rows = zip(grouping.groups, norm_specs(grouping), strict=True)
+    return {group.names[0]: spec for group, spec in rows}
 
 
 def split_over(leaves: Sequence[Any], grouping: Grouping) -> list[Axes]:
@@ -183,7 +212,7 @@ def split_over(leaves: Sequence[Any], grouping: Grouping) -> list[Axes]:
       ValueError: where that cannot be known.
     """
     manual = devices.manual_axes()
-    names = frozenset(grouping.axis_name or ())
+    names = frozenset(grouping.axis_names or ())
     if not manual:
         return [names] * len(leaves)
     # An axis of a surrounding `vmap` has no type to ask.
@@ -192,10 +221,11 @@ def split_over(leaves: Sequence[Any], grouping: Grouping) -> list[Axes]:
         return [outside | _tracked(leaf, grouping, i) for i, leaf in enumerate(leaves)]
     if grouping.specs is not None:
         return [outside | _by_spec(grouping, i)[0] & manual for i in range(len(leaves))]
-    if grouping.axis_name is None:
+    if grouping.axis_names is None:
         raise ValueError(
             "inside pmap or shard_map(check_vma=False) nothing tells how leaves are split over "
-            f"the devices along {sorted(manual)}; {_HOW}"
+            f"the devices along {sorted(manual)}; pass axis_name= (every leaf is split over it) or "
+            "specs= (a pytree of PartitionSpec), or clip outside of it"
         )
     return [names] * len(leaves)
 
@@ -218,8 +248,8 @@ def _tracked(leaf: Any, grouping: Grouping, position: int) -> Axes:
     if not varying or (is_whole and grouping.specs is None):
         return varying
     if grouping.specs is None:
-        if grouping.axis_name is not None:
-            return varying & frozenset(grouping.axis_name)
+        if grouping.axis_names is not None:
+            return varying & frozenset(grouping.axis_names)
         raise ValueError(
             f"a leaf of type {jax.typeof(leaf)} is split over {sorted(varying)}, and its type does "
             "not say along which of its axes, only some of which share a norm; pass specs= (a "

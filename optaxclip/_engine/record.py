@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array, lax
 
 from optaxclip._base.counters import increased
-from optaxclip._base.devices import Axes, largest, num_devices, total
-from optaxclip._base.grouping import Grouping
+from optaxclip._base.devices import Axes, largest, num_devices, sum_over_devices
+from optaxclip._base.grouping import Grouping, OfGroups
 from optaxclip._base.types import ClipInfo
 from optaxclip._engine.placement import kept_over, of_groups
 
@@ -46,10 +46,10 @@ def initial_info(name: str, grouping: Grouping, dtype: jnp.dtype) -> ClipInfo:
 def updated_info(
     old: ClipInfo,
     grouping: Grouping,
-    norms: Sequence[Array],
-    limits: Sequence[Array],
-    factors: Sequence[Array],
-    bad: Sequence[Array],
+    norms: OfGroups,
+    limits: OfGroups,
+    factors: OfGroups,
+    bad: OfGroups,
 ) -> ClipInfo:
     """The record after a step.
 
@@ -67,7 +67,7 @@ def updated_info(
     if grouping.layout == "dict":
         rows = _summaries(grouping, columns)
     else:
-        rows = [grouping.tree(column) for column in zip(*columns, strict=True)]
+        rows = [grouping.tree(list(column)) for column in zip(*columns, strict=True)]
     rows = [row.astype(old.norm.dtype) for row in rows]
     norm, limit, factor, clipped, nonfinite = _where_present(grouping, rows, old)
     return old._replace(
@@ -101,18 +101,18 @@ def _summaries(grouping: Grouping, columns: list[Columns]) -> list[Array]:
     """Columns with one number for each leaf: those of its worst group on any device."""
     over = of_groups(grouping, kept_over(grouping))
     rows = [jnp.stack([_badness(column[0], column[1]), *column]) for column in columns]
-    if grouping.flat:
+    if grouping.in_one_array:
         # Stored once, or they would be computed anew for each leaf.
         rows = lax.optimization_barrier(rows)
     parted = grouping.parted(rows)
     # Leaves alike in one step where they lie in one piece, so that few have to be compiled.
     alike: dict[Any, list[int]] = {}
     for n, group in enumerate(grouping.groups):
-        alike.setdefault(group.shape if grouping.flat else n, []).append(n)
+        alike.setdefault(group.shape if grouping.in_one_array else n, []).append(n)
     found = [
         _worst(
             jnp.stack([parted[n] for n in some], axis=1),
-            at_once=grouping.flat,
+            at_once=grouping.in_one_array,
             over=over[some[0]],
         )
         for some in alike.values()
@@ -163,4 +163,4 @@ def _by_maxima(rows: Array, axes: tuple[int, ...], over: Axes) -> Columns:
     of_worst = [jnp.where(is_worst, x, jnp.iinfo(integer).min) for x in bits[:-1]]
     bits = largest(jnp.max(jnp.stack([*of_worst, bits[-1]]), [a + 1 for a in axes]), over)
     *row, bad = lax.bitcast_convert_type(bits, rows.dtype)
-    return *row, total(jnp.sum(clipped, axes), over), bad
+    return *row, sum_over_devices(jnp.sum(clipped, axes), over), bad

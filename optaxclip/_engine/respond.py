@@ -66,7 +66,7 @@ def multiplier(
     new = response(*arguments)
     # A response may be one number for many norms, and limits know shapes that norms of missing
     # leaves lack.
-    new, norm, mantissa, unit_of_group, slack = jnp.broadcast_arrays(
+    new, norm, mantissa, unit, slack = jnp.broadcast_arrays(
         jnp.asarray(new).astype(norm.dtype), norm, *measured
     )
     bad = ~jnp.isfinite(norm)
@@ -76,15 +76,16 @@ def multiplier(
         before = (factor != 1).astype(norm.dtype)
         return Multiplier(before, select(bad, replacement, factor), zeroed)
     keep = (new == norm) & ~bad
-    # On exponents, as the compiler would multiply divisors first, which overflows.
-    exponents = [exponent_below(x) for x in (new, mantissa, unit_of_group)]
-    size, unit = (power_of_two(exponent, norm.dtype) for exponent in exponents[:2])
-    around = _around(*exponents, lowest=jnp.finfo(norm.dtype).minexp // 2)
-    inverse_before, after = (power_of_two(exponent, norm.dtype) for exponent in around)
+    # The factor is new / (mantissa * unit), of which no step may leave the range. On exponents, as
+    # the compiler would multiply divisors first, which overflows.
+    exponents = [exponent_below(x) for x in (new, mantissa, unit)]
+    new_power, mantissa_power = (power_of_two(x, norm.dtype) for x in exponents[:2])
+    split = _split(*exponents, lowest=jnp.finfo(norm.dtype).minexp // 2)
+    inverse_before, after = (power_of_two(exponent, norm.dtype) for exponent in split)
     is_zero = mantissa == 0
     # A zero group stays zero under any limit, but a NaN limit still shows.
-    numerator = select(is_zero, select(jnp.isnan(new), new, 1), new / size)
-    denominator = select(is_zero, 1, mantissa / unit)
+    numerator = select(is_zero, select(jnp.isnan(new), new, 1), new / new_power)
+    denominator = select(is_zero, 1, mantissa / mantissa_power)
     numerator = numerator * (1 - slack) * after
 
     def unless_idle(x: Array) -> Array:
@@ -97,23 +98,23 @@ def multiplier(
     return Multiplier(before, quotient, zeroed)
 
 
-def _around(size: Array, unit: Array, unit_of_group: Array, *, lowest: int) -> tuple[Array, Array]:
-    """Powers of two with the quotient `size / (unit * unit_of_group)`, which may leave the range.
+def _split(new: Array, mantissa: Array, unit: Array, *, lowest: int) -> tuple[Array, Array]:
+    """Powers of two with the quotient `new / (mantissa * unit)`, which may leave the range.
 
     Entries are divided by the first, multiplied by a number near 1, and by the second: what
     underflows on the way would do so in the end.
 
     Args:
-      size: the exponent of the new norm.
-      unit: the exponent of the mantissa of the norm.
-      unit_of_group: the exponent of the unit of that mantissa.
+      new: the exponent of the new norm, as `exponent_below` has it.
+      mantissa: that of the norm's mantissa.
+      unit: that of its unit.
       lowest: the exponent of a factor below which it is taken in two steps.
 
     Returns:
       Two exponents.
     """
-    norm = unit + unit_of_group
-    factor = size - norm
+    norm = mantissa + unit
+    factor = new - norm
     down = select(factor < lowest, -(factor >> 1), 0)
     is_small = norm < 0
-    return select(is_small, norm, down), select(is_small, size, factor + down)
+    return select(is_small, norm, down), select(is_small, new, factor + down)

@@ -18,7 +18,6 @@ from optaxclip._base.numerics import (
     match_weak_type,
     promoted,
     real_parts,
-    round_to,
 )
 from optaxclip._base.trees import is_sparse, with_data
 from optaxclip._engine.respond import Multiplier
@@ -75,4 +74,29 @@ def _on_parts(strict: bool, x: Array, by: Multiplier) -> Array:
 def _product(x: Array, by: Multiplier, *, strict: bool) -> Array:
     wide = x.astype(accumulation_dtype(x.dtype))
     wide, before, quotient = promoted([wide, by.before, by.quotient])
-    return round_to(wide * before * quotient, x.dtype, strict)
+    product = wide * before * quotient
+    return product if product.dtype == x.dtype else _rounded(product, x.dtype, strict)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _rounded(x: Array, dtype: jnp.dtype, toward_zero: bool) -> Array:
+    """Converts to `dtype`, to nearest or, with `toward_zero`, never away from zero."""
+    y = x.astype(dtype)
+    if not toward_zero:
+        return y
+    over = jnp.abs(y.astype(x.dtype)) > jnp.abs(x)
+    return jnp.where(over, _next_toward_zero(y), y)
+
+
+@_rounded.defjvp
+def _rounded_jvp(
+    dtype: jnp.dtype, toward_zero: bool, primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
+    return _rounded(*primals, dtype, toward_zero), tangents[0].astype(dtype)
+
+
+def _next_toward_zero(x: Array) -> Array:
+    """The neighbour of each `x != 0` in its dtype that is nearer to zero."""
+    # In sign-magnitude formats that is one less in the bit pattern.
+    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, bits) - jnp.ones((), bits), x.dtype)

@@ -15,16 +15,17 @@ from optaxclip._base.arguments import check_state
 from optaxclip._base.numerics import (
     accumulation_dtype,
     match_weak_type,
+    norm_dtype,
     promoted,
     safe_divide,
 )
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name, norm_dtype, per_leaf
+from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name, per_leaf
 from optaxclip._base.types import ClipState, Path, PyTree
 from optaxclip._engine.checks import matching_params
 from optaxclip._engine.clip import clip_by
 from optaxclip._engine.placement import as_spec
-from optaxclip._engine.scales import entries, times
+from optaxclip._engine.totals import entries, times
 from optaxclip.methods.heads import Heads, Place, multiplier, placed
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 

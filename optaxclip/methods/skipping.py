@@ -1,6 +1,5 @@
 """How a step is skipped: measure, judge, and select what was there before."""
 
-import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -11,20 +10,21 @@ import optax
 from jax import Array, lax
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import check_state, loss_among, whole
+from optaxclip._base.arguments import check_state, whole
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.numerics import match_weak_type
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.trees import FlatTree, flatten
+from optaxclip._base.trees import flatten
 from optaxclip._base.types import AxisName, ClipInfo, PyTree, Threshold
 from optaxclip._engine.checks import as_norm_given, params_for
 from optaxclip._engine.clip import group_norms
 from optaxclip._engine.placement import as_axis_names, grouped
 from optaxclip._engine.record import initial_info
-from optaxclip._engine.step import run_norms
+from optaxclip._engine.step import norms_of
 from optaxclip.norms import Norm, as_norm
 from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
+from optaxclip.thresholds.losses import loss_among
 
 
 class LossState(NamedTuple):
@@ -107,13 +107,16 @@ def skipping(
     def measure(updates: PyTree) -> tuple[Array, Array, list[str]]:
         """The norm of the tree, those of its leaves, and their names."""
         flat = flatten(updates, "updates")
-        grouping = grouped(_tree_and_leaves, flat, axis_names, specs)
-        norms = run_norms(flat.picked(), grouping, norm)
-        return norms[0], lax.stop_gradient(norms[1:]), flat.names()
+        # They share one read, as the compiler sums each leaf once.
+        whole, each = (
+            grouped(scope, flat, axis_names, specs) for scope in (scopes.tree(), scopes.leaf())
+        )
+        of_tree, of_leaves = (norms_of(flat.picked(), group, norm) for group in (whole, each))
+        return of_tree, lax.stop_gradient(of_leaves), list(each.names)
 
     def init(params: PyTree) -> SkipState:
         flat = flatten(params, "params")
-        grouping, leaves = scopes.tree()(flat), flat.names()
+        grouping, leaves = scopes.tree()(flat), sorted(flat.names())
         info = initial_info(name, grouping, jnp.dtype(jnp.float32))
         rule = rule_for(limit, grouping.names, grouping.layout)
         return SkipState(
@@ -211,13 +214,6 @@ def _judged(rule: Threshold, state: PyTree, number: Array, param_norm: Any = Non
     is_finite = jnp.isfinite(number)
     is_above = is_finite & (number > limits.trigger.astype(number.dtype))
     return _Judged(number, limits.trigger, state, is_above, ~is_finite)
-
-
-def _tree_and_leaves(flat: FlatTree) -> Grouping:
-    """A group of all leaves, and behind it one of each, which are measured with it."""
-    grouping = scopes.tree()(flat)
-    each = (Group((), (i,)) for i in range(len(flat.measured)))
-    return dataclasses.replace(grouping, groups=(*grouping.groups, *each), layout="vector")
 
 
 def _among(known: Iterable[str], names: list[str], flags: Array) -> Array:

@@ -27,9 +27,9 @@ from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ClipInfo, ClipState, NonFinite, PyTree, Threshold
 from optaxclip._engine.checks import among_known
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.placement import as_spec, grouped, on_explicit_mesh
+from optaxclip._engine.placement import as_spec, grouped, on_explicit_mesh, run
 from optaxclip._engine.record import updated_info
-from optaxclip._engine.step import is_traced, limits_of, report
+from optaxclip._engine.step import limits_of, report
 from optaxclip.methods.moments import dense, wide_dtype
 from optaxclip.methods.singular_values import RESPONSES, Mode, Prepared, clipped, largest
 from optaxclip.methods.updates import leaves_apart
@@ -105,7 +105,7 @@ def clip_by_spectral_norm(
     limit, scope = as_limit(c, "c"), leaves_apart(stacked)
     policy = policies.as_policy(nonfinite)
     how = _How(mode, whole(iterations, 1, "iterations"), policy, name)
-    like = clip_by(scope, limit, name=name)
+    like, raises = clip_by(scope, limit, name=name), policy == "error"
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -116,16 +116,18 @@ def clip_by_spectral_norm(
         state = like.init(updates) if state is None else state
         check_state(state, ClipState, name)
         grouping = among_known(grouped(scope, flat), state.info, name)
-        grouping = dataclasses.replace(grouping, flat=False)
+        grouping = dataclasses.replace(grouping, in_one_array=False)
         rule = rule_for(limit, grouping.names, grouping.layout)
-        leaves, rule_state, info = _run(
+        leaves, rule_state, info = run(
+            _on_any_mesh,
             [jnp.asarray(leaf) for leaf in flat.picked()],
             at_step(rule, state.rule),
             state.rule,
             state.info,
             grouping=grouping,
-            how=how,
-            names=tuple(flat.names()) if policy == "error" else (),
+            how=dataclasses.replace(how, leaves=tuple(flat.names())) if raises else how,
+            # In eager mode `checkify` raises at once, which a compiled call would not let it.
+            inline=raises,
         )
         return flat.rebuild(leaves), ClipState(increased(state.count), rule_state, info)
 
@@ -140,6 +142,7 @@ class _How:
     iterations: int
     nonfinite: NonFinite
     name: str
+    leaves: tuple[str, ...] = ()
 
 
 def _refuse_parts(flat: FlatTree, name: str) -> None:
@@ -160,25 +163,15 @@ def _refuse_parts(flat: FlatTree, name: str) -> None:
             )
 
 
-def _run(leaves: list[Array], *operands: Any, how: _How, **static: Any) -> Any:
-    """`_steps` as one cached compiled call in eager mode; under a trace, part of that trace."""
-    # In eager mode `checkify` raises at once, which a compiled call would not let it.
-    inline = how.nonfinite == "error" or is_traced((leaves, operands))
-    return (_on_any_mesh if inline else _compiled)(leaves, *operands, how=how, **static)
-
-
 def _on_any_mesh(
-    leaves: list[Array], *operands: Any, grouping: Grouping, **static: Any
+    leaves: list[Array], *operands: Any, grouping: Grouping, how: _How
 ) -> tuple[list[Array], PyTree, ClipInfo]:
     def out_specs(grouping: Grouping) -> PyTree:
         specs = [as_spec(spec) for spec in grouping.specs or ()]
         return specs, *jax.tree.map(lambda _: PartitionSpec(), operands[1:])
 
-    steps = functools.partial(_steps, **static)
+    steps = functools.partial(_steps, how=how)
     return on_explicit_mesh(steps, out_specs, leaves, grouping)(leaves, *operands)
-
-
-_compiled = jax.jit(_on_any_mesh, static_argnames=("grouping", "how", "names"))
 
 
 def _steps(
@@ -189,7 +182,6 @@ def _steps(
     *,
     grouping: Grouping,
     how: _How,
-    names: tuple[str, ...],
 ) -> tuple[list[Array], PyTree, ClipInfo]:
     """Measure, limit, clip, record."""
     stacks = [x.ndim - len(axes) for x, axes in zip(leaves, grouping.axes, strict=True)]
@@ -197,7 +189,7 @@ def _steps(
     norms = _of_groups([norm for norm, _ in measured], grouping, jnp.float32)
     bad = _of_groups([flags for _, flags in measured], grouping, jnp.bool_)
     if how.nonfinite == "error":
-        report(bad, grouping, how.name, names)
+        report(bad, grouping, how.name, how.leaves)
     _, limits, rule_state = limits_of(rule, rule_state, norms, None, grouping)
     rows = zip(leaves, stacks, grouping.by_leaf(limits), strict=True)
     results = [_clipped(*row, how) for row in rows]

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import check_state, loss_among, whole
+from optaxclip._base.arguments import check_state, whole
 from optaxclip._base.counters import increased
 from optaxclip._base.numerics import promoted, safe_divide
 from optaxclip._base.transformation import Transformation
@@ -16,9 +16,10 @@ from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import AxisName, PyTree
 from optaxclip._engine.checks import matching_params
 from optaxclip._engine.placement import as_axis_names, grouped
-from optaxclip._engine.step import run_norms
+from optaxclip._engine.step import norms_of
 from optaxclip.monitor.states import find, name_of, to_host, unboxed
 from optaxclip.norms import Norm, as_norm
+from optaxclip.thresholds.losses import loss_among
 
 
 class RecordState(NamedTuple):
@@ -119,9 +120,9 @@ def record(
         if len(grouping.names) > len(state.names):
             unknown = sorted(set(grouping.names) - set(state.names))
             raise ValueError(f"{name}: the params given to init did not have the leaves {unknown}")
-        norms = run_norms(flat.picked(), grouping, measure)
+        norms = norms_of(flat.picked(), grouping, measure)
         weights = _weights(flat, params, name) if ratio else None
-        of_weights = None if weights is None else run_norms(weights, grouping, measure)
+        of_weights = None if weights is None else norms_of(weights, grouping, measure)
         count, ring = _written(state.count, state.ring, norms, of_weights)
         return updates, state._replace(count=count, ring=ring)
 

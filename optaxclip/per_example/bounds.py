@@ -11,8 +11,8 @@ from jax import Array
 from jax.core import Tracer
 
 from optaxclip._base.grouping import Grouping
-from optaxclip._base.trees import FlatTree, norm_dtype
-from optaxclip._engine.step import zero_norms
+from optaxclip._base.numerics import norm_dtype
+from optaxclip._base.trees import FlatTree
 from optaxclip.thresholds.fixed import check_limit, rule_for
 
 Split = Literal["uniform", "size"]
@@ -77,7 +77,7 @@ def group_limits(
 
 def _limits_by_name(limit: dict[str, Any], grouping: Grouping, dtype: jnp.dtype) -> list[Array]:
     rule = rule_for(limit, grouping.names, grouping.layout)
-    norms = zero_norms(grouping, dtype)
+    norms = grouping.zeros(dtype)
     limits, _ = rule.update(norms, rule.init(norms), None)
     return grouping.parted(grouping.of_tree(limits.target))
 

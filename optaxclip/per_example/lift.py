@@ -13,14 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 import optaxclip._base.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.types import NormTree
 from optaxclip._engine.measure import Measured, measure
-from optaxclip._engine.placement import as_spec, on_explicit_mesh
+from optaxclip._engine.placement import as_spec, on_explicit_mesh, run
 from optaxclip._engine.respond import Multiplier, multiplier
 from optaxclip.norms import l2
 from optaxclip.per_example.totals import sum_dtype, totals
@@ -62,21 +61,19 @@ def clipped_sums(
       grouping: the groups of one example.
       response: the new norms; cut off at the limits, whatever it returns.
     """
-    operands = ([jnp.asarray(leaf) for leaf in leaves], limits, is_padding)
-    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
-    run = _clipped_sums if is_traced else _compiled
-    return run(*operands, grouping=grouping, response=response)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    return run(_on_any_mesh, leaves, limits, is_padding, grouping=grouping, how=response)
 
 
-def _clipped_sums(
+def _on_any_mesh(
     leaves: list[Array],
     limits: list[Array],
     is_padding: Array,
     *,
     grouping: Grouping,
-    response: Response,
+    how: Response,
 ) -> Sums:
-    steps = functools.partial(_steps, response=_Bounded(response))
+    steps = functools.partial(_steps, response=_Bounded(how))
     return on_explicit_mesh(steps, _out_specs, leaves, grouping)(leaves, limits, is_padding)
 
 
@@ -123,9 +120,6 @@ def _steps(
         num_dropped=_count(is_bad & ~is_padding),
         norms=tree(norms),
     )
-
-
-_compiled = jax.jit(_clipped_sums, static_argnames=("grouping", "response"))
 
 
 @dataclasses.dataclass(frozen=True)

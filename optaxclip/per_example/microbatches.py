@@ -14,7 +14,6 @@ import optaxclip._base.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import NormTree, PyTree
-from optaxclip._engine.step import zero_norms
 from optaxclip.per_example.lift import Sums
 from optaxclip.per_example.totals import sum_dtype
 
@@ -38,7 +37,7 @@ class Totals(NamedTuple):
         picked = [jnp.asarray(x) for x in params.picked()]
         leaves = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in picked]
         zero = jnp.zeros((), jnp.int32)
-        return cls(leaves, zero_norms(grouping, jnp.dtype(jnp.int32)), zero, zero)
+        return cls(leaves, grouping.zeros(jnp.dtype(jnp.int32)), zero, zero)
 
 
 def in_microbatches(

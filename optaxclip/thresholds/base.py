@@ -28,7 +28,14 @@ from jax import Array
 from jax.tree_util import Partial
 
 from optaxclip._base.counters import increased
-from optaxclip._base.devices import Axes, largest, manual_axes, total, tracks, varying_axes
+from optaxclip._base.devices import (
+    Axes,
+    largest,
+    manual_axes,
+    sum_over_devices,
+    tracks,
+    varying_axes,
+)
 from optaxclip._base.numerics import power_of_two_below, safe_sqrt
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.fixed import check_limit
@@ -268,7 +275,7 @@ def _whole(norms: list[Array], may_be_split: bool) -> Array:
     ]
     unit = power_of_two_below(functools.reduce(jnp.maximum, tops, zero))
     squares = [
-        total(sum((jnp.sum(jnp.square(x / unit)) for x in some), zero), axes)
+        sum_over_devices(sum((jnp.sum(jnp.square(x / unit)) for x in some), zero), axes)
         for axes, some in by_axes.items()
     ]
     return unit * safe_sqrt(sum(squares, zero))

@@ -1,6 +1,7 @@
 """Limits for losses, which may be negative: neither a floor nor "at least 0" applies to them."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,9 +10,35 @@ from jax import Array
 from jax.tree_util import Partial
 
 from optaxclip._base.counters import increased
+from optaxclip._base.numerics import is_real
 from optaxclip._base.types import Limits, NormTree, Threshold
 from optaxclip.thresholds.base import of_any_sign
 from optaxclip.thresholds.fixed import ScalarOrSchedule, check_limit
+
+
+def loss_among(extra_args: Mapping[str, Any], name: str) -> Array:
+    """The loss among an update's extra arguments, `loss` or `value`, in float32 or float64.
+
+    Raises:
+      ValueError: if there is none, or it is not a scalar.
+      TypeError: if it is not a real number.
+    """
+    given = {key: extra_args[key] for key in ("loss", "value") if extra_args.get(key) is not None}
+    if not given:
+        raise ValueError(
+            f"{name}: the update needs the loss, and neither value= nor loss= was given; pass it: "
+            "update(grads, state, params, value=loss)"
+        )
+    argument, loss = next(iter(given.items()))
+    if not is_real(loss):
+        raise TypeError(f"{argument} must be the loss, a real number, got {loss!r:.80}")
+    if jnp.ndim(loss):
+        raise ValueError(
+            f"{argument} must be a scalar, the loss of the whole batch, got an array of shape "
+            f"{jnp.shape(loss)}; pass its mean"
+        )
+    loss = jnp.asarray(loss)
+    return loss.astype(jnp.float64 if loss.dtype == jnp.float64 else jnp.float32)
 
 
 def as_loss_limit(limit: ScalarOrSchedule | Threshold, argument: str = "loss_limit") -> Threshold:

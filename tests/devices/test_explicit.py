@@ -84,3 +84,23 @@ def test_every_rule_response_and_policy(name):
         for updates in (before, after):
             for x, place in places.items():
                 assert updates[x].sharding.is_equivalent_to(place, updates[x].ndim), case
+
+
+@pytest.mark.parametrize("specs", [(P(), P("x")), (P("x"), P(None, "x"))])
+def test_parameters_split_otherwise_than_gradients_are_not_gathered(specs):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    rng = np.random.default_rng(0)
+    whole = [rng.normal(size=(8, 16)).astype(np.float32) for _ in specs]
+    tx = clip_by(scopes.tree(), RULES["relative_to_params"])
+
+    def clip(grads, params):
+        updates, state = tx.update(grads, tx.init(params), params)
+        return updates, state.info.limit
+
+    places = [NamedSharding(mesh, spec) for spec in specs]
+    compiled = jax.jit(clip).lower(*jax.device_put(whole, places)).compile()
+    for moved in ("all-gather", "all-to-all", "collective-permute"):
+        assert f" {moved}(" not in compiled.as_text(), moved
+    found, expected = compiled(*jax.device_put(whole, places)), clip(*whole)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import optaxclip
-from optaxclip import responses, scopes
+from optaxclip import clip_by, responses, scopes, thresholds
 
 
 def test_narrow_entries_are_rounded_to_the_nearest():
@@ -71,3 +71,25 @@ def test_a_tree_without_entries_keeps_the_shapes_of_its_state(tree):
     after = tx.update(tree, state)[1]
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     assert (after.info.norm, after.info.factor) == (0, 1)
+
+
+@pytest.mark.parametrize("response", ["clip", "normalize", "smooth", "auto_s", "band"])
+def test_without_a_limit_every_response_lets_gradients_be(response):
+    # As while a rule has seen too few norms.
+    tx = clip_by(scopes.tree(), thresholds.ema(0.9, 1.5, warmup_steps=3), response=response)
+    for grads in (jnp.array([3.0, 4.0]), jnp.zeros(2)):
+        np.testing.assert_array_equal(tx.update(grads, tx.init(grads))[0], grads)
+
+
+def test_what_a_zero_group_was_multiplied_by():
+    tx = clip_by(scopes.tree(), 1.0, response="normalize")
+    updates, state = tx.update(jnp.zeros(2), tx.init(jnp.zeros(2)))
+    np.testing.assert_array_equal(updates, [0, 0])
+    np.testing.assert_allclose(state.info.factor, 1, rtol=2e-6)
+
+
+def test_names_that_would_mix_up_the_groups_are_refused():
+    grads = {"a": jnp.ones((10, 2)), "a/05": jnp.ones(2)}
+    tx = clip_by(scopes.leaf(stacked={"a": 1, "a/05": 0}), 1.0)
+    with pytest.raises(ValueError, match=r"rename it: \('a/0', .*'a/05'"):
+        tx.init(grads)

@@ -47,3 +47,10 @@ def test_rows_out_of_range_do_not_count():
     np.testing.assert_allclose(optaxclip.ops.global_norm(leaf), 5, rtol=1e-6)
     updates, _ = optaxclip.clip_tree(leaf, 2.5, scope=optaxclip.scopes.leaf())
     np.testing.assert_allclose(updates.data[:2], rows[:2] / 2, rtol=3e-6)
+
+
+def test_padding_that_is_not_finite_is_not_masked_as_an_entry():
+    padded = BCOO((jnp.array([3.0, jnp.nan]), jnp.array([[0], [9]])), shape=(4,))
+    tx = optaxclip.clip_by_global_norm(1.0, nonfinite="mask")
+    info = tx.update(padded, tx.init(padded))[1].info
+    assert (info.norm, info.num_nonfinite) == (3, 0)
