@@ -45,7 +45,7 @@ class FlatTree(NamedTuple):
       treedef: the structure.
       measured: positions of the leaves with real or complex floating entries.
       whole: for each measured leaf its shape on all devices together, None where that is not known;
-        empty where leaves are as they seem.
+        empty where leaves are as they seem. What a unit is depends on it.
     """
 
     paths: list[Path]

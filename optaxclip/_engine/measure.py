@@ -9,7 +9,6 @@ group are added, then those of devices, in one collective; the total that neithe
 lost its small summands is the norm's, with its scale for a unit. Nothing is branched on or stored.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -37,7 +36,7 @@ from optaxclip._base.numerics import (
     rounding_slack,
 )
 from optaxclip._base.trees import is_sparse
-from optaxclip._engine.placement import known_shardings, norm_specs, split_over
+from optaxclip._engine.placement import norm_specs, on_each_device, split_over
 from optaxclip._engine.totals import (
     Totals,
     combined,
@@ -82,15 +81,13 @@ def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured]
     Returns:
       One for each array of norms, as `Grouping.joined` has them.
     """
-    known = known_shardings(leaves, grouping)
-    if known is None:
-        return _measured(leaves, grouping, norm)
-    # Where it is known how leaves are split, one collective in the place of the compiler's many.
-    mesh, specs = known
-    grouping = dataclasses.replace(grouping, specs=specs)
-    local = functools.partial(_measured, grouping=grouping, norm=norm)
-    rows: list[Any] = [(spec, spec, PartitionSpec()) for spec in norm_specs(grouping)]
-    return devices.region(local, mesh, (list(specs),), [Measured(*row) for row in rows])(leaves)
+
+    def out_specs(grouping: Grouping) -> list[Any]:
+        rows: list[Any] = [(spec, spec, PartitionSpec()) for spec in norm_specs(grouping)]
+        return [Measured(*row) for row in rows]
+
+    steps = functools.partial(_measured, norm=norm)
+    return on_each_device(steps, out_specs, leaves, grouping)
 
 
 def already_measured(given: Array, leaves: list[Any], norm: Norm) -> list[Measured]:

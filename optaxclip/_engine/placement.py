@@ -160,28 +160,36 @@ def on_explicit_mesh(
     return devices.automatic(run, mesh, out_specs(grouping))
 
 
-def known_shardings(
-    leaves: Sequence[Any], grouping: Grouping
-) -> tuple[Any, tuple[PartitionSpec, ...]] | None:
-    """The mesh and the specs of arrays that are split over devices as a whole, where known.
+def on_each_device(
+    steps: Callable[..., Any],
+    out_specs: Callable[[Grouping], PyTree],
+    leaves: Sequence[Any],
+    grouping: Grouping,
+) -> Any:
+    """`steps(leaves, grouping=)` on what each device holds, where it is known how leaves are split.
+
+    Then there is one collective in the place of the compiler's many. Leaves in one piece, those in
+    a manual region, and those of which only the compiler knows it go through as they are.
 
     Args:
+      steps: a function of leaves with the keyword `grouping`.
+      out_specs: how what it returns is split, from the grouping with the specs of all leaves.
       leaves: the measured leaves.
       grouping: with the specs, if any.
-
-    Returns:
-      None inside a manual region, for arrays in one piece, and where only the compiler knows.
 
     Raises:
       ValueError: for specs without a mesh.
     """
     is_hidden = grouping.axis_names or any(map(is_sparse, leaves))
     if grouping.specs is None or is_hidden or devices.manual_axes():
-        return None
+        return steps(leaves, grouping=grouping)
     mesh = devices.mesh_of(grouping.specs)
     if mesh is None:
         raise ValueError("specs= needs a mesh: pass NamedShardings, or use jax.set_mesh")
-    return mesh, tuple(as_spec(spec) for spec in grouping.specs)
+    specs = tuple(as_spec(spec) for spec in grouping.specs)
+    grouping = dataclasses.replace(grouping, specs=specs)
+    local = functools.partial(steps, grouping=grouping)
+    return devices.region(local, mesh, (list(specs),), out_specs(grouping))(leaves)
 
 
 def norm_specs(grouping: Grouping) -> list[PartitionSpec]:

