@@ -332,3 +332,11 @@ def test_a_leaf_without_units_is_recorded_as_not_clipped(shapes):
     grads = {name: jnp.ones(shape) for name, shape in shapes.items()}
     _, info = clip(grads, 0.5, scopes.unit())
     assert (info.norm[0], info.limit[0], info.factor[0], info.fraction[0]) == (0, np.inf, 1, 0)
+
+
+def test_axes_may_be_numpys_and_nothing_but_ints():
+    grads = jnp.array([[3.0, 6.0], [4.0, 8.0]])
+    for axes in (np.int64(0), np.array([0])):
+        np.testing.assert_allclose(clip(grads, 20.0, scopes.axes(axes))[1].norm, [10])
+    with pytest.raises(TypeError, match=r"axes must be an int or a sequence of ints, got 0.5"):
+        clip(grads, 1.0, scopes.axes(0.5))

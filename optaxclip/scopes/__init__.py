@@ -1,0 +1,23 @@
+"""Scopes: which entries share one norm.
+
+A `Scope` looks at a flattened tree once, while it is traced, and returns a `Grouping`: the names of
+the groups, the leaves of each, and the axes over which a leaf is reduced.
+
+  scope          | one norm for
+  ---------------|---------------------------------------------------------------
+  `tree()`       | all leaves together
+  `group(labels)`| all leaves with the same label
+  `leaf()`       | each leaf; with `stacked`, each layer of a leaf that stacks layers
+  `axes(axes)`   | each slice of a leaf along the axes that are left
+  `unit()`       | each output unit of a weight (Brock et al., 2021, arXiv 2102.06171)
+  `muon()`       | all leaves that `optax.contrib.muon` trains by Muon, and all others
+"""
+
+from optaxclip.scopes.leaves import Scope as Scope
+from optaxclip.scopes.leaves import group as group
+from optaxclip.scopes.leaves import leaf as leaf
+from optaxclip.scopes.leaves import tree as tree
+from optaxclip.scopes.optimizers import muon as muon
+from optaxclip.scopes.optimizers import muon_labels as muon_labels
+from optaxclip.scopes.slices import axes as axes
+from optaxclip.scopes.slices import unit as unit

@@ -1,0 +1,141 @@
+"""Scopes over whole leaves: the tree, groups of leaves, each leaf or each of its layers."""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from jax import Array
+
+from optaxclip._base.grouping import Group, Grouping
+from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
+from optaxclip._base.types import PyTree
+
+Scope: TypeAlias = Callable[[FlatTree], Grouping]
+"""Looks at a tree of gradients and says which of its entries share a norm."""
+
+StackedAxes: TypeAlias = PyTree | Callable[[str, Array], int]
+
+
+def tree() -> Scope:
+    """One norm for the whole tree.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by(optaxclip.scopes.tree(), 1.0)
+      >>> grads = {"w": jnp.array([3.0]), "b": jnp.array([4.0])}
+      >>> print(tx.update(grads, tx.init(grads))[1].info.norm)
+      5.0
+    """
+
+    def assign(flat: FlatTree) -> Grouping:
+        picked = flat.picked()
+        everything = Group(("tree",), tuple(range(len(picked))))
+        return Grouping((everything,), tuple(_all_axes(leaf) for leaf in picked), "scalar")
+
+    return assign
+
+
+def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
+    """One norm for all leaves that carry the same label.
+
+    Args:
+      labels: a pytree prefix of the gradients with strings for leaves, or `fn(path, leaf) -> str`,
+        where the path is text such as `encoder/0/kernel`.
+
+    Raises:
+      ValueError: (when used) if the labels do not fit the tree.
+      TypeError: (when used) if a label is not a string.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> scope = optaxclip.scopes.group({"encoder": "body", "head": "head"})
+      >>> tx = optaxclip.clip_by(scope, {"body": 1.0, "head": 10.0})
+      >>> grads = {"encoder": [jnp.array([3.0]), jnp.array([4.0])], "head": jnp.array([8.0])}
+      >>> info = tx.update(grads, tx.init(grads))[1].info
+      >>> print(list(info.names), info.norm, info.limit)
+      ['body', 'head'] [5. 8.] [ 1. 10.]
+    """
+
+    def assign(flat: FlatTree) -> Grouping:
+        found = per_leaf(labels, flat, "labels")
+        for label in found:
+            if not isinstance(label, str):
+                raise TypeError(f"labels must be strings, got {label!r}")
+        groups = tuple(
+            Group((label,), tuple(i for i, other in enumerate(found) if other == label))
+            for label in sorted(set(found))
+        )
+        return Grouping(groups, tuple(map(_all_axes, flat.picked())), "vector")
+
+    return assign
+
+
+def leaf(stacked: StackedAxes = 0) -> Scope:
+    """One norm for each leaf.
+
+    Args:
+      stacked: how many leading axes of each leaf stack separate tensors, as `scan` over layers
+        makes them: an int, a pytree prefix of ints, or `fn(path, leaf) -> int`. Each index along
+        them is a group of its own.
+
+    Raises:
+      ValueError: (when used) if a leaf has fewer axes than it is said to stack.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by(optaxclip.scopes.leaf(stacked={"layers": 1, "head": 0}), 1.0)
+      >>> grads = {"layers": jnp.array([[3.0, 4.0], [0.0, 2.0]]), "head": jnp.array([6.0, 8.0])}
+      >>> info = tx.update(grads, tx.init(grads))[1].info
+      >>> print(list(info.names), info.norm)
+      ['head', 'layers/0', 'layers/1'] [10.  5.  2.]
+    """
+
+    def assign(flat: FlatTree) -> Grouping:
+        counts = stacked_counts(stacked, flat)
+        axes = tuple(
+            _all_axes(leaf)[count:] for leaf, count in zip(flat.picked(), counts, strict=True)
+        )
+        return one_group_per_leaf(flat, axes, "vector")
+
+    return assign
+
+
+def _all_axes(leaf: Any) -> tuple[int, ...]:
+    return tuple(range(np.ndim(leaf)))
+
+
+def one_group_per_leaf(
+    flat: FlatTree, axes: tuple[tuple[int, ...], ...], layout: Literal["vector", "dict"]
+) -> Grouping:
+    """A group, or an array of groups, for each leaf, from the axes over which it is reduced."""
+    groups = []
+    for i, (name, leaf, reduced) in enumerate(zip(flat.names(), flat.picked(), axes, strict=True)):
+        if is_sparse(leaf) and len(reduced) < np.ndim(leaf):
+            raise ValueError(f"the sparse leaf '{name}' can only be measured as a whole")
+        shape = tuple(size for axis, size in enumerate(np.shape(leaf)) if axis not in reduced)
+        names = _layer_names(name, shape) if layout == "vector" else (name,)
+        groups.append(Group(names, (i,), shape))
+    return Grouping(tuple(sorted(groups, key=lambda group: group.names)), axes, layout)
+
+
+def _layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """`name/00`, `name/01`, ... for a leaf of several layers; padded, so that they sort."""
+    if not all(isinstance(size, int) for size in shape):
+        raise ValueError(f"leaf '{name}' must stack a fixed number of layers, got shape {shape}")
+    widths = [len(str(max(size - 1, 0))) for size in shape]
+    return tuple(
+        "/".join([name, *(f"{i:0{width}}" for i, width in zip(index, widths, strict=True))])
+        for index in np.ndindex(*shape)
+    )
+
+
+def stacked_counts(stacked: StackedAxes, flat: FlatTree) -> list[int]:
+    """For each measured leaf how many leading axes stack layers, checked."""
+    counts = per_leaf(stacked, flat, "stacked")
+    for name, leaf, count in zip(flat.names(), flat.picked(), counts, strict=True):
+        if not isinstance(count, (int, np.integer)) or not 0 <= count <= np.ndim(leaf):
+            raise ValueError(
+                f"stacked must be the number of leading stacked axes, from 0 to {np.ndim(leaf)} "
+                f"for leaf '{name}' of shape {np.shape(leaf)}, got {count!r}"
+            )
+    return counts

@@ -1,0 +1,100 @@
+"""Scopes that follow what an optimizer makes of each leaf."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from optaxclip._base.grouping import Grouping
+from optaxclip._base.trees import FlatTree, is_sparse
+from optaxclip._base.types import PyTree
+from optaxclip.scopes.leaves import Scope, group
+
+
+def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -> Scope:
+    """One norm for all leaves that `optax.contrib.muon` trains by Muon, one for those of its Adam.
+
+    Muon's updates do not depend on the scale of its gradients, so those have no place in the norm
+    that clips Adam's, and need no limit of their own; `docs/muon.md` has more.
+
+    Args:
+      weight_dimension_numbers: what is given to Muon as `muon_weight_dimension_numbers`: a pytree
+        prefix of the parameters with `MuonDimensionNumbers`, or None for what Adam trains, or a
+        function from the parameters to one. If None, Muon trains all matrices.
+
+    Raises:
+      ValueError: (when used) if the dimension numbers do not fit the tree.
+
+    Example:
+      >>> import math, jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by(optaxclip.scopes.muon(), {"adam": 1.0, "muon": math.inf})
+      >>> grads = {"w": jnp.full((2, 2), 50.0), "b": jnp.array([3.0, 4.0])}
+      >>> updates, state = tx.update(grads, tx.init(grads))
+      >>> print(updates["w"][0], updates["b"].round(3))
+      [50. 50.] [0.6 0.8]
+      >>> print(list(state.info.names), state.info.norm, state.info.factor)
+      ['adam', 'muon'] [  5. 100.] [0.2 1. ]
+    """
+    labels = muon_labels(weight_dimension_numbers)
+
+    def assign(flat: FlatTree) -> Grouping:
+        whole = jax.tree_util.tree_unflatten(flat.treedef, flat.leaves)
+        return group(labels(whole))(flat)
+
+    return assign
+
+
+def muon_labels(
+    weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None,
+) -> Callable[[PyTree], PyTree]:
+    """Which leaves `optax.contrib.muon` trains by Muon, and which by Adam: a function that tells.
+
+    It is for `optax.partition` and for masks; as a scope it is `muon`.
+
+    Args:
+      weight_dimension_numbers: as in `muon`.
+
+    Returns:
+      A function from parameters, or anything with their structure and shapes, to a pytree like them
+      with "muon" and "adam" for leaves.
+
+    Raises:
+      ValueError: (when used) if the dimension numbers do not fit the tree.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2), "layers": jnp.ones((3, 2, 2))}
+      >>> optaxclip.scopes.muon_labels()(params)
+      {'b': 'adam', 'layers': 'adam', 'w': 'muon'}
+    """
+
+    def label(params: PyTree) -> PyTree:
+        chosen = weight_dimension_numbers
+        if chosen is None:
+            return _labels(params, lambda leaf: np.ndim(leaf) == 2)
+        chosen = chosen(params) if callable(chosen) else chosen
+        try:
+            return jax.tree.map(
+                lambda numbers, part: _labels(part, lambda _: _is_muon(numbers)),
+                chosen,
+                params,
+                is_leaf=lambda x: x is None or hasattr(x, "reduction_axis"),
+            )
+        except ValueError as error:
+            raise ValueError(
+                "weight_dimension_numbers is not a pytree prefix of the parameters, with "
+                f"MuonDimensionNumbers or None for leaves: {error}"
+            ) from None
+
+    return label
+
+
+def _is_muon(numbers: Any) -> bool:
+    if numbers is None or hasattr(numbers, "reduction_axis"):
+        return numbers is not None
+    raise ValueError(f"got {numbers!r}")
+
+
+def _labels(tree: PyTree, is_muon: Callable[[Any], bool]) -> PyTree:
+    return jax.tree.map(lambda x: "muon" if is_muon(x) else "adam", tree, is_leaf=is_sparse)

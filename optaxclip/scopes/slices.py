@@ -1,0 +1,127 @@
+"""Scopes over parts of leaves: slices along axes, the output units of weights."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+
+from optaxclip._base.grouping import Grouping
+from optaxclip._base.trees import FlatTree
+from optaxclip.scopes.leaves import Scope, StackedAxes, one_group_per_leaf, stacked_counts
+
+
+def axes(axes: int | Sequence[int]) -> Scope:
+    """One norm for each slice of a leaf, reduced over the given axes.
+
+    Args:
+      axes: the axes over which a norm extends; negative ones count from the end.
+
+    Raises:
+      ValueError: (when used) if a leaf lacks one of the axes.
+      TypeError: (when used) if an axis is no int.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> rows = optaxclip.clip_by(optaxclip.scopes.axes(-1), 5.0)
+      >>> grads = jnp.array([[3.0, 4.0], [6.0, 8.0]])
+      >>> print(rows.update(grads, rows.init(grads))[0].round(4))
+      [[3. 4.]
+       [3. 4.]]
+    """
+
+    def assign(flat: FlatTree) -> Grouping:
+        named = zip(flat.names(), flat.picked(), strict=True)
+        reduced = tuple(_normalized(axes, leaf, name) for name, leaf in named)
+        return one_group_per_leaf(flat, reduced, "dict")
+
+    return assign
+
+
+def unit(
+    axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int]] | None = None,
+    stacked: StackedAxes = 0,
+) -> Scope:
+    """One norm for each output unit of a weight: the fan-in of one neuron or one filter.
+
+    Weights are taken to have their output axis last, as Flax, Haiku and Keras lay them out:
+
+      leaf                                       | reduced over
+      -------------------------------------------|---------------------
+      at most one axis longer than 1             | all axes
+      matrix `[in, out]`, or rank 3              | 0
+      convolution `[height, width, in, out]`     | 0, 1, 2
+      convolution of rank 5                      | 0, 1, 2, 3
+
+    Args:
+      axis: the axes to reduce instead, for every leaf, or `fn(path, leaf) -> axes`.
+      stacked: the number of leading stacked axes, as in `leaf`; the table and `axis` then speak of
+        the axes that follow them.
+
+    Raises:
+      ValueError: (when used) for a leaf of another rank without `axis`; the message names its path.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by(optaxclip.scopes.unit(), 5.0)
+      >>> kernel = jnp.array([[3.0, 6.0], [4.0, 8.0]])  # two inputs, two outputs
+      >>> print(tx.update(kernel, tx.init(kernel))[0].round(4))
+      [[3. 3.]
+       [4. 4.]]
+    """
+
+    def assign(flat: FlatTree) -> Grouping:
+        counts = stacked_counts(stacked, flat)
+        reduced = []
+        wholes = flat.whole or [np.shape(leaf) for leaf in flat.picked()]
+        rows = zip(flat.names(), flat.picked(), wholes, counts, strict=True)
+        for name, leaf, whole, skip in rows:
+            layer = jax.ShapeDtypeStruct(np.shape(leaf)[skip:], np.float32)
+            chosen = axis(name, leaf) if callable(axis) else axis
+            if chosen is None:
+                chosen = _fan_in_axes(whole and whole[skip:], layer.shape, name)
+            reduced.append(tuple(skip + a for a in _normalized(chosen, layer, name)))
+        return one_group_per_leaf(flat, tuple(reduced), "dict")
+
+    return assign
+
+
+def _normalized(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[int, ...]:
+    rank = np.ndim(leaf)
+    try:
+        several: Any = axes if np.ndim(axes) else (axes,)
+        chosen = tuple(operator.index(axis) for axis in several)
+    except TypeError:
+        raise TypeError(f"axes must be an int or a sequence of ints, got {axes!r}") from None
+    if any(not -rank <= axis < rank for axis in chosen):
+        raise ValueError(
+            f"axes {chosen} do not exist in leaf '{name}', which has shape {np.shape(leaf)}"
+        )
+    return tuple(sorted({axis % rank for axis in chosen}))
+
+
+def _fan_in_axes(
+    whole: tuple[int, ...] | None, shape: tuple[int, ...], name: str
+) -> tuple[int, ...]:
+    """The axes of a unit, by the shape of the whole layer; `shape` is what this device holds."""
+    rank = len(shape)
+    if whole is None and rank > 1 and _num_long(shape) <= 1:
+        raise ValueError(
+            f"leaf '{name}' of shape {shape} is a part of what all devices hold, and what a unit "
+            "is follows from the whole shape: pass specs= (a pytree of PartitionSpec), or axis="
+        )
+    if _num_long(shape if whole is None else whole) <= 1:
+        return tuple(range(rank))
+    if rank in (2, 3):
+        return (0,)
+    if rank in (4, 5):
+        return tuple(range(rank - 1))
+    raise ValueError(
+        f"leaf '{name}' has rank {rank} (shape {shape}), for which no unit is defined: pass axis="
+    )
+
+
+def _num_long(shape: tuple[int, ...]) -> int:
+    return sum(size != 1 for size in shape)
