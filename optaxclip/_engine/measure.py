@@ -93,7 +93,8 @@ def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured]
 def already_measured(given: Array, leaves: list[Any], norm: Norm) -> list[Measured]:
     """A norm of the whole tree that the caller has, float32 or float64 `[]`, as from `measure`."""
     unit = power_of_two_below(given)
-    slack = rounding_slack(None, norm.degree, _coarsest(leaves))
+    size = sum(math.prod(np.shape(leaf)) for leaf in leaves)
+    slack = rounding_slack(size, norm.degree, _coarsest(leaves))
     return [Measured(given / unit, unit, jnp.asarray(slack).astype(given.dtype))]
 
 
