@@ -21,6 +21,14 @@ def test_where_a_model_fits_into_fast_memory(both, dtype):
     assert ours.moved <= theirs.moved + aims.MORE_IN_FAST_MEMORY
 
 
+def test_on_eight_devices(both):
+    ours, theirs = both(V5E, mesh="auto")
+    aims.assert_no_branch(ours)
+    assert +ours.counts.collectives == {"all-reduce": 1}
+    # A device's share lies in fast memory, partly.
+    assert ours.moved <= theirs.moved + aims.MORE_IN_FAST_MEMORY
+
+
 @pytest.mark.parametrize("method", ["global_norm", "agc"])
 def test_many_seeds_in_a_scan_wait_for_nothing(both, method):
     aims.assert_no_branch(both(V5E, "seeds", method=method)[0])
