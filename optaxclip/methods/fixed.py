@@ -94,7 +94,7 @@ def clip_by_global_norm(
     """Clips the whole tree by its norm, which keeps the gradient's direction.
 
     Beside Muon it is the wrong clip: the leaves that Muon trains, whose updates do not depend on
-    the scale of their gradients, then decide how far those of Adam are clipped. Use
+    the usual scale of their gradients, then decide how far those of Adam are clipped. Use
     `optaxclip.scopes.muon` (`docs/muon.md`).
 
     Source: Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.

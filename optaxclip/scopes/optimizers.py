@@ -16,7 +16,8 @@ def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -
     """One norm for all leaves that `optax.contrib.muon` trains by Muon, one for those of its Adam.
 
     Muon's updates do not depend on the scale of its gradients, so those have no place in the norm
-    that clips Adam's, and need no limit of their own; `docs/muon.md` has more.
+    that clips Adam's. They need no small limit of their own, but one against spikes, which Muon's
+    momentum remembers for a hundred steps; `docs/muon.md` has more.
 
     Args:
       weight_dimension_numbers: what is given to Muon as `muon_weight_dimension_numbers`: a pytree
@@ -27,8 +28,8 @@ def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -
       ValueError: (when used) if the dimension numbers do not fit the tree.
 
     Example:
-      >>> import math, jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.clip_by(optaxclip.scopes.muon(), {"adam": 1.0, "muon": math.inf})
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by(optaxclip.scopes.muon(), {"adam": 1.0, "muon": 500.0})
       >>> grads = {"w": jnp.full((2, 2), 50.0), "b": jnp.array([3.0, 4.0])}
       >>> updates, state = tx.update(grads, tx.init(grads))
       >>> print(updates["w"][0], updates["b"].round(3))
