@@ -108,11 +108,11 @@ def skipping(
         """The norm of the tree, those of its leaves, and their names."""
         flat = flatten(updates, "updates")
         # They share one read, as the compiler sums each leaf once.
-        whole, each = (
+        of_tree, of_leaves = (
             grouped(scope, flat, axis_names, specs) for scope in (scopes.tree(), scopes.leaf())
         )
-        of_tree, of_leaves = (norms_of(flat.picked(), group, norm) for group in (whole, each))
-        return of_tree, lax.stop_gradient(of_leaves), list(each.names)
+        whole_norm, norms = (norms_of(flat.picked(), of, norm) for of in (of_tree, of_leaves))
+        return whole_norm, lax.stop_gradient(norms), list(of_leaves.names)
 
     def init(params: PyTree) -> SkipState:
         flat = flatten(params, "params")
