@@ -14,39 +14,6 @@ pyplot = pytest.importorskip("matplotlib.pyplot")
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-# What makes each of them short, and still a walk through nearly all of its code.
-SHORTER = {
-    "quickstart": [("steps=300", "steps=20")],
-    "exploding_gradients": [
-        ("= 40, 32, 1500", "= 8, 4, 100"),
-        ("321", "11"),
-        ('    "value 0.1": optaxclip.clip(0.1),\n', ""),
-        ('    "norm 0.5 (leaf)": optaxclip.clip_by_norm(0.5),\n', ""),
-    ],
-    "choosing_a_limit": [("= 64, 100, 8, 300", "= 64, 100, 1, 100"), ("1000.0, 12)", "1000.0, 3)")],
-    "adaptive_clipping": [
-        ("STEPS = 600", "STEPS = 60"),
-        ("(STEPS) < 300", "(STEPS) < 30"),
-        ("[250:300]", "[25:30]"),
-    ],
-    "private_training": [
-        ("= 256, 352, 150", "= 16, 32, 3"),
-        ("0.0, 0.5, 1.0, 2.0, 4.0, 8.0", "0.0, 0.5, 1.0"),
-        ('    "limit 0.5": 0.5,\n', ""),
-    ],
-    "sharded_training": [("= 0.5, 60", "= 0.5, 3")],
-    "attention_logits": [
-        ("STEPS, RATE, TAU = 400", "STEPS, RATE, TAU = 100"),
-        ("32, 4, 16, 12, 32", "8, 2, 4, 3, 4"),
-    ],
-    "spikes": [
-        ("= 400, 200, 100, 0.01", "= 60, 20, 10, 0.01"),
-        (
-            "in methods.items()}",
-            'in methods.items() if name in ("no clip", "skip on norm or loss")}',
-        ),
-    ],
-}
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -56,10 +23,6 @@ def read(path):
 
 def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
-def test_all_are_there():
-    assert {path.stem for path in NOTEBOOKS} == set(SHORTER)
 
 
 @each_notebook
@@ -86,13 +49,12 @@ def as_a_reader(monkeypatch):
 
 
 @pytest.mark.usefixtures("as_a_reader")
-@each_notebook
-def test_runs_shortened(path, capsys):
-    code = "\n".join(cell.source for cell in code_cells(read(path)))
-    for whole, short in SHORTER[path.stem]:
-        assert whole in code
-        code = code.replace(whole, short)
-    exec(compile(code, path.name, "exec"), {})
+def test_the_first_runs_shortened(capsys):
+    """All of them run whole below, as they stand."""
+    cells = code_cells(read(ROOT / "notebooks" / "quickstart.ipynb"))
+    code = "\n".join(cell.source for cell in cells)
+    assert "steps=300" in code
+    exec(compile(code.replace("steps=300", "steps=20"), "quickstart", "exec"), {})
     assert pyplot.get_fignums()
     assert not capsys.readouterr().err
 

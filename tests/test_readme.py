@@ -33,6 +33,7 @@ def test_files_that_it_shows_exist(path):
     assert (README.parent / path).is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:only .* norms")
 def test_a_script_makes_every_picture_of_docs(tmp_path, monkeypatch):
     for package in ("flax", "matplotlib", "rich"):

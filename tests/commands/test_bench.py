@@ -50,11 +50,13 @@ def report(tmp_path_factory):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_machine_and_versions(report):
     assert {"device", "devices", "processor", "cores", "load", "versions"} <= set(report)
     assert {"optaxclip", "jax", "optax"} <= set(report["versions"])
 
 
+@pytest.mark.slow
 def test_every_workload_has_rows(report):
     assert [section["name"] for section in report["sections"]] == [*bench.WORKLOADS, *bench.LARGE]
     for section in report["sections"]:
@@ -62,6 +64,7 @@ def test_every_workload_has_rows(report):
         assert {"optaxclip", "Optax"} <= ways or section["name"] == "rules"
 
 
+@pytest.mark.slow
 def test_figures_are_numbers_and_times_positive(report):
     for section in report["sections"]:
         for row in section["rows"]:
@@ -73,6 +76,7 @@ def test_figures_are_numbers_and_times_positive(report):
                 assert all(math.isfinite(number) for number in numbers if number is not None)
 
 
+@pytest.mark.slow
 def test_steps_and_phases_that_are_promised(report):
     cases = {
         section["name"]: {row["case"] for row in section["rows"]} for section in report["sections"]

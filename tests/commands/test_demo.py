@@ -65,7 +65,7 @@ def test_another_seed_another_start(corpus):
     assert first.evaluate(first.params) != second.evaluate(second.params)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_clipping_helps(corpus, seed, monkeypatch):
     for name, value in {"LENGTH": 80, "BATCH": 4, "HELD_OUT_WINDOWS": 8}.items():
         monkeypatch.setattr(task, name, value)

@@ -160,6 +160,7 @@ def real():
         yield the_task, the_task.train(demo.METHODS["global_norm"](), 300, lambda _: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_spikes_among_real_norms(real, seed):
     settled = np.asarray(real[1].norm[200:], np.float64)
@@ -170,6 +171,7 @@ def test_spikes_among_real_norms(real, seed):
     assert min(recall, precision) >= 0.95
 
 
+@pytest.mark.slow
 def test_the_demo_learns_with_the_suggested_limit(real):
     task, recorded = real
     limit = tuning.suggest(recorded.norm).limit
