@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,11 @@ def as_axis_names(axis_name: Any) -> tuple[str, ...] | None:
     return tuple(names)
 
 
+_MANY = 2**20
+"""So many norms are held in one array at most, as what is told of each (how many entries it has) is
+a constant of the program: gigabytes for AGC of Llama 3 8B with stacked layers."""
+
+
 def grouped(
     scope: Scope, flat: FlatTree, axis_names: tuple[str, ...] | None = None, specs: PyTree = None
 ) -> Grouping:
@@ -62,11 +68,9 @@ def grouped(
     is_known = all(known_size(size) is not None for leaf in leaves for size in np.shape(leaf))
     one_piece = known is None and not axis_names and devices.in_one_piece(leaves)
     several = len(grouping.groups) > 1 and all(group.members for group in grouping.groups)
+    few = is_known and sum(math.prod(group.shape) for group in grouping.groups) <= _MANY
     return dataclasses.replace(
-        grouping,
-        in_one_array=is_known and one_piece and several,
-        axis_names=axis_names,
-        specs=known,
+        grouping, in_one_array=several and few and one_piece, axis_names=axis_names, specs=known
     )
 
 

@@ -71,3 +71,11 @@ def test_a_schedule_is_followed_outside_of_what_is_compiled():
         updates, state = tx.update(jnp.full(1, 9.0), state)
         found.append(updates[0])
     np.testing.assert_allclose(found, [4, 2, 1, 1], rtol=1e-6)
+
+
+def test_no_program_holds_an_array_of_what_is_known_of_each_of_many_norms():
+    grads = [jax.ShapeDtypeStruct((n, 2**20), jnp.float32) for n in (2, 3)]
+    tx = optaxclip.adaptive_grad_clip(0.1)
+    state = jax.eval_shape(tx.init, grads)
+    program = jax.make_jaxpr(tx.update)(grads, state, grads)
+    assert sum(np.size(x) for x in program.consts) < 1000
