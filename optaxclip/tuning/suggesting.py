@@ -14,17 +14,16 @@ from numpy.typing import ArrayLike
 
 from optaxclip.methods.adaptive import zclip
 from optaxclip.methods.windowed import autoclip, clip_by_window_norm
+from optaxclip.tuning.doubts import doubts_and_advice
 from optaxclip.tuning.files import read_norms
 from optaxclip.tuning.spread import Floats, Regime, Shape, shape_of
 
-LEAST_NORMS, ENOUGH_NORMS = 10, 100
+LEAST_NORMS = 10
 PERCENTILES = (90, 95, 99)
 WINDOW = 100
 """AutoClip's."""
 MOST_REPLAYED = 10_000
 """How many of the last norms an adaptive rule is tried on."""
-SHARE_AT_LIMIT = 0.1
-"""More norms than this share within a thousandth of the largest were clipped before recording."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +58,9 @@ class Suggestion:
       num_nonfinite: how many norms were NaN or infinite.
       percentiles: a constant limit at each of a few percentiles of the norms after the warm-up.
       adaptive: the limit rule that fits the regime.
-      notes: what to beware of.
+      notes: what to beware of, the doubts first.
       norms: float64[steps], all the norms.
+      doubts: why the limit is not to be trusted; empty where nothing speaks against it.
     """
 
     limit: float
@@ -75,6 +75,7 @@ class Suggestion:
     adaptive: Alternative
     notes: tuple[str, ...]
     norms: Floats = dataclasses.field(repr=False)
+    doubts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Lines to read: the limit, what it rests on, the alternatives, what to beware of."""
@@ -91,8 +92,10 @@ class Suggestion:
         ]
         width = max(len(call) for call, _, _ in rows)
         table = [f"  {call:<{width}}  clips {share:6.1%}  {why}" for call, share, why in rows]
-        notes = [f"note: {note}" for note in self.notes]
-        return "\n".join([f"limit {self.limit:g}", *found, *table, *notes])
+        title = f"limit {self.limit:g}" + (", in doubt" if self.doubts else "")
+        doubts = [f"doubt: {doubt}" for doubt in self.doubts]
+        notes = [f"note: {note}" for note in self.notes if note not in self.doubts]
+        return "\n".join([title, *doubts, *found, *table, *notes])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the norms in Python's own types, ready for JSON."""
@@ -103,6 +106,7 @@ class Suggestion:
             "percentiles": [dataclasses.asdict(other) for other in self.percentiles],
             "adaptive": dataclasses.asdict(self.adaptive),
             "notes": list(self.notes),
+            "doubts": list(self.doubts),
             "num_steps": len(self.norms),
         }
 
@@ -143,7 +147,9 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
       OSError: for files that cannot be read.
 
     Warns:
-      UserWarning: for fewer than 100 norms, and for norms that seem to be clipped already.
+      UserWarning: for each doubt: fewer than 100 norms; many equal to the largest, as if they were
+        clipped already; a level that rises or falls 20-fold; ordinary norms that spread to 20 times
+        their level; last norms that are not finite.
 
     Example:
       >>> import numpy as np
@@ -163,13 +169,13 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
     values = _checked(norms)
     finite = np.isfinite(values)
     used = np.flatnonzero(finite & (values > 0))
-    notes = _alarms(values[finite], len(used))
-    for note in notes:
-        warnings.warn(note, stacklevel=2)
     shape = shape_of(np.log(values[used]))
     limit = _limit(values[used], shape)
     share = float(np.mean(values[finite] > limit))
     settled = values[used][shape.warmup :]
+    doubts, advice = doubts_and_advice(values, shape, limit)
+    for doubt in doubts:
+        warnings.warn(doubt, stacklevel=2)
     return Suggestion(
         limit=limit,
         share_clipped=share,
@@ -181,8 +187,9 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
         num_nonfinite=int(np.sum(~finite)),
         percentiles=tuple(_percentile(percent, settled, values[finite]) for percent in PERCENTILES),
         adaptive=_adaptive(shape.regime, share, values[finite]),
-        notes=(*notes, *_advice(shape.regime, np.sum(~finite))),
+        notes=(*doubts, *advice),
         norms=values,
+        doubts=doubts,
     )
 
 
@@ -208,25 +215,6 @@ def _checked(norms: ArrayLike) -> Floats:
         remedy = "record the raw norms, before anything clips or normalizes them"
         raise ValueError(f"norms must not be all equal, got only {usable[0]:g}; {remedy}")
     return values
-
-
-def _alarms(finite: Floats, number_used: int) -> tuple[str, ...]:
-    """What makes the suggestion doubtful."""
-    alarms = []
-    if number_used < ENOUGH_NORMS:
-        alarms.append(f"only {number_used} norms, {ENOUGH_NORMS} would tell more")
-    if np.mean(finite >= 0.999 * finite.max()) > SHARE_AT_LIMIT:
-        alarms.append(f"many norms equal the largest, {finite.max():g}: are they clipped already?")
-    return tuple(alarms)
-
-
-def _advice(regime: Regime, nonfinite: int) -> tuple[str, ...]:
-    advice = []
-    if nonfinite:
-        advice.append("no limit mends norms that are not finite; optaxclip.skip_nonfinite does")
-    if regime != "stationary":
-        advice.append(f"norms that are {regime} have no one limit; the adaptive rule follows them")
-    return tuple(advice)
 
 
 def _limit(norms: Floats, shape: Shape) -> float:

@@ -41,7 +41,7 @@ class SweepResult:
       final_loss: float32[runs...], the mean over the last tenth of the steps; inf where diverged.
       diverged: bool[runs...], whether the loss ended not finite, or above its first value.
       noise: of the limit that is suggested.
-      limit: the largest limit with a final loss within the noise of the best; NaN if all diverged.
+      limit: the largest limit with a final loss within noise of the best; NaN if all diverged.
       learning_rate: that of the best run; None without learning rates.
       noises: float[limits], how far the final loss of each may lie above the best's and still be
         called equal to it; 0 for the best, NaN where all diverged.
@@ -76,6 +76,8 @@ class SweepResult:
         rows.append(
             f"limit {self.limit:.4g}{rate}: the largest within noise of the best final loss"
         )
+        if final.shape[1] == 1:
+            rows.append("one seed says little of the next: seeds=3 or more tell")
         if diverged.any():
             rows.append("diverged: the loss ended not finite, or above its first value")
         return "\n".join(rows)
@@ -106,8 +108,9 @@ def sweep(
     A limit is a traced number, so that one program serves them all: `vmap` over the runs, `scan`
     over the steps; on a CPU the cores share the runs. Every run sees the same batches, and the same
     initial values for each seed. The suggested limit is the largest whose final loss is within
-    noise of the best: for several seeds two standard errors of the difference over them, for one
-    seed the standard deviation of the difference over the last steps.
+    noise of the best: that of their difference, and never more than the best's own, so that an
+    unstable run does not pass for a good one. For several seeds noise is two standard errors over
+    them; for one seed, which says little of the next, the standard deviation over the last steps.
 
     Args:
       init_fn: `init_fn(key) -> state`, any pytree of arrays: parameters and optimizer state.
@@ -255,7 +258,9 @@ def _result(
     best = np.unravel_index(np.argmin(means), means.shape)
     chosen, noise, noises = math.nan, math.nan, np.full(len(limits), math.nan)
     if np.isfinite(means[best]):
-        noises = np.array([_noise(each[i, best[1]], each[best]) for i in range(len(limits))])
+        # Batches and seeds cancel in a difference; but that to an unstable run is itself large.
+        of_differences = [_noise(losses - each[best]) for losses in each[:, best[1]]]
+        noises = np.minimum(of_differences, _noise(each[best]))
         near = np.isfinite(means[:, best[1]]) & (means[:, best[1]] <= means[best] + noises)
         index = int(np.flatnonzero(near)[-1])
         chosen, noise = float(limits[index]), float(noises[index])
@@ -265,10 +270,10 @@ def _result(
     )
 
 
-def _noise(losses: Numbers, best: Numbers) -> float:
-    """The noise of the difference of two runs' final losses, both [seeds, last steps]."""
+def _noise(losses: Numbers) -> float:
+    """That of the mean of [seeds, last steps]."""
     with np.errstate(over="ignore", invalid="ignore"):
         if len(losses) == 1:
-            return float(np.std(losses - best))
-        finals = (losses - best).mean(axis=-1)
+            return float(np.std(losses))
+        finals = losses.mean(axis=-1)
         return NOISE * float(np.std(finals, ddof=1) / math.sqrt(len(finals)))

@@ -148,6 +148,67 @@ def test_doubtful_norms_warn():
     assert "clipped already" in str(found)
 
 
+STEADY = np.exp(0.2 * np.random.default_rng(0).normal(size=500))
+
+
+def exploding(start):
+    """Norms that grow by a half in each step from `start` on, until they are saturated."""
+    return STEADY * np.exp(np.clip(0.4 * (np.arange(500) - start), 0.0, 20.0))
+
+
+def lost_rnn():
+    """As those of an RNN that never learns: one spike, then norms that spread without a gap."""
+    return np.append(3e4, 6.0 * np.exp(np.random.default_rng(0).normal(size=299)))
+
+
+LOST = {
+    "exploding from the start": (exploding(10), "level of the norms rises .*explode"),
+    "exploding midway": (exploding(200), "level of the norms rises .*explode"),
+    "exploding late": (exploding(420), "level of the norms rises .*explode"),
+    "rising by decades": (STEADY * np.geomspace(1, 1e3, 500), "level of the norms rises"),
+    "heavy-tailed": (STEADY**10, "no gap below the spikes"),
+    "never learning": (lost_rnn(), "no gap below the spikes"),
+    "ended by NaN": (np.append(STEADY, [np.nan] * 20), "last norms are not finite"),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_norms_of_a_lost_run_are_doubted(name):
+    norms, doubt = LOST[name]
+    with pytest.warns(UserWarning, match=doubt):
+        found = tuning.suggest(norms)
+    first, second = str(found).splitlines()[:2]
+    assert first == f"limit {found.limit:g}, in doubt"
+    assert second == f"doubt: {found.doubts[0]}"
+    assert found.notes[: len(found.doubts)] == found.doubts
+    (remedy,) = found.notes[len(found.doubts) :]
+    assert str(found).endswith(remedy)
+    low = float(remedy.split("such as ")[1].split()[0])
+    assert 0.0 < low < 2 * np.median(norms[:50])
+    assert json.loads(json.dumps(found.to_dict()))["doubts"] == list(found.doubts)
+
+
+def test_a_level_that_falls_by_decades_is_doubted_and_can_be_followed():
+    with pytest.warns(UserWarning, match="falls .*-fold"):
+        found = tuning.suggest(STEADY * np.geomspace(1, 1e-3, 500))
+    assert "adaptive rule follows" in found.notes[-2]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ordinary_norms_are_not_doubted(shape):
+    for spread in (0.02, 0.2, 0.5):
+        found = tuning.suggest(synthetic(0, spread, shape)[0])
+        assert found.doubts == ()
+        assert "lost" not in str(found)
+
+
+def test_a_limit_above_all_norms_is_said_to_change_nothing():
+    assert tuning.suggest(STEADY).notes == (
+        "no norm is above the limit: it would have changed nothing in this run",
+    )
+    assert tuning.suggest(np.append(STEADY, 50.0)).notes == ()
+
+
 @pytest.fixture(scope="module")
 def real():
     """Norms of the demo's network: [300] of a run with a clip, and what trains it again."""

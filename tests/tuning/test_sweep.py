@@ -170,6 +170,30 @@ def test_the_largest_limit_within_noise_of_the_best():
     assert next(line for line in table.splitlines() if "<- suggested" in line).split()[0] == "10"
 
 
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_an_unstable_run_is_not_as_good_as_the_best(seeds):
+    # A user's RNN: under the largest limit the loss is ten times the best, and swings by as much.
+    means = jnp.float32([0.110, 0.125, 0.175, 0.546, 0.258, 0.433, 1.145])
+    swings = jnp.float32([0.023, 0.046, 0.078, 0.268, 0.095, 0.345, 1.219])
+    keys = jax.random.key_data(jax.random.split(KEY, seeds))
+
+    def of_the_seed(key):
+        seed = jnp.argmax(jnp.all(keys == jax.random.key_data(key)[None], axis=1))
+        return jnp.float32([1, -1, 0])[seed]
+
+    def step(side, side_of_batch, limit):
+        at = jnp.round(limit).astype(jnp.int32) - 1
+        return side, means[at] + swings[at] * (side_of_batch if seeds == 1 else side), limit
+
+    sides = np.resize(np.float32([1, -1]), STEPS)
+    result = tuning.sweep(of_the_seed, step, range(1, 8), STEPS, key=KEY, data=sides, seeds=seeds)
+    assert not result.diverged.any()
+    assert result.limit == 2.0
+    best = swings[0] if seeds == 1 else 2 * swings[0] / np.sqrt(3)
+    np.testing.assert_allclose(result.noises[2:], best, rtol=1e-3)
+    assert ("one seed" in str(result)) == (seeds == 1)
+
+
 def test_a_worse_limit_is_not_named():
     result = swept([0.01, 50.0])
     assert result.limit == 50.0
