@@ -181,12 +181,14 @@ def test_an_unstable_run_is_not_as_good_as_the_best(seeds):
         seed = jnp.argmax(jnp.all(keys == jax.random.key_data(key)[None], axis=1))
         return jnp.float32([1, -1, 0])[seed]
 
-    def step(side, side_of_batch, limit):
+    def step(side, batch, limit):
         at = jnp.round(limit).astype(jnp.int32) - 1
-        return side, means[at] + swings[at] * (side_of_batch if seeds == 1 else side), limit
+        first, side_of_batch = batch
+        swing = swings[at] * (side_of_batch if seeds == 1 else side)
+        return side, 3.0 * first + means[at] + swing, limit
 
-    sides = np.resize(np.float32([1, -1]), STEPS)
-    result = tuning.sweep(of_the_seed, step, range(1, 8), STEPS, key=KEY, data=sides, seeds=seeds)
+    data = np.float32(np.arange(STEPS) == 0), np.resize(np.float32([1, -1]), STEPS)
+    result = tuning.sweep(of_the_seed, step, range(1, 8), STEPS, key=KEY, data=data, seeds=seeds)
     assert not result.diverged.any()
     assert result.limit == 2.0
     best = swings[0] if seeds == 1 else 2 * swings[0] / np.sqrt(3)
