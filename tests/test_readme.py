@@ -34,7 +34,7 @@ def test_files_that_it_shows_exist(path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:only .* norms")
+@pytest.mark.filterwarnings("ignore:only .* norms", "ignore:ordinary norms spread")
 def test_a_script_makes_every_picture_of_docs(tmp_path, monkeypatch):
     for package in ("flax", "matplotlib", "rich"):
         pytest.importorskip(package)
