@@ -25,10 +25,10 @@ def pytest_sessionstart(session):
         return
     if session.config.option.markexpr:
         reporter.write_line(
-            "All but the slow tests, on 2 cores: about 6 minutes. All: pytest -m ''"
+            "All but the slow tests, on 2 cores: about 5 minutes. All: pytest -m ''"
         )
     else:
-        reporter.write_line("All tests, the slow ones too, on 2 cores: about 10 minutes.")
+        reporter.write_line("All tests, the slow ones too, on 2 cores: about 8 minutes.")
     reporter.write_line("A room only: pytest tests/methods (CONTRIBUTING.md has the map)")
 
 
