@@ -65,11 +65,11 @@ def clipped(
     method: Method,
 ) -> tuple[PyTree, PyTree, ClipInfo]:
     """The tree, clipped, the rule's state and the record; `known` is a norm that the user has."""
-    of_params = matching_params(flat, params_for(rule, params, method.name), method.name)
+    params = matching_params(flat, params_for(rule, params, method.name), method.name)
     raises = method.nonfinite == "error"
     if raises:
         method = dataclasses.replace(method, leaves=tuple(flat.names()))
-    operands = (flat.picked(), of_params, rule, rule_state, info, known)
+    operands = (flat.picked(), params, rule, rule_state, info, known)
     # In eager mode `checkify` raises at once, which a compiled call would not let it.
     picked, *rest = run(_clip, *operands, grouping=grouping, how=method, inline=raises)
     return flat.rebuild(picked), *rest
