@@ -146,7 +146,7 @@ def on_explicit_mesh(
 
     Args:
       steps: a function with the keyword `grouping`.
-      out_specs: how what it returns is split, from the grouping with the specs of all leaves.
+      out_specs: how what it returns is split, from the grouping with all leaves' `PartitionSpec`s.
       leaves: the measured leaves.
       grouping: their groups.
 
@@ -177,7 +177,7 @@ def on_each_device(
 
     Args:
       steps: a function of leaves with the keyword `grouping`.
-      out_specs: how what it returns is split, from the grouping with the specs of all leaves.
+      out_specs: how what it returns is split, from the grouping with all leaves' `PartitionSpec`s.
       leaves: the measured leaves.
       grouping: with the specs, if any.
 
@@ -203,7 +203,7 @@ def norm_specs(grouping: Grouping) -> list[PartitionSpec]:
         kept: list[Any] = []
         if group.shape:
             (leaf,) = group.members
-            entries = enumerate(as_spec(grouping.specs[leaf]) if grouping.specs else ())
+            entries = enumerate(grouping.specs[leaf] if grouping.specs else ())
             kept = [entry for axis, entry in entries if axis not in grouping.axes[leaf]]
         specs.append(PartitionSpec(*kept))
     return specs

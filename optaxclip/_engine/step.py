@@ -20,7 +20,6 @@ from optaxclip._engine.checks import matching_params, params_for
 from optaxclip._engine.masked import mask
 from optaxclip._engine.measure import already_measured, measure
 from optaxclip._engine.placement import (
-    as_spec,
     norm_specs,
     norm_tree_specs,
     on_explicit_mesh,
@@ -87,8 +86,7 @@ def _clip(
     how: Method,
 ) -> tuple[list[Any], PyTree, ClipInfo]:
     def out_specs(grouping: Grouping) -> PyTree:
-        specs = [as_spec(spec) for spec in grouping.specs or ()]
-        return specs, *jax.tree.map(devices.spec_of, (rule_state, info))
+        return list(grouping.specs or ()), *jax.tree.map(devices.spec_of, (rule_state, info))
 
     leaves, of_params = _as_arrays(leaves), None
     if params is not None:

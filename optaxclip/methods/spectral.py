@@ -27,7 +27,7 @@ from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ClipInfo, ClipState, NonFinite, PyTree, Threshold
 from optaxclip._engine.checks import among_known
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.placement import as_spec, grouped, on_explicit_mesh, run
+from optaxclip._engine.placement import grouped, on_explicit_mesh, run
 from optaxclip._engine.record import updated_info
 from optaxclip._engine.step import limits_of, report
 from optaxclip.methods.moments import dense, wide_dtype
@@ -167,8 +167,7 @@ def _on_any_mesh(
     leaves: list[Array], *operands: Any, grouping: Grouping, how: _How
 ) -> tuple[list[Array], PyTree, ClipInfo]:
     def out_specs(grouping: Grouping) -> PyTree:
-        specs = [as_spec(spec) for spec in grouping.specs or ()]
-        return specs, *jax.tree.map(lambda _: PartitionSpec(), operands[1:])
+        return list(grouping.specs or ()), *jax.tree.map(lambda _: PartitionSpec(), operands[1:])
 
     steps = functools.partial(_steps, how=how)
     return on_explicit_mesh(steps, out_specs, leaves, grouping)(leaves, *operands)

@@ -19,7 +19,7 @@ import optaxclip._base.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.types import NormTree
 from optaxclip._engine.measure import Measured, measure
-from optaxclip._engine.placement import as_spec, on_explicit_mesh, run
+from optaxclip._engine.placement import on_explicit_mesh, run
 from optaxclip._engine.respond import Multiplier, multiplier
 from optaxclip.norms import l2
 from optaxclip.per_example.totals import sum_dtype, totals
@@ -79,7 +79,7 @@ def _on_any_mesh(
 
 def _out_specs(grouping: Grouping) -> Sums:
     """How sums are split over an explicit mesh: as the leaves of one example, norms as examples."""
-    specs = [as_spec(spec) for spec in grouping.specs or ()]
+    specs = grouping.specs or ()
     examples = (spec[0] for spec in specs if len(spec) and spec[0] is not None)
     leaves: Any = [PartitionSpec(*spec[1:]) for spec in specs]
     everywhere: Any = PartitionSpec()
