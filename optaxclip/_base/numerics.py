@@ -23,6 +23,12 @@ def norm_dtype(dtypes: Iterable[Any]) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
 
 
+def coarsest(dtypes: Iterable[Any]) -> float:
+    """The largest epsilon of the dtypes in which entries of these dtypes are multiplied."""
+    wide = {accumulation_dtype(dtype) for dtype in dtypes}
+    return max((float(jnp.finfo(dtype).eps) for dtype in wide), default=0.0)
+
+
 def is_real(x: Any) -> bool:
     """Whether `x` is a real number or an array of real numbers; bools are not."""
     if isinstance(x, (jax.Array, np.ndarray, np.generic)):

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optaxclip._base.devices import Axes
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import known_size
 from optaxclip._engine.totals import Totals, combined, entries, is_out, scales, times
@@ -53,7 +52,6 @@ def totals(
     leaves: list[Any],
     *,
     grouping: Grouping,
-    split: Sequence[Axes],
     axes: Sequence[Sequence[int]],
     lows: list[Any],
     norm: Norm,
@@ -64,7 +62,6 @@ def totals(
     Args:
       leaves: in one piece.
       grouping: their groups.
-      split: for each leaf the mapped axes over which its entries are split.
       axes: for each leaf the axes to sum over.
       lows: for each total of entries as they are `totals.least`.
       norm: the norm.
@@ -74,7 +71,7 @@ def totals(
     def at(by: Array | None = None) -> list[Array]:
         rows = zip(leaves, axes, strict=True)
         parts = [(_total_of(leaf, by, axes=over, norm=norm, dtype=dtype),) for leaf, over in rows]
-        return [total for (total,) in combined(parts, grouping, split)]
+        return [total for (total,) in combined(parts, grouping, leaves)]
 
     plain, others = at(), scales(norm, dtype)[1:]
     flags = [jnp.any(is_out(*pair)) for pair in zip(plain, lows, strict=True)]

@@ -9,7 +9,6 @@ from jax import Array
 import optaxclip._engine.cpu as cpu
 from optaxclip._base.grouping import Grouping, OfGroups
 from optaxclip._base.trees import is_sparse, with_data
-from optaxclip._engine.placement import split_over
 from optaxclip._engine.totals import combined, stored
 
 
@@ -22,7 +21,7 @@ def mask(leaves: list[Any], grouping: Grouping) -> tuple[list[Any], OfGroups]:
         masked.append(with_data(leaf, _only_finite(data, finite)))
         found = jnp.any(~finite & stored(leaf)) if is_sparse(leaf) else jnp.any(~finite, axes)
         bad.append((found.astype(jnp.int32),))
-    flags = combined(bad, grouping, split_over(leaves, grouping), by_max=True)
+    flags = combined(bad, grouping, leaves, by_max=True)
     return masked, [flag > 0 for (flag,) in flags]
 
 

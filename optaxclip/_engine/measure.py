@@ -23,11 +23,10 @@ from jax.sharding import PartitionSpec
 import optaxclip._base.devices as devices
 import optaxclip._engine.cpu as cpu
 import optaxclip._engine.gpu as gpu
-from optaxclip._base.devices import Axes
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import (
-    accumulation_dtype,
     broadcast_over,
+    coarsest,
     exponent_below,
     known_size,
     norm_dtype,
@@ -94,7 +93,7 @@ def already_measured(given: Array, leaves: list[Any], norm: Norm) -> list[Measur
     """A norm of the whole tree that the caller has, float32 or float64 `[]`, as from `measure`."""
     unit = power_of_two_below(given)
     size = sum(math.prod(np.shape(leaf)) for leaf in leaves)
-    slack = rounding_slack(size, norm.degree, _coarsest(leaves))
+    slack = rounding_slack(size, norm.degree, coarsest(leaf.dtype for leaf in leaves))
     return [Measured(given / unit, unit, jnp.asarray(slack).astype(given.dtype))]
 
 
@@ -116,7 +115,6 @@ class _Part(NamedTuple):
       norm: the norm.
       dtype: that of the norms.
       axes: for each leaf the axes to reduce: of a sparse one, those of its stored entries.
-      split: for each leaf, the axes of the mesh over which the entries of a group are split.
       sizes: for each group, how many entries share its norm on all devices.
     """
 
@@ -124,7 +122,6 @@ class _Part(NamedTuple):
     norm: Norm
     dtype: jnp.dtype
     axes: list[tuple[int, ...]]
-    split: list[Axes]
     sizes: list[Any]
 
     @classmethod
@@ -138,7 +135,7 @@ class _Part(NamedTuple):
         ]
         sizes = [sum(counts[i] for i in group.members) for group in grouping.groups]
         stored = [tuple(range(x.data.ndim)) if is_sparse(x) else axes for x, axes, _ in rows]
-        return cls(grouping, norm, norm_dtype(leaf.dtype for leaf in leaves), stored, split, sizes)
+        return cls(grouping, norm, norm_dtype(leaf.dtype for leaf in leaves), stored, sizes)
 
     def norms(self, leaves: list[Any]) -> tuple[list[Array], list[Array]]:
         """The mantissas and units of all norms."""
@@ -167,14 +164,13 @@ class _Part(NamedTuple):
         def default(leaves: list[Any]) -> list[Totals]:
             rows = zip(leaves, self.axes, strict=True)
             parts = [_totals_of(*row, self.norm, self.dtype, in_one_piece) for row in rows]
-            return combined(parts, self.grouping, self.split)
+            return combined(parts, self.grouping, leaves)
 
         if not in_one_piece:
             return default(leaves)
         on_cpu = functools.partial(
             cpu.totals,
             grouping=self.grouping,
-            split=self.split,
             axes=self.axes,
             lows=lows,
             norm=self.norm,
@@ -190,7 +186,7 @@ class _Part(NamedTuple):
         bits = [(largest_bits(leaf, 1 / unit, axes=axes, dtype=self.dtype),) for leaf, axes in rows]
         found = [
             lax.bitcast_convert_type(x, self.dtype)
-            for (x,) in combined(bits, self.grouping, self.split, by_max=True)
+            for (x,) in combined(bits, self.grouping, leaves, by_max=True)
         ]
         return found, [jnp.full_like(x, unit) for x in found]
 
@@ -203,7 +199,7 @@ class _Part(NamedTuple):
             mapped = self.norm.map(x)
             total = jnp.max(mapped, axes, initial=0) if is_max else cpu.sum_over(mapped, axes)
             parts.append((total,))
-        found = combined(parts, self.grouping, self.split, by_max=is_max)
+        found = combined(parts, self.grouping, leaves, by_max=is_max)
         return self.finished([total for (total,) in found])
 
     def finished(self, totals: list[Array]) -> list[Array]:
@@ -215,19 +211,11 @@ class _Part(NamedTuple):
     def slacks(self, leaves: list[Any]) -> list[Array]:
         """How much the factors of all groups must be lowered against rounding."""
         rows = zip(self.sizes, self.grouping.groups, strict=True)
-        found = self.grouping.numbers(
-            [
-                rounding_slack(n, self.norm.degree, _coarsest([leaves[i] for i in g.members]))
-                for n, g in rows
-            ]
-        )
-        return [jnp.asarray(slack).astype(self.dtype) for slack in found]
-
-
-def _coarsest(leaves: list[Any]) -> float:
-    """The epsilon of the coarsest dtype in which entries of these leaves are multiplied."""
-    dtypes = {accumulation_dtype(leaf.dtype) for leaf in leaves}
-    return max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
+        found = [
+            rounding_slack(n, self.norm.degree, coarsest(leaves[i].dtype for i in group.members))
+            for n, group in rows
+        ]
+        return [jnp.asarray(x).astype(self.dtype) for x in self.grouping.numbers(found)]
 
 
 def _differentiable(part: _Part, leaves: list[Any]) -> tuple[list[Array], list[Array]]:

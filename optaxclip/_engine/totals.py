@@ -19,7 +19,7 @@ from optaxclip._base.devices import Axes
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import known_size, select
 from optaxclip._base.trees import is_sparse, with_data
-from optaxclip._engine.placement import of_groups
+from optaxclip._engine.placement import of_groups, split_over
 from optaxclip.norms import Norm
 
 Totals = tuple[Array, ...]
@@ -118,19 +118,20 @@ def usable(found: Totals, low: Any) -> tuple[Array, Array]:
 
 
 def combined(
-    parts: list[Totals], grouping: Grouping, split: Sequence[Axes], *, by_max: bool = False
+    parts: list[Totals], grouping: Grouping, leaves: list[Any], *, by_max: bool = False
 ) -> list[Totals]:
     """From the totals of leaves to those of all norms: over a group's leaves, then over devices.
 
     Args:
       parts: for each leaf the totals of what this device holds.
       grouping: the groups.
-      split: for each leaf, the axes of the mesh over which the entries of a group are split.
+      leaves: the leaves, whose types may say over which devices they are split.
       by_max: whether the largest counts, not the sum.
 
     Returns:
       One for each array of norms, as `Grouping.joined` has them.
     """
+    split = split_over(leaves, grouping)
     groups, over = grouping.groups, of_groups(grouping, split)
     singles = [n for n, group in enumerate(groups) if group.members and not group.shape]
     arrays = [([n], over[n]) for n, group in enumerate(groups) if group.shape]
