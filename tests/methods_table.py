@@ -164,7 +164,8 @@ def _z_score_of_units(z_thresh: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def _beside_muon(limit: Any) -> optax.GradientTransformationExtraArgs:
-    return optaxclip.clip_by(scopes.muon(), {"muon": limit, "adam": 0.7})
+    spikes = thresholds.zscore(0.5, warmup_steps=3)
+    return optaxclip.clip_by(scopes.muon(), {"muon": spikes, "adam": limit})
 
 
 def _skip_on_loss(limit: Any) -> optax.GradientTransformationExtraArgs:
@@ -265,7 +266,7 @@ METHODS: dict[str, Method] = {
     "axes_l1": _engine("row", scopes.axes(-1), norm="l1"),
     "unit_smooth": _engine("column", scopes.unit(), response="smooth"),
     "unit_z_score": _history(_z_score_of_units, ("z_thresh", 0.5), shares="column"),
-    "muon": _per_label(_beside_muon, ("limit", 1.0)),
+    "muon": _history(_beside_muon, ("limit", 0.7), shares="label"),
     "group_linf_band": _engine(
         "label", scopes.group(label), norm="linf", response=responses.band(0.5, max_factor=3.0)
     ),

@@ -64,8 +64,8 @@ def clip_by(
     Args:
       scope: which entries share a norm, from `optaxclip.scopes`. It is a function and no schedule,
         so `optax.inject_hyperparams` needs `static_args=("scope",)`.
-      limit: a number, a scalar array (traced or not), a schedule `count -> limit`, a dict from
-        group name to number, or a rule from `optaxclip.thresholds`.
+      limit: a number, a scalar array (traced or not), a schedule `count -> limit`, or a rule from
+        `optaxclip.thresholds`; or a dict from group name to one of these.
       norm: "l2", "l1", "linf", "rms", "mean_abs", or a norm from `optaxclip.norms`.
       response: "clip", "normalize", "smooth", or a function (see `optaxclip.responses`).
       nonfinite: what becomes of a group whose norm is not finite: "nan" (all NaN), "zero" (all 0),
@@ -153,8 +153,8 @@ def clip_tree(
 
     Args:
       tree: a pytree of floating or complex arrays; other leaves pass untouched.
-      limits: a number, a scalar array or a dict from group name to number; or `Limits`, each field
-        a pytree like `ClipInfo.norm`, to tell when to act and how far apart.
+      limits: as in `clip_by`, where a rule is at its first step; or `Limits`, each field a pytree
+        like `ClipInfo.norm`, to tell when to act and how far apart.
       scope: as in `clip_by`, like the arguments that follow.
       params: the parameters, for a limit that is relative to them.
       norm: the norm.

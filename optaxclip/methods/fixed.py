@@ -218,7 +218,8 @@ def clip_by_group_norm(
     """Clips each group of leaves by the norm of the group.
 
     Args:
-      max_norm: the largest norm of a group, or one for each label: `{label: number}`.
+      max_norm: the largest norm of a group: a number, a schedule, or a rule from
+        `optaxclip.thresholds`; or a dict with one of these for each label.
       labels: a pytree prefix of the parameters with strings for leaves, or
         `fn(path, leaf) -> label`, where the path is text such as `encoder/0/kernel`.
       norm: the norm.

@@ -14,9 +14,10 @@ from jax.tree_util import Partial
 from optaxclip._base.counters import increased
 from optaxclip._base.numerics import is_real
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
+from optaxclip.thresholds.by_name import by_name
 
 ScalarOrSchedule: TypeAlias = jax.typing.ArrayLike | Callable[[Array], jax.typing.ArrayLike]
-LimitLike: TypeAlias = ScalarOrSchedule | Mapping[str, jax.typing.ArrayLike] | Threshold
+LimitLike: TypeAlias = ScalarOrSchedule | Threshold | Mapping[str, ScalarOrSchedule | Threshold]
 
 
 def constant(limit: jax.typing.ArrayLike) -> Threshold:
@@ -123,7 +124,7 @@ def given(limits: Limits) -> Threshold:
 
 
 def as_limit(limit: LimitLike, argument: str = "limit") -> Threshold | dict[str, Any]:
-    """A limit checked: a rule, or numbers by the names of the groups, which a rule needs to know.
+    """A limit checked: a rule, or numbers and rules by the names of the groups.
 
     Args:
       limit: whatever a user may pass as a limit.
@@ -133,20 +134,27 @@ def as_limit(limit: LimitLike, argument: str = "limit") -> Threshold | dict[str,
       ValueError: as in `constant`.
       TypeError: as in `constant`.
     """
+    if isinstance(limit, Mapping):
+        return {name: _checked(each, f"{argument}[{name!r}]") for name, each in limit.items()}
+    return _as_rule(_checked(limit, argument))
+
+
+def _checked(limit: ScalarOrSchedule | Threshold, argument: str) -> Any:
+    """A rule, or a number."""
     if isinstance(limit, Threshold):
         return limit
-    if isinstance(limit, Mapping):
-        return {name: check_limit(value, f"{argument}[{name!r}]") for name, value in limit.items()}
-    if callable(limit):
-        return schedule(limit)
-    return constant(check_limit(limit, argument))
+    return schedule(limit) if callable(limit) else check_limit(limit, argument)
+
+
+def _as_rule(checked: Any) -> Threshold:
+    return checked if isinstance(checked, Threshold) else constant(checked)
 
 
 def rule_for(limit: Threshold | dict[str, Any], names: Sequence[str], layout: str) -> Threshold:
     """The rule of a checked limit for the groups of these names, ready to cross `jit`.
 
     Raises:
-      ValueError: if numbers are given by name and some group has none, or there is no such group.
+      ValueError: if limits are given by name and some group has none, or there is no such group.
     """
     if isinstance(limit, Threshold):
         return limit.as_pytree()
@@ -155,6 +163,8 @@ def rule_for(limit: Threshold | dict[str, Any], names: Sequence[str], layout: st
             f"limits are given for groups {sorted(limit)}, but there are {list(names)}: give each "
             "of them one, and no others"
         )
+    if any(isinstance(each, Threshold) for each in limit.values()):
+        return by_name({name: _as_rule(each) for name, each in limit.items()}, names)
     numbers = {name: jnp.asarray(limit[name]).astype(float) for name in names}
     if layout == "dict":
         return given(Limits(numbers, numbers))
@@ -166,8 +176,11 @@ def rule_for(limit: Threshold | dict[str, Any], names: Sequence[str], layout: st
 def at_step(rule: Threshold, state: PyTree) -> Threshold:
     """The same rule, with the values of this step in the place of schedules.
 
-    A program that is compiled for it then holds for all steps, and for all schedules.
+    A program that is compiled for it then holds for all steps, and for all schedules. Of rules that
+    are made of others only these know which state is a schedule's.
     """
+    if getattr(rule.update, "func", None) not in (_scheduled, _relative):
+        return rule
 
     def now(x: Any) -> Any:
         return x(state) if isinstance(x, _Schedule) else x

@@ -1,0 +1,108 @@
+"""A limit for each group by name: numbers, schedules and rules side by side."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.tree_util import Partial
+from methods_table import assert_same, at
+
+import optaxclip
+from optaxclip import scopes, thresholds
+
+NAMES = ("constant", "past", "relative", "schedule")
+LIMITS = {
+    "schedule": optax.linear_schedule(2.0, 0.5, 6),
+    "past": thresholds.percentile(50.0, window=3),
+    "relative": thresholds.relative_to_params(0.5),
+    "constant": 1.0,
+}
+
+
+def trees(seed, *leading):
+    rng = np.random.default_rng(seed)
+    return {name: jnp.asarray(rng.normal(size=(*leading, 3)), jnp.float32) for name in NAMES}
+
+
+def steps(count):
+    """Every other one is small."""
+    sizes = jnp.asarray([0.1, 3.0] * (count // 2))[:, None]
+    return {name: sizes * x for name, x in trees(1, count).items()}
+
+
+PARAMS, STEPS = trees(0), steps(8)
+
+
+def limits_and_updates(tx, steps, params):
+    @jax.jit
+    def run(steps, params):
+        def step(state, grads):
+            updates, state = tx.update(grads, state, params)
+            return state, (updates, state.info)
+
+        return jax.lax.scan(step, tx.init(params), steps)
+
+    return run(steps, params)
+
+
+@pytest.mark.parametrize("scope", [scopes.leaf(), scopes.axes(-1)], ids=["vector", "dict"])
+def test_each_group_has_its_own_rule(scope):
+    state, (updates, info) = limits_and_updates(optaxclip.clip_by(scope, LIMITS), STEPS, PARAMS)
+    assert set(state.rule) == set(NAMES)
+    for i, name in enumerate(NAMES):
+        alone = optaxclip.clip_by(scopes.tree(), LIMITS[name])
+        _, (expected, of_one) = limits_and_updates(alone, STEPS[name], PARAMS[name])
+        np.testing.assert_allclose(updates[name], expected, rtol=1e-6)
+        np.testing.assert_allclose(info.limit[:, i], of_one.limit, rtol=1e-6)
+        assert 0 < info.num_clipped[-1, i] < 8
+
+
+def test_the_only_group():
+    rule = thresholds.percentile(50.0, window=3)
+    by_name, alone = (optaxclip.clip_by(scopes.tree(), x) for x in ({"tree": rule}, rule))
+    state, found = limits_and_updates(by_name, STEPS, PARAMS)
+    assert_same(found, limits_and_updates(alone, STEPS, PARAMS)[1])
+    assert list(state.rule) == ["tree"]
+
+
+def test_a_group_that_a_step_lacks_keeps_its_state():
+    tx = optaxclip.clip_by(scopes.leaf(), {"a": 1.0, "b": thresholds.zscore(warmup_steps=1)})
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    _, before = tx.update(params, tx.init(params))
+    updates, after = tx.update({"a": jnp.ones(2), "b": None}, before)
+    assert updates["b"] is None
+    assert_same(after.rule, before.rule)
+
+
+def test_once():
+    tree, info = optaxclip.clip_tree(at(STEPS, 0), LIMITS, scope=scopes.leaf(), params=PARAMS)
+    clip = optaxclip.clip_by(scopes.leaf(), LIMITS)
+    assert_same(tree, clip.update(at(STEPS, 0), None, PARAMS)[0])
+    assert info.limit[NAMES.index("schedule")] == 2.0
+
+
+def test_messages():
+    with pytest.raises(TypeError, match=r"max_norm\['a'\] must be a number.*'1'"):
+        optaxclip.clip_by_group_norm({"a": "1", "b": thresholds.zscore()}, {"w": "a"})
+    tx = optaxclip.clip_by_group_norm({"a": 1.0, "b": thresholds.zscore()}, {"w": "a"})
+    with pytest.raises(ValueError, match=r"given for groups \['a', 'b'\], but there are \['a'\]"):
+        tx.init({"w": jnp.ones(2)})
+    with pytest.raises(ValueError, match="relative to the parameters"):
+        optaxclip.clip_by(scopes.leaf(), LIMITS).update(PARAMS, None)
+
+
+def test_a_rule_around_a_schedule():
+    """Whose state is none of its own, but part of it."""
+    inner = thresholds.schedule(optax.linear_schedule(2.0, 1.0, 10))
+
+    def update(inner, norms, state, param_norms):
+        limits, state = inner.update(norms, state["inner"], param_norms)
+        return limits, {"inner": state}
+
+    init = Partial(lambda inner, norms: {"inner": inner.init(norms)}, inner)
+    tx = optaxclip.clip_by(scopes.tree(), thresholds.Threshold(init, Partial(update, inner)))
+    state = tx.init(PARAMS)
+    for _ in range(2):
+        _, state = tx.update(PARAMS, state)
+    assert (state.info.limit, state.rule["inner"]) == (np.float32(1.9), 2)
