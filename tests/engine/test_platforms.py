@@ -10,6 +10,7 @@ import pytest
 
 import optaxclip
 from optaxclip import norms, per_example, scopes
+from optaxclip._engine.clip import group_norms
 
 TREE = {
     "w": np.linspace(-1, 2, 12, dtype=np.float32).reshape(4, 3),
@@ -124,3 +125,14 @@ def test_sums_over_examples(platform):
     )
     np.testing.assert_allclose(found.grads["b"], 0.3 + 2 * half, rtol=3e-6)
     assert (int(found.num_dropped), int(found.num_unclipped)) == (1, 1)
+
+
+def test_columns_of_narrow_entries(platform):
+    """Of which a GPU sums some by themselves: where their number is a multiple of eight times 8."""
+    rng = np.random.default_rng(0)
+    shapes = [(64, 3), (68, 3), (8, 3), (3, 128), (2, 128, 3)]
+    leaves = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+    found = jax.jit(functools.partial(group_norms, scope=scopes.axes(0)))(leaves)
+    for i, leaf in enumerate(leaves):
+        expected = np.sqrt(np.sum(np.asarray(leaf, np.float64) ** 2, 0))
+        np.testing.assert_allclose(found[str(i)], expected, rtol=1e-6)
