@@ -208,7 +208,7 @@ def test_an_axis_name_says_that_every_leaf_is_split(mapped):
 
     def clip(tree):
         clipped, norm = ops.clip_by_global_norm(tree, 1.0, axis_name="i")
-        tx = optaxclip.clip_by_norm(1.0, axis_name=("i",))
+        tx = optaxclip.clip_by_norm(1.0, axis_name=["i"])
         return clipped, norm, tx.update(tree, tx.init(tree))[0]
 
     clipped, norm, by_leaf = jax.jit(transform(clip, axis_name="i"))(tree)

@@ -105,6 +105,12 @@ def test_norms_below_the_floor_are_as_if_they_had_not_been(name):
     assert np.all(mixed[small] < trigger[small])
 
 
+@each_rule
+def test_norms_at_the_floor_count(name):
+    _, _, (state,) = run(RULES[name](floor=0.7), np.full(5, 0.7, np.float32))
+    np.testing.assert_array_equal(state.count, range(1, 6))
+
+
 def parameters(make):
     return inspect.signature(make).parameters
 
