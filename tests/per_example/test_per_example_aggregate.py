@@ -38,6 +38,12 @@ def test_mean_and_sum_without_noise():
     assert int(state.num_clipped) == 8
 
 
+def test_each_example_is_counted_once():
+    tx = aggregate(1.0)
+    _, state = tx.update(jnp.array([0.5, 3.0, jnp.nan, 2.0, jnp.inf, 4.0]), tx.init(jnp.zeros(())))
+    assert (int(state.num_clipped), int(state.num_dropped)) == (3, 2)
+
+
 def test_padding():
     flags = jnp.arange(8) >= 6
     tx = aggregate(1.0)
