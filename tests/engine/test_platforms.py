@@ -132,6 +132,10 @@ def test_columns_of_narrow_entries(platform):
     rng = np.random.default_rng(0)
     shapes = [(64, 3), (68, 3), (8, 3), (3, 128), (2, 128, 3)]
     leaves = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+    kernel = jnp.asarray(rng.normal(size=(2, 2, 64, 64)), jnp.bfloat16)
+    found = jax.jit(functools.partial(group_norms, scope=scopes.unit()))(kernel)
+    expected = np.sqrt(np.sum(np.asarray(kernel, np.float64) ** 2, (0, 1, 2)))
+    np.testing.assert_allclose(found["leaf"], expected, rtol=1e-6)
     found = jax.jit(functools.partial(group_norms, scope=scopes.axes(0)))(leaves)
     for i, leaf in enumerate(leaves):
         expected = np.sqrt(np.sum(np.asarray(leaf, np.float64) ** 2, 0))

@@ -152,3 +152,17 @@ def test_a_record_of_more_steps_than_can_be_counted():
     for norm in range(13):
         _, state = tx.update(jnp.full(1, jnp.float32(norm)), state)
     np.testing.assert_array_equal(monitor.history(state), range(8, 13))
+
+
+@pytest.mark.parametrize("scope", [scopes.leaf(), scopes.unit()], ids=["leaf", "unit"])
+def test_a_group_that_a_step_lacks_keeps_its_record(scope):
+    tx = optaxclip.clip_by(scope, {"a": 1.0, "b": 0.5})
+    grads = {"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))}
+    _, before = tx.update(grads, tx.init(grads))
+    updates, after = tx.update({"a": 2 * grads["a"], "b": None}, before)
+    assert updates["b"] is None
+    for name in ("norm", "limit", "factor", "num_clipped", "num_nonfinite"):
+        of_b = [getattr(state.info, name)[1] for state in (before, after)]
+        np.testing.assert_array_equal(*of_b, err_msg=name)
+    np.testing.assert_array_equal(after.info.fraction, [1, 0])
+    np.testing.assert_array_equal(after.info.num_clipped, [2, 1])

@@ -317,6 +317,13 @@ def test_vectors_per_layer(limit, uniform, sums, counts):
     assert tuple(map(int, found)) == counts
 
 
+def test_counts_of_layers_are_in_the_order_of_the_tree():
+    """By name the eleventh comes before the third."""
+    grads = [9 * jnp.float32(jnp.arange(12) < large) for large in range(12)]
+    _, counts = optaxclip.per_example_layer_norm_clip(grads, 1.0)
+    assert list(map(int, counts)) == list(range(12))
+
+
 @pytest.mark.parametrize(
     ("gamma", "factors"),
     [

@@ -275,6 +275,9 @@ BAD = [
     ("quantile", "target", [1.1]),
     ("quantile", "learning_rate", [-1.0]),
     ("quantile", "init_limit", [-1.0]),
+    ("mean_over_rms", "mean_decay", [1.1]),
+    ("mean_over_rms", "square_decay", [1.1]),
+    ("mean_over_rms", "eps", [-1.0]),
 ]
 
 
