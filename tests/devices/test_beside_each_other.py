@@ -51,3 +51,14 @@ def test_a_sparse_leaf_beside_one_that_is_split():
     np.testing.assert_allclose(state.info.norm, 33**0.5, rtol=1e-6)
     np.testing.assert_allclose(updates["sparse"].data, [1.5, 2], rtol=3e-6)
     np.testing.assert_allclose(updates["x"], 0.5, rtol=3e-6)
+
+
+def test_specs_beside_a_sparse_leaf():
+    place = NamedSharding(mesh_of_four(), P("i"))
+    sparse = BCOO((jnp.array([3.0, 4.0]), jnp.array([[1], [2]])), shape=(5,))
+    grads = {"sparse": sparse, "x": jax.device_put(jnp.ones(8), place)}
+    tx = optaxclip.clip_by_global_norm(33**0.5 / 2, specs={"sparse": P(), "x": place})
+    updates, state = jax.jit(tx.update)(grads, tx.init(grads))
+    np.testing.assert_allclose(state.info.norm, 33**0.5, rtol=1e-6)
+    np.testing.assert_allclose(updates["sparse"].data, [1.5, 2], rtol=3e-6)
+    np.testing.assert_allclose(updates["x"], 0.5, rtol=3e-6)
