@@ -2,17 +2,19 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from compiling import AS_USERS, where_sums_are_fused
 
 from optaxclip import per_example
 
 
 @where_sums_are_fused
-def test_products_are_not_stored_beside_the_gradients():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_are_not_stored_beside_the_gradients(dtype):
     def loss(w, x):
         return jnp.sum(jnp.square(jnp.tanh(x @ w)))
 
-    args = jnp.ones((100, 50)), jnp.ones((64, 100))
+    args = jnp.ones((100, 50), dtype), jnp.ones((64, 100), dtype)
     compiled = jax.jit(per_example.clipped_grad(loss, 1.0), compiler_options=AS_USERS)
     memory = compiled.lower(*args).compile().memory_analysis().temp_size_in_bytes
     assert memory < 1.1 * 64 * 4 * args[0].size

@@ -106,3 +106,11 @@ def test_a_rule_around_a_schedule():
     for _ in range(2):
         _, state = tx.update(PARAMS, state)
     assert (state.info.limit, state.rule["inner"]) == (np.float32(1.9), 2)
+
+
+@pytest.mark.parametrize("value", [-1.0, jnp.float32(-1)], ids=["python", "jax"])
+def test_a_schedule_below_0_acts_as_0(value):
+    tx = optaxclip.clip_by(scopes.tree(), lambda count: value)
+    updates, state = tx.update(PARAMS, tx.init(PARAMS))
+    assert state.info.limit == 0
+    assert_same(updates, jax.tree.map(jnp.zeros_like, PARAMS))
