@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.sparse import BCOO
 
 import optaxclip
 from optaxclip import monitor, scopes
@@ -79,6 +80,15 @@ def test_none_leaves_and_one_array_alone():
     assert updates["layers"] is None
     alone = optaxclip.clip_by(scopes.muon(), {"muon": 1.0})
     np.testing.assert_allclose(alone.update(jnp.ones((2, 2)), None)[0], 0.5, rtol=1e-6)
+
+
+def test_a_sparse_matrix_is_one_leaf():
+    embedding = BCOO((jnp.array([3.0, 4.0]), jnp.array([[1, 0], [2, 1]])), shape=(5, 2))
+    grads = {"embedding": embedding, "b": jnp.array([0.6, 0.7])}
+    assert scopes.muon_labels()(grads) == {"embedding": "muon", "b": "adam"}
+    tx = optaxclip.clip_by(scopes.muon(), {"adam": 1.0, "muon": 2.5})
+    updates, _ = tx.update(grads, tx.init(grads))
+    np.testing.assert_allclose(updates["embedding"].data, [1.5, 2.0], rtol=1e-6)
 
 
 def test_an_error_says_what_does_not_fit():

@@ -230,6 +230,13 @@ def test_use_norm_is_believed_and_returned_as_float32():
         same_bits(norm, np.float32(use_norm))
 
 
+@pytest.mark.parametrize("size", [2, 7, 100, 5000])
+def test_the_norm_that_was_found_anyway_changes_no_bit(size):
+    tree = [f32(np.random.default_rng(size).normal(size=size))]
+    found, norm = ops.clip_by_global_norm(tree, 0.5)
+    jax.tree.map(same_bits, ops.clip_by_global_norm(tree, 0.5, use_norm=norm)[0], found)
+
+
 LEAVES = [3.0, np.array([3, -4.0]), np.zeros((0, 3)), jnp.float16([3, 4]), jnp.bfloat16(5)]
 COMPLEX = [3 - 4j, np.array([1e20j, 0.1], np.complex64)]
 TREES = [(LEAVES, False, [float]), (LEAVES, True, [np.float64]), (COMPLEX, True, [float])]

@@ -76,6 +76,13 @@ def test_microbatches_give_the_same_sum(scope, size):
     np.testing.assert_allclose(result.losses, losses, rtol=1e-5)
 
 
+@pytest.mark.parametrize("size", [None, 1, 2])
+def test_params_that_are_a_python_number(size):
+    clipped = per_example.clipped_grad(lambda w, x: w * x, 1.0, microbatch_size=size)
+    found = clipped(2.0, jnp.array([0.5, -3.0, 4.0, 2.0])).grads
+    np.testing.assert_allclose(found, 1.5, rtol=2e-6)
+
+
 @pytest.mark.parametrize("size", [None, 3])
 def test_aux_keys_and_arguments_in_any_place(size):
     params, x, _ = task()
