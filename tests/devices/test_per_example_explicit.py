@@ -54,6 +54,10 @@ def test_sums_are_those_of_one_device(name, specs):
         for leaf, spec in zip(*map(jax.tree.leaves, (result.grads, specs)), strict=True):
             like = NamedSharding(mesh(), P(*spec[1:]))
             assert leaf.sharding.is_equivalent_to(like, leaf.ndim)
+        examples = {spec[0] for spec in specs.values() if len(spec)}
+        like = NamedSharding(mesh(), P(*examples - {None}))
+        for norms in jax.tree.leaves(result.norms):
+            assert norms.sharding.is_equivalent_to(like, norms.ndim)
 
 
 def test_an_aggregate_with_noise():

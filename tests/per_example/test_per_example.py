@@ -220,7 +220,8 @@ def test_zero_examples_and_no_examples(response):
     np.testing.assert_array_equal(empty.grads[0], [0, 0])
     assert (int(result.num_dropped), int(result.num_unclipped)) == (0, 3)
     assert empty.norms.shape == (0,)
-    assert per_example.clip_sum({}, 1.0).grads == {}
+    nothing = per_example.clip_sum({}, 1.0, response=response)
+    assert (nothing.grads, int(nothing.num_unclipped), nothing.norms.shape) == ({}, 0, (0,))
 
 
 def test_infinite_limit():

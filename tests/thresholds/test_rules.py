@@ -15,8 +15,11 @@ from reference_rules import (
     no_nan,
     random_norms,
     run,
+    scaled_adam,
     zeros_like_step,
 )
+
+from optaxclip import thresholds
 
 # What is printed for each step: `n*x` is x n times, `-` nothing, "mean 1" is that of group 1. Norms
 # not given are S = 1.0 1.2 0.8 1.0 5.0 1.1. PDE-Transformer's first limits are placeholders, 10000
@@ -215,6 +218,13 @@ def test_sequence_as_printed(name):
             eps = 2e-6 if key.startswith("factor") else 0
             assert_as_printed(column(key, reference, norms), words, 1e-12 + eps)
             assert_as_printed(column(key, ours, norms), words, FLOAT32 + eps)
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 5, 7])
+def test_medians_of_few_norms(period):
+    norms = random_norms(period, 40)
+    ours = computed(thresholds.median(2.0, period, floor=0.0), norms)
+    np.testing.assert_allclose(ours.trigger, scaled_adam(norms, 2.0, period).trigger, rtol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6])

@@ -130,6 +130,11 @@ def test_no_limit_falls_below_the_floor(make):
     assert drive(make(floor=0.0), jnp.full(10, 0.75))[0][-1] < 0.7
 
 
+def test_the_log_tracker_has_a_least_limit():
+    trigger, target, _ = drive(thresholds.log_tracker(0.5, 2.0, min_limit=3.0), jnp.ones(10))
+    np.testing.assert_allclose([trigger[-1], target[-1]], [3, 0], rtol=1e-6)
+
+
 def test_the_log_tracker_rejects_to_zero_whatever_the_floor():
     target = drive(thresholds.log_tracker(), jnp.ones(10))[1]
     np.testing.assert_array_equal(target, np.zeros(10))
