@@ -67,7 +67,7 @@ def grouped(
         )
     is_known = all(known_size(size) is not None for leaf in leaves for size in np.shape(leaf))
     one_piece = known is None and not axis_names and devices.in_one_piece(leaves)
-    several = len(grouping.groups) > 1 and all(group.members for group in grouping.groups)
+    several = len(grouping.groups) > 1
     few = is_known and sum(math.prod(group.shape) for group in grouping.groups) <= _MANY
     return dataclasses.replace(
         grouping, in_one_array=several and few and one_piece, axis_names=axis_names, specs=known

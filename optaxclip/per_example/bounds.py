@@ -79,7 +79,7 @@ def _limits_by_name(limit: dict[str, Any], grouping: Grouping, dtype: jnp.dtype)
     rule = rule_for(limit, grouping.names, grouping.layout)
     norms = grouping.zeros(dtype)
     limits, _ = rule.update(norms, rule.init(norms), None)
-    return grouping.parted(grouping.of_tree(limits.target))
+    return grouping.of_tree(limits.target)
 
 
 def _shares(grouping: Grouping, sizes: list[int], split: Split) -> list[float]:

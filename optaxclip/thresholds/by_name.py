@@ -35,7 +35,8 @@ def _update(
     state: dict[str, PyTree],
     param_norms: NormTree | None,
 ) -> tuple[Limits, dict[str, PyTree]]:
-    each, of_params = _parted(norms, rules), _parted(param_norms, rules)
+    each = _parted(norms, rules)
+    of_params = {} if param_norms is None else _parted(param_norms, rules)
     triggers, targets, new = {}, {}, {}
     for name, rule in rules.items():
         limits, new[name] = rule.update(
@@ -45,10 +46,10 @@ def _update(
     return Limits(_joined(triggers, norms), _joined(targets, norms)), new
 
 
-def _parted(norms: NormTree | None, rules: Mapping[str, Any]) -> dict[str, Any]:
+def _parted(norms: NormTree, rules: Mapping[str, Any]) -> dict[str, Any]:
     """What limit rules see of all groups, by name."""
-    if norms is None or isinstance(norms, dict):
-        return norms or {}
+    if isinstance(norms, dict):
+        return norms
     return dict(zip(rules, jnp.atleast_1d(norms), strict=True))
 
 
@@ -56,5 +57,5 @@ def _joined(arrays: dict[str, Any], norms: NormTree) -> NormTree:
     """From an array for each name to the structure of the norms."""
     if isinstance(norms, dict):
         return arrays
-    columns = [jnp.asarray(x).astype(norms.dtype) for x in arrays.values()]
+    columns = [x.astype(norms.dtype) for x in arrays.values()]
     return jnp.stack(columns).reshape(norms.shape)

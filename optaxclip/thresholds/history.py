@@ -276,7 +276,7 @@ class _PeriodicMedian:
         median = _at(jnp.sort(jnp.where(is_held, ring, jnp.inf), axis=0), middle)
         limit = multiple(numbers, median)
         is_early = ((count == 10) | (count == 20) | (count == 40)) & (count < self.window)
-        is_regular = (count > 0) & (count % self.window == 0)
+        is_regular = count % self.window == 0
         limit = jnp.where(is_regular, limit, jnp.where(is_early, multiple(2, limit), state.limit))
         return _PeriodicState(ring, limit)
 
