@@ -103,11 +103,8 @@ def test_norms_below_the_floor_are_as_if_they_had_not_been(name):
     np.testing.assert_array_equal(trigger[~small], expected[0])
     assert_same(at(state.statistic, ~small), expected[2][0].statistic)
     assert np.all(mixed[small] < trigger[small])
-
-
-@each_rule
-def test_norms_at_the_floor_count(name):
-    _, _, (state,) = run(RULES[name](floor=0.7), np.full(5, 0.7, np.float32))
+    # At the floor they count.
+    (state,) = run(rule, np.full(5, 0.7, np.float32))[2]
     np.testing.assert_array_equal(state.count, range(1, 6))
 
 
@@ -128,11 +125,6 @@ def test_no_limit_falls_below_the_floor(make):
     trigger, target, _ = drive(make(floor=0.7), jnp.full(10, 0.75))
     assert trigger[-1] == target[-1] == np.float32(0.7)
     assert drive(make(floor=0.0), jnp.full(10, 0.75))[0][-1] < 0.7
-
-
-def test_the_log_tracker_has_a_least_limit():
-    trigger, target, _ = drive(thresholds.log_tracker(0.5, 2.0, min_limit=3.0), jnp.ones(10))
-    np.testing.assert_allclose([trigger[-1], target[-1]], [3, 0], rtol=1e-6)
 
 
 def test_the_log_tracker_rejects_to_zero_whatever_the_floor():

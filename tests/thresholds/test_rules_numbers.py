@@ -146,3 +146,9 @@ def test_numbers_of_a_quantile_over_examples_may_have_any_dtype(kind):
         state = jax.eval_shape(rule.init)
         after = jax.eval_shape(lambda state: rule.update(state, count, 8, None), state)
     assert (after.shape, after.dtype) == (state.shape, state.dtype)
+
+
+def test_the_log_tracker_has_a_least_limit():
+    make = functools.partial(thresholds.log_tracker, 0.5, 2.0, min_limit=3.0)
+    trigger, target = limits_of(jnp.ones(10), make)
+    np.testing.assert_allclose([trigger[-1], target[-1]], [3, 0], rtol=1e-6)
