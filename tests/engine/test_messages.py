@@ -71,6 +71,21 @@ def test_numbers_of_numpy_are_numbers():
     optaxclip.skip_above(optax.identity(), 1.0, np.int32(3))
 
 
+NO_KEYS = [
+    1.5,
+    jnp.float32(3),
+    jnp.ones(2),
+    jnp.uint32([[0, 3]]),
+    jax.random.split(jax.random.key(0)),
+]
+
+
+@pytest.mark.parametrize("key", NO_KEYS, ids=range(len(NO_KEYS)))
+def test_what_is_no_key(key):
+    with pytest.raises(TypeError, match="key must be one key"):
+        private(key)
+
+
 @pytest.mark.parametrize("key", [3, np.int32(3), jax.random.key(3), jax.random.PRNGKey(3)])
 def test_all_that_is_a_key(key):
     private(key).init(jnp.ones(2))
