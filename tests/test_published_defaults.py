@@ -71,6 +71,8 @@ OTHERS = [
         {**QUANTILE, "count_noise": 0.0, "min_limit": 0.0, "max_limit": np.inf},
     ),
     (responses.auto_s, {"gamma": 0.01}),
+    (responses.clip_with_eps, {"eps": 1e-6}),
+    (responses.band, {"low": 1 / 3, "min_factor": 0.0, "max_factor": np.inf}),
     (scopes.leaf, {"stacked": 0}),
     (scopes.unit, {"axis": None, "stacked": 0}),
 ]

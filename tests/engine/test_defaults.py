@@ -93,3 +93,18 @@ def test_names_that_would_mix_up_the_groups_are_refused():
     tx = clip_by(scopes.leaf(stacked={"a": 1, "a/05": 0}), 1.0)
     with pytest.raises(ValueError, match=r"rename it: \('a/0', .*'a/05'"):
         tx.init(grads)
+
+
+def test_masked_entries_have_no_derivative():
+    def clip(x):
+        return optaxclip.clip_tree([x], 1.0, scope=scopes.tree(), nonfinite="mask")[0][0]
+
+    x, weights = jnp.array([np.nan, 3.0, np.inf, 4.0]), jnp.array([1.0, 2.0, 3.0, 4.0])
+    expected = jax.grad(lambda x: weights[1::2] @ clip(x))(x[1::2])
+    found = jax.grad(lambda x: weights @ clip(x))(x)
+    np.testing.assert_allclose(found, [0, expected[0], 0, expected[1]], rtol=1e-6)
+    change = jax.jvp(clip, (x,), (jnp.array([np.nan, 1.0, np.inf, 2.0]),))[1]
+    np.testing.assert_allclose(
+        change[1::2], jax.jvp(clip, (x[1::2],), (weights[:2],))[1], rtol=1e-6
+    )
+    np.testing.assert_array_equal(change[::2], 0)

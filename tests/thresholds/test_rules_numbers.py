@@ -152,3 +152,10 @@ def test_the_log_tracker_has_a_least_limit():
     make = functools.partial(thresholds.log_tracker, 0.5, 2.0, min_limit=3.0)
     trigger, target = limits_of(jnp.ones(10), make)
     np.testing.assert_allclose([trigger[-1], target[-1]], [3, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("debias", [False, True])
+def test_an_average_that_forgets_nothing_stays_at_the_first_norm(debias):
+    make = functools.partial(thresholds.ema, 1.0, 2.0, debias=debias, record="raw", floor=0.0)
+    trigger, _ = limits_of(NORMS * 3, make)
+    np.testing.assert_allclose(trigger[1:], 6, rtol=1e-6)
