@@ -1,5 +1,7 @@
 """Limits and norms at the edges of what dtypes hold, beside NumPy in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from compiling import AS_USERS
 
 import optaxclip
-from optaxclip import norms, scopes
+from optaxclip import norms, ops, scopes
 
 pytestmark = pytest.mark.usefixtures("optimized")
 RNG = np.random.default_rng(0)
@@ -65,3 +67,11 @@ def test_masking_keeps_the_subnormals_of_bfloat16(size, scope, norm):
         expected, found = bits.copy(), jax.lax.bitcast_convert_type(updates[name], jnp.uint16)
         expected[4] = changed
         np.testing.assert_array_equal(found, expected, err_msg=name)
+
+
+def test_the_largest_entry_has_all_of_the_derivative_at_powers_of_two():
+    """Where it is divided by itself."""
+    derivative = jax.jit(jax.grad(functools.partial(ops.global_norm, norm="linf")))
+    for largest in (4.0, -0.5, 3.0):
+        found = derivative(jnp.array([0.25, largest, 0.0]))
+        np.testing.assert_allclose(found, [0, np.sign(largest), 0], rtol=1e-6)
