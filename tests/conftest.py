@@ -24,11 +24,9 @@ def pytest_sessionstart(session):
     if reporter is None or session.config.args != session.config.getini("testpaths"):
         return
     if session.config.option.markexpr:
-        reporter.write_line(
-            "All but the slow tests, on 2 cores: about 5 minutes. All: pytest -m ''"
-        )
+        reporter.write_line("All but the slow tests, on 2 cores: 5 or 6 minutes. All: pytest -m ''")
     else:
-        reporter.write_line("All tests, the slow ones too, on 2 cores: about 8 minutes.")
+        reporter.write_line("All tests, the slow ones too, on 2 cores: 8 to 10 minutes.")
     reporter.write_line("A room only: pytest tests/methods (CONTRIBUTING.md has the map)")
 
 
