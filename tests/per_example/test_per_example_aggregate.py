@@ -47,10 +47,13 @@ def test_each_example_is_counted_once():
 def test_padding():
     flags = jnp.arange(8) >= 6
     tx = aggregate(1.0)
-    updates, _ = tx.update(GRADS, tx.init(PARAMS), is_padding=flags)
+    updates, state = tx.update(GRADS, tx.init(PARAMS), is_padding=flags)
     expected, _ = first_update(1.0, grads=jax.tree.map(lambda x: x[:6], GRADS))
+    nothing, _ = tx.update(GRADS, state, is_padding=flags | True)
+    assert int(state.num_clipped) == 6
     for name in GRADS:
         np.testing.assert_allclose(updates[name], expected[name], rtol=1e-6)
+        assert not np.any(nothing[name])
 
 
 def test_noise_has_the_wanted_size_and_differs_at_each_step():
@@ -64,6 +67,14 @@ def test_noise_has_the_wanted_size_and_differs_at_each_step():
         assert abs(np.mean(draw)) < 0.1
         for other in draws[:i]:
             assert abs(np.corrcoef(draw.ravel(), other.ravel())[0, 1]) < 0.03
+
+
+def test_noise_is_that_of_all_limits_together():
+    zeros = {"v": jnp.zeros((1, 100, 100)), "w": jnp.zeros((1, 100, 100))}
+    limits = {"v": 0.3, "w": 0.4}
+    noise, _ = first_update(limits, 1.0, 0, reduction="sum", scope=scopes.leaf(), grads=zeros)
+    for leaf in noise.values():
+        assert np.std(leaf) == pytest.approx(0.5, rel=0.03)
 
 
 def test_both_parts_of_complex_leaves_get_noise():
@@ -116,6 +127,9 @@ def test_errors_say_what_is_wrong():
         aggregate(per_example.quantile_limit(count_noise=0.5), 1.0, key=0)
     with pytest.raises(ValueError, match="key must be given for a count_noise"):
         per_example.quantile_limit(count_noise=1.0).update(jnp.ones(()), 3, 4)
+    # The count alone is noisy.
+    with pytest.raises(ValueError, match="key must be given for noise"):
+        aggregate(per_example.quantile_limit(count_noise=1.0))
 
 
 # The limit that follows a quantile
@@ -150,14 +164,16 @@ def test_published_vectors(options, records, limits, sums):
 
 
 @pytest.mark.parametrize(
-    ("init_limit", "limits"),
+    ("init_limit", "batch_size", "limits"),
     [
-        (1.0, [0.951229, 0.951229]),
-        (3.0, [2.714512, 2.456192, 2.222455, 2.010960, 1.819592, 1.730849]),
+        (1.0, None, [0.951229, 0.951229]),
+        (1.0, 8, [math.exp(0.025), math.exp(0.05)]),
+        (3.0, None, [2.714512, 2.456192, 2.222455, 2.010960, 1.819592, 1.730849]),
     ],
 )
-def test_vectors_of_a_batch(init_limit, limits):
-    tx = aggregate(per_example.quantile_limit(0.5, 0.2, init_limit))
+def test_vectors_of_a_batch(init_limit, batch_size, limits):
+    """The share is that of the batch's given size."""
+    tx = aggregate(per_example.quantile_limit(0.5, 0.2, init_limit), batch_size=batch_size)
     grads, state, found = jnp.array([0.2, 0.6, 1.0, 2.0]), tx.init(jnp.zeros(())), []
     for _ in limits:
         _, state = tx.update(grads, state)
@@ -180,6 +196,30 @@ def test_noise_on_the_count_and_range_of_the_limit():
     assert np.std(np.log(np.clip(moved, 0.91, 1.29))) > 0.05
     assert np.min(moved) == np.float32(0.9)
     assert 1 < np.max(moved) <= np.float32(1.3)
+    assert per_example.quantile_limit(init_limit=5.0, max_limit=2.0).init() == 2
+
+
+@pytest.mark.parametrize(("count", "examples", "share"), [(500, 100, 1), (-300, 100, 0), (0, 0, 0)])
+def test_a_share_beyond_all_is_all_and_below_none_is_none(count, examples, share):
+    """As noise can make it, or a batch that is larger than expected; none of none is none."""
+    moved = per_example.quantile_limit(0.5, 1.0, 1.0).update(jnp.ones(()), count, examples)
+    np.testing.assert_allclose(moved, math.exp(0.5 - share), rtol=1e-6)
+
+
+QUANTILES = ("target", "learning_rate", "init_limit", "count_noise", "min_limit", "max_limit")
+
+
+@pytest.mark.parametrize("argument", QUANTILES)
+def test_numbers_of_a_quantile_out_of_range(argument):
+    for number in (-1.0, math.nan, *([1.5] if argument == "target" else [])):
+        with pytest.raises(ValueError, match=f"^{argument} must"):
+            per_example.quantile_limit(**{argument: number})
+
+
+@pytest.mark.parametrize("numbers", [(-1.0, 5.0), (0.0, -5.0)])
+def test_noise_below_zero(numbers):
+    with pytest.raises(ValueError, match="must not be negative"):
+        per_example.adjusted_noise_multiplier(*numbers)
 
 
 @pytest.mark.parametrize(("count_noise", "adjusted"), [(5.0, 1.0050378), (0.6, 1.8090681)])
