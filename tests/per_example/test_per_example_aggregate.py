@@ -77,6 +77,14 @@ def test_noise_is_that_of_all_limits_together():
         assert np.std(leaf) == pytest.approx(0.5, rel=0.03)
 
 
+def test_no_key_is_used_twice():
+    tx = aggregate(per_example.quantile_limit(count_noise=1.0), 1.0, 0)
+    grads, state = jnp.ones((1, 2)), tx.init(jnp.ones(2))
+    with jax.debug_key_reuse(True):
+        for _ in range(2):
+            _, state = tx.update(grads, state)
+
+
 def test_both_parts_of_complex_leaves_get_noise():
     zeros = jnp.zeros((2, 100, 100), jnp.complex64)
     noise, _ = first_update(1.0, 1.0, 0, reduction="sum", grads=zeros)
