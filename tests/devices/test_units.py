@@ -51,3 +51,13 @@ def test_without_specs_it_is_an_error(method):
 def test_a_replicated_leaf_needs_none(method):
     run = jax.jit(over_devices(functools.partial(clip, method), P()))
     np.testing.assert_allclose(run(WHOLE), WHOLE * (0.5 / COLUMNS), rtol=1e-5)
+
+
+def test_the_shape_of_a_part_may_say_enough():
+    """Where a part is a matrix so is the whole, and a vector is one unit."""
+    tx = optaxclip.clip_by(scopes.unit(), 0.5, axis_name="i")
+    grads = {"b": WHOLE[:, 0], "w": np.concatenate([WHOLE, WHOLE])}
+    run = jax.jit(over_devices(lambda x: tx.update(x, None)[0], P("i"), check_vma=False))
+    clipped = run(grads)
+    np.testing.assert_allclose(clipped["b"], grads["b"] * (0.5 / COLUMNS[0]), rtol=1e-5)
+    np.testing.assert_allclose(clipped["w"], grads["w"] * (0.5**1.5 / COLUMNS), rtol=1e-5)

@@ -41,3 +41,9 @@ def test_one_bad_example_is_reported(method, way):
     np.testing.assert_array_equal(np.isnan(clipped), [[False] * 2, [True] * 2, [False] * 2])
     # Squares of these are not.
     assert run(grads.at[1, 0].set(3e38))[0].get() is None
+
+
+def test_one_bad_slice_is_reported():
+    tx = optaxclip.clip_by(scopes.axes(-1), 1.0, nonfinite="error")
+    with pytest.raises(checkify.JaxRuntimeError, match="norm is not finite; leaves: w"):
+        tx.update({"w": jnp.array([[3.0, 4.0], [jnp.nan, 1.0]])}, None)
