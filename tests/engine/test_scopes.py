@@ -79,8 +79,9 @@ def test_unit_with_axes_of_ones_own(axis):
 
 def test_unit_axes_speak_of_what_follows_the_stacked_ones():
     x = normal(3, 4, 5)
-    clipped, _ = clip(x, 0.7, scopes.unit(axis=1, stacked=1))
-    np.testing.assert_allclose(clipped, expected(x, (2,), 0.7), rtol=2e-6)
+    for axis in (1, lambda path, leaf: leaf.ndim - 2):
+        clipped, _ = clip(x, 0.7, scopes.unit(axis, stacked=1))
+        np.testing.assert_allclose(clipped, expected(x, (2,), 0.7), rtol=2e-6)
 
 
 def test_agc_is_the_unit_scope_with_weight_norms():
@@ -300,6 +301,12 @@ def test_scope_that_does_not_fit(scope, error, message):
         clip(W, 1.0, scope)
 
 
+def test_names_of_layers_are_as_wide_as_the_last():
+    for layers, first in ((10, "w/0"), (11, "w/00")):
+        state = optaxclip.clip_by(scopes.leaf(stacked=1), 1.0).init({"w": jnp.ones(layers)})
+        assert min(state.info.names) == first
+
+
 def test_counts_may_be_numpys():
     rows, _ = clip(W, 1.0, scopes.leaf(np.int64(1)))
     np.testing.assert_allclose(rows["w"], W["w"] / np.sqrt(3), rtol=1e-6)
@@ -336,7 +343,7 @@ def test_a_leaf_without_units_is_recorded_as_not_clipped(shapes):
 
 def test_axes_may_be_numpys_and_nothing_but_ints():
     grads = jnp.array([[3.0, 6.0], [4.0, 8.0]])
-    for axes in (np.int64(0), np.array([0])):
+    for axes in (np.int64(0), np.array([0]), (0, -2)):
         np.testing.assert_allclose(clip(grads, 20.0, scopes.axes(axes))[1].norm, [10])
     with pytest.raises(TypeError, match=r"axes must be an int or a sequence of ints, got 0.5"):
         clip(grads, 1.0, scopes.axes(0.5))
