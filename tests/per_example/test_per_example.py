@@ -187,8 +187,9 @@ def test_examples_that_are_not_finite_contribute_nothing(bad, scope):
 
 
 def test_an_example_that_is_dropped_leaves_no_trace():
-    grads = jnp.array([[jnp.nan, 5.0], [jnp.inf, 0.0]])
-    result = per_example.clip_sum({"w": grads, "b": jnp.ones((2, 3))}, 1.0, scope=scopes.leaf())
+    """Whether its other groups are above their limits or below them."""
+    grads = {"w": jnp.array([[jnp.nan, 5.0], [jnp.inf, 0.0]]), "b": jnp.array([[1.0], [0.1]])}
+    result = per_example.clip_sum(grads, 1.0, scope=scopes.leaf())
     assert not np.any(result.grads["w"])
     assert not np.any(result.grads["b"])
 
@@ -244,12 +245,13 @@ def test_at_the_limit_and_below_it():
 
 
 def test_padding_counts_for_nothing():
-    grads = jnp.array([[3.0, 4.0], [jnp.nan, 1.0], [30.0, 40.0], [0.3, 0.4]])
-    result = per_example.clip_sum(grads, 1.0, is_padding=jnp.array([False, True, True, False]))
+    grads = jnp.array([[3.0, 4.0], [jnp.nan, 1.0], [30.0, 40.0], [0.3, 0.4], [0.2, 0.1]])
+    is_padding = jnp.array([False, True, True, False, True])
+    result = per_example.clip_sum(grads, 1.0, is_padding=is_padding)
     np.testing.assert_allclose(result.grads, [0.9, 1.2], rtol=1e-6)
     counts = (result.num_clipped, result.num_dropped, result.num_unclipped)
     assert tuple(map(int, counts)) == (1, 0, 1)
-    np.testing.assert_allclose(result.norms, [5, 0, 0, 0.5])
+    np.testing.assert_allclose(result.norms, [5, 0, 0, 0.5, 0])
 
 
 # Types
