@@ -173,11 +173,11 @@ def test_sums_are_accumulated_in_float32():
 @pytest.mark.parametrize("scope", ["tree", "leaf", "unit"])
 def test_examples_that_are_not_finite_contribute_nothing(bad, scope):
     rng = np.random.default_rng(0)
-    grads = {"w": rng.standard_normal((5, 3, 4)).astype(F32), "b": np.ones((5, 4), F32)}
+    grads = {"w": rng.standard_normal((5, 2, 3, 4)).astype(F32), "b": np.ones((5, 4), F32)}
     without = per_example.clip_sum(
         jax.tree.map(lambda x: x[[0, 2, 4]], grads), 1.0, **SCOPES[scope]
     )
-    grads["w"][1, 2, 3] = grads["b"][3, 0] = bad
+    grads["w"][1, 1, 2, 3] = grads["b"][3, 0] = bad
     result = per_example.clip_sum(grads, 1.0, **SCOPES[scope])
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), *((result.grads, without.grads))
