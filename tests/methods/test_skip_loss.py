@@ -114,6 +114,15 @@ def test_a_multiple_of_a_negative_average_is_above_it(rule):
     assert skipped == [[0] * 30 + [1, 0], [0] * 32]
 
 
+def test_a_rule_of_plain_functions():
+    limits = thresholds.Limits(jnp.float32(1), jnp.float32(1))
+    rule = thresholds.Threshold(lambda losses: (), lambda losses, state, _: (limits, state))
+    tx = skip_above(optax.identity(), np.inf, loss_limit=rule)
+    for loss, factor in ((0.5, 1), (1.5, 0)):
+        _, state = tx.update(jnp.ones(1), tx.init(jnp.ones(1)), value=loss)
+        assert state.info.factor == factor
+
+
 def test_losses_that_are_not_finite_skip_and_are_never_recorded():
     losses = [1.0, np.nan, 1.2, np.inf, 0.8, -np.inf, 1.0]
     rule = olmo_core(2.0, 6)

@@ -234,9 +234,9 @@ def test_infinite_limit():
 
 
 def test_at_the_limit_and_below_it():
-    """At the limit an example is lowered by rounding alone and counts as unclipped; below, not."""
+    """Within rounding of it an example is lowered by that alone, and is unclipped; below, not."""
     grads = np.array([[3.0, 4.0], [0.6, 0.8]], F32)
-    counts = per_example.clip_sum(grads, 5.0)
+    counts = per_example.clip_sum(grads, np.nextafter(F32(5), F32(0)))
     assert (int(counts.num_clipped), int(counts.num_unclipped)) == (0, 2)
     [at] = np.asarray(contributions([grads[:1]], np.array([5], F32))[0], np.float64)
     assert 5 * (1 - 2e-6) < np.linalg.norm(at) <= 5
