@@ -12,6 +12,7 @@ FLOOR, PATIENCE = {"floor": 1e-8}, {"patience": 20}
 ADAGC = {"lambda_rel": 1.05, "lambda_abs": 1.0, "beta": 0.98, "warmup_steps": 100, **FLOOR}
 ZSCORE = {"alpha": 0.97, "z_thresh": 2.5, "warmup_steps": 25, "option": "adaptive"}
 QUANTILE = {"target": 0.5, "learning_rate": 0.2, "init_limit": 0.1, "geometric": True}
+HISTORY = {"mean_decay": 0.7, "square_decay": 0.9, "eps": 1e-8, **FLOOR}
 BY_ENGINE = {"nonfinite": "nan", "strict": False}
 LIFTED = {"response": "clip", "split": "uniform"}
 
@@ -24,12 +25,21 @@ THRESHOLDS = {
         "skip_steps": 0,
         "warmup_steps": 0,
         "record": "clipped",
+        "inclusive": False,
         **FLOOR,
         **PATIENCE,
     },
     "log_tracker": {"decay": 0.995, "num_std": 4.0, "min_limit": 0.0, "reject": True, **FLOOR},
+    "mean_over_rms": HISTORY,
     "median": {"scale": 2.0, "window": 100, "every_step": False, **FLOOR},
-    "percentile": {"percentile": 95.0, "window": 1000, "record": "raw", **FLOOR, **PATIENCE},
+    "percentile": {
+        "percentile": 95.0,
+        "window": 1000,
+        "record": "raw",
+        "inclusive": False,
+        **FLOOR,
+        **PATIENCE,
+    },
     "quantile": QUANTILE | FLOOR,
     "relative_to_params": {"eps": 1e-3},
     "window": {
@@ -38,6 +48,7 @@ THRESHOLDS = {
         "ddof": 0,
         "min_std": 1e-6,
         "record": "raw",
+        "inclusive": False,
         **FLOOR,
         **PATIENCE,
     },
@@ -48,16 +59,31 @@ METHODS = {
     "adaptive_grad_clip": {"eps": 1e-3, "norm": "l2"},
     "autoclip": {"percentile": 10.0, "window": 1000, **FLOOR},
     "clip_by": {"norm": "l2", "response": "clip"},
+    "clip_by_block_rms": {},
     "clip_by_ema_norm": {"ratio": 2.0, "decay": 0.95, **FLOOR, **PATIENCE},
     "clip_by_global_norm": {"norm": "l2"},
+    "clip_by_group_norm": {"norm": "l2"},
     "clip_by_median_norm": {"scale": 2.0, "window": 100, **FLOOR},
+    "clip_by_moving_max": {"decay": 0.999, **FLOOR},
+    "clip_by_norm": {"norm": "l2"},
     "clip_by_quantile": QUANTILE | FLOOR,
     "clip_by_window_norm": {"num_std": 3.0, "window": 128, **FLOOR},
     "clip_tree": {"norm": "l2", "response": "clip"},
     "normalize_by_global_norm": {"norm": 1.0},
+    "normalize_by_norm_history": HISTORY,
     "zclip": {**ZSCORE, **FLOOR, **PATIENCE},
 }
 OTHERS = [
+    (optaxclip.clip_attention_logits, {"tau": 100.0}),
+    (
+        optaxclip.clip_by_second_moment,
+        {"threshold": 5000.0, "decay": 0.999, "warmup_steps": 20, "reset_every": None},
+    ),
+    (optaxclip.clip_by_spectral_norm, {"mode": "soft", "iterations": 10, "nonfinite": "nan"}),
+    (
+        optaxclip.scale_by_stable_adam,
+        {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "clipping_threshold": 1.0, "nonfinite": "nan"},
+    ),
     (optaxclip.skip_above, {"max_consecutive": 20, "norm": "l2"}),
     (per_example.clip_sum, LIFTED),
     (per_example.clipped_grad, {"argnums": 0, "has_aux": False, **LIFTED}),
