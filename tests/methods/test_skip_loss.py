@@ -133,6 +133,12 @@ def test_losses_that_are_not_finite_skip_and_are_never_recorded():
     assert states.loss.info.limit[-1] == pytest.approx(LIMITS[3])
 
 
+def test_a_huge_loss_below_zero_spoils_nothing():
+    rule = thresholds.zscore(0.9, 2.0, 3)
+    states, _ = run(skip_above(optax.sgd(1.0), np.inf, loss_limit=rule), [1, 1.2, 0.8, -1e30, 1, 1])
+    assert not np.any(np.isnan(states.loss.info.limit))
+
+
 def test_after_many_skips_a_finite_step_is_taken():
     losses = [5.0, 5.0, np.nan, 5.0, 5.0, 5.0]
     _, skipped = run(skip_above(optax.sgd(1.0), np.inf, 2, loss_limit=1.0), losses)
