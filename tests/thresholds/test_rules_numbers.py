@@ -159,3 +159,28 @@ def test_an_average_that_forgets_nothing_stays_at_the_first_norm(debias):
     make = functools.partial(thresholds.ema, 1.0, 2.0, debias=debias, record="raw", floor=0.0)
     trigger, _ = limits_of(NORMS * 3, make)
     np.testing.assert_allclose(trigger[1:], 6, rtol=1e-6)
+
+
+def test_a_norm_at_its_limit_is_not_above_it():
+    rule = thresholds.percentile(50.0, 3, warmup_steps=1, record="accepted", patience=None)
+    one = jnp.ones((), jnp.float32)
+    (state,) = rule.init(one)
+    for _ in range(2):
+        _, (state,) = rule.update(one, [state], None)
+    assert (state.count, state.streak) == (2, 0)
+
+
+def test_a_quantile_that_is_added_to_falls_to_zero_at_most():
+    make = functools.partial(thresholds.quantile, 0.5, 4.0, 1.0, geometric=False, floor=0.0)
+    np.testing.assert_array_equal(limits_of(NORMS, make)[0], [1, 0, 2, 0, 2])
+
+
+def test_without_a_warm_up_adagc_lets_the_first_norm_pass():
+    triggers, _ = limits_of(NORMS, functools.partial(thresholds.adagc, 1.5, warmup_steps=0))
+    np.testing.assert_allclose(triggers[:2], [np.inf, 1.5])
+
+
+@pytest.mark.parametrize("numbers", [{"ratio": -1.0}, {"ratio": 1.0, "eps": -1.0}])
+def test_a_share_of_the_parameters_is_not_negative(numbers):
+    with pytest.raises(ValueError, match=f"^{list(numbers)[-1]} must"):
+        thresholds.relative_to_params(**numbers)
