@@ -177,6 +177,8 @@ def test_losses_of_other_types():
         _, state = tx.update(jnp.ones(1), state, value=loss, loss=None)
         assert (state.loss.info.norm, state.info.factor) == (-2, 0)
     assert jax.tree.map(jax.typeof, state) == structure
+    _, state = tx.update(jnp.ones(1), state, value=np.float64(-3 + 1e-12))
+    assert state.info.factor == 0
 
 
 def test_the_optimizer_gets_its_value():

@@ -51,6 +51,9 @@ RULES = {
     "ema, debiased": functools.partial(thresholds.ema, 0.9, 1.5, debias=True),
     "window": functools.partial(thresholds.window, window=3, min_std=0.0),
     "percentile": functools.partial(thresholds.percentile, 50, window=3),
+    "zscore, debiased": functools.partial(
+        thresholds.zscore, 0.9, 2.0, 2, option="mean", debias=True
+    ),
 }
 
 
@@ -101,6 +104,14 @@ def test_numbers_may_have_any_dtype(name):
                 traced = jax.tree.map(jnp.asarray, numbers)
                 for limit in jax.eval_shape(drive, traced):
                     assert limit.dtype == jnp.float32
+
+
+@pytest.mark.usefixtures("x64")
+def test_gradients_of_float64_beside_parameters_of_float32():
+    params, grads = jnp.ones(3, jnp.float32), jnp.ones(3, jnp.float64)
+    tx = optaxclip.adaptive_grad_clip(0.5)
+    updates, _ = jax.eval_shape(tx.update, grads, tx.init(params), params)
+    assert updates.dtype == jnp.float64
 
 
 def test_a_share_of_the_parameters_may_be_on_a_schedule():
@@ -184,3 +195,8 @@ def test_without_a_warm_up_adagc_lets_the_first_norm_pass():
 def test_a_share_of_the_parameters_is_not_negative(numbers):
     with pytest.raises(ValueError, match=f"^{list(numbers)[-1]} must"):
         thresholds.relative_to_params(**numbers)
+
+
+def test_what_is_added_to_the_root_mean_square_lowers_the_target():
+    _, targets = limits_of(NORMS, functools.partial(thresholds.mean_over_rms, eps=1.0))
+    np.testing.assert_allclose(targets[0], 0.5, rtol=1e-6)
