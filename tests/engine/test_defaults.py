@@ -54,6 +54,13 @@ def test_auto_s_without_gamma_normalizes():
     leaf = jnp.array([3.0, 4.0])
     updates = optaxclip.clip_tree(leaf, 1.0, scope=scopes.tree(), response=responses.auto_s(0))[0]
     np.testing.assert_allclose(updates, [0.6, 0.8], rtol=3e-6)
+    for size in np.float32([1e-30, 1e30]):  # whose squares leave the range
+        np.testing.assert_allclose(responses.auto_s(0)(size, size, size), size, rtol=1e-6)
+
+
+def test_names_are_responses_without_options():
+    assert responses.as_response("auto_s") == responses.auto_s()
+    assert responses.as_response("band") == responses.band()
 
 
 def test_a_layer_that_is_not_finite_is_counted_and_its_factor_is_zero():
