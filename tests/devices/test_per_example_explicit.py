@@ -124,3 +124,17 @@ def test_microbatches_where_no_mesh_is_set():
     for size in (None, 3, 8):
         clipped = jax.jit(per_example.clipped_grad(loss, 0.7, microbatch_size=size))
         assert_close(clipped(placed(params, specs), placed(x, P("a"))), clipped(params, x))
+
+
+def test_microbatches_where_some_axes_are_manual():
+    x, w = jnp.linspace(-1, 1, 32).reshape(16, 2), jnp.ones(2)
+
+    def shard(w, x):
+        clipped = per_example.clipped_grad(lambda w, x: jnp.sum(w * x), 0.7, microbatch_size=3)
+        return jax.lax.psum(clipped(w, x).grads, "a")
+
+    with jax.set_mesh(mesh()):
+        specs = {"in_specs": (P(), P("a")), "out_specs": P(), "axis_names": {"a"}}
+        run = jax.jit(jax.shard_map(shard, **specs))
+        total = run(placed(w, P("b")), placed(x, P("a", "b")))
+    np.testing.assert_allclose(total, per_example.clip_sum(x, 0.7).grads, rtol=1e-5)
