@@ -1,4 +1,6 @@
-"""How programs are compiled in tests whose results depend on it."""
+"""How programs are compiled where results depend on it, what comes out, and what waits for CI."""
+
+import re
 
 import jaxlib
 import pytest
@@ -9,6 +11,21 @@ AS_USERS = {
     "xla_llvm_disable_expensive_passes": False,
 }
 """What `conftest.py` turns off to save time; for `jax.jit(..., compiler_options=AS_USERS)`."""
+
+
+def collectives(compiled):
+    """How often each collective occurs in a compiled module."""
+    text = compiled.as_text()
+    kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def slow_unless(quick, cases):
+    """All cases for `parametrize`; those are slow of whose values `quick` does not hold."""
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*row, marks=() if quick(*row) else pytest.mark.slow) for row in rows]
+
 
 where_sums_are_fused = pytest.mark.skipif(
     jaxlib.version.__version_info__ < (0, 10, 2),

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import optaxclip
 from optaxclip import norms, responses, scopes, thresholds
@@ -284,8 +283,3 @@ VARIANTS |= {
     "unit_z_score",
 }
 DISTINCT = [name for name in METHODS if name not in VARIANTS]
-
-
-def variants_slow(names):
-    """Of these names of methods and others, each variant marked slow."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in VARIANTS)) for name in names]

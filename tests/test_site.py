@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import shown_code
+from compiling import slow_unless
 
 import optaxclip
 
@@ -46,7 +47,9 @@ def skip_without_packages(block):
 
 
 @pytest.mark.parametrize(
-    ("page", "block"), BLOCKS, ids=lambda text: text.strip().splitlines()[-1][:40]
+    ("page", "block"),
+    slow_unless(lambda page, block: "/recipes/" not in page, BLOCKS),
+    ids=lambda text: text.strip().splitlines()[-1][:40],
 )
 def test_code_runs(page, block):
     skip_without_packages(block)

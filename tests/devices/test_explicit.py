@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from compiling import slow_unless
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -65,10 +66,7 @@ def two_steps(scope, cases, params, first, second):
     return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["leaf", *(pytest.param(name, marks=pytest.mark.slow) for name in SCOPES if name != "leaf")],
-)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "leaf", SCOPES))
 def test_every_rule_response_and_policy(name):
     scope, cases, specs = SCOPES[name]
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)

@@ -83,7 +83,9 @@ def alone():
 
 
 together = functools.cache(functools.partial(run_together, 2))
-each_way = pytest.mark.parametrize("how", ["jit", "shard_map"])
+each_way = pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.slow) for how in ("jit", "shard_map")]
+)
 
 
 def over_steps(report, name):

@@ -2,12 +2,14 @@
 
 import functools
 import re
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiling import collectives, slow_unless
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -36,7 +38,7 @@ METHODS = {
     "adagc": (optaxclip.adagc, 1.05, {"warmup_steps": 1}),
     "skip": (functools.partial(optaxclip.skip_above, optax.sgd(1.0)), 100.0, {}),
 }
-each_method = pytest.mark.parametrize("name", METHODS)
+SOME = ("global_norm", "axes", "agc", "skip")
 NUM_ALL_REDUCES = {"clip": 0, "global_l3": 2}  # the third power needs the largest entry first
 # Norms of many groups for each leaf, those of parameters, and which entries are bad.
 SEVERAL = {"axes", "agc", "masked"}
@@ -78,14 +80,6 @@ def assert_close(actual, expected):
     )
 
 
-def collectives(compiled):
-    """How often each collective occurs in a compiled module."""
-    text = compiled.as_text()
-    kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-    counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
-    return {kind: count for kind, count in counts.items() if count}
-
-
 def check(name, update, trees, params, wanted=None, kind="Auto"):
     """Two steps give the numbers of one device, with so many collectives."""
     state, _, expected = on_one_device(name)
@@ -121,8 +115,13 @@ def test_shardings_stay_without_jit():
     assert_same_shardings(clipped, placed)
 
 
-@each_method
-@pytest.mark.parametrize("kind", ["Auto", "Explicit", "Auto, specs"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    slow_unless(
+        lambda name, kind: kind == "Explicit" or name in SOME,
+        product(METHODS, ("Auto", "Explicit", "Auto, specs")),
+    ),
+)
 def test_under_jit(name, kind):
     given, kind = ", specs" in kind, kind.split(",")[0]
     placed = [jax.device_put(tree, shardings(kind)) for tree in (*TREES, PARAMS)]
@@ -136,10 +135,10 @@ def test_under_jit(name, kind):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        *[(name, kind) for name in METHODS for kind in ("tracked", "specs")],
-        *[(name, "tracked, specs") for name in ("global_norm", "axes", "agc")],
-    ],
+    slow_unless(
+        lambda name, kind: kind == "tracked" or (kind == "specs" and name in SOME),
+        [*product(METHODS, ("tracked", "specs")), *product(SOME, ("tracked, specs",))],
+    ),
 )
 def test_inside_shard_map(name, kind):
     options = {"specs": SPECS} if "specs" in kind else {}

@@ -1,13 +1,15 @@
 """`jax.export` of every transformation: for all platforms, and with symbolic shapes."""
 
 import functools
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import slow_unless
 from jax import export
-from methods_table import GRADS, METHODS, PARAMS, VARIANTS, assert_close, avals
+from methods_table import DISTINCT, GRADS, METHODS, PARAMS, assert_close, avals
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 STACKED = ("leaf_stacked_strict", "both")
@@ -15,12 +17,10 @@ SYMBOLIC = {
     "columns": {"w": "6, n", "b": "n", "v": "2*m"},
     "both": {"w": "n, m", "b": "n", "v": "4"},
 }
-CASES = [
-    pytest.param(name, case, marks=[pytest.mark.slow] * (name in VARIANTS))
-    for name in METHODS
-    for case in SYMBOLIC
-    if (name, case) != STACKED
-]
+CASES = slow_unless(
+    lambda name, case: name in DISTINCT and case == "both",
+    [case for case in product(METHODS, SYMBOLIC) if case != STACKED],
+)
 each_method = pytest.mark.parametrize("name", METHODS)
 some_methods = pytest.mark.parametrize("name", ["clip", "clip_by_block_rms", "adaptive_grad_clip"])
 

@@ -5,12 +5,13 @@
 
 import functools
 import math
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import AS_USERS
+from compiling import AS_USERS, slow_unless
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -141,16 +142,12 @@ TREES = {
     "20 x 30 + 30 + 1": [(20, 30), (30,), ()],
     "3 x 3 x 16 x 60": [(3, 3, 16, 60)],
 }
-NARROW = ("1 entries", "65 entries", "10000 entries", "20 x 30 + 30 + 1")
+NARROW = ("65 entries", "20 x 30 + 30 + 1")
 
 
 def mostly_slow(columns, rows):
     """All pairs; those whose column a row does not name are slow."""
-    return [
-        pytest.param(column, row, marks=() if column in quick else pytest.mark.slow)
-        for row, quick in rows.items()
-        for column in columns
-    ]
+    return slow_unless(lambda column, row: column in rows[row], product(columns, rows))
 
 
 DECADES = {F32: (-28, 36), BF16: (-28, 36), F16: (-2, 4)}
@@ -186,8 +183,10 @@ def test_limit_for_constant_entries(shapes):
     assert ratio[limits > 1e-3 * true].min() > 1 - 1e-5
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("tree", ["1 entries", "64 entries", "20 x 30 + 30 + 1"])
+@pytest.mark.parametrize(
+    ("tree", "dtype"),
+    mostly_slow(["1 entries", "64 entries", "20 x 30 + 30 + 1"], {BF16: NARROW, F16: NARROW}),
+)
 def test_limit_without_strict_is_kept_up_to_rounding(tree, dtype):
     shapes = TREES[tree]
     trees, _, limits = draw_trees(shapes, dtype, (0, 3))
@@ -222,8 +221,14 @@ def test_limit_near_the_smallest_numbers(size):
     assert ratio.min() > 0.9
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (64, 2), (100, 100)], ids=str)
-@pytest.mark.parametrize("scope", ["leaf", "unit", "axes", "group"])
+@pytest.mark.parametrize(
+    ("scope", "shape"),
+    mostly_slow(
+        ["leaf", "unit", "axes", "group"],
+        {(4, 3): (), (64, 2): ["unit", "axes"], (100, 100): SCOPES},
+    ),
+    ids=str,
+)
 def test_limit_and_clipping_twice_for_every_scope(scope, shape):
     trees, _, _ = draw_trees([shape, shape], decades=(-25, 33))
     axes = {"unit": 1, "axes": 2}.get(scope, (1, 2))
@@ -284,6 +289,15 @@ def test_below_the_limit_nothing_changes(dtype, scope):
 
 EXTREMES = [(F32, 1e-36), (F32, 3e38), (BF16, 1e-36), (BF16, 3e38), (F16, 6e-8), (F16, 6e4)]
 EXTREMES += [(F64, 1e-300), (F64, 1.7e308), (np.complex64, 1e-36), (np.complex64, 2e38)]
+# Norms see but real and complex entries of two widths. Large leaves are rescued in another way.
+RESCUED = [("l2", *extreme, repeats) for extreme in EXTREMES for repeats in (1, 2000)]
+RESCUED += [
+    (norm, dtype, size, 1)
+    for norm in NORMS
+    for dtype, size in EXTREMES
+    if norm != "l2" and dtype in (F32, F64, np.complex64)
+]
+RESCUED += [("l1", *extreme, 2000) for extreme in EXTREMES if extreme[0] == F32]
 
 
 @functools.partial(jax.jit, static_argnames="norm", compiler_options=AS_USERS)
@@ -293,19 +307,11 @@ def normalize_and_keep(tree, norm):
     return normalized, optaxclip.clip_tree(tree, math.inf, **options)
 
 
-# Norms see but real and complex entries of two widths. Large leaves are rescued in another way.
 @pytest.mark.parametrize(
     ("norm", "dtype", "size", "repeats"),
-    [
-        *(("l2", *extreme, repeats) for extreme in EXTREMES for repeats in (1, 2000)),
-        *(
-            (norm, *extreme, 1)
-            for norm in NORMS
-            for extreme in EXTREMES
-            if norm != "l2" and extreme[0] in (F32, F64, np.complex64)
-        ),
-        *(("l1", *extreme, 2000) for extreme in EXTREMES if extreme[0] == F32),
-    ],
+    slow_unless(
+        lambda norm, dtype, size, repeats: dtype == F32 or (norm == "l2" and repeats == 1), RESCUED
+    ),
     ids=str,
 )
 @pytest.mark.usefixtures("x64")

@@ -216,7 +216,10 @@ def test_derivatives_are_those_of_the_decomposition():
     np.testing.assert_allclose(by_limit, (limits[0] - limits[1]) / (2 * step), atol=2e-4)
 
 
-@pytest.mark.parametrize(("mode", "kind"), [("hard", "Auto"), ("soft", "Explicit")])
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("hard", "Auto"), pytest.param("soft", "Explicit", marks=pytest.mark.slow)],
+)
 def test_matrices_that_are_split_over_devices(mode, kind):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(getattr(AxisType, kind),) * 2)
     specs = {"w": P("a", "b"), "s": P("a", None, "b"), "v": P("b")}

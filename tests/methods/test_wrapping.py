@@ -11,8 +11,10 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
+from compiling import slow_unless
 from flax import nnx
 from methods_table import (
+    DISTINCT,
     GRADS,
     METHODS,
     PARAMS,
@@ -147,7 +149,7 @@ def test_apply_if_finite_inside_the_chain(name):
     assert state[1].total_notfinite == 1
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in DISTINCT, NAMED))
 def test_injected_hyperparameters(name):
     method = METHODS[name]
     argument, usual = method.hyper

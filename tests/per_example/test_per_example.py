@@ -1,13 +1,14 @@
 """Sums of clipped examples: the bound, what is dropped, and the published vectors."""
 
 import math
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiling import AS_USERS
+from compiling import AS_USERS, slow_unless
 
 import optaxclip
 from optaxclip import per_example, responses, scopes
@@ -74,11 +75,7 @@ SOME = ("1 + 3", "20 x 30 + 30")
 
 @pytest.mark.parametrize(
     ("dtype", "tree"),
-    [
-        pytest.param(dtype, tree, marks=() if dtype == F32 or tree in SOME else pytest.mark.slow)
-        for dtype in DECADES
-        for tree in TREES
-    ],
+    slow_unless(lambda dtype, tree: dtype == F32 or tree in SOME, product(DECADES, TREES)),
 )
 def test_no_example_contributes_more_than_the_limit(dtype, tree):
     grads, limits = draw(TREES[tree], dtype, DECADES[dtype])
@@ -115,13 +112,16 @@ EQUAL = {
 }
 
 
-@pytest.mark.parametrize("shapes", EQUAL.values(), ids=EQUAL)
-@pytest.mark.parametrize("among", [1, 5])
-def test_bound_for_equal_entries(shapes, among):
+@pytest.mark.parametrize(
+    ("name", "among"),
+    slow_unless(lambda name, among: among == 1 or name == "30 of 20", product(EQUAL, [1, 5])),
+)
+def test_bound_for_equal_entries(name, among):
     """Of which the rounding errors of a sum do not average out; alone and in a batch."""
     sizes = np.random.default_rng(0).uniform(1, 2, 200).astype(F32)
     grads = [
-        np.broadcast_to(sizes.reshape(-1, *[1] * len(shape)), (200, *shape)) for shape in shapes
+        np.broadcast_to(sizes.reshape(-1, *[1] * len(shape)), (200, *shape))
+        for shape in EQUAL[name]
     ]
     limits = (0.5 * norms_of(grads)).astype(F32)
     added = contributions(grads, limits, among=among)

@@ -2,12 +2,13 @@
 
 import functools
 import re
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import AS_USERS, where_sums_are_fused
+from compiling import AS_USERS, slow_unless, where_sums_are_fused
 
 from optaxclip import per_example, scopes
 
@@ -52,24 +53,22 @@ def assert_close(tree, other):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), tree, other)
 
 
-def by_tree_and_leaf(sizes):
+SCOPES = {"tree": scopes.tree(), "leaf": scopes.leaf()}
+
+
+def by_tree_and_leaf(quick, sizes):
     """The microbatches know nothing of scopes: by leaf but one size is quick."""
-    return [
-        pytest.param(
-            scope,
-            size,
-            marks=[pytest.mark.slow] * (name == "leaf" and size != 3),
-            id=f"{name}-{size}",
-        )
-        for name, scope in {"tree": scopes.tree(), "leaf": scopes.leaf()}.items()
-        for size in sizes
-    ]
+    return slow_unless(
+        lambda scope, size: size == 3 if scope == "leaf" else size in quick, product(SCOPES, sizes)
+    )
 
 
-@pytest.mark.parametrize(("scope", "size"), by_tree_and_leaf([None, 1, 2, 3, 4, 9, 10, 64]))
+@pytest.mark.parametrize(
+    ("scope", "size"), by_tree_and_leaf([None, 1, 3, 10, 64], [None, 1, 2, 3, 4, 9, 10, 64])
+)
 def test_microbatches_give_the_same_sum(scope, size):
-    limit, losses, expected = in_one_batch(scope)
-    clipped = per_example.clipped_grad(loss_fn, limit, microbatch_size=size, scope=scope)
+    limit, losses, expected = in_one_batch(SCOPES[scope])
+    clipped = per_example.clipped_grad(loss_fn, limit, microbatch_size=size, scope=SCOPES[scope])
     result = jax.jit(clipped)(*task(), is_padding=IS_PADDING)
     assert_close(result._replace(losses=None), expected)
     assert 0 < np.min(result.num_clipped) < 9
@@ -184,12 +183,12 @@ def test_errors_say_what_is_wrong():
         per_example.clipped_grad(loss_fn, 1.0, batch_argnums=3)(params, x, y)
 
 
-@pytest.mark.parametrize(("scope", "size"), by_tree_and_leaf([None, 2, 3]))
+@pytest.mark.parametrize(("scope", "size"), by_tree_and_leaf([3], [None, 2, 3]))
 def test_all_reduces_of_a_sharded_batch(scope, size):
     """None but those of the `psum`: one for the floats, one for the counts."""
     params, x, y = task(examples=64)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    clipped = per_example.clipped_grad(loss_fn, 1.0, microbatch_size=size, scope=scope)
+    clipped = per_example.clipped_grad(loss_fn, 1.0, microbatch_size=size, scope=SCOPES[scope])
 
     def shard(summed, params, x, y):
         result = clipped(params, x, y)

@@ -1,11 +1,13 @@
 """Limits and gradients of different dtypes, and batches of none and one."""
 
 import functools
+from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import slow_unless
 
 import optaxclip
 from optaxclip import per_example, scopes
@@ -34,8 +36,12 @@ def alone(limits, options, example):
     return per_example.clip_sum(batch, limits, **options).grads
 
 
-@pytest.mark.parametrize("how", LIMITS)
-@pytest.mark.parametrize("dtype", [F32, F64, "both"], ids=["float32", "float64", "both"])
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    slow_unless(
+        lambda how, dtype: dtype == "both" or how == "number", product(LIMITS, (F32, F64, "both"))
+    ),
+)
 def test_the_bound_where_dtypes_differ(how, dtype):
     """In float64 to its digits, where all leaves are; a number of float32 is exact in it."""
     make, options = LIMITS[how]

@@ -35,7 +35,7 @@ def recall_and_precision(suggestion, is_spike):
 @pytest.mark.parametrize("spread", [0.02, 0.1, 0.2, 0.3, 0.5])
 def test_known_spikes_are_found(shape, spread):
     scores = []
-    for seed in range(20):
+    for seed in range(8):
         norms, is_spike = synthetic(seed, spread, shape)
         scores.append(recall_and_precision(tuning.suggest(norms), is_spike))
     assert np.min(np.mean(scores, axis=0)) >= 0.95
