@@ -135,6 +135,8 @@ def test_errors_say_what_is_wrong():
         aggregate(per_example.quantile_limit(count_noise=0.5), 1.0, key=0)
     with pytest.raises(ValueError, match="key must be given for a count_noise"):
         per_example.quantile_limit(count_noise=1.0).update(jnp.ones(()), 3, 4)
+    with pytest.raises(ValueError, match="key must be given for a count_noise"):
+        jax.jit(lambda x: per_example.quantile_limit(count_noise=x).update(x, 3, 4))(1.0)
     # The count alone is noisy.
     with pytest.raises(ValueError, match="key must be given for noise"):
         aggregate(per_example.quantile_limit(count_noise=1.0))

@@ -201,6 +201,8 @@ def test_a_huge_norm_in_the_warm_up_of_adagc_is_clipped_like_any_other():
     _, target, (state,) = drive(thresholds.adagc(warmup_steps=2), norms)
     np.testing.assert_allclose(target, [[0.6, 0.8]] * 2, rtol=1e-6)
     np.testing.assert_allclose(state.statistic[-1], [0.6, 0.8], rtol=1e-6)
+    tiny = thresholds.adagc(lambda_abs=1e-24, warmup_steps=2, floor=0.0)
+    np.testing.assert_allclose(drive(tiny, norms * 1e-24)[1][1], [0.6e-24, 0.8e-24], rtol=1e-6)
 
 
 INF = float("inf")
