@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiling import slow_unless
 from flax import nnx
 from methods_table import (
     DISTINCT,
@@ -60,10 +61,11 @@ WRAPPERS = {
     "per_example": per_example.per_example_clip_and_aggregate(1.0, 1.0, jax.random.key(0)),
     "per_example_quantile": per_example.per_example_clip_and_aggregate(QUANTILE, 1.0, key=0),
 }
-# Without memory all have the same state: that of one of them is enough.
-NAMES = ["clip_by_global_norm", "skip_above", "skip_above_loss", "clip_by_spectral_norm"]
-NAMES += [name for name in DISTINCT if METHODS[name].has_memory]
-TRANSFORMATIONS = {name: METHODS[name].make() for name in NAMES} | WRAPPERS
+TRANSFORMATIONS = {name: method.make() for name, method in METHODS.items()} | WRAPPERS
+# All together are slow to compile; most of those without memory have the same state.
+SOME = ["clip_by_global_norm", "skip_above", "skip_above_loss", "clip_by_spectral_norm", *WRAPPERS]
+SOME += [name for name in DISTINCT if METHODS[name].has_memory]
+ALL = [*TRANSFORMATIONS]
 
 
 def arrays(tree):
@@ -86,16 +88,17 @@ def test_nothing_else_holds_the_arrays_of_a_fresh_state(rule, scope):
     jax.block_until_ready((tx.init(PARAMS), PARAMS, NUMBER))
 
 
-def gradients():
+def gradients(names):
     """Some of its own for each transformation; those of two examples for two of them."""
-    copies = {name: jax.tree.map(jnp.copy, GRADS) for name in TRANSFORMATIONS}
+    copies = {name: jax.tree.map(jnp.copy, GRADS) for name in names}
     return copies | {name: random_tree(2, 2) for name in copies if name.startswith("per_example")}
 
 
 def all_steps(grads, states, params):
-    """One step of every transformation, each with updates and a state of its own."""
+    """One step of these transformations, each with updates and a state of its own."""
     return {
-        name: tx.update(grads[name], states[name], params) for name, tx in TRANSFORMATIONS.items()
+        name: TRANSFORMATIONS[name].update(grads[name], state, params)
+        for name, state in states.items()
     }
 
 
@@ -106,24 +109,29 @@ def donating(compiled):
 
 def run(step, states, number_of_steps):
     for _ in range(number_of_steps):
-        results = step(gradients(), states, PARAMS)
+        results = step(gradients(states), states, PARAMS)
         states = {name: state for name, (_, state) in results.items()}
     return results
 
 
-def fresh_states():
-    return {name: tx.init(PARAMS) for name, tx in TRANSFORMATIONS.items()}
+def fresh_states(names):
+    return {name: TRANSFORMATIONS[name].init(PARAMS) for name in names}
 
 
 @pytest.mark.parametrize(
-    "compiled", [jax.jit, pytest.param(nnx.jit, marks=pytest.mark.slow)], ids=["jit", "nnx.jit"]
+    ("compiled", "names"),
+    slow_unless(
+        lambda compiled, names: names is SOME, [(jax.jit, SOME), (jax.jit, ALL), (nnx.jit, ALL)]
+    ),
+    ids=["jit-some", "jit-all", "nnx.jit-all"],
 )
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_a_fresh_state_and_its_updates_are_donated_twice(compiled):
+def test_a_fresh_state_and_its_updates_are_donated_twice(compiled, names):
     for _ in range(2):
-        states = fresh_states()
+        states = fresh_states(names)
         run(donating(compiled), states, 2)
-        assert all(any(x.is_deleted() for x in arrays(states[name])) for name in NAMES)
+        of_methods = [states[name] for name in names if name in METHODS]
+        assert all(any(x.is_deleted() for x in arrays(state)) for state in of_methods)
 
 
 LARGEST = 2**31 - 1
@@ -134,15 +142,18 @@ def counted(states, count):
     return jax.tree.map(lambda x: jnp.full_like(x, count) if x.dtype == jnp.int32 else x, states)
 
 
+@pytest.mark.parametrize(
+    "names", slow_unless(lambda names: names is SOME, [SOME, ALL]), ids=["some", "all"]
+)
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_counts_stay_at_the_largest_and_change_nothing():
+def test_counts_stay_at_the_largest_and_change_nothing(names):
     step, found = donating(jax.jit), []
     # Rings have 2, 4 and 5 places, which come round together.
     for count in (LARGEST, LARGEST - 20 * 10**7):
-        last = run(step, fresh_states(), 6)
+        last = run(step, fresh_states(names), 6)
         states = {name: counted(state, count) for name, (_, state) in last.items()}
         found.append(run(step, states, 7))
-    for name in TRANSFORMATIONS:
+    for name in names:
         (updates, state), (expected, expected_state) = (results[name] for results in found)
         counts = [x for x in jax.tree.leaves(state) if x.dtype == jnp.int32]
         assert all(np.all((x > LARGEST - 6) | (x < 14)) and np.all(x >= 0) for x in counts), name
