@@ -1,4 +1,4 @@
-"""How programs are compiled where results depend on it, what comes out, and what waits for CI."""
+"""How programs are compiled in tests whose results depend on it, and what comes out."""
 
 import re
 
@@ -19,12 +19,6 @@ def collectives(compiled):
     kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
     counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
     return {kind: count for kind, count in counts.items() if count}
-
-
-def slow_unless(quick, cases):
-    """All cases for `parametrize`; those are slow of whose values `quick` does not hold."""
-    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [pytest.param(*row, marks=() if quick(*row) else pytest.mark.slow) for row in rows]
 
 
 where_sums_are_fused = pytest.mark.skipif(

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 import shown_code
-from compiling import slow_unless
+from cases import slow_unless
 
 import optaxclip
 

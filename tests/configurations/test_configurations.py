@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import slow_unless
 from jax import export
 
 import optaxclip
@@ -106,7 +107,7 @@ SETTINGS = {
     "no jit": jax.disable_jit,
 }
 SLOW = {"matmul in bfloat16", "no jit"}
-marked = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SETTINGS]
+marked = slow_unless(lambda name: name not in SLOW, SETTINGS)
 
 
 @pytest.mark.parametrize("name", marked)

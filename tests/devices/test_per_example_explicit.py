@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import slow_unless
+from cases import slow_unless
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiling import collectives, slow_unless
+from cases import slow_unless
+from compiling import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -38,7 +39,7 @@ METHODS = {
     "adagc": (optaxclip.adagc, 1.05, {"warmup_steps": 1}),
     "skip": (functools.partial(optaxclip.skip_above, optax.sgd(1.0)), 100.0, {}),
 }
-SOME = ("global_norm", "axes", "agc", "skip")
+SOME = ("global_norm", "axes", "agc", "skip")  # quick in several ways, the others in one
 NUM_ALL_REDUCES = {"clip": 0, "global_l3": 2}  # the third power needs the largest entry first
 # Norms of many groups for each leaf, those of parameters, and which entries are bad.
 SEVERAL = {"axes", "agc", "masked"}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import slow_unless
+from cases import slow_unless
 from methods_table import (
     DISTINCT,
     GRADS,

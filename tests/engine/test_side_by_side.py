@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from compiling import slow_unless
+from cases import slow_unless
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiling import slow_unless
+from cases import slow_unless
 from flax import nnx
 from methods_table import (
     DISTINCT,

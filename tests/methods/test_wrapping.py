@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
-from compiling import slow_unless
+from cases import slow_unless
 from flax import nnx
 from methods_table import (
     DISTINCT,

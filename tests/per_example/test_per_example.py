@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from compiling import AS_USERS, slow_unless
+from cases import slow_unless
+from compiling import AS_USERS
 
 import optaxclip
 from optaxclip import per_example, responses, scopes
@@ -66,7 +67,6 @@ def contributions(grads, limits, among=1, **options):
 
 
 # The bound
-
 
 DECADES = {F32: (-25, 30), BF16: (-25, 30), F16: (-2, 4)}
 # Narrow leaves become float32 first: what follows is the same for any tree.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import slow_unless
+from cases import slow_unless
 
 import optaxclip
 from optaxclip import per_example, scopes

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from compiling import slow_unless
+from cases import slow_unless
 
 from optaxclip import monitor, tuning
 from optaxclip.commands import demo

@@ -1,0 +1,9 @@
+"""Which cases of a test run each time, and which wait for CI."""
+
+import pytest
+
+
+def slow_unless(quick, cases):
+    """All cases for `parametrize`; those are slow of whose values `quick` does not hold."""
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*row, marks=() if quick(*row) else pytest.mark.slow) for row in rows]
