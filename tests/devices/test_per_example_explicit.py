@@ -150,3 +150,51 @@ def test_microbatches_where_some_axes_are_manual():
         run = jax.jit(jax.shard_map(shard, **specs))
         total = run(placed(w, P("b")), placed(x, P("a", "b")))
     np.testing.assert_allclose(total, per_example.clip_sum(x, 0.7).grads, rtol=1e-5)
+
+
+def layouts(split, size):
+    """How the microbatches of 16 examples and what comes of each are split; nothing is computed."""
+    long_names = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    x = jax.device_put(jnp.ones((16, 4)), NamedSharding(long_names, split))
+    parts = []
+
+    @jax.custom_batching.custom_vmap
+    def seen(x):
+        return x
+
+    @seen.def_vmap
+    def _(examples, is_batched, x):
+        parts.append((examples, jax.typeof(x).sharding.spec))
+        return x, True
+
+    def loss(w, x):
+        return jnp.sum(w * seen(x)), x
+
+    clipped = per_example.clipped_grad(loss, 1.0, has_aux=True, microbatch_size=size)
+    found = jax.eval_shape(clipped, jnp.ones(4), x)
+    return parts, [x.sharding.spec for x in (found.losses, found.norms, found.aux)]
+
+
+BOTH, DATA, MODEL = P(("data", "model"), None), P("data", None), P(None, "model")
+GRID = P("data", "model")
+
+
+@pytest.mark.parametrize(
+    ("split", "size", "parts", "each"),
+    [
+        (BOTH, 8, {8: BOTH}, BOTH),
+        (BOTH, 4, {4: DATA}, DATA),
+        (BOTH, 6, {6: P(None, None), 4: DATA}, DATA),
+        (GRID, 12, {12: GRID, 4: GRID}, GRID),
+        (GRID, 3, {3: MODEL, 1: MODEL}, MODEL),
+    ],
+)
+def test_a_microbatch_is_split_over_as_many_devices_as_divide_it(split, size, parts, each):
+    assert layouts(split, size) == (list(parts.items()), [P(each[0])] * 2 + [each])
+
+
+def test_norms_are_split_as_the_first_leaf_whose_examples_are():
+    specs = {"b": P(), "v": P(None, "b"), "w": P("a", None, "b")}
+    found = jax.eval_shape(lambda x: per_example.clip_sum(x, 1.0), placed(random_grads(8), specs))
+    assert found.norms.sharding.spec == P("a")
+    assert [x.sharding.spec for x in found.grads.values()] == [P(), P("b"), P(None, "b")]

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.sparse import BCOO
 
 import optaxclip
 from optaxclip import clip_by, clip_by_global_norm, clip_tree, ops, per_example, scopes
 
+SPARSE = BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))
 MISTAKES = {
     "negative limit": (lambda: clip_by_global_norm(-1.0), "max_norm .* got -1.0; .* math.inf"),
     "limit of groups": (lambda: clip_by_global_norm(np.ones(2)), r"shape \(2,\).* a dict by their"),
@@ -23,6 +25,16 @@ MISTAKES = {
     "no aux": (
         lambda: grads_of(lambda w, x: jnp.sum(w * x), has_aux=True),
         r"must return \(loss, aux\)",
+    ),
+    "three": (
+        lambda: grads_of(lambda w, x: (dot(w, x), 1, 2), has_aux=True),
+        r"\(loss, aux\), got",
+    ),
+    "no batch": (lambda: per_example.clipped_grad(jnp.sum, 1.0)(jnp.ones(2)), "at least one; got"),
+    "half a position": (lambda: grads_of(dot, argnums=(0.5,)), "argnums must be an int or"),
+    "sparse": (
+        lambda: per_example.clip_sum(SPARSE, 1.0),
+        "grads must be dense; leaf 'leaf' is",
     ),
     "twice": (lambda: grads_of(dot, argnums=(0, 0)), r"argnums \(0, 0\) .* at most once"),
     "batch twice": (lambda: grads_of(dot, batch_argnums=(1, -1)), "batch_argnums .* at most once"),
@@ -66,6 +78,7 @@ def test_numbers_of_numpy_are_numbers():
     }
     expected = grads_of(dot).grads
     np.testing.assert_array_equal(grads_of(dot, **options).grads, expected)
+    np.testing.assert_array_equal(grads_of(dot, argnums=-2, batch_argnums=-1).grads, expected)
     assert grads_of(dot, argnums=np.array([0])).grads[0].shape == expected.shape
     optaxclip.autoclip(window=np.int64(3)).init(jnp.ones(2))
     optaxclip.skip_above(optax.identity(), 1.0, np.int32(3))

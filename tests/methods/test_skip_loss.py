@@ -107,11 +107,16 @@ def test_shifted_losses_have_shifted_limits(name):
     np.testing.assert_allclose(down, up - 10, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("rule", [thresholds.ema(0.5, 1.5), thresholds.median(1.5, 8)])
-def test_a_multiple_of_a_negative_average_is_above_it(rule):
+@pytest.mark.parametrize(
+    ("rule", "limit"), [(thresholds.ema(0.5, 1.5), -1), (thresholds.median(1.5, 12), 0)]
+)
+def test_a_multiple_of_a_negative_average_is_above_it(rule, limit):
     losses = np.array([-2.0] * 30 + [-0.9, -2.0])
-    _, skipped = run_all(skip_above(optax.sgd(1.0), np.inf, loss_limit=rule), [losses, -losses])
+    tx = skip_above(optax.sgd(1.0), np.inf, loss_limit=rule)
+    states, skipped = run_all(tx, [losses, -losses])
     assert skipped == [[0] * 30 + [1, 0], [0] * 32]
+    # The median's early limits are twice as far above.
+    assert states.loss.info.limit[0, 10] == limit
 
 
 def test_a_rule_of_plain_functions():

@@ -21,7 +21,7 @@ def test_a_limit_of_any_dtype_bounds_both_sides(limit, scheduled):
     np.testing.assert_array_equal(tx.update(grads, tx.init(grads))[0], [-3, -3, 2, 3])
 
 
-WHOLE = [2**40, np.int64(2**40), np.uint64(2**40), 10**300]
+WHOLE = [2**31, 2**40, np.int64(2**40), np.uint64(2**40), 10**300]
 
 
 @pytest.mark.parametrize("limit", [*WHOLE, 1e300, np.float64(1e300)], ids=lambda x: f"{x!r:.12}")

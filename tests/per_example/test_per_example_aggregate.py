@@ -44,6 +44,11 @@ def test_each_example_is_counted_once():
     assert (int(state.num_clipped), int(state.num_dropped)) == (3, 2)
 
 
+def test_a_mean_of_one_example_is_the_example():
+    update, _ = first_update(1.0, grads=jnp.array([[0.3, 0.4]]))
+    np.testing.assert_allclose(update, [0.3, 0.4], rtol=1e-6)
+
+
 def test_padding():
     flags = jnp.arange(8) >= 6
     tx = aggregate(1.0)
@@ -70,11 +75,16 @@ def test_noise_has_the_wanted_size_and_differs_at_each_step():
 
 
 def test_noise_is_that_of_all_limits_together():
-    zeros = {"v": jnp.zeros((1, 100, 100)), "w": jnp.zeros((1, 100, 100))}
-    limits = {"v": 0.3, "w": 0.4}
-    noise, _ = first_update(limits, 1.0, 0, reduction="sum", scope=scopes.leaf(), grads=zeros)
+    zeros = {"v": jnp.zeros((1, 10000)), "w": jnp.zeros((1, 100, 100))}
+    limits = {"v": 3.0, "w": 0.4}  # of a vector, and of each of a hundred columns
+    noise, _ = first_update(limits, 1.0, 0, reduction="sum", scope=scopes.unit(), grads=zeros)
     for leaf in noise.values():
-        assert np.std(leaf) == pytest.approx(0.5, rel=0.03)
+        assert np.std(leaf) == pytest.approx(5, rel=0.03)
+
+
+def test_noise_on_no_leaves():
+    tx = aggregate(1.0, 1.0, 0)
+    assert tx.update({"w": None}, tx.init({"w": None}))[0] == {"w": None}
 
 
 def test_no_key_is_used_twice():
@@ -207,9 +217,15 @@ def test_noise_on_the_count_and_range_of_the_limit():
     assert np.min(moved) == np.float32(0.9)
     assert 1 < np.max(moved) <= np.float32(1.3)
     assert per_example.quantile_limit(init_limit=5.0, max_limit=2.0).init() == 2
+    rule = per_example.quantile_limit(0.0, 1.0, count_noise=10.0, geometric=False)
+    moved = jax.vmap(lambda key: rule.update(jnp.ones(()), 50, 100, key))(keys)
+    assert np.std(100 * moved) == pytest.approx(10, rel=0.1)
 
 
-@pytest.mark.parametrize(("count", "examples", "share"), [(500, 100, 1), (-300, 100, 0), (0, 0, 0)])
+SHARES = [(500, 100, 1), (-300, 100, 0), (0, 0, 0), (1, 1, 1)]
+
+
+@pytest.mark.parametrize(("count", "examples", "share"), SHARES)
 def test_a_share_beyond_all_is_all_and_below_none_is_none(count, examples, share):
     """As noise can make it, or a batch that is larger than expected; none of none is none."""
     moved = per_example.quantile_limit(0.5, 1.0, 1.0).update(jnp.ones(()), count, examples)

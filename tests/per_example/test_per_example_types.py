@@ -85,11 +85,14 @@ def test_batches_of_none_and_one(dtype, size):
     wide = F64 if dtype == F64 else F32
     none, one = clipped(w, x[:0]), clipped(w, x)
     assert (none.grads.dtype, one.grads.dtype) == (wide, wide)
+    assert none.grads.shape == (3,)
     np.testing.assert_array_equal(none.grads, np.zeros(3))
     assert (none.norms.shape, none.losses.shape, int(none.num_unclipped)) == ((0,), (0,), 0)
     np.testing.assert_allclose(one.grads, np.full(3, 3**-0.5), rtol=2e-6)
     summed = per_example.clip_sum({"w": jax.grad(loss_fn)(w, x[0])[None]}, F32(1))
     np.testing.assert_allclose(summed.grads["w"], one.grads, rtol=1e-6)
+    in_parts = per_example.clipped_grad(loss_fn, F32(1), microbatch_size=2)
+    assert jax.eval_shape(in_parts, w, jnp.ones((3, 3), dtype)).grads.dtype == wide
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16, F64, jnp.complex64, jnp.complex128])

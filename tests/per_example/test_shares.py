@@ -14,3 +14,14 @@ def test_shares_by_size_are_those_of_all_entries_of_a_group():
         entries = sum(leaf.size for leaf in leaves)
         for leaf in found:
             np.testing.assert_allclose(leaf, np.full(leaf.shape, entries**-0.5), rtol=2e-6)
+
+
+def test_nothing_is_above_a_limit_of_zero():
+    found = per_example.clip_sum(jnp.array([[0.0, 0.0], [0.0, 1e-20]]), 0.0)
+    assert (int(found.num_clipped), int(found.num_unclipped)) == (1, 1)
+    assert not np.any(found.grads)
+
+
+def test_huge_and_small_examples_in_one_batch():
+    grads = jnp.array([[3e30, 4e30], [0.3, 0.4]])
+    np.testing.assert_allclose(per_example.clip_sum(grads, 1.0).grads, [0.9, 1.2], rtol=2e-6)

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference_rules import drive
 
 import optaxclip
 from optaxclip import per_example, scopes, thresholds
+from optaxclip.thresholds.losses import as_loss_limit
 
 NORMS = np.array([1.0, 3.0, 2.0, 2.5, 1.5], np.float32)
 
@@ -38,7 +40,7 @@ def test_the_target_may_differ_in_its_decay_or_in_its_ratio():
     ema = functools.partial(thresholds.ema, 0.9, 100.0)
     for make, target in {
         functools.partial(ema, target_decay=0.5): 100 * average(0.5),
-        functools.partial(ema, target_ratio=50.0): 50 * average(0.9),
+        functools.partial(ema, target_ratio=0.5): average(0.9) / 2,
         ema: 100 * average(0.9),
     }.items():
         triggers, targets = limits_of(NORMS, make)
@@ -84,11 +86,14 @@ GIVEN = {
     "window": {"num_std": 2.0, "min_std": 0.5},
     "median": {"scale": 2.0, "max_norm": 4.0},
 }
+WITHOUT_A_CAP = {"mean_over_rms": {"mean_decay": 0.5, "square_decay": 0.5, "eps": 0.5}}
 
 
-@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("name", GIVEN | WITHOUT_A_CAP)
 def test_numbers_may_have_any_dtype(name):
-    def drive(numbers):
+    given = (GIVEN | WITHOUT_A_CAP)[name]
+
+    def limits(numbers):
         rule, norm = getattr(thresholds, name)(**numbers), jnp.ones(2)
         first = rule.init(norm)
         limits, state = rule.update(norm, first, None)
@@ -98,11 +103,11 @@ def test_numbers_may_have_any_dtype(name):
     for bits in (32, 64):
         with jax.enable_x64(bits == 64):
             for kind in KINDS:
-                numbers = {key: kind(x) for key, x in GIVEN[name].items()}
-                for limit in jax.eval_shape(lambda numbers=numbers: drive(numbers)):
+                numbers = {key: kind(x) for key, x in given.items()}
+                for limit in jax.eval_shape(lambda numbers=numbers: limits(numbers)):
                     assert limit.dtype == jnp.float32
                 traced = jax.tree.map(jnp.asarray, numbers)
-                for limit in jax.eval_shape(drive, traced):
+                for limit in jax.eval_shape(limits, traced):
                     assert limit.dtype == jnp.float32
 
 
@@ -132,12 +137,13 @@ def test_a_limit_by_name_for_the_whole_tree_and_for_units():
         assert np.ravel(state.info.limit) == 1
 
 
-@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("name", GIVEN | WITHOUT_A_CAP)
 def test_every_rule_has_a_floor_and_a_cap(name):
-    rule = getattr(thresholds, name)(floor=2.0, max_norm=0.5)
+    options, limit = ({}, 2.0) if name in WITHOUT_A_CAP else ({"max_norm": 0.5}, 0.5)
+    rule = getattr(thresholds, name)(floor=2.0, **options)
     ones = jnp.ones((), jnp.float32)
     limits, (state,) = rule.update(ones, rule.init(ones), None)
-    assert (limits.trigger, limits.target) == (0.5, 0.5)
+    assert (limits.trigger, limits.target) == (limit, limit)
     assert state.count == 0
 
 
@@ -146,23 +152,29 @@ def test_a_window_warms_up_for_half_of_its_length():
     assert np.isinf(triggers).tolist() == [True, True, True, False, False]
     shortest, _ = limits_of(NORMS, functools.partial(thresholds.window, window=2))
     assert np.isinf(shortest).tolist() == [True, False, False, False, False]
+    # Of one norm there is no deviation yet.
+    np.testing.assert_allclose(shortest[1], 1 + 3e-6, rtol=1e-7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_of_a_quantile_over_examples_may_have_any_dtype(kind):
-    names = ("target", "learning_rate", "init_limit", "min_limit", "max_limit")
+    names = ("target", "learning_rate", "init_limit", "count_noise", "min_limit", "max_limit")
     with jax.enable_x64(True):
         rule = per_example.quantile_limit(**dict.fromkeys(names, kind(0.5)))
-        count = jnp.zeros((), jnp.int32)
+        count, key = jnp.zeros((), jnp.int32), jax.random.key(0)
         state = jax.eval_shape(rule.init)
-        after = jax.eval_shape(lambda state: rule.update(state, count, 8, None), state)
-    assert (after.shape, after.dtype) == (state.shape, state.dtype)
+        after = jax.eval_shape(lambda state: rule.update(state, count, 8, key), state)
+        for numbers in ((kind(0.5), kind(2)), (jnp.asarray(kind(0.5)), jnp.asarray(kind(2)))):
+            assert per_example.adjusted_noise_multiplier(*numbers).dtype == jnp.float32
+    assert (after.shape, after.dtype) == (state.shape, state.dtype) == ((), jnp.float32)
 
 
 def test_the_log_tracker_has_a_least_limit():
     make = functools.partial(thresholds.log_tracker, 0.5, 2.0, min_limit=3.0)
     trigger, target = limits_of(jnp.ones(10), make)
     np.testing.assert_allclose([trigger[-1], target[-1]], [3, 0], rtol=1e-6)
+    # The weights of two norms sum to 0.75, which is not above it.
+    assert np.isinf(trigger).tolist() == [True] * 3 + [False] * 7
 
 
 @pytest.mark.parametrize("debias", [False, True])
@@ -186,6 +198,12 @@ def test_a_quantile_that_is_added_to_falls_to_zero_at_most():
     np.testing.assert_array_equal(limits_of(NORMS, make)[0], [1, 0, 2, 0, 2])
 
 
+def test_adagc_of_no_groups():
+    rule, none = thresholds.adagc(), jnp.zeros(0)
+    limits, (state,) = rule.update(none, rule.init(none), None)
+    assert limits.target.shape == state.count.shape == (0,)
+
+
 def test_without_a_warm_up_adagc_lets_the_first_norm_pass():
     triggers, _ = limits_of(NORMS, functools.partial(thresholds.adagc, 1.5, warmup_steps=0))
     np.testing.assert_allclose(triggers[:2], [np.inf, 1.5])
@@ -200,3 +218,20 @@ def test_a_share_of_the_parameters_is_not_negative(numbers):
 def test_what_is_added_to_the_root_mean_square_lowers_the_target():
     _, targets = limits_of(NORMS, functools.partial(thresholds.mean_over_rms, eps=1.0))
     np.testing.assert_allclose(targets[0], 0.5, rtol=1e-6)
+
+
+OF_LOSSES = {
+    "a multiple": (thresholds.median(1.5, 8, every_step=True), -1),
+    "constant": (thresholds.constant(3.0), 3),
+    "schedule": (thresholds.schedule(lambda count: 3.0), 3),
+    "function": (lambda count: -1.0, -1),
+    "whole": (-(2**40), -(2.0**40)),
+    "large": (-1e300, -np.inf),
+}
+
+
+@pytest.mark.parametrize("name", OF_LOSSES)
+def test_the_limit_of_a_first_loss_below_zero(name):
+    limit, expected = OF_LOSSES[name]
+    trigger, _, _ = drive(as_loss_limit(limit), jnp.full(1, -2.0))
+    assert trigger.tolist() == [expected]
