@@ -111,6 +111,12 @@ def test_numbers_may_have_any_dtype(name):
                     assert limit.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("name", GIVEN | WITHOUT_A_CAP)
+def test_a_rule_made_anew_needs_no_other_program(name):
+    one, other = (jax.tree.structure(getattr(thresholds, name)()) for _ in range(2))
+    assert (one, hash(one)) == (other, hash(other))
+
+
 @pytest.mark.usefixtures("x64")
 def test_gradients_of_float64_beside_parameters_of_float32():
     params, grads = jnp.ones(3, jnp.float32), jnp.ones(3, jnp.float64)
@@ -185,11 +191,12 @@ def test_an_average_that_forgets_nothing_stays_at_the_first_norm(debias):
 
 
 def test_a_norm_at_its_limit_is_not_above_it():
-    rule = thresholds.percentile(50.0, 3, warmup_steps=1, record="accepted", patience=None)
+    rule = thresholds.percentile(50.0, 3, warmup_steps=0, record="accepted", patience=None)
     one = jnp.ones((), jnp.float32)
     (state,) = rule.init(one)
-    for _ in range(2):
-        _, (state,) = rule.update(one, [state], None)
+    for limit in (np.inf, 1):
+        limits, (state,) = rule.update(one, [state], None)
+        assert limits.trigger == limit
     assert (state.count, state.streak) == (2, 0)
 
 
@@ -200,7 +207,7 @@ def test_a_quantile_that_is_added_to_falls_to_zero_at_most():
 
 def test_adagc_of_no_groups():
     rule, none = thresholds.adagc(), jnp.zeros(0)
-    limits, (state,) = rule.update(none, rule.init(none), None)
+    limits, (state,) = jax.eval_shape(rule.update, none, rule.init(none), None)
     assert limits.target.shape == state.count.shape == (0,)
 
 
