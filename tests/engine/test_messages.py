@@ -36,6 +36,10 @@ MISTAKES = {
         lambda: per_example.clip_sum(SPARSE, 1.0),
         "grads must be dense; leaf 'leaf' is",
     ),
+    "sparse, as in Optax": (
+        lambda: optaxclip.per_example_global_norm_clip(SPARSE, 1.0),
+        "grads must be dense; leaf 'leaf' is",
+    ),
     "twice": (lambda: grads_of(dot, argnums=(0, 0)), r"argnums \(0, 0\) .* at most once"),
     "batch twice": (lambda: grads_of(dot, batch_argnums=(1, -1)), "batch_argnums .* at most once"),
     "nowhere": (lambda: grads_of(dot, argnums=7), "argnums .* positions among 2"),
