@@ -45,21 +45,31 @@ def _as_users(optimized):
 
 
 @pytest.fixture(scope="session")
-def both():
-    """`both(device, ...)`: what ours and Optax's add to the step of a `Case`."""
-    from aims import OURS, THEIRS
-
+def added_by():
+    """`added_by(way, device, ...)`: what a way to clip adds to the step of a `Case`."""
     from benchmarks.accelerators.cases import Case, added
 
     compiled = functools.cache(Case.compile)
 
-    def of(case, way):
-        run, case = compiled(case.of(way), way), case.of(way)
+    def measure(way, *fields, **named):
+        case = Case(*fields, **named).of(way)
         plain = None if case.is_of_examples else compiled(case.of("no clip"), "no clip")
-        return added(run, plain)
-
-    def measure(*fields, **named):
-        case = Case(*fields, **named)
-        return of(case, OURS), of(case, THEIRS)
+        return added(compiled(case, way), plain)
 
     return measure
+
+
+@pytest.fixture(scope="session")
+def ours(added_by):
+    """`ours(device, ...)`: what optaxclip adds."""
+    from aims import OURS
+
+    return functools.partial(added_by, OURS)
+
+
+@pytest.fixture(scope="session")
+def both(ours, added_by):
+    """`both(device, ...)`: what optaxclip adds, and what Optax does."""
+    from aims import THEIRS
+
+    return lambda *fields, **named: (ours(*fields, **named), added_by(THEIRS, *fields, **named))
