@@ -1,0 +1,82 @@
+"""What is known of a leaf from several sides: from names of axes, from its type, from specs."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optaxclip
+from optaxclip import ops, scopes
+
+WHOLE = np.random.default_rng(0).normal(size=(4, 8, 6)).astype(np.float32)
+NORM = np.linalg.norm(WHOLE.astype(np.float64))
+
+
+def mesh():
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+
+def region(fn, *specs, **options):
+    in_specs, out_specs = specs
+    return jax.shard_map(fn, mesh=mesh(), in_specs=in_specs, out_specs=out_specs, **options)
+
+
+def columns(x, scope=None, **options):
+    return optaxclip.clip_tree(x, 0.5, scope=scope or scopes.unit(), **options)
+
+
+def clipped_columns(x):
+    return x * (0.5 / np.linalg.norm(x.astype(np.float64), axis=0))
+
+
+def test_a_part_under_vmap_does_not_tell_what_a_unit_is():
+    clip = jax.vmap(functools.partial(columns, axis_name="v"), axis_name="v")
+    with pytest.raises(ValueError, match="pass specs="):
+        clip(WHOLE[:, :1])
+
+
+def test_an_axis_of_vmap_counts_beside_those_of_a_mesh():
+    norm = functools.partial(ops.global_norm, axis_name="v", specs=P("a"))
+    split = region(norm, P("a"), P(), check_vma=False)
+    found = jax.jit(jax.vmap(split, axis_name="v"))(WHOLE)
+    np.testing.assert_allclose(found, np.full(4, NORM), rtol=1e-6)
+
+
+def test_specs_may_name_axes_that_are_not_manual():
+    def clip(x):
+        specs = NamedSharding(mesh(), P("a", "b"))
+        return columns(x, specs=specs)[0], ops.global_norm(x, specs=specs)
+
+    x = WHOLE[0]
+    partly = region(clip, P("a"), (P("a"), P()), axis_names={"a"}, check_vma=False)
+    updates, norm = jax.jit(partly)(jax.device_put(x, NamedSharding(mesh(), P("a", "b"))))
+    np.testing.assert_allclose(updates, clipped_columns(x), rtol=1e-5)
+    np.testing.assert_allclose(norm, np.linalg.norm(x), rtol=1e-6)
+
+
+def test_a_name_may_stand_for_specs_where_types_tell_of_more_axes():
+    def clip(x):
+        return columns(x, scopes.axes(0), axis_name="a")[0]
+
+    found = jax.jit(region(clip, P("a", "b"), P("a", "b")))(WHOLE[0])
+    np.testing.assert_allclose(found, clipped_columns(WHOLE[0]), rtol=1e-5)
+
+
+def test_a_type_is_believed_where_specs_split_what_is_whole():
+    norm = region(functools.partial(ops.global_norm, specs=P("a", "b")), P("a"), P())
+    np.testing.assert_allclose(jax.jit(norm)(WHOLE), NORM, rtol=1e-6)
+
+
+def test_groups_may_be_split_along_several_of_their_axes():
+    clip = functools.partial(columns, scope=scopes.axes(-1), specs=P("a", "b"))
+    whole = region(clip, P("a", "b"), (P("a", "b"), P()))
+    assert jax.eval_shape(whole, WHOLE)[0].shape == WHOLE.shape
+
+
+@pytest.mark.parametrize("axis_name", [("a", 3), {"a"}], ids=str)
+def test_names_are_a_sequence_of_names(axis_name):
+    with pytest.raises(TypeError, match=r"^axis_name must be"):
+        ops.global_norm(WHOLE, axis_name=axis_name)
