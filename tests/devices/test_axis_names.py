@@ -33,15 +33,27 @@ def clipped_columns(x):
 
 
 def test_a_part_under_vmap_does_not_tell_what_a_unit_is():
-    clip = jax.vmap(functools.partial(columns, axis_name="v"), axis_name="v")
+    clip = jax.vmap(functools.partial(columns, axis_name="lanes"), axis_name="lanes")
     with pytest.raises(ValueError, match="pass specs="):
         clip(WHOLE[:, :1])
 
 
+def test_a_name_says_that_every_leaf_is_split():
+    by_norm = optaxclip.clip_by(scopes.leaf(), 0.5, axis_name="lanes")
+
+    def clip(x):
+        return columns(x, axis_name="lanes")[0], by_norm.update(x, None)[0]
+
+    of_columns, of_all = jax.jit(jax.vmap(clip, axis_name="lanes"))(WHOLE)
+    expected = clipped_columns(WHOLE.reshape(-1, 6)).reshape(WHOLE.shape)
+    np.testing.assert_allclose(of_columns, expected, rtol=1e-5)
+    np.testing.assert_allclose(of_all, WHOLE * (0.5 / NORM), rtol=1e-5)
+
+
 def test_an_axis_of_vmap_counts_beside_those_of_a_mesh():
-    norm = functools.partial(ops.global_norm, axis_name="v", specs=P("a"))
+    norm = functools.partial(ops.global_norm, axis_name="lanes", specs=P("a"))
     split = region(norm, P("a"), P(), check_vma=False)
-    found = jax.jit(jax.vmap(split, axis_name="v"))(WHOLE)
+    found = jax.jit(jax.vmap(split, axis_name="lanes"))(WHOLE)
     np.testing.assert_allclose(found, np.full(4, NORM), rtol=1e-6)
 
 
@@ -80,3 +92,7 @@ def test_groups_may_be_split_along_several_of_their_axes():
 def test_names_are_a_sequence_of_names(axis_name):
     with pytest.raises(TypeError, match=r"^axis_name must be"):
         ops.global_norm(WHOLE, axis_name=axis_name)
+    with pytest.raises(TypeError, match=r"^axis_name must be"):
+        columns(WHOLE, axis_name=axis_name)
+    with pytest.raises(TypeError, match=r"^axis_name must be"):
+        optaxclip.clip_by(scopes.tree(), 1.0, axis_name=axis_name)

@@ -11,6 +11,8 @@ from cases import slow_unless
 from jax import export
 from methods_table import DISTINCT, GRADS, METHODS, PARAMS, assert_close, avals
 
+import optaxclip
+
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 STACKED = ("leaf_stacked_strict", "both")
 SYMBOLIC = {
@@ -77,8 +79,10 @@ def test_exports_with_symbolic_shapes(name, shapes):
 def test_the_number_of_layers_must_be_known():
     # Because layers have a name each.
     tree, method = symbolic_tree(SYMBOLIC["both"]), METHODS[STACKED[0]].make()
-    with pytest.raises(ValueError, match="leaf 'w' must stack a fixed number of layers"):
-        jax.eval_shape(method.init, tree)
+    stacks = optaxclip.clip_by(optaxclip.scopes.leaf(stacked=2), 1.0)
+    for tx, shapes in ((method, tree), (stacks, symbolic_tree({"w": "6, n"}))):
+        with pytest.raises(ValueError, match="leaf 'w' must stack a fixed number of layers"):
+            jax.eval_shape(tx.init, shapes)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Norms and responses by themselves, where their formulas have a special case."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,6 +27,13 @@ def test_powers_of_two_are_entries_like_others(norm):
     for size in (0.5, 1.0, 4.0):
         np.testing.assert_allclose(ops.global_norm(jnp.array([size, 0.0]), norm=norm), size)
         np.testing.assert_allclose(norm.finish(norm.map(jnp.float32(size)), jnp.float32(1)), size)
+
+
+@pytest.mark.parametrize("norm", [norms.lp(0.5), norms.lp(3), norms.rms], ids=repr)
+def test_zeros_have_the_derivative_zero(norm):
+    slope = jax.grad(lambda x: norm.finish(jnp.sum(norm.map(x)), jnp.float32(1)))
+    np.testing.assert_allclose(slope(jnp.array([4.0, 0.0])), [1, 0], rtol=1e-6)
+    np.testing.assert_array_equal(slope(jnp.zeros(2)), [0, 0])
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
