@@ -82,6 +82,16 @@ def test_a_type_is_believed_where_specs_split_what_is_whole():
     np.testing.assert_allclose(jax.jit(norm)(WHOLE), NORM, rtol=1e-6)
 
 
+def test_specs_may_lack_the_mesh_where_one_is_set_or_another_has_it():
+    tree = {"b": WHOLE[0], "w": WHOLE}
+    mixed = {"b": P(), "w": NamedSharding(mesh(), P("a"))}
+    norms = [jax.jit(functools.partial(ops.global_norm, specs=mixed))(tree)]
+    with jax.set_mesh(mesh()):
+        norms.append(jax.jit(functools.partial(ops.global_norm, specs=P("a")))(tree))
+    expected = np.hypot(NORM, np.linalg.norm(WHOLE[0].astype(np.float64)))
+    np.testing.assert_allclose(norms, [expected] * 2, rtol=1e-6)
+
+
 def test_groups_may_be_split_along_several_of_their_axes():
     clip = functools.partial(columns, scope=scopes.axes(-1), specs=P("a", "b"))
     whole = region(clip, P("a", "b"), (P("a", "b"), P()))
