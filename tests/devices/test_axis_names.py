@@ -51,10 +51,12 @@ def test_a_name_says_that_every_leaf_is_split():
 
 
 def test_an_axis_of_vmap_counts_beside_those_of_a_mesh():
-    norm = functools.partial(ops.global_norm, axis_name="lanes", specs=P("a"))
-    split = region(norm, P("a"), P(), check_vma=False)
-    found = jax.jit(jax.vmap(split, axis_name="lanes"))(WHOLE)
-    np.testing.assert_allclose(found, np.full(4, NORM), rtol=1e-6)
+    norm = functools.partial(ops.global_norm, axis_name="lanes")
+    split = region(functools.partial(norm, specs=P("a")), P("a"), P(), check_vma=False)
+    placed = functools.partial(norm, specs=NamedSharding(mesh(), P("a")))
+    for each in (split, placed):
+        found = jax.jit(jax.vmap(each, axis_name="lanes"))(WHOLE)
+        np.testing.assert_allclose(found, np.full(4, NORM), rtol=1e-6)
 
 
 def test_specs_may_name_axes_that_are_not_manual():
