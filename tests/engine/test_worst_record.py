@@ -2,8 +2,10 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import optaxclip
+import optaxclip._engine.record as engine_record
 from optaxclip import scopes
 
 
@@ -59,3 +61,29 @@ def test_each_layer_counts_its_own_bad_entries():
         scope = scopes.leaf(stacked=1)
         _, info = record(optaxclip.clip_by(scope, 5.0, nonfinite=policy), grads)
         assert list(info.num_nonfinite) == [1, 0]
+
+
+CASES = {
+    "two without a limit": ([5, 3], [0, 0], [0, 0], (5, 0, 0)),
+    "twice the same ratio": ([2, 4], [1, 2], [0.5, 0.5], (4, 2, 0.5)),
+    "the smaller is further above": ([10, 1], [100, 0.5], [1, 0.5], (1, 0.5, 0.5)),
+    "zero under a limit of 0": ([0, 0.25], [0, 0.5], [1, 1], (0.25, 0.5, 1)),
+    "infinite": ([np.inf, 1e30], [1, 1e-30], [0.25, 0], (np.inf, 1, 0.25)),
+    "NaN": ([np.nan, np.inf], [1, 2], [0.25, 0.5], (np.nan, 1, 0.25)),
+    "nothing above": ([0, 0], [1, 1], [1, 1], (0, 1, 1)),
+    "no limits": ([0.5, 0], [np.inf, np.inf], [1, 1], (0.5, np.inf, 1)),
+}
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["side by side", "apart"])
+def test_the_worst_of_two_in_any_order(at_once):
+    *columns, expected = (np.float32(x) for x in zip(*CASES.values(), strict=True))
+    norm, limit, factor = (np.concatenate([x, x[:, ::-1]]) for x in columns)
+    bad = ~np.isfinite(norm)
+    clipped = (norm > limit) & ~bad
+    badness = engine_record._badness(jnp.asarray(norm), jnp.asarray(limit))
+    rows = jnp.stack([badness, *map(jnp.float32, (norm, limit, factor, clipped, bad))])
+    found = engine_record._worst(rows, at_once=at_once, over=frozenset())
+    np.testing.assert_array_equal(np.stack(found[:3], 1), np.concatenate([expected] * 2))
+    np.testing.assert_array_equal(found[3], clipped.mean(1))
+    np.testing.assert_array_equal(found[4], bad.any(1))
