@@ -31,7 +31,7 @@ def test_each_leaf_has_the_slack_of_its_own_dtype(x64):
 
 
 def test_the_largest_modulus_of_a_complex_leaf_beyond_its_range():
-    grads = [jnp.asarray([3e38 + 3e38j], jnp.complex64)]
+    grads = [jnp.asarray([3e38 + 3e38j], jnp.complex64), jnp.ones(1)]
     tx = optaxclip.clip_by(scopes.tree(), 1.0, norm="linf")
     updates, state = tx.update(grads, tx.init(grads))
     assert state.info.norm == np.finfo(np.float32).max
@@ -73,5 +73,10 @@ def test_the_largest_entry_has_all_of_the_derivative_at_powers_of_two():
     """Where it is divided by itself."""
     derivative = jax.jit(jax.grad(functools.partial(ops.global_norm, norm="linf")))
     for largest in (4.0, -0.5, 3.0):
-        found = derivative(jnp.array([0.25, largest, 0.0]))
+        found, _ = derivative([jnp.array([0.25, largest, 0.0]), jnp.zeros((0, 3))])
         np.testing.assert_allclose(found, [0, np.sign(largest), 0], rtol=1e-6)
+
+
+def test_the_smallest_normal_number_is_a_largest_modulus():
+    tiny = jnp.finfo(jnp.float32).tiny
+    assert ops.global_norm([jnp.array([0, -tiny])], norm="linf") == tiny

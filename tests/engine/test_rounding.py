@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import optaxclip
+import optaxclip._engine.scale as engine_scale
 from optaxclip import scopes
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -40,3 +41,14 @@ def test_direction_and_order_do_not_matter():
     for x, clipped, other in zip(tree, forward, backward[::-1], strict=True):
         np.testing.assert_allclose(clipped, other, rtol=3e-7)
         np.testing.assert_allclose(np.asarray(clipped) / x, float(info.factor), rtol=2e-7)
+
+
+def test_strict_rounding_gives_the_nearest_that_is_no_larger():
+    x = np.random.default_rng(0).normal(size=300).astype(F32)
+    x[::3] = x[::3].astype(F16)  # which need no rounding
+    x[:2] = 0, -0.0
+    found = np.asarray(engine_scale._rounded(jnp.asarray(x), jnp.dtype(F16), True))
+    np.testing.assert_array_equal(found[::3], x[::3])
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(x))
+    assert np.all(np.abs(wide(found)) <= np.abs(wide(x)))
+    assert np.all(wide(np.nextafter(np.abs(found), F16(np.inf))) > np.abs(wide(x)))
