@@ -11,7 +11,8 @@ from cases import slow_unless
 from jax import export
 from methods_table import DISTINCT, GRADS, METHODS, PARAMS, assert_close, avals
 
-import optaxclip
+from optaxclip import clip_by, scopes
+from optaxclip._engine.clip import group_norms
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 STACKED = ("leaf_stacked_strict", "both")
@@ -79,7 +80,7 @@ def test_exports_with_symbolic_shapes(name, shapes):
 def test_the_number_of_layers_must_be_known():
     # Because layers have a name each.
     tree, method = symbolic_tree(SYMBOLIC["both"]), METHODS[STACKED[0]].make()
-    stacks = optaxclip.clip_by(optaxclip.scopes.leaf(stacked=2), 1.0)
+    stacks = clip_by(scopes.leaf(stacked=2), 1.0)
     for tx, shapes in ((method, tree), (stacks, symbolic_tree({"w": "6, n"}))):
         with pytest.raises(ValueError, match="leaf 'w' must stack a fixed number of layers"):
             jax.eval_shape(tx.init, shapes)
@@ -106,3 +107,10 @@ def test_one_export_serves_all_sizes(name, sizes):
     expected, expected_state = method.update(grads, state, params)
     assert_close(updates, expected)
     assert_close(new_state, expected_state)
+
+
+def test_columns_of_narrow_entries_of_any_number():
+    leaf = jax.ShapeDtypeStruct(export.symbolic_shape("n, m"), jnp.bfloat16)
+    module = exported(functools.partial(group_norms, scope=scopes.axes(0)), leaf)
+    found = module.call(jnp.ones((9, 2), jnp.bfloat16))["leaf"]
+    np.testing.assert_allclose(found, [3, 3], rtol=1e-6)

@@ -140,3 +140,13 @@ def test_columns_of_narrow_entries(platform):
     for i, leaf in enumerate(leaves):
         expected = np.sqrt(np.sum(np.asarray(leaf, np.float64) ** 2, 0))
         np.testing.assert_allclose(found[str(i)], expected, rtol=1e-6)
+
+
+def test_columns_at_the_ends_of_the_range(platform):
+    """That of one complex entry is beyond it: the largest number stands for it."""
+    columns = np.array([[3e38 + 3e38j, 3, 3e-30], [0, 4j, 4e-30]], np.complex64)
+    found = group_norms(columns, scope=scopes.axes(0))["leaf"]
+    np.testing.assert_allclose(found, [np.finfo(np.float32).max, 5, 5e-30], rtol=1e-6)
+    with jax.enable_x64(True):
+        found = group_norms(np.array([[3e200, 3e-200], [4e200, 4e-200]]), scope=scopes.axes(0))
+    np.testing.assert_allclose(found["leaf"], [5e200, 5e-200], rtol=1e-14)
