@@ -86,7 +86,7 @@ def test_names_are_responses_without_options():
 
 
 def test_a_layer_that_is_not_finite_is_counted_and_its_factor_is_zero():
-    grads = {"a": jnp.array([np.nan, 1.0]), "b": jnp.array([3.0, 4.0])}
+    grads = {"a": jnp.array([np.nan, 1.0], jnp.bfloat16), "b": jnp.array([3.0, 4.0])}
     updates, info = optaxclip.clip_tree(grads, 1.0, scope=scopes.leaf(), nonfinite="zero")
     assert list(info.num_nonfinite) == [1, 0]
     np.testing.assert_allclose(info.factor, [0, 0.2], rtol=3e-6)
@@ -165,3 +165,23 @@ def test_params_may_be_anything_where_no_limit_is_relative_to_them():
     tx = clip_by(scopes.leaf(), 1.0)
     updates, _ = tx.update(grads, tx.init(grads), {"other": "a word"})
     np.testing.assert_allclose(updates["w"], [0.6, 0.8], rtol=1e-6)
+
+
+def test_python_numbers_beside_what_is_traced():
+    agc = optaxclip.adaptive_grad_clip(0.5)
+
+    @jax.jit
+    def run(x):
+        tree = {"x": x, "y": 12.0}
+        clipped = clip_by(scopes.tree(), 6.5).update(tree, None)[0]
+        by_params = agc.update({"x": x[0]}, None, {"x": 4.0})[0]
+        return optaxclip.ops.global_norm(tree), clipped["y"], by_params["x"]
+
+    np.testing.assert_allclose(run(jnp.array([3.0, 4.0])), [13, 6, 2], rtol=2e-6)
+
+
+def test_an_exact_factor_of_1_changes_no_bit():
+    tiny = np.array([0x0001, 0x8042, 0x3F00], np.uint16).view(jnp.bfloat16)
+    for response in (responses.clip_with_eps(), "clip"):
+        found = optaxclip.clip_tree(tiny, 0.6, scope=scopes.tree(), response=response)[0]
+        assert np.asarray(found).tobytes() == tiny.tobytes()

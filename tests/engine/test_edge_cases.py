@@ -86,6 +86,7 @@ def test_value(mode, dtype, entries, limit, expected):
     assert clipped.dtype == dtype
     if expected is UNCHANGED:
         assert_same_bits(clipped, grads)
+        assert info.num_clipped == 0
     else:
         # In float32 results may be short of their limit by that much.
         rtol = max(2 * float(jnp.finfo(dtype).eps), 2e-6)

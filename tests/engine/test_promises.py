@@ -173,13 +173,16 @@ def test_limit_figures(tree, dtype, figure):
     assert lowest > (1 - 1e-5 if dtype == F32 else 1 - 2 * float(jnp.finfo(dtype).eps))
 
 
-@pytest.mark.parametrize("shapes", TREES.values(), ids=TREES)
-def test_limit_for_constant_entries(shapes):
+CONSTANT = [(shapes, "l2") for shapes in TREES.values()] + [([(1000,)], "l1")]
+
+
+@pytest.mark.parametrize(("shapes", "norm"), CONSTANT, ids=str)
+def test_limit_for_constant_entries(shapes, norm):
     """In which the rounding errors of a sum do not average out."""
-    trees, true, limits = draw_trees(shapes, constant=True)
-    clipped, info = clip_each(trees, limits)
+    trees, true, limits = draw_trees(shapes, F32, DECADES[F32] if norm == "l2" else (-25, 33), norm, constant=True)
+    clipped, info = clip_each(trees, limits, norm=norm)
     np.testing.assert_allclose(info.norm, true, rtol=1e-6)
-    ratio = norms_of(clipped) / wide(limits)
+    ratio = norms_of(clipped, norm) / wide(limits)
     assert np.sum(ratio > 1) == 0
     assert ratio[limits > 1e-3 * true].min() > 1 - 1e-5
 

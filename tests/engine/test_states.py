@@ -181,3 +181,12 @@ def test_a_group_that_a_step_lacks_keeps_its_record(scope):
         np.testing.assert_array_equal(*of_b, err_msg=name)
     np.testing.assert_array_equal(after.info.fraction, [1, 0])
     np.testing.assert_array_equal(after.info.num_clipped, [2, 1])
+
+
+def test_a_step_without_leaves_has_the_norm_of_nothing():
+    tx = optaxclip.clip_by_global_norm(1.0, nonfinite="mask")
+    _, before = tx.update({"a": jnp.ones(4)}, None)
+    _, after = tx.update({"a": None}, before)
+    info = after.info
+    assert (info.norm, info.limit, info.factor, info.fraction) == (0, 1, 1, 0)
+    assert (info.num_clipped, info.num_nonfinite) == (1, 0)

@@ -232,7 +232,7 @@ def test_use_norm_is_believed_and_returned_as_float32():
 
 @pytest.mark.parametrize("size", [2, 7, 100, 5000])
 def test_the_norm_that_was_found_anyway_changes_no_bit(size):
-    tree = [f32(np.random.default_rng(size).normal(size=size))]
+    tree = [*f32(np.random.default_rng(size).normal(size=(4, size)))]
     found, norm = ops.clip_by_global_norm(tree, 0.5)
     jax.tree.map(same_bits, ops.clip_by_global_norm(tree, 0.5, use_norm=norm)[0], found)
 
