@@ -80,3 +80,10 @@ def test_the_largest_entry_has_all_of_the_derivative_at_powers_of_two():
 def test_the_smallest_normal_number_is_a_largest_modulus():
     tiny = jnp.finfo(jnp.float32).tiny
     assert ops.global_norm([jnp.array([0, -tiny])], norm="linf") == tiny
+
+
+def test_the_smallest_entries_beside_large_ones_are_enlarged_too():
+    grads = np.float32([4, 1.5 * jnp.finfo(jnp.float32).tiny])
+    options = {"scope": scopes.tree(), "response": "normalize"}
+    found, _ = optaxclip.clip_tree(grads, 400.0, **options)
+    np.testing.assert_allclose(found, 100 * grads, rtol=2e-6)
