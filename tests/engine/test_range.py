@@ -37,6 +37,8 @@ def test_the_largest_modulus_of_a_complex_leaf_beyond_its_range():
     assert state.info.norm == np.finfo(np.float32).max
     assert not np.any(np.isnan(updates[0]))
     np.testing.assert_allclose(np.abs(np.complex128(updates[0])), 1, rtol=1e-6)
+    highest = ops.global_norm([jnp.array([3 + 4j])], norm=norms.lp(64))
+    np.testing.assert_allclose(highest, 5, rtol=1e-6)
 
 
 def test_limits_of_orders_below_one():

@@ -1,5 +1,6 @@
 """The record of a leaf with many groups is that of one of them: the worst, whole."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -81,9 +82,13 @@ def test_the_worst_of_two_in_any_order(at_once):
     norm, limit, factor = (np.concatenate([x, x[:, ::-1]]) for x in columns)
     bad = ~np.isfinite(norm)
     clipped = (norm > limit) & ~bad
-    badness = engine_record._badness(jnp.asarray(norm), jnp.asarray(limit))
-    rows = jnp.stack([badness, *map(jnp.float32, (norm, limit, factor, clipped, bad))])
-    found = engine_record._worst(rows, at_once=at_once, over=frozenset())
+
+    @jax.jit
+    def worst(*columns):
+        rows = jnp.stack([engine_record._badness(*columns[:2]), *columns])
+        return engine_record._worst(rows, at_once=at_once, over=frozenset())
+
+    found = worst(norm, limit, factor, np.float32(clipped), np.float32(bad))
     np.testing.assert_array_equal(np.stack(found[:3], 1), np.concatenate([expected] * 2))
     np.testing.assert_array_equal(found[3], clipped.mean(1))
     np.testing.assert_array_equal(found[4], bad.any(1))
