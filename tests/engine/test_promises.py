@@ -179,7 +179,9 @@ CONSTANT = [(shapes, "l2") for shapes in TREES.values()] + [([(1000,)], "l1")]
 @pytest.mark.parametrize(("shapes", "norm"), CONSTANT, ids=str)
 def test_limit_for_constant_entries(shapes, norm):
     """In which the rounding errors of a sum do not average out."""
-    trees, true, limits = draw_trees(shapes, F32, DECADES[F32] if norm == "l2" else (-25, 33), norm, constant=True)
+    trees, true, limits = draw_trees(
+        shapes, F32, DECADES[F32] if norm == "l2" else (-25, 33), norm, constant=True
+    )
     clipped, info = clip_each(trees, limits, norm=norm)
     np.testing.assert_allclose(info.norm, true, rtol=1e-6)
     ratio = norms_of(clipped, norm) / wide(limits)
