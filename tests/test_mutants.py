@@ -18,6 +18,9 @@ def far(x, *, least=1):
     if x < 0:
         raise ValueError(f"{x + 1} is below 0")
     return math.floor(x) > least
+
+def nothing():
+    return None
 '''
 TEST = """\
 from optaxclip.tiny import far

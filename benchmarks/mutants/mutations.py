@@ -63,8 +63,8 @@ class Mutation(NamedTuple):
 
 def mutations(source: str) -> list[Mutation]:
     """All of a source, from its first line to its last."""
-    starts = [0]
-    for line in source.encode().splitlines(keepends=True):
+    code, starts = source.encode(), [0]
+    for line in code.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     found = {}
     for statement, lines in _statements(ast.parse(source).body, (1, len(starts))):
@@ -73,7 +73,8 @@ def mutations(source: str) -> list[Mutation]:
                 start = starts[old.lineno - 1] + old.col_offset
                 end = starts[old.end_lineno - 1] + old.end_col_offset
                 text = new if isinstance(new, str) else f"({ast.unparse(new)})"
-                found[start, end, text] = Mutation(lines, start, end, text)
+                if text.encode() != code[start:end]:
+                    found[start, end, text] = Mutation(lines, start, end, text)
     return sorted(found.values(), key=lambda each: each[1:])
 
 
