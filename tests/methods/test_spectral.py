@@ -288,3 +288,12 @@ def test_sparse_leaves_are_refused():
         clip_by_spectral_norm(1.0).update(
             {"w": BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))}, None
         )
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_products_have_all_digits_of_float32_on_accelerators(platform):
+    traced = jax.jit(clip_by_spectral_norm(1.0).update).trace(jnp.ones((8, 8)), None)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert products
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
