@@ -14,7 +14,9 @@ pyplot = pytest.importorskip("matplotlib.pyplot")
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-# Their steps, and fewer: the outputs that are stored show that they run whole.
+FIRST = ROOT / "notebooks" / "quickstart.ipynb"
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+# Their steps, and fewer: the outputs that are stored show that they ran whole.
 STEPS = {
     "adaptive_clipping": ("STEPS = 600", "STEPS = 360"),
     "attention_logits": ("STEPS, RATE, TAU = 400", "STEPS, RATE, TAU = 40"),
@@ -35,7 +37,7 @@ def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@each_notebook
 def test_stored_with_outputs(path):
     notebook = read(path)
     nbformat.validate(notebook)
@@ -49,17 +51,13 @@ def test_stored_with_outputs(path):
     assert not any(place in stored for place in ("/tmp", "/home", "/usr", "/root"))
 
 
-def shortened(name):
+def shortened(path):
     """The notebook of fewer steps."""
-    notebook = read(ROOT / "notebooks" / f"{name}.ipynb")
-    whole, short = STEPS[name]
+    notebook = read(path)
+    whole, short = STEPS[path.stem]
     (cell,) = (cell for cell in code_cells(notebook) if whole in cell.source)
     cell.source = cell.source.replace(whole, short)
     return notebook
-
-
-def test_all_are_tried():
-    assert {path.stem for path in NOTEBOOKS} == set(STEPS)
 
 
 @pytest.fixture
@@ -73,8 +71,8 @@ def as_a_reader(monkeypatch):
 
 @pytest.mark.usefixtures("as_a_reader")
 def test_the_first_runs(capsys):
-    code = "\n".join(cell.source for cell in code_cells(shortened("quickstart")))
-    exec(compile(code, "quickstart", "exec"), {})
+    code = "\n".join(cell.source for cell in code_cells(shortened(FIRST)))
+    exec(compile(code, FIRST.stem, "exec"), {})
     assert pyplot.get_fignums()
     assert not capsys.readouterr().err
 
@@ -82,12 +80,12 @@ def test_the_first_runs(capsys):
 # Opening its sockets, the kernel's client warns of what this test does not choose.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", STEPS)
-def test_runs(name, tmp_path, monkeypatch):
+@each_notebook
+def test_runs(path, tmp_path, monkeypatch):
     # The kernel is to import the package that is tested here, and to compile as quickly.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    notebook = shortened(name)
+    notebook = shortened(path)
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=300, resources=resources).execute()
     for cell in code_cells(notebook):

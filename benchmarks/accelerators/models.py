@@ -79,7 +79,7 @@ MODELS = {
     "transformer4": lambda: plain(4, 2048, 32000),
     "gpt2": lambda: transformer(12, 768, 50257, 1024),
     "vmem": lambda: plain(12, 512, 4096),
-    # For the tests, as the one above and the one below, of fewer leaves.
+    # For the tests: as `vmem` and as `resnet50`, of fewer leaves.
     "vmem6": lambda: plain(6, 704, 4096),
     "resnet14": lambda: resnet((1, 1, 1, 1)),
     "resnet50": lambda: resnet((3, 4, 6, 3)),
