@@ -39,7 +39,8 @@ def test_workflows_may_only_read_unless_a_job_says_more(name):
 
 
 def test_every_shell_script_is_checked_here_and_on_the_host():
-    scripts = sorted(f".ci/{path.name}" for path in (ROOT / ".ci").iterdir() if not path.suffix)
+    files = (path for path in (ROOT / ".ci").iterdir() if path.is_file())
+    scripts = sorted(f".ci/{path.name}" for path in files if not path.suffix)
     for text in (WORKFLOWS["tests"], (ROOT / ".ci" / "run").read_text("utf-8")):
         assert f" shellcheck {' '.join(scripts)}\n" in text
     assert "\n      - run: actionlint\n" in WORKFLOWS["tests"]

@@ -1,11 +1,18 @@
 """What a clip may add to a step, beside Optax's."""
 
+import itertools
 from typing import Any
+
+from cases import slow_unless
 
 OURS, THEIRS = "optaxclip", "Optax"
 DTYPES = ["float32", "bfloat16"]
 METHODS = ["global_norm", "zclip", "autoclip", "block_rms", "adagc", "agc"]
 WITH_HISTORY = {"zclip", "autoclip", "adagc"}
+# The others' passes over the entries are these; the workflow of the repository counts them too.
+QUICK = {("float32", method) for method in METHODS if method != "autoclip"}
+QUICK |= {("bfloat16", method) for method in ("global_norm", "agc")}
+EACH = slow_unless(lambda *case: case in QUICK, itertools.product(DTYPES, METHODS))
 # In reads of the gradients; AGC reads each leaf before any changes, and the parameters.
 MORE_MOVED, MOVED_BY_AGC, MORE_IN_FAST_MEMORY, MOVED_BY_ALL = 0.02, 2.05, 0.35, 1.05
 MORE_TEMPORARY = 0.01

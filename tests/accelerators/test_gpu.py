@@ -6,8 +6,7 @@ import pytest
 H100 = "h100"
 
 
-@pytest.mark.parametrize("method", aims.METHODS)
-@pytest.mark.parametrize("dtype", aims.DTYPES)
+@pytest.mark.parametrize(("dtype", "method"), aims.EACH)
 def test_in_one_piece(both, dtype, method):
     ours, theirs = both(H100, dtype=dtype, method=method)
     aims.assert_as_cheap(method, dtype, ours, theirs)

@@ -1,28 +1,20 @@
 """What a clip adds to a step on a TPU v5e, counted in the compiled program."""
 
-import itertools
-
 import aims
 import pytest
 from cases import slow_unless
 
 V5E = "v5e"
-EACH = itertools.product(aims.DTYPES, aims.METHODS)
 
 
-def is_quick(dtype, method):
-    """What has a history differs from the global norm in numbers of float32 alone."""
-    return dtype == "float32" or method not in aims.WITH_HISTORY
-
-
-@pytest.mark.parametrize(("dtype", "method"), slow_unless(is_quick, EACH))
+@pytest.mark.parametrize(("dtype", "method"), aims.EACH)
 def test_in_one_piece(both, dtype, method):
     is_narrow = dtype == "bfloat16"
     more = aims.MORE_MOVED_BY_TPU_BFLOAT16 if is_narrow else aims.MORE_MOVED
     aims.assert_as_cheap(method, dtype, *both(V5E, dtype=dtype, method=method), more_moved=more)
 
 
-@pytest.mark.parametrize("dtype", aims.DTYPES)
+@pytest.mark.parametrize("dtype", slow_unless(lambda dtype: dtype == "float32", aims.DTYPES))
 def test_where_a_model_fits_into_fast_memory(both, dtype):
     ours, theirs = both(V5E, "vmem6", dtype)
     aims.assert_no_branch(ours)

@@ -47,23 +47,26 @@ def trees(specs):
     """Parameters and the gradients of two steps, of which the second has a NaN."""
     rng = np.random.default_rng(0)
     shapes = {"w": (8, 4), "b": (8,) * len(specs["b"])}
-    found = [
-        {x: rng.normal(size=shape).astype(np.float32) for x, shape in shapes.items()}
-        for _ in range(3)
-    ]
-    found[2]["w"][5, 2] = np.nan
-    return found
+    params, steps = (
+        {x: rng.normal(size=(*leading, *shape)).astype(np.float32) for x, shape in shapes.items()}
+        for leading in ((), (2,))
+    )
+    steps["w"][1, 5, 2] = np.nan
+    return params, steps
 
 
-def two_steps(scope, cases, params, first, second):
+def two_steps(scope, cases, params, steps):
     """The updates and the records of all cases."""
     found = {}
     for case in cases:
         rule, options = CASES[case]
         tx = clip_by(scope, RULES[rule], **options)
-        before, state = tx.update(first, tx.init(params), params)
-        after, state = tx.update(second, state, params)
-        found[case] = (before, after, state.info)
+
+        def step(state, grads, tx=tx):
+            return tx.update(grads, state, params)[::-1]
+
+        state, updates = jax.lax.scan(step, tx.init(params), steps)
+        found[case] = (updates, state.info)
     return found
 
 
@@ -72,17 +75,17 @@ def test_every_rule_response_and_policy(name):
     scope, cases, specs = SCOPES[name]
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     places = {x: NamedSharding(mesh, spec) for x, spec in specs.items()}
+    over_steps = {x: NamedSharding(mesh, P(None, *spec)) for x, spec in specs.items()}
     run = jax.jit(functools.partial(two_steps, scope, cases))
     whole = trees(specs)
-    found, expected = run(*jax.device_put(whole, [places] * 3)), run(*whole)
-    for case, (before, after, info) in found.items():
+    found, expected = run(*jax.device_put(whole, (places, over_steps))), run(*whole)
+    for case, (updates, info) in found.items():
         pairs = zip(*map(jax.tree.leaves, (found[case], expected[case])), strict=True)
         for x, y in pairs:
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7, err_msg=case)
         assert np.max(info.num_nonfinite) == 1
-        for updates in (before, after):
-            for x, place in places.items():
-                assert updates[x].sharding.is_equivalent_to(place, updates[x].ndim), case
+        for x, place in over_steps.items():
+            assert updates[x].sharding.is_equivalent_to(place, updates[x].ndim), case
 
 
 @pytest.mark.parametrize("specs", [(P(), P("x")), (P("x"), P(None, "x"))])
