@@ -1,4 +1,4 @@
-"""Which cases of a test run each time, and which wait for CI."""
+"""Which cases of a test are slow: even a room by itself leaves them to CI."""
 
 import pytest
 

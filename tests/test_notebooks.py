@@ -1,14 +1,13 @@
 """The notebooks run from top to bottom, and are stored with their outputs."""
 
-import os
 from pathlib import Path
 
 import jax
 import pytest
+from cases import slow_unless
 
 nbformat = pytest.importorskip("nbformat")
-nbclient = pytest.importorskip("nbclient")
-for package in ("ipykernel", "flax", "sklearn"):
+for package in ("flax", "sklearn"):
     pytest.importorskip(package)
 pyplot = pytest.importorskip("matplotlib.pyplot")
 
@@ -61,32 +60,24 @@ def shortened(path):
 
 
 @pytest.fixture
-def as_a_reader(monkeypatch):
-    """A reader's settings, and figures that wait to be drawn."""
+def as_a_reader(monkeypatch, tmp_path):
+    """A reader's settings, a folder of its own, and figures that wait to be drawn."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pyplot, "show", lambda: None)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
     pyplot.close("all")
 
 
+# In this process, which has imported all that eight kernels would import anew.
 @pytest.mark.usefixtures("as_a_reader")
-def test_the_first_runs(capsys):
-    code = "\n".join(cell.source for cell in code_cells(shortened(FIRST)))
-    exec(compile(code, FIRST.stem, "exec"), {})
+@pytest.mark.parametrize(
+    "path", slow_unless(lambda path: path == FIRST, NOTEBOOKS), ids=lambda path: path.stem
+)
+def test_runs(path, capsys):
+    code = "\n".join(cell.source for cell in code_cells(shortened(path)))
+    exec(compile(code, path.stem, "exec"), {})
     assert pyplot.get_fignums()
+    for number in pyplot.get_fignums():
+        pyplot.figure(number).canvas.draw()
     assert not capsys.readouterr().err
-
-
-# Opening its sockets, the kernel's client warns of what this test does not choose.
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-@each_notebook
-def test_runs(path, tmp_path, monkeypatch):
-    # The kernel is to import the package that is tested here, and to compile as quickly.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    notebook = shortened(path)
-    resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=300, resources=resources).execute()
-    for cell in code_cells(notebook):
-        assert not any(output.get("name") == "stderr" for output in cell.outputs)

@@ -12,6 +12,7 @@ WITH_HISTORY = {"zclip", "autoclip", "adagc"}
 # The others' passes over the entries are these; the workflow of the repository counts them too.
 QUICK = {("float32", method) for method in METHODS if method != "autoclip"}
 QUICK |= {("bfloat16", method) for method in ("global_norm", "agc")}
+SEEDS = slow_unless(lambda method: method == "global_norm", ["global_norm", "agc"])
 EACH = slow_unless(lambda *case: case in QUICK, itertools.product(DTYPES, METHODS))
 # In reads of the gradients; AGC reads each leaf before any changes, and the parameters.
 MORE_MOVED, MOVED_BY_AGC, MORE_IN_FAST_MEMORY, MOVED_BY_ALL = 0.02, 2.05, 0.35, 1.05

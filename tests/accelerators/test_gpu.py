@@ -38,7 +38,7 @@ def test_on_eight_devices(both, mesh):
     assert ours.counts.kernels <= like + aims.KERNELS_OF_DEVICES
 
 
-@pytest.mark.parametrize("method", ["global_norm", "agc"])
+@pytest.mark.parametrize("method", aims.SEEDS)
 def test_many_seeds_in_a_scan_wait_for_nothing(both, method):
     ours, theirs = both(H100, "seeds", method=method)
     aims.assert_no_branch(ours)

@@ -29,7 +29,7 @@ def test_on_eight_devices(both):
     assert ours.moved <= theirs.moved + aims.MORE_IN_FAST_MEMORY
 
 
-@pytest.mark.parametrize("method", ["global_norm", "agc"])
+@pytest.mark.parametrize("method", aims.SEEDS)
 def test_many_seeds_in_a_scan_wait_for_nothing(ours, method):
     aims.assert_no_branch(ours(V5E, "seeds", method=method))
 
