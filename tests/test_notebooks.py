@@ -14,7 +14,6 @@ pyplot = pytest.importorskip("matplotlib.pyplot")
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FIRST = ROOT / "notebooks" / "quickstart.ipynb"
-each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 # Their steps, and fewer: the outputs that are stored show that they ran whole.
 STEPS = {
     "adaptive_clipping": ("STEPS = 600", "STEPS = 360"),
@@ -36,7 +35,7 @@ def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-@each_notebook
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_stored_with_outputs(path):
     notebook = read(path)
     nbformat.validate(notebook)
