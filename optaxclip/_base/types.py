@@ -98,11 +98,11 @@ class ClipState(NamedTuple):
     """State of a clipping transformation.
 
     Attributes:
-      count: int32[], steps so far.
+      steps: int32[], steps so far.
       rule: the limit rule's own state.
       info: what the last step did.
     """
 
-    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    steps: Array
     rule: PyTree
     info: ClipInfo

@@ -129,7 +129,7 @@ def clip_by(
         updates, rule_state, info = clipped(
             flat, params, rule, state.rule, state.info, known, grouping, method
         )
-        return updates, ClipState(increased(state.count), rule_state, info)
+        return updates, ClipState(increased(state.steps), rule_state, info)
 
     return Transformation(init, update)
 

@@ -18,10 +18,10 @@ class ClipByValueState(NamedTuple):
     """State of elementwise clipping.
 
     Attributes:
-      count: int32[], steps so far.
+      steps: int32[], steps so far.
     """
 
-    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    steps: Array
 
 
 def clip(max_delta: ScalarOrSchedule) -> optax.GradientTransformationExtraArgs:
@@ -102,9 +102,9 @@ def _clip_by_bounds(
         del params, extra_args
         state = init(updates) if state is None else state
         check_state(state, ClipByValueState, "clip" if low is None else "clip_by_value")
-        least = low(state.count) if callable(low) else low
-        largest = high(state.count) if callable(high) else high
+        least = low(state.steps) if callable(low) else low
+        largest = high(state.steps) if callable(high) else high
         clipped = elementwise.clamp(flatten(updates, "updates"), least, largest, arguments)
-        return clipped, ClipByValueState(increased(state.count))
+        return clipped, ClipByValueState(increased(state.steps))
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -129,7 +129,7 @@ def clip_by_spectral_norm(
             # In eager mode `checkify` raises at once, which a compiled call would not let it.
             inline=raises,
         )
-        return flat.rebuild(leaves), ClipState(increased(state.count), rule_state, info)
+        return flat.rebuild(leaves), ClipState(increased(state.steps), rule_state, info)
 
     return Transformation(like.init, update)
 

@@ -42,12 +42,12 @@ class SecondMomentState(NamedTuple):
     """State of `clip_by_second_moment`.
 
     Attributes:
-      count: int32[], steps so far.
+      steps: int32[], steps so far.
       moments: the moving averages of the squares of the entries, a pytree like the parameters;
         float32, for 64-bit leaves float64. None in the place of leaves that are not clipped.
     """
 
-    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    steps: Array
     moments: PyTree
 
 
@@ -203,7 +203,7 @@ def clip_by_second_moment(
         if unknown:
             raise ValueError(f"{name}: the params given to init did not have the leaves {unknown}")
         clipped, count, moments = _clamped(
-            numbers, flat.picked(), known.of_leaves(flat, name), state.count, period=period
+            numbers, flat.picked(), known.of_leaves(flat, name), state.steps, period=period
         )
         return flat.rebuild(clipped), SecondMomentState(count, known.replaced(flat, moments))
 

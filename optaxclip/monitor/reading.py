@@ -102,7 +102,7 @@ def _wanted(state: ClipState | SkipState) -> dict[str, Any]:
     of_info = ("norm", "limit", "factor", "num_clipped", "num_nonfinite")
     wanted = {field: getattr(state.info, field) for field in of_info}
     if isinstance(state, ClipState):
-        wanted["count"] = state.count
+        wanted["steps"] = state.steps
     else:
         wanted["num_skipped"] = state.num_skipped
         if state.loss:
@@ -122,8 +122,8 @@ def _summary(of: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
         ratio = np.divide(norm, limit, out=np.full(norm.shape, np.inf), where=usable)
     worst = np.argmax(ratio)
     summary = {"norm": norm[worst], "limit": limit[worst], "factor": factor[worst]}
-    if "count" in of:
-        steps = np.maximum(of["count"], 1)
+    if "steps" in of:
+        steps = np.maximum(of["steps"], 1)
         entries = of["num_clipped"].reshape(*steps.shape, -1)
         summary["clipped_fraction"] = np.sum(entries / steps[..., None]) / max(entries.size, 1)
     summary["num_nonfinite"] = np.max(of["num_nonfinite"], initial=0)

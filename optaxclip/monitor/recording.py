@@ -26,13 +26,13 @@ class RecordState(NamedTuple):
     """State of `record`.
 
     Attributes:
-      count: int32[], steps so far.
+      steps: int32[], steps so far.
       name: the transformation's name, as the only key of a dict of nothing.
       names: the norms' names in order, as the keys of a dict of nothing.
       ring: float32[window] or, per leaf, float32[window, leaves]; step n is in row `n % window`.
     """
 
-    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    steps: Array
     name: dict[str, tuple[()]]
     names: dict[str, tuple[()]]
     ring: Array
@@ -112,8 +112,8 @@ def record(
         check_state(state, RecordState, name)
         if loss:
             now = loss_among(extra_args, name)
-            count, ring = _written(state.count, state.ring, now, None)
-            return updates, state._replace(count=count, ring=ring)
+            steps, ring = _written(state.steps, state.ring, now, None)
+            return updates, state._replace(steps=steps, ring=ring)
         flat = flatten(updates, "updates")
         grouping = grouped(scope, flat, axis_names, specs)
         grouping = grouping.among(state.names) if per_leaf else grouping
@@ -123,8 +123,8 @@ def record(
         norms = norms_of(flat.picked(), grouping, measure)
         weights = _weights(flat, params, name) if ratio else None
         of_weights = None if weights is None else norms_of(weights, grouping, measure)
-        count, ring = _written(state.count, state.ring, norms, of_weights)
-        return updates, state._replace(count=count, ring=ring)
+        steps, ring = _written(state.steps, state.ring, norms, of_weights)
+        return updates, state._replace(steps=steps, ring=ring)
 
     return Transformation(init, update)
 
@@ -154,12 +154,12 @@ def history(opt_state: PyTree, name: str | None = None) -> np.ndarray[Any, np.dt
       ('b', 'w') [[2. 5.]]
     """
     state = _only_record(opt_state, name)
-    count, ring = to_host((unboxed(state.count), unboxed(state.ring)), "history")
-    if np.ndim(count):
+    steps, ring = to_host((unboxed(state.steps), unboxed(state.ring)), "history")
+    if np.ndim(steps):
         one = "jax.tree.map(lambda x: x[0], opt_state)"
-        raise ValueError(f"history takes one state, got {count.size} under vmap; pass {one}")
+        raise ValueError(f"history takes one state, got {steps.size} under vmap; pass {one}")
     # The oldest row of a full ring is the one to be written next.
-    return np.roll(ring[:count], -(count % len(ring)), axis=0)
+    return np.roll(ring[:steps], -(steps % len(ring)), axis=0)
 
 
 def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]:
@@ -206,11 +206,11 @@ def _weights(flat: FlatTree, params: PyTree | None, name: str) -> list[Any] | No
 
 @jax.jit
 def _written(
-    count: Array, ring: Array, norms: Array, of_weights: Array | None
+    steps: Array, ring: Array, norms: Array, of_weights: Array | None
 ) -> tuple[Array, Array]:
     """The ring with one more row."""
     rows = len(ring)
     if of_weights is not None:
         norms, of_weights = promoted([norms, of_weights])
         norms = safe_divide(norms, of_weights, jnp.where(norms > 0, jnp.inf, norms))
-    return increased(count, period=rows), ring.at[count % rows].set(norms.astype(ring.dtype))
+    return increased(steps, period=rows), ring.at[steps % rows].set(norms.astype(ring.dtype))

@@ -45,7 +45,7 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
     for state in find(opt_state, ClipState, SkipState).values():
         if isinstance(state, SkipState):
             found.append((tuple(state.leaves), unboxed(state.blamed)))
-        elif np.ndim(unboxed(state.info.norm)) > np.ndim(unboxed(state.count)):
+        elif np.ndim(unboxed(state.info.norm)) > np.ndim(unboxed(state.steps)):
             found.append((tuple(state.info.names), unboxed(state.info.norm)))
     if not found:
         raise ValueError(

@@ -37,14 +37,14 @@ class PerExampleState(NamedTuple):
     """State of `per_example_clip_and_aggregate`.
 
     Attributes:
-      count: int32[], steps so far.
+      steps: int32[], steps so far.
       key: for the noise of the next step; None without noise.
       limit: float32[], the limit of the next step, if it follows a quantile; None otherwise.
       num_clipped: int32[], examples of the last step above their limit. Not private.
       num_dropped: int32[], examples of the last step that were not finite. Not private.
     """
 
-    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    steps: Array
     key: Any
     limit: Any
     num_clipped: Array
@@ -142,7 +142,7 @@ def per_example_clip_and_aggregate(
         flat = flatten(updates, "updates")
         flags = padding_flags(is_padding, number_of_examples(flat, "updates"))
         one = one_of(flat)
-        now = state.limit if rule else limit(state.count) if callable(limit) else checked.limit
+        now = state.limit if rule else limit(state.steps) if callable(limit) else checked.limit
         clip = checked._replace(limit=now)
         sums = clip.sums(flat.picked(), one, flags)
         examples = jnp.sum(~flags, dtype=jnp.int32)
@@ -156,7 +156,7 @@ def per_example_clip_and_aggregate(
             total = _with_noise(total, for_sum, sum_multiplier.astype(bound.dtype) * bound)
         divisor = jnp.maximum(as_float(size), 1) if reduction == "mean" else jnp.ones(())
         new_state = PerExampleState(
-            count=increased(state.count),
+            steps=increased(state.steps),
             key=next_key,
             limit=rule.update(state.limit, sums.num_unclipped, size, for_count) if rule else None,
             num_clipped=examples - sums.num_unclipped - sums.num_dropped,

@@ -79,12 +79,12 @@ class AdaptiveState(NamedTuple):
     """State of a history-based rule, one entry per group.
 
     Attributes:
-      count: int32, the norms recorded so far.
+      recorded: int32, the norms recorded so far.
       streak: int32, how many norms in a row were above their limit.
       statistic: what the statistic keeps.
     """
 
-    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
+    recorded: Array
     streak: Array
     statistic: PyTree
 
@@ -296,10 +296,10 @@ def _step(
 
     def recorded(x: Array, where: Array) -> tuple[Array, PyTree]:
         x = jnp.clip(x, -_LARGEST, _LARGEST)
-        new = statistic.observe(numbers, state.statistic, x, state.count)
-        return increased(state.count, where, period=period), select(where, new, state.statistic)
+        new = statistic.observe(numbers, state.statistic, x, state.recorded)
+        return increased(state.recorded, where, period=period), select(where, new, state.statistic)
 
-    count, known = recorded(norm, counts) if static.inclusive else (state.count, state.statistic)
+    count, known = recorded(norm, counts) if static.inclusive else (state.recorded, state.statistic)
     known_numbers = numbers if whole is None else (numbers, whole)
     rule = statistic.limits(known_numbers, known, norm, count)
     is_ready = count >= options.warmup_steps

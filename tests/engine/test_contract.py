@@ -116,7 +116,7 @@ def test_one_compilation_over_all_steps_from_an_eager_init(name):
     _, (updates, states), num_compilations = first_run(name)
     assert num_compilations == 1
     if METHODS[name].has_info:
-        assert states[-1].count == STEPS
+        assert states[-1].steps == STEPS
     for state in (states[0], states[-1]):
         assert avals(state) == avals(METHODS[name].make().init(PARAMS))
     assert avals(updates[-1]) == avals(GRADS)
@@ -306,7 +306,7 @@ def test_other_groups_do_not_notice_none(name):
     method = METHODS[name].make()
     updates, state = method.update(GRADS | {"w": None}, method.init(PARAMS), PARAMS)
     assert_close(updates, whole | {"w": None})
-    assert state.count == 1
+    assert state.steps == 1
 
 
 # One for each way in which a limit reaches the computation.

@@ -195,7 +195,7 @@ def test_one_compilation_and_bad_steps_leave_no_trace(name):
     assert all(np.all(np.isnan(x)) for x in jax.tree.leaves(at(updates, bad)))
     number = np.cumsum(bad) if name not in PER_LEAF else np.cumsum(bad)[:, None] + [0, 0, 0]
     np.testing.assert_array_equal(states.info.num_nonfinite, number)
-    np.testing.assert_array_equal(states.count, np.arange(80) + 1)
+    np.testing.assert_array_equal(states.steps, np.arange(80) + 1)
     assert update._cache_size() == 1
 
 
@@ -320,4 +320,4 @@ def test_trees_without_leaves_pass(rule, scope):
     tx = clip_by(SCOPES[scope][0], RULES[rule])
     updates, state = tx.update({}, tx.init({}))
     assert updates == {}
-    assert state.count == 1
+    assert state.steps == 1

@@ -48,7 +48,7 @@ def test_the_printed_sequence_of_spam():
     # Printed are zeros: as published it never moves. Here it does, and has a past from then on.
     close(updates[:, 1], SPIKE[:, 1])
     close(states.moments[:, 1], [0, 0, 0, 0.5, 0.75, 0.875])
-    assert states.count.tolist() == [1, 2, 3, 4, 5, 6]
+    assert states.steps.tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_warmup_and_resets_of_spam():

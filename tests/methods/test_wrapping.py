@@ -191,7 +191,7 @@ def test_an_injected_schedule():
     tx = optax.inject_hyperparams(optaxclip.clip_by_global_norm)(max_norm=schedule)
     updates, state = run_once_compiled(tx, [GRADS, GRADS, GRADS])
     assert [round(float(optax.tree.norm(tree)), 5) for tree in updates] == [1, 0.5, 0.5]
-    assert state.inner_state.count == 3
+    assert state.inner_state.steps == 3
 
 
 class Linen(flax.linen.Module):

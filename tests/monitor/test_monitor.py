@@ -191,7 +191,7 @@ def per_leaf_state(**columns):
     params = {f"leaf{i}": jnp.zeros(1) for i in range(len(columns["norm"]))}
     state = optaxclip.clip_by_norm(1.0).init(params)
     arrays = {name: jnp.array(column) for name, column in columns.items()}
-    return state._replace(count=jnp.int32(4), info=state.info._replace(**arrays))
+    return state._replace(steps=jnp.int32(4), info=state.info._replace(**arrays))
 
 
 def test_scalars_of_many_entries():

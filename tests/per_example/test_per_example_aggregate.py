@@ -114,7 +114,7 @@ def test_dtypes_and_one_compilation():
         updates, state = update(grads, state)
     assert update._cache_size() == 1
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(updates))
-    assert int(state[0].count) == 3
+    assert int(state[0].steps) == 3
 
 
 def test_a_schedule_counts_the_steps():

@@ -308,7 +308,7 @@ def test_a_bad_group_in_the_warm_up_of_adagc_is_as_one_without_gradient():
     expected = run(rule, norms | {1: without})[1]
     target[1][:, 0, 0] = expected[1][:, 0, 0] = 0
     assert_same(target, expected)
-    assert states[1].count[-1].tolist() == [[0, 5], [5, 5]]
+    assert states[1].recorded[-1].tolist() == [[0, 5], [5, 5]]
 
 
 @each_rule

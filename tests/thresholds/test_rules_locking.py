@@ -84,7 +84,7 @@ def test_no_limit_until_so_many_norms_are_recorded(name, steps):
     counted = np.arange(40) % 3 > 0
     norms[~counted] = np.where(np.arange(40) % 2, np.nan, 0.001)[~counted]
     trigger, _, (state,) = run(rule, norms)
-    np.testing.assert_array_equal(state.count, np.cumsum(counted))
+    np.testing.assert_array_equal(state.recorded, np.cumsum(counted))
     before = np.cumsum(counted) - counted
     # Nothing can be said of a percentile or a deviation of no norms at all.
     np.testing.assert_array_equal(np.isinf(trigger[before > 0]), before[before > 0] < steps)
@@ -105,7 +105,7 @@ def test_norms_below_the_floor_are_as_if_they_had_not_been(name):
     assert np.all(mixed[small] < trigger[small])
     # At the floor they count.
     (state,) = run(rule, np.full(5, 0.7, np.float32))[2]
-    np.testing.assert_array_equal(state.count, range(1, 6))
+    np.testing.assert_array_equal(state.recorded, range(1, 6))
 
 
 def parameters(make):

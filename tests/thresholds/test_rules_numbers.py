@@ -150,7 +150,7 @@ def test_every_rule_has_a_floor_and_a_cap(name):
     ones = jnp.ones((), jnp.float32)
     limits, (state,) = rule.update(ones, rule.init(ones), None)
     assert (limits.trigger, limits.target) == (limit, limit)
-    assert state.count == 0
+    assert state.recorded == 0
 
 
 def test_a_window_warms_up_for_half_of_its_length():
@@ -197,7 +197,7 @@ def test_a_norm_at_its_limit_is_not_above_it():
     for limit in (np.inf, 1):
         limits, (state,) = rule.update(one, [state], None)
         assert limits.trigger == limit
-    assert (state.count, state.streak) == (2, 0)
+    assert (state.recorded, state.streak) == (2, 0)
 
 
 def test_a_quantile_that_is_added_to_falls_to_zero_at_most():
@@ -208,7 +208,7 @@ def test_a_quantile_that_is_added_to_falls_to_zero_at_most():
 def test_adagc_of_no_groups():
     rule, none = thresholds.adagc(), jnp.zeros(0)
     limits, (state,) = jax.eval_shape(rule.update, none, rule.init(none), None)
-    assert limits.target.shape == state.count.shape == (0,)
+    assert limits.target.shape == state.recorded.shape == (0,)
 
 
 def test_without_a_warm_up_adagc_lets_the_first_norm_pass():
