@@ -20,8 +20,10 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from optaxclip._base.numerics import safe_sqrt
@@ -38,8 +40,14 @@ def _total(total: Array, count: Array) -> Array:
     return total
 
 
+def _divided(total: Array, count: Any) -> Array:
+    # Not divided in float64, which `checkify` would look at without 64-bit types.
+    is_wide = total.dtype == jnp.float64 and isinstance(count, (np.ndarray, np.generic))
+    return total * (1 / count) if is_wide else total / count
+
+
 def _mean(total: Array, count: Array) -> Array:
-    return total / count
+    return _divided(total, count)
 
 
 def _root(total: Array, count: Array) -> Array:
@@ -48,11 +56,11 @@ def _root(total: Array, count: Array) -> Array:
 
 
 def _root_mean(total: Array, count: Array) -> Array:
-    return safe_sqrt(total / count)
+    return safe_sqrt(_divided(total, count))
 
 
 def _root_over_count(total: Array, count: Array) -> Array:
-    return safe_sqrt(total) / count
+    return _divided(safe_sqrt(total), count)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

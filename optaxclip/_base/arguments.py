@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 
-def whole(value: Any, least: int, argument: str) -> int:
+def checked_int(value: Any, least: int, argument: str) -> int:
     """`value`, checked to be an int of at least `least`, Python's or NumPy's.
 
     Raises:
@@ -34,6 +34,12 @@ def refuse_arrays(value: Any, argument: str) -> None:
             f"{argument} must be an int, not an array ({value!r}), because programs are compiled "
             f"for it; with optax.inject_hyperparams pass static_args=({argument!r},)"
         )
+
+
+def is_uncalled(value: Any, package: str) -> bool:
+    """Whether a value is a function of this package, in the place of what the function makes."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", ".")
+    return isinstance(module, str) and module.startswith(f"{package}.") and "." not in name
 
 
 def check_state(state: Any, kind: type, name: str) -> None:

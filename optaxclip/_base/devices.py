@@ -7,13 +7,14 @@ value looks the same everywhere. Outside, the type says how an array lies on an 
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optaxclip._base.types import PyTree
 
@@ -99,7 +100,7 @@ def explicit_sharding(x: Any) -> tuple[Any, PartitionSpec] | None:
     return sharding.mesh, sharding.spec
 
 
-def in_one_piece(arrays: PyTree) -> bool:
+def lies_in_one_piece(arrays: PyTree) -> bool:
     """Whether nothing says that some of these arrays lie on several devices."""
     if manual_axes():
         return False
@@ -107,22 +108,24 @@ def in_one_piece(arrays: PyTree) -> bool:
     return all(sharding is None or sharding.mesh.empty for sharding in shardings)
 
 
-def explicit_mesh(arrays: Iterable[Any]) -> Any:
+def explicit_mesh(arrays: PyTree) -> Any:
     """The one explicit mesh on which the types of these arrays say that they are split, or None."""
-    meshes = {known[0] for known in map(explicit_sharding, arrays) if known}
+    meshes = {known[0] for known in map(explicit_sharding, jax.tree.leaves(arrays)) if known}
     return meshes.pop() if len(meshes) == 1 else None
 
 
-def automatic(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[..., Any]:
+def with_automatic_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[..., Any]:
     """`fn`, in which the compiler splits what it computes over an explicit mesh.
 
     Args:
       fn: a function of pytrees.
-      mesh: the mesh.
+      mesh: the mesh; its manual axes stay manual.
       out_specs: for each array that it returns, how it is split: a `PartitionSpec`.
     """
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), out_specs)
-    return jax.sharding.auto_axes(fn, out_sharding=shardings)
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
+    return jax.sharding.auto_axes(fn, out_sharding=shardings, axes=axes)
 
 
 def spec_of(x: Any) -> PartitionSpec:
@@ -138,15 +141,44 @@ def spec_axes(entry: Any) -> Axes:
     return frozenset({entry} if isinstance(entry, str) else entry)
 
 
-def mesh_of(specs: Iterable[Any]) -> Any:
-    """The mesh of the first `NamedSharding`, or the one that is set; None if there is none."""
-    for spec in specs:
-        if isinstance(spec, NamedSharding):
-            return spec.mesh
+def current_mesh() -> Any:
+    """The mesh that is set, or that of the surrounding manual region; None if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
 
 
-def region(fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def per_device(
+    fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
     """`fn` on what each device of the mesh holds."""
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def index_along(axes: tuple[str, ...]) -> Array:
+    """Where along these axes, the first the slowest, this device is."""
+    return lax.axis_index(axes)
+
+
+def memories(tree: PyTree) -> list[Any]:
+    """For each leaf the memory of an array that does not lie in the device's own, else None."""
+    return [_memory(x) for x in jax.tree.leaves(tree)]
+
+
+def _memory(x: Any) -> Any:
+    if not isinstance(x, (Array, Tracer)):
+        return None
+    memory = getattr(jax.typeof(x), "memory_space", jax.memory.Space.Device)
+    return None if memory == jax.memory.Space.Device else memory
+
+
+def to_device(tree: PyTree) -> PyTree:
+    """The tree with all of its arrays in the memory of their device."""
+    homes = memories(tree)
+    return moved(tree, [None if home is None else jax.memory.Space.Device for home in homes])
+
+
+def moved(tree: PyTree, to: Sequence[Any]) -> PyTree:
+    """The tree with its leaves in these memories; those for which there is None stay."""
+    leaves, treedef = jax.tree.flatten(tree)
+    rows = zip(leaves, to, strict=True)
+    return treedef.unflatten([x if m is None else jax.device_put(x, m) for x, m in rows])

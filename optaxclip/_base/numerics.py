@@ -1,6 +1,5 @@
 """Number formats: what to accumulate in, how to stay finite, how to round."""
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,12 +20,6 @@ def norm_dtype(dtypes: Iterable[Any]) -> jnp.dtype:
     """That of a norm over entries of these dtypes: float64 if one is summed in it, else float32."""
     is_wide = any(accumulation_dtype(dtype) == jnp.float64 for dtype in dtypes)
     return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
-
-
-def coarsest(dtypes: Iterable[Any]) -> float:
-    """The largest epsilon of the dtypes in which entries of these dtypes are multiplied."""
-    wide = {accumulation_dtype(dtype) for dtype in dtypes}
-    return max((float(jnp.finfo(dtype).eps) for dtype in wide), default=0.0)
 
 
 def is_real(x: Any) -> bool:
@@ -79,28 +72,22 @@ def power_of_two_below(x: Array) -> Array:
 
     Multiplying by it or by its reciprocal is exact. Zero and non-finite values give 1.
     """
-    return power_of_two(exponent_below(x), x.dtype)
+    return select((x > 0) & (x <= jnp.finfo(x.dtype).max), invertible(leading_bit(x)), 1)
 
 
-# Compiled by itself, as the next, so that each is traced once.
-@jax.jit
-def exponent_below(x: Array) -> Array:
-    """The exponent of `power_of_two_below`, an integer as wide as `x`."""
+def leading_bit(x: Array) -> Array:
+    """The largest power of two at most `x`; 0 for 0 and subnormal numbers, else infinity."""
     info = jnp.finfo(x.dtype)
     integer = jnp.dtype(f"int{info.bits}").type
-    bits = lax.bitcast_convert_type(x, integer)
-    exponent = lax.shift_right_arithmetic(bits, integer(info.nmant)) - integer(info.maxexp - 1)
-    usable = (x > 0) & (x <= info.max)
-    return select(usable, lax.clamp(integer(info.minexp), exponent, integer(-info.minexp)), 0)
+    exponent_bits = integer((2**info.nexp - 1) << info.nmant)
+    bits = lax.bitcast_convert_type(x, integer) & exponent_bits
+    return lax.bitcast_convert_type(bits, x.dtype)
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def power_of_two(exponent: Array, dtype: jnp.dtype) -> Array:
-    """2 to an integer power, held to the normal numbers."""
-    info, integer = jnp.finfo(dtype), exponent.dtype.type
-    exponent = lax.clamp(integer(info.minexp), exponent, integer(info.maxexp - 1))
-    biased = exponent + integer(info.maxexp - 1)
-    return lax.bitcast_convert_type(lax.shift_left(biased, integer(info.nmant)), dtype)
+def invertible(power: Array) -> Array:
+    """Powers of two brought to the nearest of which the reciprocal is a normal number too."""
+    tiny = jnp.finfo(power.dtype).tiny
+    return lax.clamp(tiny, power, 1 / tiny)
 
 
 def known_size(count: Any) -> int | None:

@@ -1,9 +1,11 @@
-"""An Optax transformation whose state has a known type."""
+"""An Optax transformation whose state has a known type, for arrays in any memory."""
 
+import functools
 from typing import Any, Generic, Protocol, TypeVar
 
 import optax
 
+import optaxclip._base.devices as devices
 from optaxclip._base.types import PyTree
 
 State = TypeVar("State", covariant=True)
@@ -36,3 +38,26 @@ class Transformation(optax.GradientTransformationExtraArgs, Generic[State]):
     # A field of a named tuple is never assigned, so it may be narrower than the parent's.
     init: Init[State]  # pyright: ignore[reportIncompatibleVariableOverride]
     update: Update[State]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+def transformation(init: Init[State], update: Update[State]) -> Transformation[State]:
+    """A transformation; what lies in another memory than the device's is brought there and back.
+
+    JAX computes nothing with arrays in different memories.
+    """
+
+    @functools.wraps(update)
+    def update_on_device(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[Any, State]:
+        homes = [devices.memories(tree) for tree in (updates, state, params)]
+        if not any(home is not None for some in homes for home in some):
+            return update(updates, state, params, **extra_args)
+        moved = [devices.to_device(tree) for tree in (updates, state, params, extra_args)]
+        new_updates, new_state = update(*moved[:3], **moved[3])
+        if state is not None:
+            new_state = devices.moved(new_state, homes[1])
+        return devices.moved(new_updates, homes[0]), new_state
+
+    of_state: Any = Transformation(init, update_on_device)  # pyright: ignore[reportArgumentType]
+    return of_state

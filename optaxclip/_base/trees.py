@@ -44,19 +44,27 @@ class FlatTree(NamedTuple):
       leaves: every leaf; a `BCOO` is one leaf.
       treedef: the structure.
       measured: positions of the leaves with real or complex floating entries.
-      whole: for each measured leaf its shape on all devices together, None where that is not known;
-        empty where leaves are as they seem. What a unit is depends on it.
+      global_shapes: for each measured leaf its shape on all devices together, None where that is
+        not known; empty where leaves are no parts. What a unit or a layer is depends on it.
     """
 
     paths: list[Path]
     leaves: list[Any]
     treedef: Any
     measured: list[int]
-    whole: Sequence[tuple[int, ...] | None] = ()
+    global_shapes: Sequence[tuple[int, ...] | None] = ()
 
     def picked(self) -> list[Any]:
         """The measured leaves."""
         return [self.leaves[i] for i in self.measured]
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the measured leaves, on all devices together where that is known."""
+        own = [np.shape(leaf) for leaf in self.picked()]
+        if not self.global_shapes:
+            return own
+        rows = zip(own, self.global_shapes, strict=True)
+        return [shape if known is None else known for shape, known in rows]
 
     def names(self) -> list[str]:
         """The measured leaves' names, all different."""
@@ -167,6 +175,8 @@ def per_leaf(value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument
     Raises:
       ValueError: if `value` is not a prefix of the tree.
     """
+    if not flat.measured:
+        return []
     if callable(value):
         return [value(leaf_name(flat.paths[i]), flat.leaves[i]) for i in flat.measured]
     positions = jax.tree_util.tree_unflatten(flat.treedef, list(range(len(flat.leaves))))

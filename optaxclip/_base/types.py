@@ -8,6 +8,8 @@ import jax
 from jax import Array
 from jax.tree_util import Partial
 
+from optaxclip._base.names import Names
+
 PyTree: TypeAlias = Any
 """Any pytree of arrays."""
 
@@ -39,22 +41,23 @@ class Limits(NamedTuple):
 class Threshold:
     """A limit rule: an `(init, update)` pair, like Optax's own.
 
+    Norms come as a pytree of arrays with an entry for each group: mostly one array, `[]` for the
+    whole tree and else `[groups]`, NaN for groups without leaves at this step. Limits go in the
+    same structure and shapes.
+
     Both fields are `jax.tree_util.Partial`s (plain functions are wrapped), so a rule is itself a
     pytree whose numbers are traced: changing a limit never compiles again.
 
     Attributes:
       init: `init(norms) -> state`; `norms` are zeros of the right structure, shapes and dtypes.
+        The state's own structure must not depend on them.
       update: `update(norms, state, param_norms) -> (Limits, state)`.
       uses_params: whether `update` needs the norms of the parameters; they are None otherwise.
-      memoryless: whether the limits of a group follow from its own norms and from what does not
-        depend on groups. Such a rule is given many groups in one array, in a pytree of any
-        structure, which compiles faster.
     """
 
     init: Callable[[NormTree], PyTree]
     update: Callable[[NormTree, PyTree, NormTree | None], tuple[Limits, PyTree]]
     uses_params: bool = dataclasses.field(default=False, metadata={"static": True})
-    memoryless: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def as_pytree(self) -> "Threshold":
         """The same rule with plain functions wrapped, so that it can cross a `jit` boundary."""
@@ -73,9 +76,8 @@ class ClipInfo(NamedTuple):
     is float64 in `clip_tree` of a tree with float64 leaves.
 
     Attributes:
-      name: the transformation's name, as the only key of a dict of nothing.
-      names: the entries' names in order, as the keys of a dict of nothing. Both are structure, not
-        arrays: they cost nothing and survive checkpoints.
+      name: the transformation's name, as a tuple of one.
+      names: the entries' names in order. Both are structure, not arrays: they cost nothing.
       norm: float32, the norm before clipping.
       limit: float32, the norm above which the group is clipped.
       factor: float32, what the group was multiplied by.
@@ -84,8 +86,8 @@ class ClipInfo(NamedTuple):
       num_nonfinite: int32, steps so far at which a group of this entry was not finite.
     """
 
-    name: dict[str, tuple[()]]
-    names: dict[str, tuple[()]]
+    name: Names
+    names: Names
     norm: Array
     limit: Array
     factor: Array

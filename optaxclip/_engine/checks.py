@@ -5,29 +5,35 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.devices import manual_axes
 from optaxclip._base.grouping import Grouping
+from optaxclip._base.names import Names
 from optaxclip._base.trees import FlatTree, flatten, leaf_name
-from optaxclip._base.types import ClipInfo, PyTree, Threshold
+from optaxclip._base.types import PyTree, Threshold
 from optaxclip.thresholds.fixed import check_limit
 
-_PART_OF_A_STACK = (
-    "; if they are this device's part of a stack of layers or experts, take scopes.axes with "
-    "specs= in the place of scopes.leaf(stacked=), or clip outside of the region"
-)
 
+def among_known(grouping: Grouping, known: Names, size: int, name: str) -> Grouping:
+    """The grouping with all groups known since `init`, of which a tree may lack some.
 
-def among_known(grouping: Grouping, info: ClipInfo, name: str) -> Grouping:
-    """The grouping with all groups known since `init`, of which a tree may lack some."""
+    Args:
+      grouping: the groups of the tree.
+      known: the names in the state; none where `optax.tree_map_params` has made it.
+      size: how many groups the state has.
+      name: the transformation's name.
+
+    Raises:
+      ValueError: if it has other groups than those.
+    """
     if grouping.layout == "scalar":
         return grouping
-    unknown = sorted(set(grouping.names) - set(info.names))
-    if unknown:
+    if not known and size == len(grouping.names):
+        return grouping
+    unknown = sorted(set(grouping.names) - set(known))
+    if unknown or len(known) != size:
         raise ValueError(
             f"{name}: the updates have groups {unknown} that the params given to init did not have"
-            + (_PART_OF_A_STACK if manual_axes() else "")
         )
-    return grouping.among(info.names)
+    return grouping.among(known)
 
 
 def params_for(rule: Threshold, params: PyTree | None, name: str) -> PyTree | None:
@@ -44,13 +50,15 @@ def params_for(rule: Threshold, params: PyTree | None, name: str) -> PyTree | No
     return params if rule.uses_params else None
 
 
-def matching_params(flat: FlatTree, params: PyTree | None, name: str) -> list[Any] | None:
-    """The parameters that belong to the measured leaves."""
-    if params is None:
-        return None
+def matching_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
+    """The tree of updates with the parameters in the place of its measured leaves.
+
+    Raises:
+      ValueError: if a leaf has no parameter of its shape.
+    """
     found = flatten(params, "params")
     by_path = {found.paths[i]: found.leaves[i] for i in found.measured}
-    matching = []
+    leaves = list(flat.leaves)
     for i in flat.measured:
         path, shape = flat.paths[i], jnp.shape(flat.leaves[i])
         if path not in by_path or jnp.shape(by_path[path]) != shape:
@@ -59,21 +67,11 @@ def matching_params(flat: FlatTree, params: PyTree | None, name: str) -> list[An
                 f"{name}: params must match the updates; leaf '{leaf_name(path)}' of shape {shape} "
                 f"{there} in params"
             )
-        matching.append(by_path[path])
-    return matching
+        leaves[i] = by_path[path]
+    return flat._replace(leaves=leaves)
 
 
-def usable_norm(norm: Any, argument: str, grouping: Grouping, nonfinite: str) -> Array | None:
-    """The caller's norm of the whole tree, where it can stand for our own.
-
-    Other scopes need other norms, and masked entries are not in it.
-    """
-    if norm is None or grouping.layout != "scalar" or nonfinite == "mask":
-        return None
-    return as_norm_given(norm, argument)
-
-
-def as_norm_given(norm: Any, argument: str) -> Array:
+def given_norm(norm: Any, argument: str) -> Array:
     """A norm that the caller has, as a float32 or float64 scalar; it may be anything but a vector.
 
     Raises:

@@ -12,16 +12,18 @@ Three known algorithms from the parts:
     clip_by(scopes.leaf(), 1.0, norm="rms")
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased, own_arrays
+from optaxclip._base.names import Names
 from optaxclip._base.numerics import norm_dtype
-from optaxclip._base.transformation import Transformation
-from optaxclip._base.trees import flatten
+from optaxclip._base.transformation import Transformation, transformation
+from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import (
     AxisName,
     ClipInfo,
@@ -31,62 +33,49 @@ from optaxclip._base.types import (
     NormTree,
     PyTree,
 )
-from optaxclip._engine.checks import among_known, usable_norm
-from optaxclip._engine.placement import as_axis_names, grouped
+from optaxclip._engine.checks import among_known, given_norm
+from optaxclip._engine.groups import Groups
+from optaxclip._engine.options import ClipOptions, Options, takes
+from optaxclip._engine.placement import as_axis_names, grouped, located
 from optaxclip._engine.record import initial_info
-from optaxclip._engine.step import Method, clipped, norms_of
+from optaxclip._engine.step import BY_NORM, Method, Technique, clipped, norms_of
 from optaxclip.norms import Norm, as_norm
-from optaxclip.responses import Response
-from optaxclip.scopes import Scope
-from optaxclip.thresholds.fixed import LimitLike, as_limit, at_step, given, rule_for
+from optaxclip.responses import Response, as_response
+from optaxclip.scopes import Scope, as_scope
+from optaxclip.thresholds.fixed import LimitLike, as_limit, at_step, given, refuse_memory, rule_for
 
 
+@takes(ClipOptions)
 def clip_by(
     scope: Scope,
     limit: LimitLike,
     *,
-    norm: str | Norm = "l2",
     response: str | Response = "clip",
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "clip_by",
+    **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
     """Any clipping method, as an Optax transformation.
 
     Guarantees, for every scope, norm and limit: norms accumulate in float32 or wider and are exact
-    whatever the range; a group at or below its limit comes back bit for bit; the new norm is at
-    most the limit (for bfloat16 and float16 leaves up to their rounding, or always with `strict`);
-    dtype, weak type, shape and tree structure stay; value and derivatives are finite wherever the
-    gradients are. `None`, integer, bool, `float0` and PRNG-key leaves pass untouched and uncounted.
+    whatever the range; a group at or below its limit comes back bit for bit; the new norm is the
+    limit, to rounding, and never above it with `strict`; dtype, weak type, shape and tree structure
+    stay; value and derivatives are finite wherever the gradients are. `None`, integer, bool,
+    `float0` and PRNG-key leaves pass untouched and uncounted.
 
     Args:
       scope: which entries share a norm, from `optaxclip.scopes`. It is a function and no schedule,
         so `optax.inject_hyperparams` needs `static_args=("scope",)`.
       limit: a number, a scalar array (traced or not), a schedule `count -> limit`, or a rule from
         `optaxclip.thresholds`; or a dict from group name to one of these.
-      norm: "l2", "l1", "linf", "rms", "mean_abs", or a norm from `optaxclip.norms`.
       response: "clip", "normalize", "smooth", or a function (see `optaxclip.responses`).
-      nonfinite: what becomes of a group whose norm is not finite: "nan" (all NaN), "zero" (all 0),
-        "mask" (bad entries 0, then clipped), "error" (a `checkify` error that names the leaves).
-      strict: whether narrow dtypes are rounded toward zero, so that they too obey the limit.
-      axis_name: inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of
-        the mapped axes over which every leaf is split.
-      specs: how the leaves are split over devices where their types do not say it: a pytree prefix
-        of the gradients with `PartitionSpec`s or `NamedSharding`s for leaves. Under `jit` they turn
-        the compiler's collectives into a single one.
-      name: what the transformation is called in messages and by `optaxclip.monitor`.
+      **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
       A transformation whose state is a `ClipState`; given None, its update begins with a fresh one.
-      It takes `grad_norm=`, a norm of the whole tree that the caller already has, which the scope
-      `tree` then uses.
 
     Raises:
       ValueError: for an unknown name, or a limit that is negative, NaN or not a scalar; when used,
         where it cannot be known how leaves are split over devices.
-      TypeError: for a limit that is no number.
+      TypeError: for a limit that is no number, or a scope that is none.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -98,40 +87,114 @@ def clip_by(
       >>> print(list(state.info.names), state.info.norm)
       ['b', 'w'] [0.5       3.5355341]
     """
-    limit = as_limit(limit, "limit")
-    method = Method.checked(norm, response, nonfinite, strict, name)
-    axis_names = as_axis_names(axis_name)
+    return stage(as_scope(scope), limit, Options.checked(**options), response=response)
 
-    def init(params: PyTree) -> ClipState:
-        grouping = grouped(scope, flatten(params, "params"), axis_names, specs)
-        rule = rule_for(limit, grouping.names, grouping.layout)
-        dtype = jnp.dtype(jnp.float32)
-        rule_state = own_arrays(rule.init(grouping.zeros(dtype)))
-        return ClipState(jnp.zeros((), jnp.int32), rule_state, initial_info(name, grouping, dtype))
+
+def stage(
+    scope: Scope,
+    limit: LimitLike,
+    options: Options,
+    *,
+    response: str | Response = "clip",
+    argument: str = "limit",
+    technique: Technique = BY_NORM,
+) -> Transformation[ClipState]:
+    """A transformation over the engine, of which all named methods are expressions.
+
+    Args:
+      scope: which entries share a norm.
+      limit: as in `clip_by`.
+      options: checked.
+      response: as in `clip_by`.
+      argument: what the limit is called in messages.
+      technique: what is measured, and what becomes of leaves.
+    """
+    checked = as_limit(limit, argument)
+    method = Method(
+        options.norm,
+        as_response(response),
+        options.nonfinite,
+        options.strict,
+        options.name,
+        technique,
+    )
+    places = {"axis_names": options.axis_names, "specs": options.specs}
+    if not options.record:
+        refuse_memory(checked, options.name)
+
+    def init(params: PyTree) -> Any:
+        if not options.record:
+            return optax.EmptyState()
+        grouping = grouped(scope, flatten(params, "params"), **places)
+        groups, dtype = Groups.anywhere(grouping), jnp.dtype(jnp.float32)
+        rule = rule_for(checked, groups.entries())
+        rule_state = own_arrays(rule.init(groups.zeros(dtype)))
+        info = initial_info(options.name, grouping, dtype)
+        return ClipState(jnp.zeros((), jnp.int32), rule_state, info)
 
     def update(
-        updates: PyTree,
-        state: Any,
-        params: PyTree | None = None,
-        *,
-        grad_norm: jax.typing.ArrayLike | None = None,
-        **extra_args: Any,
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, ClipState]:
-        del extra_args
-        flat = flatten(updates, "updates")
-        state = init(updates) if state is None else state
-        check_state(state, ClipState, name)
-        grouping = grouped(scope, flat, axis_names, specs)
-        grouping = among_known(grouping, state.info, name)
-        rule = rule_for(limit, grouping.names, grouping.layout)
-        rule = at_step(rule, state.rule)
-        known = usable_norm(grad_norm, "grad_norm", grouping, nonfinite)
+        flat, rule_state, info = flatten(updates, "updates"), (), None
+        if options.record:
+            state = init(updates) if state is None else state
+            check_state(state, ClipState, options.name)
+            rule_state, info = state.rule, state.info
+        known = () if info is None else (info.names, info.norm.size)
+        groups = groups_of(flat, scope, options, *known)
+        norm = known_norm(options, extra_args, groups.grouping.layout)
+        rule = rule_for(checked, groups.entries())
+        rule = at_step(rule, rule_state) if options.record else rule
         updates, rule_state, info = clipped(
-            flat, params, rule, state.rule, state.info, known, grouping, method
+            flat, params, rule, rule_state, info, norm, groups, method, **places
         )
-        return updates, ClipState(increased(state.steps), rule_state, info)
+        if info is not None:
+            state = ClipState(increased(state.steps), rule_state, info)
+        return updates, state
 
-    return Transformation(init, update)
+    return transformation(init, update)
+
+
+def groups_of(
+    flat: FlatTree, scope: Scope, options: Options, known: Names | None = None, size: int = 0
+) -> Groups:
+    """The groups of a tree, with those that a state knows, if there is one, and the tree lacks.
+
+    Args:
+      flat: the tree.
+      scope: which entries share a norm.
+      options: of the transformation.
+      known: the names of the groups in the state.
+      size: how many the state has.
+    """
+    places = {"axis_names": options.axis_names, "specs": options.specs}
+    grouping = grouped(scope, flat, **places)
+    placement = located(grouping, flat, **places)
+    if known is not None:
+        grouping = among_known(grouping, known, size, options.name)
+    return Groups.of(grouping, placement)
+
+
+def known_norm(options: Options, extra_args: dict[str, Any], layout: str) -> Any:
+    """The norm of the whole tree, if the user said where in the extra arguments to find it.
+
+    Raises:
+      ValueError: if it is not there, or other norms are needed.
+    """
+    argument = options.known_norm
+    if argument is None:
+        return None
+    if layout != "scalar":
+        raise ValueError(
+            f"{options.name}: known_norm={argument!r} is the norm of the whole tree, and this clip "
+            "needs others: leave it out, or take the scope tree"
+        )
+    if extra_args.get(argument) is None:
+        raise ValueError(
+            f"{options.name}: known_norm={argument!r} names an extra argument that the update was "
+            f"not given; pass it: update(grads, state, params, {argument}=norm)"
+        )
+    return given_norm(extra_args[argument], argument)
 
 
 def clip_tree(
@@ -153,14 +216,14 @@ def clip_tree(
 
     Args:
       tree: a pytree of floating or complex arrays; other leaves pass untouched.
-      limits: as in `clip_by`, where a rule is at its first step; or `Limits`, each field a pytree
-        like `ClipInfo.norm`, to tell when to act and how far apart.
+      limits: as in `clip_by`, where a rule is at its first step; or `Limits`, each field like what
+        `optaxclip.Limits` describes, to tell when to act and how far apart.
       scope: as in `clip_by`, like the arguments that follow.
       params: the parameters, for a limit that is relative to them.
       norm: the norm.
       response: the response.
       nonfinite: the policy for groups that are not finite.
-      strict: whether narrow dtypes are rounded toward zero.
+      strict: whether no result may exceed its limit, by whatever rounding.
       use_norm: the norm of the whole tree, if known; for the scope `tree`.
       axis_name: as in `clip_by`.
       specs: as in `clip_by`.
@@ -177,20 +240,25 @@ def clip_tree(
       >>> import jax.numpy as jnp, optaxclip
       >>> tree, info = optaxclip.clip_tree(
       ...     [jnp.array([3.0, 4.0])], 1.0, scope=optaxclip.scopes.tree())
-      >>> print(tree[0].round(3), info.norm)
+      >>> print(tree[0], info.norm)
       [0.6 0.8] 5.0
     """
     flat = flatten(tree, "tree")
-    grouping = grouped(scope, flat, as_axis_names(axis_name), specs)
+    places = {"axis_names": as_axis_names(axis_name), "specs": specs}
+    grouping = grouped(as_scope(scope), flat, **places)
+    groups = Groups.of(grouping, located(grouping, flat, **places))
     if isinstance(limits, Limits):
-        rule = given(limits)
+        rows = [groups.for_rule(groups.from_tree(field)) for field in limits]
+        rule = given(Limits(*rows))
     else:
-        rule = rule_for(as_limit(limits, "limits"), grouping.names, grouping.layout)
+        rule = rule_for(as_limit(limits, "limits"), groups.entries())
     method = Method.checked(norm, response, nonfinite, strict, name)
+    known = None
+    if use_norm is not None and grouping.layout == "scalar" and nonfinite != "mask":
+        known = given_norm(use_norm, "use_norm")
     dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.picked())
-    known = usable_norm(use_norm, "use_norm", grouping, nonfinite)
-    start = rule.init(grouping.zeros(dtype)), initial_info(name, grouping, dtype)
-    tree, _, info = clipped(flat, params, rule, *start, known, grouping, method)
+    start = rule.init(groups.zeros(dtype)), initial_info(name, grouping, dtype)
+    tree, _, info = clipped(flat, params, rule, *start, known, groups, method, **places)
     return tree, info
 
 
@@ -212,6 +280,6 @@ def group_norms(
       specs: as in `clip_by`.
     """
     flat = flatten(tree, "tree")
-    return norms_of(
-        flat.picked(), grouped(scope, flat, as_axis_names(axis_name), specs), as_norm(norm)
-    )
+    places = {"axis_names": as_axis_names(axis_name), "specs": specs}
+    grouping = grouped(scope, flat, **places)
+    return norms_of(flat, Groups.of(grouping, located(grouping, flat, **places)), as_norm(norm))

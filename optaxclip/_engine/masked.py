@@ -7,32 +7,41 @@ import jax.numpy as jnp
 from jax import Array
 
 import optaxclip._engine.cpu as cpu
-from optaxclip._base.grouping import Grouping, OfGroups
+import optaxclip._engine.powers as powers
 from optaxclip._base.trees import is_sparse, with_data
-from optaxclip._engine.totals import combined, stored
+from optaxclip._engine.entries import stored
+from optaxclip._engine.groups import Groups, Rows
 
 
-def mask(leaves: list[Any], grouping: Grouping) -> tuple[list[Any], OfGroups]:
+def mask(leaves: list[Any], groups: Groups) -> tuple[list[Any], Rows]:
     """Leaves with their non-finite entries replaced by 0, and which groups had such entries."""
-    masked, bad = [], []
-    for leaf, axes in zip(leaves, grouping.axes, strict=True):
-        data = leaf.data if is_sparse(leaf) else leaf
-        finite = jnp.isfinite(data)
-        masked.append(with_data(leaf, _only_finite(data, finite)))
-        found = jnp.any(~finite & stored(leaf)) if is_sparse(leaf) else jnp.any(~finite, axes)
-        bad.append((found.astype(jnp.int32),))
-    flags = combined(bad, grouping, leaves, by_max=True)
-    return masked, [flag > 0 for (flag,) in flags]
+
+    def bad_groups(leaves: list[Any]) -> Rows:
+        rows = zip(leaves, groups.grouping.axes, strict=True)
+        bad = [(_is_bad(leaf, axes).astype(jnp.int32),) for leaf, axes in rows]
+        return [flag > 0 for (flag,) in powers.of_groups(bad, groups, by_max=True)]
+
+    masked = [
+        with_data(leaf, _only_finite(leaf.data if is_sparse(leaf) else leaf)) for leaf in leaves
+    ]
+    return masked, groups.placement.on_each_device(bad_groups, leaves)
+
+
+def _is_bad(leaf: Any, axes: tuple[int, ...]) -> Array:
+    """Whether a group has an entry that is not finite."""
+    if is_sparse(leaf):
+        return jnp.any(~jnp.isfinite(leaf.data) & stored(leaf))
+    return jnp.any(~jnp.isfinite(leaf), axes)
 
 
 @jax.custom_jvp
-def _only_finite(x: Array, finite: Array) -> Array:
+def _only_finite(x: Array) -> Array:
     # On bits, or XLA on CPU converts bfloat16 on the way, which loses subnormals.
     select = cpu.select_bfloat16 if x.dtype == jnp.bfloat16 else jnp.where
-    return select(finite, x, jnp.zeros_like(x))
+    return select(jnp.isfinite(x), x, jnp.zeros_like(x))
 
 
 @_only_finite.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-    (x, finite), (dx, _) = primals, tangents
-    return _only_finite(x, finite), jnp.where(finite, dx, jnp.zeros_like(dx))
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (dx,) = primals, tangents
+    return _only_finite(x), jnp.where(jnp.isfinite(x), dx, jnp.zeros_like(dx))

@@ -1,291 +1,242 @@
 """Measure: leaves come in, the norms of their groups go out, exact whatever the range.
 
   in   leaves `[...]`, floating or complex (or `BCOO`), and which of their entries share a norm
-  out  for each group, or array of groups, of the grouping a `Measured` of its shape
+  out  for each row of the groups a `Measured` of its shape
 
-Powers of entries leave float32's range long before norms do. So one pass over a leaf gives its
-total at several scales: of the entries as they are, far down and far up. Totals of the leaves of a
-group are added, then those of devices, in one collective; the total that neither overflowed nor
-lost its small summands is the norm's, with its scale for a unit. Nothing is branched on or stored.
+Powers of entries leave float32's range long before norms do. On accelerators one pass over a leaf
+gives their sum at several scales, of which the one is taken that neither overflowed nor lost its
+small summands. On a CPU it gives one sum in float64, which has the range of all of them. The sums
+of a group's leaves are added, then those of devices, in one collective. Nothing is branched on.
 """
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import PartitionSpec
 
 import optaxclip._base.devices as devices
 import optaxclip._engine.cpu as cpu
-import optaxclip._engine.gpu as gpu
-from optaxclip._base.grouping import Grouping
+import optaxclip._engine.powers as powers
 from optaxclip._base.numerics import (
     broadcast_over,
-    coarsest,
-    exponent_below,
+    invertible,
     known_size,
+    leading_bit,
     norm_dtype,
-    power_of_two,
     power_of_two_below,
     rounding_slack,
+    select,
 )
-from optaxclip._base.trees import is_sparse
-from optaxclip._engine.placement import norm_specs, on_each_device, split_over
-from optaxclip._engine.totals import (
-    Totals,
-    combined,
-    entries,
-    largest_bits,
-    least,
-    summands,
-    times,
-    usable,
-)
+from optaxclip._engine.entries import entries, measured_axes, times
+from optaxclip._engine.groups import Groups
 from optaxclip.norms import Norm
 
 
 class Measured(NamedTuple):
-    """The norms of a group, or of an array of groups, `mantissa * unit`.
+    """Norms, as products of two numbers, because a norm may leave the range of its dtype.
 
     Attributes:
-      mantissa: the norms divided by `unit`, of the shape of the groups.
-      unit: powers of two, of that shape: 1, but where totals left the range of the dtype.
-      slack: how much factors must be lowered against rounding; broadcasts to that shape.
+      fraction: at least 1 and below 2, but at the ends of the range and for 0.
+      inverse: of the fraction, on a CPU exact to rounding; 1 for 0.
+      size: a power of two with a reciprocal that is a normal number.
     """
 
-    mantissa: Array
-    unit: Array
-    slack: Array
+    fraction: Array
+    inverse: Array
+    size: Array
+
+    @classmethod
+    def of(cls, value: Array, unit: Array | float) -> "Measured":
+        """The norms `value * unit`, where `unit` is a power of two."""
+        is_zero = value == 0
+        size = select(is_zero, 1, invertible(leading_bit(value) * unit))
+        fraction = value * (unit / size)
+        return cls(fraction, 1 / select(is_zero, 1, fraction), size)
 
     @property
     def norm(self) -> Array:
         """The norms; a finite one that the dtype cannot hold is its largest number."""
-        norm = jnp.minimum(self.mantissa * self.unit, jnp.finfo(self.mantissa.dtype).max)
-        return jnp.where(jnp.isfinite(self.mantissa), norm, self.mantissa)
+        norm = lax.min(self.fraction * self.size, jnp.finfo(self.fraction.dtype).max)
+        return select(jnp.isfinite(self.fraction), norm, self.fraction)
 
 
-def measure(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured]:
+def measure(leaves: list[Any], groups: Groups, norm: Norm) -> list[Measured]:
     """The norms of all groups, over all devices; float64 if a leaf is, else float32.
 
     Args:
       leaves: floating or complex arrays (or `BCOO`), in the order of the grouping.
-      grouping: from a scope.
+      groups: the groups.
       norm: the norm.
+    """
+    local = functools.partial(_measured, groups=groups, norm=norm)
+    # With one collective, in the place of the compiler's many.
+    return groups.placement.on_each_device(local, leaves)
+
+
+def rounding_margins(leaves: list[Any], groups: Groups, norm: Norm) -> list[Any]:
+    """How much factors have to be lowered so that no rounding pushes a result above its limit.
 
     Returns:
-      One for each array of norms, as `Grouping.joined` has them.
+      For each row of the groups what broadcasts to it.
     """
-
-    def out_specs(grouping: Grouping) -> list[Any]:
-        rows: list[Any] = [(spec, spec, PartitionSpec()) for spec in norm_specs(grouping)]
-        return [Measured(*row) for row in rows]
-
-    steps = functools.partial(_measured, norm=norm)
-    return on_each_device(steps, out_specs, leaves, grouping)
-
-
-def already_measured(given: Array, leaves: list[Any], norm: Norm) -> list[Measured]:
-    """A norm of the whole tree that the caller has, float32 or float64 `[]`, as from `measure`."""
-    unit = power_of_two_below(given)
-    size = sum(math.prod(np.shape(leaf)) for leaf in leaves)
-    slack = rounding_slack(size, norm.degree, coarsest(leaf.dtype for leaf in leaves))
-    return [Measured(given / unit, unit, jnp.asarray(slack).astype(given.dtype))]
+    sizes = _num_entries(leaves, groups)
+    epsilons = [float(jnp.finfo(norm_dtype([leaf.dtype])).eps) for leaf in leaves]
+    found = [
+        rounding_slack(size, norm.degree, max((epsilons[i] for i in group.members), default=0.0))
+        for size, group in zip(sizes, groups.grouping.groups, strict=True)
+    ]
+    return groups.repeated(found)
 
 
-def _measured(leaves: list[Any], grouping: Grouping, norm: Norm) -> list[Measured]:
+def _num_entries(leaves: list[Any], groups: Groups) -> list[Any]:
+    """For each group how many entries share its norm on all devices; maybe symbolic."""
+    is_local = bool(devices.manual_axes() or groups.placement.mesh is None)
+    rows = zip(leaves, groups.grouping.axes, groups.placement.reduced, strict=True)
+    counts = [
+        math.prod(np.shape(leaf)[axis] for axis in axes)
+        * (devices.num_devices(over) if is_local else 1)
+        for leaf, axes, over in rows
+    ]
+    return [sum(counts[i] for i in group.members) for group in groups.grouping.groups]
+
+
+def _measured(leaves: list[Any], *, groups: Groups, norm: Norm) -> list[Measured]:
     """The norms of leaves in one piece, or of what each device holds of them."""
-    part = _Part.of(leaves, grouping, norm)
+    part = _Part(groups, norm, norm_dtype(leaf.dtype for leaf in leaves))
     if not leaves:
-        nothing = [jnp.zeros(group.shape, part.dtype) for group in grouping.groups]
-        return [Measured(x, jnp.ones_like(x), x) for x in nothing]
-    rows = zip(*_differentiable(part, leaves), part.slacks(leaves), strict=True)
-    return [Measured(*row) for row in rows]
+        shapes = [jnp.zeros(group.shape, part.dtype) for group in groups.grouping.groups]
+        found = [Measured.of(row, 1.0) for row in groups.pack(shapes)]
+    else:
+        found = _differentiable(part, leaves)
+    present = groups.grouping.present
+    if groups.grouping.layout == "scalar" or all(present):
+        return found
+    # A norm that is no number is one that no rule learns from.
+    flags = groups.pack(
+        [jnp.full(group.shape, bool(group.members)) for group in groups.grouping.groups]
+    )
+    rows = zip(found, flags, strict=True)
+    return [each._replace(fraction=select(flag, each.fraction, jnp.nan)) for each, flag in rows]
 
 
 class _Part(NamedTuple):
-    """What is known of leaves before they are measured, in one piece or on one device.
+    """How leaves are measured, in one piece or on one device.
 
     Attributes:
-      grouping: which entries share a norm.
+      groups: which entries share a norm, and where they lie.
       norm: the norm.
       dtype: that of the norms.
-      axes: for each leaf the axes to reduce: of a sparse one, those of its stored entries.
-      sizes: for each group, how many entries share its norm on all devices.
     """
 
-    grouping: Grouping
+    groups: Groups
     norm: Norm
     dtype: jnp.dtype
-    axes: list[tuple[int, ...]]
-    sizes: list[Any]
 
-    @classmethod
-    def of(cls, leaves: list[Any], grouping: Grouping, norm: Norm) -> "_Part":
-        """What is known of these."""
-        split = split_over(leaves, grouping)
-        rows = list(zip(leaves, grouping.axes, split, strict=True))
-        counts = [
-            math.prod(np.shape(leaf)[axis] for axis in axes) * devices.num_devices(over)
-            for leaf, axes, over in rows
-        ]
-        sizes = [sum(counts[i] for i in group.members) for group in grouping.groups]
-        stored = [tuple(range(x.data.ndim)) if is_sparse(x) else axes for x, axes, _ in rows]
-        return cls(grouping, norm, norm_dtype(leaf.dtype for leaf in leaves), stored, sizes)
-
-    def norms(self, leaves: list[Any]) -> tuple[list[Array], list[Array]]:
-        """The mantissas and units of all norms."""
+    def norms(self, leaves: list[Any]) -> list[Measured]:
+        """The norms, without derivatives."""
         if self.norm.is_max:
             return self.largest(leaves)
-        if self.norm.degree in (1, 2):
-            return self.by_totals(leaves)
-        # Other powers leave the range too easily: their unit is that of the largest entry.
-        rows = zip(*self.largest(leaves), strict=True)
-        # No further, or the reciprocal would be subnormal.
-        most = 1 / float(jnp.finfo(self.dtype).tiny)
-        units = [jnp.minimum(power_of_two_below(x) * unit, most) for x, unit in rows]
-        return self.divided(leaves, units), units
+        if self.norm.degree not in (1, 2):
+            # Other powers leave the range too easily: their unit is that of the largest entry.
+            sizes = [power_of_two_below(each.fraction) * each.size for each in self.largest(leaves)]
+            sizes = [invertible(size) for size in sizes]
+            rows = zip(self.divided(leaves, sizes), sizes, strict=True)
+            return [Measured.of(*row) for row in rows]
+        if self.dtype != jnp.float32:
+            return self.at_scales(leaves)
+        return lax.platform_dependent(leaves, cpu=self.in_float64, default=self.at_scales)
 
-    def by_totals(self, leaves: list[Any]) -> tuple[list[Array], list[Array]]:
-        """The same from totals at several scales."""
-        lows = [least(n, self.dtype) if self.norm.degree == 2 else 0.0 for n in self.sizes]
-        lows = [np.asarray(low, self.dtype) for low in self.grouping.numbers(lows)]
-        found = [usable(*row) for row in zip(self.totals(leaves, lows), lows, strict=True)]
-        return self.finished([total for total, _ in found]), [unit for _, unit in found]
+    def at_scales(self, leaves: list[Any]) -> list[Measured]:
+        """The norms from sums at several scales."""
+        in_one_piece = self.groups.placement.in_one_piece
+        options = {"norm": self.norm, "dtype": self.dtype, "in_one_piece": in_one_piece}
+        found = [powers.at_scales(leaf, axes=axes, **options) for leaf, axes in self.rows(leaves)]
+        sums = [powers.in_range(row) for row in powers.of_groups(found, self.groups)]
+        values = self.finished([total for total, _ in sums], leaves)
+        return [Measured.of(x, unit) for x, (_, unit) in zip(values, sums, strict=True)]
 
-    def totals(self, leaves: list[Any], lows: list[Any]) -> list[Totals]:
-        """The totals of all norms at all scales, in the way that suits the platform."""
-        in_one_piece = devices.in_one_piece(leaves)
+    def in_float64(self, leaves: list[Any]) -> list[Measured]:
+        """The norms from one sum in float64."""
+        rows = [(entries(leaf, self.dtype), axes) for leaf, axes in self.rows(leaves)]
+        with jax.enable_x64(True):
+            found = [(cpu.sum_in_float64(x, axes=axes, norm=self.norm),) for x, axes in rows]
+            sums = [total for (total,) in powers.of_groups(found, self.groups)]
+            return [Measured(*cpu.in_float32(x)) for x in self.finished(sums, leaves)]
 
-        def default(leaves: list[Any]) -> list[Totals]:
-            rows = zip(leaves, self.axes, strict=True)
-            parts = [_totals_of(*row, self.norm, self.dtype, in_one_piece) for row in rows]
-            return combined(parts, self.grouping, leaves)
-
-        if not in_one_piece:
-            return default(leaves)
-        on_cpu = functools.partial(
-            cpu.totals,
-            grouping=self.grouping,
-            axes=self.axes,
-            lows=lows,
-            norm=self.norm,
-            dtype=self.dtype,
-        )
-        return lax.platform_dependent(leaves, cpu=on_cpu, default=default)
-
-    def largest(self, leaves: list[Any]) -> tuple[list[Array], list[Array]]:
-        """The largest moduli, and their units."""
+    def largest(self, leaves: list[Any]) -> list[Measured]:
+        """The largest moduli."""
         # The modulus of a finite complex entry may be infinite; half of it is not.
         unit = 2.0 if any(jnp.iscomplexobj(leaf) for leaf in leaves) else 1.0
-        rows = zip(leaves, self.axes, strict=True)
-        bits = [(largest_bits(leaf, 1 / unit, axes=axes, dtype=self.dtype),) for leaf, axes in rows]
-        found = [
-            lax.bitcast_convert_type(x, self.dtype)
-            for (x,) in combined(bits, self.grouping, leaves, by_max=True)
+        options = {"by": 1 / unit, "dtype": self.dtype}
+        bits = [
+            (powers.largest_bits(leaf, axes=axes, **options),) for leaf, axes in self.rows(leaves)
         ]
-        return found, [jnp.full_like(x, unit) for x in found]
+        found = powers.of_groups(bits, self.groups, by_max=True)
+        return [Measured.of(lax.bitcast_convert_type(x, self.dtype), unit) for (x,) in found]
 
     def divided(self, leaves: list[Any], by: list[Array]) -> list[Array]:
         """The norms of entries divided by powers of two, in steps that JAX can differentiate."""
-        by_leaf = self.grouping.by_leaf([1 / x for x in by])
-        is_max, parts = self.norm.is_max, list[Totals]()
-        for leaf, axes, inverse in zip(leaves, self.axes, by_leaf, strict=True):
-            x = times(entries(leaf, self.dtype), broadcast_over(inverse, axes))
-            mapped = self.norm.map(x)
-            total = jnp.max(mapped, axes, initial=0) if is_max else cpu.sum_over(mapped, axes)
+        is_max, parts = self.norm.is_max, list[powers.AtScales]()
+        inverses = self.groups.by_leaf([1 / x for x in by], leaves)
+        for (leaf, axes), inverse in zip(self.rows(leaves), inverses, strict=True):
+            x = entries(leaf, self.dtype)
+            mapped = self.norm.map(times(x, broadcast_over(inverse, axes)))
+            total = jnp.max(mapped, axes, initial=0) if is_max else lax.reduce_sum(mapped, axes)
             parts.append((total,))
-        found = combined(parts, self.grouping, leaves, by_max=is_max)
-        return self.finished([total for (total,) in found])
+        found = powers.of_groups(parts, self.groups, by_max=is_max)
+        return self.finished([total for (total,) in found], leaves)
 
-    def finished(self, totals: list[Array]) -> list[Array]:
-        """The norms that totals make."""
-        sizes = [size if known_size(size) is None else max(size, 1) for size in self.sizes]
-        rows = zip(totals, self.grouping.numbers(sizes), strict=True)
-        return [self.norm.finish(x, jnp.asarray(size, x.dtype)) for x, size in rows]
+    def finished(self, totals: list[Array], leaves: list[Any]) -> list[Array]:
+        """The norms that sums of powers make."""
+        sizes = _num_entries(leaves, self.groups)
+        sizes = [size if known_size(size) is None else float(max(size, 1)) for size in sizes]
+        rows = zip(totals, self.groups.repeated(sizes), strict=True)
+        return [self.norm.finish(x, _constant(size, x.dtype)) for x, size in rows]
 
-    def slacks(self, leaves: list[Any]) -> list[Array]:
-        """How much the factors of all groups must be lowered against rounding."""
-        rows = zip(self.sizes, self.grouping.groups, strict=True)
-        found = [
-            rounding_slack(n, self.norm.degree, coarsest(leaves[i].dtype for i in group.members))
-            for n, group in rows
-        ]
-        return [jnp.asarray(x).astype(self.dtype) for x in self.grouping.numbers(found)]
+    def rows(self, leaves: list[Any]) -> list[tuple[Any, tuple[int, ...]]]:
+        """The leaves with the axes of their entries over which they are reduced."""
+        pairs = zip(leaves, self.groups.grouping.axes, strict=True)
+        return [(leaf, measured_axes(leaf, axes)) for leaf, axes in pairs]
 
 
-def _differentiable(part: _Part, leaves: list[Any]) -> tuple[list[Array], list[Array]]:
-    """Mantissas and units, whose derivatives are taken of entries divided by a power of two nearby.
+def _differentiable(part: _Part, leaves: list[Any]) -> list[Measured]:
+    """Norms whose derivatives are taken of entries divided by a power of two nearby.
 
     So no derivative of a power leaves the range where that of the norm does not, and however norms
-    are found, they have derivatives in both modes. Of `norm = size * norm_of(leaves / size)` the
-    size, a power of two next to the norm, is held constant.
+    are found, they have derivatives in both modes. The power of two is held constant.
     """
 
     @jax.custom_jvp
-    def norms(leaves: list[Any]) -> tuple[list[Array], list[Array]]:
+    def norms(leaves: list[Any]) -> list[Measured]:
         return part.norms(leaves)
 
     @norms.defjvp
     def _(primals: tuple[list[Any]], tangents: tuple[list[Any]]) -> Any:
-        mantissas, units = norms(*primals)
-        # Their derivatives are zero, and would be multiplied by squares that leave the range.
-        units = lax.stop_gradient(units)
-        sizes = [_product_below(*pair) for pair in zip(mantissas, units, strict=True)]
-        _, changes = jax.jvp(lambda leaves: part.divided(leaves, sizes), primals, tangents)
-        rows = zip(changes, sizes, units, strict=True)
-        changes = [change * size / unit for change, size, unit in rows]
-        return (mantissas, units), (changes, [jnp.zeros_like(unit) for unit in units])
+        found = norms(*primals)
+        sizes = [lax.stop_gradient(each.size) for each in found]
+        # Entries that are not finite have no derivative.
+        finite = jax.tree.map(_only_finite, primals)
+        _, changes = jax.jvp(lambda leaves: part.divided(leaves, sizes), finite, tangents)
+        tangents = [
+            Measured(change, -change * jnp.square(each.inverse), jnp.zeros_like(each.size))
+            for change, each in zip(changes, found, strict=True)
+        ]
+        return found, tangents
 
     return norms(leaves)
 
 
-def _product_below(mantissa: Array, unit: Array) -> Array:
-    """A power of two next to a product that may leave the range."""
-    most = -jnp.finfo(unit.dtype).minexp
-    exponent = exponent_below(mantissa) + exponent_below(unit)
-    return power_of_two(jnp.clip(exponent, -most, most), unit.dtype)
+def _only_finite(x: Array) -> Array:
+    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) if is_float else x
 
 
-def _totals_of(
-    leaf: Any, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype, in_one_piece: bool
-) -> Totals:
-    """The totals of a leaf at all scales.
-
-    One that is reduced whole, in one piece or in a manual region, takes one variadic reduction (XLA
-    on CPU plain sums, where it comes here: not in one piece). What is reduced over some axes, or
-    split as only the compiler knows, takes plain sums, on a GPU one in float64.
-    """
-    options = {"axes": axes, "norm": norm, "dtype": dtype}
-    is_whole = len(axes) == np.ndim(leaf)
-    if is_whole and in_one_piece:
-        return _at_once(leaf, **options)
-    ways: dict[str, Callable[..., Totals]] = {"cpu": _one_by_one, "default": _one_by_one}
-    if is_whole and devices.manual_axes():
-        ways["default"] = _at_once
-    elif dtype == jnp.float32:
-        ways |= {"cuda": gpu.from_float64, "rocm": gpu.from_float64}
-    branches = {name: functools.partial(way, **options) for name, way in ways.items()}
-    return lax.platform_dependent(leaf, **branches)
-
-
-# Compiled by themselves, so that they are traced once for leaves alike.
-@functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
-def _at_once(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> Totals:
-    """In one variadic reduction, which a GPU runs as one kernel."""
-    powers = summands(leaf, norm, dtype)
-    return tuple(lax.reduce(powers, (dtype.type(0),) * len(powers), _added, axes))
-
-
-@functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
-def _one_by_one(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> Totals:
-    """In plain sums: a TPU takes them in one pass too, and a partitioner adds their parts."""
-    return tuple(cpu.sum_over(x, axes) for x in summands(leaf, norm, dtype))
-
-
-def _added(sums: Totals, more: Totals) -> Totals:
-    return tuple(x + y for x, y in zip(sums, more, strict=True))
+def _constant(size: Any, dtype: jnp.dtype) -> Any:
+    """A number of entries, or one for each group; symbolic ones are no constants."""
+    if isinstance(size, (int, float, np.ndarray)):
+        return np.asarray(size, dtype)
+    return jnp.asarray(size, dtype)

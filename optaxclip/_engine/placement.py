@@ -1,23 +1,92 @@
-"""Where the entries of a group lie: which leaves are split over devices, and how."""
+"""Where the entries of an update lie: which leaves are split over devices, and how.
+
+Found once for an update, from what the user says (`axis_name=`, `specs=`) and from the leaves'
+types. In a manual region (`shard_map`, `pmap`) a leaf is what one device holds. The totals of its
+groups are written where they belong among those of all groups, and one sum over devices makes them
+known to all: so norms, limits, multipliers and records are the same on every device.
+"""
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
+from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optaxclip._base.devices as devices
 from optaxclip._base.devices import Axes
 from optaxclip._base.grouping import Grouping
-from optaxclip._base.numerics import known_size
 from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
 from optaxclip._base.types import PyTree
 from optaxclip.scopes import Scope
+
+Kept = tuple[tuple[str, ...], ...]
+"""For each axis of an array of norms the mapped axes that split it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How the leaves of one update lie on devices; static, part of a compiled function's key.
+
+    Attributes:
+      reduced: for each leaf the mapped axes over which entries that share a norm are split.
+      kept: for each leaf how its norms are split, those of its axes that are not reduced.
+      in_one_piece: whether nothing says that a leaf is split.
+      mesh: the mesh on each of whose devices norms are measured, where they are not measured in a
+        manual region anyway; None where the compiler alone knows what is split.
+      specs: with a mesh, for each leaf how it is split over it.
+      explicit_mesh: the mesh on which the leaves' types say that they are split.
+    """
+
+    reduced: tuple[Axes, ...]
+    kept: tuple[Kept, ...]
+    in_one_piece: bool
+    mesh: Any = None
+    specs: tuple[PartitionSpec, ...] = ()
+    explicit_mesh: Any = None
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether leaves may be split in a way that only the compiler knows."""
+        return not self.in_one_piece and self.mesh is None and not devices.manual_axes()
+
+    def on_each_device(self, fn: Callable[[list[Any]], PyTree], leaves: list[Any]) -> PyTree:
+        """`fn(leaves)` of what each device holds, where that is known; the same results on all."""
+        if self.mesh is None:
+            return fn(leaves)
+        # On an explicit mesh the step is computed as on an automatic one, which is set by then.
+        mesh = self.mesh if self.explicit_mesh is None else devices.current_mesh()
+        return devices.per_device(fn, mesh, (list(self.specs),), PartitionSpec())(leaves)
+
+    def with_automatic_axes(self, fn: Callable[..., PyTree], out_specs: PyTree) -> Any:
+        """`fn`, which on an explicit mesh is computed as on an automatic one."""
+        if self.explicit_mesh is None:
+            return fn
+        return devices.with_automatic_axes(fn, self.explicit_mesh, out_specs)
+
+    def axes_of(self, leaf: int) -> Axes:
+        """All mapped axes over which a leaf is split."""
+        return self.reduced[leaf].union(*self.kept[leaf])
+
+    def spread(self, leaf: int, totals: Array, shape: tuple[int, ...]) -> Array:
+        """The totals of this device's part of a leaf among those of the whole, zeros elsewhere."""
+        if not any(self.kept[leaf]):
+            return totals
+        start = self._start(leaf, totals.shape)
+        return lax.dynamic_update_slice(jnp.zeros(shape, totals.dtype), totals, start)
+
+    def own_part(self, leaf: int, x: Array, shape: tuple[int, ...]) -> Array:
+        """Of what belongs to the groups of a whole leaf this device's part, of this shape."""
+        if not any(self.kept[leaf]) or not devices.manual_axes():
+            return x
+        return lax.dynamic_slice(x, self._start(leaf, shape), shape)
+
+    def _start(self, leaf: int, shape: tuple[int, ...]) -> list[Any]:
+        rows = zip(self.kept[leaf], shape, strict=True)
+        return [devices.index_along(axes) * size if axes else 0 for axes, size in rows]
 
 
 def as_axis_names(axis_name: Any) -> tuple[str, ...] | None:
@@ -34,15 +103,10 @@ def as_axis_names(axis_name: Any) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-_MANY = 2**20
-"""So many norms are held in one array at most, as what is told of each (how many entries it has) is
-a constant of the program: gigabytes for AGC of Llama 3 8B with stacked layers."""
-
-
 def grouped(
     scope: Scope, flat: FlatTree, axis_names: tuple[str, ...] | None = None, specs: PyTree = None
 ) -> Grouping:
-    """What a scope makes of a tree, together with what is known of devices.
+    """What a scope makes of a tree, of which each device may hold a part.
 
     Args:
       scope: from `optaxclip.scopes`.
@@ -52,59 +116,88 @@ def grouped(
 
     Raises:
       TypeError: if a leaf of `specs` is neither a `PartitionSpec` nor a `NamedSharding`.
-      ValueError: if `specs` is not a prefix of the tree, or a spec has more entries than axes; if
-        groups have names that are not in order.
+      ValueError: if `specs` is not a prefix of the tree, or a spec does not fit its leaf or the
+        mesh; if groups have names that are not in order.
     """
-    leaves = flat.picked()
-    known = None if specs is None else _checked_specs(specs, flat)
-    whole = _whole_shapes(leaves, frozenset(axis_names or ()), known)
-    grouping = scope(flat._replace(whole=whole))
-    names = grouping.names
-    if names != tuple(sorted(set(names))):
+    names = frozenset(axis_names or ())
+    if devices.manual_axes() or names:
+        known = None if specs is None else _given_specs(flat, specs)[1]
+        flat = flat._replace(global_shapes=_global_shapes(flat.picked(), names, known))
+    grouping = scope(flat)
+    all_names = tuple(grouping.names)
+    if all_names != tuple(sorted(set(all_names))):
         raise ValueError(
             f"the names of the groups must differ and be sorted, which a leaf named like a layer "
-            f"of a stacked one prevents; rename it: {names}"
+            f"of a stacked one prevents; rename it: {all_names}"
         )
-    is_known = all(known_size(size) is not None for leaf in leaves for size in np.shape(leaf))
-    one_piece = known is None and not axis_names and devices.in_one_piece(leaves)
-    several = len(grouping.groups) > 1
-    few = is_known and sum(math.prod(group.shape) for group in grouping.groups) <= _MANY
-    return dataclasses.replace(
-        grouping, in_one_array=several and few and one_piece, axis_names=axis_names, specs=known
+    return grouping
+
+
+def located(
+    grouping: Grouping,
+    flat: FlatTree,
+    axis_names: tuple[str, ...] | None = None,
+    specs: PyTree = None,
+) -> Placement:
+    """How the leaves of a tree with these groups lie on devices.
+
+    Raises:
+      TypeError: as `grouped`.
+      ValueError: as `grouped`; if it cannot be known how leaves are split; if one is a partial sum.
+    """
+    leaves, manual = flat.picked(), devices.manual_axes()
+    for leaf in (leaf for leaf in leaves if not is_sparse(leaf)):
+        devices.refuse_partial_sum(leaf)
+    # Types do not say how sparse arrays are split, nor what is inside of `vmap`.
+    is_hidden = bool(axis_names) or any(map(is_sparse, leaves))
+    explicit_mesh = None if is_hidden else devices.explicit_mesh(leaves)
+    mesh, known = None, None
+    if specs is not None:
+        mesh, known = _given_specs(flat, specs)
+        if mesh is None and leaves and not is_hidden:
+            raise ValueError("specs= needs a mesh: pass NamedShardings, or use jax.set_mesh")
+    elif explicit_mesh is not None and not manual:
+        mesh, known = explicit_mesh, [devices.spec_of(leaf) for leaf in leaves]
+    mesh = None if manual or is_hidden else mesh
+    find = _Finder(grouping, manual, axis_names, known, mesh)
+    rows = [find.axes_of(i, leaf) for i, leaf in enumerate(leaves)]
+    return Placement(
+        reduced=tuple(reduced for reduced, _ in rows),
+        kept=tuple(kept for _, kept in rows),
+        in_one_piece=not axis_names and known is None and devices.lies_in_one_piece(leaves),
+        mesh=mesh,
+        specs=tuple(known) if known and mesh is not None else (),
+        explicit_mesh=explicit_mesh,
     )
 
 
-def _checked_specs(specs: PyTree, flat: FlatTree) -> tuple[Any, ...]:
-    found = per_leaf(specs, flat, "specs")
-    for spec, leaf in zip(found, flat.picked(), strict=True):
-        if not isinstance(spec, (PartitionSpec, NamedSharding)):
-            raise TypeError(
-                f"specs must be a pytree of PartitionSpec or NamedSharding, got {spec!r}"
-            )
-        if len(as_spec(spec)) > np.ndim(leaf):
-            raise ValueError(f"specs has {spec} for a leaf of shape {np.shape(leaf)}")
-    return tuple(found)
+def _given_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSpec]]:
+    """How leaves are split, as the user says, and over which mesh, if there is one."""
+    given = per_leaf(specs, flat, "specs")
+    sharding = next((spec for spec in given if isinstance(spec, NamedSharding)), None)
+    mesh = devices.current_mesh() if sharding is None else sharding.mesh
+    rows = zip(given, flat.picked(), strict=True)
+    return mesh, [_checked_spec(spec, leaf, mesh) for spec, leaf in rows]
 
 
-def _whole_shapes(
-    leaves: Sequence[Any], names: Axes, specs: Sequence[Any] | None
-) -> list[tuple[int, ...] | None]:
-    """The shapes of what all devices hold of each leaf; None where that cannot be known."""
-    manual = devices.manual_axes()
-    if not manual and not names:
-        return []
-    tracked = bool(manual) and devices.tracks(manual)
-
-    def whole(position: int, leaf: Any) -> tuple[int, ...] | None:
-        shape = np.shape(leaf)
-        if specs is not None:
-            split = [devices.spec_axes(entry) & manual for entry in as_spec(specs[position])]
-            split += [Axes()] * (len(shape) - len(split))
-            return tuple(n * devices.num_devices(s) for n, s in zip(shape, split, strict=True))
-        is_whole = tracked and not names - manual and not devices.varying_axes(leaf)
-        return shape if is_whole else None
-
-    return [whole(*row) for row in enumerate(leaves)]
+def _checked_spec(spec: Any, leaf: Any, mesh: Any) -> PartitionSpec:
+    if not isinstance(spec, (PartitionSpec, NamedSharding)):
+        raise TypeError(f"specs must be a pytree of PartitionSpec or NamedSharding, got {spec!r}")
+    found = as_spec(spec)
+    if len(found) > np.ndim(leaf):
+        raise ValueError(f"specs has {found} for a leaf of shape {np.shape(leaf)}")
+    if any(entry is PartitionSpec.UNCONSTRAINED for entry in found):
+        raise ValueError(
+            f"specs has {found}, and UNCONSTRAINED does not say how the leaf is split; name the "
+            "axes of the mesh that split it, or None"
+        )
+    used = Axes().union(*map(devices.spec_axes, found))
+    if mesh is not None and not used <= set(mesh.axis_names):
+        raise ValueError(
+            f"specs has {found}, and the mesh has no axes {sorted(used - set(mesh.axis_names))}, "
+            f"only {list(mesh.axis_names)}"
+        )
+    return found
 
 
 def as_spec(spec: Any) -> PartitionSpec:
@@ -112,179 +205,99 @@ def as_spec(spec: Any) -> PartitionSpec:
     return spec.spec if isinstance(spec, NamedSharding) else spec
 
 
-def run(
-    fn: Callable[..., Any], *operands: Any, grouping: Grouping, how: Any, inline: bool = False
-) -> Any:
-    """`fn(*operands, grouping=, how=)`: in eager mode one cached call, else part of the trace.
+def _global_shapes(
+    leaves: Sequence[Any], names: Axes, specs: Sequence[PartitionSpec] | None
+) -> list[tuple[int, ...] | None]:
+    """The shapes of what all devices together hold of each leaf; None where it cannot be known."""
+    manual = devices.manual_axes()
+    tracked = bool(manual) and devices.tracks(manual)
 
-    Args:
-      fn: a function of a module, as it is part of the cache's key.
-      *operands: pytrees of arrays.
+    def global_shape(position: int, leaf: Any) -> tuple[int, ...] | None:
+        shape = np.shape(leaf)
+        if specs is not None:
+            mapped = devices.varying_axes(leaf) if tracked else manual
+            split = [devices.spec_axes(entry) & mapped for entry in specs[position]]
+            split += [Axes()] * (len(shape) - len(split))
+            return tuple(n * devices.num_devices(s) for n, s in zip(shape, split, strict=True))
+        is_global = tracked and not names - manual and not devices.varying_axes(leaf)
+        return shape if is_global else None
+
+    return [global_shape(*row) for row in enumerate(leaves)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Finder:
+    """Over which mapped axes a leaf's entries are split: those that share a norm, and the others.
+
+    Attributes:
       grouping: the groups.
-      how: what else it has to know, hashable.
-      inline: whether it is no compiled call in eager mode either.
+      manual: the manual axes.
+      axis_names: the axes over which every leaf is split, if the user says so.
+      specs: how leaves are split, if that is known.
+      mesh: the mesh that norms are measured over.
     """
-    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
-    call = fn if inline or is_traced else functools.partial(_compiled, fn)
-    return call(*operands, grouping=grouping, how=how)
 
+    grouping: Grouping
+    manual: Axes
+    axis_names: tuple[str, ...] | None
+    specs: Sequence[PartitionSpec] | None
+    mesh: Any
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("grouping", "how"))
-def _compiled(fn: Callable[..., Any], *operands: Any, grouping: Grouping, how: Any) -> Any:
-    return fn(*operands, grouping=grouping, how=how)
-
-
-def on_explicit_mesh(
-    steps: Callable[..., Any],
-    out_specs: Callable[[Grouping], PyTree],
-    leaves: Sequence[Any],
-    grouping: Grouping,
-) -> Callable[..., Any]:
-    """`steps` for leaves that may be split over an explicit mesh, as their types then say.
-
-    There it runs as on an automatic mesh with these specs: one way for both.
-
-    Args:
-      steps: a function with the keyword `grouping`.
-      out_specs: how what it returns is split, from the grouping with all leaves' `PartitionSpec`s.
-      leaves: the measured leaves.
-      grouping: their groups.
-
-    Raises:
-      ValueError: for a leaf that is a partial sum.
-    """
-    dense = [leaf for leaf in leaves if not is_sparse(leaf)]
-    for leaf in dense:
-        devices.refuse_partial_sum(leaf)
-    mesh = devices.explicit_mesh(dense)
-    if mesh is None or len(dense) < len(leaves) or devices.manual_axes() or grouping.axis_names:
-        return functools.partial(steps, grouping=grouping)
-    grouping = dataclasses.replace(grouping, specs=tuple(map(devices.spec_of, leaves)))
-    run = functools.partial(steps, grouping=grouping)
-    return devices.automatic(run, mesh, out_specs(grouping))
-
-
-def on_each_device(
-    steps: Callable[..., Any],
-    out_specs: Callable[[Grouping], PyTree],
-    leaves: Sequence[Any],
-    grouping: Grouping,
-) -> Any:
-    """`steps(leaves, grouping=)` on what each device holds, where it is known how leaves are split.
-
-    Then there is one collective in the place of the compiler's many. Leaves in one piece, those in
-    a manual region, and those of which only the compiler knows it go through as they are.
-
-    Args:
-      steps: a function of leaves with the keyword `grouping`.
-      out_specs: how what it returns is split, from the grouping with all leaves' `PartitionSpec`s.
-      leaves: the measured leaves.
-      grouping: with the specs, if any.
-
-    Raises:
-      ValueError: for specs without a mesh.
-    """
-    is_hidden = grouping.axis_names or any(map(is_sparse, leaves))
-    if grouping.specs is None or is_hidden or devices.manual_axes():
-        return steps(leaves, grouping=grouping)
-    mesh = devices.mesh_of(grouping.specs)
-    if mesh is None:
-        raise ValueError("specs= needs a mesh: pass NamedShardings, or use jax.set_mesh")
-    specs = tuple(as_spec(spec) for spec in grouping.specs)
-    grouping = dataclasses.replace(grouping, specs=specs)
-    local = functools.partial(steps, grouping=grouping)
-    return devices.region(local, mesh, (list(specs),), out_specs(grouping))(leaves)
-
-
-def norm_specs(grouping: Grouping) -> list[PartitionSpec]:
-    """How the norms of each group are split: as the axes of the leaf that are not reduced."""
-    specs = []
-    for group in grouping.groups:
-        kept: list[Any] = []
-        if group.shape:
-            (leaf,) = group.members
-            entries = enumerate(grouping.specs[leaf] if grouping.specs else ())
-            kept = [entry for axis, entry in entries if axis not in grouping.axes[leaf]]
-        specs.append(PartitionSpec(*kept))
-    return specs
-
-
-def norm_tree_specs(grouping: Grouping) -> PyTree:
-    """The same as limit rules see norms."""
-    if grouping.layout != "dict":
-        return PartitionSpec()
-    rows = zip(grouping.groups, norm_specs(grouping), strict=True)
-    return {group.names[0]: spec for group, spec in rows}
-
-
-def split_over(leaves: Sequence[Any], grouping: Grouping) -> list[Axes]:
-    """For each leaf the manual axes over which the entries that share its norm are split.
-
-    Raises:
-      ValueError: where that cannot be known.
-    """
-    manual = devices.manual_axes()
-    names = frozenset(grouping.axis_names or ())
-    if not manual:
-        return [names] * len(leaves)
-    # An axis of a surrounding `vmap` has no type to ask.
-    outside = names - manual
-    if devices.tracks(manual):
-        return [outside | _tracked(leaf, grouping, i) for i, leaf in enumerate(leaves)]
-    if grouping.specs is not None:
-        return [outside | _by_spec(grouping, i)[0] & manual for i in range(len(leaves))]
-    if grouping.axis_names is None:
-        raise ValueError(
-            "inside pmap or shard_map(check_vma=False) nothing tells how leaves are split over "
-            f"the devices along {sorted(manual)}; pass axis_name= (every leaf is split over it) or "
-            "specs= (a pytree of PartitionSpec), or clip outside of it"
-        )
-    return [names] * len(leaves)
-
-
-def kept_over(grouping: Grouping) -> list[Axes]:
-    """For each leaf the manual axes over which its axes that are not reduced are split."""
-    manual = devices.manual_axes()
-    return [_by_spec(grouping, i)[1] & manual for i in range(len(grouping.axes))]
-
-
-def of_groups(grouping: Grouping, of_leaves: Sequence[Axes]) -> list[Axes]:
-    """For each group the mesh axes of all its leaves."""
-    return [Axes().union(*(of_leaves[i] for i in group.members)) for group in grouping.groups]
-
-
-def _tracked(leaf: Any, grouping: Grouping, position: int) -> Axes:
-    """What the leaf's type says, together with its spec where both reduced and kept axes exist."""
-    varying = devices.varying_axes(leaf)
-    is_whole = len(grouping.axes[position]) == np.ndim(leaf)
-    if not varying or (is_whole and grouping.specs is None):
-        return varying
-    if grouping.specs is None:
-        if grouping.axis_names is not None:
-            return varying & frozenset(grouping.axis_names)
-        raise ValueError(
-            f"a leaf of type {jax.typeof(leaf)} is split over {sorted(varying)}, and its type does "
-            "not say along which of its axes, only some of which share a norm; pass specs= (a "
-            "pytree of PartitionSpec)"
-        )
-    reduced, kept = _by_spec(grouping, position)
-    unknown = varying - reduced - kept
-    if unknown:
-        raise ValueError(
-            f"specs has {grouping.specs[position]} for a leaf of type {jax.typeof(leaf)}, which "
-            f"also varies over {sorted(unknown)}; sum it over them first, or correct the spec"
-        )
-    return varying & reduced
-
-
-def _by_spec(grouping: Grouping, position: int) -> tuple[Axes, Axes]:
-    """The mesh axes that split the reduced axes of a leaf, and those that split the others."""
-    reduced: Axes = frozenset()
-    kept: Axes = frozenset()
-    spec = PartitionSpec() if grouping.specs is None else as_spec(grouping.specs[position])
-    for axis, entry in enumerate(spec):
-        if axis in grouping.axes[position]:
-            reduced |= devices.spec_axes(entry)
+    def axes_of(self, i: int, leaf: Any) -> tuple[Axes, Kept]:
+        """For the leaf in this position."""
+        nothing = ((),) * (np.ndim(leaf) - len(self.grouping.axes[i]))
+        names = frozenset(self.axis_names or ())
+        # An axis of a surrounding `vmap` has no type to ask.
+        mapped = names - self.manual
+        if self.mesh is not None:
+            return self._by_spec(i, leaf, frozenset(self.mesh.axis_names))
+        if not self.manual:
+            return mapped, nothing
+        if devices.tracks(self.manual):
+            reduced, kept = self._by_type(i, leaf, nothing)
+        elif self.specs is not None:
+            reduced, kept = self._by_spec(i, leaf, self.manual)
+        elif self.axis_names is not None:
+            return names, nothing
         else:
-            kept |= devices.spec_axes(entry)
-    return reduced, kept
+            raise ValueError(
+                "inside pmap or shard_map(check_vma=False) nothing tells how leaves are split over "
+                f"the devices along {sorted(self.manual)}; where gradients are the same on all of "
+                "them, as after pmean, pass specs=PartitionSpec(); else axis_name= (every leaf is "
+                "split over it) or specs= (a pytree of PartitionSpec), or clip outside of it"
+            )
+        return reduced | mapped, kept
+
+    def _by_spec(self, i: int, leaf: Any, axes: Axes) -> tuple[Axes, Kept]:
+        """Of these mesh axes those that a spec names."""
+        assert self.specs is not None
+        entries = [*self.specs[i], *[None] * (np.ndim(leaf) - len(self.specs[i]))]
+        split = [
+            tuple(name for name in ((x,) if isinstance(x, str) else x or ()) if name in axes)
+            for x in entries
+        ]
+        inside = self.grouping.axes[i]
+        reduced = Axes().union(*(names for axis, names in enumerate(split) if axis in inside))
+        return reduced, tuple(names for axis, names in enumerate(split) if axis not in inside)
+
+    def _by_type(self, i: int, leaf: Any, nothing: Kept) -> tuple[Axes, Kept]:
+        """What the leaf's type says, together with its spec where both kinds of axes exist."""
+        varying = devices.varying_axes(leaf)
+        if not varying or (not nothing and self.specs is None):
+            return varying, nothing
+        if self.specs is None:
+            if self.axis_names is not None:
+                return varying & frozenset(self.axis_names), nothing
+            raise ValueError(
+                f"a leaf of type {jax.typeof(leaf)} is split over {sorted(varying)}, and its type "
+                "does not say along which of its axes, only some of which share a norm; pass "
+                "specs= (a pytree of PartitionSpec)"
+            )
+        reduced, kept = self._by_spec(i, leaf, varying)
+        unknown = varying - reduced.union(*kept)
+        if unknown:
+            raise ValueError(
+                f"specs has {self.specs[i]} for a leaf of type {jax.typeof(leaf)}, which also "
+                f"varies over {sorted(unknown)}; sum it over them first, or correct the spec"
+            )
+        return reduced, kept

@@ -1,22 +1,23 @@
 """Record: what a step did comes in, its `ClipInfo` with running counts goes out.
 
-in   for the norms of all groups, as `Grouping.joined` has them: norms, limits, factors, flags
+in   rows of the groups: norms, limits, factors, flags
 out  one number for each name of the grouping, `[]` or `[names]`
 """
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from optaxclip._base.counters import increased
-from optaxclip._base.devices import Axes, largest, num_devices, sum_over_devices
-from optaxclip._base.grouping import Grouping, OfGroups
+from optaxclip._base.grouping import Grouping
+from optaxclip._base.names import Names
 from optaxclip._base.types import ClipInfo
-from optaxclip._engine.placement import kept_over, of_groups
+from optaxclip._engine.groups import Groups, Rows
 
 Columns: TypeAlias = tuple[Array, ...]
 """Norms, limits, factors, which were clipped and which are not finite, as numbers of one shape."""
@@ -32,8 +33,8 @@ def initial_info(name: str, grouping: Grouping, dtype: jnp.dtype) -> ClipInfo:
     """
     shape = () if grouping.layout == "scalar" else (len(grouping.names),)
     return ClipInfo(
-        name={name: ()},
-        names=dict.fromkeys(grouping.names, ()),
+        name=Names((name,)),
+        names=grouping.names,
         norm=jnp.zeros(shape, dtype),
         limit=jnp.full(shape, jnp.inf, dtype),
         factor=jnp.ones(shape, dtype),
@@ -44,33 +45,32 @@ def initial_info(name: str, grouping: Grouping, dtype: jnp.dtype) -> ClipInfo:
 
 
 def updated_info(
-    old: ClipInfo,
-    grouping: Grouping,
-    norms: OfGroups,
-    limits: OfGroups,
-    factors: OfGroups,
-    bad: OfGroups,
+    old: ClipInfo, groups: Groups, norms: Rows, limits: Rows, factors: Rows, bad: Rows
 ) -> ClipInfo:
     """The record after a step.
 
     Args:
       old: the record before it.
-      grouping: the groups; those without leaves at this step keep their record.
+      groups: the groups; those without leaves at this step keep their record.
       norms: before the step.
       limits: the norms above which to act.
       factors: what the groups were multiplied by.
       bad: which groups are not finite.
     """
+    grouping = groups.grouping
     if not grouping.groups:
         return old
-    columns = [_columns(*row) for row in zip(norms, limits, factors, bad, strict=True)]
-    if grouping.layout == "dict":
-        rows = _summaries(grouping, columns)
-    else:
-        rows = [grouping.tree(list(column)) for column in zip(*columns, strict=True)]
-    rows = [row.astype(old.norm.dtype) for row in rows]
-    norm, limit, factor, clipped, nonfinite = _where_present(grouping, rows, old)
+    rows = [_columns(*row) for row in zip(norms, limits, factors, bad, strict=True)]
+    columns = _of_worst(groups, rows) if grouping.layout == "dict" else list(rows[0])
+    columns = [column.astype(old.norm.dtype) for column in columns]
+    if grouping.layout != "scalar" and not all(grouping.present):
+        nothing = jnp.zeros_like(old.fraction)
+        before = (old.norm, old.limit, old.factor, nothing, nothing)
+        present = jnp.asarray(grouping.present)
+        columns = [lax.select(present, *pair) for pair in zip(columns, before, strict=True)]
+    norm, limit, factor, clipped, nonfinite = columns
     return old._replace(
+        names=grouping.names,
         norm=norm,
         limit=limit,
         factor=factor,
@@ -81,44 +81,22 @@ def updated_info(
 
 
 def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> Columns:
-    # Of a leaf that is missing, limits may know more groups than norms do.
-    norm, limit, factor, bad = jnp.broadcast_arrays(norm, limit.astype(norm.dtype), factor, bad)
+    limit = limit.astype(norm.dtype)
     clipped = (norm > limit) & ~bad
     return norm, limit, factor, clipped.astype(norm.dtype), bad.astype(norm.dtype)
 
 
-def _where_present(grouping: Grouping, new: Sequence[Array], old: ClipInfo) -> list[Array]:
-    """The new columns, with the old ones and no event for groups without leaves."""
-    present = [bool(group.members) for group in grouping.groups for _ in group.names]
-    if grouping.layout == "scalar" or all(present):
-        return list(new)
-    nothing = jnp.zeros_like(old.fraction)
-    before = (old.norm, old.limit, old.factor, nothing, nothing)
-    return [jnp.where(jnp.array(present), *pair) for pair in zip(new, before, strict=True)]
-
-
-def _summaries(grouping: Grouping, columns: list[Columns]) -> list[Array]:
-    """Columns with one number for each leaf: those of its worst group on any device."""
-    over = of_groups(grouping, kept_over(grouping))
-    rows = [jnp.stack([_badness(column[0], column[1]), *column]) for column in columns]
-    if grouping.in_one_array:
-        # Stored once, or they would be computed anew for each leaf.
-        rows = lax.optimization_barrier(rows)
-    parted = grouping.parted(rows)
-    # Leaves alike in one step where they lie in one array, so that few have to be compiled.
-    alike: dict[Any, list[int]] = {}
-    for n, group in enumerate(grouping.groups):
-        alike.setdefault(group.shape if grouping.in_one_array else n, []).append(n)
-    found = [
-        _worst(
-            jnp.stack([parted[n] for n in some], axis=1),
-            at_once=grouping.in_one_array,
-            over=over[some[0]],
-        )
-        for some in alike.values()
-    ]
-    order = np.argsort(np.concatenate(list(alike.values())))
-    return [column[order] for column in (jnp.concatenate(row) for row in zip(*found, strict=True))]
+def _of_worst(groups: Groups, rows: list[Columns]) -> list[Array]:
+    """Columns with one number for each leaf: those of its worst group."""
+    with_badness = [(_badness(row[0], row[1]), *row) for row in rows]
+    if groups.together:
+        found = _of_leaves_alike(groups, with_badness[0])
+    else:
+        found = [_by_maxima(row) for row in with_badness]
+    columns = [jnp.concatenate([x.reshape(-1) for x in row]) for row in zip(*found, strict=True)]
+    order = np.argsort(groups.order)
+    is_sorted = list(order) == list(range(len(order)))
+    return columns if is_sorted else [column[order] for column in columns]
 
 
 def _badness(norm: Array, limit: Array) -> Array:
@@ -130,17 +108,25 @@ def _badness(norm: Array, limit: Array) -> Array:
     return jnp.where(jnp.isnan(norm), jnp.inf, ratio)
 
 
-def _worst(rows: Array, *, at_once: bool, over: Axes) -> Columns:
-    """Columns `[leaves]` of leaves alike, from rows `[badness and columns, leaves, *groups]`."""
+def _of_leaves_alike(groups: Groups, columns: Columns) -> list[Columns]:
+    """The worst of each leaf, those of leaves alike in one step: so few have to be compiled."""
+    # Stored once, or they would be computed anew for each step.
+    stack = lax.optimization_barrier(jnp.stack(columns))
+    found, start = [], 0
+    for shape, some in itertools.groupby(groups.ordered, key=lambda group: group.shape):
+        count, size = len(list(some)), math.prod(shape)
+        part = lax.slice_in_dim(stack, start, start + count * size, axis=1)
+        found.append(_in_one_reduction(part.reshape(len(columns), count, size)))
+        start += count * size
+    return found
+
+
+def _in_one_reduction(rows: Array) -> Columns:
+    """Columns `[leaves]` from rows `[badness and columns, leaves, groups]`."""
     # What leaves without groups have.
-    nothing = [rows.dtype.type(x) for x in (-1, 0, jnp.inf, 1, 0, 0)]
-    axes, groups = range(1, rows.ndim - 1), math.prod(rows.shape[2:]) * num_devices(over)
-    if at_once or not groups:
-        found = lax.reduce(tuple(lax.stop_gradient(rows)), tuple(nothing), _worse, axes)
-    else:
-        found = _by_maxima(rows, tuple(axes), over)
-    _, norm, limit, factor, clipped, bad = found
-    return norm, limit, factor, clipped / max(groups, 1), bad
+    nothing = tuple(rows.dtype.type(x) for x in (-1, 0, jnp.inf, 1, 0, 0))
+    found = lax.reduce(tuple(lax.stop_gradient(rows)), nothing, _worse, (1,))
+    return _shares(found, rows.shape[2])
 
 
 def _worse(some: Columns, others: Columns) -> Columns:
@@ -152,18 +138,24 @@ def _worse(some: Columns, others: Columns) -> Columns:
     return *worse, some[4] + others[4], jnp.maximum(some[5], others[5])
 
 
-def _by_maxima(rows: Array, axes: tuple[int, ...], over: Axes) -> Columns:
-    """The same in plain reductions, of which devices combine their parts.
-
-    In one piece they would do as well, with 6 kernels more on an H100 (AGC: 99 in the place of 93).
-    """
+def _by_maxima(columns: Columns) -> Columns:
+    """The same of one leaf in plain reductions, of which devices combine their parts."""
+    badness, norm, limit, factor, clipped, bad = lax.stop_gradient(columns)
+    if 0 in norm.shape:
+        return _in_one_reduction(jnp.stack([badness, norm, limit, factor, clipped, bad])[:, None])
     # As integers, of which no maximum loses a NaN.
-    integer = jnp.dtype(f"int{jnp.finfo(rows.dtype).bits}")
-    badness = lax.bitcast_convert_type(rows[0], integer)
-    is_worst = badness == largest(jnp.max(badness, axes, keepdims=True), over)
-    *row, clipped, bad = rows
-    bits = lax.bitcast_convert_type(jnp.stack([*row, bad]), integer)
-    of_worst = [jnp.where(is_worst, x, jnp.iinfo(integer).min) for x in bits[:-1]]
-    bits = largest(jnp.max(jnp.stack([*of_worst, bits[-1]]), [a + 1 for a in axes]), over)
-    *row, bad = lax.bitcast_convert_type(bits, rows.dtype)
-    return *row, sum_over_devices(jnp.sum(clipped, axes), over), bad
+    integer = jnp.dtype(f"int{jnp.finfo(norm.dtype).bits}")
+    bits = lax.bitcast_convert_type(badness, integer)
+    is_worst = bits == jnp.max(bits)
+    of_worst = [
+        jnp.where(is_worst, lax.bitcast_convert_type(x, integer), jnp.iinfo(integer).min)
+        for x in (norm, limit, factor)
+    ]
+    found = [lax.bitcast_convert_type(jnp.max(x), norm.dtype) for x in of_worst]
+    return _shares((badness, *found, jnp.sum(clipped), jnp.max(bad)), norm.size)
+
+
+def _shares(found: Sequence[Array], size: int) -> Columns:
+    """The columns, with the share of groups that were clipped in the place of their number."""
+    _, norm, limit, factor, clipped, bad = found
+    return norm, limit, factor, clipped / max(size, 1), bad

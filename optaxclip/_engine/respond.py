@@ -5,41 +5,43 @@ out  a `Multiplier` of that shape
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
-from optaxclip._base.numerics import exponent_below, power_of_two, select
 from optaxclip._base.types import NonFinite
 from optaxclip._engine.measure import Measured
 from optaxclip.responses import Response
 
 
 class Multiplier(NamedTuple):
-    """What groups are multiplied by; every field has the shape of their norms.
+    """What groups are multiplied by, as a product of two numbers, as it may leave the range.
+
+    Where both are 1 the group is left as it is, bit for bit.
 
     Attributes:
-      before: a power of two that takes entries to where no product is subnormal, 1 mostly; 0 where
-        the group is left as it is, bit for bit.
-      quotient: the factor divided by `before`.
-      is_zero: where the group is replaced by zeros, whatever it holds, if that is the policy.
+      power: 1; where the factor is no normal number a power of two next to the norm's reciprocal.
+      ratio: the rest of the factor; NaN or 0 for a group that is not finite.
     """
 
-    before: Array
-    quotient: Array
-    is_zero: Array | None
-
-    @property
-    def is_identity(self) -> Array:
-        """Where the group is left as it is."""
-        return self.before == 0
+    power: Array
+    ratio: Array
 
     @property
     def factor(self) -> Array:
-        """What the group is multiplied by."""
-        return jnp.where(self.is_identity, 1, self.before * self.quotient)
+        """The product."""
+        return self.power * self.ratio
+
+
+@runtime_checkable
+class ExactFactor(Protocol):
+    """A response that says to the last digit what groups are multiplied by."""
+
+    def factor(self, norm: Array, trigger: Array, target: Array) -> Array:
+        """The multipliers, of the shape of the norms."""
+        ...
 
 
 # Compiled by itself so that it is traced once for norms of one shape.
@@ -48,6 +50,7 @@ def multiplier(
     measured: Measured,
     trigger: Array,
     target: Array,
+    margin: Any = None,
     *,
     response: Response,
     nonfinite: NonFinite,
@@ -57,64 +60,39 @@ def multiplier(
     Args:
       measured: the norms.
       trigger: the norms above which to act.
-      target: the norms to reach.
-      response: the new norms from these three; or the multipliers, if it has them (`factor`).
+      target: the norms to reach. Where one is infinite there is no limit, and the group stays.
+      margin: by what share of itself a factor is lowered against rounding, if it is.
+      response: the new norms from these three. It is asked for groups alone that are finite and
+        have a limit.
       nonfinite: what becomes of groups whose norm is not finite.
     """
     norm = measured.norm
-    arguments = (norm, trigger.astype(norm.dtype), target.astype(norm.dtype))
-    new = response(*arguments)
-    # A response may be one number for many norms, and limits know shapes that norms of missing
-    # leaves lack.
-    new, norm, mantissa, unit, slack = jnp.broadcast_arrays(
-        jnp.asarray(new).astype(norm.dtype), norm, *measured
-    )
-    bad = ~jnp.isfinite(norm)
-    replacement, zeroed = (0.0, bad) if nonfinite == "zero" else (jnp.nan, None)
-    if exact := getattr(response, "factor", None):
-        factor = jnp.broadcast_to(exact(*arguments), norm.shape)
-        before = (factor != 1).astype(norm.dtype)
-        return Multiplier(before, select(bad, replacement, factor), zeroed)
-    keep = (new == norm) & ~bad
-    # The factor is new / (mantissa * unit), of which no step may leave the range. On exponents, as
-    # the compiler would multiply divisors first, which overflows.
-    exponents = [exponent_below(x) for x in (new, mantissa, unit)]
-    new_power, mantissa_power = (power_of_two(x, norm.dtype) for x in exponents[:2])
-    split = _split(*exponents, lowest=jnp.finfo(norm.dtype).minexp // 2)
-    inverse_before, after = (power_of_two(exponent, norm.dtype) for exponent in split)
-    is_zero = mantissa == 0
+    is_bad = ~jnp.isfinite(norm)
+    is_judged = ~is_bad & ~jnp.isinf(target)
+
+    def of_judged(x: Array, otherwise: float = 1.0) -> Array:
+        # What is not taken must have finite derivatives too.
+        return jnp.where(is_judged, x.astype(norm.dtype), otherwise)
+
+    old = of_judged(norm)
+    arguments = (old, of_judged(trigger), of_judged(target))
+    replacement = 0.0 if nonfinite == "zero" else jnp.nan
+    if isinstance(response, ExactFactor):
+        ratio = jnp.where(is_bad, replacement, of_judged(response.factor(*arguments)))
+        return Multiplier(jnp.ones_like(ratio), ratio)
+    new = jnp.asarray(response(*arguments)).astype(norm.dtype)
     # A zero group stays zero under any limit, but a NaN limit still shows.
-    numerator = select(is_zero, select(jnp.isnan(new), new, 1), new / new_power)
-    denominator = select(is_zero, 1, mantissa / mantissa_power)
-    numerator = numerator * (1 - slack) * after
-
-    def unless_idle(x: Array) -> Array:
-        return select(bad | keep, 1, x)
-
-    # Divisions come last: XLA on CPU stores their results, where it would do cheaper steps once
-    # more for each leaf, among the entries.
-    before = (~keep).astype(norm.dtype) / unless_idle(inverse_before)
-    quotient = select(bad, replacement, unless_idle(numerator)) / unless_idle(denominator)
-    return Multiplier(before, quotient, zeroed)
+    is_changed = is_judged & (new != old) & ((old != 0) | jnp.isnan(new))
+    new = new if margin is None else new * (1 - margin)
+    ratio = jnp.where(is_changed, new * of_judged(measured.inverse), 1)
+    size = lax.stop_gradient(jnp.where(is_changed, measured.size, 1))
+    factor = jnp.abs(ratio / size)
+    is_normal = (factor > _LEAST) & (factor < 1 / _LEAST)
+    # Divisions come last: XLA stores their results, where it would take cheaper steps once more for
+    # each leaf.
+    ratio = jnp.where(is_bad, replacement, ratio) / jnp.where(is_normal, size, 1)
+    return Multiplier(1 / jnp.where(is_normal, 1, size), ratio)
 
 
-def _split(new: Array, mantissa: Array, unit: Array, *, lowest: int) -> tuple[Array, Array]:
-    """Powers of two with the quotient `new / (mantissa * unit)`, which may leave the range.
-
-    Entries are divided by the first, multiplied by a number near 1, and by the second: what
-    underflows on the way would do so in the end.
-
-    Args:
-      new: the exponent of the new norm, as `exponent_below` has it.
-      mantissa: that of the norm's mantissa.
-      unit: that of its unit.
-      lowest: the exponent of a factor below which it is taken in two steps.
-
-    Returns:
-      Two exponents.
-    """
-    norm = mantissa + unit
-    factor = new - norm
-    down = select(factor < lowest, -(factor >> 1), 0)
-    is_small = norm < 0
-    return select(is_small, norm, down), select(is_small, new, factor + down)
+_LEAST = 2.0**-120
+"""Factors from here to its reciprocal are normal numbers of float32."""

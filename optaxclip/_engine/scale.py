@@ -23,7 +23,9 @@ from optaxclip._base.trees import is_sparse, with_data
 from optaxclip._engine.respond import Multiplier
 
 
-def scale(leaf: Any, by: Multiplier, *, axes: tuple[int, ...], strict: bool) -> Any:
+def scale(
+    leaf: Any, by: Multiplier, *, axes: tuple[int, ...], strict: bool, zeroes: bool = False
+) -> Any:
     """A leaf times its group's multiplier.
 
     Args:
@@ -31,50 +33,63 @@ def scale(leaf: Any, by: Multiplier, *, axes: tuple[int, ...], strict: bool) -> 
       by: the group's multiplier.
       axes: the leaf's axes that the multiplier lacks.
       strict: whether rounding to a narrow dtype may only lower an entry's modulus.
+      zeroes: whether entries become 0 where the ratio is 0, also those that are not finite.
     """
+    options = {"strict": strict, "zeroes": zeroes}
     if is_sparse(leaf):
         axes = tuple(range(leaf.data.ndim))
-        return with_data(leaf, _scaled(leaf.data, by, axes=axes, strict=strict))
-    return _scaled(leaf, by, axes=axes, strict=strict)
+        return with_data(leaf, _scaled(leaf.data, by, axes=axes, **options))
+    return _scaled(leaf, by, axes=axes, **options)
 
 
 # Compiled by itself so that it is traced once for leaves alike.
-@functools.partial(jax.jit, static_argnames=("axes", "strict"))
-def _scaled(x: Array, by: Multiplier, *, axes: tuple[int, ...], strict: bool) -> Array:
-    by = jax.tree.map(lambda field: broadcast_over(field, axes), by)
-    if x.dtype == jnp.bfloat16 and by.before.dtype == jnp.float32:
-        on_cpu, default = (functools.partial(way, strict) for way in (_on_bits, _on_parts))
-        scaled = lax.platform_dependent(x, by, cpu=on_cpu, default=default)
+@functools.partial(jax.jit, static_argnames=("axes", "strict", "zeroes"))
+def _scaled(
+    x: Array, by: Multiplier, *, axes: tuple[int, ...], strict: bool, zeroes: bool
+) -> Array:
+    by = Multiplier(*(broadcast_over(field, axes) for field in by))
+    way = functools.partial(_on_parts, strict, zeroes)
+    if x.dtype == jnp.bfloat16 and by.ratio.dtype == jnp.float32:
+        on_cpu = functools.partial(_on_bits, strict, zeroes)
+        scaled = lax.platform_dependent(x, by, cpu=on_cpu, default=way)
     else:
-        scaled = _on_parts(strict, x, by)
+        scaled = way(x, by)
     return match_weak_type(scaled, x)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _on_bits(strict: bool, x: Array, by: Multiplier) -> Array:
-    product = cpu.scaled_bfloat16(x, by.before, by.quotient, strict=strict)
-    if by.is_zero is not None:
-        product = cpu.select_bfloat16(by.is_zero, jnp.zeros_like(x), product)
-    return cpu.select_bfloat16(by.is_identity, x, product)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _on_bits(strict: bool, zeroes: bool, x: Array, by: Multiplier) -> Array:
+    product = cpu.scaled_bfloat16(x, *by, strict=strict)
+    if zeroes:
+        product = cpu.select_bfloat16(by.ratio == 0, jnp.zeros_like(x), product)
+    return cpu.select_bfloat16(_is_one(by), x, product)
 
 
 @_on_bits.defjvp
-def _(strict: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    return jax.jvp(functools.partial(_on_parts, strict), primals, tangents)
+def _(
+    strict: bool, zeroes: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[Array, Array]:
+    return jax.jvp(functools.partial(_on_parts, strict, zeroes), primals, tangents)
 
 
-def _on_parts(strict: bool, x: Array, by: Multiplier) -> Array:
+def _on_parts(strict: bool, zeroes: bool, x: Array, by: Multiplier) -> Array:
     parts = [_product(part, by, strict=strict) for part in real_parts(x)]
     scaled = lax.complex(*parts) if jnp.iscomplexobj(x) else parts[0]
-    if by.is_zero is not None:
-        scaled = jnp.where(by.is_zero, jnp.zeros_like(scaled), scaled)
-    return jnp.where(by.is_identity, x, scaled)
+    if zeroes:
+        scaled = jnp.where(by.ratio == 0, jnp.zeros_like(scaled), scaled)
+    # Not by a product with 1, which may round what has no normal number.
+    return jnp.where(_is_one(by), x, scaled)
+
+
+def _is_one(by: Multiplier) -> Array:
+    """Where the group is left as it is."""
+    return (by.power == 1) & (by.ratio == 1)
 
 
 def _product(x: Array, by: Multiplier, *, strict: bool) -> Array:
     wide = x.astype(accumulation_dtype(x.dtype))
-    wide, before, quotient = promoted([wide, by.before, by.quotient])
-    product = wide * before * quotient
+    wide, power, ratio = promoted([wide, *by])
+    product = wide * power * ratio
     return product if product.dtype == x.dtype else _rounded(product, x.dtype, strict)
 
 
@@ -98,5 +113,6 @@ def _rounded_jvp(
 def _next_toward_zero(x: Array) -> Array:
     """The neighbour of each `x != 0` in its dtype that is nearer to zero."""
     # In sign-magnitude formats that is one less in the bit pattern.
-    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, bits) - jnp.ones((), bits), x.dtype)
+    integer = getattr(jnp, f"uint{jnp.finfo(x.dtype).bits}")
+    bits = lax.bitcast_convert_type(x, integer)
+    return lax.bitcast_convert_type(bits - jnp.ones((), integer), x.dtype)

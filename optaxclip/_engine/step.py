@@ -5,26 +5,23 @@ Here are the ways in, checked, compiled and on any mesh; `_steps` is the way of 
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 import optaxclip._base.devices as devices
 import optaxclip.nonfinite as policies
-from optaxclip._base.grouping import Grouping, OfGroups
 from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip._base.types import ClipInfo, NonFinite, NormTree, PyTree, Threshold
 from optaxclip._engine.checks import matching_params, params_for
+from optaxclip._engine.groups import Groups, Rows
 from optaxclip._engine.masked import mask
-from optaxclip._engine.measure import already_measured, measure
-from optaxclip._engine.placement import (
-    norm_specs,
-    norm_tree_specs,
-    on_explicit_mesh,
-    run,
-)
+from optaxclip._engine.measure import Measured, measure, rounding_margins
+from optaxclip._engine.placement import located
 from optaxclip._engine.record import updated_info
 from optaxclip._engine.respond import Multiplier, multiplier
 from optaxclip._engine.scale import scale
@@ -32,25 +29,83 @@ from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response, as_response
 
 
+class Technique(Protocol):
+    """What is measured of leaves, and what becomes of them; hashable, as it is static."""
+
+    @property
+    def needs_limits(self) -> bool:
+        """Whether `scaled` is given limits."""
+        ...
+
+    def measured(self, leaves: list[Any], groups: Groups, method: "Method") -> list[Measured]:
+        """For each row of the groups its norms."""
+        ...
+
+    def scaled(
+        self,
+        leaf: Any,
+        by: Multiplier,
+        limit: Array | None,
+        axes: tuple[int, ...],
+        method: "Method",
+    ) -> Any:
+        """A leaf, from the multiplier and the limit of its groups, which lack these axes of it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ByNorm:
+    """What is measured is the norm, and all entries of a group are multiplied by one number."""
+
+    needs_limits: bool = False
+
+    def measured(self, leaves: list[Any], groups: Groups, method: "Method") -> list[Measured]:
+        """The norms of the groups."""
+        return measure(leaves, groups, method.norm)
+
+    def scaled(
+        self,
+        leaf: Any,
+        by: Multiplier,
+        limit: Array | None,
+        axes: tuple[int, ...],
+        method: "Method",
+    ) -> Any:
+        """The leaf times its multiplier."""
+        del limit
+        zeroes = method.nonfinite == "zero"
+        return scale(leaf, by, axes=axes, strict=method.strict, zeroes=zeroes)
+
+
+BY_NORM = ByNorm()
+
+
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """What a clip does with the norms, limits apart; static under `jit`."""
+    """What a clip does, limits apart; static under `jit`."""
 
     norm: Norm
     response: Response
     nonfinite: NonFinite
     strict: bool
     name: str
-    leaves: tuple[str, ...] = ()
+    technique: Technique = BY_NORM
+    leaf_names: tuple[str, ...] = ()
     """The leaves' names, where they are needed for messages."""
 
     @classmethod
     def checked(
-        cls, norm: str | Norm, response: str | Response, nonfinite: str, strict: bool, name: str
+        cls,
+        norm: str | Norm,
+        response: str | Response,
+        nonfinite: str,
+        strict: bool,
+        name: str,
+        technique: Technique = BY_NORM,
     ) -> "Method":
         """A method from what a user passed."""
         policy = policies.as_policy(nonfinite)
-        return cls(as_norm(norm), as_response(response), policy, bool(strict), name)
+        return cls(as_norm(norm), as_response(response), policy, bool(strict), name, technique)
 
 
 def clipped(
@@ -58,128 +113,176 @@ def clipped(
     params: PyTree | None,
     rule: Threshold,
     rule_state: PyTree,
-    info: ClipInfo,
+    info: ClipInfo | None,
     known: Array | None,
-    grouping: Grouping,
+    groups: Groups,
     method: Method,
-) -> tuple[PyTree, PyTree, ClipInfo]:
-    """The tree, clipped, the rule's state and the record; `known` is a norm that the user has."""
-    params = matching_params(flat, params_for(rule, params, method.name), method.name)
+    **places: Any,
+) -> tuple[PyTree, PyTree, ClipInfo | None]:
+    """The tree, clipped, the rule's state and the record, if there is one.
+
+    Args:
+      flat: the tree.
+      params: the parameters, if the user has passed them.
+      rule: the limit rule.
+      rule_state: its state.
+      info: the record before this step, or None to keep none.
+      known: the norm of the tree, if the user has it.
+      groups: the groups of the tree.
+      method: what to do.
+      **places: what the user says of devices, `axis_names` and `specs`.
+    """
+    params = params_for(rule, params, method.name)
+    weights, of_weights = None, groups
+    if params is not None:
+        flat_params = matching_params(flat, params, method.name)
+        weights = flat_params.picked()
+        # They may be split otherwise than the gradients.
+        placement = located(groups.grouping, flat_params, **places)
+        of_weights = dataclasses.replace(groups, placement=placement)
     raises = method.nonfinite == "error"
     if raises:
-        method = dataclasses.replace(method, leaves=tuple(flat.names()))
-    operands = (flat.picked(), params, rule, rule_state, info, known)
+        method = dataclasses.replace(method, leaf_names=tuple(flat.names()))
+    operands = (flat.picked(), weights, rule, rule_state, info, known)
+    how = {"groups": groups, "of_weights": of_weights, "method": method}
     # In eager mode `checkify` raises at once, which a compiled call would not let it.
-    picked, *rest = run(_clip, *operands, grouping=grouping, how=method, inline=raises)
+    picked, *rest = run(_clip, *operands, inline=raises, **how)
     return flat.rebuild(picked), *rest
+
+
+def norms_of(flat: FlatTree, groups: Groups, norm: Norm) -> NormTree:
+    """The norms of all groups, as users see them."""
+    return run(_norms, flat.picked(), groups=groups, norm=norm)
+
+
+def run(fn: Callable[..., Any], *operands: Any, inline: bool = False, **static: Any) -> Any:
+    """`fn(*operands, **static)`: in eager mode one cached call, else part of the trace.
+
+    Args:
+      fn: a function of a module, as it is part of the cache's key.
+      *operands: pytrees of arrays.
+      inline: whether it is no compiled call in eager mode either.
+      **static: what else it has to know, hashable.
+    """
+    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
+    if inline or is_traced:
+        return fn(*operands, **static)
+    return _compiled(fn, tuple(static.items()), *operands)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compiled(fn: Callable[..., Any], static: tuple[tuple[str, Any], ...], *operands: Any) -> Any:
+    return fn(*operands, **dict(static))
 
 
 def _clip(
     leaves: list[Any],
-    params: list[Any] | None,
+    weights: list[Any] | None,
     rule: Threshold,
     rule_state: PyTree,
-    info: ClipInfo,
+    info: ClipInfo | None,
     known: Array | None,
     *,
-    grouping: Grouping,
-    how: Method,
-) -> tuple[list[Any], PyTree, ClipInfo]:
-    def out_specs(grouping: Grouping) -> PyTree:
-        return list(grouping.specs or ()), *jax.tree.map(devices.spec_of, (rule_state, info))
-
-    leaves, of_params = _as_arrays(leaves), None
-    if params is not None:
-        # By themselves, as they may be split otherwise than the gradients.
-        of_params = _param_norms(_as_arrays(params), grouping, how.norm)
-    steps = functools.partial(_steps, how=how)
-    operands = (leaves, of_params, rule, rule_state, info, known)
-    return on_explicit_mesh(steps, out_specs, leaves, grouping)(*operands)
-
-
-def _param_norms(params: list[Any], grouping: Grouping, norm: Norm) -> OfGroups:
-    def steps(params: list[Any], grouping: Grouping) -> OfGroups:
-        return [each.norm for each in measure(params, grouping, norm)]
-
-    return on_explicit_mesh(steps, norm_specs, params, grouping)(params)
+    groups: Groups,
+    of_weights: Groups,
+    method: Method,
+) -> tuple[list[Any], PyTree, ClipInfo | None]:
+    leaves, weight_norms = _as_arrays(leaves), None
+    if weights is not None:
+        weight_norms = _rows_of_norms(_as_arrays(weights), of_weights, method.norm)
+    specs = jax.tree.map(devices.spec_of, ([_data(leaf) for leaf in leaves], rule_state, info))
+    steps = functools.partial(_steps, groups=groups, method=method)
+    steps = groups.placement.with_automatic_axes(steps, specs)
+    return steps(leaves, weight_norms, rule, rule_state, info, known)
 
 
 def _steps(
     leaves: list[Any],
-    of_params: OfGroups | None,
+    weight_norms: Rows | None,
     rule: Threshold,
     rule_state: PyTree,
-    info: ClipInfo,
+    info: ClipInfo | None,
     known: Array | None,
     *,
-    grouping: Grouping,
-    how: Method,
-) -> tuple[list[Any], PyTree, ClipInfo]:
+    groups: Groups,
+    method: Method,
+) -> tuple[list[Any], PyTree, ClipInfo | None]:
     """The way of the data: measure, limit, respond, scale, record."""
     bad = None
-    if how.nonfinite == "mask":
-        leaves, bad = mask(leaves, grouping)
+    if method.nonfinite == "mask":
+        leaves, bad = mask(leaves, groups)
     if known is None:
-        measured = measure(leaves, grouping, how.norm)
+        measured = method.technique.measured(leaves, groups, method)
     else:
-        measured = already_measured(known, leaves, how.norm)
+        measured = [Measured.of(known, 1.0)]
     norms = [each.norm for each in measured]
     if bad is None:
         bad = [~jnp.isfinite(norm) for norm in norms]
-    if how.nonfinite == "error":
-        report(bad, grouping, how.name, how.leaves)
-
-    triggers, targets, rule_state = limits_of(rule, rule_state, norms, of_params, grouping)
+    if method.nonfinite == "error":
+        _report(bad, groups, method)
+    triggers, targets, rule_state = _limits(rule, rule_state, norms, weight_norms, groups)
+    margins = [None] * len(norms)
+    if method.strict:
+        margins = rounding_margins(leaves, groups, method.norm)
     multipliers = [
-        multiplier(*row, response=how.response, nonfinite=how.nonfinite)
-        for row in zip(measured, triggers, targets, strict=True)
+        multiplier(*row, response=method.response, nonfinite=method.nonfinite)
+        for row in zip(measured, triggers, targets, margins, strict=True)
     ]
-    rows = zip(leaves, _by_leaf(multipliers, grouping), grouping.axes, strict=True)
-    scaled = [scale(leaf, by, axes=axes, strict=how.strict) for leaf, by, axes in rows]
-    factors = [by.factor for by in multipliers]
-    return scaled, rule_state, updated_info(info, grouping, norms, triggers, factors, bad)
+    scaled = _scaled(leaves, multipliers, triggers, groups, method)
+    if info is not None:
+        factors = [by.factor for by in multipliers]
+        info = updated_info(info, groups, norms, triggers, factors, bad)
+    return scaled, rule_state, info
 
 
-def limits_of(
-    rule: Threshold, state: PyTree, norms: OfGroups, of_params: OfGroups | None, grouping: Grouping
-) -> tuple[OfGroups, OfGroups, PyTree]:
+def _limits(
+    rule: Threshold, state: PyTree, norms: Rows, weight_norms: Rows | None, groups: Groups
+) -> tuple[Rows, Rows, PyTree]:
     """The triggers and targets of all norms, and the rule's state."""
-    if rule.memoryless:
-        limits, state = rule.update(norms, state, of_params)
-        return list(limits.trigger), list(limits.target), state
-    param_norms = None if of_params is None else grouping.tree(of_params)
-    limits, state = rule.update(grouping.tree(norms), state, param_norms)
-    return grouping.of_tree(limits.trigger), grouping.of_tree(limits.target), state
+    of_weights = None if weight_norms is None else groups.for_rule(weight_norms)
+    limits, state = rule.update(groups.for_rule(norms), state, of_weights)
+    return groups.from_rule(limits.trigger), groups.from_rule(limits.target), state
 
 
-def report(bad: OfGroups, grouping: Grouping, name: str, names: tuple[str, ...]) -> None:
+def _report(bad: Rows, groups: Groups, method: Method) -> None:
     """Reports groups that are not finite to `checkify`."""
-    for flags, group in zip(grouping.parted(bad), grouping.groups, strict=True):
-        policies.check(flags, name, [names[i] for i in group.members])
+    for flags, group in zip(groups.unpack(bad), groups.grouping.groups, strict=True):
+        if group.members:
+            names = [method.leaf_names[i] for i in group.members]
+            policies.check(flags, method.name, names)
 
 
-def _by_leaf(multipliers: list[Multiplier], grouping: Grouping) -> list[Multiplier]:
-    """The multiplier of each leaf."""
-    columns = zip(*multipliers, strict=True)
-    fields = [
-        [None] * len(grouping.axes) if column[0] is None else grouping.by_leaf(list(column))
-        for column in columns
-    ]
-    return [Multiplier(*row) for row in zip(*fields, strict=True)]
+def _scaled(
+    leaves: list[Any],
+    multipliers: list[Multiplier],
+    triggers: Rows,
+    groups: Groups,
+    method: Method,
+) -> list[Any]:
+    technique, axes = method.technique, groups.grouping.axes
+    fields = zip(*multipliers, strict=True)
+    powers, ratios = (groups.by_leaf(list(field), leaves) for field in fields)
+    limits = [None] * len(leaves)
+    if technique.needs_limits:
+        limits = groups.by_leaf(triggers, leaves)
+    rows = zip(leaves, map(Multiplier, powers, ratios), limits, axes, strict=True)
+    return [technique.scaled(*row, method) for row in rows]
 
 
-def norms_of(leaves: list[Any], grouping: Grouping, norm: Norm) -> NormTree:
-    """The norms of all groups, as limit rules see them."""
-    return run(_norms, leaves, grouping=grouping, how=norm)
+def _norms(leaves: list[Any], *, groups: Groups, norm: Norm) -> NormTree:
+    return groups.grouping.tree(groups.unpack(_rows_of_norms(_as_arrays(leaves), groups, norm)))
 
 
-def _norms(leaves: list[Any], *, grouping: Grouping, how: Norm) -> NormTree:
-    def steps(leaves: list[Any], grouping: Grouping) -> NormTree:
-        return grouping.tree([each.norm for each in measure(leaves, grouping, how)])
+def _rows_of_norms(leaves: list[Any], groups: Groups, norm: Norm) -> Rows:
+    def steps(leaves: list[Any]) -> Rows:
+        return [each.norm for each in measure(leaves, groups, norm)]
 
-    leaves = _as_arrays(leaves)
-    return on_explicit_mesh(steps, norm_tree_specs, leaves, grouping)(leaves)
+    return groups.placement.with_automatic_axes(steps, groups.replicated())(leaves)
 
 
 def _as_arrays(leaves: list[Any]) -> list[Any]:
     return [leaf if is_sparse(leaf) else jnp.asarray(leaf) for leaf in leaves]
+
+
+def _data(leaf: Any) -> Any:
+    return leaf.data if is_sparse(leaf) else leaf

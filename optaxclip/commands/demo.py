@@ -31,9 +31,9 @@ METHODS = {
     "autoclip": partial(optaxclip.autoclip, 10.0),
     "zclip": partial(optaxclip.zclip),
     "adagc": partial(optaxclip.adagc),
-    "median": partial(optaxclip.clip_by_median_norm, 2.0),
-    "quantile": partial(optaxclip.clip_by_quantile, 0.5),
-    "ema": partial(optaxclip.clip_by_ema_norm, 2.0),
+    "median": partial(optaxclip.clip_by_median_norm, scale=2.0),
+    "quantile": partial(optaxclip.clip_by_quantile, target=0.5),
+    "ema": partial(optaxclip.clip_by_ema_norm, ratio=2.0),
 }
 DEFAULT_METHODS = ("global_norm", "norm", "value", "agc")
 UNCLIPPED = "none"

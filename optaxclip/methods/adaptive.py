@@ -1,7 +1,5 @@
 """The named adaptive methods: the papers' rules on the scopes that the papers use.
 
-Those that look at a window of past norms are in `optaxclip.windowed`.
-
 Each is one expression over the engine; any rule works on any scope
 (`clip_by(scopes.leaf(), thresholds.zscore())` is ZClip per layer).
 
@@ -9,35 +7,35 @@ Differences from the published code: the defaults do not lock after a lasting ch
 (AdaGC's growth is limited by design), and `zclip` has no cap. With `patience=None, floor=0.0`, and
 `max_norm=1.0` for `zclip`, they are as published.
 
-`floor`, `patience` and `record` are explained in `optaxclip.thresholds.base`, `norm`, `nonfinite`,
-`strict`, `axis_name`, `specs` and `name` at `optaxclip.clip_by`.
+All arguments are keywords, as a number alone, `zclip(1.0)`, would be read as a limit. `floor` and
+`patience` are explained in `optaxclip.thresholds.base`.
 """
+
+from typing import Unpack
 
 import jax
 
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
+from optaxclip._base.types import ClipState
 from optaxclip._engine.clip import clip_by
+from optaxclip._engine.options import ClipOptions, NormOptions, takes
 from optaxclip.thresholds.base import FLOOR, PATIENCE
 from optaxclip.thresholds.moving import Option
 
 
+@takes(ClipOptions)
 def zclip(
+    *,
     alpha: jax.typing.ArrayLike = 0.97,
     z_thresh: jax.typing.ArrayLike = 2.5,
     warmup_steps: int = 25,
     max_norm: jax.typing.ArrayLike | None = None,
     option: Option = "adaptive",
-    *,
     floor: float = FLOOR,
     patience: int | None = PATIENCE,
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "zclip",
+    **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
     """Clips spikes of the global norm, told by their z-score.
 
@@ -55,11 +53,7 @@ def zclip(
       option: what a spike is brought to, as in `optaxclip.thresholds.zscore`.
       floor: the least norm that counts, and the least limit.
       patience: norms above their limit in a row before the raw norm is learned from.
-      nonfinite: the policy for a norm that is not finite; such a norm is never recorded.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages and in `optaxclip.monitor`.
+      **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
       A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
@@ -87,30 +81,19 @@ def zclip(
         patience=patience,
         max_norm=max_norm,
     )
-    return clip_by(
-        scopes.tree(),
-        rule,
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
-    )
+    return clip_by(scopes.tree(), rule, **options)
 
 
+@takes(NormOptions)
 def adagc(
+    *,
     lambda_rel: jax.typing.ArrayLike = 1.05,
     lambda_abs: jax.typing.ArrayLike = 1.0,
     beta: jax.typing.ArrayLike = 0.98,
     warmup_steps: int = 100,
-    *,
     floor: float = FLOOR,
     patience: int | None = None,
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "adagc",
+    **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
     """Clips each leaf a little above the moving average of its clipped norms.
 
@@ -126,11 +109,7 @@ def adagc(
       floor: the least norm that counts, and the least limit; with 0 a leaf whose gradient is zero
         in the warm-up never moves again, as published.
       patience: norms above their limit in a row before the raw norm is learned from.
-      nonfinite: the policy for leaves that are not finite; their norms are never recorded.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages and in `optaxclip.monitor`.
+      **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:
       A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
@@ -151,29 +130,18 @@ def adagc(
     rule = thresholds.adagc(
         lambda_rel, lambda_abs, beta, warmup_steps, floor=floor, patience=patience
     )
-    return clip_by(
-        scopes.leaf(),
-        rule,
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
-    )
+    return clip_by(scopes.leaf(), rule, **options)
 
 
+@takes(ClipOptions)
 def clip_by_quantile(
+    *,
     target: jax.typing.ArrayLike = 0.5,
     learning_rate: jax.typing.ArrayLike = 0.2,
     init_limit: jax.typing.ArrayLike = 0.1,
-    *,
     geometric: bool = True,
     floor: float = FLOOR,
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "clip_by_quantile",
+    **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
     """Clips the global norm to a limit that moves until the wanted share of norms passes.
 
@@ -185,11 +153,7 @@ def clip_by_quantile(
       init_limit: the limit at the first step.
       geometric: whether steps multiply the limit; they add to it otherwise.
       floor: the least norm that counts, and the least limit.
-      nonfinite: the policy for a norm that is not finite; such a norm is never recorded.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages and in `optaxclip.monitor`.
+      **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
       A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
@@ -209,29 +173,18 @@ def clip_by_quantile(
       0.904837
     """
     rule = thresholds.quantile(target, learning_rate, init_limit, geometric=geometric, floor=floor)
-    return clip_by(
-        scopes.tree(),
-        rule,
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
-    )
+    return clip_by(scopes.tree(), rule, **options)
 
 
+@takes(NormOptions)
 def clip_by_ema_norm(
+    *,
     ratio: jax.typing.ArrayLike = 2.0,
     decay: jax.typing.ArrayLike = 0.95,
-    *,
     floor: float = FLOOR,
     patience: int | None = PATIENCE,
     max_norm: jax.typing.ArrayLike | None = None,
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "clip_by_ema_norm",
+    **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
     """Clips each leaf to a multiple of the moving average of its clipped norms.
 
@@ -243,11 +196,7 @@ def clip_by_ema_norm(
       floor: the least norm that counts, and the least limit.
       patience: norms above their limit in a row before the raw norm is learned from.
       max_norm: a cap on every limit.
-      nonfinite: the policy for leaves that are not finite; their norms are never recorded.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages and in `optaxclip.monitor`.
+      **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:
       A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
@@ -269,12 +218,4 @@ def clip_by_ema_norm(
     rule = thresholds.ema(
         decay, ratio, skip_steps=1, floor=floor, patience=patience, max_norm=max_norm
     )
-    return clip_by(
-        scopes.leaf(),
-        rule,
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
-    )
+    return clip_by(scopes.leaf(), rule, **options)

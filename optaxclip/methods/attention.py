@@ -19,13 +19,13 @@ from optaxclip._base.numerics import (
     promoted,
     safe_divide,
 )
-from optaxclip._base.transformation import Transformation
+from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name, per_leaf
 from optaxclip._base.types import ClipState, Path, PyTree
 from optaxclip._engine.checks import matching_params
 from optaxclip._engine.clip import clip_by
+from optaxclip._engine.entries import entries, times
 from optaxclip._engine.placement import as_spec
-from optaxclip._engine.totals import entries, times
 from optaxclip.methods.heads import Heads, Place, multiplier, placed
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 
@@ -143,14 +143,14 @@ def clip_attention_logits(
         names = [weight.name for weight in weights]
         rescaled = _rescaled(
             only.picked(),
-            matching_params(only, params, name),
+            matching_params(only, params, name).picked(),
             [logits[key] for key in names],
             [clipped[key] for key in names],
             places=tuple(weight.place for weight in weights),
         )
         return only.rebuild(rescaled), state
 
-    return Transformation(init, update)
+    return transformation(init, update)
 
 
 class _Weight(NamedTuple):

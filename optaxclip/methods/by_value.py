@@ -3,12 +3,12 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 import optaxclip.methods.elementwise as elementwise
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased
+from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
 from optaxclip.thresholds.fixed import ScalarOrSchedule, check_limit
@@ -24,7 +24,7 @@ class ClipByValueState(NamedTuple):
     steps: Array
 
 
-def clip(max_delta: ScalarOrSchedule) -> optax.GradientTransformationExtraArgs:
+def clip(max_delta: ScalarOrSchedule) -> Transformation[ClipByValueState]:
     """Holds every entry to `[-max_delta, max_delta]`, a complex one to modulus `max_delta`.
 
     NaN stays NaN, infinite entries go to the bounds.
@@ -53,7 +53,7 @@ def clip(max_delta: ScalarOrSchedule) -> optax.GradientTransformationExtraArgs:
 
 def clip_by_value(
     min_value: ScalarOrSchedule, max_value: ScalarOrSchedule
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[ClipByValueState]:
     """Holds every entry to `[min_value, max_value]`, a complex one to modulus `max_value`.
 
     NaN stays NaN, infinite entries go to the bounds.
@@ -88,7 +88,7 @@ def clip_by_value(
 
 def _clip_by_bounds(
     low: ScalarOrSchedule | None, high: ScalarOrSchedule, arguments: tuple[str, str]
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation[ClipByValueState]:
     def init(params: PyTree) -> ClipByValueState:
         flatten(params, "params")
         return ClipByValueState(jnp.zeros((), jnp.int32))
@@ -107,4 +107,4 @@ def _clip_by_bounds(
         clipped = elementwise.clamp(flatten(updates, "updates"), least, largest, arguments)
         return clipped, ClipByValueState(increased(state.steps))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return transformation(init, update)

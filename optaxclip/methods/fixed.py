@@ -1,13 +1,12 @@
-"""The named methods: Optax's and the papers' names, each one expression over the engine.
+"""The named methods with a limit that is given: Optax's and the papers' names.
 
-Beside its own arguments every method takes those that the engine offers and that apply to it:
-`norm`, `nonfinite`, `strict`, `axis_name`, `specs` and `name`, explained at `optaxclip.clip_by`
-along with the guarantees that all of them share. Every limit may be a number, a scalar array of any
-dtype (traced or not) or a schedule, and `optax.inject_hyperparams` works on all of them; `axes`,
-`axis` and functions that are no schedules (labels) go into its `static_args`.
+Each is one expression over the engine. Every limit may be a number, a scalar array of any dtype
+(traced or not) or a schedule, and `optax.inject_hyperparams` works on all of them; `axes`, `axis`
+and functions that are no schedules (labels) go into its `static_args`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Unpack
 
 import jax
 from jax import Array
@@ -16,9 +15,9 @@ import optaxclip.responses as responses
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import refuse_arrays
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
+from optaxclip._base.types import ClipState, PyTree
 from optaxclip._engine.clip import clip_by
-from optaxclip.norms import Norm
+from optaxclip._engine.options import ClipOptions, NormOptions, takes
 from optaxclip.thresholds.fixed import (
     ScalarOrSchedule,
     as_limit,
@@ -26,28 +25,18 @@ from optaxclip.thresholds.fixed import (
 )
 
 
+@takes(NormOptions)
 def clip_by_norm(
     max_norm: ScalarOrSchedule,
     axes: int | Sequence[int] | None = None,
-    *,
-    norm: str | Norm = "l2",
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "clip_by_norm",
+    **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
     """Clips each leaf by its own norm.
 
     Args:
       max_norm: the largest norm of a leaf.
       axes: the axes over which a norm extends; all if None.
-      norm: the norm.
-      nonfinite: the policy for leaves that are not finite.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages.
+      **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:
       A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
@@ -68,28 +57,15 @@ def clip_by_norm(
     refuse_arrays(axes, "axes")
     scope = scopes.leaf() if axes is None else scopes.axes(axes)
     limit = as_limit(max_norm, "max_norm")
-    return clip_by(
-        scope,
-        limit,
-        norm=norm,
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
-    )
+    return clip_by(scope, limit, **options)
 
 
+@takes(ClipOptions)
 def clip_by_global_norm(
     max_norm: ScalarOrSchedule,
     *,
     eps: float | None = None,
-    norm: str | Norm = "l2",
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "clip_by_global_norm",
+    **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
     """Clips the whole tree by its norm, which keeps the gradient's direction.
 
@@ -103,12 +79,7 @@ def clip_by_global_norm(
       max_norm: the largest norm of the tree.
       eps: if given, the factor is `max_norm / (norm + eps)` where that is below 1, which with 1e-6
         is PyTorch's to the last digit; see `optaxclip.responses.clip_with_eps`.
-      norm: the norm.
-      nonfinite: the policy for a norm that is not finite.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages.
+      **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
       A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
@@ -131,27 +102,17 @@ def clip_by_global_norm(
     return clip_by(
         scopes.tree(),
         limit,
-        norm=norm,
         response="clip" if eps is None else responses.clip_with_eps(eps),
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
+        **options,
     )
 
 
+@takes(NormOptions)
 def adaptive_grad_clip(
     clipping: ScalarOrSchedule,
     eps: float = 1e-3,
     axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int]] | None = None,
-    *,
-    norm: str | Norm = "l2",
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "adaptive_grad_clip",
+    **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
     """Clips each unit's gradient by the norm of the unit's weights.
 
@@ -165,12 +126,7 @@ def adaptive_grad_clip(
       clipping: the largest ratio of gradient norm to weight norm.
       eps: a floor under the weight norm.
       axis: the axes over which a unit extends, or `fn(path, leaf) -> axes`; by rank if None.
-      norm: the norm.
-      nonfinite: the policy for units that are not finite.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages.
+      **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:
       A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
@@ -192,28 +148,14 @@ def adaptive_grad_clip(
     refuse_arrays(axis, "axis")
     limit = relative(clipping, eps, "clipping")
     scope = scopes.unit(axis)
-    return clip_by(
-        scope,
-        limit,
-        norm=norm,
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
-    )
+    return clip_by(scope, limit, **options)
 
 
+@takes(NormOptions)
 def clip_by_group_norm(
     max_norm: ScalarOrSchedule | Mapping[str, jax.typing.ArrayLike],
     labels: PyTree | Callable[[str, Array], str],
-    *,
-    norm: str | Norm = "l2",
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "clip_by_group_norm",
+    **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
     """Clips each group of leaves by the norm of the group.
 
@@ -222,12 +164,7 @@ def clip_by_group_norm(
         `optaxclip.thresholds`; or a dict with one of these for each label.
       labels: a pytree prefix of the parameters with strings for leaves, or
         `fn(path, leaf) -> label`, where the path is text such as `encoder/0/kernel`.
-      norm: the norm.
-      nonfinite: the policy for groups that are not finite.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages.
+      **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:
       A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
@@ -250,13 +187,4 @@ def clip_by_group_norm(
     """
     limit = as_limit(max_norm, "max_norm")
     scope = scopes.group(labels)
-    return clip_by(
-        scope,
-        limit,
-        norm=norm,
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
-    )
+    return clip_by(scope, limit, **options)

@@ -67,7 +67,8 @@ def zero_moments(flat: FlatTree, *, real: bool = False) -> PyTree:
     """Averages before the first step; None for leaves that have none."""
     leaves: list[Any] = [None] * len(flat.leaves)
     for i, leaf in zip(flat.measured, flat.picked(), strict=True):
-        leaves[i] = jnp.zeros_like(leaf, dtype=wide_dtype(jnp.asarray(leaf).dtype, real=real))
+        dtype = wide_dtype(jnp.result_type(leaf), real=real)
+        leaves[i] = jnp.zeros_like(leaf, dtype=dtype)
     return jax.tree_util.tree_unflatten(flat.treedef, leaves)
 
 

@@ -1,6 +1,7 @@
 """Transformations that bring every norm to its target, small ones too."""
 
 from collections.abc import Callable
+from typing import Unpack
 
 import jax
 from jax import Array
@@ -8,31 +9,28 @@ from jax import Array
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
+from optaxclip._base.types import ClipState, PyTree
 from optaxclip._engine.clip import clip_by
+from optaxclip._engine.options import NormOptions, ScaleOptions, takes
 from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.base import FLOOR
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 
 
+@takes(ScaleOptions)
 def normalize_by_global_norm(
     norm: ScalarOrSchedule = 1.0,
     *,
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "normalize_by_global_norm",
+    known_norm: str | None = None,
+    **options: Unpack[ScaleOptions],
 ) -> Transformation[ClipState]:
     """Brings the L2 norm of the whole tree to `norm`, whatever it was; zeros stay zeros.
 
     Args:
       norm: the norm of every update.
-      nonfinite: the policy for a norm that is not finite.
-      strict: whether bfloat16 and float16 leaves stay below `norm` to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages.
+      known_norm: the name of an extra argument of the update that holds the norm of what comes in,
+        as in `optaxclip.clip_by`.
+      **options: those that all transformations share, `optaxclip.ScaleOptions`.
 
     Returns:
       A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
@@ -49,30 +47,18 @@ def normalize_by_global_norm(
       [6. 8.]
     """
     limit = as_limit(norm, "norm")
-    return clip_by(
-        scopes.tree(),
-        limit,
-        response="normalize",
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
-    )
+    return clip_by(scopes.tree(), limit, response="normalize", known_norm=known_norm, **options)
 
 
+@takes(NormOptions)
 def normalize_by_norm_history(
+    *,
     mean_decay: jax.typing.ArrayLike = 0.7,
     square_decay: jax.typing.ArrayLike = 0.9,
-    *,
     eps: jax.typing.ArrayLike = 1e-8,
     stacked: PyTree | Callable[[str, Array], int] | None = None,
     floor: float = FLOOR,
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "normalize_by_norm_history",
+    **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
     """Brings each leaf's L2 norm to the mean of its norms so far over their root mean square.
 
@@ -92,11 +78,7 @@ def normalize_by_norm_history(
       stacked: how many leading axes of each leaf stack separate tensors, as in
         `optaxclip.scopes.leaf`; none if None.
       floor: the least norm that is recorded, and the least new norm.
-      nonfinite: the policy for leaves that are not finite.
-      strict: whether bfloat16 and float16 leaves stay below their new norm to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages and in `optaxclip.monitor`.
+      **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:
       A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
@@ -119,9 +101,5 @@ def normalize_by_norm_history(
         leaves_apart(stacked),
         thresholds.mean_over_rms(mean_decay, square_decay, eps, floor=floor),
         response="normalize",
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
+        **options,
     )

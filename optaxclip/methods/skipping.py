@@ -1,7 +1,5 @@
 """How a step is skipped: measure, judge, and select what was there before."""
 
-import functools
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,19 +8,20 @@ import optax
 from jax import Array, lax
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import check_state, whole
+from optaxclip._base.arguments import check_state, checked_int
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.grouping import Group, Grouping
+from optaxclip._base.names import Names
 from optaxclip._base.numerics import match_weak_type
-from optaxclip._base.transformation import Transformation
+from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten
-from optaxclip._base.types import AxisName, ClipInfo, PyTree, Threshold
-from optaxclip._engine.checks import as_norm_given, params_for
-from optaxclip._engine.clip import group_norms
-from optaxclip._engine.placement import as_axis_names, grouped
+from optaxclip._base.types import ClipInfo, PyTree, Threshold
+from optaxclip._engine.checks import params_for
+from optaxclip._engine.clip import groups_of, known_norm
+from optaxclip._engine.options import Options
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import norms_of
-from optaxclip.norms import Norm, as_norm
+from optaxclip.scopes import Scope
 from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
 from optaxclip.thresholds.losses import loss_among
 
@@ -48,7 +47,7 @@ class SkipState(NamedTuple):
         above the limit, `num_nonfinite` those that were not finite.
       num_skipped: int32[], steps skipped so far, for whatever reason.
       consecutive: int32[], steps skipped in a row until now.
-      leaves: the leaves' names in order, as the keys of a dict of nothing.
+      leaves: the leaves' names in order; structure, not arrays.
       blamed: bool[leaves], why the latest step was skipped: the leaves that were not finite, else
         those whose own norm was above the limit, else the one with the largest. No leaf, if it was
         the loss alone, or the norm was the caller's.
@@ -60,7 +59,7 @@ class SkipState(NamedTuple):
     info: ClipInfo
     num_skipped: Array
     consecutive: Array
-    leaves: dict[str, tuple[()]]
+    leaves: Names
     blamed: Array
     loss: LossState | tuple[()]
     inner_state: PyTree
@@ -72,11 +71,8 @@ def skipping(
     max_consecutive: int | None,
     *,
     loss_limit: Threshold | None = None,
-    norm: str | Norm = "l2",
-    axis_name: AxisName = None,
-    specs: PyTree = None,
+    options: Options,
     gives_up: bool = False,
-    name: str,
 ) -> Transformation[SkipState]:
     """A wrapper that skips steps.
 
@@ -85,46 +81,35 @@ def skipping(
       limit: the largest norm of a step that is taken.
       max_consecutive: after so many skipped steps in a row the next is taken.
       loss_limit: a rule for the largest loss of such a step.
-      norm: the norm.
-      axis_name: as in `optaxclip.clip_by`.
-      specs: as in `optaxclip.clip_by`.
+      options: checked.
       gives_up: whether the step that is taken then may be one that is not finite.
-      name: what it is called in messages and by the monitor.
     """
-    limit = as_limit(limit, "limit")
+    limit, name = as_limit(limit, "limit"), options.name
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(
             f"inner must be an Optax transformation such as optax.adam(1e-3), got {inner!r}"
         )
     inner = optax.with_extra_args_support(inner)
     if max_consecutive is not None and not isinstance(max_consecutive, jax.Array):
-        max_consecutive = min(whole(max_consecutive, 1, "max_consecutive"), 2**31 - 1)
-    norm, axis_names = as_norm(norm), as_axis_names(axis_name)
-    measure_params = functools.partial(
-        group_norms, scope=scopes.tree(), norm=norm, axis_name=axis_name, specs=specs
-    )
+        max_consecutive = min(checked_int(max_consecutive, 1, "max_consecutive"), 2**31 - 1)
 
-    def measure(updates: PyTree) -> tuple[Array, Array, list[str]]:
-        """The norm of the tree, those of its leaves, and their names."""
-        flat = flatten(updates, "updates")
-        # They share one read, as the compiler sums each leaf once.
-        of_tree, of_leaves = (
-            grouped(scope, flat, axis_names, specs) for scope in (scopes.tree(), scopes.leaf())
-        )
-        whole_norm, norms = (norms_of(flat.picked(), of, norm) for of in (of_tree, of_leaves))
-        return whole_norm, lax.stop_gradient(norms), list(of_leaves.names)
+    def norms(tree: PyTree, scope: Scope, argument: str) -> tuple[Array, Names]:
+        """The norms of groups, and their names."""
+        flat = flatten(tree, argument)
+        groups = groups_of(flat, scope, options)
+        return norms_of(flat, groups, options.norm), groups.grouping.names
 
     def init(params: PyTree) -> SkipState:
         flat = flatten(params, "params")
-        grouping, leaves = scopes.tree()(flat), sorted(flat.names())
-        info = initial_info(name, grouping, jnp.dtype(jnp.float32))
-        rule = rule_for(limit, grouping.names, grouping.layout)
+        leaves = Names(sorted(flat.names()))
+        info = initial_info(name, scopes.tree()(flat), jnp.dtype(jnp.float32))
+        rule = rule_for(limit, [("tree", ())])
         return SkipState(
             rule=own_arrays(rule.init(jnp.zeros(()))),
             info=info,
             num_skipped=jnp.zeros((), jnp.int32),
             consecutive=jnp.zeros((), jnp.int32),
-            leaves=dict.fromkeys(leaves, ()),
+            leaves=leaves,
             blamed=jnp.zeros(len(leaves), bool),
             loss=() if loss_limit is None else _initial_loss(loss_limit, name),
             inner_state=inner.init(params),
@@ -134,18 +119,21 @@ def skipping(
         updates: PyTree,
         state: Any,
         params: PyTree | None = None,
-        *,
-        grad_norm: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, SkipState]:
         check_state(state, SkipState, name)
-        rule = rule_for(limit, ("tree",), "scalar")
-        if grad_norm is None:
-            norm_now, of_leaves, names = measure(updates)
-        else:
-            norm_now, of_leaves, names = as_norm_given(grad_norm, "grad_norm"), jnp.zeros(0), []
+        rule = rule_for(limit, [("tree", ())])
+        norm_now = known_norm(options, extra_args, "scalar")
+        of_leaves, names = jnp.zeros(0), Names()
+        if norm_now is None:
+            # They share one read, as the compiler sums each leaf once.
+            norm_now, _ = norms(updates, scopes.tree(), "updates")
+            of_leaves, names = norms(updates, scopes.leaf(), "updates")
+            of_leaves = lax.stop_gradient(of_leaves)
         relative_to = params_for(rule, params, name)
-        param_norm = None if relative_to is None else measure_params(relative_to)
+        param_norm = None
+        if relative_to is not None:
+            param_norm, _ = norms(relative_to, scopes.tree(), "params")
         of_norm = _judged(rule, state.rule, norm_now, param_norm)
         is_bad, is_out, of_loss = of_norm.is_bad, of_norm.is_out, None
         if loss_limit is not None:
@@ -158,6 +146,8 @@ def skipping(
         loss = state.loss
         if of_loss is not None:
             loss = LossState(of_loss.rule_state, of_loss.recorded(state.loss.info, skip))
+        # A state that knows no names, as `optax.tree_map_params` makes it, gets them back.
+        known_leaves = names if len(names) == len(state.blamed) else state.leaves
         # Selected afterwards, so that what it measures of these updates is read once with our norm.
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         return _zero_where(skip, new_updates), SkipState(
@@ -165,15 +155,15 @@ def skipping(
             info=of_norm.recorded(state.info, skip),
             num_skipped=increased(state.num_skipped, skip),
             consecutive=jnp.where(skip, increased(state.consecutive), 0),
-            leaves=state.leaves,
+            leaves=known_leaves,
             blamed=jnp.where(
-                is_out, _among(state.leaves, names, of_norm.blamed(of_leaves)), state.blamed
+                is_out, _among(known_leaves, names, of_norm.blamed(of_leaves)), state.blamed
             ),
             loss=loss,
             inner_state=_select(skip, state.inner_state, inner_state),
         )
 
-    return Transformation(init, update)
+    return transformation(init, update)
 
 
 class _Judged(NamedTuple):
@@ -216,9 +206,9 @@ def _judged(rule: Threshold, state: PyTree, number: Array, param_norm: Any = Non
     return _Judged(number, limits.trigger, state, is_above, ~is_finite)
 
 
-def _among(known: Iterable[str], names: list[str], flags: Array) -> Array:
+def _among(known: Names, names: Names, flags: Array) -> Array:
     """Flags of some leaves as those of all that are known."""
-    if list(known) == names:
+    if tuple(known) == tuple(names):
         return flags
     of = dict(zip(names, flags, strict=True))
     column = [of.get(name, jnp.zeros((), bool)) for name in known]

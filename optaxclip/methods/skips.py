@@ -7,24 +7,24 @@ a skipped one is thrown away: so its clips and records share the read of the ski
 """
 
 import math
+from typing import Unpack
 
 import optax
 
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.types import AxisName, PyTree, Threshold
+from optaxclip._base.types import Threshold
+from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip.methods.skipping import SkipState, skipping
 from optaxclip.norms import Norm
 from optaxclip.thresholds.fixed import LimitLike, ScalarOrSchedule
 from optaxclip.thresholds.losses import as_loss_limit
 
 
+@takes(PlaceOptions)
 def skip_nonfinite(
     inner: optax.GradientTransformation,
     max_consecutive: int | None = None,
-    *,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "skip_nonfinite",
+    **options: Unpack[PlaceOptions],
 ) -> Transformation[SkipState]:
     """Skips the steps whose gradients hold a NaN or an infinite entry.
 
@@ -34,9 +34,7 @@ def skip_nonfinite(
       inner: the optimizer.
       max_consecutive: after so many skipped steps in a row the next goes to the optimizer as it is,
         as with `optax.apply_if_finite`, so that a run that is lost shows it; never if None.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: what the transformation is called in messages and by `optaxclip.monitor`.
+      **options: those that all transformations share, `optaxclip.PlaceOptions`.
 
     Returns:
       A transformation with a `SkipState`. A skipped step gives zero updates.
@@ -53,17 +51,11 @@ def skip_nonfinite(
       >>> print(updates, state.num_skipped)
       [0. 0.] 1
     """
-    return skipping(
-        inner,
-        math.inf,
-        max_consecutive,
-        axis_name=axis_name,
-        specs=specs,
-        gives_up=True,
-        name=name,
-    )
+    checked = Options.checked(**options)
+    return skipping(inner, math.inf, max_consecutive, options=checked, gives_up=True)
 
 
+@takes(PlaceOptions)
 def skip_above(
     inner: optax.GradientTransformation,
     limit: LimitLike,
@@ -71,9 +63,8 @@ def skip_above(
     *,
     loss_limit: ScalarOrSchedule | Threshold | None = None,
     norm: str | Norm = "l2",
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "skip_above",
+    known_norm: str | None = None,
+    **options: Unpack[PlaceOptions],
 ) -> Transformation[SkipState]:
     """Skips the steps whose global gradient norm, or loss, exceeds a limit or is not finite.
 
@@ -103,16 +94,16 @@ def skip_above(
         `thresholds.window`, `zscore`, `percentile`, `median` or `ema`, without their `floor`. (A
         multiple of an average below 0 is as far above it as it would be above its modulus.)
       norm: the norm.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: what the transformation is called in messages and by `optaxclip.monitor`.
+      known_norm: the name of an extra argument of the update, such as "grad_norm", that holds the
+        norm of what comes in; it is then not measured, and no leaf can be blamed.
+      **options: those that all transformations share, `optaxclip.PlaceOptions`.
 
     Returns:
-      A transformation with a `SkipState`. A skipped step gives zero updates. Its update takes
-      `grad_norm=`, as that of `optaxclip.clip_by`, and with `loss_limit` needs the loss: `value=`,
-      as Optax calls it, or `loss=`, which counts where both are given. It is a scalar, the same on
-      all devices; `optax.MultiSteps` hands on that of the last microbatch only. A loss that is not
-      finite is a reason to skip, and never recorded. All extra arguments reach the optimizer too.
+      A transformation with a `SkipState`. A skipped step gives zero updates. Its update with
+      `loss_limit` needs the loss: `value=`, as Optax calls it, or `loss=`, which counts where both
+      are given. It is a scalar, the same on all devices; `optax.MultiSteps` hands on that of the
+      last microbatch only. A loss that is not finite is a reason to skip, and never recorded. All
+      extra arguments, a known norm too, reach the optimizer.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar (a loss's may be negative), and
@@ -144,8 +135,5 @@ def skip_above(
         limit,
         max_consecutive,
         loss_limit=None if loss_limit is None else as_loss_limit(loss_limit),
-        norm=norm,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
+        options=Options.checked(norm=norm, known_norm=known_norm, **options),
     )

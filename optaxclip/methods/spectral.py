@@ -4,46 +4,38 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jax.sharding import PartitionSpec
+from jax import Array, lax
 
 import optaxclip._base.devices as devices
-import optaxclip.nonfinite as policies
-from optaxclip._base.arguments import check_state, whole
-from optaxclip._base.counters import increased
-from optaxclip._base.grouping import Grouping
-from optaxclip._base.numerics import (
-    accumulation_dtype,
-    known_size,
-    match_weak_type,
-    safe_divide,
-)
+from optaxclip._base.arguments import checked_int
+from optaxclip._base.numerics import accumulation_dtype, known_size, match_weak_type
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.trees import FlatTree, flatten
-from optaxclip._base.types import ClipInfo, ClipState, NonFinite, PyTree, Threshold
-from optaxclip._engine.checks import among_known
-from optaxclip._engine.clip import clip_by
-from optaxclip._engine.placement import grouped, on_explicit_mesh, run
-from optaxclip._engine.record import updated_info
-from optaxclip._engine.step import limits_of, report
-from optaxclip.methods.moments import dense, wide_dtype
+from optaxclip._base.trees import is_sparse
+from optaxclip._base.types import ClipState, PyTree
+from optaxclip._engine.clip import stage
+from optaxclip._engine.groups import Groups
+from optaxclip._engine.measure import Measured
+from optaxclip._engine.options import Options, StageOptions, takes
+from optaxclip._engine.respond import Multiplier
+from optaxclip._engine.step import Method
+from optaxclip.methods.moments import wide_dtype
 from optaxclip.methods.singular_values import RESPONSES, Mode, Prepared, clipped, largest
 from optaxclip.methods.updates import leaves_apart
-from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit, at_step, rule_for
+from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 
 
+@takes(StageOptions)
 def clip_by_spectral_norm(
     c: ScalarOrSchedule,
     mode: Mode = "soft",
     *,
     stacked: PyTree | Callable[[str, Array], int] | None = None,
     iterations: int = 10,
-    nonfinite: NonFinite = "nan",
-    name: str = "clip_by_spectral_norm",
+    **options: Unpack[StageOptions],
 ) -> Transformation[ClipState]:
     """Clips the singular values of every matrix, on gradients or after the optimizer.
 
@@ -72,8 +64,7 @@ def clip_by_spectral_norm(
         `optaxclip.scopes.leaf`; none if None.
       iterations: of Newton-Schulz; 10 reach singular values of 1e4 times `c`, 5 those of 100 times
         `c`. Static, also in `optax.inject_hyperparams`.
-      nonfinite: the policy for tensors that are not finite.
-      name: the name in messages and in `optaxclip.monitor`.
+      **options: those that all transformations share, `optaxclip.StageOptions`.
 
     Returns:
       A transformation with a `ClipState`; in its record `norm` is the largest singular value, found
@@ -103,135 +94,86 @@ def clip_by_spectral_norm(
     if mode not in get_args(Mode):
         raise ValueError(f"mode must be one of {list(get_args(Mode))}, got {mode!r}")
     limit, scope = as_limit(c, "c"), leaves_apart(stacked)
-    policy = policies.as_policy(nonfinite)
-    how = _How(mode, whole(iterations, 1, "iterations"), policy, name)
-    like, raises = clip_by(scope, limit, name=name), policy == "error"
-
-    def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, ClipState]:
-        del params, extra_args
-        flat = dense(flatten(updates, "updates"), name)
-        _refuse_parts(flat, name)
-        state = like.init(updates) if state is None else state
-        check_state(state, ClipState, name)
-        grouping = among_known(grouped(scope, flat), state.info, name)
-        grouping = dataclasses.replace(grouping, in_one_array=False)
-        rule = rule_for(limit, grouping.names, grouping.layout)
-        leaves, rule_state, info = run(
-            _on_any_mesh,
-            [jnp.asarray(leaf) for leaf in flat.picked()],
-            at_step(rule, state.rule),
-            state.rule,
-            state.info,
-            grouping=grouping,
-            how=dataclasses.replace(how, leaves=tuple(flat.names())) if raises else how,
-            # In eager mode `checkify` raises at once, which a compiled call would not let it.
-            inline=raises,
-        )
-        return flat.rebuild(leaves), ClipState(increased(state.steps), rule_state, info)
-
-    return Transformation(like.init, update)
+    technique = _SingularValues(mode, checked_int(iterations, 1, "iterations"))
+    checked = Options.checked(**options)
+    return stage(scope, limit, checked, response=RESPONSES[mode], technique=technique)
 
 
 @dataclasses.dataclass(frozen=True)
-class _How:
-    """What is done to singular values; static under `jit`."""
+class _SingularValues:
+    """What is measured is the largest singular value, and each is brought to its new value."""
 
     mode: Mode
     iterations: int
-    nonfinite: NonFinite
-    name: str
-    leaves: tuple[str, ...] = ()
+    needs_limits: bool = True
+
+    def measured(self, leaves: list[Any], groups: Groups, method: Method) -> list[Measured]:
+        """The largest singular values of all matrices."""
+        _refuse_parts(leaves, groups, method.name)
+        axes = groups.grouping.axes
+        norms = [_largest(x, x.ndim - len(own)) for x, own in zip(leaves, axes, strict=True)]
+        arrays = [
+            norms[group.members[0]] if group.members else jnp.full(group.shape, jnp.nan)
+            for group in groups.grouping.groups
+        ]
+        return [Measured.of(row, 1.0) for row in groups.pack(arrays)]
+
+    def scaled(
+        self, leaf: Any, by: Multiplier, limit: Array | None, axes: tuple[int, ...], method: Method
+    ) -> Any:
+        """The leaf with the singular values of its matrices clipped."""
+        del method
+        return _clipped(leaf, limit, by.ratio, leaf.ndim - len(axes), self)
 
 
-def _refuse_parts(flat: FlatTree, name: str) -> None:
-    """Raises where a leaf may be a part of a matrix.
+def _refuse_parts(leaves: list[Any], groups: Groups, name: str) -> None:
+    """Raises where a leaf is no matrix, or is a part of one.
 
     Raises:
-      ValueError: inside of a manual region, but for leaves that are known to be the same on all
-        devices.
+      TypeError: for a sparse leaf.
+      ValueError: inside of a manual region, for a leaf that is split.
     """
-    manual = devices.manual_axes()
-    for leaf, path in zip(flat.picked(), flat.names(), strict=True):
-        if manual and (not devices.tracks(manual) or devices.varying_axes(leaf)):
+    for i, leaf in enumerate(leaves):
+        if is_sparse(leaf):
+            raise TypeError(f"{name}: a leaf of shape {leaf.shape} is sparse; pass leaf.todense()")
+        axes = groups.placement.axes_of(i)
+        if axes and devices.manual_axes():
             raise ValueError(
-                f"{name}: leaf '{path}' may be a part of a matrix that is split over the devices "
-                f"along {sorted(manual)}, and singular values are those of a whole one; clip "
-                "outside of shard_map or pmap, or gather it (jax.lax.all_gather) and use "
-                "shard_map(check_vma=True)"
+                f"{name}: a leaf of shape {leaf.shape} is a part of what is split over the devices "
+                f"along {sorted(axes)}, and singular values are those of whole matrices; clip "
+                "outside of shard_map or pmap, or gather it (jax.lax.all_gather)"
             )
 
 
-def _on_any_mesh(
-    leaves: list[Array], *operands: Any, grouping: Grouping, how: _How
-) -> tuple[list[Array], PyTree, ClipInfo]:
-    def out_specs(grouping: Grouping) -> PyTree:
-        return list(grouping.specs or ()), *jax.tree.map(lambda _: PartitionSpec(), operands[1:])
-
-    steps = functools.partial(_steps, how=how)
-    return on_explicit_mesh(steps, out_specs, leaves, grouping)(leaves, *operands)
-
-
-def _steps(
-    leaves: list[Array],
-    rule: Threshold,
-    rule_state: PyTree,
-    info: ClipInfo,
-    *,
-    grouping: Grouping,
-    how: _How,
-) -> tuple[list[Array], PyTree, ClipInfo]:
-    """Measure, limit, clip, record."""
-    stacks = [x.ndim - len(axes) for x, axes in zip(leaves, grouping.axes, strict=True)]
-    measured = [_measured(x, stack, how) for x, stack in zip(leaves, stacks, strict=True)]
-    norms = _of_groups([norm for norm, _ in measured], grouping, jnp.float32)
-    bad = _of_groups([flags for _, flags in measured], grouping, jnp.bool_)
-    if how.nonfinite == "error":
-        report(bad, grouping, how.name, how.leaves)
-    _, limits, rule_state = limits_of(rule, rule_state, norms, None, grouping)
-    rows = zip(leaves, stacks, grouping.by_leaf(limits), strict=True)
-    results = [_clipped(*row, how) for row in rows]
-    factors = [_factor(*row, how) for row in zip(norms, limits, bad, strict=True)]
-    return results, rule_state, updated_info(info, grouping, norms, limits, factors, bad)
-
-
-def _of_groups(arrays: list[Array], grouping: Grouping, missing: Any) -> list[Array]:
-    """Arrays of leaves in the order of the groups; zeros of a dtype for groups without leaves."""
-    return [
-        arrays[group.members[0]] if group.members else jnp.zeros(group.shape, missing)
-        for group in grouping.groups
-    ]
-
-
 # Compiled by themselves so that each is traced once for leaves alike.
-@functools.partial(jax.jit, static_argnames=("stack", "how"))
-def _measured(x: Array, stack: int, how: _How) -> tuple[Array, Array]:
-    """The largest singular values of a leaf's matrices, and which are not finite."""
+@functools.partial(jax.jit, static_argnames="stack")
+def _largest(x: Array, stack: int) -> Array:
+    """The largest singular values of a leaf's matrices; not finite where an entry is not."""
     axes, real = tuple(range(stack, x.ndim)), accumulation_dtype(x.dtype)
     finite = jnp.isfinite(x)
     bad = ~jnp.all(finite, axes)
     if known_size(x.size) == 0:
-        return jnp.zeros(bad.shape, real), bad
+        return jnp.zeros(bad.shape, real)
     norm = _each(stack, lambda matrix: largest(Prepared.of(matrix)))(_matrices(x, stack))
-    if how.nonfinite != "mask":
-        worst = jnp.max(jnp.where(finite, 0, jnp.abs(x)).astype(real), axes, initial=0)
-        norm = jnp.where(bad, worst, norm)
-    return norm, bad
+    worst = jnp.max(jnp.where(finite, 0, jnp.abs(x)).astype(real), axes, initial=0)
+    return jnp.where(bad, worst, norm)
 
 
 @functools.partial(jax.jit, static_argnames=("stack", "how"))
-def _clipped(x: Array, stack: int, limits: Array, how: _How) -> Array:
+def _clipped(x: Array, limits: Array, ratios: Array, stack: int, how: _SingularValues) -> Array:
     """A leaf whose matrices have their singular values clipped."""
     if known_size(x.size) == 0:
         return x
     clip_one = functools.partial(clipped, mode=how.mode, iterations=how.iterations)
     limits = limits.astype(accumulation_dtype(x.dtype))
     result = _each(stack, clip_one)(_matrices(x, stack), limits).reshape(x.shape).astype(x.dtype)
-    if how.nonfinite != "mask":
-        bad = ~jnp.all(jnp.isfinite(x), tuple(range(stack, x.ndim)), keepdims=True)
-        result = jnp.where(bad, jnp.asarray(_replacement(how)).astype(x.dtype), result)
-    return match_weak_type(result, x)
+    bad = ~jnp.all(jnp.isfinite(x), tuple(range(stack, x.ndim)))
+    instead = jnp.where(bad, ratios, 0).astype(x.dtype)
+    bad, instead = (
+        lax.expand_dims(each, range(stack, x.ndim)) if x.ndim > stack else each
+        for each in (bad, instead)
+    )
+    return match_weak_type(jnp.where(bad, instead, result), x)
 
 
 def _matrices(x: Array, stack: int) -> Array:
@@ -247,13 +189,3 @@ def _matrices(x: Array, stack: int) -> Array:
 def _each(stack: int, fn: Callable[..., Array]) -> Callable[..., Array]:
     """`fn` of one matrix for all of a stack."""
     return functools.reduce(lambda fn, _: jax.vmap(fn), range(stack), fn)
-
-
-def _factor(norm: Array, limit: Array, bad: Array, how: _How) -> Array:
-    new = RESPONSES[how.mode](norm, limit.astype(norm.dtype), limit.astype(norm.dtype))
-    factor = safe_divide(new, norm, 1)
-    return factor if how.nonfinite == "mask" else jnp.where(bad, _replacement(how), factor)
-
-
-def _replacement(how: _How) -> float:
-    return 0.0 if how.nonfinite == "zero" else math.nan

@@ -7,16 +7,17 @@ What SPAM and Stable-SPAM put before Adam, each by itself. Stable-SPAM is::
 Its resets of Adam's moments are no clipping, and left to the optimizer.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip.thresholds as thresholds
-from optaxclip._base.arguments import check_state, whole
+from optaxclip._base.arguments import check_state, checked_int
 from optaxclip._base.counters import increased
 from optaxclip._base.numerics import (
     accumulation_dtype,
@@ -26,12 +27,13 @@ from optaxclip._base.numerics import (
     real_parts,
     safe_sqrt,
 )
-from optaxclip._base.transformation import Transformation
+from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten, is_sparse, with_data
-from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
-from optaxclip._engine.checks import among_known
-from optaxclip._engine.clip import clip_by
-from optaxclip._engine.placement import as_axis_names, grouped
+from optaxclip._base.types import ClipState, PyTree
+from optaxclip._engine.clip import stage
+from optaxclip._engine.options import Options, ScaleOptions, takes
+from optaxclip._engine.respond import Multiplier
+from optaxclip._engine.step import ByNorm, Method
 from optaxclip.methods.elementwise import clamp_leaves
 from optaxclip.methods.moments import NamedMoments, dense, zero_moments
 from optaxclip.methods.updates import leaves_apart
@@ -51,16 +53,13 @@ class SecondMomentState(NamedTuple):
     moments: PyTree
 
 
+@takes(ScaleOptions)
 def clip_by_moving_max(
-    decay: jax.typing.ArrayLike = 0.999,
     *,
+    decay: jax.typing.ArrayLike = 0.999,
     stacked: PyTree | Callable[[str, Array], int] | None = None,
     floor: float = FLOOR,
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "clip_by_moving_max",
+    **options: Unpack[ScaleOptions],
 ) -> Transformation[ClipState]:
     """Shrinks the entries of a leaf that exceed the moving average of its largest entries.
 
@@ -77,11 +76,7 @@ def clip_by_moving_max(
       stacked: how many leading axes of each leaf stack separate tensors, as in
         `optaxclip.scopes.leaf`; none if None.
       floor: the least modulus that is recorded, and the least limit.
-      nonfinite: the policy for leaves that are not finite.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages and in `optaxclip.monitor`.
+      **options: those that all transformations share, `optaxclip.ScaleOptions`.
 
     Returns:
       A transformation with a `ClipState`, in which `norm` is the largest modulus of each leaf. Its
@@ -101,42 +96,28 @@ def clip_by_moving_max(
       [ 1.78571 -1.5      0.25   ] [1.78571]
     """
     rule = thresholds.ema(decay, 1.0, debias=True, inclusive=True, floor=floor, patience=None)
-    scope = leaves_apart(stacked)
-    inner = clip_by(
-        scope,
-        rule,
-        norm="linf",
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
-    )
+    checked = Options.checked(norm="linf", **options)
+    return stage(leaves_apart(stacked), rule, checked, technique=_OnlyAbove())
 
-    def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, ClipState]:
-        shrunk, state = inner.update(updates, state, params, **extra_args)
-        flat = flatten(updates, "updates")
-        grouping = among_known(
-            grouped(scope, flat, as_axis_names(axis_name), specs), state.info, name
-        )
-        norms, limits = (
-            grouping.by_leaf(grouping.of_tree(x)) for x in (state.info.norm, state.info.limit)
-        )
-        rows = zip(
-            *(flat.picked(), flatten(shrunk, "updates").picked(), norms, limits, grouping.axes),
-            strict=True,
-        )
-        return flat.rebuild([_only_above(*row) for row in rows]), state
 
-    return Transformation(inner.init, update)
+@dataclasses.dataclass(frozen=True)
+class _OnlyAbove(ByNorm):
+    """Of a group that is shrunk, the entries at or below its limit stay as they are."""
+
+    needs_limits: bool = True
+
+    def scaled(
+        self, leaf: Any, by: Multiplier, limit: Array | None, axes: tuple[int, ...], method: Method
+    ) -> Any:
+        """The leaf with its entries above the limit times the multiplier."""
+        shrunk = super().scaled(leaf, by, None, axes, method)
+        return _only_above(leaf, shrunk, by.ratio, limit, axes)
 
 
 def clip_by_second_moment(
+    *,
     threshold: jax.typing.ArrayLike = 5000.0,
     decay: jax.typing.ArrayLike = 0.999,
-    *,
     warmup_steps: int = 20,
     reset_every: int | None = None,
     name: str = "clip_by_second_moment",
@@ -185,7 +166,9 @@ def clip_by_second_moment(
         within(decay, 0, 1, "decay"),
         at_least(warmup_steps, 0, "warmup_steps"),
     )
-    period = None if reset_every is None else min(whole(reset_every, 1, "reset_every"), 2**31 - 1)
+    period = (
+        None if reset_every is None else min(checked_int(reset_every, 1, "reset_every"), 2**31 - 1)
+    )
 
     def init(params: PyTree) -> SecondMomentState:
         flat = dense(flatten(params, "params"), name)
@@ -207,16 +190,17 @@ def clip_by_second_moment(
         )
         return flat.rebuild(clipped), SecondMomentState(count, known.replaced(flat, moments))
 
-    return Transformation(init, update)
+    return transformation(init, update)
 
 
 @functools.partial(jax.jit, static_argnames="axes")
-def _only_above(leaf: Any, shrunk: Any, norm: Array, limit: Array, axes: tuple[int, ...]) -> Any:
+def _only_above(leaf: Any, shrunk: Any, ratio: Array, limit: Array, axes: tuple[int, ...]) -> Any:
     """The shrunk leaf, with the entries at or below the limit as they were."""
-    x, y = (each.data if is_sparse(each) else jnp.asarray(each) for each in (leaf, shrunk))
-    norm, limit = (broadcast_over(each, axes) for each in (norm, limit))
+    x, y = (each.data if is_sparse(each) else each for each in (leaf, shrunk))
+    ratio, limit = (broadcast_over(each, axes) for each in (ratio, limit))
     modulus, limit = promoted([jnp.abs(x).astype(accumulation_dtype(x.dtype)), limit])
-    keep = jnp.broadcast_to((modulus <= limit) & jnp.isfinite(norm), x.shape)
+    # A group that is not finite is multiplied by NaN, or by 0.
+    keep = jnp.broadcast_to((modulus <= limit) & (ratio > 0), x.shape)
     return with_data(leaf, match_weak_type(lax.select(keep, x, y), x))
 
 

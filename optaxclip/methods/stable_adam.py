@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,14 @@ from optaxclip._base.numerics import (
     real_parts,
     safe_sqrt,
 )
-from optaxclip._base.transformation import Transformation
+from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten
-from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
-from optaxclip._engine.checks import among_known
-from optaxclip._engine.clip import clip_by
+from optaxclip._base.types import ClipState, NonFinite, PyTree
+from optaxclip._engine.clip import groups_of, stage
+from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip.methods.moments import NamedMoments, dense, zero_moments
 from optaxclip.methods.updates import leaves_apart
-from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit, check_limit
+from optaxclip.thresholds.fixed import ScalarOrSchedule, check_limit
 
 
 class StableAdamState(NamedTuple):
@@ -43,6 +43,7 @@ class StableAdamState(NamedTuple):
     nu: PyTree
 
 
+@takes(PlaceOptions)
 def scale_by_stable_adam(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.99,
@@ -51,9 +52,7 @@ def scale_by_stable_adam(
     *,
     stacked: PyTree | Callable[[str, Array], int] | None = None,
     nonfinite: NonFinite = "nan",
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "scale_by_stable_adam",
+    **options: Unpack[PlaceOptions],
 ) -> Transformation[StableAdamState]:
     """Adam's direction, with the step of a leaf shortened where its second moment lags behind.
 
@@ -77,10 +76,8 @@ def scale_by_stable_adam(
       clipping_threshold: the largest root mean square of a leaf that is not held back.
       stacked: how many leading axes of a leaf stack separate tensors, each of which is clipped by
         itself; as in `optaxclip.scopes.leaf`. None if None.
-      nonfinite: the policy for leaves that are not finite.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages.
+      nonfinite: what becomes of leaves that are not finite, as in `optaxclip.clip_by`.
+      **options: those that all transformations share, `optaxclip.PlaceOptions`.
 
     Returns:
       A transformation with a `StableAdamState`, whose update gives a tree of the shapes, dtypes and
@@ -106,9 +103,9 @@ def scale_by_stable_adam(
     betas = (_checked_decay(b1, "b1"), _checked_decay(b2, "b2"))
     eps = check_limit(eps, "eps")
     scope = leaves_apart(stacked)
-    limit = as_limit(clipping_threshold, "clipping_threshold")
-    places = {"axis_name": axis_name, "specs": specs}
-    clip = clip_by(scope, limit, norm="rms", nonfinite=nonfinite, name=name, **places)
+    checked = Options.checked(norm="rms", nonfinite=nonfinite, **options)
+    name = checked.name
+    clip = stage(scope, clipping_threshold, checked, argument="clipping_threshold")
 
     def init(params: PyTree) -> StableAdamState:
         flat = dense(flatten(params, "params"), name)
@@ -123,18 +120,17 @@ def scale_by_stable_adam(
         flat = dense(flatten(updates, "updates"), name)
         state = init(updates) if state is None else state
         check_state(state, StableAdamState, name)
-        grouping = among_known(scope(flat), state.clip.info, name)
+        groups = groups_of(flat, scope, checked, state.clip.info.names, state.steps.size)
 
         def of_leaves(column: Array) -> list[Array]:
-            return grouping.by_leaf(grouping.of_tree(column))
+            return groups.by_leaf([column], flat.picked())
 
         mu, nu = (NamedMoments.of(tree) for tree in (state.mu, state.nu))
         old = (mu.of_leaves(flat, name), nu.of_leaves(flat, name))
         steps = increased(state.steps)
         new, ratios = _averages(flat.picked(), old, of_leaves(steps), betas, eps)
         _, clip_state = clip.update(flat.rebuild(ratios), state.clip)
-        present = [bool(group.members) for group in grouping.groups for _ in group.names]
-        taken = jnp.isfinite(clip_state.info.norm) & np.array(present, bool)
+        taken = jnp.isfinite(clip_state.info.norm) & np.array(groups.grouping.present, bool)
         flags, factors = of_leaves(taken), of_leaves(clip_state.info.factor)
         directions, new = _directions(flat.picked(), old, new, flags, factors, eps)
         return flat.rebuild(directions), StableAdamState(
@@ -144,7 +140,7 @@ def scale_by_stable_adam(
             nu.replaced(flat, new[1]),
         )
 
-    return Transformation(init, update)
+    return transformation(init, update)
 
 
 def _checked_decay(decay: Any, argument: str) -> Any:

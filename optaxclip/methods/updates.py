@@ -1,26 +1,25 @@
 """Clips of updates: behind an optimizer, or inside of it where it divides by its second moment."""
 
 from collections.abc import Callable
+from typing import Unpack
 
 from jax import Array
 
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import refuse_arrays
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
+from optaxclip._base.types import ClipState, PyTree
 from optaxclip._engine.clip import clip_by
+from optaxclip._engine.options import ScaleOptions, takes
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 
 
+@takes(ScaleOptions)
 def clip_by_block_rms(
     threshold: ScalarOrSchedule,
     *,
     stacked: PyTree | Callable[[str, Array], int] | None = None,
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "clip_by_block_rms",
+    **options: Unpack[ScaleOptions],
 ) -> Transformation[ClipState]:
     """Clips each leaf by the root mean square of its entries.
 
@@ -35,11 +34,7 @@ def clip_by_block_rms(
       threshold: the largest root mean square of a leaf.
       stacked: how many leading axes of a leaf stack separate tensors, each of which is clipped by
         itself; as in `optaxclip.scopes.leaf`. None if None.
-      nonfinite: the policy for leaves that are not finite.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages.
+      **options: those that all transformations share, `optaxclip.ScaleOptions`.
 
     Returns:
       A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
@@ -57,16 +52,7 @@ def clip_by_block_rms(
       >>> tx = optax.chain(optax.scale_by_adam(), clip, optax.scale_by_learning_rate(1e-3))
     """
     limit = as_limit(threshold, "threshold")
-    return clip_by(
-        leaves_apart(stacked),
-        limit,
-        norm="rms",
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
-    )
+    return clip_by(leaves_apart(stacked), limit, norm="rms", **options)
 
 
 def leaves_apart(stacked: PyTree | Callable[[str, Array], int] | None) -> scopes.Scope:

@@ -1,30 +1,29 @@
-"""The named methods that look at a window of past norms; see `optaxclip.adaptive` for the others.
+"""The named methods that look at a window of past norms.
 
-`norm`, `nonfinite`, `strict`, `axis_name`, `specs` and `name` are explained at `optaxclip.clip_by`,
-`floor` in `optaxclip.thresholds.base`.
+`floor` is explained in `optaxclip.thresholds.base`.
 """
+
+from typing import Unpack
 
 import jax
 
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
 from optaxclip._base.transformation import Transformation
-from optaxclip._base.types import AxisName, ClipState, NonFinite, PyTree
+from optaxclip._base.types import ClipState
 from optaxclip._engine.clip import clip_by
+from optaxclip._engine.options import ClipOptions, takes
 from optaxclip.thresholds.base import FLOOR
 
 
+@takes(ClipOptions)
 def autoclip(
     percentile: jax.typing.ArrayLike = 10.0,
     window: int = 1000,
     *,
     floor: float = FLOOR,
     max_norm: jax.typing.ArrayLike | None = None,
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "autoclip",
+    **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
     """Clips the global norm to a percentile of the last norms, the current one included.
 
@@ -39,11 +38,7 @@ def autoclip(
       window: how many norms to keep; `optax.inject_hyperparams` needs `static_args=("window",)`.
       floor: the least norm that counts, and the least limit.
       max_norm: a cap on the limit.
-      nonfinite: the policy for a norm that is not finite; such a norm is never recorded.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages and in `optaxclip.monitor`.
+      **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
       A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
@@ -65,28 +60,17 @@ def autoclip(
     rule = thresholds.percentile(
         percentile, window, inclusive=True, warmup_steps=0, floor=floor, max_norm=max_norm
     )
-    return clip_by(
-        scopes.tree(),
-        rule,
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
-    )
+    return clip_by(scopes.tree(), rule, **options)
 
 
+@takes(ClipOptions)
 def clip_by_median_norm(
+    *,
     scale: jax.typing.ArrayLike = 2.0,
     window: int = 100,
-    *,
     floor: float = FLOOR,
     max_norm: jax.typing.ArrayLike | None = None,
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "clip_by_median_norm",
+    **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
     """Clips the global norm to a multiple of the median of the last norms.
 
@@ -100,11 +84,7 @@ def clip_by_median_norm(
         needs `static_args=("window",)`.
       floor: the least norm that counts, and the least limit.
       max_norm: a cap on the limit.
-      nonfinite: the policy for a norm that is not finite; such a norm is never recorded.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages and in `optaxclip.monitor`.
+      **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
       A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
@@ -124,28 +104,17 @@ def clip_by_median_norm(
       2.0 0.4
     """
     rule = thresholds.median(scale, window, floor=floor, max_norm=max_norm)
-    return clip_by(
-        scopes.tree(),
-        rule,
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
-    )
+    return clip_by(scopes.tree(), rule, **options)
 
 
+@takes(ClipOptions)
 def clip_by_window_norm(
+    *,
     num_std: jax.typing.ArrayLike = 3.0,
     window: int = 128,
-    *,
     floor: float = FLOOR,
     max_norm: jax.typing.ArrayLike | None = None,
-    nonfinite: NonFinite = "nan",
-    strict: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "clip_by_window_norm",
+    **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
     """Clips the global norm to the mean of the last norms plus some standard deviations.
 
@@ -157,11 +126,7 @@ def clip_by_window_norm(
       window: how many norms to keep; `optax.inject_hyperparams` needs `static_args=("window",)`.
       floor: the least norm that counts, and the least limit.
       max_norm: a cap on the limit.
-      nonfinite: the policy for a norm that is not finite; such a norm is never recorded.
-      strict: whether bfloat16 and float16 leaves obey the limit to the last bit.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: the name in messages and in `optaxclip.monitor`.
+      **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
       A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
@@ -181,12 +146,4 @@ def clip_by_window_norm(
       1.424264 0.284853
     """
     rule = thresholds.window(num_std, window, floor=floor, max_norm=max_norm)
-    return clip_by(
-        scopes.tree(),
-        rule,
-        nonfinite=nonfinite,
-        strict=strict,
-        axis_name=axis_name,
-        specs=specs,
-        name=name,
-    )
+    return clip_by(scopes.tree(), rule, **options)

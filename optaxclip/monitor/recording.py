@@ -1,6 +1,6 @@
 """The norms of the last steps, kept on the device."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +8,19 @@ import numpy as np
 from jax import Array
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import check_state, whole
+from optaxclip._base.arguments import check_state, checked_int
 from optaxclip._base.counters import increased
+from optaxclip._base.names import Names
 from optaxclip._base.numerics import promoted, safe_divide
-from optaxclip._base.transformation import Transformation
+from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import FlatTree, flatten
-from optaxclip._base.types import AxisName, PyTree
+from optaxclip._base.types import PyTree
 from optaxclip._engine.checks import matching_params
-from optaxclip._engine.placement import as_axis_names, grouped
+from optaxclip._engine.clip import groups_of
+from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.step import norms_of
 from optaxclip.monitor.states import find, name_of, to_host, unboxed
-from optaxclip.norms import Norm, as_norm
+from optaxclip.norms import Norm
 from optaxclip.thresholds.losses import loss_among
 
 
@@ -27,17 +29,18 @@ class RecordState(NamedTuple):
 
     Attributes:
       steps: int32[], steps so far.
-      name: the transformation's name, as the only key of a dict of nothing.
-      names: the norms' names in order, as the keys of a dict of nothing.
+      name: the transformation's name, as a tuple of one.
+      names: the norms' names in order.
       ring: float32[window] or, per leaf, float32[window, leaves]; step n is in row `n % window`.
     """
 
     steps: Array
-    name: dict[str, tuple[()]]
-    names: dict[str, tuple[()]]
+    name: Names
+    names: Names
     ring: Array
 
 
+@takes(PlaceOptions)
 def record(
     window: int = 1000,
     per_leaf: bool = False,
@@ -45,9 +48,7 @@ def record(
     loss: bool = False,
     norm: str | Norm = "l2",
     ratio: bool = False,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
-    name: str = "record",
+    **options: Unpack[PlaceOptions],
 ) -> Transformation[RecordState]:
     """Keeps the norms, or losses, of the last steps on the device; updates pass through untouched.
 
@@ -67,9 +68,8 @@ def record(
       norm: the norm, as in `optaxclip.clip_by`.
       ratio: whether norms are divided by those of the parameters, which the update then needs; that
         of zeros is infinite, or 0 if nothing moves them.
-      axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
-      specs: how the leaves are split over devices; see `optaxclip.clip_by`.
-      name: what it is called in messages, and in `history` to choose among several.
+      **options: those that all transformations share, `optaxclip.PlaceOptions`; by its name
+        `history` chooses among several records.
 
     Returns:
       A transformation with a `RecordState`, whose update returns the very updates that it is given.
@@ -94,16 +94,18 @@ def record(
       >>> print(history(state))
       [0.01]
     """
-    window = whole(window, 1, "window")
-    measure, scope = as_norm(norm), scopes.leaf() if per_leaf else scopes.tree()
-    axis_names = as_axis_names(axis_name)
+    window = checked_int(window, 1, "window")
+    checked, scope = Options.checked(norm=norm, **options), scopes.tree()
+    if per_leaf:
+        scope = scopes.leaf()
+    name = checked.name
     if loss and (per_leaf or ratio):
         raise ValueError("loss has neither leaves nor a ratio: for these chain a second record")
 
     def init(params: PyTree) -> RecordState:
-        names = ("loss",) if loss else scope(flatten(params, "params")).names
+        names = Names(("loss",)) if loss else scope(flatten(params, "params")).names
         ring = jnp.zeros((window, len(names)) if per_leaf else window, jnp.float32)
-        return RecordState(jnp.zeros((), jnp.int32), {name: ()}, dict.fromkeys(names, ()), ring)
+        return RecordState(jnp.zeros((), jnp.int32), Names((name,)), names, ring)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -115,18 +117,17 @@ def record(
             steps, ring = _written(state.steps, state.ring, now, None)
             return updates, state._replace(steps=steps, ring=ring)
         flat = flatten(updates, "updates")
-        grouping = grouped(scope, flat, axis_names, specs)
-        grouping = grouping.among(state.names) if per_leaf else grouping
-        if len(grouping.names) > len(state.names):
-            unknown = sorted(set(grouping.names) - set(state.names))
-            raise ValueError(f"{name}: the params given to init did not have the leaves {unknown}")
-        norms = norms_of(flat.picked(), grouping, measure)
-        weights = _weights(flat, params, name) if ratio else None
-        of_weights = None if weights is None else norms_of(weights, grouping, measure)
+        known = (state.names, state.ring.shape[-1]) if per_leaf else ()
+        groups = groups_of(flat, scope, checked, *known)
+        norms = norms_of(flat, groups, checked.norm)
+        of_weights = None
+        if ratio:
+            weights = _weights(flat, params, name)
+            of_weights = norms_of(weights, groups_of(weights, scope, checked, *known), checked.norm)
         steps, ring = _written(state.steps, state.ring, norms, of_weights)
-        return updates, state._replace(steps=steps, ring=ring)
+        return updates, state._replace(steps=steps, names=groups.grouping.names, ring=ring)
 
-    return Transformation(init, update)
+    return transformation(init, update)
 
 
 def history(opt_state: PyTree, name: str | None = None) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -195,7 +196,7 @@ def _only_record(opt_state: PyTree, name: str | None) -> RecordState:
     )
 
 
-def _weights(flat: FlatTree, params: PyTree | None, name: str) -> list[Any] | None:
+def _weights(flat: FlatTree, params: PyTree | None, name: str) -> FlatTree:
     if params is None:
         raise ValueError(
             f"{name}: ratio=True divides by the norms of the parameters; pass them: "

@@ -4,7 +4,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from optaxclip._base.arguments import whole
+from optaxclip._base.arguments import checked_int
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip.methods.skipping import SkipState
 from optaxclip.monitor.states import find, to_host, unboxed
@@ -105,7 +105,7 @@ def verdict(opt_state: PyTree, roll_back_after: int = 10) -> Verdict:
       roll back
       ok
     """
-    roll_back_after = whole(roll_back_after, 1, "roll_back_after")
+    roll_back_after = checked_int(roll_back_after, 1, "roll_back_after")
     skips = find(opt_state, SkipState).values()
     if not skips:
         raise ValueError(

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.numerics import is_real, real_parts
-from optaxclip._base.transformation import Transformation
+from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip.per_example.bounds import ExampleLimit
@@ -164,7 +164,7 @@ def per_example_clip_and_aggregate(
         )
         return sum_tree(flat, _rounded(total, divisor, one)), new_state
 
-    return Transformation(init, update)
+    return transformation(init, update)
 
 
 def _with_noise(leaves: list[Array], key: Array, std: Array) -> list[Array]:

@@ -76,10 +76,17 @@ def group_limits(
 
 
 def _limits_by_name(limit: dict[str, Any], grouping: Grouping, dtype: jnp.dtype) -> list[Array]:
-    rule = rule_for(limit, grouping.names, grouping.layout)
-    norms = grouping.zeros(dtype)
+    if grouping.layout == "dict":
+        entries = [(group.names[0], group.shape) for group in grouping.groups]
+    else:
+        entries = [(name, ()) for name in grouping.names]
+    rule = rule_for(limit, entries)
+    norms = [jnp.zeros(shape, dtype) for _, shape in entries]
     limits, _ = rule.update(norms, rule.init(norms), None)
-    return grouping.of_tree(limits.target)
+    if grouping.layout == "dict":
+        return limits.target
+    column = jnp.stack(limits.target)
+    return grouping.from_tree(column[0] if grouping.layout == "scalar" else column)
 
 
 def _shares(grouping: Grouping, sizes: list[int], split: Split) -> list[float]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 import optaxclip._base.devices as collectives
-from optaxclip._base.arguments import whole
+from optaxclip._base.arguments import checked_int
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip.per_example.bounds import ExampleLimit
@@ -93,7 +93,7 @@ def clipped_grad(
     """
     clip = ExampleClip.checked(limit, scope, response, split)
     if microbatch_size is not None:
-        microbatch_size = whole(microbatch_size, 1, "microbatch_size")
+        microbatch_size = checked_int(microbatch_size, 1, "microbatch_size")
     argnums = _numbers(argnums, "argnums")
     known = None if batch_argnums is None else _numbers(batch_argnums, "batch_argnums")
     known = (known,) if isinstance(known, int) else known

@@ -18,11 +18,13 @@ from jax.sharding import PartitionSpec
 import optaxclip._base.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.types import NormTree
-from optaxclip._engine.measure import Measured, measure
-from optaxclip._engine.placement import on_explicit_mesh, run
+from optaxclip._engine.groups import Groups
+from optaxclip._engine.measure import Measured, measure, rounding_margins
+from optaxclip._engine.placement import Placement
 from optaxclip._engine.respond import Multiplier, multiplier
+from optaxclip._engine.step import run
 from optaxclip.norms import l2
-from optaxclip.per_example.totals import sum_dtype, totals
+from optaxclip.per_example.weighting import sum_dtype, weighted_sums
 from optaxclip.responses import Response
 
 
@@ -62,24 +64,20 @@ def clipped_sums(
       response: the new norms; cut off at the limits, whatever it returns.
     """
     leaves = [jnp.asarray(leaf) for leaf in leaves]
-    return run(_on_any_mesh, leaves, limits, is_padding, grouping=grouping, how=response)
+    operands = (leaves, limits, is_padding)
+    return run(_on_any_mesh, *operands, grouping=grouping, response=_Bounded(response))
 
 
-def _on_any_mesh(
-    leaves: list[Array],
-    limits: list[Array],
-    is_padding: Array,
-    *,
-    grouping: Grouping,
-    how: Response,
-) -> Sums:
-    steps = functools.partial(_steps, response=_Bounded(how))
-    return on_explicit_mesh(steps, _out_specs, leaves, grouping)(leaves, limits, is_padding)
+def _on_any_mesh(leaves: list[Array], *operands: Any, **static: Any) -> Sums:
+    steps, mesh = functools.partial(_steps, **static), devices.explicit_mesh(leaves)
+    if mesh is not None and not devices.manual_axes():
+        out_specs = _out_specs([devices.spec_of(leaf) for leaf in leaves])
+        steps = devices.with_automatic_axes(steps, mesh, out_specs)
+    return steps(leaves, *operands)
 
 
-def _out_specs(grouping: Grouping) -> Sums:
+def _out_specs(specs: list[PartitionSpec]) -> Sums:
     """How sums are split over an explicit mesh: as the leaves of one example, norms as examples."""
-    specs = grouping.specs or ()
     examples = (spec[0] for spec in specs if len(spec) and spec[0] is not None)
     leaves: Any = [PartitionSpec(*spec[1:]) for spec in specs]
     everywhere: Any = PartitionSpec()
@@ -97,15 +95,20 @@ def _steps(
 ) -> Sums:
     # Widened, as a product rounded to a narrow dtype could take an example above its limit.
     leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
-    if devices.manual_axes() or devices.in_one_piece(leaves):
+    if devices.manual_axes() or devices.lies_in_one_piece(leaves):
         leaves = lax.platform_dependent(leaves, cpu=_in_rows, default=lambda leaves: leaves)
-    measured = measure(leaves, _lifted(grouping, is_padding.size), l2)
-    margins = [each.slack + _ROUNDED * jnp.finfo(each.slack.dtype).eps for each in measured]
+    groups = _lifted(grouping, leaves, is_padding.size)
+    measured = measure(leaves, groups, l2)
     limits = [_for_each(limit, each.norm) for limit, each in zip(limits, measured, strict=True)]
+    margins = rounding_margins(leaves, groups, l2)
+    margins = [
+        margin + _ROUNDED * float(jnp.finfo(limit.dtype).eps)
+        for margin, limit in zip(margins, limits, strict=True)
+    ]
     rows = list(zip(measured, limits, margins, strict=True))
     multipliers = [_multiplier(*row, response=response) for row in rows]
-    # An example is dropped as a whole, so that no group betrays that another was not finite.
-    is_bad = _any([~jnp.isfinite(by.quotient) for by in multipliers], is_padding)
+    # An example is dropped with all its groups: none shows that another was not finite.
+    is_bad = _any([~jnp.isfinite(by.ratio) for by in multipliers], is_padding)
     counts = ~is_bad & ~is_padding
     above = [
         (each.norm > limit * (1 + margin)) & _beside(counts, each.norm)
@@ -114,7 +117,7 @@ def _steps(
     norms = [jnp.where(_beside(is_padding, each.norm), 0, each.norm) for each in measured]
     tree = jax.vmap(grouping.tree)
     return Sums(
-        leaves=totals(leaves, [_only(counts, by) for by in multipliers], grouping),
+        leaves=weighted_sums(leaves, [_only(counts, by) for by in multipliers], grouping),
         num_clipped=jax.tree.map(_count, tree(above)),
         num_unclipped=_count(counts & ~_any(above, is_padding)),
         num_dropped=_count(is_bad & ~is_padding),
@@ -132,40 +135,33 @@ class _Bounded:
         return jnp.minimum(self.response(norm, trigger, target), target)
 
 
-def _lifted(grouping: Grouping, examples: int) -> Grouping:
-    """The same groups for each example, whose axis comes first."""
+def _lifted(grouping: Grouping, leaves: list[Array], examples: int) -> Groups:
+    """The same groups for each example, whose axis comes first; each device has its own."""
     groups = tuple(
         dataclasses.replace(group, shape=(examples, *group.shape)) for group in grouping.groups
     )
     axes = tuple(tuple(axis + 1 for axis in reduced) for reduced in grouping.axes)
-    manual = tuple(sorted(devices.manual_axes()))
-    # Inside `shard_map` each device has examples of its own, and all of each of them.
-    specs = tuple(PartitionSpec(manual) for _ in axes) if manual else None
-    return dataclasses.replace(grouping, groups=groups, axes=axes, specs=specs)
+    lifted = dataclasses.replace(grouping, groups=groups, axes=axes, layout="vector")
+    nothing = ((frozenset(),) * len(leaves), ((),) * len(leaves))
+    placement = Placement(*nothing, in_one_piece=devices.lies_in_one_piece(leaves))
+    return Groups(lifted, placement, together=False)
 
 
 _ROUNDED = 3
 """By how many epsilons limits are lowered because they are rounded themselves, at most 5 times."""
 
 
-def _multiplier(
-    measured: Measured, limit: Array, margin: Array, *, response: Response
-) -> Multiplier:
-    # The engine lowers factors against rounding. Here the limit is lowered instead, so that an
-    # example whose norm was rounded down to the limit is not let through either.
+def _multiplier(measured: Measured, limit: Array, margin: Any, *, response: Response) -> Multiplier:
+    # The limit is lowered, not the factor, so that an example whose norm was rounded down to the
+    # limit is not let through either.
     lowered = limit * (1 - margin)
-    exact = measured._replace(slack=jnp.zeros_like(measured.slack))
-    return multiplier(exact, lowered, lowered, response=response, nonfinite="nan")
+    return multiplier(measured, lowered, lowered, response=response, nonfinite="nan")
 
 
 def _only(counts: Array, by: Multiplier) -> Multiplier:
     """The multiplier, with zero for examples that do not count."""
-    counts = _beside(counts, by.quotient)
-    return by._replace(
-        before=jnp.where(counts, by.before, 1),
-        quotient=jnp.where(counts, by.quotient, 0),
-        is_zero=~counts,
-    )
+    counts = _beside(counts, by.ratio)
+    return Multiplier(jnp.where(counts, by.power, 1), jnp.where(counts, by.ratio, 0))
 
 
 def _in_rows(leaves: list[Array]) -> list[Array]:

@@ -15,7 +15,7 @@ from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import NormTree, PyTree
 from optaxclip.per_example.lift import Sums
-from optaxclip.per_example.totals import sum_dtype
+from optaxclip.per_example.weighting import sum_dtype
 
 
 class Totals(NamedTuple):
@@ -37,7 +37,8 @@ class Totals(NamedTuple):
         picked = [jnp.asarray(x) for x in params.picked()]
         leaves = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in picked]
         zero = jnp.zeros((), jnp.int32)
-        return cls(leaves, grouping.zeros(jnp.dtype(jnp.int32)), zero, zero)
+        counts = grouping.tree([jnp.zeros(group.shape, jnp.int32) for group in grouping.groups])
+        return cls(leaves, counts, zero, zero)
 
 
 def in_microbatches(
@@ -135,4 +136,4 @@ def _placed(
     if known is None or devices.manual_axes():
         return fn(*arrays)
     split = _Split(*known)
-    return devices.automatic(fn, split.mesh, PartitionSpec(*spec(split)))(*arrays)
+    return devices.with_automatic_axes(fn, split.mesh, PartitionSpec(*spec(split)))(*arrays)

@@ -1,4 +1,4 @@
-"""Scopes over whole leaves: the tree, groups of leaves, each leaf or each of its layers."""
+"""Scopes over all axes of leaves: the tree, groups of leaves, each leaf or each of its layers."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
@@ -6,12 +6,33 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from jax import Array
 
+from optaxclip._base.arguments import is_uncalled
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
 from optaxclip._base.types import PyTree
 
 Scope: TypeAlias = Callable[[FlatTree], Grouping]
 """Looks at a tree of gradients and says which of its entries share a norm."""
+
+
+def as_scope(scope: Scope) -> Scope:
+    """`scope`, checked to be one.
+
+    Raises:
+      TypeError: if it is none.
+    """
+    if not callable(scope):
+        raise TypeError(
+            "scope must be one of optaxclip.scopes, and comes before the limit, as in "
+            f"clip_by(scopes.leaf(), 1.0); got {scope!r:.80} of type {type(scope).__name__}"
+        )
+    if is_uncalled(scope, "optaxclip.scopes"):
+        raise TypeError(
+            f"scope must be what {scope.__name__} makes, not {scope.__name__} itself: call it, as "
+            f"in scopes.{scope.__name__}()"
+        )
+    return scope
+
 
 StackedAxes: TypeAlias = PyTree | Callable[[str, Array], int]
 
@@ -109,10 +130,11 @@ def one_group_per_leaf(
 ) -> Grouping:
     """A group, or an array of groups, for each leaf, from the axes over which it is reduced."""
     groups = []
+    shapes = flat.shapes()
     for i, (name, leaf, reduced) in enumerate(zip(flat.names(), flat.picked(), axes, strict=True)):
         if is_sparse(leaf) and len(reduced) < np.ndim(leaf):
-            raise ValueError(f"the sparse leaf '{name}' can only be measured as a whole")
-        shape = tuple(size for axis, size in enumerate(np.shape(leaf)) if axis not in reduced)
+            raise ValueError(f"the sparse leaf '{name}' can only have one norm, not one for a part")
+        shape = tuple(size for axis, size in enumerate(shapes[i]) if axis not in reduced)
         names = _layer_names(name, shape) if layout == "vector" else (name,)
         groups.append(Group(names, (i,), shape))
     return Grouping(tuple(sorted(groups, key=lambda group: group.names)), axes, layout)

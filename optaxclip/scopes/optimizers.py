@@ -40,8 +40,8 @@ def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -
     labels = muon_labels(weight_dimension_numbers)
 
     def assign(flat: FlatTree) -> Grouping:
-        whole = jax.tree_util.tree_unflatten(flat.treedef, flat.leaves)
-        return group(labels(whole))(flat)
+        tree = jax.tree_util.tree_unflatten(flat.treedef, flat.leaves)
+        return group(labels(tree) if flat.measured else {})(flat)
 
     return assign
 

@@ -75,13 +75,13 @@ def unit(
     def assign(flat: FlatTree) -> Grouping:
         counts = stacked_counts(stacked, flat)
         reduced = []
-        wholes = flat.whole or [np.shape(leaf) for leaf in flat.picked()]
-        rows = zip(flat.names(), flat.picked(), wholes, counts, strict=True)
-        for name, leaf, whole, skip in rows:
-            layer = jax.ShapeDtypeStruct(np.shape(leaf)[skip:], np.float32)
+        unknown = flat.global_shapes or [()] * len(counts)
+        rows = zip(flat.names(), flat.picked(), flat.shapes(), unknown, counts, strict=True)
+        for name, leaf, shape, known, skip in rows:
+            layer = jax.ShapeDtypeStruct(shape[skip:], np.float32)
             chosen = axis(name, leaf) if callable(axis) else axis
             if chosen is None:
-                chosen = _fan_in_axes(whole and whole[skip:], layer.shape, name)
+                chosen = _fan_in_axes(layer.shape, name, is_part=known is None)
             reduced.append(tuple(skip + a for a in _normalized(chosen, layer, name)))
         return one_group_per_leaf(flat, tuple(reduced), "dict")
 
@@ -102,17 +102,17 @@ def _normalized(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[int, .
     return tuple(sorted({axis % rank for axis in chosen}))
 
 
-def _fan_in_axes(
-    whole: tuple[int, ...] | None, shape: tuple[int, ...], name: str
-) -> tuple[int, ...]:
-    """The axes of a unit, by the shape of the whole layer; `shape` is what this device holds."""
+def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_part: bool) -> tuple[int, ...]:
+    """The axes of a unit, by the shape of its layer, or of the part that this device holds."""
     rank = len(shape)
-    if whole is None and rank > 1 and _num_long(shape) <= 1:
+    num_long = sum(size != 1 for size in shape)
+    if is_part and rank > 1 and num_long <= 1:
         raise ValueError(
-            f"leaf '{name}' of shape {shape} is a part of what all devices hold, and what a unit "
-            "is follows from the whole shape: pass specs= (a pytree of PartitionSpec), or axis="
+            f"leaf '{name}' of shape {shape} may be a part of what all devices hold, and what a "
+            "unit is follows from the shape of all of it: pass specs= (a pytree of PartitionSpec), "
+            "or axis="
         )
-    if _num_long(shape if whole is None else whole) <= 1:
+    if num_long <= 1:
         return tuple(range(rank))
     if rank in (2, 3):
         return (0,)
@@ -121,7 +121,3 @@ def _fan_in_axes(
     raise ValueError(
         f"leaf '{name}' has rank {rank} (shape {shape}), for which no unit is defined: pass axis="
     )
-
-
-def _num_long(shape: tuple[int, ...]) -> int:
-    return sum(size != 1 for size in shape)

@@ -19,8 +19,7 @@ leaves the state exactly as it was.
 """
 
 import dataclasses
-import functools
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +27,7 @@ from jax import Array
 from jax.tree_util import Partial
 
 from optaxclip._base.counters import increased
-from optaxclip._base.devices import (
-    Axes,
-    largest,
-    manual_axes,
-    sum_over_devices,
-    tracks,
-    varying_axes,
-)
+from optaxclip._base.grouping import concatenated, split_up
 from optaxclip._base.numerics import power_of_two_below, safe_sqrt
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.fixed import check_limit
@@ -49,17 +41,12 @@ PATIENCE = 20
 """The default patience: no spike lasts that long."""
 
 
-_LARGEST = 1e18
-"""Norms are recorded up to here, so that the square of one never overflows."""
-
-
 class Statistic(Protocol):
     """What a rule knows of the past of one group, or of an array of groups at once.
 
-    Statistics are static and hashable; the numbers they compute with are traced. One that keeps a
-    ring of values says how many in an attribute `window`: `count % window` then goes round it, even
-    where `count` has become as large as it can be. One that makes sense of numbers below 0 too says
-    so in an attribute `any_sign`.
+    Statistics are static and hashable; the numbers they compute with are traced. They are right for
+    all norms of float32, of which the squares may leave its range: what they keep has the unit of
+    norms, a deviation and not a variance.
     """
 
     def init(self, numbers: Any, like: Array) -> PyTree:
@@ -73,6 +60,30 @@ class Statistic(Protocol):
     def limits(self, numbers: Any, state: PyTree, norm: Array, count: Array) -> Limits:
         """The limits for this norm; infinite where there is nothing to judge it by."""
         ...
+
+
+@runtime_checkable
+class Windowed(Protocol):
+    """A statistic that keeps a ring of values, and finds its way in it by `count % window`.
+
+    So the count goes round once more where it has become as large as it can be.
+
+    Attributes:
+      window: the number of values.
+    """
+
+    window: int
+
+
+@runtime_checkable
+class OfAnySign(Protocol):
+    """A statistic that makes sense of numbers below 0 too.
+
+    Attributes:
+      any_sign: True.
+    """
+
+    any_sign: bool
 
 
 class AdaptiveState(NamedTuple):
@@ -96,7 +107,7 @@ class _Static:
     record: Record
     inclusive: bool
     reject: bool
-    by_whole: bool
+    by_norm_of_all: bool
 
 
 class _Options(NamedTuple):
@@ -113,7 +124,7 @@ def adaptive(
     record: Record,
     inclusive: bool = False,
     reject: bool = False,
-    by_whole: bool = False,
+    by_norm_of_all: bool = False,
     warmup_steps: int = 0,
     floor: float = FLOOR,
     patience: int | None = PATIENCE,
@@ -127,8 +138,8 @@ def adaptive(
       record: what a norm above its limit adds to the statistic.
       inclusive: whether a norm is in the statistic that judges it.
       reject: whether a norm above its limit is brought to 0, whatever the statistic says.
-      by_whole: whether `limits` is given `(numbers, whole)` in the place of `numbers`, where
-        `whole` is the L2 norm of all groups that are finite.
+      by_norm_of_all: whether `limits` is given `(numbers, norm)` in the place of `numbers`, where
+        `norm` is the L2 norm of all groups that are finite.
       warmup_steps: how many norms must have been recorded before there is a limit.
       floor: the least norm that counts, and the least limit.
       patience: how many norms in a row may exceed their limit before the raw norm is recorded.
@@ -149,7 +160,7 @@ def adaptive(
         patience=None if patience is None else at_least(patience, 1, "patience"),
         max_norm=None if max_norm is None else check_limit(max_norm, "max_norm"),
     )
-    static = _Static(statistic, record, inclusive, reject, by_whole)
+    static = _Static(statistic, record, inclusive, reject, by_norm_of_all)
     return Threshold(Partial(_init, static, numbers), Partial(_update, static, options, numbers))
 
 
@@ -166,7 +177,7 @@ def of_any_sign(rule: Threshold, argument: str) -> Threshold:
     if not isinstance(rule.update, Partial) or rule.update.func is not _update:
         return rule
     static, options, numbers = rule.update.args
-    if not getattr(static.statistic, "any_sign", False):
+    if not isinstance(static.statistic, OfAnySign):
         raise ValueError(
             f"{argument} must be a rule for numbers of any sign, got one for numbers of at least 0 "
             "alone: use thresholds.window, zscore, percentile, median or ema, or a number"
@@ -193,7 +204,7 @@ def as_float(number: Any) -> Array:
 def multiple(number: Any, of: Array) -> Array:
     """`number * of`; infinite if either is, even where the other is 0.
 
-    Below 0, where more is nearer to 0, it is as far above `of` as it would be above `-of`.
+    For negative `of` it is `of + (number - 1) * abs(of)`, as far above it.
     """
     number = as_float(number)
     infinite = jnp.isinf(number) | jnp.isinf(of)
@@ -219,12 +230,16 @@ def select(where: Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: jnp.where(jnp.broadcast_to(where, y.shape), x, y), new, old)
 
 
-def _init(static: _Static, numbers: Any, norms: NormTree) -> list[AdaptiveState]:
-    def init(norm: Array) -> AdaptiveState:
-        zeros = jnp.zeros(norm.shape, jnp.int32)
-        return AdaptiveState(zeros, zeros, static.statistic.init(numbers, norm))
+def root_of_squares(x: Array, y: Array) -> Array:
+    """`sqrt(x**2 + y**2)`, also where a square leaves the range."""
+    unit = jax.lax.stop_gradient(power_of_two_below(jnp.maximum(jnp.abs(x), jnp.abs(y))))
+    return unit * safe_sqrt(jnp.square(x / unit) + jnp.square(y / unit))
 
-    return [init(norm) for norm in jax.tree.leaves(norms)]
+
+def _init(static: _Static, numbers: Any, norms: NormTree) -> AdaptiveState:
+    norm = _as_one(norms)
+    zeros = jnp.zeros(norm.shape, jnp.int32)
+    return AdaptiveState(zeros, zeros, static.statistic.init(numbers, norm))
 
 
 def _update(
@@ -232,75 +247,53 @@ def _update(
     options: _Options,
     numbers: Any,
     norms: NormTree,
-    states: list[AdaptiveState],
+    state: AdaptiveState,
     param_norms: NormTree | None,
-) -> tuple[Limits, list[AdaptiveState]]:
+) -> tuple[Limits, AdaptiveState]:
     del param_norms
+    limits, state = _step(static, options, numbers, _as_one(norms), state)
+    return Limits(*(_like(norms, field) for field in limits)), state
+
+
+def _as_one(norms: NormTree) -> Array:
+    """All norms in one array, so that the structure of the state does not depend on the groups."""
+    leaves = jax.tree.leaves(norms)
+    return leaves[0] if len(leaves) == 1 else concatenated(leaves)
+
+
+def _like(norms: NormTree, limits: Array) -> NormTree:
+    """Limits in the structure of norms."""
     leaves, structure = jax.tree.flatten(norms)
-    leaves = [norm.astype(jnp.float32) for norm in leaves]
-    whole = _whole(leaves, isinstance(norms, dict)) if static.by_whole else None
-    steps = [
-        _step(static, options, numbers, whole, norm, state)
-        for norm, state in zip(leaves, states, strict=True)
-    ]
-    trigger = jax.tree.unflatten(structure, [limits.trigger for limits, _ in steps])
-    target = jax.tree.unflatten(structure, [limits.target for limits, _ in steps])
-    return Limits(trigger, target), [state for _, state in steps]
+    if len(leaves) == 1:
+        return jax.tree.unflatten(structure, [limits])
+    return jax.tree.unflatten(structure, split_up(limits, [norm.shape for norm in leaves]))
 
 
-def _whole(norms: list[Array], may_be_split: bool) -> Array:
-    """The L2 norm of all groups that are finite, wherever they are.
-
-    Args:
-      norms: of the groups.
-      may_be_split: whether other devices may hold other groups of the same leaves.
-
-    Raises:
-      ValueError: where devices may hold groups that nothing tells of.
-    """
-    manual = manual_axes()
-    if manual and may_be_split and any(norm.ndim for norm in norms) and not tracks(manual):
-        raise ValueError(
-            "the limit depends on the norms of all groups, and inside pmap or "
-            "shard_map(check_vma=False) nothing tells which of them other devices hold; use "
-            "shard_map(check_vma=True), or clip outside of it"
-        )
-    zero, by_axes = jnp.zeros((), jnp.float32), dict[Axes, list[Array]]()
-    for norm in norms:
-        finite = jnp.where(jnp.isfinite(norm), norm, 0)
-        by_axes.setdefault(varying_axes(norm), []).append(finite)
-    tops = [
-        largest(functools.reduce(jnp.maximum, [jnp.max(x, initial=0) for x in some]), axes)
-        for axes, some in by_axes.items()
-    ]
-    unit = power_of_two_below(functools.reduce(jnp.maximum, tops, zero))
-    squares = [
-        sum_over_devices(sum((jnp.sum(jnp.square(x / unit)) for x in some), zero), axes)
-        for axes, some in by_axes.items()
-    ]
-    return unit * safe_sqrt(sum(squares, zero))
+def _norm_of_all(norms: Array) -> Array:
+    """The L2 norm of all groups that are finite."""
+    finite = jnp.where(jnp.isfinite(norms), norms, 0)
+    unit = power_of_two_below(jnp.max(finite, initial=0))
+    return unit * safe_sqrt(jnp.sum(jnp.square(finite / unit)))
 
 
 def _step(
-    static: _Static,
-    options: _Options,
-    numbers: Any,
-    whole: Array | None,
-    norm: Array,
-    state: AdaptiveState,
+    static: _Static, options: _Options, numbers: Any, norm: Array, state: AdaptiveState
 ) -> tuple[Limits, AdaptiveState]:
-    statistic, period = static.statistic, getattr(static.statistic, "window", 1)
-    is_finite = jnp.isfinite(norm)
-    norm = jnp.where(is_finite, norm, 0)
+    statistic = static.statistic
+    period = statistic.window if isinstance(statistic, Windowed) else 1
+    is_finite, most = jnp.isfinite(norm), float(jnp.finfo(jnp.float32).max)
+    # A norm in float64 may be finite and too large for the state, which keeps float32.
+    norm = jnp.clip(jnp.where(is_finite, norm, 0), -most, most).astype(jnp.float32)
     counts = is_finite & (norm >= as_float(options.floor))
 
     def recorded(x: Array, where: Array) -> tuple[Array, PyTree]:
-        x = jnp.clip(x, -_LARGEST, _LARGEST)
-        new = statistic.observe(numbers, state.statistic, x, state.recorded)
+        new = statistic.observe(numbers, state.statistic, jnp.clip(x, -most, most), state.recorded)
         return increased(state.recorded, where, period=period), select(where, new, state.statistic)
 
-    count, known = recorded(norm, counts) if static.inclusive else (state.recorded, state.statistic)
-    known_numbers = numbers if whole is None else (numbers, whole)
+    count, known = state.recorded, state.statistic
+    if static.inclusive:
+        count, known = recorded(norm, counts)
+    known_numbers = (numbers, _norm_of_all(norm)) if static.by_norm_of_all else numbers
     rule = statistic.limits(known_numbers, known, norm, count)
     is_ready = count >= options.warmup_steps
     trigger, target = (

@@ -120,7 +120,7 @@ def adagc(
         _AdaGC(),
         numbers,
         record="clipped",
-        by_whole=True,
+        by_norm_of_all=True,
         floor=floor,
         patience=patience,
         max_norm=max_norm,
@@ -213,7 +213,7 @@ class _LogTracker:
 
 
 def _log_limit(numbers: _TrackerNumbers, state: _TrackerState) -> Array:
-    std = jnp.sqrt(jnp.maximum(state.moments.variance, 1e-6))
+    std = jnp.maximum(state.moments.std, 1e-3)
     cap = state.moments.mean + multiple(numbers.num_std, std)
     return jnp.maximum(cap, jnp.log1p(as_float(numbers.min_limit)))
 

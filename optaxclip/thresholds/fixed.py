@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
+from optaxclip._base.arguments import is_uncalled
 from optaxclip._base.counters import increased
+from optaxclip._base.names import Names
 from optaxclip._base.numerics import is_real
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.by_name import by_name
@@ -41,9 +43,7 @@ def constant(limit: jax.typing.ArrayLike) -> Threshold:
       >>> print(limits.target)
       [1. 1.]
     """
-    return Threshold(
-        Partial(_no_state), Partial(_constant, check_limit(limit, "limit")), memoryless=True
-    )
+    return Threshold(Partial(_no_state), Partial(_constant, check_limit(limit, "limit")))
 
 
 def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
@@ -67,9 +67,7 @@ def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
       >>> print(rule.update(norm, state, None)[0].target)
       1.0
     """
-    return Threshold(
-        Partial(_zero_count), Partial(_scheduled, _Schedule(Partial(fn))), memoryless=True
-    )
+    return Threshold(Partial(_zero_count), Partial(_scheduled, _Schedule(Partial(fn))))
 
 
 def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3) -> Threshold:
@@ -102,9 +100,7 @@ def relative(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike, argument: str) 
     """`relative_to_params`, with the name that `ratio` has in messages."""
     eps = check_limit(eps, "eps")
     inner = schedule(ratio) if callable(ratio) else constant(check_limit(ratio, argument))
-    return Threshold(
-        inner.init, Partial(_relative, inner.update, eps), uses_params=True, memoryless=True
-    )
+    return Threshold(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
 
 
 def given(limits: Limits) -> Threshold:
@@ -143,6 +139,12 @@ def _checked(limit: ScalarOrSchedule | Threshold, argument: str) -> Any:
     """A rule, or a number."""
     if isinstance(limit, Threshold):
         return limit
+    if is_uncalled(limit, "optaxclip.thresholds"):
+        name = getattr(limit, "__name__", "")
+        raise TypeError(
+            f"{argument} must be what {name} makes, not {name} itself: call it, as in "
+            f"thresholds.{name}()"
+        )
     return schedule(limit) if callable(limit) else check_limit(limit, argument)
 
 
@@ -150,34 +152,53 @@ def _as_rule(checked: Any) -> Threshold:
     return checked if isinstance(checked, Threshold) else constant(checked)
 
 
-def rule_for(limit: Threshold | dict[str, Any], names: Sequence[str], layout: str) -> Threshold:
-    """The rule of a checked limit for the groups of these names, ready to cross `jit`.
+def rule_for(
+    limit: Threshold | dict[str, Any], entries: Sequence[tuple[str, tuple[int, ...]]]
+) -> Threshold:
+    """The rule of a checked limit for these groups, ready to cross `jit`.
+
+    Args:
+      limit: from `as_limit`.
+      entries: the name and the shape of each entry that the rule sees, in order. Where there is
+        none, as in parameters without leaves, those of the limit stand for them.
 
     Raises:
       ValueError: if limits are given by name and some group has none, or there is no such group.
     """
     if isinstance(limit, Threshold):
         return limit.as_pytree()
+    entries = entries or [(name, ()) for name in sorted(limit)]
+    names = [name for name, _ in entries]
     if set(limit) != set(names):
         raise ValueError(
-            f"limits are given for groups {sorted(limit)}, but there are {list(names)}: give each "
-            "of them one, and no others"
+            f"limits are given for groups {sorted(limit)}, but there are {names}: give each of "
+            "them one, and no others"
         )
-    if any(isinstance(each, Threshold) for each in limit.values()):
-        return by_name({name: _as_rule(each) for name, each in limit.items()}, names)
-    numbers = {name: jnp.asarray(limit[name]).astype(float) for name in names}
-    if layout == "dict":
-        return given(Limits(numbers, numbers))
-    column = jnp.stack([numbers[name] for name in names])
-    column = column[0] if layout == "scalar" else column
-    return given(Limits(column, column))
+    shapes = tuple(shape for _, shape in entries)
+    return by_name({name: _as_rule(limit[name]) for name in names}, Names(names, shapes))
+
+
+def refuse_memory(limit: Threshold | dict[str, Any], name: str) -> None:
+    """Raises where a checked limit depends on earlier steps.
+
+    Raises:
+      ValueError: if it does.
+    """
+    rules = limit.values() if isinstance(limit, dict) else [limit]
+    for rule in map(_as_rule, rules):
+        state = jax.eval_shape(rule.init, jax.ShapeDtypeStruct((1,), jnp.float32))
+        if jax.tree.leaves(state):
+            raise ValueError(
+                f"{name}: record=False keeps no state, and this limit depends on the steps before "
+                "it; leave record=False out, or take a constant limit"
+            )
 
 
 def at_step(rule: Threshold, state: PyTree) -> Threshold:
     """The same rule, with the values of this step in the place of schedules.
 
-    A program that is compiled for it then holds for all steps, and for all schedules. Of rules that
-    are made of others only these know which state is a schedule's.
+    A program that is compiled for it then holds for all steps, and for all schedules. Rules that
+    are made of others evaluate their own schedules.
     """
     if getattr(rule.update, "func", None) not in (_scheduled, _relative):
         return rule

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.arguments import whole
-from optaxclip._base.numerics import safe_sqrt
+from optaxclip._base.arguments import checked_int
+from optaxclip._base.numerics import power_of_two_below, safe_sqrt
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
     FLOOR,
@@ -64,7 +64,7 @@ def percentile(
       >>> print(limits.trigger)
       1.1
     """
-    window = whole(window, 1, "window")
+    window = checked_int(window, 1, "window")
     return adaptive(
         _Percentile(window),
         within(percentile, 0, 100, "percentile"),
@@ -123,7 +123,7 @@ def window(
       >>> print(limits.trigger)
       1.4
     """
-    window = whole(window, 2, "window")
+    window = checked_int(window, 2, "window")
     within(ddof, 0, 1, "ddof")
     return adaptive(
         _MeanAndDeviation(window, ddof),
@@ -175,7 +175,7 @@ def median(
       >>> print(limits.trigger)
       2.0
     """
-    window = whole(window, 1, "window")
+    window = checked_int(window, 1, "window")
     return adaptive(
         _Median(window) if every_step else _PeriodicMedian(window),
         at_least(scale, 0, "scale"),
@@ -242,10 +242,15 @@ class _MeanAndDeviation(_Ring):
         num_std, min_std = (as_float(number) for number in numbers)
         is_held, number = self.held(count)
         number = number.astype(jnp.float32)
-        mean = jnp.sum(jnp.where(is_held, state, 0), axis=0) / jnp.maximum(number, 1)
-        squares = jnp.sum(jnp.where(is_held, jnp.square(state - mean[None]), 0), axis=0)
-        std = safe_sqrt(squares / jnp.maximum(number - self.ddof, 1))
-        limit = mean + multiple(num_std, jnp.maximum(std, min_std))
+        ring = jnp.where(is_held, state, 0)
+        # Sums and squares of norms may leave the range, of norms over the largest they do not.
+        unit = power_of_two_below(jnp.max(jnp.abs(ring), axis=0))
+        mean = jnp.sum(ring / unit[None], axis=0) / jnp.maximum(number, 1)
+        deviations = jnp.where(is_held, ring / unit[None] - mean[None], 0)
+        squares = jnp.sum(jnp.square(deviations), axis=0)
+        std = unit * safe_sqrt(squares / jnp.maximum(number - self.ddof, 1))
+        limit = unit * mean + multiple(num_std, jnp.maximum(std, min_std))
+        limit = jnp.where(number == 0, jnp.inf, limit)
         return Limits(limit, limit)
 
 

@@ -1,7 +1,7 @@
 """Rules over moving averages: a multiple of the mean, the mean plus deviations.
 
-Variances are kept centred, never as a mean of squares less a squared mean, which cancels in
-float32.
+Deviations are those from the mean, never the root of a mean of squares less a squared mean, which
+cancels in float32.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from optaxclip.thresholds.base import (
     as_float,
     at_least,
     multiple,
+    root_of_squares,
     select,
     within,
 )
@@ -215,10 +216,10 @@ class _ZScoreNumbers(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Mean and variance of one value per group, float32."""
+    """Mean and standard deviation of one value per group, float32."""
 
     mean: Array
-    variance: Array
+    std: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,26 +242,26 @@ class _ZScore:
         rest = 1 - as_float(numbers.alpha)
         mean = state.mean + rest * (norm - state.mean)
         # As published, the deviation is that from the new mean.
-        variance = state.variance + rest * (jnp.square(norm - mean) - state.variance)
+        std = root_of_squares(safe_sqrt(1 - rest) * state.std, safe_sqrt(rest) * (norm - mean))
         is_warm = count >= numbers.warmup_steps
-        return select(is_warm, Moments(mean, variance), plain)
+        return select(is_warm, Moments(mean, std), plain)
 
     def limits(self, numbers: _ZScoreNumbers, state: Moments, norm: Array, count: Array) -> Limits:
-        del count
-        z_thresh, std = as_float(numbers.z_thresh), safe_sqrt(state.variance)
-        distance = multiple(z_thresh, std)
+        z_thresh, std = as_float(numbers.z_thresh), state.std
+        # While nothing is known there is no limit.
+        distance = jnp.where(count == 0, jnp.inf, multiple(z_thresh, std))
         trigger = state.mean + distance
         if self.option == "percentile":
             return Limits(trigger, trigger)
         # The published score has 1e-6 added to the deviation; a percentile has not.
         trigger = trigger if self.debias else trigger + z_thresh * 1e-6
         if self.option == "mean":
-            return Limits(trigger, state.mean)
+            return Limits(trigger, jnp.where(count == 0, jnp.inf, state.mean))
         z = (norm - state.mean) / (std + 1e-6)
         harder = safe_divide(jnp.maximum(z, z_thresh), z_thresh, 1)
-        return Limits(
-            trigger, state.mean + jnp.where(jnp.isinf(distance), jnp.inf, distance / harder)
-        )
+        is_open = jnp.isinf(distance)
+        target = state.mean + jnp.where(is_open, 0, distance) / harder
+        return Limits(trigger, jnp.where(is_open, jnp.inf, target))
 
 
 def weight(decay: Any, count: Array, debias: bool) -> Array:
@@ -273,7 +274,7 @@ def weight(decay: Any, count: Array, debias: bool) -> Array:
 
 
 def weighted(moments: Moments, value: Array, weight: Array) -> Moments:
-    """Weighted mean and variance with one value more, in the centred form."""
+    """Weighted mean and deviation with one value more."""
     deviation = value - moments.mean
-    variance = (1 - weight) * (moments.variance + weight * jnp.square(deviation))
-    return Moments(moments.mean + weight * deviation, variance)
+    std = root_of_squares(moments.std, safe_sqrt(weight) * deviation)
+    return Moments(moments.mean + weight * deviation, safe_sqrt(1 - weight) * std)

@@ -9,7 +9,14 @@ from jax import Array
 
 from optaxclip._base.numerics import safe_divide, safe_sqrt
 from optaxclip._base.types import Limits, Threshold
-from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, within
+from optaxclip.thresholds.base import (
+    FLOOR,
+    adaptive,
+    as_float,
+    at_least,
+    root_of_squares,
+    within,
+)
 from optaxclip.thresholds.moving import weight
 
 
@@ -65,10 +72,10 @@ class _Numbers(NamedTuple):
 
 
 class _Averages(NamedTuple):
-    """Debiased averages of the norms and of their squares, float32."""
+    """Debiased averages of the norms, float32: the mean and the root of the mean square."""
 
     mean: Array
-    square: Array
+    rms: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,16 +86,17 @@ class _MeanOverRms:
         return _Averages(zeros, zeros)
 
     def observe(self, numbers: _Numbers, state: _Averages, norm: Array, count: Array) -> _Averages:
-        def averaged(average: Array, value: Array, decay: Any) -> Array:
-            return average + weight(decay, count, debias=True) * (value - average)
-
+        of_mean, of_square = (
+            weight(decay, count, debias=True)
+            for decay in (numbers.mean_decay, numbers.square_decay)
+        )
         return _Averages(
-            averaged(state.mean, norm, numbers.mean_decay),
-            averaged(state.square, jnp.square(norm), numbers.square_decay),
+            state.mean + of_mean * (norm - state.mean),
+            root_of_squares(safe_sqrt(1 - of_square) * state.rms, safe_sqrt(of_square) * norm),
         )
 
     def limits(self, numbers: _Numbers, state: _Averages, norm: Array, count: Array) -> Limits:
-        ratio = safe_divide(state.mean, safe_sqrt(state.square) + as_float(numbers.eps), 0)
+        ratio = safe_divide(state.mean, state.rms + as_float(numbers.eps), 0)
         # While nothing has been recorded the norm stays.
         target = jnp.where(count == 0, norm, ratio)
         return Limits(target, target)

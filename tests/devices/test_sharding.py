@@ -35,8 +35,8 @@ METHODS = {
     "block_rms": (optaxclip.clip_by_block_rms, 0.4, {}),
     "group": (optaxclip.clip_by_group_norm, 1.0, {"labels": label}),
     "agc": (optaxclip.adaptive_grad_clip, 0.3, {}),
-    "zclip": (optaxclip.zclip, 0.9, {"max_norm": 1.5}),
-    "adagc": (optaxclip.adagc, 1.05, {"warmup_steps": 1}),
+    "zclip": (lambda alpha, **told: optaxclip.zclip(alpha=alpha, **told), 0.9, {"max_norm": 1.5}),
+    "adagc": (lambda _, **told: optaxclip.adagc(**told), 1.05, {"warmup_steps": 1}),
     "skip": (functools.partial(optaxclip.skip_above, optax.sgd(1.0)), 100.0, {}),
 }
 SOME = ("global_norm", "axes", "agc", "skip")  # quick in several ways, the others in one

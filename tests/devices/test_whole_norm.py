@@ -60,11 +60,9 @@ def test_groups_on_other_devices_count(scope):
     assert_as_by_global_norm(spread(check_vma=True, scope=scope)(TREE))
 
 
-def test_where_nothing_tells_which_groups_others_hold_is_an_error():
-    with pytest.raises(ValueError, match="check_vma=True"):
-        spread(check_vma=False, scope="unit")(TREE)
-    for scope in ("tree", "group"):
-        assert_as_by_global_norm(spread(check_vma=False, scope=scope)(TREE))
+@pytest.mark.parametrize("scope", ["tree", "group", "unit"])
+def test_groups_on_other_devices_count_without_tracking(scope):
+    assert_as_by_global_norm(spread(check_vma=False, scope=scope)(TREE))
 
 
 def test_a_group_that_is_not_finite_does_not_count():

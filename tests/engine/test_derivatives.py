@@ -274,8 +274,9 @@ def test_strict_keeps_the_gradients(dtype):
     (dx, dlimit), (strict_dx, strict_dlimit) = gradients(False), gradients(True)
     assert strict_dx.dtype == dtype
     assert np.all(strict_dx != 0)
-    np.testing.assert_array_equal(strict_dx, dx)
-    np.testing.assert_allclose(strict_dlimit, dlimit, rtol=1e-6)
+    # Those of a factor that is smaller by less than 2e-6.
+    np.testing.assert_allclose(strict_dx, dx, rtol=2e-6, atol=0)
+    np.testing.assert_allclose(strict_dlimit, dlimit, rtol=2e-6)
     expected = WEIGHTS @ reference(POINT, 1.0, "leaf", "l2", "normalize")
     np.testing.assert_allclose(dlimit, expected, rtol=10 * float(jnp.finfo(dtype).eps))
 

@@ -16,6 +16,7 @@ TREE = {
     "w": np.linspace(-1, 2, 12, dtype=np.float32).reshape(4, 3),
     "b": np.linspace(0.5, 1, 5).astype(jnp.bfloat16),
     "z": np.array([3 - 4j, 0.1j], np.complex64),
+    "s": np.array([0.7], np.float32),
 }
 SCALES = np.float32([1, 1e-25, 1e25])
 """Squares are in range, underflow, and overflow."""

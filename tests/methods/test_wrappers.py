@@ -179,7 +179,7 @@ def test_axlearn_clips_what_it_does_not_skip():
     updates, states = run(skip_above(inner, MEAN), S)
     shares = -updates["w"][:, 0, 0] / trees(S)["w"][:, 0, 0]
     np.testing.assert_allclose(shares, [1, 0.833333, 1, 1, 0, 0.909091], atol=5e-7, rtol=2e-6)
-    assert states.rule[0].recorded.tolist() == [1, 2, 3, 4, 4, 5]
+    assert states.rule.recorded.tolist() == [1, 2, 3, 4, 4, 5]
 
 
 def test_a_limit_relative_to_the_parameters():

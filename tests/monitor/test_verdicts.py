@@ -74,7 +74,7 @@ def test_they_stay_until_another_step_is_skipped():
         seen.append(monitor.bad_leaves(state))
     assert seen == [(), ("a",), ("a",), ("a",), ("a",), ("b/0",), ()]
     assert jax.tree.map(jax.typeof, state) == before
-    tx = skip_above(optax.sgd(1.0), 6.0)
+    tx = skip_above(optax.sgd(1.0), 6.0, known_norm="grad_norm")
     state = tx.update(grads(a=NAN), tx.init(GRADS), grad_norm=NAN)[1]
     assert monitor.bad_leaves(state) == ()  # of a norm that is given no leaf is known
 

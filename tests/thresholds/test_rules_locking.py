@@ -52,7 +52,7 @@ def test_record_and_patience_say_what_the_statistic_learns(name, record, patienc
     # A long rise, so that patience runs out, comes back and runs out again.
     norms = np.where(np.arange(60) // 15 % 2, 6, 1) * random_norms(0, 60)
     rule = RECORDING[name](record=record, patience=patience, floor=0.0)
-    trigger, target, (state,) = run(rule, norms)
+    trigger, target, state = run(rule, norms)
     above = norms > trigger
     streak = np.array(
         [np.argmin(above[t::-1]) if not above[: t + 1].all() else t + 1 for t in range(60)]
@@ -64,7 +64,7 @@ def test_record_and_patience_say_what_the_statistic_learns(name, record, patienc
     kept = ~(above & ~gives_in) | (record != "accepted")
     raw = run(RECORDING[name](record="raw", **PUBLISHED), learned[kept])
     np.testing.assert_array_equal(trigger[kept], raw[0])
-    assert_same(at(state.statistic, kept), raw[2][0].statistic)
+    assert_same(at(state.statistic, kept), raw[2].statistic)
 
 
 @pytest.mark.parametrize("name", ["percentile", "window"])
@@ -83,7 +83,7 @@ def test_no_limit_until_so_many_norms_are_recorded(name, steps):
     norms = random_norms(0, 40)
     counted = np.arange(40) % 3 > 0
     norms[~counted] = np.where(np.arange(40) % 2, np.nan, 0.001)[~counted]
-    trigger, _, (state,) = run(rule, norms)
+    trigger, _, state = run(rule, norms)
     np.testing.assert_array_equal(state.recorded, np.cumsum(counted))
     before = np.cumsum(counted) - counted
     # Nothing can be said of a percentile or a deviation of no norms at all.
@@ -98,13 +98,13 @@ def test_norms_below_the_floor_are_as_if_they_had_not_been(name):
     small = np.random.default_rng(0).permutation(90) >= 60
     mixed = norms[np.maximum(np.cumsum(~small) - 1, 0)]
     mixed[small] = np.resize(np.float32([0, 0.3, 0.6999]), 30)
-    trigger, _, (state,) = run(rule, mixed)
+    trigger, _, state = run(rule, mixed)
     expected = run(rule, norms)
     np.testing.assert_array_equal(trigger[~small], expected[0])
-    assert_same(at(state.statistic, ~small), expected[2][0].statistic)
+    assert_same(at(state.statistic, ~small), expected[2].statistic)
     assert np.all(mixed[small] < trigger[small])
     # At the floor they count.
-    (state,) = run(rule, np.full(5, 0.7, np.float32))[2]
+    state = run(rule, np.full(5, 0.7, np.float32))[2]
     np.testing.assert_array_equal(state.recorded, range(1, 6))
 
 
@@ -198,7 +198,7 @@ def test_a_huge_finite_norm_spoils_nothing(name, step):
 
 def test_a_huge_norm_in_the_warm_up_of_adagc_is_clipped_like_any_other():
     norms = np.float32([[3e20, 4e20], [3, 4]])
-    _, target, (state,) = drive(thresholds.adagc(warmup_steps=2), norms)
+    _, target, state = drive(thresholds.adagc(warmup_steps=2), norms)
     np.testing.assert_allclose(target, [[0.6, 0.8]] * 2, rtol=1e-6)
     np.testing.assert_allclose(state.statistic[-1], [0.6, 0.8], rtol=1e-6)
     tiny = thresholds.adagc(lambda_abs=1e-24, warmup_steps=2, floor=0.0)

@@ -148,7 +148,7 @@ def test_every_rule_has_a_floor_and_a_cap(name):
     options, limit = ({}, 2.0) if name in WITHOUT_A_CAP else ({"max_norm": 0.5}, 0.5)
     rule = getattr(thresholds, name)(floor=2.0, **options)
     ones = jnp.ones((), jnp.float32)
-    limits, (state,) = rule.update(ones, rule.init(ones), None)
+    limits, state = rule.update(ones, rule.init(ones), None)
     assert (limits.trigger, limits.target) == (limit, limit)
     assert state.recorded == 0
 
@@ -193,9 +193,9 @@ def test_an_average_that_forgets_nothing_stays_at_the_first_norm(debias):
 def test_a_norm_at_its_limit_is_not_above_it():
     rule = thresholds.percentile(50.0, 3, warmup_steps=0, record="accepted", patience=None)
     one = jnp.ones((), jnp.float32)
-    (state,) = rule.init(one)
+    state = rule.init(one)
     for limit in (np.inf, 1):
-        limits, (state,) = rule.update(one, [state], None)
+        limits, state = rule.update(one, state, None)
         assert limits.trigger == limit
     assert (state.recorded, state.streak) == (2, 0)
 
@@ -207,7 +207,7 @@ def test_a_quantile_that_is_added_to_falls_to_zero_at_most():
 
 def test_adagc_of_no_groups():
     rule, none = thresholds.adagc(), jnp.zeros(0)
-    limits, (state,) = jax.eval_shape(rule.update, none, rule.init(none), None)
+    limits, state = jax.eval_shape(rule.update, none, rule.init(none), None)
     assert limits.target.shape == state.recorded.shape == (0,)
 
 

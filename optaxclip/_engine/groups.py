@@ -1,0 +1,133 @@
+"""How what belongs to groups (norms, limits, factors) is held while a step is computed.
+
+Held together, all groups have one array: what is done to it is compiled once, and takes few
+kernels. Held apart, each array of groups is by itself, and stays split over devices as it is.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from optaxclip._base.grouping import Group, Grouping, concatenated, split_up
+from optaxclip._base.types import NormTree
+from optaxclip._engine.placement import Placement
+
+Rows: TypeAlias = list[Array]
+"""One array with an entry for each group; or, held apart, one for each group of its shape."""
+
+_MANY = 2**20
+"""So many norms are held together at most."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """The groups of a step: which entries share a norm, where they lie, how they are held; static.
+
+    Attributes:
+      grouping: the groups, by their names.
+      placement: how the leaves lie on devices.
+      together: whether the groups are held together.
+    """
+
+    grouping: Grouping
+    placement: Placement
+    together: bool
+
+    @classmethod
+    def of(cls, grouping: Grouping, placement: Placement) -> "Groups":
+        """Held as suits groups that lie like this."""
+        is_dict = grouping.layout == "dict"
+        together = not is_dict or (not placement.is_automatic and _are_few(grouping))
+        return cls(grouping, placement, together)
+
+    @classmethod
+    def anywhere(cls, grouping: Grouping) -> "Groups":
+        """Groups of which only the norms matter, held together."""
+        return cls(grouping, Placement((), (), in_one_piece=True), together=True)
+
+    @property
+    def order(self) -> list[int]:
+        """The positions of the groups in the order in which they are held: those alike together."""
+        groups = self.grouping.groups
+        if self.grouping.layout != "dict":
+            return list(range(len(groups)))
+        return sorted(range(len(groups)), key=lambda n: (groups[n].shape, n))
+
+    @property
+    def ordered(self) -> list[Group]:
+        """The groups in that order."""
+        return [self.grouping.groups[n] for n in self.order]
+
+    def pack(self, arrays: Sequence[Array]) -> Rows:
+        """From an array for each group, in the order of the grouping."""
+        ordered = [arrays[n] for n in self.order]
+        if not self.together:
+            return ordered
+        return [ordered[0] if self.grouping.layout == "scalar" else concatenated(ordered)]
+
+    def unpack(self, rows: Rows) -> list[Array]:
+        """An array for each group, in the order of the grouping."""
+        if self.together and self.grouping.layout != "scalar":
+            rows = split_up(rows[0], [group.shape for group in self.ordered])
+        return [x for _, x in sorted(zip(self.order, rows, strict=True), key=lambda pair: pair[0])]
+
+    def by_leaf(self, rows: Rows, leaves: Sequence[Any]) -> list[Array]:
+        """For each measured leaf, or this device's part of it, the array of its group."""
+        of_leaves = self.grouping.by_leaf(self.unpack(rows))
+        kept = [
+            tuple(size for axis, size in enumerate(np.shape(leaf)) if axis not in axes)
+            for leaf, axes in zip(leaves, self.grouping.axes, strict=True)
+        ]
+        return [self.placement.own_part(i, x, kept[i]) for i, x in enumerate(of_leaves)]
+
+    def entries(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The name and the shape of each entry that a limit rule sees, in order."""
+        if self.grouping.layout == "dict":
+            return [(group.names[0], group.shape) for group in self.ordered]
+        return [(name, ()) for name in self.grouping.names]
+
+    def repeated(self, numbers: Sequence[Any]) -> list[Any]:
+        """Numbers of the groups, in the order of the grouping, so that they broadcast to rows."""
+        ordered = [numbers[n] for n in self.order]
+        if not self.together:
+            return ordered
+        if len(set(ordered)) == 1:
+            return [ordered[0]]
+        sizes = [math.prod(group.shape) for group in self.ordered]
+        if all(isinstance(number, (int, float)) for number in ordered):
+            return [np.repeat(np.asarray(ordered, np.float64), sizes)]
+        # Sizes that are symbolic, in `jax.export`.
+        rows = zip(ordered, sizes, strict=True)
+        return [jnp.concatenate([jnp.broadcast_to(jnp.asarray(x, float), n) for x, n in rows])]
+
+    def replicated(self) -> list[PartitionSpec]:
+        """For each row that it is the same on all devices."""
+        return [PartitionSpec()] * (1 if self.together else len(self.ordered))
+
+    def zeros(self, dtype: jnp.dtype) -> NormTree:
+        """Zeros in the place of norms, as limit rules see them."""
+        return self.for_rule(self.pack([jnp.zeros(x.shape, dtype) for x in self.grouping.groups]))
+
+    def for_rule(self, rows: Rows) -> NormTree:
+        """What limit rules see."""
+        return rows[0] if self.together else rows
+
+    def from_rule(self, limits: NormTree) -> Rows:
+        """From limits in the structure that rules see."""
+        return [limits] if self.together else list(limits)
+
+    def from_tree(self, tree: NormTree) -> Rows:
+        """From what users see: a scalar, `[names]`, or a dict of arrays."""
+        return self.pack(self.grouping.from_tree(tree))
+
+
+def _are_few(grouping: Grouping) -> bool:
+    shapes = [group.shape for group in grouping.groups]
+    is_known = all(isinstance(size, int) for shape in shapes for size in shape)
+    return is_known and sum(map(math.prod, shapes)) <= _MANY

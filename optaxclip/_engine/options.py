@@ -1,0 +1,211 @@
+"""The keywords that all transformations share: what they mean, and how they are checked."""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, TypedDict, TypeVar, get_type_hints
+
+from optaxclip._base.types import AxisName, NonFinite, PyTree
+from optaxclip._engine.placement import as_axis_names
+from optaxclip.nonfinite import as_policy
+from optaxclip.norms import Norm, as_norm
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class PlaceOptions(TypedDict, total=False):
+    """What every transformation takes that measures norms.
+
+    Attributes:
+      axis_name: inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of
+        the mapped axes over which every leaf is split.
+      specs: how the leaves are split over devices where their types do not say it: a pytree prefix
+        of the gradients with `PartitionSpec`s or `NamedSharding`s for leaves, `PartitionSpec()` for
+        what is the same on all devices. Under `jit` they turn the compiler's collectives into a
+        single one.
+      name: what the transformation is called in messages and by `optaxclip.monitor`; its own name
+        if not given.
+    """
+
+    axis_name: AxisName
+    specs: PyTree
+    name: str
+
+
+class StageOptions(PlaceOptions, total=False):
+    """What every stage of a chain takes beside.
+
+    Attributes:
+      nonfinite: what becomes of a group whose norm is not finite: "nan" (all NaN), "zero" (all 0),
+        "mask" (bad entries 0, then clipped), "error" (a `checkify` error that names the leaves).
+        Such a norm is never recorded.
+      record: whether the state keeps what was done. With False it is an `optax.EmptyState`, and any
+        state is taken and handed back; a limit that depends on earlier steps refuses that.
+    """
+
+    nonfinite: NonFinite
+    record: bool
+
+
+class ScaleOptions(StageOptions, total=False):
+    """What clips take beside that multiply each group by a number.
+
+    Attributes:
+      strict: whether no result may exceed its limit, by whatever rounding. Else results are right
+        to rounding, and may be above the limit by that.
+    """
+
+    strict: bool
+
+
+class NormOptions(ScaleOptions, total=False):
+    """What clips take beside, of which the norm is not part of the method.
+
+    Attributes:
+      norm: "l2", "l1", "linf", "rms", "mean_abs", "average_l2", or a norm from `optaxclip.norms`.
+    """
+
+    norm: str | Norm
+
+
+class ClipOptions(NormOptions, total=False):
+    """What clips of the whole tree take beside.
+
+    Attributes:
+      known_norm: the name of an extra argument of the update, such as "grad_norm", that holds the
+        norm of the whole tree as it comes in; it is then not measured. None to measure it. Behind
+        a stage that changes the gradients an earlier norm is wrong.
+    """
+
+    known_norm: str | None
+
+
+_DEFAULTS: dict[str, Any] = {
+    "norm": "l2",
+    "nonfinite": "nan",
+    "strict": False,
+    "record": True,
+    "known_norm": None,
+    "axis_name": None,
+    "specs": None,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options of one transformation, checked; the fields are explained above."""
+
+    norm: Norm
+    nonfinite: NonFinite
+    strict: bool
+    record: bool
+    known_norm: str | None
+    axis_names: tuple[str, ...] | None
+    specs: PyTree
+    name: str
+
+    @classmethod
+    def checked(cls, **given: Any) -> "Options":
+        """Options from what a user passed.
+
+        Raises:
+          TypeError: for a value of the wrong type.
+          ValueError: for an unknown name of a norm or a policy.
+        """
+        chosen = _DEFAULTS | given
+        for argument in ("strict", "record"):
+            if not isinstance(chosen[argument], bool):
+                raise TypeError(f"{argument} must be True or False, got {chosen[argument]!r}")
+        known_norm = chosen["known_norm"]
+        if known_norm is not None and not isinstance(known_norm, str):
+            raise TypeError(
+                "known_norm must be the name of an extra argument of the update, such as "
+                f"'grad_norm', got {known_norm!r}"
+            )
+        if known_norm is not None and chosen["nonfinite"] == "mask":
+            raise ValueError("known_norm cannot be used with nonfinite='mask', which changes norms")
+        if not isinstance(chosen["name"], str):
+            raise TypeError(f"name must be a string, got {chosen['name']!r}")
+        return cls(
+            norm=as_norm(chosen["norm"]),
+            nonfinite=as_policy(chosen["nonfinite"]),
+            strict=chosen["strict"],
+            record=chosen["record"],
+            known_norm=known_norm,
+            axis_names=as_axis_names(chosen["axis_name"]),
+            specs=chosen["specs"],
+            name=chosen["name"],
+        )
+
+
+def takes(options: type) -> Callable[[Function], Function]:
+    """A decorator for a transformation with `**options` of this kind.
+
+    It shows them one by one in the signature, where `optax.inject_hyperparams` finds them, and in
+    the help; it refuses others, and gives the transformation its own name where none is passed.
+    """
+
+    def decorate(fn: Function) -> Function:
+        own, hints = inspect.signature(fn), get_type_hints(options)
+        named = [p for p in own.parameters.values() if p.kind != p.VAR_KEYWORD]
+        defaults = {x: value for x, value in _DEFAULTS.items() if x in hints} | {
+            "name": fn.__name__
+        }
+        allowed = [*(p.name for p in named), *defaults]
+        has_positional = any(p.kind != p.KEYWORD_ONLY for p in named)
+
+        @functools.wraps(fn)
+        def with_options(*args: Any, **keywords: Any) -> Any:
+            if args and not has_positional:
+                raise TypeError(_misread(fn.__name__, args[0], allowed))
+            for keyword in keywords:
+                if keyword not in allowed:
+                    raise TypeError(_unknown(fn.__name__, keyword, allowed))
+            return fn(*args, **({"name": fn.__name__} | keywords))
+
+        shared = [
+            inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hints[x])
+            for x, value in defaults.items()
+        ]
+        shown: Any = with_options
+        shown.__signature__ = own.replace(parameters=[*named, *shared])
+        if fn.__doc__:
+            explained = _explanations()
+            text = "".join(f"      {x}: {explained[x]}\n" for x in defaults)
+            shown.__doc__ = _PLACE.sub(lambda _: text, fn.__doc__)
+        return shown
+
+    return decorate
+
+
+def _misread(name: str, value: Any, allowed: list[str]) -> str:
+    cap = f", or pass max_norm={value!r} for a cap on it" if "max_norm" in allowed else ""
+    return (
+        f"{name}() takes keywords alone, got {value!r}, which would not be its limit: it finds "
+        f"that by itself. For a limit of {value!r} take clip_by_global_norm({value!r}){cap}. Its "
+        f"keywords are {allowed}"
+    )
+
+
+def _unknown(name: str, keyword: str, allowed: list[str]) -> str:
+    near = difflib.get_close_matches(keyword, allowed, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{name}() got an unexpected keyword argument {keyword!r}{hint} It takes {allowed}"
+
+
+_PLACE = re.compile(r" {6}\*\*options: .*\n(?: {8}.*\n)*")
+"""Where a docstring speaks of `**options`."""
+
+
+def _explanations() -> dict[str, str]:
+    """What the docstrings above say of each option."""
+    found: dict[str, str] = {}
+    for kind in (PlaceOptions, StageOptions, ScaleOptions, NormOptions, ClipOptions):
+        _, _, section = (kind.__doc__ or "").partition("Attributes:\n")
+        for text in re.split(r"^ {6}(?=\w)", section, flags=re.MULTILINE)[1:]:
+            name, _, meaning = text.partition(": ")
+            found[name] = meaning.rstrip()
+    return found

@@ -1,0 +1,181 @@
+"""Sums of powers of entries: of one leaf, in the ways that suit the platforms, and of groups.
+
+Summands are powers of entries, at least 0. In float32 a sum of squares is exact to rounding for
+norms from 2**-31 to 2**64, whatever the number of entries. Of entries that are multiplied by 2**-88
+or by 2**88 first it is so for all others.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+import optaxclip._base.devices as devices
+import optaxclip._engine.gpu as gpu
+from optaxclip._base.devices import Axes
+from optaxclip._base.grouping import Group
+from optaxclip._base.numerics import known_size, select
+from optaxclip._base.trees import is_sparse
+from optaxclip._engine.entries import entries, times
+from optaxclip._engine.groups import Groups, Rows
+from optaxclip.norms import Norm
+
+AtScales = tuple[Array, ...]
+"""For each scale the sum of powers of a leaf, of a group, or of an array of groups."""
+
+
+def distance(dtype: jax.typing.DTypeLike) -> float:
+    """The power of two between two scales: 2**88 in float32, in float64 as large a share."""
+    return 2.0 ** int(0.6875 * jnp.finfo(dtype).maxexp)
+
+
+def scales(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
+    """What entries are multiplied by before they are mapped: 1, far down; for squares, far up."""
+    as_they_are_and_down = (1.0, 1 / distance(dtype))
+    return (*as_they_are_and_down, distance(dtype)) if norm.degree == 2 else as_they_are_and_down
+
+
+# Compiled by themselves so that they are traced once for leaves alike.
+@functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
+def at_once(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> AtScales:
+    """At all scales in one variadic reduction, which a GPU runs as one kernel."""
+    powers, axes = _summands(leaf, axes, norm, dtype)
+    return tuple(lax.reduce(powers, (dtype.type(0),) * len(powers), _added, axes))
+
+
+@functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
+def one_by_one(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> AtScales:
+    """In plain sums: a TPU takes them in one pass too, and a partitioner adds their parts."""
+    powers, axes = _summands(leaf, axes, norm, dtype)
+    return tuple(lax.reduce_sum(x, axes) for x in powers)
+
+
+def _summands(
+    leaf: Any, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype
+) -> tuple[AtScales, tuple[int, ...]]:
+    """What is summed over which axes."""
+    x = entries(leaf, dtype)
+    if known_size(x.size) == 1:
+        # Beside a zero, as of a single number XLA (JAX 0.10.2) makes `x * x * (scale * scale)`,
+        # of which the second product leaves the range.
+        x = jnp.stack([x, jnp.zeros_like(x)])
+        axes = (0, *(axis + 1 for axis in axes))
+    powers = (norm.map(x if by == 1 else times(x, by)) for by in scales(norm, dtype))
+    return tuple(powers), axes
+
+
+def _added(sums: AtScales, more: AtScales) -> AtScales:
+    return tuple(x + y for x, y in zip(sums, more, strict=True))
+
+
+def at_scales(
+    leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype, in_one_piece: bool
+) -> AtScales:
+    """The sums of a leaf at all scales, on any platform.
+
+    In float32 one that is reduced over all axes, in one piece or in a manual region, takes one
+    variadic reduction. What is reduced over some axes, or split as only the compiler knows, takes
+    plain sums, on a GPU one in float64.
+    """
+    options = {"axes": axes, "norm": norm, "dtype": dtype}
+    if dtype != jnp.float32:
+        return one_by_one(leaf, **options)
+    over_all = len(axes) == np.ndim(leaf.data if is_sparse(leaf) else leaf)
+    if over_all and (in_one_piece or devices.manual_axes()):
+        return at_once(leaf, **options)
+    on_gpu = functools.partial(gpu.sum_of_columns, **options, scales=scales(norm, dtype))
+    default = functools.partial(one_by_one, **options)
+    return lax.platform_dependent(leaf, cuda=on_gpu, rocm=on_gpu, default=default)
+
+
+# Compiled by itself so that it is traced once for leaves alike.
+@functools.partial(jax.jit, static_argnames=("axes", "dtype"))
+def largest_bits(leaf: Any, by: float, *, axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """The largest modulus as an integer.
+
+    The bits of floats of at least 0 are in the order of the floats, with NaN above infinity: so no
+    maximum over devices loses a NaN, as XLA's collective on CPU does with floats.
+    """
+    modulus = jnp.abs(times(entries(leaf, dtype), by))
+    integer = jnp.dtype(f"int{jnp.finfo(dtype).bits}")
+    bits = lax.bitcast_convert_type(modulus, integer) & integer.type(jnp.iinfo(integer).max)
+    return jnp.max(bits, axes, initial=0)
+
+
+def in_range(found: AtScales) -> tuple[Array, Array]:
+    """The sum of each group at the scale at which it neither overflowed nor lost small summands.
+
+    Returns:
+      The sums, and the powers of two by which the entries' norms have to be multiplied.
+    """
+    plain, down, *up = found
+    info, far = jnp.finfo(plain.dtype), distance(plain.dtype)
+    is_high = ~(plain <= info.max)
+    total = select(is_high, down, plain)
+    unit = select(is_high, far, jnp.ones_like(plain))
+    if up:
+        is_low = (plain < _VERY_MANY * float(info.tiny) / float(info.eps)) & (up[0] > 0)
+        total, unit = select(is_low, up[0], total), select(is_low, 1 / far, unit)
+    return total, unit
+
+
+_VERY_MANY = 2.0**40
+"""So many entries may be summed: more than that no leaf has."""
+
+
+def of_groups(parts: Sequence[AtScales], groups: Groups, *, by_max: bool = False) -> list[AtScales]:
+    """From the sums of leaves to those of groups: over a group's leaves, then over devices.
+
+    Args:
+      parts: for each leaf the sums of what this device holds.
+      groups: the groups.
+      by_max: whether the largest counts, not the sum.
+
+    Returns:
+      For each row of the groups its sums at all scales.
+    """
+    places = groups.placement
+    over = Axes().union(*(places.axes_of(i) for i in range(len(parts))))
+    like = parts[0] if parts else (jnp.zeros(()),)
+
+    def of_group(k: int, group: Group) -> Array:
+        if not group.members:
+            return jnp.zeros(group.shape, like[k].dtype)
+        spread = [(i, places.spread(i, parts[i][k], group.shape)) for i in group.members]
+        shares = [_share(x, over - places.axes_of(i), by_max) for i, x in spread]
+        if len(shares) == 1:
+            return shares[0]
+        # Not one after another: XLA would do all additions once more for each use of the sum.
+        return (lax.reduce_max if by_max else lax.reduce_sum)(jnp.stack(shares), [0])
+
+    columns: list[Rows] = [
+        groups.pack([of_group(k, group) for group in groups.grouping.groups])
+        for k in range(len(like))
+    ]
+    if over:
+        columns = _over_devices(columns, over, by_max)
+    return list(zip(*columns, strict=True))
+
+
+def _share(total: Array, replicated: Axes, by_max: bool) -> Array:
+    """This device's share of what will be combined over devices.
+
+    What is the same along some of the axes is divided, so that a sum counts it once.
+    """
+    replicas = 1 if by_max else devices.num_devices(replicated)
+    return total if replicas == 1 else total / replicas
+
+
+def _over_devices(columns: list[Rows], axes: Axes, by_max: bool) -> list[Rows]:
+    """Rows over the devices along these axes, those of one shape in one collective."""
+    combine = devices.largest if by_max else devices.sum_over_devices
+    varying = axes & devices.manual_axes()
+    rows = [
+        combine(jnp.stack([devices.vary(x, varying) for x in row]), axes)
+        for row in zip(*columns, strict=True)
+    ]
+    return [[row[k] for row in rows] for k in range(len(columns))]
