@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from optaxclip.plots.style import COLORS, curve, finished, instance, new_axes, with_matplotlib
+from optaxclip.plots.style import (
+    COLORS,
+    crosses_at_the_top,
+    curve,
+    finished,
+    instance,
+    new_axes,
+    with_matplotlib,
+)
 from optaxclip.tuning.suggesting import Suggestion
 from optaxclip.tuning.sweeping import SweepResult
 
@@ -61,7 +69,7 @@ def norms_over_steps(
         line = np.broadcast_to(np.where(np.isfinite(bound), bound, np.nan), y.shape)
         axes.plot(x, line, "--", color=BLUE, linewidth=1.6, label=label)
     if not finite.all():
-        _crosses(axes, x[~finite], f"not finite ({np.sum(~finite)})")
+        crosses_at_the_top(axes, x[~finite], label=f"not finite ({np.sum(~finite)})")
     axes.set_ylabel("gradient norm")
     return finished(axes, legend=ax is None)
 
@@ -226,7 +234,8 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
         label = f"suggested limit {result.limit:.3g}"
         axes.axvline(result.limit, color=BLUE, linestyle="--", linewidth=1.6, label=label)
     if diverged.any():
-        _crosses(axes, every[diverged], "diverged: not finite, or above the first loss")
+        label = "diverged: not finite, or above the first loss"
+        crosses_at_the_top(axes, every[diverged], label=label)
     axes.set_ylabel("final loss")
     return finished(axes, "limit", legend=ax is None)
 
@@ -248,19 +257,3 @@ def _mark_above(
 ) -> None:
     label = f"above the limit ({np.sum(above)})"
     ax.plot(x[above], y[above], "^", color=ORANGE, markersize=4, zorder=3, label=label)
-
-
-def _crosses(ax: "Axes", x: np.ndarray[Any, Any], label: str) -> None:
-    """Crosses on the upper edge, wherever that will be."""
-    ax.plot(
-        x,
-        np.ones(len(x)),
-        "X",
-        transform=ax.get_xaxis_transform(),
-        color="black",
-        markeredgecolor="white",
-        markersize=9,
-        clip_on=False,
-        label=label,
-        zorder=4,
-    )

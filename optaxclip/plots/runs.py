@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from optaxclip.plots.style import (
     COLORS,
     STYLES,
+    crosses_at_the_top,
     curve,
     finished,
     legend_below,
@@ -183,21 +184,26 @@ def _lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> "dict[s
         # The first is on top; the others are wider, to be seen where they lie below an equal one.
         line.set(zorder=3 - depth / len(curves), linewidth=LEAST_WIDTH + WIDER * depth)
         drawn[name] = line
-    top = ax.get_ylim()[1]
-    ax.set_ylim(top=top)
     for name, (x, y) in curves.items():
-        _cross(ax, x, y, top, drawn[name])
+        _cross_out(ax, x, y, drawn[name])
     if not all(np.isfinite(y).all() for _, y in curves.values()):
         ax.plot([], [], "X", color="black", markersize=8, label="not finite")
     return drawn
 
 
-def _cross(ax: "Axes", x: Numbers, y: Numbers, top: float, like: "Line2D") -> None:
-    """Leads a line up to a cross at the top wherever it stops being finite."""
+def _cross_out(ax: "Axes", x: Numbers, y: Numbers, like: "Line2D") -> None:
+    """Leads a line up to a cross on the upper edge wherever it stops being finite.
+
+    The edge is that of the axes when they are drawn, whichever limits they have by then.
+    """
+    from matplotlib.patches import ConnectionPatch
+
     bad = ~np.isfinite(y)
-    for first in np.flatnonzero(bad & ~np.append(False, bad[:-1])):
-        way = slice(max(first - 1, 0), first + 1)
-        rise = ax.plot(x[way], np.where(bad[way], top, np.minimum(y[way], top)))[0]
-        rise.update_from(like)
-        rise.set(label="_", marker="X", markevery=[-1], markersize=11, clip_on=False)
-        rise.set(markeredgecolor="white", linestyle="-")
+    firsts = np.flatnonzero(bad & ~np.append(False, bad[:-1]))
+    look = {"color": like.get_color(), "zorder": like.get_zorder()}
+    if len(firsts):
+        crosses_at_the_top(ax, x[firsts], label="_", markersize=11, **look)
+    for first in firsts[firsts > 0]:
+        last, top = (float(x[first - 1]), float(y[first - 1])), (float(x[first]), 1.0)
+        rise = {"linewidth": like.get_linewidth(), "clip_on": True}
+        ax.add_patch(ConnectionPatch(last, top, "data", ax.get_xaxis_transform(), **rise, **look))

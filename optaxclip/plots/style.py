@@ -79,6 +79,20 @@ def finished(ax: "Axes", xlabel: str = "step", *, legend: bool) -> "Axes":
     return ax
 
 
+def crosses_at_the_top(ax: "Axes", x: ArrayLike, **look: Any) -> None:
+    """Crosses on the upper edge of the axes, wherever that edge is when they are drawn.
+
+    The edge cuts no cross in half. A cross far beside the axes is not drawn: it would leave no room
+    for them in the figure.
+    """
+    from matplotlib.transforms import Bbox, TransformedBbox
+
+    look = {"color": "black", "markeredgecolor": "white", "markersize": 9, "zorder": 4, **look}
+    ones = np.ones(np.shape(x))
+    (crosses,) = ax.plot(x, ones, "X", transform=ax.get_xaxis_transform(), **look)
+    crosses.set_clip_box(TransformedBbox(Bbox([[-0.05, 0.0], [1.05, 1.1]]), ax.transAxes))
+
+
 def legend_below(ax: "Axes") -> None:
     """A legend below the axes, in two columns if they are narrow enough."""
     columns = 2 if _longest_label(ax) <= LONGEST_BESIDE else 1

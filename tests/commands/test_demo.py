@@ -217,8 +217,24 @@ def test_loss_curves_cut_explosions_off_and_cross_them_out():
     assert labels(ax) == ["plain", "clipped", "not finite"]
     crosses = [line for line in ax.lines if line.get_marker() == "X" and len(line.get_xdata())]
     assert [line.get_xdata()[-1] for line in crosses] == [20]
-    assert crosses[0].get_ydata().max() == ax.get_ylim()[1]
+    at = ax.transAxes.inverted().transform(crosses[0].get_transform().transform((20, 1)))
+    assert at[1] == pytest.approx(1.0)
     assert crosses[0].get_color() == ax.lines[0].get_color() != ax.lines[1].get_color()
+
+
+@pytest.mark.parametrize("limits", [{"ylim": (0.02, 2.0), "yscale": "log"}, {"xlim": (0.0, 0.1)}])
+def test_crosses_stay_at_the_edge_of_axes_whose_limits_are_set_later(limits):
+    figure = plots.side_by_side()
+    for ax in figure.axes:
+        plots.loss_curves({"lost": [1e30, 1e3, np.nan], "clipped": [0.3, 0.2, 0.2]}, ax=ax)
+        ax.set(**limits)
+    figure.draw_without_rendering()
+    whole = figure.bbox
+    for ax in figure.axes:
+        box = ax.get_tightbbox()
+        assert whole.x0 <= box.x0 < box.x1 <= whole.x1
+        assert whole.y0 <= box.y0 < box.y1 <= whole.y1
+        assert ax.get_window_extent().height > 0.7 * whole.height
 
 
 @pytest.mark.parametrize("losses", [[np.nan], [np.inf, np.nan], [2.0, 2.0], [np.nan, 3.0]])
