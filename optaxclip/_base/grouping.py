@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from optaxclip._base.names import Names
-from optaxclip._base.numerics import promoted
+from optaxclip._base.numerics import known_size, promoted
 from optaxclip._base.types import NormTree
 
 
@@ -107,7 +107,10 @@ def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     return [_piece(vector, start, size).reshape(shape) for start, size, shape in rows]
 
 
-def _piece(vector: Array, start: int, size: int) -> Array:
+def _piece(vector: Array, start: Any, size: Any) -> Array:
+    if known_size(vector.shape[0]) is None:
+        # Symbolic sizes, in `jax.export`, are operands anyway.
+        return lax.slice_in_dim(vector, start, start + size)
     # Two places, of which the first is taken: XLA makes a constant of one.
     places = np.array([[start], [0 if start else max(vector.shape[0] - size, 0)]], np.int32)
     numbers = lax.GatherDimensionNumbers((1,), (), (0,))

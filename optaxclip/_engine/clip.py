@@ -41,7 +41,7 @@ from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import BY_NORM, Method, Technique, clipped, norms_of
 from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response, as_response
-from optaxclip.scopes import Scope, as_scope
+from optaxclip.scopes.leaves import Scope, as_scope
 from optaxclip.thresholds.fixed import LimitLike, as_limit, at_step, given, refuse_memory, rule_for
 
 

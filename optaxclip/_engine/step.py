@@ -141,7 +141,7 @@ def clipped(
         placement = located(groups.grouping, flat_params, **places)
         of_weights = dataclasses.replace(groups, placement=placement)
     raises = method.nonfinite == "error"
-    if raises:
+    if raises or method.technique is not BY_NORM:
         method = dataclasses.replace(method, leaf_names=tuple(flat.names()))
     operands = (flat.picked(), weights, rule, rule_state, info, known)
     how = {"groups": groups, "of_weights": of_weights, "method": method}

@@ -109,7 +109,7 @@ class _SingularValues:
 
     def measured(self, leaves: list[Any], groups: Groups, method: Method) -> list[Measured]:
         """The largest singular values of all matrices."""
-        _refuse_parts(leaves, groups, method.name)
+        _refuse_parts(leaves, groups, method)
         axes = groups.grouping.axes
         norms = [_largest(x, x.ndim - len(own)) for x, own in zip(leaves, axes, strict=True)]
         arrays = [
@@ -126,22 +126,23 @@ class _SingularValues:
         return _clipped(leaf, limit, by.ratio, leaf.ndim - len(axes), self)
 
 
-def _refuse_parts(leaves: list[Any], groups: Groups, name: str) -> None:
+def _refuse_parts(leaves: list[Any], groups: Groups, method: Method) -> None:
     """Raises where a leaf is no matrix, or is a part of one.
 
     Raises:
       TypeError: for a sparse leaf.
       ValueError: inside of a manual region, for a leaf that is split.
     """
-    for i, leaf in enumerate(leaves):
+    for i, (leaf, name) in enumerate(zip(leaves, method.leaf_names, strict=True)):
+        of_leaf = f"{method.name}: leaf '{name}' of shape {leaf.shape}"
         if is_sparse(leaf):
-            raise TypeError(f"{name}: a leaf of shape {leaf.shape} is sparse; pass leaf.todense()")
+            raise TypeError(f"{of_leaf} is sparse; pass leaf.todense()")
         axes = groups.placement.axes_of(i)
         if axes and devices.manual_axes():
             raise ValueError(
-                f"{name}: a leaf of shape {leaf.shape} is a part of what is split over the devices "
-                f"along {sorted(axes)}, and singular values are those of whole matrices; clip "
-                "outside of shard_map or pmap, or gather it (jax.lax.all_gather)"
+                f"{of_leaf} is a part of what is split over the devices along {sorted(axes)}, and "
+                "singular values are those of whole matrices; clip outside of shard_map or pmap, "
+                "or gather it (jax.lax.all_gather)"
             )
 
 

@@ -14,7 +14,6 @@ the groups, the leaves of each, and the axes over which a leaf is reduced.
 """
 
 from optaxclip.scopes.leaves import Scope as Scope
-from optaxclip.scopes.leaves import as_scope as as_scope
 from optaxclip.scopes.leaves import group as group
 from optaxclip.scopes.leaves import leaf as leaf
 from optaxclip.scopes.leaves import tree as tree

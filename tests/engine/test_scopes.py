@@ -330,7 +330,7 @@ def test_groups_that_init_did_not_know():
 @pytest.mark.parametrize("scope", [scopes.unit(), scopes.axes(0), scopes.leaf(stacked=1)])
 def test_part_of_a_sparse_leaf(scope):
     sparse = BCOO((jnp.ones(2), jnp.array([[0, 0], [1, 1]])), shape=(2, 3))
-    with pytest.raises(ValueError, match="sparse leaf 'w' can only be measured as a whole"):
+    with pytest.raises(ValueError, match="sparse leaf 'w' can only have one norm"):
         clip({"w": sparse}, 1.0, scope)
 
 

@@ -1,12 +1,8 @@
 """Groups of many leaves side by side: told apart, and in the order that rules and records have."""
 
-import dataclasses
-
 import jax
 import numpy as np
-import optax
 import pytest
-from cases import slow_unless
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -35,23 +31,6 @@ SCOPES = {
     "unit": scopes.unit(),
     "axes": scopes.unit(axis=lambda path, leaf: 0 if np.ndim(leaf) else ()),
 }
-
-
-@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("group", "unit"), SCOPES))
-def test_rules_without_memory_may_see_the_groups_in_any_pytree(name):
-    rule = optaxclip.thresholds.relative_to_params(optax.linear_schedule(0.5, 0.1, 3))
-    assert rule.memoryless
-    found = []
-    for memoryless in (True, False):
-        tx = optaxclip.clip_by(SCOPES[name], dataclasses.replace(rule, memoryless=memoryless))
-
-        def two_steps(tree, tx=tx):
-            _, state = tx.update(tree, tx.init(tree), tree)
-            grads = {x: leaf for x, leaf in tree.items() if x not in "abe"}
-            return tx.update(grads, state, tree)
-
-        found.append(jax.jit(two_steps)(TREE))
-    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_very_many_units_of_several_leaves():

@@ -76,19 +76,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("at_once", [True, False], ids=["side by side", "apart"])
-def test_the_worst_of_two_in_any_order(at_once):
+@pytest.mark.parametrize("together", [True, False], ids=["together", "apart"])
+def test_the_worst_of_two_in_any_order(together):
     *columns, expected = (np.float32(x) for x in zip(*CASES.values(), strict=True))
     norm, limit, factor = (np.concatenate([x, x[:, ::-1]]) for x in columns)
     bad = ~np.isfinite(norm)
     clipped = (norm > limit) & ~bad
 
-    @jax.jit
-    def worst(*columns):
-        rows = jnp.stack([engine_record._badness(*columns[:2]), *columns])
-        return engine_record._worst(rows, at_once=at_once, over=frozenset())
+    def of_all(*columns):
+        rows = engine_record._badness(*columns[:2]), *columns
+        if together:
+            return engine_record._in_one_reduction(jnp.stack(rows))
+        return jax.vmap(engine_record._by_maxima)(rows)
 
-    found = worst(norm, limit, factor, np.float32(clipped), np.float32(bad))
+    found = jax.jit(of_all)(norm, limit, factor, np.float32(clipped), np.float32(bad))
     np.testing.assert_array_equal(np.stack(found[:3], 1), np.concatenate([expected] * 2))
     np.testing.assert_array_equal(found[3], clipped.mean(1))
     np.testing.assert_array_equal(found[4], bad.any(1))

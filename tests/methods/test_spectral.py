@@ -248,9 +248,10 @@ def test_a_part_of_a_matrix_is_an_error():
         in_shards = jax.shard_map(clip, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)
         return jax.eval_shape(in_shards, x)
 
-    for spec, checked in ((P("a"), True), (P(), False)):
-        with pytest.raises(ValueError, match=r"may be a part of a matrix .* outside of shard_map"):
-            inside(spec, checked)
+    with pytest.raises(ValueError, match=r"leaf 'leaf' .* is a part .* outside of shard_map"):
+        inside(P("a"), True)
+    with pytest.raises(ValueError, match="nothing tells how leaves are split"):
+        inside(P(), False)
     assert inside(P(), True).shape == x.shape
 
 
@@ -284,7 +285,7 @@ def test_an_error_names_the_argument(options, error):
 
 
 def test_sparse_leaves_are_refused():
-    with pytest.raises(TypeError, match=r"leaf 'w' is sparse.*todense"):
+    with pytest.raises(TypeError, match=r"leaf 'w' .* is sparse.*todense"):
         clip_by_spectral_norm(1.0).update(
             {"w": BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))}, None
         )

@@ -159,9 +159,9 @@ def test_zeros_have_no_history():
 
 def test_each_layer_of_a_stack_has_a_largest_entry():
     grads = np.float32([[[1, -2], [3, 1]], [[4, -2], [3, 1]]])
-    updates, state = drive(optaxclip.clip_by_moving_max(0.0, stacked=1), grads)
+    updates, state = drive(optaxclip.clip_by_moving_max(decay=0.0, stacked=1), grads)
     np.testing.assert_array_equal(updates, grads)
-    updates, state = drive(optaxclip.clip_by_moving_max(0.5, stacked=1), grads)
+    updates, state = drive(optaxclip.clip_by_moving_max(decay=0.5, stacked=1), grads)
     limit = (2 + 2 * 4) / 3
     close(updates[1], [[limit, -2], [3, 1]])
     close(state.info.limit[1], [limit, 3])
@@ -172,7 +172,7 @@ def test_the_largest_entry_is_that_of_all_devices():
     grads = np.zeros((3, 4, 2), np.float32)
     grads[:, 1], grads[:, 2] = [3, -1], [1, 2]
     grads[2, 3] = [-8, 2]
-    tx = optaxclip.clip_by_moving_max(0.5)
+    tx = optaxclip.clip_by_moving_max(decay=0.5)
     expected, _ = drive(tx, grads)
     split = P(None, "a")
     alone = jax.shard_map(

@@ -201,7 +201,7 @@ def test_another_norm():
 
 @pytest.mark.parametrize(("given", "taken"), [(5.0, 0), (0.5, 1), (np.nan, 0), (jnp.inf, 0)])
 def test_a_norm_that_the_caller_has_is_used(given, taken):
-    tx = skip_above(optax.sgd(1.0), 1.0)
+    tx = skip_above(optax.sgd(1.0), 1.0, known_norm="grad_norm")
     updates, state = tx.update(grads_of_norm(0.7), tx.init(PARAMS), PARAMS, grad_norm=given)
     assert state.info.factor == taken
     np.testing.assert_array_equal(state.info.norm, np.float32(given))
