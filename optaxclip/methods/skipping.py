@@ -12,7 +12,6 @@ from optaxclip._base.arguments import check_state, checked_int
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.names import Names
-from optaxclip._base.numerics import match_weak_type
 from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
@@ -21,6 +20,7 @@ from optaxclip._engine.clip import groups_of, known_norm
 from optaxclip._engine.options import Options
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import norms_of
+from optaxclip.methods.judging import is_opaque, judged, kept_where
 from optaxclip.scopes import Scope
 from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
 from optaxclip.thresholds.losses import loss_among
@@ -134,10 +134,10 @@ def skipping(
         param_norm = None
         if relative_to is not None:
             param_norm, _ = norms(relative_to, scopes.tree(), "params")
-        of_norm = _judged(rule, state.rule, norm_now, param_norm)
+        of_norm = judged(rule, state.rule, norm_now, param_norm)
         is_bad, is_out, of_loss = of_norm.is_bad, of_norm.is_out, None
         if loss_limit is not None:
-            of_loss = _judged(loss_limit, state.loss.rule, loss_among(extra_args, name))
+            of_loss = judged(loss_limit, state.loss.rule, loss_among(extra_args, name))
             is_bad, is_out = is_bad | of_loss.is_bad, is_out | of_loss.is_out
         skip = is_out
         if max_consecutive is not None:
@@ -160,50 +160,10 @@ def skipping(
                 is_out, _among(known_leaves, names, of_norm.blamed(of_leaves)), state.blamed
             ),
             loss=loss,
-            inner_state=_select(skip, state.inner_state, inner_state),
+            inner_state=kept_where(skip, state.inner_state, inner_state),
         )
 
     return transformation(init, update)
-
-
-class _Judged(NamedTuple):
-    """A number and its limit."""
-
-    number: Array
-    limit: Array
-    rule_state: PyTree
-    is_above: Array
-    is_bad: Array
-
-    @property
-    def is_out(self) -> Array:
-        """Whether it is a reason to skip."""
-        return self.is_above | self.is_bad
-
-    def blamed(self, parts: Array) -> Array:
-        """Which of the parts of a norm are why it is out."""
-        is_above = parts > self.limit.astype(parts.dtype)
-        is_largest = parts == jnp.max(parts, initial=0)
-        is_above = jnp.where(jnp.any(is_above), is_above, is_largest)
-        return jnp.where(self.is_bad, ~jnp.isfinite(parts), is_above & self.is_above)
-
-    def recorded(self, info: ClipInfo, skip: Array) -> ClipInfo:
-        """The record, of a step that was skipped or not."""
-        return info._replace(
-            norm=self.number.astype(jnp.float32),
-            limit=self.limit.astype(jnp.float32),
-            factor=1 - skip.astype(jnp.float32),
-            fraction=self.is_above.astype(jnp.float32),
-            num_clipped=increased(info.num_clipped, self.is_above),
-            num_nonfinite=increased(info.num_nonfinite, self.is_bad),
-        )
-
-
-def _judged(rule: Threshold, state: PyTree, number: Array, param_norm: Any = None) -> _Judged:
-    limits, state = rule.update(number, state, param_norm)
-    is_finite = jnp.isfinite(number)
-    is_above = is_finite & (number > limits.trigger.astype(number.dtype))
-    return _Judged(number, limits.trigger, state, is_above, ~is_finite)
 
 
 def _among(known: Names, names: Names, flags: Array) -> Array:
@@ -222,32 +182,8 @@ def _initial_loss(rule: Threshold, name: str) -> LossState:
 
 
 def _zero_where(skip: Array, updates: PyTree) -> PyTree:
-    return _select(skip, jax.tree.map(_zeros_like, updates), updates)
+    return kept_where(skip, jax.tree.map(_zeros_like, updates), updates)
 
 
 def _zeros_like(x: Any) -> Any:
-    return x if _is_opaque(x) else jnp.zeros_like(x)
-
-
-def _select(where: Array, old: PyTree, new: PyTree) -> PyTree:
-    """`old` where `where`, else `new`, in the dtypes of `new`; `float0` is left alone."""
-
-    def choose(x: Any, y: Any) -> Any:
-        if getattr(y, "dtype", None) == jax.dtypes.float0:
-            return y
-        if _is_opaque(y):
-            return jnp.where(where, x, y)
-        x, y = jnp.asarray(x), jnp.asarray(y)
-        chosen = jnp.where(where, x.astype(y.dtype), y)
-        # A weak type that came and went would compile the step again.
-        return match_weak_type(chosen, x) if x.dtype == y.dtype else chosen
-
-    return jax.tree.map(choose, old, new)
-
-
-def _is_opaque(x: Any) -> bool:
-    """Whether a leaf has no numbers to compute with: `float0` or a PRNG key."""
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        return False
-    return dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended)
+    return x if is_opaque(x) else jnp.zeros_like(x)

@@ -10,6 +10,7 @@ from jax import Array
 from jax.core import Tracer
 
 from optaxclip._base.arguments import check_state
+from optaxclip._base.batches import number_of_examples
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.numerics import is_real, real_parts
 from optaxclip._base.transformation import Transformation, transformation
@@ -20,7 +21,6 @@ from optaxclip.per_example.quantile import QuantileLimit, adjusted_noise_multipl
 from optaxclip.per_example.sums import (
     WHOLE_EXAMPLE,
     ExampleClip,
-    number_of_examples,
     one_of,
     padding_flags,
     sum_tree,

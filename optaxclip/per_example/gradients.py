@@ -1,9 +1,8 @@
 """Per-example gradients, clipped and summed, a microbatch at a time."""
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,8 @@ from jax import Array
 
 import optaxclip._base.devices as collectives
 from optaxclip._base.arguments import checked_int
+from optaxclip._base.batches import number_of_examples
+from optaxclip._base.roles import Roles, argument_numbers
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip.per_example.bounds import ExampleLimit
@@ -21,7 +22,6 @@ from optaxclip.per_example.sums import (
     WHOLE_EXAMPLE,
     ExampleClip,
     PerExampleResult,
-    number_of_examples,
     padding_flags,
     result_of,
 )
@@ -94,12 +94,11 @@ def clipped_grad(
     clip = ExampleClip.checked(limit, scope, response, split)
     if microbatch_size is not None:
         microbatch_size = checked_int(microbatch_size, 1, "microbatch_size")
-    argnums = _numbers(argnums, "argnums")
-    known = None if batch_argnums is None else _numbers(batch_argnums, "batch_argnums")
-    known = (known,) if isinstance(known, int) else known
+    argnums = argument_numbers(argnums, "argnums")
+    known = None if batch_argnums is None else argument_numbers(batch_argnums, "batch_argnums")
 
     def clipped(*args: Any, is_padding: jax.typing.ArrayLike | None = None) -> PerExampleResult:
-        roles = _Roles.of(args, argnums, known)
+        roles = Roles.of(args, argnums, known)
         examples = number_of_examples(flatten(roles.batch, "the batch"), "the batch")
         flags = padding_flags(is_padding, examples)
         params = flatten(roles.params, "params")
@@ -115,80 +114,10 @@ def clipped_grad(
     return clipped
 
 
-class _Roles(NamedTuple):
-    """The arguments of the loss by what they are there for."""
-
-    args: tuple[Any, ...]
-    argnums: int | tuple[int, ...]
-    batch_argnums: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls, args: tuple[Any, ...], argnums: int | Sequence[int], batch: Sequence[int] | None
-    ) -> "_Roles":
-        count = len(args)
-        is_one = isinstance(argnums, int)
-        chosen = _positions((argnums,) if is_one else argnums, count, "argnums")
-        rest = [i for i in range(count) if i not in chosen]
-        batch = _positions(rest if batch is None else batch, count, "batch_argnums")
-        if set(batch) & set(chosen) or not batch:
-            raise ValueError(
-                f"batch_argnums must name arguments other than argnums {chosen}, at least one; got "
-                f"{batch} of {count} arguments"
-            )
-        return cls(args, chosen[0] if is_one else chosen, batch)
-
-    @property
-    def params(self) -> PyTree:
-        if isinstance(self.argnums, int):
-            return self.args[self.argnums]
-        return tuple(self.args[i] for i in self.argnums)
-
-    @property
-    def batch(self) -> tuple[Any, ...]:
-        return tuple(self.args[i] for i in self.batch_argnums)
-
-    def with_values(self, params: PyTree, example: tuple[Any, ...]) -> list[Any]:
-        """The arguments, with these parameters and one example in the place of the batch."""
-        args = list(self.args)
-        if isinstance(self.argnums, int):
-            args[self.argnums] = params
-        else:
-            for i, value in zip(self.argnums, params, strict=True):
-                args[i] = value
-        for i, value in zip(self.batch_argnums, example, strict=True):
-            args[i] = value
-        return args
-
-
-def _positions(numbers: Sequence[int], count: int, argument: str) -> tuple[int, ...]:
-    positions = tuple(number % count for number in numbers if -count <= number < count)
-    if len(set(positions)) < len(numbers):
-        raise ValueError(
-            f"{argument} {tuple(numbers)} must be positions among {count} arguments, each at most "
-            "once"
-        )
-    return positions
-
-
-def _numbers(given: Any, argument: str) -> int | tuple[int, ...]:
-    """Positions of arguments as ints, from those of Python or NumPy.
-
-    Raises:
-      TypeError: if they are none.
-    """
-    try:
-        if np.ndim(given) == 0:
-            return operator.index(given)
-        return tuple(operator.index(number) for number in given)
-    except TypeError:
-        raise TypeError(f"{argument} must be an int or several, got {given!r}") from None
-
-
 def _step(
     loss_fn: Callable[..., Any],
     clip: ExampleClip,
-    roles: _Roles,
+    roles: Roles,
     params: FlatTree,
     picked: list[Any],
     has_aux: bool,

@@ -9,8 +9,9 @@ import numpy as np
 from jax import Array
 
 import optaxclip.scopes as scopes
+from optaxclip._base.batches import number_of_examples
 from optaxclip._base.grouping import Grouping
-from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name
+from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import NormTree, PyTree
 from optaxclip.per_example.bounds import (
     ExampleLimit,
@@ -238,26 +239,6 @@ def padding_flags(is_padding: jax.typing.ArrayLike | None, examples: int) -> Arr
             f"{flags.shape}"
         )
     return flags
-
-
-def number_of_examples(flat: FlatTree, argument: str) -> int:
-    """The size of the leading axis that all leaves share.
-
-    Raises:
-      ValueError: if they do not.
-      TypeError: if a leaf is sparse.
-    """
-    sizes: dict[str, tuple[int, ...]] = {}
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        if is_sparse(leaf):
-            raise TypeError(f"{argument} must be dense; leaf '{leaf_name(path)}' is a BCOO")
-        sizes[leaf_name(path)] = np.shape(leaf)
-    if len({shape[:1] for shape in sizes.values()}) > 1 or () in sizes.values():
-        raise ValueError(
-            f"{argument} must have leaves [examples, ...] with as many examples each; got shapes "
-            f"{sizes}"
-        )
-    return next(iter(sizes.values()))[0] if sizes else 0
 
 
 def _summed(flat: FlatTree, clip: ExampleClip, is_padding: jax.typing.ArrayLike | None) -> Sums:

@@ -1,0 +1,125 @@
+"""A batch and its parts: cut so that of a batch split over devices each has its share of a part."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+import optaxclip._base.devices as devices
+from optaxclip._base.trees import FlatTree, is_sparse, leaf_name
+from optaxclip._base.types import PyTree
+
+
+def number_of_examples(flat: FlatTree, argument: str) -> int:
+    """The size of the leading axis that all leaves share.
+
+    Raises:
+      ValueError: if they do not.
+      TypeError: if a leaf is sparse.
+    """
+    sizes: dict[str, tuple[int, ...]] = {}
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        if is_sparse(leaf):
+            raise TypeError(f"{argument} must be dense; leaf '{leaf_name(path)}' is a BCOO")
+        sizes[leaf_name(path)] = np.shape(leaf)
+    if len({shape[:1] for shape in sizes.values()}) > 1 or () in sizes.values():
+        raise ValueError(
+            f"{argument} must have leaves [examples, ...] with as many examples each; got shapes "
+            f"{sizes}"
+        )
+    return next(iter(sizes.values()))[0] if sizes else 0
+
+
+class Cut(NamedTuple):
+    """A batch cut into microbatches: the `i`-th has the examples `i`, `i + count`, ...
+
+    Each takes its examples from all over the batch, so that of one that is split over devices none
+    has to be gathered.
+
+    Attributes:
+      strided: arrays `[size, count, ...]`.
+      count: how many microbatches there are.
+    """
+
+    strided: PyTree
+    count: int
+
+    @classmethod
+    def of(cls, batch: PyTree, size: int, count: int) -> "Cut":
+        """The first `size * count` examples of arrays `[examples, ...]`."""
+        batch = jax.tree.map(jnp.asarray, batch)
+        strided = jax.tree.map(functools.partial(_strided, size=size, count=count), batch)
+        return cls(strided, count)
+
+    def microbatch(self, i: Array) -> PyTree:
+        """The `i`-th: arrays `[size, ...]`."""
+        return jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), self.strided
+        )
+
+
+def last_examples(x: Array, rest: int) -> Array:
+    """The last `rest` of an array of examples."""
+
+    def end(x: Array) -> Array:
+        return x[x.shape[0] - rest :]
+
+    return _placed(end, lambda split: (split.examples(rest), *split.spec[1:]), x)
+
+
+def in_order_of_batch(x: Array) -> Array:
+    """`[count, size, ...]`, one row for each microbatch, to the order of the batch."""
+
+    def in_order(x: Array) -> Array:
+        return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
+
+    return _placed(in_order, lambda split: split.spec[1:], x)
+
+
+def appended(x: Array, y: Array) -> Array:
+    """The examples of two arrays."""
+
+    def both(x: Array, y: Array) -> Array:
+        return jnp.concatenate([x, y])
+
+    examples = x.shape[0] + y.shape[0]
+    return _placed(both, lambda split: (split.examples(examples), *split.spec[1:]), x, y)
+
+
+def _strided(x: Array, *, size: int, count: int) -> Array:
+    def parted(x: Array) -> Array:
+        return x[: count * size].reshape(size, count, *x.shape[1:])
+
+    return _placed(parted, lambda split: (split.examples(size), None, *split.spec[1:]), x)
+
+
+class _Split(NamedTuple):
+    """How an array lies on an explicit mesh."""
+
+    mesh: Any
+    spec: PartitionSpec
+
+    def examples(self, number: int) -> tuple[str, ...] | None:
+        """Of the mesh axes that split the first axis, as many as divide so many examples."""
+        entry = self.spec[0]
+        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        while number % math.prod(self.mesh.shape[name] for name in names):
+            names = names[:-1]
+        return names or None
+
+
+def _placed(
+    fn: Callable[..., Array], spec: Callable[[_Split], tuple[Any, ...]], *arrays: Array
+) -> Array:
+    """`fn` of arrays; if one is split over an explicit mesh, the result is as its spec says."""
+    known = next(filter(None, map(devices.explicit_sharding, arrays)), None)
+    if known is None or devices.manual_axes():
+        return fn(*arrays)
+    split = _Split(*known)
+    return devices.with_automatic_axes(fn, split.mesh, PartitionSpec(*spec(split)))(*arrays)

@@ -1,0 +1,96 @@
+"""The arguments of a function by what they are there for: parameters, a batch, all else."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optaxclip._base.types import PyTree
+
+
+class Roles(NamedTuple):
+    """The arguments of a loss by what they are there for.
+
+    Attributes:
+      args: all of them.
+      argnums: where the parameters are, as `jax.grad` is told.
+      batch_argnums: where the batch is.
+    """
+
+    args: tuple[Any, ...]
+    argnums: int | tuple[int, ...]
+    batch_argnums: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        args: tuple[Any, ...],
+        argnums: int | Sequence[int],
+        batch_argnums: int | Sequence[int] | None,
+    ) -> "Roles":
+        """The roles of these arguments; all are batch that are no parameters if none is named.
+
+        Raises:
+          ValueError: for positions that do not exist or come twice, and for no batch.
+        """
+        count = len(args)
+        is_one = isinstance(argnums, int)
+        chosen = _positions((argnums,) if is_one else argnums, count, "argnums")
+        rest = [i for i in range(count) if i not in chosen]
+        named = (batch_argnums,) if isinstance(batch_argnums, int) else batch_argnums
+        batch = _positions(rest if named is None else named, count, "batch_argnums")
+        if set(batch) & set(chosen) or not batch:
+            raise ValueError(
+                f"batch_argnums must name arguments other than argnums {chosen}, at least one; got "
+                f"{batch} of {count} arguments"
+            )
+        return cls(args, chosen[0] if is_one else chosen, batch)
+
+    @property
+    def params(self) -> PyTree:
+        """What is differentiated."""
+        if isinstance(self.argnums, int):
+            return self.args[self.argnums]
+        return tuple(self.args[i] for i in self.argnums)
+
+    @property
+    def batch(self) -> tuple[Any, ...]:
+        """What has an axis of examples."""
+        return tuple(self.args[i] for i in self.batch_argnums)
+
+    def with_values(self, params: PyTree, batch: tuple[Any, ...]) -> list[Any]:
+        """The arguments, with these parameters and a part of the batch in their places."""
+        args = list(self.args)
+        if isinstance(self.argnums, int):
+            args[self.argnums] = params
+        else:
+            for i, value in zip(self.argnums, params, strict=True):
+                args[i] = value
+        for i, value in zip(self.batch_argnums, batch, strict=True):
+            args[i] = value
+        return args
+
+
+def _positions(numbers: Sequence[int], count: int, argument: str) -> tuple[int, ...]:
+    positions = tuple(number % count for number in numbers if -count <= number < count)
+    if len(set(positions)) < len(numbers):
+        raise ValueError(
+            f"{argument} {tuple(numbers)} must be positions among {count} arguments, each at most "
+            "once"
+        )
+    return positions
+
+
+def argument_numbers(given: Any, argument: str) -> int | tuple[int, ...]:
+    """Positions of arguments as ints, from those of Python or NumPy.
+
+    Raises:
+      TypeError: if they are none.
+    """
+    try:
+        if np.ndim(given) == 0:
+            return operator.index(given)
+        return tuple(operator.index(number) for number in given)
+    except TypeError:
+        raise TypeError(f"{argument} must be an int or several, got {given!r}") from None

@@ -1,0 +1,76 @@
+"""Judging: a number and a limit rule come in, whether it is out and what is kept then go out."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from optaxclip._base.counters import increased
+from optaxclip._base.numerics import match_weak_type
+from optaxclip._base.types import ClipInfo, PyTree, Threshold
+
+
+class Judged(NamedTuple):
+    """A number and its limit."""
+
+    number: Array
+    limit: Array
+    rule_state: PyTree
+    is_above: Array
+    is_bad: Array
+
+    @property
+    def is_out(self) -> Array:
+        """Whether it is a reason to skip."""
+        return self.is_above | self.is_bad
+
+    def blamed(self, parts: Array) -> Array:
+        """Which of the parts of a norm are why it is out."""
+        is_above = parts > self.limit.astype(parts.dtype)
+        is_largest = parts == jnp.max(parts, initial=0)
+        is_above = jnp.where(jnp.any(is_above), is_above, is_largest)
+        return jnp.where(self.is_bad, ~jnp.isfinite(parts), is_above & self.is_above)
+
+    def recorded(self, info: ClipInfo, skip: Array) -> ClipInfo:
+        """The record, of a step that was skipped or not."""
+        return info._replace(
+            norm=self.number.astype(jnp.float32),
+            limit=self.limit.astype(jnp.float32),
+            factor=1 - skip.astype(jnp.float32),
+            fraction=self.is_above.astype(jnp.float32),
+            num_clipped=increased(info.num_clipped, self.is_above),
+            num_nonfinite=increased(info.num_nonfinite, self.is_bad),
+        )
+
+
+def judged(rule: Threshold, state: PyTree, number: Array, param_norm: Any = None) -> Judged:
+    """A number as a rule in this state judges it."""
+    limits, state = rule.update(number, state, param_norm)
+    is_finite = jnp.isfinite(number)
+    is_above = is_finite & (number > limits.trigger.astype(number.dtype))
+    return Judged(number, limits.trigger, state, is_above, ~is_finite)
+
+
+def kept_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
+    """`old` where `where`, else `new`, in the dtypes of `new`; `float0` is left alone."""
+
+    def choose(x: Any, y: Any) -> Any:
+        if getattr(y, "dtype", None) == jax.dtypes.float0:
+            return y
+        if is_opaque(y):
+            return jnp.where(where, x, y)
+        x, y = jnp.asarray(x), jnp.asarray(y)
+        chosen = jnp.where(where, x.astype(y.dtype), y)
+        # A weak type that came and went would compile the step again.
+        return match_weak_type(chosen, x) if x.dtype == y.dtype else chosen
+
+    return jax.tree.map(choose, old, new)
+
+
+def is_opaque(x: Any) -> bool:
+    """Whether a leaf has no numbers to compute with: `float0` or a PRNG key."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return False
+    return dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended)
