@@ -45,10 +45,10 @@ class Method(NamedTuple):
     keeps_small: bool = True
     atol: float = 1e-7
 
-    def make(self, limit: Any = None) -> optax.GradientTransformationExtraArgs:
+    def make(self, limit: Any = None, **options: Any) -> optax.GradientTransformationExtraArgs:
         """The transformation, with the limit passed in or with a usual one."""
         name, usual = self.hyper
-        return self.factory(**{name: usual if limit is None else limit}, **self.fixed)
+        return self.factory(**{name: usual if limit is None else limit}, **self.fixed, **options)
 
 
 SHAPES = {"w": (6, 12), "b": (3,), "v": (4,)}
@@ -123,12 +123,12 @@ def stacked(path: str, leaf: Any) -> int:
     return 1 if path.split("/")[-1] == "w" else 0
 
 
-def _between(max_value: Any) -> optax.GradientTransformationExtraArgs:
-    return optaxclip.clip_by_value(-1.0, max_value)
+def _between(max_value: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    return optaxclip.clip_by_value(-1.0, max_value, **options)
 
 
-def _by_label(limit: Any) -> optax.GradientTransformationExtraArgs:
-    return optaxclip.clip_by_group_norm({"matrix": limit, "vector": 0.7}, label)
+def _by_label(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    return optaxclip.clip_by_group_norm({"matrix": limit, "vector": 0.7}, label, **options)
 
 
 def _decayed(limit: Any) -> Callable[[jax.Array], jax.Array]:
@@ -138,16 +138,17 @@ def _decayed(limit: Any) -> Callable[[jax.Array], jax.Array]:
     return schedule
 
 
-def _clip_scheduled(limit: Any) -> optax.GradientTransformationExtraArgs:
-    return optaxclip.clip(_decayed(limit))
+def _clip_scheduled(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    return optaxclip.clip(_decayed(limit), **options)
 
 
-def _norm_scheduled(limit: Any) -> optax.GradientTransformationExtraArgs:
-    return optaxclip.clip_by_norm(_decayed(limit))
+def _norm_scheduled(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    return optaxclip.clip_by_norm(_decayed(limit), **options)
 
 
-def _share_of_weights(ratio: Any) -> optax.GradientTransformationExtraArgs:
-    return optaxclip.clip_by(scopes.leaf(), thresholds.relative_to_params(ratio), norm="rms")
+def _share_of_weights(ratio: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    rule = thresholds.relative_to_params(ratio)
+    return optaxclip.clip_by(scopes.leaf(), rule, norm="rms", **options)
 
 
 def _engine(shares: Any, scope: scopes.Scope, limit: float = 1.0, **options: Any) -> Method:
@@ -157,28 +158,29 @@ def _engine(shares: Any, scope: scopes.Scope, limit: float = 1.0, **options: Any
     return Method(optaxclip.clip_by, hyper, fixed, shares, keeps_small=keeps_small)
 
 
-def _z_score_of_units(z_thresh: Any) -> optax.GradientTransformationExtraArgs:
+def _z_score_of_units(z_thresh: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
     rule = thresholds.zscore(z_thresh=z_thresh, warmup_steps=3)
-    return optaxclip.clip_by(scopes.unit(), rule)
+    return optaxclip.clip_by(scopes.unit(), rule, **options)
 
 
-def _beside_muon(limit: Any) -> optax.GradientTransformationExtraArgs:
+def _beside_muon(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
     spikes = thresholds.zscore(0.5, warmup_steps=3)
-    return optaxclip.clip_by(scopes.muon(), {"muon": spikes, "adam": limit})
+    return optaxclip.clip_by(scopes.muon(), {"muon": spikes, "adam": limit}, **options)
 
 
-def _skip_on_loss(limit: Any) -> optax.GradientTransformationExtraArgs:
-    tx = optaxclip.skip_above(optax.identity(), limit, loss_limit=thresholds.window(6.0, 4))
+def _skip_on_loss(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    rule = thresholds.window(6.0, 4)
+    tx = optaxclip.skip_above(optax.identity(), limit, loss_limit=rule, **options)
     return optax.GradientTransformationExtraArgs(tx.init, functools.partial(tx.update, value=-1.0))
 
 
-def _heads_of_columns(tau: Any) -> optax.GradientTransformationExtraArgs:
+def _heads_of_columns(tau: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
     """Logits as large as the entries of `w`, each column of which is a head."""
 
     def heads(path: str, leaf: Any) -> optaxclip.Heads | None:
         return optaxclip.Heads(-1) if label(path, leaf) == "matrix" else None
 
-    clip = optaxclip.clip_attention_logits(tau, heads=heads)
+    clip = optaxclip.clip_attention_logits(tau, heads=heads, **options)
 
     def update(updates, state, params=None, **extra):
         w = updates["w"]

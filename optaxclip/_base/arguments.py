@@ -23,6 +23,17 @@ def checked_int(value: Any, least: int, argument: str) -> int:
     return number
 
 
+def checked_bool(value: Any, argument: str) -> bool:
+    """`value`, checked to be True or False.
+
+    Raises:
+      TypeError: if it is neither.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{argument} must be True or False, got {value!r}")
+    return value
+
+
 def refuse_arrays(value: Any, argument: str) -> None:
     """Raises where what a program is built around is an array of JAX.
 

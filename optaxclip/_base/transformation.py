@@ -1,6 +1,7 @@
 """An Optax transformation whose state has a known type, for arrays in any memory."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import optax
@@ -61,3 +62,30 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
 
     of_state: Any = Transformation(init, update_on_device)  # pyright: ignore[reportArgumentType]
     return of_state
+
+
+def stateless(update: Callable[..., Any]) -> Transformation[Any]:
+    """A transformation that keeps nothing: any state is taken, untouched, and handed back.
+
+    Args:
+      update: `update(updates, params, **extra_args) -> updates`.
+    """
+
+    def init(params: PyTree) -> optax.EmptyState:
+        del params
+        return optax.EmptyState()
+
+    def without_state(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        del state
+        return update(updates, params, **extra_args), None
+
+    on_device = transformation(init, without_state).update
+
+    def handing_back(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        return on_device(updates, None, params, **extra_args)[0], state
+
+    return Transformation(init, handing_back)

@@ -16,13 +16,12 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import norm_dtype
-from optaxclip._base.transformation import Transformation, transformation
+from optaxclip._base.transformation import Transformation, stateless, transformation
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import (
     AxisName,
@@ -42,7 +41,14 @@ from optaxclip._engine.step import BY_NORM, Method, Technique, clipped, norms_of
 from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response, as_response
 from optaxclip.scopes.leaves import Scope, as_scope
-from optaxclip.thresholds.fixed import LimitLike, as_limit, at_step, given, refuse_memory, rule_for
+from optaxclip.thresholds.fixed import (
+    LimitLike,
+    as_limit,
+    at_step,
+    given,
+    rule_for,
+    state_without_memory,
+)
 
 
 @takes(ClipOptions)
@@ -119,12 +125,26 @@ def stage(
         technique,
     )
     places = {"axis_names": options.axis_names, "specs": options.specs}
-    if not options.record:
-        refuse_memory(checked, options.name)
 
-    def init(params: PyTree) -> Any:
-        if not options.record:
-            return optax.EmptyState()
+    def step(
+        updates: PyTree,
+        params: PyTree | None,
+        extra_args: dict[str, Any],
+        rule_state: PyTree,
+        info: ClipInfo | None = None,
+    ) -> tuple[PyTree, PyTree, Any]:
+        flat = flatten(updates, "updates")
+        known, size = (None, 0) if info is None else (info.names, info.norm.size)
+        groups = groups_of(flat, scope, options, known, size)
+        norm = known_norm(options, extra_args, groups.grouping.layout)
+        rule = at_step(rule_for(checked, groups.entries()), rule_state)
+        return clipped(flat, params, rule, rule_state, info, norm, groups, method, **places)
+
+    if not options.record:
+        always = state_without_memory(checked, options.name)
+        return stateless(lambda updates, params, **extra: step(updates, params, extra, always)[0])
+
+    def init(params: PyTree) -> ClipState:
         grouping = grouped(scope, flatten(params, "params"), **places)
         groups, dtype = Groups.anywhere(grouping), jnp.dtype(jnp.float32)
         rule = rule_for(checked, groups.entries())
@@ -135,22 +155,10 @@ def stage(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, ClipState]:
-        flat, rule_state, info = flatten(updates, "updates"), (), None
-        if options.record:
-            state = init(updates) if state is None else state
-            check_state(state, ClipState, options.name)
-            rule_state, info = state.rule, state.info
-        known = () if info is None else (info.names, info.norm.size)
-        groups = groups_of(flat, scope, options, *known)
-        norm = known_norm(options, extra_args, groups.grouping.layout)
-        rule = rule_for(checked, groups.entries())
-        rule = at_step(rule, rule_state) if options.record else rule
-        updates, rule_state, info = clipped(
-            flat, params, rule, rule_state, info, norm, groups, method, **places
-        )
-        if info is not None:
-            state = ClipState(increased(state.steps), rule_state, info)
-        return updates, state
+        state = init(updates) if state is None else state
+        check_state(state, ClipState, options.name)
+        updates, rule_state, info = step(updates, params, extra_args, state.rule, state.info)
+        return updates, ClipState(increased(state.steps), rule_state, info)
 
     return transformation(init, update)
 

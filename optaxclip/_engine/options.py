@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
+from optaxclip._base.arguments import checked_bool
 from optaxclip._base.types import AxisName, NonFinite, PyTree
 from optaxclip._engine.placement import as_axis_names
 from optaxclip.nonfinite import as_policy
@@ -117,8 +118,7 @@ class Options:
         """
         chosen = _DEFAULTS | given
         for argument in ("strict", "record"):
-            if not isinstance(chosen[argument], bool):
-                raise TypeError(f"{argument} must be True or False, got {chosen[argument]!r}")
+            checked_bool(chosen[argument], argument)
         known_norm = chosen["known_norm"]
         if known_norm is not None and not isinstance(known_norm, str):
             raise TypeError(

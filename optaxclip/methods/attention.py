@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import check_state
+from optaxclip._base.arguments import check_state, checked_bool
 from optaxclip._base.numerics import (
     accumulation_dtype,
     match_weak_type,
@@ -19,7 +19,7 @@ from optaxclip._base.numerics import (
     promoted,
     safe_divide,
 )
-from optaxclip._base.transformation import Transformation, transformation
+from optaxclip._base.transformation import Transformation, stateless, transformation
 from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name, per_leaf
 from optaxclip._base.types import ClipState, Path, PyTree
 from optaxclip._engine.checks import matching_params
@@ -35,6 +35,7 @@ def clip_attention_logits(
     *,
     heads: Callable[[str, Array], Heads | None],
     specs: PyTree = None,
+    record: bool = True,
     name: str = "clip_attention_logits",
 ) -> Transformation[ClipState]:
     """Shrinks the query and key weights of attention heads whose logits exceed a limit (QK-Clip).
@@ -74,6 +75,8 @@ def clip_attention_logits(
         `optax.inject_hyperparams` needs `static_args=("heads",)`.
       specs: inside `shard_map`, how the weights are split over devices, where heads are; see
         `optaxclip.clip_by`.
+      record: whether the state keeps what was done. With False it is an `optax.EmptyState`, and any
+        state is taken and handed back; a schedule refuses that.
       name: the name in messages.
 
     Returns:
@@ -109,7 +112,8 @@ def clip_attention_logits(
 
     def clip(specs: PyTree = None) -> Transformation[ClipState]:
         # Each head is a group of its own, with one entry.
-        return clip_by(scopes.axes(()), limit, norm="linf", specs=specs, name=name)
+        of_heads = {"specs": specs, "record": record, "name": name}
+        return clip_by(scopes.axes(()), limit, norm="linf", **of_heads)
 
     def init(params: PyTree) -> ClipState:
         flat = flatten(params, "params")
@@ -118,18 +122,10 @@ def clip_attention_logits(
             raise ValueError(f"{name}: heads gave Heads for none of the leaves {flat.names()}")
         return clip().init({weight.name: jnp.zeros(weight.shape) for weight in weights})
 
-    def update(
-        updates: PyTree,
-        state: Any,
-        params: PyTree | None = None,
-        *,
-        max_logits: PyTree = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, ClipState]:
-        del extra_args
+    def rescaled(
+        updates: PyTree, state: Any, params: PyTree | None, max_logits: PyTree = None, **_: Any
+    ) -> tuple[PyTree, Any]:
         flat = flatten(updates, "updates")
-        state = init(updates) if state is None else state
-        check_state(state, ClipState, name)
         for given, missing in ((params, "params"), (max_logits, "max_logits")):
             if given is None:
                 raise ValueError(
@@ -141,14 +137,25 @@ def clip_attention_logits(
         logits = _logits_of(weights, max_logits, name)
         clipped, state = clip(_specs_of(weights, specs, only)).update(logits, state)
         names = [weight.name for weight in weights]
-        rescaled = _rescaled(
+        leaves = _rescaled(
             only.picked(),
             matching_params(only, params, name).picked(),
             [logits[key] for key in names],
             [clipped[key] for key in names],
             places=tuple(weight.place for weight in weights),
         )
-        return only.rebuild(rescaled), state
+        return only.rebuild(leaves), state
+
+    if not checked_bool(record, "record"):
+        clip()  # which refuses a limit that remembers
+        return stateless(lambda updates, params, **extra: rescaled(updates, (), params, **extra)[0])
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, ClipState]:
+        state = init(updates) if state is None else state
+        check_state(state, ClipState, name)
+        return rescaled(updates, state, params, **extra_args)
 
     return transformation(init, update)
 

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jax import Array
 
 import optaxclip.methods.elementwise as elementwise
-from optaxclip._base.arguments import check_state
+from optaxclip._base.arguments import check_state, checked_bool
 from optaxclip._base.counters import increased
-from optaxclip._base.transformation import Transformation, transformation
+from optaxclip._base.transformation import Transformation, stateless, transformation
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
-from optaxclip.thresholds.fixed import ScalarOrSchedule, check_limit
+from optaxclip.thresholds.fixed import ScalarOrSchedule, check_limit, without_memory
 
 
 class ClipByValueState(NamedTuple):
@@ -24,20 +24,23 @@ class ClipByValueState(NamedTuple):
     steps: Array
 
 
-def clip(max_delta: ScalarOrSchedule) -> Transformation[ClipByValueState]:
+def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[ClipByValueState]:
     """Holds every entry to `[-max_delta, max_delta]`, a complex one to modulus `max_delta`.
 
     NaN stays NaN, infinite entries go to the bounds.
 
     Args:
       max_delta: the largest absolute value, or a schedule of it.
+      record: whether the state counts the steps. With False it is an `optax.EmptyState`, and any
+        state is taken and handed back; a schedule refuses that.
 
     Returns:
       A transformation with a `ClipByValueState`. It keeps no record of what was clipped, which
       would take more reads of the gradients than the clip itself.
 
     Raises:
-      ValueError: if `max_delta` is a negative or NaN number, or not a scalar.
+      ValueError: if `max_delta` is a negative or NaN number, or not a scalar, or a schedule without
+        a record.
       TypeError: if it is no number.
 
     Example:
@@ -48,11 +51,11 @@ def clip(max_delta: ScalarOrSchedule) -> Transformation[ClipByValueState]:
       [nan  2. -2.  2.  1.]
     """
     bound = max_delta if callable(max_delta) else check_limit(max_delta, "max_delta")
-    return _clip_by_bounds(None, bound, ("max_delta", "max_delta"))
+    return _clip_by_bounds(None, bound, ("max_delta", "max_delta"), record)
 
 
 def clip_by_value(
-    min_value: ScalarOrSchedule, max_value: ScalarOrSchedule
+    min_value: ScalarOrSchedule, max_value: ScalarOrSchedule, *, record: bool = True
 ) -> Transformation[ClipByValueState]:
     """Holds every entry to `[min_value, max_value]`, a complex one to modulus `max_value`.
 
@@ -61,13 +64,14 @@ def clip_by_value(
     Args:
       min_value: the least value: a scalar, an array that broadcasts to every leaf, or a schedule.
       max_value: the largest value, likewise.
+      record: as in `clip`.
 
     Returns:
       A transformation with a `ClipByValueState`, without a record, like `clip`.
 
     Raises:
-      ValueError: if a minimum exceeds its maximum, where both are concrete, or a bound would make a
-        leaf larger.
+      ValueError: if a minimum exceeds its maximum, where both are concrete, a bound would make a
+        leaf larger, or one is a schedule, without a record.
       TypeError: if a bound is no number.
 
     Example:
@@ -83,12 +87,25 @@ def clip_by_value(
             elementwise.check_bound(bound, argument)
     if not callable(min_value) and not callable(max_value):
         elementwise.check_order(min_value, max_value, ("min_value", "max_value"))
-    return _clip_by_bounds(min_value, max_value, ("min_value", "max_value"))
+    return _clip_by_bounds(min_value, max_value, ("min_value", "max_value"), record)
 
 
 def _clip_by_bounds(
-    low: ScalarOrSchedule | None, high: ScalarOrSchedule, arguments: tuple[str, str]
+    low: ScalarOrSchedule | None,
+    high: ScalarOrSchedule,
+    arguments: tuple[str, str],
+    record: bool,
 ) -> Transformation[ClipByValueState]:
+    name = "clip" if low is None else "clip_by_value"
+
+    def clamped(updates: PyTree, least: Any, largest: Any) -> PyTree:
+        return elementwise.clamp(flatten(updates, "updates"), least, largest, arguments)
+
+    if not checked_bool(record, "record"):
+        if callable(low) or callable(high):
+            raise ValueError(without_memory(name))
+        return stateless(lambda updates, *_, **__: clamped(updates, low, high))
+
     def init(params: PyTree) -> ClipByValueState:
         flatten(params, "params")
         return ClipByValueState(jnp.zeros((), jnp.int32))
@@ -101,10 +118,9 @@ def _clip_by_bounds(
     ) -> tuple[PyTree, ClipByValueState]:
         del params, extra_args
         state = init(updates) if state is None else state
-        check_state(state, ClipByValueState, "clip" if low is None else "clip_by_value")
+        check_state(state, ClipByValueState, name)
         least = low(state.steps) if callable(low) else low
         largest = high(state.steps) if callable(high) else high
-        clipped = elementwise.clamp(flatten(updates, "updates"), least, largest, arguments)
-        return clipped, ClipByValueState(increased(state.steps))
+        return clamped(updates, least, largest), ClipByValueState(increased(state.steps))
 
     return transformation(init, update)

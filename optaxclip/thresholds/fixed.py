@@ -178,20 +178,30 @@ def rule_for(
     return by_name({name: _as_rule(limit[name]) for name in names}, Names(names, shapes))
 
 
-def refuse_memory(limit: Threshold | dict[str, Any], name: str) -> None:
-    """Raises where a checked limit depends on earlier steps.
+def state_without_memory(limit: Threshold | dict[str, Any], name: str) -> PyTree:
+    """The state, at every step, of a checked limit that does not depend on earlier ones.
 
     Raises:
       ValueError: if it does.
     """
-    rules = limit.values() if isinstance(limit, dict) else [limit]
-    for rule in map(_as_rule, rules):
+
+    def of(rule: Threshold) -> PyTree:
         state = jax.eval_shape(rule.init, jax.ShapeDtypeStruct((1,), jnp.float32))
         if jax.tree.leaves(state):
-            raise ValueError(
-                f"{name}: record=False keeps no state, and this limit depends on the steps before "
-                "it; leave record=False out, or take a constant limit"
-            )
+            raise ValueError(without_memory(name))
+        return state
+
+    if isinstance(limit, dict):
+        return {group: of(_as_rule(each)) for group, each in limit.items()}
+    return of(limit)
+
+
+def without_memory(name: str) -> str:
+    """What is wrong with a limit that remembers, where there is no state."""
+    return (
+        f"{name}: record=False keeps no state, and this limit depends on the steps before it; "
+        "leave record=False out, or take a constant limit"
+    )
 
 
 def at_step(rule: Threshold, state: PyTree) -> Threshold:

@@ -1,0 +1,101 @@
+"""`record=False`: Optax's clip in every respect but the digits, for every limit without memory."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from methods_table import GRADS, METHODS, PARAMS, assert_same, label, random_tree
+
+import optaxclip
+from optaxclip import scopes, thresholds
+
+# What wraps an optimizer, or is one, keeps more than a record.
+KEEPS_MORE = {"scale_by_stable_adam", "clip_by_second_moment", "skip_above", "skip_above_loss"}
+REMEMBERS = [name for name, m in METHODS.items() if m.has_memory or m.counts]
+WITHOUT = [name for name in METHODS if name not in (*REMEMBERS, *KEEPS_MORE)]
+
+
+def foreign_state():
+    return TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(1e-3))
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_results_are_those_with_a_record_and_any_state_is_handed_back(name):
+    with_record, without = METHODS[name].make(), METHODS[name].make(record=False)
+    assert without.init(PARAMS) == optax.EmptyState()
+    for grads in (GRADS, random_tree(3), jax.tree.map(lambda x: x.at[0].set(jnp.nan), GRADS)):
+        expected, _ = with_record.update(grads, with_record.init(PARAMS), PARAMS)
+        for state in (optax.EmptyState(), None, foreign_state(), "anything"):
+            updates, returned = without.update(grads, state, PARAMS)
+            assert returned is state
+        assert_same(updates, expected)
+    step = jax.jit(lambda grads, state: without.update(grads, state, PARAMS))
+    expected, _ = jax.jit(with_record.update)(GRADS, with_record.init(PARAMS), PARAMS)
+    updates, state = step(GRADS, foreign_state())
+    assert_same(updates, expected)
+    assert_same(state.opt_state, foreign_state().opt_state)
+
+
+@pytest.mark.parametrize("name", REMEMBERS)
+def test_a_limit_that_remembers_refuses_by_name(name):
+    own = METHODS[name].factory.__name__.lstrip("_")
+    own = {"clip_scheduled": "clip", "norm_scheduled": "clip_by_norm"}.get(own, own)
+    own = own if hasattr(optaxclip, own) else "clip_by"
+    wrong = (TypeError, "'record'") if name in KEEPS_MORE else (ValueError, "record=False")
+    with pytest.raises(wrong[0], match=rf"^{own}\b.*{wrong[1]}"):
+        METHODS[name].make(record=False)
+
+
+@pytest.mark.parametrize("name", ["skip_above", "skip_nonfinite"])
+def test_a_skip_has_no_such_argument(name):
+    limit = {"limit": 1.0} if name == "skip_above" else {}
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected .*'record'"):
+        getattr(optaxclip, name)(optax.sgd(1.0), **limit, record=False)
+
+
+def test_every_transformation_that_can_do_without_has_the_argument():
+    public = (getattr(optaxclip, name) for name in dir(optaxclip))
+    made = [fn for fn in public if inspect.isfunction(fn)]
+    without = {fn.__name__ for fn in made if "record" not in inspect.signature(fn).parameters}
+    pure = {"clip_tree", "from_config"} | {fn for fn in without if fn.startswith("per_example")}
+    assert without - pure - {"skip_nonfinite"} == KEEPS_MORE - {"skip_above_loss"}
+
+
+@pytest.mark.parametrize("record", [None, 0, "no"])
+@pytest.mark.parametrize("name", ["clip", "clip_by_global_norm", "clip_attention_logits"])
+def test_it_is_true_or_false(name, record):
+    with pytest.raises(TypeError, match=r"record must be True or False, got "):
+        METHODS[name].make(record=record)
+
+
+def test_one_rule_among_several_that_remembers_is_refused():
+    limits = {"matrix": 1.0, "vector": thresholds.zscore()}
+    with pytest.raises(ValueError, match=r"^clip_by: record=False"):
+        optaxclip.clip_by(scopes.group(label), limits, record=False)
+    with pytest.raises(ValueError, match=r"^mine: record=False"):
+        optaxclip.clip_by_global_norm(optax.constant_schedule(1.0), record=False, name="mine")
+
+
+def test_limits_may_be_traced():
+    @jax.jit
+    def clipped(limit):
+        return optaxclip.clip_by_global_norm(limit, record=False).update(GRADS, None)[0]
+
+    np.testing.assert_allclose(optax.tree.norm(clipped(0.5)), 0.5, rtol=1e-6)
+
+
+# Optax's Adam relies on implicit promotion.
+@jax.numpy_dtype_promotion("standard")
+def test_a_checkpoint_of_optax_fits_and_the_run_goes_on():
+    theirs = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    ours = optax.chain(optaxclip.clip_by_global_norm(1.0, record=False), optax.adam(1e-3))
+    _, trained = theirs.update(GRADS, theirs.init(PARAMS), PARAMS)
+    assert jax.tree.structure(ours.init(PARAMS)) == jax.tree.structure(trained)
+    updates, state = ours.update(GRADS, trained, PARAMS)
+    expected, _ = theirs.update(GRADS, trained, PARAMS)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), updates, expected)
+    assert optax.tree.get(state, "count") == 2
