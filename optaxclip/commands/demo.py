@@ -28,7 +28,7 @@ METHODS = {
     "agc": partial(optaxclip.adaptive_grad_clip, 0.01),
     "block_rms": partial(optaxclip.clip_by_block_rms, 0.001),
     "normalize": partial(optaxclip.normalize_by_global_norm, 1.0),
-    "autoclip": partial(optaxclip.autoclip, 10.0),
+    "autoclip": partial(optaxclip.autoclip),
     "zclip": partial(optaxclip.zclip),
     "adagc": partial(optaxclip.adagc),
     "median": partial(optaxclip.clip_by_median_norm, scale=2.0),

@@ -208,7 +208,7 @@ def clip_by_ema_norm(
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.clip_by_ema_norm(1.5)
+      >>> tx = optaxclip.clip_by_ema_norm(ratio=1.5)
       >>> state = tx.init(jnp.zeros(1))
       >>> for norm in (1.0, 1.2, 0.8, 1.0, 5.0):
       ...     updates, state = tx.update(jnp.array([norm]), state)

@@ -154,7 +154,7 @@ def clip_by_second_moment(
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.clip_by_second_moment(4.0, decay=0.5, warmup_steps=2)
+      >>> tx = optaxclip.clip_by_second_moment(threshold=4.0, decay=0.5, warmup_steps=2)
       >>> state = tx.init(jnp.zeros(2))
       >>> for spike in (1.0, 1.0, 1.0, 10.0):
       ...     updates, state = tx.update(jnp.array([spike, 0.5]), state)

@@ -47,8 +47,8 @@ def clip_by_block_rms(
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
       >>> clip = optaxclip.clip_by_block_rms(1.0)
-      >>> print(clip.update(jnp.array([3.0, 4.0]), None)[0])
-      [0.848528 1.131371]
+      >>> print(clip.update(jnp.array([7.0, 1.0]), None)[0])
+      [1.4 0.2]
       >>> tx = optax.chain(optax.scale_by_adam(), clip, optax.scale_by_learning_rate(1e-3))
     """
     limit = as_limit(threshold, "threshold")

@@ -50,7 +50,7 @@ def autoclip(
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.autoclip(50.0)
+      >>> tx = optaxclip.autoclip(percentile=50.0)
       >>> state = tx.init(jnp.zeros(1))
       >>> for norm in (1.0, 1.2, 0.8, 1.0, 5.0):
       ...     updates, state = tx.update(jnp.array([norm]), state)
@@ -96,7 +96,7 @@ def clip_by_median_norm(
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.clip_by_median_norm(2.0, window=4)
+      >>> tx = optaxclip.clip_by_median_norm(scale=2.0, window=4)
       >>> state = tx.init(jnp.zeros(1))
       >>> for norm in (9.0, 1.0, 1.2, 0.8, 1.0, 5.0):
       ...     updates, state = tx.update(jnp.array([norm]), state)
@@ -138,7 +138,7 @@ def clip_by_window_norm(
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.clip_by_window_norm(3.0, window=4)
+      >>> tx = optaxclip.clip_by_window_norm(num_std=3.0, window=4)
       >>> state = tx.init(jnp.zeros(1))
       >>> for norm in (1.0, 1.2, 0.8, 1.0, 5.0):
       ...     updates, state = tx.update(jnp.array([norm]), state)

@@ -1,6 +1,5 @@
 """Pictures of training runs: losses, norms, before and after."""
 
-import itertools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,12 +8,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optaxclip.plots.style import (
-    COLORS,
-    STYLES,
     crosses_at_the_top,
     curve,
     finished,
     legend_below,
+    look_of,
     new_axes,
     with_matplotlib,
 )
@@ -177,9 +175,8 @@ def _checked(
 
 def _lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> "dict[str, Line2D]":
     drawn = {}
-    looks = zip(itertools.cycle(COLORS), itertools.cycle(STYLES), strict=True)
     for depth, (name, (x, y)) in enumerate(curves.items()):
-        color, style = next(looks)
+        color, style = look_of(depth)
         line = ax.plot(x, np.where(np.isfinite(y), y, np.nan), style, color=color, label=name)[0]
         # The first is on top; the others are wider, to be seen where they lie below an equal one.
         line.set(zorder=3 - depth / len(curves), linewidth=LEAST_WIDTH + WIDER * depth)

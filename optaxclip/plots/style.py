@@ -10,10 +10,11 @@ from numpy.typing import ArrayLike
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart, without its yellow.
-COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-# For print in grey. As 4 and 7 have no common factor, a pair comes again only after 28 lines.
+COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#4800F0")
+"""Okabe and Ito's palette, which colour-blind readers can tell apart; a violet in the place of its
+yellow, which is too pale on white."""
 STYLES = ("-", "--", "-.", ":")
+"""They go with the colours, for print in grey and for readers who cannot tell two colours apart."""
 LONGEST_BESIDE = 32
 """Letters of a label that leaves room for axes, or another label, beside it."""
 
@@ -35,6 +36,16 @@ def new_axes(ax: "Axes | None") -> "Axes":
     with with_matplotlib():
         from matplotlib import pyplot as plt
     return plt.subplots(layout="constrained")[1]
+
+
+def look_of(number: int) -> tuple[str, str]:
+    """The colour and the line style of curve `number`, from 0.
+
+    In each further round of the colours every colour gets the next style, so a pair comes again
+    only after `len(COLORS) * len(STYLES)` curves.
+    """
+    again, color = divmod(number, len(COLORS))
+    return COLORS[color], STYLES[(color + again) % len(STYLES)]
 
 
 def curve(

@@ -276,9 +276,3 @@ def test_equal_runs_are_all_seen():
 def test_curves_that_cannot_be_drawn(series, options, message):
     with pytest.raises(ValueError, match=message):
         plots.norm_curves(series, **options)
-
-
-def test_two_runs_never_look_alike():
-    names = [str(i) for i in range(len(plots.COLORS) * len(plots.STYLES))]
-    ax = plots.loss_curves({name: [2.0, 1.0] for name in names}, ax=Figure().subplots())
-    assert len({(line.get_color(), line.get_linestyle()) for line in ax.lines}) == len(names)
