@@ -38,17 +38,20 @@ class Grouping:
       axes: for each measured leaf, the axes over which it is reduced.
       layout: how limit rules see the norms: "scalar", one number for the whole tree; "vector", an
         array with one entry for each name; "dict", one array for each leaf.
+      has_labels: whether the names are labels that a user gave.
     """
 
     groups: tuple[Group, ...]
     axes: tuple[tuple[int, ...], ...]
     layout: Literal["scalar", "vector", "dict"]
+    has_labels: bool = False
 
     @property
     def names(self) -> Names:
         """The names of all entries of a `ClipInfo`."""
         shapes = tuple(group.shape for group in self.groups) if self.layout == "dict" else ()
-        return Names((name for group in self.groups for name in group.names), shapes)
+        names = (name for group in self.groups for name in group.names)
+        return Names(names, shapes, self.has_labels)
 
     @property
     def present(self) -> list[bool]:

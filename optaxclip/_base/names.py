@@ -18,15 +18,19 @@ class Names(tuple[str, ...]):
 
     Attributes:
       shapes: the shapes of what is named, where they matter; else empty.
+      are_labels: whether a user gave them to groups, so that each is of interest by itself.
     """
 
     shapes: _Shapes
+    are_labels: bool
 
-    def __new__(cls, names: Iterable[str] = (), shapes: _Shapes = ()) -> "Names":
+    def __new__(
+        cls, names: Iterable[str] = (), shapes: _Shapes = (), are_labels: bool = False
+    ) -> "Names":
         """Names, with shapes or without."""
         _register_with_flax()
         self = super().__new__(cls, names)
-        self.shapes = shapes
+        self.shapes, self.are_labels = shapes, are_labels
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -40,8 +44,8 @@ class Names(tuple[str, ...]):
     def __hash__(self) -> int:
         return hash(Names)
 
-    def __reduce__(self) -> tuple[type["Names"], tuple[tuple[str, ...], _Shapes]]:
-        return Names, (tuple(self), self.shapes)
+    def __reduce__(self) -> tuple[type["Names"], tuple[tuple[str, ...], _Shapes, bool]]:
+        return Names, (tuple(self), self.shapes, self.are_labels)
 
 
 def _register_with_flax() -> None:

@@ -16,7 +16,7 @@ EXTRA: str = "plot"
 
 EXAMPLES = """examples:
   python -m optaxclip suggest log.csv --column grad_norm
-  python -m optaxclip suggest runs/today --column clip/0/norm --plot norms.png
+  python -m optaxclip suggest runs/today --column clip_by_global_norm/norm --plot norms.png
   tail -n 2000 metrics.jsonl | python -m optaxclip suggest - --column train.grad_norm --json"""
 
 

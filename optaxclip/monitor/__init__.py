@@ -3,8 +3,8 @@
 Every clip and every skip keeps a record of its last step in its own state, wherever that is held:
 in `chain`, `masked`, `partition`, `MultiSteps`, `apply_if_finite`, `inject_hyperparams`, a Flax
 `TrainState`, an `nnx.Optimizer`, lists, dicts. (`clip`, `clip_by_value` and
-`clip_by_second_moment` have no norm and keep no record.) For a log, `scalars` makes flat numbers of
-the records::
+`clip_by_second_moment` have no norm and keep no record.) For a log, `metrics` makes flat numbers of
+the records inside of the compiled step, and `scalars` the same on the host::
 
   for name, value in monitor.scalars(opt_state).items():
       writer.add_scalar(name, value, step)              # TensorBoard
@@ -14,6 +14,7 @@ After a step that was skipped, `bad_leaves` names the leaves that it was for, an
 the host whether to go on.
 """
 
+from optaxclip.monitor.reading import metrics as metrics
 from optaxclip.monitor.reading import read as read
 from optaxclip.monitor.reading import scalars as scalars
 from optaxclip.monitor.recording import RecordState as RecordState

@@ -1,13 +1,22 @@
 """What the clips and skips in a state did at the last step."""
 
-import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax import Array
 
-from optaxclip._base.types import ClipInfo, ClipState, PyTree
+from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
 from optaxclip.methods.skipping import SkipState
-from optaxclip.monitor.states import find, to_host, unboxed
+from optaxclip.monitor.states import described, keys_of, name_of, numbered, to_host, unboxed, walk
+from optaxclip.monitor.summaries import (
+    NUMBERS,
+    Summary,
+    has_labels,
+    summary,
+    summary_on_device,
+    wanted,
+)
 
 
 def read(opt_state: PyTree) -> dict[str, ClipInfo]:
@@ -17,7 +26,8 @@ def read(opt_state: PyTree) -> dict[str, ClipInfo]:
 
     Args:
       opt_state: any pytree that holds the state: the state itself, a `TrainState`, an
-        `nnx.Optimizer` (but not `nnx.state(optimizer)`, of which Flax has made nameless dicts).
+        `nnx.Optimizer`; also `nnx.state(optimizer)` and `flax.serialization.to_state_dict`, in
+        which Flax keeps no names: there transformations are called "clip" and "skip".
 
     Returns:
       A dict in the order of the state, a skip before what it wraps. A key is the path in the state
@@ -27,6 +37,9 @@ def read(opt_state: PyTree) -> dict[str, ClipInfo]:
       equal, all paths are in Python's notation: `['a/b'][0]/clip_by_norm`.) After a skip that
       judges the loss comes what it did about that, under its key and `/loss`; `norm` is the loss.
 
+    Raises:
+      ValueError: if there is no clip and no skip that keeps a record.
+
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
       >>> tx = optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(0.1))
@@ -35,20 +48,24 @@ def read(opt_state: PyTree) -> dict[str, ClipInfo]:
       ...     print(key, info.norm, info.factor)
       0/clip_by_global_norm 5.0 0.2
     """
-    infos = {}
-    for key, state in find(opt_state, ClipState, SkipState).items():
-        infos[key] = state.info
+    places, infos = [], []
+    for path, state in _records(opt_state, "read"):
+        places.append((path, (name_of(state),)))
+        infos.append(state.info)
         if isinstance(state, SkipState) and state.loss:
-            infos[f"{key}/loss"] = state.loss.info
-    return {key: ClipInfo(*map(unboxed, info)) for key, info in infos.items()}
+            places.append((path, (name_of(state), "loss")))
+            infos.append(state.loss.info)
+    rows = zip(keys_of(places), infos, strict=True)
+    return {key: ClipInfo(*map(unboxed, info)) for key, info in rows}
 
 
-def scalars(opt_state: PyTree) -> dict[str, float]:
-    """The records as flat numbers with stable names, ready for a log.
+def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
+    """The records as a flat dict of scalars, inside of the compiled step too.
 
-    The n-th clip in the order of `read` gives `clip/n/norm` and so on, the n-th skip `skip/n/norm`:
+    A name is that of the transformation, what the number is, and of a clip by labels the label:
+    `clip_by_global_norm/limit`, `clip_by_group_norm/norm/actor`.
 
-      name             | of   | what                                       | of many entries
+      number           | of   | what                                       | of many entries
       -----------------|------|--------------------------------------------|-----------------
       norm             | both | the norm before clipping                   | of the worst one
       limit            | both | the norm above which something is done     | of the worst one
@@ -58,22 +75,62 @@ def scalars(opt_state: PyTree) -> dict[str, float]:
       num_skipped      | skip | steps so far that were skipped             | the largest
       loss, loss_limit | skip | the same of the loss, where it is judged   | furthest above
 
-    The worst entry is the one with the largest ratio of norm to limit; a norm that is not finite
-    and a limit of 0 are worse than anything. States under `vmap` count as more entries. Before the
-    first step the limit is inf, and that of `skip_nonfinite` always.
+    Each label has numbers of its own (scopes `group` and `muon`); of leaves, units and states under
+    `vmap`, which may be very many, one number stands for all. The worst entry is the one with the
+    largest ratio of norm to limit; a norm that is not finite and a limit of 0 are worse than
+    anything. Before the first step the limit is inf, and that of `skip_nonfinite` always.
+
+    The names depend on the transformations alone, and are the same at every step. Where several
+    have one name, those after the first have a number behind it, in the order of `read`:
+    `clip_by_norm_1/norm`. Give them names of their own with `name=`.
+
+    Args:
+      opt_state: as in `read`.
+      prefix: what all names begin with, such as "train/".
+
+    Returns:
+      A dict from name to float32[], or int32[] for counts. Nothing is sent to the host.
+
+    Raises:
+      ValueError: if there is no clip and no skip that keeps a record.
+      TypeError: if `prefix` is no string.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by_group_norm(1.0, {"actor": "actor", "critic": "critic"})
+      >>> params = {"actor": jnp.zeros(2), "critic": jnp.zeros(1)}
+      >>> @jax.jit
+      ... def step(grads, state):
+      ...     updates, state = tx.update(grads, state)
+      ...     return updates, state, metrics(state, "train/")
+      >>> grads = {"actor": jnp.array([3.0, 4.0]), "critic": jnp.array([0.5])}
+      >>> _, _, found = step(grads, tx.init(params))
+      >>> print(found["train/clip_by_group_norm/norm/actor"])
+      5.0
+    """
+    found = [state for _, state in _records(opt_state, "metrics")]
+    summaries = [summary_on_device(wanted(state), has_labels(state)) for state in found]
+    return _named(found, summaries, prefix)
+
+
+def scalars(opt_state: PyTree, prefix: str = "") -> dict[str, float]:
+    """The same as `metrics`, as Python floats on the host, ready for a log.
 
     The host waits for the step that made the state, then for one `jax.device_get` of six arrays a
-    clip (of eight for a skip that judges the loss), however many leaves it has. Nothing is computed
+    clip (of seven for a skip that judges the loss), however many leaves it has. Nothing is computed
     on the device, so that one process of many may call it alone.
 
     Args:
       opt_state: as in `read`.
+      prefix: as in `metrics`.
 
     Returns:
-      A dict from name to Python float; empty where there are no clips.
+      A dict from name to Python float.
 
     Raises:
-      TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet.
+      ValueError: if there is no clip and no skip that keeps a record.
+      TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet, and if `prefix` is
+        no string.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -81,57 +138,48 @@ def scalars(opt_state: PyTree) -> dict[str, float]:
       >>> _, opt_state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
       >>> for name, value in scalars(opt_state).items():
       ...     print(f"{name} {value:.1f}")
-      clip/0/norm 5.0
-      clip/0/limit 1.0
-      clip/0/factor 0.2
-      clip/0/clipped_fraction 1.0
-      clip/0/num_nonfinite 0.0
+      clip_by_global_norm/norm 5.0
+      clip_by_global_norm/limit 1.0
+      clip_by_global_norm/factor 0.2
+      clip_by_global_norm/clipped_fraction 1.0
+      clip_by_global_norm/num_nonfinite 0.0
     """
-    states = find(opt_state, ClipState, SkipState).values()
-    numbers = {"clip": itertools.count(), "skip": itertools.count()}
+    found = [state for _, state in _records(opt_state, "scalars")]
+    arrays = to_host([wanted(state) for state in found], "scalars")
+    rows = zip(arrays, found, strict=True)
+    summaries = [summary(of, has_labels(state), np) for of, state in rows]
+    return {name: float(x) for name, x in _named(found, summaries, prefix).items()}
+
+
+def _records(opt_state: PyTree, caller: str) -> list[tuple[Path, ClipState | SkipState]]:
+    """The states that hold a record, with their paths.
+
+    Raises:
+      ValueError: if there are none, naming the caller.
+    """
+    found = list(walk(opt_state, (ClipState, SkipState)))
+    if not found:
+        raise ValueError(
+            f"monitor.{caller} takes an optimizer's state that holds the record of a clip or a "
+            f"skip, and finds none in what it got: {described(opt_state)}. Pass opt_state, a "
+            "TrainState or an nnx.Optimizer. (optaxclip.clip, clip_by_value and "
+            "clip_by_second_moment keep no record, nor does anything with record=False; what "
+            "monitor.record keeps is read by monitor.history.)"
+        )
+    return found
+
+
+def _named(
+    states: Sequence[ClipState | SkipState], summaries: Sequence[Summary], prefix: str
+) -> dict[str, Any]:
+    """Numbers under their names."""
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix must be a string such as 'train/', got {prefix!r}")
     flat = {}
-    for arrays in to_host([_wanted(state) for state in states], "scalars"):
-        kind = "skip" if "num_skipped" in arrays else "clip"
-        prefix = f"{kind}/{next(numbers[kind])}"
-        flat |= {f"{prefix}/{name}": float(x) for name, x in _summary(arrays).items()}
+    names = numbered([name_of(state) for state in states])
+    for name, state, of in zip(names, states, summaries, strict=True):
+        labels = [f"/{label}" for label in state.info.names] if has_labels(state) else [""]
+        for field in (field for field in NUMBERS if field in of):
+            column = of[field]
+            flat |= {f"{prefix}{name}/{field}{x}": column[i] for i, x in enumerate(labels)}
     return flat
-
-
-def _wanted(state: ClipState | SkipState) -> dict[str, Any]:
-    """What `_summary` needs, still on the device."""
-    of_info = ("norm", "limit", "factor", "num_clipped", "num_nonfinite")
-    wanted = {field: getattr(state.info, field) for field in of_info}
-    if isinstance(state, ClipState):
-        wanted["steps"] = state.steps
-    else:
-        wanted["num_skipped"] = state.num_skipped
-        if state.loss:
-            wanted |= {"loss": state.loss.info.norm, "loss_limit": state.loss.info.limit}
-    return {key: unboxed(x) for key, x in wanted.items()}
-
-
-def _summary(of: dict[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
-    """The numbers of one clip or skip, from what `_wanted` says."""
-    # The appended entry is never the worst, but where there is no other.
-    norm, limit, factor = (
-        np.append(of[field], nothing).astype(np.float64)
-        for field, nothing in (("norm", 0.0), ("limit", np.inf), ("factor", 1.0))
-    )
-    usable = (limit > 0) & np.isfinite(norm)
-    with np.errstate(over="ignore"):
-        ratio = np.divide(norm, limit, out=np.full(norm.shape, np.inf), where=usable)
-    worst = np.argmax(ratio)
-    summary = {"norm": norm[worst], "limit": limit[worst], "factor": factor[worst]}
-    if "steps" in of:
-        steps = np.maximum(of["steps"], 1)
-        entries = of["num_clipped"].reshape(*steps.shape, -1)
-        summary["clipped_fraction"] = np.sum(entries / steps[..., None]) / max(entries.size, 1)
-    summary["num_nonfinite"] = np.max(of["num_nonfinite"], initial=0)
-    if "num_skipped" in of:
-        summary["num_skipped"] = np.max(of["num_skipped"])
-    if "loss" in of:
-        loss, limit = np.ravel(of["loss"]), np.ravel(of["loss_limit"])
-        above = np.subtract(loss, limit, out=np.full(loss.shape, np.inf), where=np.isfinite(loss))
-        furthest = np.argmax(above)
-        summary |= {"loss": loss[furthest], "loss_limit": limit[furthest]}
-    return summary

@@ -181,7 +181,14 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
       >>> history_names(record(per_leaf=True).init({"w": jnp.zeros(2), "b": jnp.zeros(1)}))
       ('b', 'w')
     """
-    return tuple(_only_record(opt_state, name).names)
+    state = _only_record(opt_state, name)
+    if not state.names and unboxed(state.ring).size:
+        raise ValueError(
+            "the record has lost the names of its norms, which Flax and optax.tree_map_params do "
+            "not keep: pass the nnx.Optimizer in the place of its nnx.state, or the state after "
+            "another step"
+        )
+    return tuple(state.names)
 
 
 def _only_record(opt_state: PyTree, name: str | None) -> RecordState:

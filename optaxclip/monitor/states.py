@@ -1,42 +1,105 @@
 """Finding the states of clips, skips and records in any pytree, and their numbers on the host."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, keystr
 
-from optaxclip._base.types import Path, PyTree
-from optaxclip.methods.skipping import SkipState
+from optaxclip._base.names import Names
+from optaxclip._base.trees import leaf_name
+from optaxclip._base.types import ClipInfo, Path, PyTree
+from optaxclip.methods.skipping import LossState, SkipState
+
+OF_NAMES = {"name", "names", "leaves"}
+OFTEN_EMPTY = {"rule", "loss", "inner_state"}
+"""Fields without arrays, which Flax leaves out where it makes dicts of states."""
 
 
-def _walk(tree: PyTree, kinds: tuple[type, ...], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def find(tree: PyTree, *kinds: Any) -> dict[str, Any]:
+    """The states of the given kinds under their keys."""
+    found = list(walk(tree, kinds))
+    keys = keys_of([(path, (name_of(state),)) for path, state in found])
+    return dict(zip(keys, (state for _, state in found), strict=True))
+
+
+def keys_of(places: Sequence[tuple[Path, tuple[str, ...]]]) -> list[str]:
+    """A key for each path and the names behind it, all different."""
+    simple, exact = [], []
+    for path, names in places:
+        simple.append("/".join(filter(None, (keystr(path, simple=True, separator="/"), *names))))
+        exact.append("/".join((keystr(path), *names)))
+    if len(set(simple)) == len(simple):
+        return simple
+    return numbered(exact)
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """The names, all different: those after the first of a kind have a number behind them."""
+    given: dict[str, None] = {}
+    for name in names:
+        chosen, number = name, 0
+        while chosen in given:
+            number += 1
+            chosen = f"{name}_{number}"
+        given[chosen] = None
+    return list(given)
+
+
+def walk(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """All states of the given kinds, with their paths; those inside of a skip come after it."""
     stop = (*kinds, SkipState)
-    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, stop))
+    pairs = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: isinstance(_whole(x, stop), stop)
+    )
     for rest, node in pairs:
-        if isinstance(node, kinds):
-            yield (*path, *rest), node
-        if isinstance(node, SkipState):
-            yield from _walk(node.inner_state, kinds, (*path, *rest, GetAttrKey("inner_state")))
+        state = _whole(node, stop)
+        if isinstance(state, tuple(kinds)):
+            yield (*path, *rest), state
+        if isinstance(state, SkipState):
+            inside = (*path, *rest, GetAttrKey("inner_state"))
+            yield from walk(state.inner_state, kinds, inside)
 
 
-def find(tree: PyTree, *kinds: type) -> dict[str, Any]:
-    """The states of the given kinds under their keys."""
-    found = list(_walk(tree, kinds))
-    by_key = {
-        f"{keystr(path, simple=True, separator='/')}/{name_of(node)}".removeprefix("/"): node
-        for path, node in found
-    }
-    if len(by_key) == len(found):
-        return by_key
-    return {f"{keystr(path)}/{name_of(node)}": node for path, node in found}
+def _whole(node: Any, kinds: Sequence[Any]) -> Any:
+    """A state of one of these kinds in the place of the dict that Flax has made of it."""
+    for kind in kinds:
+        if _has_fields(node, kind) and ("info" not in node or _has_fields(node["info"], ClipInfo)):
+            name = kind.__name__.removesuffix("State").lower()
+            return _put_together(node, kind, Names((name,)))
+    return node
+
+
+def _has_fields(node: Any, kind: Any) -> bool:
+    """Whether the keys of a dict are the fields of a kind of state."""
+    if not isinstance(node, Mapping):
+        return False
+    keys, fields = set(node), set(kind._fields)
+    return fields - OF_NAMES - OFTEN_EMPTY <= keys <= fields
+
+
+def _put_together(node: Mapping[str, Any], kind: Any, name: Names) -> Any:
+    known = {key: value for key, value in node.items() if key not in OF_NAMES}
+    if "info" in known:
+        known["info"] = _put_together(known["info"], ClipInfo, name)
+    if known.get("loss"):
+        known["loss"] = _put_together(known["loss"], LossState, name)
+    known |= {"name": name, "names": Names(), "leaves": Names()}
+    return kind(**{field: known.get(field, ()) for field in kind._fields})
 
 
 def name_of(state: Any) -> str:
     """The name that a transformation was given, from its state."""
     return next(iter(state.info.name if hasattr(state, "info") else state.name))
+
+
+def described(tree: PyTree) -> str:
+    """What a tree is, for a message: its type and its first leaves."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    names = ", ".join(f"'{leaf_name(path)}'" for path in paths[:3])
+    of_leaves = f"with the leaves {names}{', ...' if len(paths) > 3 else ''}" if paths else "empty"
+    return f"{type(tree).__name__}, {of_leaves}"
 
 
 def unboxed(value: Any) -> Any:
@@ -54,6 +117,7 @@ def to_host(arrays: PyTree, caller: str) -> PyTree:
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
         raise TypeError(
             f"monitor.{caller} needs numbers, and under jit, vmap or grad there are none yet: call "
-            "it on the state that the compiled step returns; monitor.read works inside"
+            "it on the state that the compiled step returns; monitor.metrics and monitor.read work "
+            "inside"
         )
     return jax.device_get(arrays)

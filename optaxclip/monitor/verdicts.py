@@ -42,11 +42,24 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
       ('b',)
     """
     found: list[tuple[tuple[str, ...], object]] = []
-    for state in find(opt_state, ClipState, SkipState).values():
+    nameless = []
+    for key, state in find(opt_state, ClipState, SkipState).items():
         if isinstance(state, SkipState):
-            found.append((tuple(state.leaves), unboxed(state.blamed)))
+            names, flags = state.leaves, unboxed(state.blamed)
         elif np.ndim(unboxed(state.info.norm)) > np.ndim(unboxed(state.steps)):
-            found.append((tuple(state.info.names), unboxed(state.info.norm)))
+            names, flags = state.info.names, unboxed(state.info.norm)
+        else:
+            continue
+        if names or not flags.size:
+            found.append((tuple(names), flags))
+        else:
+            nameless.append(key)
+    if not found and nameless:
+        raise ValueError(
+            f"{nameless} know leaves, and not their names, which Flax and optax.tree_map_params do "
+            "not keep: pass the nnx.Optimizer in the place of its nnx.state, or the state after "
+            "another step"
+        )
     if not found:
         raise ValueError(
             "nothing in the state knows leaves: put skip_nonfinite or skip_above around the "

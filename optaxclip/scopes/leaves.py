@@ -86,7 +86,8 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
             Group((label,), tuple(i for i, other in enumerate(found) if other == label))
             for label in sorted(set(found))
         )
-        return Grouping(groups, tuple(map(_all_axes, flat.picked())), "vector")
+        axes = tuple(map(_all_axes, flat.picked()))
+        return Grouping(groups, axes, "vector", has_labels=True)
 
     return assign
 

@@ -129,7 +129,7 @@ def test_the_page_runs(number):
             for _ in range(2):
                 updates, state = update(params, state, params)
             assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(updates))
-        assert monitor.scalars(state)["clip/0/norm"] > 0
+        assert next(iter(monitor.scalars(state).values())) > 0
 
 
 def test_a_record_and_a_clip_for_each():
@@ -140,4 +140,4 @@ def test_a_record_and_a_clip_for_each():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         state = jax.jit(tx.update)(grads, tx.init(grads), grads)[1]
     np.testing.assert_allclose(monitor.history(state), [6.0])
-    assert monitor.scalars(state)["clip/0/norm"] == 5.0
+    assert next(iter(monitor.scalars(state).values())) == 5.0

@@ -232,14 +232,14 @@ def test_the_monitor_shows_the_loss():
         _, state = tx.update(jnp.ones(1), state, value=loss)
         assert list(monitor.scalars(state)) == names
     numbers = monitor.scalars(state)
-    assert (numbers["skip/0/loss"], numbers["skip/0/loss_limit"]) == (2.0, -1.0)
+    assert (numbers["mine/loss"], numbers["mine/loss_limit"]) == (2.0, -1.0)
     info = monitor.read(state)["0/mine/loss"]
     assert (info.norm, info.limit, info.factor, info.num_clipped) == (2.0, -1.0, 0.0, 1)
     restored = from_bytes(tx.init(jnp.ones(1)), to_bytes(state))
     assert monitor.scalars(restored) == numbers
     batch = jax.vmap(lambda loss: tx.update(jnp.ones(1), state, value=loss)[1])
     for losses, worst in (([-3.0, 0.5, -9.0], 0.5), ([9.0, jnp.nan, 1.0], np.nan)):
-        found = monitor.scalars(batch(jnp.array(losses)))["skip/0/loss"]
+        found = monitor.scalars(batch(jnp.array(losses)))["mine/loss"]
         np.testing.assert_array_equal(found, worst)
     plain = skip_above(optax.sgd(1.0), 9.0).init(jnp.ones(1))
     assert not any("loss" in name for name in monitor.scalars(plain))

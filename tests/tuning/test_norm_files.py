@@ -111,7 +111,7 @@ def events(tmp_path):
     with tensorboard.SummaryWriter(str(tmp_path / "events")) as writer:
         writer.add_text("note", "no number")
         for step in reversed(range(len(NORMS))):
-            writer.add_scalar("clip/0/norm", NORMS[step], step)
+            writer.add_scalar("clip_by_global_norm/norm", NORMS[step], step)
             writer.add_scalar("loss", 1.0, step)
     return tmp_path / "events"
 

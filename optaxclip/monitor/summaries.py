@@ -1,0 +1,103 @@
+"""From the record of one clip or skip to the few numbers of a log, on the device or the host."""
+
+import functools
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from optaxclip._base.types import ClipState
+from optaxclip.methods.skipping import SkipState
+from optaxclip.monitor.states import unboxed
+
+Summary: TypeAlias = dict[str, Any]
+"""For each kind of number an array `[labels]`, or `[1]`."""
+
+# What there is without entries.
+_NOTHING = {"norm": 0.0, "limit": float("inf"), "factor": 1.0}
+NUMBERS = (
+    *("norm", "limit", "factor", "clipped_fraction", "num_nonfinite"),
+    *("num_skipped", "loss", "loss_limit"),
+)
+"""The kinds, in their order; what comes out of `jit` is sorted."""
+
+
+def wanted(state: ClipState | SkipState) -> dict[str, Any]:
+    """What `summary` needs, still on the device."""
+    of_info = ("norm", "limit", "factor", "num_nonfinite")
+    found = {field: getattr(state.info, field) for field in of_info}
+    if isinstance(state, ClipState):
+        found |= {"num_clipped": state.info.num_clipped, "steps": state.steps}
+    else:
+        found["num_skipped"] = state.num_skipped
+        if state.loss:
+            found |= {"loss": state.loss.info.norm, "loss_limit": state.loss.info.limit}
+    return {key: unboxed(x) for key, x in found.items()}
+
+
+def has_labels(state: ClipState | SkipState) -> bool:
+    """Whether the record has entries that a user has named."""
+    names = state.info.names
+    return names.are_labels and len(names) > 0
+
+
+@functools.partial(jax.jit, static_argnames="with_labels", inline=True)
+def summary_on_device(of: dict[str, Any], with_labels: bool) -> Summary:
+    """`summary` of arrays that may be traced."""
+    return summary(of, with_labels, jnp)
+
+
+def summary(of: dict[str, Any], with_labels: bool, numpy: Any) -> Summary:
+    """The numbers of one clip or skip.
+
+    Args:
+      of: what `wanted` says. States under `vmap` have leading axes, which count as more entries.
+      with_labels: whether the entries along the last axis each have numbers of their own.
+      numpy: `numpy`, or `jax.numpy`.
+    """
+    steps = of["steps"] if "steps" in of else of["num_skipped"]
+    states = max(steps.size, 1)
+
+    def rows(x: Any) -> Any:
+        """`[entries, labels]`, or `[entries, 1]`."""
+        return x.reshape(states, x.size // states) if with_labels else x.reshape(-1, 1)
+
+    found = _of_worst({field: rows(of[field]) for field in _NOTHING}, numpy)
+    if "steps" in of:
+        counts = of["num_clipped"]
+        per_step = counts.reshape(states, -1) / numpy.maximum(steps, 1).reshape(states, 1)
+        shares = rows(per_step.astype(numpy.float32))
+        found["clipped_fraction"] = numpy.sum(shares, axis=0) / max(len(shares), 1)
+    found["num_nonfinite"] = numpy.max(rows(of["num_nonfinite"]), axis=0, initial=0)
+    if "num_skipped" in of:
+        found["num_skipped"] = numpy.max(of["num_skipped"].reshape(-1, 1), axis=0, initial=0)
+    if "loss" in of:
+        found |= _of_largest_loss(of["loss"].reshape(-1, 1), of["loss_limit"].reshape(-1, 1), numpy)
+    return found
+
+
+def _of_worst(columns: dict[str, Any], numpy: Any) -> Summary:
+    """Of each column the number of the entry with the largest ratio of norm to limit."""
+    norm, limit = columns["norm"], columns["limit"]
+    if len(norm) == 0:
+        of_none = numpy.ones(norm.shape[1:], norm.dtype)
+        return {field: of_none * x for field, x in _NOTHING.items()}
+    is_usable = (limit > 0) & numpy.isfinite(norm)
+    norm, limit = numpy.where(is_usable, norm, 0), numpy.where(is_usable, limit, 1)
+    # The root of the ratio, which is in the range of float32.
+    root = numpy.where(is_usable, numpy.sqrt(norm) / numpy.sqrt(limit), numpy.inf)
+    return _at_largest(root, columns, numpy)
+
+
+def _of_largest_loss(loss: Any, limit: Any, numpy: Any) -> Summary:
+    """The loss that is furthest above its limit, and that."""
+    is_finite = numpy.isfinite(loss)
+    above = numpy.where(is_finite, numpy.where(is_finite, loss, 0) - limit, numpy.inf)
+    return _at_largest(above, {"loss": loss, "loss_limit": limit}, numpy)
+
+
+def _at_largest(score: Any, columns: dict[str, Any], numpy: Any) -> Summary:
+    if len(score) == 1:
+        return {field: x[0] for field, x in columns.items()}
+    where = numpy.argmax(score, axis=0, keepdims=True)
+    return {field: numpy.take_along_axis(x, where, axis=0)[0] for field, x in columns.items()}

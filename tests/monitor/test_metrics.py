@@ -1,0 +1,264 @@
+"""The records as flat scalars: `metrics` on the device, `scalars` the same on the host."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, serialization
+from jax.sharding import AxisType
+
+import optaxclip
+from optaxclip import monitor, scopes
+from optaxclip.methods.skips import skip_above, skip_nonfinite
+
+GRADS = {"b": jnp.array([2.0]), "w": jnp.array([3.0, 4.0])}
+NORM = np.sqrt(29.0)
+BAD = GRADS | {"b": jnp.array([jnp.nan])}
+NAMES = ["norm", "limit", "factor", "clipped_fraction", "num_nonfinite"]
+SKIP_NAMES = ["norm", "limit", "factor", "num_nonfinite", "num_skipped"]
+CLIP, LEAVES = "clip_by_global_norm", "clip_by_norm"
+
+
+def tree_clip(limit=1.0, **options):
+    return optaxclip.clip_by_global_norm(limit, **options)
+
+
+def by_label(**options):
+    return optaxclip.clip_by_group_norm(1.0, {"b": "critic", "w": "actor"}, **options)
+
+
+def after(tx, *steps, params=GRADS, **extra):
+    state = tx.init(params)
+    for grads in steps:
+        state = tx.update(grads, state, params, **extra)[1]
+    return state
+
+
+def everything(inner=None):
+    """A chain with each kind of record in it."""
+    last = skip_above(optax.chain(tree_clip(0.5)), 100.0, loss_limit=1.0, name="skip")
+    return optax.chain(by_label(), optaxclip.clip_by_norm(1.0), tree_clip(), inner or last)
+
+
+def assert_the_same(state, **options):
+    """Both give the same names and numbers, which are returned."""
+    numbers = monitor.scalars(state, **options)
+    arrays = jax.jit(lambda state: monitor.metrics(state, **options))(state)
+    assert list(numbers) == list(monitor.metrics(state, **options))
+    assert sorted(numbers) == list(arrays)
+    for name, x in arrays.items():
+        assert x.shape == ()
+        np.testing.assert_allclose(np.float64(x), numbers[name], rtol=1e-6, err_msg=name)
+    return numbers
+
+
+def test_names_and_numbers():
+    numbers = assert_the_same(after(everything(), GRADS, value=2.0), prefix="train/")
+    first = [
+        f"clip_by_group_norm/{name}/{label}" for name in NAMES for label in ("actor", "critic")
+    ]
+    rest = {LEAVES: NAMES, CLIP: NAMES, "skip": [*SKIP_NAMES, "loss", "loss_limit"]}
+    expected = [*first, *(f"{one}/{name}" for one, names in rest.items() for name in names)]
+    expected += [f"{CLIP}_1/{name}" for name in NAMES]
+    assert list(numbers) == [f"train/{name}" for name in expected]
+    assert numbers["train/clip_by_group_norm/norm/actor"] == 5.0
+    assert numbers["train/clip_by_group_norm/factor/critic"] == 0.5
+    assert numbers["train/clip_by_group_norm/clipped_fraction/critic"] == 1.0
+    assert numbers["train/skip/loss"] == 2.0
+    assert numbers[f"train/{CLIP}_1/limit"] == np.inf  # as the skip let nothing through
+    for function in (monitor.scalars, monitor.metrics):
+        with pytest.raises(TypeError, match="prefix must be a string"):
+            function(tree_clip().init(GRADS), 3)
+
+
+def test_each_label_has_its_own_numbers():
+    tx = optaxclip.clip_by(scopes.group({"b": "low", "w": "high"}), {"low": 3.0, "high": 4.0})
+    state = after(tx, GRADS, BAD, GRADS | {"b": 2 * GRADS["b"]})
+    numbers = assert_the_same(state)
+    found = [numbers[f"clip_by/{name}/low"] for name in NAMES]
+    assert found == pytest.approx([4.0, 3.0, 0.75, 1 / 3, 1.0])
+    found = [numbers[f"clip_by/{name}/high"] for name in NAMES]
+    assert found == pytest.approx([5.0, 4.0, 0.8, 1.0, 0.0])
+    assert "clip_by/norm" not in numbers
+    muon = optaxclip.clip_by(scopes.muon(), 1.0)
+    assert monitor.scalars(after(muon, GRADS))["clip_by/norm/adam"] == pytest.approx(NORM)
+    # Of states under `vmap` the worst of each label.
+    batch = jax.tree.map(lambda x: jnp.stack([x, x / 8]), GRADS)
+    numbers = assert_the_same(jax.vmap(lambda grads: after(by_label(), grads))(batch))
+    assert numbers["clip_by_group_norm/norm/actor"] == 5.0
+    assert numbers["clip_by_group_norm/clipped_fraction/actor"] == 0.5
+    assert numbers["clip_by_group_norm/clipped_fraction/critic"] == 0.5
+
+
+def test_names_that_collide():
+    tx = optax.chain(tree_clip(), tree_clip(0.5), tree_clip(0.25, name=f"{CLIP}_1"))
+    numbers = monitor.scalars(after(tx, GRADS))
+    assert [numbers[f"{CLIP}{end}/limit"] for end in ("", "_1", "_1_1")] == [1.0, 0.5, 0.25]
+    assert len(numbers) == 3 * len(NAMES)
+
+
+@pytest.mark.parametrize("where", ["scan", "vmap", "tracked", "untracked", "explicit", "nnx"])
+def test_inside_of_what_is_compiled(where):
+    tx, steps = everything(tree_clip(0.5)), jax.tree.map(lambda x: jnp.stack([x, 2 * x]), GRADS)
+    states = [after(tx, GRADS), after(tx, GRADS, jax.tree.map(lambda x: 2 * x, GRADS))]
+
+    def step(state, grads):
+        state = tx.update(grads, state)[1]
+        return state, monitor.metrics(state)
+
+    if where == "scan":
+        found = jax.jit(lambda: jax.lax.scan(step, tx.init(GRADS), steps)[1])()
+        expected = [monitor.scalars(state) for state in states]
+    elif where == "vmap":
+        found = jax.vmap(lambda grads: step(tx.init(GRADS), grads)[1])(steps)
+        double = jax.tree.map(lambda x: 2 * x, GRADS)
+        expected = [monitor.scalars(after(tx, grads)) for grads in (GRADS, double)]
+    elif where == "nnx":
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tree_clip(), wrt=nnx.Param)
+        found = nnx.jit(monitor.metrics)(optimizer)
+        found, expected = jax.tree.map(lambda x: x[None], found), [monitor.scalars(optimizer)]
+    else:
+        kind = AxisType.Explicit if where == "explicit" else AxisType.Auto
+        mesh = jax.make_mesh((2,), ("data",), (kind,))
+        spec = jax.P("data")
+        grads = {"b": jnp.zeros(2), "w": jnp.arange(4.0)}
+        expected = [monitor.scalars(after(tree_clip(), grads))]
+        tx = tree_clip(specs=jax.P("data")) if where == "untracked" else tree_clip()
+
+        def on_devices(grads):
+            return monitor.metrics(tx.update(grads, tx.init(grads))[1])
+
+        if where != "explicit":
+            check = {"check_vma": where == "tracked"}
+            on_devices = jax.shard_map(
+                on_devices, mesh=mesh, in_specs=spec, out_specs=jax.P(), **check
+            )
+        with jax.set_mesh(mesh):
+            found = jax.jit(on_devices)(jax.device_put(grads, jax.NamedSharding(mesh, spec)))
+        found = jax.tree.map(lambda x: x[None], found)
+    assert sorted(found) == sorted(expected[0])
+    for name, column in found.items():
+        wanted = [row[name] for row in expected]
+        np.testing.assert_allclose(column, wanted, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("function", [monitor.read, monitor.scalars, monitor.metrics])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (GRADS, r"dict, with the leaves 'b', 'w'\. Pass opt_state"),
+        (tree_clip(), "Transformation, with the leaves 'init', 'update'"),
+        (optaxclip.clip(1.0).init(GRADS), "ClipByValueState, with the leaves 'steps'"),
+        (tree_clip(record=False).init(GRADS), "record=False"),
+        (monitor.record(3).init(GRADS), "is read by monitor.history"),
+        (optax.adam(0.1).init(GRADS), r"tuple, with the leaves '0/count', .*, \.\.\.\. Pass"),
+        (None, "NoneType, empty"),
+    ],
+)
+def test_what_holds_no_record_is_an_error_that_says_what_came(function, given, said):
+    with pytest.raises(ValueError, match=rf"monitor.{function.__name__} takes.*{said}"):
+        function(given)
+
+
+def test_what_flax_makes_of_a_state():
+    inner = skip_above(optax.chain(tree_clip(), optax.sgd(0.1, 0.9)), 9.0, loss_limit=3.0)
+    tx = optax.chain(monitor.record(3, per_leaf=True), optaxclip.clip_by_norm(0.5), inner)
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    optimizer.update(model, grads, value=1.0)
+    whole = monitor.scalars(optimizer)
+    renamed = {LEAVES: "clip", "skip_above": "skip", CLIP: "clip_1"}
+    expected = {}
+    for name, number in whole.items():
+        first, rest = name.split("/")
+        expected[f"{renamed[first]}/{rest}"] = number
+    taken_apart = serialization.to_state_dict(after(tx, GRADS, value=1.0))
+    for state in (nnx.state(optimizer), nnx.state(optimizer)["opt_state"]):
+        assert assert_the_same(state) == expected
+        np.testing.assert_array_equal(monitor.history(state), monitor.history(optimizer))
+        assert monitor.verdict(state) == "ok"
+        for function in (monitor.history_names, monitor.bad_leaves):
+            with pytest.raises(ValueError, match=r"pass the nnx\.Optimizer in the place of its"):
+                function(state)
+    assert list(assert_the_same(taken_apart)) == list(expected)
+    keys = ["1/clip", "2/skip", "2/skip/loss", "2/inner_state/0/clip"]
+    assert list(monitor.read(taken_apart)) == keys
+    assert list(monitor.read(nnx.state(optimizer))) == [f"opt_state/{key}" for key in keys]
+
+
+def test_scalars_over_steps():
+    tx = optax.chain(tree_clip(4.0), skip_above(optax.trace(0.5), 1.0))
+    small = jax.tree.map(lambda x: x / 8, GRADS)
+    state = tx.init(GRADS)
+    assert list(monitor.scalars(state).values())[:5] == [0.0, np.inf, 1.0, 0.0, 0.0]
+    state = after(tx, GRADS, BAD, small, small, GRADS)
+    numbers = monitor.scalars(state)
+    assert all(type(number) is float for number in numbers.values())
+    of_clip = [numbers[f"{CLIP}/{name}"] for name in NAMES]
+    assert of_clip == pytest.approx([NORM, 4.0, 4.0 / NORM, 2 / 5, 1.0])
+    of_skip = [numbers[f"skip_above/{name}"] for name in SKIP_NAMES]
+    assert of_skip == pytest.approx([4.0, 1.0, 0.0, 1.0, 3.0])
+
+
+def per_leaf_state(**columns):
+    """A state of four steps with these columns."""
+    params = {f"leaf{i}": jnp.zeros(1) for i in range(len(columns["norm"]))}
+    state = optaxclip.clip_by_norm(1.0).init(params)
+    arrays = {name: jnp.array(column) for name, column in columns.items()}
+    return state._replace(steps=jnp.int32(4), info=state.info._replace(**arrays))
+
+
+def test_scalars_of_many_entries():
+    measured = {"norm": [8.0, 3.0, 0.1], "limit": [4.0, 1.0, 1.0], "factor": [0.5, 0.25, 1.0]}
+    state = per_leaf_state(**measured, num_clipped=[2, 4, 0], num_nonfinite=[0, 1, 3])
+    expected = zip(NAMES, [3.0, 1.0, 0.25, 0.5, 3.0], strict=True)
+    assert monitor.scalars([state]) == {f"{LEAVES}/{name}": x for name, x in expected}
+
+
+@pytest.mark.parametrize(
+    ("norm", "limit", "worst"),
+    [
+        ([2.0, np.nan, 1.0], [1.0, 9.0, 1.0], 1),
+        ([2.0, 1.0, np.inf], [1.0, 1.0, np.inf], 2),
+        ([2.0, 1.0, 1.0], [1.0, 0.0, 1.0], 1),
+        ([1e38, 2e38, 1.0], [1e-38, 1e-38, 1.0], 1),
+        ([0.0, 0.0, 0.0], [np.inf, np.inf, np.inf], 0),
+    ],
+)
+def test_the_worst_entry(norm, limit, worst):
+    state = per_leaf_state(norm=norm, limit=limit, factor=[0.0, 1.0, 2.0])
+    numbers = monitor.scalars(state)
+    assert numbers[f"{LEAVES}/factor"] == worst
+    np.testing.assert_array_equal(numbers[f"{LEAVES}/norm"], np.float32(norm[worst]))
+
+
+def test_scalars_without_entries_and_under_vmap():
+    empty = monitor.scalars(optaxclip.clip_by_norm(1.0).init({}))
+    assert list(empty.values()) == [0.0, np.inf, 1.0, 0.0, 0.0]
+    tx = optaxclip.clip_by_norm(4.5)
+    batch = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), GRADS)
+    state = jax.jit(jax.vmap(lambda grads: tx.update(grads, tx.init(GRADS))[1]))(batch)
+    numbers = monitor.scalars(state)
+    assert numbers[f"{LEAVES}/norm"] == 10.0
+    assert numbers[f"{LEAVES}/clipped_fraction"] == 0.5
+
+
+@pytest.mark.parametrize("leaves", [1, 1000])
+def test_one_transfer_a_call(monkeypatch, leaves):
+    clip = optaxclip.clip_by_norm(1.0)
+    state = optax.chain(clip, skip_nonfinite(clip)).init({f"{i}": 0.0 for i in range(leaves)})
+    state, calls = jax.tree.map(jnp.copy, state), []  # arrays that share no buffers
+    expected, device_get = monitor.scalars(state), jax.device_get
+
+    def fetch_and_delete(arrays):
+        calls.append(len(jax.tree.leaves(arrays)))
+        fetched = jax.tree.map(np.copy, device_get(arrays))
+        jax.tree.map(lambda x: x.delete(), state)  # nothing can be fetched any more
+        return fetched
+
+    monkeypatch.setattr(jax, "device_get", fetch_and_delete)
+    assert monitor.scalars(state) == expected
+    assert calls == [6 + 5 + 6]
