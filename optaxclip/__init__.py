@@ -21,6 +21,7 @@ from optaxclip._base.types import Limits as Limits
 from optaxclip._base.types import Threshold as Threshold
 from optaxclip._engine.clip import clip_by as clip_by
 from optaxclip._engine.clip import clip_tree as clip_tree
+from optaxclip.config import from_config as from_config
 from optaxclip.methods.adaptive import adagc as adagc
 from optaxclip.methods.adaptive import clip_by_ema_norm as clip_by_ema_norm
 from optaxclip.methods.adaptive import clip_by_quantile as clip_by_quantile

@@ -25,6 +25,7 @@ ROOMS = [
     ("monitor",),
     ("tuning",),
     ("plots",),
+    ("config",),
     ("optaxclip",),
     ("bench",),
     ("commands",),
@@ -40,7 +41,7 @@ PUBLIC = {
     "clip_by_moving_max clip_by_second_moment clip_by_spectral_norm "
     "per_example_global_norm_clip per_example_layer_norm_clip per_example_clip_and_aggregate "
     "skip_nonfinite skip_above clip_by clip_tree scale_by_stable_adam "
-    "clip_attention_logits",
+    "clip_attention_logits from_config",
     "per_example": "clip_sum clipped_grad quantile_limit adjusted_noise_multiplier",
     "ops": "global_norm clip_by_value clip_by_norm clip_by_average_norm clip_by_global_norm",
     "scopes": "leaf axes unit group tree muon muon_labels",

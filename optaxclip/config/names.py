@@ -1,0 +1,47 @@
+"""What there is by name, and what its arguments may be: read from signatures."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any, get_args, get_origin
+
+
+def makers(
+    module: ModuleType, returns: Callable[[Any], bool], prefix: str = ""
+) -> dict[str, Callable[..., Any]]:
+    """The public functions of a module that are declared to return something of a kind."""
+    found = {}
+    for name in dir(module):
+        fn = getattr(module, name)
+        if name.startswith(("_", "as_", "from_")):
+            continue
+        if not callable(fn) or not inspect.isfunction(inspect.unwrap(fn)):
+            continue
+        signature = inspect.signature(fn, eval_str=True)
+        is_variadic = any(p.kind == p.VAR_POSITIONAL for p in signature.parameters.values())
+        if returns(signature.return_annotation) and not is_variadic:
+            found[prefix + name] = fn
+    return found
+
+
+def parts_of(annotation: Any) -> list[Any]:
+    """The alternatives of an annotation, and what their elements may be."""
+    if get_origin(annotation) is Callable:
+        return [annotation]
+    of_elements = get_args(annotation)[1 if get_origin(annotation) is Mapping else 0 :]
+    return [annotation, *(part for each in of_elements for part in parts_of(each))]
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """The rest of a sentence on a name that there is not: it, and those that there are."""
+    known = sorted(known)
+    near = [other for other in known if other == f"optax.{name}"]
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near += [other for other in close if other not in near]
+    rest = [other for other in known if other not in near]
+    # More than a hundred are Optax's, whose documentation has them.
+    is_theirs = name.startswith("optax.")
+    listed = [other for other in rest if other.startswith("optax.") == is_theirs]
+    others = "" if is_theirs or listed == rest else ", and those of Optax, such as 'optax.adamw'"
+    return f"{name!r}; there are {near + listed}{others}"

@@ -1,0 +1,255 @@
+"""Transformations from plain data."""
+
+import json
+import tomllib
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import optax
+import pytest
+import yaml
+from methods_table import PARAMS, assert_same, label, random_tree
+
+import optaxclip
+from optaxclip import from_config, norms, responses, scopes, thresholds
+
+RULE = {"name": "zscore", "z_thresh": 0.5, "warmup_steps": 2}
+LINEAR = {
+    "schedule": "linear_schedule",
+    "init_value": 2.0,
+    "end_value": 0.5,
+    "transition_steps": 3,
+}
+OWN_RULE, OWN_LINEAR = thresholds.zscore(0.97, 0.5, 2), optax.linear_schedule(2.0, 0.5, 3)
+LABELS = {"w": "matrix", "b": "vector", "v": "vector"}
+
+PAIRS = {
+    "by name": (
+        {"name": "zclip", "z_thresh": 0.5, "warmup_steps": 2},
+        optaxclip.zclip(z_thresh=0.5, warmup_steps=2),
+    ),
+    "a chain": (
+        [{"name": "clip", "max_delta": 1.0}, {"name": "optax.sgd", "learning_rate": 0.5}],
+        optax.chain(optaxclip.clip(1.0), optax.sgd(0.5)),
+    ),
+    "no stage": ([], optax.identity()),
+    "a skip of a chain": (
+        {
+            "name": "skip_above",
+            "limit": 4.0,
+            "inner": ["optax.identity", {"name": "clip_by_global_norm", "max_norm": 1.0}],
+        },
+        optaxclip.skip_above(
+            optax.chain(optax.identity(), optaxclip.clip_by_global_norm(1.0)), 4.0
+        ),
+    ),
+    "a skip of what is there": (
+        {"name": "skip_nonfinite", "inner": optax.sgd(0.5), "as": "skip"},
+        optaxclip.skip_nonfinite(optax.sgd(0.5), name="skip"),
+    ),
+    "a schedule": (
+        {"name": "clip_by_global_norm", "max_norm": LINEAR},
+        optaxclip.clip_by_global_norm(OWN_LINEAR),
+    ),
+    "a schedule made of schedules": (
+        {
+            "name": "clip_by_global_norm",
+            "max_norm": {
+                "schedule": "join_schedules",
+                "schedules": [
+                    {"schedule": "constant_schedule", "value": 3.0},
+                    {
+                        "schedule": "piecewise_constant_schedule",
+                        "init_value": 1.0,
+                        "boundaries_and_scales": {"1": 0.5},
+                    },
+                ],
+                "boundaries": [1],
+            },
+        },
+        optaxclip.clip_by_global_norm(
+            optax.join_schedules(
+                [
+                    optax.constant_schedule(3.0),
+                    optax.piecewise_constant_schedule(1.0, {1: 0.5}),
+                ],
+                [1],
+            )
+        ),
+    ),
+    "a rule on a scope": (
+        {"name": "clip_by", "scope": "leaf", "limit": RULE},
+        optaxclip.clip_by(scopes.leaf(), OWN_RULE),
+    ),
+    "arguments of a scope": (
+        {"name": "clip_by", "scope": {"name": "axes", "axes": [-1]}, "limit": 1.0},
+        optaxclip.clip_by(scopes.axes((-1,)), 1.0),
+    ),
+    "a limit for each group": (
+        {
+            "name": "clip_by",
+            "scope": {"name": "group", "labels": LABELS},
+            "limit": {"matrix": RULE, "vector": LINEAR},
+        },
+        optaxclip.clip_by(scopes.group(label), {"matrix": OWN_RULE, "vector": OWN_LINEAR}),
+    ),
+    "a rule of a schedule": (
+        {
+            "name": "clip_by",
+            "scope": "unit",
+            "limit": {"name": "relative_to_params", "ratio": LINEAR},
+        },
+        optaxclip.clip_by(scopes.unit(), thresholds.relative_to_params(OWN_LINEAR)),
+    ),
+    "norm and response by text": (
+        {"name": "clip_by", "scope": "tree", "limit": 1.0, "norm": "l1", "response": "smooth"},
+        optaxclip.clip_by(scopes.tree(), 1.0, norm="l1", response="smooth"),
+    ),
+    "norm and response by name": (
+        {
+            "name": "clip_by",
+            "scope": "tree",
+            "limit": 1.0,
+            "norm": {"name": "l1"},
+            "response": {"name": "smooth"},
+        },
+        optaxclip.clip_by(scopes.tree(), 1.0, norm="l1", response="smooth"),
+    ),
+    "norm and response with arguments": (
+        {
+            "name": "clip_by",
+            "scope": "leaf",
+            "limit": 1.0,
+            "norm": {"name": "lp", "p": 3},
+            "response": {"name": "band", "min_factor": 0.5, "max_factor": 3.0},
+        },
+        optaxclip.clip_by(
+            scopes.leaf(),
+            1.0,
+            norm=norms.lp(3),
+            response=responses.band(min_factor=0.5, max_factor=3.0),
+        ),
+    ),
+    "what is called otherwise in messages": (
+        {"name": "clip_by_norm", "max_norm": 1.0, "as": "second"},
+        optaxclip.clip_by_norm(1.0, name="second"),
+    ),
+}
+
+
+def three_steps(tx):
+    states, steps = tx.init(PARAMS), []
+    for seed in range(3):
+        updates, states = tx.update(random_tree(seed + 1), states, PARAMS)
+        steps.append(updates)
+    return steps, states
+
+
+# Optax's schedules of steps rely on implicit promotion.
+@jax.numpy_dtype_promotion("standard")
+@pytest.mark.parametrize("case", PAIRS)
+def test_it_makes_what_its_data_says(case):
+    config, expected = PAIRS[case]
+    made = from_config(config)
+    assert jax.tree.structure(made.init(PARAMS)) == jax.tree.structure(expected.init(PARAMS))
+    assert_same(three_steps(made), three_steps(expected))
+    assert isinstance(made, optax.GradientTransformationExtraArgs)
+
+
+def is_plain(config):
+    return "what is there" not in config
+
+
+DATA = {name: config for name, (config, _) in PAIRS.items() if is_plain(name)}
+
+
+class OnlyKeys:
+    """The least that is a mapping."""
+
+    def __init__(self, config):
+        self._config = config
+
+    def keys(self):
+        return self._config.keys()
+
+    def __getitem__(self, key):
+        return in_other_mappings(self._config[key])
+
+
+def in_other_mappings(config):
+    if isinstance(config, dict):
+        return OnlyKeys(config)
+    return [in_other_mappings(each) for each in config] if isinstance(config, list) else config
+
+
+FORMATS = {
+    "JSON": lambda config: json.loads(json.dumps(config)),
+    "YAML": lambda config: yaml.safe_load(yaml.safe_dump(config)),
+    "ml_collections": lambda config: ml_collections.ConfigDict({"tx": config}).tx,
+    "any mapping": in_other_mappings,
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_it_reads_what_others_wrote(case):
+    expected = PAIRS[case][1]
+    for read in FORMATS.values():
+        made = from_config(read(DATA[case]))
+        assert jax.tree.structure(made.init(PARAMS)) == jax.tree.structure(expected.init(PARAMS))
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_it_reads_toml():
+    config = tomllib.loads("""
+        [[tx]]
+        name = "clip_by"
+        scope = "leaf"
+        limit = {name = "zscore", z_thresh = 0.5, warmup_steps = 2}
+        [[tx]]
+        name = "clip_by_global_norm"
+        [tx.max_norm]
+        schedule = "piecewise_constant_schedule"
+        init_value = 1.0
+        boundaries_and_scales = {1 = 0.5}
+    """)["tx"]
+    halved = optax.piecewise_constant_schedule(1.0, {1: 0.5})
+    stages = [optaxclip.clip_by(scopes.leaf(), OWN_RULE), optaxclip.clip_by_global_norm(halved)]
+    assert_same(three_steps(from_config(config)), three_steps(optax.chain(*stages)))
+
+
+def test_it_leaves_the_data_alone():
+    config = ml_collections.FrozenConfigDict({"tx": PAIRS["a limit for each group"][0]}).tx
+    before = config.to_json()
+    from_config(config)
+    from_config(config)
+    assert config.to_json() == before
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_all_of_an_optimizer_is_data():
+    """The schedule of a learning rate, one of Optax's optimizers, a skip around all."""
+    rate = {
+        "schedule": "warmup_cosine_decay_schedule",
+        "init_value": 0.0,
+        "peak_value": 0.1,
+        "warmup_steps": 1,
+        "decay_steps": 9,
+    }
+    clip = {"name": "clip_by_global_norm", "max_norm": 1.0}
+    inner = [clip, {"name": "optax.adamw", "learning_rate": rate, "weight_decay": 0.1}]
+    tx = from_config({"name": "skip_nonfinite", "inner": inner})
+    adamw = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.1, 1, 9), weight_decay=0.1)
+    own = optaxclip.skip_nonfinite(optax.chain(optaxclip.clip_by_global_norm(1.0), adamw))
+    assert_same(three_steps(tx), three_steps(own))
+
+
+def test_trees_of_the_user_are_not_read():
+    """Parameters may be called as our keys are."""
+    tree = {"name": jnp.array([3.0, 4.0]), "schedule": jnp.array([6.0, 8.0])}
+    labels = {"name": "leaf", "schedule": "linear"}
+    tx = from_config({"name": "clip_by_group_norm", "max_norm": 1.0, "labels": labels})
+    updates, state = tx.update(tree, tx.init(tree))
+    assert list(state.info.names) == ["leaf", "linear"]
+    np.testing.assert_allclose(updates["schedule"], [0.6, 0.8])
