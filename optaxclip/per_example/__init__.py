@@ -30,6 +30,7 @@ from optaxclip.per_example.aggregate import PerExampleState as PerExampleState
 from optaxclip.per_example.aggregate import (
     per_example_clip_and_aggregate as per_example_clip_and_aggregate,
 )
+from optaxclip.per_example.gradients import ClippedGrad as ClippedGrad
 from optaxclip.per_example.gradients import clipped_grad as clipped_grad
 from optaxclip.per_example.quantile import QuantileLimit as QuantileLimit
 from optaxclip.per_example.quantile import adjusted_noise_multiplier as adjusted_noise_multiplier

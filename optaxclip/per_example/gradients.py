@@ -1,7 +1,8 @@
 """Per-example gradients, clipped and summed, a microbatch at a time."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -29,6 +30,87 @@ from optaxclip.responses import Response
 from optaxclip.scopes import Scope
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClippedGrad:
+    """What `clipped_grad` makes: a function, and how much one example can change what it gives.
+
+    Attributes:
+      loss_fn: the loss of one example.
+      clip: how each example is clipped.
+      argnums: what is differentiated.
+      batch_argnums: what has an axis of examples.
+      has_aux: whether the loss has an auxiliary output.
+      microbatch_size: how many examples are differentiated at once.
+      transform: what becomes of a gradient before it is clipped.
+    """
+
+    loss_fn: Callable[..., Any]
+    clip: ExampleClip
+    argnums: int | tuple[int, ...]
+    batch_argnums: int | tuple[int, ...] | None
+    has_aux: bool
+    microbatch_size: int | None
+    transform: Callable[[PyTree], PyTree] | None
+
+    def __call__(
+        self, *args: Any, is_padding: jax.typing.ArrayLike | None = None, **keywords: Any
+    ) -> PerExampleResult:
+        """The sum of the clipped gradients, and what became of the examples."""
+        roles = Roles.of(args, self.argnums, self.batch_argnums)
+        examples = number_of_examples(flatten(roles.batch, "the batch"), "the batch")
+        flags = padding_flags(is_padding, examples)
+        params = flatten(roles.params, "params")
+        batch = (roles.batch, flags)
+        picked = _varying_like(batch, params.picked())
+        one = self._clipped_tree(params)
+        step = functools.partial(_step, self, roles, params, picked, one, keywords)
+        nothing = _varying_like(batch, Totals.zeros(one, self.clip.limits(one)[0]))
+        sums, losses, aux = in_microbatches(step, batch, examples, self.microbatch_size, nothing)
+        grads = one._replace(leaves=[_float0(leaf) for leaf in one.leaves])
+        result = result_of(sums, grads.rebuild(sums.leaves))
+        return result._replace(losses=losses, aux=aux)
+
+    def sensitivity(
+        self, relation: Any = "add_or_remove_one", params: PyTree = None
+    ) -> jax.typing.ArrayLike:
+        """How far, in the L2 norm, one example can move the sum: what noise is measured by.
+
+        Args:
+          relation: how data sets differ that count as neighbours: by an example that is there or
+            not ("add_or_remove_one"), by one that is blank in its place ("replace_special"), or by
+            another ("replace_one"), which moves the sum twice as far; or a member of
+            `dp_accounting.NeighboringRelation`.
+          params: what is differentiated, for limits by name: how many groups have each.
+
+        Raises:
+          ValueError: for another relation, or limits by name without `params`.
+        """
+        name = getattr(relation, "name", relation)
+        name = name.lower() if isinstance(name, str) else name
+        if name not in _TIMES:
+            raise ValueError(f"relation must be one of {list(_TIMES)}, got {relation!r}")
+        bound: Any = self.clip.limit
+        if isinstance(bound, Mapping):
+            if params is None:
+                raise ValueError(
+                    "limits are given by the names of groups: pass params=, as it depends on them "
+                    "how many groups have each"
+                )
+            bound = self.clip.limits(self._clipped_tree(flatten(params, "params")))[2]
+        return _TIMES[name] * bound
+
+    def _clipped_tree(self, params: FlatTree) -> FlatTree:
+        """What of one example is clipped: a tree like the parameters, or what is made of it."""
+        if self.transform is None:
+            return params
+        zeros = [jnp.zeros_like(leaf) for leaf in params.picked()]
+        made = self.transform(_gradient(params, zeros))
+        return flatten(made, "what pre_clipping_transform gives")
+
+
+_TIMES = {"add_or_remove_one": 1, "replace_special": 1, "replace_one": 2}
+
+
 def clipped_grad(
     loss_fn: Callable[..., Any],
     limit: ExampleLimit,
@@ -40,7 +122,8 @@ def clipped_grad(
     scope: Scope = WHOLE_EXAMPLE,
     response: str | Response = "clip",
     split: Literal["uniform", "size"] = "uniform",
-) -> Callable[..., PerExampleResult]:
+    pre_clipping_transform: Callable[[PyTree], PyTree] | None = None,
+) -> ClippedGrad:
     """A function that gives the sum of the examples' clipped gradients.
 
     The guarantees are those of `clip_sum`. Of no more than `microbatch_size` examples are the
@@ -67,10 +150,15 @@ def clipped_grad(
       scope: which entries of an example share one norm.
       response: as in `clip_sum`.
       split: as in `clip_sum`.
+      pre_clipping_transform: what becomes of the gradient of one example before it is clipped, such
+        as a preconditioner: from the tree of `argnums` to any other. The bound is that of what it
+        gives, and so are the groups and the sum.
 
     Returns:
-      A function `(*args, is_padding=None) -> PerExampleResult` of the arguments of `loss_fn`, with
-      a leading axis of examples where `batch_argnums` says so. `is_padding` is bool `[examples]`.
+      A `ClippedGrad`: a function `(*args, is_padding=None, **keywords) -> PerExampleResult` of the
+      arguments of `loss_fn`, with a leading axis of examples where `batch_argnums` says so.
+      `is_padding` is bool `[examples]`. Keywords go to `loss_fn` as they are, the same for every
+      example. What one example can change of the sum its method `sensitivity` tells.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, a microbatch size below 1, or
@@ -90,47 +178,42 @@ def clipped_grad(
       [-0.4 -1.8 ] [10.   0.2  2. ] 2
       >>> print(result.losses)
       [1.   1.   0.25]
+      >>> print(per_example.clipped_grad(loss_fn, 1.0).sensitivity("replace_one"))
+      2.0
     """
     clip = ExampleClip.checked(limit, scope, response, split)
     if microbatch_size is not None:
         microbatch_size = checked_int(microbatch_size, 1, "microbatch_size")
     argnums = argument_numbers(argnums, "argnums")
     known = None if batch_argnums is None else argument_numbers(batch_argnums, "batch_argnums")
-
-    def clipped(*args: Any, is_padding: jax.typing.ArrayLike | None = None) -> PerExampleResult:
-        roles = Roles.of(args, argnums, known)
-        examples = number_of_examples(flatten(roles.batch, "the batch"), "the batch")
-        flags = padding_flags(is_padding, examples)
-        params = flatten(roles.params, "params")
-        batch = (roles.batch, flags)
-        picked = _varying_like(batch, params.picked())
-        step = functools.partial(_step, loss_fn, clip, roles, params, picked, has_aux)
-        nothing = _varying_like(batch, Totals.zeros(params, clip.limits(params)[0]))
-        sums, losses, aux = in_microbatches(step, batch, examples, microbatch_size, nothing)
-        grads = params._replace(leaves=[_float0(leaf) for leaf in params.leaves])
-        result = result_of(sums, grads.rebuild(sums.leaves))
-        return result._replace(losses=losses, aux=aux)
-
-    return clipped
+    if pre_clipping_transform is not None and not callable(pre_clipping_transform):
+        raise TypeError(
+            "pre_clipping_transform must be a function from the gradient of one example to what is "
+            f"clipped, got {pre_clipping_transform!r}"
+        )
+    return ClippedGrad(
+        loss_fn, clip, argnums, known, has_aux, microbatch_size, pre_clipping_transform
+    )
 
 
 def _step(
-    loss_fn: Callable[..., Any],
-    clip: ExampleClip,
+    how: ClippedGrad,
     roles: Roles,
     params: FlatTree,
     picked: list[Any],
-    has_aux: bool,
+    one: FlatTree,
+    keywords: dict[str, Any],
     batch: tuple[tuple[Any, ...], Array],
 ) -> tuple[Sums, Array, PyTree]:
     """Gradients of a microbatch, clipped and summed."""
     examples, is_padding = batch
 
     def loss(picked: list[Any], example: tuple[Any, ...]) -> Any:
-        found: Any = loss_fn(*roles.with_values(params.rebuild(picked), example))
-        if has_aux and not (isinstance(found, tuple) and len(found) == 2):
+        args = roles.with_values(params.rebuild(picked), example)
+        found: Any = how.loss_fn(*args, **keywords)
+        if how.has_aux and not (isinstance(found, tuple) and len(found) == 2):
             raise TypeError(f"with has_aux loss_fn must return (loss, aux), got {found!r:.80}")
-        value: Any = found[0] if has_aux else found
+        value: Any = found[0] if how.has_aux else found
         shape = jnp.shape(value)
         if shape != ():
             raise ValueError(
@@ -139,10 +222,21 @@ def _step(
             )
         return found
 
-    per_example = jax.vmap(jax.value_and_grad(loss, has_aux=has_aux), in_axes=(None, 0))
-    value, leaves = per_example(picked, examples)
-    losses, aux = value if has_aux else (value, None)
-    return clip.sums(leaves, params, is_padding), losses, aux
+    def of_example(picked: list[Any], example: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+        value, leaves = jax.value_and_grad(loss, has_aux=how.has_aux)(picked, example)
+        if how.transform is not None:
+            made = how.transform(_gradient(params, leaves))
+            leaves = flatten(made, "what pre_clipping_transform gives").picked()
+        return value, leaves
+
+    value, leaves = jax.vmap(of_example, in_axes=(None, 0))(picked, examples)
+    losses, aux = value if how.has_aux else (value, None)
+    return how.clip.sums(leaves, one, is_padding), losses, aux
+
+
+def _gradient(params: FlatTree, leaves: list[Any]) -> PyTree:
+    """The tree of a gradient, as `jax.grad` gives it."""
+    return params._replace(leaves=[_float0(leaf) for leaf in params.leaves]).rebuild(leaves)
 
 
 def _float0(leaf: Any) -> Any:

@@ -1,0 +1,151 @@
+"""What `clipped_grad` takes from an optimizer and a trainer, and what it tells an accountant."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optaxclip import per_example, scopes
+
+RNG = np.random.default_rng(0)
+PARAMS = {"w": jnp.asarray(RNG.normal(size=(3, 2)), jnp.float32), "b": jnp.zeros(2)}
+X, Y = (jnp.asarray(RNG.normal(size=(7, n)), jnp.float32) for n in (3, 2))
+SCALES = {"w": 0.1, "b": 4.0}
+
+
+def loss_fn(params, x, y, *, weight=1.0, is_square=True):
+    error = x @ params["w"] + params["b"] - y
+    return weight * jnp.sum(jnp.square(error) if is_square else jnp.abs(error))
+
+
+def gradients():
+    """Those of all examples."""
+    return jax.vmap(jax.grad(loss_fn), (None, 0, 0))(PARAMS, X, Y)
+
+
+def scaled(grads):
+    return jax.tree.map(lambda x, scale: x * scale, grads, SCALES)
+
+
+def as_matrix(grads):
+    return {"all": jnp.concatenate([grads["w"], grads["b"][None]])}
+
+
+@pytest.mark.parametrize("size", [None, 3])
+@pytest.mark.parametrize("transform", [scaled, as_matrix])
+@pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()])
+def test_gradients_are_clipped_as_the_transform_makes_them(size, transform, scope):
+    options = {"scope": scope, "pre_clipping_transform": transform, "microbatch_size": size}
+    result = jax.jit(per_example.clipped_grad(loss_fn, 1.0, **options))(PARAMS, X, Y)
+    expected = per_example.clip_sum(jax.vmap(transform)(gradients()), 1.0, scope=scope)
+    for found, own in zip(result[:5], expected[:5], strict=True):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found, own)
+
+
+def test_the_transform_sees_what_jax_grad_gives():
+    seen = []
+    params = {**PARAMS, "steps": jnp.zeros(3, jnp.int32), "none": None}
+
+    def transform(grads):
+        seen.append(jax.tree.map(lambda x: x.dtype, grads))
+        return grads["w"]
+
+    fn = per_example.clipped_grad(loss_fn, 1.0, pre_clipping_transform=transform)
+    grads = fn(params, X, Y).grads
+    assert grads.shape == (3, 2)
+    expected = jax.grad(loss_fn, allow_int=True)(params, X[0], Y[0])
+    assert seen[-1] == jax.tree.map(lambda x: x.dtype, expected)
+
+
+def test_the_transform_may_hold_traced_arrays():
+    @jax.jit
+    def step(scales):
+        def transform(grads):
+            return jax.tree.map(jnp.multiply, grads, scales)
+
+        options = {"pre_clipping_transform": transform, "microbatch_size": 2}
+        return per_example.clipped_grad(loss_fn, 1.0, **options)(PARAMS, X, Y).grads
+
+    expected = per_example.clip_sum(jax.vmap(scaled)(gradients()), 1.0).grads
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), step(SCALES), expected)
+
+
+@pytest.mark.parametrize("transform", [3, "scaled"])
+def test_a_transform_that_is_none_is_refused(transform):
+    with pytest.raises(TypeError, match="pre_clipping_transform must be a function"):
+        per_example.clipped_grad(loss_fn, 1.0, pre_clipping_transform=transform)
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_keywords_reach_the_loss_as_they_are(size):
+    fn = per_example.clipped_grad(loss_fn, 1e6, microbatch_size=size)
+    result = fn(
+        PARAMS, X, Y, weight=jnp.float32(3.0), is_square=False, is_padding=jnp.arange(7) > 4
+    )
+    per_loss = jax.vmap(lambda x, y: 3.0 * loss_fn(PARAMS, x, y, is_square=False))
+    np.testing.assert_allclose(result.losses, per_loss(X, Y), rtol=1e-6)
+    fn = per_example.clipped_grad(lambda *args: loss_fn(*args, weight=3.0, is_square=False), 1e6)
+    expected = fn(PARAMS, X[:5], Y[:5]).grads
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), result.grads, expected)
+
+
+def test_a_keyword_that_the_loss_lacks_is_its_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wait'"):
+        per_example.clipped_grad(loss_fn, 1.0)(PARAMS, X, Y, wait=1.0)
+
+
+RELATIONS = {"add_or_remove_one": 1, "replace_special": 1, "replace_one": 2}
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_one_example_moves_the_sum_by_the_sensitivity_at_most(relation):
+    fn = per_example.clipped_grad(loss_fn, 0.5)
+    sensitivity = fn.sensitivity(relation)
+    assert sensitivity == 0.5 * RELATIONS[relation]
+    x, y = X[:4], Y[:4]
+    changed = {
+        "add_or_remove_one": (X[:3], Y[:3]),
+        "replace_special": (x.at[3].set(0), y.at[3].set(0)),
+        # An example whose gradient is the opposite.
+        "replace_one": (x, y.at[3].set(2 * x[3] @ PARAMS["w"] - y[3])),
+    }
+    moved = optax.tree.norm(
+        optax.tree.sub(fn(PARAMS, x, y).grads, fn(PARAMS, *changed[relation]).grads)
+    )
+    np.testing.assert_allclose(moved, sensitivity, rtol=1e-5)
+
+
+def test_relations_of_dp_accounting_are_taken():
+    accounting = pytest.importorskip("dp_accounting")
+    fn = per_example.clipped_grad(loss_fn, 0.5)
+    for relation, times in RELATIONS.items():
+        member = accounting.NeighboringRelation[relation.upper()]
+        assert fn.sensitivity(member) == 0.5 * times
+
+
+def test_limits_by_name_count_as_often_as_there_are_groups():
+    limits = {"w": 3.0, "b": 4.0}
+    fn = per_example.clipped_grad(loss_fn, limits, scope=scopes.leaf())
+    assert fn.sensitivity(params=PARAMS) == 5.0
+    fn = per_example.clipped_grad(loss_fn, limits, scope=scopes.axes(0))
+    np.testing.assert_allclose(fn.sensitivity("replace_one", PARAMS), 2 * (18 + 16) ** 0.5)
+    options = {"scope": scopes.leaf(), "pre_clipping_transform": as_matrix}
+    fn = per_example.clipped_grad(loss_fn, {"all": 2.0}, **options)
+    assert fn.sensitivity(params=PARAMS) == 2.0
+    with pytest.raises(ValueError, match=r"limits are given by the names .* pass params="):
+        fn.sensitivity()
+
+
+@pytest.mark.parametrize("relation", ["replace", None, 3])
+def test_an_unknown_relation_is_refused(relation):
+    with pytest.raises(ValueError, match=r"relation must be one of \['add_or_remove_one', "):
+        per_example.clipped_grad(loss_fn, 1.0).sensitivity(relation)
+
+
+def test_a_traced_limit_has_a_traced_sensitivity():
+    @jax.jit
+    def step(limit):
+        return per_example.clipped_grad(loss_fn, limit).sensitivity("replace_one")
+
+    assert step(0.25) == 0.5
