@@ -14,7 +14,8 @@ class Names(tuple[str, ...]):
 
     `optax.tree_map_params` makes a state from parameters without leaves, and wants it to have the
     structure of a real one. Such a state knows no names. So empty names are equal to all others;
-    the state gets its names back at the next step.
+    the state gets its names back at the next step, unless it is inside of a wrapper that keeps the
+    structure of the state before (`optax.MultiSteps`).
 
     Attributes:
       shapes: the shapes of what is named, where they matter; else empty.

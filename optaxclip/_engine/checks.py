@@ -28,6 +28,12 @@ def among_known(grouping: Grouping, known: Names, size: int, name: str) -> Group
         return grouping
     if not known and size == len(grouping.names):
         return grouping
+    if not known and size:
+        raise ValueError(
+            f"{name}: the state has lost the names of its {size} groups, as after "
+            f"optax.tree_map_params, and the updates have {len(grouping.names)}: take one step "
+            "with all leaves, which names them again"
+        )
     unknown = sorted(set(grouping.names) - set(known))
     if unknown or len(known) != size:
         raise ValueError(

@@ -118,7 +118,8 @@ def clip_attention_logits(
     def init(params: PyTree) -> ClipState:
         flat = flatten(params, "params")
         weights = _weights(flat, heads)
-        if not weights:
+        # `optax.tree_map_params` makes a state from a tree without leaves.
+        if flat.measured and not weights:
             raise ValueError(f"{name}: heads gave Heads for none of the leaves {flat.names()}")
         return clip().init({weight.name: jnp.zeros(weight.shape) for weight in weights})
 

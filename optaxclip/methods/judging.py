@@ -53,9 +53,12 @@ def judged(rule: Threshold, state: PyTree, number: Array, param_norm: Any = None
 
 
 def kept_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
-    """`old` where `where`, else `new`, in the dtypes of `new`; `float0` is left alone."""
+    """`old` where `where`, else `new`, in the dtypes and with the names of `new`.
 
-    def choose(x: Any, y: Any) -> Any:
+    `float0` is left alone.
+    """
+
+    def choose(y: Any, x: Any) -> Any:
         if getattr(y, "dtype", None) == jax.dtypes.float0:
             return y
         if is_opaque(y):
@@ -65,7 +68,7 @@ def kept_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
         # A weak type that came and went would compile the step again.
         return match_weak_type(chosen, x) if x.dtype == y.dtype else chosen
 
-    return jax.tree.map(choose, old, new)
+    return jax.tree.map(choose, new, old)
 
 
 def is_opaque(x: Any) -> bool:

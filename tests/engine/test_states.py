@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from cases import slow_unless
 from flax import nnx
@@ -15,53 +14,13 @@ from methods_table import (
     METHODS,
     PARAMS,
     assert_same,
-    label,
     random_tree,
-    stacked,
 )
+from parts_table import NUMBER, RULES, SCOPES, TRANSFORMATIONS, WRAPPERS
 
 import optaxclip
-from optaxclip import monitor, per_example, scopes, thresholds
+from optaxclip import monitor, scopes
 
-NUMBER = jnp.asarray(0.5)
-RULES = {
-    "constant": functools.partial(thresholds.constant, NUMBER),
-    "schedule": functools.partial(thresholds.schedule, optax.linear_schedule(1.0, 0.5, 9)),
-    "relative_to_params": functools.partial(thresholds.relative_to_params, NUMBER),
-    "percentile": functools.partial(thresholds.percentile, window=4),
-    "window": functools.partial(thresholds.window, window=4),
-    "median": functools.partial(thresholds.median, window=4),
-    "median_every_step": functools.partial(thresholds.median, window=4, every_step=True),
-    "ema": functools.partial(thresholds.ema, target_ratio=NUMBER),
-    "zscore": thresholds.zscore,
-    "log_tracker": thresholds.log_tracker,
-    "adagc": thresholds.adagc,
-    "quantile": functools.partial(thresholds.quantile, init_limit=NUMBER),
-    "of a user": lambda: optaxclip.Threshold(
-        lambda norms: (norms, norms, NUMBER),
-        lambda norms, state, _: (optaxclip.Limits(norms, norms), state),
-    ),
-}
-SCOPES = {
-    "tree": scopes.tree(),
-    "group": scopes.group(label),
-    "leaf": scopes.leaf(stacked),
-    "axes": scopes.axes(0),
-    "unit": scopes.unit(),
-}
-QUANTILE = per_example.quantile_limit(init_limit=NUMBER, count_noise=2.0)
-WRAPPERS = {
-    "skip_nonfinite": optaxclip.skip_nonfinite(optax.sgd(0.1, momentum=0.9)),
-    "skip_above": optaxclip.skip_above(
-        optax.sgd(0.1, momentum=0.9), thresholds.quantile(init_limit=NUMBER)
-    ),
-    "record": monitor.record(4),
-    "record_per_leaf": monitor.record(4, per_leaf=True),
-    "record_ratio": monitor.record(4, ratio=True),
-    "per_example": per_example.per_example_clip_and_aggregate(1.0, 1.0, jax.random.key(0)),
-    "per_example_quantile": per_example.per_example_clip_and_aggregate(QUANTILE, 1.0, key=0),
-}
-TRANSFORMATIONS = {name: method.make() for name, method in METHODS.items()} | WRAPPERS
 # All together are slow to compile; most of those without memory have the same state.
 SOME = ["clip_by_global_norm", "skip_above", "skip_above_loss", "clip_by_spectral_norm", *WRAPPERS]
 SOME += [name for name in DISTINCT if METHODS[name].has_memory]

@@ -1,0 +1,206 @@
+"""`optax.tree_map_params` over every transformation, and what Optax asks of any that is given it.
+
+As `contrib/_common_test.py` of Optax: a state that was mapped is the same in the next step, in
+`scan` and `cond`, and training with it comes to the minimum.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from methods_table import GRADS, METHODS, PARAMS, assert_same, avals, label, random_tree
+from parts_table import RULES, SCOPES, TRANSFORMATIONS
+
+import optaxclip
+from optaxclip import monitor, scopes, thresholds
+from optaxclip._base.names import Names
+
+MOMENTS = {
+    "StableAdamState": ("mu", "nu"),
+    "SecondMomentState": ("moments",),
+    "ScaleByAdamState": ("mu", "nu"),
+    "TraceState": ("trace",),
+    "MultiStepsState": ("acc_grads",),
+}
+"""Fields with the shapes of the parameters, ours and Optax's."""
+
+
+def moments_of(state):
+    """The identities of all moments in a state."""
+    return {
+        id(x)
+        for kind, fields in MOMENTS.items()
+        for _, found in optax.tree.get_all_with_path(state, kind)
+        for x in jax.tree.leaves([getattr(found, field) for field in fields])
+    }
+
+
+def names_in(state):
+    """All names of groups in a state, in order."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Names))
+    return [list(x) for x in leaves if isinstance(x, Names)]
+
+
+def injected():
+    make = optax.inject_hyperparams(optaxclip.scale_by_stable_adam)
+    return optax.chain(optaxclip.clip_by_norm(1.0), make(clipping_threshold=0.5))
+
+
+def in_everything():
+    clips = optax.chain(optaxclip.zclip(), optaxclip.clip_by_norm(1.0), optax.adam(0.1))
+    return optaxclip.skip_above(optaxclip.skip_nonfinite(clips), thresholds.zscore())
+
+
+def of_rule(scope, rule):
+    return lambda: optaxclip.clip_by(SCOPES[scope], RULES[rule]())
+
+
+CASES = {name: lambda name=name: TRANSFORMATIONS[name] for name in TRANSFORMATIONS}
+PAIRS = [*zip(itertools.cycle(SCOPES), RULES), *((scope, "zscore") for scope in SCOPES)]
+CASES |= {f"{scope}, {rule}": of_rule(scope, rule) for scope, rule in PAIRS}
+CASES |= {
+    "rules by name": lambda: optaxclip.clip_by(
+        scopes.group(label), {"matrix": thresholds.zscore(), "vector": 1.0}
+    ),
+    "loss": lambda: monitor.record(4, loss=True),
+    "injected": injected,
+    "in everything": in_everything,
+    "named_chain": lambda: optax.named_chain(
+        ("agc", optaxclip.adaptive_grad_clip(0.1)), ("adam", optax.scale_by_adam())
+    ),
+    "apply_if_finite": lambda: optax.apply_if_finite(
+        optax.chain(optaxclip.clip_by_norm(1.0), optax.trace(0.9)), 3
+    ),
+    "MultiSteps": lambda: optax.MultiSteps(
+        optax.chain(optaxclip.clip_by_norm(1.0), optax.trace(0.9)), 2
+    ).gradient_transformation(),
+}
+
+
+def gradients(name):
+    return random_tree(2, 2) if name.startswith("per_example") else GRADS
+
+
+def update_of(tx):
+    """With all that some transformation wants."""
+    return lambda grads, state: tx.update(grads, state, PARAMS, value=1.0)
+
+
+def same_arrays(actual, expected):
+    """Equal, keys too."""
+    raw = [
+        jax.tree.map(
+            lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x,
+            tree,
+        )
+        for tree in (actual, expected)
+    ]
+    assert_same(*raw)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_state_is_mapped_and_used_as_it_was(name):
+    tx, grads = CASES[name](), gradients(name)
+    step = jax.jit(update_of(tx))
+    with jax.numpy_dtype_promotion("standard"):  # which MultiSteps needs
+        _, state = step(grads, tx.init(PARAMS))
+        seen, others = [], []
+        mapped = optax.tree_map_params(
+            tx,
+            lambda x: seen.append(x) or x,
+            state,
+            transform_non_params=lambda x: others.append(x) or x,
+        )
+        assert jax.tree.structure(mapped) == jax.tree.structure(state)
+        assert {id(x) for x in seen} == moments_of(state)
+        assert len(seen) + len(others) == len(jax.tree.leaves(state))
+        same_arrays(step(grads, mapped), step(grads, state))
+        assert step._cache_size() == 1
+        # Names come back at the next step, whichever of the two a program was first made for.
+        after = [jax.eval_shape(update_of(tx), grads, each)[1] for each in (state, mapped)]
+        assert names_in(after[0]) == names_in(state)
+        if name != "MultiSteps":  # which keeps the structure of the state before
+            assert names_in(after[1]) == names_in(state)
+        assert avals(after[1]) == avals(mapped)
+        choice = (True, lambda s: update_of(tx)(grads, s)[1], lambda s: s, mapped)
+        jax.eval_shape(lambda: jax.lax.cond(*choice))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_specs_for_a_state_from_those_of_the_parameters(name):
+    tx = CASES[name]()
+    shapes = jax.eval_shape(tx.init, PARAMS)
+    of_params = {leaf: jax.P(leaf) for leaf in PARAMS}
+    specs = optax.tree_map_params(
+        tx, lambda _, spec: spec, shapes, of_params, transform_non_params=lambda _: jax.P()
+    )
+    assert jax.tree.structure(specs) == jax.tree.structure(shapes)
+    rows = zip(jax.tree.leaves(shapes), jax.tree.leaves(specs), strict=True)
+    by_shape = {PARAMS[leaf].shape: jax.P(leaf) for leaf in PARAMS}
+    moments = moments_of(shapes)
+    for shape, spec in rows:
+        assert spec == (by_shape[shape.shape] if id(shape) in moments else jax.P())
+
+
+def test_names_of_groups_come_back():
+    tx = optax.chain(optaxclip.clip_by_norm(1.0), optaxclip.skip_above(optax.sgd(1.0), 1.0))
+    _, state = tx.update(GRADS, tx.init(PARAMS))
+    mapped = optax.tree_map_params(tx, lambda x: x, state)
+    assert not mapped[0].info.names
+    for function in (tx.update, jax.jit(tx.update)):
+        _, after = function(GRADS, mapped)
+        assert list(after[0].info.names) == list(after[1].leaves) == ["b", "v", "w"]
+
+
+def test_a_step_without_all_groups_needs_their_names():
+    tx = optaxclip.clip_by_norm(1.0)
+    mapped = optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS))
+    with pytest.raises(ValueError, match="the state has lost the names of its 3 groups"):
+        tx.update(GRADS | {"v": None}, mapped)
+    with pytest.raises(ValueError, match=r"groups \['u'\] that the params given to init did not"):
+        tx.update(GRADS | {"u": jnp.ones(1)}, tx.init(PARAMS))
+
+
+# Limits that fall to nothing let nothing come anywhere.
+TRAINED = [name for name, method in METHODS.items() if method.shares and not method.counts]
+
+
+@functools.cache
+def trained():
+    """Parameters and those that they should come to, all methods in one program."""
+    target = random_tree(5)
+    optimizers = {name: optax.chain(METHODS[name].make(), optax.sgd(0.02)) for name in TRAINED}
+    optimizers |= {
+        "skip": optaxclip.skip_above(optax.sgd(0.02), thresholds.window(6.0, 32)),
+        "record": optax.chain(monitor.record(4, per_leaf=True), optax.sgd(0.02)),
+    }
+
+    def loss(params):
+        return sum(jnp.sum(jnp.square(params[leaf] - target[leaf])) for leaf in params)
+
+    def step(carry, _):
+        after = {}
+        for name, (params, state) in carry.items():
+            value, grads = jax.value_and_grad(loss)(params)
+            extra = {"value": value, "unexpected": 1}
+            updates, state = optimizers[name].update(grads, state, params, **extra)
+            after[name] = (optax.apply_updates(params, updates), state)
+        return after, None
+
+    starts = {}
+    for name, tx in optimizers.items():
+        starts[name] = (PARAMS, optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS)))
+    ends, _ = jax.jit(lambda starts: jax.lax.scan(step, starts, length=4000))(starts)
+    return {name: params for name, (params, _) in ends.items()}, target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*TRAINED, "skip", "record"])
+def test_training_with_a_mapped_state_comes_to_the_minimum(name):
+    found, target = trained()
+    for leaf, x in found[name].items():
+        np.testing.assert_allclose(x, target[leaf], rtol=3e-2, atol=3e-2, err_msg=leaf)
