@@ -1,6 +1,6 @@
 """The short tables of `README.md` beside this file, of what the benchmarks wrote.
 
-  python -m optaxclip bench --json figures.json
+  python -m benchmarks.times --json figures.json
   python benchmarks/summary.py figures.json
 
 A line for each case; quartiles are in the file.

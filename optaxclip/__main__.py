@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import NoReturn, Protocol
 
 from optaxclip import __version__
-from optaxclip.commands import bench, demo, suggest, sweep, version
+from optaxclip.commands import demo, suggest, sweep, version
 
 
 class Command(Protocol):
@@ -36,7 +36,6 @@ COMMANDS: dict[str, Command] = {
     "demo": demo,
     "suggest": suggest,
     "sweep": sweep,
-    "bench": bench,
     "version": version,
 }
 

@@ -44,7 +44,7 @@ LONGEST = (
     *("test_per_example.py", "test_rules_locking.py", "test_per_example_gradients.py"),
     *("test_export.py", "test_wrapping.py", "test_norms.py", "test_derivatives.py"),
     *("test_tensorflow.py", "test_sweep.py", "test_per_example_explicit.py"),
-    *("test_processes.py", "test_adaptive.py", "test_bench.py", "test_readme.py"),
+    *("test_processes.py", "test_adaptive.py", "test_times.py", "test_readme.py"),
 )
 
 

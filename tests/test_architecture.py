@@ -27,7 +27,6 @@ ROOMS = [
     ("plots",),
     ("config",),
     ("optaxclip",),
-    ("bench",),
     ("commands",),
     ("__main__",),
 ]

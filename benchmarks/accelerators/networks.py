@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from benchmarks.accelerators.devices import devices
 from benchmarks.accelerators.methods import THEIRS, Step
 from benchmarks.accelerators.steps import Compiled, timed
+from benchmarks.times.effort import FULL
+from benchmarks.times.seeds import loss, trained
 from optaxclip import per_example
-from optaxclip.bench.effort import FULL
-from optaxclip.bench.seeds import loss, trained
 
 SMALL, SEEDS, STEPS = FULL.network, FULL.seeds, FULL.scanned
 LARGE, BATCH, LIMIT = (784, 256, 256, 10), 256, 1.0

@@ -78,7 +78,10 @@ class Groups:
         return [x for _, x in sorted(zip(self.order, rows, strict=True), key=lambda pair: pair[0])]
 
     def by_leaf(self, rows: Rows, leaves: Sequence[Any]) -> list[Array]:
-        """For each measured leaf, or this device's part of it, the array of its group."""
+        """For each measured leaf, or this device's part of it, the array of its group.
+
+        Rows may have axes before those of the groups.
+        """
         of_leaves = self.grouping.by_leaf(self.unpack(rows))
         kept = [
             tuple(size for axis, size in enumerate(np.shape(leaf)) if axis not in axes)

@@ -164,7 +164,8 @@ class _Part(NamedTuple):
         rows = [(entries(leaf, self.dtype), axes) for leaf, axes in self.rows(leaves)]
         with jax.enable_x64(True):
             found = [(cpu.sum_in_float64(x, axes=axes, norm=self.norm),) for x, axes in rows]
-            sums = [total for (total,) in powers.of_groups(found, self.groups)]
+            rows = powers.of_groups(found, self.groups, add=cpu.added_up)
+            sums = [total for (total,) in rows]
             return [Measured(*cpu.in_float32(x)) for x in self.finished(sums, leaves)]
 
     def largest(self, leaves: list[Any]) -> list[Measured]:

@@ -79,10 +79,15 @@ class Placement:
         return lax.dynamic_update_slice(jnp.zeros(shape, totals.dtype), totals, start)
 
     def own_part(self, leaf: int, x: Array, shape: tuple[int, ...]) -> Array:
-        """Of what belongs to the groups of a whole leaf this device's part, of this shape."""
+        """Of what belongs to the groups of a whole leaf this device's part, of this shape.
+
+        Axes before those of the groups stay whole.
+        """
         if not any(self.kept[leaf]) or not devices.manual_axes():
             return x
-        return lax.dynamic_slice(x, self._start(leaf, shape), shape)
+        front = x.shape[: x.ndim - len(shape)]
+        start = [0] * len(front) + self._start(leaf, shape)
+        return lax.dynamic_slice(x, start, front + shape)
 
     def _start(self, leaf: int, shape: tuple[int, ...]) -> list[Any]:
         rows = zip(self.kept[leaf], shape, strict=True)

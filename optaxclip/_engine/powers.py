@@ -6,7 +6,7 @@ or by 2**88 first it is so for all others.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -127,13 +127,20 @@ _VERY_MANY = 2.0**40
 """So many entries may be summed: more than that no leaf has."""
 
 
-def of_groups(parts: Sequence[AtScales], groups: Groups, *, by_max: bool = False) -> list[AtScales]:
+def of_groups(
+    parts: Sequence[AtScales],
+    groups: Groups,
+    *,
+    by_max: bool = False,
+    add: Callable[[Array], Array] = lambda x: lax.reduce_sum(x, [0]),
+) -> list[AtScales]:
     """From the sums of leaves to those of groups: over a group's leaves, then over devices.
 
     Args:
       parts: for each leaf the sums of what this device holds.
       groups: the groups.
       by_max: whether the largest counts, not the sum.
+      add: how the sums of a group's leaves are added along the first axis.
 
     Returns:
       For each row of the groups its sums at all scales.
@@ -150,7 +157,8 @@ def of_groups(parts: Sequence[AtScales], groups: Groups, *, by_max: bool = False
         if len(shares) == 1:
             return shares[0]
         # Not one after another: XLA would do all additions once more for each use of the sum.
-        return (lax.reduce_max if by_max else lax.reduce_sum)(jnp.stack(shares), [0])
+        stacked = jnp.stack(shares)
+        return lax.reduce_max(stacked, [0]) if by_max else add(stacked)
 
     columns: list[Rows] = [
         groups.pack([of_group(k, group) for group in groups.grouping.groups])

@@ -24,13 +24,13 @@ from optaxclip._engine.respond import Multiplier
 
 
 def scale(
-    leaf: Any, by: Multiplier, *, axes: tuple[int, ...], strict: bool, zeroes: bool = False
+    leaf: Any, by: Multiplier | Array, *, axes: tuple[int, ...], strict: bool, zeroes: bool = False
 ) -> Any:
     """A leaf times its group's multiplier.
 
     Args:
       leaf: a floating or complex array, or a `BCOO`, whose data is scaled.
-      by: the group's multiplier.
+      by: the group's multiplier, or its fields in one array.
       axes: the leaf's axes that the multiplier lacks.
       strict: whether rounding to a narrow dtype may only lower an entry's modulus.
       zeroes: whether entries become 0 where the ratio is 0, also those that are not finite.
@@ -45,9 +45,9 @@ def scale(
 # Compiled by itself so that it is traced once for leaves alike.
 @functools.partial(jax.jit, static_argnames=("axes", "strict", "zeroes"))
 def _scaled(
-    x: Array, by: Multiplier, *, axes: tuple[int, ...], strict: bool, zeroes: bool
+    x: Array, by: Multiplier | Array, *, axes: tuple[int, ...], strict: bool, zeroes: bool
 ) -> Array:
-    by = Multiplier(*(broadcast_over(field, axes) for field in by))
+    by = Multiplier(*(broadcast_over(field, axes) for field in Multiplier(*by)))
     way = functools.partial(_on_parts, strict, zeroes)
     if x.dtype == jnp.bfloat16 and by.ratio.dtype == jnp.float32:
         on_cpu = functools.partial(_on_bits, strict, zeroes)

@@ -44,12 +44,15 @@ class Technique(Protocol):
     def scaled(
         self,
         leaf: Any,
-        by: Multiplier,
+        by: Array,
         limit: Array | None,
         axes: tuple[int, ...],
         method: "Method",
     ) -> Any:
-        """A leaf, from the multiplier and the limit of its groups, which lack these axes of it."""
+        """A leaf, from the multiplier and the limit of its groups, which lack these axes of it.
+
+        The multiplier's fields lie along the first axis of one array.
+        """
         ...
 
 
@@ -66,7 +69,7 @@ class ByNorm:
     def scaled(
         self,
         leaf: Any,
-        by: Multiplier,
+        by: Array,
         limit: Array | None,
         axes: tuple[int, ...],
         method: "Method",
@@ -260,12 +263,12 @@ def _scaled(
     method: Method,
 ) -> list[Any]:
     technique, axes = method.technique, groups.grouping.axes
-    fields = zip(*multipliers, strict=True)
-    powers, ratios = (groups.by_leaf(list(field), leaves) for field in fields)
+    # Both fields in one array, of which each leaf takes its part in one step.
+    fields = groups.by_leaf([jnp.stack(by) for by in multipliers], leaves)
     limits = [None] * len(leaves)
     if technique.needs_limits:
         limits = groups.by_leaf(triggers, leaves)
-    rows = zip(leaves, map(Multiplier, powers, ratios), limits, axes, strict=True)
+    rows = zip(leaves, fields, limits, axes, strict=True)
     return [technique.scaled(*row, method) for row in rows]
 
 

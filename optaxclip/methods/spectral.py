@@ -119,11 +119,11 @@ class _SingularValues:
         return [Measured.of(row, 1.0) for row in groups.pack(arrays)]
 
     def scaled(
-        self, leaf: Any, by: Multiplier, limit: Array | None, axes: tuple[int, ...], method: Method
+        self, leaf: Any, by: Array, limit: Array | None, axes: tuple[int, ...], method: Method
     ) -> Any:
         """The leaf with the singular values of its matrices clipped."""
         del method
-        return _clipped(leaf, limit, by.ratio, leaf.ndim - len(axes), self)
+        return _clipped(leaf, limit, Multiplier(*by).ratio, leaf.ndim - len(axes), self)
 
 
 def _refuse_parts(leaves: list[Any], groups: Groups, method: Method) -> None:

@@ -107,11 +107,11 @@ class _OnlyAbove(ByNorm):
     needs_limits: bool = True
 
     def scaled(
-        self, leaf: Any, by: Multiplier, limit: Array | None, axes: tuple[int, ...], method: Method
+        self, leaf: Any, by: Array, limit: Array | None, axes: tuple[int, ...], method: Method
     ) -> Any:
         """The leaf with its entries above the limit times the multiplier."""
         shrunk = super().scaled(leaf, by, None, axes, method)
-        return _only_above(leaf, shrunk, by.ratio, limit, axes)
+        return _only_above(leaf, shrunk, Multiplier(*by).ratio, limit, axes)
 
 
 def clip_by_second_moment(

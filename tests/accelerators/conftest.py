@@ -3,7 +3,6 @@
 import functools
 import os
 import pathlib
-import sys
 from importlib.util import find_spec
 
 import jax
@@ -12,8 +11,6 @@ import pytest
 pytest.register_assert_rewrite("aims")
 
 HERE = pathlib.Path(__file__).parent
-# The programs are those of the benchmark, which is no installed package.
-sys.path.append(str(HERE.parents[1]))
 
 MISSING = [name for name in ("jax_cuda12_plugin", "libtpu", "jax_privacy") if not find_spec(name)]
 

@@ -10,13 +10,13 @@ import optax
 from jax import Array
 
 import optaxclip
+from benchmarks.times.clips import beside_optax
+from benchmarks.times.effort import Effort, Tell
+from benchmarks.times.report import Row
+from benchmarks.times.steps import OPTIMIZERS, OURS, THEIRS, Clips, added, by_global_norm
+from benchmarks.times.timing import phases
+from benchmarks.times.trees import filled, transformer
 from optaxclip._base.types import PyTree
-from optaxclip.bench.clips import beside_optax
-from optaxclip.bench.effort import Effort, Tell
-from optaxclip.bench.report import Row
-from optaxclip.bench.steps import OPTIMIZERS, OURS, THEIRS, Clips, added, by_global_norm
-from optaxclip.bench.timing import phases
-from optaxclip.bench.trees import filled, transformer
 
 PLAIN = "plain norms"
 EPS = 1e-3

@@ -10,11 +10,10 @@ import optax
 from jax import Array
 
 import optaxclip
-from optaxclip._base.types import PyTree
-from optaxclip.bench.effort import Effort, Tell
-from optaxclip.bench.report import Figure, Row
-from optaxclip.bench.timing import Program, Times, Turn, Way, phases, race, ratio, spread
-from optaxclip.bench.trees import (
+from benchmarks.times.effort import Effort, Tell
+from benchmarks.times.report import Figure, Row
+from benchmarks.times.timing import Program, Times, Turn, Way, phases, race, ratio, spread
+from benchmarks.times.trees import (
     FALL,
     NORM,
     filled,
@@ -26,6 +25,7 @@ from optaxclip.bench.trees import (
     torch_clip,
     transformer,
 )
+from optaxclip._base.types import PyTree
 
 OURS, THEIRS, TORCH = "optaxclip", "Optax", "PyTorch"
 READ, SCALE, PLAIN = "read", "scale in place", "plain norm"

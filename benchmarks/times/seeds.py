@@ -11,12 +11,12 @@ import numpy as np
 import optax
 from jax import Array
 
+from benchmarks.times.effort import Effort, Tell
+from benchmarks.times.report import Row
+from benchmarks.times.steps import OPTIMIZERS, PLAIN, by_global_norm, step_rows
+from benchmarks.times.timing import Program
+from benchmarks.times.trees import num_bytes
 from optaxclip._base.types import PyTree
-from optaxclip.bench.effort import Effort, Tell
-from optaxclip.bench.report import Row
-from optaxclip.bench.steps import OPTIMIZERS, PLAIN, by_global_norm, step_rows
-from optaxclip.bench.timing import Program
-from optaxclip.bench.trees import num_bytes
 
 
 def scanned(effort: Effort, tell: Tell) -> list[Row]:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 
 import optaxclip
+from benchmarks.times.effort import Effort, Tell
+from benchmarks.times.report import Figure, Row
+from benchmarks.times.timing import Program, Times, Turn, race, ratio, spread
+from benchmarks.times.trees import filled, num_bytes, read, transformer
 from optaxclip._base.types import PyTree
-from optaxclip.bench.effort import Effort, Tell
-from optaxclip.bench.report import Figure, Row
-from optaxclip.bench.timing import Program, Times, Turn, race, ratio, spread
-from optaxclip.bench.trees import filled, num_bytes, read, transformer
 
 Clips = Mapping[str, optax.GradientTransformation]
 

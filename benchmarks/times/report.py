@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from optaxclip.bench.timing import Spread
+from benchmarks.times.timing import Spread
 
 # A figure's name in the JSON file, and the head of its column.
 COLUMNS = {

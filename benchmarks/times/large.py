@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from optaxclip._base.types import PyTree
-from optaxclip.bench.clips import CLIPS, READ, SCALE, clip, in_place, torch_way
-from optaxclip.bench.effort import Effort, Tell
-from optaxclip.bench.report import Row
-from optaxclip.bench.steps import OPTIMIZERS, PLAIN, by_global_norm, step_rows
-from optaxclip.bench.timing import Turn
-from optaxclip.bench.trees import (
+from benchmarks.times.clips import CLIPS, READ, SCALE, clip, in_place, torch_way
+from benchmarks.times.effort import Effort, Tell
+from benchmarks.times.report import Row
+from benchmarks.times.steps import OPTIMIZERS, PLAIN, by_global_norm, step_rows
+from benchmarks.times.timing import Turn
+from benchmarks.times.trees import (
     NORM,
     filled,
     free_bytes,
@@ -29,6 +28,7 @@ from optaxclip.bench.trees import (
     scale,
     transformer,
 )
+from optaxclip._base.types import PyTree
 
 # In the step, gradients, parameters and two moments; and some room.
 ALONE, IN_A_STEP = 1.1, 4.2

@@ -1,27 +1,27 @@
-"""The command `bench`: what a clip costs here, beside Optax, PyTorch and the limit of memory."""
+"""What a clip costs on this machine, beside Optax, PyTorch and the limit of memory.
+
+python -m benchmarks.times
+python -m benchmarks.times --quick --json figures.json
+"""
 
 import argparse
 import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import jax
 
-from optaxclip.bench.clips import alone, eager, growth, many_leaves
-from optaxclip.bench.effort import FULL, QUICK, Effort, Tell
-from optaxclip.bench.large import large_clips, large_steps
-from optaxclip.bench.methods import compiling, other_clips
-from optaxclip.bench.report import Row, Section, load_average, machine
-from optaxclip.bench.seeds import scanned
-from optaxclip.bench.steps import adaptive_rules, added_to_steps
-
-HELP: str = "measure what a clip costs on this machine, beside Optax and PyTorch"
-NEEDS: tuple[str, ...] = ()
-EXTRA: str = "bench"
+from benchmarks.times.clips import alone, eager, growth, many_leaves
+from benchmarks.times.effort import FULL, QUICK, Effort, Tell
+from benchmarks.times.large import large_clips, large_steps
+from benchmarks.times.methods import compiling, other_clips
+from benchmarks.times.report import Row, Section, load_average, machine
+from benchmarks.times.seeds import scanned
+from benchmarks.times.steps import adaptive_rules, added_to_steps
 
 Workloads = Mapping[str, tuple[str, Callable[[Effort, Tell], list[Row]]]]
 WORKLOADS: Workloads = {
@@ -48,20 +48,16 @@ are for: AdamW's step of up to 5 thousand million entries, where 84 GB are free 
 for bfloat16), and 64 networks at once."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments to its parser."""
-    parser.epilog = EPILOG
-    parser.add_argument("--json", type=Path, metavar="FILE", help="for the figures as JSON, too")
-    parser.add_argument("--quick", action="store_true", help="smaller gradients, fewer rounds")
-    parser.add_argument(
-        "--large", action="store_true", help="on a CPU too what GPUs are measured by"
-    )
-
-
-def run(args: argparse.Namespace) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints the tables, writes the file; returns the exit code."""
+    parser = _parser()
+    args = parser.parse_args(argv)
     if args.json:
-        _check_writable(args.json)
+        try:
+            # Now, not when all is measured.
+            args.json.open("a", encoding="utf-8").close()
+        except OSError as error:
+            parser.error(f"cannot write {args.json}: {error.strerror}")
     if find_spec("torch"):
         # Else JAX takes most of a GPU's memory at once, and leaves PyTorch little.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -72,6 +68,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    description = "What a clip costs on this machine, beside Optax and PyTorch."
+    parser = argparse.ArgumentParser(
+        "benchmarks.times", description=description, epilog=EPILOG, usage="%(prog)s [options]"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="for the figures as JSON, too")
+    parser.add_argument("--quick", action="store_true", help="smaller gradients, fewer rounds")
+    parser.add_argument(
+        "--large", action="store_true", help="on a CPU too what GPUs are measured by"
+    )
+    return parser
 
 
 def measure(workloads: Workloads, effort: Effort, tell: Tell) -> dict[str, object]:
@@ -119,9 +128,5 @@ def _progress() -> Iterator[Tell]:
         yield status.update
 
 
-def _check_writable(path: Path) -> None:
-    """Now, not when all is measured."""
-    try:
-        path.open("a", encoding="utf-8").close()
-    except OSError as error:
-        raise argparse.ArgumentError(None, f"cannot write {path}: {error.strerror}") from error
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""What every method costs beside Optax's nearest clip: to trace, compile and run, and eagerly.
+
+  python -m benchmarks.compiling
+  python -m benchmarks.compiling --tree alike --method zclip adagc --rounds 5
+
+Seconds to trace (with lowering) and to compile are the processor's, of all threads, from empty
+caches. What is told is the median over the rounds of the ratio to Optax's, which takes turns with
+ours. The update is the whole program: no optimizer hides what a clip costs.
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.every_method import Step, every_method, nearest
+from benchmarks.times.timing import race
+
+Shapes = list[tuple[int, ...]]
+TREES: dict[str, Shapes] = {
+    "alike": [shape for _ in range(100) for shape in ((32, 32), (32,))],
+    "mixed": [(n % 7 + 3, n % 11 + 5) if n % 3 else (n % 13 + 2,) for n in range(100)],
+    "few": [shape for _ in range(15) for shape in ((32, 32), (32,))],
+    "one": [(64, 64)],
+}
+PHASES = ("trace", "compile", "steady", "eager")
+# What aims are for.
+COMPILE, COMPILE_ALIKE, TRACE, STEADY = 2.0, 3.0, 2.5, 1.05
+
+
+def main() -> None:
+    """Prints the table."""
+    options = _options()
+    print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores")
+    print(f"\n| tree | method | Optax's | {' | '.join(PHASES)} |\n|{'---|' * 7}", flush=True)
+    for tree in options.tree or TREES:
+        params = _filled(TREES[tree])
+        for name, tx in every_method().items():
+            if options.method and name not in options.method:
+                continue
+            theirs, optax_tx = nearest(name, tx, params)
+            found = ratios(tx, optax_tx, params, options.rounds, options.phase)
+            cells = (f"{found[phase]:.2f}" if phase in found else "" for phase in PHASES)
+            print(f"| {tree} | {name} | {theirs} | {' | '.join(cells)} |", flush=True)
+
+
+def ratios(
+    ours: Step, theirs: Step, params: Any, rounds: int, phases: Iterable[str] = PHASES
+) -> dict[str, float]:
+    """For each phase the median of the rounds' ratios of ours to theirs."""
+    grads = jax.tree.map(lambda x: 0.5 * x, params)
+    seconds: dict[str, list[float]] = {}
+    if {"trace", "compile"} & set(phases):
+        for turn in range(rounds):
+            ways = (ours, theirs) if turn % 2 else (theirs, ours)
+            cold = {way: _cold(way, grads, params) for way in ways}
+            for phase in ("trace", "compile"):
+                ratio = cold[ours][phase] / cold[theirs][phase]
+                seconds.setdefault(phase, []).append(ratio)
+    found = {phase: statistics.median(values) for phase, values in seconds.items()}
+    for phase, prepared in (("steady", _compiled), ("eager", _eager)):
+        if phase in phases:
+            ways = {
+                "ours": prepared(ours, grads, params),
+                "theirs": prepared(theirs, grads, params),
+            }
+            times = race(ways, 5 * rounds)
+            found[phase] = float(np.median(times["ours"] / times["theirs"]))
+    return found
+
+
+def _cold(tx: Step, grads: Any, params: Any) -> dict[str, float]:
+    """The processor's seconds to trace and lower, and to compile, with nothing in the caches."""
+    state = tx.init(params)
+    jax.clear_caches()
+    ticks = [_processor_seconds()]
+    lowered = jax.jit(tx.update).trace(grads, state, params).lower()
+    ticks.append(_processor_seconds())
+    lowered.compile()
+    ticks.append(_processor_seconds())
+    return dict(zip(("trace", "compile"), np.diff(ticks).tolist(), strict=True))
+
+
+def _processor_seconds() -> float:
+    return sum(os.times()[:4])
+
+
+def _compiled(tx: Step, grads: Any, params: Any) -> Callable[[], object]:
+    state = tx.init(params)
+    update = jax.jit(tx.update).lower(grads, state, params).compile()
+    return lambda: jax.block_until_ready(update(grads, state, params))
+
+
+def _eager(tx: Step, grads: Any, params: Any) -> Callable[[], object]:
+    state = tx.init(params)
+    return lambda: jax.block_until_ready(tx.update(grads, state, params))
+
+
+def _filled(shapes: Shapes) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tree", nargs="+", choices=TREES)
+    parser.add_argument("--method", nargs="+", help="by their names in the table")
+    parser.add_argument("--phase", nargs="+", choices=PHASES, default=PHASES)
+    parser.add_argument("--rounds", type=int, default=3)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The transformations of the package, made with usual arguments, and what Optax has in their place.
+
+They are found by what the package exports: a new one is among them by itself, and one that needs an
+argument of a new name is an error here.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optaxclip
+from optaxclip import monitor, scopes, thresholds
+
+Step = optax.GradientTransformation
+
+ARGUMENTS: dict[str, Any] = {
+    "max_delta": 1e-2,
+    "min_value": -1e-2,
+    "max_value": 1e-2,
+    "max_norm": 1.0,
+    "threshold": 1e-3,
+    "clipping": 0.01,
+    "labels": lambda path, leaf: "matrix" if jnp.ndim(leaf) == 2 else "vector",
+    "c": 1.0,
+    "limit": 1e3,
+    "learning_rate": 1e-3,
+}
+"""What required arguments are, by their names."""
+
+NOT_CLIPS = {
+    "clip_by": "the engine itself",
+    "clip_attention_logits": "it needs weights of attention",
+    "clip_by_spectral_norm": "matrix products, which Optax has in Muon (`benchmarks.spectral`)",
+    "per_example_clip_and_aggregate": "it takes examples (`benchmarks.per_example`)",
+}
+
+
+def every_method() -> dict[str, Step]:
+    """All transformations by name, and some expressions over the engine that have no name."""
+    named = {
+        name: _made(fn) for name, fn in vars(optaxclip).items() if _is_clip(fn) and name[0] != "_"
+    }
+    return named | {
+        "z-score by leaf": optaxclip.clip_by(scopes.leaf(), thresholds.zscore()),
+        "record": monitor.record(100),
+        "record(per_leaf=True)": monitor.record(100, per_leaf=True),
+        "skip, zclip, sgd": optaxclip.skip_nonfinite(
+            optax.chain(optaxclip.zclip(), optax.sgd(1e-3))
+        ),
+    }
+
+
+def nearest(name: str, tx: Step, params: Any) -> tuple[str, Step]:
+    """What Optax has in the place of a method: its name and itself."""
+    if name.startswith("skip"):
+        clip = optax.clip_by_global_norm(1.0) if "zclip" in name else optax.identity()
+        inner = optax.chain(clip, optax.sgd(1e-3))
+        return "apply_if_finite", optax.apply_if_finite(inner, 5)
+    if name == "adaptive_grad_clip":
+        return name, optax.adaptive_grad_clip(0.01)
+    state = jax.eval_shape(tx.init, params)
+    norms = getattr(getattr(state, "info", None), "norm", None)
+    if norms is None and not name.startswith("record"):
+        return "clip", optax.clip(1e-2)
+    if name != "record" and (norms is None or norms.shape):
+        return "clip_by_block_rms", optax.clip_by_block_rms(1e-3)
+    return "clip_by_global_norm", optax.clip_by_global_norm(1.0)
+
+
+def _is_clip(fn: Any) -> bool:
+    if not inspect.isfunction(fn) or fn.__name__ in NOT_CLIPS:
+        return False
+    return "Transformation[" in str(inspect.signature(fn).return_annotation)
+
+
+def _made(fn: Callable[..., Step]) -> Step:
+    """The transformation with the arguments that it needs."""
+    name = fn.__name__
+    required = [
+        parameter.name
+        for parameter in inspect.signature(fn).parameters.values()
+        if parameter.default is parameter.empty
+    ]
+    known: Mapping[str, Any] = {"inner": optax.sgd(1e-3), **ARGUMENTS}
+    missing = [argument for argument in required if argument not in known]
+    if missing:
+        raise ValueError(f"benchmarks.every_method: {name} needs {missing}; add them to ARGUMENTS")
+    return fn(**{argument: known[argument] for argument in required})
