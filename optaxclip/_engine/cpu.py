@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optaxclip._base.numerics import leading_bit, select
+from optaxclip._base.numerics import leading_bit, next_above, select
 from optaxclip.norms import Norm
 
 
@@ -33,16 +33,22 @@ def added_up(x: Array) -> Array:
     return lax.cumsum(x)[-1]
 
 
-def in_float32(norm: Array) -> tuple[Array, Array, Array]:
-    """A norm in float64 as the fields of a `Measured` in float32, of which the inverse is exact."""
+def in_float32(norm: Array, *, from_above: bool) -> tuple[Array, Array, Array, Array]:
+    """A norm in float64 as the fields of a `Measured` in float32."""
     tiny, is_zero = float(jnp.finfo(jnp.float32).tiny), norm == 0
     size = select(is_zero, 1, lax.clamp(tiny, leading_bit(norm), 1 / tiny)).astype(jnp.float32)
     # No division in float64, which `checkify` would look at without 64-bit types.
     fraction = norm * (1 / size).astype(norm.dtype)
     invertible = select(is_zero, 1, fraction)
-    near = (1 / invertible.astype(jnp.float32)).astype(norm.dtype)
+    nearest = invertible.astype(jnp.float32)
+    one = jnp.ones_like(nearest)
+    if from_above:
+        is_below = nearest.astype(norm.dtype) < invertible
+        divisor = select(is_below, next_above(nearest), nearest)
+        return fraction.astype(jnp.float32), one, divisor, size
+    near = (1 / nearest).astype(norm.dtype)
     inverse = near * (2 - invertible * near)
-    return fraction.astype(jnp.float32), inverse.astype(jnp.float32), size
+    return fraction.astype(jnp.float32), inverse.astype(jnp.float32), one, size
 
 
 def scaled_bfloat16(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:

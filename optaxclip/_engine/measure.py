@@ -28,8 +28,8 @@ from optaxclip._base.numerics import (
     leading_bit,
     norm_dtype,
     power_of_two_below,
-    rounding_slack,
     select,
+    slack_of_norm,
 )
 from optaxclip._engine.entries import entries, measured_axes, times
 from optaxclip._engine.groups import Groups
@@ -37,16 +37,20 @@ from optaxclip.norms import Norm
 
 
 class Measured(NamedTuple):
-    """Norms, as products of two numbers, because a norm may leave the range of its dtype.
+    """Norms in parts, because a norm may leave the range of its dtype.
 
     Attributes:
       fraction: at least 1 and below 2, but at the ends of the range and for 0.
-      inverse: of the fraction, on a CPU exact to rounding; 1 for 0.
+      inverse: with the divisor what numbers are divided by a norm with: `x * inverse / divisor`.
+      divisor: the fraction is `divisor / inverse`, of which one is 1; so a quotient is rounded
+        once. On a CPU the inverse has more digits than the fraction. For 0 both are 1. Of norms
+        from above, the divisor is at least the true fraction, and the inverse is 1.
       size: a power of two with a reciprocal that is a normal number.
     """
 
     fraction: Array
     inverse: Array
+    divisor: Array
     size: Array
 
     @classmethod
@@ -55,41 +59,59 @@ class Measured(NamedTuple):
         is_zero = value == 0
         size = select(is_zero, 1, invertible(leading_bit(value) * unit))
         fraction = value * (unit / size)
-        return cls(fraction, 1 / select(is_zero, 1, fraction), size)
+        return cls(fraction, jnp.ones_like(fraction), select(is_zero, 1, fraction), size)
 
     @property
     def norm(self) -> Array:
         """The norms; a finite one that the dtype cannot hold is its largest number."""
-        norm = lax.min(self.fraction * self.size, jnp.finfo(self.fraction.dtype).max)
+        return self._times_size(self.fraction)
+
+    @property
+    def bound(self) -> Array:
+        """Of norms from above, what no true norm exceeds."""
+        return self._times_size(select(self.fraction == 0, 0, self.divisor))
+
+    def _times_size(self, fraction: Array) -> Array:
+        norm = lax.min(fraction * self.size, jnp.finfo(fraction.dtype).max)
         return select(jnp.isfinite(self.fraction), norm, self.fraction)
 
+    def from_above(self, slack: Any) -> "Measured":
+        """Norms from above, from those that are right but for this share of themselves."""
+        more = (1 + slack) if isinstance(slack, float) else _constant(1 + slack, self.size.dtype)
+        return self._replace(divisor=self.divisor * more)
 
-def measure(leaves: list[Any], groups: Groups, norm: Norm) -> list[Measured]:
+
+def measure(
+    leaves: list[Any], groups: Groups, norm: Norm, *, from_above: bool = False
+) -> list[Measured]:
     """The norms of all groups, over all devices; float64 if a leaf is, else float32.
 
     Args:
       leaves: floating or complex arrays (or `BCOO`), in the order of the grouping.
       groups: the groups.
       norm: the norm.
+      from_above: whether to give norms from above too, whatever was rounded.
     """
-    local = functools.partial(_measured, groups=groups, norm=norm)
+    local = functools.partial(_measured, groups=groups, norm=norm, from_above=from_above)
     # With one collective, in the place of the compiler's many.
     return groups.placement.on_each_device(local, leaves)
 
 
-def rounding_margins(leaves: list[Any], groups: Groups, norm: Norm) -> list[Any]:
-    """How much factors have to be lowered so that no rounding pushes a result above its limit.
+def slacks(leaves: list[Any], groups: Groups, norm: Norm) -> list[Any]:
+    """By what share of itself a norm may be wrong, for each row of the groups.
 
     Returns:
-      For each row of the groups what broadcasts to it.
+      For each row what broadcasts to it.
     """
-    sizes = _num_entries(leaves, groups)
-    epsilons = [float(jnp.finfo(norm_dtype([leaf.dtype])).eps) for leaf in leaves]
-    found = [
-        rounding_slack(size, norm.degree, max((epsilons[i] for i in group.members), default=0.0))
-        for size, group in zip(sizes, groups.grouping.groups, strict=True)
-    ]
-    return groups.repeated(found)
+    eps = float(jnp.finfo(norm_dtype(leaf.dtype for leaf in leaves)).eps)
+    if norm.is_max:
+        # A modulus of a complex number is rounded, that of a real one is not.
+        return [2 * eps if any(jnp.iscomplexobj(leaf) for leaf in leaves) else 0.0] * len(
+            groups.replicated()
+        )
+    return groups.repeated(
+        [slack_of_norm(size, norm.degree, eps) for size in _num_entries(leaves, groups)]
+    )
 
 
 def _num_entries(leaves: list[Any], groups: Groups) -> list[Any]:
@@ -104,9 +126,9 @@ def _num_entries(leaves: list[Any], groups: Groups) -> list[Any]:
     return [sum(counts[i] for i in group.members) for group in groups.grouping.groups]
 
 
-def _measured(leaves: list[Any], *, groups: Groups, norm: Norm) -> list[Measured]:
+def _measured(leaves: list[Any], *, groups: Groups, norm: Norm, from_above: bool) -> list[Measured]:
     """The norms of leaves in one piece, or of what each device holds of them."""
-    part = _Part(groups, norm, norm_dtype(leaf.dtype for leaf in leaves))
+    part = _Part(groups, norm, norm_dtype(leaf.dtype for leaf in leaves), from_above)
     if not leaves:
         shapes = [jnp.zeros(group.shape, part.dtype) for group in groups.grouping.groups]
         found = [Measured.of(row, 1.0) for row in groups.pack(shapes)]
@@ -130,14 +152,30 @@ class _Part(NamedTuple):
       groups: which entries share a norm, and where they lie.
       norm: the norm.
       dtype: that of the norms.
+      from_above: whether norms from above are wanted.
     """
 
     groups: Groups
     norm: Norm
     dtype: jnp.dtype
+    from_above: bool
 
     def norms(self, leaves: list[Any]) -> list[Measured]:
         """The norms, without derivatives."""
+        if self.dtype == jnp.float32 and not self.norm.is_max and self.norm.degree in (1, 2):
+            return lax.platform_dependent(leaves, cpu=self.in_float64, default=self.in_own_dtype)
+        return self.in_own_dtype(leaves)
+
+    def in_own_dtype(self, leaves: list[Any]) -> list[Measured]:
+        """The norms, of which no step has more digits."""
+        found = self.rounded(leaves)
+        if not self.from_above:
+            return found
+        rows = zip(found, slacks(leaves, self.groups, self.norm), strict=True)
+        return [each.from_above(slack) for each, slack in rows]
+
+    def rounded(self, leaves: list[Any]) -> list[Measured]:
+        """The norms as they are found."""
         if self.norm.is_max:
             return self.largest(leaves)
         if self.norm.degree not in (1, 2):
@@ -146,9 +184,7 @@ class _Part(NamedTuple):
             sizes = [invertible(size) for size in sizes]
             rows = zip(self.divided(leaves, sizes), sizes, strict=True)
             return [Measured.of(*row) for row in rows]
-        if self.dtype != jnp.float32:
-            return self.at_scales(leaves)
-        return lax.platform_dependent(leaves, cpu=self.in_float64, default=self.at_scales)
+        return self.at_scales(leaves)
 
     def at_scales(self, leaves: list[Any]) -> list[Measured]:
         """The norms from sums at several scales."""
@@ -165,8 +201,8 @@ class _Part(NamedTuple):
         with jax.enable_x64(True):
             found = [(cpu.sum_in_float64(x, axes=axes, norm=self.norm),) for x, axes in rows]
             rows = powers.of_groups(found, self.groups, add=cpu.added_up)
-            sums = [total for (total,) in rows]
-            return [Measured(*cpu.in_float32(x)) for x in self.finished(sums, leaves)]
+            found = self.finished([total for (total,) in rows], leaves)
+            return [Measured(*cpu.in_float32(x, from_above=self.from_above)) for x in found]
 
     def largest(self, leaves: list[Any]) -> list[Measured]:
         """The largest moduli."""
@@ -222,11 +258,11 @@ def _differentiable(part: _Part, leaves: list[Any]) -> list[Measured]:
         # Entries that are not finite have no derivative.
         finite = jax.tree.map(_only_finite, primals)
         _, changes = jax.jvp(lambda leaves: part.divided(leaves, sizes), finite, tangents)
-        tangents = [
-            Measured(change, -change * jnp.square(each.inverse), jnp.zeros_like(each.size))
+        rows = [
+            (change, each, jnp.zeros_like(change))
             for change, each in zip(changes, found, strict=True)
         ]
-        return found, tangents
+        return found, [Measured(x, nothing, x * each.inverse, nothing) for x, each, nothing in rows]
 
     return norms(leaves)
 

@@ -5,7 +5,7 @@ out  a `Multiplier` of that shape
 """
 
 import functools
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -45,15 +45,15 @@ class ExactFactor(Protocol):
 
 
 # Compiled by itself so that it is traced once for norms of one shape.
-@functools.partial(jax.jit, static_argnames=("response", "nonfinite"))
+@functools.partial(jax.jit, static_argnames=("response", "nonfinite", "strict"))
 def multiplier(
     measured: Measured,
     trigger: Array,
     target: Array,
-    margin: Any = None,
     *,
     response: Response,
     nonfinite: NonFinite,
+    strict: bool = False,
 ) -> Multiplier:
     """From norms and their limits to what the groups are multiplied by.
 
@@ -61,12 +61,12 @@ def multiplier(
       measured: the norms.
       trigger: the norms above which to act.
       target: the norms to reach. Where one is infinite there is no limit, and the group stays.
-      margin: by what share of itself a factor is lowered against rounding, if it is.
       response: the new norms from these three. It is asked for groups alone that are finite and
         have a limit.
       nonfinite: what becomes of groups whose norm is not finite.
+      strict: whether no rounding may take a group above its new norm; the norms are from above.
     """
-    norm = measured.norm
+    norm = measured.bound if strict else measured.norm
     is_bad = ~jnp.isfinite(norm)
     is_judged = ~is_bad & ~jnp.isinf(target)
 
@@ -77,14 +77,17 @@ def multiplier(
     old = of_judged(norm)
     arguments = (old, of_judged(trigger), of_judged(target))
     replacement = 0.0 if nonfinite == "zero" else jnp.nan
+    lowered = 1 - _ROUNDINGS * float(jnp.finfo(norm.dtype).eps) / 2 if strict else 1
     if isinstance(response, ExactFactor):
-        ratio = jnp.where(is_bad, replacement, of_judged(response.factor(*arguments)))
+        factor = of_judged(response.factor(*arguments))
+        factor = jnp.where(factor == 1, factor, factor * lowered)
+        ratio = jnp.where(is_bad, replacement, factor)
         return Multiplier(jnp.ones_like(ratio), ratio)
     new = jnp.asarray(response(*arguments)).astype(norm.dtype)
     # A zero group stays zero under any limit, but a NaN limit still shows.
     is_changed = is_judged & (new != old) & ((old != 0) | jnp.isnan(new))
-    new = new if margin is None else new * (1 - margin)
-    ratio = jnp.where(is_changed, new * of_judged(measured.inverse), 1)
+    quotient = new * lowered * of_judged(measured.inverse) / of_judged(measured.divisor)
+    ratio = jnp.where(is_changed, quotient, 1)
     size = lax.stop_gradient(jnp.where(is_changed, measured.size, 1))
     factor = jnp.abs(ratio / size)
     is_normal = (factor > _LEAST) & (factor < 1 / _LEAST)
@@ -93,6 +96,12 @@ def multiplier(
     ratio = jnp.where(is_bad, replacement, ratio) / jnp.where(is_normal, size, 1)
     return Multiplier(1 / jnp.where(is_normal, 1, size), ratio)
 
+
+_ROUNDINGS = 7
+"""How often an entry is rounded on its way from a norm and a limit, with room for clipping twice.
+
+Limits, quotients and products are, each at most by half an epsilon.
+"""
 
 _LEAST = 2.0**-120
 """Factors from here to its reciprocal are normal numbers of float32."""

@@ -20,7 +20,7 @@ from optaxclip._base.types import ClipInfo, NonFinite, NormTree, PyTree, Thresho
 from optaxclip._engine.checks import matching_params, params_for
 from optaxclip._engine.groups import Groups, Rows
 from optaxclip._engine.masked import mask
-from optaxclip._engine.measure import Measured, measure, rounding_margins
+from optaxclip._engine.measure import Measured, measure, slacks
 from optaxclip._engine.placement import located
 from optaxclip._engine.record import updated_info
 from optaxclip._engine.respond import Multiplier, multiplier
@@ -64,7 +64,7 @@ class ByNorm:
 
     def measured(self, leaves: list[Any], groups: Groups, method: "Method") -> list[Measured]:
         """The norms of the groups."""
-        return measure(leaves, groups, method.norm)
+        return measure(leaves, groups, method.norm, from_above=method.strict)
 
     def scaled(
         self,
@@ -218,19 +218,17 @@ def _steps(
         measured = method.technique.measured(leaves, groups, method)
     else:
         measured = [Measured.of(known, 1.0)]
+        if method.strict:
+            measured = [measured[0].from_above(*slacks(leaves, groups, method.norm))]
     norms = [each.norm for each in measured]
     if bad is None:
         bad = [~jnp.isfinite(norm) for norm in norms]
     if method.nonfinite == "error":
         _report(bad, groups, method)
     triggers, targets, rule_state = _limits(rule, rule_state, norms, weight_norms, groups)
-    margins = [None] * len(norms)
-    if method.strict:
-        margins = rounding_margins(leaves, groups, method.norm)
-    multipliers = [
-        multiplier(*row, response=method.response, nonfinite=method.nonfinite)
-        for row in zip(measured, triggers, targets, margins, strict=True)
-    ]
+    how = {"response": method.response, "nonfinite": method.nonfinite, "strict": method.strict}
+    rows = zip(measured, triggers, targets, strict=True)
+    multipliers = [multiplier(*row, **how) for row in rows]
     scaled = _scaled(leaves, multipliers, triggers, groups, method)
     if info is not None:
         factors = [by.factor for by in multipliers]

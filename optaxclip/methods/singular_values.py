@@ -21,7 +21,6 @@ from jax import Array, lax
 from optaxclip._base.numerics import (
     known_size,
     power_of_two_below,
-    rounding_slack,
     safe_divide,
     safe_sqrt,
 )
@@ -131,8 +130,7 @@ def _factor_of_row(of: Prepared, limit: Array, mode: Mode) -> Array:
     """What a single row, whose length is its singular value, is multiplied by."""
     length, scaled = safe_sqrt(of.gram[0, 0].real), limit / of.unit
     new = RESPONSES[mode](length, scaled, scaled)
-    slack = rounding_slack(of.rows.shape[1], 2, float(jnp.finfo(length.dtype).eps))
-    return jnp.where(new == length, 1, safe_divide(new, length, 1) * (1 - slack))
+    return jnp.where(new == length, 1, safe_divide(new, length, 1))
 
 
 def _orthogonal(blocks: tuple[Array, ...], low: Array, iterations: int) -> tuple[Array, ...]:

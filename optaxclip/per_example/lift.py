@@ -19,7 +19,7 @@ import optaxclip._base.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.types import NormTree
 from optaxclip._engine.groups import Groups
-from optaxclip._engine.measure import Measured, measure, rounding_margins
+from optaxclip._engine.measure import measure
 from optaxclip._engine.placement import Placement
 from optaxclip._engine.respond import Multiplier, multiplier
 from optaxclip._engine.step import run
@@ -98,21 +98,21 @@ def _steps(
     if devices.manual_axes() or devices.lies_in_one_piece(leaves):
         leaves = lax.platform_dependent(leaves, cpu=_in_rows, default=lambda leaves: leaves)
     groups = _lifted(grouping, leaves, is_padding.size)
-    measured = measure(leaves, groups, l2)
+    measured = measure(leaves, groups, l2, from_above=True)
     limits = [_for_each(limit, each.norm) for limit, each in zip(limits, measured, strict=True)]
-    margins = rounding_margins(leaves, groups, l2)
-    margins = [
-        margin + _ROUNDED * float(jnp.finfo(limit.dtype).eps)
-        for margin, limit in zip(margins, limits, strict=True)
-    ]
-    rows = list(zip(measured, limits, margins, strict=True))
-    multipliers = [_multiplier(*row, response=response) for row in rows]
+    margin = max((float(jnp.finfo(leaf.dtype).eps) for leaf in leaves), default=0.0)
+    how = {"response": response, "nonfinite": "nan", "strict": True}
+    # Beside what every strict clip does against rounding, the limit is lowered: it is rounded
+    # itself, up to 3 times, as is the multiplier of a leaf that is narrower than its norm.
+    lowered = [limit * (1 - margin) for limit in limits]
+    rows = zip(measured, lowered, lowered, strict=True)
+    multipliers = [multiplier(*row, **how) for row in rows]
     # An example is dropped with all its groups: none shows that another was not finite.
     is_bad = _any([~jnp.isfinite(by.ratio) for by in multipliers], is_padding)
     counts = ~is_bad & ~is_padding
     above = [
-        (each.norm > limit * (1 + margin)) & _beside(counts, each.norm)
-        for each, limit, margin in rows
+        (each.norm > limit * (1 + 8 * margin)) & _beside(counts, each.norm)
+        for each, limit in zip(measured, limits, strict=True)
     ]
     norms = [jnp.where(_beside(is_padding, each.norm), 0, each.norm) for each in measured]
     tree = jax.vmap(grouping.tree)
@@ -145,17 +145,6 @@ def _lifted(grouping: Grouping, leaves: list[Array], examples: int) -> Groups:
     nothing = ((frozenset(),) * len(leaves), ((),) * len(leaves))
     placement = Placement(*nothing, in_one_piece=devices.lies_in_one_piece(leaves))
     return Groups(lifted, placement, together=False)
-
-
-_ROUNDED = 3
-"""By how many epsilons limits are lowered because they are rounded themselves, at most 5 times."""
-
-
-def _multiplier(measured: Measured, limit: Array, margin: Any, *, response: Response) -> Multiplier:
-    # The limit is lowered, not the factor, so that an example whose norm was rounded down to the
-    # limit is not let through either.
-    lowered = limit * (1 - margin)
-    return multiplier(measured, lowered, lowered, response=response, nonfinite="nan")
 
 
 def _only(counts: Array, by: Multiplier) -> Multiplier:
