@@ -20,9 +20,15 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+LEFT_OUT = pytest.StashKey[int]()
+"""How many cases the marker `slow` has deselected."""
+
+
 def runs_everything(config):
-    """Whether neither a path nor a name was asked for."""
-    return config.args == config.getini("testpaths") and not config.option.keyword
+    """Whether neither a part of the tests nor a name was asked for."""
+    places = [config.invocation_params.dir / path for path in config.args]
+    of_all = config.args == config.getini("testpaths") or places == [config.rootpath]
+    return of_all and not config.option.keyword
 
 
 def pytest_sessionstart(session):
@@ -69,6 +75,32 @@ def further_cases(items):
     for name, cases in tests.items():
         first = zlib.crc32(name.encode()) % min(5, len(cases))
         yield from (case for i, case in enumerate(cases) if i % 5 != first)
+
+
+def pytest_deselected(items):
+    """Counts what the marker leaves out, but not beside what was asked not to run by `-k`."""
+    config = items[0].config
+    if not config.option.keyword and all(item.get_closest_marker("slow") for item in items):
+        config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + len(items)
+
+
+def pytest_sessionfinish(session):
+    """A process of several tells the first one, which collects nothing itself."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Each process has collected, and left out, the same cases."""
+    output = getattr(node, "workeroutput", {})  # a process that crashed has none
+    node.config.stash[LEFT_OUT] = output.get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Says how many cases were left out, and how to run them."""
+    if number := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"Cases that were left out: {number}. To run all: pytest -m ''")
 
 
 def pytest_collection_finish():

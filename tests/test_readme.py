@@ -24,6 +24,16 @@ def test_there_is_code():
     assert len(BLOCKS) >= 2
 
 
+def test_each_command_begins_with_an_environment_of_its_own():
+    """Debian's Python refuses to install packages elsewhere; `.ci/run` runs the first command."""
+    (text,) = re.findall(r"```sh\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
+    commands = [line for line in text.splitlines() if not line.startswith("#")]
+    assert len(commands) == 2
+    begin = "python3 -m venv .venv && . .venv/bin/activate && pip install "
+    assert all(command.startswith(begin) for command in commands)
+    assert commands[0].endswith(" && python -m optaxclip demo")
+
+
 def test_it_is_read_in_five_minutes():
     assert len(README.read_text("utf-8").splitlines()) <= 150
 

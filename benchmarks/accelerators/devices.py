@@ -3,9 +3,8 @@
 import functools
 import os
 
-# There is neither a GPU nor a TPU to look for; the compiler must still believe in a TPU's host.
+# The TPU's compiler asks for the host that it is on, which is none of a TPU.
 os.environ |= {
-    "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -15,6 +14,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
 from jax.experimental import topologies
+
+# There is neither a GPU nor a TPU to look for. JAX reads JAX_PLATFORMS when it is first imported,
+# which may have been before this.
+jax.config.update("jax_platforms", "cpu")
 
 _GPU = """
 gpu_device_info {{

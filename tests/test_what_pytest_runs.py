@@ -1,0 +1,56 @@
+"""`pytest` collects without errors wherever it is told to, and says what it leaves out."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+SETTINGS = """
+[pytest]
+testpaths = tests
+addopts = -m "not slow" -p no:cacheprovider
+markers = slow
+"""
+FILES = {
+    "pytest.ini": SETTINGS,
+    "tests/test_a.py": """
+import pytest
+
+@pytest.mark.parametrize("case", range(10))
+def test_a(case): pass
+
+@pytest.mark.slow
+def test_slow(): pass
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left_out"),
+    [(["-n1"], 9), (["."], 9), (["tests/test_a.py"], 1), (["-k", "a"], 0), (["-m", ""], 0)],
+    ids=str,
+)
+def test_it_says_how_many_cases_it_left_out(arguments, left_out, tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    shutil.copy(TESTS / "conftest.py", tmp_path / "tests")
+    command = [sys.executable, "-m", "pytest", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert f"{11 - left_out} passed" in done.stdout or "-k" in arguments
+    said = f"that were left out: {left_out}. To run all: pytest -m ''"
+    assert (said in done.stdout) == ("left out" in done.stdout) == bool(left_out)
+
+
+def test_scripts_and_hooks_are_no_tests():
+    """`pytest .` would import them, and fail where the packages of an extra are missing."""
+    absent = ("griffe", "jax_privacy", "mkdocs")
+    arguments = ["--collect-only", "-q", "-n0", ".", "--ignore=tests", "--ignore=optaxclip"]
+    code = f"import pytest, sys; sys.modules |= dict.fromkeys({absent}); pytest.main({arguments})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=True)
+    assert "no tests collected" in done.stdout
+    assert "error" not in done.stdout.lower()
