@@ -1,24 +1,57 @@
-"""What the site shows from outside of `docs/`: pages and notebooks."""
+"""What the site shows from outside of `docs/`, and where its links lead."""
 
+import html
+import logging
+import re
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
-ROOT = Path(__file__).parents[1]
-PAGES = (
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    "benchmarks/README.md",
-    "benchmarks/accelerators/README.md",
-)
+sys.path.append(str(Path(__file__).parent))  # MkDocs runs this file as none of a package
+
+import links
+
+HREF = re.compile(r'(?<=<a href=")[^"]+')
 
 
 @event_priority(100)  # before the plugin that makes pages of notebooks
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages and notebooks under the names that they have in the repository."""
-    notebooks = (path.relative_to(ROOT).as_posix() for path in ROOT.glob("notebooks/*.ipynb"))
-    for name in (*PAGES, *sorted(notebooks)):
-        files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
+    notebooks = (path.relative_to(links.ROOT) for path in links.ROOT.glob("notebooks/*.ipynb"))
+    for name in (*links.BESIDE, *sorted(path.as_posix() for path in notebooks)):
+        files.append(File(name, str(links.ROOT), config.site_dir, config.use_directory_urls))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """The links of the repository become the site's."""
+    return links.rewritten(markdown, _path(page))
+
+
+def on_page_content(content: str, page: Page, files: Files, **_: object) -> str:
+    """The same for notebooks, of which the page is made without Markdown."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return content
+
+    def replaced(match: re.Match[str]) -> str:
+        link = html.unescape(match[0])
+        found = None if links.is_elsewhere(link) else links.of_site(link, _path(page), {})
+        file = found and found[1] == "" and files.get_file_from_path(found[0])
+        return file.url_relative_to(page.file) if file else match[0]
+
+    return HREF.sub(replaced, content)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Follows every link of the site; under `--strict` one that leads nowhere is an error."""
+    for link in links.broken_of_site(Path(config.site_dir).resolve()):
+        logging.getLogger("mkdocs.hooks.links").warning("A link leads nowhere: %s", link)
+
+
+def _path(page: Page) -> str:
+    """That of the page's file in the repository."""
+    return Path(page.file.abs_src_path or "").resolve().relative_to(links.ROOT).as_posix()

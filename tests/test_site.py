@@ -32,7 +32,7 @@ ALONE = {
     for name in ("keras", "wandb")
 }
 BLOCKS = [(page, block) for page, block in ALL_BLOCKS if block not in ALONE.values()]
-REFERENCE = re.findall(r"^::: optaxclip\.(\S+)$", "\n".join(PAGES.values()), re.MULTILINE)
+REFERENCE = re.findall(r"^- \[`optaxclip\.(\S+)`\]", "\n".join(PAGES.values()), re.MULTILINE)
 MENU = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
 
 
@@ -151,6 +151,12 @@ def test_the_menu_has_every_page_and_notebook():
     pages = [page.removeprefix("docs/") for page in PAGES]
     notebooks = [f"notebooks/{path.name}" for path in ROOT.glob("notebooks/*.ipynb")]
     assert not [page for page in (*pages, *notebooks) if f": {page}\n" not in MENU]
+
+
+def test_no_two_items_of_the_menu_have_one_title():
+    titles = re.findall(r"^ *- (.+?):", MENU, re.MULTILINE)
+    assert len(titles) > 30
+    assert len(set(titles)) == len(titles)
 
 
 @pytest.fixture
