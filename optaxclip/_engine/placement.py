@@ -86,12 +86,13 @@ class Placement:
         if not any(self.kept[leaf]) or not devices.manual_axes():
             return x
         front = x.shape[: x.ndim - len(shape)]
-        start = [0] * len(front) + self._start(leaf, shape)
+        start = [np.int32(0)] * len(front) + self._start(leaf, shape)
         return lax.dynamic_slice(x, start, front + shape)
 
     def _start(self, leaf: int, shape: tuple[int, ...]) -> list[Any]:
         rows = zip(self.kept[leaf], shape, strict=True)
-        return [devices.index_along(axes) * size if axes else 0 for axes, size in rows]
+        # All of one type, also where 64-bit types are enabled for a while.
+        return [devices.index_along(axes) * size if axes else np.int32(0) for axes, size in rows]
 
 
 def as_axis_names(axis_name: Any) -> tuple[str, ...] | None:

@@ -71,6 +71,29 @@ def test_specs_may_name_axes_that_are_not_manual():
     np.testing.assert_allclose(norm, np.linalg.norm(x), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (P("date"), r"has no axes \['date'\], only \['a', 'b'\]"),
+        (P(("a", "date")), r"has no axes \['date'\]"),
+        (P(P.UNCONSTRAINED), "UNCONSTRAINED does not say how the leaf is split"),
+    ],
+    ids=str,
+)
+def test_a_spec_that_does_not_say_how_the_leaf_is_split_is_an_error(spec, message):
+    norm = functools.partial(ops.global_norm, specs=spec)
+    clip = optaxclip.clip_by(scopes.leaf(stacked=1), 1.0, specs=spec)
+    ways = [
+        *(region(norm, P("a"), P(), check_vma=tracked) for tracked in (True, False)),
+        *(region(clip.init, P("a"), P(), check_vma=tracked) for tracked in (True, False)),
+        norm,
+    ]
+    with jax.set_mesh(mesh()):
+        for way in ways:
+            with pytest.raises(ValueError, match=f"^specs has .*{message}"):
+                jax.eval_shape(way, WHOLE)
+
+
 def test_a_name_may_stand_for_specs_where_types_tell_of_more_axes():
     def clip(x):
         return columns(x, scopes.axes(0), axis_name="a")[0]
