@@ -2,10 +2,11 @@
 
 At top level, Optax transformations by the names of Optax and of the papers, and the engine that all
 of them are expressions over. In `ops`, TensorFlow's clipping functions over any pytree. In
-`per_example`, the lift of the engine over the examples of a batch. In `scopes`, `norms`,
-`thresholds` and `responses`, the engine's parts.
+`per_example`, the lift of the engine over the examples of a batch. In `accumulate`, gradients of
+microbatches. In `scopes`, `norms`, `thresholds` and `responses`, the engine's parts.
 """
 
+from optaxclip import accumulate as accumulate
 from optaxclip import monitor as monitor
 from optaxclip import norms as norms
 from optaxclip import ops as ops

@@ -23,6 +23,7 @@ ROOMS = [
     ("methods",),
     ("ops",),
     ("monitor",),
+    ("accumulate",),
     ("tuning",),
     ("plots",),
     ("config",),
@@ -42,6 +43,7 @@ PUBLIC = {
     "skip_nonfinite skip_above clip_by clip_tree scale_by_stable_adam "
     "clip_attention_logits from_config",
     "per_example": "clip_sum clipped_grad quantile_limit adjusted_noise_multiplier",
+    "accumulate": "value_and_grad",
     "ops": "global_norm clip_by_value clip_by_norm clip_by_average_norm clip_by_global_norm",
     "scopes": "leaf axes unit group tree muon muon_labels",
     "tuning": "suggest sweep",
@@ -166,7 +168,7 @@ def test_nothing_else_is_public():
     "namespace",
     [
         *("ops", "norms", "scopes", "thresholds", "responses"),
-        *("monitor", "per_example", "plots", "tuning"),
+        *("accumulate", "monitor", "per_example", "plots", "tuning"),
     ],
 )
 def test_namespaces_come_with_the_package(namespace):

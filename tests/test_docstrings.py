@@ -9,7 +9,7 @@ import pytest
 
 import optaxclip
 
-NAMESPACES = ["ops", "thresholds", "responses", "monitor", "per_example", "tuning"]
+NAMESPACES = ["accumulate", "ops", "thresholds", "responses", "monitor", "per_example", "tuning"]
 
 
 def functions(module):

@@ -37,25 +37,27 @@ def number_of_examples(flat: FlatTree, argument: str) -> int:
 
 
 class Cut(NamedTuple):
-    """A batch cut into microbatches: the `i`-th has the examples `i`, `i + count`, ...
+    """A batch cut into microbatches: the `i`-th has the examples `i`, `i + number`, ...
 
     Each takes its examples from all over the batch, so that of one that is split over devices none
     has to be gathered.
 
     Attributes:
-      strided: arrays `[size, count, ...]`.
-      count: how many microbatches there are.
+      strided: arrays `[size, number, ...]`.
+      size: how many examples a microbatch has.
+      number: how many microbatches there are.
     """
 
     strided: PyTree
-    count: int
+    size: int
+    number: int
 
     @classmethod
-    def of(cls, batch: PyTree, size: int, count: int) -> "Cut":
-        """The first `size * count` examples of arrays `[examples, ...]`."""
+    def of(cls, batch: PyTree, size: int, number: int) -> "Cut":
+        """The first `size * number` examples of arrays `[examples, ...]`."""
         batch = jax.tree.map(jnp.asarray, batch)
-        strided = jax.tree.map(functools.partial(_strided, size=size, count=count), batch)
-        return cls(strided, count)
+        strided = jax.tree.map(functools.partial(_strided, size=size, number=number), batch)
+        return cls(strided, size, number)
 
     def microbatch(self, i: Array) -> PyTree:
         """The `i`-th: arrays `[size, ...]`."""
@@ -92,9 +94,9 @@ def appended(x: Array, y: Array) -> Array:
     return _placed(both, lambda split: (split.examples(examples), *split.spec[1:]), x, y)
 
 
-def _strided(x: Array, *, size: int, count: int) -> Array:
+def _strided(x: Array, *, size: int, number: int) -> Array:
     def parted(x: Array) -> Array:
-        return x[: count * size].reshape(size, count, *x.shape[1:])
+        return x[: number * size].reshape(size, number, *x.shape[1:])
 
     return _placed(parted, lambda split: (split.examples(size), None, *split.spec[1:]), x)
 

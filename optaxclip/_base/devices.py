@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
+from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optaxclip._base.types import PyTree
@@ -46,6 +47,15 @@ def refuse_partial_sum(x: Any) -> None:
             f"a leaf of type {aval} is a partial sum over {sorted(unreduced)}; sum it over the "
             "devices (jax.lax.psum, or jax.reshard to a spec without them) before it is clipped"
         )
+
+
+def alike(x: Array, like: Array) -> Array:
+    """`x`; the compiler, where it alone decides how arrays are split, splits it as `like`."""
+    sharding = getattr(jax.typeof(like), "sharding", None)
+    types = () if sharding is None else sharding.mesh.axis_types
+    if manual_axes() or any(kind != AxisType.Auto for kind in types):
+        return x
+    return shard_alike(like, x)[1]
 
 
 def tracks(axes: Axes) -> bool:

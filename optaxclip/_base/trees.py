@@ -74,12 +74,25 @@ class FlatTree(NamedTuple):
             return [jax.tree_util.keystr(path) for path in paths]
         return names
 
-    def rebuild(self, picked: Sequence[Any]) -> PyTree:
-        """The tree with its measured leaves replaced, all others as they were."""
+    def replaced(self, picked: Sequence[Any]) -> "FlatTree":
+        """The same with its measured leaves replaced, all others as they were."""
         leaves = list(self.leaves)
         for i, leaf in zip(self.measured, picked, strict=True):
             leaves[i] = leaf
-        return jax.tree_util.tree_unflatten(self.treedef, leaves)
+        return self._replace(leaves=leaves)
+
+    def rebuild(self, picked: Sequence[Any]) -> PyTree:
+        """The tree with its measured leaves replaced, all others as they were."""
+        return self.replaced(picked).tree()
+
+    def tree(self) -> PyTree:
+        """The tree."""
+        return jax.tree_util.tree_unflatten(self.treedef, self.leaves)
+
+    def without_gradients(self) -> "FlatTree":
+        """The same with `float0` zeros, which are the gradients of what is not measured."""
+        zeros = [np.zeros(np.shape(leaf), jax.dtypes.float0) for leaf in self.leaves]
+        return self._replace(leaves=zeros)
 
 
 def flatten(

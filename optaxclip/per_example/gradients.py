@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 import optaxclip._base.devices as collectives
@@ -236,11 +235,7 @@ def _step(
 
 def _gradient(params: FlatTree, leaves: list[Any]) -> PyTree:
     """The tree of a gradient, as `jax.grad` gives it."""
-    return params._replace(leaves=[_float0(leaf) for leaf in params.leaves]).rebuild(leaves)
-
-
-def _float0(leaf: Any) -> Any:
-    return np.zeros(np.shape(leaf), jax.dtypes.float0)
+    return params.without_gradients().rebuild(leaves)
 
 
 def _varying_like(batch: PyTree, tree: PyTree) -> PyTree:

@@ -1,0 +1,198 @@
+"""Gradients of a batch, a microbatch at a time, each judged before it is added up."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optaxclip._base.devices as devices
+from optaxclip._base.arguments import check_state, checked_int
+from optaxclip._base.batches import Cut, number_of_examples
+from optaxclip._base.roles import Roles, argument_numbers
+from optaxclip._base.trees import FlatTree, flatten
+from optaxclip._base.types import AxisName, PyTree, Threshold
+from optaxclip.accumulate.judging import NAME, AccumulateState, Judge
+from optaxclip.accumulate.loop import over_microbatches
+from optaxclip.accumulate.losses import Loss
+from optaxclip.accumulate.means import Accumulated
+from optaxclip.accumulate.places import Places
+from optaxclip.thresholds.fixed import ScalarOrSchedule
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    *,
+    batch_argnums: int | Sequence[int] | None = 1,
+    has_aux: bool = False,
+    microbatch_size: int,
+    weight: Callable[..., Any] | None = None,
+    clip: optax.GradientTransformation | ScalarOrSchedule | Threshold | None = None,
+    reject: Literal["nonfinite"] | ScalarOrSchedule | Threshold | None = "nonfinite",
+    measure: bool = True,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+) -> "ValueAndGrad":
+    """As `jax.value_and_grad` of a whole batch, a microbatch at a time, each of which is judged.
+
+    The batch is cut along its leading axis: of `k` microbatches the `i`-th has the examples `i`,
+    `i + k`, ... What comes back is the mean over those that were not rejected, each by its weight:
+    with none rejected and none clipped, the gradient of the whole batch. Sums are in float32 or
+    wider. One gradient's memory lies beside the sum, whatever `k`.
+
+    Clipping each microbatch is PS-Clip-SGD (Nobile and Grohs, 2026, arXiv 2605.02701), rejecting
+    one the limit 0 for it, with its weight left out.
+
+    Under `jit` a batch that is split over devices stays so, where the devices divide the
+    microbatches: each device has its share of each, nothing of the batch is gathered, and the sum
+    is split as the parameters are. A microbatch takes one all-reduce or reduce-scatter of its
+    gradient, as its norm is that over all devices. Inside `shard_map` sizes and weights are of what
+    a device has, and a loss that differs between devices is averaged over them by its weights; with
+    `measure=False` there is one all-reduce after the last microbatch, for leaves that are on all
+    devices.
+
+    Args:
+      loss_fn: the mean loss of a microbatch, a scalar: the mean over its examples, or over what
+        `weight` counts.
+      argnums: which arguments to differentiate, as in `jax.grad`. Their integer leaves get `float0`
+        zeros.
+      batch_argnums: which arguments have a leading axis of examples, pytrees of arrays or of PRNG
+        keys; all that are not in `argnums` if None. A key that is not among them is the same for
+        all microbatches: for noise pass `jax.random.split(key, examples)` as a batch argument.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      microbatch_size: how many examples to differentiate at once; it has to divide the batch.
+      weight: how much a microbatch counts, from its batch arguments, such as its number of tokens;
+        as many as it has examples if None. With 0 it adds nothing, whatever its loss is. One that
+        is negative or NaN, or where all are 0, makes all that comes back NaN.
+      clip: a transformation over each microbatch's gradient, which goes on from one to the next and
+        learns nothing of those that are rejected; or a limit of the global norm, as
+        `optaxclip.clip_by` takes it.
+      reject: "nonfinite", those whose gradient's norm is no number or infinite; or a number, a
+        schedule, or a rule of `optaxclip.thresholds`, those too whose norm is above its limit;
+        None for none. Where all are rejected all that comes back is NaN, so that
+        `optaxclip.skip_nonfinite` skips the step.
+      measure: whether norms are measured; if not, `clip` and `reject` must be None, and `norm` and
+        `noise` are NaN.
+      dtype: of sums and gradients, float32 or wider; those of float64 and complex leaves are
+        float64 and complex.
+      axis_name: inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of
+        the mapped axes over which the batch is split.
+      specs: how parameters are split over devices where their types do not say it, as in
+        `optaxclip.PlaceOptions`; inside of these not at all if None.
+
+    Returns:
+      A function `(*args, state=None) -> (value, grads, accumulated)` of the arguments of `loss_fn`,
+      with `(value, aux)` for the value if `has_aux`: the mean loss, float[], the tree of gradients,
+      and an `Accumulated`. Its `state` is to be passed to the next step; the method `init(*args)`
+      makes the first one, for loops and checkpoints.
+
+    Raises:
+      ValueError: for a microbatch size below 1, an unknown name, a limit that is negative or NaN, a
+        narrow dtype, and `measure=False` with a clip or a rule; when called, for a batch that is
+        empty or that the size does not divide, arguments that do not share an axis of examples,
+        positions that do not exist or come twice, a loss or weight that is no scalar, a weight that
+        is known not to be above 0, and a clip that returns another tree.
+      TypeError: for what is no function, no transformation or no number, and for positions or
+        sizes that are no ints.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from optaxclip import accumulate
+      >>> def loss_fn(w, x, mask):
+      ...     return jnp.sum(mask * (x - w) ** 2) / jnp.sum(mask)
+      >>> def tokens(x, mask):
+      ...     return jnp.sum(mask)
+      >>> grad_fn = jax.jit(accumulate.value_and_grad(
+      ...     loss_fn, batch_argnums=(1, 2), microbatch_size=1, weight=tokens))
+      >>> x = jnp.array([[1.0, 3.0], [5.0, 0.0], [jnp.inf, 1.0]])
+      >>> mask = jnp.array([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+      >>> value, grads, accumulated = grad_fn(0.0, x, mask)
+      >>> print(value, grads, accumulated.weight, accumulated.rejected)
+      11.666667 -6.0 [2. 1. 2.] [False False  True]
+    """
+    argnums = argument_numbers(argnums, "argnums")
+    if batch_argnums is not None:
+        batch_argnums = argument_numbers(batch_argnums, "batch_argnums")
+    size = checked_int(microbatch_size, 1, "microbatch_size")
+    places, wide = Places.checked(axis_name, specs), _checked_dtype(dtype)
+    for argument, fn in (("loss_fn", loss_fn), ("weight", weight)):
+        if fn is not None and not callable(fn):
+            raise TypeError(f"{argument} must be a function, got {fn!r:.80}")
+    loss = Loss(loss_fn, weight, has_aux, wide, places)
+    judge = Judge.checked(clip, reject, measure, places)
+    return ValueAndGrad(loss, judge, argnums, batch_argnums, size)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ValueAndGrad:
+    """What `value_and_grad` makes: `fn(*args, state=None)` of the arguments of a loss."""
+
+    _loss: Loss
+    _judge: Judge
+    _argnums: int | tuple[int, ...]
+    _batch_argnums: int | tuple[int, ...] | None
+    _size: int
+
+    def init(self, *args: Any) -> AccumulateState:
+        """The state before the first step, where a loop or a checkpoint needs it beforehand."""
+        roles = Roles.of(args, self._argnums, self._batch_argnums)
+        return self._judge.init(self._in_wide(flatten(roles.params, "params")))
+
+    def __call__(
+        self, *args: Any, state: AccumulateState | None = None
+    ) -> tuple[Any, PyTree, Accumulated]:
+        """The mean loss (and aux), the mean gradient, and what became of the microbatches."""
+        roles = Roles.of(args, self._argnums, self._batch_argnums)
+        params = flatten(roles.params, "params")
+        params = params.replaced([jnp.asarray(x) for x in params.picked()])
+        if state is None:
+            state = self._judge.init(self._in_wide(params))
+        check_state(state, AccumulateState, NAME)
+        cut = self._cut(roles.batch)
+        loss = self._loss.widened(params)
+        sums = over_microbatches(loss, self._judge, roles, params, cut, state)
+        row, weight = sums.row, sums.row.total_weight
+        grads = params.without_gradients()
+        grads = grads.replaced([x / weight.astype(x.dtype) for x in sums.leaves])
+        noise = row.noise(self._judge.norm(grads) if self._judge.measures else row.norm[0])
+        value = row.mean(row.loss)
+        of_each = Accumulated(
+            row.norm, row.weight, row.rejected, row.loss, sums.aux, sums.state, noise
+        )
+        return (value, sums.aux) if self._loss.has_aux else value, grads.tree(), of_each
+
+    def _cut(self, batch: tuple[Any, ...]) -> Cut:
+        """The batch in microbatches."""
+        examples = number_of_examples(flatten(batch, "the batch"), "the batch")
+        if not examples:
+            raise ValueError("the batch has no examples, and there is no gradient of none")
+        number, rest = divmod(examples, self._size)
+        if rest or not number:
+            part = " that a device has" if devices.manual_axes() else ""
+            raise ValueError(
+                f"microbatch_size must divide the batch{part}, got {self._size} for {examples} "
+                "examples; pass a size that does, or fill the batch up with examples that weight= "
+                "does not count"
+            )
+        return Cut.of(batch, self._size, number)
+
+    def _in_wide(self, params: FlatTree) -> PyTree:
+        """The parameters in the dtypes of the sums, as clips are given gradients."""
+        return params.rebuild(
+            [jnp.asarray(x).astype(self._loss.dtype_of_sum(x.dtype)) for x in params.picked()]
+        )
+
+
+def _checked_dtype(dtype: Any) -> jnp.dtype:
+    """A real dtype of 32 bits or more."""
+    wide = jnp.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    if not jnp.issubdtype(wide, jnp.floating) or wide.itemsize < 4:
+        raise ValueError(
+            f"dtype must be float32 or wider, in which nothing small is lost beside a sum, got "
+            f"{wide}"
+        )
+    return wide

@@ -1,0 +1,194 @@
+"""Judging a microbatch by its norm: what is added up of it, and what is kept for the next one."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import optaxclip.scopes as scopes
+from optaxclip._base.counters import own_arrays
+from optaxclip._base.trees import FlatTree, flatten
+from optaxclip._base.types import PyTree, Threshold
+from optaxclip._engine.clip import groups_of, stage
+from optaxclip._engine.options import Options
+from optaxclip._engine.step import norms_of
+from optaxclip.accumulate.places import Places
+from optaxclip.methods.judging import judged, kept_where
+from optaxclip.thresholds.fixed import as_limit
+
+NAME = "accumulate.value_and_grad"
+NONFINITE = "nonfinite"
+_NORM = "norm_of_microbatch"
+
+
+class AccumulateState(NamedTuple):
+    """What goes from microbatch to microbatch, and with `state=` from step to step.
+
+    Attributes:
+      clip: the clip's own state, with its record of the last microbatch; `()` without one.
+      reject: the state of the rule that rejects; `()` without one.
+    """
+
+    clip: PyTree
+    reject: PyTree
+
+
+class Verdict(NamedTuple):
+    """What was found of a microbatch.
+
+    Attributes:
+      leaves: its gradient, clipped.
+      norm: that of its gradient before.
+      norm_after: that of what is added up.
+      is_out: whether it is rejected.
+      state: the state after it; as it was before where it is rejected or has no weight.
+    """
+
+    leaves: list[Array]
+    norm: Array
+    norm_after: Array
+    is_out: Array
+    state: AccumulateState
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Judge:
+    """A user's clip and rule, checked.
+
+    Attributes:
+      clip: a transformation, a limit of the global norm, or None.
+      rule: what rejects, or None.
+      rejects: whether microbatches that are not finite are rejected.
+      measures: whether norms are measured.
+      places: what is known of devices.
+    """
+
+    clip: optax.GradientTransformationExtraArgs | Threshold | None
+    rule: Threshold | None
+    rejects: bool
+    measures: bool
+    places: Places
+
+    @classmethod
+    def checked(cls, clip: Any, reject: Any, measure: bool, places: Places) -> "Judge":
+        """From what a user passed."""
+        if not isinstance(measure, bool):
+            raise TypeError(f"measure must be True or False, got {measure!r}")
+        if not measure and not (clip is None and reject is None):
+            raise ValueError(
+                "measure=False leaves nothing to judge microbatches by: pass clip=None and "
+                f"reject=None with it, got clip={clip!r:.60} and reject={reject!r:.60}"
+            )
+        rule = _as_rule(reject)
+        return cls(_as_transformation(clip), rule, reject is not None, measure, places)
+
+    def init(self, params: PyTree) -> AccumulateState:
+        """The state before the first microbatch."""
+        clip = () if self._clip is None else own_arrays(self._clip.init(params))
+        rule = () if self.rule is None else own_arrays(self.rule.init(jnp.zeros(())))
+        return AccumulateState(clip, rule)
+
+    def param_norm(self, params: PyTree) -> Array | None:
+        """The norm of the parameters, if the rule needs it."""
+        if self.rule is None or not self.rule.uses_params:
+            return None
+        return self.norm(flatten(params, "params"))
+
+    def __call__(
+        self,
+        grads: FlatTree,
+        weight: Array,
+        state: AccumulateState,
+        params: PyTree,
+        param_norm: Array | None,
+    ) -> Verdict:
+        """Judges the gradient of one microbatch.
+
+        Args:
+          grads: the gradient.
+          weight: that of the microbatch.
+          state: what is kept of those before it.
+          params: the parameters.
+          param_norm: their norm, if the rule needs it.
+        """
+        leaves = grads.picked()
+        if not self.measures:
+            unknown = jnp.asarray(jnp.nan, weight.dtype)
+            return Verdict(leaves, unknown, unknown, jnp.zeros((), bool), state)
+        norm = self.norm(grads)
+        is_out, new = jnp.zeros((), bool), state
+        if self.rejects:
+            is_out = ~jnp.isfinite(norm)
+        if self.rule is not None:
+            verdict = judged(self.rule, state.reject, norm, param_norm)
+            is_out, new = verdict.is_out, new._replace(reject=verdict.rule_state)
+        norm_after = norm
+        if self._clip is not None:
+            clipped, clip_state = self._clip.update(
+                grads.tree(), state.clip, params, **{_NORM: norm}
+            )
+            after = _same_leaves(grads, clipped)
+            leaves, norm_after = after.picked(), self.norm(after)
+            # Of what is rejected no clip learns; a rule has to, or a new level would never pass.
+            new = new._replace(clip=kept_where(is_out, state.clip, clip_state))
+        has_weight = weight != 0
+        state = kept_where(~has_weight, state, new)
+        return Verdict(leaves, norm, norm_after, is_out & has_weight, state)
+
+    @property
+    def _clip(self) -> optax.GradientTransformationExtraArgs | None:
+        """The transformation; that of a limit is made where it is known how leaves are split."""
+        if not isinstance(self.clip, Threshold):
+            return self.clip
+        options = Options.checked(known_norm=_NORM, name=NAME, specs=self.places.specs_of_gradients)
+        return stage(scopes.tree(), self.clip, options, argument="clip")
+
+    def norm(self, flat: FlatTree) -> Array:
+        """The norm of a tree over all devices."""
+        options = Options.checked(name=NAME, specs=self.places.specs_of_gradients)
+        return norms_of(flat, groups_of(flat, scopes.tree(), options), options.norm)
+
+
+def _as_transformation(clip: Any) -> Any:
+    """A transformation, or a limit of the global norm, checked."""
+    if clip is None:
+        return None
+    if isinstance(clip, optax.GradientTransformation):
+        return optax.with_extra_args_support(clip)
+    limit = as_limit(clip, "clip")
+    if isinstance(limit, dict):
+        raise TypeError(
+            f"clip must be a transformation, or one limit of the global norm, got {clip!r:.80}; "
+            "for groups with a limit each pass clip_by_group_norm"
+        )
+    return limit
+
+
+def _as_rule(reject: Any) -> Threshold | None:
+    """The rule of a checked `reject`, if it has one."""
+    if reject is None:
+        return None
+    if isinstance(reject, str):
+        if reject == NONFINITE:
+            return None
+        raise ValueError(
+            f"reject must be {NONFINITE!r}, None, or a rule of optaxclip.thresholds, got {reject!r}"
+        )
+    rule = as_limit(reject, "reject")
+    if isinstance(rule, dict):
+        raise TypeError(
+            f"reject must be one rule, for the norm of the whole gradient, got {reject!r:.80}"
+        )
+    return rule.as_pytree()
+
+
+def _same_leaves(grads: FlatTree, clipped: PyTree) -> FlatTree:
+    """What a transformation made of gradients, checked to be a tree like them."""
+    found = flatten(clipped, "updates")
+    if found.treedef != grads.treedef or found.measured != grads.measured:
+        raise ValueError(
+            f"clip must return a tree like the gradients, {grads.treedef}, got {found.treedef}"
+        )
+    return found

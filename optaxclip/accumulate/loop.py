@@ -1,0 +1,87 @@
+"""The loop over microbatches: the gradient of each, judged, weighted and added to the sum."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+import optaxclip._base.devices as devices
+from optaxclip._base.batches import Cut
+from optaxclip._base.devices import Axes
+from optaxclip._base.roles import Roles
+from optaxclip._base.trees import FlatTree
+from optaxclip._base.types import PyTree
+from optaxclip.accumulate.judging import AccumulateState, Judge
+from optaxclip.accumulate.losses import Loss
+from optaxclip.accumulate.means import Row
+
+
+class Sums(NamedTuple):
+    """What the loop leaves.
+
+    Attributes:
+      leaves: for each measured leaf the weighted sum of the gradients that count.
+      state: after the last microbatch.
+      row: what was found of each microbatch.
+      aux: what else the losses returned, `[k, ...]`.
+    """
+
+    leaves: list[Array]
+    state: AccumulateState
+    row: Row
+    aux: PyTree
+
+
+def over_microbatches(
+    loss: Loss, judge: Judge, roles: Roles, params: FlatTree, cut: Cut, state: AccumulateState
+) -> Sums:
+    """The sums over all microbatches and devices.
+
+    Args:
+      loss: the user's.
+      judge: of each gradient.
+      roles: the arguments.
+      params: the parameters, as arrays.
+      cut: the batch.
+      state: before the first microbatch.
+    """
+    axes = Axes() if judge.measures else loss.places.put_off(params, roles.batch)
+    dtypes = [loss.dtype_of_sum(x.dtype) for x in params.picked()]
+    picked = [loss.places.vary(x, axes) for x in params.picked()]
+    param_norm = judge.param_norm(roles.params)
+    found_by = loss.of_this_device if axes else loss.over_devices
+
+    def like_params(leaves: list[Array]) -> list[Array]:
+        """Leaves in the dtypes of the sums, split over devices as the parameters are."""
+        rows = zip(leaves, picked, dtypes, strict=True)
+        return [devices.alike(x.astype(dtype), like) for x, like, dtype in rows]
+
+    def body(carry: Any, i: Array) -> tuple[Any, tuple[Row, PyTree]]:
+        totals, state = carry
+        found = found_by(roles, params, cut.size, picked, cut.microbatch(i))
+        leaves = like_params(found.leaves)
+        grads = params.without_gradients().replaced(leaves)
+        verdict = judge(grads, found.weight, state, roles.params, param_norm)
+        row = Row.of(found, verdict)
+        totals = [_added(*pair, row) for pair in zip(totals, verdict.leaves, strict=True)]
+        return (totals, verdict.state), (row, found.aux)
+
+    start = (like_params([jnp.zeros_like(x) for x in picked]), state)
+    (totals, state), (row, aux) = lax.scan(body, start, jnp.arange(cut.number))
+    if axes:
+        totals = [devices.sum_over_devices(x, axes) for x in totals]
+        row = _over_devices(row, loss.places.axes_of(row.loss))
+    return Sums(totals, state, row, aux)
+
+
+def _added(total: Array, x: Array, row: Row) -> Array:
+    """The sum with one microbatch more, if that counts."""
+    summand = row.weight.astype(total.dtype) * x
+    return total + jnp.where(row.counts, summand, jnp.zeros_like(summand))
+
+
+def _over_devices(row: Row, axes: Axes) -> Row:
+    """The losses and weights of all devices, from those of each."""
+    weighted = jnp.where(row.weight == 0, 0, row.weight * row.loss)
+    weight = devices.sum_over_devices(row.weight, axes)
+    return row._replace(weight=weight, loss=devices.sum_over_devices(weighted, axes) / weight)

@@ -1,0 +1,154 @@
+"""The loss of one microbatch: its value, its weight and its gradient, over all devices."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+import optaxclip._base.devices as devices
+from optaxclip._base.devices import Axes
+from optaxclip._base.numerics import accumulation_dtype, is_real, norm_dtype
+from optaxclip._base.roles import Roles
+from optaxclip._base.trees import FlatTree
+from optaxclip._base.types import PyTree
+from optaxclip.accumulate.places import Places, are_tracked
+
+
+class Found(NamedTuple):
+    """What one microbatch gives.
+
+    Attributes:
+      value: the loss, a scalar.
+      weight: how much it counts, a scalar.
+      leaves: the gradients of the measured leaves.
+      aux: what else the loss returned.
+    """
+
+    value: Array
+    weight: Array
+    leaves: list[Array]
+    aux: PyTree
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loss:
+    """A user's loss and weight.
+
+    Attributes:
+      fn: the loss of a microbatch.
+      weight: how much a microbatch counts; None for as many examples as it has.
+      has_aux: whether the loss returns `(loss, aux)`.
+      dtype: in which losses and weights are added up.
+      places: what is known of devices.
+    """
+
+    fn: Callable[..., Any]
+    weight: Callable[..., Any] | None
+    has_aux: bool
+    dtype: jnp.dtype
+    places: Places
+
+    def widened(self, params: FlatTree) -> "Loss":
+        """The same with scalars in the widest dtype of the sums."""
+        dtypes = [self.dtype_of_sum(x.dtype) for x in params.picked()]
+        return dataclasses.replace(self, dtype=norm_dtype([self.dtype, *dtypes]))
+
+    def dtype_of_sum(self, dtype: Any) -> jnp.dtype:
+        """The dtype in which leaves of `dtype` are added up."""
+        is_wide = jnp.dtype("float64") in (self.dtype, accumulation_dtype(dtype))
+        names = ("complex64", "complex128")
+        if not jnp.issubdtype(dtype, jnp.complexfloating):
+            names = ("float32", "float64")
+        return jnp.dtype(names[is_wide])
+
+    def over_devices(
+        self, roles: Roles, params: FlatTree, size: int, picked: list[Array], microbatch: Any
+    ) -> Found:
+        """What all devices make of a microbatch together.
+
+        Args:
+          roles: the arguments.
+          params: the parameters.
+          size: how many examples a device has of the microbatch.
+          picked: the measured leaves of the parameters.
+          microbatch: of each batch argument its part.
+        """
+        weight = self._weight_of(microbatch, size)
+
+        def share_of_loss(picked: list[Array]) -> Any:
+            value, aux = self._value(roles.with_values(params.rebuild(picked), microbatch))
+            axes = self.places.axes_of(value, weight)
+            value = value.astype(self.dtype)
+            return value * (weight / self._total(weight, axes)) if axes else value, aux
+
+        (value, aux), leaves = jax.value_and_grad(share_of_loss, has_aux=True)(picked)
+        axes = self.places.axes_of(value, weight)
+        leaves = self.places.added(leaves, params, axes)
+        return Found(self._total(value, axes), self._total(weight, axes), leaves, aux)
+
+    def of_this_device(
+        self, roles: Roles, params: FlatTree, size: int, picked: list[Array], microbatch: Any
+    ) -> Found:
+        """What this device makes of its part, and no other, from parameters of its own."""
+        weight = self._weight_of(microbatch, size)
+
+        def loss(picked: list[Array]) -> Any:
+            return self._value(roles.with_values(params.rebuild(picked), microbatch))
+
+        (value, aux), leaves = jax.value_and_grad(loss, has_aux=True)(picked)
+        if are_tracked():
+            # A loss that is the same on all devices counts by the weight of all.
+            weight = self._total(weight, self.places.axes_of(weight) - self.places.axes_of(value))
+        return Found(value.astype(self.dtype), weight, leaves, aux)
+
+    def _total(self, x: Any, axes: Axes) -> Any:
+        """The sum over devices; without a collective of weights that are all the same."""
+        if not isinstance(x, Tracer):
+            return x * devices.num_devices(axes)
+        return devices.sum_over_devices(self.places.vary(x, axes), axes)
+
+    def _value(self, args: list[Any]) -> tuple[Array, PyTree]:
+        """The loss and aux, checked."""
+        found: Any = self.fn(*args)
+        if self.has_aux and not (isinstance(found, tuple) and len(found) == 2):
+            raise TypeError(f"with has_aux loss_fn must return (loss, aux), got {found!r:.80}")
+        value: Any = found[0] if self.has_aux else found
+        if not is_real(value):
+            hint = "; pass has_aux=True" if isinstance(value, tuple) else ""
+            raise TypeError(f"loss_fn must return a real loss, got {value!r:.80}{hint}")
+        if jnp.shape(value) != ():
+            raise ValueError(
+                "loss_fn must return a scalar, the mean loss of a microbatch, got "
+                f"{_described(value)}"
+            )
+        if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            raise TypeError(f"loss_fn must return a real float, got {_described(value)}")
+        return jnp.asarray(value), found[1] if self.has_aux else None
+
+    def _weight_of(self, microbatch: tuple[Any, ...], size: int) -> Any:
+        """The weight, checked; NaN for one that is negative, where that is only known later."""
+        weight = size if self.weight is None else self.weight(*microbatch)
+        if not is_real(weight):
+            raise TypeError(f"weight must return a real number, got {weight!r:.80}")
+        if jnp.shape(weight) != ():
+            raise ValueError(
+                f"weight must return a scalar, how much a microbatch counts, got "
+                f"{_described(weight)}; sum it"
+            )
+        if isinstance(weight, Tracer):
+            weight = weight.astype(self.dtype)
+            return jnp.where(weight >= 0, weight, jnp.nan)
+        if not weight > 0:
+            raise ValueError(
+                f"weight must return a number above 0, got {weight!r} for every microbatch"
+            )
+        return np.asarray(weight, self.dtype)
+
+
+def _described(value: Any) -> str:
+    return f"shape {jnp.shape(value)} and dtype {jnp.result_type(value)}"

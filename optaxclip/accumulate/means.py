@@ -1,0 +1,77 @@
+"""What was added up over microbatches, divided: means over those that count, and noise sums."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from optaxclip._base.types import PyTree
+from optaxclip.accumulate.judging import AccumulateState, Verdict
+from optaxclip.accumulate.losses import Found
+from optaxclip.monitor.noise import NoiseSums
+
+
+class Accumulated(NamedTuple):
+    """What became of the `k` microbatches of a batch; the `i`-th has the examples `i`, `i + k`, ...
+
+    Attributes:
+      norm: float[k], of each gradient before it was clipped, over all leaves and devices; NaN with
+        `measure=False`.
+      weight: float[k], how much each counts: how many examples it has, or what `weight=` says.
+      rejected: bool[k], which were left out. One without weight, which adds nothing, is none.
+      loss: float[k].
+      aux: what else the losses returned, `[k, ...]`; None without `has_aux`.
+      state: an `AccumulateState`, to be passed on to the next step. In it is the clip's own state,
+        with the record of the last microbatch that was not rejected.
+      noise: for `optaxclip.monitor.noise_scale`, in units of the weights; NaN with less than two
+        microbatches that count, and with `measure=False`.
+    """
+
+    norm: Array
+    weight: Array
+    rejected: Array
+    loss: Array
+    aux: PyTree
+    state: AccumulateState
+    noise: NoiseSums
+
+
+class Row(NamedTuple):
+    """What is kept of each microbatch, `[k]` after the last."""
+
+    norm: Array
+    norm_after: Array
+    weight: Array
+    rejected: Array
+    loss: Array
+
+    @classmethod
+    def of(cls, found: Found, verdict: Verdict) -> "Row":
+        """That of one microbatch."""
+        weight = jnp.asarray(found.weight)
+        return cls(verdict.norm, verdict.norm_after, weight, verdict.is_out, found.value)
+
+    @property
+    def counts(self) -> Array:
+        """Which are in the means: bool."""
+        return ~self.rejected & (self.weight != 0)
+
+    def mean(self, of: Array) -> Array:
+        """The weighted mean of what there is of each microbatch; NaN of none."""
+        counts = self.counts
+        return jnp.sum(jnp.where(counts, self.weight * of, 0)) / self.total_weight
+
+    @property
+    def total_weight(self) -> Array:
+        """The weight of those that count."""
+        return jnp.sum(jnp.where(self.counts, self.weight, 0))
+
+    def noise(self, norm_of_mean: Array) -> NoiseSums:
+        """The noise sums, from the norm of the mean gradient."""
+        square, square_of_mean = self.mean(jnp.square(self.norm_after)), jnp.square(norm_of_mean)
+        # A microbatch has the mean weight: with unequal ones this still has no bias.
+        large = self.total_weight
+        small = large / jnp.sum(self.counts, dtype=large.dtype)
+        spread = jnp.where(large > small, large - small, jnp.nan)
+        signal = (large * square_of_mean - small * square) / spread
+        return NoiseSums(signal, (square - square_of_mean) * (small * (large / spread)))

@@ -1,0 +1,92 @@
+"""Over which devices the gradient of a microbatch has to be added up, and how that is done.
+
+What a device computes from its part of a microbatch counts by its part's weight. Where types are
+tracked they say what differs from device to device; else the user does, by `axis_name=`.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import Array
+
+import optaxclip._base.devices as devices
+from optaxclip._base.devices import Axes
+from optaxclip._base.trees import FlatTree, per_leaf
+from optaxclip._base.types import PyTree
+from optaxclip._engine.placement import as_axis_names, as_spec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Places:
+    """What the user says of devices.
+
+    Attributes:
+      axis_names: the mapped axes over which the batch is split.
+      specs: how the parameters are split: a pytree prefix with specs.
+    """
+
+    axis_names: tuple[str, ...] | None
+    specs: PyTree
+
+    @classmethod
+    def checked(cls, axis_name: Any, specs: PyTree) -> "Places":
+        """From what a user passed."""
+        return cls(as_axis_names(axis_name), specs)
+
+    @property
+    def specs_of_gradients(self) -> PyTree:
+        """How gradients are split after they have been added up, where their types do not say."""
+        manual = devices.manual_axes()
+        is_unknown = self.specs is None and bool(manual) and not devices.tracks(manual)
+        return jax.P() if is_unknown and self.axis_names is not None else self.specs
+
+    def axes_of(self, *arrays: Any) -> Axes:
+        """The axes over which some of these differ from device to device."""
+        if are_tracked():
+            return Axes().union(*map(devices.varying_axes, arrays))
+        return Axes(self.axis_names or ())
+
+    def vary(self, x: Array, axes: Axes) -> Array:
+        """`x`, typed as differing from device to device, where types say such things."""
+        return devices.vary(x, axes) if are_tracked() else x
+
+    def axes_of_batch(self, batch: PyTree) -> Axes:
+        """The axes over which a batch is split."""
+        return self.axes_of(*jax.tree.leaves(batch))
+
+    def still_to_add(self, params: FlatTree, axes: Axes) -> list[Axes]:
+        """For each measured leaf those of the axes over which its gradient is still in parts.
+
+        The gradient of a leaf that is itself split is added up by what gathers the leaf, and one
+        whose type is tracked by JAX.
+        """
+        if are_tracked():
+            return [axes - devices.varying_axes(x) for x in params.picked()]
+        if self.specs is None:
+            return [axes] * len(params.measured)
+        given = [as_spec(spec) for spec in per_leaf(self.specs, params, "specs")]
+        return [axes.difference(*map(devices.spec_axes, spec)) for spec in given]
+
+    def put_off(self, params: FlatTree, batch: PyTree) -> Axes:
+        """The axes over which gradients can be added up once, after the last microbatch.
+
+        None where a leaf is split over one of them, as what gathers it adds up its gradient.
+        """
+        axes = self.axes_of_batch(batch)
+        if all(over == axes for over in self.still_to_add(params, axes)):
+            return axes
+        return Axes()
+
+    def added(self, leaves: list[Array], params: FlatTree, axes: Axes) -> list[Array]:
+        """Gradients of what each device's loss says, added up over devices where JAX has not."""
+        if are_tracked() or not axes:
+            return leaves
+        pairs = zip(leaves, self.still_to_add(params, axes), strict=True)
+        return [devices.sum_over_devices(x, over) for x, over in pairs]
+
+
+def are_tracked() -> bool:
+    """Whether types say what differs from device to device."""
+    manual = devices.manual_axes()
+    return bool(manual) and devices.tracks(manual)

@@ -1,0 +1,195 @@
+"""Microbatches clipped and rejected by the engine's clips and rules, one after another."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import accumulate, monitor, scopes, thresholds
+
+
+def loss_fn(params, x):
+    """Its gradient is the mean of the rows of `x`: three columns for `w`, the last for `b`."""
+    return jnp.mean(x[:, :3] @ params["w"] + x[:, 3] * params["b"])
+
+
+PARAMS = {"w": jnp.ones(3), "b": jnp.ones(())}
+NORMS = np.array([1.0, 2.0, 1.5, 40.0, 1.2, 0.5, np.inf, 1.1], np.float32)
+
+
+def batch_of(norms):
+    """One example a microbatch, in directions that differ, of these norms."""
+    rows = np.random.default_rng(0).normal(size=(len(norms), 4)).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True) * norms[:, None]
+
+
+def as_tree(row):
+    return {"w": row[:3], "b": row[3]}
+
+
+def one_by_one(clip, rule, rows):
+    """The mean as a loop of plain Python makes it."""
+    clip_state, rule_state = clip.init(PARAMS), rule.init(jnp.zeros(()))
+    total, rejected = np.zeros(4), []
+    for row in rows:
+        limits, rule_state = rule.update(jnp.linalg.norm(row), rule_state, None)
+        rejected.append(not np.linalg.norm(row) <= limits.trigger)
+        if not rejected[-1]:
+            clipped, clip_state = clip.update(as_tree(jnp.asarray(row)), clip_state, PARAMS)
+            total += np.append(clipped["w"], clipped["b"])
+    return total / (len(rows) - sum(rejected)), rejected, clip_state, rule_state
+
+
+CLIPS = {
+    "zclip": optaxclip.zclip(warmup_steps=1, max_norm=1.4),
+    "by leaf": optaxclip.clip_by_norm(1.0),
+    "chain": optax.chain(optaxclip.clip_by_global_norm(1.2), optax.trace(0.5)),
+}
+RULES = {
+    "constant": thresholds.constant(1.6),
+    "zscore": thresholds.zscore(warmup_steps=2),
+    "window": thresholds.window(3.0, 4, warmup_steps=2),
+}
+
+
+@pytest.mark.parametrize(("clip", "rule"), list(zip(CLIPS, RULES, strict=True)))
+def test_as_a_loop_over_microbatches(clip, rule):
+    clip, rule = CLIPS[clip], RULES[rule]
+    judged = accumulate.value_and_grad(loss_fn, microbatch_size=1, clip=clip, reject=rule)
+    rows = batch_of(NORMS)
+    _, grads, found = jax.jit(judged)(PARAMS, rows)
+    mean, rejected, clip_state, rule_state = one_by_one(clip, rule, rows)
+    np.testing.assert_allclose(np.append(grads["w"], grads["b"]), mean, rtol=1e-5)
+    assert list(found.rejected) == rejected
+    assert 0 < sum(rejected) < len(rows)
+    np.testing.assert_allclose(found.norm, NORMS, rtol=1e-6)
+    expected = accumulate.AccumulateState(clip_state, rule_state)
+    assert jax.tree.structure(found.state) == jax.tree.structure(expected)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found.state, expected)
+
+
+def test_the_state_goes_on_from_step_to_step():
+    rows = batch_of(NORMS)
+    judged = accumulate.value_and_grad(
+        loss_fn, microbatch_size=1, clip=CLIPS["zclip"], reject=RULES["zscore"]
+    )
+    step = jax.jit(judged)
+    whole = step(PARAMS, rows)[2]
+    # The microbatches of a batch are cut in its order where there is one example in each.
+    first = step(PARAMS, rows[:4])[2]
+    second = step(PARAMS, rows[4:], state=first.state)[2]
+    np.testing.assert_array_equal(np.append(first.rejected, second.rejected), whole.rejected)
+    jax.tree.map(np.testing.assert_array_equal, second.state, whole.state)
+    alone = step(PARAMS, rows[4:])[2]
+    assert int(alone.state.clip.steps) < int(second.state.clip.steps)
+
+
+def test_a_number_is_the_largest_global_norm_of_a_microbatch():
+    rows = batch_of(NORMS[:6])
+    judged = accumulate.value_and_grad(loss_fn, microbatch_size=1, clip=1.0)
+    _, grads, found = judged(PARAMS, rows)
+    expected = np.mean(batch_of(np.minimum(NORMS[:6], 1)), axis=0)
+    np.testing.assert_allclose(np.append(grads["w"], grads["b"]), expected, rtol=1e-5)
+    (info,) = monitor.read(found.state).values()
+    assert (int(info.num_clipped), float(info.limit)) == (4, 1.0)
+    np.testing.assert_allclose(info.norm, NORMS[5], rtol=1e-6)
+
+
+def test_a_schedule_counts_microbatches():
+    rows = batch_of(NORMS[:3])
+    judged = accumulate.value_and_grad(
+        loss_fn, microbatch_size=1, clip=optax.linear_schedule(1.0, 0.8, 2)
+    )
+    grads = judged(PARAMS, rows)[1]
+    expected = np.mean(batch_of(np.array([1.0, 0.9, 0.8], np.float32)), axis=0)
+    np.testing.assert_allclose(np.append(grads["w"], grads["b"]), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_one_bad_microbatch_does_not_cost_the_others(bad):
+    rows = batch_of(NORMS[:6])
+    kept = np.delete(rows, 2, axis=0)
+    rows[2, 1] = bad
+    step = jax.jit(accumulate.value_and_grad(loss_fn, microbatch_size=1))
+    value, grads, found = step(PARAMS, rows)
+    assert list(found.rejected) == [False, False, True, False, False, False]
+    expected = step(PARAMS, kept)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), (value, grads), expected[:2]
+    )
+    np.testing.assert_allclose(found.noise, expected[2].noise, rtol=1e-5)
+    everything = accumulate.value_and_grad(loss_fn, microbatch_size=1, reject=None)
+    assert np.isnan(everything(PARAMS, rows)[1]["w"][1]) or bad == np.inf
+    assert not np.all(np.isfinite(everything(PARAMS, rows)[1]["w"]))
+
+
+def test_where_all_are_rejected_the_step_is_skipped():
+    tx = optaxclip.skip_nonfinite(optax.sgd(0.1, momentum=0.9))
+    judged = accumulate.value_and_grad(loss_fn, microbatch_size=1)
+    value, grads, found = judged(PARAMS, batch_of(np.full(3, np.inf, np.float32)))
+    assert np.all(found.rejected)
+    assert np.isnan(value)
+    assert all(np.all(np.isnan(leaf)) for leaf in jax.tree.leaves((grads, found.noise)))
+    updates, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+    assert int(state.num_skipped) == 1
+
+
+def test_a_clip_learns_nothing_of_what_is_rejected_or_without_weight():
+    rows = batch_of(NORMS)
+
+    def weight(x):
+        return jnp.where(jnp.abs(jnp.linalg.norm(x) - 1.2) < 0.01, 0.0, 1.0)
+
+    judged = accumulate.value_and_grad(
+        loss_fn, microbatch_size=1, clip=1.0, reject=5.0, weight=weight
+    )
+    found = judged(PARAMS, rows)[2]
+    assert list(np.flatnonzero(found.rejected)) == [3, 6]
+    assert list(np.flatnonzero(found.weight == 0)) == [4]
+    assert int(found.state.clip.steps) == 5
+
+
+def test_what_has_no_weight_adds_nothing_whatever_it_is():
+    def loss(w, x):
+        return jnp.sum(w * x) / jnp.sum(x != 0).astype(jnp.float32)
+
+    rows = jnp.array([[1.0], [0.0], [3.0]])
+    for options in ({}, {"reject": None}, {"reject": None, "measure": False}):
+        counted = accumulate.value_and_grad(
+            loss, microbatch_size=1, weight=lambda x: jnp.sum(x != 0), **options
+        )
+        value, grads, found = counted(jnp.float32(1.0), rows)
+        assert (float(value), float(grads)) == (2.0, 2.0)
+        assert not np.any(found.rejected)
+        assert np.isnan(found.loss[1])
+
+
+def test_a_rule_that_is_relative_to_the_parameters():
+    # Their norm is 2.
+    judged = accumulate.value_and_grad(
+        loss_fn, microbatch_size=1, reject=thresholds.relative_to_params(0.61)
+    )
+    found = judged(PARAMS, batch_of(NORMS))[2]
+    np.testing.assert_array_equal(found.rejected, ~(NORMS <= 1.2))
+
+
+def test_a_clip_that_is_relative_to_the_parameters():
+    clip = optaxclip.clip_by(scopes.leaf(), thresholds.relative_to_params(0.1))
+    judged = accumulate.value_and_grad(loss_fn, microbatch_size=1, clip=clip)
+    grads = judged(PARAMS, batch_of(NORMS))[1]
+    assert abs(float(grads["b"])) <= 0.1
+    assert np.linalg.norm(grads["w"]) <= 0.1 * 3**0.5 * (1 + 1e-6)
+
+
+def test_without_measuring_the_sum_is_the_same():
+    rows = batch_of(NORMS[:6])
+    plain = accumulate.value_and_grad(loss_fn, microbatch_size=2, reject=None, measure=False)
+    value, grads, found = plain(PARAMS, rows)
+    expected = accumulate.value_and_grad(loss_fn, microbatch_size=2)(PARAMS, rows)
+    jax.tree.map(np.testing.assert_array_equal, (value, grads), expected[:2])
+    assert np.all(np.isnan(found.norm))
+    assert np.all(np.isnan(found.noise))
+    np.testing.assert_array_equal(found.loss, expected[2].loss)

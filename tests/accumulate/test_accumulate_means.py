@@ -1,0 +1,184 @@
+"""Means over microbatches: those of the whole batch, whatever the arguments and dtypes."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiling import AS_USERS, where_sums_are_fused
+
+from optaxclip import accumulate
+
+EXAMPLES = 12
+
+
+@functools.cache
+def task():
+    """Parameters and a batch in which each example has another number of tokens."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {
+        "w": jax.random.normal(keys[0], (5, 7)),
+        "b": jax.random.normal(keys[1], (7,)),
+    }
+    batch = {
+        "x": jax.random.normal(keys[2], (EXAMPLES, 4, 5)),
+        "y": jax.random.normal(keys[3], (EXAMPLES, 4, 7)),
+    }
+    mask = jnp.arange(4)[None] < (jnp.arange(EXAMPLES) % 4 + 1)[:, None]
+    return params, batch, (mask.astype(jnp.float32), jax.random.split(keys[4], EXAMPLES))
+
+
+def loss_fn(params, batch, mask_and_keys):
+    """The mean over tokens, with dropout by each example's own key."""
+    mask, keys = mask_and_keys
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (5,)))(keys)
+    x = batch["x"] * kept[:, None].astype(jnp.float32)
+    error = jnp.tanh(x @ params["w"] + params["b"][None, None]) - batch["y"]
+    of_tokens = jnp.mean(jnp.square(error), axis=-1)
+    return jnp.sum(of_tokens * mask) / jnp.sum(mask)
+
+
+def tokens(batch, mask_and_keys):
+    return jnp.sum(mask_and_keys[0])
+
+
+def assert_same(found, expected, digits=1e-6):
+    def check(x, y):
+        np.testing.assert_allclose(x, y, rtol=digits, atol=digits * np.max(np.abs(y)))
+
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(check, found, expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 12])
+def test_the_gradient_of_the_whole_batch_with_unequal_weights(size, optimized):
+    by_parts = accumulate.value_and_grad(
+        loss_fn, batch_argnums=(1, 2), microbatch_size=size, weight=tokens
+    )
+    args = task()
+    value, grads, found = jax.jit(by_parts)(*args)
+    expected = jax.jit(jax.value_and_grad(loss_fn))(*args)
+    assert_same((value, grads), expected)
+    number = EXAMPLES // size
+    assert found.norm.shape == found.loss.shape == found.weight.shape == (number,)
+    of_each = np.sum(args[2][0], axis=1).reshape(size, number)
+    np.testing.assert_array_equal(found.weight, of_each.sum(axis=0))
+    assert not np.any(found.rejected)
+    assert found.aux is None
+
+
+def test_microbatches_take_every_kth_example_and_aux_is_stacked():
+    def loss(params, x):
+        return jnp.mean(x * params), {"x": x, "sum": jnp.sum(x)}
+
+    by_parts = accumulate.value_and_grad(loss, has_aux=True, microbatch_size=2)
+    x = jnp.arange(6.0)
+    (value, aux), grads, found = by_parts(jnp.float32(2.0), x)
+    np.testing.assert_array_equal(aux["x"], [[0, 3], [1, 4], [2, 5]])
+    np.testing.assert_array_equal(found.aux["sum"], [3, 5, 7])
+    np.testing.assert_allclose(found.loss, [3, 5, 7])
+    np.testing.assert_allclose((value, grads), (5, 2.5))
+    np.testing.assert_array_equal(found.weight, [2, 2, 2])
+
+
+def test_several_argnums_and_batch_arguments_in_any_place():
+    params, batch, rest = task()
+
+    def loss(batch, w, scale, b, rest):
+        return scale * loss_fn({"w": w, "b": b}, batch, rest)
+
+    args = (batch, params["w"], 3.0, params["b"], rest)
+    by_parts = accumulate.value_and_grad(
+        loss, (3, 1), batch_argnums=(0, -1), microbatch_size=4, weight=tokens
+    )
+    value, grads, found = jax.jit(by_parts)(*args)
+    expected = jax.value_and_grad(loss, (3, 1))(*args)
+    assert_same((value, grads), expected)
+    # One norm for all that is differentiated.
+    cut = jax.tree.map(lambda x: x.reshape(4, 3, *x.shape[1:]).swapaxes(0, 1), (batch, rest))
+    each = [
+        jax.grad(loss, (3, 1))(part[0], *args[1:4], part[1])
+        for part in (jax.tree.map(operator.itemgetter(i), cut) for i in range(3))
+    ]
+    norms = [np.sqrt(sum(np.sum(np.square(leaf)) for leaf in grads)) for grads in each]
+    np.testing.assert_allclose(found.norm, norms, rtol=1e-5)
+
+
+def test_all_that_is_no_parameter_is_the_batch_if_none_is_named():
+    params, batch, rest = task()
+    options = {"microbatch_size": 3, "weight": tokens}
+    named = accumulate.value_and_grad(loss_fn, batch_argnums=(1, 2), **options)
+    others = accumulate.value_and_grad(loss_fn, batch_argnums=None, **options)
+    assert_same(others(params, batch, rest)[1], named(params, batch, rest)[1])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_gradients_are_added_up_in_float32(dtype):
+    """In bfloat16 a sum of 512 ones ends at 256."""
+
+    def loss(w, x):
+        return jnp.mean(x * w)
+
+    by_parts = accumulate.value_and_grad(loss, microbatch_size=1)
+    _, grads, found = jax.jit(by_parts)(jnp.ones((), dtype), jnp.ones(512, dtype))
+    assert grads.dtype == found.norm.dtype == found.loss.dtype == jnp.float32
+    assert grads == 1
+
+
+def test_wider_parameters_and_sums_keep_their_digits(x64):
+    def loss(w, x):
+        return jnp.mean(x * w)
+
+    x = 1 + np.arange(8.0) * 1e-12
+    for w, dtype in ((1.0, jnp.float32), (np.float32(1), jnp.float64)):
+        by_parts = accumulate.value_and_grad(loss, microbatch_size=2, dtype=dtype)
+        w = jnp.asarray(w)
+        _, grads, _ = by_parts(w, x.astype(w.dtype))
+        assert grads.dtype == jnp.float64
+        np.testing.assert_allclose(grads, np.mean(x.astype(w.dtype)), rtol=1e-15)
+
+
+def test_complex_parameters():
+    def loss(w, x):
+        return jnp.mean(jnp.abs(x * w) ** 2)
+
+    w, x = jnp.asarray(1 + 2j, jnp.complex64), jnp.asarray(np.arange(4) + 1j, jnp.complex64)
+    _, grads, _ = accumulate.value_and_grad(loss, microbatch_size=2)(w, x)
+    np.testing.assert_allclose(grads, jax.grad(loss)(w, x), rtol=1e-6)
+
+
+def test_leaves_without_a_gradient():
+    params, batch, rest = task()
+    more = {**params, "none": None, "steps": jnp.zeros(3, jnp.int32)}
+    by_parts = accumulate.value_and_grad(loss_fn, batch_argnums=(1, 2), microbatch_size=4)
+    _, grads, _ = by_parts(more, batch, rest)
+    assert grads["none"] is None
+    assert (grads["steps"].dtype, grads["steps"].shape) == (jax.dtypes.float0, (3,))
+
+
+@where_sums_are_fused
+@pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"reject": None, "measure": False}])
+def test_memory_is_of_few_gradients_whatever_their_number(options):
+    width, size = 256, 2
+
+    def loss(params, x):
+        for layer in params:
+            x = jnp.tanh(x @ layer)
+        return jnp.mean(x)
+
+    def temporary(number):
+        params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * 4
+        x = jax.ShapeDtypeStruct((number * size, width), jnp.float32)
+        by_parts = accumulate.value_and_grad(loss, microbatch_size=size, **options)
+        compiled = jax.jit(by_parts, compiler_options=AS_USERS).lower(params, x).compile()
+        memory = compiled.memory_analysis().temp_size_in_bytes
+        # The batch itself is there once more, cut.
+        return memory - number * size * width * 4
+
+    gradients = 4 * 4 * width**2
+    few, many = temporary(2), temporary(64)
+    print(few / gradients, many / gradients)
+    assert many <= 4 * gradients
+    assert many - few < 0.05 * gradients

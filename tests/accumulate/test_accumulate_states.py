@@ -1,0 +1,135 @@
+"""What a trainer does to the function and its state: one compilation, donation, scan, vmap."""
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import optaxclip
+from optaxclip import accumulate, thresholds
+
+WIDTH = 4
+
+
+def loss_fn(w, x):
+    return jnp.mean(jnp.square(x @ w - 1))
+
+
+BY_PARTS = accumulate.value_and_grad(
+    loss_fn,
+    microbatch_size=2,
+    clip=optaxclip.zclip(warmup_steps=2),
+    reject=thresholds.zscore(warmup_steps=3, z_thresh=2.0),
+)
+
+
+@functools.cache
+def steps():
+    """Batches of four microbatches for five steps; one is an outlier, one is not finite."""
+    x = jax.random.normal(jax.random.key(0), (5, 8, WIDTH))
+    return x.at[1, 3].multiply(1e3).at[3, 5, 0].set(jnp.nan)
+
+
+def train(w, state, batches):
+    """Plain descent in a loop of Python."""
+    step, found = jax.jit(BY_PARTS), []
+    for x in batches:
+        _, grads, each = step(w, x, state=state)
+        w, state = w - 0.1 * grads, each.state
+        found.append(each)
+    return w, state, found
+
+
+def assert_equal(tree, other):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), tree, other)
+
+
+def test_one_compilation_for_all_steps():
+    traced = []
+
+    @jax.jit
+    def step(w, state, x):
+        traced.append(x)
+        return BY_PARTS(w, x, state=state)[1:]
+
+    w = jnp.ones(WIDTH)
+    state = BY_PARTS.init(w, steps()[0])
+    for x in steps():
+        _, found = step(w, state, x)
+        assert jax.tree.structure(found.state) == jax.tree.structure(state)
+        types = [[jax.typeof(x) for x in jax.tree.leaves(tree)] for tree in (state, found.state)]
+        assert types[0] == types[1]
+        state = found.state
+    assert len(traced) == 1
+
+
+def test_a_state_that_is_none_is_the_first():
+    w, x = jnp.ones(WIDTH), steps()[0]
+    assert_equal(BY_PARTS(w, x), BY_PARTS(w, x, state=BY_PARTS.init(w, x)))
+
+
+def test_in_a_scan_as_in_a_loop():
+    w = jnp.ones(WIDTH)
+
+    def step(carry, x):
+        w, state = carry
+        _, grads, found = BY_PARTS(w, x, state=state)
+        return (w - 0.1 * grads, found.state), found.rejected
+
+    start = (w, BY_PARTS.init(w, steps()[0]))
+    (in_scan, state), rejected = jax.jit(lambda: jax.lax.scan(step, start, steps()))()
+    expected = train(w, None, steps())
+    assert_equal((in_scan, state), expected[:2])
+    np.testing.assert_array_equal(rejected, [each.rejected for each in expected[2]])
+    assert np.any(rejected)
+
+
+def test_arguments_can_be_donated():
+    step = jax.jit(lambda w, state, x: BY_PARTS(w, x, state=state)[1:], donate_argnums=(0, 1))
+    w = jnp.ones(WIDTH)
+    state = BY_PARTS.init(w, steps()[0])
+    given = [w, *jax.tree.leaves(state)]
+    grads, found = step(w, state, steps()[0])
+    assert all(x.is_deleted() for x in given)
+    step(grads, found.state, steps()[1])
+
+
+def test_a_checkpoint_goes_on_where_it_was(tmp_path):
+    w, batches = jnp.ones(WIDTH), steps()
+    whole = train(w, None, batches)
+    w, state, _ = train(w, None, batches[:2])
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "state", (w, state))
+    with ocp.StandardCheckpointer() as loader:
+        like = (w, BY_PARTS.init(w, batches[0]))
+        w, state = loader.restore(tmp_path / "state", like)
+    assert_equal(train(w, state, batches[2:])[:2], whole[:2])
+
+
+def test_seeds_under_vmap_are_judged_each_by_itself():
+    w = jax.random.normal(jax.random.key(1), (3, WIDTH))
+    batches = jnp.stack([steps()[i] for i in (0, 1, 3)])
+    run = jax.jit(jax.vmap(BY_PARTS))
+    first = run(w, batches)
+    second = run(w, batches[::-1], state=first[2].state)
+    for i in range(3):
+        alone = BY_PARTS(w[i], batches[i])
+        then = BY_PARTS(w[i], batches[::-1][i], state=alone[2].state)
+        assert_equal(jax.tree.map(lambda x, i=i: x[i], (first, second)), (alone, then))
+    assert list(np.sum(first[2].rejected, axis=1)) == [0, 1, 1]
+
+
+def test_an_exported_function_does_the_same():
+    args = (jnp.ones(WIDTH), steps()[1])
+    exported = jax.export.export(jax.jit(lambda w, x: BY_PARTS(w, x)[:2]))(*args)
+    loaded = jax.export.deserialize(exported.serialize())
+    assert_equal(loaded.call(*args), BY_PARTS(*args)[:2])
+
+
+@pytest.mark.parametrize("way", [jax.jit, lambda f: f])
+def test_eager_and_compiled(way):
+    assert_equal(way(BY_PARTS)(jnp.ones(WIDTH), steps()[3]), BY_PARTS(jnp.ones(WIDTH), steps()[3]))

@@ -1,0 +1,212 @@
+"""Microbatches of a batch that is split over devices: as on one, and nothing is gathered."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import slow_unless
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optaxclip import accumulate, thresholds
+
+DEVICES, EXAMPLES, NUMBER = 8, 64, 4
+COLUMNS = {"w": P(None, "d"), "b": P()}
+PLAIN = {"reject": None, "measure": False}
+JUDGES = {
+    "default": {},
+    "clip": {"clip": 0.05},
+    "rule": {"clip": 0.05, "reject": thresholds.ema(0.9, 1.2, debias=True)},
+    "plain": PLAIN,
+}
+
+
+@functools.cache
+def task(judge):
+    """Parameters and a batch; the device that has some of its examples has some of each part."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    params = {"w": jax.random.normal(keys[0], (8, 16)), "b": jnp.zeros(16)}
+    x = jax.random.normal(keys[1], (EXAMPLES, 8))
+    # The second microbatch is larger than the others, the third has a NaN.
+    x = x.at[1::NUMBER].multiply(30.0)
+    if JUDGES[judge] is not PLAIN:
+        x = x.at[2, 0].set(jnp.nan)
+    return params, x, (jnp.arange(EXAMPLES) % 5 + 1).astype(jnp.float32)
+
+
+def loss_fn(params, x, tokens):
+    of_each = jnp.mean(jnp.square(x @ params["w"] + params["b"][None]), axis=1)
+    return jnp.sum(of_each * tokens) / jnp.sum(tokens)
+
+
+def weight(x, tokens):
+    return jnp.sum(tokens)
+
+
+def made(loss=loss_fn, size=EXAMPLES // NUMBER, **options):
+    options = {"weight": weight, **options}
+    return accumulate.value_and_grad(loss, batch_argnums=(1, 2), microbatch_size=size, **options)
+
+
+@functools.cache
+def on_one_device(judge):
+    return jax.jit(made(**JUDGES[judge]))(*task(judge))
+
+
+def assert_as_on_one_device(found, judge):
+    expected = on_one_device(judge)
+    rejected = {"default": [2], "clip": [2], "rule": [1, 2], "plain": []}
+    assert list(np.flatnonzero(expected[2].rejected)) == rejected[judge]
+
+    def check(x, y):
+        largest = np.max(np.abs(y), initial=0, where=np.isfinite(y))
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * largest)
+
+    jax.tree.map(check, found, expected)
+
+
+def mesh_of(kind):
+    return jax.make_mesh((DEVICES,), ("d",), axis_types=(kind,))
+
+
+def placed(mesh, specs, judge):
+    params, *batch = task(judge)
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, P("d")))
+    return jax.device_put(params, places[0]), *jax.device_put(batch, places[1])
+
+
+def collectives_of(compiled):
+    """In the loop and outside of it: the shapes that each collective is over."""
+    inside, outside, current = [], [], None
+    for line in compiled.as_text().splitlines():
+        if re.match(r"%|ENTRY", line):
+            current = outside if line.startswith("ENTRY") else inside
+        found = re.search(r"= (.*?) (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", line)
+        if found:
+            current.append((found[2], re.findall(r"\w+\[[\d,]*\]", found[1])))
+    return inside, outside
+
+
+def kinds(found):
+    return {kind for kind, _ in found}
+
+
+def of_gradients(found):
+    """Those that are over matrices, whole or in parts."""
+    return [kind for kind, shapes in found if any("," in shape for shape in shapes)]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("judge", slow_unless(lambda judge: judge != "clip", JUDGES))
+def test_under_jit(kind, judge):
+    mesh = mesh_of(kind)
+    args = placed(mesh, P(), judge)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(made(**JUDGES[judge])).lower(*args).compile()
+        found = compiled(*args)
+    assert_as_on_one_device(found, judge)
+    inside, outside = collectives_of(compiled)
+    assert kinds(inside) == {"all-reduce"}
+    assert of_gradients(inside) == ["all-reduce"]
+    assert outside == []
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("judge", slow_unless(lambda judge: judge == "rule", JUDGES))
+def test_sums_are_split_as_parameters_are(kind, judge):
+    """FSDP: each device keeps its share of the sum, and of the batch nothing is gathered."""
+
+    def loss(params, *batch):
+        if kind == AxisType.Explicit:
+            params = params | {"w": jax.reshard(params["w"], P())}
+        return loss_fn(params, *batch)
+
+    mesh = mesh_of(kind)
+    args = placed(mesh, COLUMNS, judge)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(made(loss, **JUDGES[judge])).lower(*args).compile()
+        found = compiled(*args)
+    assert_as_on_one_device(found, judge)
+    assert found[1]["w"].sharding.is_equivalent_to(NamedSharding(mesh, COLUMNS["w"]), 2)
+    inside, outside = collectives_of(compiled)
+    assert kinds(inside) == {"all-reduce"}
+    # Parameters alone are gathered, once, and the sum of squares of the mean is added up.
+    gathered = [shapes for kind, shapes in outside if kind == "all-gather"]
+    assert gathered == [["f32[8,16]"]]
+    assert kinds(outside) <= {"all-gather", "all-reduce"}
+
+
+def loss_over_devices(params, x, tokens):
+    of_each = jnp.mean(jnp.square(x @ params["w"] + params["b"][None]), axis=1)
+    total, number = jax.lax.psum((jnp.sum(of_each * tokens), jnp.sum(tokens)), "d")
+    return total / number
+
+
+def weight_over_devices(x, tokens):
+    return jax.lax.psum(jnp.sum(tokens), "d")
+
+
+def loss_of_shards(params, *batch):
+    whole = jax.lax.all_gather(params["w"], "d", axis=1, tiled=True)
+    return loss_fn(params | {"w": whole}, *batch)
+
+
+LOSSES = {
+    "of a part": (loss_fn, weight, P()),
+    "of all": (loss_over_devices, weight_over_devices, P()),
+    "of all, weight of a part": (loss_over_devices, weight, P()),
+    "FSDP": (loss_of_shards, weight, COLUMNS),
+}
+# Without tracking a loss is that of a device's part.
+SHARD_MAPS = [(loss, True) for loss in LOSSES] + [("of a part", False), ("FSDP", False)]
+
+
+def in_shard_map(loss, check_vma, judge):
+    loss, weighted, specs = LOSSES[loss]
+    told = {} if check_vma else {"axis_name": "d", "specs": None if specs == P() else specs}
+    by_parts = made(loss, EXAMPLES // NUMBER // DEVICES, weight=weighted, **told, **JUDGES[judge])
+    mesh = mesh_of(AxisType.Auto)
+    places = {"in_specs": (specs, P("d"), P("d")), "out_specs": (P(), specs, P())}
+    args = placed(mesh, specs, judge)
+    run = jax.shard_map(by_parts, mesh=mesh, check_vma=check_vma, **places)
+    compiled = jax.jit(run).lower(*args).compile()
+    return compiled(*args), collectives_of(compiled)
+
+
+@pytest.mark.parametrize(("loss", "check_vma"), SHARD_MAPS)
+@pytest.mark.parametrize("judge", slow_unless(lambda judge: judge in {"rule", "plain"}, JUDGES))
+def test_in_shard_map(loss, check_vma, judge):
+    found, (inside, outside) = in_shard_map(loss, check_vma, judge)
+    assert_as_on_one_device(found, judge)
+    if loss == "FSDP":
+        # What gathers a leaf also scatters its gradient, in each turn.
+        assert of_gradients(inside).count("reduce-scatter") == 1
+        assert "all-gather" not in kinds(inside)
+    elif judge == "plain":
+        assert of_gradients(inside) == []
+        assert of_gradients(outside) == ["all-reduce"]
+        # With the losses and weights, unless the loss itself adds up over devices.
+        assert (len(inside), len(outside)) == (0 if loss == "of a part" else 1, 1)
+    else:
+        assert of_gradients(inside) == ["all-reduce"]
+        assert outside == []
+
+
+def test_under_vmap_with_the_name_of_its_axis():
+    params, *batch = task("default")
+    parts = [x.reshape(DEVICES, -1, *x.shape[1:]) for x in batch]
+    by_parts = made(size=EXAMPLES // NUMBER // DEVICES, axis_name="v")
+    run = jax.vmap(by_parts, (None, 0, 0), out_axes=None, axis_name="v")
+    assert_as_on_one_device(jax.jit(run)(params, *parts), "default")
+
+
+def test_a_batch_of_a_device_that_the_size_does_not_divide():
+    mesh = mesh_of(AxisType.Auto)
+    run = jax.shard_map(
+        made(size=3), mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=(P(), P(), P())
+    )
+    with pytest.raises(ValueError, match="must divide the batch that a device has, got 3 for 8"):
+        run(*task("plain"))
