@@ -65,8 +65,7 @@ class ClippedGrad:
         step = functools.partial(_step, self, roles, params, picked, one, keywords)
         nothing = _varying_like(batch, Totals.zeros(one, self.clip.limits(one)[0]))
         sums, losses, aux = in_microbatches(step, batch, examples, self.microbatch_size, nothing)
-        grads = one._replace(leaves=[_float0(leaf) for leaf in one.leaves])
-        result = result_of(sums, grads.rebuild(sums.leaves))
+        result = result_of(sums, one.without_gradients().rebuild(sums.leaves))
         return result._replace(losses=losses, aux=aux)
 
     def sensitivity(
