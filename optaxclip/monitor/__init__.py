@@ -11,9 +11,12 @@ the records inside of the compiled step, and `scalars` the same on the host::
   wandb.log(monitor.scalars(opt_state), step)           # Weights & Biases
 
 After a step that was skipped, `bad_leaves` names the leaves that it was for, and `verdict` tells
-the host whether to go on.
+the host whether to go on. `noise_scale` tells from the gradients of microbatches whether the batch
+is too small.
 """
 
+from optaxclip.monitor.noise import NoiseScaleState as NoiseScaleState
+from optaxclip.monitor.noise import noise_scale as noise_scale
 from optaxclip.monitor.reading import metrics as metrics
 from optaxclip.monitor.reading import read as read
 from optaxclip.monitor.reading import scalars as scalars

@@ -1,8 +1,17 @@
-"""The gradient noise scale: from sums of single steps to a batch size that would be enough."""
+"""The gradient noise scale: from sums of single steps to the batch size that would be enough."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import Array
+
+from optaxclip._base.arguments import check_state
+from optaxclip._base.counters import increased
+from optaxclip._base.names import Names
+from optaxclip._base.transformation import Transformation, transformation
+from optaxclip._base.types import PyTree
+from optaxclip.thresholds.base import as_float, within
 
 
 class NoiseSums(NamedTuple):
@@ -13,8 +22,124 @@ class NoiseSums(NamedTuple):
     Attributes:
       signal: float[], of the squared norm of the true gradient. One step's may be negative.
       variance: float[], of the trace of the covariance of the gradients of single examples (or of
-        whatever else is counted), so that a batch of `n` has `variance / n`.
+        whatever else is counted), so that the gradient of a batch of `n` has `variance / n`.
     """
 
     signal: Array
     variance: Array
+
+
+class NoiseScaleState(NamedTuple):
+    """State of `noise_scale`.
+
+    Attributes:
+      steps: int32[], steps so far whose sums were finite.
+      name: the transformation's name, as a tuple of one.
+      signal: float32[], the average of theirs.
+      variance: float32[], the average of theirs.
+    """
+
+    steps: Array
+    name: Names
+    signal: Array
+    variance: Array
+
+    @property
+    def scale(self) -> Array:
+        """The noise scale; NaN before the first step, infinite while no signal shows."""
+        return scale_of(self.steps, self.signal, self.variance, jnp)
+
+
+def scale_of(steps: Any, signal: Any, variance: Any, numpy: Any) -> Any:
+    """The ratio of averages of sums, in `numpy` or `jax.numpy`."""
+    shows = signal > 0
+    ratio = numpy.where(shows, variance, numpy.inf) / numpy.where(shows, signal, 1)
+    return numpy.where(steps > 0, numpy.maximum(ratio, 0), numpy.nan)
+
+
+def noise_scale(
+    decay: jax.typing.ArrayLike = 0.99, *, name: str = "noise_scale"
+) -> Transformation[NoiseScaleState]:
+    """Keeps the gradient noise scale: about the batch size above which larger ones help little.
+
+    It averages both sums of `optaxclip.accumulate` over steps, each by itself, and then divides:
+    `variance / signal`, the simple noise scale. A batch that is much smaller makes steps that are
+    mostly noise; one that is much larger spends examples on digits that the step does not need.
+    Updates pass through untouched, at any place of a chain.
+
+    Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, 2018, arXiv 1812.06162.
+
+    Args:
+      decay: how much of the averages stays at a step, at least 0 and below 1; the first steps are
+        averaged evenly. Sums of single steps are noisy: their ratio needs some hundred of them.
+      name: what the transformation is called in messages and by `optaxclip.monitor`.
+
+    Returns:
+      A transformation with a `NoiseScaleState`, whose `scale` is in units of the weights: examples,
+      or tokens. `optaxclip.monitor.metrics` and `scalars` show it too. Its update needs the sums,
+      `update(grads, state, params, noise=accumulated.noise)`; those that are not finite do not
+      count.
+
+    Raises:
+      ValueError: if `decay` is not in its range; when used, without `noise=`.
+      TypeError: if `decay` is no number, or `noise` no `NoiseSums`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from optaxclip import accumulate, monitor
+      >>> def loss_fn(w, x):
+      ...     return jnp.mean((x - w) ** 2)
+      >>> grad_fn = accumulate.value_and_grad(loss_fn, microbatch_size=8)
+      >>> tx = optax.chain(monitor.noise_scale(0.999), optax.sgd(0.1))
+      >>> @jax.jit
+      ... def step(state, key):
+      ...     x = 1 + 4 * jax.random.normal(key, (64,))
+      ...     _, grads, accumulated = grad_fn(0.0, x)
+      ...     return tx.update(grads, state, noise=accumulated.noise)[1], None
+      >>> state, _ = jax.lax.scan(step, tx.init(0.0), jax.random.split(jax.random.key(0), 2000))
+      >>> print(f"about {state[0].scale:.0f}")
+      about 16
+    """
+    decay = within(decay, 0, 1, "decay")
+    if not isinstance(decay, jax.Array) and decay == 1:
+        raise ValueError("decay must be below 1, got 1, with which no step would count")
+
+    def init(params: PyTree) -> NoiseScaleState:
+        del params
+        zeros = (jnp.zeros((), jnp.float32) for _ in range(2))
+        return NoiseScaleState(jnp.zeros((), jnp.int32), Names((name,)), *zeros)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, NoiseScaleState]:
+        state = init(params) if state is None else state
+        check_state(state, NoiseScaleState, name)
+        noise = NoiseSums(*(as_float(x) for x in _given(extra_args, name)))
+        is_finite = jnp.isfinite(noise.signal) & jnp.isfinite(noise.variance)
+        steps = increased(state.steps, is_finite)
+        number = jnp.maximum(steps, 1).astype(jnp.float32)
+        # (1 - decay) / (1 - decay**number): what the newest of so many counts among them.
+        share = jnp.expm1(jnp.log(as_float(decay))) / jnp.expm1(number * jnp.log(as_float(decay)))
+
+        def averaged(old: Array, new: Array) -> Array:
+            return old + jnp.where(is_finite, share * (new - old), 0)
+
+        signal, variance = map(averaged, (state.signal, state.variance), noise)
+        return updates, state._replace(steps=steps, signal=signal, variance=variance)
+
+    return transformation(init, update)
+
+
+def _given(extra_args: dict[str, Any], name: str) -> NoiseSums:
+    """The sums among an update's extra arguments."""
+    noise = extra_args.get("noise")
+    if noise is None:
+        raise ValueError(
+            f"{name}: the update needs the noise sums, and noise= was not given; pass those of "
+            "optaxclip.accumulate: update(grads, state, params, noise=accumulated.noise)"
+        )
+    if not isinstance(noise, NoiseSums):
+        raise TypeError(
+            f"{name}: noise must be the NoiseSums of optaxclip.accumulate, got {noise!r:.80}"
+        )
+    return noise

@@ -8,11 +8,13 @@ from jax import Array
 
 from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
 from optaxclip.methods.skipping import SkipState
+from optaxclip.monitor.noise import NoiseScaleState
 from optaxclip.monitor.states import described, keys_of, name_of, numbered, to_host, unboxed, walk
 from optaxclip.monitor.summaries import (
     NUMBERS,
+    Recorded,
     Summary,
-    has_labels,
+    labels_of,
     summary,
     summary_on_device,
     wanted,
@@ -75,10 +77,11 @@ def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
       num_skipped      | skip | steps so far that were skipped             | the largest
       loss, loss_limit | skip | the same of the loss, where it is judged   | furthest above
 
-    Each label has numbers of its own (scopes `group` and `muon`); of leaves, units and states under
-    `vmap`, which may be very many, one number stands for all. The worst entry is the one with the
-    largest ratio of norm to limit; a norm that is not finite and a limit of 0 are worse than
-    anything. Before the first step the limit is inf, and that of `skip_nonfinite` always.
+    Of `noise_scale` there are `scale`, `signal` and `variance`. Each label has numbers of its own
+    (scopes `group` and `muon`); of leaves, units and states under `vmap`, which may be very many,
+    one number stands for all. The worst entry is the one with the largest ratio of norm to limit; a
+    norm that is not finite and a limit of 0 are worse than anything. Before the first step the
+    limit is inf, and that of `skip_nonfinite` always.
 
     The names depend on the transformations alone, and are the same at every step. Where several
     have one name, those after the first have a number behind it, in the order of `read`:
@@ -108,8 +111,8 @@ def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
       >>> print(found["train/clip_by_group_norm/norm/actor"])
       5.0
     """
-    found = [state for _, state in _records(opt_state, "metrics")]
-    summaries = [summary_on_device(wanted(state), has_labels(state)) for state in found]
+    found = [state for _, state in _records(opt_state, "metrics", NoiseScaleState)]
+    summaries = [summary_on_device(wanted(state), bool(labels_of(state))) for state in found]
     return _named(found, summaries, prefix)
 
 
@@ -144,20 +147,20 @@ def scalars(opt_state: PyTree, prefix: str = "") -> dict[str, float]:
       clip_by_global_norm/clipped_fraction 1.0
       clip_by_global_norm/num_nonfinite 0.0
     """
-    found = [state for _, state in _records(opt_state, "scalars")]
+    found = [state for _, state in _records(opt_state, "scalars", NoiseScaleState)]
     arrays = to_host([wanted(state) for state in found], "scalars")
     rows = zip(arrays, found, strict=True)
-    summaries = [summary(of, has_labels(state), np) for of, state in rows]
+    summaries = [summary(of, bool(labels_of(state)), np) for of, state in rows]
     return {name: float(x) for name, x in _named(found, summaries, prefix).items()}
 
 
-def _records(opt_state: PyTree, caller: str) -> list[tuple[Path, ClipState | SkipState]]:
-    """The states that hold a record, with their paths.
+def _records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any]]:
+    """The states that hold the record of a clip or a skip, or are of one more kind, with paths.
 
     Raises:
       ValueError: if there are none, naming the caller.
     """
-    found = list(walk(opt_state, (ClipState, SkipState)))
+    found = list(walk(opt_state, (ClipState, SkipState, *more)))
     if not found:
         raise ValueError(
             f"monitor.{caller} takes an optimizer's state that holds the record of a clip or a "
@@ -169,16 +172,14 @@ def _records(opt_state: PyTree, caller: str) -> list[tuple[Path, ClipState | Ski
     return found
 
 
-def _named(
-    states: Sequence[ClipState | SkipState], summaries: Sequence[Summary], prefix: str
-) -> dict[str, Any]:
+def _named(states: Sequence[Recorded], summaries: Sequence[Summary], prefix: str) -> dict[str, Any]:
     """Numbers under their names."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a string such as 'train/', got {prefix!r}")
     flat = {}
     names = numbered([name_of(state) for state in states])
     for name, state, of in zip(names, states, summaries, strict=True):
-        labels = [f"/{label}" for label in state.info.names] if has_labels(state) else [""]
+        labels = [f"/{label}" for label in labels_of(state)] or [""]
         for field in (field for field in NUMBERS if field in of):
             column = of[field]
             flat |= {f"{prefix}{name}/{field}{x}": column[i] for i, x in enumerate(labels)}

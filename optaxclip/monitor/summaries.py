@@ -1,4 +1,7 @@
-"""From the record of one clip or skip to the few numbers of a log, on the device or the host."""
+"""From the record of a clip, a skip or a noise scale to the few numbers of a log.
+
+On the device, and on the host.
+"""
 
 import functools
 from typing import Any, TypeAlias
@@ -8,7 +11,11 @@ import jax.numpy as jnp
 
 from optaxclip._base.types import ClipState
 from optaxclip.methods.skipping import SkipState
+from optaxclip.monitor.noise import NoiseScaleState, scale_of
 from optaxclip.monitor.states import unboxed
+
+Recorded: TypeAlias = ClipState | SkipState | NoiseScaleState
+"""The states that have numbers for a log."""
 
 Summary: TypeAlias = dict[str, Any]
 """For each kind of number an array `[labels]`, or `[1]`."""
@@ -18,12 +25,16 @@ _NOTHING = {"norm": 0.0, "limit": float("inf"), "factor": 1.0}
 NUMBERS = (
     *("norm", "limit", "factor", "clipped_fraction", "num_nonfinite"),
     *("num_skipped", "loss", "loss_limit"),
+    *("scale", "signal", "variance"),
 )
 """The kinds, in their order; what comes out of `jit` is sorted."""
 
 
-def wanted(state: ClipState | SkipState) -> dict[str, Any]:
+def wanted(state: Recorded) -> dict[str, Any]:
     """What `summary` needs, still on the device."""
+    if isinstance(state, NoiseScaleState):
+        sums = {field: getattr(state, field) for field in ("steps", "signal", "variance")}
+        return {key: unboxed(x) for key, x in sums.items()}
     of_info = ("norm", "limit", "factor", "num_nonfinite")
     found = {field: getattr(state.info, field) for field in of_info}
     if isinstance(state, ClipState):
@@ -35,10 +46,11 @@ def wanted(state: ClipState | SkipState) -> dict[str, Any]:
     return {key: unboxed(x) for key, x in found.items()}
 
 
-def has_labels(state: ClipState | SkipState) -> bool:
-    """Whether the record has entries that a user has named."""
-    names = state.info.names
-    return names.are_labels and len(names) > 0
+def labels_of(state: Recorded) -> tuple[str, ...]:
+    """The entries of the record that a user has named, if there are such."""
+    if isinstance(state, NoiseScaleState) or not state.info.names.are_labels:
+        return ()
+    return tuple(state.info.names)
 
 
 @functools.partial(jax.jit, static_argnames="with_labels", inline=True)
@@ -48,13 +60,15 @@ def summary_on_device(of: dict[str, Any], with_labels: bool) -> Summary:
 
 
 def summary(of: dict[str, Any], with_labels: bool, numpy: Any) -> Summary:
-    """The numbers of one clip or skip.
+    """The numbers of one clip, skip or noise scale.
 
     Args:
       of: what `wanted` says. States under `vmap` have leading axes, which count as more entries.
       with_labels: whether the entries along the last axis each have numbers of their own.
       numpy: `numpy`, or `jax.numpy`.
     """
+    if "signal" in of:
+        return _of_noise(of, numpy)
     steps = of["steps"] if "steps" in of else of["num_skipped"]
     states = max(steps.size, 1)
 
@@ -74,6 +88,12 @@ def summary(of: dict[str, Any], with_labels: bool, numpy: Any) -> Summary:
     if "loss" in of:
         found |= _of_largest_loss(of["loss"].reshape(-1, 1), of["loss_limit"].reshape(-1, 1), numpy)
     return found
+
+
+def _of_noise(of: dict[str, Any], numpy: Any) -> Summary:
+    """The averages over all states, and the scale that they tell."""
+    means = {x: numpy.mean(of[x].reshape(-1, 1), axis=0) for x in ("signal", "variance")}
+    return {"scale": scale_of(numpy.max(of["steps"]), **means, numpy=numpy), **means}
 
 
 def _of_worst(columns: dict[str, Any], numpy: Any) -> Summary:
