@@ -95,8 +95,8 @@ class Grouping:
 
 def concatenated(arrays: Iterable[Array]) -> Array:
     """One vector of the entries of arrays, in the widest of their dtypes."""
-    flat = promoted([x.reshape(-1) for x in arrays])
-    return jnp.concatenate(flat) if flat else jnp.zeros(0)
+    flat = promoted([x if x.ndim == 1 else lax.reshape(x, (x.size,)) for x in arrays])
+    return lax.concatenate(flat, 0) if flat else jnp.zeros(0)
 
 
 def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:

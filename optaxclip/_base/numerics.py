@@ -32,7 +32,7 @@ def is_real(x: Any) -> bool:
 def promoted(arrays: Sequence[Array]) -> list[Array]:
     """Arrays of accumulation dtypes, all in the widest of them."""
     widest = max((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize, default=None)
-    return [array.astype(widest) for array in arrays]
+    return [array if array.dtype == widest else array.astype(widest) for array in arrays]
 
 
 def select(flag: Array, x: Array | float, y: Array | float) -> Array:

@@ -125,6 +125,10 @@ class Groups:
         """From limits in the structure that rules see."""
         return [limits] if self.together else list(limits)
 
+    def as_tree(self, rows: Rows) -> NormTree:
+        """What users see: a scalar, `[names]`, or a dict of arrays."""
+        return self.grouping.tree(self.unpack(rows)) if self.grouping.layout == "dict" else rows[0]
+
     def from_tree(self, tree: NormTree) -> Rows:
         """From what users see: a scalar, `[names]`, or a dict of arrays."""
         return self.pack(self.grouping.from_tree(tree))

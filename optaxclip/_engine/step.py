@@ -34,7 +34,7 @@ class Technique(Protocol):
 
     @property
     def needs_limits(self) -> bool:
-        """Whether `scaled` is given limits."""
+        """Whether `scaled` is given limits too."""
         ...
 
     def measured(self, leaves: list[Any], groups: Groups, method: "Method") -> list[Measured]:
@@ -45,13 +45,12 @@ class Technique(Protocol):
         self,
         leaf: Any,
         by: Array,
-        limit: Array | None,
         axes: tuple[int, ...],
         method: "Method",
     ) -> Any:
-        """A leaf, from the multiplier and the limit of its groups, which lack these axes of it.
+        """A leaf, from what its groups are multiplied by, which lacks these axes of the leaf.
 
-        The multiplier's fields lie along the first axis of one array.
+        Along the first axis of `by` lie the fields of a `Multiplier` and, if needed, the limit.
         """
         ...
 
@@ -70,12 +69,10 @@ class ByNorm:
         self,
         leaf: Any,
         by: Array,
-        limit: Array | None,
         axes: tuple[int, ...],
         method: "Method",
     ) -> Any:
         """The leaf times its multiplier."""
-        del limit
         zeroes = method.nonfinite == "zero"
         return scale(leaf, by, axes=axes, strict=method.strict, zeroes=zeroes)
 
@@ -261,17 +258,21 @@ def _scaled(
     method: Method,
 ) -> list[Any]:
     technique, axes = method.technique, groups.grouping.axes
-    # Both fields in one array, of which each leaf takes its part in one step.
-    fields = groups.by_leaf([jnp.stack(by) for by in multipliers], leaves)
-    limits = [None] * len(leaves)
+    columns = [list(by) for by in multipliers]
     if technique.needs_limits:
-        limits = groups.by_leaf(triggers, leaves)
-    rows = zip(leaves, fields, limits, axes, strict=True)
+        columns = [
+            [*column, limit.astype(column[0].dtype)]
+            for column, limit in zip(columns, triggers, strict=True)
+        ]
+    # In one array, of which each leaf takes its part in one step.
+    parts = groups.by_leaf([jnp.stack(column) for column in columns], leaves)
+    rows = zip(leaves, parts, axes, strict=True)
     return [technique.scaled(*row, method) for row in rows]
 
 
 def _norms(leaves: list[Any], *, groups: Groups, norm: Norm) -> NormTree:
-    return groups.grouping.tree(groups.unpack(_rows_of_norms(_as_arrays(leaves), groups, norm)))
+    rows = _rows_of_norms(_as_arrays(leaves), groups, norm)
+    return groups.as_tree(rows)
 
 
 def _rows_of_norms(leaves: list[Any], groups: Groups, norm: Norm) -> Rows:

@@ -114,21 +114,25 @@ def _whole_in_range(bound: Any, dtype: Any) -> jax.typing.ArrayLike:
 @jax.jit
 def clamp_leaves(leaves: list[Any], lows: list[Array] | None, highs: list[Array]) -> list[Any]:
     """`clamp` of leaves with bounds for each, which broadcast to its entries."""
-    clamped = []
-    for i, (leaf, high) in enumerate(zip(leaves, highs, strict=True)):
-        x = jnp.asarray(leaf.data if is_sparse(leaf) else leaf)
-        largest = _like(x, high)
-        if lows is None:
-            largest = jnp.maximum(largest, 0)
-        if jnp.iscomplexobj(x):
-            y = _bound_modulus(x, largest)
-        else:
-            least = -largest if lows is None else _like(x, lows[i])
-            # An entry at a bound keeps its own derivative; a NaN bound shows.
-            y = jnp.where((x > largest) | (largest != largest), largest, x)
-            y = jnp.where((y < least) | (least != least), least, y)
-        clamped.append(with_data(leaf, match_weak_type(y, x)))
-    return clamped
+    lows_or_none = [None] * len(leaves) if lows is None else lows
+    return [_clamped(*row) for row in zip(leaves, lows_or_none, highs, strict=True)]
+
+
+# Compiled by itself so that it is traced once for leaves alike.
+@jax.jit
+def _clamped(leaf: Any, low: Array | None, high: Array) -> Any:
+    x = jnp.asarray(leaf.data if is_sparse(leaf) else leaf)
+    largest = _like(x, high)
+    if low is None:
+        largest = jnp.maximum(largest, 0)
+    if jnp.iscomplexobj(x):
+        y = _bound_modulus(x, largest)
+    else:
+        least = -largest if low is None else _like(x, low)
+        # An entry at a bound keeps its own derivative; a NaN bound shows.
+        y = jnp.where((x > largest) | (largest != largest), largest, x)
+        y = jnp.where((y < least) | (least != least), least, y)
+    return with_data(leaf, match_weak_type(y, x))
 
 
 def _like(x: Array, bound: jax.typing.ArrayLike) -> Array:

@@ -63,12 +63,17 @@ def kept_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
             return y
         if is_opaque(y):
             return jnp.where(where, x, y)
-        x, y = jnp.asarray(x), jnp.asarray(y)
-        chosen = jnp.where(where, x.astype(y.dtype), y)
-        # A weak type that came and went would compile the step again.
-        return match_weak_type(chosen, x) if x.dtype == y.dtype else chosen
+        return _chosen(where, x, y)
 
     return jax.tree.map(choose, new, old)
+
+
+# Compiled by itself so that it is traced once for leaves alike.
+@jax.jit
+def _chosen(where: Array, x: Array, y: Array) -> Array:
+    chosen = jnp.where(where, x.astype(y.dtype), y)
+    # A weak type that came and went would compile the step again.
+    return match_weak_type(chosen, x) if x.dtype == y.dtype else chosen
 
 
 def is_opaque(x: Any) -> bool:

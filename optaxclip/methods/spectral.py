@@ -20,7 +20,6 @@ from optaxclip._engine.clip import stage
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import Measured
 from optaxclip._engine.options import Options, StageOptions, takes
-from optaxclip._engine.respond import Multiplier
 from optaxclip._engine.step import Method
 from optaxclip.methods.moments import wide_dtype
 from optaxclip.methods.singular_values import RESPONSES, Mode, Prepared, clipped, largest
@@ -118,12 +117,11 @@ class _SingularValues:
         ]
         return [Measured.of(row, 1.0) for row in groups.pack(arrays)]
 
-    def scaled(
-        self, leaf: Any, by: Array, limit: Array | None, axes: tuple[int, ...], method: Method
-    ) -> Any:
+    def scaled(self, leaf: Any, by: Array, axes: tuple[int, ...], method: Method) -> Any:
         """The leaf with the singular values of its matrices clipped."""
         del method
-        return _clipped(leaf, limit, Multiplier(*by).ratio, leaf.ndim - len(axes), self)
+        _, ratio, limit = by
+        return _clipped(leaf, limit, ratio, leaf.ndim - len(axes), self)
 
 
 def _refuse_parts(leaves: list[Any], groups: Groups, method: Method) -> None:

@@ -32,8 +32,7 @@ from optaxclip._base.trees import flatten, is_sparse, with_data
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip._engine.clip import stage
 from optaxclip._engine.options import Options, ScaleOptions, takes
-from optaxclip._engine.respond import Multiplier
-from optaxclip._engine.step import ByNorm, Method
+from optaxclip._engine.step import BY_NORM, ByNorm, Method
 from optaxclip.methods.elementwise import clamp_leaves
 from optaxclip.methods.moments import NamedMoments, dense, zero_moments
 from optaxclip.methods.updates import leaves_apart
@@ -106,12 +105,9 @@ class _OnlyAbove(ByNorm):
 
     needs_limits: bool = True
 
-    def scaled(
-        self, leaf: Any, by: Array, limit: Array | None, axes: tuple[int, ...], method: Method
-    ) -> Any:
+    def scaled(self, leaf: Any, by: Array, axes: tuple[int, ...], method: Method) -> Any:
         """The leaf with its entries above the limit times the multiplier."""
-        shrunk = super().scaled(leaf, by, None, axes, method)
-        return _only_above(leaf, shrunk, Multiplier(*by).ratio, limit, axes)
+        return _only_above(leaf, by, axes, method)
 
 
 def clip_by_second_moment(
@@ -193,9 +189,12 @@ def clip_by_second_moment(
     return transformation(init, update)
 
 
-@functools.partial(jax.jit, static_argnames="axes")
-def _only_above(leaf: Any, shrunk: Any, ratio: Array, limit: Array, axes: tuple[int, ...]) -> Any:
-    """The shrunk leaf, with the entries at or below the limit as they were."""
+# Compiled by itself so that it is traced once for leaves alike.
+@functools.partial(jax.jit, static_argnames=("axes", "method"))
+def _only_above(leaf: Any, by: Array, axes: tuple[int, ...], method: Method) -> Any:
+    """The leaf times its multiplier, but for the entries at or below the limit."""
+    power, ratio, limit = by
+    shrunk = BY_NORM.scaled(leaf, jnp.stack([power, ratio]), axes, method)
     x, y = (each.data if is_sparse(each) else each for each in (leaf, shrunk))
     ratio, limit = (broadcast_over(each, axes) for each in (ratio, limit))
     modulus, limit = promoted([jnp.abs(x).astype(accumulation_dtype(x.dtype)), limit])
@@ -226,11 +225,14 @@ def _clamped(
     return clipped, increased(count, period=period or 1), after
 
 
+# Compiled by themselves so that each is traced once for leaves alike.
+@jax.jit
 def _bound(threshold: Any, moment: Array, is_active: Array) -> Array:
     root = jnp.sqrt(jnp.asarray(threshold).astype(moment.dtype)) * safe_sqrt(moment)
     return jnp.where(is_active & (moment > 0), root, jnp.inf)
 
 
+@jax.jit
 def _moved(decay: Any, leaf: Any, clipped: Any, moment: Array) -> Array:
     """The average with the square of what came out, where what came in is finite."""
     parts = [part.astype(moment.dtype) for part in real_parts(jnp.asarray(clipped))]
