@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+import optaxclip._base.devices as devices
 import optaxclip.methods.elementwise as elementwise
 import optaxclip.scopes as scopes
 from optaxclip._base.trees import flatten
@@ -83,8 +84,10 @@ def clip_by_value(
     low = elementwise.check_bound(clip_value_min, "clip_value_min")
     high = elementwise.check_bound(clip_value_max, "clip_value_max")
     whole = all(jnp.issubdtype(jnp.result_type(bound), jnp.integer) for bound in (low, high))
-    flat = flatten(tree, "tree", integers="measure" if whole else "error")
-    return elementwise.clamp(flat, low, high, ("clip_value_min", "clip_value_max"))
+    homes, integers = devices.memories(tree), "measure" if whole else "error"
+    flat = flatten(devices.to_device(tree), "tree", integers=integers)
+    clamped = elementwise.clamp(flat, low, high, ("clip_value_min", "clip_value_max"))
+    return devices.moved(clamped, homes)
 
 
 def clip_by_norm(

@@ -177,6 +177,10 @@ def memories(tree: PyTree) -> list[Any]:
 def _memory(x: Any) -> Any:
     if not isinstance(x, (Array, Tracer)):
         return None
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not isinstance(x, Tracer):
+        # The type of a key does not tell, and under `jit` nothing does.
+        usual = next(iter(x.sharding.device_set)).default_memory().kind
+        return None if x.sharding.memory_kind == usual else jax.memory.Space.Host
     memory = getattr(jax.typeof(x), "memory_space", jax.memory.Space.Device)
     return None if memory == jax.memory.Space.Device else memory
 
@@ -185,6 +189,14 @@ def to_device(tree: PyTree) -> PyTree:
     """The tree with all of its arrays in the memory of their device."""
     homes = memories(tree)
     return moved(tree, [None if home is None else jax.memory.Space.Device for home in homes])
+
+
+def on_device(x: Any) -> Any:
+    """What an array is like, in the memory of its device; for `jnp.zeros_like`."""
+    if _memory(x) is None or isinstance(x, Tracer):
+        return x
+    home = x.sharding.with_memory_kind(next(iter(x.sharding.device_set)).default_memory().kind)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home)
 
 
 def moved(tree: PyTree, to: Sequence[Any]) -> PyTree:

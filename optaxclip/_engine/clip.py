@@ -17,6 +17,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
+import optaxclip._base.devices as devices
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.names import Names
@@ -251,7 +252,8 @@ def clip_tree(
       >>> print(tree[0], info.norm)
       [0.6 0.8] 5.0
     """
-    flat = flatten(tree, "tree")
+    homes, params = devices.memories(tree), devices.to_device(params)
+    flat = flatten(devices.to_device(tree), "tree")
     places = {"axis_names": as_axis_names(axis_name), "specs": specs}
     grouping = grouped(as_scope(scope), flat, **places)
     groups = Groups.of(grouping, located(grouping, flat, **places))
@@ -267,7 +269,7 @@ def clip_tree(
     dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.picked())
     start = rule.init(groups.zeros(dtype)), initial_info(name, grouping, dtype)
     tree, _, info = clipped(flat, params, rule, *start, known, groups, method, **places)
-    return tree, info
+    return devices.moved(tree, homes), info
 
 
 def group_norms(
@@ -287,7 +289,7 @@ def group_norms(
       axis_name: as in `clip_by`.
       specs: as in `clip_by`.
     """
-    flat = flatten(tree, "tree")
+    flat = flatten(devices.to_device(tree), "tree")
     places = {"axis_names": as_axis_names(axis_name), "specs": specs}
     grouping = grouped(scope, flat, **places)
     return norms_of(flat, Groups.of(grouping, located(grouping, flat, **places)), as_norm(norm))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+import optaxclip._base.devices as devices
 from optaxclip._base.numerics import accumulation_dtype
 from optaxclip._base.trees import FlatTree, flatten, is_sparse
 from optaxclip._base.types import PyTree
@@ -68,7 +69,7 @@ def zero_moments(flat: FlatTree, *, real: bool = False) -> PyTree:
     leaves: list[Any] = [None] * len(flat.leaves)
     for i, leaf in zip(flat.measured, flat.picked(), strict=True):
         dtype = wide_dtype(jnp.result_type(leaf), real=real)
-        leaves[i] = jnp.zeros_like(leaf, dtype=dtype)
+        leaves[i] = jnp.zeros_like(devices.on_device(leaf), dtype=dtype)
     return jax.tree_util.tree_unflatten(flat.treedef, leaves)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
+import optaxclip._base.devices as devices
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import check_state, checked_int
 from optaxclip._base.counters import increased, own_arrays
@@ -112,7 +113,8 @@ def skipping(
             leaves=leaves,
             blamed=jnp.zeros(len(leaves), bool),
             loss=() if loss_limit is None else _initial_loss(loss_limit, name),
-            inner_state=inner.init(params),
+            # In eager mode JAX makes no zeros like an array in another memory.
+            inner_state=inner.init(devices.to_device(params)),
         )
 
     def update(

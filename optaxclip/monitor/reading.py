@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from jax import Array
 
+import optaxclip._base.devices as devices
 from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
 from optaxclip.methods.skipping import SkipState
 from optaxclip.monitor.noise import NoiseScaleState
@@ -112,7 +113,9 @@ def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
       5.0
     """
     found = [state for _, state in _records(opt_state, "metrics", NoiseScaleState)]
-    summaries = [summary_on_device(wanted(state), bool(labels_of(state))) for state in found]
+    arrays = devices.to_device([wanted(state) for state in found])
+    rows = zip(arrays, found, strict=True)
+    summaries = [summary_on_device(of, bool(labels_of(state))) for of, state in rows]
     return _named(found, summaries, prefix)
 
 
