@@ -14,6 +14,7 @@ from mkdocs.structure.pages import Page
 sys.path.append(str(Path(__file__).parent))  # MkDocs runs this file as none of a package
 
 import links
+import tables
 
 HREF = re.compile(r'(?<=<a href=")[^"]+')
 
@@ -33,14 +34,14 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def on_page_content(content: str, page: Page, files: Files, **_: object) -> str:
-    """The same for notebooks, of which the page is made without Markdown."""
+    """Tables for narrow windows too; of notebooks, which are not made of Markdown, the links."""
     if not page.file.src_uri.endswith(".ipynb"):
-        return content
+        return tables.responsive(content)
 
     def replaced(match: re.Match[str]) -> str:
         link = html.unescape(match[0])
         found = None if links.is_elsewhere(link) else links.of_site(link, _path(page), {})
-        file = found and found[1] == "" and files.get_file_from_path(found[0])
+        file = found and not found[1] and files.get_file_from_path(found[0])
         return file.url_relative_to(page.file) if file else match[0]
 
     return HREF.sub(replaced, content)

@@ -12,6 +12,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import places
+from matplotlib.figure import Figure
 
 from optaxclip import plots, tuning
 from optaxclip.commands import demo, sweep
@@ -19,8 +20,10 @@ from optaxclip.commands import demo, sweep
 DOCS = Path(__file__).parent
 STEPS, SEED = 600, 0
 SWEEP_STEPS = 200
-# Letters as large as the text around them, in a column of some 700 pixels.
-TWO_BESIDE, ONE = {"font.size": 13}, (6.5, 4.0)
+# In points and inches: on a phone, where a picture has 350 pixels, letters have 11. Two axes beside
+# each other would have no room for that.
+LETTERS, WIDTH = {"font.size": 13}, 5.6
+TWO, ONE = (WIDTH, 6.8), (WIDTH, 4.2)
 DPI = 200
 
 
@@ -28,8 +31,11 @@ def draw_demo(text: str) -> np.ndarray:
     """The demo's picture; returns the norms that its clip by global norm saw."""
     histories = demo.train(text, [demo.UNCLIPPED, *demo.DEFAULT_METHODS], STEPS, SEED)
     demo.print_table(histories)
-    with mpl.rc_context(TWO_BESIDE):
-        demo.draw(histories, DOCS / "demo.png")
+    figure = Figure(figsize=TWO, layout="constrained")
+    with mpl.rc_context(LETTERS):
+        figure.subplots(2, 1)
+        demo.draw(histories, figure)
+        figure.savefig(DOCS / "demo.png", dpi=DPI)
     return histories["global_norm"].norm
 
 
@@ -43,11 +49,12 @@ def draw_limits(norms: np.ndarray, result: tuning.SweepResult) -> None:
         "suggest": lambda ax: plots.norm_histogram(suggestion, ax=ax),
         "sweep": lambda ax: plots.sweep_curve(result, ax=ax),
     }.items():
-        figure = plots.side_by_side(columns=1)
-        figure.set_size_inches(ONE)
-        draw(figure.axes[0])
-        plots.legends_below(figure)
-        figure.savefig(DOCS / f"{name}.png", dpi=DPI)
+        with mpl.rc_context(LETTERS):
+            figure = plots.side_by_side(columns=1)
+            figure.set_size_inches(ONE)
+            draw(figure.axes[0])
+            plots.legends_below(figure)
+            figure.savefig(DOCS / f"{name}.png", dpi=DPI)
 
 
 def main() -> None:

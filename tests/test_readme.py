@@ -43,6 +43,14 @@ def test_files_that_it_shows_exist(path):
     assert (README.parent / path).is_file()
 
 
+def test_letters_of_pictures_can_be_read_on_a_phone(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(README.parent / "docs")
+    pictures = importlib.import_module("pictures")
+    inches = pictures.LETTERS["font.size"] / 72
+    assert 350 * inches / pictures.WIDTH > 10  # of 350 pixels
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:only .* norms", "ignore:ordinary norms spread")
 def test_a_script_makes_every_picture_of_docs(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The command `demo`: what clipping does to a recurrent network that reads real text."""
 
 import argparse
+import inspect
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -13,6 +14,8 @@ import optax
 import optaxclip
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from optaxclip.commands.demo_task import History
 
 HELP: str = "train a recurrent network on text without clipping and with several methods"
@@ -68,13 +71,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, prints the table, writes the picture; returns the exit code."""
+    from optaxclip import plots
+
     text = read_text(args.text)
     out = writable(args.out)
     histories = train(text, dict.fromkeys([UNCLIPPED, *args.methods]), args.steps, args.seed)
     print_table(histories)
-    path = out / PICTURE
-    draw(histories, path)
-    print(f"curves: {path}")
+    for name in args.methods:
+        if args.steps <= (warmup := warmup_of(name)):
+            print(
+                f"{name}: all {args.steps} steps are in its warm-up of {warmup}, where it has no "
+                f"limit of its own yet; take --steps {4 * warmup}"
+            )
+    figure = plots.side_by_side()
+    draw(histories, figure)
+    figure.savefig(out / PICTURE, dpi=150)
+    print(f"curves: {out / PICTURE}")
     return 0
 
 
@@ -92,6 +104,12 @@ def train(text: str, methods: Iterable[str], steps: int, seed: int) -> "dict[str
         for name, bar in bars.items():
             histories[name] = task.train(METHODS[name](), steps, partial(progress.advance, bar))
     return histories
+
+
+def warmup_of(name: str) -> int:
+    """How many steps a method only learns from, before it has limits of its own."""
+    parameters = inspect.signature(METHODS[name]).parameters
+    return parameters["warmup_steps"].default if "warmup_steps" in parameters else 0
 
 
 def print_table(histories: "Mapping[str, History]") -> None:
@@ -120,11 +138,10 @@ def _cells(history: "History") -> tuple[str, ...]:
     )
 
 
-def draw(histories: "Mapping[str, History]", path: Path) -> None:
-    """Losses and norms of all methods."""
+def draw(histories: "Mapping[str, History]", figure: "Figure") -> None:
+    """Losses and norms of all methods, on the two axes of a figure."""
     from optaxclip import plots
 
-    figure = plots.side_by_side()
     left, right = figure.axes
     evals = next(iter(histories.values())).evals
     plots.loss_curves({name: h.held_out for name, h in histories.items()}, evals, ax=left)
@@ -138,7 +155,6 @@ def draw(histories: "Mapping[str, History]", path: Path) -> None:
         ax.set_xscale("log")  # what explodes does so early
         ax.xaxis.set_major_formatter("{x:g}")
     plots.shared_legend(figure)
-    figure.savefig(path, dpi=150)
 
 
 def read_text(path: Path | None) -> str:

@@ -45,7 +45,7 @@ class History(NamedTuple):
     Attributes:
       loss: float32[steps], on the step's batch.
       norm: float32[steps], of the raw gradient, all leaves together.
-      clipped: bool[steps], whether the method changed any entry of the gradient.
+      clipped: bool[steps], whether the method changed any entry of a finite gradient.
       evals: int32[evals], the step, from 1, before which each evaluation came.
       held_out: float32[evals], the loss on held-out text.
     """
@@ -147,7 +147,8 @@ class Task:
             clipped, method_state = method.update(grads, method_state, params)
             updates, sgd_state = sgd.update(clipped, sgd_state)
             params = optax.apply_updates(params, updates)
-            record = (loss, ops.global_norm(grads), _differ(grads, clipped))
+            norm = ops.global_norm(grads)
+            record = (loss, norm, jnp.isfinite(norm) & _differ(grads, clipped))
             return (params, method_state, sgd_state), record
 
         return step

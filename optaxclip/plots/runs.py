@@ -1,6 +1,5 @@
 """Pictures of training runs: losses, norms, before and after."""
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +9,7 @@ from numpy.typing import ArrayLike
 from optaxclip.plots.style import (
     crosses_at_the_top,
     curve,
+    fewest_rows,
     finished,
     legend_below,
     look_of,
@@ -26,6 +26,8 @@ Curves = Mapping[str, ArrayLike]
 Numbers = np.ndarray[Any, Any]
 LEAST_WIDTH, WIDER = 1.4, 0.25
 """In points, of the line on top, and of each below it."""
+MOST_IN_A_ROW = 6
+"""Labels of a legend, which are found sooner in two short rows than in a long one."""
 
 
 def loss_curves(
@@ -141,17 +143,17 @@ def side_by_side(columns: int = 2) -> "Figure":
 
 
 def shared_legend(figure: "Figure") -> None:
-    """One legend below all axes of the figure, each label once."""
+    """One legend below all axes of the figure, each label once, in as few rows as have room."""
     entries = {}
     for ax in figure.axes:
         handles, labels = ax.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
-    figure.legend(
-        entries.values(),
-        entries.keys(),
-        loc="outside lower center",
-        ncols=math.ceil(len(entries) / math.ceil(len(entries) / 6)),  # more than 6 do not fit
-        frameon=False,
+    look = {"loc": "outside lower center", "frameon": False}
+    fewest_rows(
+        figure,
+        len(entries),
+        MOST_IN_A_ROW,
+        lambda columns: figure.legend(entries.values(), entries.keys(), ncols=columns, **look),
     )
 
 

@@ -1,7 +1,9 @@
 """The look that all pictures share, and the numbers that they can show."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import math
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +11,8 @@ from numpy.typing import ArrayLike
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+    from matplotlib.legend import Legend
 
 COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#4800F0")
 """Okabe and Ito's palette, which colour-blind readers can tell apart; a violet in the place of its
@@ -105,9 +109,29 @@ def crosses_at_the_top(ax: "Axes", x: ArrayLike, **look: Any) -> None:
 
 
 def legend_below(ax: "Axes") -> None:
-    """A legend below the axes, in two columns if they are narrow enough."""
-    columns = 2 if _longest_label(ax) <= LONGEST_BESIDE else 1
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=columns, frameon=False)
+    """A legend below the axes, in two columns if the figure has room for them."""
+    from matplotlib import rcParams
+    from matplotlib.transforms import ScaledTranslation
+
+    # Ticks, their labels and that of the axis take three lines.
+    inches = 3.0 * rcParams["font.size"] / 72
+    below = ax.transAxes + ScaledTranslation(0.0, -inches, ax.figure.dpi_scale_trans)
+    look = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "bbox_transform": below}
+    labels = ax.get_legend_handles_labels()[1]
+    make = functools.partial(ax.legend, frameon=False, **look)
+    fewest_rows(ax.figure, len(labels), 2, lambda columns: make(ncols=columns))
+
+
+def fewest_rows(
+    figure: "Figure | SubFigure", labels: int, columns: int, make: "Callable[[int], Legend]"
+) -> None:
+    """Leaves the legend that `make(columns)` makes of the most columns that fit into the figure."""
+    for rows in range(max(1, math.ceil(labels / columns)), labels + 1):
+        legend = make(math.ceil(labels / rows))
+        if legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
+    make(1)
 
 
 def _longest_label(ax: "Axes") -> int:

@@ -208,6 +208,16 @@ def labels(ax):
     return ax.get_legend_handles_labels()[1]
 
 
+@pytest.mark.usefixtures("small")
+def test_a_run_within_a_warm_up_says_so(capsys, tmp_path):
+    said = run(capsys, "--steps", 20, "--methods", "zclip", "value", "--out", tmp_path)
+    assert "zclip: all 20 steps are in its warm-up of 25, where it has no limit of its own" in said
+    assert "take --steps 100" in said
+    assert "value: all" not in said
+    assert demo.warmup_of("adagc") == 100
+    assert demo.warmup_of("none") == demo.warmup_of("global_norm") == 0
+
+
 def test_loss_curves_cut_explosions_off_and_cross_them_out():
     figure = Figure()
     ax = figure.subplots()

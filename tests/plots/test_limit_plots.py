@@ -187,8 +187,21 @@ def test_every_axes_gets_its_own_legend():
     assert texts == ["0", "1"]
 
 
-def test_a_shared_legend_of_many_runs_fits_in_the_figure():
-    figure = plots.side_by_side()
+def test_a_legend_of_large_letters_fits_in_the_figure():
+    suggestion = tuning.suggest(norms_with_spikes())
+    with matplotlib.rc_context({"font.size": 13}):
+        figure = plots.side_by_side(columns=1)
+        plots.norm_histogram(dataclasses.replace(suggestion, limit=1.2), ax=figure.axes[0])
+        plots.legends_below(figure)
+        figure.draw_without_rendering()
+    box = figure.axes[0].get_legend().get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+    assert box.y1 <= figure.axes[0].xaxis.label.get_window_extent().y0 + 1
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_a_shared_legend_of_many_runs_fits_in_the_figure(columns):
+    figure = plots.side_by_side(columns)
     series = {name: [1.0, 2.0] for name in ("none", *demo.METHODS)}
     plots.loss_curves(series, ax=figure.axes[0])
     plots.shared_legend(figure)

@@ -1,0 +1,37 @@
+"""Tables of the site say what they are, so that its styles can lay them out for narrow windows."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+LONG = "a text of several words, which fills a column that is as wide as a phone, and more"
+
+
+@pytest.fixture
+def responsive(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    return importlib.import_module("tables").responsive
+
+
+def test_cells_of_texts_have_the_titles_of_their_columns(responsive):
+    head = "<tr><th>what</th><th>a &amp; b</th></tr>"
+    page = f"<p>x</p><table>{head}<tr><td>1</td><td>{LONG}</td></tr></table>"
+    assert responsive(page) == (
+        f"<p>x</p><table data-cards>{head}"
+        f'<tr><td data-title="what">1</td><td data-title="a &amp; b">{LONG}</td></tr></table>'
+    )
+
+
+def test_figures_stay_in_one_line_and_other_tables_as_they_are(responsive):
+    figures = "<table><tr><th>ms</th></tr><tr><td><code>1.00</code> / 2.00</td></tr></table>"
+    assert responsive(figures) == figures.replace("<table>", "<table data-figures>")
+    between = figures.replace("1.00", LONG[:50])
+    assert responsive(between) == between
+
+
+def test_the_styles_know_both():
+    styles = (DOCS / "extra.css").read_text("utf-8")
+    assert "table[data-cards]" in styles
+    assert "table[data-figures]" in styles
