@@ -39,6 +39,9 @@ NOT_CLIPS = {
 }
 
 
+GLOBAL: tuple[str, Step] = ("clip_by_global_norm", optax.clip_by_global_norm(1.0))
+
+
 def every_method() -> dict[str, Step]:
     """All transformations by name, and some expressions over the engine that have no name."""
     named = {
@@ -60,15 +63,29 @@ def nearest(name: str, tx: Step, params: Any) -> tuple[str, Step]:
         clip = optax.clip_by_global_norm(1.0) if "zclip" in name else optax.identity()
         inner = optax.chain(clip, optax.sgd(1e-3))
         return "apply_if_finite", optax.apply_if_finite(inner, 5)
+    if name.startswith("record"):
+        by_leaf = optax.clip_by_block_rms(1e-3)
+        return ("clip_by_block_rms", by_leaf) if "per_leaf" in name else GLOBAL
     if name == "adaptive_grad_clip":
         return name, optax.adaptive_grad_clip(0.01)
+    if name in WITH_MOMENTS:
+        return WITH_MOMENTS[name]
     state = jax.eval_shape(tx.init, params)
-    norms = getattr(getattr(state, "info", None), "norm", None)
-    if norms is None and not name.startswith("record"):
+    norms = getattr(getattr(state, "info", state), "norm", None)
+    if norms is None:
         return "clip", optax.clip(1e-2)
-    if name != "record" and (norms is None or norms.shape):
+    if len(jax.tree.leaves(params)) > 1 and norms.shape[-1:] == (len(jax.tree.leaves(params)),):
         return "clip_by_block_rms", optax.clip_by_block_rms(1e-3)
-    return "clip_by_global_norm", optax.clip_by_global_norm(1.0)
+    return GLOBAL
+
+
+WITH_MOMENTS: dict[str, tuple[str, Step]] = {
+    "clip_by_second_moment": ("scale_by_rms", optax.scale_by_rms()),
+    "scale_by_stable_adam": (
+        "scale_by_adam, clip_by_block_rms",
+        optax.chain(optax.scale_by_adam(), optax.clip_by_block_rms(1.0)),
+    ),
+}
 
 
 def _is_clip(fn: Any) -> bool:

@@ -1,5 +1,7 @@
 """What the site's reader of code makes of ours: docstrings in Markdown, and defaults."""
 
+import importlib
+import inspect
 import re
 import textwrap
 from typing import Any
@@ -23,16 +25,40 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = as_markdown(obj.docstring.value)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Shows the values of constants that are defaults: what they are called tells nothing."""
+        """Shows options one by one, and the values of constants that are defaults."""
         modules: list[griffe.Object] = [pkg]
         while modules:
             members = [found for found in modules.pop().members.values() if not found.is_alias]
             modules += [found for found in members if found.is_module]
             for function in members:
+                if function.docstring and "\n  **options: " in function.docstring.value:
+                    _show_options(function, pkg)
                 for parameter in getattr(function, "parameters", ()):
                     if isinstance(parameter.default, griffe.ExprName):
                         path = parameter.default.canonical_path.removeprefix(f"{pkg.name}.")
                         parameter.default = str(pkg[path].value)
+
+
+def _show_options(function: griffe.Function, pkg: griffe.Module) -> None:
+    """Puts in the place of `**options` what the function says of them once it is imported."""
+    live = getattr(importlib.import_module(function.module.path), function.name)
+    kinds = (kind for kind in pkg["_engine.options"].classes.values() if kind.bases)
+    annotations = {name: x.annotation for kind in kinds for name, x in kind.attributes.items()}
+    own = [x for x in function.parameters if x.name != "options"]
+    known = {x.name for x in own}
+    keyword = griffe.ParameterKind.keyword_only
+    function.parameters = griffe.Parameters(
+        *own,
+        *(
+            griffe.Parameter(
+                name, annotation=annotations[name], kind=keyword, default=repr(x.default)
+            )
+            for name, x in inspect.signature(live).parameters.items()
+            if name not in known
+        ),
+    )
+    if function.docstring:
+        function.docstring.value = as_markdown(inspect.getdoc(live) or "")
 
 
 def as_markdown(text: str) -> str:

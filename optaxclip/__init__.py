@@ -6,66 +6,112 @@ of them are expressions over. In `ops`, TensorFlow's clipping functions over any
 microbatches. In `scopes`, `norms`, `thresholds` and `responses`, the engine's parts.
 """
 
-from optaxclip import accumulate as accumulate
-from optaxclip import monitor as monitor
-from optaxclip import norms as norms
-from optaxclip import ops as ops
-from optaxclip import per_example as per_example
-from optaxclip import plots as plots
-from optaxclip import responses as responses
-from optaxclip import scopes as scopes
-from optaxclip import thresholds as thresholds
-from optaxclip import tuning as tuning
-from optaxclip._base.types import ClipInfo as ClipInfo
-from optaxclip._base.types import ClipState as ClipState
-from optaxclip._base.types import Limits as Limits
-from optaxclip._base.types import Threshold as Threshold
-from optaxclip._engine.clip import clip_by as clip_by
-from optaxclip._engine.clip import clip_tree as clip_tree
-from optaxclip.config import from_config as from_config
-from optaxclip.methods.adaptive import adagc as adagc
-from optaxclip.methods.adaptive import clip_by_ema_norm as clip_by_ema_norm
-from optaxclip.methods.adaptive import clip_by_quantile as clip_by_quantile
-from optaxclip.methods.adaptive import zclip as zclip
-from optaxclip.methods.attention import clip_attention_logits as clip_attention_logits
-from optaxclip.methods.by_value import ClipByValueState as ClipByValueState
-from optaxclip.methods.by_value import clip as clip
-from optaxclip.methods.by_value import clip_by_value as clip_by_value
-from optaxclip.methods.fixed import adaptive_grad_clip as adaptive_grad_clip
-from optaxclip.methods.fixed import clip_by_global_norm as clip_by_global_norm
-from optaxclip.methods.fixed import clip_by_group_norm as clip_by_group_norm
-from optaxclip.methods.fixed import clip_by_norm as clip_by_norm
-from optaxclip.methods.heads import Heads as Heads
-from optaxclip.methods.normalizing import normalize_by_global_norm as normalize_by_global_norm
-from optaxclip.methods.normalizing import normalize_by_norm_history as normalize_by_norm_history
-from optaxclip.methods.skipping import SkipState as SkipState
-from optaxclip.methods.skips import skip_above as skip_above
-from optaxclip.methods.skips import skip_nonfinite as skip_nonfinite
-from optaxclip.methods.spectral import clip_by_spectral_norm as clip_by_spectral_norm
-from optaxclip.methods.spikes import SecondMomentState as SecondMomentState
-from optaxclip.methods.spikes import clip_by_moving_max as clip_by_moving_max
-from optaxclip.methods.spikes import clip_by_second_moment as clip_by_second_moment
-from optaxclip.methods.stable_adam import StableAdamState as StableAdamState
-from optaxclip.methods.stable_adam import scale_by_stable_adam as scale_by_stable_adam
-from optaxclip.methods.updates import clip_by_block_rms as clip_by_block_rms
-from optaxclip.methods.windowed import autoclip as autoclip
-from optaxclip.methods.windowed import clip_by_median_norm as clip_by_median_norm
-from optaxclip.methods.windowed import clip_by_window_norm as clip_by_window_norm
-from optaxclip.per_example import (
-    per_example_clip_and_aggregate as per_example_clip_and_aggregate,
+from optaxclip import (
+    accumulate,
+    monitor,
+    norms,
+    ops,
+    per_example,
+    plots,
+    responses,
+    scopes,
+    thresholds,
+    tuning,
 )
-from optaxclip.per_example import per_example_global_norm_clip as per_example_global_norm_clip
-from optaxclip.per_example import per_example_layer_norm_clip as per_example_layer_norm_clip
+from optaxclip._base.types import ClipInfo, ClipState, Limits, Threshold
+from optaxclip._engine.clip import clip_by, clip_tree
+from optaxclip._engine.options import (
+    ClipOptions,
+    NormOptions,
+    PlaceOptions,
+    ScaleOptions,
+    StageOptions,
+)
+from optaxclip.config import from_config
+from optaxclip.methods.adaptive import adagc, clip_by_ema_norm, clip_by_quantile, zclip
+from optaxclip.methods.attention import clip_attention_logits
+from optaxclip.methods.by_value import ClipByValueState, clip, clip_by_value
+from optaxclip.methods.fixed import (
+    adaptive_grad_clip,
+    clip_by_global_norm,
+    clip_by_group_norm,
+    clip_by_norm,
+)
+from optaxclip.methods.heads import Heads
+from optaxclip.methods.normalizing import normalize_by_global_norm, normalize_by_norm_history
+from optaxclip.methods.skipping import SkipState
+from optaxclip.methods.skips import skip_above, skip_nonfinite
+from optaxclip.methods.spectral import clip_by_spectral_norm
+from optaxclip.methods.spikes import SecondMomentState, clip_by_moving_max, clip_by_second_moment
+from optaxclip.methods.stable_adam import StableAdamState, scale_by_stable_adam
+from optaxclip.methods.updates import clip_by_block_rms
+from optaxclip.methods.windowed import autoclip, clip_by_median_norm, clip_by_window_norm
+from optaxclip.per_example import (
+    per_example_clip_and_aggregate,
+    per_example_global_norm_clip,
+    per_example_layer_norm_clip,
+)
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "ClipByValueState",
+    "ClipInfo",
+    "ClipOptions",
+    "ClipState",
+    "Heads",
+    "Limits",
+    "NormOptions",
+    "PlaceOptions",
+    "ScaleOptions",
+    "SecondMomentState",
+    "SkipState",
+    "StableAdamState",
+    "StageOptions",
+    "Threshold",
+    "__version__",
+    "accumulate",
+    "adagc",
+    "adaptive_grad_clip",
+    "autoclip",
+    "clip",
+    "clip_attention_logits",
+    "clip_by",
+    "clip_by_block_rms",
+    "clip_by_ema_norm",
+    "clip_by_global_norm",
+    "clip_by_group_norm",
+    "clip_by_median_norm",
+    "clip_by_moving_max",
+    "clip_by_norm",
+    "clip_by_quantile",
+    "clip_by_second_moment",
+    "clip_by_spectral_norm",
+    "clip_by_value",
+    "clip_by_window_norm",
+    "clip_tree",
+    "from_config",
+    "monitor",
+    "normalize_by_global_norm",
+    "normalize_by_norm_history",
+    "norms",
+    "ops",
+    "per_example",
+    "per_example_clip_and_aggregate",
+    "per_example_global_norm_clip",
+    "per_example_layer_norm_clip",
+    "plots",
+    "responses",
+    "scale_by_stable_adam",
+    "scopes",
+    "skip_above",
+    "skip_nonfinite",
+    "thresholds",
+    "tuning",
+    "zclip",
+]
+
 
 def __dir__() -> list[str]:
-    """The names that this file imports; the rooms that they come from are not for users."""
-    import ast
-    import inspect
-    import sys
-
-    body = ast.parse(inspect.getsource(sys.modules[__name__])).body
-    imports = (node for node in body if isinstance(node, ast.ImportFrom))
-    return ["__version__", *sorted(alias.name for node in imports for alias in node.names)]
+    """The public names; the rooms that they come from are not for users."""
+    return __all__

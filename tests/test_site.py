@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import shown_code
 from cases import slow_unless
+from public_names import public
 
 import optaxclip
 
@@ -101,27 +102,6 @@ def test_code_runs_in_a_process_of_its_own(name):
 
 def test_there_is_code():
     assert len(BLOCKS) >= 25
-
-
-def public():
-    """The public functions, classes and constants by name, those of the namespaces too."""
-    found = {}
-    for name in (name for name in dir(optaxclip) if not name.startswith("_")):
-        value = getattr(optaxclip, name)
-        found |= members(name, value) if inspect.ismodule(value) else {name: value}
-    return found
-
-
-def members(name, module):
-    """What a namespace offers: all of a package, of a file what it does not import."""
-    whole = hasattr(module, "__path__")
-    return {
-        f"{name}.{key}": value
-        for key, value in vars(module).items()
-        if not key.startswith("_")
-        and not inspect.ismodule(value)
-        and (whole or getattr(value, "__module__", None) == module.__name__)
-    }
 
 
 def test_the_reference_has_every_public_name():
