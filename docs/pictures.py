@@ -1,14 +1,15 @@
-"""Makes every picture of `docs/` anew, most of them from runs of the demo's network.
+"""Makes every picture of `docs/` anew, most of them from runs.
 
   python docs/pictures.py
 
-Some minutes on two cores. It prints what the pages say of the pictures: the demo's table, the
-suggestion, the sweep. The numbers repeat on one machine; another rounds otherwise, and where
-gradients explode no rounding stays small.
+Some minutes on two cores. It prints what the pages say of the pictures: the table of batch sizes,
+the demo's table, the suggestion, the sweep. The numbers repeat on one machine; another rounds
+otherwise, and where gradients explode no rounding stays small.
 """
 
 from pathlib import Path
 
+import batches
 import matplotlib as mpl
 import numpy as np
 import places
@@ -61,6 +62,7 @@ def main() -> None:
     """Makes all of them."""
     places.draw(DOCS / "places.png", DPI)
     text = demo.read_text(None)
+    batches.draw(DOCS / "batch.png", DPI, text, SEED)
     norms = draw_demo(text)
     draw_limits(norms, sweep.train(text, sweep.LIMITS, SWEEP_STEPS, SEED))
 

@@ -66,5 +66,6 @@ def test_a_script_makes_every_picture_of_docs(tmp_path, monkeypatch):
         monkeypatch.setattr(f"optaxclip.commands.demo_task.{name}", value)
     monkeypatch.setattr(pictures.demo, "DEFAULT_METHODS", ("global_norm",))
     monkeypatch.setattr(pictures.sweep, "LIMITS", [1.0, 3.0])
+    monkeypatch.setattr(pictures.batches, "STEPS", {pictures.batches.SHOWN: 20})
     pictures.main()
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in docs.glob("*.png")}

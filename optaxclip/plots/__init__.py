@@ -8,6 +8,7 @@ from optaxclip.plots.limits import norm_heatmap as norm_heatmap
 from optaxclip.plots.limits import norm_histogram as norm_histogram
 from optaxclip.plots.limits import norms_over_steps as norms_over_steps
 from optaxclip.plots.limits import sweep_curve as sweep_curve
+from optaxclip.plots.noise import noise_scale_over_steps as noise_scale_over_steps
 from optaxclip.plots.runs import before_after as before_after
 from optaxclip.plots.runs import legends_below as legends_below
 from optaxclip.plots.runs import loss_curves as loss_curves

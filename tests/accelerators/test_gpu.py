@@ -52,3 +52,19 @@ def test_examples_cost_no_more_than_with_jax_privacy(both, dtype, size):
     ours, theirs = both(H100, f"examples-{size}", dtype)
     assert ours.moved <= theirs.moved * aims.EQUAL
     assert ours.temporary <= theirs.temporary * aims.EQUAL
+
+
+def test_microbatches_that_are_judged_cost_one_norm_and_one_gradient():
+    from benchmarks.accumulating import per_microbatch
+
+    by_hand, plain, judged = (
+        per_microbatch(H100, 64, name)
+        for name in ("a scan by hand", "accumulate, measure=False", "accumulate")
+    )
+    for x in ("read", "written", "temporary"):
+        assert plain[x] <= by_hand[x] + aims.MORE_MOVED
+    # A gradient is there before its norm is known: written, read for the norm, read for the sum.
+    assert judged["read"] <= by_hand["read"] + 2 + aims.MORE_MOVED
+    assert judged["written"] <= by_hand["written"] + 1 + aims.MORE_MOVED
+    assert judged["temporary"] <= 1.1
+    assert (plain["branches"], judged["branches"]) == (0, 0)
