@@ -131,8 +131,22 @@ def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
 @functools.partial(jax.jit, static_argnums=2)
 def _piece(vector: Array, places: Array, shape: tuple[int, ...]) -> Array:
     front, size = vector.shape[:-1], math.prod(shape)
-    rank = len(front)
+    gathered, sliced = (functools.partial(way, size=size) for way in (_gathered, _sliced))
+    if size == 1:
+        piece = gathered(vector, places)
+    else:
+        # On a TPU a gather of long pieces is a loop.
+        piece = lax.platform_dependent(vector, places, cpu=gathered, default=sliced)
+    return piece.reshape(*front, *shape)
+
+
+def _gathered(vector: Array, places: Array, *, size: int) -> Array:
+    front, rank = vector.shape[:-1], vector.ndim - 1
     numbers = lax.GatherDimensionNumbers(tuple(range(1, rank + 2)), (), (rank,))
     mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
     pieces = lax.gather(vector, places, numbers, (*front, size), mode=mode)
-    return lax.index_in_dim(pieces, 0, keepdims=False).reshape(*front, *shape)
+    return lax.index_in_dim(pieces, 0, keepdims=False)
+
+
+def _sliced(vector: Array, places: Array, *, size: int) -> Array:
+    return lax.dynamic_slice_in_dim(vector, places[0, 0], size, axis=-1)
