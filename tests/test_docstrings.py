@@ -58,6 +58,7 @@ def test_what_there_is():
     namespaces = {*NAMESPACES, "norms", "plots", "scopes"}
     types = {"ClipByValueState", "ClipInfo", "ClipState", "Limits", "SkipState", "Threshold"}
     types |= {"Heads", "StableAdamState", "SecondMomentState"}
+    types |= {f"{kind}Options" for kind in ("Clip", "Norm", "Place", "Scale", "Stage")}
     assert shown == namespaces | types | {name.split(".")[1] for name in functions_of_the_top()}
 
 
