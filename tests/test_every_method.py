@@ -1,0 +1,41 @@
+"""The benchmarks take every transformation that the package offers."""
+
+import jax
+import jax.numpy as jnp
+from public_names import public
+
+from benchmarks.every_method import NOT_CLIPS, every_method, nearest
+
+PARAMS = [jnp.ones((4, 3)), jnp.ones(3)]
+
+
+def test_all_that_make_a_transformation_are_there():
+    made = set()
+    for name, fn in public().items():
+        returned = str(getattr(fn, "__annotations__", {}).get("return", ""))
+        if "." not in name and "Transformation[" in returned:
+            made.add(name)
+    assert made - set(NOT_CLIPS) <= set(every_method())
+    assert set(NOT_CLIPS) <= made
+
+
+def test_each_has_one_of_optax_beside_it_and_both_make_updates_of_the_same_shapes():
+    for name, tx in every_method().items():
+        _, theirs = nearest(name, tx, PARAMS)
+        for each in (tx, theirs):
+            with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+                state = each.init(PARAMS)
+                updates, _ = jax.eval_shape(each.update, PARAMS, state, PARAMS)
+            shapes = [leaf.shape for leaf in jax.tree.leaves(updates)]
+            assert shapes == [leaf.shape for leaf in PARAMS], name
+
+
+def test_norms_by_leaf_are_compared_with_norms_by_leaf():
+    found = {name: nearest(name, tx, PARAMS)[0] for name, tx in every_method().items()}
+    assert found["adagc"] == found["clip_by_norm"] == "clip_by_block_rms"
+    assert found["zclip"] == found["record"] == "clip_by_global_norm"
+    assert found["skip_above"] == "apply_if_finite"
+    assert found["clip"] == "clip"
+    assert isinstance(
+        nearest("zclip", every_method()["zclip"], PARAMS)[1], optax.GradientTransformation
+    )
