@@ -223,8 +223,23 @@ class _ClipWithEps:
         """What a group is multiplied by."""
         del trigger
         divisor = norm + jnp.asarray(self.eps).astype(norm.dtype)
-        # In PyTorch a number divided by a tensor is a product with a reciprocal.
-        return jnp.minimum(safe_divide(jnp.ones_like(norm), divisor, 1) * target, 1)
+        return jnp.minimum(_quotient(target, divisor), 1)
+
+
+@jax.custom_jvp
+def _quotient(x: Array, y: Array) -> Array:
+    """`x / y` as in PyTorch, where a number divided by a tensor is a product with a reciprocal.
+
+    Its derivatives are those of a quotient, as those of the reciprocal leave the range.
+    """
+    return safe_divide(jnp.ones_like(y), y, 1) * x
+
+
+@_quotient.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    x, y = primals
+    _, change = jax.jvp(lambda x, y: safe_divide(x, y, x), primals, tangents)
+    return _quotient(x, y), change
 
 
 _MOST = float(jnp.finfo(jnp.float32).max)

@@ -22,7 +22,8 @@ class Multiplier(NamedTuple):
     Where both are 1 the group is left as it is, bit for bit.
 
     Attributes:
-      power: 1; where the factor is no normal number a power of two next to the norm's reciprocal.
+      power: 1; where the factor or its derivative is no normal number a power of two next to the
+        norm's reciprocal.
       ratio: the rest of the factor; NaN or 0 for a group that is not finite.
     """
 
@@ -90,11 +91,16 @@ def multiplier(
     ratio = jnp.where(is_changed, quotient, 1)
     size = lax.stop_gradient(jnp.where(is_changed, measured.size, 1))
     factor = jnp.abs(ratio / size)
-    is_normal = (factor > _LEAST) & (factor < 1 / _LEAST)
+    # Its derivative is about as large as the factor over the norm.
+    is_normal = _is_normal(factor) & _is_normal(factor / size)
     # Divisions come last: XLA stores their results, where it would take cheaper steps once more for
     # each leaf.
     ratio = jnp.where(is_bad, replacement, ratio) / jnp.where(is_normal, size, 1)
     return Multiplier(1 / jnp.where(is_normal, 1, size), ratio)
+
+
+def _is_normal(factor: Array) -> Array:
+    return (factor > _LEAST) & (factor < 1 / _LEAST)
 
 
 _ROUNDINGS = 7

@@ -299,7 +299,8 @@ def _step(
     trigger, target = (
         jnp.where(is_ready, jnp.maximum(limit, as_float(options.floor)), jnp.inf) for limit in rule
     )
-    target = jnp.zeros_like(target) if static.reject else target
+    if static.reject:
+        target = jnp.where(jnp.isinf(trigger), trigger, 0)
     is_above = is_finite & (norm > trigger)
     streak = jnp.where(is_finite, jnp.where(is_above, increased(state.streak), 0), state.streak)
     if not static.inclusive:

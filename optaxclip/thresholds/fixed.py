@@ -322,11 +322,12 @@ def _relative(
     param_norms: NormTree,
 ) -> tuple[Limits, PyTree]:
     ratios, state = inner(norms, state, None)
-    limits = jax.tree.map(
-        lambda ratio, norm: (
-            ratio * jnp.maximum(norm.astype(ratio.dtype), jnp.asarray(eps).astype(ratio.dtype))
-        ),
-        ratios.target,
-        param_norms,
-    )
+
+    def share(ratio: Array, norm: Array) -> Array:
+        size = jnp.maximum(norm.astype(ratio.dtype), jnp.asarray(eps).astype(ratio.dtype))
+        # Infinite of whatever it is a share, and what is not taken has finite derivatives too.
+        is_infinite = jnp.isinf(ratio)
+        return jnp.where(is_infinite, ratio, jnp.where(is_infinite, 0, ratio) * size)
+
+    limits = jax.tree.map(share, ratios.target, param_norms)
     return Limits(limits, limits), state

@@ -243,7 +243,7 @@ class _ZScore:
         mean = state.mean + rest * (norm - state.mean)
         # As published, the deviation is that from the new mean.
         std = root_of_squares(safe_sqrt(1 - rest) * state.std, safe_sqrt(rest) * (norm - mean))
-        is_warm = count >= numbers.warmup_steps
+        is_warm = (count > 0) & (count >= numbers.warmup_steps)
         return select(is_warm, Moments(mean, std), plain)
 
     def limits(self, numbers: _ZScoreNumbers, state: Moments, norm: Array, count: Array) -> Limits:

@@ -96,7 +96,7 @@ class _MeanOverRms:
         )
 
     def limits(self, numbers: _Numbers, state: _Averages, norm: Array, count: Array) -> Limits:
+        del norm
         ratio = safe_divide(state.mean, state.rms + as_float(numbers.eps), 0)
-        # While nothing has been recorded the norm stays.
-        target = jnp.where(count == 0, norm, ratio)
+        target = jnp.where(count == 0, jnp.inf, ratio)
         return Limits(target, target)

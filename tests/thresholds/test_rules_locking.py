@@ -128,8 +128,8 @@ def test_no_limit_falls_below_the_floor(make):
 
 
 def test_the_log_tracker_rejects_to_zero_whatever_the_floor():
-    target = drive(thresholds.log_tracker(), jnp.ones(10))[1]
-    np.testing.assert_array_equal(target, np.zeros(10))
+    target = drive(thresholds.log_tracker(0.5), jnp.ones(10))[1]
+    np.testing.assert_array_equal(target, [np.inf] * 3 + [0] * 7)
     tx = clip_by(scopes.tree(), thresholds.log_tracker(0.9))
     state = tx.init(jnp.zeros(1))
     for norm in [*[1.0] * 20, 9.0]:

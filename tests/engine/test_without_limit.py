@@ -1,0 +1,143 @@
+"""Where there is no limit, or none yet: the group stays, and so do its derivatives."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import per_example, responses, scopes, thresholds
+
+RESPONSES = {
+    **{name: name for name in ("clip", "normalize", "smooth", "auto_s", "band")},
+    "auto_s(0)": responses.auto_s(0.0),
+    "clip_with_eps": responses.clip_with_eps(),
+    "clip_with_eps(0)": responses.clip_with_eps(0.0),
+    "band with bounds": responses.band(0.5, min_factor=0.1, max_factor=10.0),
+}
+RULES = {
+    "constant": functools.partial(thresholds.constant, math.inf),
+    "schedule": functools.partial(thresholds.schedule, lambda count: jnp.inf),
+    "relative_to_params": functools.partial(thresholds.relative_to_params, math.inf),
+    **{
+        name: getattr(thresholds, name)
+        for name in ("percentile", "window", "median", "zscore", "log_tracker")
+    },
+    "adagc": functools.partial(thresholds.adagc, warmup_steps=0),
+    "ema": functools.partial(thresholds.ema, warmup_steps=1),
+    "zscore to the mean": functools.partial(thresholds.zscore, option="mean"),
+}
+GRADS = {"a": jnp.array([3.0, -4.0]), "small": jnp.array([1e-20, 0.0]), "zero": jnp.zeros(2)}
+
+
+def first_step(rule, response, grads, params):
+    tx = optaxclip.clip_by(scopes.leaf(), RULES[rule](), response=RESPONSES[response])
+    return tx.update(grads, tx.init(params), params)
+
+
+# All rules with the response whose factor is taken as it is, all responses with one rule.
+@pytest.mark.parametrize(
+    ("rule", "response"),
+    [*((rule, "clip_with_eps(0)") for rule in RULES), *(("constant", r) for r in RESPONSES)],
+)
+def test_a_group_without_a_limit_stays_and_so_do_its_derivatives(rule, response):
+    def loss(grads, params):
+        updates, state = first_step(rule, response, grads, params)
+        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(updates)), (updates, state.info)
+
+    @jax.jit
+    def both(grads, params):
+        reverse, (updates, info) = jax.grad(loss, (0, 1), has_aux=True)(grads, params)
+        ones = jax.tree.map(jnp.ones_like, (grads, params))
+        return reverse, updates, info, jax.jvp(loss, (grads, params), ones, has_aux=True)[1]
+
+    params = jax.tree.map(lambda x: x + 1, GRADS)
+    (of_grads, of_params), updates, info, forward = both(GRADS, params)
+    jax.tree.map(np.testing.assert_array_equal, updates, GRADS)
+    np.testing.assert_array_equal(info.limit, [math.inf] * 3)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(y, np.cos(x)), GRADS, of_grads)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), of_params)
+    np.testing.assert_allclose(forward, sum(np.sum(np.cos(x)) for x in GRADS.values()), rtol=1e-6)
+
+
+@pytest.mark.parametrize("response", ["normalize", "clip_with_eps"])
+def test_derivatives_are_finite_far_from_the_limit(response):
+    """Those of the factor leave the range, those of what comes out do not."""
+
+    def loss(x, limit):
+        options = {"scope": scopes.leaf(), "response": RESPONSES[response]}
+        return jnp.sum(optaxclip.clip_tree({"x": x}, limit, **options)[0]["x"])
+
+    @jax.jit
+    def both(x, limit):
+        direction = jnp.ones_like(x)
+        return jax.grad(loss, (0, 1))(x, limit), jax.jvp(
+            lambda x: loss(x, limit), (x,), (direction,)
+        )
+
+    for x, limit in (([1e-20, 0.0], 0.1), ([1e30, 1.0], 2.0), ([1e-30, 1e-31], 1e-8)):
+        found = both(jnp.array(x), jnp.float32(limit))
+        assert all(np.all(np.isfinite(each)) for each in jax.tree.leaves(found)), (x, limit)
+        (slope, _), (_, forward) = found
+        if response == "normalize":
+            np.testing.assert_allclose(np.sum(slope), forward, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("response", ["clip", "auto_s"])
+def test_an_example_that_is_dropped_has_no_derivative(response, bad):
+    def loss(grads, limit):
+        clip = functools.partial(per_example.clip_sum, response=response, scope=scopes.leaf())
+        return jnp.sum(jnp.sin(clip({"a": grads}, limit).grads["a"]))
+
+    slopes = jax.jit(jax.grad(loss, (0, 1)))
+    kept = jnp.array([[3.0, 4.0], [0.1, 0.2]])
+    with_bad = jnp.concatenate([kept, jnp.array([[bad, 1.0]])])
+    expected, expected_limit = slopes(kept, 1.0)
+    found, of_limit = slopes(with_bad, 1.0)
+    np.testing.assert_allclose(found, [*expected, [0, 0]], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(of_limit, expected_limit, rtol=1e-5)
+
+
+# None that warms up by a limit of the user's, as AdaGC, or begins with one, as the quantile.
+AT_ONCE = {
+    "percentile": thresholds.percentile,
+    "window": thresholds.window,
+    "zscore": thresholds.zscore,
+    "zscore, debiased": functools.partial(thresholds.zscore, debias=True),
+    "zscore to the mean": functools.partial(thresholds.zscore, option="mean"),
+}
+
+
+@pytest.mark.parametrize("patience", [20, None])
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_nothing_is_judged_before_something_is_recorded(name, patience):
+    rule = AT_ONCE[name](warmup_steps=0, patience=patience)
+    state = rule.init(jnp.zeros(()))
+    # The first is below the floor, the second is not finite: neither is recorded.
+    for norm in (1e-9, jnp.nan, 3.0):
+        limits, state = rule.update(jnp.array(norm), state, None)
+        assert limits.trigger == limits.target == math.inf
+    # What came first is all that is known.
+    np.testing.assert_allclose(rule.update(jnp.array(2.9), state, None)[0].trigger, 3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["zscore", "window", "percentile"])
+def test_no_step_is_skipped_before_a_loss_is_recorded(name):
+    rule = AT_ONCE[name](warmup_steps=0)
+    tx = optaxclip.skip_above(optax.sgd(1.0), jnp.inf, loss_limit=rule)
+    state, skipped = tx.init(jnp.ones(2)), []
+    for loss in (-3.0, -3.1, jnp.nan, -3.2, 100.0):
+        _, state = tx.update(jnp.ones(2), state, None, value=jnp.array(loss))
+        skipped.append(int(state.num_skipped))
+    assert skipped == [0, 0, 1, 1, 2]
+
+
+def test_a_target_without_a_norm_leaves_the_first_ones():
+    tx = optaxclip.clip_by(scopes.tree(), thresholds.mean_over_rms(), response="normalize")
+    tiny = jnp.array([1e-9, 0.0])
+    np.testing.assert_array_equal(tx.update(tiny, None)[0], tiny)
