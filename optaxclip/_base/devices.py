@@ -135,7 +135,8 @@ def with_automatic_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) ->
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), out_specs)
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
-    return jax.sharding.auto_axes(fn, out_sharding=shardings, axes=axes)
+    # In eager mode, inside of `shard_map`, JAX has this for compiled functions alone.
+    return jax.jit(jax.sharding.auto_axes(fn, out_sharding=shardings, axes=axes))
 
 
 def spec_of(x: Any) -> PartitionSpec:

@@ -15,6 +15,7 @@ import optaxclip._engine.cpu as cpu
 from optaxclip._base.numerics import (
     accumulation_dtype,
     broadcast_over,
+    leading_bit,
     match_weak_type,
     promoted,
     real_parts,
@@ -99,6 +100,8 @@ def _rounded(x: Array, dtype: jnp.dtype, toward_zero: bool) -> Array:
     y = x.astype(dtype)
     if not toward_zero:
         return y
+    if jnp.finfo(dtype).bits <= 8:
+        return _cut(x, dtype)
     over = jnp.abs(y.astype(x.dtype)) > jnp.abs(x)
     return jnp.where(over, _next_toward_zero(y), y)
 
@@ -108,6 +111,17 @@ def _rounded_jvp(
     dtype: jnp.dtype, toward_zero: bool, primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[Array, Array]:
     return _rounded(*primals, dtype, toward_zero), tangents[0].astype(dtype)
+
+
+def _cut(x: Array, dtype: jnp.dtype) -> Array:
+    """Converts to a narrow dtype without the digits that it lacks.
+
+    Not by bits: XLA has none of less than a byte, and some formats have NaN next to 0.
+    """
+    info = jnp.finfo(dtype)
+    least = max(float(info.smallest_normal), float(jnp.finfo(x.dtype).tiny))
+    unit = jnp.maximum(leading_bit(jnp.abs(x)), least) * float(info.eps)
+    return (jnp.trunc(x / unit) * unit).astype(dtype)
 
 
 def _next_toward_zero(x: Array) -> Array:

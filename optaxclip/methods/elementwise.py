@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
+import optaxclip._base.devices as devices
 from optaxclip._base.numerics import is_real, match_weak_type, power_of_two_below
 from optaxclip._base.trees import FlatTree, is_sparse, with_data
 from optaxclip._base.types import PyTree
@@ -121,18 +122,24 @@ def clamp_leaves(leaves: list[Any], lows: list[Array] | None, highs: list[Array]
 # Compiled by itself so that it is traced once for leaves alike.
 @jax.jit
 def _clamped(leaf: Any, low: Array | None, high: Array) -> Any:
-    x = jnp.asarray(leaf.data if is_sparse(leaf) else leaf)
+    x, hold = jnp.asarray(leaf.data if is_sparse(leaf) else leaf), _held
+    known = devices.explicit_sharding(x)
+    if known is not None:
+        # Bounds may be split otherwise, or not at all.
+        hold = devices.with_automatic_axes(hold, *known)
+    return with_data(leaf, match_weak_type(hold(x, low, high), x))
+
+
+def _held(x: Array, low: Array | None, high: Array) -> Array:
     largest = _like(x, high)
     if low is None:
         largest = jnp.maximum(largest, 0)
     if jnp.iscomplexobj(x):
-        y = _bound_modulus(x, largest)
-    else:
-        least = -largest if low is None else _like(x, low)
-        # An entry at a bound keeps its own derivative; a NaN bound shows.
-        y = jnp.where((x > largest) | (largest != largest), largest, x)
-        y = jnp.where((y < least) | (least != least), least, y)
-    return with_data(leaf, match_weak_type(y, x))
+        return _bound_modulus(x, largest)
+    least = -largest if low is None else _like(x, low)
+    # An entry at a bound keeps its own derivative; a NaN bound shows.
+    y = jnp.where((x > largest) | (largest != largest), largest, x)
+    return jnp.where((y < least) | (least != least), least, y)
 
 
 def _like(x: Array, bound: jax.typing.ArrayLike) -> Array:

@@ -251,6 +251,8 @@ def _update(
     param_norms: NormTree | None,
 ) -> tuple[Limits, AdaptiveState]:
     del param_norms
+    # One that was restored may be of NumPy arrays.
+    state = jax.tree.map(jnp.asarray, state)
     limits, state = _step(static, options, numbers, _as_one(norms), state)
     return Limits(*(_like(norms, field) for field in limits)), state
 

@@ -1,5 +1,6 @@
 """Explicit meshes, groups that are split: all rules, responses and policies, as in one piece."""
 
+import contextlib
 import functools
 
 import jax
@@ -11,7 +12,7 @@ from compiling import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optaxclip import clip_by, norms, scopes, thresholds
+from optaxclip import clip, clip_by, clip_by_value, norms, ops, scopes, thresholds
 
 RULES = {
     "constant": 1.0,
@@ -105,3 +106,58 @@ def test_parameters_split_otherwise_than_gradients_are_not_gathered(specs):
     found, expected = compiled(*jax.device_put(whole, places)), clip(*whole)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["eager", "jit"])
+@pytest.mark.parametrize("is_set", [True, False])
+def test_bounds_on_entries(is_set, how):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    whole = {"w": np.arange(8.0, dtype=np.float32) - 4, "z": np.array([3 + 4j, 1], np.complex64)}
+    grads = jax.device_put(whole, NamedSharding(mesh, P("x")))
+    rows = np.linspace(-3, 0, 8, dtype=np.float32)
+    functions = {
+        "clip": lambda tree: clip(1.0).update(tree, None)[0],
+        "scheduled": lambda tree: clip(lambda count: 1.0 + count).update(tree, None)[0],
+        "by_value": lambda tree: clip_by_value(-1.0, np.float32(2.0)).update(tree, None)[0],
+        "ops": lambda tree: ops.clip_by_value(tree, -1.0, 2.0),
+        "array": lambda tree: ops.clip_by_value(tree["w"], rows, 2.0),
+    }
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        for name, function in functions.items():
+            run = jax.jit(function) if how == "jit" else function
+            with jax.numpy_dtype_promotion("standard"):
+                found, expected = run(grads), function(whole)
+            jax.tree.map(np.testing.assert_array_equal, found, expected)
+            assert all(x.sharding.spec == P("x") for x in jax.tree.leaves(found)), name
+
+
+@pytest.mark.parametrize("how", ["eager", "jit"])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
+def test_some_axes_are_manual_and_others_explicit(spec, how):
+    """Groups that are split over both kinds, over one, or not at all."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    whole = {"w": np.arange(32.0, dtype=np.float32).reshape(4, 8) - 9, "v": np.ones(4, np.float32)}
+    specs = {"w": spec, "v": P()}
+    places = {"w": P("x", "y") if spec == P("x") else P("y", "x"), "v": P()}
+    split = jax.device_put(whole, {x: NamedSharding(mesh, place) for x, place in places.items()})
+    cases = {"unit": scopes.unit(), "axes": scopes.axes(0), "leaf": scopes.leaf(stacked=1)}
+
+    def steps(tree, **options):
+        found = {}
+        for name, scope in cases.items():
+            tx = clip_by(scope, thresholds.constant(3.0), **options)
+            updates, state = tx.update(tree, tx.init(tree))
+            found[name] = (tx.update(updates, state)[0], updates, state.info.norm)
+        return found
+
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(
+            functools.partial(steps, specs=specs),
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=dict.fromkeys(cases, (specs, specs, P())),
+            axis_names={"x"},
+        )
+        found = (jax.jit(run) if how == "jit" else run)(split)
+    compare = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(compare, found, steps(whole))

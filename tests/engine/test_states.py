@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from cases import slow_unless
 from flax import nnx
@@ -19,7 +20,7 @@ from methods_table import (
 from parts_table import NUMBER, RULES, SCOPES, TRANSFORMATIONS, WRAPPERS
 
 import optaxclip
-from optaxclip import monitor, scopes
+from optaxclip import monitor, scopes, thresholds
 
 # All together are slow to compile; most of those without memory have the same state.
 SOME = ["clip_by_global_norm", "skip_above", "skip_above_loss", "clip_by_spectral_norm", *WRAPPERS]
@@ -149,3 +150,51 @@ def test_a_step_without_leaves_has_the_norm_of_nothing():
     info = after.info
     assert (info.norm, info.limit, info.factor, info.fraction) == (0, 1, 1, 0)
     assert (info.num_clipped, info.num_nonfinite) == (1, 0)
+
+
+def step_of(tx, host=False):
+    """An eager step, with all that some transformation wants, of NumPy arrays or of JAX's."""
+
+    def step(grads, state):
+        trees = (grads, state, PARAMS)
+        grads, state, params = jax.tree.map(np.asarray, trees) if host else trees
+        return tx.update(grads, state, params, value=np.float32(1.0))
+
+    return step
+
+
+# Those with noise have a key in their state, which is no array of NumPy.
+WITHOUT_KEYS = {x: tx for x, tx in TRANSFORMATIONS.items() if not x.startswith("per_example")}
+WITHOUT_KEYS |= {
+    f"skip, {rule}": optaxclip.skip_above(optax.sgd(0.1, momentum=0.9), RULES[rule]())
+    for rule in RULES
+    if rule != "of a user"  # which hands back what it is given
+}
+WITHOUT_KEYS |= {
+    "skip, mean_over_rms": optaxclip.skip_above(optax.sgd(0.1), thresholds.mean_over_rms()),
+    "skip, loss": optaxclip.skip_above(optax.sgd(0.1), 1.0, loss_limit=thresholds.zscore()),
+    "error": optaxclip.clip_by(scopes.leaf(), thresholds.zscore(), nonfinite="error"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_KEYS)
+def test_a_state_of_numpy_arrays_is_as_any(name):
+    tx = WITHOUT_KEYS[name]
+    state = restored = tx.init(PARAMS)
+    for seed in (1, 2):
+        updates, state = step_of(tx)(random_tree(seed), state)
+        found, restored = step_of(tx, host=True)(random_tree(seed), restored)
+        assert_same((found, restored), (updates, state))
+
+
+@pytest.mark.parametrize("name", WITHOUT_KEYS)
+def test_a_state_is_made_of_shapes_as_of_arrays(name):
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
+    assert_same(WITHOUT_KEYS[name].init(shapes), WITHOUT_KEYS[name].init(PARAMS))
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_the_count_of_adam_is_the_only_one(name):
+    tx = optax.chain(TRANSFORMATIONS[name], optax.adam(0.1))
+    state = optax.tree.set(tx.init(PARAMS), count=jnp.int32(3))
+    assert optax.tree.get(state, "count") == 3

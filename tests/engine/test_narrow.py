@@ -1,0 +1,38 @@
+"""Formats of eight bits and fewer: strict results are cut, those without are the nearest."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optaxclip
+
+FORMATS = ["float4_e2m1fn", "float8_e4m3fn", "float8_e5m2", "float8_e3m4", "float8_e4m3b11fnuz"]
+
+
+def numbers_of(dtype):
+    """All finite numbers of a format, ascending."""
+    bits = np.arange(2 ** jnp.finfo(dtype).bits, dtype=np.uint8)
+    numbers = bits.view(jnp.dtype(dtype)).astype(np.float32)
+    return np.unique(numbers[np.isfinite(numbers)])
+
+
+@pytest.mark.parametrize("how", ["eager", "jit"])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_each_entry_is_rounded_once(dtype, strict, how):
+    numbers = numbers_of(dtype)
+    grads = np.random.default_rng(0).choice(numbers[np.abs(numbers) <= 6], 64)
+    tx = optaxclip.clip_by_global_norm(3.0, strict=strict)
+    x = jnp.asarray(grads).astype(dtype)
+    updates, state = (jax.jit(tx.update) if how == "jit" else tx.update)(x, tx.init(x))
+    found, exact = np.asarray(updates.astype(jnp.float32)), grads * np.asarray(state.info.factor)
+    assert updates.dtype == x.dtype
+    assert np.all(found * exact >= 0)
+    if strict:
+        below = [numbers[(numbers >= 0) & (numbers <= abs(e))].max() for e in exact]
+        np.testing.assert_array_equal(np.abs(found), below)
+        assert np.linalg.norm(found) <= 3.0
+    else:
+        nearest = np.abs(numbers[:, None] - exact).min(axis=0)
+        np.testing.assert_allclose(np.abs(found - exact), nearest, rtol=1e-6, atol=1e-12)
