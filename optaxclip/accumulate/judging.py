@@ -27,8 +27,8 @@ class AccumulateState(NamedTuple):
     """What goes from microbatch to microbatch, and with `state=` from step to step.
 
     Attributes:
-      clip: the clip's own state, with its record of the last microbatch; `()` without one.
-      reject: the state of the rule that rejects; `()` without one.
+      clip: the clip's own state, with its record of the last microbatch; empty without one.
+      reject: the state of the rule that rejects; empty without one.
     """
 
     clip: PyTree
@@ -86,7 +86,7 @@ class Judge:
 
     def init(self, params: PyTree) -> AccumulateState:
         """The state before the first microbatch."""
-        clip = () if self._clip is None else own_arrays(self._clip.init(params))
+        clip = own_arrays(self._transformation().init(params))
         rule = () if self.rule is None else own_arrays(self.rule.init(jnp.zeros(())))
         return AccumulateState(clip, rule)
 
@@ -125,23 +125,29 @@ class Judge:
             verdict = judged(self.rule, state.reject, norm, param_norm)
             is_out, new = verdict.is_out, new._replace(reject=verdict.rule_state)
         norm_after = norm
-        if self._clip is not None:
-            clipped, clip_state = self._clip.update(
-                grads.tree(), state.clip, params, **{_NORM: norm}
-            )
-            after = _same_leaves(grads, clipped)
-            leaves, norm_after = after.picked(), self.norm(after)
+        if self.clip is not None:
+            leaves, norm_after, clip_state = self._clipped(grads, norm, state.clip, params)
             # Of what is rejected no clip learns; a rule has to, or a new level would never pass.
             new = new._replace(clip=kept_where(is_out, state.clip, clip_state))
         has_weight = weight != 0
         state = kept_where(~has_weight, state, new)
         return Verdict(leaves, norm, norm_after, is_out & has_weight, state)
 
-    @property
-    def _clip(self) -> optax.GradientTransformationExtraArgs | None:
-        """The transformation; that of a limit is made where it is known how leaves are split."""
+    def _clipped(
+        self, grads: FlatTree, norm: Array, state: PyTree, params: PyTree
+    ) -> tuple[list[Array], Array, PyTree]:
+        """The gradient, clipped, its norm then, and the clip's state."""
+        known = {_NORM: norm}
+        clipped, state = self._transformation().update(grads.tree(), state, params, **known)
+        after = _same_leaves(grads, clipped)
+        # By a limit of the global norm all entries are multiplied by one factor.
+        of_limit = isinstance(self.clip, Threshold)
+        return after.picked(), norm * state.info.factor if of_limit else self.norm(after), state
+
+    def _transformation(self) -> optax.GradientTransformationExtraArgs:
+        """The clip; that of a limit is made where it is known how leaves are split."""
         if not isinstance(self.clip, Threshold):
-            return self.clip
+            return self.clip or optax.with_extra_args_support(optax.identity())
         options = Options.checked(known_norm=_NORM, name=NAME, specs=self.places.specs_of_gradients)
         return stage(scopes.tree(), self.clip, options, argument="clip")
 
