@@ -3,12 +3,12 @@
 Each is one expression over the engine; any rule works on any scope
 (`clip_by(scopes.leaf(), thresholds.zscore())` is ZClip per layer).
 
-Differences from the published code: the defaults do not lock after a lasting change of scale
-(AdaGC's growth is limited by design), and `zclip` has no cap. With `patience=None, floor=0.0`, and
-`max_norm=1.0` for `zclip`, they are as published.
+Two defaults differ from the published code. The rules recover from a lasting change of the norms'
+scale, except AdaGC, whose limits grow slowly by design; and `zclip` has no cap. The published rules
+are those with `patience=None, floor=0.0`, and for `zclip` with `max_norm=1.0`.
 
-All arguments are keywords, as a number alone, `zclip(1.0)`, would be read as a limit. `floor` and
-`patience` are explained in `optaxclip.thresholds.base`.
+All arguments are keywords, because a number alone, as in `zclip(1.0)`, would look like a limit.
+`floor` and `patience` are explained in `optaxclip.thresholds.base`.
 """
 
 from typing import Unpack
@@ -37,31 +37,31 @@ def zclip(
     patience: int | None = PATIENCE,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Clips spikes of the global norm, told by their z-score.
+    """Clips spikes of the global norm, which it recognizes by their z-score.
 
     Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507. As published the
-    rule never recovers from a lasting rise of the norms, because it learns from the clipped ones;
-    `patience` cures that. The published code also caps every limit at 1, which makes it
-    `clip_by_global_norm(1.0)` wherever ordinary norms exceed 1; here there is a cap only where
-    `max_norm` gives one, and without it nothing is clipped in the warm-up.
+    rule never recovers from a lasting rise of the norms, because it learns from clipped norms;
+    `patience` cures that. The published code also caps every limit at 1, so it acts as
+    `clip_by_global_norm(1.0)` wherever ordinary norms exceed 1. Here only `max_norm` sets a cap,
+    and without one nothing is clipped in the warm-up.
 
     Args:
       alpha: the decay of mean and variance.
       z_thresh: how many standard deviations above the mean is a spike.
-      warmup_steps: steps that only set the first mean and variance.
+      warmup_steps: how many steps only set the first mean and variance.
       max_norm: a cap on every limit, in the warm-up too; none if None, 1.0 in the published code.
-      option: what a spike is brought to, as in `optaxclip.thresholds.zscore`.
-      floor: the least norm that counts, and the least limit.
-      patience: norms above their limit in a row before the raw norm is learned from.
+      option: which norm a spike is given, as in `optaxclip.thresholds.zscore`.
+      floor: smaller norms are not recorded, and no limit is smaller.
+      patience: after so many norms in a row above their limit the raw norm is recorded.
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
-      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
-      types of the gradients.
+      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
+      weak types of the gradients.
 
     Raises:
-      ValueError: for an option out of its range, or an unknown policy.
-      TypeError: for an option that is no number.
+      ValueError: if an option is out of its range, or a policy is unknown.
+      TypeError: if an option is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -102,22 +102,22 @@ def adagc(
     norms recovery takes thousands of steps, unless `patience` is given.
 
     Args:
-      lambda_rel: how many times the average is the limit; 1.04 in the revised paper.
+      lambda_rel: the limit over the average; 1.04 in the revised paper.
       lambda_abs: the global norm to clip to in the warm-up.
       beta: the decay of the average; 0.99 in the revised paper.
       warmup_steps: steps of the warm-up.
-      floor: the least norm that counts, and the least limit; with 0 a leaf whose gradient is zero
-        in the warm-up never moves again, as published.
-      patience: norms above their limit in a row before the raw norm is learned from.
+      floor: smaller norms are not recorded, and no limit is smaller. With 0 a leaf whose
+        gradient is zero in the warm-up never moves again, as published.
+      patience: after so many norms in a row above their limit the raw norm is recorded.
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:
-      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
-      types of the gradients.
+      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
+      weak types of the gradients.
 
     Raises:
-      ValueError: for an option out of its range, or an unknown policy.
-      TypeError: for an option that is no number.
+      ValueError: if an option is out of its range, or a policy is unknown.
+      TypeError: if an option is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -151,17 +151,17 @@ def clip_by_quantile(
       target: the share of steps not to clip, from 0 to 1.
       learning_rate: how fast the limit moves.
       init_limit: the limit at the first step.
-      geometric: whether steps multiply the limit; they add to it otherwise.
-      floor: the least norm that counts, and the least limit.
+      geometric: whether each step multiplies the limit; otherwise each step adds to it.
+      floor: smaller norms are not recorded, and no limit is smaller.
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
-      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
-      types of the gradients.
+      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
+      weak types of the gradients.
 
     Raises:
-      ValueError: for an option out of its range, or an unknown policy.
-      TypeError: for an option that is no number.
+      ValueError: if an option is out of its range, or a policy is unknown.
+      TypeError: if an option is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -191,20 +191,20 @@ def clip_by_ema_norm(
     Source: allenai/OLMo (`max_grad_norm_ratio`), where the decay is the larger of Adam's two.
 
     Args:
-      ratio: how many times the average is the limit.
-      decay: of the average, which starts with the norm of the second step.
-      floor: the least norm that counts, and the least limit.
-      patience: norms above their limit in a row before the raw norm is learned from.
+      ratio: the limit over the average.
+      decay: the decay of the average, which starts with the norm of the second step.
+      floor: smaller norms are not recorded, and no limit is smaller.
+      patience: after so many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit.
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:
-      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
-      types of the gradients.
+      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
+      weak types of the gradients.
 
     Raises:
-      ValueError: for an option out of its range, or an unknown policy.
-      TypeError: for an option that is no number.
+      ValueError: if an option is out of its range, or a policy is unknown.
+      TypeError: if an option is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -1,4 +1,4 @@
-"""QK-Clip: the weights of attention heads whose logits grew too large are made smaller."""
+"""QK-Clip: makes the weights of attention heads smaller whose logits grew too large."""
 
 import functools
 from collections.abc import Callable
@@ -40,13 +40,13 @@ def clip_attention_logits(
 ) -> Transformation[ClipState]:
     """Shrinks the query and key weights of attention heads whose logits exceed a limit (QK-Clip).
 
-    With the largest logit `S` of a head in this step's batch (after the division by the root of
-    the head's size, before the softmax), its factor is `min(1, tau / S)`. The last stage of a
-    chain, this makes of an update `u` of weights `w` the update after which they are
-    `factor**power * (w + u)`: so it acts on weights, after the optimizer's step, and the logits of
-    the same batch would come back to `tau`. A head below the limit is left alone, bit for bit.
+    Let `S` be the largest logit of a head in this step's batch, after the division by the root of
+    the head's size and before the softmax. The head's factor is `min(1, tau / S)`. This is the last
+    stage of a chain: it changes the update `u` of weights `w` so that they become
+    `factor**power * (w + u)`. So it acts on the weights after the optimizer's step, and the logits
+    of the same batch would come back to `tau`. A head below the limit is left alone, bit for bit.
 
-    How the factor is divided, for `heads` to say:
+    `heads` says how the factor is divided between queries and keys:
 
       attention                        | queries                | keys
       ---------------------------------|------------------------|-------------------------
@@ -55,39 +55,39 @@ def clip_attention_logits(
       multi-head latent: each head's   | power 0.5              | power 0.5
       ... with rotary positions        | power 1                | left alone: all share them
 
-    Biases of queries and keys belong to them: `axis=-2` finds the heads of both a kernel `[in,
-    heads, entries]` and a bias `[heads, entries]`. Where queries and keys are normalized (QK-norm),
-    their weights do not scale logits, and there is nothing to clip.
+    Biases of queries and keys are scaled with them: `axis=-2` finds the heads of both a kernel
+    `[in, heads, entries]` and a bias `[heads, entries]`. Where queries and keys are normalized
+    (QK-norm), their weights do not scale logits, and there is nothing to clip.
 
     The update takes `max_logits=`: a pytree of arrays `[heads]`, each at the place of its attention
     in the tree of parameters, such as `{"layers/0/attention": S}`. What Flax's `sow` collects under
-    the name `max_logits` is such a tree. One array alone is that of all attentions. Take the
-    largest over the whole batch, over microbatches (`optax.MultiSteps` hands on the last ones
-    only) and, inside `shard_map`, over devices (`jax.lax.pmax`). A logit that is not finite changes
-    no weight. In bfloat16 weights a factor within 0.2 % of 1 is lost to rounding.
+    the name `max_logits` is such a tree. One array alone holds for all attentions. Take the largest
+    logit over the whole batch: over all microbatches, as `optax.MultiSteps` passes on those of the
+    last one only, and inside `shard_map` over all devices (`jax.lax.pmax`). A logit that is not
+    finite changes no weight. In bfloat16 weights a factor within 0.2 % of 1 is lost to rounding.
 
     Source: Kimi Team, 2025, arXiv 2507.20534.
 
     Args:
       tau: the largest logit.
       heads: `fn(path, leaf) -> Heads`, or None for leaves that are left alone; the path is text
-        such as `layers/0/attention/query/kernel`. It is a function and no schedule, so
+        such as `layers/0/attention/query/kernel`. It is a function but not a schedule, so
         `optax.inject_hyperparams` needs `static_args=("heads",)`.
       specs: inside `shard_map`, how the weights are split over devices, where heads are; see
         `optaxclip.clip_by`.
       record: whether the state keeps what was done. With False it is an `optax.EmptyState`, and any
-        state is taken and handed back; a schedule refuses that.
+        state is accepted and returned as it is. A schedule needs the count, so it refuses that.
       name: the name in messages.
 
     Returns:
-      A transformation with a `ClipState`, whose record has an entry for each weight: the logit
-      `norm` of its worst head. The update gives a tree of the shapes, dtypes and weak types of the
-      updates that it is given.
+      A transformation with a `ClipState`, whose record has an entry for each weight; its `norm` is
+      the logit of the weight's worst head. The update returns a tree with the shapes, dtypes and
+      weak types of the updates that it is given.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, or heads in no leaf; when used,
         without `params` or `max_logits`, or where one of them does not fit.
-      TypeError: for a limit that is no number, or `heads` that are no function.
+      TypeError: for a limit that is not a number, or `heads` that are not a function.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optaxclip

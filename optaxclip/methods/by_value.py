@@ -27,12 +27,12 @@ class ClipByValueState(NamedTuple):
 def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[ClipByValueState]:
     """Holds every entry to `[-max_delta, max_delta]`, a complex one to modulus `max_delta`.
 
-    NaN stays NaN, infinite entries go to the bounds.
+    NaN stays NaN, and infinite entries become the bounds.
 
     Args:
       max_delta: the largest absolute value, or a schedule of it.
       record: whether the state counts the steps. With False it is an `optax.EmptyState`, and any
-        state is taken and handed back; a schedule refuses that.
+        state is accepted and returned as it is. A schedule needs the count, so it refuses that.
 
     Returns:
       A transformation with a `ClipByValueState`. It keeps no record of what was clipped, which
@@ -41,7 +41,7 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
     Raises:
       ValueError: if `max_delta` is a negative or NaN number, or not a scalar, or a schedule without
         a record.
-      TypeError: if it is no number.
+      TypeError: if it is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -59,7 +59,7 @@ def clip_by_value(
 ) -> Transformation[ClipByValueState]:
     """Holds every entry to `[min_value, max_value]`, a complex one to modulus `max_value`.
 
-    NaN stays NaN, infinite entries go to the bounds.
+    NaN stays NaN, and infinite entries become the bounds.
 
     Args:
       min_value: the least value: a scalar, an array that broadcasts to every leaf, or a schedule.
@@ -72,7 +72,7 @@ def clip_by_value(
     Raises:
       ValueError: if a minimum exceeds its maximum, where both are concrete, a bound would make a
         leaf larger, or one is a schedule, without a record.
-      TypeError: if a bound is no number.
+      TypeError: if a bound is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -119,7 +119,7 @@ def clamp_leaves(leaves: list[Any], lows: list[Array] | None, highs: list[Array]
     return [_clamped(*row) for row in zip(leaves, lows_or_none, highs, strict=True)]
 
 
-# Compiled by itself so that it is traced once for leaves alike.
+# Compiled by itself so that it is traced once for leaves that are alike.
 @jax.jit
 def _clamped(leaf: Any, low: Array | None, high: Array) -> Any:
     x, hold = jnp.asarray(leaf.data if is_sparse(leaf) else leaf), _held

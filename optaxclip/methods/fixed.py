@@ -1,8 +1,8 @@
-"""The named methods with a limit that is given: Optax's and the papers' names.
+"""The named methods whose limit the user gives, under the names of Optax and of the papers.
 
 Each is one expression over the engine. Every limit may be a number, a scalar array of any dtype
 (traced or not) or a schedule, and `optax.inject_hyperparams` works on all of them; `axes`, `axis`
-and functions that are no schedules (labels) go into its `static_args`.
+and functions that are not schedules (labels) go into its `static_args`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,12 +39,12 @@ def clip_by_norm(
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:
-      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
-      types of the gradients.
+      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
+      weak types of the gradients.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar, or an unknown name.
-      TypeError: for a limit that is no number.
+      ValueError: if the limit is negative, NaN or not a scalar, or a name is unknown.
+      TypeError: if the limit is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -69,26 +69,26 @@ def clip_by_global_norm(
 ) -> Transformation[ClipState]:
     """Clips the whole tree by its norm, which keeps the gradient's direction.
 
-    Beside Muon it is the wrong clip: the leaves that Muon trains, whose updates do not depend on
-    the usual scale of their gradients, then decide how far those of Adam are clipped. Use
-    `optaxclip.scopes.muon` (`docs/muon.md`).
+    Beside Muon, use `optaxclip.scopes.muon` instead (`docs/muon.md`): with one norm for all leaves,
+    the gradients of Muon's large matrices would decide how far Adam's are clipped, although Muon's
+    updates do not depend on the scale of its gradients.
 
     Source: Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
 
     Args:
       max_norm: the largest norm of the tree.
-      eps: if given, the factor is `max_norm / (norm + eps)` where that is below 1, which with 1e-6
-        is PyTorch's to the last digit; see `optaxclip.responses.clip_with_eps`.
+      eps: if given, the factor is `max_norm / (norm + eps)` where that is below 1. With 1e-6 this
+        is PyTorch's factor to the last digit; see `optaxclip.responses.clip_with_eps`.
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
-      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
-      types of the gradients.
+      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
+      weak types of the gradients.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, an unknown name, or an `eps`
         that is negative or no Python number.
-      TypeError: for a limit that is no number.
+      TypeError: if the limit is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -119,8 +119,8 @@ def adaptive_grad_clip(
     A unit is the fan-in of one output (see `optaxclip.scopes.unit`); the limit is
     `clipping * max(norm of the unit's weights, eps)`. The update needs `params`.
 
-    Source: Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171; it leaves out the last layer's
-    weights, for which wrap this in `optax.masked`.
+    Source: Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171. The authors do not clip the last
+    layer's weights: wrap this transformation in `optax.masked` to leave them out.
 
     Args:
       clipping: the largest ratio of gradient norm to weight norm.
@@ -129,8 +129,8 @@ def adaptive_grad_clip(
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:
-      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
-      types of the gradients.
+      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
+      weak types of the gradients.
 
     Raises:
       ValueError: for a limit that is negative, NaN or no scalar; when used, without `params`, or
@@ -167,12 +167,12 @@ def clip_by_group_norm(
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:
-      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
-      types of the gradients.
+      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
+      weak types of the gradients.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar, or an unknown name.
-      TypeError: for a limit that is no number.
+      ValueError: if the limit is negative, NaN or not a scalar, or a name is unknown.
+      TypeError: if the limit is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -1,4 +1,4 @@
-"""Attention heads: where they are in a weight, and what becomes of the weight by their factors."""
+"""Attention heads: where they are in a weight, and what their factors multiply it by."""
 
 import dataclasses
 import operator

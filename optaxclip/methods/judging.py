@@ -68,7 +68,7 @@ def kept_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
     return jax.tree.map(choose, new, old)
 
 
-# Compiled by itself so that it is traced once for leaves alike.
+# Compiled by itself so that it is traced once for leaves that are alike.
 @jax.jit
 def _chosen(where: Array, x: Array, y: Array) -> Array:
     chosen = jnp.where(where, x.astype(y.dtype), y)

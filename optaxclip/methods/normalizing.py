@@ -33,12 +33,12 @@ def normalize_by_global_norm(
       **options: those that all transformations share, `optaxclip.ScaleOptions`.
 
     Returns:
-      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
-      types of the gradients.
+      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
+      weak types of the gradients.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar, or an unknown name.
-      TypeError: for a limit that is no number.
+      ValueError: if the limit is negative, NaN or not a scalar, or a name is unknown.
+      TypeError: if the limit is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -62,31 +62,33 @@ def normalize_by_norm_history(
 ) -> Transformation[ClipState]:
     """Brings each leaf's L2 norm to the mean of its norms so far over their root mean square.
 
-    Both are moving averages that this norm is in. There is no limit to choose: the new norm is
-    about 1, less where norms jump, and the direction stays. The scale of the gradient is lost, so
-    this is for optimizers that do not care for it: Adam, Lion, Muon. Over other groups it is
+    Mean and root mean square are moving averages, in which this step's norm counts. There is no
+    limit to choose: the new norm is about 1, and smaller after a jump of the norm; the direction
+    stays. The scale of the gradient is lost, so this suits optimizers whose updates do not depend
+    on it: Adam, Lion, Muon. For other groups use
     `clip_by(scopes.tree(), thresholds.mean_over_rms(), response="normalize")`.
 
     Source: Huang et al., 2025, Stable-SPAM's AdaGN, arXiv 2502.17055, later GradientStabilizer
-    (published code, TianjinYellow/StableSPAM). A norm that is not finite is never recorded, where
-    there it stays in the averages for ever.
+    (published code, TianjinYellow/StableSPAM). A norm that is not finite is never recorded here;
+    in the published code it stays in the averages for ever.
 
     Args:
-      mean_decay: of the mean.
-      square_decay: of the mean square; 0.9 as published, and mostly no less than `mean_decay`.
+      mean_decay: the decay of the mean.
+      square_decay: the decay of the mean square; it is 0.9 in the published code, and should not be
+        below `mean_decay`.
       eps: added to the root mean square.
       stacked: how many leading axes of each leaf stack separate tensors, as in
-        `optaxclip.scopes.leaf`; none if None.
-      floor: the least norm that is recorded, and the least new norm.
+        `optaxclip.scopes.leaf`; with None no axis does.
+      floor: smaller norms are not recorded, and no new norm is smaller.
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:
-      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
-      types of the gradients.
+      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
+      weak types of the gradients.
 
     Raises:
-      ValueError: for an option out of its range, or an unknown policy.
-      TypeError: for an option that is no number.
+      ValueError: if an option is out of its range, or a policy is unknown.
+      TypeError: if an option is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

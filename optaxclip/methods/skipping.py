@@ -1,4 +1,4 @@
-"""How a step is skipped: measure, judge, and select what was there before."""
+"""How a step is skipped: measure it, judge it, and select the state from before it."""
 
 from typing import Any, NamedTuple
 
@@ -46,12 +46,13 @@ class SkipState(NamedTuple):
       rule: the limit rule's state.
       info: what the last step did; `factor` is 0 if it was skipped. `num_clipped` counts norms
         above the limit, `num_nonfinite` those that were not finite.
-      num_skipped: int32[], steps skipped so far, for whatever reason.
+      num_skipped: int32[], how many steps were skipped so far, for any reason.
       consecutive: int32[], steps skipped in a row until now.
       leaves: the leaves' names in order; structure, not arrays.
-      blamed: bool[leaves], why the latest step was skipped: the leaves that were not finite, else
-        those whose own norm was above the limit, else the one with the largest. No leaf, if it was
-        the loss alone, or the norm was the caller's.
+      blamed: bool[leaves], which leaves were the cause of the latest skip: those that were not
+        finite; if there are none, those whose own norm was above the limit; if there are none, the
+        one with the largest norm. No leaf is blamed if the loss alone was the cause, or if the
+        caller gave the norm.
       loss: a `LossState`, or nothing where the loss is not judged.
       inner_state: the wrapped optimizer's state.
     """

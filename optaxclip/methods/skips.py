@@ -1,9 +1,10 @@
 """Skipping whole steps, which must wrap the optimizer.
 
-A stage of a chain cannot do it: zero updates still let Adam's moments decay and weight decay act.
-Here a skipped step leaves parameters and inner state exactly as they were, by selection, never by
-multiplying with zero (`0 * NaN` is NaN). What is wrapped is handed every step, and what it makes of
-a skipped one is thrown away: so its clips and records share the read of the skip's own norm.
+A stage of a chain cannot skip a step: after zero updates Adam's moments still decay, and weight
+decay still acts. A wrapper leaves parameters and inner state exactly as they were. It selects the
+old values and never multiplies by zero, as `0 * NaN` is NaN. The wrapped optimizer runs at every
+step, and its results of a skipped step are dropped; so its clips and records share one read of the
+gradients with the skip.
 """
 
 import math
@@ -28,12 +29,13 @@ def skip_nonfinite(
 ) -> Transformation[SkipState]:
     """Skips the steps whose gradients hold a NaN or an infinite entry.
 
-    `optaxclip.monitor.bad_leaves` then names the leaves, `verdict` tells the host whether to go on.
+    `optaxclip.monitor.bad_leaves` then names the leaves, and `optaxclip.monitor.verdict` tells the
+    host whether to go on.
 
     Args:
       inner: the optimizer.
-      max_consecutive: after so many skipped steps in a row the next goes to the optimizer as it is,
-        as with `optax.apply_if_finite`, so that a run that is lost shows it; never if None.
+      max_consecutive: after so many skipped steps in a row the next step is taken as it is, as by
+        `optax.apply_if_finite`, so that a lost run is seen to be lost; with None none is.
       **options: those that all transformations share, `optaxclip.PlaceOptions`.
 
     Returns:
@@ -41,7 +43,7 @@ def skip_nonfinite(
 
     Raises:
       ValueError: if `max_consecutive` is less than 1.
-      TypeError: if `inner` is no transformation, or `max_consecutive` no int.
+      TypeError: if `inner` is not a transformation, or `max_consecutive` no int.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -81,19 +83,21 @@ def skip_above(
 
     Source: allenai/OLMo-core, marin-community/levanter, AI-Hypercomputer/maxtext, apple/axlearn.
 
-    As published they skip for as long as it takes; for that pass `max_consecutive=None`. For which
-    leaves it was ask `optaxclip.monitor.bad_leaves`, and `verdict` whether to go on.
+    The published rules may skip any number of steps in a row; pass `max_consecutive=None` for that.
+    `optaxclip.monitor.bad_leaves` names the leaves that were the cause, and
+    `optaxclip.monitor.verdict` tells the host whether to go on.
 
     Args:
       inner: the optimizer.
       limit: a number, a schedule, or a rule from `optaxclip.thresholds`, whose trigger counts;
         `math.inf` to judge the loss alone.
-      max_consecutive: after so many skipped steps in a row the next finite one is taken, so that
-        no limit can stop a run for good; never if None. Non-finite steps are skipped always.
+      max_consecutive: after so many skipped steps in a row the next finite step is taken, so that
+        no limit can stop a run for good; with None none is. Steps that are not finite are always
+        skipped.
       loss_limit: the same for the loss, which may be negative: a number of any sign, a schedule, or
         `thresholds.window`, `zscore`, `percentile`, `median` or `ema`, without their `floor`. (A
         multiple of an average below 0 is as far above it as it would be above its modulus.)
-      norm: the norm.
+      norm: which norm of the tree is compared with `limit`.
       known_norm: the name of an extra argument of the update, such as "grad_norm", that holds the
         norm of what comes in; it is then not measured, and no leaf can be blamed.
       **options: those that all transformations share, `optaxclip.PlaceOptions`.
@@ -108,8 +112,8 @@ def skip_above(
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar (a loss's may be negative), and
         for a rule of the loss that makes no sense of numbers below 0; when used, for a missing
-        loss, or one that is no scalar.
-      TypeError: for an `inner` that is no transformation, a limit or a loss that is no number.
+        loss, or one that is not a scalar.
+      TypeError: if `inner` is not a transformation, or a limit or a loss is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip

@@ -38,20 +38,23 @@ def clip_by_spectral_norm(
 ) -> Transformation[ClipState]:
     """Clips the singular values of every matrix, on gradients or after the optimizer.
 
-    The singular vectors stay. "soft" makes `s / sqrt(1 + (s / c)**2)` of a singular value `s`,
-    below `c` always, "hard" makes `min(s, c)` of it, and gives back bit for bit a matrix that has
-    none above `c`. Vectors and scalars are clipped by their L2 norm in the same way. A leaf of
-    more than two axes is taken as a matrix `[all but the last, last]`, as convolutions are laid
-    out; leading axes that `stacked` counts are matrices of their own.
+    The singular vectors stay. With "soft" a singular value `s` becomes `s / sqrt(1 + (s / c)**2)`,
+    which is always below `c`; with "hard" it becomes `min(s, c)`, and a matrix without singular
+    values above `c` comes back bit for bit. Vectors and scalars are clipped by their L2 norm in the
+    same way. A leaf with more than two axes counts as a matrix `[all but the last, last]`, as
+    convolutions are laid out; along the leading axes that `stacked` counts, each index has a matrix
+    of its own.
 
-    It takes matrix products alone, in float32 (float64 for 64-bit leaves) of full precision, and no
-    decomposition. Beside NumPy's SVD the error is below 1e-3 of the result's largest singular value
-    where the matrix's is up to 1e4 times `c` (2e-3 where half of 512 are that large, as float32 has
-    no more digits), and below 5e-5 to 100 times `c`. For a matrix
-    `[m, n]` with `m <= n` an iteration takes two products with `[m, n]` and four with `[m, m]`, and
-    "hard" two and 29 more at the end, where Muon takes 5 times two and one. On a CPU it takes about
-    twice as long as Muon for a square matrix (`optax.contrib.scale_by_muon`), "hard" about three
-    times; with 5 iterations as long as Muon (`benchmarks/spectral.py`).
+    All is computed by matrix products in float32 of full precision (float64 for 64-bit leaves),
+    without a decomposition. The error, measured against NumPy's SVD, is below 1e-3 of the result's
+    largest singular value if the matrix's largest is at most 1e4 times `c` (2e-3 if half of 512 are
+    that large, as float32 has no more digits), and below 5e-5 if it is at most 100 times `c`.
+
+    For a matrix `[m, n]` with `m <= n` an iteration takes two products with `[m, n]` and four with
+    `[m, m]`; "hard" takes two and 29 more at the end. Muon takes two and one in each of its 5
+    iterations. On a CPU a square matrix takes about twice as long as with Muon
+    (`optax.contrib.scale_by_muon`), "hard" about three times, and with 5 iterations as long as with
+    Muon (`benchmarks/spectral.py`).
 
     Source: SPECTRA, 2026, arXiv 2603.14315 (mlolab/llm-spectral-clipping); for the hard form
     NVIDIA-NeMo/Emerging-Optimizers.
@@ -60,21 +63,21 @@ def clip_by_spectral_norm(
       c: the largest singular value.
       mode: "soft" or "hard".
       stacked: how many leading axes of each leaf stack separate tensors, as in
-        `optaxclip.scopes.leaf`; none if None.
-      iterations: of Newton-Schulz; 10 reach singular values of 1e4 times `c`, 5 those of 100 times
-        `c`. Static, also in `optax.inject_hyperparams`.
+        `optaxclip.scopes.leaf`; with None no axis does.
+      iterations: how many iterations of Newton-Schulz; 10 reach singular values of 1e4 times `c`, 5
+        those of 100 times `c`. Static, also in `optax.inject_hyperparams`.
       **options: those that all transformations share, `optaxclip.StageOptions`.
 
     Returns:
-      A transformation with a `ClipState`; in its record `norm` is the largest singular value, found
-      from below to a few per cent, and `factor` what that was multiplied by. Its update gives a
-      tree of the shapes, dtypes and weak types of the gradients. Under `jit` leaves may be split
-      over devices.
+      A transformation with a `ClipState`; in its record `norm` is the largest singular value, up to
+      a few per cent below the true one, and `factor` is what it was multiplied by. Its update
+      returns a tree with the shapes, dtypes and weak types of the gradients. Under `jit` leaves may
+      be split over devices.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, an unknown mode or policy, or
         `iterations` below 1; when used, for leaves that are split inside of `shard_map` or `pmap`.
-      TypeError: for a limit that is no number; when used, for a sparse leaf.
+      TypeError: if the limit is not a number; when used, if a leaf is sparse.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -125,7 +128,7 @@ class _SingularValues:
 
 
 def _refuse_parts(leaves: list[Any], groups: Groups, method: Method) -> None:
-    """Raises where a leaf is no matrix, or is a part of one.
+    """Raises where a leaf is not a matrix, or is a part of one.
 
     Raises:
       TypeError: for a sparse leaf.
@@ -144,7 +147,7 @@ def _refuse_parts(leaves: list[Any], groups: Groups, method: Method) -> None:
             )
 
 
-# Compiled by themselves so that each is traced once for leaves alike.
+# Compiled by themselves so that each is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames="stack")
 def _largest(x: Array, stack: int) -> Array:
     """The largest singular values of a leaf's matrices; not finite where an entry is not."""

@@ -1,10 +1,10 @@
-"""Clipping of entries that stand out from their own past, or from that of their leaf's largest.
+"""Clipping of entries that are large beside their own past, or the past of their leaf's largest.
 
-What SPAM and Stable-SPAM put before Adam, each by itself. Stable-SPAM is::
+These are the stages that SPAM and Stable-SPAM put in front of Adam. Stable-SPAM is::
 
   optax.chain(clip_by_moving_max(), normalize_by_norm_history(), optax.scale_by_adam())
 
-Its resets of Adam's moments are no clipping, and left to the optimizer.
+Stable-SPAM also resets Adam's moments; that is not clipping, and is left to the optimizer.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ class SecondMomentState(NamedTuple):
     Attributes:
       steps: int32[], steps so far.
       moments: the moving averages of the squares of the entries, a pytree like the parameters;
-        float32, for 64-bit leaves float64. None in the place of leaves that are not clipped.
+        float32, for 64-bit leaves float64. None in place of leaves that are not clipped.
     """
 
     steps: Array
@@ -62,19 +62,20 @@ def clip_by_moving_max(
 ) -> Transformation[ClipState]:
     """Shrinks the entries of a leaf that exceed the moving average of its largest entries.
 
-    The average is debiased and this step is in it. Where the leaf's largest modulus exceeds it, the
-    entries above it, and no others, are scaled by the ratio of the two.
+    The average is debiased, and this step counts in it. Where the leaf's largest modulus exceeds
+    the average, the entries above the average, and no others, are multiplied by the average over
+    the largest modulus.
 
     Source: Huang et al., 2025, Stable-SPAM's AdaClip, arXiv 2502.17055. The published code keeps a
-    NaN in the average for ever, here what is not finite is never recorded; and it begins to count
-    anew at each reset of Adam's moments without emptying the average, which switches clipping off
-    for a long time: here nothing is reset.
+    NaN in the average for ever; here a modulus that is not finite is never recorded. The published
+    code also restarts its count of steps at each reset of Adam's moments but keeps the average,
+    which switches clipping off for a long time; here nothing is reset.
 
     Args:
-      decay: of the average.
+      decay: the decay of the average.
       stacked: how many leading axes of each leaf stack separate tensors, as in
-        `optaxclip.scopes.leaf`; none if None.
-      floor: the least modulus that is recorded, and the least limit.
+        `optaxclip.scopes.leaf`; with None no axis does.
+      floor: smaller moduli are not recorded, and no limit is smaller.
       **options: those that all transformations share, `optaxclip.ScaleOptions`.
 
     Returns:
@@ -82,8 +83,8 @@ def clip_by_moving_max(
       update gives a tree of the shapes, dtypes and weak types of the gradients.
 
     Raises:
-      ValueError: for an option out of its range, or an unknown policy.
-      TypeError: for an option that is no number.
+      ValueError: if an option is out of its range, or a policy is unknown.
+      TypeError: if an option is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -121,8 +122,8 @@ def clip_by_second_moment(
     """Holds every entry to a multiple of the root of its own second moment.
 
     Where `|g|**2 > threshold * v`, with `v` the moving average of the squares before this step, the
-    entry's modulus becomes `sqrt(threshold * v)`; what it was clipped to enters `v`. NaN stays NaN,
-    infinite entries go to their bounds.
+    entry's modulus becomes `sqrt(threshold * v)`; the clipped entry enters `v`. NaN stays NaN, and
+    infinite entries become their bounds.
 
     Source: Huang et al., 2025, SPAM, arXiv 2501.06842. As published an entry that has only seen
     zeros, such as the row of a word that has not come yet, is held to zero until the next reset;
@@ -131,11 +132,11 @@ def clip_by_second_moment(
 
     Args:
       threshold: the largest ratio of an entry's square to its second moment.
-      decay: of the second moment; that of the Adam that follows.
-      warmup_steps: steps at the beginning, and after each reset, at which nothing is clipped. Every
-        step counts, those that are not finite too.
+      decay: the decay of the second moment; take the one of the Adam that follows.
+      warmup_steps: how many steps at the beginning, and after each reset, clip nothing. Steps that
+        are not finite count too.
       reset_every: after how many steps `v` is set to zero, as SPAM does with Adam's moments (every
-        500 steps); never if None. Static, also in `optax.inject_hyperparams`.
+        500 steps); with None it never is. Static, also in `optax.inject_hyperparams`.
       name: the name in messages.
 
     Returns:
@@ -144,9 +145,9 @@ def clip_by_second_moment(
       clipped, like `clip`.
 
     Raises:
-      ValueError: for an option out of its range; when used, for updates with leaves that the
+      ValueError: if an option is out of its range; when used, for updates with leaves that the
         parameters given to `init` lacked.
-      TypeError: for an option that is no number; when used, for a sparse leaf.
+      TypeError: if an option is not a number; when used, if a leaf is sparse.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -189,7 +190,7 @@ def clip_by_second_moment(
     return transformation(init, update)
 
 
-# Compiled by itself so that it is traced once for leaves alike.
+# Compiled by itself so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "method"))
 def _only_above(leaf: Any, by: Array, axes: tuple[int, ...], method: Method) -> Any:
     """The leaf times its multiplier, but for the entries at or below the limit."""
@@ -225,7 +226,7 @@ def _clamped(
     return clipped, increased(count, period=period or 1), after
 
 
-# Compiled by themselves so that each is traced once for leaves alike.
+# Compiled by themselves so that each is traced once for leaves that are alike.
 @jax.jit
 def _bound(threshold: Any, moment: Array, is_active: Array) -> Array:
     root = jnp.sqrt(jnp.asarray(threshold).astype(moment.dtype)) * safe_sqrt(moment)

@@ -1,4 +1,4 @@
-"""StableAdamW's direction: Adam's, held back in the leaves that its second moment lags behind."""
+"""StableAdamW's direction: Adam's, shortened in leaves whose second moment lags behind."""
 
 import math
 from collections.abc import Callable
@@ -31,8 +31,8 @@ class StableAdamState(NamedTuple):
     """State of `scale_by_stable_adam`.
 
     Attributes:
-      clip: of the clip; its record's `norm` is the root mean square of `g / sqrt(nu)`.
-      steps: int32[tensors], the steps that each tensor took, those that were not finite left out.
+      clip: the state of the clip; its record's `norm` is the root mean square of `g / sqrt(nu)`.
+      steps: int32[tensors], how many finite steps each tensor took.
       mu: the average of the gradients, unbiased, like the parameters, in float32 or wider.
       nu: the average of their squares, likewise.
     """
@@ -56,15 +56,15 @@ def scale_by_stable_adam(
 ) -> Transformation[StableAdamState]:
     """Adam's direction, with the step of a leaf shortened where its second moment lags behind.
 
-    With unbiased averages `m` of the gradients `g` and `v` of their squares, both with this step's
-    in them, each leaf's update is `m / (sqrt(v) + eps) / max(1, RMS / clipping_threshold)`, where
-    `RMS = sqrt(mean(g**2 / max(v, eps**2)))` is far above 1 when gradients are much larger than
-    what `v` remembers: so before most spikes of a loss. Weight decay is not shortened: put it
-    behind this in the chain.
+    Let `m` be the unbiased average of the gradients `g` and `v` that of their squares; both include
+    this step. Each leaf's update is `m / (sqrt(v) + eps) / max(1, RMS / clipping_threshold)`, where
+    `RMS = sqrt(mean(g**2 / max(v, eps**2)))`. It is far above 1 when gradients are much larger than
+    those that `v` remembers, which is so before most spikes of a loss. Weight decay must not be
+    shortened: put it behind this in the chain.
 
     A leaf that is not finite keeps its averages, as if there had been no such step. Averages are
-    held in float32 (float64 for float64 leaves), in which entries whose square it cannot hold,
-    above 1.8e19, count as 1.8e19. Integer and other leaves pass untouched.
+    held in float32 (float64 for float64 leaves). Entries above 1.8e19, whose squares float32 cannot
+    hold, count as 1.8e19. Integer and other leaves pass untouched.
 
     Source: Wortsman, Dettmers, Zettlemoyer, Morcos, Farhadi and Schmidt, 2023, arXiv 2304.13013;
     the clip is that of Shazeer and Stern, 2018, arXiv 1804.04235.
@@ -75,18 +75,18 @@ def scale_by_stable_adam(
       eps: added to the root of the second moment.
       clipping_threshold: the largest root mean square of a leaf that is not held back.
       stacked: how many leading axes of a leaf stack separate tensors, each of which is clipped by
-        itself; as in `optaxclip.scopes.leaf`. None if None.
+        itself, as in `optaxclip.scopes.leaf`. With None no axis is.
       nonfinite: what becomes of leaves that are not finite, as in `optaxclip.clip_by`.
       **options: those that all transformations share, `optaxclip.PlaceOptions`.
 
     Returns:
-      A transformation with a `StableAdamState`, whose update gives a tree of the shapes, dtypes and
-      weak types of the gradients. `optaxclip.monitor` finds the record in its field `clip`.
+      A transformation with a `StableAdamState`. Its update returns a tree with the shapes, dtypes
+      and weak types of the gradients. `optaxclip.monitor` finds the record in its field `clip`.
 
     Raises:
       ValueError: for a decay outside of its range, an `eps` or threshold that is negative, NaN or
         not a scalar.
-      TypeError: for one of them that is no number; when used, for a sparse leaf.
+      TypeError: for one of them that is not a number; when used, for a sparse leaf.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip

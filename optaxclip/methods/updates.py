@@ -23,26 +23,26 @@ def clip_by_block_rms(
 ) -> Transformation[ClipState]:
     """Clips each leaf by the root mean square of its entries.
 
-    Adafactor does this with a threshold of 1 to what it divided by the root of its second moment.
-    So can any optimizer that divides likewise: put this behind its `scale_by_...`, and before what
-    multiplies by the learning rate. (`scale_by_stable_adam` clips by another ratio, to which the
-    gradients' momentum does not belong.)
+    Adafactor clips its update in this way, with a threshold of 1, after dividing the gradient by
+    the root of its second moment. For any other optimizer that divides so, put this behind its
+    `scale_by_...` and in front of the learning rate. (`scale_by_stable_adam` clips by another
+    ratio, which leaves out the momentum of the gradients.)
 
     Source: Shazeer and Stern, 2018, arXiv 1804.04235.
 
     Args:
       threshold: the largest root mean square of a leaf.
       stacked: how many leading axes of a leaf stack separate tensors, each of which is clipped by
-        itself; as in `optaxclip.scopes.leaf`. None if None.
+        itself, as in `optaxclip.scopes.leaf`. With None no axis is.
       **options: those that all transformations share, `optaxclip.ScaleOptions`.
 
     Returns:
-      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
-      types of the gradients.
+      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
+      weak types of the gradients.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar, or an unknown name.
-      TypeError: for a limit that is no number.
+      ValueError: if the limit is negative, NaN or not a scalar, or a name is unknown.
+      TypeError: if the limit is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip

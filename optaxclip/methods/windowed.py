@@ -27,8 +27,8 @@ def autoclip(
 ) -> Transformation[ClipState]:
     """Clips the global norm to a percentile of the last norms, the current one included.
 
-    Until the window is full the history so far is used. About `100 - percentile` % of all steps
-    are clipped; above 90 the rule only catches spikes.
+    Until the window is full, the rule uses the norms that there are. It clips about
+    `100 - percentile` % of all steps, so a percentile above 90 catches spikes alone.
 
     Source: Seetharaman, Wichern, Pardo and Le Roux, 2020, AutoClip, arXiv 2007.14469, where the
     history is unbounded.
@@ -36,17 +36,17 @@ def autoclip(
     Args:
       percentile: from 0 to 100.
       window: how many norms to keep; `optax.inject_hyperparams` needs `static_args=("window",)`.
-      floor: the least norm that counts, and the least limit.
+      floor: smaller norms are not recorded, and no limit is smaller.
       max_norm: a cap on the limit.
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
-      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
-      types of the gradients.
+      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
+      weak types of the gradients.
 
     Raises:
-      ValueError: for an option out of its range, or an unknown policy.
-      TypeError: for an option that is no number.
+      ValueError: if an option is out of its range, or a policy is unknown.
+      TypeError: if an option is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -74,25 +74,25 @@ def clip_by_median_norm(
 ) -> Transformation[ClipState]:
     """Clips the global norm to a multiple of the median of the last norms.
 
-    Source: ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230), which sets the
-    limit anew every `window` steps, and at steps 10, 20 and 40 to twice the multiple. There the
-    gradient is first weighted by the parameters' size; here it is not.
+    Source: ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230), which sets a
+    new limit every `window` steps, and at steps 10, 20 and 40 one of twice the multiple. ScaledAdam
+    weights the gradient by the parameters' size first; this function does not.
 
     Args:
       scale: the multiple of the median.
       window: how many norms to keep, and how often to set the limit; `optax.inject_hyperparams`
         needs `static_args=("window",)`.
-      floor: the least norm that counts, and the least limit.
+      floor: smaller norms are not recorded, and no limit is smaller.
       max_norm: a cap on the limit.
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
-      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
-      types of the gradients.
+      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
+      weak types of the gradients.
 
     Raises:
-      ValueError: for an option out of its range, or an unknown policy.
-      TypeError: for an option that is no number.
+      ValueError: if an option is out of its range, or a policy is unknown.
+      TypeError: if an option is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -118,23 +118,24 @@ def clip_by_window_norm(
 ) -> Transformation[ClipState]:
     """Clips the global norm to the mean of the last norms plus some standard deviations.
 
-    Source: marin-community/levanter (`clip_update_by_historical_norm`), which puts it after Adam,
-    on the updates; so can you, in `optax.chain`. No limit until the window is half full.
+    Source: marin-community/levanter (`clip_update_by_historical_norm`), which clips the
+    updates behind Adam; in `optax.chain` this can stand there too. There is no limit until the
+    window is half full.
 
     Args:
       num_std: how many standard deviations above the mean.
       window: how many norms to keep; `optax.inject_hyperparams` needs `static_args=("window",)`.
-      floor: the least norm that counts, and the least limit.
+      floor: smaller norms are not recorded, and no limit is smaller.
       max_norm: a cap on the limit.
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
-      A transformation with a `ClipState`, whose update gives a tree of the shapes, dtypes and weak
-      types of the gradients.
+      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
+      weak types of the gradients.
 
     Raises:
-      ValueError: for an option out of its range, or an unknown policy.
-      TypeError: for an option that is no number.
+      ValueError: if an option is out of its range, or a policy is unknown.
+      TypeError: if an option is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
