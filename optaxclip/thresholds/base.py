@@ -6,12 +6,12 @@ A rule is a `Statistic` of the norms so far, and six options with one meaning ev
   ---------------|------------------------------------------------------------------------------
   `record`       | what a norm above its limit adds to the statistic: itself ("raw"), the norm it
                  | was clipped to ("clipped"), its limit ("capped"), or nothing ("accepted")
-  `inclusive`    | whether a norm is already in the statistic that judges it
+  `inclusive`    | whether a norm counts in the statistic that judges it
   `warmup_steps` | how many norms must have been recorded before there is a limit
   `floor`        | norms below it say nothing about the scale: they are not recorded, and no limit
                  | falls below it
-  `patience`     | after so many norms above their limit in a row the raw norm is recorded, until
-                 | one passes; never if None
+  `patience`     | after so many norms in a row above their limit the raw norm is recorded, until
+                 | a norm is at or below its limit; with None it never is
   `max_norm`     | a cap on every limit, in the warm-up too
 
 `patience=None, floor=0.0` is the published behaviour of every rule. A norm that is not finite
@@ -44,9 +44,9 @@ PATIENCE = 20
 class Statistic(Protocol):
     """What a rule knows of the past of one group, or of an array of groups at once.
 
-    Statistics are static and hashable; the numbers they compute with are traced. They are right for
-    all norms of float32, of which the squares may leave its range: what they keep has the unit of
-    norms, a deviation and not a variance.
+    Statistics are static and hashable; the numbers they compute with are traced. The square of a
+    norm may leave the range of float32, so a statistic keeps numbers with the unit of norms, such
+    as a deviation in place of a variance.
     """
 
     def init(self, numbers: Any, like: Array) -> PyTree:
@@ -64,9 +64,10 @@ class Statistic(Protocol):
 
 @runtime_checkable
 class Windowed(Protocol):
-    """A statistic that keeps a ring of values, and finds its way in it by `count % window`.
+    """A statistic that keeps a ring of values, in which the next place is `count % window`.
 
-    So the count goes round once more where it has become as large as it can be.
+    When the count of norms reaches the largest int32, it is set back by `window`, so that places
+    stay the same.
 
     Attributes:
       window: the number of values.
@@ -133,24 +134,24 @@ def adaptive(
     """A rule from a statistic and the shared options, which the module explains.
 
     Args:
-      statistic: what to know of the past.
+      statistic: what the rule knows of the past.
       numbers: a pytree of numbers for the statistic.
       record: what a norm above its limit adds to the statistic.
-      inclusive: whether a norm is in the statistic that judges it.
+      inclusive: whether a norm counts in the statistic that judges it.
       reject: whether a norm above its limit is brought to 0, whatever the statistic says.
-      by_norm_of_all: whether `limits` is given `(numbers, norm)` in the place of `numbers`, where
+      by_norm_of_all: whether `limits` is given `(numbers, norm)` in place of `numbers`, where
         `norm` is the L2 norm of all groups that are finite.
       warmup_steps: how many norms must have been recorded before there is a limit.
-      floor: the least norm that counts, and the least limit.
+      floor: smaller norms are not recorded, and no limit is smaller.
       patience: how many norms in a row may exceed their limit before the raw norm is recorded.
       max_norm: a cap on every limit.
 
     Returns:
-      A `Threshold`, whose limits are float32 arrays of the shapes of the norms.
+      A `Threshold`. Its limits are float32 arrays with the shapes of the norms.
 
     Raises:
-      ValueError: for an option out of its range.
-      TypeError: for an option that is no number.
+      ValueError: if an option is out of its range.
+      TypeError: if an option is not a number.
     """
     if record not in get_args(Record):
         raise ValueError(f"record must be one of {list(get_args(Record))}, got {record!r}")
@@ -191,7 +192,7 @@ def at_least(value: Any, least: float, argument: str) -> Any:
 
     Raises:
       ValueError: if it is less.
-      TypeError: if it is no number.
+      TypeError: if it is not a number.
     """
     return within(value, least, float("inf"), argument)
 
@@ -217,7 +218,7 @@ def within(value: Any, low: float, high: float, argument: str) -> Any:
 
     Raises:
       ValueError: if it is not.
-      TypeError: if it is no number.
+      TypeError: if it is not a number.
     """
     value = check_limit(value, argument)
     if not isinstance(value, jax.Array) and not low <= float(value) <= high:

@@ -1,4 +1,4 @@
-"""Rules that feed what they did back: Lingvo's tracker, AdaGC, the quantile of Andrew et al."""
+"""Rules that learn from what they did: Lingvo's tracker, AdaGC, the quantile of Andrew et al."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -26,22 +26,22 @@ def log_tracker(
     """A number of standard deviations above the moving mean of `log(1 + norm)`.
 
     Source: Chen et al., 2018, arXiv 1804.09849, the gradient norm tracker of tensorflow/lingvo.
-    There is no limit until the weights of the averages sum to 0.75, after 277 norms. Norms above
-    the limit are recorded as the limit, which lets it follow a step up.
+    There is no limit until the weights of the averages sum to 0.75, after 277 norms. For a norm
+    above the limit the limit is recorded, so that the rule can follow a lasting rise.
 
     Args:
-      decay: of mean and variance.
+      decay: the decay of mean and variance.
       num_std: how many standard deviations above the mean.
       min_limit: the least limit.
-      reject: whether a norm above the limit is brought to 0, as in Lingvo; to the limit otherwise.
-      floor: the least norm that counts, and the least limit.
+      reject: whether a norm above the limit is brought to 0, as in Lingvo, instead of to the limit.
+      floor: smaller norms are not recorded, and no limit is smaller.
       max_norm: a cap on every limit.
 
     Returns:
-      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
 
     Raises:
-      ValueError: for an option out of its range.
+      ValueError: if an option is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -82,25 +82,25 @@ def adagc(
     warm-up all groups are scaled by `min(lambda_abs / global norm, 1)`, and the average is the
     least norm that resulted. The revised paper has `lambda_rel=1.04, beta=0.99`.
 
-    Because the clipped norm is what is recorded, a limit grows by at most
-    `1 + (1 - beta) * (lambda_rel - 1)` a step: it doubles in no less than 694 steps. That is
-    the method, so `patience` is off by default.
+    The rule records clipped norms, so a limit grows by a factor of at most
+    `1 + (1 - beta) * (lambda_rel - 1)` a step: to double it takes 694 steps or more. The method
+    wants this, so `patience` is off by default.
 
     Args:
-      lambda_rel: how many times the average is the limit.
+      lambda_rel: the limit over the average.
       lambda_abs: the global norm to clip to in the warm-up.
       beta: the decay of the average.
       warmup_steps: norms to record in the warm-up.
-      floor: the least norm that counts, and the least limit; with 0 a group whose norm is zero in
-        the warm-up never moves again, as published.
-      patience: norms above their limit in a row before the raw norm is recorded.
+      floor: smaller norms are not recorded, and no limit is smaller. With 0 a group whose norm is
+        zero in the warm-up never moves again, as published.
+      patience: after so many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit.
 
     Returns:
-      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
 
     Raises:
-      ValueError: for an option out of its range.
+      ValueError: if an option is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -146,16 +146,16 @@ def quantile(
       target: the share of norms at or below the limit, from 0 to 1.
       learning_rate: how fast the limit moves.
       init_limit: the limit at the first step.
-      geometric: whether to multiply; otherwise the exponent is added to the limit, which stays
-        above 0.
-      floor: the least norm that counts, and the least limit.
+      geometric: whether the limit is multiplied; otherwise the exponent is added to it, and the
+        limit stays above 0.
+      floor: smaller norms are not recorded, and no limit is smaller.
       max_norm: a cap on every limit.
 
     Returns:
-      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
 
     Raises:
-      ValueError: for an option out of its range.
+      ValueError: if an option is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -29,7 +29,7 @@ def constant(limit: jax.typing.ArrayLike) -> Threshold:
       limit: a scalar.
 
     Returns:
-      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
 
     Raises:
       ValueError: if `limit` is not a scalar, or is a negative or NaN number. (A traced limit below
@@ -53,11 +53,11 @@ def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
       fn: an Optax schedule, or any traceable function from int32[] to a scalar.
 
     Returns:
-      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
 
     Raises:
       ValueError: (when used) if a value of the schedule is not a scalar.
-      TypeError: (when used) if a value of the schedule is no number.
+      TypeError: (when used) if a value of the schedule is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -80,7 +80,7 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3
       eps: a floor under the parameter norm, so that zero-initialized parameters can leave zero.
 
     Returns:
-      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
 
     Raises:
       ValueError: if `ratio` or `eps` is not a scalar, or is a negative or NaN number.
@@ -110,7 +110,7 @@ def given(limits: Limits) -> Threshold:
       limits: the triggers and targets, pytrees like the norms.
 
     Returns:
-      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
 
     Raises:
       ValueError: (when used) if a field is no pytree like the norms, or its arrays do not broadcast
@@ -205,7 +205,7 @@ def without_memory(name: str) -> str:
 
 
 def at_step(rule: Threshold, state: PyTree) -> Threshold:
-    """The same rule, with the values of this step in the place of schedules.
+    """The same rule, with the values of this step in place of schedules.
 
     A program that is compiled for it then holds for all steps, and for all schedules. Rules that
     are made of others evaluate their own schedules.

@@ -43,17 +43,17 @@ def percentile(
       percentile: from 0 to 100.
       window: how many norms to keep; static, also in `optax.inject_hyperparams`.
       record: see `optaxclip.thresholds.base`, like the options that follow.
-      inclusive: whether a norm is in the window that judges it.
+      inclusive: whether a norm counts in the window that judges it.
       warmup_steps: norms to record before there is a limit; a full window if None.
-      floor: the least norm that counts, and the least limit.
-      patience: norms above their limit in a row before the raw norm is recorded.
+      floor: smaller norms are not recorded, and no limit is smaller.
+      patience: after so many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit.
 
     Returns:
-      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
 
     Raises:
-      ValueError: for an option out of its range.
+      ValueError: if an option is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -93,8 +93,8 @@ def window(
     """The mean of the last norms plus a number of standard deviations.
 
     With the defaults this is Levanter's rule (marin-community/levanter), which it applies to
-    updates. `optaxclip.skip_above`, which has a place for the loss too, says with what arguments it
-    is OLMo-core's, MaxText's and Levanter's for whole steps.
+    updates. `optaxclip.skip_above` skips whole steps by such a rule, also by the loss; its
+    documentation has the arguments of OLMo-core, MaxText and Levanter.
 
     Args:
       num_std: how many standard deviations above the mean.
@@ -102,17 +102,17 @@ def window(
       ddof: 0 for the deviation of the window itself, 1 for an estimate from a sample.
       min_std: a floor under the standard deviation.
       record: see `optaxclip.thresholds.base`, like the options that follow.
-      inclusive: whether a norm is in the window that judges it.
+      inclusive: whether a norm counts in the window that judges it.
       warmup_steps: norms to record before there is a limit; half a window if None.
-      floor: the least norm that counts, and the least limit.
-      patience: norms above their limit in a row before the raw norm is recorded.
+      floor: smaller norms are not recorded, and no limit is smaller.
+      patience: after so many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit.
 
     Returns:
-      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
 
     Raises:
-      ValueError: for an option out of its range.
+      ValueError: if an option is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -147,24 +147,24 @@ def median(
 ) -> Threshold:
     """A multiple of the median of the last norms.
 
-    As in ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230) the limit is set
-    anew every `window` steps, and early on at steps 10, 20 and 40 to twice the multiple; the norm
-    of such a step counts in it, that of the very first step never does. With `every_step` the limit
-    is the multiple of the median of what the window holds, at every step from the first on.
+    As in ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230) there is a new
+    limit every `window` steps, and early on at steps 10, 20 and 40 one of twice the multiple. The
+    norm of the step itself counts in its limit; the norm of the very first step never counts. With
+    `every_step` each step has a new limit from the first on, from all norms in the window.
 
     Args:
       scale: the multiple.
       window: how many norms to keep; static, also in `optax.inject_hyperparams`.
       every_step: whether to set the limit anew at every step.
-      floor: the least norm that counts, and the least limit. Raw norms are recorded, so that the
-        rule cannot lock, and needs no patience.
+      floor: smaller norms are not recorded, and no limit is smaller. The rule needs no patience: it
+        records raw norms, so it cannot lock.
       max_norm: a cap on every limit.
 
     Returns:
-      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
 
     Raises:
-      ValueError: for an option out of its range.
+      ValueError: if an option is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -45,7 +45,7 @@ def as_loss_limit(limit: ScalarOrSchedule | Threshold, argument: str = "loss_lim
     """A limit of the loss, checked, as a rule.
 
     Args:
-      limit: a number of any sign, a schedule, or a rule, whose floor is left out.
+      limit: a number of any sign, a schedule, or a rule; the floor of a rule is not used.
       argument: what it is called in messages.
 
     Raises:

@@ -1,7 +1,7 @@
 """Rules over moving averages: a multiple of the mean, the mean plus deviations.
 
-Deviations are those from the mean, never the root of a mean of squares less a squared mean, which
-cancels in float32.
+A variance is averaged from deviations from the mean. The mean of squares less the squared mean
+would lose its digits to cancellation in float32.
 """
 
 import dataclasses
@@ -44,33 +44,33 @@ def ema(
     patience: int | None = PATIENCE,
     max_norm: jax.typing.ArrayLike | None = None,
 ) -> Threshold:
-    """A multiple of the exponential moving average of the norms, by default of those before this.
+    """A multiple of the exponential moving average of the norms, by default of the earlier ones.
 
-    With the defaults this is OLMo's per-parameter rule (allenai/OLMo, `max_grad_norm_ratio`), with
-    `ema(0.99, 2.0, target_decay=0.9, target_ratio=1.1, debias=True)` PDE-Transformer's
-    (tum-pbs/pde-transformer), and with `ema(0.99, 20.0, debias=True, record="accepted")` axlearn's
-    (apple/axlearn), for `optaxclip.skip_above`.
+    The defaults are OLMo's rule for each parameter (allenai/OLMo, `max_grad_norm_ratio`).
+    `ema(0.99, 2.0, target_decay=0.9, target_ratio=1.1, debias=True)` is PDE-Transformer's
+    (tum-pbs/pde-transformer), and `ema(0.99, 20.0, debias=True, record="accepted")` is axlearn's
+    (apple/axlearn), to be used in `optaxclip.skip_above`.
 
     Args:
-      decay: of the average that triggers.
-      ratio: how many times that average triggers.
-      target_decay: of the average that gives the norm to reach; `decay` if None.
-      target_ratio: how many times that average is the norm to reach; `ratio` if None.
+      decay: the decay of the average that tells when to clip.
+      ratio: a norm above so many times that average is clipped.
+      target_decay: the decay of the average that tells how far to clip; `decay` if None.
+      target_ratio: a clipped norm becomes so many times that average; `ratio` if None.
       debias: whether to start from zero and divide by the weights, as Adam does, instead of
         starting from the first norm.
       skip_steps: how many norms to pass over before the first is recorded.
-      inclusive: whether a norm is in the average that judges it; it is then recorded raw.
+      inclusive: whether a norm counts in the average that judges it; it is then recorded raw.
       record: see `optaxclip.thresholds.base`, like the options that follow.
       warmup_steps: norms to record before there is a limit.
-      floor: the least norm that counts, and the least limit.
-      patience: norms above their limit in a row before the raw norm is recorded.
+      floor: smaller norms are not recorded, and no limit is smaller.
+      patience: after so many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit.
 
     Returns:
-      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
 
     Raises:
-      ValueError: for an option out of its range.
+      ValueError: if an option is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -122,20 +122,21 @@ def zscore(
       z_thresh: how many standard deviations above the mean is a spike.
       warmup_steps: norms to record before there is a limit; their plain mean and variance start
         the moving ones.
-      option: what a spike is brought to: "adaptive", `mean + z_thresh**2 / z * std`, the harder the
-        spike the lower; "mean"; or "percentile", the triggering norm itself.
+      option: which norm a spike of z-score `z` is given: "adaptive" gives it
+        `mean + z_thresh**2 / z * std`, which is lower for larger spikes; "mean" gives it the mean;
+        "percentile" gives it the limit, `mean + z_thresh * std`.
       debias: whether mean and variance are weighted averages from the first norm on, as in axlearn
-        (apple/axlearn), instead.
+        (apple/axlearn), instead of starting from those of the warm-up.
       record: see `optaxclip.thresholds.base`, like the options that follow.
-      floor: the least norm that counts, and the least limit.
-      patience: norms above their limit in a row before the raw norm is recorded.
+      floor: smaller norms are not recorded, and no limit is smaller.
+      patience: after so many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit, in the warm-up too.
 
     Returns:
-      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
 
     Raises:
-      ValueError: for an option out of its range.
+      ValueError: if an option is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

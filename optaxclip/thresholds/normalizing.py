@@ -1,4 +1,4 @@
-"""Targets for the response "normalize": what a norm is brought to, small or large."""
+"""Targets for the response "normalize", which every norm is brought to, small or large."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -27,24 +27,24 @@ def mean_over_rms(
     *,
     floor: float = FLOOR,
 ) -> Threshold:
-    """The mean of the norms so far over their root mean square; about 1, less where norms jump.
+    """The mean of the norms so far over their root mean square; about 1, less after a jump.
 
-    Both are debiased moving averages that the norm is in. For `response="normalize"`; the first
-    norm is brought to 1.
+    Mean and root mean square are debiased moving averages in which this step's norm counts. Use it
+    with `response="normalize"`; the first norm is then brought to 1.
 
     Source: Huang et al., 2025, Stable-SPAM's AdaGN, arXiv 2502.17055, later GradientStabilizer.
 
     Args:
-      mean_decay: of the mean.
-      square_decay: of the mean square.
+      mean_decay: the decay of the mean.
+      square_decay: the decay of the mean square.
       eps: added to the root mean square.
-      floor: the least norm that counts, and the least limit.
+      floor: smaller norms are not recorded, and no limit is smaller.
 
     Returns:
-      A `Threshold`, whose limits are arrays of the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
 
     Raises:
-      ValueError: for an option out of its range.
+      ValueError: if an option is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
