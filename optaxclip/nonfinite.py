@@ -1,4 +1,4 @@
-"""What becomes of a group whose norm is not finite.
+"""Policies: what becomes of a group whose norm is not finite.
 
   policy    | the group | for
   ----------|-----------|--------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Norms: how a group of entries becomes one number.
 
-A `Norm` maps each entry's modulus; the engine sums what results (or takes the largest) over a
-group, and the norm finishes the total. Every norm here is absolutely homogeneous,
-`norm(a * x) == abs(a) * norm(x)`, which is what lets the engine measure a group at another scale
-where powers of its entries overflow or underflow.
+A `Norm` maps the modulus of each entry, the engine adds up the results over a group (or takes the
+largest), and the norm makes the total its value. Every norm here is absolutely homogeneous,
+`norm(a * x) == abs(a) * norm(x)`; so the engine can measure a group at another scale where powers
+of its entries overflow or underflow.
 
   norm          | of entries x with n = len(x)    | name
   --------------|---------------------------------|-----------
@@ -68,12 +68,12 @@ class Norm:
     """A norm as two steps around a sum, so that any scope can share them.
 
     Attributes:
-      name: for messages.
+      name: the name in messages.
       map: entries `[...]` (real or complex) to non-negative real summands `[...]`.
       finish: the total of a group and its number of entries (at least 1, an array of the same
         dtype) to the norm.
-      is_max: whether the largest summand is the total; the sum of all otherwise.
-      degree: the power to which `map` raises; what tells where a total leaves the range.
+      is_max: whether the total is the largest summand instead of the sum of all.
+      degree: the power to which `map` raises; it tells where a total leaves the range.
     """
 
     name: str
@@ -102,7 +102,7 @@ def lp(p: float) -> Norm:
 
     Args:
       p: the order, above 0 and at most 64, or infinity; below 1 it is not a norm in the strict
-        sense, but homogeneous all the same.
+        sense, but it is homogeneous too.
 
     Raises:
       ValueError: if `p` is outside that range.

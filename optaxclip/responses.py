@@ -1,4 +1,4 @@
-"""Responses: the norm that a group shall have, given the norm it has and its limits.
+"""Responses: the new norm of a group, from the norm that it has and from its limits.
 
 A `Response` maps `(norm, trigger, target)`, arrays of one shape, to the new norm; the engine
 multiplies the group by `new / norm`, and leaves it alone, bit for bit, where the two are equal.
@@ -12,8 +12,8 @@ multiplies the group by `new / norm`, and leaves it alone, bit for bit, where th
   `band()`    | `clip`, but at least a share of the target, whatever the norm was
   `clip_with_eps()` | `norm * target / (norm + eps)` where that is less than the norm
 
-A response may have a method `factor(norm, trigger, target)` too, of which the engine then takes the
-multiplier as it is, to the last digit, in the place of the quotient of the new norm and the norm.
+A response may also have a method `factor(norm, trigger, target)`. The engine then multiplies by
+what it returns, unchanged, and not by the quotient of the new norm and the norm.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ def clip(norm: Array, trigger: Array, target: Array) -> Array:
 
 
 def normalize(norm: Array, trigger: Array, target: Array) -> Array:
-    """Brings every norm but zero to the target; where there is no limit norms stay."""
+    """Brings every norm but zero to the target; with an infinite limit norms stay."""
     del trigger
     return jnp.where(jnp.isinf(target), norm, target)
 
@@ -57,9 +57,10 @@ def smooth(norm: Array, trigger: Array, target: Array) -> Array:
 
 
 def auto_s(gamma: float = 0.01) -> Response:
-    """Normalizes, but for norms that are small beside `gamma`.
+    """Normalizes, except norms that are small beside `gamma`.
 
-    What is multiplied by `target / (norm + gamma)` stays below the target, and zeros stay zeros.
+    The group is multiplied by `target / (norm + gamma)`, so its new norm is below the target, and
+    zeros stay zeros.
 
     Source: Bu, Wang, Zha and Karypis, 2022, Automatic clipping, arXiv 2206.07136, for the gradients
     of single examples; there `gamma` is 0.01, and with 0 (AUTO-V) this is `normalize`.
@@ -102,16 +103,15 @@ class _AutoS:
 def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = math.inf) -> Response:
     """Holds norms to a band: from `low` times the target up to the target.
 
-    A norm above the trigger is shrunk to the target, one below `low * target` enlarged to that. A
-    zero group stays zero, and where there is no limit there is no band. The bounds on the factor
-    come last: with `max_factor` no group is enlarged further than so many times, with `min_factor`
-    none shrunk further, even where the band is then missed.
+    A norm above the trigger is shrunk to the target, and one below `low * target` is enlarged to
+    that. A zero group stays zero. An infinite target leaves norms alone. The bounds on the factor
+    come last, even where the norm is then outside of the band: no group is multiplied by more than
+    `max_factor` or by less than `min_factor`.
 
-    AGGC (Li, Wu and Chang, 2026, arXiv 2601.11864) holds each group of layers to 0.5 to 1.5 times
-    the moving average of its norms; here what was enlarged is recorded as it came. LAMBC (Fong et
-    al., 2020, arXiv 2011.13584) is LAMB with a bounded trust ratio, and the ratio of update to
-    weight that speedruns keep from falling (KellerJordan/modded-nanogpt) a band relative to the
-    parameters::
+    Three methods are bands. AGGC (Li, Wu and Chang, 2026, arXiv 2601.11864) keeps each group of
+    layers within 0.5 to 1.5 times the moving average of its norms; here a norm that was enlarged is
+    recorded as it came. LAMBC (Fong et al., 2020, arXiv 2011.13584) is LAMB with a bounded trust
+    ratio. Speedruns (KellerJordan/modded-nanogpt) keep the ratio of update to weight from falling::
 
       clip_by(scopes.group(labels), thresholds.ema(0.98, 1.5), response=responses.band(0.5 / 1.5))
       clip_by(scopes.leaf(), thresholds.relative_to_params(1.0, eps=0.0),    # after the optimizer
@@ -186,12 +186,12 @@ class _Band:
 def clip_with_eps(eps: float = 1e-6) -> Response:
     """Multiplies by `target / (norm + eps)` where that is below 1, as PyTorch does.
 
-    A norm at its limit, or a little below it, is shrunk too. For runs that must match PyTorch's
-    `clip_grad_norm_`, whose `eps` is 1e-6 and whose factor this is to the last digit of float32,
-    in the place of the library's own, which keeps rounding from exceeding the limit.
+    A norm at its limit, or a little below it, is shrunk too. This is for runs that must match
+    PyTorch's `clip_grad_norm_`: with its `eps` of 1e-6 the factor is PyTorch's to the last digit of
+    float32.
 
     Args:
-      eps: what is added to the norm.
+      eps: the number that is added to the norm.
 
     Returns:
       A response: a function of the norms, triggers and targets, arrays of one shape, to the new

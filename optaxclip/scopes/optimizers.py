@@ -1,4 +1,4 @@
-"""Scopes that follow what an optimizer makes of each leaf."""
+"""Scopes that group leaves by the optimizer that trains them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +15,15 @@ from optaxclip.scopes.leaves import Scope, group
 def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -> Scope:
     """One norm for all leaves that `optax.contrib.muon` trains by Muon, one for those of its Adam.
 
-    Muon's updates do not depend on the scale of its gradients, so those have no place in the norm
-    that clips Adam's. They need no small limit of their own, but one against spikes, which Muon's
-    momentum remembers for a hundred steps; `docs/muon.md` has more.
+    Muon's updates do not depend on the scale of its gradients, so its gradients should not count
+    in the norm that clips Adam's. Muon needs a limit against spikes alone, which its momentum
+    remembers for a hundred steps; `docs/muon.md` has more.
 
     Args:
-      weight_dimension_numbers: what is given to Muon as `muon_weight_dimension_numbers`: a pytree
-        prefix of the parameters with `MuonDimensionNumbers`, or None for what Adam trains, or a
-        function from the parameters to one. If None, Muon trains all matrices.
+      weight_dimension_numbers: the argument `muon_weight_dimension_numbers` of Muon: a pytree
+        prefix of the parameters, with `MuonDimensionNumbers` for leaves that Muon trains and None
+        for those that Adam trains; or a function from the parameters to one. If None, Muon trains
+        all matrices.
 
     Raises:
       ValueError: (when used) if the dimension numbers do not fit the tree.
@@ -49,9 +50,10 @@ def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -
 def muon_labels(
     weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None,
 ) -> Callable[[PyTree], PyTree]:
-    """Which leaves `optax.contrib.muon` trains by Muon, and which by Adam: a function that tells.
+    """A function that labels the leaves that `optax.contrib.muon` trains by Muon and by Adam.
 
-    It is for `optax.partition` and for masks; as a scope it is `muon`.
+    Give it to `optax.partition`, or make masks of its labels. The scope with these groups is
+    `muon`.
 
     Args:
       weight_dimension_numbers: as in `muon`.

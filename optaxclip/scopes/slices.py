@@ -21,7 +21,7 @@ def axes(axes: int | Sequence[int]) -> Scope:
 
     Raises:
       ValueError: (when used) if a leaf lacks one of the axes.
-      TypeError: (when used) if an axis is no int.
+      TypeError: (when used) if an axis is not an int.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -46,7 +46,7 @@ def unit(
 ) -> Scope:
     """One norm for each output unit of a weight: the fan-in of one neuron or one filter.
 
-    Weights are taken to have their output axis last, as Flax, Haiku and Keras lay them out:
+    The output axis of a weight must be the last one, as in Flax, Haiku and Keras:
 
       leaf                                       | reduced over
       -------------------------------------------|---------------------
@@ -56,7 +56,8 @@ def unit(
       convolution of rank 5                      | 0, 1, 2, 3
 
     Args:
-      axis: the axes to reduce instead, for every leaf, or `fn(path, leaf) -> axes`.
+      axis: the axes to reduce over in place of those in the table, for every leaf; or
+        `fn(path, leaf) -> axes`.
       stacked: the number of leading stacked axes, as in `leaf`; the table and `axis` then speak of
         the axes that follow them.
 
