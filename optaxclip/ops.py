@@ -41,7 +41,7 @@ def global_norm(
       float32[] (float64[] for 64-bit leaves); 0 for an empty tree.
 
     Raises:
-      TypeError: for an integer, bool or PRNG-key leaf, or something that is no array.
+      TypeError: if a leaf is an integer, a bool or a PRNG key, or not an array.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -72,8 +72,8 @@ def clip_by_value(
       A tree of the same structure, shapes, dtypes and weak types.
 
     Raises:
-      TypeError: for a bound that is no number, an integer leaf with a floating bound, a bool or
-        PRNG-key leaf, or something that is no array.
+      TypeError: for a bound that is not a number, an integer leaf with a floating bound, a bool or
+        PRNG-key leaf, or something that is not an array.
       ValueError: for bounds that would make a leaf larger.
 
     Example:
@@ -112,7 +112,7 @@ def clip_by_norm(
       back bit for bit, and a leaf with a non-finite norm all NaN.
 
     Raises:
-      TypeError: for an integer, bool or PRNG-key leaf, or something that is no array.
+      TypeError: if a leaf is an integer, a bool or a PRNG key, or not an array.
       ValueError: if `clip_norm` is not a scalar, or a leaf lacks one of the axes.
 
     Example:
@@ -186,7 +186,7 @@ def clip_by_global_norm(
       back bit for bit; if it is not finite all of them are NaN.
 
     Raises:
-      TypeError: for an integer, bool or PRNG-key leaf, or something that is no array.
+      TypeError: if a leaf is an integer, a bool or a PRNG key, or not an array.
       ValueError: if `clip_norm` or `use_norm` is not a scalar.
 
     Example:

@@ -11,7 +11,7 @@ def checked_int(value: Any, least: int, argument: str) -> int:
 
     Raises:
       ValueError: if it is less.
-      TypeError: if it is no int, or an array of JAX.
+      TypeError: if it is not an int, or an array of JAX.
     """
     refuse_arrays(value, argument)
     try:
@@ -48,7 +48,7 @@ def refuse_arrays(value: Any, argument: str) -> None:
 
 
 def is_uncalled(value: Any, package: str) -> bool:
-    """Whether a value is a function of this package, in the place of what the function makes."""
+    """Whether a value is a function of this package, in place of what the function makes."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", ".")
     return isinstance(module, str) and module.startswith(f"{package}.") and "." not in name
 

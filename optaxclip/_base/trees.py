@@ -20,7 +20,7 @@ def is_sparse(leaf: Any) -> bool:
 
 
 def with_data(leaf: Any, data: Any) -> Any:
-    """`data` in the place of an array, or of a sparse array's values."""
+    """`data` in place of an array, or of a sparse array's values."""
     if not is_sparse(leaf):
         return data
     order = {"indices_sorted": leaf.indices_sorted, "unique_indices": leaf.unique_indices}
@@ -107,7 +107,7 @@ def flatten(
         error; bool and PRNG-key leaves are left alone with "skip" and errors otherwise.
 
     Raises:
-      TypeError: if a leaf is no array or number, or is not allowed by `integers`.
+      TypeError: if a leaf is not an array or number, or is not allowed by `integers`.
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)
     paths, leaves = _distinct([path for path, _ in pairs]), [leaf for _, leaf in pairs]
@@ -146,8 +146,9 @@ def _is_measured(leaf: Any, path: Path, argument: str, integers: str) -> bool:
     if dtype is None:
         raise TypeError(
             f"{argument} must be a pytree of arrays; its leaf '{leaf_name(path)}' is "
-            f"{leaf!r:.80} of type {type(leaf).__name__}. Take out what is no array: of an Equinox "
-            "model eqx.filter(model, eqx.is_inexact_array), of an NNX module nnx.state(module)"
+            f"{leaf!r:.80} of type {type(leaf).__name__}. Take out what is not an array: of an "
+            "Equinox model eqx.filter(model, eqx.is_inexact_array), of an NNX module "
+            "nnx.state(module)"
         )
     if jnp.issubdtype(dtype, jnp.inexact):
         return True

@@ -57,7 +57,7 @@ def params_for(rule: Threshold, params: PyTree | None, name: str) -> PyTree | No
 
 
 def matching_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
-    """The tree of updates with the parameters in the place of its measured leaves.
+    """The tree of updates with the parameters in place of its measured leaves.
 
     Raises:
       ValueError: if a leaf has no parameter of its shape.

@@ -82,7 +82,7 @@ def clip_by(
     Raises:
       ValueError: for an unknown name, or a limit that is negative, NaN or not a scalar; when used,
         where it cannot be known how leaves are split over devices.
-      TypeError: for a limit that is no number, or a scope that is none.
+      TypeError: for a limit that is not a number, or a scope that is none.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -243,7 +243,7 @@ def clip_tree(
 
     Raises:
       ValueError: for an unknown name or a limit that is negative, NaN or not a scalar.
-      TypeError: for a limit that is no number or a leaf that is no array.
+      TypeError: for a limit that is not a number or a leaf that is not an array.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -16,7 +16,7 @@ from optaxclip._base.numerics import leading_bit, next_above, select
 from optaxclip.norms import Norm
 
 
-# Compiled by itself so that it is traced once for leaves alike.
+# Compiled by itself so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "norm"))
 def sum_in_float64(x: Array, *, axes: tuple[int, ...], norm: Norm) -> Array:
     """The sum of powers of entries; the caller has to enable 64-bit types."""

@@ -35,7 +35,7 @@ def sum_of_columns(
     with jax.enable_x64(True):
         if leaf.dtype == jnp.float32:
             # `abs` changes no power. Without, XLA stores more of what it computes the leaf from
-            # (H100, 256 per-example gradients at once: 31.8 reads and writes in the place of 29.6).
+            # (H100, 256 per-example gradients at once: 31.8 reads and writes in place of 29.6).
             x = jnp.abs(entries(leaf, dtype)).astype(jnp.float64)
         else:
             x = entries(leaf, jnp.float64)
@@ -50,7 +50,7 @@ def _folded(x: Array, axes: tuple[int, ...]) -> Array:
     """Sums of up to 256 entries along one axis, by themselves, where columns are summed.
 
     Of columns of narrow entries, unless they are long, XLA else stores what it converts: AGC on
-    ResNet-50 in bfloat16 reads and writes 8.8 in the place of 2.4.
+    ResNet-50 in bfloat16 reads and writes 8.8 in place of 2.4.
     """
     size = known_size(x.size) or _LONG
     if not axes or max(axes) == x.ndim - 1 or size >= _LONG:

@@ -114,7 +114,7 @@ class Groups:
         return [PartitionSpec()] * (1 if self.together else len(self.ordered))
 
     def zeros(self, dtype: jnp.dtype) -> NormTree:
-        """Zeros in the place of norms, as limit rules see them."""
+        """Zeros in place of norms, as limit rules see them."""
         return self.for_rule(self.pack([jnp.zeros(x.shape, dtype) for x in self.grouping.groups]))
 
     def for_rule(self, rows: Rows) -> NormTree:

@@ -93,7 +93,7 @@ def measure(
       from_above: whether to give norms from above too, whatever was rounded.
     """
     local = functools.partial(_measured, groups=groups, norm=norm, from_above=from_above)
-    # With one collective, in the place of the compiler's many.
+    # With one collective, in place of the compiler's many.
     return groups.placement.on_each_device(local, leaves)
 
 
@@ -137,7 +137,7 @@ def _measured(leaves: list[Any], *, groups: Groups, norm: Norm, from_above: bool
     present = groups.grouping.present
     if groups.grouping.layout == "scalar" or all(present):
         return found
-    # A norm that is no number is one that no rule learns from.
+    # A norm that is not a number is one that no rule learns from.
     flags = groups.pack(
         [jnp.full(group.shape, bool(group.members)) for group in groups.grouping.groups]
     )

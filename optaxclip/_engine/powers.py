@@ -39,7 +39,7 @@ def scales(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
     return (*as_they_are_and_down, distance(dtype)) if norm.degree == 2 else as_they_are_and_down
 
 
-# Compiled by themselves so that they are traced once for leaves alike.
+# Compiled by themselves so that they are traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def at_once(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> AtScales:
     """At all scales in one variadic reduction, which a GPU runs as one kernel."""
@@ -92,7 +92,7 @@ def at_scales(
     return lax.platform_dependent(leaf, cuda=on_gpu, rocm=on_gpu, default=default)
 
 
-# Compiled by itself so that it is traced once for leaves alike.
+# Compiled by itself so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "dtype"))
 def largest_bits(leaf: Any, by: float, *, axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
     """The largest modulus as an integer.

@@ -156,6 +156,6 @@ def _by_maxima(columns: Columns) -> Columns:
 
 
 def _shares(found: Sequence[Array], size: int) -> Columns:
-    """The columns, with the share of groups that were clipped in the place of their number."""
+    """The columns, with the share of groups that were clipped in place of their number."""
     _, norm, limit, factor, clipped, bad = found
     return norm, limit, factor, clipped / max(size, 1), bad

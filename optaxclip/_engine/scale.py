@@ -43,7 +43,7 @@ def scale(
     return _scaled(leaf, by, axes=axes, **options)
 
 
-# Compiled by itself so that it is traced once for leaves alike.
+# Compiled by itself so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "strict", "zeroes"))
 def _scaled(
     x: Array, by: Multiplier | Array, *, axes: tuple[int, ...], strict: bool, zeroes: bool

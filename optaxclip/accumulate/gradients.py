@@ -71,7 +71,7 @@ def value_and_grad(
       clip: a transformation over each microbatch's gradient, which goes on from one to the next and
         learns nothing of those that are rejected; or a limit of the global norm, as
         `optaxclip.clip_by` takes it.
-      reject: "nonfinite", those whose gradient's norm is no number or infinite; or a number, a
+      reject: "nonfinite", those whose gradient's norm is not a number or infinite; or a number, a
         schedule, or a rule of `optaxclip.thresholds`, those too whose norm is above its limit;
         None for none. Where all are rejected all that comes back is NaN, so that
         `optaxclip.skip_nonfinite` skips the step.
@@ -94,10 +94,10 @@ def value_and_grad(
       ValueError: for a microbatch size below 1, an unknown name, a limit that is negative or NaN, a
         narrow dtype, and `measure=False` with a clip or a rule; when called, for a batch that is
         empty or that the size does not divide, arguments that do not share an axis of examples,
-        positions that do not exist or come twice, a loss or weight that is no scalar, a weight that
-        is known not to be above 0, and a clip that returns another tree.
-      TypeError: for what is no function, no transformation or no number, and for positions or
-        sizes that are no ints.
+        positions that do not exist or come twice, a loss or weight that is not a scalar, a weight
+        that is known not to be above 0, and a clip that returns another tree.
+      TypeError: for what is not a function, no transformation or no number, and for positions or
+        sizes that are not ints.
 
     Example:
       >>> import jax, jax.numpy as jnp

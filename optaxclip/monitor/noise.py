@@ -82,7 +82,7 @@ def noise_scale(
 
     Raises:
       ValueError: if `decay` is not in its range; when used, without `noise=`.
-      TypeError: if `decay` is no number, or `noise` no `NoiseSums`.
+      TypeError: if `decay` is not a number, or `noise` no `NoiseSums`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

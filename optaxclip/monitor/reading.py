@@ -97,7 +97,7 @@ def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
 
     Raises:
       ValueError: if there is no clip and no skip that keeps a record.
-      TypeError: if `prefix` is no string.
+      TypeError: if `prefix` is not a string.
 
     Example:
       >>> import jax, jax.numpy as jnp, optaxclip

@@ -63,7 +63,7 @@ def record(
       window: how many steps to keep.
       per_leaf: whether each leaf has a norm of its own (NaN where the leaf is None at a step); else
         the whole tree has one.
-      loss: whether the loss is kept in the place of norms: what the update is given as `value=`,
+      loss: whether the loss is kept in place of norms: what the update is given as `value=`,
         or `loss=`.
       norm: the norm, as in `optaxclip.clip_by`.
       ratio: whether norms are divided by those of the parameters, which the update then needs; that
@@ -78,7 +78,7 @@ def record(
       ValueError: if `window` is less than 1, for an unknown norm, or for `loss` with `per_leaf` or
         `ratio`; when used, for `ratio` without `params`, or for a missing loss or one that is no
         scalar.
-      TypeError: if `window` is no int, or the loss no number.
+      TypeError: if `window` is not an int, or the loss no number.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -185,7 +185,7 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
     if not state.names and unboxed(state.ring).size:
         raise ValueError(
             "the record has lost the names of its norms, which Flax and optax.tree_map_params do "
-            "not keep: pass the nnx.Optimizer in the place of its nnx.state, or the state after "
+            "not keep: pass the nnx.Optimizer in place of its nnx.state, or the state after "
             "another step"
         )
     return tuple(state.names)

@@ -57,7 +57,7 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
     if not found and nameless:
         raise ValueError(
             f"{nameless} know leaves, and not their names, which Flax and optax.tree_map_params do "
-            "not keep: pass the nnx.Optimizer in the place of its nnx.state, or the state after "
+            "not keep: pass the nnx.Optimizer in place of its nnx.state, or the state after "
             "another step"
         )
     if not found:
@@ -104,7 +104,7 @@ def verdict(opt_state: PyTree, roll_back_after: int = 10) -> Verdict:
     Raises:
       ValueError: if there is no skip in the state, or `roll_back_after` is less than 1.
       TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet, or if
-        `roll_back_after` is no int.
+        `roll_back_after` is not an int.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip

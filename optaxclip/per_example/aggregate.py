@@ -64,7 +64,7 @@ def per_example_clip_and_aggregate(
 ) -> Transformation[PerExampleState]:
     """Clips each example, sums, adds noise and divides: the gradient of DP-SGD.
 
-    The first stage of a chain whose updates have a leading axis of examples, in the place of
+    The first stage of a chain whose updates have a leading axis of examples, in place of
     `optax.contrib.differentially_private_aggregate`. The guarantees are those of `clip_sum`. The
     noise is Gaussian with a standard deviation of `noise_multiplier` times the limit, drawn and
     added in float32 or wider; results are then rounded to the dtype of the updates.
@@ -83,7 +83,7 @@ def per_example_clip_and_aggregate(
       key: a key from `jax.random`, or an int to make one of; needed for noise. Without one
         `optax.inject_hyperparams` needs `static_args=("noise_multiplier",)`.
       reduction: "mean" or "sum".
-      batch_size: what a mean divides by; the number of examples that are no padding if None. Under
+      batch_size: what a mean divides by; the number of examples that are not padding if None. Under
         Poisson sampling give the expected number: the true one is not private.
       scope: which entries of an example share one norm; all of them if None.
       response: as in `clip_sum`.
@@ -95,7 +95,7 @@ def per_example_clip_and_aggregate(
     Raises:
       ValueError: for a limit or a multiplier that is negative or NaN, noise without a key, an
         unknown name, or a `noise_multiplier` that the count's noise does not allow.
-      TypeError: for a limit or a multiplier that is no number, and a key that is none.
+      TypeError: for a limit or a multiplier that is not a number, and a key that is none.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -24,7 +24,7 @@ def check_example_limit(limit: Any, argument: str) -> ExampleLimit:
 
     Raises:
       ValueError: if a number is not a scalar or, where it is concrete, is negative or NaN.
-      TypeError: if it is no number.
+      TypeError: if it is not a number.
     """
     if isinstance(limit, Mapping):
         items = limit.items()

@@ -161,8 +161,8 @@ def clipped_grad(
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, a microbatch size below 1, or
         an unknown name; when called, for arguments that do not share an axis of examples, positions
-        that do not exist or come twice, and a loss that is no scalar.
-      TypeError: for a limit that is no number, and positions or sizes that are no ints.
+        that do not exist or come twice, and a loss that is not a scalar.
+      TypeError: for a limit that is not a number, and positions or sizes that are not ints.
 
     Example:
       >>> import jax, jax.numpy as jnp

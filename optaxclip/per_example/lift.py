@@ -35,7 +35,7 @@ class Sums(NamedTuple):
       leaves: the clipped sums of the measured leaves, float32 or wider.
       num_clipped: int32, of how many examples each group exceeded its limit, as limit rules see it.
       num_unclipped: int32[], examples that count and had no group above its limit.
-      num_dropped: int32[], examples that are no padding and contributed nothing.
+      num_dropped: int32[], examples that are not padding and contributed nothing.
       norms: like `num_clipped`, with a leading axis of examples; 0 for padding.
     """
 

@@ -101,8 +101,8 @@ def quantile_limit(
       A rule with `init() -> limit` and `update(limit, num_unclipped, num_examples, key) -> limit`.
 
     Raises:
-      ValueError: for an option out of its range.
-      TypeError: for an option that is no number.
+      ValueError: if an option is out of its range.
+      TypeError: if an option is not a number.
 
     Example:
       >>> import jax.numpy as jnp

@@ -127,7 +127,7 @@ def clip_sum(
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, leaves that do not share an
         axis of examples, or an unknown name.
-      TypeError: for a limit that is no number, or a leaf that is no dense array.
+      TypeError: if the limit is not a number, or a leaf is not a dense array.
 
     Example:
       >>> import jax.numpy as jnp
@@ -163,7 +163,7 @@ def per_example_global_norm_clip(
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, or leaves that do not share an
         axis of examples.
-      TypeError: for a limit that is no number, or a leaf that is no dense array.
+      TypeError: if the limit is not a number, or a leaf is not a dense array.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.legend import Legend
 
 COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#4800F0")
-"""Okabe and Ito's palette, which colour-blind readers can tell apart; a violet in the place of its
+"""Okabe and Ito's palette, which colour-blind readers can tell apart; a violet in place of its
 yellow, which is too pale on white."""
 STYLES = ("-", "--", "-.", ":")
 """They go with the colours, for print in grey and for readers who cannot tell two colours apart."""

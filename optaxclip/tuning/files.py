@@ -174,7 +174,8 @@ def _from_npy(data: bytes, source: str) -> Columns:
     try:
         array = np.load(io.BytesIO(data), allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{source} is no array of numbers that np.save wrote: {error}") from error
+        message = f"{source} is not an array of numbers that np.save wrote: {error}"
+        raise ValueError(message) from error
     if array.dtype.names:
         fields = {name: array[name] for name in array.dtype.names}
     elif array.ndim == 2:

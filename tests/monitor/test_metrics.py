@@ -181,7 +181,7 @@ def test_what_flax_makes_of_a_state():
         np.testing.assert_array_equal(monitor.history(state), monitor.history(optimizer))
         assert monitor.verdict(state) == "ok"
         for function in (monitor.history_names, monitor.bad_leaves):
-            with pytest.raises(ValueError, match=r"pass the nnx\.Optimizer in the place of its"):
+            with pytest.raises(ValueError, match=r"pass the nnx\.Optimizer in place of its"):
                 function(state)
     assert list(assert_the_same(taken_apart)) == list(expected)
     keys = ["1/clip", "2/skip", "2/skip/loss", "2/inner_state/0/clip"]
