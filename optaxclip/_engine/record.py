@@ -143,16 +143,15 @@ def _by_maxima(columns: Columns) -> Columns:
     badness, norm, limit, factor, clipped, bad = lax.stop_gradient(columns)
     if 0 in norm.shape:
         return _in_one_reduction(jnp.stack([badness, norm, limit, factor, clipped, bad])[:, None])
-    # As integers, of which no maximum loses a NaN.
+    # As integers, of which no maximum loses a NaN; all maxima in one collective.
     integer = jnp.dtype(f"int{jnp.finfo(norm.dtype).bits}")
     bits = lax.bitcast_convert_type(badness, integer)
     is_worst = bits == jnp.max(bits)
-    of_worst = [
-        jnp.where(is_worst, lax.bitcast_convert_type(x, integer), jnp.iinfo(integer).min)
-        for x in (norm, limit, factor)
-    ]
-    found = [lax.bitcast_convert_type(jnp.max(x), norm.dtype) for x in of_worst]
-    return _shares((badness, *found, jnp.sum(clipped), jnp.max(bad)), norm.size)
+    columns = [lax.bitcast_convert_type(x, integer) for x in (norm, limit, factor, bad)]
+    least = jnp.iinfo(integer).min
+    columns[:3] = [jnp.where(is_worst, x, least) for x in columns[:3]]
+    *found, bad = (lax.bitcast_convert_type(jnp.max(x), norm.dtype) for x in columns)
+    return _shares((badness, *found, jnp.sum(clipped), bad), norm.size)
 
 
 def _shares(found: Sequence[Array], size: int) -> Columns:
