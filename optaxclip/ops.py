@@ -1,9 +1,9 @@
 """TensorFlow's clipping functions, by name and meaning, over any pytree.
 
-Pure functions of a tree: `None` leaves, empty trees, zero-size, scalar, Python-float, NumPy and
-complex leaves and `BCOO` leaves (TensorFlow's `IndexedSlices`) work; integer, bool and PRNG-key
-leaves are a `TypeError`. Each is one cached compiled call in eager mode. Where the results differ
-from TensorFlow's on purpose, `docs/coming.md` has a table.
+They are pure functions of a tree. Its leaves may be `None`, of size zero, scalars, Python floats,
+NumPy arrays, complex, or `BCOO` (TensorFlow's `IndexedSlices`), and a tree may be empty; an
+integer, a bool or a PRNG key raises `TypeError`. In eager mode each function is one cached compiled
+call. `docs/coming.md` has a table of the results that differ from TensorFlow's on purpose.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ def global_norm(
 ) -> Array:
     """The norm of all leaves together.
 
-    Accumulates in float32 (float64 for 64-bit leaves) and is exact whatever the range: it is
-    infinite or NaN only if an entry is. Its derivative at a zero tree is 0.
+    It is summed in float32 or wider and right whatever the range: it is infinite only if the true
+    norm is, and NaN only if an entry is. Its derivative at a zero tree is 0.
 
     Args:
       tree: a pytree of floating or complex arrays.
@@ -57,11 +57,11 @@ def global_norm(
 def clip_by_value(
     tree: PyTree, clip_value_min: jax.typing.ArrayLike, clip_value_max: jax.typing.ArrayLike
 ) -> PyTree:
-    """Each entry held to `[clip_value_min, clip_value_max]`.
+    """Holds each entry to `[clip_value_min, clip_value_max]`.
 
-    NaN stays NaN, infinite entries go to the bounds. Complex entries keep their phase and have
-    their modulus held to `clip_value_max`. Where the minimum is above the maximum it wins, as in
-    TensorFlow.
+    NaN stays NaN, and infinite entries become the bounds. A complex entry keeps its phase, and its
+    modulus is held to `clip_value_max`. Where the minimum is above the maximum, entries become the
+    minimum, as in TensorFlow.
 
     Args:
       tree: a pytree of arrays; integer leaves are allowed where both bounds are integers.
@@ -98,7 +98,7 @@ def clip_by_norm(
     axis_name: AxisName = None,
     specs: PyTree = None,
 ) -> PyTree:
-    """Each leaf by itself scaled down to an L2 norm of at most `clip_norm`.
+    """Scales each leaf down to an L2 norm of at most `clip_norm`.
 
     Args:
       tree: a pytree of floating or complex arrays.
@@ -109,7 +109,7 @@ def clip_by_norm(
 
     Returns:
       A tree of the same structure, shapes, dtypes and weak types. Leaves at or below the limit come
-      back bit for bit, and a leaf with a non-finite norm all NaN.
+      back bit for bit, and a leaf whose norm is not finite becomes all NaN.
 
     Raises:
       TypeError: if a leaf is an integer, a bool or a PRNG key, or not an array.
@@ -133,7 +133,7 @@ def clip_by_average_norm(
     axis_name: AxisName = None,
     specs: PyTree = None,
 ) -> PyTree:
-    """Each leaf by itself scaled down to an average norm of at most `clip_norm`.
+    """Scales each leaf down to an average norm of at most `clip_norm`.
 
     The average norm is the L2 norm divided by the number of entries (not the root mean square).
 
@@ -169,7 +169,7 @@ def clip_by_global_norm(
     axis_name: AxisName = None,
     specs: PyTree = None,
 ) -> tuple[PyTree, Array]:
-    """All leaves together scaled down to an L2 norm of at most `clip_norm`.
+    """Scales all leaves together down to an L2 norm of at most `clip_norm`.
 
     Source: Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063.
 
