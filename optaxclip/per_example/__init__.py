@@ -10,8 +10,8 @@ gradients with an axis of examples, `clipped_grad` to compute them a microbatch 
   per_example.clip_sum(grads, 1.0, scope=scopes.leaf(), split="size")   # McMahan et al., 2017
   per_example.clip_sum(grads, 1.0, response="auto_s")                   # Bu et al., 2022
 
-The bound holds exactly. What it costs in privacy is for an accountant such as `dp_accounting` to
-say, from the noise multiplier, the share of the data in a batch and the number of steps::
+The bound holds exactly. How private a run is depends on the noise multiplier, on the share of the
+data in a batch and on the number of steps; an accountant such as `dp_accounting` computes it::
 
   import dp_accounting
   from dp_accounting import pld
@@ -22,8 +22,8 @@ say, from the noise multiplier, the share of the data in a batch and the number 
       accountant = pld.PLDAccountant().compose(step, steps)
       return accountant.get_epsilon(delta)
 
-That holds for batches into which each example is drawn by itself with that probability, not for
-shuffled ones; batches of varying size are padded to one shape with `is_padding`.
+This is right where each example enters each batch independently with that probability, and wrong
+for shuffled data. Batches of varying size are padded to one shape, with `is_padding`.
 """
 
 from optaxclip.per_example.aggregate import PerExampleState as PerExampleState

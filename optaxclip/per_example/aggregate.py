@@ -38,7 +38,7 @@ class PerExampleState(NamedTuple):
 
     Attributes:
       steps: int32[], steps so far.
-      key: for the noise of the next step; None without noise.
+      key: the key of the next step's noise; None without noise.
       limit: float32[], the limit of the next step, if it follows a quantile; None otherwise.
       num_clipped: int32[], examples of the last step above their limit. Not private.
       num_dropped: int32[], examples of the last step that were not finite. Not private.
@@ -64,13 +64,13 @@ def per_example_clip_and_aggregate(
 ) -> Transformation[PerExampleState]:
     """Clips each example, sums, adds noise and divides: the gradient of DP-SGD.
 
-    The first stage of a chain whose updates have a leading axis of examples, in place of
+    This is the first stage of a chain whose updates have a leading axis of examples, in place of
     `optax.contrib.differentially_private_aggregate`. The guarantees are those of `clip_sum`. The
     noise is Gaussian with a standard deviation of `noise_multiplier` times the limit, drawn and
     added in float32 or wider; results are then rounded to the dtype of the updates.
 
-    How private a run is depends on how batches are sampled and for how many steps, which an
-    accountant has to say (see `optaxclip.per_example`). JAX's generators are no cryptographic ones.
+    How private a run is depends on how batches are sampled and on the number of steps; ask an
+    accountant (see `optaxclip.per_example`). JAX's random generators are not cryptographic.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
@@ -83,8 +83,8 @@ def per_example_clip_and_aggregate(
       key: a key from `jax.random`, or an int to make one of; needed for noise. Without one
         `optax.inject_hyperparams` needs `static_args=("noise_multiplier",)`.
       reduction: "mean" or "sum".
-      batch_size: what a mean divides by; the number of examples that are not padding if None. Under
-        Poisson sampling give the expected number: the true one is not private.
+      batch_size: the number that a mean divides by; if None, the number of examples that are not
+        padding. Under Poisson sampling give the expected number: the true one is not private.
       scope: which entries of an example share one norm; all of them if None.
       response: as in `clip_sum`.
       split: as in `clip_sum`.

@@ -31,7 +31,7 @@ from optaxclip.scopes import Scope
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClippedGrad:
-    """What `clipped_grad` makes: a function, and how much one example can change what it gives.
+    """What `clipped_grad` makes: a function, and how far one example can move its result.
 
     Attributes:
       loss_fn: the loss of one example.
@@ -71,7 +71,7 @@ class ClippedGrad:
     def sensitivity(
         self, relation: Any = "add_or_remove_one", params: PyTree = None
     ) -> jax.typing.ArrayLike:
-        """How far, in the L2 norm, one example can move the sum: what noise is measured by.
+        """How far one example can move the sum, in the L2 norm; noise is in proportion to it.
 
         Args:
           relation: how data sets differ that count as neighbours: by an example that is there or
@@ -124,10 +124,10 @@ def clipped_grad(
 ) -> ClippedGrad:
     """A function that gives the sum of the examples' clipped gradients.
 
-    The guarantees are those of `clip_sum`. Of no more than `microbatch_size` examples are the
-    gradients alive at once: microbatches follow one another in a `scan`, and one that is smaller
-    comes last. They take examples from all over the batch, so that of a batch sharded over devices
-    each has its part in every microbatch; norms, losses and aux are in the order of the batch.
+    The guarantees are those of `clip_sum`. At most `microbatch_size` examples have their gradients
+    in memory at the same time: microbatches follow one another in a `scan`, a smaller one last. A
+    microbatch takes examples from all over the batch, so that each device has a part of it where
+    the batch is sharded. Norms, losses and aux are in the order of the batch.
 
     Under `jit` a sharded batch is summed as a whole, with all-reduces for each microbatch; on an
     explicit mesh a microbatch is split over as many of the devices as divide it. Inside
@@ -141,22 +141,22 @@ def clipped_grad(
       limit: the largest L2 norm of one example's contribution, as in `clip_sum`.
       argnums: which arguments to differentiate, as in `jax.grad`. Their integer leaves get `float0`
         zeros.
-      batch_argnums: which arguments have a leading axis of examples, pytrees of arrays or of keys;
-        all that are not in `argnums` if None.
+      batch_argnums: which arguments, pytrees of arrays or of keys, have a leading axis of examples;
+        if None, all that are not in `argnums`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       microbatch_size: how many examples to differentiate at once; all of them if None.
       scope: which entries of an example share one norm.
       response: as in `clip_sum`.
       split: as in `clip_sum`.
-      pre_clipping_transform: what becomes of the gradient of one example before it is clipped, such
-        as a preconditioner: from the tree of `argnums` to any other. The bound is that of what it
-        gives, and so are the groups and the sum.
+      pre_clipping_transform: a function of one example's gradient, from the tree of `argnums` to
+        any other, such as a preconditioner. Its result is clipped: the bound, the groups and the
+        sum are those of the result.
 
     Returns:
       A `ClippedGrad`: a function `(*args, is_padding=None, **keywords) -> PerExampleResult` of the
       arguments of `loss_fn`, with a leading axis of examples where `batch_argnums` says so.
       `is_padding` is bool `[examples]`. Keywords go to `loss_fn` as they are, the same for every
-      example. What one example can change of the sum its method `sensitivity` tells.
+      example. Its method `sensitivity` tells how far one example can move the sum.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, a microbatch size below 1, or

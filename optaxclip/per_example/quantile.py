@@ -18,7 +18,7 @@ class QuantileLimit(NamedTuple):
       learning_rate: how fast the limit moves.
       init_limit: the limit at the first step.
       count_noise: the standard deviation of the noise on the count of these examples.
-      geometric: whether the limit is multiplied, or added to.
+      geometric: whether the limit is multiplied; otherwise it is added to.
       min_limit: the least limit.
       max_limit: the largest limit.
     """
@@ -82,10 +82,10 @@ def quantile_limit(
 
     Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, Differentially private learning with
     adaptive clipping, arXiv 1905.03871. After each batch the limit is multiplied by
-    `exp(-learning_rate * (share - target))`, where `share` is that of the examples at or below it:
-    their count with noise, divided by their number, and brought to `[0, 1]`. The count costs
-    privacy as well, which the noise on the sum has to make up for: `adjusted_noise_multiplier`
-    says how, and `per_example_clip_and_aggregate` does it.
+    `exp(-learning_rate * (share - target))`, where `share` is the share of examples at or below the
+    limit: their count with noise, divided by the number of examples, and brought to `[0, 1]`. The
+    count costs privacy too, so the noise on the sum must be larger: `adjusted_noise_multiplier`
+    says by how much, and `per_example_clip_and_aggregate` adds it.
 
     Args:
       target: the share, from 0 to 1.
@@ -93,7 +93,7 @@ def quantile_limit(
       init_limit: the limit at the first step.
       count_noise: the standard deviation of the noise on the count; the paper takes a twentieth of
         the examples in a batch.
-      geometric: whether to multiply; otherwise the exponent is added to the limit.
+      geometric: whether the limit is multiplied; otherwise the exponent is added to it.
       min_limit: the least limit. Geometrically, a limit of 0 stays 0.
       max_limit: the largest limit.
 
@@ -139,7 +139,7 @@ def adjusted_noise_multiplier(
     Source: Andrew et al., 2019, arXiv 1905.03871, theorem 1.
 
     Args:
-      noise_multiplier: what accounting is done with.
+      noise_multiplier: the multiplier that the accountant is given.
       count_noise: the standard deviation of the noise on the count.
 
     Returns:

@@ -31,12 +31,12 @@ WHOLE_EXAMPLE = scopes.tree()
 class PerExampleResult(NamedTuple):
     """The sum of clipped examples, and what became of them.
 
-    Only `grads` is bounded. All else, the counts too, is not private, and noise on the sum does not
-    cover it.
+    Only `grads` is bounded. Everything else, the counts too, is not private: noise on the sum does
+    not hide it.
 
     Attributes:
       grads: the tree of the sum, in float32 or wider.
-      num_clipped: int32, of how many examples a group exceeded its limit by more than rounding:
+      num_clipped: int32, in how many examples a group exceeded its limit by more than rounding:
         `[]` for the scope `tree`, `[groups]` for labels and leaves, a dict of arrays for `axes`
         and `unit`.
       num_dropped: int32[], examples that contributed nothing because something in them (or the
@@ -98,14 +98,14 @@ def clip_sum(
     Source: Abadi et al., 2016, Deep learning with differential privacy, arXiv 1607.00133; per
     layer, McMahan, Ramage, Talwar and Zhang, 2017, arXiv 1710.06963.
 
-    Guarantees: what one example adds to the sum never has an L2 norm above `limit`, in whatever
-    dtype the gradients are: norms, products and the sum are in float32 (float64 for 64-bit leaves),
-    and what exceeds its limit, or comes within rounding of it, is brought below it (in float32 by a
-    relative 2e-6 at most). An example with a NaN or infinite entry anywhere adds exactly nothing.
-    Other examples below their limit are summed as they are.
+    Guarantees: one example's contribution to the sum never has an L2 norm above `limit`, whatever
+    the dtype of the gradients. Norms, products and the sum are in float32 (float64 for 64-bit
+    leaves). A group that exceeds its limit, or comes within rounding of it, is brought below it, in
+    float32 by a relative 2e-6 at most. An example with a NaN or infinite entry anywhere adds
+    exactly nothing. Other examples below their limit are summed as they are.
 
-    Adding up many examples rounds, like all floating-point sums. Accounting for privacy, and the
-    noise's randomness, are not matters of clipping: see `per_example_clip_and_aggregate`.
+    The sum over many examples is rounded, like all floating-point sums. For noise, and for what the
+    bound is worth in privacy, see `per_example_clip_and_aggregate`.
 
     Args:
       grads: leaves `[examples, ...]`, real or complex floating-point. `None` leaves stay; integer,
@@ -118,8 +118,7 @@ def clip_sum(
         cut off at the limit.
       split: "uniform", `limit / sqrt(K)` for each of `K` groups, or "size",
         `limit * sqrt(D_i / D)` for a group of `D_i` of all `D` entries.
-      is_padding: bool `[examples]`, which of them count for nothing, whatever they hold; none if
-        None.
+      is_padding: bool `[examples]`, which of them are padding and add nothing; with None none is.
 
     Returns:
       The sum and what became of the examples.
@@ -148,8 +147,8 @@ def per_example_global_norm_clip(
 ) -> tuple[PyTree, Array]:
     """Clips each example by its global norm, and sums: Optax's function of this name.
 
-    Unlike Optax's it keeps the bound in every dtype, and drops examples that are not finite:
-    `clip_sum` tells how many, and explains the guarantees.
+    Unlike Optax's function it keeps the bound in every dtype and drops examples that are not
+    finite. `clip_sum` explains the guarantees, and also tells how many were dropped.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
