@@ -60,12 +60,12 @@ def scale_of(steps: Any, signal: Any, variance: Any, numpy: Any) -> Any:
 def noise_scale(
     decay: jax.typing.ArrayLike = 0.99, *, name: str = "noise_scale"
 ) -> Transformation[NoiseScaleState]:
-    """Keeps the gradient noise scale: about the batch size above which larger ones help little.
+    """Keeps the gradient noise scale: about the batch size above which more examples help little.
 
-    It averages both sums of `optaxclip.accumulate` over steps, each by itself, and then divides:
-    `variance / signal`, the simple noise scale. A batch that is much smaller makes steps that are
-    mostly noise; one that is much larger spends examples on digits that the step does not need.
-    Updates pass through untouched, at any place of a chain.
+    It averages the two sums of `optaxclip.accumulate` over the steps and then divides the averages:
+    `variance / signal`, the simple noise scale. In a much smaller batch the gradient is mostly
+    noise; a much larger batch spends examples on digits that the step does not need. Updates pass
+    through untouched, so it may stand anywhere in a chain.
 
     Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, 2018, arXiv 1812.06162.
 

@@ -25,7 +25,7 @@ from optaxclip.monitor.summaries import (
 def read(opt_state: PyTree) -> dict[str, ClipInfo]:
     """What every clip and every skip in an optimizer's state did at the last step.
 
-    It only looks: no computation, no transfer, and it works under `jit` too.
+    Nothing is computed and nothing is sent to the host, so it works under `jit` too.
 
     Args:
       opt_state: any pytree that holds the state: the state itself, a `TrainState`, an
@@ -33,12 +33,13 @@ def read(opt_state: PyTree) -> dict[str, ClipInfo]:
         which Flax keeps no names: there transformations are called "clip" and "skip".
 
     Returns:
-      A dict in the order of the state, a skip before what it wraps. A key is the path in the state
-      and the transformation's name: `0/clip_by_global_norm` for `opt_state[0]`,
-      `inner_state/1/clip_by_norm` for `opt_state.inner_state[1]`. The path makes it unique, with or
-      without `name=`, and it is the same at every step. (Should dict keys with a `/` make two keys
-      equal, all paths are in Python's notation: `['a/b'][0]/clip_by_norm`.) After a skip that
-      judges the loss comes what it did about that, under its key and `/loss`; `norm` is the loss.
+      A dict in the order of the state, with a skip before the states that it wraps. A key is the
+      path in the state and the transformation's name: `0/clip_by_global_norm` for `opt_state[0]`,
+      `inner_state/1/clip_by_norm` for `opt_state.inner_state[1]`. The path makes each key unique,
+      with or without `name=`, and keys are the same at every step. (Should dict keys with a `/`
+      make two keys equal, all paths are in Python's notation: `['a/b'][0]/clip_by_norm`.) A skip
+      that judges the loss has a second entry, under its key and `/loss`, in which `norm` is the
+      loss.
 
     Raises:
       ValueError: if there is no clip and no skip that keeps a record.
@@ -65,8 +66,8 @@ def read(opt_state: PyTree) -> dict[str, ClipInfo]:
 def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
     """The records as a flat dict of scalars, inside of the compiled step too.
 
-    A name is that of the transformation, what the number is, and of a clip by labels the label:
-    `clip_by_global_norm/limit`, `clip_by_group_norm/norm/actor`.
+    A name is made of the transformation's name, the kind of number, and the label if it is a clip
+    by labels: `clip_by_global_norm/limit`, `clip_by_group_norm/norm/actor`.
 
       number           | of   | what                                       | of many entries
       -----------------|------|--------------------------------------------|-----------------
@@ -78,19 +79,19 @@ def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
       num_skipped      | skip | steps so far that were skipped             | the largest
       loss, loss_limit | skip | the same of the loss, where it is judged   | furthest above
 
-    Of `noise_scale` there are `scale`, `signal` and `variance`. Each label has numbers of its own
-    (scopes `group` and `muon`); of leaves, units and states under `vmap`, which may be very many,
-    one number stands for all. The worst entry is the one with the largest ratio of norm to limit; a
-    norm that is not finite and a limit of 0 are worse than anything. Before the first step the
-    limit is inf, and that of `skip_nonfinite` always.
+    The numbers of `noise_scale` are `scale`, `signal` and `variance`. Each label has numbers of its
+    own (scopes `group` and `muon`). Leaves, units and states under `vmap` may be very many, so one
+    number stands for all of them. The worst entry is the one with the largest ratio of norm to
+    limit; a norm that is not finite and a limit of 0 are worse than all others. Before the first
+    step the limit is inf, and for `skip_nonfinite` it always is.
 
-    The names depend on the transformations alone, and are the same at every step. Where several
-    have one name, those after the first have a number behind it, in the order of `read`:
-    `clip_by_norm_1/norm`. Give them names of their own with `name=`.
+    The names depend on the transformations alone and are the same at every step. If several
+    transformations have one name, the second and later ones get a number behind it, in the order of
+    `read`: `clip_by_norm_1/norm`. Give them names of their own with `name=`.
 
     Args:
       opt_state: as in `read`.
-      prefix: what all names begin with, such as "train/".
+      prefix: the beginning of all names, such as "train/".
 
     Returns:
       A dict from name to float32[], or int32[] for counts. Nothing is sent to the host.
@@ -122,9 +123,9 @@ def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
 def scalars(opt_state: PyTree, prefix: str = "") -> dict[str, float]:
     """The same as `metrics`, as Python floats on the host, ready for a log.
 
-    The host waits for the step that made the state, then for one `jax.device_get` of six arrays a
-    clip (of seven for a skip that judges the loss), however many leaves it has. Nothing is computed
-    on the device, so that one process of many may call it alone.
+    The host waits for the step that made the state and then for one `jax.device_get`, of six arrays
+    for each clip (seven for a skip that judges the loss), however many leaves it has. Nothing is
+    computed on the device, so one of several processes may call it alone.
 
     Args:
       opt_state: as in `read`.

@@ -52,12 +52,13 @@ def record(
 ) -> Transformation[RecordState]:
     """Keeps the norms, or losses, of the last steps on the device; updates pass through untouched.
 
-    First in a chain it records the raw gradients' norms, those that are not finite too; inside a
-    skip, only those of the steps that were taken. Nothing is sent to the host until `history` asks;
-    it works under `jit`, in `scan` and under `vmap`.
+    As the first stage of a chain it records the norms of the raw gradients, also those that are not
+    finite; inside a skip it records only the steps that were taken. Nothing is sent to the host
+    until `history` asks for it. It works under `jit`, in `scan` and under `vmap`.
 
-    Last in a chain, `ratio=True` records how far each step moves the weights, in parts of their own
-    norm: usually about 1e-3. Spikes of it come before those of the loss.
+    As the last stage of a chain, with `ratio=True`, it records how far each step moves the weights,
+    as a share of their own norm; usual is about 1e-3. Spikes of this ratio come before spikes of
+    the loss.
 
     Args:
       window: how many steps to keep.
@@ -66,13 +67,13 @@ def record(
       loss: whether the loss is kept in place of norms: what the update is given as `value=`,
         or `loss=`.
       norm: the norm, as in `optaxclip.clip_by`.
-      ratio: whether norms are divided by those of the parameters, which the update then needs; that
-        of zeros is infinite, or 0 if nothing moves them.
+      ratio: whether norms are divided by those of the parameters, which the update then needs. For
+        parameters that are all zero the ratio is infinite, or 0 if nothing moves them.
       **options: those that all transformations share, `optaxclip.PlaceOptions`; by its name
         `history` chooses among several records.
 
     Returns:
-      A transformation with a `RecordState`, whose update returns the very updates that it is given.
+      A transformation with a `RecordState`. Its update returns the updates as they are.
 
     Raises:
       ValueError: if `window` is less than 1, for an unknown norm, or for `loss` with `per_leaf` or
@@ -135,7 +136,7 @@ def history(opt_state: PyTree, name: str | None = None) -> np.ndarray[Any, np.dt
 
     Args:
       opt_state: any pytree that holds the state, as in `read`.
-      name: which record, where there are several: the `name=` that it was given.
+      name: which record, if there are several: the `name=` that `record` was given.
 
     Returns:
       float32[steps], or float32[steps, leaves] of `record(per_leaf=True)`, with a column for each

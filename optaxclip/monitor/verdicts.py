@@ -1,4 +1,4 @@
-"""For the host's loop: which leaves it was, and whether to go on."""
+"""For the loop on the host: which leaves were the cause of a skip, and whether to go on."""
 
 from typing import Literal, TypeAlias
 
@@ -13,14 +13,14 @@ Verdict: TypeAlias = Literal["ok", "skipped", "roll back"]
 
 
 def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
-    """The leaves that made a step be skipped, or that were not finite where they were clipped.
+    """The leaves that were the cause of a skipped step, or not finite where they were clipped.
 
-    A skip keeps which leaves were why it skipped the latest of its skipped steps, for as long as it
-    skips no other: those that were not finite; else, if the norm was above its limit, those whose
-    own norm was, or the one with the largest; none if it was the loss alone. It finds them in the
-    read that its norm takes. A clip of single leaves (the scopes `leaf`, `axes`, `unit`) tells
-    which were not finite at the last step, but for those that `nonfinite="mask"` had mended; one of
-    labelled groups tells the labels.
+    A skip keeps the leaves that were the cause of the latest step that it skipped: those that were
+    not finite; if there are none, those whose own norm was above the limit; if there are none, the
+    one with the largest norm; and no leaf if the loss alone was the cause. It finds them in the
+    same read of the gradients as the norm. A clip of single leaves (the scopes `leaf`, `axes`,
+    `unit`) keeps which leaves were not finite at the last step, except those that
+    `nonfinite="mask"` had mended; a clip of labelled groups keeps the labels.
 
     Args:
       opt_state: any pytree that holds the state, as in `optaxclip.monitor.read`, also one restored
@@ -76,9 +76,9 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
 
 
 def verdict(opt_state: PyTree, roll_back_after: int = 10) -> Verdict:
-    """Whether the last step was taken, skipped, or one of so many that the run should go back.
+    """Whether the last step was taken or skipped, or so many were that the run should go back.
 
-    For the loop on the host, which alone can load a checkpoint and pass over the data::
+    It is for the loop on the host, which alone can load a checkpoint and go past the bad data::
 
       for batch in batches:
           params, opt_state = train_step(params, opt_state, batch)
@@ -88,18 +88,18 @@ def verdict(opt_state: PyTree, roll_back_after: int = 10) -> Verdict:
               case "roll back":
                   params, opt_state = restore_last_checkpoint()
 
-    The host waits for the step that made the state, then for one `jax.device_get` of three numbers
-    a skip (of four where it judges the loss); nothing is computed on the device.
+    The host waits for the step that made the state and then for one `jax.device_get`, of three
+    numbers for each skip (four if it judges the loss). Nothing is computed on the device.
 
     Args:
       opt_state: any pytree that holds the state, as in `optaxclip.monitor.read`, also one restored
         from a checkpoint. Of several skips, and of states under `vmap`, the worst counts.
-      roll_back_after: after how many skipped steps in a row. A skip that lets a step through sooner
-        (`max_consecutive`) begins to count anew.
+      roll_back_after: after how many skipped steps in a row to go back. A skip that takes a step
+        sooner (`max_consecutive`) begins to count anew.
 
     Returns:
-      "ok", "skipped", or "roll back": after so many skipped steps, and as soon as a skip has let
-      through a step that was not finite, as `skip_nonfinite` does after `max_consecutive`.
+      "ok", "skipped" or "roll back". It is "roll back" after so many skipped steps, and as soon as
+      a skip has taken a step that was not finite, as `skip_nonfinite` does after `max_consecutive`.
 
     Raises:
       ValueError: if there is no skip in the state, or `roll_back_after` is less than 1.
