@@ -1,7 +1,7 @@
 """Pictures of training runs and of what clipping did in them.
 
-Every function draws on the axes `ax` and returns them. Without `ax` it makes new axes, with a
-legend; on axes of yours the legend is yours to place. Needs Matplotlib: `optaxclip[plot]`.
+Every function draws on the axes `ax` and returns them. Without `ax` it makes new axes with a
+legend; on axes that you pass you place the legend. Matplotlib is needed: `optaxclip[plot]`.
 """
 
 from optaxclip.plots.limits import norm_heatmap as norm_heatmap

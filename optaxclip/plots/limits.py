@@ -36,12 +36,12 @@ def norms_over_steps(
 ) -> "Axes":
     """The norms of one run on a logarithmic axis, with the steps above a limit.
 
-    Triangles mark the steps above it, crosses at the top those that are not finite.
+    Triangles mark the norms above the limit, and crosses at the top those that are not finite.
 
     Args:
       norms: the raw norms, float[n].
-      limit: one limit, or that of each step, float[n], not drawn where it is infinite: the run's
-        own, or any other that you think of.
+      limit: one limit, or the limit of each step, float[n]: the run's own limit, or any other. An
+        infinite limit is not drawn.
       steps: the step of each norm, int[n]; 1, 2, ... if None.
       ax: where to draw.
 
@@ -77,8 +77,8 @@ def norms_over_steps(
 def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
     """How often norms of each size came, with the suggested limit.
 
-    Spikes, which stick out of the steps around them, are apart from the others; and so are, where
-    the level of the norms moves, those above the limit that are none.
+    Spikes, which stick out of the steps around them, have a colour of their own. So have norms
+    above the limit that are no spikes, which come where the level of the norms moves.
 
     Args:
       suggestion: what `optaxclip.tuning.suggest` returned.
@@ -136,11 +136,11 @@ def norm_heatmap(
     steps: ArrayLike | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """The norm of every leaf at every step, as a colour; what is not finite is in red.
+    """The norm of every leaf at every step, as a colour; red if it is not finite.
 
     Args:
       norms: float[n, leaves], as `monitor.history` gives those of `monitor.record(per_leaf=True)`.
-      names: those of the leaves, as `monitor.history_names` gives them.
+      names: the names of the leaves, as `monitor.history_names` gives them.
       steps: the step of each row, int[n], ascending; 1, 2, ... if None.
       ax: where to draw.
 
@@ -187,9 +187,9 @@ def norm_heatmap(
 def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
     """Final loss against limit, at the best learning rate, a dot for each seed.
 
-    Crosses at the top are diverged runs, whose loss ended not finite, or above its first value. A
-    bar is the noise within which a loss counts as equal to the best, the dotted line: the suggested
-    limit is the largest whose bar reaches down to it.
+    Crosses at the top are diverged runs, whose loss ended not finite, or above its first value. The
+    dotted line is the best loss. A bar is the noise within which a loss counts as equal to it: the
+    suggested limit is the largest whose bar reaches down to the line.
 
     Args:
       result: what `optaxclip.tuning.sweep` returned.

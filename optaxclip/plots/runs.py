@@ -37,8 +37,8 @@ def loss_curves(
 ) -> "Axes":
     """Losses over the steps, a line for each run.
 
-    The axis ends a little above the largest first loss: what lies higher is cut off, because one
-    exploded run would flatten all others. A cross at the top marks where a loss is not finite.
+    The axis ends a little above the largest first loss. Higher losses are cut off, as one exploded
+    run would flatten all others. A cross at the top marks where a loss is not finite.
 
     Args:
       losses: for each run's name its losses, float[n].
@@ -79,7 +79,7 @@ def norm_curves(
     Args:
       norms: for each run's name its norms, float[n].
       steps: the step of each norm, int[n]; 1, 2, ... if None.
-      limit: a norm to mark by a horizontal line, or for the names of some runs the limit of each.
+      limit: a norm to mark by a horizontal line, or a dict with the limits of some runs.
       ax: where to draw.
 
     Raises:

@@ -32,9 +32,9 @@ class Alternative:
 
     Attributes:
       call: the code that makes it.
-      share_clipped: the share of the finite steps that it would have clipped; of the last 10,000
-        where it is adaptive.
-      why: in a few words.
+      share_clipped: the share of the finite steps that it would have clipped; for an adaptive clip
+        the share of the last 10,000.
+      why: the reason, in a few words.
     """
 
     call: str
@@ -50,7 +50,8 @@ class Suggestion:
       limit: the suggested limit.
       share_clipped: the share of the finite steps with a norm above it.
       typical_norm: the median after the warm-up, without spikes.
-      spread: the standard deviation of the bulk's natural logarithms around their moving median.
+      spread: the standard deviation of the natural logarithms of ordinary norms around their moving
+        median.
       regime: how the level of the norms moves after the warm-up: "stationary", "drifting" or
         "stepped".
       warmup_steps: how many steps at the start have norms unlike all later ones.
@@ -58,9 +59,9 @@ class Suggestion:
       num_nonfinite: how many norms were NaN or infinite.
       percentiles: a constant limit at each of a few percentiles of the norms after the warm-up.
       adaptive: the limit rule that fits the regime.
-      notes: what to beware of, the doubts first.
+      notes: warnings, the doubts first.
       norms: float64[steps], all the norms.
-      doubts: why the limit is not to be trusted; empty where nothing speaks against it.
+      doubts: the reasons not to trust the limit; empty if there are none.
     """
 
     limit: float
@@ -120,12 +121,13 @@ class Suggestion:
 def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = None) -> Suggestion:
     """Suggests the largest limit that leaves ordinary gradients alone and catches the spikes.
 
-    A norm is a spike if it lies above the median of the steps around it by more than chance
-    explains, told from logarithms by their median deviation, and by half at least. The limit is the
-    border of that, so that unseen spikes are caught too; where the level of the norms moves, so
-    that no one limit separates all spikes from all others, it is the largest with the least share
-    of each on the wrong side. Record the norms before any clip, as `optaxclip.monitor.record` does
-    as the first of a chain. The result depends on nothing but the norms, and scales with them.
+    A norm is a spike if it exceeds the median of the steps around it by half at least, and by more
+    than chance explains; chance is measured by the median deviation of the norms' logarithms. The
+    limit is the border between ordinary norms and spikes, so that it catches spikes that did not
+    come yet. Where the level of the norms moves, no single limit separates all spikes from all
+    others; then the limit is the largest of those with the least share of either on the wrong side.
+    Record the norms before any clip, as `optaxclip.monitor.record` does as the first stage of a
+    chain. The result depends on the norms alone, and is proportional to them.
 
     Args:
       norms: float[steps], the norms of the raw gradients in the order of the steps, as

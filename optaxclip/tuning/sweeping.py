@@ -36,15 +36,16 @@ class SweepResult:
       limits: float32[limits], ascending.
       learning_rates: float32[learning_rates], or None.
       loss: float32[runs..., steps], as the step function returned it.
-      norm: float32[runs..., steps], the raw norm; of several groups the root of the squares' sum.
+      norm: float32[runs..., steps], the raw norm; for several groups the root of the sum of their
+        squares.
       share_clipped: float32[runs..., steps], the share of groups with a norm above the limit.
       final_loss: float32[runs...], the mean over the last tenth of the steps; inf where diverged.
       diverged: bool[runs...], whether the loss ended not finite, or above its first value.
-      noise: of the limit that is suggested.
+      noise: the noise of the suggested limit's final loss.
       limit: the largest limit with a final loss within noise of the best; NaN if all diverged.
-      learning_rate: that of the best run; None without learning rates.
-      noises: float[limits], how far the final loss of each may lie above the best's and still be
-        called equal to it; 0 for the best, NaN where all diverged.
+      learning_rate: the learning rate of the best run; None without learning rates.
+      noises: float[limits], how far the final loss of each limit may lie above the best one and
+        still count as equal to it; 0 for the best, NaN where all runs diverged.
     """
 
     limits: Numbers
@@ -105,12 +106,13 @@ def sweep(
 ) -> SweepResult:
     """Trains the same model under many limits at once, and names the best of them.
 
-    A limit is a traced number, so that one program serves them all: `vmap` over the runs, `scan`
-    over the steps; on a CPU the cores share the runs. Every run sees the same batches, and the same
-    initial values for each seed. The suggested limit is the largest whose final loss is within
-    noise of the best: that of their difference, and never more than the best's own, so that an
-    unstable run does not pass for a good one. For several seeds noise is two standard errors over
-    them; for one seed, which says little of the next, the standard deviation over the last steps.
+    A limit is a traced number, so one program serves all limits: `vmap` over the runs, `scan` over
+    the steps; on a CPU the cores share the runs. Every run sees the same batches, and runs of one
+    seed have the same initial values. The suggested limit is the largest whose final loss is within
+    noise of the best one. Noise is that of the difference of the two losses, but at most the best
+    one's own, so that an unstable run does not pass for a good one. For several seeds noise is two
+    standard errors over the seeds; for one seed, which says little about the next, it is the
+    standard deviation over the last steps.
 
     Args:
       init_fn: `init_fn(key) -> state`, any pytree of arrays: parameters and optimizer state.
@@ -120,16 +122,16 @@ def sweep(
         float[] or float[groups].
       limits: float[limits], positive.
       steps: how many steps each run takes.
-      key: a PRNG key, from which that of each seed is split.
-      data: a pytree whose leaves have a first axis of at least `steps`: the batches. For data that
-        does not fit, pass indices, and look them up in the step.
-      learning_rates: float[learning_rates], to try each limit with each of them.
+      key: a PRNG key, from which the keys of the seeds are split.
+      data: the batches, a pytree whose leaves have a first axis of at least `steps`. For data that
+        does not fit into memory, pass indices, and look them up in the step.
+      learning_rates: float[learning_rates]; each limit is tried with each of them.
       seeds: how many runs for each limit and learning rate.
-      parallel: how many runs at a time; the others wait their turn. By default all of them, under
-        `vmap`, and on a CPU one on each core. Give fewer where the memory does not hold so many; on
-        a CPU more, for a model so small that it keeps no core busy.
-      progress: whether to show a bar, which takes Rich and a terminal; or a function to be called
-        with the number of steps that have just been done.
+      parallel: how many runs at a time; the others wait their turn. By default all runs go at once
+        under `vmap`, and on a CPU one on each core. Give fewer if they do not fit into memory, and
+        on a CPU more if the model is too small to keep a core busy.
+      progress: whether to show a progress bar, which needs Rich and a terminal; or a function that
+        is called with the number of steps that have just been done.
 
     Returns:
       A `SweepResult`.
