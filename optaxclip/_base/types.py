@@ -41,12 +41,12 @@ class Limits(NamedTuple):
 class Threshold:
     """A limit rule: an `(init, update)` pair, like Optax's own.
 
-    Norms come as a pytree of arrays with an entry for each group: mostly one array, `[]` for the
-    whole tree and else `[groups]`, NaN for groups without leaves at this step. Limits go in the
-    same structure and shapes.
+    A rule is given norms as a pytree of arrays with an entry for each group: mostly one array, `[]`
+    for the whole tree and otherwise `[groups]`. An entry is NaN for a group without leaves at this
+    step. The rule returns limits of the same structure and shapes.
 
-    Both fields are `jax.tree_util.Partial`s (plain functions are wrapped), so a rule is itself a
-    pytree whose numbers are traced: changing a limit never compiles again.
+    `init` and `update` are `jax.tree_util.Partial`s (plain functions are wrapped), so a rule is
+    itself a pytree whose numbers are traced: another limit does not compile anything again.
 
     Attributes:
       init: `init(norms) -> state`; `norms` are zeros of the right structure, shapes and dtypes.
@@ -72,8 +72,8 @@ class ClipInfo(NamedTuple):
 
     Every array is `[]` for the scope `tree` and `[entries]` for the others, with one entry per
     group. Scopes with very many groups (`axes`, `unit`) have one entry per leaf: norm, limit and
-    factor are those of the leaf's group with the largest norm-to-limit ratio. What is float32 here
-    is float64 in `clip_tree` of a tree with float64 leaves.
+    factor are those of the leaf's group with the largest norm-to-limit ratio. For a tree with
+    float64 leaves, `clip_tree` returns float64 where float32 is said here.
 
     Attributes:
       name: the transformation's name, as a tuple of one.

@@ -62,22 +62,23 @@ def clip_by(
 ) -> Transformation[ClipState]:
     """Any clipping method, as an Optax transformation.
 
-    Guarantees, for every scope, norm and limit: norms accumulate in float32 or wider and are exact
-    whatever the range; a group at or below its limit comes back bit for bit; the new norm is the
-    limit, to rounding, and never above it with `strict`; dtype, weak type, shape and tree structure
-    stay; value and derivatives are finite wherever the gradients are. `None`, integer, bool,
-    `float0` and PRNG-key leaves pass untouched and uncounted.
+    Guarantees, for every scope, norm and limit: norms accumulate in float32 or wider and are right
+    whatever the range; a group at or below its limit comes back bit for bit; the new norm of any
+    other group is the limit to rounding, and with `strict` never above it; dtype, weak type, shape
+    and tree structure stay; value and derivatives are finite wherever the gradients are. `None`,
+    integer, bool, `float0` and PRNG-key leaves pass untouched and do not count in norms.
 
     Args:
-      scope: which entries share a norm, from `optaxclip.scopes`. It is a function and no schedule,
-        so `optax.inject_hyperparams` needs `static_args=("scope",)`.
+      scope: which entries share a norm, from `optaxclip.scopes`. It is a function but not a
+        schedule, so `optax.inject_hyperparams` needs `static_args=("scope",)`.
       limit: a number, a scalar array (traced or not), a schedule `count -> limit`, or a rule from
         `optaxclip.thresholds`; or a dict from group name to one of these.
       response: "clip", "normalize", "smooth", or a function (see `optaxclip.responses`).
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
-      A transformation whose state is a `ClipState`; given None, its update begins with a fresh one.
+      A transformation whose state is a `ClipState`. An update with the state None begins with a
+      fresh one.
 
     Raises:
       ValueError: for an unknown name, or a limit that is negative, NaN or not a scalar; when used,
@@ -225,21 +226,21 @@ def clip_tree(
 
     Args:
       tree: a pytree of floating or complex arrays; other leaves pass untouched.
-      limits: as in `clip_by`, where a rule is at its first step; or `Limits`, each field like what
-        `optaxclip.Limits` describes, to tell when to act and how far apart.
+      limits: as in `clip_by`, where a rule is at its first step; or `optaxclip.Limits`, which say
+        separately when to act and how far.
       scope: as in `clip_by`, like the arguments that follow.
       params: the parameters, for a limit that is relative to them.
-      norm: the norm.
-      response: the response.
+      norm: how a group is measured.
+      response: what becomes of a group.
       nonfinite: the policy for groups that are not finite.
-      strict: whether no result may exceed its limit, by whatever rounding.
+      strict: whether no result may exceed its limit, not even by rounding.
       use_norm: the norm of the whole tree, if known; for the scope `tree`.
       axis_name: as in `clip_by`.
       specs: as in `clip_by`.
       name: what the operation is called in messages.
 
     Returns:
-      The tree, clipped, and what was done; the counts in it are 0 or 1.
+      The clipped tree, and a `ClipInfo` of what was done, in which counts are 0 or 1.
 
     Raises:
       ValueError: for an unknown name or a limit that is negative, NaN or not a scalar.

@@ -18,15 +18,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class PlaceOptions(TypedDict, total=False):
-    """What every transformation takes that measures norms.
+    """Options of every transformation that measures norms.
 
     Attributes:
       axis_name: inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of
         the mapped axes over which every leaf is split.
       specs: how the leaves are split over devices where their types do not say it: a pytree prefix
         of the gradients with `PartitionSpec`s or `NamedSharding`s for leaves, `PartitionSpec()` for
-        what is the same on all devices. Under `jit` they turn the compiler's collectives into a
-        single one.
+        leaves that are the same on all devices. Under `jit` the norm then takes one collective,
+        where the compiler might use several.
       name: what the transformation is called in messages and by `optaxclip.monitor`; its own name
         if not given.
     """
@@ -37,14 +37,15 @@ class PlaceOptions(TypedDict, total=False):
 
 
 class StageOptions(PlaceOptions, total=False):
-    """What every stage of a chain takes beside.
+    """Options of every stage of a chain, and those of `PlaceOptions`.
 
     Attributes:
       nonfinite: what becomes of a group whose norm is not finite: "nan" (all NaN), "zero" (all 0),
         "mask" (bad entries 0, then clipped), "error" (a `checkify` error that names the leaves).
         Such a norm is never recorded.
       record: whether the state keeps what was done. With False it is an `optax.EmptyState`, and any
-        state is taken and handed back; a limit that depends on earlier steps refuses that.
+        state is accepted and returned as it is. A limit that depends on earlier steps needs its
+        state, so it refuses that.
     """
 
     nonfinite: NonFinite
@@ -52,18 +53,18 @@ class StageOptions(PlaceOptions, total=False):
 
 
 class ScaleOptions(StageOptions, total=False):
-    """What clips take beside that multiply each group by a number.
+    """Options of clips that multiply each group by a number, and those of `StageOptions`.
 
     Attributes:
-      strict: whether no result may exceed its limit, by whatever rounding. Else results are right
-        to rounding, and may be above the limit by that.
+      strict: whether no result may exceed its limit, not even by rounding. Otherwise results are
+        right to rounding, and may be above the limit by that.
     """
 
     strict: bool
 
 
 class NormOptions(ScaleOptions, total=False):
-    """What clips take beside, of which the norm is not part of the method.
+    """Options of clips that leave the choice of the norm to the user, and those of `ScaleOptions`.
 
     Attributes:
       norm: "l2", "l1", "linf", "rms", "mean_abs", "average_l2", or a norm from `optaxclip.norms`.
@@ -73,12 +74,12 @@ class NormOptions(ScaleOptions, total=False):
 
 
 class ClipOptions(NormOptions, total=False):
-    """What clips of the whole tree take beside.
+    """Options of clips of the whole tree, and those of `NormOptions`.
 
     Attributes:
       known_norm: the name of an extra argument of the update, such as "grad_norm", that holds the
-        norm of the whole tree as it comes in; it is then not measured. None to measure it. Behind
-        a stage that changes the gradients an earlier norm is wrong.
+        norm of the incoming tree; the norm is then not measured. With None it is. Behind a stage
+        that changes the gradients, a norm from before that stage would be wrong.
     """
 
     known_norm: str | None
