@@ -5,6 +5,7 @@
 
 A plain step is `jax.value_and_grad` of one microbatch; what is measured is the gradient of `k` of
 them, in parts of `k` plain steps with one addition of trees each, which are called one by one.
+Seconds are of the processor, of all threads together, which a busy machine changes little.
 """
 
 import argparse
@@ -98,11 +99,11 @@ def steps_one_by_one(params: Any, x: Any, rows: int) -> Callable[[], Any]:
 
     def run() -> Any:
         total = jax.block_until_ready(zeros())
-        begin = time.perf_counter()
+        begin = time.process_time()
         for part in parts:
             total = add(total, step(params, part))
         jax.block_until_ready(total)
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
     return run
 
@@ -111,9 +112,9 @@ def called(compiled: Way, *args: Any) -> Callable[[], float]:
     """The seconds of a call."""
 
     def run() -> float:
-        begin = time.perf_counter()
+        begin = time.process_time()
         jax.block_until_ready(compiled(*args))
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
     return run
 
