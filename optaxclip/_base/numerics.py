@@ -35,6 +35,14 @@ def promoted(arrays: Sequence[Array]) -> list[Array]:
     return [array if array.dtype == widest else array.astype(widest) for array in arrays]
 
 
+def narrowed(x: Array, dtype: jnp.dtype) -> Array:
+    """`x` in a dtype that may be narrower; what is finite stays so."""
+    if x.dtype == dtype:
+        return x
+    most = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -most, most), x).astype(dtype)
+
+
 def select(flag: Array, x: Array | float, y: Array | float) -> Array:
     """`jnp.where` of arrays of one shape, or of an array and a number that takes its dtype.
 

@@ -16,6 +16,7 @@ from jax import Array, lax
 from optaxclip._base.counters import increased
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.names import Names
+from optaxclip._base.numerics import narrowed
 from optaxclip._base.types import ClipInfo
 from optaxclip._engine.groups import Groups, Rows
 
@@ -62,7 +63,7 @@ def updated_info(
         return old
     rows = [_columns(*row) for row in zip(norms, limits, factors, bad, strict=True)]
     columns = _of_worst(groups, rows) if grouping.layout == "dict" else list(rows[0])
-    columns = [column.astype(old.norm.dtype) for column in columns]
+    columns = [narrowed(column, old.norm.dtype) for column in columns]
     if grouping.layout != "scalar" and not all(grouping.present):
         nothing = jnp.zeros_like(old.fraction)
         before = (old.norm, old.limit, old.factor, nothing, nothing)

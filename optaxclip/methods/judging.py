@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.counters import increased
-from optaxclip._base.numerics import match_weak_type
+from optaxclip._base.numerics import match_weak_type, narrowed
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
 
 
@@ -35,8 +35,8 @@ class Judged(NamedTuple):
     def recorded(self, info: ClipInfo, skip: Array) -> ClipInfo:
         """The record, of a step that was skipped or not."""
         return info._replace(
-            norm=self.number.astype(jnp.float32),
-            limit=self.limit.astype(jnp.float32),
+            norm=narrowed(self.number, info.norm.dtype),
+            limit=narrowed(self.limit, info.limit.dtype),
             factor=1 - skip.astype(jnp.float32),
             fraction=self.is_above.astype(jnp.float32),
             num_clipped=increased(info.num_clipped, self.is_above),

@@ -11,7 +11,7 @@ import optaxclip.scopes as scopes
 from optaxclip._base.arguments import check_state, checked_int
 from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
-from optaxclip._base.numerics import promoted, safe_divide
+from optaxclip._base.numerics import narrowed, promoted, safe_divide
 from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
@@ -222,4 +222,4 @@ def _written(
     if of_weights is not None:
         norms, of_weights = promoted([norms, of_weights])
         norms = safe_divide(norms, of_weights, jnp.where(norms > 0, jnp.inf, norms))
-    return increased(steps, period=rows), ring.at[steps % rows].set(norms.astype(ring.dtype))
+    return increased(steps, period=rows), ring.at[steps % rows].set(narrowed(norms, ring.dtype))

@@ -28,7 +28,7 @@ from jax.tree_util import Partial
 
 from optaxclip._base.counters import increased
 from optaxclip._base.grouping import concatenated, split_up
-from optaxclip._base.numerics import power_of_two_below, safe_sqrt
+from optaxclip._base.numerics import narrowed, power_of_two_below, safe_sqrt
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.fixed import check_limit
 
@@ -147,7 +147,7 @@ def adaptive(
       max_norm: a cap on every limit.
 
     Returns:
-      A `Threshold`. Its limits are float32 arrays with the shapes of the norms.
+      A `Threshold`. Its limits are arrays with the shapes of the norms, float32 or wider.
 
     Raises:
       ValueError: if an option is out of its range.
@@ -285,8 +285,8 @@ def _step(
     statistic = static.statistic
     period = statistic.window if isinstance(statistic, Windowed) else 1
     is_finite, most = jnp.isfinite(norm), float(jnp.finfo(jnp.float32).max)
-    # A norm in float64 may be finite and too large for the state, which keeps float32.
-    norm = jnp.clip(jnp.where(is_finite, norm, 0), -most, most).astype(jnp.float32)
+    # The state keeps float32.
+    exact, norm = norm, narrowed(jnp.where(is_finite, norm, 0), jnp.dtype(jnp.float32))
     counts = is_finite & (norm >= as_float(options.floor))
 
     def recorded(x: Array, where: Array) -> tuple[Array, PyTree]:
@@ -315,8 +315,12 @@ def _step(
         if static.record == "accepted":
             counts = counts & (~is_above | gives_in)
         count, known = recorded(x, counts)
+    if exact.dtype == jnp.float64:
+        # What float32 rounds, or cannot hold, is not above its limit by that alone.
+        trigger = trigger.astype(exact.dtype)
+        trigger = jnp.where(is_finite & ~is_above, jnp.maximum(trigger, exact), trigger)
     if options.max_norm is not None:
         cap = as_float(options.max_norm)
         target = jnp.where(is_above | (norm <= cap), jnp.minimum(target, cap), cap)
-        trigger = jnp.minimum(trigger, cap)
+        trigger = jnp.minimum(trigger, cap.astype(trigger.dtype))
     return Limits(trigger, target), AdaptiveState(count, streak, known)

@@ -240,9 +240,11 @@ class _AdaGC:
         self, numbers: tuple[_AdaGCNumbers, Array], state: Array, norm: Array, count: Array
     ) -> Limits:
         own, global_norm = numbers
-        shrink = jnp.minimum(safe_divide(as_float(own.lambda_abs), global_norm, 1), 1)
+        # Not by the factor, which may be no normal number.
+        most = as_float(own.lambda_abs)
+        shrunk = jnp.where(global_norm > most, most * safe_divide(norm, global_norm, 1), norm)
         later = jnp.where(count == 0, jnp.inf, multiple(own.lambda_rel, state))
-        limit = jnp.where(count < own.warmup_steps, shrink * norm, later)
+        limit = jnp.where(count < own.warmup_steps, shrunk, later)
         return Limits(limit, limit)
 
 

@@ -1,0 +1,81 @@
+"""`known_norm`: the one stage that is told so takes the norm that a trainer hands to all stages."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import clip_by_global_norm, scopes, skip_above
+
+GRADS = {"w": jnp.array([30.0, 40.0])}
+SHARE = jnp.array([0.6, 0.8])
+told = functools.partial(clip_by_global_norm, known_norm="grad_norm")
+
+
+def update(tx, **extra_args):
+    """The updates that follow `GRADS`, over their direction."""
+    found, _ = jax.jit(tx.update)(GRADS, tx.init(GRADS), GRADS, **extra_args)
+    size = np.linalg.norm(np.asarray(found["w"], np.float64))
+    np.testing.assert_allclose(np.abs(found["w"]), size * SHARE, rtol=1e-6)
+    return size
+
+
+@pytest.mark.parametrize(
+    ("tx", "expected"),
+    [
+        (optax.chain(clip_by_global_norm(1.0), clip_by_global_norm(0.5)), 0.5),
+        (optax.chain(optax.sgd(0.01), clip_by_global_norm(0.01)), 0.01),
+        (optax.chain(clip_by_global_norm(1.0), skip_above(optax.sgd(1.0), 10.0)), 1),
+        (optaxclip.zclip(max_norm=0.25), 0.25),
+        # Told, it takes what comes: 100, where the norm is 50.
+        (told(1.0), 0.5),
+        (told(1.0, strict=True), 0.5),
+        (optax.chain(told(1.0), clip_by_global_norm(0.01)), 0.01),
+        (optaxclip.zclip(max_norm=1.0, known_norm="grad_norm"), 0.5),
+        (optaxclip.normalize_by_global_norm(known_norm="grad_norm"), 0.5),
+        (skip_above(optax.chain(told(1.0), optax.sgd(1.0)), 60.0), 0.5),
+        (skip_above(optax.sgd(1.0), 60.0, known_norm="grad_norm"), 0),
+        (optaxclip.skip_nonfinite(told(1.0)), 0.5),
+    ],
+)
+def test_only_a_stage_that_is_told_so_takes_it(tx, expected):
+    np.testing.assert_allclose(update(tx, grad_norm=100.0), expected, rtol=2e-6)
+
+
+def test_behind_accumulation_it_is_no_norm_of_the_mean():
+    tx = optax.MultiSteps(clip_by_global_norm(1.0), 2)
+    state = tx.init(GRADS)
+    # Its mean of gradients relies on implicit promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        for norm in (50.0, 1e6):
+            updates, state = tx.update(GRADS, state, GRADS, grad_norm=norm)
+    np.testing.assert_allclose(updates["w"], SHARE, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({}, ValueError, "'grad_norm' names an extra argument that the update was not given; pass"),
+        ({"grad_norm": None}, ValueError, "was not given; pass it"),
+        ({"grad_norm": "50"}, TypeError, "^grad_norm must be a number"),
+        ({"grad_norm": jnp.ones(2)}, ValueError, "^grad_norm must be a scalar"),
+    ],
+)
+def test_an_error_says_what_is_missing(given, error, message):
+    for tx in (told(1.0), skip_above(optax.sgd(1.0), 1.0, known_norm="grad_norm")):
+        with pytest.raises(error, match=message):
+            tx.update(GRADS, tx.init(GRADS), GRADS, **given)
+
+
+def test_an_error_says_where_it_cannot_be_used():
+    by_leaf = optaxclip.clip_by(scopes.leaf(), 1.0, known_norm="grad_norm")
+    with pytest.raises(ValueError, match="is the norm of the whole tree, and this clip needs"):
+        by_leaf.update(GRADS, by_leaf.init(GRADS), grad_norm=50.0)
+    with pytest.raises(ValueError, match="known_norm cannot be used with nonfinite='mask'"):
+        told(1.0, nonfinite="mask")
+    with pytest.raises(TypeError, match="known_norm must be the name of an extra argument"):
+        clip_by_global_norm(1.0, known_norm=50.0)
