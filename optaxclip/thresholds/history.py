@@ -1,6 +1,7 @@
 """Rules over a window of past norms: percentile, median, mean plus deviations."""
 
 import dataclasses
+import warnings
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -40,7 +41,7 @@ def percentile(
     `percentile(10.0, window, inclusive=True, warmup_steps=0)`.
 
     Args:
-      percentile: from 0 to 100.
+      percentile: from 0 to 100; a warning tells of a number below 1, which looks like a share.
       window: how many norms to keep; static, also in `optax.inject_hyperparams`.
       record: see `optaxclip.thresholds.base`, like the options that follow.
       inclusive: whether a norm counts in the window that judges it.
@@ -67,7 +68,7 @@ def percentile(
     window = checked_int(window, 1, "window")
     return adaptive(
         _Percentile(window),
-        within(percentile, 0, 100, "percentile"),
+        _checked_percentile(percentile),
         record=record,
         inclusive=inclusive,
         warmup_steps=window if warmup_steps is None else warmup_steps,
@@ -185,6 +186,18 @@ def median(
         patience=None,
         max_norm=max_norm,
     )
+
+
+def _checked_percentile(percentile: Any) -> Any:
+    """A percentile, checked; a number that looks like a share is warned of."""
+    percentile = within(percentile, 0, 100, "percentile")
+    if not isinstance(percentile, jax.Array) and 0 < percentile < 1:
+        warnings.warn(
+            f"percentile runs from 0 to 100, and {percentile!r} is below 1, the norm of the lowest "
+            f"of 100 steps; for a share of {percentile!r} pass {100 * percentile:g}",
+            stacklevel=3,
+        )
+    return percentile
 
 
 @dataclasses.dataclass(frozen=True)

@@ -123,6 +123,34 @@ def test_groups_may_be_split_along_several_of_their_axes():
     assert jax.eval_shape(whole, WHOLE)[0].shape == WHOLE.shape
 
 
+def test_what_is_the_same_on_all_devices_is_counted_once():
+    """Data parallelism: by `axis_name=` the norm would be too large by the root of 8."""
+    grads = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
+    mean = grads.mean(0)
+
+    def clip(x, **options):
+        tx = optaxclip.clip_by_global_norm(1e-3, **options)
+        average = jax.lax.pmean(x, ("a", "b") if x.ndim > 1 else "i")
+        updates, state = tx.update(average, tx.init(average))
+        return updates, state.info.norm
+
+    by_pmap = jax.pmap(functools.partial(clip, specs=P()), axis_name="i")(grads)
+    by_shard_map = jax.jit(
+        region(functools.partial(clip, specs=P()), P(("a", "b")), P(), check_vma=False)
+    )(grads)
+    for updates, norm in (by_pmap, by_shard_map):
+        np.testing.assert_allclose(norm, np.full(np.shape(norm), np.linalg.norm(mean)), rtol=1e-6)
+        for x in np.reshape(updates, (-1, 5)):
+            np.testing.assert_allclose(x, mean * (1e-3 / np.linalg.norm(mean)), rtol=1e-5)
+    first = (
+        r"the same on all of them, as after pmean, pass specs=PartitionSpec\(\); else axis_name="
+    )
+    with pytest.raises(ValueError, match=first):
+        jax.pmap(clip, axis_name="i")(grads)
+    with pytest.raises(ValueError, match=first):
+        jax.eval_shape(region(clip, P(("a", "b")), P(), check_vma=False), grads)
+
+
 @pytest.mark.parametrize("axis_name", [("a", 3), {"a"}], ids=str)
 def test_names_are_a_sequence_of_names(axis_name):
     with pytest.raises(TypeError, match=r"^axis_name must be"):

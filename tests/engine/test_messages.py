@@ -74,6 +74,35 @@ def test_a_message_says_what_came_and_what_to_do(mistake):
         make()
 
 
+WITHOUT_A_LIMIT = (
+    *("zclip", "adagc", "clip_by_quantile", "clip_by_ema_norm", "clip_by_median_norm"),
+    *("clip_by_window_norm", "clip_by_moving_max", "normalize_by_norm_history"),
+)
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_LIMIT)
+def test_a_number_alone_is_no_limit_of_what_finds_its_own(name):
+    with pytest.raises(TypeError, match=rf"^{name}\(\) takes keywords alone, got 1.0, which would"):
+        getattr(optaxclip, name)(1.0)
+    with pytest.raises(TypeError, match="positional"):
+        optaxclip.clip_by_second_moment(1.0)
+
+
+@pytest.mark.parametrize("number", [0.95, np.float32(0.5), 0.01])
+def test_a_percentile_that_looks_like_a_share_is_warned_of(number):
+    share = f"below 1, .* for a share of .* pass {100 * number:g}"
+    for make in (optaxclip.autoclip, optaxclip.thresholds.percentile):
+        with pytest.warns(UserWarning, match=share):
+            make(percentile=number)
+
+
+def test_other_percentiles_pass_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for percentile in (0, 0.0, 1, 1.0, 95, np.float64(99.5), jnp.float32(0.5)):
+            optaxclip.autoclip(percentile)
+
+
 def test_numbers_of_numpy_are_numbers():
     options = {
         "argnums": np.int64(0),
