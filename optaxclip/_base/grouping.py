@@ -132,11 +132,7 @@ def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
 def _piece(vector: Array, places: Array, shape: tuple[int, ...]) -> Array:
     front, size = vector.shape[:-1], math.prod(shape)
     gathered, sliced = (functools.partial(way, size=size) for way in (_gathered, _sliced))
-    if size == 1:
-        piece = gathered(vector, places)
-    else:
-        # On a TPU a gather of long pieces is a loop.
-        piece = lax.platform_dependent(vector, places, cpu=gathered, default=sliced)
+    piece = lax.platform_dependent(vector, places, cpu=gathered, default=sliced)
     return piece.reshape(*front, *shape)
 
 
