@@ -191,7 +191,11 @@ class _Part(NamedTuple):
         in_one_piece = self.groups.placement.in_one_piece
         options = {"norm": self.norm, "dtype": self.dtype, "in_one_piece": in_one_piece}
         found = [powers.at_scales(leaf, axes=axes, **options) for leaf, axes in self.rows(leaves)]
-        sums = [powers.in_range(row) for row in powers.of_groups(found, self.groups)]
+        rows = powers.of_groups(found, self.groups)
+        if self.groups.grouping.layout != "scalar":
+            # Stored, or XLA on GPUs would put the sums of all leaves together anew for each use.
+            rows = lax.optimization_barrier(rows)
+        sums = [powers.in_range(row) for row in rows]
         values = self.finished([total for total, _ in sums], leaves)
         return [Measured.of(x, unit) for x, (_, unit) in zip(values, sums, strict=True)]
 
