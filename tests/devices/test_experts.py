@@ -86,8 +86,9 @@ def test_under_jit(name, kind):
     clipped, state = update(placed, tx.init(placed))
     check(name, clipped, state.info)
     assert clipped["experts"].sharding.is_equivalent_to(placed["experts"].sharding, 3)
-    # The record of every expert lies on every device; of the gradients nothing is gathered.
-    assert gathered(update) <= (2 * EXPERTS if name == "each" else 0)
+    # Of every expert each device has what its norm and its record are made of, three numbers at
+    # once at most; of the gradients nothing is gathered.
+    assert gathered(update) <= (3 * EXPERTS if name == "each" else 0)
 
 
 @pytest.mark.parametrize("name", CLIPS)
