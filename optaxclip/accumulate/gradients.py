@@ -71,9 +71,9 @@ def value_and_grad(
       clip: a transformation over each microbatch's gradient, which goes on from one to the next and
         learns nothing of those that are rejected; or a limit of the global norm, as
         `optaxclip.clip_by` takes it.
-      reject: "nonfinite", those whose gradient's norm is not a number or infinite; or a number, a
-        schedule, or a rule of `optaxclip.thresholds`, those too whose norm is above its limit;
-        None for none. Where all are rejected all that comes back is NaN, so that
+      reject: "nonfinite", those whose loss, or whose gradient's norm, is NaN or infinite; or a
+        number, a schedule, or a rule of `optaxclip.thresholds`, those too whose norm is above its
+        limit; None for none. Where all are rejected all that comes back is NaN, so that
         `optaxclip.skip_nonfinite` skips the step.
       measure: whether norms are measured; if not, `clip` and `reject` must be None, and `norm` and
         `noise` are NaN.
@@ -88,7 +88,8 @@ def value_and_grad(
       A function `(*args, state=None) -> (value, grads, accumulated)` of the arguments of `loss_fn`,
       with `(value, aux)` for the value if `has_aux`: the mean loss, float[], the tree of gradients,
       and an `Accumulated`. Its `state` is to be passed to the next step; the method `init(*args)`
-      makes the first one, for loops and checkpoints.
+      makes the first one, for loops and checkpoints. Call it inside of `jax.jit`: outside its loop
+      is compiled anew each time.
 
     Raises:
       ValueError: for a microbatch size below 1, an unknown name, a limit that is negative or NaN, a
@@ -96,8 +97,9 @@ def value_and_grad(
         empty or that the size does not divide, arguments that do not share an axis of examples,
         positions that do not exist or come twice, a loss or weight that is not a scalar, a weight
         that is known not to be above 0, and a clip that returns another tree.
-      TypeError: for what is not a function, no transformation or no number, and for positions or
-        sizes that are not ints.
+      TypeError: if `loss_fn` or `weight` is not a function, `clip` neither a transformation nor a
+        limit, `reject` not a rule, or a position or size not an int; when called, for a loss or a
+        weight that is not a real number.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -158,10 +160,10 @@ class ValueAndGrad:
         row, weight = sums.row, sums.row.total_weight
         grads = params.without_gradients()
         grads = grads.replaced([x / weight.astype(x.dtype) for x in sums.leaves])
-        noise = row.noise(self._judge.norm(grads) if self._judge.measures else row.norm[0])
+        norm = self._judge.norm(grads) if self._judge.measures else jnp.full_like(weight, jnp.nan)
         value = row.mean(row.loss)
         of_each = Accumulated(
-            row.norm, row.weight, row.rejected, row.loss, sums.aux, sums.state, noise
+            row.norm, row.weight, row.rejected, row.loss, sums.aux, sums.state, row.noise(norm)
         )
         return (value, sums.aux) if self._loss.has_aux else value, grads.tree(), of_each
 
@@ -182,9 +184,8 @@ class ValueAndGrad:
 
     def _in_wide(self, params: FlatTree) -> PyTree:
         """The parameters in the dtypes of the sums, as clips are given gradients."""
-        return params.rebuild(
-            [jnp.asarray(x).astype(self._loss.dtype_of_sum(x.dtype)) for x in params.picked()]
-        )
+        arrays = [jnp.asarray(x) for x in params.picked()]
+        return params.rebuild([x.astype(self._loss.dtype_of_sum(x.dtype)) for x in arrays])
 
 
 def _checked_dtype(dtype: Any) -> jnp.dtype:

@@ -99,6 +99,7 @@ class Judge:
     def __call__(
         self,
         grads: FlatTree,
+        value: Array,
         weight: Array,
         state: AccumulateState,
         params: PyTree,
@@ -108,6 +109,7 @@ class Judge:
 
         Args:
           grads: the gradient.
+          value: the loss.
           weight: that of the microbatch.
           state: what is kept of those before it.
           params: the parameters.
@@ -120,10 +122,10 @@ class Judge:
         norm = self.norm(grads)
         is_out, new = jnp.zeros((), bool), state
         if self.rejects:
-            is_out = ~jnp.isfinite(norm)
+            is_out = ~(jnp.isfinite(norm) & jnp.isfinite(value))
         if self.rule is not None:
             verdict = judged(self.rule, state.reject, norm, param_norm)
-            is_out, new = verdict.is_out, new._replace(reject=verdict.rule_state)
+            is_out, new = is_out | verdict.is_out, new._replace(reject=verdict.rule_state)
         norm_after = norm
         if self.clip is not None:
             leaves, norm_after, clip_state = self._clipped(grads, norm, state.clip, params)

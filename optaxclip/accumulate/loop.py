@@ -61,7 +61,7 @@ def over_microbatches(
         found = found_by(roles, params, cut.size, picked, cut.microbatch(i))
         leaves = like_params(found.leaves)
         grads = params.without_gradients().replaced(leaves)
-        verdict = judge(grads, found.weight, state, roles.params, param_norm)
+        verdict = judge(grads, found.value, found.weight, state, roles.params, param_norm)
         row = Row.of(found, verdict)
         totals = [_added(*pair, row) for pair in zip(totals, verdict.leaves, strict=True)]
         return (totals, verdict.state), (row, found.aux)

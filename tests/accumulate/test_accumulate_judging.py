@@ -125,6 +125,16 @@ def test_one_bad_microbatch_does_not_cost_the_others(bad):
     assert not np.all(np.isfinite(everything(PARAMS, rows)[1]["w"]))
 
 
+def test_a_loss_that_is_not_finite_is_reason_enough():
+    def loss(w, x):
+        return jnp.mean(x[:, 0] * w) + jnp.mean(x[:, 1])
+
+    rows = jnp.array([[1.0, 0.0], [2.0, jnp.inf], [3.0, 0.0]])
+    value, grads, found = accumulate.value_and_grad(loss, microbatch_size=1)(jnp.float32(1), rows)
+    assert list(found.rejected) == [False, True, False]
+    assert (float(value), float(grads)) == (2.0, 2.0)
+
+
 def test_where_all_are_rejected_the_step_is_skipped():
     tx = optaxclip.skip_nonfinite(optax.sgd(0.1, momentum=0.9))
     judged = accumulate.value_and_grad(loss_fn, microbatch_size=1)

@@ -72,6 +72,12 @@ def test_a_state_that_is_none_is_the_first():
     assert_equal(BY_PARTS(w, x), BY_PARTS(w, x, state=BY_PARTS.init(w, x)))
 
 
+def test_a_state_for_parameters_that_are_a_python_number():
+    made = accumulate.value_and_grad(lambda w, x: jnp.mean(w * x), microbatch_size=1, clip=1.0)
+    x = jnp.ones(2)
+    assert_equal(made(2.0, x, state=made.init(2.0, x)), made(2.0, x))
+
+
 def test_in_a_scan_as_in_a_loop():
     w = jnp.ones(WIDTH)
 
