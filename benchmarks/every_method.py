@@ -34,6 +34,7 @@ ARGUMENTS: dict[str, Any] = {
 NOT_CLIPS = {
     "clip_by": "the engine itself",
     "clip_attention_logits": "it needs weights of attention",
+    "hyperball": "it takes matrices alone, and weights beside them",
     "clip_by_spectral_norm": "matrix products, which Optax has in Muon (`benchmarks.spectral`)",
     "per_example_clip_and_aggregate": "it takes examples (`benchmarks.per_example`)",
 }

@@ -38,6 +38,7 @@ from optaxclip.methods.fixed import (
     clip_by_norm,
 )
 from optaxclip.methods.heads import Heads
+from optaxclip.methods.hyperball import HyperballState, hyperball
 from optaxclip.methods.normalizing import normalize_by_global_norm, normalize_by_norm_history
 from optaxclip.methods.skipping import SkipState
 from optaxclip.methods.skips import skip_above, skip_nonfinite
@@ -60,6 +61,7 @@ __all__ = [
     "ClipOptions",
     "ClipState",
     "Heads",
+    "HyperballState",
     "Limits",
     "NormOptions",
     "PlaceOptions",
@@ -91,6 +93,7 @@ __all__ = [
     "clip_by_window_norm",
     "clip_tree",
     "from_config",
+    "hyperball",
     "monitor",
     "normalize_by_global_norm",
     "normalize_by_norm_history",

@@ -190,6 +190,22 @@ def _heads_of_columns(tau: Any, **options: Any) -> optax.GradientTransformationE
     return optax.GradientTransformationExtraArgs(clip.init, update)
 
 
+def _matrices_on_spheres(rate: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    """Vectors pass."""
+    tx = optaxclip.hyperball(rate, **options)
+
+    def matrices(tree):
+        return jax.tree.map(lambda x: x if np.ndim(x) == 2 else None, tree)
+
+    def update(updates, state, params=None, **extra):
+        moved, state = tx.update(matrices(updates), state, matrices(params), **extra)
+        return jax.tree.map(
+            lambda x, y: y if x is None else x, moved, updates, is_leaf=lambda x: x is None
+        ), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: tx.init(matrices(params)), update)
+
+
 _per_entry = functools.partial(Method, shares="entry", has_info=False)
 _per_leaf = functools.partial(Method, shares="leaf")
 _per_label = functools.partial(Method, shares="label")
@@ -264,6 +280,16 @@ METHODS: dict[str, Method] = {
         {"mode": "hard", "iterations": 5},
         keeps_small=False,
         atol=2e-6,
+    ),
+    "hyperball": Method(
+        _matrices_on_spheres,
+        ("rate", 0.5),
+        {},
+        None,
+        needs_params=True,
+        has_info=False,
+        keeps_small=False,
+        atol=1e-6,  # a difference of weights, which are up to 3
     ),
     "skip_above": Method(optaxclip.skip_above, ("limit", 6.0), _SKIP, "step", has_info=False),
     "skip_above_loss": Method(_skip_on_loss, ("limit", 6.0), shares="step", has_info=False),

@@ -1,0 +1,184 @@
+"""Hyperball: a step of fixed length along a sphere, in the place of weight decay."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import optaxclip._base.devices as devices
+from optaxclip._base.arguments import check_state
+from optaxclip._base.counters import increased
+from optaxclip._base.names import Names
+from optaxclip._base.transformation import Transformation, transformation
+from optaxclip._base.trees import FlatTree, flatten
+from optaxclip._base.types import PyTree
+from optaxclip._engine.checks import matching_params
+from optaxclip._engine.clip import groups_of
+from optaxclip._engine.groups import Groups
+from optaxclip._engine.options import Options, PlaceOptions, takes
+from optaxclip._engine.step import norms_of, run
+from optaxclip.methods.moments import dense
+from optaxclip.methods.spheres import steps_along
+from optaxclip.methods.updates import leaves_apart
+from optaxclip.thresholds.fixed import ScalarOrSchedule, check_limit
+
+
+class HyperballState(NamedTuple):
+    """State of `hyperball`.
+
+    Attributes:
+      steps: int32[], steps so far.
+      radius: float32[matrices] (float64 if a parameter is), the norms that the matrices had at
+        `init`, in the order of their names; nothing where the radius is not the initial one.
+      names: the matrices' names in order; structure, not arrays.
+    """
+
+    steps: Array
+    radius: Array | tuple[()]
+    names: Names
+
+
+@takes(PlaceOptions)
+def hyperball(
+    learning_rate: ScalarOrSchedule,
+    *,
+    radius: Literal["initial", "current"] | jax.typing.ArrayLike = "initial",
+    stacked: PyTree | Callable[[str, Array], int] | None = None,
+    eps: jax.typing.ArrayLike = 1e-12,
+    **options: Unpack[PlaceOptions],
+) -> Transformation[HyperballState]:
+    """Keeps each matrix on a sphere, and makes the step's length a share of its radius.
+
+    It is the last stage of a chain, behind `optax.scale_by_adam` (AdamH) or Muon's direction
+    (MuonH), and stands for both the learning rate with its sign and weight decay, which must not be
+    in the chain beside it. A matrix `W`, for which the chain proposes the direction `u`, becomes
+
+        R * norm(W - learning_rate * R * norm(u)),  where norm(x) = x / sqrt(sum(abs(x)**2)).
+
+    So a step is the same share of every matrix, whatever the direction's length, and no norm grows
+    or shrinks during training. It is for matrices; embeddings, biases and gains go to another
+    optimizer (`optax.partition`).
+
+    Guarantees, with `radius="initial"` or a number and a learning rate up to 0.5: in float32 a
+    matrix is within 1e-6 of its radius after every step, in a narrower dtype within the rounding of
+    its entries, and neither error adds up over steps. A direction of zeros leaves its matrix bit
+    for bit as it was. A matrix of zeros has radius 0 and stays, unless the radius is a number:
+    then its first step leads onto the sphere. So matrices that begin at 0, such as LoRA's second,
+    need a number, or another optimizer. A direction that is not finite gives updates of NaN for its
+    matrix, and only for it. Norms are those of the engine, right whatever the range.
+
+    Source: Wen et al., 2026, arXiv 2606.16899; used in Levanter, Paddle, Emerging-Optimizers and
+    modded-nanogpt.
+
+    Args:
+      learning_rate: the step's length as a share of the radius, at least 0, or a schedule of it.
+      radius: "initial" for the norm that each matrix had at `init`, which the state keeps, and to
+        which rounding is corrected at every step; "current" for the one that it has at this step; a
+        number above 0 for all matrices.
+      stacked: how many leading axes of each leaf stack separate matrices, layers or experts, each
+        with its own radius; as in `optaxclip.scopes.leaf`. None if None.
+      eps: a direction whose norm is at most this counts as zeros.
+      **options: those that all transformations share, `optaxclip.PlaceOptions`.
+
+    Returns:
+      A transformation with a `HyperballState`. Its update needs the parameters and gives what
+      `optax.apply_updates` adds to them, computed in float32 (float64 for 64-bit leaves) and
+      rounded once to the dtype of `u`. Integer and other leaves pass untouched.
+
+    Raises:
+      ValueError: for a learning rate, radius or `eps` that is negative, NaN or not a scalar; when
+        used, for missing parameters, and for a leaf that has less than two axes beside the stacked.
+      TypeError: for one of them that is no number; when used, for a sparse leaf.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> tx = optaxclip.hyperball(0.1)
+      >>> params = jnp.array([[3.0, 0.0], [0.0, 4.0]])
+      >>> direction = jnp.array([[0.0, 5.0], [0.0, 0.0]])
+      >>> updates, state = tx.update(direction, tx.init(params), params)
+      >>> print(optax.apply_updates(params, updates).round(2))
+      [[ 2.99 -0.5 ]
+       [ 0.    3.98]]
+      >>> print(state.radius)
+      [5.]
+      >>> adam_h = optax.chain(optax.scale_by_adam(), optaxclip.hyperball(0.01))
+    """
+    scope, checked = leaves_apart(stacked), Options.checked(**options)
+    rate = learning_rate if callable(learning_rate) else _checked_rate(learning_rate)
+    fixed = None if isinstance(radius, str) else _checked_radius(radius)
+    if isinstance(radius, str) and radius not in ("initial", "current"):
+        raise ValueError(f"radius must be 'initial', 'current' or a number, got {radius!r}")
+    keeps, eps = fixed is None and radius == "initial", check_limit(eps, "eps")
+
+    def grouped(tree: PyTree, argument: str, names: Names | None, size: int) -> Any:
+        flat = dense(flatten(tree, argument), checked.name)
+        groups = groups_of(flat, scope, checked, names, size)
+        _refuse_vectors(flat, groups, checked.name)
+        return flat, groups
+
+    def init(params: PyTree) -> HyperballState:
+        steps = jnp.zeros((), jnp.int32)
+        flat, groups = grouped(devices.to_device(params), "params", None, 0)
+        if not keeps:
+            return HyperballState(steps, (), Names())
+        norms = norms_of(flat, groups, checked.norm)
+        return HyperballState(steps, norms, groups.grouping.names)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, HyperballState]:
+        del extra_args
+        if params is None:
+            raise ValueError(
+                f"{checked.name}: the step depends on the parameters; pass them: "
+                "update(grads, state, params)"
+            )
+        state = init(params) if state is None else state
+        check_state(state, HyperballState, checked.name)
+        known = (state.names, state.radius.size) if keeps else (None, 0)
+        flat, groups = grouped(updates, "updates", *known)
+        weights = matching_params(flat, params, checked.name).picked()
+        now = _checked_rate(rate(state.steps)) if callable(rate) else rate
+        operands = (weights, flat.picked(), state.radius if keeps else fixed, now, eps)
+        picked = run(steps_along, *operands, groups=groups)
+        names = groups.grouping.names if keeps else Names()
+        return flat.rebuild(picked), HyperballState(increased(state.steps), state.radius, names)
+
+    return transformation(init, update)
+
+
+def _checked_rate(rate: Any) -> Any:
+    check_limit(rate, "learning_rate", allow_any_number=True)
+    if not isinstance(rate, jax.Array) and not 0 <= rate < math.inf:
+        raise ValueError(
+            f"learning_rate must be at least 0 and finite, got {rate!r}; the direction is "
+            "subtracted, so the sign of optax.scale_by_learning_rate is not wanted before it"
+        )
+    return rate
+
+
+def _checked_radius(radius: Any) -> Any:
+    check_limit(radius, "radius", allow_any_number=True)
+    if not isinstance(radius, jax.Array) and not 0 < radius < math.inf:
+        raise ValueError(f"radius must be above 0 and finite, got {radius!r}")
+    return radius
+
+
+def _refuse_vectors(flat: FlatTree, groups: Groups, name: str) -> None:
+    """Raises where a leaf is no matrix, nor a stack of them.
+
+    Raises:
+      ValueError: then.
+    """
+    rows = zip(flat.names(), flat.picked(), groups.grouping.axes, strict=True)
+    for path, leaf, axes in rows:
+        if len(axes) < 2:
+            stack = jnp.ndim(leaf) - len(axes)
+            raise ValueError(
+                f"{name}: leaf '{path}' of shape {jnp.shape(leaf)} is no matrix"
+                f"{f' behind {stack} stacked axes' if stack else ''}; send vectors, gains and "
+                "embeddings to another optimizer, with optax.partition"
+            )
