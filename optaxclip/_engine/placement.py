@@ -133,8 +133,8 @@ def grouped(
     all_names = tuple(grouping.names)
     if all_names != tuple(sorted(set(all_names))):
         raise ValueError(
-            f"the names of the groups must differ and be sorted, which a leaf named like a layer "
-            f"of a stacked one prevents; rename it: {all_names}"
+            f"a leaf must not have the name of a layer of a stacked leaf, as names of groups must "
+            f"differ; rename it: {all_names}"
         )
     return grouping
 

@@ -171,7 +171,7 @@ class ValueAndGrad:
         """The batch in microbatches."""
         examples = number_of_examples(flatten(batch, "the batch"), "the batch")
         if not examples:
-            raise ValueError("the batch has no examples, and there is no gradient of none")
+            raise ValueError("the batch has no examples, so it has no gradient; pass at least one")
         number, rest = divmod(examples, self._size)
         if rest or not number:
             part = " that a device has" if devices.manual_axes() else ""

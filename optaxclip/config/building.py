@@ -148,8 +148,8 @@ def _argument(value: Any, annotation: Any, path: str) -> Any:
     is_text = isinstance(value, str)
     if is_text and str not in allowed and is_number(value):
         raise TypeError(
-            f"{path} is the text {value!r} and no number; YAML takes a number without a point for "
-            "text, as in 1e-3: write 1.0e-3"
+            f"{path} is the text {value!r} and not a number; YAML reads a number without a point, "
+            "such as 1e-3, as text: write 1.0e-3"
         )
     kind = next((kind for kind in _KINDS if any(map(kind.owns, allowed))), None)
     if kind is _TRANSFORMATIONS:

@@ -234,7 +234,7 @@ def _logits_of(weights: list[_Weight], max_logits: PyTree, name: str) -> dict[st
         if not above:
             raise ValueError(
                 f"{name}: max_logits has no array for the weight '{weight.name}', only for "
-                f"{['/'.join(place) for place in found]}; put one at the place of its attention, "
+                f"{['/'.join(place) for place in found]}; put one at the path of its attention, "
                 "such as {'layers/0/attention': array}"
             )
         arrays = found[max(above, key=len)]

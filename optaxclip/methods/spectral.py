@@ -141,9 +141,9 @@ def _refuse_parts(leaves: list[Any], groups: Groups, method: Method) -> None:
         axes = groups.placement.axes_of(i)
         if axes and devices.manual_axes():
             raise ValueError(
-                f"{of_leaf} is a part of what is split over the devices along {sorted(axes)}, and "
-                "singular values are those of whole matrices; clip outside of shard_map or pmap, "
-                "or gather it (jax.lax.all_gather)"
+                f"{of_leaf} is split over the devices along {sorted(axes)}, and a part of a matrix "
+                "does not tell its singular values; clip outside of shard_map or pmap, or gather "
+                "the leaf (jax.lax.all_gather)"
             )
 
 

@@ -101,7 +101,9 @@ def record(
         scope = scopes.leaf()
     name = checked.name
     if loss and (per_leaf or ratio):
-        raise ValueError("loss has neither leaves nor a ratio: for these chain a second record")
+        raise ValueError(
+            "loss cannot be kept with per_leaf or ratio: chain a second record for those"
+        )
 
     def init(params: PyTree) -> RecordState:
         names = Names(("loss",)) if loss else scope(flatten(params, "params")).names

@@ -30,7 +30,7 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
       The names, such as `encoder/0/kernel`, each once; empty if there were none.
 
     Raises:
-      ValueError: if nothing in the state knows leaves, as where the only clip has one norm for all.
+      ValueError: if no clip and no skip in the state keeps leaves, as a clip with one norm for all.
       TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet.
 
     Example:
@@ -56,15 +56,15 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
             nameless.append(key)
     if not found and nameless:
         raise ValueError(
-            f"{nameless} know leaves, and not their names, which Flax and optax.tree_map_params do "
-            "not keep: pass the nnx.Optimizer in place of its nnx.state, or the state after "
+            f"{nameless} have lost the names of their leaves, which Flax and optax.tree_map_params "
+            "do not keep: pass the nnx.Optimizer in place of its nnx.state, or the state after "
             "another step"
         )
     if not found:
         raise ValueError(
-            "nothing in the state knows leaves: put skip_nonfinite or skip_above around the "
-            "optimizer, or clip_by_norm(math.inf), which leaves finite gradients alone, first in "
-            "the chain"
+            "no clip and no skip in the state keeps which leaves were bad: put skip_nonfinite or "
+            "skip_above around the optimizer, or clip_by_norm(math.inf), which leaves finite "
+            "gradients alone, first in the chain"
         )
     bad: dict[str, None] = {}
     arrays = to_host([array for _, array in found], "bad_leaves")

@@ -91,8 +91,8 @@ class ClippedGrad:
         if isinstance(bound, Mapping):
             if params is None:
                 raise ValueError(
-                    "limits are given by the names of groups: pass params=, as it depends on them "
-                    "how many groups have each"
+                    "limits are given by the names of groups, so the parameters must tell how many "
+                    "groups there are of each name: pass params="
                 )
             bound = self.clip.limits(self._clipped_tree(flatten(params, "params")))[2]
         return _TIMES[name] * bound

@@ -168,7 +168,7 @@ def _checked(
 ) -> dict[str, tuple[Numbers, Numbers]]:
     """Steps and values of each run."""
     if not series:
-        raise ValueError(f"{what} must be those of at least one run by its name, got none")
+        raise ValueError(f"{what} must be a dict with at least one run by its name, got none")
     return {
         name: curve(np.asarray(values), steps, f"{what} of {name!r}")
         for name, values in series.items()

@@ -61,10 +61,12 @@ def curve(
         remedy = "of a record per leaf take one column, or np.linalg.norm(norms, axis=1)"
         raise ValueError(f"{name} must have one axis, got the shape {y.shape}; {remedy}")
     if not y.size:
-        raise ValueError(f"{name} must be at least one, got none; record some steps first")
+        raise ValueError(f"{name} must have at least one entry, got none; record some steps first")
     x = np.arange(1, len(y) + 1) if steps is None else np.asarray(steps)
     if x.shape != y.shape:
-        raise ValueError(f"steps must be one for each of {len(y)} {name}, got the shape {x.shape}")
+        raise ValueError(
+            f"steps must have one entry for each of {len(y)} {name}, got the shape {x.shape}"
+        )
     return x, y
 
 

@@ -109,9 +109,9 @@ def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_part: bool) -> tuple[i
     num_long = sum(size != 1 for size in shape)
     if is_part and rank > 1 and num_long <= 1:
         raise ValueError(
-            f"leaf '{name}' of shape {shape} may be a part of what all devices hold, and what a "
-            "unit is follows from the shape of all of it: pass specs= (a pytree of PartitionSpec), "
-            "or axis="
+            f"leaf '{name}' of shape {shape} may be one device's part of a leaf, and only the "
+            "shape of the whole leaf tells what its units are: pass specs= (a pytree of "
+            "PartitionSpec), or axis="
         )
     if num_long <= 1:
         return tuple(range(rank))

@@ -180,8 +180,9 @@ def of_any_sign(rule: Threshold, argument: str) -> Threshold:
     static, options, numbers = rule.update.args
     if not isinstance(static.statistic, OfAnySign):
         raise ValueError(
-            f"{argument} must be a rule for numbers of any sign, got one for numbers of at least 0 "
-            "alone: use thresholds.window, zscore, percentile, median or ema, or a number"
+            f"{argument} must be a rule for numbers of any sign, as a loss may be negative; got "
+            "one for norms alone: use thresholds.window, zscore, percentile, median or ema, or a "
+            "number"
         )
     options = options._replace(floor=-jnp.inf)
     return dataclasses.replace(rule, update=Partial(_update, static, options, numbers))

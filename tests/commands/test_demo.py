@@ -276,10 +276,18 @@ def test_equal_runs_are_all_seen():
 @pytest.mark.parametrize(
     ("series", "options", "message"),
     [
-        ({}, {}, "norms must be those of at least one run"),
-        ({"a": []}, {}, "norms of 'a' must be at least one, got none; record some steps first"),
+        ({}, {}, "norms must be a dict with at least one run"),
+        (
+            {"a": []},
+            {},
+            "norms of 'a' must have at least one entry, got none; record some steps first",
+        ),
         ({"a": np.ones((3, 2))}, {}, r"must have one axis, got the shape \(3, 2\); .* one column"),
-        ({"a": [1.0]}, {"steps": [1, 2]}, r"steps must be one for each of 1 norms of 'a', got .*2"),
+        (
+            {"a": [1.0]},
+            {"steps": [1, 2]},
+            r"steps must have one entry for each of 1 norms of 'a', got .*2",
+        ),
         ({"a": [1.0]}, {"limit": {"b": 2.0}}, r"limit must be of the runs \['a'\], got \['b'\]"),
     ],
 )

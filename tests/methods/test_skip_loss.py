@@ -258,7 +258,7 @@ def test_losses_are_recorded():
     with pytest.raises(ValueError, match=r"^losses: .* pass it: update"):
         tx.update(jnp.ones(1), state)
     for option in ("per_leaf", "ratio"):
-        with pytest.raises(ValueError, match=r"^loss has neither"):
+        with pytest.raises(ValueError, match=r"^loss cannot be kept"):
             monitor.record(loss=True, **{option: True})
 
 

@@ -248,7 +248,7 @@ def test_a_part_of_a_matrix_is_an_error():
         in_shards = jax.shard_map(clip, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=checked)
         return jax.eval_shape(in_shards, x)
 
-    with pytest.raises(ValueError, match=r"leaf 'leaf' .* is a part .* outside of shard_map"):
+    with pytest.raises(ValueError, match=r"is split over the devices .* outside of shard_map"):
         inside(P("a"), True)
     with pytest.raises(ValueError, match="nothing tells how leaves are split"):
         inside(P(), False)

@@ -91,7 +91,7 @@ def test_groups_that_were_not_finite():
     for name, (clip, expected) in chains.items():
         state = optax.chain(clip).update(bad, optax.chain(clip).init(bad), bad)[1]
         assert monitor.bad_leaves(state) == expected, name
-    with pytest.raises(ValueError, match=r"nothing in the state knows leaves: put skip_nonfinite"):
+    with pytest.raises(ValueError, match=r"keeps which leaves were bad: put skip_nonfinite"):
         monitor.bad_leaves(optaxclip.clip_by_global_norm(1.0).init(bad))
     probe = optax.chain(optaxclip.clip_by_norm(np.inf), optaxclip.clip_by_global_norm(1.0))
     assert monitor.bad_leaves(probe.update(bad, probe.init(bad))[1]) == ("a", "m")

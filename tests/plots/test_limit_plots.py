@@ -55,11 +55,19 @@ def test_norms_over_steps_with_a_limit_for_each_step_or_none():
 @pytest.mark.parametrize(
     ("norms", "options", "message"),
     [
-        ([], {"limit": 1.0}, "norms must be at least one, got none; record some steps first"),
+        (
+            [],
+            {"limit": 1.0},
+            "norms must have at least one entry, got none; record some steps first",
+        ),
         (np.ones((3, 2)), {}, r"norms must have one axis, got the shape \(3, 2\); of a record"),
         (3.0, {}, r"norms must have one axis, got the shape \(\)"),
         ([1.0], {"limit": [1.0, 2.0]}, r"limit must be one, or one for each of 1 norms, got .*2,"),
-        ([1.0], {"steps": [1, 2]}, r"steps must be one for each of 1 norms, got the shape \(2,\)"),
+        (
+            [1.0],
+            {"steps": [1, 2]},
+            r"steps must have one entry for each of 1 norms, got the shape \(2,\)",
+        ),
     ],
 )
 def test_norms_that_cannot_be_drawn(norms, options, message):

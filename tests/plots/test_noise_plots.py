@@ -34,12 +34,12 @@ def test_a_batch_size_for_each_step_and_one_that_is_large_enough():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (([], 32), "scales must be at least one"),
+        (([], 32), "scales must have at least one entry"),
         (([[1.0]], 32), "scales must have one axis"),
         (([1.0, 2.0], [1, 2, 3]), "batch_size must be one, or one for each of 2 scales"),
         (([1.0], 0), "batch_size must be above 0"),
         (([1.0], np.nan), "batch_size must be above 0"),
-        (([1.0], 32, [1, 2]), "steps must be one for each of 1 scales"),
+        (([1.0], 32, [1, 2]), "steps must have one entry for each of 1 scales"),
     ],
 )
 def test_bad_input(args, message):
