@@ -50,10 +50,11 @@ def value_and_grad(
     Under `jit` a batch that is split over devices stays so, where the devices divide the
     microbatches: each device has its share of each, nothing of the batch is gathered, and the sum
     is split as the parameters are. A microbatch takes one all-reduce or reduce-scatter of its
-    gradient, as its norm is that over all devices. Inside `shard_map` sizes and weights are of what
-    a device has, and a loss that differs between devices is averaged over them by its weights; with
-    `measure=False` there is one all-reduce after the last microbatch, for leaves that are on all
-    devices.
+    gradient, as its norm is that over all devices. With `measure=False` and without `weight` XLA
+    puts that off until after the last microbatch, on GPUs. Inside `shard_map` sizes and weights are
+    of what a device has, and a loss that differs between devices is averaged over them by its
+    weights; with `measure=False` there is one all-reduce after the last microbatch, weights or not,
+    for parameters of which all devices have all.
 
     Args:
       loss_fn: the mean loss of a microbatch, a scalar: the mean over its examples, or over what
@@ -156,16 +157,16 @@ class ValueAndGrad:
         check_state(state, AccumulateState, NAME)
         cut = self._cut(roles.batch)
         loss = self._loss.widened(params)
-        sums = over_microbatches(loss, self._judge, roles, params, cut, state)
-        row, weight = sums.row, sums.row.total_weight
-        grads = params.without_gradients()
-        grads = grads.replaced([x / weight.astype(x.dtype) for x in sums.leaves])
-        norm = self._judge.norm(grads) if self._judge.measures else jnp.full_like(weight, jnp.nan)
+        means = over_microbatches(loss, self._judge, roles, params, cut, state)
+        row, grads = means.row, params.without_gradients().replaced(means.leaves)
+        norm = jnp.full_like(row.total_weight, jnp.nan)
+        if self._judge.measures:
+            norm = self._judge.norm(grads)
         value = row.mean(row.loss)
         of_each = Accumulated(
-            row.norm, row.weight, row.rejected, row.loss, sums.aux, sums.state, row.noise(norm)
+            row.norm, row.weight, row.rejected, row.loss, means.aux, means.state, row.noise(norm)
         )
-        return (value, sums.aux) if self._loss.has_aux else value, grads.tree(), of_each
+        return (value, means.aux) if self._loss.has_aux else value, grads.tree(), of_each
 
     def _cut(self, batch: tuple[Any, ...]) -> Cut:
         """The batch in microbatches."""

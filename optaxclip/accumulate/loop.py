@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -16,11 +17,11 @@ from optaxclip.accumulate.losses import Loss
 from optaxclip.accumulate.means import Row
 
 
-class Sums(NamedTuple):
+class Means(NamedTuple):
     """What the loop leaves.
 
     Attributes:
-      leaves: for each measured leaf the weighted sum of the gradients that count.
+      leaves: for each measured leaf the weighted mean of the gradients that count.
       state: after the last microbatch.
       row: what was found of each microbatch.
       aux: what else the losses returned, `[k, ...]`.
@@ -34,8 +35,8 @@ class Sums(NamedTuple):
 
 def over_microbatches(
     loss: Loss, judge: Judge, roles: Roles, params: FlatTree, cut: Cut, state: AccumulateState
-) -> Sums:
-    """The sums over all microbatches and devices.
+) -> Means:
+    """The means over all microbatches and devices.
 
     Args:
       loss: the user's.
@@ -56,6 +57,15 @@ def over_microbatches(
         rows = zip(leaves, picked, dtypes, strict=True)
         return [devices.alike(x.astype(dtype), like) for x, like, dtype in rows]
 
+    def weighted(x: Array, row: Row) -> Array:
+        """What one microbatch adds to a sum."""
+        # As it is, if nothing is left out and all count alike: then XLA may add up over devices
+        # after the loop.
+        if loss.weight is not None:
+            x = row.weight.astype(x.dtype) * x
+        is_one_of_some = loss.weight is not None or judge.rejects
+        return jnp.where(row.counts, x, jnp.zeros_like(x)) if is_one_of_some else x
+
     def body(carry: Any, i: Array) -> tuple[Any, tuple[Row, PyTree]]:
         totals, state = carry
         found = found_by(roles, params, cut.size, picked, cut.microbatch(i))
@@ -63,21 +73,18 @@ def over_microbatches(
         grads = params.without_gradients().replaced(leaves)
         verdict = judge(grads, found.value, found.weight, state, roles.params, param_norm)
         row = Row.of(found, verdict)
-        totals = [_added(*pair, row) for pair in zip(totals, verdict.leaves, strict=True)]
+        leaves = [weighted(x, row) for x in verdict.leaves]
+        totals = jax.tree.map(jnp.add, totals, leaves)
         return (totals, verdict.state), (row, found.aux)
 
     start = (like_params([jnp.zeros_like(x) for x in picked]), state)
     (totals, state), (row, aux) = lax.scan(body, start, jnp.arange(cut.number))
+    unit = cut.size if axes else row.weight[0]
     if axes:
         totals = [devices.sum_over_devices(x, axes) for x in totals]
         row = _over_devices(row, loss.places.axes_of(row.loss))
-    return Sums(totals, state, row, aux)
-
-
-def _added(total: Array, x: Array, row: Row) -> Array:
-    """The sum with one microbatch more, if that counts."""
-    summand = row.weight.astype(total.dtype) * x
-    return total + jnp.where(row.counts, summand, jnp.zeros_like(summand))
+    divisor = row.total_weight if loss.weight is not None else row.total_weight / unit
+    return Means([x / divisor.astype(x.dtype) for x in totals], state, row, aux)
 
 
 def _over_devices(row: Row, axes: Axes) -> Row:

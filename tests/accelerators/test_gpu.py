@@ -1,6 +1,7 @@
 """What a clip adds to a step on an H100, counted in the compiled program."""
 
 import aims
+import jax
 import pytest
 
 H100 = "h100"
@@ -68,3 +69,24 @@ def test_microbatches_that_are_judged_cost_one_norm_and_one_gradient():
     assert judged["written"] <= by_hand["written"] + 1 + aims.MORE_MOVED
     assert judged["temporary"] <= 1.1
     assert (plain["branches"], judged["branches"]) == (0, 0)
+
+
+def test_gradients_that_are_not_judged_are_added_up_over_devices_after_the_loop():
+    from benchmarks.accelerators.steps import Place
+    from benchmarks.accumulating import NUMBER, loss_fn, shapes
+    from optaxclip import accumulate
+
+    place = Place(H100, "auto").everywhere
+    params, x = shapes(64, place)
+    x = x.update(sharding=place.update(spec=jax.P(place.mesh.axis_names[0])))
+
+    def outside_of_the_loop(**options):
+        grad_fn = accumulate.value_and_grad(
+            loss_fn, microbatch_size=x.shape[0] // NUMBER, **options
+        )
+        text = jax.jit(grad_fn).lower(params, x).compile().as_text()
+        assert "all-reduce" in text
+        return "all-reduce" in text[text.index("\nENTRY") :]
+
+    assert outside_of_the_loop(reject=None, measure=False)
+    assert not outside_of_the_loop()

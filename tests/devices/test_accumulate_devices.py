@@ -191,7 +191,9 @@ def test_in_shard_map(loss, check_vma, judge):
         # With the losses and weights, unless the loss itself adds up over devices.
         assert (len(inside), len(outside)) == (0 if loss == "of a part" else 1, 1)
     else:
-        assert of_gradients(inside) == ["all-reduce"]
+        # Of a loss of all by the weight of a part XLA may leave two, side by side.
+        most = 2 if loss == "of all, weight of a part" else 1
+        assert of_gradients(inside) in [["all-reduce"] * number for number in range(1, most + 1)]
         assert outside == []
 
 
