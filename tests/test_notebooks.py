@@ -49,6 +49,15 @@ def test_stored_with_outputs(path):
     assert not any(place in stored for place in ("/tmp", "/home", "/usr", "/root"))
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_all_draw_in_one_style(path):
+    """With the colours of `optaxclip.plots`, and room for what stands around the axes."""
+    code = "\n".join(cell.source for cell in code_cells(read(path)))
+    assert "plt.show(" not in code
+    assert '"tab:' not in code
+    assert code.count("plt.subplots(") == code.count('layout="constrained"')
+
+
 def shortened(path):
     """The notebook of fewer steps."""
     notebook = read(path)
