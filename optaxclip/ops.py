@@ -215,4 +215,4 @@ def _check(tree: PyTree) -> None:
 
 def _scalar(value: Any, argument: str) -> Array:
     """A scalar array, which unlike a number may be negative or NaN."""
-    return jnp.asarray(check_limit(value, argument, allow_any_number=True))
+    return jnp.asarray(check_limit(value, argument, allow_any_number=True, off=True))

@@ -4,6 +4,9 @@ import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 
 def checked_int(value: Any, least: int, argument: str) -> int:
@@ -15,12 +18,43 @@ def checked_int(value: Any, least: int, argument: str) -> int:
     """
     refuse_arrays(value, argument)
     try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{argument} must be an int of at least {least}, got {value!r}") from None
     if number < least:
         raise ValueError(f"{argument} must be an int of at least {least}, got {value!r}")
     return number
+
+
+def checked_count(value: Any, argument: str) -> Any:
+    """`value`, checked to be a whole number of at least 1, Python's, NumPy's or a scalar of JAX.
+
+    Raises:
+      ValueError: if it is less, as far as that is known, or no scalar.
+      TypeError: if it is no whole number.
+    """
+    if not isinstance(value, jax.Array):
+        return min(checked_int(value, 1, argument), 2**31 - 1)
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{argument} must be a whole number, got the dtype {value.dtype}")
+    if value.shape:
+        raise ValueError(f"{argument} must be a scalar, got an array of shape {value.shape}")
+    if not isinstance(value, Tracer) and int(value) < 1:
+        raise ValueError(f"{argument} must be at least 1, got {int(value)}")
+    return value
+
+
+def checked_name(value: Any) -> str:
+    """The name of a transformation, checked to be a string that is not empty.
+
+    Raises:
+      TypeError: if it is none.
+    """
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"name must be a string that is not empty, got {value!r}")
+    return value
 
 
 def checked_bool(value: Any, argument: str) -> bool:
@@ -53,16 +87,27 @@ def is_uncalled(value: Any, package: str) -> bool:
     return isinstance(module, str) and module.startswith(f"{package}.") and "." not in name
 
 
-def check_state(state: Any, kind: type, name: str) -> None:
+FRESH_STATE = (
+    "If it is from a checkpoint of another transformation, begin with a fresh state for this stage "
+    "and keep those of the others: of a chain, "
+    "opt_state = (tx.init(params)[0], *old_opt_state[1:]) where this stage is the first"
+)
+
+
+def check_state(state: Any, kind: type, name: str, remedy: str = FRESH_STATE) -> None:
     """Checks that a transformation is given a state of its own kind.
 
     Raises:
-      ValueError: otherwise.
+      ValueError: otherwise, with what to do.
     """
     if not isinstance(state, kind):
         raise ValueError(
-            f"{name}: the state must be a {kind.__name__}, got {state!r:.80} of type "
-            f"{type(state).__name__}. If it is from a checkpoint of another transformation, begin "
-            "with a fresh state for this stage and keep those of the others: of a chain, "
-            "opt_state = (tx.init(params)[0], *old_opt_state[1:]) where this stage is the first"
+            f"{name}: the state must be a {kind.__name__}, got {short(state)} of type "
+            f"{type(state).__name__}. {remedy}"
         )
+
+
+def short(value: Any) -> str:
+    """A value as a message shows it: on one line, and not whole if it is long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."

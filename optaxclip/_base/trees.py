@@ -177,6 +177,13 @@ def _is_known(dtype: Any) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in known)
 
 
+def _outline(tree: PyTree) -> str:
+    """The type and the first leaves of a tree, for a message."""
+    names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    shown = f"{names[:4]}"[1:-1] + (", ..." if len(names) > 4 else "")
+    return f"the leaves {shown} ({type(tree).__name__})"
+
+
 def per_leaf(value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument: str) -> list[Any]:
     """One value for each measured leaf of a tree.
 
@@ -196,7 +203,11 @@ def per_leaf(value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument
     positions = jax.tree_util.tree_unflatten(flat.treedef, list(range(len(flat.leaves))))
     try:
         broadcast = jax.tree.broadcast(value, positions)
-    except ValueError as error:
-        raise ValueError(f"{argument} is not a pytree prefix of the gradients: {error}") from None
+    except ValueError:
+        raise ValueError(
+            f"{argument} must be a pytree prefix of the gradients, with one value for each of "
+            f"their leaves or for a whole branch; {argument} has {_outline(value)}, the gradients "
+            f"have {_outline(positions)}. Or pass a function of a leaf's path and the leaf"
+        ) from None
     values = jax.tree.leaves(broadcast)
     return [values[i] for i in flat.measured]

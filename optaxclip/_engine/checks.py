@@ -2,13 +2,15 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
+from optaxclip._base.arguments import FRESH_STATE
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.names import Names
 from optaxclip._base.trees import FlatTree, flatten, leaf_name
-from optaxclip._base.types import PyTree, Threshold
+from optaxclip._base.types import NormTree, PyTree, Threshold
 from optaxclip.thresholds.fixed import check_limit
 
 
@@ -40,6 +42,36 @@ def among_known(grouping: Grouping, known: Names, size: int, name: str) -> Group
             f"{name}: the updates have groups {unknown} that the params given to init did not have"
         )
     return grouping.among(known)
+
+
+def check_rule_state(rule: Threshold, state: PyTree, norms: NormTree, name: str) -> None:
+    """Checks that a limit rule is given what it keeps itself. Under `jit` that costs nothing.
+
+    Raises:
+      ValueError: if it is of another rule, naming both.
+    """
+    own = jax.eval_shape(rule.init, norms)
+    if not jax.tree.leaves(own) and not jax.tree.leaves(state):
+        return  # such as None, which some checkpoints make of ()
+    if jax.tree.structure(own) != jax.tree.structure(state) or _shapes(own) != _shapes(state):
+        raise ValueError(
+            f"{name}: the state is that of another limit: it holds {_kept(state)}, and this limit "
+            f"keeps {_kept(own)}. {FRESH_STATE}"
+        )
+
+
+def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
+    return [jnp.shape(x) for x in jax.tree.leaves(tree)]
+
+
+def _kept(state: PyTree) -> str:
+    """What a rule keeps, in words."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Names))
+    rules = sorted({name for node in nodes if isinstance(node, Names) for name in node})
+    if not jax.tree.leaves(state):
+        return "nothing, as for a constant"
+    arrays = f"arrays of the shapes {_shapes(state)}"
+    return f"the state of {' and '.join(rules)}, {arrays}" if rules else arrays
 
 
 def params_for(rule: Threshold, params: PyTree | None, name: str) -> PyTree | None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
-from optaxclip._base.arguments import checked_bool
+from optaxclip._base.arguments import checked_bool, checked_name
 from optaxclip._base.types import AxisName, NonFinite, PyTree
 from optaxclip._engine.placement import as_axis_names
 from optaxclip.nonfinite import as_policy
@@ -128,8 +128,6 @@ class Options:
             )
         if known_norm is not None and chosen["nonfinite"] == "mask":
             raise ValueError("known_norm cannot be used with nonfinite='mask', which changes norms")
-        if not isinstance(chosen["name"], str):
-            raise TypeError(f"name must be a string, got {chosen['name']!r}")
         return cls(
             norm=as_norm(chosen["norm"]),
             nonfinite=as_policy(chosen["nonfinite"]),
@@ -138,7 +136,7 @@ class Options:
             known_norm=known_norm,
             axis_names=as_axis_names(chosen["axis_name"]),
             specs=chosen["specs"],
-            name=chosen["name"],
+            name=checked_name(chosen["name"]),
         )
 
 

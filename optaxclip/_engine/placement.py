@@ -260,6 +260,13 @@ class _Finder:
         if not self.manual:
             return mapped, nothing
         if devices.tracks(self.manual):
+            if mapped:
+                raise ValueError(
+                    f"axis_name has {sorted(mapped)}, which the mesh does not split here, only "
+                    f"{sorted(self.manual)}; if that is the axis of a vmap: inside of "
+                    "shard_map(check_vma=True) JAX has no sums over one. Clip outside of the vmap, "
+                    "or pass check_vma=False, and to the clip both axes"
+                )
             reduced, kept = self._by_type(i, leaf, nothing)
         elif self.specs is not None:
             reduced, kept = self._by_spec(i, leaf, self.manual)

@@ -17,7 +17,7 @@ import optaxclip._base.devices as devices
 import optaxclip.nonfinite as policies
 from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip._base.types import ClipInfo, NonFinite, NormTree, PyTree, Threshold
-from optaxclip._engine.checks import matching_params, params_for
+from optaxclip._engine.checks import check_rule_state, matching_params, params_for
 from optaxclip._engine.groups import Groups, Rows
 from optaxclip._engine.masked import mask
 from optaxclip._engine.measure import Measured, measure, slacks
@@ -222,7 +222,9 @@ def _steps(
         bad = [~jnp.isfinite(norm) for norm in norms]
     if method.nonfinite == "error":
         _report(bad, groups, method)
-    triggers, targets, rule_state = _limits(rule, rule_state, norms, weight_norms, groups)
+    triggers, targets, rule_state = _limits(
+        rule, rule_state, norms, weight_norms, groups, method.name
+    )
     how = {"response": method.response, "nonfinite": method.nonfinite, "strict": method.strict}
     rows = zip(measured, triggers, targets, strict=True)
     multipliers = [multiplier(*row, **how) for row in rows]
@@ -234,11 +236,18 @@ def _steps(
 
 
 def _limits(
-    rule: Threshold, state: PyTree, norms: Rows, weight_norms: Rows | None, groups: Groups
+    rule: Threshold,
+    state: PyTree,
+    norms: Rows,
+    weight_norms: Rows | None,
+    groups: Groups,
+    name: str,
 ) -> tuple[Rows, Rows, PyTree]:
     """The triggers and targets of all norms, and the rule's state."""
     of_weights = None if weight_norms is None else groups.for_rule(weight_norms)
-    limits, state = rule.update(groups.for_rule(norms), state, of_weights)
+    seen = groups.for_rule(norms)
+    check_rule_state(rule, state, seen, name)
+    limits, state = rule.update(seen, state, of_weights)
     return groups.from_rule(limits.trigger), groups.from_rule(limits.target), state
 
 

@@ -124,7 +124,7 @@ class Judge:
         if self.rejects:
             is_out = ~(jnp.isfinite(norm) & jnp.isfinite(value))
         if self.rule is not None:
-            verdict = judged(self.rule, state.reject, norm, param_norm)
+            verdict = judged(self.rule, state.reject, norm, NAME, param_norm)
             is_out, new = is_out | verdict.is_out, new._replace(reject=verdict.rule_state)
         norm_after = norm
         if self.clip is not None:

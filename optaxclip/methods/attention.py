@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import check_state, checked_bool
+from optaxclip._base.arguments import check_state, checked_bool, checked_name
 from optaxclip._base.numerics import (
     accumulation_dtype,
     match_weak_type,
@@ -108,7 +108,7 @@ def clip_attention_logits(
             "says which leaves are the weights of queries and keys, and on which axis their heads "
             "are"
         )
-    limit = as_limit(tau, "tau")
+    limit, name = as_limit(tau, "tau"), checked_name(name)
 
     def clip(specs: PyTree = None) -> Transformation[ClipState]:
         # Each head is a group of its own, with one entry.

@@ -50,7 +50,7 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
       >>> print(tx.update(grads, tx.init(grads))[0])
       [nan  2. -2.  2.  1.]
     """
-    bound = max_delta if callable(max_delta) else check_limit(max_delta, "max_delta")
+    bound = max_delta if callable(max_delta) else check_limit(max_delta, "max_delta", off=True)
     return _clip_by_bounds(None, bound, ("max_delta", "max_delta"), record)
 
 

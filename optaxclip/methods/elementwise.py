@@ -10,6 +10,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 import optaxclip._base.devices as devices
+from optaxclip._base.arguments import short
 from optaxclip._base.numerics import is_real, match_weak_type, power_of_two_below
 from optaxclip._base.trees import FlatTree, is_sparse, with_data
 from optaxclip._base.types import PyTree
@@ -53,7 +54,8 @@ def check_bound(bound: Any, argument: str) -> Any:
     """
     if not is_real(bound):
         raise TypeError(
-            f"{argument} must be a number or an array, got {bound!r} of type {type(bound).__name__}"
+            f"{argument} must be a number or an array, got {short(bound)} of type "
+            f"{type(bound).__name__}"
         )
     return bound
 

@@ -9,6 +9,7 @@ from jax import Array
 from optaxclip._base.counters import increased
 from optaxclip._base.numerics import match_weak_type, narrowed
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
+from optaxclip._engine.checks import check_rule_state
 
 
 class Judged(NamedTuple):
@@ -44,8 +45,11 @@ class Judged(NamedTuple):
         )
 
 
-def judged(rule: Threshold, state: PyTree, number: Array, param_norm: Any = None) -> Judged:
-    """A number as a rule in this state judges it."""
+def judged(
+    rule: Threshold, state: PyTree, number: Array, name: str, param_norm: Any = None
+) -> Judged:
+    """A number as a rule in this state judges it, for the transformation of that name."""
+    check_rule_state(rule, state, number, name)
     limits, state = rule.update(number, state, param_norm)
     is_finite = jnp.isfinite(number)
     is_above = is_finite & (number > limits.trigger.astype(number.dtype))

@@ -9,7 +9,7 @@ from jax import Array, lax
 
 import optaxclip._base.devices as devices
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import check_state, checked_int
+from optaxclip._base.arguments import check_state, checked_count
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.names import Names
@@ -67,6 +67,12 @@ class SkipState(NamedTuple):
     inner_state: PyTree
 
 
+_WRAP_STATE = (
+    "If the optimizer ran without a skip until now, put its state inside of a fresh one: "
+    "opt_state = tx.init(params)._replace(inner_state=old_opt_state)"
+)
+
+
 def skipping(
     inner: optax.GradientTransformation,
     limit: LimitLike,
@@ -92,8 +98,8 @@ def skipping(
             f"inner must be an Optax transformation such as optax.adam(1e-3), got {inner!r}"
         )
     inner = optax.with_extra_args_support(inner)
-    if max_consecutive is not None and not isinstance(max_consecutive, jax.Array):
-        max_consecutive = min(checked_int(max_consecutive, 1, "max_consecutive"), 2**31 - 1)
+    if max_consecutive is not None:
+        max_consecutive = checked_count(max_consecutive, "max_consecutive")
 
     def norms(tree: PyTree, scope: Scope, argument: str) -> tuple[Array, Names]:
         """The norms of groups, and their names."""
@@ -124,7 +130,7 @@ def skipping(
         params: PyTree | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, SkipState]:
-        check_state(state, SkipState, name)
+        check_state(state, SkipState, name, _WRAP_STATE)
         rule = rule_for(limit, [("tree", ())])
         norm_now = known_norm(options, extra_args, "scalar")
         of_leaves, names = jnp.zeros(0), Names()
@@ -137,10 +143,10 @@ def skipping(
         param_norm = None
         if relative_to is not None:
             param_norm, _ = norms(relative_to, scopes.tree(), "params")
-        of_norm = judged(rule, state.rule, norm_now, param_norm)
+        of_norm = judged(rule, state.rule, norm_now, name, param_norm)
         is_bad, is_out, of_loss = of_norm.is_bad, of_norm.is_out, None
         if loss_limit is not None:
-            of_loss = judged(loss_limit, state.loss.rule, loss_among(extra_args, name))
+            of_loss = judged(loss_limit, state.loss.rule, loss_among(extra_args, name), name)
             is_bad, is_out = is_bad | of_loss.is_bad, is_out | of_loss.is_out
         skip = is_out
         if max_consecutive is not None:

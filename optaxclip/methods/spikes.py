@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip.thresholds as thresholds
-from optaxclip._base.arguments import check_state, checked_int
+from optaxclip._base.arguments import check_state, checked_int, checked_name
 from optaxclip._base.counters import increased
 from optaxclip._base.numerics import (
     accumulation_dtype,
@@ -166,6 +166,8 @@ def clip_by_second_moment(
     period = (
         None if reset_every is None else min(checked_int(reset_every, 1, "reset_every"), 2**31 - 1)
     )
+
+    checked_name(name)
 
     def init(params: PyTree) -> SecondMomentState:
         flat = dense(flatten(params, "params"), name)

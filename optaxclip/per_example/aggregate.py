@@ -129,6 +129,9 @@ def per_example_clip_and_aggregate(
         state = PerExampleState(count, first_key, rule.init() if rule else None, *of_step)
         return own_arrays(state)
 
+    if batch_size is not None:
+        batch_size = at_least(batch_size, 1, "batch_size")
+
     def update(
         updates: PyTree,
         state: Any,

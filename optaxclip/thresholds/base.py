@@ -19,6 +19,7 @@ leaves the state exactly as it was.
 """
 
 import dataclasses
+import re
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
@@ -28,6 +29,7 @@ from jax.tree_util import Partial
 
 from optaxclip._base.counters import increased
 from optaxclip._base.grouping import concatenated, split_up
+from optaxclip._base.names import Names
 from optaxclip._base.numerics import narrowed, power_of_two_below, safe_sqrt
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.fixed import check_limit
@@ -94,11 +96,13 @@ class AdaptiveState(NamedTuple):
       recorded: int32, the norms recorded so far.
       streak: int32, how many norms in a row were above their limit.
       statistic: what the statistic keeps.
+      rule: the rule's name, as a tuple of one; structure, not an array.
     """
 
     recorded: Array
     streak: Array
     statistic: PyTree
+    rule: Names
 
 
 @jax.tree_util.register_static
@@ -109,6 +113,12 @@ class _Static:
     inclusive: bool
     reject: bool
     by_norm_of_all: bool
+
+    @property
+    def rule(self) -> Names:
+        """The name of the rule, as that of its statistic."""
+        words = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(self.statistic).__name__)
+        return Names((words.strip("_").lower(),))
 
 
 class _Options(NamedTuple):
@@ -241,7 +251,7 @@ def root_of_squares(x: Array, y: Array) -> Array:
 def _init(static: _Static, numbers: Any, norms: NormTree) -> AdaptiveState:
     norm = _as_one(norms)
     zeros = jnp.zeros(norm.shape, jnp.int32)
-    return AdaptiveState(zeros, zeros, static.statistic.init(numbers, norm))
+    return AdaptiveState(zeros, zeros, static.statistic.init(numbers, norm), static.rule)
 
 
 def _update(
@@ -324,4 +334,4 @@ def _step(
         cap = as_float(options.max_norm)
         target = jnp.where(is_above | (norm <= cap), jnp.minimum(target, cap), cap)
         trigger = jnp.minimum(trigger, cap.astype(trigger.dtype))
-    return Limits(trigger, target), AdaptiveState(count, streak, known)
+    return Limits(trigger, target), AdaptiveState(count, streak, known, static.rule)

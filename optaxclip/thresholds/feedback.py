@@ -117,7 +117,7 @@ def adagc(
         at_least(warmup_steps, 0, "warmup_steps"),
     )
     return adaptive(
-        _AdaGC(),
+        _Adagc(),
         numbers,
         record="clipped",
         by_norm_of_all=True,
@@ -226,7 +226,7 @@ class _AdaGCNumbers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _AdaGC:
+class _Adagc:
     def init(self, numbers: Any, like: Array) -> Array:
         del numbers
         return jnp.zeros(like.shape, jnp.float32)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
-from optaxclip._base.arguments import is_uncalled
+from optaxclip._base.arguments import is_uncalled, short
 from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import is_real
@@ -43,7 +43,7 @@ def constant(limit: jax.typing.ArrayLike) -> Threshold:
       >>> print(limits.target)
       [1. 1.]
     """
-    return Threshold(Partial(_no_state), Partial(_constant, check_limit(limit, "limit")))
+    return Threshold(Partial(_no_state), Partial(_constant, check_limit(limit, "limit", off=True)))
 
 
 def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
@@ -99,7 +99,7 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3
 def relative(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike, argument: str) -> Threshold:
     """`relative_to_params`, with the name that `ratio` has in messages."""
     eps = check_limit(eps, "eps")
-    inner = schedule(ratio) if callable(ratio) else constant(check_limit(ratio, argument))
+    inner = schedule(ratio) if callable(ratio) else constant(check_limit(ratio, argument, off=True))
     return Threshold(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
 
 
@@ -139,13 +139,27 @@ def _checked(limit: ScalarOrSchedule | Threshold, argument: str) -> Any:
     """A rule, or a number."""
     if isinstance(limit, Threshold):
         return limit
+    refuse_parts(limit, argument)
+    return schedule(limit) if callable(limit) else check_limit(limit, argument, off=True)
+
+
+def refuse_parts(limit: Any, argument: str) -> None:
+    """Raises for a rule that was not called, and for a scope, neither of which is a schedule.
+
+    Raises:
+      TypeError: for one of them.
+    """
     if is_uncalled(limit, "optaxclip.thresholds"):
         name = getattr(limit, "__name__", "")
         raise TypeError(
             f"{argument} must be what {name} makes, not {name} itself: call it, as in "
             f"thresholds.{name}()"
         )
-    return schedule(limit) if callable(limit) else check_limit(limit, argument)
+    if str(getattr(limit, "__module__", "")).startswith("optaxclip.scopes"):
+        raise TypeError(
+            f"{argument} must be a number, a schedule or a rule, got a scope, which comes before "
+            "it, as in clip_by(scopes.leaf(), 1.0)"
+        )
 
 
 def _as_rule(checked: Any) -> Threshold:
@@ -210,7 +224,8 @@ def at_step(rule: Threshold, state: PyTree) -> Threshold:
     A program that is compiled for it then holds for all steps, and for all schedules. Rules that
     are made of others evaluate their own schedules.
     """
-    if getattr(rule.update, "func", None) not in (_scheduled, _relative):
+    is_count = getattr(state, "shape", None) == ()  # else it is another rule's, refused later
+    if getattr(rule.update, "func", None) not in (_scheduled, _relative) or not is_count:
         return rule
 
     def now(x: Any) -> Any:
@@ -219,22 +234,26 @@ def at_step(rule: Threshold, state: PyTree) -> Threshold:
     return jax.tree.map(now, rule, is_leaf=lambda x: isinstance(x, _Schedule))
 
 
-def check_limit(limit: Any, argument: str, *, allow_any_number: bool = False) -> Any:
+def check_limit(
+    limit: Any, argument: str, *, allow_any_number: bool = False, off: bool = False
+) -> Any:
     """`limit`, if it can be one.
 
     Args:
       limit: a Python, NumPy, JAX or traced scalar.
       argument: what it is called in messages.
       allow_any_number: whether negative and NaN numbers are let through.
+      off: whether an infinite one switches clipping off, which messages then say.
 
     Raises:
       ValueError: if it is not a scalar, or (NumPy and Python numbers only) is negative or NaN.
       TypeError: if it is not a real number.
     """
+    hint = "; to switch clipping off pass math.inf" if off else ""
     if not is_real(limit):
         raise TypeError(
-            f"{argument} must be a number, a scalar array or a schedule, got {limit!r} of type "
-            f"{type(limit).__name__}; to switch clipping off pass math.inf"
+            f"{argument} must be a number, a scalar array or a schedule, got {short(limit)} of "
+            f"type {type(limit).__name__}{hint if limit is None else ''}"
         )
     shape = getattr(limit, "shape", ())
     if shape != ():
@@ -249,10 +268,7 @@ def check_limit(limit: Any, argument: str, *, allow_any_number: bool = False) ->
     except OverflowError:  # a whole number above all floats
         value = limit = math.inf if limit > 0 else -math.inf
     if not allow_any_number and (math.isnan(value) or value < 0):
-        raise ValueError(
-            f"{argument} must not be negative or NaN, got {limit!r}; to switch clipping off pass "
-            "math.inf"
-        )
+        raise ValueError(f"{argument} must not be negative or NaN, got {limit!r}{hint}")
     # What no float of JAX's can be is infinite, without NumPy's warning at the first step.
     if abs(value) > float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max):
         return math.copysign(math.inf, value)

@@ -127,7 +127,7 @@ def window(
     window = checked_int(window, 2, "window")
     within(ddof, 0, 1, "ddof")
     return adaptive(
-        _MeanAndDeviation(window, ddof),
+        _Window(window, ddof),
         (at_least(num_std, 0, "num_std"), at_least(min_std, 0, "min_std")),
         record=record,
         inclusive=inclusive,
@@ -247,7 +247,7 @@ class _Median(_Ring):
 
 
 @dataclasses.dataclass(frozen=True)
-class _MeanAndDeviation(_Ring):
+class _Window(_Ring):
     ddof: int
 
     def limits(self, numbers: Any, state: Array, norm: Array, count: Array) -> Limits:

@@ -13,7 +13,7 @@ from optaxclip._base.counters import increased
 from optaxclip._base.numerics import is_real
 from optaxclip._base.types import Limits, NormTree, Threshold
 from optaxclip.thresholds.base import of_any_sign
-from optaxclip.thresholds.fixed import ScalarOrSchedule, check_limit
+from optaxclip.thresholds.fixed import ScalarOrSchedule, check_limit, refuse_parts
 
 
 def loss_among(extra_args: Mapping[str, Any], name: str) -> Array:
@@ -56,6 +56,7 @@ def as_loss_limit(limit: ScalarOrSchedule | Threshold, argument: str = "loss_lim
         if limit.uses_params:
             raise ValueError(f"{argument} cannot be relative to the parameters: pass another rule")
         return of_any_sign(limit, argument).as_pytree()
+    refuse_parts(limit, argument)
     if callable(limit):
         return Threshold(Partial(_no_steps), Partial(_at_step, Partial(limit)))
     number = check_limit(limit, argument, allow_any_number=True)

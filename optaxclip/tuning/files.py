@@ -1,5 +1,6 @@
 """Norms from the files that loggers write: CSV, JSON lines, TensorBoard's event files, `.npy`."""
 
+import collections
 import csv
 import io
 import json
@@ -72,9 +73,9 @@ def _columns(data: bytes, source: str) -> Columns:
     except UnicodeDecodeError as error:
         kinds = "CSV, JSON lines, TensorBoard event file or array of np.save"
         raise ValueError(f"{source} is no {kinds}") from error
-    lines = [line for line in text.splitlines() if line.strip()]
-    is_json = bool(lines) and lines[0].lstrip()[0] in "{["
-    return _from_json(lines, source) if is_json else _from_csv(lines)
+    lines = {at: line for at, line in enumerate(text.splitlines(), start=1) if line.strip()}
+    is_json = next(iter(lines.values()), "").lstrip().startswith(("{", "["))
+    return _from_json(lines, text, source) if is_json else _from_csv([*lines.values()])
 
 
 def _meant(columns: Columns, usable: list[str], source: str) -> str:
@@ -111,42 +112,62 @@ def _from_csv(lines: list[str]) -> Columns:
         names = [str(i) for i in range(len(rows[0]))]
     else:
         names, rows = rows[0], rows[1:]
-    return _gathered([dict(zip(names, row, strict=False)) for row in rows], names)
+    return _gathered([list(zip(names, row, strict=False)) for row in rows], names)
 
 
-def _from_json(lines: list[str], source: str) -> Columns:
-    try:
-        rows = [json.loads(line) for line in lines]
-    except json.JSONDecodeError:
-        rows = _whole_json("\n".join(lines), source)
-    if len(rows) == 1 and isinstance(rows[0], list):
+class _Object(list[tuple[str, Any]]):
+    """The pairs of a JSON object, of which two may have one key."""
+
+
+def _parsed(text: str) -> Any:
+    # An integer may be too large for a float, and longer than Python reads; a float is infinite.
+    return json.loads(text, object_pairs_hook=_Object, parse_int=float)
+
+
+def _from_json(lines: dict[int, str], text: str, source: str) -> Columns:
+    rows, wrong = [], None
+    for at, line in lines.items():
+        try:
+            rows.append(_parsed(line))
+        except json.JSONDecodeError as error:
+            wrong = (at, error.msg)
+            break
+    # The last line may be cut off, where the run still writes or was stopped.
+    if wrong is not None and (not rows or wrong[0] < max(lines)):
+        rows = _whole_json(text, source, wrong if rows else None)
+    if len(rows) == 1 and isinstance(rows[0], list) and not isinstance(rows[0], _Object):
         rows = rows[0]
-    rows = [dict(_flat(row)) if isinstance(row, dict) else {"0": row} for row in rows]
-    return _gathered(rows, list(dict.fromkeys(name for row in rows for name in row)))
+    rows = [[*_flat(row)] if isinstance(row, _Object) else [("0", row)] for row in rows]
+    return _gathered(rows, list(dict.fromkeys(name for row in rows for name, _ in row)))
 
 
-def _whole_json(text: str, source: str) -> list[Any]:
+def _whole_json(text: str, source: str, wrong: tuple[int, str] | None) -> list[Any]:
+    """The rows of a text that is one JSON value; `wrong` says which of its lines is none."""
     try:
-        rows = json.loads(text)
+        rows = _parsed(text.rstrip())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{source}: not JSON lines: {error.msg} in line {error.lineno}") from error
-    return rows if isinstance(rows, list) else [rows]
+        at, message = wrong or (error.lineno, error.msg)
+        raise ValueError(f"{source}: not JSON lines: {message} in line {at}") from error
+    return rows if isinstance(rows, list) and not isinstance(rows, _Object) else [rows]
 
 
-def _flat(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(row: _Object, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The cells of objects in objects, under the keys that lead to them: `train.grad_norm`."""
-    for key, cell in row.items():
-        if isinstance(cell, dict):
+    for key, cell in row:
+        if isinstance(cell, _Object):
             yield from _flat(cell, f"{prefix}{key}.")
         else:
             yield prefix + key, cell
 
 
-def _gathered(rows: list[dict[str, Any]], names: list[str]) -> Columns:
+def _gathered(rows: list[list[tuple[str, Any]]], names: list[str]) -> Columns:
     numbers: dict[str, list[float]] = {name: [] for name in names}
     refused: dict[str, str] = {}
     for at, row in enumerate(rows, start=1):
-        for name, cell in row.items():
+        seen = collections.Counter(name for name, _ in row)
+        twice = [name for name, count in seen.items() if count > 1]
+        refused |= dict.fromkeys(twice, "is there more than once: give each a name of its own")
+        for name, cell in row:
             if cell in ("", None):
                 continue
             number = _number(cell)
@@ -167,6 +188,8 @@ def _number(cell: Any) -> float | None:
         return float(cell)
     except (TypeError, ValueError):
         return None
+    except OverflowError:
+        return math.copysign(math.inf, cell)
 
 
 def _from_npy(data: bytes, source: str) -> Columns:

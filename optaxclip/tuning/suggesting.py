@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
+from optaxclip._base.arguments import short
 from optaxclip.methods.adaptive import zclip
 from optaxclip.methods.windowed import autoclip, clip_by_window_norm
 from optaxclip.tuning.doubts import doubts_and_advice
@@ -32,8 +33,8 @@ class Alternative:
 
     Attributes:
       call: the code that makes it.
-      share_clipped: the share of the finite steps that it would have clipped; for an adaptive clip
-        the share of the last 10,000.
+      share_clipped: the share of the steps that it would have clipped, of those after the warm-up
+        with a norm that is finite and positive; for an adaptive clip of the last 10,000 of them.
       why: the reason, in a few words.
     """
 
@@ -48,7 +49,8 @@ class Suggestion:
 
     Attributes:
       limit: the suggested limit.
-      share_clipped: the share of the finite steps with a norm above it.
+      share_clipped: the share of the steps with a norm above it, of those after the warm-up with a
+        norm that is finite and positive.
       typical_norm: the median after the warm-up, without spikes.
       spread: the standard deviation of the natural logarithms of ordinary norms around their moving
         median.
@@ -173,8 +175,8 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
     used = np.flatnonzero(finite & (values > 0))
     shape = shape_of(np.log(values[used]))
     limit = _limit(values[used], shape)
-    share = float(np.mean(values[finite] > limit))
     settled = values[used][shape.warmup :]
+    share = float(np.mean(settled > limit))
     doubts, advice = doubts_and_advice(values, shape, limit)
     for doubt in doubts:
         warnings.warn(doubt, stacklevel=2)
@@ -187,8 +189,8 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
         warmup_steps=int(used[shape.warmup]),
         spikes=used[shape.spikes],
         num_nonfinite=int(np.sum(~finite)),
-        percentiles=tuple(_percentile(percent, settled, values[finite]) for percent in PERCENTILES),
-        adaptive=_adaptive(shape.regime, share, values[finite]),
+        percentiles=tuple(_percentile(percent, settled) for percent in PERCENTILES),
+        adaptive=_adaptive(shape.regime, share, values[used], shape.warmup),
         notes=(*doubts, *advice),
         norms=values,
         doubts=doubts,
@@ -196,7 +198,18 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
 
 
 def _checked(norms: ArrayLike) -> Floats:
-    array = np.asarray(norms)
+    try:
+        array = np.asarray(norms)
+    except ValueError as error:  # of lists or fields of several lengths
+        if isinstance(norms, list):
+            raise TypeError(f"norms must be real numbers: {error}") from None
+        array = np.asarray(None)
+    if (array.dtype == object and not isinstance(norms, list)) or hasattr(norms, "_fields"):
+        raise TypeError(
+            f"norms must be an array of norms, or the path of a file, got {short(norms)} of type "
+            f"{type(norms).__name__}; of an optimizer's state with monitor.record in the chain "
+            "take optaxclip.monitor.history(state)"
+        )
     if array.dtype.kind not in "fiu" and array.dtype != jnp.bfloat16:
         raise TypeError(f"norms must be real numbers, got the dtype {array.dtype}")
     if array.ndim != 1:
@@ -240,9 +253,9 @@ def _below(value: float) -> float:
     return rounded if 0 < rounded < value else value * (1 - 2**-20)
 
 
-def _percentile(percent: int, settled: Floats, finite: Floats) -> Alternative:
+def _percentile(percent: int, settled: Floats) -> Alternative:
     limit = float(f"{np.percentile(settled, percent):.3g}")
-    share = float(np.mean(finite > limit))
+    share = float(np.mean(settled > limit))
     return Alternative(_constant(limit), share, f"{percent}th percentile")
 
 
@@ -250,7 +263,7 @@ def _constant(limit: float) -> str:
     return f"clip_by_global_norm({limit:g})"
 
 
-def _adaptive(regime: Regime, share: float, norms: Floats) -> Alternative:
+def _adaptive(regime: Regime, share: float, norms: Floats, warmup: int) -> Alternative:
     # At the limit's own percentile, AutoClip clips as often as the limit.
     percent = float(np.clip(round(100 * (1 - share), 1), PERCENTILES[0], PERCENTILES[-1]))
     calls: dict[Regime, str] = {
@@ -260,20 +273,23 @@ def _adaptive(regime: Regime, share: float, norms: Floats) -> Alternative:
     }
     largest = np.finfo(np.float32).max
     gradients = jnp.asarray(np.minimum(norms[-MOST_REPLAYED:], largest), jnp.float32)
-    number = _number_clipped(gradients, jnp.float32(percent), regime=regime)
-    return Alternative(calls[regime], int(number) / len(gradients), f"adaptive, for {regime} norms")
+    clipped = np.asarray(_are_clipped(gradients, jnp.float32(percent), regime=regime))
+    # It sees the warm-up, and is judged by what comes after, as the others are.
+    after = clipped[max(warmup - (len(norms) - len(gradients)), 0) :]
+    return Alternative(calls[regime], float(np.mean(after)), f"adaptive, for {regime} norms")
 
 
 @functools.partial(jax.jit, static_argnames="regime")
-def _number_clipped(gradients: jax.Array, percent: jax.Array, *, regime: Regime) -> jax.Array:
-    """How many gradients of one entry, float32[steps], the regime's rule clips."""
+def _are_clipped(gradients: jax.Array, percent: jax.Array, *, regime: Regime) -> jax.Array:
+    """Which of the gradients of one entry, float32[steps], the regime's rule clips."""
     clip = {
         "stationary": lambda: autoclip(percent, WINDOW),
         "drifting": zclip,
         "stepped": clip_by_window_norm,
     }[regime]()
 
-    def step(state: Any, gradient: jax.Array) -> tuple[Any, None]:
-        return clip.update(gradient, state)[1], None
+    def step(state: Any, gradient: jax.Array) -> tuple[Any, jax.Array]:
+        state = clip.update(gradient, state)[1]
+        return state, state.info.fraction > 0
 
-    return jax.lax.scan(step, clip.init(gradients[0]), gradients)[0].info.num_clipped
+    return jax.lax.scan(step, clip.init(gradients[0]), gradients)[1]

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike
 
+from optaxclip._base.arguments import short
 from optaxclip._base.types import PyTree
 from optaxclip.tuning.runs import Numbers, Progress, StepFn, all_steps, in_groups
 
@@ -122,7 +123,7 @@ def sweep(
         float[] or float[groups].
       limits: float[limits], positive.
       steps: how many steps each run takes.
-      key: a PRNG key, from which the keys of the seeds are split.
+      key: a PRNG key, or an int to make one of, from which the keys of the seeds are split.
       data: the batches, a pytree whose leaves have a first axis of at least `steps`. For data that
         does not fit into memory, pass indices, and look them up in the step.
       learning_rates: float[learning_rates]; each limit is tried with each of them.
@@ -139,7 +140,8 @@ def sweep(
     Raises:
       ValueError: for limits or learning rates that are not positive or not in one axis, a `steps`,
         `seeds` or `parallel` below 1, and data of fewer steps.
-      TypeError: if `step_fn` does not return a state like that it was given, a loss and a norm.
+      TypeError: if `step_fn` does not return a state like that it was given, a loss and a norm, or
+        `key` is no key.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optaxclip
@@ -200,8 +202,19 @@ def _check_data(data: PyTree, steps: int) -> PyTree:
 
 
 def _as_key(key: ArrayLike) -> Array:
-    key = jnp.asarray(key)
-    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
+    """A typed key, from one, from one of the older kind, or from an int.
+
+    Raises:
+      TypeError: if it is none of these.
+    """
+    dtype = getattr(key, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and np.ndim(key) == 0:
+        return jnp.asarray(key)
+    if isinstance(key, int) and not isinstance(key, bool):
+        return jax.random.key(key)
+    if dtype == jnp.uint32 and np.ndim(key) == 1:
+        return jax.random.wrap_key_data(jnp.asarray(key))
+    raise TypeError(f"key must be one key from jax.random, or an int, got {short(key)}")
 
 
 def _without_rate(step_fn: StepFn) -> StepFn:
@@ -213,7 +226,11 @@ def _check_step(step: StepFn, states: PyTree, data: PyTree, runs: tuple[Array, .
     one = jax.tree.map(lambda x: x[0], (states, data, *runs))
     out = jax.eval_shape(step, *one)
     if not (isinstance(out, tuple) and len(out) == 3):
-        raise TypeError(f"step_fn must return (state, loss, norm), got {type(out).__name__}")
+        got = f"{len(out)} values" if isinstance(out, tuple) else f"one {type(out).__name__}"
+        raise TypeError(
+            f"step_fn must return three values, (state, loss, norm), got {got}; the norm is that "
+            "before clipping, which ops.clip_by_global_norm returns beside the gradients"
+        )
     before, after = jax.eval_shape(lambda state: state, one[0]), out[0]
     of = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (before, after)]
     if jax.tree.structure(before) != jax.tree.structure(after) or of[0] != of[1]:

@@ -184,7 +184,7 @@ def test_the_help_has_examples(capsys):
         ("binary", "binary is no CSV, JSON lines, TensorBoard event file or array of np.save"),
         ("empty", "empty holds no numbers"),
         ("words", "the column 'word' has"),
-        ("broken", "broken: not JSON lines"),
+        ("broken", "broken: not JSON lines: Expecting ':' delimiter in line 3"),
         (
             "log.csv --column norm",
             "column 'norm' is not there; those with numbers: ['step', ",
@@ -204,7 +204,7 @@ def test_wrong_input_is_one_line_and_code_2(capsys, tmp_path, monkeypatch, args,
         "log.csv": csv_text(),
         "empty": "",
         "words": "word\nnone\n",
-        "broken": '{"norm": 1.0}\n{"norm"',
+        "broken": '{"norm": 1.0}\n\n{"norm"\n{"norm": 2.0}',
         "both": "name,norm\nrun,1.0",
         "several": "a_norm,b_norm\n1,2",
         "few": "norm\n1\n2",
@@ -219,6 +219,44 @@ def test_wrong_input_is_one_line_and_code_2(capsys, tmp_path, monkeypatch, args,
     assert (stopped.value.code, printed.out) == (2, "")
     assert len(printed.err.splitlines()) == 1
     assert reason in printed.err
+
+
+def test_integers_beyond_floats_are_infinite():
+    lines = [f'{{"norm": {x}}}' for x in ("1", "9" * 400, "-" + "9" * 400, "9" * 5000)]
+    found = parse_norms("\n".join(lines).encode(), None, "log")
+    np.testing.assert_array_equal(found, [1.0, np.inf, -np.inf, np.inf])
+    found = parse_norms(f"norm\n1\n{'9' * 400}".encode(), None, "log")
+    np.testing.assert_array_equal(found, [1.0, np.inf])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "norm,step,norm\n1,2,3\n4,5,6",
+        '{"norm": 1, "step": 2, "norm": 3}\n{"norm": 4, "step": 5}',
+        '{"norm": 1, "step": 2}\n{"norm": 3, "step": 4, "norm": 5}',
+        '{"a.norm": 1, "a": {"norm": 2}, "step": 3}',
+    ],
+)
+def test_two_columns_of_one_name_are_refused(text):
+    with pytest.raises(ValueError, match=r"norm' is there more than once: give each a name"):
+        parse_norms(text.encode(), None, "log")
+    assert parse_norms(text.encode(), "step", "log").size
+
+
+def test_a_last_line_that_was_cut_off_is_left_out():
+    whole = json_lines()
+    for end in (1, 3, len(whole.splitlines()[-1]) - 1):
+        cut = whole[:-end].encode()
+        np.testing.assert_array_equal(parse_norms(cut, "norm", "log"), NORMS[:-1])
+    lines = whole.splitlines()
+    lines[70] = lines[70][:-1]
+    with pytest.raises(ValueError, match=r"not JSON lines: .* in line 71"):
+        parse_norms("\n".join(lines).encode(), "norm", "log")
+    with pytest.raises(ValueError, match=r"not JSON lines: .* in line 1"):
+        parse_norms(b'{"norm": 1', "norm", "log")
+    with pytest.raises(ValueError, match=r"not JSON lines: .* in line 3"):
+        parse_norms(b'[\n{"norm": 1},\n{"norm"\n', "norm", "log")
 
 
 def test_a_missing_package_is_named(monkeypatch, events):

@@ -3,7 +3,9 @@
 import json
 from itertools import product
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from cases import slow_unless
 
@@ -107,6 +109,28 @@ def test_shares_are_those_of_the_steps():
     assert found.share_clipped == np.mean(norms > found.limit)
     for other, share in zip(found.percentiles, (0.1, 0.05, 0.01), strict=True):
         assert other.share_clipped == pytest.approx(share, abs=0.01)
+
+
+def test_shares_and_percentiles_leave_out_the_same_steps():
+    norms = np.insert(synthetic(0, 0.1, "warm-up")[0], [300, 400], [0.0, np.nan])
+    found = tuning.suggest(norms)
+    after = norms[found.warmup_steps :]
+    after = after[np.isfinite(after) & (after > 0)]
+    assert 50 < found.warmup_steps < 200
+    assert found.share_clipped == np.mean(after > found.limit)
+    for other, percent in zip(found.percentiles, (90, 95, 99), strict=True):
+        assert other.share_clipped == pytest.approx(1 - percent / 100, abs=0.003)
+    # AutoClip at the limit's percentile: it sees the large norms of the warm-up, and clips later.
+    assert found.adaptive.call.startswith("autoclip")
+    assert found.adaptive.share_clipped < 0.06
+
+
+def test_what_is_no_array_of_norms_is_told_where_they_are():
+    tx = optax.chain(monitor.record(20), optax.sgd(0.1))
+    state = tx.init(jnp.ones(3))
+    for norms in (state, state[0], {"norm": [1.0, 2.0]}, None):
+        with pytest.raises(TypeError, match=r"got .* take optaxclip\.monitor\.history\(state\)"):
+            tuning.suggest(norms)
 
 
 def test_what_is_printed():

@@ -26,8 +26,8 @@ def step_fn(params, target, limit, rate=0.2):
     return params - rate * clipped, loss, norm
 
 
-def swept(limits, steps=STEPS, step=step_fn, **options):
-    return tuning.sweep(init_fn, step, limits, steps, key=KEY, data=TARGETS, **options)
+def swept(limits, steps=STEPS, step=step_fn, key=KEY, **options):
+    return tuning.sweep(init_fn, step, limits, steps, key=key, data=TARGETS, **options)
 
 
 one_step = jax.jit(step_fn)
@@ -287,7 +287,11 @@ def test_wrong_numbers(options, message):
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (lambda p, _, __: (p, jnp.float32(0)), r"must return \(state, loss, norm\)"),
+        (
+            lambda p, _, __: (p, jnp.float32(0)),
+            r"three values, .* got 2 values",
+        ),
+        (lambda p, _, __: p, r"three values, \(state, loss, norm\), got one ShapeDtypeStruct"),
         (lambda p, _, __: (p[:2], jnp.float32(0), jnp.float32(0)), "a state like the one"),
         (lambda p, _, __: ((p,), jnp.float32(0), jnp.float32(0)), "a state like the one"),
         (lambda p, _, __: (p, p, jnp.float32(0)), r"scalar loss.*shapes \(3,\)"),
@@ -296,6 +300,14 @@ def test_wrong_numbers(options, message):
 def test_wrong_steps(step, message):
     with pytest.raises(TypeError, match=message):
         swept([1.0], step=step)
+
+
+def test_an_int_is_a_key():
+    found, expected = (swept([1.0], key=key).loss for key in (0, jax.random.key(0)))
+    np.testing.assert_array_equal(found, expected)
+    for key in (None, "a", 0.5, jnp.ones(3), jax.random.split(jax.random.key(0))):
+        with pytest.raises(TypeError, match=r"key must be one key from jax\.random, or an int"):
+            swept([1.0], key=key)
 
 
 def test_the_command(capsys, tmp_path, monkeypatch):
