@@ -90,8 +90,8 @@ REFUSED = {
     "nothing in it": ("norm,loss\n,1\n,2", "the column 'norm' is empty"),
     "a list": ('{"loss": 1.0, "norm": [1.0, 2.0]}', "has [1.0, 2.0] in row 1"),
     "text in an object": ('{"a": {"norm": "no"}}', "'a.norm' has \"no\" in row 1"),
-    "pickled": (saved(np.array([None])), "no array of numbers that np.save wrote"),
-    "cut short": (saved(NORMS)[:-5], "no array of numbers that np.save wrote"),
+    "pickled": (saved(np.array([None])), "not an array of numbers that np.save wrote"),
+    "cut short": (saved(NORMS)[:-5], "not an array of numbers that np.save wrote"),
     "complex": (saved(NORMS + 0j), "has the dtype complex128"),
     "three axes": (saved(NORMS.reshape(2, 3, 20)), "has the shape (2, 3, 20); save one axis"),
 }
