@@ -4,6 +4,7 @@ import importlib
 import re
 from pathlib import Path
 
+import jax
 import pytest
 import shown_code
 
@@ -67,5 +68,7 @@ def test_a_script_makes_every_picture_of_docs(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures.demo, "DEFAULT_METHODS", ("global_norm",))
     monkeypatch.setattr(pictures.sweep, "LIMITS", [1.0, 3.0])
     monkeypatch.setattr(pictures.batches, "STEPS", {pictures.batches.SHOWN: 20})
-    pictures.main()
+    # With a reader's settings: Optax's Adam needs them.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        pictures.main()
     assert {path.name for path in tmp_path.iterdir()} == {path.name for path in docs.glob("*.png")}
