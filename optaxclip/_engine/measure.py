@@ -192,7 +192,7 @@ class _Part(NamedTuple):
         options = {"norm": self.norm, "dtype": self.dtype, "in_one_piece": in_one_piece}
         found = [powers.at_scales(leaf, axes=axes, **options) for leaf, axes in self.rows(leaves)]
         rows = powers.of_groups(found, self.groups)
-        if self.groups.grouping.layout != "scalar":
+        if self.groups.together and self.groups.grouping.layout != "scalar":
             # Stored, or XLA on GPUs would put the sums of all leaves together anew for each use.
             rows = lax.optimization_barrier(rows)
         sums = [powers.in_range(row) for row in rows]
