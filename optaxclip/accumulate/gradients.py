@@ -37,15 +37,15 @@ def value_and_grad(
     axis_name: AxisName = None,
     specs: PyTree = None,
 ) -> "ValueAndGrad":
-    """As `jax.value_and_grad` of a whole batch, a microbatch at a time, each of which is judged.
+    """`jax.value_and_grad` of a batch, a microbatch at a time; each microbatch is judged.
 
     The batch is cut along its leading axis: of `k` microbatches the `i`-th has the examples `i`,
-    `i + k`, ... What comes back is the mean over those that were not rejected, each by its weight:
-    with none rejected and none clipped, the gradient of the whole batch. Sums are in float32 or
-    wider. One gradient's memory lies beside the sum, whatever `k`.
+    `i + k`, ... The result is the weighted mean over the microbatches that were not rejected. If
+    none is rejected or clipped, it is the gradient of the whole batch. Sums are in float32 or
+    wider. The memory is that of the sum and of one gradient, whatever `k` is.
 
-    Clipping each microbatch is PS-Clip-SGD (Nobile and Grohs, 2026, arXiv 2605.02701), rejecting
-    one the limit 0 for it, with its weight left out.
+    To clip each microbatch is PS-Clip-SGD (Nobile and Grohs, 2026, arXiv 2605.02701). A microbatch
+    that is rejected is left out with its weight.
 
     Under `jit` a batch that is split over devices stays so, where the devices divide the
     microbatches: each device has its share of each, nothing of the batch is gathered, and the sum
@@ -62,13 +62,14 @@ def value_and_grad(
       argnums: which arguments to differentiate, as in `jax.grad`. Their integer leaves get `float0`
         zeros.
       batch_argnums: which arguments have a leading axis of examples, pytrees of arrays or of PRNG
-        keys; all that are not in `argnums` if None. A key that is not among them is the same for
-        all microbatches: for noise pass `jax.random.split(key, examples)` as a batch argument.
+        keys; if None, all that are not in `argnums`. A key among the other arguments is the same
+        for all microbatches: for noise pass `jax.random.split(key, examples)` as a batch argument.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       microbatch_size: how many examples to differentiate at once; it has to divide the batch.
-      weight: how much a microbatch counts, from its batch arguments, such as its number of tokens;
-        as many as it has examples if None. With 0 it adds nothing, whatever its loss is. One that
-        is negative or NaN, or where all are 0, makes all that comes back NaN.
+      weight: a function of the batch arguments that tells how much a microbatch counts, such as its
+        number of tokens; if None, its number of examples counts. A microbatch of weight 0 adds
+        nothing, whatever its loss is. If a weight is negative or NaN, or all are 0, the results are
+        NaN.
       clip: a transformation over each microbatch's gradient, which goes on from one to the next and
         learns nothing of those that are rejected; or a limit of the global norm, as
         `optaxclip.clip_by` takes it.

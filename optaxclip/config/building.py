@@ -45,13 +45,14 @@ def from_config(config: Config) -> optax.GradientTransformationExtraArgs:
       `"norm": {"name": "lp", "p": 3}`              | `norms.lp(3)`
       `"response": {"name": "band", ...}`           | `responses.band(...)`
 
-    As `name` says which, what the transformation is called in messages and by `optaxclip.monitor`
-    goes under `as`. What is no plain data, such as a function or an optimizer, is taken as it is.
+    The key `name` chooses the transformation, so the argument `name=`, by which messages and
+    `optaxclip.monitor` call it, is given under `as`. Values that are not plain data, such as a
+    function or an optimizer, are taken as they are.
 
     Args:
       config: a mapping or a list: `dict`, `ml_collections.ConfigDict`, what a YAML, TOML or JSON
-        file holds. In schedules keys that are whole numbers may be text, as JSON and TOML have no
-        others. It is only read.
+        file holds. It is not changed. In schedules, keys that are whole numbers may be text, as
+        JSON and TOML have no other keys.
 
     Returns:
       The transformation, which takes extra arguments.

@@ -21,8 +21,8 @@ def noise_scale_over_steps(
 ) -> "Axes":
     """The gradient noise scale over the steps, with the batch size beside it.
 
-    Where the curve lies above the batch size, the shaded part, steps are mostly noise. Steps at
-    which it is not above 0 or not finite, as while no signal shows, are left out.
+    The part of the curve above the batch size is shaded: there steps are mostly noise. Scales that
+    are not above 0, or not finite, which come while no signal shows, are left out.
 
     Args:
       scales: the scales, float[n], as the states of `optaxclip.monitor.noise_scale` have them.

@@ -31,9 +31,9 @@ Record = tuple[Array, Array, Array]
 def in_groups(count: int, parallel: int | None) -> tuple[list[Numbers], int | None]:
     """The runs of each group, and how many of a group go at once (None: all).
 
-    XLA computes a step of small operations on one core of a CPU, and those of several runs hardly
-    faster than one after the other; so there each core has a group. All are of one size: what the
-    last one lacks is the last run again.
+    On a CPU, XLA computes a step of small operations on one core, and the steps of several runs
+    together hardly faster than one after the other; so each core gets a group of runs. All groups
+    have one size: the last group is filled up with the last run.
     """
     if jax.default_backend() != "cpu":
         return [np.arange(count)], parallel
@@ -63,7 +63,7 @@ def all_steps(
 ) -> list[Numbers]:
     """Every step of every group; the records are [runs of all groups, steps].
 
-    The chunks are of one size; what the last one has too many is thrown away.
+    All chunks have one size; surplus steps of the last chunk are dropped.
     """
     size = math.ceil(steps / math.ceil(steps / CHUNK))
     chunk = jax.jit(partial(_chunk, step, at_once), donate_argnums=0)
