@@ -1,0 +1,96 @@
+"""Optax's test files, which its wheel ships, with ours in their tables; their tests as they are."""
+
+import ast
+import pathlib
+import types
+import unittest
+
+import jax
+import optax
+from methods_table import METHODS
+
+import optaxclip
+
+ROOT = pathlib.Path(optax.__file__).parent
+# They take what an update of Optax's suites is not given, or limits for leaves of certain names.
+WITHOUT = {"clip_attention_logits", "skip_above_loss", "clip_by_group_norm_dict", "muon"}
+NAMES = [name for name in METHODS if name not in WITHOUT]
+
+
+def chained(name):
+    """A factory like those of `optax`'s optimizers: the method, and Adam behind it."""
+    is_optimizer = name == "scale_by_stable_adam"
+
+    def factory(learning_rate=1e-2):
+        own = METHODS[name].make()
+        if name.startswith("skip"):
+            return optaxclip.skip_above(optax.adam(learning_rate), 6.0)
+        behind = optax.scale_by_learning_rate if is_optimizer else optax.adam
+        return optax.chain(own, behind(learning_rate))
+
+    return factory
+
+
+def loaded(path, **tables):
+    """A module of one of Optax's files, with other values for some of its names at the top."""
+    tree = ast.parse((ROOT / path).read_text())
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name in tables and name not in found:
+                node.value = ast.Name(f"_table_{name}", ast.Load())
+                found.add(name)
+    if found != set(tables):
+        raise LookupError(f"{path} has no {set(tables) - found}")
+    ast.fix_missing_locations(tree)
+    module = types.ModuleType(f"optax_suites_{pathlib.Path(path).stem}")
+    vars(module).update({f"_table_{name}": value for name, value in tables.items()})
+    exec(compile(tree, str(ROOT / path), "exec"), vars(module))
+    return module
+
+
+class NewJax:
+    """JAX to files that take the text "0.10" for less than "0.7", and would skip their tests."""
+
+    __version__ = "999"
+
+    def __getattr__(self, name):
+        return getattr(jax, name)
+
+
+def cases_of(kind, names=()):
+    """The tests of a class, those whose names begin with one of `names` if there are some."""
+    found = unittest.defaultTestLoader.getTestCaseNames(kind)
+    return [name for name in found if not names or name.startswith(tuple(names))]
+
+
+def problems_of(kind, cases):
+    """What went wrong in some tests of a class; they rely on implicit promotion."""
+    result = unittest.TestResult()
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for case in cases:
+            kind(case).run(result)
+    assert result.testsRun == len(cases) > 0
+    # Of their own wrappers some are left out by name.
+    skipped = [(case, why) for case, why in result.skipped if "is not supported" not in why]
+    wrong = result.failures + result.errors + skipped
+    return [f"{case.id()}\n{text}" for case, text in wrong]
+
+
+def chains(names=NAMES):
+    """A namespace of factories, as the suites take them from `optax.contrib` and `alias`."""
+    return types.SimpleNamespace(**{name: chained(name) for name in names})
+
+
+class Behind:
+    """A namespace of Optax's in which optimizers have a stage of ours in front of them."""
+
+    def __init__(self, theirs, stage):
+        self._theirs, self._stage = theirs, stage
+
+    def __getattr__(self, name):
+        made = getattr(self._theirs, name)
+        if name not in ("sgd", "adam", "adamw"):
+            return made
+        return lambda *args, **options: optax.chain(self._stage(), made(*args, **options))
