@@ -54,7 +54,8 @@ def value_and_grad(
     puts that off until after the last microbatch, on GPUs. Inside `shard_map` sizes and weights are
     of what a device has, and a loss that differs between devices is averaged over them by its
     weights; with `measure=False` there is one all-reduce after the last microbatch, weights or not,
-    for parameters of which all devices have all.
+    for parameters of which all devices have all. There a device whose part of a microbatch has no
+    weight needs a finite loss too, or the whole microbatch is rejected.
 
     Args:
       loss_fn: the mean loss of a microbatch, a scalar: the mean over its examples, or over what
@@ -98,7 +99,8 @@ def value_and_grad(
         narrow dtype, and `measure=False` with a clip or a rule; when called, for a batch that is
         empty or that the size does not divide, arguments that do not share an axis of examples,
         positions that do not exist or come twice, a loss or weight that is not a scalar, a weight
-        that is known not to be above 0, and a clip that returns another tree.
+        that is known not to be above 0, a clip that returns another tree, and a missing
+        `axis_name`.
       TypeError: if `loss_fn` or `weight` is not a function, `clip` neither a transformation nor a
         limit, `reject` not a rule, or a position or size not an int; when called, for a loss or a
         weight that is not a real number.
@@ -150,6 +152,7 @@ class ValueAndGrad:
         self, *args: Any, state: AccumulateState | None = None
     ) -> tuple[Any, PyTree, Accumulated]:
         """The mean loss (and aux), the mean gradient, and what became of the microbatches."""
+        self._loss.places.check(NAME)
         roles = Roles.of(args, self._argnums, self._batch_argnums)
         params = flatten(roles.params, "params")
         params = params.replaced([jnp.asarray(x) for x in params.picked()])

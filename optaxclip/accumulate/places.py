@@ -34,6 +34,20 @@ class Places:
         """From what a user passed."""
         return cls(as_axis_names(axis_name), specs)
 
+    def check(self, name: str) -> None:
+        """Checks that it is known where a batch is split.
+
+        Raises:
+          ValueError: if nothing tells.
+        """
+        if devices.manual_axes() and not are_tracked() and self.axis_names is None:
+            raise ValueError(
+                f"{name}: inside of pmap or shard_map(check_vma=False) nothing tells over which of "
+                f"{sorted(devices.manual_axes())} the batch is split; pass axis_name= (an empty "
+                "tuple if the batch is the same on all devices), and specs= for parameters that "
+                "are split; or leave out check_vma=False"
+            )
+
     @property
     def specs_of_gradients(self) -> PyTree:
         """How gradients are split after they have been added up, where their types do not say."""

@@ -212,3 +212,16 @@ def test_a_batch_of_a_device_that_the_size_does_not_divide():
     )
     with pytest.raises(ValueError, match="must divide the batch that a device has, got 3 for 8"):
         run(*task("plain"))
+
+
+@pytest.mark.parametrize("options", [{}, PLAIN])
+def test_where_nothing_tells_how_the_batch_is_split(options):
+    run = jax.shard_map(
+        made(size=2, **options),
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=(P(), P("d"), P("d")),
+        out_specs=(P(), P(), P()),
+        check_vma=False,
+    )
+    with pytest.raises(ValueError, match=r"nothing tells over which of \['d'\] the batch is split"):
+        run(*task("plain"))
