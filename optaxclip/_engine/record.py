@@ -93,7 +93,7 @@ def _of_worst(groups: Groups, rows: list[Columns]) -> list[Array]:
     if groups.together:
         found = _of_leaves_alike(groups, with_badness[0])
     else:
-        found = [_by_maxima(row) for row in with_badness]
+        found = _by_maxima(with_badness)
     columns = [jnp.concatenate([x.reshape(-1) for x in row]) for row in zip(*found, strict=True)]
     order = np.argsort(groups.order)
     is_sorted = list(order) == list(range(len(order)))
@@ -139,20 +139,31 @@ def _worse(some: Columns, others: Columns) -> Columns:
     return *worse, some[4] + others[4], jnp.maximum(some[5], others[5])
 
 
-def _by_maxima(columns: Columns) -> Columns:
-    """The same of one leaf in plain reductions, of which devices combine their parts."""
-    badness, norm, limit, factor, clipped, bad = lax.stop_gradient(columns)
+def _by_maxima(rows: list[Columns]) -> list[Columns]:
+    """The same in plain reductions, of which devices combine their parts.
+
+    Each step is taken for all leaves before the next begins, so that its collectives are one.
+    """
+    rows = lax.optimization_barrier(lax.stop_gradient(rows))
+    largest = lax.optimization_barrier([jnp.max(_bits(row[0]), initial=0) for row in rows])
+    return [_of_largest(*pair) for pair in zip(rows, largest, strict=True)]
+
+
+def _of_largest(columns: Columns, largest: Array) -> Columns:
+    """The columns of the groups with the largest badness, given as an integer."""
+    badness, norm, limit, factor, clipped, bad = columns
     if 0 in norm.shape:
-        return _in_one_reduction(jnp.stack([badness, norm, limit, factor, clipped, bad])[:, None])
-    # As integers, of which no maximum loses a NaN; all maxima in one collective.
-    integer = jnp.dtype(f"int{jnp.finfo(norm.dtype).bits}")
-    bits = lax.bitcast_convert_type(badness, integer)
-    is_worst = bits == jnp.max(bits)
-    columns = [lax.bitcast_convert_type(x, integer) for x in (norm, limit, factor, bad)]
-    least = jnp.iinfo(integer).min
-    columns[:3] = [jnp.where(is_worst, x, least) for x in columns[:3]]
-    *found, bad = (lax.bitcast_convert_type(jnp.max(x), norm.dtype) for x in columns)
+        return _in_one_reduction(jnp.stack(columns)[:, None])
+    is_worst = _bits(badness) == largest
+    *of_worst, bad = (_bits(x) for x in (norm, limit, factor, bad))
+    of_worst = [jnp.where(is_worst, x, jnp.iinfo(x.dtype).min) for x in of_worst]
+    *found, bad = (lax.bitcast_convert_type(jnp.max(x), norm.dtype) for x in (*of_worst, bad))
     return _shares((badness, *found, jnp.sum(clipped), bad), norm.size)
+
+
+def _bits(x: Array) -> Array:
+    """As integers, of which no maximum loses a NaN."""
+    return lax.bitcast_convert_type(x, jnp.dtype(f"int{jnp.finfo(x.dtype).bits}"))
 
 
 def _shares(found: Sequence[Array], size: int) -> Columns:

@@ -87,7 +87,7 @@ def test_the_worst_of_two_in_any_order(together):
         rows = engine_record._badness(*columns[:2]), *columns
         if together:
             return engine_record._in_one_reduction(jnp.stack(rows))
-        return jax.vmap(engine_record._by_maxima)(rows)
+        return jax.vmap(lambda *row: engine_record._by_maxima([row])[0])(*rows)
 
     found = jax.jit(of_all)(norm, limit, factor, np.float32(clipped), np.float32(bad))
     np.testing.assert_array_equal(np.stack(found[:3], 1), np.concatenate([expected] * 2))
