@@ -187,7 +187,8 @@ def test_a_state_of_numpy_arrays_is_as_any(name):
         assert_same((found, restored), (updates, state))
 
 
-@pytest.mark.parametrize("name", WITHOUT_KEYS)
+# A radius is that of the parameters themselves.
+@pytest.mark.parametrize("name", [name for name in WITHOUT_KEYS if name != "hyperball"])
 def test_a_state_is_made_of_shapes_as_of_arrays(name):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
     assert_same(WITHOUT_KEYS[name].init(shapes), WITHOUT_KEYS[name].init(PARAMS))
