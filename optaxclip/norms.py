@@ -42,8 +42,9 @@ def _total(total: Array, count: Array) -> Array:
 
 def _divided(total: Array, count: Any) -> Array:
     # Not divided in float64, which `checkify` would look at without 64-bit types.
-    is_wide = total.dtype == jnp.float64 and isinstance(count, (np.ndarray, np.generic))
-    return total * (1 / count) if is_wide else total / count
+    if total.dtype == jnp.float64 and isinstance(count, (np.ndarray, np.generic)):
+        return total * np.reciprocal(count)
+    return total / count
 
 
 def _mean(total: Array, count: Array) -> Array:

@@ -6,7 +6,7 @@ Here are the ways in, checked, compiled and on any mesh; `_steps` is the way of 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ from optaxclip._engine.respond import Multiplier, multiplier
 from optaxclip._engine.scale import scale
 from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response, as_response
+
+
+Info = TypeVar("Info", ClipInfo, None)
 
 
 class Technique(Protocol):
@@ -113,12 +116,12 @@ def clipped(
     params: PyTree | None,
     rule: Threshold,
     rule_state: PyTree,
-    info: ClipInfo | None,
+    info: Info,
     known: Array | None,
     groups: Groups,
     method: Method,
     **places: Any,
-) -> tuple[PyTree, PyTree, ClipInfo | None]:
+) -> tuple[PyTree, PyTree, Info]:
     """The tree, clipped, the rule's state and the record, if there is one.
 
     Args:
