@@ -6,7 +6,7 @@ Here are the ways in, checked, compiled and on any mesh; `_steps` is the way of 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,6 @@ from optaxclip._engine.respond import Multiplier, multiplier
 from optaxclip._engine.scale import scale
 from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response, as_response
-
-
-Info = TypeVar("Info", ClipInfo, None)
 
 
 class Technique(Protocol):
@@ -116,12 +113,12 @@ def clipped(
     params: PyTree | None,
     rule: Threshold,
     rule_state: PyTree,
-    info: Info,
+    info: ClipInfo | None,
     known: Array | None,
     groups: Groups,
     method: Method,
     **places: Any,
-) -> tuple[PyTree, PyTree, Info]:
+) -> tuple[PyTree, PyTree, Any]:
     """The tree, clipped, the rule's state and the record, if there is one.
 
     Args:
