@@ -36,6 +36,7 @@ NOT_CLIPS = {
     "clip_attention_logits": "it needs weights of attention",
     "hyperball": "it takes matrices alone, and weights beside them",
     "clip_by_spectral_norm": "matrix products, which Optax has in Muon (`benchmarks.spectral`)",
+    "reset_state": "it changes what an optimizer remembers",
     "per_example_clip_and_aggregate": "it takes examples (`benchmarks.per_example`)",
 }
 

@@ -40,6 +40,7 @@ from optaxclip.methods.fixed import (
 from optaxclip.methods.heads import Heads
 from optaxclip.methods.hyperball import HyperballState, hyperball
 from optaxclip.methods.normalizing import normalize_by_global_norm, normalize_by_norm_history
+from optaxclip.methods.resets import ResetState, reset_state
 from optaxclip.methods.skipping import SkipState
 from optaxclip.methods.skips import skip_above, skip_nonfinite
 from optaxclip.methods.spectral import clip_by_spectral_norm
@@ -65,6 +66,7 @@ __all__ = [
     "Limits",
     "NormOptions",
     "PlaceOptions",
+    "ResetState",
     "ScaleOptions",
     "SecondMomentState",
     "SkipState",
@@ -104,6 +106,7 @@ __all__ = [
     "per_example_global_norm_clip",
     "per_example_layer_norm_clip",
     "plots",
+    "reset_state",
     "responses",
     "scale_by_stable_adam",
     "scopes",

@@ -42,6 +42,13 @@ WRAPPERS = {
     "skip_above": optaxclip.skip_above(
         optax.sgd(0.1, momentum=0.9), thresholds.quantile(init_limit=NUMBER)
     ),
+    "reset_state": optaxclip.reset_state(
+        optax.sgd(0.1, momentum=0.9),
+        every=2,
+        when=thresholds.quantile(init_limit=NUMBER),
+        only=("trace",),
+        warmup=2,
+    ),
     "record": monitor.record(4),
     "record_per_leaf": monitor.record(4, per_leaf=True),
     "record_ratio": monitor.record(4, ratio=True),

@@ -28,21 +28,21 @@ def checked_int(value: Any, least: int, argument: str) -> int:
     return number
 
 
-def checked_count(value: Any, argument: str) -> Any:
-    """`value`, checked to be a whole number of at least 1, Python's, NumPy's or a scalar of JAX.
+def checked_count(value: Any, argument: str, least: int = 1) -> Any:
+    """A whole number of at least `least`, checked to be one: Python's, NumPy's or a scalar of JAX.
 
     Raises:
       ValueError: if it is less, as far as that is known, or no scalar.
       TypeError: if it is no whole number.
     """
     if not isinstance(value, jax.Array):
-        return min(checked_int(value, 1, argument), 2**31 - 1)
+        return min(checked_int(value, least, argument), 2**31 - 1)
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{argument} must be a whole number, got the dtype {value.dtype}")
     if value.shape:
         raise ValueError(f"{argument} must be a scalar, got an array of shape {value.shape}")
-    if not isinstance(value, Tracer) and int(value) < 1:
-        raise ValueError(f"{argument} must be at least 1, got {int(value)}")
+    if not isinstance(value, Tracer) and int(value) < least:
+        raise ValueError(f"{argument} must be at least {least}, got {int(value)}")
     return value
 
 

@@ -72,6 +72,12 @@ def kept_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
     return jax.tree.map(choose, new, old)
 
 
+def zero_where(where: Array, tree: PyTree) -> PyTree:
+    """Zeros where `where`, else the tree; keys and `float0` stay."""
+    zeros = jax.tree.map(lambda x: x if is_opaque(x) else jnp.zeros_like(x), tree)
+    return kept_where(where, zeros, tree)
+
+
 # Compiled by itself so that it is traced once for leaves that are alike.
 @jax.jit
 def _chosen(where: Array, x: Array, y: Array) -> Array:

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
@@ -21,7 +20,7 @@ from optaxclip._engine.clip import groups_of, known_norm
 from optaxclip._engine.options import Options
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import norms_of
-from optaxclip.methods.judging import is_opaque, judged, kept_where
+from optaxclip.methods.judging import judged, kept_where, zero_where
 from optaxclip.scopes import Scope
 from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
 from optaxclip.thresholds.losses import loss_among
@@ -93,11 +92,7 @@ def skipping(
       gives_up: whether the step that is taken then may be one that is not finite.
     """
     limit, name = as_limit(limit, "limit"), options.name
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
-        raise TypeError(
-            f"inner must be an Optax transformation such as optax.adam(1e-3), got {inner!r}"
-        )
-    inner = optax.with_extra_args_support(inner)
+    inner = as_inner(inner)
     if max_consecutive is not None:
         max_consecutive = checked_count(max_consecutive, "max_consecutive")
 
@@ -159,7 +154,7 @@ def skipping(
         known_leaves = names if len(names) == len(state.blamed) else state.leaves
         # Selected afterwards, so that what it measures of these updates is read once with our norm.
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-        return _zero_where(skip, new_updates), SkipState(
+        return zero_where(skip, new_updates), SkipState(
             rule=of_norm.rule_state,
             info=of_norm.recorded(state.info, skip),
             num_skipped=increased(state.num_skipped, skip),
@@ -175,6 +170,19 @@ def skipping(
     return transformation(init, update)
 
 
+def as_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """What is wrapped, checked to be a transformation, taking extra arguments.
+
+    Raises:
+      TypeError: if it is none.
+    """
+    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+        raise TypeError(
+            f"inner must be an Optax transformation such as optax.adam(1e-3), got {inner!r}"
+        )
+    return optax.with_extra_args_support(inner)
+
+
 def _among(known: Names, names: Names, flags: Array) -> Array:
     """Flags of some leaves as those of all that are known."""
     if tuple(known) == tuple(names):
@@ -188,11 +196,3 @@ def _initial_loss(rule: Threshold, name: str) -> LossState:
     grouping = Grouping((Group(("loss",), ()),), (), "scalar")
     info = initial_info(name, grouping, jnp.dtype(jnp.float32))
     return LossState(own_arrays(rule.init(jnp.zeros(()))), info)
-
-
-def _zero_where(skip: Array, updates: PyTree) -> PyTree:
-    return kept_where(skip, jax.tree.map(_zeros_like, updates), updates)
-
-
-def _zeros_like(x: Any) -> Any:
-    return x if is_opaque(x) else jnp.zeros_like(x)

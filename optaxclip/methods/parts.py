@@ -1,0 +1,71 @@
+"""Parts of an optimizer's state by their names, told from the parameters inside of it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import DictKey, GetAttrKey
+
+from optaxclip._base.types import Path, PyTree
+
+COUNTERS = ("count", "steps")
+"""What counts the steps that a part has seen, where it stands beside the part."""
+
+
+def marked(state: PyTree, only: Sequence[str], like: PyTree) -> tuple[list[bool], list[Any], Any]:
+    """Which leaves of a state belong to parts of these names, or are the counters of such a part.
+
+    Args:
+      state: of an optimizer.
+      only: the names.
+      like: trees of parameters; names in them are not those of parts.
+
+    Returns:
+      For each leaf whether it does, the leaves, and the structure of the state.
+    """
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(state)
+    own = [_own_names(path, _paths(like)) for path, _ in pairs]
+    homes = {names[:i] for names in own for i, name in enumerate(names) if name in only}
+    flags = [
+        any(name in only for name in names)
+        or (len(names) > 0 and names[-1] in COUNTERS and names[:-1] in homes)
+        for names in own
+    ]
+    return flags, [leaf for _, leaf in pairs], treedef
+
+
+def named(state: PyTree, name: str, params: PyTree) -> bool:
+    """Whether a state has a part of this name."""
+    return any(marked(state, [name], (params,))[0])
+
+
+def names_in(state: PyTree, params: PyTree) -> list[str]:
+    """The names of all that has the shape of the parameters, for messages."""
+    paths = _paths((params,))
+    pairs, _ = jax.tree_util.tree_flatten_with_path(state)
+    found = [_own_names(path, paths) for path, _ in pairs]
+    return sorted({str(names[-1]) for names in found if names and names[-1] not in COUNTERS})
+
+
+def _paths(trees: PyTree) -> set[Path]:
+    """The paths of the leaves of trees."""
+    found: set[Path] = set()
+    for tree in trees:
+        pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
+        found |= {path for path, _ in pairs}
+    return found
+
+
+def _own_names(path: Path, of_params: set[Path]) -> tuple[Any, ...]:
+    """The keys of a leaf of a state, without those that it has among the parameters."""
+    start = next((i for i in range(len(path)) if path[i:] in of_params), len(path))
+    names = tuple(_name(key) for key in path[:start])
+    # The names of hyperparameters are those of arguments.
+    return names[: names.index("hyperparams")] if "hyperparams" in names else names
+
+
+def _name(key: Any) -> Any:
+    """The name of a field or of a string's entry; other keys as they are."""
+    if isinstance(key, GetAttrKey):
+        return key.name
+    return key.key if isinstance(key, DictKey) and isinstance(key.key, str) else key

@@ -1,0 +1,236 @@
+"""Resetting what an optimizer remembers, which wraps it."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import optaxclip._base.devices as devices
+import optaxclip.scopes as scopes
+from optaxclip._base.arguments import check_state, checked_count
+from optaxclip._base.counters import increased, own_arrays
+from optaxclip._base.transformation import Transformation, transformation
+from optaxclip._base.trees import flatten, is_sparse
+from optaxclip._base.types import ClipState, PyTree, Threshold
+from optaxclip._engine.checks import params_for
+from optaxclip._engine.clip import groups_of
+from optaxclip._engine.options import Options, PlaceOptions, takes
+from optaxclip._engine.record import initial_info
+from optaxclip._engine.respond import Multiplier
+from optaxclip._engine.scale import scale
+from optaxclip._engine.step import norms_of
+from optaxclip.methods.judging import judged, zero_where
+from optaxclip.methods.parts import marked, named, names_in
+from optaxclip.methods.skipping import as_inner
+from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
+
+
+class ResetState(NamedTuple):
+    """State of `reset_state`.
+
+    Attributes:
+      since: int32[], steps since the latest reset, or since the first step.
+      num_resets: int32[], resets so far.
+      judge: a `ClipState` of the rule `when`, which `optaxclip.monitor` reads; its `num_clipped`
+        counts norms above the limit. Nothing without a rule.
+      inner_state: the wrapped optimizer's state.
+    """
+
+    since: Array
+    num_resets: Array
+    judge: ClipState | tuple[()]
+    inner_state: PyTree
+
+
+@takes(PlaceOptions)
+def reset_state(
+    inner: optax.GradientTransformation,
+    *,
+    every: int | None = None,
+    when: LimitLike | None = None,
+    only: Sequence[str] = ("mu", "nu"),
+    warmup: int = 0,
+    **options: Unpack[PlaceOptions],
+) -> Transformation[ResetState]:
+    """Lets an optimizer forget its moments, regularly or after spikes (SPAM's momentum reset).
+
+    A clip bounds what one gradient adds to the moments; this is for what is in them already. After
+    every `every` steps, and after each step whose gradient a rule finds too large, the named parts
+    of the optimizer's state become 0, wherever in it they are: inside of a chain, `partition`,
+    `masked`, `MultiSteps` (each microbatch is then a step), or a skip. It may be inside of these
+    itself; a step that a skip around it leaves out counts for nothing. Where `count` or `steps`
+    stands beside such a part, it becomes 0 too, so that bias correction begins anew; counts of
+    schedules go on. Structure, shapes, dtypes and shardings stay.
+
+    The step itself is taken as the optimizer has it. So that a spike does not move the parameters
+    either, wrap a skip or put a clip before it. After a reset Adam's next step is as long as its
+    first, for which `warmup` is there.
+
+    When not to: the published gains are over many resets in runs with many spikes. In a calm run
+    each reset throws away what the second moment has learned, and costs some steps of progress. A
+    skip keeps most spikes out of the moments to begin with.
+
+    Source: Huang et al., 2025, SPAM, arXiv 2501.06842, where `every=500, warmup=150`. There the
+    bias correction goes on, and the warm-up begins at 0.01.
+
+    Args:
+      inner: the optimizer.
+      every: steps from one reset to the next; no regular ones if None.
+      when: reset after a step whose gradient, as it comes in, has a global norm above this, or one
+        that is not finite: a number, a schedule, or a rule from `optaxclip.thresholds`, whose
+        trigger counts. None for no such resets.
+      only: the names of the parts: fields or keys of the state, such as "trace" of
+        `optax.sgd(momentum=)`. Each has to be there. Names of parameters and hyperparameters are
+        not meant.
+      warmup: for so many steps after a reset updates are multiplied by
+        `(1 - cos(pi * t / warmup)) / 2`, where `t` counts these steps from 0.
+      **options: those that all transformations share, `optaxclip.PlaceOptions`.
+
+    Returns:
+      A transformation with a `ResetState`, which hands all extra arguments on. Outside of a warm-up
+      the updates are the optimizer's, bit for bit.
+
+    Raises:
+      ValueError: if neither `every` nor `when` is given, for a number out of its range, for a limit
+        that is negative, NaN or not a scalar; in `init`, for a part that the state does not have.
+      TypeError: for an `inner` that is no transformation, or an argument of the wrong type.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> tx = optaxclip.reset_state(optax.adam(0.1), every=2)
+      >>> params = jnp.ones(2)
+      >>> state = tx.init(params)
+      >>> for step in range(3):
+      ...     updates, state = tx.update(jnp.array([4.0, 2.0]), state, params)
+      ...     adam = state.inner_state[0]
+      ...     print(adam.count, (10 * adam.mu).round(), state.num_resets)
+      1 [4. 2.] 0
+      0 [0. 0.] 1
+      1 [4. 2.] 1
+
+      After spikes too:
+
+      >>> rule = optaxclip.thresholds.zscore(z_thresh=6.0)
+      >>> tx = optaxclip.reset_state(optax.adam(0.1), every=500, when=rule, warmup=150)
+    """
+    if every is None and when is None:
+        raise ValueError("every or when must say when to reset; got neither")
+    inner, checked = as_inner(inner), Options.checked(**options)
+    every = None if every is None else checked_count(every, "every")
+    warmup, only = checked_count(warmup, "warmup", least=0), _checked_names(only)
+    judge = None if when is None else _Judge(as_limit(when, "when"), checked)
+
+    def init(params: PyTree) -> ResetState:
+        params = devices.to_device(params)
+        inner_state = inner.init(params)
+        _check_parts(only, inner_state, params, checked.name)
+        return ResetState(
+            since=jnp.zeros((), jnp.int32),
+            num_resets=jnp.zeros((), jnp.int32),
+            judge=() if judge is None else judge.init(params),
+            inner_state=inner_state,
+        )
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, ResetState]:
+        check_state(state, ResetState, checked.name, _WRAP_STATE)
+        reset, judge_state = jnp.zeros((), bool), state.judge
+        if judge is not None:
+            reset, judge_state = judge.update(updates, state.judge, params)
+        if every is not None:
+            reset |= increased(state.since) >= every
+        new, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+        if isinstance(warmup, Array) or warmup:
+            new = _warmed_up(new, state, warmup)
+        flags, leaves, treedef = marked(inner_state, only, (updates, params))
+        rows = zip(flags, leaves, strict=True)
+        leaves = [zero_where(reset, leaf) if flag else leaf for flag, leaf in rows]
+        return new, ResetState(
+            since=jnp.where(reset, 0, increased(state.since)),
+            num_resets=increased(state.num_resets, reset),
+            judge=judge_state,
+            inner_state=treedef.unflatten(leaves),
+        )
+
+    return transformation(init, update)
+
+
+_WRAP_STATE = (
+    "If the optimizer ran without resets until now, put its state inside of a fresh one: "
+    "opt_state = tx.init(params)._replace(inner_state=old_opt_state)"
+)
+
+
+class _Judge(NamedTuple):
+    """Tells from the gradient's norm whether to reset."""
+
+    limit: Threshold | dict[str, Any]
+    options: Options
+
+    @property
+    def rule(self) -> Threshold:
+        """The limit of the one norm."""
+        return rule_for(self.limit, [("tree", ())])
+
+    def init(self, params: PyTree) -> ClipState:
+        """The state before the first step."""
+        grouping = scopes.tree()(flatten(params, "params"))
+        info = initial_info(self.options.name, grouping, jnp.dtype(jnp.float32))
+        rule_state = own_arrays(self.rule.init(jnp.zeros(())))
+        return ClipState(jnp.zeros((), jnp.int32), rule_state, info)
+
+    def update(
+        self, updates: PyTree, state: ClipState, params: PyTree | None
+    ) -> tuple[Array, ClipState]:
+        """Whether this gradient is out, and the state after it."""
+        relative_to = params_for(self.rule, params, self.options.name)
+        param_norm = None if relative_to is None else self.norm(relative_to, "params")
+        norm = self.norm(updates, "updates")
+        found = judged(self.rule, state.rule, norm, self.options.name, param_norm)
+        info = found.recorded(state.info, jnp.zeros((), bool))
+        return found.is_out, ClipState(increased(state.steps), found.rule_state, info)
+
+    def norm(self, tree: PyTree, argument: str) -> Array:
+        """The global norm."""
+        flat = flatten(tree, argument)
+        return norms_of(flat, groups_of(flat, scopes.tree(), self.options), self.options.norm)
+
+
+def _warmed_up(updates: PyTree, state: ResetState, warmup: int | Array) -> PyTree:
+    """The updates, shortened in the steps after a reset."""
+    share = state.since.astype(jnp.float32) / jnp.maximum(warmup, 1).astype(jnp.float32)
+    is_over = (state.num_resets == 0) | (state.since >= warmup)
+    # The same as with a cosine, without its difference of two numbers near 1.
+    factor = jnp.where(is_over, 1, jnp.square(jnp.sin(0.5 * jnp.pi * share)))
+    by, flat = Multiplier(jnp.ones_like(factor), factor), flatten(updates, "updates")
+    leaves = [x if is_sparse(x) else jnp.asarray(x) for x in flat.picked()]
+    scaled = [scale(x, by, axes=tuple(range(x.ndim)), strict=False) for x in leaves]
+    return flat.rebuild(scaled)
+
+
+def _checked_names(only: Any) -> tuple[str, ...]:
+    if isinstance(only, str) or not isinstance(only, Sequence):
+        raise TypeError(f"only must be a sequence of names, such as ('mu', 'nu'), got {only!r}")
+    if not only or not all(isinstance(name, str) for name in only):
+        raise ValueError(f"only must hold one name at least, and nothing else, got {only!r}")
+    return tuple(only)
+
+
+def _check_parts(only: Sequence[str], state: PyTree, params: PyTree, name: str) -> None:
+    """Raises where a part is not in the state of an optimizer that has leaves to train.
+
+    Raises:
+      ValueError: then.
+    """
+    if not jax.tree.leaves(params):
+        return
+    missing = [part for part in only if not named(state, part, params)]
+    if missing:
+        raise ValueError(
+            f"{name}: the optimizer's state has no parts named {missing}; pass only= some of "
+            f"{names_in(state, params)}"
+        )
