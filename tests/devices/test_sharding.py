@@ -285,7 +285,7 @@ def test_a_partial_sum_is_an_error():
     [
         ({"specs": {"w": P("a", "b", "a")}}, ValueError, r"specs has .* of shape \(16, 8\)"),
         ({"specs": {"w": "a"}}, TypeError, "^specs must be"),
-        ({"specs": {"x": P()}}, ValueError, "^specs is not a pytree prefix"),
+        ({"specs": {"x": P()}}, ValueError, "^specs must be a pytree prefix"),
         ({"axis_name": 3}, TypeError, "^axis_name must be"),
         ({"specs": P()}, ValueError, "needs a mesh"),
     ],

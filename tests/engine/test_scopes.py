@@ -277,11 +277,11 @@ W = {"w": jnp.ones((2, 3))}
 @pytest.mark.parametrize(
     ("scope", "error", "message"),
     [
-        (scopes.group({"v": "a"}), ValueError, "labels is not a pytree prefix"),
-        (scopes.group({"w": {"x": "a"}}), ValueError, "labels is not a pytree prefix"),
+        (scopes.group({"v": "a"}), ValueError, "labels must be a pytree prefix"),
+        (scopes.group({"w": {"x": "a"}}), ValueError, "labels must be a pytree prefix"),
         (scopes.group({"w": 1}), TypeError, "labels must be strings, got 1"),
         (scopes.group(lambda path, leaf: None), TypeError, "labels must be strings, got None"),
-        (scopes.leaf({"v": 1}), ValueError, "stacked is not a pytree prefix"),
+        (scopes.leaf({"v": 1}), ValueError, "stacked must be a pytree prefix"),
         (scopes.leaf(3), ValueError, "from 0 to 2 for leaf 'w' of shape (2, 3), got 3"),
         (scopes.leaf(-1), ValueError, "from 0 to 2 for leaf 'w' of shape (2, 3), got -1"),
         (scopes.leaf(0.5), ValueError, "from 0 to 2 for leaf 'w' of shape (2, 3), got 0.5"),
