@@ -132,6 +132,27 @@ def test_the_page_runs(number):
         assert next(iter(monitor.scalars(state).values())) > 0
 
 
+def test_mucon_clips_the_singular_values_of_the_momentum():
+    namespace = {}
+    block = next(block for block in BLOCKS if "mucon" in block)
+    exec(compile(block, str(PAGE), "exec"), namespace)
+    tx, rng = namespace["tx"], np.random.default_rng(0)
+    params, trace = {"w": jnp.zeros((6, 4)), "b": jnp.zeros(4)}, np.zeros((6, 4))
+    state, update = tx.init(params), jax.jit(tx.update)
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(3):
+            grad = rng.normal(size=(6, 4)) / 6
+            grads = {"w": jnp.asarray(grad, jnp.float32), "b": jnp.ones(4)}
+            updates, state = update(grads, state, params)
+            trace = grad + 0.95 * trace
+            left, values, right = np.linalg.svd(grad + 0.95 * trace, full_matrices=False)
+    assert min(values) < 1 < max(values)
+    expected = -0.02 * (left * np.minimum(values, 1)) @ right
+    np.testing.assert_allclose(updates["w"], expected, atol=2e-6)
+    (info,) = monitor.read(state).values()
+    np.testing.assert_allclose(info.norm, max(values), rtol=0.05)
+
+
 def test_a_record_and_a_clip_for_each():
     namespace = {}
     block = next(block for block in BLOCKS if "optax.partition" in block)
