@@ -12,8 +12,10 @@ from methods_table import METHODS
 import optaxclip
 
 ROOT = pathlib.Path(optax.__file__).parent
-# They take what an update of Optax's suites is not given, or limits for leaves of certain names.
+# They take what an update of Optax's suites is not given, or limits for leaves of certain names;
+# one comes last in a chain, and measures the parameters that it begins with.
 WITHOUT = {"clip_attention_logits", "skip_above_loss", "clip_by_group_norm_dict", "muon"}
+WITHOUT |= {"hyperball"}
 NAMES = [name for name in METHODS if name not in WITHOUT]
 
 
