@@ -7,7 +7,7 @@ over many devices one collective.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,23 +73,98 @@ def _steps(
 ) -> list[Array]:
     if not weights:
         return []
-    pairs = [_in_one_dtype(*row) for row in zip(weights, directions, strict=True)]
-    measured = [(x, x) for x, _ in pairs] + [(y, y) for _, y in pairs]
-    measured += pairs + [(x, -y) for x, y in pairs]
-    entries = [_paired(*row) for row in measured]
-    (found,) = measure(entries, _four_times(groups, [x for x, _ in pairs]), PRODUCT)
-    weight, direction, above, below = found.norm.reshape(4, -1)
-    factors = _factors(weight, direction, above, below, radius, rate, eps)
+    weights, directions = ([jnp.asarray(x) for x in each] for each in (weights, directions))
+    factors = _factors(*_norms(weights, directions, groups), radius, rate, eps)
     parts = groups.by_leaf([jnp.stack(factors)], directions)
     rows = zip(weights, directions, parts, groups.grouping.axes, strict=True)
     return [_sum(*row) for row in rows]
 
 
-def _in_one_dtype(x: Any, y: Any) -> tuple[Array, Array]:
+def _norms(weights: list[Array], directions: list[Array], groups: Groups) -> "_Norms":
+    """What is measured, in one read and with one collective."""
+
+    @jax.custom_jvp
+    def norms(weights: list[Array], directions: list[Array]) -> _Norms:
+        rows = list(zip(weights, directions, strict=True))
+        roots = [[_root(*row, sign) for row in rows] for sign in (1, -1)]
+        return _measured([weights, directions, *roots], groups, l2)
+
+    @norms.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[_Norms, _Norms]:
+        # A root of a product with 0 has no derivative, the product has.
+        by_pairs = functools.partial(_by_pairs, groups=groups)
+        return norms(*primals), jax.jvp(by_pairs, primals, tangents)[1]
+
+    return norms(weights, directions)
+
+
+class _Norms(NamedTuple):
+    """Norms of all groups, each `[groups]`.
+
+    Attributes:
+      weight: of the weights.
+      direction: of the directions.
+      above: the roots of the sums of the positive summands of their inner products.
+      below: of the negative ones.
+    """
+
+    weight: Array
+    direction: Array
+    above: Array
+    below: Array
+
+
+def _by_pairs(weights: list[Array], directions: list[Array], *, groups: Groups) -> _Norms:
+    """The same, so that all derivatives are right; on a CPU it takes much longer."""
+    rows = [_in_one_dtype(*row) for row in zip(weights, directions, strict=True)]
+    columns = [
+        [_paired(x, x) for x, _ in rows],
+        [_paired(y, y) for _, y in rows],
+        [_paired(x, y) for x, y in rows],
+        [_paired(x, -y) for x, y in rows],
+    ]
+    return _measured(columns, groups, PRODUCT)
+
+
+def _measured(columns: list[list[Array]], groups: Groups, norm: Norm) -> _Norms:
+    """The norms of four lists of leaves, each like those of the groups."""
+    grouping, placement, count = groups.grouping, groups.placement, len(columns[0])
+    leaves = [leaf for column in columns for leaf in column]
+    # Pairs of complex entries have one axis more.
+    stacks = [len(group.shape) for group in grouping.by_leaf(grouping.groups)]
+    axes = [tuple(range(*row)) for row in zip(stacks, map(jnp.ndim, columns[-1]), strict=True)]
+    fourfold = [
+        dataclasses.replace(group, members=tuple(i + k * count for i in group.members))
+        for k in range(4)
+        for group in grouping.groups
+    ]
+    places = dataclasses.replace(
+        placement,
+        reduced=placement.reduced * 4,
+        kept=placement.kept * 4,
+        specs=placement.specs * 4,
+    )
+    of_all = Groups.of(Grouping(tuple(fourfold), (*axes,) * 4, "vector"), places)
+    (found,) = measure(leaves, of_all, norm)
+    return _Norms(*found.norm.reshape(4, -1))
+
+
+def _root(x: Array, y: Array, sign: int) -> Array:
+    """The roots of the products of this sign of two arrays' entries, elsewhere 0."""
+    x, y = _in_one_dtype(x, y)
+    rows = zip(real_parts(x), real_parts(y), strict=True)
+    # Not the root of the product, which may leave the range.
+    parts = [
+        jnp.where(jnp.sign(u) * jnp.sign(v) == sign, jnp.sqrt(jnp.abs(u)) * jnp.sqrt(jnp.abs(v)), 0)
+        for u, v in rows
+    ]
+    return lax.complex(*parts) if len(parts) > 1 else parts[0]
+
+
+def _in_one_dtype(x: Array, y: Array) -> tuple[Array, Array]:
     """Two arrays in a dtype to compute with that holds both."""
-    dtypes = (wide_dtype(jnp.result_type(z)) for z in (x, y))
-    dtype = np.promote_types(*dtypes)
-    return jnp.asarray(x).astype(dtype), jnp.asarray(y).astype(dtype)
+    dtype = np.promote_types(*(wide_dtype(z.dtype) for z in (x, y)))
+    return x.astype(dtype), y.astype(dtype)
 
 
 def _paired(x: Array, y: Array) -> Array:
@@ -100,27 +175,6 @@ def _paired(x: Array, y: Array) -> Array:
     pairs = zip(real_parts(x), real_parts(y), strict=True)
     parts = [lax.complex(*pair) for pair in pairs]
     return jnp.stack(parts, -1) if len(parts) > 1 else parts[0]
-
-
-def _four_times(groups: Groups, leaves: list[Array]) -> Groups:
-    """The groups four times, one after another, of pairs made from these leaves."""
-    grouping, placement = groups.grouping, groups.placement
-    axes = [
-        (*own, leaf.ndim) if jnp.iscomplexobj(leaf) else own
-        for own, leaf in zip(grouping.axes, leaves, strict=True)
-    ]
-    fourfold = [
-        dataclasses.replace(group, members=tuple(i + k * len(leaves) for i in group.members))
-        for k in range(4)
-        for group in grouping.groups
-    ]
-    places = dataclasses.replace(
-        placement,
-        reduced=placement.reduced * 4,
-        kept=placement.kept * 4,
-        specs=placement.specs * 4,
-    )
-    return Groups.of(Grouping(tuple(fourfold), (*axes,) * 4, "vector"), places)
 
 
 def _factors(

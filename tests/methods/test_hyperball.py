@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiling import AS_USERS, where_sums_are_fused
 from methods_table import assert_same, avals
 
 import optaxclip
@@ -236,6 +237,17 @@ def test_leaves_that_a_step_lacks_and_other_leaves():
     whole, same = tx.update(grads | {"w": random_tree(1)["w"]}, tx.init(params), params)
     assert_same(updates["conv"], whole["conv"])
     assert_same(state, same)
+
+
+@where_sums_are_fused
+def test_on_a_cpu_little_is_stored_beside_the_weights():
+    params = {str(i): jax.ShapeDtypeStruct((512, 256), jnp.float32) for i in range(16)}
+    tx = optaxclip.hyperball(0.1)
+    state = jax.eval_shape(tx.init, params)
+    lowered = jax.jit(lambda w, u, s: moved(tx, w, u, s)).lower(params, params, state)
+    analysis = lowered.compile(compiler_options=AS_USERS).memory_analysis()
+    # The roots of products, and where they are above 0; in pairs of float64 it would be 16 times.
+    assert analysis.temp_size_in_bytes < 2 * 16 * 512 * 256 * 4
 
 
 def test_derivatives_are_those_of_the_formula():
