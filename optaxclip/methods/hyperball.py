@@ -99,7 +99,7 @@ def hyperball(
       >>> params = jnp.array([[3.0, 0.0], [0.0, 4.0]])
       >>> direction = jnp.array([[0.0, 5.0], [0.0, 0.0]])
       >>> updates, state = tx.update(direction, tx.init(params), params)
-      >>> print(optax.apply_updates(params, updates).round(2))
+      >>> print((params + updates).round(2))
       [[ 2.99 -0.5 ]
        [ 0.    3.98]]
       >>> print(state.radius)

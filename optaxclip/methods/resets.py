@@ -100,16 +100,14 @@ def reset_state(
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
-      >>> tx = optaxclip.reset_state(optax.adam(0.1), every=2)
-      >>> params = jnp.ones(2)
-      >>> state = tx.init(params)
+      >>> tx = optaxclip.reset_state(optax.sgd(0.1, momentum=0.5), every=2, only=("trace",))
+      >>> state = tx.init(jnp.ones(2))
       >>> for step in range(3):
-      ...     updates, state = tx.update(jnp.array([4.0, 2.0]), state, params)
-      ...     adam = state.inner_state[0]
-      ...     print(adam.count, (10 * adam.mu).round(), state.num_resets)
-      1 [4. 2.] 0
-      0 [0. 0.] 1
-      1 [4. 2.] 1
+      ...     updates, state = tx.update(jnp.array([4.0, 2.0]), state)
+      ...     print(state.inner_state[0].trace, state.num_resets)
+      [4. 2.] 0
+      [0. 0.] 1
+      [4. 2.] 1
 
       After spikes too:
 

@@ -97,7 +97,7 @@ def noise_scale(
       ...     _, grads, accumulated = grad_fn(0.0, x)
       ...     return tx.update(grads, state, noise=accumulated.noise)[1], None
       >>> state, _ = jax.lax.scan(step, tx.init(0.0), jax.random.split(jax.random.key(0), 2000))
-      >>> print(f"about {state[0].scale:.0f}")
+      >>> print(f"about {monitor.scalars(state)['noise_scale/scale']:.0f}")
       about 16
     """
     decay = within(decay, 0, 1, "decay")
