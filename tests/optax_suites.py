@@ -1,6 +1,8 @@
-"""Optax's test files, which its wheel ships, with ours in their tables; their tests as they are."""
+"""Optax's test files, which its wheel ships, with ours in their tables: their tests as they are."""
 
 import ast
+import functools
+import inspect
 import pathlib
 import types
 import unittest
@@ -33,23 +35,46 @@ def chained(name):
     return factory
 
 
-def loaded(path, **tables):
-    """A module of one of Optax's files, with other values for some of its names at the top."""
+def loaded(path, **values):
+    """A module of one of Optax's files, with other values for some names that it has at its top.
+
+    Args:
+      path: of the file, from Optax's folder.
+      **values: for each name a function of what the file gives it: a table, a module, a function.
+    """
     tree = ast.parse((ROOT / path).read_text())
-    found = set()
+    body, missing = [], set(values)
     for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-            if name in tables and name not in found:
-                node.value = ast.Name(f"_table_{name}", ast.Load())
-                found.add(name)
-    if found != set(tables):
-        raise LookupError(f"{path} has no {set(tables) - found}")
+        body.append(node)
+        for name in sorted(_names_of(node) & missing):
+            missing.remove(name)
+            body += ast.parse(f"{name} = _value_of_{name}({name})").body
+    if missing:
+        raise LookupError(f"{path} has no {missing}")
+    tree.body = body
     ast.fix_missing_locations(tree)
     module = types.ModuleType(f"optax_suites_{pathlib.Path(path).stem}")
-    vars(module).update({f"_table_{name}": value for name, value in tables.items()})
+    vars(module).update({f"_value_of_{name}": value for name, value in values.items()})
     exec(compile(tree, str(ROOT / path), "exec"), vars(module))
     return module
+
+
+def _names_of(node):
+    """What a statement assigns, imports or defines."""
+    assigned = {x.id for x in getattr(node, "targets", []) if isinstance(x, ast.Name)}
+    imported = {x.asname or x.name for x in getattr(node, "names", []) if isinstance(x, ast.alias)}
+    return assigned | imported | {getattr(node, "name", None)}
+
+
+def always(value):
+    """For `loaded`: a value, whatever the file has."""
+    return lambda theirs: value
+
+
+def suites_of(module):
+    """The classes of tests in a module."""
+    kinds = [kind for kind in vars(module).values() if inspect.isclass(kind)]
+    return [kind for kind in kinds if issubclass(kind, unittest.TestCase) and cases_of(kind)]
 
 
 class NewJax:
@@ -75,7 +100,7 @@ def problems_of(kind, cases):
             kind(case).run(result)
     assert result.testsRun == len(cases) > 0
     # Of their own wrappers some are left out by name.
-    skipped = [(case, why) for case, why in result.skipped if "is not supported" not in why]
+    skipped = [(case, why) for case, why in result.skipped if "not supported" not in why]
     wrong = result.failures + result.errors + skipped
     return [f"{case.id()}\n{text}" for case, text in wrong]
 
@@ -86,13 +111,33 @@ def chains(names=NAMES):
 
 
 class Behind:
-    """A namespace of Optax's in which optimizers have a stage of ours in front of them."""
+    """A namespace of Optax's in which all transformations have a stage of ours in front."""
 
     def __init__(self, theirs, stage):
         self._theirs, self._stage = theirs, stage
 
     def __getattr__(self, name):
         made = getattr(self._theirs, name)
-        if name not in ("sgd", "adam", "adamw"):
-            return made
-        return lambda *args, **options: optax.chain(self._stage(), made(*args, **options))
+        return in_front(made, self._stage) if inspect.isfunction(made) else made
+
+
+def in_front(factory, stage):
+    """A factory of transformations, of the same signature, that puts a stage in front of each."""
+
+    @functools.wraps(factory)
+    def with_stage(*args, **options):
+        made = factory(*args, **options)
+        is_made = isinstance(made, optax.GradientTransformation)
+        return optax.chain(stage(), made) if is_made else made
+
+    return with_stage
+
+
+class Instead:
+    """For `loaded`: a namespace of Optax's with ours for some of its functions."""
+
+    def __init__(self, **ours):
+        self._ours = ours
+
+    def __call__(self, theirs):
+        return types.SimpleNamespace(**vars(theirs) | self._ours)

@@ -1,12 +1,15 @@
-"""Optax's own clipping tests, which its wheel ships, on our functions: as they are."""
+"""Optax's own tests of clips, norms and projections, which its wheel ships, on our functions."""
 
 import importlib
 import unittest
 
 import jax
+import jax.numpy as jnp
 import pytest
+from optax_suites import Instead, cases_of, loaded, problems_of
 
 import optaxclip
+from optaxclip import ops, scopes
 
 OURS = (
     "clip",
@@ -37,15 +40,83 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.usefixtures("ours_for_theirs")
-def test_passes_with_our_functions(name):
+def run(kind, name):
     # Their tests rely on implicit promotion.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         result = unittest.TestResult()
-        suite.ClippingTest(name).run(result)
+        kind(name).run(result)
     assert result.wasSuccessful(), (result.failures + result.errors)[0][1]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("ours_for_theirs")
+def test_passes_with_our_functions(name):
+    run(suite.ClippingTest, name)
 
 
 def test_the_suite_was_found():
     assert {"test_clip_by_block_rms", "test_clip_by_global_norm"} <= set(NAMES)
+
+
+privacy = pytest.importorskip("optax.contrib._privacy_test")
+OF_DP_SGD = unittest.defaultTestLoader.getTestCaseNames(privacy.DifferentiallyPrivateAggregateTest)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        # These want 2e-7, for limits that clip; the fifth clips nothing.
+        pytest.param(
+            name, marks=BELOW if name.startswith("test_clipping_norm") and name[-1] != "4" else ()
+        )
+        for name in OF_DP_SGD
+    ],
+)
+def test_dp_sgd_of_optax_passes_over_our_clip_of_examples(monkeypatch, name):
+    ours = optaxclip.per_example_global_norm_clip
+    monkeypatch.setattr("optax.transforms.per_example_global_norm_clip", ours)
+    run(privacy.DifferentiallyPrivateAggregateTest, name)
+
+
+NORMS = {1: "l1", 2: "l2", jnp.inf: "linf"}
+
+
+def tree_norm(tree, **options):
+    return ops.global_norm(tree, norm=NORMS[options.get("ord", 2)])
+
+
+def tree_clip(tree, min_value=None, max_value=None):
+    least = -jnp.inf if min_value is None else min_value
+    return ops.clip_by_value(tree, least, jnp.inf if max_value is None else max_value)
+
+
+def projection_l2_ball(tree, scale=1.0):
+    return optaxclip.clip_tree(tree, scale, scope=scopes.tree())[0]
+
+
+def projection_l2_sphere(tree, scale=1.0):
+    return optaxclip.clip_tree(tree, scale, scope=scopes.tree(), response="normalize")[0]
+
+
+def projection_linf_ball(tree, scale=1.0):
+    return ops.clip_by_value(tree, -scale, scale)
+
+
+OF_TREES = Instead(tree_norm=tree_norm, tree_clip=tree_clip)
+OF_BALLS = Instead(
+    projection_l2_ball=projection_l2_ball,
+    projection_l2_sphere=projection_l2_sphere,
+    projection_linf_ball=projection_linf_ball,
+)
+
+
+def test_norms_and_bounds_of_trees():
+    suite = loaded("tree_utils/_tree_math_test.py", tu=OF_TREES).TreeUtilsTest
+    own = ["test_tree_l2_norm", "test_tree_l1_norm", "test_tree_linf_norm", "test_tree_clip"]
+    assert not problems_of(suite, cases_of(suite, own))
+
+
+def test_projections_onto_balls_and_spheres():
+    suite = loaded("projections/_projections_test.py", proj=OF_BALLS).ProjectionsTest
+    own = ["test_projection_ball", "test_projection_l2_sphere", "test_projection_l2_ball_grad"]
+    assert not problems_of(suite, cases_of(suite, own))

@@ -1,18 +1,12 @@
 """Optax's suites over tables of optimizers, with chains of ours for the optimizers: as they are."""
 
-import functools
-import inspect
 import types
-import unittest
 
-import numpy as np
 import optax
 import optax_suites
 import pytest
 from methods_table import DISTINCT, METHODS
-from optax_suites import NAMES, cases_of, chained, loaded, problems_of
-
-import optaxclip
+from optax_suites import NAMES, always, cases_of, chained, loaded, problems_of
 
 # What is only another argument of the same code, and all cases of the longer suites, at night.
 NIGHTLY = (pytest.mark.slow, pytest.mark.trainers)
@@ -25,10 +19,9 @@ def methods(quick):
 
 @pytest.fixture(scope="module")
 def sharding():
-    tables = {"OPTIMIZERS": {name: chained(name)(1.0) for name in NAMES}}
-    module = loaded("_src/sharding_test.py", **tables)
-    module.jax = optax_suites.NewJax()
-    return module.ShardingTest
+    table = always({name: chained(name)(1.0) for name in NAMES})
+    new_jax = always(optax_suites.NewJax())
+    return loaded("_src/sharding_test.py", OPTIMIZERS=table, jax=new_jax).ShardingTest
 
 
 @pytest.mark.parametrize("name", methods(set(DISTINCT) - {"clip_by_spectral_norm"}))
@@ -41,8 +34,8 @@ def test_sharding(sharding, name):
 
 @pytest.fixture(scope="module")
 def float64():
-    tables = {"ALL_MODULES": [(name, METHODS[name].make, {}) for name in NAMES]}
-    return loaded("_src/float64_test.py", **tables).Float64Test
+    table = always([(name, METHODS[name].make, {}) for name in NAMES])
+    return loaded("_src/float64_test.py", ALL_MODULES=table).Float64Test
 
 
 @pytest.mark.parametrize("name", methods(FEW))
@@ -51,23 +44,17 @@ def test_float64(float64, name):
     assert not problems_of(float64, [f"test_mixed_dtype_input_outputs_{name}"])
 
 
-def tables_of_one(name):
-    return [{"opt_name": name, "opt_kwargs": {"learning_rate": 1e-2}}]
-
-
 def suite_of(file, name):
     """Their tests of optimizers with one of ours; their wrappers get it before their `sgd`."""
-    behind = optax_suites.Behind(optax, METHODS[name].make)
+    of_one = [{"opt_name": name, "opt_kwargs": {"learning_rate": 1e-2}}]
+    sgd = optax_suites.in_front(optax.sgd, METHODS[name].make)
+    alias = always(types.SimpleNamespace(**{name: chained(name)}, sgd=sgd))
     if file == "contrib":
-        tables = {"_MAIN_OPTIMIZERS_UNDER_TEST": tables_of_one(name), "_BASE_OPTIMIZERS": []}
-        module = loaded("contrib/_common_test.py", **tables)
-        module.alias = types.SimpleNamespace(**{name: chained(name), "sgd": behind.sgd})
-        return module.ContribTest
+        tables = {"_MAIN_OPTIMIZERS_UNDER_TEST": always(of_one), "_BASE_OPTIMIZERS": always([])}
+        return loaded("contrib/_common_test.py", alias=alias, **tables).ContribTest
     pytest.importorskip("sklearn")
-    tables = {"_OPTIMIZERS_UNDER_TEST": tuple(tables_of_one(name))}
-    module = loaded("_src/alias_test.py", **tables)
-    module.alias = types.SimpleNamespace(**{name: chained(name)}, sgd=behind.sgd)
-    return module.AliasTest
+    table = always(tuple(of_one))
+    return loaded("_src/alias_test.py", alias=alias, _OPTIMIZERS_UNDER_TEST=table).AliasTest
 
 
 SHORT = ("accept_extra_args", "can_be_wrapped", "preserve_dtype", "shape_dtype", "accumulation")
@@ -101,37 +88,3 @@ def test_it_finds_the_minimum(name):
     suite = suite_of("contrib", name)
     own = [case for case in cases_of(suite, ["test_optimizers"]) if case[15:].isdecimal()][:4]
     assert not problems_of(suite, own)
-
-
-# One looks at the place of a state that a stage in front has moved; in the other a clip would have
-# to be told that all devices of `pmap` have the same.
-NOT_OURS = {"test_masked_state_structure", "test_apply_if_finite_pmap"}
-
-
-@pytest.mark.filterwarnings("ignore:updates. no leaf has floating-point entries")
-@pytest.mark.parametrize(
-    "file",
-    [
-        "schedules/_inject_test.py",
-        "transforms/_combining_test.py",
-        "transforms/_masking_test.py",
-        "transforms/_conditionality_test.py",
-    ],
-)
-def test_wrappers_of_optax_over_ours(file):
-    """Their wrappers and their tests of them, with a clip of ours in each optimizer."""
-    never = functools.partial(optaxclip.clip_by_global_norm, np.inf)
-    module = loaded(file)
-    if hasattr(module, "alias"):
-        module.alias = optax_suites.Behind(module.alias, never)
-    else:
-        own = {"clip_by_global_norm": optaxclip.clip_by_global_norm}
-        module.transforms = types.SimpleNamespace(**vars(module.transforms) | own)
-    suites = [
-        kind
-        for kind in vars(module).values()
-        if inspect.isclass(kind) and issubclass(kind, unittest.TestCase) and cases_of(kind)
-    ]
-    assert suites
-    for suite in suites:
-        assert not problems_of(suite, [case for case in cases_of(suite) if case not in NOT_OURS])
