@@ -1,13 +1,13 @@
 """Policies: what becomes of a group whose norm is not finite.
 
-  policy    | the group | for
+  policy    | the group becomes | use it for
   ----------|-----------|--------------------------------------------------------------
   `"nan"`   | all NaN   | failing loudly, and for `optax.apply_if_finite` around the chain
-  `"zero"`  | all 0     | going on without this group's step (Adam's moments still decay)
+  `"zero"`  | all 0     | going on without this group's gradient (Adam's moments still decay)
   `"mask"`  | bad entries 0, the rest clipped by its own norm | a few bad entries
   `"error"` | a `checkify` error that names the leaves | debugging
 
-A group is handled as one: never half NaN, half zero.
+"nan" and "zero" hold for all entries of the group, also for the finite ones.
 """
 
 from typing import get_args
@@ -22,22 +22,22 @@ _POLICIES = get_args(NonFinite)
 
 
 def as_policy(policy: str) -> NonFinite:
-    """`policy`, checked.
+    """`policy`, checked to be one of these.
 
     Raises:
       ValueError: for an unknown policy.
     """
-    for known in _POLICIES:
-        if policy == known:
-            return known
+    for name in _POLICIES:
+        if policy == name:
+            return name
     raise ValueError(f"nonfinite must be one of {list(_POLICIES)}, got {policy!r}")
 
 
 def check(bad: Array, name: str, leaves: list[str]) -> None:
-    """Reports a bad group to `checkify`.
+    """Reports a group that is not finite to `checkify`.
 
     Args:
-      bad: bool, any shape; whether the group, or which of its slices, are not finite.
+      bad: bool, any shape: whether the group is not finite, or which groups of an array are not.
       name: the transformation's name.
       leaves: the names of the group's leaves.
     """

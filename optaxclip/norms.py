@@ -1,9 +1,9 @@
 """Norms: how a group of entries becomes one number.
 
-A `Norm` maps the modulus of each entry, the engine adds up the results over a group (or takes the
-largest), and the norm makes the total its value. Every norm here is absolutely homogeneous,
-`norm(a * x) == abs(a) * norm(x)`; so the engine can measure a group at another scale where powers
-of its entries overflow or underflow.
+A `Norm` has two functions. `map` turns each entry into a summand; the engine adds up the summands
+of a group (or takes the largest); `finish` turns that total into the norm. Every norm here is
+absolutely homogeneous, `norm(a * x) == abs(a) * norm(x)`. So where powers of the entries overflow
+or underflow, the engine measures the entries at another scale.
 
   norm          | of entries x with n = len(x)    | name
   --------------|---------------------------------|-----------
@@ -41,7 +41,8 @@ def _total(total: Array, count: Array) -> Array:
 
 
 def _divided(total: Array, count: Any) -> Array:
-    # Not divided in float64, which `checkify` would look at without 64-bit types.
+    # Not a division in float64: `checkify.float_checks` compares its divisor with 0, and JAX 0.10.2
+    # then warns of float64 where 64-bit types are not enabled.
     if total.dtype == jnp.float64 and isinstance(count, (np.ndarray, np.generic)):
         return total * np.reciprocal(count)
     return total / count
@@ -66,15 +67,15 @@ def _root_over_count(total: Array, count: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Norm:
-    """A norm as two steps around a sum, so that any scope can share them.
+    """A norm: what happens to entries before they are summed over a group, and to the sum.
 
     Attributes:
       name: the name in messages.
-      map: entries `[...]` (real or complex) to non-negative real summands `[...]`.
-      finish: the total of a group and its number of entries (at least 1, an array of the same
+      map: from entries `[...]` (real or complex) to non-negative real summands `[...]`.
+      finish: from the total of a group and its number of entries (at least 1, an array of the same
         dtype) to the norm.
-      is_max: whether the total is the largest summand instead of the sum of all.
-      degree: the power to which `map` raises; it tells where a total leaves the range.
+      is_max: whether the total is the largest summand, not their sum.
+      degree: the power to which `map` raises entries; totals overflow or underflow accordingly.
     """
 
     name: str
@@ -102,8 +103,8 @@ def lp(p: float) -> Norm:
     """The p-norm, `sum(abs(x)**p)**(1/p)`.
 
     Args:
-      p: the order, above 0 and at most 64, or infinity; below 1 it is not a norm in the strict
-        sense, but it is homogeneous too.
+      p: the order, above 0 and at most 64, or infinity. Below 1 it is not a norm in the strict
+        sense, but it is homogeneous.
 
     Raises:
       ValueError: if `p` is outside that range.

@@ -1,9 +1,9 @@
-"""TensorFlow's clipping functions, by name and meaning, over any pytree.
+"""TensorFlow's clipping functions, with their names and meaning, for any pytree.
 
-They are pure functions of a tree. Its leaves may be `None`, of size zero, scalars, Python floats,
-NumPy arrays, complex, or `BCOO` (TensorFlow's `IndexedSlices`), and a tree may be empty; an
-integer, a bool or a PRNG key raises `TypeError`. In eager mode each function is one cached compiled
-call. `docs/coming.md` has a table of the results that differ from TensorFlow's on purpose.
+They are pure functions. Leaves may be `None`, scalars, Python floats, NumPy arrays, of size zero,
+complex, or `BCOO` (TensorFlow's `IndexedSlices`), and a tree may be empty; an integer, a bool or a
+PRNG key raises `TypeError`. In eager mode each call runs one compiled function, which is cached.
+`docs/coming.md` has a table of the results that differ from TensorFlow's on purpose.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def global_norm(
 ) -> Array:
     """The norm of all leaves together.
 
-    It is summed in float32 or wider and right whatever the range: it is infinite only if the true
+    It is summed in float32 or wider, and no intermediate overflows: it is infinite only if the true
     norm is, and NaN only if an entry is. Its derivative at a zero tree is 0.
 
     Args:
@@ -57,16 +57,16 @@ def global_norm(
 def clip_by_value(
     tree: PyTree, clip_value_min: jax.typing.ArrayLike, clip_value_max: jax.typing.ArrayLike
 ) -> PyTree:
-    """Holds each entry to `[clip_value_min, clip_value_max]`.
+    """Clips each entry to `[clip_value_min, clip_value_max]`.
 
     NaN stays NaN, and infinite entries become the bounds. A complex entry keeps its phase, and its
-    modulus is held to `clip_value_max`. Where the minimum is above the maximum, entries become the
-    minimum, as in TensorFlow.
+    modulus becomes at most `clip_value_max`. Where the minimum is above the maximum, entries become
+    the minimum, as in TensorFlow.
 
     Args:
       tree: a pytree of arrays; integer leaves are allowed where both bounds are integers.
       clip_value_min: a scalar, or an array that broadcasts to every leaf.
-      clip_value_max: likewise.
+      clip_value_max: a scalar, or an array that broadcasts to every leaf.
 
     Returns:
       A tree of the same structure, shapes, dtypes and weak types.
@@ -74,7 +74,7 @@ def clip_by_value(
     Raises:
       TypeError: for a bound that is not a number, an integer leaf with a floating bound, a bool or
         PRNG-key leaf, or something that is not an array.
-      ValueError: for bounds that would make a leaf larger.
+      ValueError: for a bound that does not broadcast to the shape of a leaf.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -83,8 +83,8 @@ def clip_by_value(
     """
     low = elementwise.check_bound(clip_value_min, "clip_value_min")
     high = elementwise.check_bound(clip_value_max, "clip_value_max")
-    whole = all(jnp.issubdtype(jnp.result_type(bound), jnp.integer) for bound in (low, high))
-    homes, integers = devices.memories(tree), "measure" if whole else "error"
+    are_integers = all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in (low, high))
+    homes, integers = devices.memories(tree), "measure" if are_integers else "error"
     flat = flatten(devices.to_device(tree), "tree", integers=integers)
     clamped = elementwise.clamp(flat, low, high, ("clip_value_min", "clip_value_max"))
     return devices.moved(clamped, homes)
@@ -103,7 +103,7 @@ def clip_by_norm(
     Args:
       tree: a pytree of floating or complex arrays.
       clip_norm: a scalar; a negative one acts as 0, NaN makes every entry NaN.
-      axes: the axes over which a norm extends; all axes if None.
+      axes: the axes over which a norm is taken; all axes if None.
       axis_name: as in `global_norm`.
       specs: as in `global_norm`.
 
@@ -176,7 +176,7 @@ def clip_by_global_norm(
     Args:
       tree: a pytree of floating or complex arrays.
       clip_norm: a scalar; a negative one acts as 0, NaN makes every entry NaN.
-      use_norm: the norm of the tree, if known; it is not measured again.
+      use_norm: the norm of the tree, if the caller has it; it is then not computed.
       axis_name: as in `global_norm`.
       specs: as in `global_norm`.
 
@@ -214,5 +214,5 @@ def _check(tree: PyTree) -> None:
 
 
 def _scalar(value: Any, argument: str) -> Array:
-    """A scalar array, which unlike a number may be negative or NaN."""
+    """`value` as a scalar array, for which negative numbers and NaN are no errors."""
     return jnp.asarray(check_limit(value, argument, allow_any_number=True, off=True))

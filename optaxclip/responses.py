@@ -1,7 +1,7 @@
-"""Responses: the new norm of a group, from the norm that it has and from its limits.
+"""Responses: the new norm of a group, from its norm and its limits.
 
-A `Response` maps `(norm, trigger, target)`, arrays of one shape, to the new norm; the engine
-multiplies the group by `new / norm`, and leaves it alone, bit for bit, where the two are equal.
+A `Response` is a function from `(norm, trigger, target)`, arrays of one shape, to the new norm. The
+engine multiplies the group by `new / norm`; where the two are equal, the group stays bit for bit.
 
   response    | new norm
   ------------|---------------------------------------------------------------
@@ -12,8 +12,8 @@ multiplies the group by `new / norm`, and leaves it alone, bit for bit, where th
   `band()`    | `clip`, but at least a share of the target, whatever the norm was
   `clip_with_eps()` | `norm * target / (norm + eps)` where that is less than the norm
 
-A response may also have a method `factor(norm, trigger, target)`. The engine then multiplies by
-what it returns, unchanged, and not by the quotient of the new norm and the norm.
+A response may also have a method `factor(norm, trigger, target)`. The engine then multiplies the
+group by what this method returns, not by `new / norm`.
 """
 
 import dataclasses
@@ -37,19 +37,20 @@ def clip(norm: Array, trigger: Array, target: Array) -> Array:
 
 
 def normalize(norm: Array, trigger: Array, target: Array) -> Array:
-    """Brings every norm but zero to the target; with an infinite limit norms stay."""
+    """Brings every norm but zero to the target; with an infinite target norms stay."""
     del trigger
     return jnp.where(jnp.isinf(target), norm, target)
 
 
 def smooth(norm: Array, trigger: Array, target: Array) -> Array:
-    """Approaches the target from below, without a corner.
+    """Brings norms below the target; large norms come close to it.
 
-    Small norms stay as they are to second order, and the derivative is continuous everywhere. Cf.
-    Zhang, He, Sra and Jadbabaie, 2019, arXiv 1905.11881.
+    Small norms change in second order only, and the derivative is continuous everywhere. Cf. Zhang,
+    He, Sra and Jadbabaie, 2019, arXiv 1905.11881.
     """
     del trigger
-    # The formula is symmetric: dividing the smaller by the larger, no square overflows.
+    # The formula is symmetric in norm and target. The smaller is divided by the larger, because the
+    # square of that quotient cannot overflow.
     is_below = norm <= target
     small, large = jnp.where(is_below, norm, target), jnp.where(is_below, target, norm)
     ratio = safe_divide(small, jnp.where(jnp.isinf(large), 1, large), 0)
@@ -57,16 +58,16 @@ def smooth(norm: Array, trigger: Array, target: Array) -> Array:
 
 
 def auto_s(gamma: float = 0.01) -> Response:
-    """Normalizes, except norms that are small beside `gamma`.
+    """Brings norms close to the target, unless they are small in comparison with `gamma`.
 
     The group is multiplied by `target / (norm + gamma)`, so its new norm is below the target, and
-    zeros stay zeros.
+    zeros stay zeros. With `gamma=0` (AUTO-V) this is `normalize`.
 
     Source: Bu, Wang, Zha and Karypis, 2022, Automatic clipping, arXiv 2206.07136, for the gradients
-    of single examples; there `gamma` is 0.01, and with 0 (AUTO-V) this is `normalize`.
+    of single examples, with a `gamma` of 0.01.
 
     Args:
-      gamma: the norm that is brought to half the target.
+      gamma: a norm of this size is brought to half the target.
 
     Returns:
       A response: a function of the norms, triggers and targets, arrays of one shape, to the new
@@ -83,35 +84,36 @@ def auto_s(gamma: float = 0.01) -> Response:
       >>> print(info.factor)
       0.25
     """
-    return _AutoS(_number(gamma, 0, _MOST, "gamma"))
+    return _AutoS(_number(gamma, 0, _LARGEST, "gamma"))
 
 
 @dataclasses.dataclass(frozen=True)
 class _AutoS:
-    """The response of `auto_s`; equal ones are compiled once."""
+    """The response of `auto_s`. As a dataclass it has equality, so equal ones are compiled once."""
 
     gamma: float
 
     def __call__(self, norm: Array, trigger: Array, target: Array) -> Array:
         del trigger
         gamma = jnp.asarray(self.gamma).astype(norm.dtype)
-        # The quotient first: no product leaves the range.
+        # The quotient is at most 1, so its product with the target cannot overflow.
         new = target * safe_divide(norm, norm + gamma, 1)
         return jnp.where(jnp.isinf(target), norm, new)
 
 
 def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = math.inf) -> Response:
-    """Holds norms to a band: from `low` times the target up to the target.
+    """Keeps norms between `low` times the target and the target.
 
-    A norm above the trigger is shrunk to the target, and one below `low * target` is enlarged to
-    that. A zero group stays zero. An infinite target leaves norms alone. The bounds on the factor
-    come last, even where the norm is then outside of the band: no group is multiplied by more than
-    `max_factor` or by less than `min_factor`.
+    A norm above the trigger is reduced to the target, and one below `low * target` is raised to
+    `low * target`. A zero group stays zero. With an infinite target norms stay. No group is
+    multiplied by more than `max_factor` or by less than `min_factor`, even if its new norm is then
+    outside of the band.
 
     Three methods are bands. AGGC (Li, Wu and Chang, 2026, arXiv 2601.11864) keeps each group of
-    layers within 0.5 to 1.5 times the moving average of its norms; here a norm that was enlarged is
-    recorded as it came. LAMBC (Fong et al., 2020, arXiv 2011.13584) is LAMB with a bounded trust
-    ratio. Speedruns (KellerJordan/modded-nanogpt) keep the ratio of update to weight from falling::
+    layers within 0.5 to 1.5 times the moving average of its norms; here the average takes up the
+    norms from before they were raised. LAMBC (Fong et al., 2020, arXiv 2011.13584) is LAMB with a
+    bounded trust ratio. Speedruns (KellerJordan/modded-nanogpt) keep the ratio of update to weight
+    from falling::
 
       clip_by(scopes.group(labels), thresholds.ema(0.98, 1.5), response=responses.band(0.5 / 1.5))
       clip_by(scopes.leaf(), thresholds.relative_to_params(1.0, eps=0.0),    # after the optimizer
@@ -120,16 +122,17 @@ def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = mat
               response=responses.band(0.1))
 
     Args:
-      low: the lower edge as a share of the target, from 0 (as `clip`) to 1 (as `normalize`).
-      min_factor: the least factor.
-      max_factor: the largest factor, from 1 on if `min_factor` does not exceed it.
+      low: the lower edge as a share of the target: 0 is `clip`, 1 is `normalize`.
+      min_factor: the smallest factor.
+      max_factor: the largest factor, at least `min_factor`.
 
     Returns:
       A response: a function of the norms, triggers and targets, arrays of one shape, to the new
       norms, of the same shape and dtype.
 
     Raises:
-      ValueError: if `low` is not from 0 to 1, or a factor negative, NaN or above the other.
+      ValueError: if `low` is not from 0 to 1, a factor is negative or NaN, or `min_factor` exceeds
+        `max_factor`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -157,38 +160,38 @@ def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = mat
       >>> print(tx.update(jnp.array([6e-5, 8e-5]), None, jnp.array([3.0, 4.0]))[0])
       [0.003 0.004]
     """
-    least = _number(min_factor, 0, _MOST, "min_factor")
+    smallest = _number(min_factor, 0, _LARGEST, "min_factor")
     return _Band(
-        _number(low, 0, 1, "low"), least, _number(max_factor, least, math.inf, "max_factor")
+        _number(low, 0, 1, "low"), smallest, _number(max_factor, smallest, math.inf, "max_factor")
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Band:
-    """The response of `band`; equal ones are compiled once."""
+    """The response of `band`. As a dataclass it has equality, so equal ones are compiled once."""
 
     low: float
     min_factor: float
     max_factor: float
 
     def __call__(self, norm: Array, trigger: Array, target: Array) -> Array:
-        low, least, most = (
+        low, smallest, largest = (
             jnp.asarray(x).astype(norm.dtype) for x in (self.low, self.min_factor, self.max_factor)
         )
         edge = low * jnp.where(jnp.isinf(target), 0, target)
         new = jnp.maximum(clip(norm, trigger, target), edge)
         if self.max_factor < math.inf:
-            new = jnp.minimum(new, most * norm)
-        new = jnp.maximum(new, least * norm)
+            new = jnp.minimum(new, largest * norm)
+        new = jnp.maximum(new, smallest * norm)
         return jnp.where(norm == 0, norm, new)
 
 
 def clip_with_eps(eps: float = 1e-6) -> Response:
     """Multiplies by `target / (norm + eps)` where that is below 1, as PyTorch does.
 
-    A norm at its limit, or a little below it, is shrunk too. This is for runs that must match
-    PyTorch's `clip_grad_norm_`: with its `eps` of 1e-6 the factor is PyTorch's to the last digit of
-    float32.
+    A group at its limit, or a little below it, is shrunk too. Use it for runs that must match
+    PyTorch's `clip_grad_norm_`: with PyTorch's `eps` of 1e-6, the factor is PyTorch's to the last
+    digit of float32.
 
     Args:
       eps: the number that is added to the norm.
@@ -207,12 +210,12 @@ def clip_with_eps(eps: float = 1e-6) -> Response:
       >>> print(tx.update(jnp.array([3.0, 4.0]), None)[0])
       [2.994012 3.992016]
     """
-    return _ClipWithEps(_number(eps, 0, _MOST, "eps"))
+    return _ClipWithEps(_number(eps, 0, _LARGEST, "eps"))
 
 
 @dataclasses.dataclass(frozen=True)
 class _ClipWithEps:
-    """The response of `clip_with_eps`; equal ones are compiled once."""
+    """The response of `clip_with_eps`; as a dataclass it has equality, so it is compiled once."""
 
     eps: float
 
@@ -220,7 +223,7 @@ class _ClipWithEps:
         return norm * self.factor(norm, trigger, target)
 
     def factor(self, norm: Array, trigger: Array, target: Array) -> Array:
-        """What a group is multiplied by."""
+        """The factors of the groups."""
         del trigger
         divisor = norm + jnp.asarray(self.eps).astype(norm.dtype)
         return jnp.minimum(_quotient(target, divisor), 1)
@@ -228,9 +231,9 @@ class _ClipWithEps:
 
 @jax.custom_jvp
 def _quotient(x: Array, y: Array) -> Array:
-    """`x / y` as in PyTorch, where a number divided by a tensor is a product with a reciprocal.
+    """`x * (1 / y)`, which is what PyTorch computes for a number divided by a tensor.
 
-    Its derivatives are those of a quotient, as those of the reciprocal leave the range.
+    Derivatives are taken of `x / y`, because those of `1 / y` may overflow.
     """
     return safe_divide(jnp.ones_like(y), y, 1) * x
 
@@ -242,23 +245,24 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
     return _quotient(x, y), change
 
 
-_MOST = float(jnp.finfo(jnp.float32).max)
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 def _number(value: Any, low: float, high: float, argument: str) -> float:
-    """`value` as a float, checked to be a Python number in `[low, high]`.
+    """`value` as a float, checked to be a Python number from `low` to `high`.
 
     Raises:
-      ValueError: otherwise; programs are compiled for it, so it cannot be an array.
+      ValueError: if it is not, or is an array, which a response cannot have because programs are
+        compiled for its numbers.
     """
     if isinstance(value, jax.Array):
         raise ValueError(
-            f"{argument} must be a Python number, as programs are compiled for it, got {value!r}; "
-            f"with optax.inject_hyperparams pass static_args=({argument!r},)"
+            f"{argument} must be a Python number, because each value of it is a program of its "
+            f"own, got {value!r}; with optax.inject_hyperparams pass static_args=({argument!r},)"
         )
     if not isinstance(value, (int, float, np.integer, np.floating)) or not low <= value <= high:
-        most = "a finite number" if high == _MOST else f"a number of at most {high:g}"
-        raise ValueError(f"{argument} must be {most} and at least {low:g}, got {value!r}")
+        kind = "a finite number" if high == _LARGEST else f"a number of at most {high:g}"
+        raise ValueError(f"{argument} must be {kind} and at least {low:g}, got {value!r}")
     return float(value)
 
 

@@ -1,1 +1,1 @@
-"""What everything stands on: types, number formats, trees, devices."""
+"""What all other rooms use: types, number formats, trees, groupings, devices."""

@@ -1,4 +1,4 @@
-"""Checks of what must be known before there is a program, and of states that others made."""
+"""Checks of arguments that programs are compiled for, and of the states that users pass."""
 
 import operator
 from typing import Any
@@ -9,12 +9,12 @@ import numpy as np
 from jax.core import Tracer
 
 
-def checked_int(value: Any, least: int, argument: str) -> int:
-    """`value`, checked to be an int of at least `least`, Python's or NumPy's.
+def checked_int(value: Any, minimum: int, argument: str) -> int:
+    """`value`, checked to be an int of Python or NumPy that is at least `minimum`.
 
     Raises:
-      ValueError: if it is less.
-      TypeError: if it is not an int, or an array of JAX.
+      ValueError: if it is below `minimum`.
+      TypeError: if it is not an int, or is a JAX array.
     """
     refuse_arrays(value, argument)
     try:
@@ -22,38 +22,38 @@ def checked_int(value: Any, least: int, argument: str) -> int:
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{argument} must be an int of at least {least}, got {value!r}") from None
-    if number < least:
-        raise ValueError(f"{argument} must be an int of at least {least}, got {value!r}")
+        raise TypeError(f"{argument} must be an int of at least {minimum}, got {value!r}") from None
+    if number < minimum:
+        raise ValueError(f"{argument} must be an int of at least {minimum}, got {value!r}")
     return number
 
 
-def checked_count(value: Any, argument: str, least: int = 1) -> Any:
-    """A whole number of at least `least`, checked to be one: Python's, NumPy's or a scalar of JAX.
+def checked_count(value: Any, argument: str, minimum: int = 1) -> Any:
+    """`value`, checked to be an int or an integer scalar of JAX that is at least `minimum`.
 
     Raises:
-      ValueError: if it is less, as far as that is known, or no scalar.
-      TypeError: if it is no whole number.
+      ValueError: if it is not a scalar, or is below `minimum` (traced values are not compared).
+      TypeError: if it is not an integer.
     """
     if not isinstance(value, jax.Array):
-        return min(checked_int(value, least, argument), 2**31 - 1)
+        return min(checked_int(value, minimum, argument), 2**31 - 1)
     if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"{argument} must be a whole number, got the dtype {value.dtype}")
+        raise TypeError(f"{argument} must be an integer, got an array of dtype {value.dtype}")
     if value.shape:
         raise ValueError(f"{argument} must be a scalar, got an array of shape {value.shape}")
-    if not isinstance(value, Tracer) and int(value) < least:
-        raise ValueError(f"{argument} must be at least {least}, got {int(value)}")
+    if not isinstance(value, Tracer) and int(value) < minimum:
+        raise ValueError(f"{argument} must be at least {minimum}, got {int(value)}")
     return value
 
 
 def checked_name(value: Any) -> str:
-    """The name of a transformation, checked to be a string that is not empty.
+    """The name of a transformation, checked to be a non-empty string.
 
     Raises:
-      TypeError: if it is none.
+      TypeError: if it is not.
     """
     if not isinstance(value, str) or not value:
-        raise TypeError(f"name must be a string that is not empty, got {value!r}")
+        raise TypeError(f"name must be a non-empty string, got {value!r}")
     return value
 
 
@@ -69,36 +69,36 @@ def checked_bool(value: Any, argument: str) -> bool:
 
 
 def refuse_arrays(value: Any, argument: str) -> None:
-    """Raises where what a program is built around is an array of JAX.
+    """Refuses a JAX array for an argument whose value decides what program is compiled.
 
     Raises:
-      TypeError: if it is.
+      TypeError: if `value` is a JAX array.
     """
     if isinstance(value, jax.Array):
         raise TypeError(
-            f"{argument} must be an int, not an array ({value!r}), because programs are compiled "
-            f"for it; with optax.inject_hyperparams pass static_args=({argument!r},)"
+            f"{argument} must be an int, not an array ({value!r}), because each value of it is a "
+            f"program of its own; with optax.inject_hyperparams pass static_args=({argument!r},)"
         )
 
 
 def is_uncalled(value: Any, package: str) -> bool:
-    """Whether a value is a function of this package, in place of what the function makes."""
+    """Whether a value is a function of this package that the user forgot to call."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", ".")
     return isinstance(module, str) and module.startswith(f"{package}.") and "." not in name
 
 
 FRESH_STATE = (
     "If it is from a checkpoint of another transformation, begin with a fresh state for this stage "
-    "and keep those of the others: of a chain, "
-    "opt_state = (tx.init(params)[0], *old_opt_state[1:]) where this stage is the first"
+    "and keep the states of the other stages: where this stage is the first of a chain, "
+    "opt_state = (tx.init(params)[0], *old_opt_state[1:])"
 )
 
 
 def check_state(state: Any, kind: type, name: str, remedy: str = FRESH_STATE) -> None:
-    """Checks that a transformation is given a state of its own kind.
+    """Checks that the state passed to a transformation is of the type that it makes.
 
     Raises:
-      ValueError: otherwise, with what to do.
+      ValueError: if it is of another type; the message says what to do.
     """
     if not isinstance(state, kind):
         raise ValueError(
@@ -108,6 +108,6 @@ def check_state(state: Any, kind: type, name: str, remedy: str = FRESH_STATE) ->
 
 
 def short(value: Any) -> str:
-    """A value as a message shows it: on one line, and not whole if it is long."""
+    """The `repr` of a value for a message: on one line, cut to 80 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."

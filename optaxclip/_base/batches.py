@@ -1,4 +1,4 @@
-"""A batch and its parts: cut so that of a batch split over devices each has its share of a part."""
+"""Microbatches: a batch is cut so that each device keeps its share of every microbatch."""
 
 import functools
 import math
@@ -17,10 +17,10 @@ from optaxclip._base.types import PyTree
 
 
 def number_of_examples(flat: FlatTree, argument: str) -> int:
-    """The size of the leading axis that all leaves share.
+    """The size of the leading axis, which all leaves must share.
 
     Raises:
-      ValueError: if they do not.
+      ValueError: if leaves have no leading axis, or leading axes of different sizes.
       TypeError: if a leaf is sparse.
     """
     sizes: dict[str, tuple[int, ...]] = {}
@@ -37,10 +37,10 @@ def number_of_examples(flat: FlatTree, argument: str) -> int:
 
 
 class Cut(NamedTuple):
-    """A batch cut into microbatches: the `i`-th has the examples `i`, `i + number`, ...
+    """A batch cut into microbatches: microbatch `i` has the examples `i`, `i + number`, ...
 
-    Each takes its examples from all over the batch, so that of one that is split over devices none
-    has to be gathered.
+    Each microbatch takes its examples from all over the batch. So if the batch is split over
+    devices, each device already holds its share, and nothing is gathered.
 
     Attributes:
       strided: arrays `[size, number, ...]`.
@@ -60,14 +60,14 @@ class Cut(NamedTuple):
         return cls(strided, size, number)
 
     def microbatch(self, i: Array) -> PyTree:
-        """The `i`-th: arrays `[size, ...]`."""
+        """Microbatch `i`: arrays `[size, ...]`."""
         return jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), self.strided
         )
 
 
 def last_examples(x: Array, rest: int) -> Array:
-    """The last `rest` of an array of examples."""
+    """The last `rest` examples of an array `[examples, ...]`."""
 
     def end(x: Array) -> Array:
         return x[x.shape[0] - rest :]
@@ -76,7 +76,11 @@ def last_examples(x: Array, rest: int) -> Array:
 
 
 def in_order_of_batch(x: Array) -> Array:
-    """`[count, size, ...]`, one row for each microbatch, to the order of the batch."""
+    """`[count * size, ...]` in the order of the batch, from one row for each microbatch.
+
+    Args:
+      x: `[count, size, ...]`.
+    """
 
     def in_order(x: Array) -> Array:
         return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
@@ -85,7 +89,7 @@ def in_order_of_batch(x: Array) -> Array:
 
 
 def appended(x: Array, y: Array) -> Array:
-    """The examples of two arrays."""
+    """The examples of `x`, then those of `y`."""
 
     def both(x: Array, y: Array) -> Array:
         return jnp.concatenate([x, y])
@@ -95,20 +99,23 @@ def appended(x: Array, y: Array) -> Array:
 
 
 def _strided(x: Array, *, size: int, number: int) -> Array:
-    def parted(x: Array) -> Array:
+    def strided(x: Array) -> Array:
         return x[: number * size].reshape(size, number, *x.shape[1:])
 
-    return _placed(parted, lambda split: (split.examples(size), None, *split.spec[1:]), x)
+    return _placed(strided, lambda split: (split.examples(size), None, *split.spec[1:]), x)
 
 
 class _Split(NamedTuple):
-    """How an array lies on an explicit mesh."""
+    """How an array is split over an explicit mesh."""
 
     mesh: Any
     spec: PartitionSpec
 
     def examples(self, number: int) -> tuple[str, ...] | None:
-        """Of the mesh axes that split the first axis, as many as divide so many examples."""
+        """The mesh axes over which `number` examples can be split evenly.
+
+        They are those that split the array's first axis, without the last ones if need be.
+        """
         entry = self.spec[0]
         names = (entry,) if isinstance(entry, str) else tuple(entry or ())
         while number % math.prod(self.mesh.shape[name] for name in names):
@@ -119,9 +126,9 @@ class _Split(NamedTuple):
 def _placed(
     fn: Callable[..., Array], spec: Callable[[_Split], tuple[Any, ...]], *arrays: Array
 ) -> Array:
-    """`fn` of arrays; if one is split over an explicit mesh, the result is as its spec says."""
-    known = next(filter(None, map(devices.explicit_sharding, arrays)), None)
-    if known is None or devices.manual_axes():
+    """`fn(*arrays)`; if an array is split over an explicit mesh, `spec` says how the result is."""
+    sharding = next(filter(None, map(devices.explicit_sharding, arrays)), None)
+    if sharding is None or devices.manual_axes():
         return fn(*arrays)
-    split = _Split(*known)
+    split = _Split(*sharding)
     return devices.with_automatic_axes(fn, split.mesh, PartitionSpec(*spec(split)))(*arrays)

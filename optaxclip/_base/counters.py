@@ -1,4 +1,4 @@
-"""What states are made of: counters that never wrap, arrays that nothing else holds."""
+"""Parts of states: counters that never overflow, and arrays that can be donated."""
 
 import functools
 
@@ -11,13 +11,14 @@ from optaxclip._base.types import PyTree
 
 @functools.partial(jax.jit, static_argnames="period", inline=True)
 def increased(count: Array, where: Array | bool = True, *, period: int = 1) -> Array:
-    """A counter with one more, where `where`; at its largest value it stays, as Optax's do.
+    """Counters plus 1 where `where` is True; the largest value of the dtype is never exceeded.
 
     Args:
       count: signed integers of at least 0.
       where: bool, which of them to increase.
-      period: places in a ring that the counter goes round. It then goes back by one round in the
-        place of staying, so that no place is left out.
+      period: what a counter at the largest value goes on with. With 1 it stays there, as Optax's
+        counters do. With the length of a ring, it is set back by that length, less 1: so
+        `count % period` still goes through all places.
     """
     is_full = count == jnp.iinfo(count.dtype).max
     step = jnp.where(is_full, 1 - period, 1)
@@ -25,5 +26,5 @@ def increased(count: Array, where: Array | bool = True, *, period: int = 1) -> A
 
 
 def own_arrays(state: PyTree) -> PyTree:
-    """The same state in arrays that nothing else holds, without which it cannot be donated."""
+    """A copy of the state, which can be donated: no other pytree holds its arrays."""
     return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, Array) else x, state)

@@ -1,8 +1,9 @@
-"""What JAX knows of devices, in its different contexts; the only file that asks.
+"""Meshes, axes and memories, as JAX's types describe them; the only file that asks JAX for them.
 
-Inside `shard_map` some axes of the mesh are manual: a value is what one device holds. With tracking
-(`check_vma=True`) its type says over which of them it varies; without, and inside `pmap`, every
-value looks the same everywhere. Outside, the type says how an array lies on an explicit mesh.
+Inside `shard_map` some axes of the mesh are manual: an array is what one device holds. With
+`check_vma=True`, JAX tracks over which manual axes an array varies, and its type says so; without
+it, and inside `pmap`, the type says nothing. Outside of `shard_map`, the type says how an array is
+split over an explicit mesh.
 """
 
 import functools
@@ -23,20 +24,20 @@ Axes = frozenset[str]
 
 
 def manual_axes() -> Axes:
-    """The axes of the mesh that are manual here; of `pmap`, its axis."""
+    """The axes of the mesh that are manual here; inside `pmap`, its axis."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def varying_axes(x: Any) -> Axes:
-    """The manual axes over which a value differs from device to device, as far as is tracked."""
+    """The manual axes over which JAX tracks that a value differs from device to device."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def refuse_partial_sum(x: Any) -> None:
-    """Raises where a value has to be summed over devices before it has a norm.
+    """Refuses a value that must be summed over devices before it has a norm.
 
     Raises:
-      ValueError: if its type says so.
+      ValueError: if the value's type says that it is a partial sum.
     """
     aval = jax.typeof(x)
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
@@ -50,7 +51,10 @@ def refuse_partial_sum(x: Any) -> None:
 
 
 def alike(x: Array, like: Array) -> Array:
-    """`x`; the compiler, where it alone decides how arrays are split, splits it as `like`."""
+    """`x`, which the compiler splits over devices as it splits `like`.
+
+    Nothing is done where types or the user decide how arrays are split, not the compiler.
+    """
     sharding = getattr(jax.typeof(like), "sharding", None)
     types = () if sharding is None else sharding.mesh.axis_types
     if manual_axes() or any(kind != AxisType.Auto for kind in types):
@@ -59,7 +63,7 @@ def alike(x: Array, like: Array) -> Array:
 
 
 def tracks(axes: Axes) -> bool:
-    """Whether values that vary over these manual axes say so."""
+    """Whether JAX tracks which values vary over these manual axes."""
     return varying_axes(_cast(jnp.zeros(()), axes)) == axes
 
 
@@ -74,7 +78,7 @@ def _cast(x: Array, axes: Iterable[str]) -> Array:
 
 
 def num_devices(axes: Iterable[str]) -> int:
-    """Over how many devices these axes extend."""
+    """The number of devices along these axes."""
     return math.prod(lax.axis_size(axis) for axis in axes)
 
 
@@ -85,10 +89,10 @@ def sum_over_devices(x: Array, axes: Axes) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def largest(x: Array, axes: Axes) -> Array:
-    """The maximum over the devices along these axes; of floats, infinite where one has NaN."""
+    """The maximum over the devices along these axes; infinite where a device has NaN."""
     if not axes:
         return x
-    # Not every platform's collective maximum hands NaN on.
+    # On some platforms the collective maximum drops NaN.
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
     return lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x) if is_float else x, tuple(sorted(axes)))
 
@@ -111,7 +115,7 @@ def explicit_sharding(x: Any) -> tuple[Any, PartitionSpec] | None:
 
 
 def lies_in_one_piece(arrays: PyTree) -> bool:
-    """Whether nothing says that some of these arrays lie on several devices."""
+    """Whether, as far as types tell, each of these arrays lies whole on one device."""
     if manual_axes():
         return False
     shardings = (getattr(jax.typeof(x), "sharding", None) for x in jax.tree.leaves(arrays))
@@ -119,30 +123,31 @@ def lies_in_one_piece(arrays: PyTree) -> bool:
 
 
 def explicit_mesh(arrays: PyTree) -> Any:
-    """The one explicit mesh on which the types of these arrays say that they are split, or None."""
-    meshes = {known[0] for known in map(explicit_sharding, jax.tree.leaves(arrays)) if known}
+    """The one explicit mesh over which these arrays are split, as their types say; else None."""
+    shardings = map(explicit_sharding, jax.tree.leaves(arrays))
+    meshes = {sharding[0] for sharding in shardings if sharding}
     return meshes.pop() if len(meshes) == 1 else None
 
 
 def with_automatic_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[..., Any]:
-    """`fn`, in which the compiler splits what it computes over an explicit mesh.
+    """`fn`, inside of which an explicit mesh is automatic: the compiler decides how to split.
 
     Args:
       fn: a function of pytrees.
       mesh: the mesh; its manual axes stay manual.
-      out_specs: for each array that it returns, how it is split: a `PartitionSpec`.
+      out_specs: a `PartitionSpec` for each array that `fn` returns.
     """
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), out_specs)
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
-    # In eager mode, inside of `shard_map`, JAX has this for compiled functions alone.
+    # Without `jit`, `auto_axes` fails in eager mode inside of `shard_map` (JAX 0.10.2).
     return jax.jit(jax.sharding.auto_axes(fn, out_sharding=shardings, axes=axes))
 
 
 def spec_of(x: Any) -> PartitionSpec:
-    """How an array lies on an explicit mesh, as its type says."""
-    known = explicit_sharding(x)
-    return PartitionSpec() if known is None else known[1]
+    """How an array is split over an explicit mesh, as its type says."""
+    sharding = explicit_sharding(x)
+    return PartitionSpec() if sharding is None else sharding[1]
 
 
 def spec_axes(entry: Any) -> Axes:
@@ -153,7 +158,7 @@ def spec_axes(entry: Any) -> Axes:
 
 
 def current_mesh() -> Any:
-    """The mesh that is set, or that of the surrounding manual region; None if there is none."""
+    """The mesh that was set, or that of the surrounding `shard_map`; None if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
 
@@ -161,17 +166,17 @@ def current_mesh() -> Any:
 def per_device(
     fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """`fn` on what each device of the mesh holds."""
+    """`fn`, applied on each device of the mesh to what that device holds."""
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 def index_along(axes: tuple[str, ...]) -> Array:
-    """Where along these axes, the first the slowest, this device is."""
+    """This device's position along these axes, of which the last varies fastest."""
     return lax.axis_index(axes)
 
 
 def memories(tree: PyTree) -> list[Any]:
-    """For each leaf the memory of an array that does not lie in the device's own, else None."""
+    """For each leaf: the memory that holds it, or None if that is the device's default memory."""
     return [_memory(x) for x in jax.tree.leaves(tree)]
 
 
@@ -179,7 +184,8 @@ def _memory(x: Any) -> Any:
     if not isinstance(x, (Array, Tracer)):
         return None
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not isinstance(x, Tracer):
-        # The type of a key does not tell, and under `jit` nothing does.
+        # The type of a key does not name its memory, so the sharding is asked; a traced key has
+        # neither.
         usual = next(iter(x.sharding.device_set)).default_memory().kind
         return None if x.sharding.memory_kind == usual else jax.memory.Space.Host
     memory = getattr(jax.typeof(x), "memory_space", jax.memory.Space.Device)
@@ -187,13 +193,13 @@ def _memory(x: Any) -> Any:
 
 
 def to_device(tree: PyTree) -> PyTree:
-    """The tree with all of its arrays in the memory of their device."""
+    """The tree with all arrays in the default memory of their device."""
     homes = memories(tree)
     return moved(tree, [None if home is None else jax.memory.Space.Device for home in homes])
 
 
 def on_device(x: Any) -> Any:
-    """What an array is like, in the memory of its device; for `jnp.zeros_like`."""
+    """A template for `jnp.zeros_like`, of an array in its device's default memory."""
     if _memory(x) is None or isinstance(x, Tracer):
         return x
     home = x.sharding.with_memory_kind(next(iter(x.sharding.device_set)).default_memory().kind)
@@ -201,7 +207,7 @@ def on_device(x: Any) -> Any:
 
 
 def moved(tree: PyTree, to: Sequence[Any]) -> PyTree:
-    """The tree with its leaves in these memories; those for which there is None stay."""
+    """The tree with each leaf in the memory given for it; a leaf with None stays where it is."""
     leaves, treedef = jax.tree.flatten(tree)
     rows = zip(leaves, to, strict=True)
     return treedef.unflatten([x if m is None else jax.device_put(x, m) for x, m in rows])

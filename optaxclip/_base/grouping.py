@@ -1,4 +1,4 @@
-"""Which entries of a tree share a norm: what a scope found out about one tree."""
+"""Which entries of a tree share a norm, as a scope finds it for one tree."""
 
 import dataclasses
 import functools
@@ -18,12 +18,14 @@ from optaxclip._base.types import NormTree
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Entries that share a norm; or an array of such groups, those of one leaf.
+    """Entries that share a norm; or an array of such groups, which together make up one leaf.
 
     Attributes:
-      names: the name of the group, or of each in an array; of the leaf where they are too many.
-      members: positions of the measured leaves; none if this step's tree lacks them.
-      shape: the shape of the norms on all devices together, `()` for a single group.
+      names: the name of the group; for an array of groups the name of each, or, in the layout
+        "dict", the leaf's name alone.
+      members: the positions of the group's leaves among the measured leaves; empty if this step's
+        tree lacks them.
+      shape: the shape of the groups' norms, counted over all devices; `()` for a single group.
     """
 
     names: tuple[str, ...]
@@ -33,11 +35,11 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Grouping:
-    """The groups of a tree; static, so part of a compiled function's key.
+    """The groups of a tree; hashable, because compiled functions take it as a static argument.
 
     Attributes:
-      groups: sorted by their names, which together are sorted too.
-      axes: for each measured leaf, the axes over which it is reduced.
+      groups: sorted by their names; the names of all groups, one after another, are sorted too.
+      axes: for each measured leaf, the axes over which its norms are taken.
       layout: how limit rules see the norms: "scalar", one number for the whole tree; "vector", an
         array with one entry for each name; "dict", one array for each leaf.
       has_labels: whether the names are labels that a user gave.
@@ -57,20 +59,20 @@ class Grouping:
 
     @property
     def present(self) -> list[bool]:
-        """For each name whether its group has leaves at this step."""
+        """For each name, whether its group has leaves at this step."""
         return [bool(group.members) for group in self.groups for _ in group.names]
 
-    def among(self, known: Names) -> "Grouping":
-        """The same grouping with a group without leaves for each known name that it lacks."""
+    def among(self, names: Names) -> "Grouping":
+        """This grouping, and an empty group for each of the names that it lacks."""
         own = set(self.names)
-        shapes = known.shapes or ((),) * len(known)
-        rows = zip(known, shapes, strict=True)
+        shapes = names.shapes or ((),) * len(names)
+        rows = zip(names, shapes, strict=True)
         absent = [Group((name,), (), shape) for name, shape in rows if name not in own]
         ordered = tuple(sorted([*self.groups, *absent], key=lambda group: group.names))
         return dataclasses.replace(self, groups=ordered)
 
     def tree(self, arrays: Sequence[Array]) -> NormTree:
-        """What limit rules see, from an array for each group."""
+        """The norms as `layout` says, from one array for each group."""
         if self.layout == "scalar":
             return arrays[0]
         if self.layout == "dict":
@@ -78,7 +80,7 @@ class Grouping:
         return concatenated(arrays)
 
     def from_tree(self, tree: NormTree) -> list[Array]:
-        """An array for each group, from what limit rules see."""
+        """One array for each group, from norms as `layout` says."""
         if self.layout == "scalar":
             return [tree]
         if self.layout == "dict":
@@ -86,7 +88,7 @@ class Grouping:
         return split_up(tree, [group.shape for group in self.groups])
 
     def by_leaf(self, arrays: Sequence[Any]) -> list[Any]:
-        """For each measured leaf what its group has, from a value for each group."""
+        """For each measured leaf the value of its group, from a value for each group."""
         of_leaf: dict[int, Any] = {}
         for x, group in zip(arrays, self.groups, strict=True):
             of_leaf |= dict.fromkeys(group.members, x)
@@ -94,31 +96,34 @@ class Grouping:
 
 
 def concatenated(arrays: Iterable[Array]) -> Array:
-    """One vector of the entries of arrays, in the widest of their dtypes."""
+    """The entries of all arrays in one vector, whose dtype is the widest of theirs."""
     flat = promoted([x if x.ndim == 1 else lax.reshape(x, (x.size,)) for x in arrays])
     return lax.concatenate(flat, 0) if flat else jnp.zeros(0)
 
 
 def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """Arrays of these shapes, of which the last axis holds the entries one after another.
+    """The arrays that a vector holds one after another; undoes `concatenated`.
 
-    Where a piece begins is an operand, not a constant: so XLA makes one kernel of what is done with
-    pieces of one shape, and compiles it once. Of block RMS over 200 leaves alike it compiles 25
-    kernels, where slices at fixed places take 238 and, on a CPU, six times as long.
+    Where an array begins is an operand, not a constant: so XLA compiles what is done with arrays of
+    one shape once. For block RMS over 200 leaves of one shape it compiles 25 kernels; slices at
+    constant places take 238 and, on a CPU, six times as long.
 
     Args:
       vector: `[..., entries]`.
-      shapes: for each array the shape of its last axes.
+      shapes: for each array, the shape of the axes that come in the place of `entries`.
+
+    Returns:
+      Arrays `[..., *shape]`.
     """
     sizes = [math.prod(shape) for shape in shapes]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     if known_size(vector.shape[-1]) is None:
-        # Symbolic sizes, in `jax.export`, are operands anyway.
+        # In `jax.export` sizes may be symbolic, and places are operands anyway.
         rows = zip(starts, sizes, shapes, strict=True)
         pieces = [lax.slice_in_dim(vector, at, at + size, axis=-1) for at, size, _ in rows]
         front = vector.shape[:-1]
         return [x.reshape(*front, *shape) for x, shape in zip(pieces, shapes, strict=True)]
-    # Two places, of which the first is taken: XLA makes a constant of one.
+    # Two places for each array, of which the first is used: of one place XLA makes a constant.
     ends = [max(vector.shape[-1] - size, 0) for size in sizes]
     places = [
         np.array([[start], [0 if start else end]], np.int32)
@@ -127,7 +132,7 @@ def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     return [_piece(vector, *row) for row in zip(places, shapes, strict=True)]
 
 
-# Compiled by itself so that it is traced once for pieces of one shape.
+# Compiled by itself, so that it is traced once for all pieces of one shape.
 @functools.partial(jax.jit, static_argnums=2)
 def _piece(vector: Array, places: Array, shape: tuple[int, ...]) -> Array:
     front, size = vector.shape[:-1], math.prod(shape)

@@ -1,4 +1,4 @@
-"""Names of groups and leaves, as they are kept in a state: structure, not data."""
+"""Names of groups and leaves in a state: they are part of the pytree's structure, not data."""
 
 import sys
 from collections.abc import Iterable
@@ -10,16 +10,16 @@ _Shapes = tuple[tuple[int, ...], ...]
 
 @jax.tree_util.register_static
 class Names(tuple[str, ...]):
-    """A tuple of names that costs a state nothing: JAX takes it for a node without children.
+    """A tuple of names, which JAX takes for a pytree node without children.
 
-    `optax.tree_map_params` makes a state from parameters without leaves, and wants it to have the
-    structure of a real one. Such a state knows no names. So empty names are equal to all others;
-    the state gets its names back at the next step, unless it is inside of a wrapper that keeps the
-    structure of the state before (`optax.MultiSteps`).
+    Empty names equal all others, because `optax.tree_map_params` calls `init` with parameters
+    without leaves, which have no names, and compares the structure of that state with a real one.
+    A state that lost its names in this way gets them back at the next step, but not inside of a
+    wrapper that keeps the old structure (`optax.MultiSteps`).
 
     Attributes:
-      shapes: the shapes of what is named, where they matter; else empty.
-      are_labels: whether a user gave them to groups, so that each is of interest by itself.
+      shapes: for each name the shape of its groups; empty where each has one group.
+      are_labels: whether the names are labels that a user gave.
     """
 
     shapes: _Shapes
@@ -50,9 +50,9 @@ class Names(tuple[str, ...]):
 
 
 def _register_with_flax() -> None:
-    """Flax's serialization must be told of each type of node; it stores nothing of this one.
+    """Tells Flax's serialization how to handle `Names`: nothing of it is stored.
 
-    Flax is not imported for that: who serializes with it has imported it.
+    Flax is not imported here: whoever serializes with it has imported it before.
     """
     serialization = sys.modules.get("flax.serialization")
     if serialization is None or Names in _REGISTERED:

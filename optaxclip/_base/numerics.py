@@ -1,4 +1,4 @@
-"""Number formats: what to accumulate in, how to stay finite, how to round."""
+"""Number formats: the dtypes of sums, how results stay finite, how they are rounded."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ def accumulation_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 
 def norm_dtype(dtypes: Iterable[Any]) -> jnp.dtype:
-    """That of a norm over entries of these dtypes: float64 if one is summed in it, else float32."""
+    """The dtype of a norm over entries of these dtypes: float64 if one of them is 64-bit."""
     is_wide = any(accumulation_dtype(dtype) == jnp.float64 for dtype in dtypes)
     return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
 
@@ -30,23 +30,23 @@ def is_real(x: Any) -> bool:
 
 
 def promoted(arrays: Sequence[Array]) -> list[Array]:
-    """Arrays of accumulation dtypes, all in the widest of them."""
+    """The arrays, all converted to the widest of their dtypes."""
     widest = max((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize, default=None)
     return [array if array.dtype == widest else array.astype(widest) for array in arrays]
 
 
 def narrowed(x: Array, dtype: jnp.dtype) -> Array:
-    """`x` in a dtype that may be narrower; what is finite stays so."""
+    """`x` converted to `dtype`; finite entries beyond its range become its largest numbers."""
     if x.dtype == dtype:
         return x
-    most = float(jnp.finfo(dtype).max)
-    return jnp.where(jnp.isfinite(x), jnp.clip(x, -most, most), x).astype(dtype)
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
 
 
 def select(flag: Array, x: Array | float, y: Array | float) -> Array:
-    """`jnp.where` of arrays of one shape, or of an array and a number that takes its dtype.
+    """`jnp.where` for arrays of one shape, or for an array and a number, which takes its dtype.
 
-    `jnp.where` is a call of its own, which takes longer to trace, to lower and to compile.
+    `jnp.where` would be a nested call, which takes longer to trace, to lower and to compile.
     """
     like = next(z for z in (x, y) if isinstance(z, Array))
 
@@ -59,7 +59,7 @@ def select(flag: Array, x: Array | float, y: Array | float) -> Array:
 
 
 def safe_sqrt(x: Array) -> Array:
-    """The square root of `x >= 0`, with derivative 0 at 0."""
+    """The square root of `x >= 0`, whose derivative is 0 at 0."""
     positive = x > 0
     return select(positive, lax.sqrt(select(positive, x, 1)), x)
 
@@ -67,8 +67,8 @@ def safe_sqrt(x: Array) -> Array:
 def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:
     """`x / y`, or `otherwise` where `y` is 0; never divides by 0.
 
-    Numerator and denominator are first divided by a power of two near `y`, without which powers of
-    `1 / y` overflow in the derivatives long before the derivatives do.
+    Both are first divided by a power of two near `y`, because the derivatives contain powers of
+    `1 / y`, which may overflow although the derivatives do not.
     """
     zero = y == 0
     unit = lax.stop_gradient(power_of_two_below(jnp.abs(y)))
@@ -76,15 +76,18 @@ def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:
 
 
 def power_of_two_below(x: Array) -> Array:
-    """The largest power of two at most `x > 0`, kept where its reciprocal is a normal number.
+    """The largest power of two at most `x > 0` whose reciprocal is a normal number.
 
-    Multiplying by it or by its reciprocal is exact. Zero and non-finite values give 1.
+    A product with it or with its reciprocal is exact. Zero and non-finite values give 1.
     """
     return select((x > 0) & (x <= jnp.finfo(x.dtype).max), invertible(leading_bit(x)), 1)
 
 
 def leading_bit(x: Array) -> Array:
-    """The largest power of two at most `x`; 0 for 0 and subnormal numbers, else infinity."""
+    """The largest power of two at most `x >= 0`.
+
+    It is 0 for subnormal numbers, and infinity for infinity and NaN.
+    """
     info = jnp.finfo(x.dtype)
     integer = jnp.dtype(f"int{info.bits}").type
     exponent_bits = integer((2**info.nexp - 1) << info.nmant)
@@ -93,45 +96,45 @@ def leading_bit(x: Array) -> Array:
 
 
 def invertible(power: Array) -> Array:
-    """Powers of two brought to the nearest of which the reciprocal is a normal number too."""
+    """Powers of two, each replaced by the nearest one whose reciprocal is a normal number."""
     tiny = jnp.finfo(power.dtype).tiny
     return lax.clamp(tiny, power, 1 / tiny)
 
 
 def known_size(count: Any) -> int | None:
-    """A number of entries, or None where it is symbolic (in `jax.export`)."""
+    """`count`, or None where it is symbolic (in `jax.export`)."""
     return count if isinstance(count, int) else None
 
 
 def slack_of_norm(count: Any, degree: float, eps: float) -> float:
-    """By what share of itself a norm may be wrong.
+    """A bound on the relative error of a norm.
 
-    The error of a sum of `count` powers grows with the depth of the reduction tree, and shrinks by
-    the root.
+    The error of a sum of `count` powers grows with the depth of the reduction tree; the root that
+    follows divides it by `degree`.
 
     Args:
       count: number of entries of the group, possibly symbolic.
       degree: the power that was summed.
-      eps: of the dtype of the sum.
+      eps: the epsilon of the dtype of the sum.
 
     Returns:
-      For squares in float32 2e-7 for one entry, 9e-7 for 10 million.
+      The bound; for squares in float32 it is 2e-7 for one entry, 9e-7 for 10 million.
     """
     size = known_size(count)
     depth = 40 if size is None else math.log2(max(size, 1))
-    # Other powers than 1 and 2 are computed by logarithms, to fewer digits.
+    # Powers other than 1 and 2 are computed by logarithms, which loses digits.
     digits = 1 if degree in (1, 2) else 4
     return (min(degree, 2) + digits * (2 + depth) / degree) * eps / 2
 
 
 def next_above(x: Array) -> Array:
-    """The neighbour of each finite `x >= 0` in its dtype that is larger."""
+    """The next larger number of the dtype, for finite `x >= 0`."""
     integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, integer) + integer.type(1), x.dtype)
 
 
 def broadcast_over(x: Array, axes: Sequence[int]) -> Array:
-    """`x` with axes of size 1 where a leaf has those that it lacks."""
+    """`x` with axes of size 1 inserted at `axes`, so that it broadcasts to a leaf; scalars stay."""
     return lax.expand_dims(x, axes) if x.ndim else x
 
 
@@ -141,10 +144,10 @@ def real_parts(x: Array) -> list[Array]:
 
 
 def match_weak_type(x: Array, like: Array) -> Array:
-    """`x`, weakly typed if `like` (of the same shape and dtype) is."""
+    """`x`, weakly typed if `like`, which has the same shape and dtype, is."""
     if not jax.typeof(like).weak_type:
         return x
-    # `full_like` is the public operation that keeps a weak type while taking a traced value.
+    # The only public way to make a weakly typed array of traced values.
     fill = lax.full_like
     for _ in range(x.ndim):
         fill = jax.vmap(fill)

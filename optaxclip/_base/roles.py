@@ -1,4 +1,4 @@
-"""The arguments of a function by what they are there for: parameters, a batch, all else."""
+"""Which arguments of a loss are parameters, which are the batch, and which are neither."""
 
 import operator
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from optaxclip._base.types import PyTree
 
 
 class Roles(NamedTuple):
-    """The arguments of a loss by what they are there for.
+    """The arguments of a loss, with the positions of its parameters and of its batch.
 
     Attributes:
-      args: all of them.
-      argnums: where the parameters are, as `jax.grad` is told.
-      batch_argnums: where the batch is.
+      args: all arguments.
+      argnums: the positions of the parameters, as in `jax.grad`.
+      batch_argnums: the positions of the arguments with a leading axis of examples.
     """
 
     args: tuple[Any, ...]
@@ -29,10 +29,10 @@ class Roles(NamedTuple):
         argnums: int | Sequence[int],
         batch_argnums: int | Sequence[int] | None,
     ) -> "Roles":
-        """The roles of these arguments; all are batch that are no parameters if none is named.
+        """From what a user passed; with `batch_argnums=None` all but the parameters are batch.
 
         Raises:
-          ValueError: for positions that do not exist or come twice, and for no batch.
+          ValueError: for positions that do not exist or come twice, and if no argument is batch.
         """
         count = len(args)
         is_one = isinstance(argnums, int)
@@ -49,18 +49,18 @@ class Roles(NamedTuple):
 
     @property
     def params(self) -> PyTree:
-        """What is differentiated."""
+        """The arguments that are differentiated: a tuple, or one if `argnums` is an int."""
         if isinstance(self.argnums, int):
             return self.args[self.argnums]
         return tuple(self.args[i] for i in self.argnums)
 
     @property
     def batch(self) -> tuple[Any, ...]:
-        """What has an axis of examples."""
+        """The arguments that have an axis of examples."""
         return tuple(self.args[i] for i in self.batch_argnums)
 
     def with_values(self, params: PyTree, batch: tuple[Any, ...]) -> list[Any]:
-        """The arguments, with these parameters and a part of the batch in their places."""
+        """All arguments, with the given parameters and batch in the places of the original ones."""
         args = list(self.args)
         if isinstance(self.argnums, int):
             args[self.argnums] = params
@@ -83,10 +83,10 @@ def _positions(numbers: Sequence[int], count: int, argument: str) -> tuple[int, 
 
 
 def argument_numbers(given: Any, argument: str) -> int | tuple[int, ...]:
-    """Positions of arguments as ints, from those of Python or NumPy.
+    """Positions of arguments as Python ints, from ints of Python or NumPy.
 
     Raises:
-      TypeError: if they are none.
+      TypeError: if they are not ints.
     """
     try:
         if np.ndim(given) == 0:

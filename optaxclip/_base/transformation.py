@@ -1,4 +1,4 @@
-"""An Optax transformation whose state has a known type, for arrays in any memory."""
+"""Optax transformations whose state is typed, and that take arrays in any memory."""
 
 import functools
 from collections.abc import Callable
@@ -31,9 +31,9 @@ class Update(Protocol[State]):
 
 
 class Transformation(optax.GradientTransformationExtraArgs, Generic[State]):
-    """As Optax's own, which says of its state no more than that it is some pytree.
+    """Optax's transformation with the type of its state, which Optax only calls a pytree.
 
-    With it an editor knows the fields of `state` after `updates, state = tx.update(...)`.
+    So an editor knows the fields of `state` after `updates, state = tx.update(...)`.
     """
 
     # A field of a named tuple is never assigned, so it may be narrower than the parent's.
@@ -42,9 +42,10 @@ class Transformation(optax.GradientTransformationExtraArgs, Generic[State]):
 
 
 def transformation(init: Init[State], update: Update[State]) -> Transformation[State]:
-    """A transformation; what lies in another memory than the device's is brought there and back.
+    """A transformation from its two functions; its update also takes arrays in other memories.
 
-    JAX computes nothing with arrays in different memories.
+    They are moved to the device's memory for the step, because JAX does not compute with arrays in
+    different memories; results are moved back to where the arrays were.
     """
 
     @functools.wraps(update)
@@ -65,7 +66,7 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
 
 
 def stateless(update: Callable[..., Any]) -> Transformation[Any]:
-    """A transformation that keeps nothing: any state is taken, untouched, and handed back.
+    """A transformation without a state: its update takes any state and returns it as it is.
 
     Args:
       update: `update(updates, params, **extra_args) -> updates`.

@@ -1,4 +1,4 @@
-"""Trees apart and together again: which leaves a clip measures, which it leaves alone."""
+"""Flattened trees: which leaves a clip measures and changes, and which it leaves alone."""
 
 import collections
 import functools
@@ -20,7 +20,7 @@ def is_sparse(leaf: Any) -> bool:
 
 
 def with_data(leaf: Any, data: Any) -> Any:
-    """`data` in place of an array, or of a sparse array's values."""
+    """`data` in the place of `leaf`; for a sparse array, in the place of its stored values."""
     if not is_sparse(leaf):
         return data
     order = {"indices_sorted": leaf.indices_sorted, "unique_indices": leaf.unique_indices}
@@ -28,24 +28,25 @@ def with_data(leaf: Any, data: Any) -> Any:
 
 
 def leaf_name(path: Path) -> str:
-    """A leaf's path as text, such as `encoder/0/kernel`; the root of a one-leaf tree is `leaf`."""
-    # Flax NNX boxes arrays in `init` and not in `update`.
+    """A leaf's path as text, such as `encoder/0/kernel`; for a tree that is one leaf, `leaf`."""
+    # In `init` Flax NNX passes variables, in `update` their arrays; the names must be the same.
     if path and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/") or "leaf"
 
 
 class FlatTree(NamedTuple):
-    """A tree taken apart.
+    """A tree as a list of leaves.
 
     Attributes:
-      paths: the key path of every leaf, all different: where a custom node gives several children
-        one key, those after the first have their number behind it.
+      paths: the key path of every leaf. All are different: if a custom node gives several children
+        the same key, the second and later ones get a number behind it.
       leaves: every leaf; a `BCOO` is one leaf.
       treedef: the structure.
-      measured: positions of the leaves with real or complex floating entries.
-      global_shapes: for each measured leaf its shape on all devices together, None where that is
-        not known; empty where leaves are no parts. What a unit or a layer is depends on it.
+      measured: the positions of the leaves to measure, those with floating or complex entries.
+      global_shapes: where each device holds a part of a leaf, the shape of the whole leaf, for each
+        measured leaf; None where it cannot be found out. Empty where leaves are whole. Scopes need
+        it, as units and layers are parts of whole leaves.
     """
 
     paths: list[Path]
@@ -59,15 +60,15 @@ class FlatTree(NamedTuple):
         return [self.leaves[i] for i in self.measured]
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the measured leaves, on all devices together where that is known."""
+        """The shapes of the measured leaves: of the whole leaves, where they are known."""
         own = [np.shape(leaf) for leaf in self.picked()]
         if not self.global_shapes:
             return own
         rows = zip(own, self.global_shapes, strict=True)
-        return [shape if known is None else known for shape, known in rows]
+        return [part if whole is None else whole for part, whole in rows]
 
     def names(self) -> list[str]:
-        """The measured leaves' names, all different."""
+        """The names of the measured leaves, all different."""
         paths = [self.paths[i] for i in self.measured]
         names = [leaf_name(path) for path in paths]
         if len(set(names)) < len(names):
@@ -75,14 +76,14 @@ class FlatTree(NamedTuple):
         return names
 
     def replaced(self, picked: Sequence[Any]) -> "FlatTree":
-        """The same with its measured leaves replaced, all others as they were."""
+        """The same, with other measured leaves."""
         leaves = list(self.leaves)
         for i, leaf in zip(self.measured, picked, strict=True):
             leaves[i] = leaf
         return self._replace(leaves=leaves)
 
     def rebuild(self, picked: Sequence[Any]) -> PyTree:
-        """The tree with its measured leaves replaced, all others as they were."""
+        """The tree, with other measured leaves."""
         return self.replaced(picked).tree()
 
     def tree(self) -> PyTree:
@@ -90,7 +91,7 @@ class FlatTree(NamedTuple):
         return jax.tree_util.tree_unflatten(self.treedef, self.leaves)
 
     def without_gradients(self) -> "FlatTree":
-        """The same with `float0` zeros, which are the gradients of what is not measured."""
+        """The same with `float0` zeros for all leaves, as `jax.grad` gives for integers."""
         zeros = [np.zeros(np.shape(leaf), jax.dtypes.float0) for leaf in self.leaves]
         return self._replace(leaves=zeros)
 
@@ -98,16 +99,16 @@ class FlatTree(NamedTuple):
 def flatten(
     tree: PyTree, argument: str, *, integers: Literal["skip", "error", "measure"] = "skip"
 ) -> FlatTree:
-    """Takes a tree apart and finds the leaves to measure.
+    """Flattens a tree and finds the leaves to measure.
 
     Args:
       tree: any pytree.
       argument: what the tree is called in messages.
-      integers: what integer leaves are: left alone ("skip"), or measured like the others, or an
-        error; bool and PRNG-key leaves are left alone with "skip" and errors otherwise.
+      integers: whether integer leaves are left alone ("skip"), refused ("error"), or measured like
+        the others ("measure"). Bool and PRNG-key leaves are refused unless it is "skip".
 
     Raises:
-      TypeError: if a leaf is not an array or number, or is not allowed by `integers`.
+      TypeError: if a leaf is neither an array nor a number, or is refused because of `integers`.
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)
     paths, leaves = _distinct([path for path, _ in pairs]), [leaf for _, leaf in pairs]
@@ -118,15 +119,15 @@ def flatten(
         dtypes = {str(_dtype(leaf)) for leaf in leaves if _dtype(leaf) != jax.dtypes.float0}
         if dtypes:
             warnings.warn(
-                f"{argument}: no leaf has floating-point entries, they have the dtypes "
-                f"{sorted(dtypes)}; nothing is clipped",
+                f"{argument}: nothing is clipped, because no leaf has floating-point entries; the "
+                f"leaves have the dtypes {sorted(dtypes)}",
                 stacklevel=3,
             )
     return FlatTree(paths, leaves, treedef, measured)
 
 
 _GRADIENTS = ("updates", "tree")
-"""Which trees are there to be clipped."""
+"""The names of arguments that hold what is clipped."""
 
 
 def _distinct(paths: list[Path]) -> list[Path]:
@@ -146,9 +147,8 @@ def _is_measured(leaf: Any, path: Path, argument: str, integers: str) -> bool:
     if dtype is None:
         raise TypeError(
             f"{argument} must be a pytree of arrays; its leaf '{leaf_name(path)}' is "
-            f"{leaf!r:.80} of type {type(leaf).__name__}. Take out what is not an array: of an "
-            "Equinox model eqx.filter(model, eqx.is_inexact_array), of an NNX module "
-            "nnx.state(module)"
+            f"{leaf!r:.80} of type {type(leaf).__name__}. Pass the arrays alone: of an Equinox "
+            "model eqx.filter(model, eqx.is_inexact_array), of an NNX module nnx.state(module)"
         )
     if jnp.issubdtype(dtype, jnp.inexact):
         return True
@@ -163,18 +163,18 @@ def _is_measured(leaf: Any, path: Path, argument: str, integers: str) -> bool:
 
 
 def _dtype(leaf: Any) -> Any:
-    """The dtype of a number or of an array of a type that JAX knows, else None."""
+    """The dtype of a number, or of an array with a dtype of JAX's; None for anything else."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         is_number = isinstance(leaf, (bool, int, float, complex))
         return jnp.result_type(type(leaf)) if is_number else None
-    return dtype if _is_known(dtype) else None
+    return dtype if _is_of_jax(dtype) else None
 
 
 @functools.cache
-def _is_known(dtype: Any) -> bool:
-    known = (np.bool_, np.number, jax.dtypes.float0, jax.dtypes.prng_key)
-    return any(jnp.issubdtype(dtype, kind) for kind in known)
+def _is_of_jax(dtype: Any) -> bool:
+    kinds = (np.bool_, np.number, jax.dtypes.float0, jax.dtypes.prng_key)
+    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def _outline(tree: PyTree) -> str:
@@ -189,7 +189,7 @@ def per_leaf(value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument
 
     Args:
       value: `fn(path, leaf) -> value`, where the path is text such as `encoder/0/kernel`; or a
-        pytree prefix of the tree with values for leaves.
+        pytree prefix of the tree whose leaves are the values.
       flat: the tree.
       argument: what `value` is called in messages.
 
@@ -205,9 +205,9 @@ def per_leaf(value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument
         broadcast = jax.tree.broadcast(value, positions)
     except ValueError:
         raise ValueError(
-            f"{argument} must be a pytree prefix of the gradients, with one value for each of "
-            f"their leaves or for a whole branch; {argument} has {_outline(value)}, the gradients "
-            f"have {_outline(positions)}. Or pass a function of a leaf's path and the leaf"
+            f"{argument} must be a pytree prefix of the gradients, with one value for each leaf or "
+            f"for a branch of leaves; {argument} has {_outline(value)}, the gradients have "
+            f"{_outline(positions)}. Or pass a function (path, leaf) -> value"
         ) from None
     values = jax.tree.leaves(broadcast)
     return [values[i] for i in flat.measured]

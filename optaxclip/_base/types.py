@@ -1,4 +1,4 @@
-"""Shared types: what a limit rule is, and what a clip keeps and reports."""
+"""Shared types: limit rules, and the states and records of clips."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ NonFinite: TypeAlias = Literal["nan", "zero", "mask", "error"]
 
 
 class Limits(NamedTuple):
-    """When to act and how far: a group whose norm exceeds `trigger` is brought to `target`."""
+    """Two norms for each group: above `trigger` the group is clipped, to the norm `target`."""
 
     trigger: NormTree
     target: NormTree
@@ -41,16 +41,16 @@ class Limits(NamedTuple):
 class Threshold:
     """A limit rule: an `(init, update)` pair, like Optax's own.
 
-    A rule is given norms as a pytree of arrays with an entry for each group: mostly one array, `[]`
-    for the whole tree and otherwise `[groups]`. An entry is NaN for a group without leaves at this
-    step. The rule returns limits of the same structure and shapes.
+    A rule gets norms as a pytree of arrays with an entry for each group: mostly one array, `[]` for
+    the scope `tree` and `[groups]` for others. The entry of a group without leaves at this step is
+    NaN. The rule returns limits of the same structure and shapes.
 
-    `init` and `update` are `jax.tree_util.Partial`s (plain functions are wrapped), so a rule is
-    itself a pytree whose numbers are traced: another limit does not compile anything again.
+    `init` and `update` are `jax.tree_util.Partial`s (plain functions are wrapped), so a rule is a
+    pytree and its numbers are traced: with another limit, nothing is compiled again.
 
     Attributes:
-      init: `init(norms) -> state`; `norms` are zeros of the right structure, shapes and dtypes.
-        The state's own structure must not depend on them.
+      init: `init(norms) -> state`; `norms` are zeros with the structure, shapes and dtypes of the
+        norms to come. The structure of the state must not depend on theirs.
       update: `update(norms, state, param_norms) -> (Limits, state)`.
       uses_params: whether `update` needs the norms of the parameters; they are None otherwise.
     """
@@ -60,7 +60,7 @@ class Threshold:
     uses_params: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def as_pytree(self) -> "Threshold":
-        """The same rule with plain functions wrapped, so that it can cross a `jit` boundary."""
+        """The same rule with plain functions wrapped, so that it can be an argument under `jit`."""
         init, update = (
             fn if isinstance(fn, Partial) else Partial(fn) for fn in (self.init, self.update)
         )
@@ -68,16 +68,16 @@ class Threshold:
 
 
 class ClipInfo(NamedTuple):
-    """What the last step's clip did.
+    """What a clip did at the last step.
 
     Every array is `[]` for the scope `tree` and `[entries]` for the others, with one entry per
     group. Scopes with very many groups (`axes`, `unit`) have one entry per leaf: norm, limit and
-    factor are those of the leaf's group with the largest norm-to-limit ratio. For a tree with
-    float64 leaves, `clip_tree` returns float64 where float32 is said here.
+    factor are those of the leaf's group with the largest ratio of norm to limit. For a tree with
+    float64 leaves, `clip_tree` returns float64 in the place of float32.
 
     Attributes:
       name: the transformation's name, as a tuple of one.
-      names: the entries' names in order. Both are structure, not arrays: they cost nothing.
+      names: the entries' names in order. Both fields are part of the structure, not arrays.
       norm: float32, the norm before clipping.
       limit: float32, the norm above which the group is clipped.
       factor: float32, what the group was multiplied by.

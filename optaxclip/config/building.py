@@ -1,8 +1,8 @@
-"""How plain data becomes a transformation: by the kind of thing that each argument may be.
+"""Builds transformations from plain data, by the signatures of the functions that it names.
 
-What there is by name is what the package and Optax make public: a transformation is a function that
-is declared to return one, a limit rule one that returns a `Threshold`, and so on. What an argument
-may be is read from its annotation.
+The names are those of public functions of the package and of Optax: a function whose annotation
+says that it returns a transformation makes a transformation, one that returns a `Threshold` makes a
+limit rule, and so on. What may be passed for an argument is read from the argument's annotation.
 """
 
 import inspect
@@ -19,7 +19,7 @@ import optaxclip.responses as responses
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
 from optaxclip._base.types import Threshold
-from optaxclip.config.data import is_number, plain, says, with_whole_keys
+from optaxclip.config.data import is_number, plain, says, with_integer_keys
 from optaxclip.config.names import makers, parts_of, unknown
 from optaxclip.norms import Norm
 from optaxclip.responses import Response
@@ -35,33 +35,33 @@ def from_config(config: Config) -> optax.GradientTransformationExtraArgs:
       data                                          | what it makes
       ----------------------------------------------|----------------------------------------------
       `{"name": "zclip", "z_thresh": 3.0}`          | `optaxclip.zclip(z_thresh=3.0)`
-      `{"name": "optax.adamw", ...}`                | Optax's own, and `optax.contrib.muon`
+      `{"name": "optax.adamw", ...}`                | `optax.adamw(...)`; also `optax.contrib.muon`
       `[..., ...]`                                  | a chain, in this order; identity, if empty
-      `"inner": {...}` or `[..., ...]`              | what a skip wraps
-      `"max_norm": {"schedule": "linear_schedule",` | a schedule of `optax.schedules`, in the place
-      ` "init_value": 1.0, ...}`                    | of any number
+      `"inner": {...}` or `[..., ...]`              | the transformation that a skip wraps
+      `"max_norm": {"schedule": "linear_schedule",` | a schedule of `optax.schedules`, wherever a
+      ` "init_value": 1.0, ...}`                    | schedule may stand
       `"scope": {"name": "leaf"}`, or `"leaf"`      | `scopes.leaf()`
       `"limit": {"name": "zscore", ...}`            | `thresholds.zscore(...)`
       `"norm": {"name": "lp", "p": 3}`              | `norms.lp(3)`
       `"response": {"name": "band", ...}`           | `responses.band(...)`
 
-    The key `name` chooses the transformation, so the argument `name=`, by which messages and
-    `optaxclip.monitor` call it, is given under `as`. Values that are not plain data, such as a
-    function or an optimizer, are taken as they are.
+    The key `name` chooses the function. So the transformation's own argument `name=`, by which
+    messages and `optaxclip.monitor` call it, has the key `as`. Values that are not plain data, such
+    as a function or an optimizer, are passed on as they are.
 
     Args:
       config: a mapping or a list: `dict`, `ml_collections.ConfigDict`, what a YAML, TOML or JSON
-        file holds. It is not changed. In schedules, keys that are whole numbers may be text, as
-        JSON and TOML have no other keys.
+        file holds. It is not changed. In schedules, keys that are integers may be strings, because
+        JSON and TOML have only such keys.
 
     Returns:
       The transformation, which takes extra arguments.
 
     Raises:
-      ValueError: for a name or an argument that there is not, with those that there are, near
-        misses first; for an argument that is missing; and whatever the transformation says of its
-        arguments, with a note on where in `config` that was.
-      TypeError: for what is neither a mapping nor a list, and likewise.
+      ValueError: for an unknown name or argument (the message lists the known ones, the most
+        similar first), and for a missing argument. Errors of the function that is called get a
+        note on where in `config` it is.
+      TypeError: for a value that is neither a mapping nor a list.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -81,50 +81,50 @@ def from_config(config: Config) -> optax.GradientTransformationExtraArgs:
 
 
 class _Kind(NamedTuple):
-    """What an argument may be.
+    """A kind of value that arguments may have, such as a limit rule.
 
     Attributes:
-      what: for messages.
-      known: what makes such things from arguments, by name.
-      owns: whether a part of an annotation speaks of it.
-      is_one: whether a value is one already.
+      what: what messages call it.
+      makers: gives the functions that make such values, by name.
+      owns: whether a part of an argument's annotation stands for this kind.
+      is_one: whether a value is already of this kind.
     """
 
     what: str
-    known: Callable[[], dict[str, Callable[..., Any]]]
+    makers: Callable[[], dict[str, Callable[..., Any]]]
     owns: Callable[[Any], bool]
     is_one: Callable[[Any], bool]
 
     def make(self, config: Any, path: str) -> Any:
-        """One from plain data."""
+        """A value of this kind from plain data; `path` says where in the config it is."""
         if self.is_one(config):
             return config
         if isinstance(config, (list, tuple)) and self is _TRANSFORMATIONS:
             stages = [self.make(each, f"{path}[{i}]") for i, each in enumerate(config)]
             return optax.chain(*stages) if stages else optax.identity()
         given: Any = {"name": config} if isinstance(config, str) else config
-        known = self.known()
+        by_name = self.makers()
         if not says(given, "name"):
             raise TypeError(
                 f"{path} must be a mapping with the name of a {self.what}, such as "
-                f"{{'name': {next(iter(known))!r}, ...}}, got {config!r:.80}"
+                f"{{'name': {next(iter(by_name))!r}, ...}}, got {config!r:.80}"
             )
         arguments = dict(given)
         name = arguments.pop("name")
-        if name not in known:
-            raise ValueError(f"{path}: there is no {self.what} {unknown(name, known)}")
+        if name not in by_name:
+            raise ValueError(f"{path}: there is no {self.what} {unknown(name, by_name)}")
         if "as" in arguments:
             arguments["name"] = arguments.pop("as")
-        return _call(known[name], name, arguments, path)
+        return _call(by_name[name], name, arguments, path)
 
 
 def _call(fn: Callable[..., Any], name: str, arguments: dict[str, Any], path: str) -> Any:
-    """What a function makes of arguments in plain data."""
+    """Calls a function with arguments made from plain data."""
     parameters = inspect.signature(fn, eval_str=True).parameters
     for argument in arguments:
         if argument not in parameters:
-            known = ["as" if key == "name" else key for key in parameters]
-            raise ValueError(f"{path}: {name} has no argument {unknown(argument, known)}")
+            allowed = ["as" if key == "name" else key for key in parameters]
+            raise ValueError(f"{path}: {name} has no argument {unknown(argument, allowed)}")
     for argument, parameter in parameters.items():
         if parameter.default is parameter.empty and argument not in arguments:
             raise ValueError(f"{path}: {name} needs the argument {argument!r}")
@@ -135,22 +135,22 @@ def _call(fn: Callable[..., Any], name: str, arguments: dict[str, Any], path: st
     try:
         return fn(**made)
     except (TypeError, ValueError) as error:
-        error.add_note(f"That is {name} in {path}, with {arguments}.")
+        error.add_note(f"The error is from {name} in {path}, called with {arguments}.")
         raise
 
 
 def _argument(value: Any, annotation: Any, path: str) -> Any:
-    """An argument from plain data, by what its annotation says that it may be."""
+    """The value of an argument, made from plain data as the argument's annotation says."""
     allowed = parts_of(annotation)
-    if Any in allowed:  # a pytree: nothing in it is ours to read
+    if Any in allowed:  # a pytree, which is passed on as it is
         return value
     if says(value, "schedule"):
         return _schedule(value, path)
     is_text = isinstance(value, str)
     if is_text and str not in allowed and is_number(value):
         raise TypeError(
-            f"{path} is the text {value!r} and not a number; YAML reads a number without a point, "
-            "such as 1e-3, as text: write 1.0e-3"
+            f"{path} is the string {value!r} and not a number; YAML reads 1e-3, which has no "
+            "point, as a string: write 1.0e-3"
         )
     kind = next((kind for kind in _KINDS if any(map(kind.owns, allowed))), None)
     if kind is _TRANSFORMATIONS:
@@ -161,26 +161,26 @@ def _argument(value: Any, annotation: Any, path: str) -> Any:
         return value
     if is_text or says(value, "name"):
         name = value if is_text else value["name"]
-        # Norms and responses that take no arguments are known by text.
-        is_known_by_text = str in allowed and name not in kind.known() and len(value) == 1
-        return name if is_known_by_text else kind.make(value, path)
-    if isinstance(value, dict):  # for each group its own
+        # A norm or response without arguments has no maker: its name is the argument.
+        is_argument = str in allowed and name not in kind.makers() and len(value) == 1
+        return name if is_argument else kind.make(value, path)
+    if isinstance(value, dict):  # a value for each group
         return {key: _argument(each, annotation, f"{path}.{key}") for key, each in value.items()}
     return value
 
 
 def _schedule(config: dict[str, Any], path: str) -> Any:
-    """A schedule of Optax's."""
-    known = makers(optax.schedules, lambda made: made is optax.Schedule)
+    """One of Optax's schedules, from plain data."""
+    by_name = makers(optax.schedules, lambda made: made is optax.Schedule)
     name = config["schedule"]
-    if name not in known:
-        raise ValueError(f"{path}: there is no schedule {unknown(name, known)}")
+    if name not in by_name:
+        raise ValueError(f"{path}: there is no schedule {unknown(name, by_name)}")
     arguments = {
-        key: with_whole_keys(value) if isinstance(value, dict) else value
+        key: with_integer_keys(value) if isinstance(value, dict) else value
         for key, value in config.items()
         if key != "schedule"
     }
-    return _call(known[name], name, arguments, path)
+    return _call(by_name[name], name, arguments, path)
 
 
 def _is_transformation(annotation: Any) -> bool:
@@ -189,14 +189,14 @@ def _is_transformation(annotation: Any) -> bool:
 
 
 def _transformations() -> dict[str, Callable[..., Any]]:
-    # The package imports this module, and is whole when this is called.
+    # Looked up when called: the package imports this module before it has all of its functions.
     own = makers(sys.modules[__name__.partition(".")[0]], _is_transformation)
     theirs = makers(optax, _is_transformation, "optax.")
     return own | theirs | makers(optax.contrib, _is_transformation, "optax.contrib.")
 
 
 def _kind(what: str, module: ModuleType, made: Any, is_one: Callable[[Any], bool]) -> _Kind:
-    """A part that the functions of a module make."""
+    """The kind of value that functions of `module` with the return annotation `made` make."""
     return _Kind(
         what, lambda: makers(module, lambda x: x == made), lambda part: part == made, is_one
     )

@@ -1,11 +1,11 @@
-"""Plain data, whatever it comes in."""
+"""Plain data: mappings and lists of any type, as dicts and lists."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
-def with_whole_keys(mapping: dict[Any, Any]) -> dict[Any, Any]:
-    """The same, with ints for the keys that are whole numbers in text."""
+def with_integer_keys(mapping: dict[Any, Any]) -> dict[Any, Any]:
+    """The same mapping, with ints for the keys that are strings of digits."""
     return {
         int(key) if isinstance(key, str) and key.isdecimal() else key: value
         for key, value in mapping.items()
@@ -13,7 +13,7 @@ def with_whole_keys(mapping: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def plain(config: Any) -> Any:
-    """The same in dicts and lists, whatever mappings and lists it comes in; tuples stay."""
+    """The same data with dicts for all mappings and lists for all sequences; tuples stay."""
     if hasattr(config, "keys") and hasattr(config, "__getitem__"):
         return {key: plain(config[key]) for key in config.keys()}  # noqa: SIM118
     if type(config) is tuple:
@@ -24,12 +24,12 @@ def plain(config: Any) -> Any:
 
 
 def says(value: Any, key: str) -> bool:
-    """Whether a value is a mapping with text under a key."""
+    """Whether a value is a dict with a string under this key."""
     return isinstance(value, dict) and isinstance(value.get(key), str)
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is one that Python would read as a number."""
+    """Whether Python can read a string as a number."""
     try:
         float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What there is by name, and what its arguments may be: read from signatures."""
+"""Public functions by name, and the types of their arguments, read from signatures."""
 
 import difflib
 import inspect
@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 def makers(
     module: ModuleType, returns: Callable[[Any], bool], prefix: str = ""
 ) -> dict[str, Callable[..., Any]]:
-    """The public functions of a module that are declared to return something of a kind."""
+    """The public functions of a module, by name, whose return annotation `returns` accepts."""
     found = {}
     for name in dir(module):
         fn = getattr(module, name)
@@ -26,21 +26,21 @@ def makers(
 
 
 def parts_of(annotation: Any) -> list[Any]:
-    """The alternatives of an annotation, and what their elements may be."""
+    """An annotation, and all types within it: those of a union, and of elements of containers."""
     if get_origin(annotation) is Callable:
         return [annotation]
     of_elements = get_args(annotation)[1 if get_origin(annotation) is Mapping else 0 :]
     return [annotation, *(part for each in of_elements for part in parts_of(each))]
 
 
-def unknown(name: str, known: Iterable[str]) -> str:
-    """The rest of a sentence on a name that there is not: it, and those that there are."""
-    known = sorted(known)
-    near = [other for other in known if other == f"optax.{name}"]
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+def unknown(name: str, names: Iterable[str]) -> str:
+    """The end of an error message: a name that does not exist, and the names that do."""
+    names = sorted(names)
+    near = [other for other in names if other == f"optax.{name}"]
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     near += [other for other in close if other not in near]
-    rest = [other for other in known if other not in near]
-    # More than a hundred are Optax's, whose documentation has them.
+    rest = [other for other in names if other not in near]
+    # Optax has more than a hundred, which its documentation lists.
     is_theirs = name.startswith("optax.")
     listed = [other for other in rest if other.startswith("optax.") == is_theirs]
     others = "" if is_theirs or listed == rest else ", and those of Optax, such as 'optax.adamw'"

@@ -3,11 +3,12 @@
 Each is one expression over the engine; any rule works on any scope
 (`clip_by(scopes.leaf(), thresholds.zscore())` is ZClip per layer).
 
-Two defaults differ from the published code. The rules recover from a lasting change of the norms'
-scale, except AdaGC, whose limits grow slowly by design; and `zclip` has no cap. The published rules
-are those with `patience=None, floor=0.0`, and for `zclip` with `max_norm=1.0`.
+Two defaults differ from the published code. After a lasting rise of the norms the rules recover
+(except AdaGC, whose limits grow slowly by design), and `zclip` has no cap. `patience=None,
+floor=0.0`, and for `zclip` also `max_norm=1.0`, give the published rules.
 
-All arguments are keywords, because a number alone, as in `zclip(1.0)`, would look like a limit.
+All arguments must be passed by name, because a number alone, as in `zclip(1.0)`, would look like a
+limit.
 `floor` and `patience` are explained in `optaxclip.thresholds.base`.
 """
 
@@ -39,16 +40,16 @@ def zclip(
 ) -> Transformation[ClipState]:
     """Clips spikes of the global norm, which it recognizes by their z-score.
 
-    Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507. As published the
-    rule never recovers from a lasting rise of the norms, because it learns from clipped norms;
-    `patience` cures that. The published code also caps every limit at 1, so it acts as
+    Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507. The published rule
+    never recovers from a lasting rise of the norms, because it learns from clipped norms; with
+    `patience` it does. The published code also caps every limit at 1, so it acts as
     `clip_by_global_norm(1.0)` wherever ordinary norms exceed 1. Here only `max_norm` sets a cap,
     and without one nothing is clipped in the warm-up.
 
     Args:
       alpha: the decay of mean and variance.
-      z_thresh: how many standard deviations above the mean is a spike.
-      warmup_steps: how many steps only set the first mean and variance.
+      z_thresh: a norm so many standard deviations above the mean is a spike.
+      warmup_steps: how many norms are recorded before there is a limit.
       max_norm: a cap on every limit, in the warm-up too; none if None, 1.0 in the published code.
       option: which norm a spike is given, as in `optaxclip.thresholds.zscore`.
       floor: smaller norms are not recorded, and no limit is smaller.
@@ -98,16 +99,16 @@ def adagc(
     """Clips each leaf a little above the moving average of its clipped norms.
 
     Source: Wang et al., 2025, AdaGC, arXiv 2502.11034. In the warm-up the whole tree is clipped by
-    its global norm. A limit at most doubles in 694 steps, by design: after a lasting rise of the
-    norms recovery takes thousands of steps, unless `patience` is given. The final version of the
-    paper has `lambda_rel=1.04, beta=0.99`, with which a limit takes 1734 steps to double and some
-    more steps are clipped: it is for long runs of which the norms are steady or fall.
+    its global norm. By design a limit needs at least 694 steps to double, so after a lasting rise
+    of the norms recovery takes thousands of steps, unless `patience` is given. The revised paper
+    has `lambda_rel=1.04, beta=0.99`, with which a limit needs 1734 steps to double, and more steps
+    are clipped: it is for long runs in which norms are steady or fall.
 
     Args:
-      lambda_rel: the limit over the average; 1.04 in the revised paper.
+      lambda_rel: the limit, divided by the average; 1.04 in the revised paper.
       lambda_abs: the global norm to clip to in the warm-up.
       beta: the decay of the average; 0.99 in the revised paper.
-      warmup_steps: steps of the warm-up.
+      warmup_steps: how many norms the warm-up lasts.
       floor: smaller norms are not recorded, and no limit is smaller. With 0 a leaf whose
         gradient is zero in the warm-up never moves again, as published.
       patience: after so many norms in a row above their limit the raw norm is recorded.
@@ -145,12 +146,12 @@ def clip_by_quantile(
     floor: float = FLOOR,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Clips the global norm to a limit that moves until the wanted share of norms passes.
+    """Clips the global norm to a limit that moves until the wanted share of norms is below it.
 
     Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, arXiv 1905.03871, without noise.
 
     Args:
-      target: the share of steps not to clip, from 0 to 1.
+      target: the share of steps that are not clipped, from 0 to 1.
       learning_rate: how fast the limit moves.
       init_limit: the limit at the first step.
       geometric: whether each step multiplies the limit; otherwise each step adds to it.
@@ -193,7 +194,7 @@ def clip_by_ema_norm(
     Source: allenai/OLMo (`max_grad_norm_ratio`), where the decay is the larger of Adam's two.
 
     Args:
-      ratio: the limit over the average.
+      ratio: the limit, divided by the average.
       decay: the decay of the average, which starts with the norm of the second step.
       floor: smaller norms are not recorded, and no limit is smaller.
       patience: after so many norms in a row above their limit the raw norm is recorded.

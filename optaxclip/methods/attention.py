@@ -1,4 +1,4 @@
-"""QK-Clip: makes the weights of attention heads smaller whose logits grew too large."""
+"""QK-Clip: shrinks the weights of attention heads whose logits grew too large."""
 
 import functools
 from collections.abc import Callable
@@ -41,29 +41,29 @@ def clip_attention_logits(
     """Shrinks the query and key weights of attention heads whose logits exceed a limit (QK-Clip).
 
     Let `S` be the largest logit of a head in this step's batch, after the division by the root of
-    the head's size and before the softmax. The head's factor is `min(1, tau / S)`. This is the last
-    stage of a chain: it changes the update `u` of weights `w` so that they become
-    `factor**power * (w + u)`. So it acts on the weights after the optimizer's step, and the logits
-    of the same batch would come back to `tau`. A head below the limit is left alone, bit for bit.
+    the head's size and before the softmax. The head's factor is `min(1, tau / S)`. This must be the
+    last stage of a chain: it changes the update `u` of weights `w` so that they become
+    `factor**power * (w + u)`, with which the logits of the same batch would be at most about
+    `tau`. A head below the limit is left alone, bit for bit.
 
-    `heads` says how the factor is divided between queries and keys:
+    `heads` says how the factor is divided between the weights of queries and of keys:
 
       attention                        | queries                | keys
       ---------------------------------|------------------------|-------------------------
       multi-head                       | power 0.5              | power 0.5
-      grouped-query, multi-query       | power 1                | left alone: many share them
+      grouped-query, multi-query       | power 1                | left alone: heads share them
       multi-head latent: each head's   | power 0.5              | power 0.5
-      ... with rotary positions        | power 1                | left alone: all share them
+      ... with rotary positions        | power 1                | left alone: heads share them
 
-    Biases of queries and keys are scaled with them: `axis=-2` finds the heads of both a kernel
+    Biases of queries and keys must be scaled too: `axis=-2` finds the heads of both a kernel
     `[in, heads, entries]` and a bias `[heads, entries]`. Where queries and keys are normalized
     (QK-norm), their weights do not scale logits, and there is nothing to clip.
 
-    The update takes `max_logits=`: a pytree of arrays `[heads]`, each at the place of its attention
+    The update takes `max_logits=`: a pytree of arrays `[heads]`, each at the path of its attention
     in the tree of parameters, such as `{"layers/0/attention": S}`. What Flax's `sow` collects under
-    the name `max_logits` is such a tree. One array alone holds for all attentions. Take the largest
-    logit over the whole batch: over all microbatches, as `optax.MultiSteps` passes on those of the
-    last one only, and inside `shard_map` over all devices (`jax.lax.pmax`). A logit that is not
+    the name `max_logits` is such a tree. A single array holds for all attentions. Pass the largest
+    logits over the whole batch: over all microbatches (`optax.MultiSteps` passes on only those of
+    the last one), and inside `shard_map` over all devices (`jax.lax.pmax`). A logit that is not
     finite changes no weight. In bfloat16 weights a factor within 0.2 % of 1 is lost to rounding.
 
     Source: Kimi Team, 2025, arXiv 2507.20534.
@@ -73,7 +73,7 @@ def clip_attention_logits(
       heads: `fn(path, leaf) -> Heads`, or None for leaves that are left alone; the path is text
         such as `layers/0/attention/query/kernel`. It is a function but not a schedule, so
         `optax.inject_hyperparams` needs `static_args=("heads",)`.
-      specs: inside `shard_map`, how the weights are split over devices, where heads are; see
+      specs: inside `shard_map`, how the weights are split over devices, if heads are split; as in
         `optaxclip.clip_by`.
       record: whether the state keeps what was done. With False it is an `optax.EmptyState`, and any
         state is accepted and returned as it is. A schedule needs the count, so it refuses that.
@@ -85,9 +85,9 @@ def clip_attention_logits(
       weak types of the updates that it is given.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar, or heads in no leaf; when used,
-        without `params` or `max_logits`, or where one of them does not fit.
-      TypeError: for a limit that is not a number, or `heads` that are not a function.
+      ValueError: for a limit that is negative, NaN or not a scalar; when used, if `heads` finds
+        heads in no leaf, or `params` or `max_logits` is missing or has the wrong shapes.
+      TypeError: for a limit that is not a number, or if `heads` is not a function.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optaxclip
@@ -104,14 +104,14 @@ def clip_attention_logits(
     """
     if not callable(heads):
         raise TypeError(
-            f"heads must be a function (path, leaf) -> optaxclip.Heads or None, got {heads!r}: it "
-            "says which leaves are the weights of queries and keys, and on which axis their heads "
-            "are"
+            "heads must be a function (path, leaf) -> optaxclip.Heads or None that says which "
+            "leaves are weights of queries and keys, and on which axis their heads are; got "
+            f"{heads!r}"
         )
     limit, name = as_limit(tau, "tau"), checked_name(name)
 
     def clip(specs: PyTree = None) -> Transformation[ClipState]:
-        # Each head is a group of its own, with one entry.
+        # In the tree of logits each head is one entry, which is a group of its own.
         of_heads = {"specs": specs, "record": record, "name": name}
         return clip_by(scopes.axes(()), limit, norm="linf", **of_heads)
 
@@ -120,7 +120,10 @@ def clip_attention_logits(
         weights = _weights(flat, heads)
         # `optax.tree_map_params` makes a state from a tree without leaves.
         if flat.measured and not weights:
-            raise ValueError(f"{name}: heads gave Heads for none of the leaves {flat.names()}")
+            raise ValueError(
+                f"{name}: heads must give optaxclip.Heads for some leaf, and gave None for all of "
+                f"{flat.names()}"
+            )
         return clip().init({weight.name: jnp.zeros(weight.shape) for weight in weights})
 
     def rescaled(
@@ -130,8 +133,8 @@ def clip_attention_logits(
         for given, missing in ((params, "params"), (max_logits, "max_logits")):
             if given is None:
                 raise ValueError(
-                    f"{name}: {missing} are missing; pass them: update(updates, state, params, "
-                    "max_logits=...), the largest attention logit of each head in this step"
+                    f"{name}: {missing} is missing; pass it: update(updates, state, params, "
+                    "max_logits=...), with the largest attention logit of each head in this step"
                 )
         weights = _weights(flat, heads)
         only = flat._replace(measured=[weight.position for weight in weights])
@@ -165,11 +168,11 @@ class _Weight(NamedTuple):
     """A leaf with heads.
 
     Attributes:
-      position: among all leaves of the tree.
-      name: of the leaf.
-      path: its parts.
-      place: where its heads are.
-      shape: of its logits.
+      position: the leaf's position among all leaves of the tree.
+      name: the leaf's name.
+      path: the parts of that name.
+      place: where the heads are in the leaf.
+      shape: the shape of the leaf's logits.
     """
 
     position: int
@@ -199,13 +202,13 @@ def _parts(path: Path) -> tuple[str, ...]:
 
 
 def _specs_of(weights: list[_Weight], specs: PyTree, flat: FlatTree) -> PyTree:
-    """How the logits are split, by how the weights are."""
+    """How the logits are split over devices, which follows from how the weights are."""
     if specs is None or not weights:
         return None
 
     def of_heads(spec: Any, weight: _Weight) -> Any:
-        whole = [*as_spec(spec), *[None] * weight.place.rank]
-        own = PartitionSpec(*(whole[axis] for axis in weight.place.axes))
+        padded = [*as_spec(spec), *[None] * weight.place.rank]
+        own = PartitionSpec(*(padded[axis] for axis in weight.place.axes))
         return NamedSharding(spec.mesh, own) if isinstance(spec, NamedSharding) else own
 
     found = per_leaf(specs, flat, "specs")
@@ -219,7 +222,7 @@ def _specs_of(weights: list[_Weight], specs: PyTree, flat: FlatTree) -> PyTree:
 
 
 def _logits_of(weights: list[_Weight], max_logits: PyTree, name: str) -> dict[str, Array]:
-    """The largest logits of each weight, not below 0."""
+    """The logits of each weight's heads, by its name; negative ones become 0."""
     flat = flatten(max_logits, "max_logits", integers="error")
     found: dict[tuple[str, ...], list[Any]] = {}
     for i in flat.measured:
@@ -242,8 +245,8 @@ def _logits_of(weights: list[_Weight], max_logits: PyTree, name: str) -> dict[st
             if np.shape(array) != weight.shape:
                 raise ValueError(
                     f"{name}: max_logits must have an array of shape {weight.shape} for the heads "
-                    f"of weight '{weight.name}', got {np.shape(array)}; take the largest logit of "
-                    "each head, and of grouped queries leave the keys' weights alone"
+                    f"of weight '{weight.name}', got {np.shape(array)}; pass the largest logit of "
+                    "each head, and with grouped queries give None for the weights of keys"
                 )
         largest[weight.name] = arrays
     return _largest(largest)
@@ -267,7 +270,7 @@ def _rescaled(
     *,
     places: tuple[Place, ...],
 ) -> list[Array]:
-    """Updates after which weights are those after the given ones, rescaled."""
+    """New updates: with them the weights become those of the given updates times the factors."""
     rescaled = []
     for u, w, before, after, place in zip(updates, weights, logits, clipped, places, strict=True):
         u, w = jnp.asarray(u), jnp.asarray(w)

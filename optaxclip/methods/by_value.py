@@ -1,4 +1,4 @@
-"""Clipping of values, entry by entry, as transformations."""
+"""Transformations that clip each entry by its own value."""
 
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ class ClipByValueState(NamedTuple):
 
 
 def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[ClipByValueState]:
-    """Holds every entry to `[-max_delta, max_delta]`, a complex one to modulus `max_delta`.
+    """Clips each entry to `[-max_delta, max_delta]`, a complex one to the modulus `max_delta`.
 
     NaN stays NaN, and infinite entries become the bounds.
 
@@ -35,12 +35,12 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
         state is accepted and returned as it is. A schedule needs the count, so it refuses that.
 
     Returns:
-      A transformation with a `ClipByValueState`. It keeps no record of what was clipped, which
-      would take more reads of the gradients than the clip itself.
+      A transformation with a `ClipByValueState`. It does not record what was clipped, because that
+      would read the gradients more often than the clip does.
 
     Raises:
-      ValueError: if `max_delta` is a negative or NaN number, or not a scalar, or a schedule without
-        a record.
+      ValueError: if `max_delta` is negative, NaN or not a scalar, or is a schedule although
+        `record` is False.
       TypeError: if it is not a number.
 
     Example:
@@ -57,21 +57,21 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
 def clip_by_value(
     min_value: ScalarOrSchedule, max_value: ScalarOrSchedule, *, record: bool = True
 ) -> Transformation[ClipByValueState]:
-    """Holds every entry to `[min_value, max_value]`, a complex one to modulus `max_value`.
+    """Clips each entry to `[min_value, max_value]`, a complex one to the modulus `max_value`.
 
     NaN stays NaN, and infinite entries become the bounds.
 
     Args:
-      min_value: the least value: a scalar, an array that broadcasts to every leaf, or a schedule.
-      max_value: the largest value, likewise.
+      min_value: a scalar, an array that broadcasts to every leaf, or a schedule of one of these.
+      max_value: as `min_value`.
       record: as in `clip`.
 
     Returns:
-      A transformation with a `ClipByValueState`, without a record, like `clip`.
+      A transformation with a `ClipByValueState`, which like `clip` records only the steps.
 
     Raises:
-      ValueError: if a minimum exceeds its maximum, where both are concrete, a bound would make a
-        leaf larger, or one is a schedule, without a record.
+      ValueError: if a minimum exceeds its maximum (traced values are not compared), a bound does
+        not broadcast to the shape of a leaf, or one is a schedule although `record` is False.
       TypeError: if a bound is not a number.
 
     Example:
@@ -98,8 +98,8 @@ def _clip_by_bounds(
 ) -> Transformation[ClipByValueState]:
     name = "clip" if low is None else "clip_by_value"
 
-    def clamped(updates: PyTree, least: Any, largest: Any) -> PyTree:
-        return elementwise.clamp(flatten(updates, "updates"), least, largest, arguments)
+    def clamped(updates: PyTree, smallest: Any, largest: Any) -> PyTree:
+        return elementwise.clamp(flatten(updates, "updates"), smallest, largest, arguments)
 
     if not checked_bool(record, "record"):
         if callable(low) or callable(high):
@@ -119,8 +119,8 @@ def _clip_by_bounds(
         del params, extra_args
         state = init(updates) if state is None else state
         check_state(state, ClipByValueState, name)
-        least = low(state.steps) if callable(low) else low
+        smallest = low(state.steps) if callable(low) else low
         largest = high(state.steps) if callable(high) else high
-        return clamped(updates, least, largest), ClipByValueState(increased(state.steps))
+        return clamped(updates, smallest, largest), ClipByValueState(increased(state.steps))
 
     return transformation(init, update)

@@ -1,4 +1,4 @@
-"""Elementwise clipping: bounds on values. It has no norm, so it is not on the engine's axes."""
+"""Clipping of entries to bounds. It takes no norm, so it does not use the engine."""
 
 import math
 from typing import Any
@@ -22,19 +22,20 @@ def clamp(
     high: jax.typing.ArrayLike,
     arguments: tuple[str, str],
 ) -> PyTree:
-    """A tree with real entries held to `[low, high]` and complex ones to modulus `high`.
+    """The tree with real entries clipped to `[low, high]`, complex ones to the modulus `high`.
 
-    NaN stays NaN; infinite entries go to the bounds. Where `low` is above `high` it wins.
+    NaN stays NaN; infinite entries become the bounds. Where `low` is above `high`, entries become
+    `low`.
 
     Args:
       flat: the tree; of `BCOO` leaves the stored entries are clipped.
-      low: the least value, a scalar or an array that broadcasts to every leaf; if None, `high`
-        is the largest modulus of real entries too, and acts as 0 where it is negative.
-      high: the largest value, likewise.
+      low: a scalar, or an array that broadcasts to every leaf. If None, it is `-high`, and a
+        negative `high` acts as 0.
+      high: a scalar, or an array that broadcasts to every leaf.
       arguments: what the bounds are called in messages.
 
     Raises:
-      ValueError: if a bound would make a leaf larger.
+      ValueError: if a bound does not broadcast to the shape of a leaf.
     """
     leaves = flat.picked()
     for leaf, name in zip(leaves, flat.names(), strict=True):
@@ -47,7 +48,7 @@ def clamp(
 
 
 def check_bound(bound: Any, argument: str) -> Any:
-    """`bound`, if it is a number or a real array.
+    """`bound`, checked to be a real number or an array of these.
 
     Raises:
       TypeError: if it is neither.
@@ -61,10 +62,10 @@ def check_bound(bound: Any, argument: str) -> Any:
 
 
 def check_order(low: Any, high: Any, names: tuple[str, str]) -> None:
-    """Checks that no minimum exceeds its maximum or is NaN, where both are concrete.
+    """Checks that no minimum exceeds its maximum and no bound is NaN; skips traced bounds.
 
     Raises:
-      ValueError: otherwise.
+      ValueError: if one does or is.
     """
     if any(isinstance(bound, Tracer) for bound in (low, high)):
         return
@@ -89,12 +90,12 @@ def _check_fit(
 
 
 def _in_range(bound: jax.typing.ArrayLike, leaf: Any) -> jax.typing.ArrayLike:
-    """A bound that the dtype of a leaf can hold, or that JAX converts to it."""
+    """A bound that JAX converts to the dtype of a leaf without an error, a warning or wrapping."""
     dtype = jnp.result_type(leaf.data if is_sparse(leaf) else leaf)
     if jnp.issubdtype(dtype, jnp.integer):
-        return _whole_in_range(bound, dtype)
+        return _integer_in_range(bound, dtype)
     if isinstance(bound, (int, float)):
-        # What the default dtype has no number for is infinite; NumPy would warn of it.
+        # A number too large for the default float dtype becomes infinite; NumPy would warn of it.
         is_large = abs(bound) > float(jnp.finfo(jnp.result_type(float)).max)
         return math.copysign(math.inf, bound > 0 or -1) if is_large else float(bound)
     # JAX would cut 64-bit integers to 32 bits.
@@ -102,21 +103,21 @@ def _in_range(bound: jax.typing.ArrayLike, leaf: Any) -> jax.typing.ArrayLike:
     return bound.astype(float) if is_numpy and bound.dtype.kind in "iu" else bound
 
 
-def _whole_in_range(bound: Any, dtype: Any) -> jax.typing.ArrayLike:
-    """A whole bound in the dtype of an integer leaf, held to what it can be."""
-    least, largest = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+def _integer_in_range(bound: Any, dtype: Any) -> jax.typing.ArrayLike:
+    """An integer bound in the dtype of an integer leaf, clipped to the range of that dtype."""
+    low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
     if isinstance(bound, int):
-        return np.asarray(min(max(bound, least), largest), dtype)
-    # Compared in its own dtype, which may lack the range of the leaf's, or have more.
+        return np.asarray(min(max(bound, low), high), dtype)
+    # Clipped in the dtype of the bound, whose range may be smaller or larger than the leaf's.
     own = jnp.iinfo(bound.dtype)
-    least, largest = (bound.dtype.type(min(max(x, own.min), own.max)) for x in (least, largest))
+    low, high = (bound.dtype.type(min(max(x, own.min), own.max)) for x in (low, high))
     library = jnp if isinstance(bound, jax.Array) else np
-    return library.minimum(library.maximum(bound, least), largest).astype(dtype)
+    return library.minimum(library.maximum(bound, low), high).astype(dtype)
 
 
 @jax.jit
 def clamp_leaves(leaves: list[Any], lows: list[Array] | None, highs: list[Array]) -> list[Any]:
-    """`clamp` of leaves with bounds for each, which broadcast to its entries."""
+    """`clamp` for leaves with bounds for each leaf, which broadcast to its entries."""
     lows_or_none = [None] * len(leaves) if lows is None else lows
     return [_clamped(*row) for row in zip(leaves, lows_or_none, highs, strict=True)]
 
@@ -124,24 +125,24 @@ def clamp_leaves(leaves: list[Any], lows: list[Array] | None, highs: list[Array]
 # Compiled by itself so that it is traced once for leaves that are alike.
 @jax.jit
 def _clamped(leaf: Any, low: Array | None, high: Array) -> Any:
-    x, hold = jnp.asarray(leaf.data if is_sparse(leaf) else leaf), _held
-    known = devices.explicit_sharding(x)
-    if known is not None:
-        # Bounds may be split otherwise, or not at all.
-        hold = devices.with_automatic_axes(hold, *known)
-    return with_data(leaf, match_weak_type(hold(x, low, high), x))
+    x, bound = jnp.asarray(leaf.data if is_sparse(leaf) else leaf), _bounded
+    sharding = devices.explicit_sharding(x)
+    if sharding is not None:
+        # On an explicit mesh JAX refuses operands that are split differently, as bounds may be.
+        bound = devices.with_automatic_axes(bound, *sharding)
+    return with_data(leaf, match_weak_type(bound(x, low, high), x))
 
 
-def _held(x: Array, low: Array | None, high: Array) -> Array:
+def _bounded(x: Array, low: Array | None, high: Array) -> Array:
     largest = _like(x, high)
     if low is None:
         largest = jnp.maximum(largest, 0)
     if jnp.iscomplexobj(x):
         return _bound_modulus(x, largest)
-    least = -largest if low is None else _like(x, low)
-    # An entry at a bound keeps its own derivative; a NaN bound shows.
+    smallest = -largest if low is None else _like(x, low)
+    # An entry at a bound keeps the derivative 1. Where a bound is NaN, the entry becomes NaN.
     y = jnp.where((x > largest) | (largest != largest), largest, x)
-    return jnp.where((y < least) | (least != least), least, y)
+    return jnp.where((y < smallest) | (smallest != smallest), smallest, y)
 
 
 def _like(x: Array, bound: jax.typing.ArrayLike) -> Array:
@@ -150,10 +151,10 @@ def _like(x: Array, bound: jax.typing.ArrayLike) -> Array:
 
 
 def _bound_modulus(z: Array, high: Array) -> Array:
-    """Complex entries with a modulus above `high` brought back to it, their phase kept."""
+    """Complex entries; a modulus above `high` becomes `high`, and phases stay."""
     high = jnp.maximum(high, 0)
     is_infinite = jnp.isinf(z.real) | jnp.isinf(z.imag)
-    # In units of about their size, because the modulus of a finite entry can overflow.
+    # Entries are divided by a power of two near them, as the modulus of a finite one may overflow.
     top = jnp.maximum(jnp.abs(z.real), jnp.abs(z.imag))
     unit = lax.stop_gradient(power_of_two_below(top))
 

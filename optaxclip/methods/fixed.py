@@ -1,8 +1,8 @@
-"""The named methods whose limit the user gives, under the names of Optax and of the papers.
+"""The named methods whose limit the user gives, with the names of Optax and of the papers.
 
-Each is one expression over the engine. Every limit may be a number, a scalar array of any dtype
-(traced or not) or a schedule, and `optax.inject_hyperparams` works on all of them; `axes`, `axis`
-and functions that are not schedules (labels) go into its `static_args`.
+Every limit may be a number, a scalar array of any dtype (traced or not) or a schedule.
+`optax.inject_hyperparams` works with all of them; its `static_args` must hold `axes`, `axis`, and
+arguments that are functions but not schedules (labels).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ def clip_by_norm(
 
     Args:
       max_norm: the largest norm of a leaf.
-      axes: the axes over which a norm extends; all if None.
+      axes: the axes over which a norm is taken; all if None.
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:
@@ -116,7 +116,7 @@ def adaptive_grad_clip(
 ) -> Transformation[ClipState]:
     """Clips each unit's gradient by the norm of the unit's weights.
 
-    A unit is the fan-in of one output (see `optaxclip.scopes.unit`); the limit is
+    A unit is all weights that lead into one output (see `optaxclip.scopes.unit`). Its limit is
     `clipping * max(norm of the unit's weights, eps)`. The update needs `params`.
 
     Source: Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171. The authors do not clip the last
@@ -125,7 +125,8 @@ def adaptive_grad_clip(
     Args:
       clipping: the largest ratio of gradient norm to weight norm.
       eps: a floor under the weight norm.
-      axis: the axes over which a unit extends, or `fn(path, leaf) -> axes`; by rank if None.
+      axis: the axes of a unit, or `fn(path, leaf) -> axes`; if None, they depend on the leaf's
+        rank, as in `optaxclip.scopes.unit`.
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Attention heads: where they are in a weight, and what their factors multiply it by."""
+"""Attention heads: where they are in a weight, and the weight's multiplier from their factors."""
 
 import dataclasses
 import operator
@@ -12,17 +12,17 @@ from jax import Array, lax
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Where the heads of an attention weight are, and what part of a head's factor they take.
+    """Where the heads of an attention weight are, and by which power of a head's factor it shrinks.
 
-    A head's logits are products of its queries and keys, so the powers of the two add up to 1.
+    A head's logits are products of its queries and keys, so the powers of the two must sum to 1.
 
     Attributes:
-      axis: the axis of the weight that runs over the heads; where layers are stacked, all axes that
-        `max_logits` has, in its order, such as `(0, -2)` for layers and heads.
-      power: the power of the factor, for the whole weight; or pairs `(entries, power)` that divide
-        the entries of a head along `along`, in their order.
-      along: the axis of those entries. If it is the last of `axis`, the heads follow each other on
-        that axis, as in a kernel `[in, heads * entries]`.
+      axis: the axis of the weight that runs over the heads. Where layers are stacked, the axes for
+        all axes of `max_logits`, in their order, such as `(0, -2)` for layers and heads.
+      power: the power of the factor, for the whole weight; or pairs `(entries, power)`, which
+        divide a head's entries on the axis `along` into parts with a power each, in this order.
+      along: the axis of those entries. If it is the last of `axis`, that axis holds the entries of
+        one head after another, as in a kernel `[in, heads * entries]`.
 
     Example:
       >>> from optaxclip import Heads
@@ -43,12 +43,12 @@ class Heads:
             axes, pairs, along = _axes(self.axis), _pairs(self.power), operator.index(self.along)
         except (TypeError, ValueError):
             raise TypeError(
-                f"axis must be an int or several, power a number or pairs (entries, power), and "
-                f"along an int, got {self.axis!r}, {self.power!r} and {self.along!r}"
+                f"axis must be an int or a sequence of ints, power a number or pairs (entries, "
+                f"power), and along an int; got {self.axis!r}, {self.power!r} and {self.along!r}"
             ) from None
         if not all(count >= 1 and 0 <= power <= 1 for count, power in pairs):
             raise ValueError(f"power must be from 0 to 1, for 1 entry or more, got {self.power!r}")
-        # Tuples, so that it can be a key of what is compiled.
+        # Tuples, so that it is hashable: compiled functions take it as a static argument.
         object.__setattr__(self, "axis", axes)
         object.__setattr__(self, "along", along)
         if isinstance(self.power, Sequence):
@@ -56,13 +56,14 @@ class Heads:
 
 
 class Place(NamedTuple):
-    """`Heads` of one leaf.
+    """`Heads`, checked for one leaf.
 
     Attributes:
-      rank: of the leaf.
-      axes: of the heads, from 0.
-      along: the axis of a head's entries, from 0.
-      pairs: numbers of entries and their powers; one with the number 1 if all have the same power.
+      rank: the rank of the leaf.
+      axes: the axes of the heads, counted from 0.
+      along: the axis of a head's entries, counted from 0.
+      pairs: numbers of entries and their powers; a single pair with the number 1 if all entries
+        have the same power.
     """
 
     rank: int
@@ -72,7 +73,7 @@ class Place(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        """Whether the axis of the heads holds their entries too."""
+        """Whether one axis holds both the heads and their entries."""
         return self.along in self.axes
 
 
@@ -92,26 +93,26 @@ def placed(heads: Heads, shape: tuple[int, ...], name: str) -> tuple[Place, tupl
     sizes = [shape[axis] for axis in axes]
     if not is_divided:
         others = [axis for axis in range(rank) if axis not in axes]
-        # Along any other axis; without one, each head has one entry.
+        # Any other axis may be that of the entries; if there is none, each head has one entry.
         return Place(rank, axes, (others or axes)[-1], pairs), tuple(sizes)
     along, entries = heads.along % rank, sum(count for count, _ in pairs)
     if along == axes[-1] and sizes[-1] % entries == 0:
         sizes[-1] //= entries
     elif along in axes or shape[along] != entries:
         raise ValueError(
-            f"{heads} divides heads of {entries} entries, but axis {along} of leaf '{name}' of "
-            f"shape {shape} is not made of them"
+            f"{heads} divides heads of {entries} entries, which does not fit axis {along} of leaf "
+            f"'{name}' of shape {shape}"
         )
     return Place(rank, axes, along, pairs), tuple(sizes)
 
 
 def multiplier(factor: Array, place: Place) -> Array:
-    """What to multiply a weight by, from its heads' factors; it broadcasts to the weight."""
+    """The multiplier of a weight, from the factors of its heads; it broadcasts to the weight."""
     factor = jnp.transpose(factor, [int(i) for i in np.argsort(place.axes)])
     factor = lax.expand_dims(factor, [i for i in range(place.rank) if i not in place.axes])
     counts, powers = zip(*place.pairs, strict=True)
     powers = np.repeat(powers, counts)
-    # Heads that follow each other: an axis for each head's entries, and then both as one.
+    # If one axis holds both heads and entries, entries get an axis for themselves for a while.
     at = place.along + place.is_split
     split = lax.expand_dims(factor, [at]) if place.is_split else factor
     by = _power(split, powers.reshape([len(powers) if i == at else 1 for i in range(split.ndim)]))
@@ -131,7 +132,7 @@ def _pairs(power: float | Sequence[tuple[int, float]]) -> tuple[tuple[int, float
 
 
 def _power(x: Array, powers: np.ndarray[Any, Any]) -> Array:
-    """Powers of numbers from 0 to 1, those of 1 and the zeroth exactly 1."""
+    """Powers of numbers from 0 to 1; powers of 1, and the power 0, are exactly 1."""
     exponents = jnp.asarray(powers, x.dtype)
     between = (x > 0) & (x < 1)
     power = jnp.where(between, x, 1) ** exponents

@@ -1,4 +1,4 @@
-"""Hyperball: a step of fixed length along a sphere, in the place of weight decay."""
+"""Hyperball: steps of fixed length along a sphere, in the place of weight decay."""
 
 import math
 from collections.abc import Callable
@@ -32,8 +32,8 @@ class HyperballState(NamedTuple):
     Attributes:
       steps: int32[], steps so far.
       radius: float32[matrices] (float64 if a parameter is), the norms that the matrices had at
-        `init`, in the order of their names; nothing where the radius is not the initial one.
-      names: the matrices' names in order; structure, not arrays.
+        `init`, in the order of their names; `()` unless `radius="initial"`.
+      names: the matrices' names in order; part of the structure, not arrays.
     """
 
     steps: Array
@@ -52,35 +52,35 @@ def hyperball(
 ) -> Transformation[HyperballState]:
     """Keeps each matrix on a sphere, and makes the step's length a share of its radius.
 
-    It is the last stage of a chain, behind `optax.scale_by_adam` (AdamH) or Muon's direction
-    (MuonH), and stands for both the learning rate with its sign and weight decay, which must not be
-    in the chain beside it. A matrix `W`, for which the chain proposes the direction `u`, becomes
+    It must be the last stage of a chain, behind `optax.scale_by_adam` (AdamH) or Muon's direction
+    (MuonH). It takes the place of the learning rate with its sign and of weight decay, neither of
+    which may be in the chain. A matrix `W` for which the chain proposes the direction `u` becomes
 
-        R * norm(W - learning_rate * R * norm(u)),  where norm(x) = x / sqrt(sum(abs(x)**2)).
+        R * unit(W - learning_rate * R * unit(u)),  where unit(x) = x / sqrt(sum(abs(x)**2)).
 
-    So a step is the same share of every matrix, whatever the direction's length, and no norm grows
-    or shrinks during training. It is for matrices; embeddings, biases and gains go to another
-    optimizer (`optax.partition`).
+    So each step is the same share of every matrix, whatever the direction's length, and no norm
+    grows or shrinks during training. It is for matrices; train embeddings, biases and gains with
+    another optimizer (`optax.partition`).
 
-    Guarantees, with `radius="initial"` or a number and a learning rate up to 0.5: in float32 a
-    matrix is within 1e-6 of its radius after every step, in a narrower dtype within the rounding of
-    its entries, and neither error adds up over steps. A direction of zeros leaves its matrix bit
-    for bit as it was. A matrix of zeros has radius 0 and stays, unless the radius is a number:
-    then its first step leads onto the sphere. So matrices that begin at 0, such as LoRA's second,
-    need a number, or another optimizer. A direction that is not finite gives updates of NaN for its
-    matrix, and only for it. Norms are those of the engine, right whatever the range.
+    Guarantees, with `radius="initial"` or a number and a learning rate up to 0.5: after every step
+    the norm of a matrix is within a relative 1e-6 of its radius in float32, and within the rounding
+    of its entries in a narrower dtype; neither error adds up over steps. With a direction of zeros
+    a matrix stays bit for bit. A matrix of zeros has radius 0 and stays 0, unless the radius is a
+    number: then its first step leads onto the sphere. So for matrices that begin at 0, such as
+    LoRA's second, pass a number, or use another optimizer. A direction that is not finite gives
+    updates of NaN for its matrix alone. Norms do not overflow or underflow on the way.
 
     Source: Wen et al., 2026, arXiv 2606.16899; used in Levanter, Paddle, Emerging-Optimizers and
     modded-nanogpt.
 
     Args:
       learning_rate: the step's length as a share of the radius, at least 0, or a schedule of it.
-      radius: "initial" for the norm that each matrix had at `init`, which the state keeps, and to
-        which rounding is corrected at every step; "current" for the one that it has at this step; a
-        number above 0 for all matrices.
-      stacked: how many leading axes of each leaf stack separate matrices, layers or experts, each
-        with its own radius; as in `optaxclip.scopes.leaf`. None if None.
-      eps: a direction whose norm is at most this counts as zeros.
+      radius: "initial" is the norm that each matrix had at `init`, which the state keeps; "current"
+        is the norm that it has at this step, so that rounding errors add up; or a number above 0
+        for all matrices.
+      stacked: how many leading axes of each leaf stack separate matrices (layers, experts), each
+        with its own radius; as in `optaxclip.scopes.leaf`. With None no axis does.
+      eps: a direction with a norm of at most `eps` counts as zeros.
       **options: those that all transformations share, `optaxclip.PlaceOptions`.
 
     Returns:
@@ -90,8 +90,9 @@ def hyperball(
 
     Raises:
       ValueError: for a learning rate, radius or `eps` that is negative, NaN or not a scalar; when
-        used, for missing parameters, and for a leaf that has less than two axes beside the stacked.
-      TypeError: for one of them that is no number; when used, for a sparse leaf.
+        used, for missing parameters, and for a leaf with fewer than two axes behind its stacked
+        axes.
+      TypeError: if one of them is not a number; when used, for a sparse leaf.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -138,8 +139,8 @@ def hyperball(
             )
         state = init(params) if state is None else state
         check_state(state, HyperballState, checked.name)
-        known = (state.names, state.radius.size) if keeps else (None, 0)
-        flat, groups = grouped(updates, "updates", *known)
+        of_state = (state.names, state.radius.size) if keeps else (None, 0)
+        flat, groups = grouped(updates, "updates", *of_state)
         weights = matching_params(flat, params, checked.name).picked()
         now = _checked_rate(rate(state.steps)) if callable(rate) else rate
         operands = (weights, flat.picked(), state.radius if keeps else fixed, now, eps)
@@ -154,8 +155,8 @@ def _checked_rate(rate: Any) -> Any:
     check_limit(rate, "learning_rate", allow_any_number=True)
     if not isinstance(rate, jax.Array) and not 0 <= rate < math.inf:
         raise ValueError(
-            f"learning_rate must be at least 0 and finite, got {rate!r}; the direction is "
-            "subtracted, so the sign of optax.scale_by_learning_rate is not wanted before it"
+            f"learning_rate must be at least 0 and finite, got {rate!r}; hyperball subtracts the "
+            "direction itself, so leave out the sign, and optax.scale_by_learning_rate"
         )
     return rate
 
@@ -168,17 +169,17 @@ def _checked_radius(radius: Any) -> Any:
 
 
 def _refuse_vectors(flat: FlatTree, groups: Groups, name: str) -> None:
-    """Raises where a leaf is no matrix, nor a stack of them.
+    """Checks that each leaf is a matrix or a stack of matrices.
 
     Raises:
-      ValueError: then.
+      ValueError: if one is not.
     """
     rows = zip(flat.names(), flat.picked(), groups.grouping.axes, strict=True)
     for path, leaf, axes in rows:
         if len(axes) < 2:
             stack = jnp.ndim(leaf) - len(axes)
             raise ValueError(
-                f"{name}: leaf '{path}' of shape {jnp.shape(leaf)} is no matrix"
-                f"{f' behind {stack} stacked axes' if stack else ''}; send vectors, gains and "
-                "embeddings to another optimizer, with optax.partition"
+                f"{name}: leaf '{path}' of shape {jnp.shape(leaf)} is not a matrix"
+                f"{f' behind {stack} stacked axes' if stack else ''}; train vectors, gains and "
+                "embeddings with another optimizer, by optax.partition"
             )

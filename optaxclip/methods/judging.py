@@ -1,4 +1,4 @@
-"""Judging: a number and a limit rule come in, whether it is out and what is kept then go out."""
+"""Judging a number by a limit rule, and selecting what a step keeps after it."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,15 @@ from optaxclip._engine.checks import check_rule_state
 
 
 class Judged(NamedTuple):
-    """A number and its limit."""
+    """A number as a limit rule judges it.
+
+    Attributes:
+      number: the number, `[]`.
+      limit: its limit.
+      rule_state: the rule's state after it.
+      is_above: whether the number is finite and above its limit.
+      is_bad: whether the number is not finite.
+    """
 
     number: Array
     limit: Array
@@ -27,14 +35,14 @@ class Judged(NamedTuple):
         return self.is_above | self.is_bad
 
     def blamed(self, parts: Array) -> Array:
-        """Which of the parts of a norm are why it is out."""
+        """Which parts of a norm, given by their own norms, are the reason to skip."""
         is_above = parts > self.limit.astype(parts.dtype)
         is_largest = parts == jnp.max(parts, initial=0)
         is_above = jnp.where(jnp.any(is_above), is_above, is_largest)
         return jnp.where(self.is_bad, ~jnp.isfinite(parts), is_above & self.is_above)
 
     def recorded(self, info: ClipInfo, skip: Array) -> ClipInfo:
-        """The record, of a step that was skipped or not."""
+        """The record after this step, which was skipped where `skip` is True."""
         return info._replace(
             norm=narrowed(self.number, info.norm.dtype),
             limit=narrowed(self.limit, info.limit.dtype),
@@ -48,7 +56,15 @@ class Judged(NamedTuple):
 def judged(
     rule: Threshold, state: PyTree, number: Array, name: str, param_norm: Any = None
 ) -> Judged:
-    """A number as a rule in this state judges it, for the transformation of that name."""
+    """Judges a number by a rule in this state.
+
+    Args:
+      rule: the limit rule.
+      state: its state.
+      number: `[]`, such as the norm of a tree.
+      name: the transformation's name, for messages.
+      param_norm: the norm of the parameters, for a rule that is relative to it.
+    """
     check_rule_state(rule, state, number, name)
     limits, state = rule.update(number, state, param_norm)
     is_finite = jnp.isfinite(number)
@@ -57,10 +73,7 @@ def judged(
 
 
 def kept_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
-    """`old` where `where`, else `new`, in the dtypes and with the names of `new`.
-
-    `float0` is left alone.
-    """
+    """`old` where `where` is True, else `new`, in the dtypes and structure of `new`."""
 
     def choose(y: Any, x: Any) -> Any:
         if getattr(y, "dtype", None) == jax.dtypes.float0:
@@ -73,7 +86,7 @@ def kept_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
 
 
 def zero_where(where: Array, tree: PyTree) -> PyTree:
-    """Zeros where `where`, else the tree; keys and `float0` stay."""
+    """Zeros where `where` is True, else the tree; PRNG keys and `float0` leaves stay."""
     zeros = jax.tree.map(lambda x: x if is_opaque(x) else jnp.zeros_like(x), tree)
     return kept_where(where, zeros, tree)
 
@@ -82,7 +95,7 @@ def zero_where(where: Array, tree: PyTree) -> PyTree:
 @jax.jit
 def _chosen(where: Array, x: Array, y: Array) -> Array:
     chosen = jnp.where(where, x.astype(y.dtype), y)
-    # A weak type that came and went would compile the step again.
+    # If a state's weak type changed from step to step, the step would be compiled again.
     return match_weak_type(chosen, x) if x.dtype == y.dtype else chosen
 
 

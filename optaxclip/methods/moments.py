@@ -1,4 +1,4 @@
-"""Averages of entries in a transformation's state, a tree like the parameters."""
+"""Moving averages of entries, which states keep in a tree like the parameters."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from optaxclip._base.types import PyTree
 
 
 class NamedMoments(NamedTuple):
-    """A tree of averages, of which a step's gradients may lack some."""
+    """The averages in a state; the gradients of a step may lack some of their leaves."""
 
     flat: FlatTree
     names: list[str]
@@ -27,10 +27,14 @@ class NamedMoments(NamedTuple):
         return cls(flat, flat.names())
 
     def of_leaves(self, gradients: FlatTree, name: str) -> list[Array]:
-        """The averages of the leaves of the gradients.
+        """For each leaf of the gradients its average.
+
+        Args:
+          gradients: the tree of this step.
+          name: the transformation's name, for messages.
 
         Raises:
-          ValueError: if a leaf has another shape than its average, naming the transformation.
+          ValueError: if a leaf has another shape than its average.
         """
         by_name = dict(zip(self.names, self.flat.picked(), strict=True))
         found = [by_name[path] for path in gradients.names()]
@@ -38,20 +42,20 @@ class NamedMoments(NamedTuple):
         for path, leaf, average in rows:
             if np.shape(leaf) != np.shape(average):
                 raise ValueError(
-                    f"{name}: leaf '{path}' of the updates has shape {np.shape(leaf)}, and in the "
-                    f"params given to init it had {np.shape(average)}; begin with a fresh state"
+                    f"{name}: leaf '{path}' has shape {np.shape(leaf)} in the updates and "
+                    f"{np.shape(average)} in the params that init got; begin with a fresh state"
                 )
         return found
 
     def replaced(self, gradients: FlatTree, leaves: Sequence[Array]) -> PyTree:
-        """The tree with new averages of the leaves of the gradients, all others as they were."""
+        """The tree with new averages for the leaves of the gradients; all others stay."""
         new = dict(zip(gradients.names(), leaves, strict=True))
         rows = zip(self.names, self.flat.picked(), strict=True)
         return self.flat.rebuild([new.get(name, old) for name, old in rows])
 
 
 def dense(flat: FlatTree, name: str) -> FlatTree:
-    """The same tree.
+    """The same tree, checked to have no sparse leaf.
 
     Raises:
       TypeError: if a leaf is sparse.
@@ -59,13 +63,13 @@ def dense(flat: FlatTree, name: str) -> FlatTree:
     for leaf, path in zip(flat.picked(), flat.names(), strict=True):
         if is_sparse(leaf):
             raise TypeError(
-                f"{name}: leaf '{path}' is sparse, and averages are not; pass leaf.todense()"
+                f"{name}: leaf '{path}' must be dense, as its averages are; pass leaf.todense()"
             )
     return flat
 
 
 def zero_moments(flat: FlatTree, *, real: bool = False) -> PyTree:
-    """Averages before the first step; None for leaves that have none."""
+    """The averages before the first step: zeros, and None for leaves that are not measured."""
     leaves: list[Any] = [None] * len(flat.leaves)
     for i, leaf in zip(flat.measured, flat.picked(), strict=True):
         dtype = wide_dtype(jnp.result_type(leaf), real=real)
@@ -74,7 +78,7 @@ def zero_moments(flat: FlatTree, *, real: bool = False) -> PyTree:
 
 
 def wide_dtype(dtype: jnp.dtype, *, real: bool = False) -> Any:
-    """The dtype to compute with for entries of a dtype: float32 or wider, complex if they are."""
+    """The dtype to compute with: float32 or wider; complex for complex entries unless `real`."""
     own = accumulation_dtype(dtype)
     if real or not jnp.issubdtype(dtype, jnp.complexfloating):
         return own

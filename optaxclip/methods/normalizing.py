@@ -1,4 +1,4 @@
-"""Transformations that bring every norm to its target, small ones too."""
+"""Transformations that bring every norm to its target, also a small one."""
 
 from collections.abc import Callable
 from typing import Unpack
@@ -62,14 +62,14 @@ def normalize_by_norm_history(
 ) -> Transformation[ClipState]:
     """Brings each leaf's L2 norm to the mean of its norms so far over their root mean square.
 
-    Mean and root mean square are moving averages, in which this step's norm counts. There is no
-    limit to choose: the new norm is about 1, and smaller after a jump of the norm; the direction
-    stays. The scale of the gradient is lost, so this suits optimizers whose updates do not depend
-    on it: Adam, Lion, Muon. For other groups use
+    Both means are moving averages, and the norm of the step counts in them. There is no limit to
+    choose: the new norm is about 1, and smaller after a jump of the norm. The scale of the gradient
+    is lost, so this suits optimizers whose updates do not depend on it: Adam, Lion, Muon. For
+    other groups than leaves use, for example,
     `clip_by(scopes.tree(), thresholds.mean_over_rms(), response="normalize")`.
 
     Source: Huang et al., 2025, Stable-SPAM's AdaGN, arXiv 2502.17055, later GradientStabilizer
-    (published code, TianjinYellow/StableSPAM). A norm that is not finite is never recorded here;
+    (published code, TianjinYellow/StableSPAM). Here a norm that is not finite is never recorded;
     in the published code it stays in the averages for ever.
 
     Args:

@@ -1,4 +1,8 @@
-"""Parts of an optimizer's state by their names, told from the parameters inside of it."""
+"""Finds the named parts of an optimizer's state, such as `mu` of Adam.
+
+A path into a state ends with a path into the parameters: `mu` in `0/mu/layers/kernel` is the name
+of a part, and `layers` is not.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,19 +13,19 @@ from jax.tree_util import DictKey, GetAttrKey
 from optaxclip._base.types import Path, PyTree
 
 COUNTERS = ("count", "steps")
-"""What counts the steps that a part has seen, where it stands beside the part."""
+"""The names of fields that count the steps of the parts beside them."""
 
 
 def marked(state: PyTree, only: Sequence[str], like: PyTree) -> tuple[list[bool], list[Any], Any]:
-    """Which leaves of a state belong to parts of these names, or are the counters of such a part.
+    """Which leaves of a state belong to parts with these names, or count the steps of such a part.
 
     Args:
-      state: of an optimizer.
-      only: the names.
-      like: trees of parameters; names in them are not those of parts.
+      state: the state of an optimizer.
+      only: the names of the parts.
+      like: trees of parameters, whose own names are not names of parts.
 
     Returns:
-      For each leaf whether it does, the leaves, and the structure of the state.
+      A flag for each leaf, the leaves, and the structure of the state.
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(state)
     own = [_own_names(path, _paths(like)) for path, _ in pairs]
@@ -40,7 +44,7 @@ def named(state: PyTree, name: str, params: PyTree) -> bool:
 
 
 def names_in(state: PyTree, params: PyTree) -> list[str]:
-    """The names of all that has the shape of the parameters, for messages."""
+    """The names of all parts of a state, for messages."""
     paths = _paths((params,))
     pairs, _ = jax.tree_util.tree_flatten_with_path(state)
     found = [_own_names(path, paths) for path, _ in pairs]
@@ -57,15 +61,15 @@ def _paths(trees: PyTree) -> set[Path]:
 
 
 def _own_names(path: Path, of_params: set[Path]) -> tuple[Any, ...]:
-    """The keys of a leaf of a state, without those that it has among the parameters."""
+    """The keys of a leaf's path in a state, without its path in the parameters."""
     start = next((i for i in range(len(path)) if path[i:] in of_params), len(path))
     names = tuple(_name(key) for key in path[:start])
-    # The names of hyperparameters are those of arguments.
+    # `optax.inject_hyperparams` keeps arguments under `hyperparams`; their names are not of parts.
     return names[: names.index("hyperparams")] if "hyperparams" in names else names
 
 
 def _name(key: Any) -> Any:
-    """The name of a field or of a string's entry; other keys as they are."""
+    """The name of a field, or a key of a dict that is a string; other keys as they are."""
     if isinstance(key, GetAttrKey):
         return key.name
     return key.key if isinstance(key, DictKey) and isinstance(key.key, str) else key

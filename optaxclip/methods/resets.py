@@ -1,4 +1,4 @@
-"""Resetting what an optimizer remembers, which wraps it."""
+"""A wrapper that resets the moments of an optimizer."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
@@ -35,7 +35,7 @@ class ResetState(NamedTuple):
       since: int32[], steps since the latest reset, or since the first step.
       num_resets: int32[], resets so far.
       judge: a `ClipState` of the rule `when`, which `optaxclip.monitor` reads; its `num_clipped`
-        counts norms above the limit. Nothing without a rule.
+        counts norms above the limit. `()` without a rule.
       inner_state: the wrapped optimizer's state.
     """
 
@@ -55,48 +55,48 @@ def reset_state(
     warmup: int = 0,
     **options: Unpack[PlaceOptions],
 ) -> Transformation[ResetState]:
-    """Lets an optimizer forget its moments, regularly or after spikes (SPAM's momentum reset).
+    """Sets an optimizer's moments to 0, regularly or after spikes (SPAM's momentum reset).
 
-    A clip bounds what one gradient adds to the moments; this is for what is in them already. After
-    every `every` steps, and after each step whose gradient a rule finds too large, the named parts
-    of the optimizer's state become 0, wherever in it they are: inside of a chain, `partition`,
-    `masked`, `MultiSteps` (each microbatch is then a step), or a skip. It may be inside of these
-    itself; a step that a skip around it leaves out counts for nothing. Where `count` or `steps`
-    stands beside such a part, it becomes 0 too, so that bias correction begins anew; counts of
-    schedules go on. Structure, shapes, dtypes and shardings stay.
+    A clip bounds what one gradient adds to the moments; a reset removes what is in them already.
+    After every `every` steps, and after each step whose gradient a rule finds too large, the named
+    parts of the optimizer's state become 0, wherever they are in it: inside of a chain,
+    `partition`, `masked`, `MultiSteps` (where each microbatch counts as a step), or a skip. The
+    wrapper may itself be inside of these; it does not count a step that a skip around it drops.
+    A field `count` or `steps` beside such a part becomes 0 too, so that bias correction begins
+    anew; counts of schedules go on. Structure, shapes, dtypes and shardings stay.
 
-    The step itself is taken as the optimizer has it. So that a spike does not move the parameters
-    either, wrap a skip or put a clip before it. After a reset Adam's next step is as long as its
-    first, for which `warmup` is there.
+    The step before the reset is taken as always. To keep a spike from moving the parameters too,
+    wrap a skip, or put a clip in front. After a reset Adam's next step is as long as its first;
+    `warmup` shortens it.
 
-    When not to: the published gains are over many resets in runs with many spikes. In a calm run
-    each reset throws away what the second moment has learned, and costs some steps of progress. A
-    skip keeps most spikes out of the moments to begin with.
+    When not to use it: the published gains are from runs with many spikes and many resets. In a
+    calm run each reset throws away what the second moment has learned, which costs some steps of
+    progress. A skip keeps most spikes out of the moments in the first place.
 
-    Source: Huang et al., 2025, SPAM, arXiv 2501.06842, where `every=500, warmup=150`. There the
-    bias correction goes on, and the warm-up begins at 0.01.
+    Source: Huang et al., 2025, SPAM, arXiv 2501.06842, with `every=500, warmup=150`. There the bias
+    correction does not begin anew, and the warm-up begins at 0.01.
 
     Args:
       inner: the optimizer.
-      every: steps from one reset to the next; no regular ones if None.
-      when: reset after a step whose gradient, as it comes in, has a global norm above this, or one
-        that is not finite: a number, a schedule, or a rule from `optaxclip.thresholds`, whose
-        trigger counts. None for no such resets.
+      every: how many steps from one reset to the next; if None, there are no regular resets.
+      when: a limit of the incoming gradient's global norm: a number, a schedule, or a rule from
+        `optaxclip.thresholds`, whose trigger counts. After a step with a norm above it, or with one
+        that is not finite, there is a reset. If None, no gradient causes one.
       only: the names of the parts: fields or keys of the state, such as "trace" of
-        `optax.sgd(momentum=)`. Each has to be there. Names of parameters and hyperparameters are
-        not meant.
+        `optax.sgd(momentum=)`. Each must be in the state. They are not looked for among the names
+        of parameters and hyperparameters.
       warmup: for so many steps after a reset updates are multiplied by
         `(1 - cos(pi * t / warmup)) / 2`, where `t` counts these steps from 0.
       **options: those that all transformations share, `optaxclip.PlaceOptions`.
 
     Returns:
-      A transformation with a `ResetState`, which hands all extra arguments on. Outside of a warm-up
-      the updates are the optimizer's, bit for bit.
+      A transformation with a `ResetState`, which passes all extra arguments on. Outside of a
+      warm-up the updates are the optimizer's, bit for bit.
 
     Raises:
       ValueError: if neither `every` nor `when` is given, for a number out of its range, for a limit
         that is negative, NaN or not a scalar; in `init`, for a part that the state does not have.
-      TypeError: for an `inner` that is no transformation, or an argument of the wrong type.
+      TypeError: if `inner` is not a transformation, or an argument has the wrong type.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -115,10 +115,10 @@ def reset_state(
       >>> tx = optaxclip.reset_state(optax.adam(0.1), every=500, when=rule, warmup=150)
     """
     if every is None and when is None:
-        raise ValueError("every or when must say when to reset; got neither")
+        raise ValueError("every or when must be given, as they say when to reset; got neither")
     inner, checked = as_inner(inner), Options.checked(**options)
     every = None if every is None else checked_count(every, "every")
-    warmup, only = checked_count(warmup, "warmup", least=0), _checked_names(only)
+    warmup, only = checked_count(warmup, "warmup", minimum=0), _checked_names(only)
     judge = None if when is None else _Judge(as_limit(when, "when"), checked)
 
     def init(params: PyTree) -> ResetState:
@@ -158,20 +158,20 @@ def reset_state(
 
 
 _WRAP_STATE = (
-    "If the optimizer ran without resets until now, put its state inside of a fresh one: "
+    "If the optimizer ran without resets until now, put its state into a fresh one: "
     "opt_state = tx.init(params)._replace(inner_state=old_opt_state)"
 )
 
 
 class _Judge(NamedTuple):
-    """Tells from the gradient's norm whether to reset."""
+    """Decides by the gradient's norm whether to reset."""
 
     limit: Threshold | dict[str, Any]
     options: Options
 
     @property
     def rule(self) -> Threshold:
-        """The limit of the one norm."""
+        """The rule for the global norm."""
         return rule_for(self.limit, [("tree", ())])
 
     def init(self, params: PyTree) -> ClipState:
@@ -184,7 +184,7 @@ class _Judge(NamedTuple):
     def update(
         self, updates: PyTree, state: ClipState, params: PyTree | None
     ) -> tuple[Array, ClipState]:
-        """Whether this gradient is out, and the state after it."""
+        """Whether this gradient causes a reset, and the state after it."""
         relative_to = params_for(self.rule, params, self.options.name)
         param_norm = None if relative_to is None else self.norm(relative_to, "params")
         norm = self.norm(updates, "updates")
@@ -199,10 +199,10 @@ class _Judge(NamedTuple):
 
 
 def _warmed_up(updates: PyTree, state: ResetState, warmup: int | Array) -> PyTree:
-    """The updates, shortened in the steps after a reset."""
+    """The updates, shortened if the last reset was less than `warmup` steps ago."""
     share = state.since.astype(jnp.float32) / jnp.maximum(warmup, 1).astype(jnp.float32)
     is_over = (state.num_resets == 0) | (state.since >= warmup)
-    # The same as with a cosine, without its difference of two numbers near 1.
+    # Equal to (1 - cos(pi * share)) / 2, which would lose digits where the cosine is near 1.
     factor = jnp.where(is_over, 1, jnp.square(jnp.sin(0.5 * jnp.pi * share)))
     by, flat = Multiplier(jnp.ones_like(factor), factor), flatten(updates, "updates")
     leaves = [x if is_sparse(x) else jnp.asarray(x) for x in flat.picked()]
@@ -214,21 +214,21 @@ def _checked_names(only: Any) -> tuple[str, ...]:
     if isinstance(only, str) or not isinstance(only, Sequence):
         raise TypeError(f"only must be a sequence of names, such as ('mu', 'nu'), got {only!r}")
     if not only or not all(isinstance(name, str) for name in only):
-        raise ValueError(f"only must hold one name at least, and nothing else, got {only!r}")
+        raise ValueError(f"only must hold strings, at least one, got {only!r}")
     return tuple(only)
 
 
 def _check_parts(only: Sequence[str], state: PyTree, params: PyTree, name: str) -> None:
-    """Raises where a part is not in the state of an optimizer that has leaves to train.
+    """Checks that each named part is in the optimizer's state, unless there are no parameters.
 
     Raises:
-      ValueError: then.
+      ValueError: if one is not.
     """
     if not jax.tree.leaves(params):
         return
     missing = [part for part in only if not named(state, part, params)]
     if missing:
         raise ValueError(
-            f"{name}: the optimizer's state has no parts named {missing}; pass only= some of "
+            f"{name}: the optimizer's state has no parts named {missing}; for only= choose among "
             f"{names_in(state, params)}"
         )

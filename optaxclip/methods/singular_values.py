@@ -1,14 +1,16 @@
 """Clipping of the singular values of a matrix, by matrix products alone.
 
-A matrix `X` of the singular values `s` and a limit `c` make `B = [X, c I]`, of the singular values
-`sqrt(s**2 + c**2)`, none below `c`. Newton-Schulz iterations make of it `[W, C]`, of rows that are
-orthogonal to each other and of length 1: `W` has the sines `s / sqrt(s**2 + c**2)`, `C` the
-cosines, in the directions of `X`. So `c W` is the soft clip. The sines are at least the cosines
-where `s` is at least `c`, and `W` divided by the larger of the two is the hard clip:
-`min(s, c) / c = sine / max(sine, cosine)`, where `max**2 = (1 + |sine**2 - cosine**2|) / 2`.
+Let `X` have the singular values `s`, and let `c` be the limit. Then `[X, c I]` has the singular
+values `sqrt(s**2 + c**2)`, none of them below `c`. Newton-Schulz iterations turn it into `[W, C]`,
+whose rows are orthogonal to each other and of length 1. `W` and `C` have the singular vectors of
+`X`; the singular values of `W` are the sines `s / sqrt(s**2 + c**2)`, those of `C` the cosines
+`c / sqrt(s**2 + c**2)`. So `c W` is the soft clip. Where `s >= c` a sine is at least its cosine, so
+`W` divided by the larger of the two is the hard clip: `min(s, c) / c = sine / max(sine, cosine)`,
+where `max**2 = (1 + |sine**2 - cosine**2|) / 2`.
 
-No Gram matrix of `X` is inverted or rooted, so float32 does for singular values up to 1e4 times the
-limit, where the eigenvalues of `I + X X' / c**2` lie further apart than its digits reach.
+For singular values of 1e4 times the limit, the eigenvalues of `I + X X' / c**2` differ by more than
+float32 has digits. The method works in float32 all the same, as it inverts no such matrix, and
+takes no root of one.
 """
 
 import functools
@@ -30,10 +32,10 @@ Mode = Literal["soft", "hard"]
 
 
 class Prepared(NamedTuple):
-    """A matrix in a shape and at a scale in which products neither overflow nor vanish.
+    """A matrix, transposed if it is tall, at a scale at which products neither overflow nor vanish.
 
     Attributes:
-      rows: `[m, n]` with `m <= n` where sizes are known, entries divided by `unit`.
+      rows: `[m, n]` with `m <= n` (unless sizes are symbolic), the entries divided by `unit`.
       gram: `[m, m]`, the products of the rows.
       unit: `[]`, a power of two near the largest modulus.
     """
@@ -52,9 +54,9 @@ class Prepared(NamedTuple):
 
 
 def largest(of: Prepared) -> Array:
-    """The largest singular value, `[]`, from below, mostly to 3 %; exact for a single row.
+    """An estimate of the largest singular value, `[]`, by power iteration on the Gram matrix.
 
-    By power iteration on the Gram matrix, from the longest row.
+    It is never above the true one, mostly at most 3 % below it, and exact for a single row.
     """
     lengths = jnp.diagonal(of.gram).real
     if known_size(of.gram.shape[0]) == 1:
@@ -84,7 +86,7 @@ def clipped(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
         return x * _factor_of_row(of, limit, mode).astype(x.dtype)
     is_open, top = jnp.isinf(limit), _largest_at_most(of.gram)
     scaled = jnp.where(is_open, 1, limit) / of.unit
-    # Beyond these no digit depends on the limit; the first is as far as the iterations reach.
+    # A smaller limit is beyond the reach of the iterations; a larger one changes no digit.
     c = jnp.clip(scaled, 1e-7 * (1 + top), 1e6 * (1 + top))
     bound = lax.stop_gradient(1.001 * jnp.sqrt(jnp.square(top) + jnp.square(c)))
     eye = jnp.eye(of.gram.shape[0], dtype=of.gram.dtype)
@@ -96,7 +98,8 @@ def clipped(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
         signed = _product(sines, sines.T.conj()) - _product(cosines, cosines.T.conj())
         (signs,) = _orthogonal((signed,), jnp.full_like(c, _LOWEST_SIGN), _SIGN_ITERATIONS)
         sines = _product(_root_of_larger(_product(signed, signs), eye), sines)
-        # The sign is 1 for each singular value above the limit, and -1 for the others.
+        # The sign matrix has the eigenvalue 1 for each singular value above the limit, and -1 for
+        # the others. So the matrix is kept if the trace says that none is above.
         keep |= jnp.sum(1 + jnp.diagonal(signs).real) < 1
     result = jnp.minimum(scaled, c).astype(sines.dtype) * sines
     result = result * of.unit.astype(sines.dtype)
@@ -104,13 +107,13 @@ def clipped(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
 
 
 _POWERS = 20
-"""Power iterations for the record, on vectors."""
+"""How many power iterations `largest` takes."""
 
 _LOWEST_SIGN, _SIGN_ITERATIONS = 1e-3, 5
-"""Nearer to the limit than this, a singular value ends between its old value and the limit."""
+"""A singular value nearer to the limit than this ends between its old value and the limit."""
 
 _MOST = 0.99 * 3**0.5
-"""The largest scale of a step: from 3**0.5 on, rounding may turn the sign of what is largest."""
+"""The largest scale of a step; with 3**0.5 rounding could change the sign of a singular value 1."""
 
 _ROOT = np.polynomial.Chebyshev.interpolate(lambda a: ((1 + a) / 2) ** -0.5, 7, [0, 1])
 _ROOT = _ROOT.convert(kind=np.polynomial.Polynomial).coef[::-1]
@@ -118,7 +121,7 @@ _ROOT = _ROOT.convert(kind=np.polynomial.Polynomial).coef[::-1]
 
 
 RESPONSES: dict[str, Response] = {"soft": smooth, "hard": clip}
-"""What becomes of a single singular value."""
+"""The new singular value of a single one."""
 
 
 def _is_tall(x: Array) -> bool:
@@ -127,19 +130,22 @@ def _is_tall(x: Array) -> bool:
 
 
 def _factor_of_row(of: Prepared, limit: Array, mode: Mode) -> Array:
-    """What a single row, whose length is its singular value, is multiplied by."""
+    """The factor of a matrix with a single row, whose singular value is the row's length."""
     length, scaled = safe_sqrt(of.gram[0, 0].real), limit / of.unit
     new = RESPONSES[mode](length, scaled, scaled)
     return jnp.where(new == length, 1, safe_divide(new, length, 1))
 
 
 def _orthogonal(blocks: tuple[Array, ...], low: Array, iterations: int) -> tuple[Array, ...]:
-    """The nearest blocks `[m, n]` side by side whose rows are orthogonal and of length 1.
+    """The nearest matrix whose rows are orthogonal and of length 1.
 
     Args:
-      blocks: whose singular values together are at most 1.
-      low: and at least this.
-      iterations: how many to make.
+      blocks: parts `[m, n]` of the matrix, side by side; its singular values are at most 1.
+      low: a lower bound of the singular values.
+      iterations: how many iterations to make.
+
+    Returns:
+      The parts of the nearest matrix.
     """
     eye = jnp.eye(blocks[0].shape[0], dtype=blocks[0].dtype)
 
@@ -161,9 +167,9 @@ def _orthogonal(blocks: tuple[Array, ...], low: Array, iterations: int) -> tuple
 
 
 def _cubic(low: Array) -> tuple[tuple[Array, Array], Array]:
-    """A step `x -> x (a + b x**2)` for singular values from `low` to 1, and what it makes of `low`.
+    """The best step `x -> x (a + b x**2)` for singular values from `low` to 1, and the new `low`.
 
-    The best cubic one: Chen and Chow, 2014, A stable scaling of Newton-Schulz iterations.
+    Source: Chen and Chow, 2014, A stable scaling of Newton-Schulz iterations.
     """
     scale = jnp.minimum(jnp.sqrt(3 / (1 + low + jnp.square(low))), _MOST)
     a, b = 1.5 * scale, -0.5 * scale**3
@@ -196,5 +202,5 @@ def _or_one(x: Array) -> Array:
 
 
 def _product(x: Array, y: Array) -> Array:
-    # Accelerators would else multiply with fewer digits than float32 has.
+    # By default accelerators multiply with fewer digits than float32 has.
     return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)

@@ -1,4 +1,4 @@
-"""How a step is skipped: measure it, judge it, and select the state from before it."""
+"""How a step is skipped: its norm is judged by a limit, and the old state is selected."""
 
 from typing import Any, NamedTuple
 
@@ -27,11 +27,11 @@ from optaxclip.thresholds.losses import loss_among
 
 
 class LossState(NamedTuple):
-    """What a skip with `loss_limit` keeps of the loss.
+    """State of a skip's limit for the loss.
 
     Attributes:
       rule: the limit rule's state.
-      info: as that of a norm, where `norm` is the loss.
+      info: a `ClipInfo` whose `norm` is the loss.
     """
 
     rule: PyTree
@@ -43,16 +43,16 @@ class SkipState(NamedTuple):
 
     Attributes:
       rule: the limit rule's state.
-      info: what the last step did; `factor` is 0 if it was skipped. `num_clipped` counts norms
+      info: the record of the last step; `factor` is 0 if it was skipped. `num_clipped` counts norms
         above the limit, `num_nonfinite` those that were not finite.
-      num_skipped: int32[], how many steps were skipped so far, for any reason.
-      consecutive: int32[], steps skipped in a row until now.
-      leaves: the leaves' names in order; structure, not arrays.
+      num_skipped: int32[], how many steps were skipped, for any reason.
+      consecutive: int32[], how many steps in a row, up to the last, were skipped.
+      leaves: the leaves' names in order; part of the structure, not arrays.
       blamed: bool[leaves], which leaves were the cause of the latest skip: those that were not
         finite; if there are none, those whose own norm was above the limit; if there are none, the
         one with the largest norm. No leaf is blamed if the loss alone was the cause, or if the
         caller gave the norm.
-      loss: a `LossState`, or nothing where the loss is not judged.
+      loss: a `LossState`, or `()` if there is no limit for the loss.
       inner_state: the wrapped optimizer's state.
     """
 
@@ -67,7 +67,7 @@ class SkipState(NamedTuple):
 
 
 _WRAP_STATE = (
-    "If the optimizer ran without a skip until now, put its state inside of a fresh one: "
+    "If the optimizer ran without a skip until now, put its state into a fresh one: "
     "opt_state = tx.init(params)._replace(inner_state=old_opt_state)"
 )
 
@@ -85,11 +85,11 @@ def skipping(
 
     Args:
       inner: the optimizer.
-      limit: the largest norm of a step that is taken.
+      limit: a step with a larger norm is skipped.
       max_consecutive: after so many skipped steps in a row the next is taken.
-      loss_limit: a rule for the largest loss of such a step.
-      options: checked.
-      gives_up: whether the step that is taken then may be one that is not finite.
+      loss_limit: a rule; a step with a loss above its limit is skipped.
+      options: the checked options.
+      gives_up: whether the step that is then taken may be one that is not finite.
     """
     limit, name = as_limit(limit, "limit"), options.name
     inner = as_inner(inner)
@@ -115,7 +115,7 @@ def skipping(
             leaves=leaves,
             blamed=jnp.zeros(len(leaves), bool),
             loss=() if loss_limit is None else _initial_loss(loss_limit, name),
-            # In eager mode JAX makes no zeros like an array in another memory.
+            # In eager mode JAX 0.10.2 cannot make zeros like an array in another memory.
             inner_state=inner.init(devices.to_device(params)),
         )
 
@@ -130,7 +130,7 @@ def skipping(
         norm_now = known_norm(options, extra_args, "scalar")
         of_leaves, names = jnp.zeros(0), Names()
         if norm_now is None:
-            # They share one read, as the compiler sums each leaf once.
+            # Both take one read, because the compiler sums each leaf once.
             norm_now, _ = norms(updates, scopes.tree(), "updates")
             of_leaves, names = norms(updates, scopes.leaf(), "updates")
             of_leaves = lax.stop_gradient(of_leaves)
@@ -150,18 +150,19 @@ def skipping(
         loss = state.loss
         if of_loss is not None:
             loss = LossState(of_loss.rule_state, of_loss.recorded(state.loss.info, skip))
-        # A state that knows no names, as `optax.tree_map_params` makes it, gets them back.
-        known_leaves = names if len(names) == len(state.blamed) else state.leaves
-        # Selected afterwards, so that what it measures of these updates is read once with our norm.
+        # A state that has lost its names, as after `optax.tree_map_params`, gets them back.
+        all_leaves = names if len(names) == len(state.blamed) else state.leaves
+        # The optimizer runs on all updates, and its results are dropped later: so norms that it
+        # takes of them share their read with ours.
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         return zero_where(skip, new_updates), SkipState(
             rule=of_norm.rule_state,
             info=of_norm.recorded(state.info, skip),
             num_skipped=increased(state.num_skipped, skip),
             consecutive=jnp.where(skip, increased(state.consecutive), 0),
-            leaves=known_leaves,
+            leaves=all_leaves,
             blamed=jnp.where(
-                is_out, _among(known_leaves, names, of_norm.blamed(of_leaves)), state.blamed
+                is_out, _among(all_leaves, names, of_norm.blamed(of_leaves)), state.blamed
             ),
             loss=loss,
             inner_state=kept_where(skip, state.inner_state, inner_state),
@@ -171,10 +172,10 @@ def skipping(
 
 
 def as_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """What is wrapped, checked to be a transformation, taking extra arguments.
+    """`inner`, checked to be a transformation, as one that takes extra arguments.
 
     Raises:
-      TypeError: if it is none.
+      TypeError: if it is not a transformation.
     """
     if not (hasattr(inner, "init") and hasattr(inner, "update")):
         raise TypeError(
@@ -183,12 +184,12 @@ def as_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(inner)
 
 
-def _among(known: Names, names: Names, flags: Array) -> Array:
-    """Flags of some leaves as those of all that are known."""
-    if tuple(known) == tuple(names):
+def _among(all_leaves: Names, names: Names, flags: Array) -> Array:
+    """Flags for all leaves of a state, False for those that this step's tree lacks."""
+    if tuple(all_leaves) == tuple(names):
         return flags
     of = dict(zip(names, flags, strict=True))
-    column = [of.get(name, jnp.zeros((), bool)) for name in known]
+    column = [of.get(name, jnp.zeros((), bool)) for name in all_leaves]
     return jnp.stack(column) if column else jnp.zeros(0, bool)
 
 

@@ -1,9 +1,9 @@
-"""Skipping whole steps, which must wrap the optimizer.
+"""Wrappers that skip whole steps of an optimizer.
 
 A stage of a chain cannot skip a step: after zero updates Adam's moments still decay, and weight
-decay still acts. A wrapper leaves parameters and inner state exactly as they were. It selects the
-old values and never multiplies by zero, as `0 * NaN` is NaN. The wrapped optimizer runs at every
-step, and its results of a skipped step are dropped; so its clips and records share one read of the
+decay still acts. A wrapper leaves parameters and inner state exactly as they were: it selects the
+old values, and does not multiply by zero, as `0 * NaN` is NaN. The wrapped optimizer runs at every
+step, and the results of a skipped step are dropped; so its clips and records share one read of the
 gradients with the skip.
 """
 
@@ -34,8 +34,9 @@ def skip_nonfinite(
 
     Args:
       inner: the optimizer.
-      max_consecutive: after so many skipped steps in a row the next step is taken as it is, as by
-        `optax.apply_if_finite`, so that a lost run is seen to be lost; with None none is.
+      max_consecutive: after so many skipped steps in a row the next step is taken even if it is not
+        finite, as in `optax.apply_if_finite`, so that one sees that the run is lost. With None such
+        a step is never taken.
       **options: those that all transformations share, `optaxclip.PlaceOptions`.
 
     Returns:
@@ -43,7 +44,7 @@ def skip_nonfinite(
 
     Raises:
       ValueError: if `max_consecutive` is less than 1.
-      TypeError: if `inner` is not a transformation, or `max_consecutive` no int.
+      TypeError: if `inner` is not a transformation, or `max_consecutive` not an int.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -71,10 +72,11 @@ def skip_above(
     """Skips the steps whose global gradient norm, or loss, exceeds a limit or is not finite.
 
     With a constant this is paxml's and Megatron-LM's rule, and with
-    `thresholds.ema(0.99, 20.0, record="accepted", debias=True)` axlearn's. Those that judge the
-    loss too, each by its own past, take one rule twice, `skip_above(inner, rule, loss_limit=rule)`:
+    `thresholds.ema(0.99, 20.0, record="accepted", debias=True)` axlearn's. The following projects
+    also judge the loss, by its own past; pass their rule twice,
+    `skip_above(inner, rule, loss_limit=rule)`:
 
-      of                | rule
+      project           | rule
       ------------------|-----------------------------------------------------------------
       OLMo-core         | `thresholds.window(6.0, 128, ddof=1, min_std=0.0, warmup_steps=63)`
       Levanter          | `thresholds.window(6.0, 128)`
@@ -91,12 +93,12 @@ def skip_above(
       inner: the optimizer.
       limit: a number, a schedule, or a rule from `optaxclip.thresholds`, whose trigger counts;
         `math.inf` to judge the loss alone.
-      max_consecutive: after so many skipped steps in a row the next finite step is taken, so that
-        no limit can stop a run for good; with None none is. Steps that are not finite are always
-        skipped.
-      loss_limit: the same for the loss, which may be negative: a number of any sign, a schedule, or
-        `thresholds.window`, `zscore`, `percentile`, `median` or `ema`, without their `floor`. (A
-        multiple of an average below 0 is as far above it as it would be above its modulus.)
+      max_consecutive: after so many skipped steps in a row the next finite step is taken, so that a
+        limit cannot stop a run for good. With None the limit always holds. Steps that are not
+        finite are always skipped.
+      loss_limit: the limit of the loss, which may be negative: a number, a schedule, or
+        `thresholds.window`, `zscore`, `percentile`, `median` or `ema`, whose `floor` is not used.
+        (For a negative average `m` the multiple `k` is `m + (k - 1) * abs(m)`.)
       norm: which norm of the tree is compared with `limit`.
       known_norm: the name of an extra argument of the update, such as "grad_norm", that holds the
         norm of what comes in; it is then not measured, and no leaf can be blamed.
@@ -104,15 +106,15 @@ def skip_above(
 
     Returns:
       A transformation with a `SkipState`. A skipped step gives zero updates. Its update with
-      `loss_limit` needs the loss: `value=`, as Optax calls it, or `loss=`, which counts where both
-      are given. It is a scalar, the same on all devices; `optax.MultiSteps` hands on that of the
-      last microbatch only. A loss that is not finite is a reason to skip, and never recorded. All
-      extra arguments, a known norm too, reach the optimizer.
+      `loss_limit` needs the loss: `value=`, as Optax calls it, or `loss=`, which is used if both
+      are given. It must be a scalar, the same on all devices; `optax.MultiSteps` passes on only
+      that of the last microbatch. A step whose loss is not finite is skipped, and its loss never
+      recorded. All extra arguments are passed on to the optimizer.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar (a loss's may be negative), and
-        for a rule of the loss that makes no sense of numbers below 0; when used, for a missing
-        loss, or one that is not a scalar.
+      ValueError: for a limit that is negative, NaN or not a scalar (that of the loss may be
+        negative), and for a `loss_limit` that is a rule for norms alone; when used, for a loss that
+        is missing or not a scalar.
       TypeError: if `inner` is not a transformation, or a limit or a loss is not a number.
 
     Example:

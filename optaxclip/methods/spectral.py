@@ -1,4 +1,4 @@
-"""Clipping of singular values: a function of each matrix's spectrum, not one factor for a group."""
+"""Clipping of the singular values of matrices."""
 
 import dataclasses
 import functools
@@ -36,25 +36,26 @@ def clip_by_spectral_norm(
     iterations: int = 10,
     **options: Unpack[StageOptions],
 ) -> Transformation[ClipState]:
-    """Clips the singular values of every matrix, on gradients or after the optimizer.
+    """Clips the singular values of each matrix, in gradients or in updates behind an optimizer.
 
     The singular vectors stay. With "soft" a singular value `s` becomes `s / sqrt(1 + (s / c)**2)`,
     which is always below `c`; with "hard" it becomes `min(s, c)`, and a matrix without singular
     values above `c` comes back bit for bit. Vectors and scalars are clipped by their L2 norm in the
     same way. A leaf with more than two axes counts as a matrix `[all but the last, last]`, as
-    convolutions are laid out; along the leading axes that `stacked` counts, each index has a matrix
+    convolutions are laid out; `stacked` excepts leading axes, along which each index has a matrix
     of its own.
 
-    All is computed by matrix products in float32 of full precision (float64 for 64-bit leaves),
-    without a decomposition. The error, measured against NumPy's SVD, is below 1e-3 of the result's
-    largest singular value if the matrix's largest is at most 1e4 times `c` (2e-3 if half of 512 are
-    that large, as float32 has no more digits), and below 5e-5 if it is at most 100 times `c`.
+    Everything is computed by matrix products in float32 of full precision (float64 for 64-bit
+    leaves), without a decomposition. The error, measured against NumPy's SVD, is below 1e-3 of the
+    result's largest singular value if the matrix's largest is at most 1e4 times `c` (2e-3 if half
+    of 512 singular values are that large, which is due to the digits of float32), and below 5e-5 if
+    it is at most 100 times `c`.
 
     For a matrix `[m, n]` with `m <= n` an iteration takes two products with `[m, n]` and four with
-    `[m, m]`; "hard" takes two and 29 more at the end. Muon takes two and one in each of its 5
+    `[m, m]`; at the end "hard" takes another two and 29. Muon takes two and one in each of its 5
     iterations. On a CPU a square matrix takes about twice as long as with Muon
-    (`optax.contrib.scale_by_muon`), "hard" about three times, and with 5 iterations as long as with
-    Muon (`benchmarks/spectral.py`).
+    (`optax.contrib.scale_by_muon`), with "hard" about three times as long, and with 5 iterations as
+    long as with Muon (`benchmarks/spectral.py`).
 
     Source: SPECTRA, 2026, arXiv 2603.14315 (mlolab/llm-spectral-clipping); for the hard form
     NVIDIA-NeMo/Emerging-Optimizers.
@@ -64,8 +65,8 @@ def clip_by_spectral_norm(
       mode: "soft" or "hard".
       stacked: how many leading axes of each leaf stack separate tensors, as in
         `optaxclip.scopes.leaf`; with None no axis does.
-      iterations: how many iterations of Newton-Schulz; 10 reach singular values of 1e4 times `c`, 5
-        those of 100 times `c`. Static, also in `optax.inject_hyperparams`.
+      iterations: how many Newton-Schulz iterations to make; 10 are enough for singular values of
+        1e4 times `c`, 5 for those of 100 times `c`. Static, also in `optax.inject_hyperparams`.
       **options: those that all transformations share, `optaxclip.StageOptions`.
 
     Returns:
@@ -103,7 +104,7 @@ def clip_by_spectral_norm(
 
 @dataclasses.dataclass(frozen=True)
 class _SingularValues:
-    """What is measured is the largest singular value, and each is brought to its new value."""
+    """Measures the largest singular value of each matrix, and replaces all by their new values."""
 
     mode: Mode
     iterations: int
@@ -128,11 +129,11 @@ class _SingularValues:
 
 
 def _refuse_parts(leaves: list[Any], groups: Groups, method: Method) -> None:
-    """Raises where a leaf is not a matrix, or is a part of one.
+    """Refuses leaves whose singular values cannot be computed.
 
     Raises:
       TypeError: for a sparse leaf.
-      ValueError: inside of a manual region, for a leaf that is split.
+      ValueError: inside of `shard_map` or `pmap`, for a leaf that is split over devices.
     """
     for i, (leaf, name) in enumerate(zip(leaves, method.leaf_names, strict=True)):
         of_leaf = f"{method.name}: leaf '{name}' of shape {leaf.shape}"
@@ -141,13 +142,13 @@ def _refuse_parts(leaves: list[Any], groups: Groups, method: Method) -> None:
         axes = groups.placement.axes_of(i)
         if axes and devices.manual_axes():
             raise ValueError(
-                f"{of_leaf} is split over the devices along {sorted(axes)}, and a part of a matrix "
-                "does not tell its singular values; clip outside of shard_map or pmap, or gather "
-                "the leaf (jax.lax.all_gather)"
+                f"{of_leaf} is split over the devices along {sorted(axes)}, and singular values "
+                "need the whole matrix; clip outside of shard_map or pmap, or gather the leaf "
+                "(jax.lax.all_gather)"
             )
 
 
-# Compiled by themselves so that each is traced once for leaves that are alike.
+# Both are compiled by themselves, so that they are traced once for leaves of one shape.
 @functools.partial(jax.jit, static_argnames="stack")
 def _largest(x: Array, stack: int) -> Array:
     """The largest singular values of a leaf's matrices; not finite where an entry is not."""
@@ -161,12 +162,12 @@ def _largest(x: Array, stack: int) -> Array:
     return jnp.where(bad, worst, norm)
 
 
-@functools.partial(jax.jit, static_argnames=("stack", "how"))
-def _clipped(x: Array, limits: Array, ratios: Array, stack: int, how: _SingularValues) -> Array:
-    """A leaf whose matrices have their singular values clipped."""
+@functools.partial(jax.jit, static_argnames=("stack", "by"))
+def _clipped(x: Array, limits: Array, ratios: Array, stack: int, by: _SingularValues) -> Array:
+    """The leaf with the singular values of its matrices clipped."""
     if known_size(x.size) == 0:
         return x
-    clip_one = functools.partial(clipped, mode=how.mode, iterations=how.iterations)
+    clip_one = functools.partial(clipped, mode=by.mode, iterations=by.iterations)
     limits = limits.astype(accumulation_dtype(x.dtype))
     result = _each(stack, clip_one)(_matrices(x, stack), limits).reshape(x.shape).astype(x.dtype)
     bad = ~jnp.all(jnp.isfinite(x), tuple(range(stack, x.ndim)))
@@ -179,9 +180,9 @@ def _clipped(x: Array, limits: Array, ratios: Array, stack: int, how: _SingularV
 
 
 def _matrices(x: Array, stack: int) -> Array:
-    """`[*stack, rows, columns]` in a dtype to compute with; a row for what has no more axes.
+    """The matrices of a leaf, `[*stack, rows, columns]`, in float32 or wider.
 
-    What is not finite becomes 0.
+    Vectors and scalars become matrices with one row. Entries that are not finite become 0.
     """
     wide = jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)).astype(wide_dtype(x.dtype))
     *front, last = x.shape[stack:] or (1,)
@@ -189,5 +190,5 @@ def _matrices(x: Array, stack: int) -> Array:
 
 
 def _each(stack: int, fn: Callable[..., Array]) -> Callable[..., Array]:
-    """`fn` of one matrix for all of a stack."""
+    """`fn`, which takes one matrix, for all matrices behind `stack` leading axes."""
     return functools.reduce(lambda fn, _: jax.vmap(fn), range(stack), fn)

@@ -1,8 +1,8 @@
-"""Steps along spheres: weights, directions and radii come in, what to add to the weights goes out.
+"""Steps along spheres: the updates of weights, from directions and radii.
 
-The new weight is `R * norm(W - t * norm(u))`. How long `W - t * norm(u)` is follows from the norms
-of `W` and `u` and their inner product, so all that is measured is measured at once: one read, and
-over many devices one collective.
+The new weight is `R * unit(W - t * unit(u))`, where `unit(x)` is `x` divided by its norm. The norm
+of `W - t * unit(u)` follows from the norms of `W` and `u` and their inner product. So everything is
+measured at once: with one read, and with one collective over many devices.
 """
 
 import dataclasses
@@ -35,11 +35,11 @@ def _product_above_zero(pair: Array) -> Array:
 
 
 PRODUCT = Norm("root of the sum of positive products", _product_above_zero, l2.finish, degree=2)
-"""Of pairs of numbers, held as complex ones: of `(x, x)` it is the norm of x.
+"""A norm of pairs `(x, y)`, held as complex numbers, which gives inner products.
 
-The square of that of `(x, y)` less that of `(x, -y)` is the inner product, the error of which is a
-rounding of the product of the two norms: its positive and its negative summands do not cancel
-before they are summed.
+Of pairs `(x, x)` it is the norm of `x`. The inner product of `x` and `y` is its square for `(x, y)`
+less its square for `(x, -y)`. The error of this difference is a rounding of the product of the two
+norms, because positive and negative summands are summed separately and do not cancel before.
 """
 
 
@@ -52,15 +52,15 @@ def steps_along(
     *,
     groups: Groups,
 ) -> list[Array]:
-    """What to add to the weights.
+    """The updates of the weights.
 
     Args:
       weights: the matrices.
       directions: for each weight the direction that is subtracted.
-      radius: the radii of all groups, one for all, or None for the norms of the weights.
-      rate: a step's length as a share of the radius.
-      eps: directions whose norm is at most this are none.
-      groups: the matrices, as groups.
+      radius: the radius of each group, one for all, or None for the norms of the weights.
+      rate: the length of a step as a share of the radius.
+      eps: a direction with a norm of at most `eps` counts as zeros.
+      groups: one group for each matrix.
     """
     steps = functools.partial(_steps, groups=groups)
     specs = [devices.spec_of(x) for x in directions]
@@ -81,7 +81,7 @@ def _steps(
 
 
 def _norms(weights: list[Array], directions: list[Array], groups: Groups) -> "_Norms":
-    """What is measured, in one read and with one collective."""
+    """The norms that a step needs, with one read and one collective."""
 
     @jax.custom_jvp
     def norms(weights: list[Array], directions: list[Array]) -> _Norms:
@@ -91,7 +91,7 @@ def _norms(weights: list[Array], directions: list[Array], groups: Groups) -> "_N
 
     @norms.defjvp
     def _(primals: Any, tangents: Any) -> tuple[_Norms, _Norms]:
-        # A root of a product with 0 has no derivative, the product has.
+        # The root of a product has no derivative where a factor is 0; the product has one.
         by_pairs = functools.partial(_by_pairs, groups=groups)
         return norms(*primals), jax.jvp(by_pairs, primals, tangents)[1]
 
@@ -102,10 +102,10 @@ class _Norms(NamedTuple):
     """Norms of all groups, each `[groups]`.
 
     Attributes:
-      weight: of the weights.
-      direction: of the directions.
-      above: the roots of the sums of the positive summands of their inner products.
-      below: of the negative ones.
+      weight: the norms of the weights.
+      direction: the norms of the directions.
+      above: the roots of the sums of all positive summands of the inner products of the two.
+      below: the roots of the sums of the moduli of all negative summands.
     """
 
     weight: Array
@@ -115,7 +115,7 @@ class _Norms(NamedTuple):
 
 
 def _by_pairs(weights: list[Array], directions: list[Array], *, groups: Groups) -> _Norms:
-    """The same, so that all derivatives are right; on a CPU it takes much longer."""
+    """The same norms in a form whose derivatives are right; on a CPU it takes much longer."""
     rows = [_in_one_dtype(*row) for row in zip(weights, directions, strict=True)]
     columns = [
         [_paired(x, x) for x, _ in rows],
@@ -127,10 +127,10 @@ def _by_pairs(weights: list[Array], directions: list[Array], *, groups: Groups) 
 
 
 def _measured(columns: list[list[Array]], groups: Groups, norm: Norm) -> _Norms:
-    """The norms of four lists of leaves, each like those of the groups."""
+    """The norms of four lists of leaves, each of which has the leaves of `groups`."""
     grouping, placement, count = groups.grouping, groups.placement, len(columns[0])
     leaves = [leaf for column in columns for leaf in column]
-    # Pairs of complex entries have one axis more.
+    # Leaves that hold pairs of complex numbers have one axis more than those of the groups.
     stacks = [len(group.shape) for group in grouping.by_leaf(grouping.groups)]
     axes = [tuple(range(*row)) for row in zip(stacks, map(jnp.ndim, columns[-1]), strict=True)]
     fourfold = [
@@ -150,10 +150,10 @@ def _measured(columns: list[list[Array]], groups: Groups, norm: Norm) -> _Norms:
 
 
 def _root(x: Array, y: Array, sign: int) -> Array:
-    """The roots of the products of this sign of two arrays' entries, elsewhere 0."""
+    """The roots of the moduli of `x * y`, entry by entry; 0 where the product has another sign."""
     x, y = _in_one_dtype(x, y)
     rows = zip(real_parts(x), real_parts(y), strict=True)
-    # Not the root of the product, which may leave the range.
+    # Not the root of the product, because the product may overflow or underflow.
     parts = [
         jnp.where(jnp.sign(u) * jnp.sign(v) == sign, jnp.sqrt(jnp.abs(u)) * jnp.sqrt(jnp.abs(v)), 0)
         for u, v in rows
@@ -162,15 +162,15 @@ def _root(x: Array, y: Array, sign: int) -> Array:
 
 
 def _in_one_dtype(x: Array, y: Array) -> tuple[Array, Array]:
-    """Two arrays in a dtype to compute with that holds both."""
+    """Two arrays in their common dtype, float32 or wider."""
     dtype = np.promote_types(*(wide_dtype(z.dtype) for z in (x, y)))
     return x.astype(dtype), y.astype(dtype)
 
 
 def _paired(x: Array, y: Array) -> Array:
-    """The entries of two arrays as the parts of complex ones.
+    """Pairs of the entries of two arrays, as complex numbers.
 
-    Real and imaginary parts of complex arrays are entries of their own, along another axis.
+    Of complex arrays, the pairs of real parts and of imaginary parts lie along another axis.
     """
     pairs = zip(real_parts(x), real_parts(y), strict=True)
     parts = [lax.complex(*pair) for pair in pairs]
@@ -180,27 +180,27 @@ def _paired(x: Array, y: Array) -> Array:
 def _factors(
     weight: Array, direction: Array, above: Array, below: Array, radius: Any, rate: Any, eps: Any
 ) -> tuple[Array, Array]:
-    """What weights and directions are multiplied by before they are added up, for each group.
+    """The factors of weights and of directions, whose sum is the update, for each group.
 
     Args:
-      weight: the norms of the weights.
-      direction: the norms of the directions.
-      above: the roots of the positive summands of their inner products.
-      below: the roots of the negative ones.
-      radius: as in `steps_along`, like the arguments that follow.
-      rate: a scalar.
-      eps: a scalar.
+      weight: as in `_Norms`.
+      direction: as in `_Norms`.
+      above: as in `_Norms`.
+      below: as in `_Norms`.
+      radius: as in `steps_along`.
+      rate: as in `steps_along`.
+      eps: as in `steps_along`.
     """
     rate, eps = (jnp.asarray(x).astype(weight.dtype) for x in (rate, eps))
     radius = weight if radius is None else jnp.asarray(radius).astype(weight.dtype)
     length = rate * radius
-    # In units of the longer side, in which nothing leaves the range.
+    # Both are divided by the longer of the two, so that no square overflows.
     unit = jnp.maximum(weight, length)
     one, other = safe_divide(weight, unit, 0.0), safe_divide(length, unit, 0.0)
     root = safe_sqrt(weight) * safe_sqrt(direction)
     cosine = jnp.square(safe_divide(above, root, 0.0)) - jnp.square(safe_divide(below, root, 0.0))
     square = one * one + other * other - 2 * one * other * cosine
-    # Less than that is the rounding of the three summands.
+    # A smaller square is nothing but the rounding of its three summands.
     has_direction = square > 64 * jnp.finfo(weight.dtype).eps
     moves = (direction > eps) & has_direction
     ratio = safe_divide(radius, unit * safe_sqrt(jnp.where(has_direction, square, 1)), 0.0)
@@ -210,10 +210,10 @@ def _factors(
     return jnp.where(bad, jnp.nan, of_weight), jnp.where(bad, jnp.nan, of_direction)
 
 
-# Compiled by itself so that it is traced once for leaves alike.
+# Compiled by itself, so that it is traced once for leaves of one shape.
 @functools.partial(jax.jit, static_argnames="axes")
 def _sum(weight: Any, direction: Any, by: Array, axes: tuple[int, ...]) -> Array:
-    """Both times their factors, added, and rounded once to the direction's dtype."""
+    """The sum of both, times their factors, rounded once to the direction's dtype."""
     direction = jnp.asarray(direction)
     x, y = _in_one_dtype(weight, direction)
     of_x, of_y = broadcast_over(by.astype(x.real.dtype), [1 + axis for axis in axes])

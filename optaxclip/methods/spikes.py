@@ -1,10 +1,10 @@
-"""Clipping of entries that are large beside their own past, or the past of their leaf's largest.
+"""Clipping of single entries, by their own past or by the past of their leaf's largest entry.
 
 These are the stages that SPAM and Stable-SPAM put in front of Adam. Stable-SPAM is::
 
   optax.chain(clip_by_moving_max(), normalize_by_norm_history(), optax.scale_by_adam())
 
-Stable-SPAM also resets Adam's moments; that is not clipping, and is left to the optimizer.
+Both also reset Adam's moments, as `reset_state` does.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ class SecondMomentState(NamedTuple):
 
     Attributes:
       steps: int32[], steps so far.
-      moments: the moving averages of the squares of the entries, a pytree like the parameters;
-        float32, for 64-bit leaves float64. None in place of leaves that are not clipped.
+      moments: the moving averages of the entries' squares, a pytree like the parameters; float32
+        (float64 for 64-bit leaves), and None in place of leaves that are not clipped.
     """
 
     steps: Array
@@ -62,14 +62,13 @@ def clip_by_moving_max(
 ) -> Transformation[ClipState]:
     """Shrinks the entries of a leaf that exceed the moving average of its largest entries.
 
-    The average is debiased, and this step counts in it. Where the leaf's largest modulus exceeds
-    the average, the entries above the average, and no others, are multiplied by the average over
-    the largest modulus.
+    The average is debiased, and the step itself counts in it. Entries above the average, and no
+    others, are multiplied by the average and divided by the leaf's largest modulus.
 
-    Source: Huang et al., 2025, Stable-SPAM's AdaClip, arXiv 2502.17055. The published code keeps a
-    NaN in the average for ever; here a modulus that is not finite is never recorded. The published
-    code also restarts its count of steps at each reset of Adam's moments but keeps the average,
-    which switches clipping off for a long time; here nothing is reset.
+    Source: Huang et al., 2025, Stable-SPAM's AdaClip, arXiv 2502.17055. There a NaN stays in the
+    average for ever; here a modulus that is not finite is never recorded. The published code also
+    restarts its count of steps, but not the average, at each reset of Adam's moments, which
+    switches clipping off for a long time; here neither is reset.
 
     Args:
       decay: the decay of the average.
@@ -80,7 +79,7 @@ def clip_by_moving_max(
 
     Returns:
       A transformation with a `ClipState`, in which `norm` is the largest modulus of each leaf. Its
-      update gives a tree of the shapes, dtypes and weak types of the gradients.
+      update returns a tree with the shapes, dtypes and weak types of the gradients.
 
     Raises:
       ValueError: if an option is out of its range, or a policy is unknown.
@@ -102,12 +101,12 @@ def clip_by_moving_max(
 
 @dataclasses.dataclass(frozen=True)
 class _OnlyAbove(ByNorm):
-    """Of a group that is shrunk, the entries at or below its limit stay as they are."""
+    """Shrinks only the entries of a group that are above its limit."""
 
     needs_limits: bool = True
 
     def scaled(self, leaf: Any, by: Array, axes: tuple[int, ...], method: Method) -> Any:
-        """The leaf with its entries above the limit times the multiplier."""
+        """The leaf, in which entries above the limit are multiplied."""
         return _only_above(leaf, by, axes, method)
 
 
@@ -119,34 +118,34 @@ def clip_by_second_moment(
     reset_every: int | None = None,
     name: str = "clip_by_second_moment",
 ) -> Transformation[SecondMomentState]:
-    """Holds every entry to a multiple of the root of its own second moment.
+    """Clips each entry to a multiple of the root of its own second moment.
 
-    Where `|g|**2 > threshold * v`, with `v` the moving average of the squares before this step, the
-    entry's modulus becomes `sqrt(threshold * v)`; the clipped entry enters `v`. NaN stays NaN, and
-    infinite entries become their bounds.
+    Let `v` be the moving average of an entry's squares before this step. Where
+    `|g|**2 > threshold * v`, the entry's modulus becomes `sqrt(threshold * v)`, and `v` takes up
+    the clipped entry. NaN stays NaN, and infinite entries become their bounds.
 
-    Source: Huang et al., 2025, SPAM, arXiv 2501.06842. As published an entry that has only seen
-    zeros, such as the row of a word that has not come yet, is held to zero until the next reset;
-    here entries with `v = 0` are left alone. What is not finite never enters `v`. As there, `v` is
-    not debiased, so that young entries are held tighter than old ones.
+    Source: Huang et al., 2025, SPAM, arXiv 2501.06842. There an entry that was always zero, such as
+    the row of a word that has not come yet, is kept at zero until the next reset; here entries with
+    `v = 0` are left alone, and entries that are not finite never enter `v`. As in the paper, `v` is
+    not debiased, so clipping is stricter in the first steps.
 
     Args:
       threshold: the largest ratio of an entry's square to its second moment.
-      decay: the decay of the second moment; take the one of the Adam that follows.
-      warmup_steps: how many steps at the beginning, and after each reset, clip nothing. Steps that
-        are not finite count too.
-      reset_every: after how many steps `v` is set to zero, as SPAM does with Adam's moments (every
-        500 steps); with None it never is. Static, also in `optax.inject_hyperparams`.
+      decay: the decay of the second moment; use that of the Adam that follows.
+      warmup_steps: in so many steps at the beginning, and after each reset, nothing is clipped.
+        Steps that are not finite count too.
+      reset_every: after how many steps `v` is set to zero, as SPAM does every 500 steps with Adam's
+        moments; with None it never is. Static, also in `optax.inject_hyperparams`.
       name: the name in messages.
 
     Returns:
-      A transformation with a `SecondMomentState`, one more array for each leaf. Its update gives a
-      tree of the shapes, dtypes and weak types of the gradients. It keeps no record of what was
-      clipped, like `clip`.
+      A transformation with a `SecondMomentState`, which holds one array for each leaf. Its update
+      returns a tree with the shapes, dtypes and weak types of the gradients. Like `clip` it does
+      not record what was clipped.
 
     Raises:
       ValueError: if an option is out of its range; when used, for updates with leaves that the
-        parameters given to `init` lacked.
+        parameters passed to `init` lacked.
       TypeError: if an option is not a number; when used, if a leaf is sparse.
 
     Example:
@@ -158,7 +157,7 @@ def clip_by_second_moment(
       >>> print(updates)
       [1.870829 0.5     ]
     """
-    numbers = _Numbers(
+    settings = _Settings(
         at_least(threshold, 0, "threshold"),
         within(decay, 0, 1, "decay"),
         at_least(warmup_steps, 0, "warmup_steps"),
@@ -180,33 +179,36 @@ def clip_by_second_moment(
         flat = dense(flatten(updates, "updates"), name)
         state = init(updates) if state is None else state
         check_state(state, SecondMomentState, name)
-        known = NamedMoments.of(state.moments)
-        unknown = sorted(set(flat.names()) - set(known.names))
+        old = NamedMoments.of(state.moments)
+        unknown = sorted(set(flat.names()) - set(old.names))
         if unknown:
-            raise ValueError(f"{name}: the params given to init did not have the leaves {unknown}")
+            raise ValueError(
+                f"{name}: the updates have the leaves {unknown}, which the params passed to init "
+                "did not have"
+            )
         clipped, count, moments = _clamped(
-            numbers, flat.picked(), known.of_leaves(flat, name), state.steps, period=period
+            settings, flat.picked(), old.of_leaves(flat, name), state.steps, period=period
         )
-        return flat.rebuild(clipped), SecondMomentState(count, known.replaced(flat, moments))
+        return flat.rebuild(clipped), SecondMomentState(count, old.replaced(flat, moments))
 
     return transformation(init, update)
 
 
-# Compiled by itself so that it is traced once for leaves that are alike.
+# Compiled by itself, so that it is traced once for leaves of one shape.
 @functools.partial(jax.jit, static_argnames=("axes", "method"))
 def _only_above(leaf: Any, by: Array, axes: tuple[int, ...], method: Method) -> Any:
-    """The leaf times its multiplier, but for the entries at or below the limit."""
+    """The leaf times its multiplier; entries at or below the limit stay as they are."""
     power, ratio, limit = by
     shrunk = BY_NORM.scaled(leaf, jnp.stack([power, ratio]), axes, method)
     x, y = (each.data if is_sparse(each) else each for each in (leaf, shrunk))
     ratio, limit = (broadcast_over(each, axes) for each in (ratio, limit))
     modulus, limit = promoted([jnp.abs(x).astype(accumulation_dtype(x.dtype)), limit])
-    # A group that is not finite is multiplied by NaN, or by 0.
+    # The ratio is NaN or 0 for a group that is not finite, whose entries all change.
     keep = jnp.broadcast_to((modulus <= limit) & (ratio > 0), x.shape)
     return with_data(leaf, match_weak_type(lax.select(keep, x, y), x))
 
 
-class _Numbers(NamedTuple):
+class _Settings(NamedTuple):
     threshold: Any
     decay: Any
     warmup_steps: Any
@@ -214,21 +216,21 @@ class _Numbers(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames="period")
 def _clamped(
-    numbers: _Numbers, leaves: list[Any], moments: list[Array], count: Array, period: int | None
+    settings: _Settings, leaves: list[Any], moments: list[Array], count: Array, period: int | None
 ) -> tuple[list[Any], Array, list[Array]]:
     step = count
     if period is not None:
         step = count % period
         moments = [jnp.where(step == 0, 0, v) for v in moments]
-    is_active = step >= numbers.warmup_steps
-    bounds = [_bound(numbers.threshold, v, is_active) for v in moments]
+    is_active = step >= settings.warmup_steps
+    bounds = [_bound(settings.threshold, v, is_active) for v in moments]
     clipped = clamp_leaves(leaves, None, bounds)
     rows = zip(leaves, clipped, moments, strict=True)
-    after = [_moved(numbers.decay, *row) for row in rows]
+    after = [_moved(settings.decay, *row) for row in rows]
     return clipped, increased(count, period=period or 1), after
 
 
-# Compiled by themselves so that each is traced once for leaves that are alike.
+# Both are compiled by themselves, so that they are traced once for leaves of one shape.
 @jax.jit
 def _bound(threshold: Any, moment: Array, is_active: Array) -> Array:
     root = jnp.sqrt(jnp.asarray(threshold).astype(moment.dtype)) * safe_sqrt(moment)
@@ -237,7 +239,7 @@ def _bound(threshold: Any, moment: Array, is_active: Array) -> Array:
 
 @jax.jit
 def _moved(decay: Any, leaf: Any, clipped: Any, moment: Array) -> Array:
-    """The average with the square of what came out, where what came in is finite."""
+    """The average with the square of the clipped entry, where the incoming entry was finite."""
     parts = [part.astype(moment.dtype) for part in real_parts(jnp.asarray(clipped))]
     square = jnp.minimum(sum(jnp.square(part) for part in parts), jnp.finfo(moment.dtype).max)
     decay = jnp.asarray(decay).astype(moment.dtype)

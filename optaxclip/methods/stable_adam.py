@@ -1,4 +1,4 @@
-"""StableAdamW's direction: Adam's, shortened in leaves whose second moment lags behind."""
+"""StableAdamW's direction: Adam's, shortened where the second moment lags behind."""
 
 import math
 from collections.abc import Callable
@@ -32,9 +32,9 @@ class StableAdamState(NamedTuple):
 
     Attributes:
       clip: the state of the clip; its record's `norm` is the root mean square of `g / sqrt(nu)`.
-      steps: int32[tensors], how many finite steps each tensor took.
-      mu: the average of the gradients, unbiased, like the parameters, in float32 or wider.
-      nu: the average of their squares, likewise.
+      steps: int32[tensors], how many steps of each tensor were finite.
+      mu: the unbiased average of the gradients, a pytree like the parameters, float32 or wider.
+      nu: the unbiased average of their squares, likewise.
     """
 
     clip: ClipState
@@ -54,17 +54,17 @@ def scale_by_stable_adam(
     nonfinite: NonFinite = "nan",
     **options: Unpack[PlaceOptions],
 ) -> Transformation[StableAdamState]:
-    """Adam's direction, with the step of a leaf shortened where its second moment lags behind.
+    """Adam's direction, shortened in each leaf whose second moment lags behind its gradient.
 
     Let `m` be the unbiased average of the gradients `g` and `v` that of their squares; both include
     this step. Each leaf's update is `m / (sqrt(v) + eps) / max(1, RMS / clipping_threshold)`, where
-    `RMS = sqrt(mean(g**2 / max(v, eps**2)))`. It is far above 1 when gradients are much larger than
-    those that `v` remembers, which is so before most spikes of a loss. Weight decay must not be
-    shortened: put it behind this in the chain.
+    `RMS = sqrt(mean(g**2 / max(v, eps**2)))`. The `RMS` is far above 1 when gradients are much
+    larger than `v` says, which happens before most spikes of a loss. Weight decay must not be
+    shortened, so its stage comes behind this one in the chain.
 
-    A leaf that is not finite keeps its averages, as if there had been no such step. Averages are
-    held in float32 (float64 for float64 leaves). Entries above 1.8e19, whose squares float32 cannot
-    hold, count as 1.8e19. Integer and other leaves pass untouched.
+    A leaf that is not finite keeps its averages, as if the step had not been. Averages are float32
+    (float64 for float64 leaves). Entries above 1.8e19, whose squares overflow in float32, count as
+    1.8e19. Integer and other leaves pass untouched.
 
     Source: Wortsman, Dettmers, Zettlemoyer, Morcos, Farhadi and Schmidt, 2023, arXiv 2304.13013;
     the clip is that of Shazeer and Stern, 2018, arXiv 1804.04235.
@@ -73,9 +73,9 @@ def scale_by_stable_adam(
       b1: the decay of the average of gradients, at least 0 and below 1.
       b2: the decay of the average of their squares, likewise.
       eps: added to the root of the second moment.
-      clipping_threshold: the largest root mean square of a leaf that is not held back.
-      stacked: how many leading axes of a leaf stack separate tensors, each of which is clipped by
-        itself, as in `optaxclip.scopes.leaf`. With None no axis is.
+      clipping_threshold: a leaf with a larger `RMS` is shortened.
+      stacked: how many leading axes of each leaf stack separate tensors, as in
+        `optaxclip.scopes.leaf`; with None no axis does.
       nonfinite: what becomes of leaves that are not finite, as in `optaxclip.clip_by`.
       **options: those that all transformations share, `optaxclip.PlaceOptions`.
 
@@ -84,9 +84,9 @@ def scale_by_stable_adam(
       and weak types of the gradients. `optaxclip.monitor` finds the record in its field `clip`.
 
     Raises:
-      ValueError: for a decay outside of its range, an `eps` or threshold that is negative, NaN or
-        not a scalar.
-      TypeError: for one of them that is not a number; when used, for a sparse leaf.
+      ValueError: for a decay outside of its range, or an `eps` or threshold that is negative, NaN
+        or not a scalar.
+      TypeError: if one of them is not a number; when used, for a sparse leaf.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -144,7 +144,7 @@ def scale_by_stable_adam(
 
 
 def _checked_decay(decay: Any, argument: str) -> Any:
-    """A decay, refused where it is a number outside of `[0, 1)`."""
+    """`decay`, checked to be a number; unless it is an array, it must be in `[0, 1)`."""
     check_limit(decay, argument, allow_any_number=True)
     if not isinstance(decay, jax.Array) and not 0 <= decay < 1:
         raise ValueError(f"{argument} must be at least 0 and below 1, got {decay!r}")
@@ -158,11 +158,11 @@ Moments = tuple[list[Array], list[Array]]
 def _averages(
     grads: list[Any], old: Moments, steps: list[Array], betas: tuple[Any, Any], eps: Any
 ) -> tuple[Moments, list[Array]]:
-    """The averages with this step in them, and the gradients in units of the second's root."""
+    """The averages after this step, and the gradients divided by the root of the second one."""
     mus, nus, ratios = [], [], []
     for grad, mu, nu, count in zip(grads, *old, steps, strict=True):
         g = jnp.asarray(grad)
-        # Averages of real parameters are real.
+        # Averages of real parameters are real, also if the gradient is complex.
         g = (g if jnp.iscomplexobj(mu) else g.real).astype(mu.dtype)
         axes = tuple(range(count.ndim, g.ndim))
         shares = [broadcast_over(_share(beta, count, nu.dtype), axes) for beta in betas]
@@ -201,14 +201,14 @@ def _directions(
 
 
 def _share(beta: Any, count: Array, dtype: Any) -> Array:
-    """How much the newest of `count` numbers counts in their unbiased average."""
+    """The weight of the newest of `count` numbers in their unbiased average."""
     beta = jnp.asarray(beta).astype(dtype)
     share = (1 - beta) / -jnp.expm1(count.astype(dtype) * jnp.log(beta))
     return jnp.where(count <= 1, 1, share)
 
 
 def _by(operation: Callable[[Array, Array], Array], x: Array, y: Array) -> Array:
-    """An operation of an array and a real one, on the parts of a complex array."""
+    """`operation(x, y)` for real `y`; for complex `x` on its real and imaginary parts."""
     parts = [operation(part, jnp.broadcast_to(y, part.shape)) for part in real_parts(x)]
     return lax.complex(*parts) if jnp.iscomplexobj(x) else parts[0]
 
@@ -218,7 +218,7 @@ def _held(x: Array, bound: Array) -> Array:
 
 
 def _largest_root(dtype: Any) -> Array:
-    """The largest number with a square."""
+    """The largest number of the dtype whose square does not overflow."""
     return jnp.asarray(math.sqrt(jnp.finfo(dtype).max) * (1 - 1e-6)).astype(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Clips of updates: behind an optimizer, or inside of it where it divides by its second moment."""
+"""Clips of updates, which stand behind an optimizer or behind its division by a second moment."""
 
 from collections.abc import Callable
 from typing import Unpack
@@ -24,16 +24,16 @@ def clip_by_block_rms(
     """Clips each leaf by the root mean square of its entries.
 
     Adafactor clips its update in this way, with a threshold of 1, after dividing the gradient by
-    the root of its second moment. For any other optimizer that divides so, put this behind its
-    `scale_by_...` and in front of the learning rate. (`scale_by_stable_adam` clips by another
-    ratio, which leaves out the momentum of the gradients.)
+    the root of its second moment. With any other optimizer that divides like this, put the clip
+    behind its `scale_by_...` and in front of the learning rate. (`scale_by_stable_adam` clips by
+    the root mean square of the gradient without its momentum.)
 
     Source: Shazeer and Stern, 2018, arXiv 1804.04235.
 
     Args:
       threshold: the largest root mean square of a leaf.
-      stacked: how many leading axes of a leaf stack separate tensors, each of which is clipped by
-        itself, as in `optaxclip.scopes.leaf`. With None no axis is.
+      stacked: how many leading axes of each leaf stack separate tensors, as in
+        `optaxclip.scopes.leaf`; with None no axis does.
       **options: those that all transformations share, `optaxclip.ScaleOptions`.
 
     Returns:
@@ -56,6 +56,6 @@ def clip_by_block_rms(
 
 
 def leaves_apart(stacked: PyTree | Callable[[str, Array], int] | None) -> scopes.Scope:
-    """A norm for each leaf; None stands for 0, which `optax.inject_hyperparams` would trace."""
+    """The scope `leaf(stacked)`; None means 0, because `optax.inject_hyperparams` traces a 0."""
     refuse_arrays(stacked, "stacked")
     return scopes.leaf(0 if stacked is None else stacked)

@@ -1,4 +1,4 @@
-"""The named methods that look at a window of past norms.
+"""The named methods whose limit depends on a window of past norms.
 
 `floor` is explained in `optaxclip.thresholds.base`.
 """
@@ -25,9 +25,9 @@ def autoclip(
     max_norm: jax.typing.ArrayLike | None = None,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Clips the global norm to a percentile of the last norms, the current one included.
+    """Clips the global norm to a percentile of the last norms, including that of the step itself.
 
-    Until the window is full, the rule uses the norms that there are. It clips about
+    Until the window is full, the percentile is that of all norms so far. The rule clips about
     `100 - percentile` % of all steps, so a percentile above 90 catches spikes alone.
 
     Source: Seetharaman, Wichern, Pardo and Le Roux, 2020, AutoClip, arXiv 2007.14469, where the
@@ -74,9 +74,9 @@ def clip_by_median_norm(
 ) -> Transformation[ClipState]:
     """Clips the global norm to a multiple of the median of the last norms.
 
-    Source: ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230), which sets a
-    new limit every `window` steps, and at steps 10, 20 and 40 one of twice the multiple. ScaledAdam
-    weights the gradient by the parameters' size first; this function does not.
+    Source: ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230), which sets the
+    limit every `window` steps, and at steps 10, 20 and 40 to twice the multiple. ScaledAdam first
+    multiplies the gradient by the parameters' size; this function does not.
 
     Args:
       scale: the multiple of the median.

@@ -1,8 +1,8 @@
 """Per-example clipping, on which private training (DP-SGD) rests.
 
-Every scope and response of the engine, lifted over the examples of a batch: `clip_sum` for
-gradients with an axis of examples, `clipped_grad` to compute them a microbatch at a time, and
-`per_example_clip_and_aggregate` as the first stage of an Optax chain.
+Each example of a batch is clipped by any scope and response, and the results are summed: by
+`clip_sum` for gradients with an axis of examples, by `clipped_grad`, which computes these gradients
+a microbatch at a time, and by `per_example_clip_and_aggregate`, the first stage of an Optax chain.
 
   from optaxclip import per_example, scopes
 
@@ -10,8 +10,9 @@ gradients with an axis of examples, `clipped_grad` to compute them a microbatch 
   per_example.clip_sum(grads, 1.0, scope=scopes.leaf(), split="size")   # McMahan et al., 2017
   per_example.clip_sum(grads, 1.0, response="auto_s")                   # Bu et al., 2022
 
-The bound holds exactly. How private a run is depends on the noise multiplier, on the share of the
-data in a batch and on the number of steps; an accountant such as `dp_accounting` computes it::
+No example ever contributes more than the limit. How private a run is depends on the noise
+multiplier, on the share of the data in a batch and on the number of steps; an accountant such as
+`dp_accounting` computes it::
 
   import dp_accounting
   from dp_accounting import pld
@@ -22,8 +23,8 @@ data in a batch and on the number of steps; an accountant such as `dp_accounting
       accountant = pld.PLDAccountant().compose(step, steps)
       return accountant.get_epsilon(delta)
 
-This is right where each example enters each batch independently with that probability, and wrong
-for shuffled data. Batches of varying size are padded to one shape, with `is_padding`.
+This is right if each example enters each batch independently with that probability, and wrong for
+shuffled data. Pad batches of varying size to one shape, and mark the padding by `is_padding`.
 """
 
 from optaxclip.per_example.aggregate import PerExampleState as PerExampleState

@@ -39,9 +39,9 @@ class PerExampleState(NamedTuple):
     Attributes:
       steps: int32[], steps so far.
       key: the key of the next step's noise; None without noise.
-      limit: float32[], the limit of the next step, if it follows a quantile; None otherwise.
-      num_clipped: int32[], examples of the last step above their limit. Not private.
-      num_dropped: int32[], examples of the last step that were not finite. Not private.
+      limit: float32[], the limit of the next step, if it follows a quantile; otherwise None.
+      num_clipped: int32[], how many examples of the last step were above their limit. Not private.
+      num_dropped: int32[], how many examples of the last step were not finite. Not private.
     """
 
     steps: Array
@@ -62,29 +62,30 @@ def per_example_clip_and_aggregate(
     response: str | Response = "clip",
     split: Literal["uniform", "size"] = "uniform",
 ) -> Transformation[PerExampleState]:
-    """Clips each example, sums, adds noise and divides: the gradient of DP-SGD.
+    """Clips each example, sums, adds noise and divides, as DP-SGD does.
 
-    This is the first stage of a chain whose updates have a leading axis of examples, in place of
-    `optax.contrib.differentially_private_aggregate`. The guarantees are those of `clip_sum`. The
-    noise is Gaussian with a standard deviation of `noise_multiplier` times the limit, drawn and
+    It must be the first stage of a chain, and takes gradients with a leading axis of examples, as
+    `optax.contrib.differentially_private_aggregate` does. The guarantees are those of `clip_sum`.
+    The noise is Gaussian with a standard deviation of `noise_multiplier` times the limit, drawn and
     added in float32 or wider; results are then rounded to the dtype of the updates.
 
-    How private a run is depends on how batches are sampled and on the number of steps; ask an
-    accountant (see `optaxclip.per_example`). JAX's random generators are not cryptographic.
+    How private a run is depends on how batches are sampled and on the number of steps; an
+    accountant computes it (see `optaxclip.per_example`). JAX's random generators are not
+    cryptographic.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
     Args:
       limit: the largest L2 norm of one example's contribution, as in `clip_sum`; a schedule
-        `count -> limit`; or `quantile_limit(...)`, whose limit is in the state. Its `count_noise`
-        must exceed half the noise multiplier, and the noise on the sum is enlarged for it
-        (`adjusted_noise_multiplier`).
+        `count -> limit`; or `quantile_limit(...)`, whose limit is in the state. The `count_noise`
+        of the latter must exceed half the noise multiplier; the noise on the sum is then larger, by
+        `adjusted_noise_multiplier`.
       noise_multiplier: the ratio of the noise's standard deviation to the limit.
-      key: a key from `jax.random`, or an int to make one of; needed for noise. Without one
+      key: a key from `jax.random`, or an int to make one from; needed for noise. Without a key
         `optax.inject_hyperparams` needs `static_args=("noise_multiplier",)`.
       reduction: "mean" or "sum".
       batch_size: the number that a mean divides by; if None, the number of examples that are not
-        padding. Under Poisson sampling give the expected number: the true one is not private.
+        padding. Under Poisson sampling pass the expected number: the true one is not private.
       scope: which entries of an example share one norm; all of them if None.
       response: as in `clip_sum`.
       split: as in `clip_sum`.
@@ -94,8 +95,8 @@ def per_example_clip_and_aggregate(
 
     Raises:
       ValueError: for a limit or a multiplier that is negative or NaN, noise without a key, an
-        unknown name, or a `noise_multiplier` that the count's noise does not allow.
-      TypeError: for a limit or a multiplier that is not a number, and a key that is none.
+        unknown name, or a `noise_multiplier` that is not below `2 * count_noise`.
+      TypeError: for a limit or a multiplier that is not a number, or a `key` that is not a key.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -171,7 +172,7 @@ def per_example_clip_and_aggregate(
 
 
 def _with_noise(leaves: list[Array], key: Array, std: Array) -> list[Array]:
-    """Independent Gaussian noise on all entries, on both parts of complex ones."""
+    """The leaves with independent Gaussian noise on all entries, on both parts of complex ones."""
     noisy = []
     for leaf, leaf_key in zip(leaves, jax.random.split(key, max(len(leaves), 1)), strict=False):
         parts = real_parts(leaf)
@@ -197,8 +198,8 @@ def _checked_key(key: Any, *, is_needed: bool) -> Array | None:
     if key is None:
         if is_needed:
             raise ValueError(
-                "key must be given for noise: a key from jax.random, or an int. (It may be missing "
-                "where noise_multiplier is the number 0; with optax.inject_hyperparams pass "
+                "key must be given for noise: a key from jax.random, or an int. (It may be left "
+                "out if noise_multiplier is the number 0; with optax.inject_hyperparams pass "
                 'static_args=("noise_multiplier",))'
             )
         return None

@@ -1,4 +1,4 @@
-"""From one limit of an example's contribution to a limit for each of its groups."""
+"""The limits of an example's groups, from the limit of its whole contribution."""
 
 import math
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ ExampleLimit: TypeAlias = jax.typing.ArrayLike | Mapping[str, jax.typing.ArrayLi
 
 
 def check_example_limit(limit: Any, argument: str) -> ExampleLimit:
-    """`limit`, if it can be one: a number, or numbers by the names of the groups.
+    """`limit`, checked to be a number, or a dict of numbers by the names of the groups.
 
     Raises:
-      ValueError: if a number is not a scalar or, where it is concrete, is negative or NaN.
+      ValueError: if a number is negative, NaN (traced values are not compared) or not a scalar.
       TypeError: if it is not a number.
     """
     if isinstance(limit, Mapping):
@@ -33,40 +33,41 @@ def check_example_limit(limit: Any, argument: str) -> ExampleLimit:
 
 
 def check_split(split: str) -> Split:
-    """`split`, checked.
+    """`split`, checked to be "uniform" or "size".
 
     Raises:
-      ValueError: for an unknown one.
+      ValueError: if it is neither.
     """
-    for known in get_args(Split):
-        if split == known:
-            return known
+    for name in get_args(Split):
+        if split == name:
+            return name
     raise ValueError(f"split must be one of {list(get_args(Split))}, got {split!r}")
 
 
 def group_limits(
     limit: ExampleLimit, grouping: Grouping, one: FlatTree, split: Split
 ) -> tuple[list[Array], Array]:
-    """The limits of an example's groups, and the limit of the whole that follows from them.
+    """The limits of an example's groups, and the limit of the whole example.
 
     Args:
-      limit: checked. A number holds for the whole example and is split among the groups, so that
-        the squares of their limits sum to its square at most; numbers by name hold as they are.
+      limit: checked. A number is the limit of the whole example; the groups get shares of it, so
+        that the squares of their limits sum to at most its square. Numbers by name are the limits
+        of groups.
       grouping: the groups of one example.
       one: the tree of one example.
-      split: "uniform" gives each of `K` groups `limit / sqrt(K)`, "size" gives a group of `D_i` of
-        all `D` entries `limit * sqrt(D_i / D)`.
+      split: "uniform" gives each of `K` groups `limit / sqrt(K)`; "size" gives a group with `D_i`
+        of all `D` entries `limit * sqrt(D_i / D)`.
 
     Returns:
-      For each group, or array of groups, limits of its shape, float64 if a leaf is, else float32;
-      and that of an example's norm, `[]`.
+      For each group, or array of groups, limits of its shape, and the limit of the whole example's
+      norm, `[]`; all float64 if a leaf is, else float32.
     """
     dtype = norm_dtype({jnp.result_type(leaf) for leaf in one.picked()})
     if isinstance(limit, Mapping):
         limits = _limits_by_name(dict(limit), grouping, dtype)
         squares = (jnp.sum(jnp.square(each)) for each in limits)
         return limits, jnp.sqrt(sum(squares, jnp.zeros((), dtype)))
-    # A limit that fell below 0 or is NaN while traced lets nothing through.
+    # A traced limit may be negative, and then acts as 0.
     bound = jnp.maximum(jnp.asarray(limit).astype(dtype), 0)
     sizes = [math.prod(np.shape(leaf)) for leaf in one.picked()]
     shares = _shares(grouping, sizes, split)
@@ -90,11 +91,11 @@ def _limits_by_name(limit: dict[str, Any], grouping: Grouping, dtype: jnp.dtype)
 
 
 def _shares(grouping: Grouping, sizes: list[int], split: Split) -> list[float]:
-    """What each group has of the square of the limit; they sum to 1 over all groups."""
+    """The share of the square of the limit that each group gets; all shares sum to 1."""
     groups = [math.prod(group.shape) for group in grouping.groups]
     if split == "uniform":
         return [1 / max(sum(groups), 1)] * len(groups)
-    # Of leaves without groups there is nothing to share.
+    # At least 1, so that an empty tree, or an array without groups, does not divide by 0.
     counts = [max(count, 1) * max(sum(sizes), 1) for count in groups]
     return [own / count for own, count in zip(_entries(grouping, sizes), counts, strict=True)]
 
@@ -106,7 +107,7 @@ def _entries(grouping: Grouping, sizes: list[int]) -> list[int]:
 
 def _check_number(limit: Any, argument: str) -> Any:
     limit = check_limit(limit, argument)
-    # A bound on privacy is looked at wherever it can be, on the device too.
+    # Privacy depends on this number, so it is also checked if it is an array on a device.
     if (
         isinstance(limit, jax.Array)
         and not isinstance(limit, Tracer)

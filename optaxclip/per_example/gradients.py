@@ -1,4 +1,4 @@
-"""Per-example gradients, clipped and summed, a microbatch at a time."""
+"""Computes, clips and sums the gradients of examples, a microbatch at a time."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip.per_example.bounds import ExampleLimit
 from optaxclip.per_example.lift import Sums
-from optaxclip.per_example.microbatches import Totals, in_microbatches
+from optaxclip.per_example.microbatches import RunningSums, in_microbatches
 from optaxclip.per_example.sums import (
     WHOLE_EXAMPLE,
     ExampleClip,
@@ -31,16 +31,16 @@ from optaxclip.scopes import Scope
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClippedGrad:
-    """What `clipped_grad` makes: a function, and how far one example can move its result.
+    """The function that `clipped_grad` returns, with a method `sensitivity`.
 
     Attributes:
       loss_fn: the loss of one example.
       clip: how each example is clipped.
-      argnums: what is differentiated.
-      batch_argnums: what has an axis of examples.
+      argnums: the positions of the arguments that are differentiated.
+      batch_argnums: the positions of the arguments with an axis of examples.
       has_aux: whether the loss has an auxiliary output.
       microbatch_size: how many examples are differentiated at once.
-      transform: what becomes of a gradient before it is clipped.
+      transform: a function that is applied to each gradient before it is clipped.
     """
 
     loss_fn: Callable[..., Any]
@@ -54,7 +54,7 @@ class ClippedGrad:
     def __call__(
         self, *args: Any, is_padding: jax.typing.ArrayLike | None = None, **keywords: Any
     ) -> PerExampleResult:
-        """The sum of the clipped gradients, and what became of the examples."""
+        """The sum of the clipped gradients, and what happened to the examples."""
         roles = Roles.of(args, self.argnums, self.batch_argnums)
         examples = number_of_examples(flatten(roles.batch, "the batch"), "the batch")
         flags = padding_flags(is_padding, examples)
@@ -63,7 +63,7 @@ class ClippedGrad:
         picked = _varying_like(batch, params.picked())
         one = self._clipped_tree(params)
         step = functools.partial(_step, self, roles, params, picked, one, keywords)
-        nothing = _varying_like(batch, Totals.zeros(one, self.clip.limits(one)[0]))
+        nothing = _varying_like(batch, RunningSums.zeros(one, self.clip.limits(one)[0]))
         sums, losses, aux = in_microbatches(step, batch, examples, self.microbatch_size, nothing)
         result = result_of(sums, one.without_gradients().rebuild(sums.leaves))
         return result._replace(losses=losses, aux=aux)
@@ -71,17 +71,17 @@ class ClippedGrad:
     def sensitivity(
         self, relation: Any = "add_or_remove_one", params: PyTree = None
     ) -> jax.typing.ArrayLike:
-        """How far one example can move the sum, in the L2 norm; noise is in proportion to it.
+        """The largest L2 norm by which one example can change the sum, to scale noise by.
 
         Args:
-          relation: how data sets differ that count as neighbours: by an example that is there or
-            not ("add_or_remove_one"), by one that is blank in its place ("replace_special"), or by
-            another ("replace_one"), which moves the sum twice as far; or a member of
+          relation: how two neighbouring data sets differ: by an example that one of them lacks
+            ("add_or_remove_one"), by an example that one of them has blank ("replace_special"), or
+            by two different examples ("replace_one"), which doubles the change; or a member of
             `dp_accounting.NeighboringRelation`.
-          params: what is differentiated, for limits by name: how many groups have each.
+          params: the parameters, which limits by name need, to count the groups of each name.
 
         Raises:
-          ValueError: for another relation, or limits by name without `params`.
+          ValueError: for another relation, or for limits by name without `params`.
         """
         name = getattr(relation, "name", relation)
         name = name.lower() if isinstance(name, str) else name
@@ -91,14 +91,14 @@ class ClippedGrad:
         if isinstance(bound, Mapping):
             if params is None:
                 raise ValueError(
-                    "limits are given by the names of groups, so the parameters must tell how many "
-                    "groups there are of each name: pass params="
+                    "limits are given by the names of groups, and the sensitivity depends on how "
+                    "many groups have each name: pass params="
                 )
             bound = self.clip.limits(self._clipped_tree(flatten(params, "params")))[2]
         return _TIMES[name] * bound
 
     def _clipped_tree(self, params: FlatTree) -> FlatTree:
-        """What of one example is clipped: a tree like the parameters, or what is made of it."""
+        """The tree of one example that is clipped: like the parameters, or as `transform` gives."""
         if self.transform is None:
             return params
         zeros = [jnp.zeros_like(leaf) for leaf in params.picked()]
@@ -122,25 +122,25 @@ def clipped_grad(
     split: Literal["uniform", "size"] = "uniform",
     pre_clipping_transform: Callable[[PyTree], PyTree] | None = None,
 ) -> ClippedGrad:
-    """A function that gives the sum of the examples' clipped gradients.
+    """A function that returns the sum of the examples' clipped gradients.
 
-    The guarantees are those of `clip_sum`. At most `microbatch_size` examples have their gradients
-    in memory at the same time: microbatches follow one another in a `scan`, a smaller one last. A
-    microbatch takes examples from all over the batch, so that each device has a part of it where
-    the batch is sharded. Norms, losses and aux are in the order of the batch.
+    The guarantees are those of `clip_sum`. The gradients of at most `microbatch_size` examples are
+    in memory at the same time: microbatches follow one another in a `scan`, and a smaller one comes
+    last. A microbatch takes its examples from all over the batch, so that of a sharded batch each
+    device has a part of it. Norms, losses and aux are in the order of the batch.
 
-    Under `jit` a sharded batch is summed as a whole, with all-reduces for each microbatch; on an
-    explicit mesh a microbatch is split over as many of the devices as divide it. Inside
-    `shard_map` the sum and the counts are those of the shard, and no device waits for another:
-    `psum` them, once, which takes one all-reduce for each dtype whatever the microbatches.
+    Under `jit` the sum is that of the whole batch, also if it is sharded, with all-reduces for each
+    microbatch; on an explicit mesh a microbatch is split over as many of the devices as divide it.
+    Inside `shard_map` sums and counts are those of the shard, without communication: `psum` them
+    afterwards, which takes one all-reduce for each dtype, however many microbatches there are.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
     Args:
       loss_fn: the loss of one example, a scalar: `loss_fn(params, *example)`.
       limit: the largest L2 norm of one example's contribution, as in `clip_sum`.
-      argnums: which arguments to differentiate, as in `jax.grad`. Their integer leaves get `float0`
-        zeros.
+      argnums: which arguments to differentiate, as in `jax.grad`. The gradients of integer leaves
+        are `float0` zeros.
       batch_argnums: which arguments, pytrees of arrays or of keys, have a leading axis of examples;
         if None, all that are not in `argnums`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
@@ -148,15 +148,15 @@ def clipped_grad(
       scope: which entries of an example share one norm.
       response: as in `clip_sum`.
       split: as in `clip_sum`.
-      pre_clipping_transform: a function of one example's gradient, from the tree of `argnums` to
-        any other, such as a preconditioner. Its result is clipped: the bound, the groups and the
-        sum are those of the result.
+      pre_clipping_transform: a function of one example's gradient to any tree, such as a
+        preconditioner. Its result is clipped in the place of the gradient: the bound, the groups
+        and the sum are those of the result.
 
     Returns:
       A `ClippedGrad`: a function `(*args, is_padding=None, **keywords) -> PerExampleResult` of the
-      arguments of `loss_fn`, with a leading axis of examples where `batch_argnums` says so.
-      `is_padding` is bool `[examples]`. Keywords go to `loss_fn` as they are, the same for every
-      example. Its method `sensitivity` tells how far one example can move the sum.
+      arguments of `loss_fn`; those in `batch_argnums` have a leading axis of examples. `is_padding`
+      is bool `[examples]`. Keywords are passed to `loss_fn`, the same for every example. The method
+      `sensitivity` returns how far one example can change the sum.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, a microbatch size below 1, or
@@ -183,19 +183,19 @@ def clipped_grad(
     if microbatch_size is not None:
         microbatch_size = checked_int(microbatch_size, 1, "microbatch_size")
     argnums = argument_numbers(argnums, "argnums")
-    known = None if batch_argnums is None else argument_numbers(batch_argnums, "batch_argnums")
+    if batch_argnums is not None:
+        batch_argnums = argument_numbers(batch_argnums, "batch_argnums")
     if pre_clipping_transform is not None and not callable(pre_clipping_transform):
         raise TypeError(
-            "pre_clipping_transform must be a function from the gradient of one example to what is "
-            f"clipped, got {pre_clipping_transform!r}"
+            "pre_clipping_transform must be a function from the gradient of one example to the "
+            f"tree that is clipped, got {pre_clipping_transform!r}"
         )
-    return ClippedGrad(
-        loss_fn, clip, argnums, known, has_aux, microbatch_size, pre_clipping_transform
-    )
+    transform = pre_clipping_transform
+    return ClippedGrad(loss_fn, clip, argnums, batch_argnums, has_aux, microbatch_size, transform)
 
 
 def _step(
-    how: ClippedGrad,
+    grad_fn: ClippedGrad,
     roles: Roles,
     params: FlatTree,
     picked: list[Any],
@@ -208,28 +208,28 @@ def _step(
 
     def loss(picked: list[Any], example: tuple[Any, ...]) -> Any:
         args = roles.with_values(params.rebuild(picked), example)
-        found: Any = how.loss_fn(*args, **keywords)
-        if how.has_aux and not (isinstance(found, tuple) and len(found) == 2):
+        found: Any = grad_fn.loss_fn(*args, **keywords)
+        if grad_fn.has_aux and not (isinstance(found, tuple) and len(found) == 2):
             raise TypeError(f"with has_aux loss_fn must return (loss, aux), got {found!r:.80}")
-        value: Any = found[0] if how.has_aux else found
+        value: Any = found[0] if grad_fn.has_aux else found
         shape = jnp.shape(value)
         if shape != ():
             raise ValueError(
                 f"loss_fn must return a scalar, the loss of one example, got shape {shape}. It is "
-                "called for one example at a time, without the axis of examples: sum what is left"
+                "called with one example, without the axis of examples: sum over the other axes"
             )
         return found
 
     def of_example(picked: list[Any], example: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        value, leaves = jax.value_and_grad(loss, has_aux=how.has_aux)(picked, example)
-        if how.transform is not None:
-            made = how.transform(_gradient(params, leaves))
+        value, leaves = jax.value_and_grad(loss, has_aux=grad_fn.has_aux)(picked, example)
+        if grad_fn.transform is not None:
+            made = grad_fn.transform(_gradient(params, leaves))
             leaves = flatten(made, "what pre_clipping_transform gives").picked()
         return value, leaves
 
     value, leaves = jax.vmap(of_example, in_axes=(None, 0))(picked, examples)
-    losses, aux = value if how.has_aux else (value, None)
-    return how.clip.sums(leaves, one, is_padding), losses, aux
+    losses, aux = value if grad_fn.has_aux else (value, None)
+    return grad_fn.clip.sums(leaves, one, is_padding), losses, aux
 
 
 def _gradient(params: FlatTree, leaves: list[Any]) -> PyTree:
@@ -238,10 +238,10 @@ def _gradient(params: FlatTree, leaves: list[Any]) -> PyTree:
 
 
 def _varying_like(batch: PyTree, tree: PyTree) -> PyTree:
-    """`tree`, varying over the devices as the batch does inside `shard_map`.
+    """`tree`, typed inside `shard_map` as varying over the devices over which the batch varies.
 
-    There the gradient with respect to parameters that do not vary is summed over the devices, and
-    with it examples would be mixed before they are clipped.
+    Otherwise JAX would sum gradients over these devices, because the parameters do not vary: so
+    examples would be added up before they are clipped.
     """
     axes = frozenset[str]().union(*map(collectives.varying_axes, jax.tree.leaves(batch)))
     return jax.tree.map(lambda x: collectives.vary(jnp.asarray(x), axes), tree) if axes else tree

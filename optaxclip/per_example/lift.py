@@ -1,8 +1,8 @@
-"""The engine lifted over examples: one clip for each example of a batch, and the sum of them.
+"""Clips each example of a batch, and sums the results.
 
-The axis of the examples is lifted into the grouping, not mapped over: every group becomes one group
-for each example. So the norms of a whole batch are one reduction of each leaf, and scopes and
-responses are the engine's own.
+Nothing is mapped over the examples. Each group of the tree becomes an array of groups, one for each
+example, and the engine measures them as any groups. So the norms of all examples take one reduction
+of each leaf.
 """
 
 import dataclasses
@@ -29,13 +29,14 @@ from optaxclip.responses import Response
 
 
 class Sums(NamedTuple):
-    """What a batch of examples adds up to.
+    """The sum of a batch of clipped examples, and counts.
 
     Attributes:
-      leaves: the clipped sums of the measured leaves, float32 or wider.
-      num_clipped: int32, of how many examples each group exceeded its limit, as limit rules see it.
-      num_unclipped: int32[], examples that count and had no group above its limit.
-      num_dropped: int32[], examples that are not padding and contributed nothing.
+      leaves: the sums of the measured leaves, float32 or wider.
+      num_clipped: int32, for each group the number of examples in which it exceeded its limit, in
+        the form that limit rules get norms in.
+      num_unclipped: int32[], the number of finite examples without a group above its limit.
+      num_dropped: int32[], the number of examples that were not finite, padding not counted.
       norms: like `num_clipped`, with a leading axis of examples; 0 for padding.
     """
 
@@ -54,14 +55,14 @@ def clipped_sums(
     grouping: Grouping,
     response: Response,
 ) -> Sums:
-    """Clips each example and sums what is left.
+    """Clips each example and sums the results.
 
     Args:
       leaves: floating or complex arrays `[examples, ...]`.
-      limits: for each group of the grouping, those of one example.
-      is_padding: bool `[examples]`, what counts for nothing.
+      limits: for each group of the grouping, the limits of one example.
+      is_padding: bool `[examples]`, which examples are ignored.
       grouping: the groups of one example.
-      response: the new norms; cut off at the limits, whatever it returns.
+      response: gives the new norms; if one is above its limit, the limit is used.
     """
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     operands = (leaves, limits, is_padding)
@@ -77,7 +78,7 @@ def _on_any_mesh(leaves: list[Array], *operands: Any, **static: Any) -> Sums:
 
 
 def _out_specs(specs: list[PartitionSpec]) -> Sums:
-    """How sums are split over an explicit mesh: as the leaves of one example, norms as examples."""
+    """How sums are split over an explicit mesh: as the leaves, and norms as the examples."""
     examples = (spec[0] for spec in specs if len(spec) and spec[0] is not None)
     leaves: Any = [PartitionSpec(*spec[1:]) for spec in specs]
     everywhere: Any = PartitionSpec()
@@ -93,7 +94,7 @@ def _steps(
     grouping: Grouping,
     response: Response,
 ) -> Sums:
-    # Widened, as a product rounded to a narrow dtype could take an example above its limit.
+    # Converted to a wider dtype, as rounding could bring an example above its limit otherwise.
     leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
     if devices.manual_axes() or devices.lies_in_one_piece(leaves):
         leaves = lax.platform_dependent(leaves, cpu=_in_rows, default=lambda leaves: leaves)
@@ -101,13 +102,13 @@ def _steps(
     measured = measure(leaves, groups, l2, from_above=True)
     limits = [_for_each(limit, each.norm) for limit, each in zip(limits, measured, strict=True)]
     margin = max((float(jnp.finfo(leaf.dtype).eps) for leaf in leaves), default=0.0)
-    how = {"response": response, "nonfinite": "nan", "strict": True}
-    # Beside what every strict clip does against rounding, the limit is lowered: it is rounded
-    # itself, up to 3 times, as is the multiplier of a leaf that is narrower than its norm.
+    options = {"response": response, "nonfinite": "nan", "strict": True}
+    # A strict clip stays below its limit in spite of rounding. But the limit itself was rounded, up
+    # to 3 times, and so is the multiplier of a leaf narrower than its norm: so it is lowered.
     lowered = [limit * (1 - margin) for limit in limits]
     rows = zip(measured, lowered, lowered, strict=True)
-    multipliers = [multiplier(*row, **how) for row in rows]
-    # An example is dropped with all its groups: none shows that another was not finite.
+    multipliers = [multiplier(*row, **options) for row in rows]
+    # If one group of an example is not finite, the whole example is dropped.
     is_bad = _any([~jnp.isfinite(by.ratio) for by in multipliers], is_padding)
     counts = ~is_bad & ~is_padding
     above = [
@@ -127,7 +128,7 @@ def _steps(
 
 @dataclasses.dataclass(frozen=True)
 class _Bounded:
-    """A response whose new norm never exceeds the target."""
+    """A response whose new norms are cut off at the targets."""
 
     response: Response
 
@@ -136,7 +137,7 @@ class _Bounded:
 
 
 def _lifted(grouping: Grouping, leaves: list[Array], examples: int) -> Groups:
-    """The same groups for each example, whose axis comes first; each device has its own."""
+    """The same groups for each example; the axis of examples comes first in their norms."""
     groups = tuple(
         dataclasses.replace(group, shape=(examples, *group.shape)) for group in grouping.groups
     )
@@ -148,16 +149,16 @@ def _lifted(grouping: Grouping, leaves: list[Array], examples: int) -> Groups:
 
 
 def _only(counts: Array, by: Multiplier) -> Multiplier:
-    """The multiplier, with zero for examples that do not count."""
+    """The multiplier, with 0 for examples that do not count."""
     counts = _beside(counts, by.ratio)
     return Multiplier(jnp.where(counts, by.power, 1), jnp.where(counts, by.ratio, 0))
 
 
 def _in_rows(leaves: list[Array]) -> list[Array]:
-    """The same leaves, stored example after example.
+    """The same leaves, stored one example after another.
 
-    Outer products, as the gradients of weights are, XLA stores transposed on CPU if it may, and
-    then once more in each branch that reads them.
+    Otherwise XLA on CPU stores outer products, which gradients of weights
+    are, with another order of axes, and copies them in each branch that reads them.
     """
     rows = [leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:])) for leaf in leaves]
     rows = lax.optimization_barrier(rows)
@@ -165,17 +166,17 @@ def _in_rows(leaves: list[Array]) -> list[Array]:
 
 
 def _for_each(limit: Array, norms: Array) -> Array:
-    """The limits of one example's groups in the shape of all norms, whose dtype they have."""
+    """The limits of one example's groups, in the shape of the norms of all examples."""
     return jnp.broadcast_to(limit[None], norms.shape)
 
 
 def _beside(flags: Array, like: Array) -> Array:
-    """Flags of examples, with axes for the groups of each."""
+    """Flags of examples, with axes of size 1 for their groups, so that they broadcast to `like`."""
     return lax.expand_dims(flags, range(1, like.ndim))
 
 
 def _any(flags: list[Array], like: Array) -> Array:
-    """Whether an example has the flag anywhere."""
+    """For each example, whether one of its groups has the flag."""
     each = [jnp.any(flag, axis=tuple(range(1, flag.ndim))) for flag in flags]
     return functools.reduce(jnp.logical_or, each, jnp.zeros_like(like))
 

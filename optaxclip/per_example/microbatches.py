@@ -1,4 +1,4 @@
-"""Microbatches: a step over parts of a batch, one after another, and what it adds up to."""
+"""Sums over a batch that is processed a microbatch at a time."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from optaxclip.per_example.lift import Sums
 from optaxclip.per_example.weighting import sum_dtype
 
 
-class Totals(NamedTuple):
-    """Those of `Sums` that are added up."""
+class RunningSums(NamedTuple):
+    """The fields of `Sums` that are added up over microbatches; `norms` are not."""
 
     leaves: list[Array]
     num_clipped: NormTree
@@ -24,13 +24,13 @@ class Totals(NamedTuple):
     num_dropped: Array
 
     @classmethod
-    def of(cls, sums: Sums) -> "Totals":
-        """The totals of one step."""
+    def of(cls, sums: Sums) -> "RunningSums":
+        """Those of one microbatch."""
         return cls(sums.leaves, sums.num_clipped, sums.num_unclipped, sums.num_dropped)
 
     @classmethod
-    def zeros(cls, params: FlatTree, grouping: Grouping) -> "Totals":
-        """Those of no step; on an explicit mesh leaves are split as the parameters are."""
+    def zeros(cls, params: FlatTree, grouping: Grouping) -> "RunningSums":
+        """Zeros; on an explicit mesh the leaves are split as the parameters are."""
         picked = [jnp.asarray(x) for x in params.picked()]
         leaves = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in picked]
         zero = jnp.zeros((), jnp.int32)
@@ -43,16 +43,19 @@ def in_microbatches(
     batch: PyTree,
     examples: int,
     size: int | None,
-    totals: Totals,
+    zeros: RunningSums,
 ) -> tuple[Sums, Array, PyTree]:
-    """The step over microbatches, added to `totals`, all else in the order of the batch.
+    """Applies `step` to each microbatch and adds up the sums.
 
     Args:
-      step: from a part of the batch to its sums, and what there is of each example.
+      step: a function from a part of the batch to its `Sums`, losses and auxiliary outputs.
       batch: arrays `[examples, ...]`.
-      examples: how many there are.
-      size: how many a microbatch has; all of them if None.
-      totals: those of no step.
+      examples: the number of examples.
+      size: how many examples a microbatch has; all if None.
+      zeros: the sums before the first microbatch.
+
+    Returns:
+      The sums over the batch; losses and auxiliary outputs in the order of the batch.
     """
     size = min(size or examples, examples)
     if size == examples:
@@ -60,16 +63,16 @@ def in_microbatches(
     count, rest = divmod(examples, size)
     cut = Cut.of(batch, size, count)
 
-    def body(totals: Totals, i: Array) -> tuple[Totals, PyTree]:
+    def body(running: RunningSums, i: Array) -> tuple[RunningSums, PyTree]:
         sums, *each = step(cut.microbatch(i))
-        return jax.tree.map(jnp.add, totals, Totals.of(sums)), (sums.norms, *each)
+        return jax.tree.map(jnp.add, running, RunningSums.of(sums)), (sums.norms, *each)
 
-    totals, stacked = lax.scan(body, totals, jnp.arange(count))
+    running, stacked = lax.scan(body, zeros, jnp.arange(count))
     in_order = jax.tree.map(in_order_of_batch, stacked)
     if rest:
         last = jax.tree.map(lambda x: last_examples(jnp.asarray(x), rest), batch)
         sums, *each = step(last)
-        totals = jax.tree.map(jnp.add, totals, Totals.of(sums))
+        running = jax.tree.map(jnp.add, running, RunningSums.of(sums))
         in_order = jax.tree.map(appended, in_order, (sums.norms, *each))
     norms, losses, aux = in_order
-    return Sums(norms=norms, **totals._asdict()), losses, aux
+    return Sums(norms=norms, **running._asdict()), losses, aux

@@ -1,4 +1,4 @@
-"""A limit that follows a quantile of the examples' norms, privately."""
+"""A limit that follows a quantile of the examples' norms, with noise for privacy."""
 
 from typing import Any, NamedTuple
 
@@ -11,15 +11,15 @@ from optaxclip.thresholds.base import as_float, at_least, within
 
 
 class QuantileLimit(NamedTuple):
-    """The rule of `quantile_limit`: how a limit moves.
+    """The rule that `quantile_limit` returns.
 
     Attributes:
       target: the share of examples at or below the limit.
       learning_rate: how fast the limit moves.
       init_limit: the limit at the first step.
       count_noise: the standard deviation of the noise on the count of these examples.
-      geometric: whether the limit is multiplied; otherwise it is added to.
-      min_limit: the least limit.
+      geometric: whether the limit is multiplied; otherwise something is added to it.
+      min_limit: the smallest limit.
       max_limit: the largest limit.
     """
 
@@ -48,8 +48,8 @@ class QuantileLimit(NamedTuple):
           limit: float32[], the limit that the batch was clipped with.
           num_unclipped: how many of its examples were at or below the limit, from
             `PerExampleResult`.
-          num_examples: how many there were; under Poisson sampling the expected number.
-          key: for the noise on the count; it may be None where `count_noise` is the number 0.
+          num_examples: the size of the batch; under Poisson sampling the expected size.
+          key: a key for the noise on the count; None only if `count_noise` is the number 0.
 
         Raises:
           ValueError: if there is no key for the noise.
@@ -82,10 +82,10 @@ def quantile_limit(
 
     Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, Differentially private learning with
     adaptive clipping, arXiv 1905.03871. After each batch the limit is multiplied by
-    `exp(-learning_rate * (share - target))`, where `share` is the share of examples at or below the
-    limit: their count with noise, divided by the number of examples, and brought to `[0, 1]`. The
-    count costs privacy too, so the noise on the sum must be larger: `adjusted_noise_multiplier`
-    says by how much, and `per_example_clip_and_aggregate` adds it.
+    `exp(-learning_rate * (share - target))`. The `share` of examples at or below the limit is their
+    count, plus noise, divided by the number of examples and clipped to `[0, 1]`. The count costs
+    privacy too, so the noise on the sum must be larger: `adjusted_noise_multiplier` computes how
+    large, and `per_example_clip_and_aggregate` adds it.
 
     Args:
       target: the share, from 0 to 1.
@@ -93,8 +93,9 @@ def quantile_limit(
       init_limit: the limit at the first step.
       count_noise: the standard deviation of the noise on the count; the paper takes a twentieth of
         the examples in a batch.
-      geometric: whether the limit is multiplied; otherwise the exponent is added to it.
-      min_limit: the least limit. Geometrically, a limit of 0 stays 0.
+      geometric: whether the limit is multiplied; otherwise the exponent of this factor is added to
+        it.
+      min_limit: the smallest limit. With `geometric`, a limit of 0 stays 0.
       max_limit: the largest limit.
 
     Returns:
@@ -130,16 +131,17 @@ def quantile_limit(
 def adjusted_noise_multiplier(
     noise_multiplier: jax.typing.ArrayLike, count_noise: jax.typing.ArrayLike
 ) -> Array:
-    """The multiplier for the sum's noise, so that sum and count together cost as much as wanted.
+    """The noise multiplier of the sum, if a noisy count of examples is released too.
 
     It is `(noise_multiplier**-2 - (2 * count_noise)**-2) ** -0.5`. Releasing the sum with it, and
-    the count with `count_noise`, is as private as releasing a sum alone with `noise_multiplier`;
-    the factor 2 is there because a count may be taken of `+1/2` and `-1/2`.
+    the count with `count_noise`, is as private as releasing the sum alone with `noise_multiplier`.
+    The factor is 2 because one example changes the count by as little as 1/2, if each example adds
+    `+1/2` or `-1/2` to it.
 
     Source: Andrew et al., 2019, arXiv 1905.03871, theorem 1.
 
     Args:
-      noise_multiplier: the multiplier that the accountant is given.
+      noise_multiplier: the multiplier that is passed to the accountant.
       count_noise: the standard deviation of the noise on the count.
 
     Returns:
@@ -159,8 +161,8 @@ def adjusted_noise_multiplier(
     is_possible = (sum_noise == 0) | (sum_noise < doubled)
     if not isinstance(is_possible, Tracer) and not is_possible:
         raise ValueError(
-            f"noise_multiplier must be below 2 * count_noise, or the count alone costs more "
-            f"privacy than is wanted; got {noise_multiplier!r} with count_noise={count_noise!r}"
+            f"noise_multiplier must be below 2 * count_noise, because otherwise the count alone "
+            f"costs too much privacy; got {noise_multiplier!r} with count_noise={count_noise!r}"
         )
     ratio = jnp.where(is_possible & (sum_noise > 0), sum_noise / jnp.maximum(doubled, 1e-37), 0)
     return jnp.where(is_possible, sum_noise / jnp.sqrt(1 - jnp.square(ratio)), jnp.inf)

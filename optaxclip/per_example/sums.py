@@ -1,4 +1,4 @@
-"""Sums of clipped gradients, from gradients that have an axis of examples."""
+"""Clips and sums gradients that have an axis of examples."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -25,14 +25,14 @@ from optaxclip.responses import Response, as_response
 from optaxclip.scopes import Scope
 
 WHOLE_EXAMPLE = scopes.tree()
-"""The default scope: one norm for all of an example."""
+"""The default scope: one norm for the whole example."""
 
 
 class PerExampleResult(NamedTuple):
-    """The sum of clipped examples, and what became of them.
+    """The sum of clipped examples, and what happened to the examples.
 
-    Only `grads` is bounded. Everything else, the counts too, is not private: noise on the sum does
-    not hide it.
+    Only `grads` is bounded. Noise on the sum does not protect the other fields, not even the
+    counts: they are not private.
 
     Attributes:
       grads: the tree of the sum, in float32 or wider.
@@ -58,7 +58,7 @@ class PerExampleResult(NamedTuple):
 
 
 class ExampleClip(NamedTuple):
-    """How each example is clipped; checked, and all but the limit static."""
+    """How each example is clipped, checked. All fields but `limit` are static under `jit`."""
 
     limit: ExampleLimit
     scope: Scope
@@ -74,7 +74,7 @@ class ExampleClip(NamedTuple):
         return cls(limit, scope, as_response(response), check_split(split))
 
     def limits(self, one: FlatTree) -> tuple[Grouping, list[Array], Array]:
-        """The groups of one example's tree, their limits, and that of the whole."""
+        """The groups of one example's tree, their limits, and the limit of the whole example."""
         grouping = self.scope(one)
         return grouping, *group_limits(self.limit, grouping, one, self.split)
 
@@ -98,30 +98,30 @@ def clip_sum(
     Source: Abadi et al., 2016, Deep learning with differential privacy, arXiv 1607.00133; per
     layer, McMahan, Ramage, Talwar and Zhang, 2017, arXiv 1710.06963.
 
-    Guarantees: one example's contribution to the sum never has an L2 norm above `limit`, whatever
-    the dtype of the gradients. Norms, products and the sum are in float32 (float64 for 64-bit
-    leaves). A group that exceeds its limit, or comes within rounding of it, is brought below it, in
-    float32 by a relative 2e-6 at most. An example with a NaN or infinite entry anywhere adds
-    exactly nothing. Other examples below their limit are summed as they are.
+    Guarantees: the L2 norm of one example's contribution to the sum is never above `limit`, in any
+    dtype of the gradients. Norms, products and the sum are in float32 (float64 for 64-bit leaves).
+    A group that exceeds its limit, or might by rounding, is brought below it, in float32 by a
+    relative 2e-6 at most. An example with a NaN or infinite entry adds exactly nothing. Other
+    examples below their limit are summed as they are.
 
-    The sum over many examples is rounded, like all floating-point sums. For noise, and for what the
-    bound is worth in privacy, see `per_example_clip_and_aggregate`.
+    The sum over many examples is rounded, like all floating-point sums.
+    `per_example_clip_and_aggregate` adds noise, and explains what the bound means for privacy.
 
     Args:
       grads: leaves `[examples, ...]`, real or complex floating-point. `None` leaves stay; integer,
         bool and `float0` leaves do not count, and come back as zeros without the axis of examples.
-      limit: the largest L2 norm of one example's contribution: a number or a scalar array, split
-        among the groups as `split` says; or a dict from group name to number, each group's own.
-        Traced, a negative limit acts as 0, and with a NaN every example is dropped.
+      limit: the largest L2 norm of one example's contribution: a number or a scalar array, of which
+        each group gets a share by `split`; or a dict from the name of a group to its own limit. A
+        negative traced limit acts as 0; with a traced NaN every example is dropped.
       scope: which entries of an example share one norm, from `optaxclip.scopes`.
-      response: "clip", "normalize", "smooth", "auto_s", or a function (see `optaxclip.responses`);
-        cut off at the limit.
+      response: "clip", "normalize", "smooth", "auto_s", or a function (see `optaxclip.responses`).
+        If its new norm is above the limit, the limit is used.
       split: "uniform", `limit / sqrt(K)` for each of `K` groups, or "size",
         `limit * sqrt(D_i / D)` for a group of `D_i` of all `D` entries.
-      is_padding: bool `[examples]`, which of them are padding and add nothing; with None none is.
+      is_padding: bool `[examples]`, which examples are padding, and add nothing; none if None.
 
     Returns:
-      The sum and what became of the examples.
+      The sum, and what happened to the examples.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, leaves that do not share an
@@ -209,24 +209,24 @@ def per_example_layer_norm_clip(
     flat = _measurable(grads)
     split = "uniform" if uniform else "size"
     sums = _summed(flat, ExampleClip.checked(limit, scopes.leaf(), "clip", split), None)
-    # The groups are in the order of their names, the leaves in that of the tree.
+    # Counts are in the order of the sorted names, and leaves in the order of the tree.
     names = flat.names()
     counts = [sums.num_clipped[sorted(names).index(name)] for name in names]
     return flat.rebuild(sums.leaves), flat.rebuild(counts)
 
 
 def result_of(sums: Sums, grads: PyTree) -> PerExampleResult:
-    """What users see of the sums."""
+    """The result for users, from the sums and the tree of the summed gradients."""
     return PerExampleResult(
         grads, sums.num_clipped, sums.num_dropped, sums.norms, sums.num_unclipped
     )
 
 
 def padding_flags(is_padding: jax.typing.ArrayLike | None, examples: int) -> Array:
-    """Checked flags of the examples that are padding; all False for None.
+    """Which examples are padding, checked; None means none.
 
     Raises:
-      ValueError: if there is not one for each example.
+      ValueError: if there is not one flag for each example.
       TypeError: if they are not bool.
     """
     flags = jnp.zeros(examples, bool) if is_padding is None else jnp.asarray(is_padding)
@@ -246,7 +246,7 @@ def _summed(flat: FlatTree, clip: ExampleClip, is_padding: jax.typing.ArrayLike 
 
 
 def one_of(flat: FlatTree) -> FlatTree:
-    """The tree of one example, shapes only."""
+    """The tree of one example, whose measured leaves are shapes and dtypes only."""
     leaves = [
         jax.ShapeDtypeStruct(np.shape(leaf)[1:], jnp.result_type(leaf))
         if i in set(flat.measured)

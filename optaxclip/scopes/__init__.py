@@ -1,14 +1,14 @@
 """Scopes: which entries share one norm.
 
-A `Scope` looks at a flattened tree once, while it is traced, and returns a `Grouping`: the names of
-the groups, the leaves of each, and the axes over which a leaf is reduced.
+A `Scope` is a function from a flattened tree to a `Grouping`: the names of the groups, the leaves
+of each group, and the axes of each leaf over which norms are taken.
 
   scope          | one norm for
   ---------------|---------------------------------------------------------------
   `tree()`       | all leaves together
   `group(labels)`| all leaves with the same label
   `leaf()`       | each leaf; with `stacked`, each layer of a leaf that stacks layers
-  `axes(axes)`   | each slice of a leaf along the axes that are left
+  `axes(axes)`   | each slice of a leaf along these axes
   `unit()`       | each output unit of a weight (Brock et al., 2021, arXiv 2102.06171)
   `muon()`       | all leaves that `optax.contrib.muon` trains by Muon, and all others
 """

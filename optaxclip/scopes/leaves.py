@@ -1,4 +1,4 @@
-"""Scopes over all axes of leaves: the tree, groups of leaves, each leaf or each of its layers."""
+"""Scopes whose norms span leaves: the tree, groups of leaves, each leaf or each of its layers."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
@@ -12,24 +12,24 @@ from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
 from optaxclip._base.types import PyTree
 
 Scope: TypeAlias = Callable[[FlatTree], Grouping]
-"""Looks at a tree of gradients and says which of its entries share a norm."""
+"""A function from a tree of gradients to the groups of entries that share a norm."""
 
 
 def as_scope(scope: Scope) -> Scope:
-    """`scope`, checked to be one.
+    """`scope`, checked to be a function that a maker of scopes returned.
 
     Raises:
-      TypeError: if it is none.
+      TypeError: if it is not a function, or is a maker that was not called.
     """
     if not callable(scope):
         raise TypeError(
-            "scope must be one of optaxclip.scopes, and comes before the limit, as in "
+            "scope must be from optaxclip.scopes, and is the first argument, as in "
             f"clip_by(scopes.leaf(), 1.0); got {scope!r:.80} of type {type(scope).__name__}"
         )
     if is_uncalled(scope, "optaxclip.scopes"):
         raise TypeError(
-            f"scope must be what {scope.__name__} makes, not {scope.__name__} itself: call it, as "
-            f"in scopes.{scope.__name__}()"
+            f"scope must be what {scope.__name__} returns, not {scope.__name__} itself: call it, "
+            f"as in scopes.{scope.__name__}()"
         )
     return scope
 
@@ -64,7 +64,7 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
         where the path is text such as `encoder/0/kernel`.
 
     Raises:
-      ValueError: (when used) if the labels do not fit the tree.
+      ValueError: (when used) if the labels are not a pytree prefix of the tree.
       TypeError: (when used) if a label is not a string.
 
     Example:
@@ -129,12 +129,20 @@ def _all_axes(leaf: Any) -> tuple[int, ...]:
 def one_group_per_leaf(
     flat: FlatTree, axes: tuple[tuple[int, ...], ...], layout: Literal["vector", "dict"]
 ) -> Grouping:
-    """A group, or an array of groups, for each leaf, from the axes over which it is reduced."""
+    """A group, or an array of groups, for each leaf.
+
+    Args:
+      flat: the tree.
+      axes: for each measured leaf, the axes over which its norms are taken.
+      layout: as in `Grouping`.
+    """
     groups = []
     shapes = flat.shapes()
     for i, (name, leaf, reduced) in enumerate(zip(flat.names(), flat.picked(), axes, strict=True)):
         if is_sparse(leaf) and len(reduced) < np.ndim(leaf):
-            raise ValueError(f"the sparse leaf '{name}' can only have one norm, not one for a part")
+            raise ValueError(
+                f"the sparse leaf '{name}' cannot be divided into groups: use scopes.leaf()"
+            )
         shape = tuple(size for axis, size in enumerate(shapes[i]) if axis not in reduced)
         names = _layer_names(name, shape) if layout == "vector" else (name,)
         groups.append(Group(names, (i,), shape))
@@ -142,7 +150,7 @@ def one_group_per_leaf(
 
 
 def _layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """`name/00`, `name/01`, ... for a leaf of several layers; padded, so that they sort."""
+    """`name/00`, `name/01`, ... for a leaf of several layers; zeros in front make them sort."""
     if not all(isinstance(size, int) for size in shape):
         raise ValueError(f"leaf '{name}' must stack a fixed number of layers, got shape {shape}")
     widths = [len(str(max(size - 1, 0))) for size in shape]
@@ -153,7 +161,7 @@ def _layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def stacked_counts(stacked: StackedAxes, flat: FlatTree) -> list[int]:
-    """For each measured leaf how many leading axes stack layers, checked."""
+    """For each measured leaf, the checked number of leading axes that stack layers."""
     counts = per_leaf(stacked, flat, "stacked")
     for name, leaf, count in zip(flat.names(), flat.picked(), counts, strict=True):
         if not isinstance(count, (int, np.integer)) or not 0 <= count <= np.ndim(leaf):

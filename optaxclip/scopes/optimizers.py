@@ -13,11 +13,11 @@ from optaxclip.scopes.leaves import Scope, group
 
 
 def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -> Scope:
-    """One norm for all leaves that `optax.contrib.muon` trains by Muon, one for those of its Adam.
+    """Two norms: of the leaves that `optax.contrib.muon` trains by Muon, and of all others.
 
-    Muon's updates do not depend on the scale of its gradients, so its gradients should not count
-    in the norm that clips Adam's. Muon needs a limit against spikes alone, which its momentum
-    remembers for a hundred steps; `docs/muon.md` has more.
+    Muon's updates do not depend on the scale of its gradients, so these gradients should not count
+    in the norm that clips Adam's. Muon needs a limit only against spikes, which its momentum
+    remembers for about a hundred steps; `docs/muon.md` has more.
 
     Args:
       weight_dimension_numbers: the argument `muon_weight_dimension_numbers` of Muon: a pytree
@@ -50,17 +50,16 @@ def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -
 def muon_labels(
     weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None,
 ) -> Callable[[PyTree], PyTree]:
-    """A function that labels the leaves that `optax.contrib.muon` trains by Muon and by Adam.
+    """A function that labels each leaf by what `optax.contrib.muon` trains it with: Muon or Adam.
 
-    Give it to `optax.partition`, or make masks of its labels. The scope with these groups is
-    `muon`.
+    The function may be passed to `optax.partition`. The scope with these labels is `muon`.
 
     Args:
       weight_dimension_numbers: as in `muon`.
 
     Returns:
-      A function from parameters, or anything with their structure and shapes, to a pytree like them
-      with "muon" and "adam" for leaves.
+      A function from parameters, or a pytree with their structure and shapes, to a pytree of the
+      same structure with "muon" or "adam" for each leaf.
 
     Raises:
       ValueError: (when used) if the dimension numbers do not fit the tree.

@@ -1,4 +1,4 @@
-"""Scopes over parts of leaves: slices along axes, the output units of weights."""
+"""Scopes that divide leaves: into slices along axes, or into the output units of weights."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ from optaxclip.scopes.leaves import Scope, StackedAxes, one_group_per_leaf, stac
 
 
 def axes(axes: int | Sequence[int]) -> Scope:
-    """One norm for each slice of a leaf, reduced over the given axes.
+    """One norm for each slice of a leaf along the given axes.
 
     Args:
-      axes: the axes over which a norm extends; negative ones count from the end.
+      axes: the axes over which a norm is taken; negative ones count from the end.
 
     Raises:
       ValueError: (when used) if a leaf lacks one of the axes.
@@ -44,11 +44,11 @@ def unit(
     axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int]] | None = None,
     stacked: StackedAxes = 0,
 ) -> Scope:
-    """One norm for each output unit of a weight: the fan-in of one neuron or one filter.
+    """One norm for each output unit of a weight: for all weights that lead into one unit.
 
     The output axis of a weight must be the last one, as in Flax, Haiku and Keras:
 
-      leaf                                       | reduced over
+      leaf                                       | axes of a norm
       -------------------------------------------|---------------------
       at most one axis longer than 1             | all axes
       matrix `[in, out]`, or rank 3              | 0
@@ -56,10 +56,10 @@ def unit(
       convolution of rank 5                      | 0, 1, 2, 3
 
     Args:
-      axis: the axes to reduce over in place of those in the table, for every leaf; or
+      axis: the axes of a norm in place of those in the table, for every leaf; or
         `fn(path, leaf) -> axes`.
-      stacked: the number of leading stacked axes, as in `leaf`; the table and `axis` then speak of
-        the axes that follow them.
+      stacked: the number of leading stacked axes, as in `leaf`; the table and `axis` then count
+        from the first axis that follows them.
 
     Raises:
       ValueError: (when used) for a leaf of another rank without `axis`; the message names its path.
@@ -76,13 +76,13 @@ def unit(
     def assign(flat: FlatTree) -> Grouping:
         counts = stacked_counts(stacked, flat)
         reduced = []
-        unknown = flat.global_shapes or [()] * len(counts)
-        rows = zip(flat.names(), flat.picked(), flat.shapes(), unknown, counts, strict=True)
-        for name, leaf, shape, known, skip in rows:
+        whole_shapes = flat.global_shapes or [()] * len(counts)
+        rows = zip(flat.names(), flat.picked(), flat.shapes(), whole_shapes, counts, strict=True)
+        for name, leaf, shape, whole_shape, skip in rows:
             layer = jax.ShapeDtypeStruct(shape[skip:], np.float32)
             chosen = axis(name, leaf) if callable(axis) else axis
             if chosen is None:
-                chosen = _fan_in_axes(layer.shape, name, is_part=known is None)
+                chosen = _fan_in_axes(layer.shape, name, is_part=whole_shape is None)
             reduced.append(tuple(skip + a for a in _normalized(chosen, layer, name)))
         return one_group_per_leaf(flat, tuple(reduced), "dict")
 
@@ -104,13 +104,19 @@ def _normalized(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[int, .
 
 
 def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_part: bool) -> tuple[int, ...]:
-    """The axes of a unit, by the shape of its layer, or of the part that this device holds."""
+    """The axes of a unit's norm, by the shape of its layer.
+
+    Args:
+      shape: of the layer; with `is_part`, of what this device holds of it.
+      name: of the leaf.
+      is_part: whether the shape of the whole layer is unknown.
+    """
     rank = len(shape)
     num_long = sum(size != 1 for size in shape)
     if is_part and rank > 1 and num_long <= 1:
         raise ValueError(
-            f"leaf '{name}' of shape {shape} may be one device's part of a leaf, and only the "
-            "shape of the whole leaf tells what its units are: pass specs= (a pytree of "
+            f"leaf '{name}' of shape {shape} may be one device's part of a larger leaf, and the "
+            "units depend on the shape of the whole leaf: pass specs= (a pytree of "
             "PartitionSpec), or axis="
         )
     if num_long <= 1:
@@ -120,5 +126,6 @@ def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_part: bool) -> tuple[i
     if rank in (4, 5):
         return tuple(range(rank - 1))
     raise ValueError(
-        f"leaf '{name}' has rank {rank} (shape {shape}), for which no unit is defined: pass axis="
+        f"leaf '{name}' has rank {rank} (shape {shape}), and units are defined up to rank 5: pass "
+        "axis="
     )

@@ -1,7 +1,7 @@
 """Limit rules: what the norm of a group may be at this step.
 
-A rule is a `Threshold`, an `(init, update)` pair over the norms of the groups. It hardly sees which
-scope they come from, so a rule written once serves the whole tree, each leaf and each label:
+A rule is a `Threshold`, a pair of functions `(init, update)` of the norms of all groups. It works
+for any scope, because the norms of groups come in the same form whatever the groups are:
 
   def update(norms, state, param_norms):
       limits = ...                      # a pytree like norms

@@ -1,6 +1,6 @@
-"""What all history-based rules share: what to record, when to start, how not to lock.
+"""What all rules that learn from past norms share: a statistic, and six options.
 
-A rule is a `Statistic` of the norms so far, and six options with one meaning everywhere:
+Such a rule has a `Statistic` of the norms so far, and these options, which mean the same in all:
 
   option         | meaning
   ---------------|------------------------------------------------------------------------------
@@ -8,14 +8,14 @@ A rule is a `Statistic` of the norms so far, and six options with one meaning ev
                  | was clipped to ("clipped"), its limit ("capped"), or nothing ("accepted")
   `inclusive`    | whether a norm counts in the statistic that judges it
   `warmup_steps` | how many norms must have been recorded before there is a limit
-  `floor`        | norms below it say nothing about the scale: they are not recorded, and no limit
-                 | falls below it
+  `floor`        | norms below it are not recorded, and no limit falls below it
   `patience`     | after so many norms in a row above their limit the raw norm is recorded, until
                  | a norm is at or below its limit; with None it never is
   `max_norm`     | a cap on every limit, in the warm-up too
 
-`patience=None, floor=0.0` is the published behaviour of every rule. A norm that is not finite
-leaves the state exactly as it was.
+The published rules have neither a floor nor patience: `patience=None, floor=0.0`. Without patience
+a rule that records clipped norms may clip for ever after a lasting rise of the norms. A norm that
+is not finite leaves the state exactly as it was.
 """
 
 import dataclasses
@@ -37,39 +37,39 @@ from optaxclip.thresholds.fixed import check_limit
 Record = Literal["raw", "clipped", "capped", "accepted"]
 
 FLOOR = 1e-8
-"""The default floor: gradients with such a norm are zero for all purposes."""
+"""The default floor: a gradient with a smaller norm is practically zero."""
 
 PATIENCE = 20
-"""The default patience: no spike lasts that long."""
+"""The default patience: a rise of the norms that lasts longer is not a spike."""
 
 
 class Statistic(Protocol):
-    """What a rule knows of the past of one group, or of an array of groups at once.
+    """A statistic of past norms, for one group or for an array of groups.
 
-    Statistics are static and hashable; the numbers they compute with are traced. The square of a
-    norm may leave the range of float32, so a statistic keeps numbers with the unit of norms, such
-    as a deviation in place of a variance.
+    Statistics are hashable, because they are static under `jit`; `settings` are the numbers that
+    they compute with, which are traced. Because the square of a norm may overflow in float32, a
+    statistic keeps a deviation and not a variance.
     """
 
-    def init(self, numbers: Any, like: Array) -> PyTree:
+    def init(self, settings: Any, like: Array) -> PyTree:
         """The state before the first norm, float32, for groups of the shape of `like`."""
         ...
 
-    def observe(self, numbers: Any, state: PyTree, norm: Array, count: Array) -> PyTree:
-        """The state after a finite norm; `count` norms have been recorded before it."""
+    def observe(self, settings: Any, state: PyTree, norm: Array, count: Array) -> PyTree:
+        """The state with one finite norm more; `count` norms were recorded before it."""
         ...
 
-    def limits(self, numbers: Any, state: PyTree, norm: Array, count: Array) -> Limits:
-        """The limits for this norm; infinite where there is nothing to judge it by."""
+    def limits(self, settings: Any, state: PyTree, norm: Array, count: Array) -> Limits:
+        """The limits for this norm; infinite as long as nothing was recorded."""
         ...
 
 
 @runtime_checkable
 class Windowed(Protocol):
-    """A statistic that keeps a ring of values, in which the next place is `count % window`.
+    """A statistic that keeps the last values in a ring; the next place is `count % window`.
 
-    When the count of norms reaches the largest int32, it is set back by `window`, so that places
-    stay the same.
+    When the count of norms reaches the largest int32, it is set back by a multiple of `window`, so
+    that the place is still right.
 
     Attributes:
       window: the number of values.
@@ -80,7 +80,7 @@ class Windowed(Protocol):
 
 @runtime_checkable
 class OfAnySign(Protocol):
-    """A statistic that makes sense of numbers below 0 too.
+    """A statistic that can also be taken of numbers below 0, such as losses.
 
     Attributes:
       any_sign: True.
@@ -90,13 +90,13 @@ class OfAnySign(Protocol):
 
 
 class AdaptiveState(NamedTuple):
-    """State of a history-based rule, one entry per group.
+    """State of a rule that learns from past norms. Arrays have an entry for each group.
 
     Attributes:
-      recorded: int32, the norms recorded so far.
-      streak: int32, how many norms in a row were above their limit.
-      statistic: what the statistic keeps.
-      rule: the rule's name, as a tuple of one; structure, not an array.
+      recorded: int32, how many norms were recorded.
+      streak: int32, how many norms in a row, up to the last, were above their limit.
+      statistic: the state of the statistic.
+      rule: the rule's name, as a tuple of one; part of the structure, not an array.
     """
 
     recorded: Array
@@ -116,7 +116,7 @@ class _Static:
 
     @property
     def rule(self) -> Names:
-        """The name of the rule, as that of its statistic."""
+        """The name of the rule, made from that of its statistic."""
         words = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(self.statistic).__name__)
         return Names((words.strip("_").lower(),))
 
@@ -130,7 +130,7 @@ class _Options(NamedTuple):
 
 def adaptive(
     statistic: Statistic,
-    numbers: Any,
+    settings: Any,
     *,
     record: Record,
     inclusive: bool = False,
@@ -144,13 +144,13 @@ def adaptive(
     """A rule from a statistic and the shared options, which the module explains.
 
     Args:
-      statistic: what the rule knows of the past.
-      numbers: a pytree of numbers for the statistic.
+      statistic: what the rule keeps of past norms.
+      settings: a pytree of numbers for the statistic.
       record: what a norm above its limit adds to the statistic.
       inclusive: whether a norm counts in the statistic that judges it.
-      reject: whether a norm above its limit is brought to 0, whatever the statistic says.
-      by_norm_of_all: whether `limits` is given `(numbers, norm)` in place of `numbers`, where
-        `norm` is the L2 norm of all groups that are finite.
+      reject: whether a norm above its limit is brought to 0 and not to its target.
+      by_norm_of_all: whether the statistic's `limits` gets `(settings, norm)` in place of
+        `settings`, where `norm` is the L2 norm of all groups that are finite.
       warmup_steps: how many norms must have been recorded before there is a limit.
       floor: smaller norms are not recorded, and no limit is smaller.
       patience: how many norms in a row may exceed their limit before the raw norm is recorded.
@@ -172,51 +172,51 @@ def adaptive(
         max_norm=None if max_norm is None else check_limit(max_norm, "max_norm"),
     )
     static = _Static(statistic, record, inclusive, reject, by_norm_of_all)
-    return Threshold(Partial(_init, static, numbers), Partial(_update, static, options, numbers))
+    return Threshold(Partial(_init, static, settings), Partial(_update, static, options, settings))
 
 
 def of_any_sign(rule: Threshold, argument: str) -> Threshold:
-    """The same rule for numbers that may be negative and have no scale, as losses: without a floor.
+    """The same rule without a floor, for numbers that may be negative, such as losses.
 
     Args:
-      rule: a rule of `adaptive`; any other is left as it is.
+      rule: a rule made by `adaptive`; any other is returned as it is.
       argument: what it is called in messages.
 
     Raises:
-      ValueError: for a rule that makes no sense of numbers below 0.
+      ValueError: for a rule whose statistic is for norms alone.
     """
     if not isinstance(rule.update, Partial) or rule.update.func is not _update:
         return rule
-    static, options, numbers = rule.update.args
+    static, options, settings = rule.update.args
     if not isinstance(static.statistic, OfAnySign):
         raise ValueError(
-            f"{argument} must be a rule for numbers of any sign, as a loss may be negative; got "
-            "one for norms alone: use thresholds.window, zscore, percentile, median or ema, or a "
-            "number"
+            f"{argument} must be a rule that allows negative numbers, as a loss may be negative, "
+            "and got one for norms alone: use thresholds.window, zscore, percentile, median or "
+            "ema, or a number"
         )
     options = options._replace(floor=-jnp.inf)
-    return dataclasses.replace(rule, update=Partial(_update, static, options, numbers))
+    return dataclasses.replace(rule, update=Partial(_update, static, options, settings))
 
 
-def at_least(value: Any, least: float, argument: str) -> Any:
-    """`value`, checked to be a number of at least `least` where it is concrete.
+def at_least(value: Any, minimum: float, argument: str) -> Any:
+    """`value`, checked to be a number; unless it is an array, it must be at least `minimum`.
 
     Raises:
-      ValueError: if it is less.
+      ValueError: if it is below `minimum`.
       TypeError: if it is not a number.
     """
-    return within(value, least, float("inf"), argument)
+    return within(value, minimum, float("inf"), argument)
 
 
 def as_float(number: Any) -> Array:
-    """A number of any kind as float32."""
+    """A number as a float32 array."""
     return jnp.asarray(number).astype(jnp.float32)
 
 
 def multiple(number: Any, of: Array) -> Array:
-    """`number * of`; infinite if either is, even where the other is 0.
+    """`of + (number - 1) * abs(of)`, which is `number * of` unless `of` is negative.
 
-    For negative `of` it is `of + (number - 1) * abs(of)`, as far above it.
+    It is infinite if either is infinite, even where the other is 0.
     """
     number = as_float(number)
     infinite = jnp.isinf(number) | jnp.isinf(of)
@@ -225,10 +225,10 @@ def multiple(number: Any, of: Array) -> Array:
 
 
 def within(value: Any, low: float, high: float, argument: str) -> Any:
-    """`value`, checked to be a number in `[low, high]` where it is concrete.
+    """`value`, checked to be a number; unless it is an array, it must be from `low` to `high`.
 
     Raises:
-      ValueError: if it is not.
+      ValueError: if it is outside of that range.
       TypeError: if it is not a number.
     """
     value = check_limit(value, argument)
@@ -238,39 +238,39 @@ def within(value: Any, low: float, high: float, argument: str) -> Any:
 
 
 def select(where: Array, new: PyTree, old: PyTree) -> PyTree:
-    """`new` where `where`, else `old`; arrays may have leading axes that `where` lacks."""
+    """`new` where `where` is True, else `old`; the arrays may have more leading axes than it."""
     return jax.tree.map(lambda x, y: jnp.where(jnp.broadcast_to(where, y.shape), x, y), new, old)
 
 
 def root_of_squares(x: Array, y: Array) -> Array:
-    """`sqrt(x**2 + y**2)`, also where a square leaves the range."""
+    """`sqrt(x**2 + y**2)`, also where a square overflows or underflows."""
     unit = jax.lax.stop_gradient(power_of_two_below(jnp.maximum(jnp.abs(x), jnp.abs(y))))
     return unit * safe_sqrt(jnp.square(x / unit) + jnp.square(y / unit))
 
 
-def _init(static: _Static, numbers: Any, norms: NormTree) -> AdaptiveState:
+def _init(static: _Static, settings: Any, norms: NormTree) -> AdaptiveState:
     norm = _as_one(norms)
     zeros = jnp.zeros(norm.shape, jnp.int32)
-    return AdaptiveState(zeros, zeros, static.statistic.init(numbers, norm), static.rule)
+    return AdaptiveState(zeros, zeros, static.statistic.init(settings, norm), static.rule)
 
 
 def _update(
     static: _Static,
     options: _Options,
-    numbers: Any,
+    settings: Any,
     norms: NormTree,
     state: AdaptiveState,
     param_norms: NormTree | None,
 ) -> tuple[Limits, AdaptiveState]:
     del param_norms
-    # One that was restored may be of NumPy arrays.
+    # A state that was restored from a checkpoint may hold NumPy arrays.
     state = jax.tree.map(jnp.asarray, state)
-    limits, state = _step(static, options, numbers, _as_one(norms), state)
+    limits, state = _step(static, options, settings, _as_one(norms), state)
     return Limits(*(_like(norms, field) for field in limits)), state
 
 
 def _as_one(norms: NormTree) -> Array:
-    """All norms in one array, so that the structure of the state does not depend on the groups."""
+    """All norms in one array, so that the structure of the state is the same for all groups."""
     leaves = jax.tree.leaves(norms)
     return leaves[0] if len(leaves) == 1 else concatenated(leaves)
 
@@ -291,24 +291,25 @@ def _norm_of_all(norms: Array) -> Array:
 
 
 def _step(
-    static: _Static, options: _Options, numbers: Any, norm: Array, state: AdaptiveState
+    static: _Static, options: _Options, settings: Any, norm: Array, state: AdaptiveState
 ) -> tuple[Limits, AdaptiveState]:
     statistic = static.statistic
     period = statistic.window if isinstance(statistic, Windowed) else 1
-    is_finite, most = jnp.isfinite(norm), float(jnp.finfo(jnp.float32).max)
-    # The state keeps float32.
+    is_finite, largest = jnp.isfinite(norm), float(jnp.finfo(jnp.float32).max)
+    # The state is float32, so a norm in float64 is converted; `exact` is the original.
     exact, norm = norm, narrowed(jnp.where(is_finite, norm, 0), jnp.dtype(jnp.float32))
     counts = is_finite & (norm >= as_float(options.floor))
 
     def recorded(x: Array, where: Array) -> tuple[Array, PyTree]:
-        new = statistic.observe(numbers, state.statistic, jnp.clip(x, -most, most), state.recorded)
+        x = jnp.clip(x, -largest, largest)
+        new = statistic.observe(settings, state.statistic, x, state.recorded)
         return increased(state.recorded, where, period=period), select(where, new, state.statistic)
 
-    count, known = state.recorded, state.statistic
+    count, kept = state.recorded, state.statistic
     if static.inclusive:
-        count, known = recorded(norm, counts)
-    known_numbers = (numbers, _norm_of_all(norm)) if static.by_norm_of_all else numbers
-    rule = statistic.limits(known_numbers, known, norm, count)
+        count, kept = recorded(norm, counts)
+    arguments = (settings, _norm_of_all(norm)) if static.by_norm_of_all else settings
+    rule = statistic.limits(arguments, kept, norm, count)
     is_ready = count >= options.warmup_steps
     trigger, target = (
         jnp.where(is_ready, jnp.maximum(limit, as_float(options.floor)), jnp.inf) for limit in rule
@@ -325,13 +326,14 @@ def _step(
         x = jnp.where(is_above & ~gives_in, by_record[static.record], norm)
         if static.record == "accepted":
             counts = counts & (~is_above | gives_in)
-        count, known = recorded(x, counts)
+        count, kept = recorded(x, counts)
     if exact.dtype == jnp.float64:
-        # What float32 rounds, or cannot hold, is not above its limit by that alone.
+        # Where only the conversion to float32 brought the norm to its limit or below, the limit in
+        # float64 is raised to the norm.
         trigger = trigger.astype(exact.dtype)
         trigger = jnp.where(is_finite & ~is_above, jnp.maximum(trigger, exact), trigger)
     if options.max_norm is not None:
         cap = as_float(options.max_norm)
         target = jnp.where(is_above | (norm <= cap), jnp.minimum(target, cap), cap)
         trigger = jnp.minimum(trigger, cap.astype(trigger.dtype))
-    return Limits(trigger, target), AdaptiveState(count, streak, known, static.rule)
+    return Limits(trigger, target), AdaptiveState(count, streak, kept, static.rule)

@@ -1,4 +1,4 @@
-"""A rule for each group: what is given by name, as one rule over all groups."""
+"""Rules that are given by the names of groups, as one rule for all groups."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,14 +13,14 @@ from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 
 
 def by_name(rules: Mapping[str, Threshold], groups: Names) -> Threshold:
-    """Each group's own rule.
+    """One rule, which applies to each group the rule that was given for it.
 
     Args:
-      rules: by the names of the groups.
-      groups: the names and the shapes of all groups, in the order in which norms lie in one array.
+      rules: a rule for each name.
+      groups: the names and shapes of all groups, in the order of the norms.
 
     Returns:
-      A rule whose state is a dict from name to the state of the group's rule.
+      A rule whose state is a dict from name to the state of that group's rule.
     """
     own = {name: rules[name].as_pytree() for name in groups}
     uses_params = any(rule.uses_params for rule in own.values())
@@ -42,27 +42,27 @@ def _update(
     state: dict[str, PyTree],
     param_norms: NormTree | None,
 ) -> tuple[Limits, dict[str, PyTree]]:
-    own = _parted(norms, groups)
-    of_params = {} if param_norms is None else _parted(param_norms, groups)
+    own = _by_group(norms, groups)
+    of_params = {} if param_norms is None else _by_group(param_norms, groups)
     triggers, targets, new = {}, {}, {}
     for name, rule in rules.items():
         limits, new[name] = rule.update(
             own[name], state[name], of_params[name] if rule.uses_params else None
         )
         triggers[name], targets[name] = limits
-    joined = [_joined([column[name] for name in groups], norms) for column in (triggers, targets)]
-    return Limits(*joined), new
+    columns = ([column[name] for name in groups] for column in (triggers, targets))
+    return Limits(*(_like(norms, column) for column in columns)), new
 
 
-def _parted(norms: NormTree, groups: Names) -> dict[str, Any]:
-    """What limit rules see of all groups, by name."""
+def _by_group(norms: NormTree, groups: Names) -> dict[str, Any]:
+    """The norms of each group, by its name."""
     if isinstance(norms, Array):
         norms = [norms] if not norms.ndim else split_up(norms, groups.shapes)
     return dict(zip(groups, norms, strict=True))
 
 
-def _joined(arrays: list[Array], norms: NormTree) -> NormTree:
-    """From an array for each name to the structure of the norms."""
+def _like(norms: NormTree, arrays: list[Array]) -> NormTree:
+    """One array for each group, in the structure that `norms` have."""
     if not isinstance(norms, Array):
         return arrays
     return concatenated(arrays).astype(norms.dtype).reshape(norms.shape)

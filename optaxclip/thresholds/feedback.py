@@ -1,4 +1,4 @@
-"""Rules that learn from what they did: Lingvo's tracker, AdaGC, the quantile of Andrew et al."""
+"""Rules whose limits depend on their earlier limits: Lingvo's tracker, AdaGC, a quantile."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -26,13 +26,14 @@ def log_tracker(
     """A number of standard deviations above the moving mean of `log(1 + norm)`.
 
     Source: Chen et al., 2018, arXiv 1804.09849, the gradient norm tracker of tensorflow/lingvo.
-    There is no limit until the weights of the averages sum to 0.75, after 277 norms. For a norm
-    above the limit the limit is recorded, so that the rule can follow a lasting rise.
+    There is no limit until the weights of the averages sum to 0.75, which with the default decay
+    takes 277 norms. In the place of a norm above the limit the limit is recorded, so that the rule
+    can follow a lasting rise.
 
     Args:
       decay: the decay of mean and variance.
       num_std: how many standard deviations above the mean.
-      min_limit: the least limit.
+      min_limit: the smallest limit.
       reject: whether a norm above the limit is brought to 0, as in Lingvo, instead of to the limit.
       floor: smaller norms are not recorded, and no limit is smaller.
       max_norm: a cap on every limit.
@@ -50,14 +51,14 @@ def log_tracker(
       >>> print(limits.trigger)
       inf
     """
-    numbers = _TrackerNumbers(
+    settings = _TrackerSettings(
         within(decay, 0, 1, "decay"),
         at_least(num_std, 0, "num_std"),
         check_limit(min_limit, "min_limit"),
     )
     return adaptive(
         _LogTracker(),
-        numbers,
+        settings,
         record="raw",
         reject=reject,
         floor=floor,
@@ -78,19 +79,19 @@ def adagc(
 ) -> Threshold:
     """A little above the moving average of the clipped norms, after a warm-up by the global norm.
 
-    Source: Wang et al., 2025, AdaGC, arXiv 2502.11034, where the groups are the leaves. In the
-    warm-up all groups are scaled by `min(lambda_abs / global norm, 1)`, and the average is the
-    least norm that resulted. The revised paper has `lambda_rel=1.04, beta=0.99`.
+    Source: Wang et al., 2025, AdaGC, arXiv 2502.11034, where each leaf is a group. In the warm-up
+    all groups are multiplied by `min(lambda_abs / global norm, 1)`, and the average begins as the
+    smallest of a group's norms after that. The revised paper has `lambda_rel=1.04, beta=0.99`.
 
     The rule records clipped norms, so a limit grows by a factor of at most
-    `1 + (1 - beta) * (lambda_rel - 1)` a step: to double it takes 694 steps or more. The method
-    wants this, so `patience` is off by default.
+    `1 + (1 - beta) * (lambda_rel - 1)` a step, and needs 694 steps to double. This is intended, so
+    `patience` is None by default.
 
     Args:
-      lambda_rel: the limit over the average.
+      lambda_rel: the limit, divided by the average.
       lambda_abs: the global norm to clip to in the warm-up.
       beta: the decay of the average.
-      warmup_steps: norms to record in the warm-up.
+      warmup_steps: how many norms the warm-up lasts.
       floor: smaller norms are not recorded, and no limit is smaller. With 0 a group whose norm is
         zero in the warm-up never moves again, as published.
       patience: after so many norms in a row above their limit the raw norm is recorded.
@@ -110,7 +111,7 @@ def adagc(
       >>> print(limits.target)
       [0.6 0.8]
     """
-    numbers = _AdaGCNumbers(
+    settings = _AdaGCSettings(
         at_least(lambda_rel, 0, "lambda_rel"),
         check_limit(lambda_abs, "lambda_abs"),
         within(beta, 0, 1, "beta"),
@@ -118,7 +119,7 @@ def adagc(
     )
     return adaptive(
         _Adagc(),
-        numbers,
+        settings,
         record="clipped",
         by_norm_of_all=True,
         floor=floor,
@@ -146,8 +147,8 @@ def quantile(
       target: the share of norms at or below the limit, from 0 to 1.
       learning_rate: how fast the limit moves.
       init_limit: the limit at the first step.
-      geometric: whether the limit is multiplied; otherwise the exponent is added to it, and the
-        limit stays above 0.
+      geometric: whether the limit is multiplied; otherwise the exponent of this factor is added to
+        the limit, which never falls below 0.
       floor: smaller norms are not recorded, and no limit is smaller.
       max_norm: a cap on every limit.
 
@@ -166,17 +167,17 @@ def quantile(
       >>> print(limits.trigger)
       0.904837
     """
-    numbers = _QuantileNumbers(
+    settings = _QuantileSettings(
         within(target, 0, 1, "target"),
         at_least(learning_rate, 0, "learning_rate"),
         check_limit(init_limit, "init_limit"),
     )
     return adaptive(
-        _Quantile(geometric), numbers, record="raw", floor=floor, patience=None, max_norm=max_norm
+        _Quantile(geometric), settings, record="raw", floor=floor, patience=None, max_norm=max_norm
     )
 
 
-class _TrackerNumbers(NamedTuple):
+class _TrackerSettings(NamedTuple):
     decay: Any
     num_std: Any
     min_limit: Any
@@ -189,36 +190,36 @@ class _TrackerState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _LogTracker:
-    def init(self, numbers: Any, like: Array) -> _TrackerState:
-        del numbers
+    def init(self, settings: Any, like: Array) -> _TrackerState:
+        del settings
         zeros = jnp.zeros(like.shape, jnp.float32)
         return _TrackerState(Moments(zeros, zeros), zeros)
 
     def observe(
-        self, numbers: _TrackerNumbers, state: _TrackerState, norm: Array, count: Array
+        self, settings: _TrackerSettings, state: _TrackerState, norm: Array, count: Array
     ) -> _TrackerState:
         del count
-        capped = jnp.minimum(jnp.log1p(jnp.maximum(norm, 0.01)), _log_limit(numbers, state))
-        rest = 1 - as_float(numbers.decay)
+        capped = jnp.minimum(jnp.log1p(jnp.maximum(norm, 0.01)), _log_limit(settings, state))
+        rest = 1 - as_float(settings.decay)
         weight = state.weight + rest * (1 - state.weight)
         share = safe_divide(rest * jnp.ones_like(weight), weight, 0)
         return _TrackerState(weighted(state.moments, capped, share), weight)
 
     def limits(
-        self, numbers: _TrackerNumbers, state: _TrackerState, norm: Array, count: Array
+        self, settings: _TrackerSettings, state: _TrackerState, norm: Array, count: Array
     ) -> Limits:
         del norm, count
-        limit = jnp.where(state.weight > 0.75, jnp.expm1(_log_limit(numbers, state)), jnp.inf)
+        limit = jnp.where(state.weight > 0.75, jnp.expm1(_log_limit(settings, state)), jnp.inf)
         return Limits(limit, limit)
 
 
-def _log_limit(numbers: _TrackerNumbers, state: _TrackerState) -> Array:
+def _log_limit(settings: _TrackerSettings, state: _TrackerState) -> Array:
     std = jnp.maximum(state.moments.std, 1e-3)
-    cap = state.moments.mean + multiple(numbers.num_std, std)
-    return jnp.maximum(cap, jnp.log1p(as_float(numbers.min_limit)))
+    cap = state.moments.mean + multiple(settings.num_std, std)
+    return jnp.maximum(cap, jnp.log1p(as_float(settings.min_limit)))
 
 
-class _AdaGCNumbers(NamedTuple):
+class _AdaGCSettings(NamedTuple):
     lambda_rel: Any
     lambda_abs: Any
     beta: Any
@@ -227,28 +228,28 @@ class _AdaGCNumbers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Adagc:
-    def init(self, numbers: Any, like: Array) -> Array:
-        del numbers
+    def init(self, settings: Any, like: Array) -> Array:
+        del settings
         return jnp.zeros(like.shape, jnp.float32)
 
-    def observe(self, numbers: _AdaGCNumbers, state: Array, norm: Array, count: Array) -> Array:
-        moved = state + (1 - as_float(numbers.beta)) * (norm - state)
-        known = jnp.where(count < numbers.warmup_steps, jnp.minimum(state, norm), moved)
-        return jnp.where(count == 0, norm, known)
+    def observe(self, settings: _AdaGCSettings, state: Array, norm: Array, count: Array) -> Array:
+        moved = state + (1 - as_float(settings.beta)) * (norm - state)
+        later = jnp.where(count < settings.warmup_steps, jnp.minimum(state, norm), moved)
+        return jnp.where(count == 0, norm, later)
 
     def limits(
-        self, numbers: tuple[_AdaGCNumbers, Array], state: Array, norm: Array, count: Array
+        self, settings: tuple[_AdaGCSettings, Array], state: Array, norm: Array, count: Array
     ) -> Limits:
-        own, global_norm = numbers
-        # Not by the factor, which may be no normal number.
-        most = as_float(own.lambda_abs)
-        shrunk = jnp.where(global_norm > most, most * safe_divide(norm, global_norm, 1), norm)
+        own, global_norm = settings
+        # The norm is divided first, as `lambda_abs / global_norm` may be no normal number.
+        largest = as_float(own.lambda_abs)
+        shrunk = jnp.where(global_norm > largest, largest * safe_divide(norm, global_norm, 1), norm)
         later = jnp.where(count == 0, jnp.inf, multiple(own.lambda_rel, state))
         limit = jnp.where(count < own.warmup_steps, shrunk, later)
         return Limits(limit, limit)
 
 
-class _QuantileNumbers(NamedTuple):
+class _QuantileSettings(NamedTuple):
     target: Any
     learning_rate: Any
     init_limit: Any
@@ -258,15 +259,17 @@ class _QuantileNumbers(NamedTuple):
 class _Quantile:
     geometric: bool
 
-    def init(self, numbers: _QuantileNumbers, like: Array) -> Array:
-        return jnp.full(like.shape, as_float(numbers.init_limit))
+    def init(self, settings: _QuantileSettings, like: Array) -> Array:
+        return jnp.full(like.shape, as_float(settings.init_limit))
 
-    def observe(self, numbers: _QuantileNumbers, state: Array, norm: Array, count: Array) -> Array:
+    def observe(
+        self, settings: _QuantileSettings, state: Array, norm: Array, count: Array
+    ) -> Array:
         del count
-        excess = (norm <= state).astype(jnp.float32) - as_float(numbers.target)
-        step = -as_float(numbers.learning_rate) * excess
+        excess = (norm <= state).astype(jnp.float32) - as_float(settings.target)
+        step = -as_float(settings.learning_rate) * excess
         return state * jnp.exp(step) if self.geometric else jnp.maximum(state + step, 0)
 
-    def limits(self, numbers: Any, state: Array, norm: Array, count: Array) -> Limits:
-        del numbers, norm, count
+    def limits(self, settings: Any, state: Array, norm: Array, count: Array) -> Limits:
+        del settings, norm, count
         return Limits(state, state)

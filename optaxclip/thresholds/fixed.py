@@ -71,13 +71,13 @@ def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
 
 
 def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3) -> Threshold:
-    """A limit of `ratio * max(norm of the parameters, eps)`, over the same groups.
+    """A limit of `ratio * max(norm of the parameters, eps)` for each group.
 
     Source: Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
 
     Args:
       ratio: the largest allowed ratio of gradient norm to parameter norm, or a schedule of it.
-      eps: a floor under the parameter norm, so that zero-initialized parameters can leave zero.
+      eps: a floor under the parameter norm; without it parameters of zero would stay zero.
 
     Returns:
       A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
@@ -97,33 +97,33 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3
 
 
 def relative(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike, argument: str) -> Threshold:
-    """`relative_to_params`, with the name that `ratio` has in messages."""
+    """`relative_to_params`; messages call `ratio` by the name `argument`."""
     eps = check_limit(eps, "eps")
     inner = schedule(ratio) if callable(ratio) else constant(check_limit(ratio, argument, off=True))
     return Threshold(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
 
 
 def given(limits: Limits) -> Threshold:
-    """These limits, each field one array per group, at every step.
+    """The given limits at every step, a trigger and a target for each group.
 
     Args:
-      limits: the triggers and targets, pytrees like the norms.
+      limits: triggers and targets, pytrees of the structure of the norms.
 
     Returns:
       A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
 
     Raises:
-      ValueError: (when used) if a field is no pytree like the norms, or its arrays do not broadcast
-        to their shapes.
+      ValueError: (when used) if a field has another structure than the norms, or its arrays do not
+        broadcast to the norms' shapes.
     """
     return Threshold(Partial(_no_state), Partial(_given, limits))
 
 
 def as_limit(limit: LimitLike, argument: str = "limit") -> Threshold | dict[str, Any]:
-    """A limit checked: a rule, or numbers and rules by the names of the groups.
+    """A limit that a user passed, checked: as a rule, or as a dict of rules and numbers by name.
 
     Args:
-      limit: whatever a user may pass as a limit.
+      limit: a number, a schedule, a rule, or a mapping from the names of groups to these.
       argument: what it is called in messages.
 
     Raises:
@@ -136,7 +136,7 @@ def as_limit(limit: LimitLike, argument: str = "limit") -> Threshold | dict[str,
 
 
 def _checked(limit: ScalarOrSchedule | Threshold, argument: str) -> Any:
-    """A rule, or a number."""
+    """One limit, checked: as a rule, or as a number."""
     if isinstance(limit, Threshold):
         return limit
     refuse_parts(limit, argument)
@@ -144,21 +144,21 @@ def _checked(limit: ScalarOrSchedule | Threshold, argument: str) -> Any:
 
 
 def refuse_parts(limit: Any, argument: str) -> None:
-    """Raises for a rule that was not called, and for a scope, neither of which is a schedule.
+    """Refuses functions that are not schedules: a maker of rules that was not called, and a scope.
 
     Raises:
-      TypeError: for one of them.
+      TypeError: for one of these.
     """
     if is_uncalled(limit, "optaxclip.thresholds"):
         name = getattr(limit, "__name__", "")
         raise TypeError(
-            f"{argument} must be what {name} makes, not {name} itself: call it, as in "
+            f"{argument} must be what {name} returns, not {name} itself: call it, as in "
             f"thresholds.{name}()"
         )
     if str(getattr(limit, "__module__", "")).startswith("optaxclip.scopes"):
         raise TypeError(
-            f"{argument} must be a number, a schedule or a rule, got a scope, which comes before "
-            "it, as in clip_by(scopes.leaf(), 1.0)"
+            f"{argument} must be a number, a schedule or a rule, got a scope, which is the first "
+            "argument, as in clip_by(scopes.leaf(), 1.0)"
         )
 
 
@@ -169,15 +169,15 @@ def _as_rule(checked: Any) -> Threshold:
 def rule_for(
     limit: Threshold | dict[str, Any], entries: Sequence[tuple[str, tuple[int, ...]]]
 ) -> Threshold:
-    """The rule of a checked limit for these groups, ready to cross `jit`.
+    """The rule of a checked limit for these groups, as a pytree that can be an argument of `jit`.
 
     Args:
       limit: from `as_limit`.
-      entries: the name and the shape of each entry that the rule sees, in order. Where there is
-        none, as in parameters without leaves, those of the limit stand for them.
+      entries: the name and the shape of each entry of the norms, in order. If it is empty, as for
+        parameters without leaves, the names are those of the limit.
 
     Raises:
-      ValueError: if limits are given by name and some group has none, or there is no such group.
+      ValueError: if limits are given by name, and the names are not those of the groups.
     """
     if isinstance(limit, Threshold):
         return limit.as_pytree()
@@ -185,18 +185,18 @@ def rule_for(
     names = [name for name, _ in entries]
     if set(limit) != set(names):
         raise ValueError(
-            f"limits are given for groups {sorted(limit)}, but there are {names}: give each of "
-            "them one, and no others"
+            f"limits are given for the groups {sorted(limit)}, but the groups are {names}: give "
+            "one limit for each of these, and no others"
         )
     shapes = tuple(shape for _, shape in entries)
     return by_name({name: _as_rule(limit[name]) for name in names}, Names(names, shapes))
 
 
 def state_without_memory(limit: Threshold | dict[str, Any], name: str) -> PyTree:
-    """The state, at every step, of a checked limit that does not depend on earlier ones.
+    """The state of a checked limit that keeps none; it is the same at every step.
 
     Raises:
-      ValueError: if it does.
+      ValueError: if the limit depends on earlier steps.
     """
 
     def of(rule: Threshold) -> PyTree:
@@ -211,20 +211,21 @@ def state_without_memory(limit: Threshold | dict[str, Any], name: str) -> PyTree
 
 
 def without_memory(name: str) -> str:
-    """What is wrong with a limit that remembers, where there is no state."""
+    """The message for a limit that depends on earlier steps where `record=False`."""
     return (
-        f"{name}: record=False keeps no state, and this limit depends on the steps before it; "
-        "leave record=False out, or take a constant limit"
+        f"{name}: with record=False there is no state, which this limit needs because it depends "
+        "on earlier steps; leave record=False out, or take a constant limit"
     )
 
 
 def at_step(rule: Threshold, state: PyTree) -> Threshold:
-    """The same rule, with the values of this step in place of schedules.
+    """The same rule, with each schedule replaced by its value at this step.
 
-    A program that is compiled for it then holds for all steps, and for all schedules. Rules that
-    are made of others evaluate their own schedules.
+    So one compiled program serves all steps and all schedules. Rules that contain other rules
+    evaluate their schedules themselves, and are returned as they are.
     """
-    is_count = getattr(state, "shape", None) == ()  # else it is another rule's, refused later
+    # A state of any other shape is that of another rule, which is refused later.
+    is_count = getattr(state, "shape", None) == ()
     if getattr(rule.update, "func", None) not in (_scheduled, _relative) or not is_count:
         return rule
 
@@ -237,13 +238,13 @@ def at_step(rule: Threshold, state: PyTree) -> Threshold:
 def check_limit(
     limit: Any, argument: str, *, allow_any_number: bool = False, off: bool = False
 ) -> Any:
-    """`limit`, if it can be one.
+    """`limit`, checked to be a scalar that can be a limit.
 
     Args:
       limit: a Python, NumPy, JAX or traced scalar.
       argument: what it is called in messages.
-      allow_any_number: whether negative and NaN numbers are let through.
-      off: whether an infinite one switches clipping off, which messages then say.
+      allow_any_number: whether negative numbers and NaN are allowed.
+      off: whether messages add that `math.inf` switches clipping off.
 
     Raises:
       ValueError: if it is not a scalar, or (NumPy and Python numbers only) is negative or NaN.
@@ -258,28 +259,28 @@ def check_limit(
     shape = getattr(limit, "shape", ())
     if shape != ():
         raise ValueError(
-            f"{argument} must be a scalar, got an array of shape {shape}; for groups with a limit "
-            "each pass a dict by their names, as in optaxclip.clip_by"
+            f"{argument} must be a scalar, got an array of shape {shape}; to give each group a "
+            "limit, pass a dict from the names of the groups, as in optaxclip.clip_by"
         )
     if isinstance(limit, jax.Array):
         return limit
     try:
         value = float(limit)
-    except OverflowError:  # a whole number above all floats
+    except OverflowError:  # an integer above all floats
         value = limit = math.inf if limit > 0 else -math.inf
     if not allow_any_number and (math.isnan(value) or value < 0):
         raise ValueError(f"{argument} must not be negative or NaN, got {limit!r}{hint}")
-    # What no float of JAX's can be is infinite, without NumPy's warning at the first step.
+    # A number too large for JAX's default float dtype is infinite; NumPy would warn of it later.
     if abs(value) > float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max):
         return math.copysign(math.inf, value)
-    # JAX would cut larger integers to 32 bits.
+    # JAX would cut integers of 2**31 or more to 32 bits.
     return limit if not float.is_integer(value) or abs(value) < 2**31 else value
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
-    """A schedule of a rule whose state is the number of steps."""
+    """A schedule within a rule whose state is the number of steps."""
 
     fn: Callable[[Array], Any]
 
@@ -304,7 +305,7 @@ def _everywhere(limit: Any, norms: NormTree) -> Limits:
 
 
 def _filled(limit: Any, norm: Array) -> Array:
-    """A limit in the shape and dtype of a norm; below 0 it acts as 0."""
+    """A limit in the shape and dtype of a norm; a negative one becomes 0."""
     return jnp.broadcast_to(jnp.maximum(jnp.asarray(limit).astype(norm.dtype), 0), norm.shape)
 
 
@@ -341,7 +342,7 @@ def _relative(
 
     def share(ratio: Array, norm: Array) -> Array:
         size = jnp.maximum(norm.astype(ratio.dtype), jnp.asarray(eps).astype(ratio.dtype))
-        # Infinite of whatever it is a share, and what is not taken has finite derivatives too.
+        # Replaced by 0 in the product, as derivatives of the side not selected must be finite too.
         is_infinite = jnp.isinf(ratio)
         return jnp.where(is_infinite, ratio, jnp.where(is_infinite, 0, ratio) * size)
 

@@ -36,14 +36,15 @@ def percentile(
 ) -> Threshold:
     """A percentile of the last norms, interpolated linearly.
 
-    With the defaults this is TRELLIS's rule (microsoft/TRELLIS), which judges a norm by those
-    before it. AutoClip (Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469) is
+    With the defaults this is TRELLIS's rule (microsoft/TRELLIS), which judges a norm by earlier
+    norms alone. AutoClip (Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469) is
     `percentile(10.0, window, inclusive=True, warmup_steps=0)`.
 
     Args:
-      percentile: from 0 to 100; a warning tells of a number below 1, which looks like a share.
+      percentile: from 0 to 100; a number between 0 and 1 gives a warning, as it may be meant as a
+        share.
       window: how many norms to keep; static, also in `optax.inject_hyperparams`.
-      record: see `optaxclip.thresholds.base`, like the options that follow.
+      record: explained in `optaxclip.thresholds.base`, like the options that follow.
       inclusive: whether a norm counts in the window that judges it.
       warmup_steps: norms to record before there is a limit; a full window if None.
       floor: smaller norms are not recorded, and no limit is smaller.
@@ -102,7 +103,7 @@ def window(
       window: how many norms to keep; static, also in `optax.inject_hyperparams`.
       ddof: 0 for the deviation of the window itself, 1 for an estimate from a sample.
       min_std: a floor under the standard deviation.
-      record: see `optaxclip.thresholds.base`, like the options that follow.
+      record: explained in `optaxclip.thresholds.base`, like the options that follow.
       inclusive: whether a norm counts in the window that judges it.
       warmup_steps: norms to record before there is a limit; half a window if None.
       floor: smaller norms are not recorded, and no limit is smaller.
@@ -148,10 +149,11 @@ def median(
 ) -> Threshold:
     """A multiple of the median of the last norms.
 
-    As in ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230) there is a new
-    limit every `window` steps, and early on at steps 10, 20 and 40 one of twice the multiple. The
-    norm of the step itself counts in its limit; the norm of the very first step never counts. With
-    `every_step` each step has a new limit from the first on, from all norms in the window.
+    As in ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230) the limit is set
+    every `window` steps, and also at steps 10, 20 and 40, then to twice the multiple. The norm of a
+    step counts in the limit of that step; the norm of the first step never counts. With
+    `every_step` the limit is set at each step, from the first on, and all norms in the window
+    count.
 
     Args:
       scale: the multiple.
@@ -189,12 +191,13 @@ def median(
 
 
 def _checked_percentile(percentile: Any) -> Any:
-    """A percentile, checked; a number that looks like a share is warned of."""
+    """A percentile, checked; warns of a number that looks like a share."""
     percentile = within(percentile, 0, 100, "percentile")
     if not isinstance(percentile, jax.Array) and 0 < percentile < 1:
         warnings.warn(
-            f"percentile runs from 0 to 100, and {percentile!r} is below 1, the norm of the lowest "
-            f"of 100 steps; for a share of {percentile!r} pass {100 * percentile:g}",
+            f"percentile is a number from 0 to 100, so {percentile!r} means that fewer than 1 in "
+            f"100 norms are below the limit; for a share of {percentile!r} pass "
+            f"{100 * percentile:g}",
             stacklevel=3,
         )
     return percentile
@@ -202,17 +205,17 @@ def _checked_percentile(percentile: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """The last norms, float32[window, ...]; norm number `i` is in place `i % window`."""
+    """Keeps the last norms, float32[window, ...]; norm number `i` is in place `i % window`."""
 
     any_sign: ClassVar[bool] = True
     window: int
 
-    def init(self, numbers: Any, like: Array) -> Array:
-        del numbers
+    def init(self, settings: Any, like: Array) -> Array:
+        del settings
         return jnp.zeros((self.window, *like.shape), jnp.float32)
 
-    def observe(self, numbers: Any, state: Array, norm: Array, count: Array) -> Array:
-        del numbers
+    def observe(self, settings: Any, state: Array, norm: Array, count: Array) -> Array:
+        del settings
         return jnp.where(self.places(count) == (count % self.window)[None], norm[None], state)
 
     def places(self, like: Array) -> Array:
@@ -220,18 +223,18 @@ class _Ring:
         return jnp.broadcast_to(column, (self.window, *like.shape))
 
     def held(self, count: Array) -> tuple[Array, Array]:
-        """Which places are taken after `count` norms, and how many these are."""
+        """Which places hold a norm after `count` norms, and how many places these are."""
         number = jnp.minimum(count, self.window)
         return self.places(count) < number[None], number
 
 
 class _Percentile(_Ring):
-    def limits(self, numbers: Any, state: Array, norm: Array, count: Array) -> Limits:
+    def limits(self, settings: Any, state: Array, norm: Array, count: Array) -> Limits:
         del norm
         is_held, number = self.held(count)
         ordered = jnp.sort(jnp.where(is_held, state, jnp.finfo(state.dtype).max), axis=0)
         last = jnp.maximum(number - 1, 0)
-        position = last.astype(jnp.float32) * (as_float(numbers) / 100)
+        position = last.astype(jnp.float32) * (as_float(settings) / 100)
         below = jnp.floor(position).astype(jnp.int32)
         low, high = _at(ordered, below), _at(ordered, jnp.minimum(below + 1, last))
         share = position - below.astype(jnp.float32)
@@ -240,9 +243,9 @@ class _Percentile(_Ring):
 
 
 class _Median(_Ring):
-    def limits(self, numbers: Any, state: Array, norm: Array, count: Array) -> Limits:
+    def limits(self, settings: Any, state: Array, norm: Array, count: Array) -> Limits:
         median = _Percentile(self.window).limits(50.0, state, norm, count).trigger
-        limit = multiple(numbers, median)
+        limit = multiple(settings, median)
         return Limits(limit, limit)
 
 
@@ -250,13 +253,13 @@ class _Median(_Ring):
 class _Window(_Ring):
     ddof: int
 
-    def limits(self, numbers: Any, state: Array, norm: Array, count: Array) -> Limits:
+    def limits(self, settings: Any, state: Array, norm: Array, count: Array) -> Limits:
         del norm
-        num_std, min_std = (as_float(number) for number in numbers)
+        num_std, min_std = (as_float(number) for number in settings)
         is_held, number = self.held(count)
         number = number.astype(jnp.float32)
         ring = jnp.where(is_held, state, 0)
-        # Sums and squares of norms may leave the range, of norms over the largest they do not.
+        # Norms are divided by a power of two near the largest, so that no sum or square overflows.
         unit = power_of_two_below(jnp.max(jnp.abs(ring), axis=0))
         mean = jnp.sum(ring / unit[None], axis=0) / jnp.maximum(number, 1)
         deviations = jnp.where(is_held, ring / unit[None] - mean[None], 0)
@@ -277,29 +280,29 @@ class _PeriodicMedian:
     any_sign: ClassVar[bool] = True
     window: int
 
-    def init(self, numbers: Any, like: Array) -> _PeriodicState:
-        ring = _Ring(self.window).init(numbers, like)
+    def init(self, settings: Any, like: Array) -> _PeriodicState:
+        ring = _Ring(self.window).init(settings, like)
         return _PeriodicState(ring, jnp.full(like.shape, jnp.inf, jnp.float32))
 
     def observe(
-        self, numbers: Any, state: _PeriodicState, norm: Array, count: Array
+        self, settings: Any, state: _PeriodicState, norm: Array, count: Array
     ) -> _PeriodicState:
         past = _Ring(self.window)
-        ring = past.observe(numbers, state.ring, norm, count)
+        ring = past.observe(settings, state.ring, norm, count)
         places = past.places(count)
         # The norm of step 0 never counts.
         is_held = ((places > 0) & (places <= count[None])) | (count >= self.window)[None]
         held = jnp.minimum(count, self.window)
         middle = jnp.clip(held // 4 * 2, 0, jnp.maximum(held - 1, 0))
         median = _at(jnp.sort(jnp.where(is_held, ring, jnp.inf), axis=0), middle)
-        limit = multiple(numbers, median)
+        limit = multiple(settings, median)
         is_early = ((count == 10) | (count == 20) | (count == 40)) & (count < self.window)
         is_regular = count % self.window == 0
         limit = jnp.where(is_regular, limit, jnp.where(is_early, multiple(2, limit), state.limit))
         return _PeriodicState(ring, limit)
 
-    def limits(self, numbers: Any, state: _PeriodicState, norm: Array, count: Array) -> Limits:
-        del numbers, norm, count
+    def limits(self, settings: Any, state: _PeriodicState, norm: Array, count: Array) -> Limits:
+        del settings, norm, count
         return Limits(state.limit, state.limit)
 
 

@@ -1,4 +1,4 @@
-"""Limits for losses, which may be negative: neither a floor nor "at least 0" applies to them."""
+"""Limits for losses, which unlike limits for norms may be negative, and have no floor."""
 
 import math
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def loss_among(extra_args: Mapping[str, Any], name: str) -> Array:
     given = {key: extra_args[key] for key in ("loss", "value") if extra_args.get(key) is not None}
     if not given:
         raise ValueError(
-            f"{name}: the update needs the loss, and neither value= nor loss= was given; pass it: "
+            f"{name}: the update needs the loss, and was given neither value= nor loss=; pass it: "
             "update(grads, state, params, value=loss)"
         )
     argument, loss = next(iter(given.items()))
@@ -49,7 +49,7 @@ def as_loss_limit(limit: ScalarOrSchedule | Threshold, argument: str = "loss_lim
       argument: what it is called in messages.
 
     Raises:
-      ValueError: if it is NaN or not a scalar, or a rule that makes no sense of negative numbers.
+      ValueError: if it is NaN or not a scalar, or a rule that does not allow negative numbers.
       TypeError: if it is not a number.
     """
     if isinstance(limit, Threshold):

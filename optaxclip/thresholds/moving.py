@@ -1,7 +1,7 @@
 """Rules over moving averages: a multiple of the mean, the mean plus deviations.
 
-A variance is averaged from deviations from the mean. The mean of squares less the squared mean
-would lose its digits to cancellation in float32.
+A variance is an average of squared deviations from the mean. In float32 the difference of the mean
+square and the squared mean would lose its digits to cancellation.
 """
 
 import dataclasses
@@ -52,15 +52,15 @@ def ema(
     (apple/axlearn), to be used in `optaxclip.skip_above`.
 
     Args:
-      decay: the decay of the average that tells when to clip.
+      decay: the decay of the average that decides whether a norm is clipped.
       ratio: a norm above so many times that average is clipped.
-      target_decay: the decay of the average that tells how far to clip; `decay` if None.
+      target_decay: the decay of the average that a clipped norm is set by; `decay` if None.
       target_ratio: a clipped norm becomes so many times that average; `ratio` if None.
-      debias: whether to start from zero and divide by the weights, as Adam does, instead of
-        starting from the first norm.
-      skip_steps: how many norms to pass over before the first is recorded.
+      debias: whether the average starts from zero and is divided by the sum of its weights, as in
+        Adam; otherwise it starts from the first norm.
+      skip_steps: how many norms are ignored before the first is recorded.
       inclusive: whether a norm counts in the average that judges it; it is then recorded raw.
-      record: see `optaxclip.thresholds.base`, like the options that follow.
+      record: explained in `optaxclip.thresholds.base`, like the options that follow.
       warmup_steps: norms to record before there is a limit.
       floor: smaller norms are not recorded, and no limit is smaller.
       patience: after so many norms in a row above their limit the raw norm is recorded.
@@ -82,7 +82,7 @@ def ema(
       2.5
     """
     same = target_decay is None and target_ratio is None
-    numbers = _EmaNumbers(
+    settings = _EmaSettings(
         decay=within(decay, 0, 1, "decay"),
         ratio=at_least(ratio, 0, "ratio"),
         target_decay=decay if target_decay is None else within(target_decay, 0, 1, "target_decay"),
@@ -91,7 +91,7 @@ def ema(
     )
     return adaptive(
         _Ema(debias, same),
-        numbers,
+        settings,
         record=record,
         inclusive=inclusive,
         warmup_steps=warmup_steps,
@@ -119,15 +119,15 @@ def zscore(
 
     Args:
       alpha: the decay of mean and variance.
-      z_thresh: how many standard deviations above the mean is a spike.
-      warmup_steps: norms to record before there is a limit; their plain mean and variance start
-        the moving ones.
+      z_thresh: a norm so many standard deviations above the mean is a spike.
+      warmup_steps: norms to record before there is a limit; the moving mean and variance start
+        from the plain ones of these norms.
       option: which norm a spike of z-score `z` is given: "adaptive" gives it
         `mean + z_thresh**2 / z * std`, which is lower for larger spikes; "mean" gives it the mean;
         "percentile" gives it the limit, `mean + z_thresh * std`.
-      debias: whether mean and variance are weighted averages from the first norm on, as in axlearn
-        (apple/axlearn), instead of starting from those of the warm-up.
-      record: see `optaxclip.thresholds.base`, like the options that follow.
+      debias: whether mean and variance are debiased averages from the first norm on, as in axlearn
+        (apple/axlearn); otherwise they start from those of the warm-up.
+      record: explained in `optaxclip.thresholds.base`, like the options that follow.
       floor: smaller norms are not recorded, and no limit is smaller.
       patience: after so many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit, in the warm-up too.
@@ -149,12 +149,12 @@ def zscore(
     """
     if option not in get_args(Option):
         raise ValueError(f"option must be one of {list(get_args(Option))}, got {option!r}")
-    numbers = _ZScoreNumbers(
+    settings = _ZScoreSettings(
         within(alpha, 0, 1, "alpha"), at_least(z_thresh, 0, "z_thresh"), warmup_steps
     )
     return adaptive(
         _ZScore(option, debias),
-        numbers,
+        settings,
         record=record,
         warmup_steps=warmup_steps,
         floor=floor,
@@ -163,7 +163,7 @@ def zscore(
     )
 
 
-class _EmaNumbers(NamedTuple):
+class _EmaSettings(NamedTuple):
     decay: Any
     ratio: Any
     target_decay: Any
@@ -182,35 +182,35 @@ class _Ema:
     debias: bool
     same: bool
 
-    def init(self, numbers: Any, like: Array) -> _EmaState:
-        del numbers
+    def init(self, settings: Any, like: Array) -> _EmaState:
+        del settings
         zeros = jnp.zeros(like.shape, jnp.float32)
         return _EmaState(zeros, zeros)
 
     def observe(
-        self, numbers: _EmaNumbers, state: _EmaState, norm: Array, count: Array
+        self, settings: _EmaSettings, state: _EmaState, norm: Array, count: Array
     ) -> _EmaState:
-        seen = jnp.maximum(count - numbers.skip_steps, 0)
+        seen = jnp.maximum(count - settings.skip_steps, 0)
 
         def averaged(average: Array, decay: Any) -> Array:
             new = average + weight(decay, seen, self.debias) * (norm - average)
-            return jnp.where(count >= numbers.skip_steps, new, average)
+            return jnp.where(count >= settings.skip_steps, new, average)
 
         return _EmaState(
-            averaged(state.trigger, numbers.decay), averaged(state.target, numbers.target_decay)
+            averaged(state.trigger, settings.decay), averaged(state.target, settings.target_decay)
         )
 
-    def limits(self, numbers: _EmaNumbers, state: _EmaState, norm: Array, count: Array) -> Limits:
-        # A norm that nothing came before is compared with itself.
-        is_first = count <= numbers.skip_steps
-        trigger = multiple(numbers.ratio, jnp.where(is_first, norm, state.trigger))
+    def limits(self, settings: _EmaSettings, state: _EmaState, norm: Array, count: Array) -> Limits:
+        # The first norm is compared with itself.
+        is_first = count <= settings.skip_steps
+        trigger = multiple(settings.ratio, jnp.where(is_first, norm, state.trigger))
         if self.same:
             return Limits(trigger, trigger)
-        target = multiple(numbers.target_ratio, jnp.where(is_first, norm, state.target))
+        target = multiple(settings.target_ratio, jnp.where(is_first, norm, state.target))
         return Limits(trigger, target)
 
 
-class _ZScoreNumbers(NamedTuple):
+class _ZScoreSettings(NamedTuple):
     alpha: Any
     z_thresh: Any
     warmup_steps: Any
@@ -229,32 +229,34 @@ class _ZScore:
     option: Option
     debias: bool
 
-    def init(self, numbers: Any, like: Array) -> Moments:
-        del numbers
+    def init(self, settings: Any, like: Array) -> Moments:
+        del settings
         zeros = jnp.zeros(like.shape, jnp.float32)
         return Moments(zeros, zeros)
 
     def observe(
-        self, numbers: _ZScoreNumbers, state: Moments, norm: Array, count: Array
+        self, settings: _ZScoreSettings, state: Moments, norm: Array, count: Array
     ) -> Moments:
         if self.debias:
-            return weighted(state, norm, weight(numbers.alpha, count, debias=True))
+            return weighted(state, norm, weight(settings.alpha, count, debias=True))
         plain = weighted(state, norm, 1 / (count.astype(jnp.float32) + 1))
-        rest = 1 - as_float(numbers.alpha)
+        rest = 1 - as_float(settings.alpha)
         mean = state.mean + rest * (norm - state.mean)
-        # As published, the deviation is that from the new mean.
+        # As published, the deviation is taken from the new mean.
         std = root_of_squares(safe_sqrt(1 - rest) * state.std, safe_sqrt(rest) * (norm - mean))
-        is_warm = (count > 0) & (count >= numbers.warmup_steps)
+        is_warm = (count > 0) & (count >= settings.warmup_steps)
         return select(is_warm, Moments(mean, std), plain)
 
-    def limits(self, numbers: _ZScoreNumbers, state: Moments, norm: Array, count: Array) -> Limits:
-        z_thresh, std = as_float(numbers.z_thresh), state.std
-        # While nothing is known there is no limit.
+    def limits(
+        self, settings: _ZScoreSettings, state: Moments, norm: Array, count: Array
+    ) -> Limits:
+        z_thresh, std = as_float(settings.z_thresh), state.std
+        # There is no limit before a norm was recorded.
         distance = jnp.where(count == 0, jnp.inf, multiple(z_thresh, std))
         trigger = state.mean + distance
         if self.option == "percentile":
             return Limits(trigger, trigger)
-        # The published score has 1e-6 added to the deviation; a percentile has not.
+        # The published z-score adds 1e-6 to the deviation; the published "percentile" does not.
         trigger = trigger if self.debias else trigger + z_thresh * 1e-6
         if self.option == "mean":
             return Limits(trigger, jnp.where(count == 0, jnp.inf, state.mean))
@@ -266,7 +268,7 @@ class _ZScore:
 
 
 def weight(decay: Any, count: Array, debias: bool) -> Array:
-    """The weight of a new value in an average of `count` earlier ones; 1 for the first."""
+    """The weight of a new value in the moving average of `count` earlier ones; 1 for the first."""
     rest = 1 - as_float(decay)
     if not debias:
         return jnp.where(count == 0, 1, rest)
@@ -275,7 +277,7 @@ def weight(decay: Any, count: Array, debias: bool) -> Array:
 
 
 def weighted(moments: Moments, value: Array, weight: Array) -> Moments:
-    """Weighted mean and deviation with one value more."""
+    """Mean and deviation after one value more, which counts with this weight."""
     deviation = value - moments.mean
     std = root_of_squares(moments.std, safe_sqrt(weight) * deviation)
     return Moments(moments.mean + weight * deviation, safe_sqrt(1 - weight) * std)

@@ -1,4 +1,4 @@
-"""Targets for the response "normalize", which every norm is brought to, small or large."""
+"""Rules for the response "normalize", which brings every norm to its target, also a small one."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -27,10 +27,11 @@ def mean_over_rms(
     *,
     floor: float = FLOOR,
 ) -> Threshold:
-    """The mean of the norms so far over their root mean square; about 1, less after a jump.
+    """The mean of the norms so far, divided by their root mean square.
 
-    Mean and root mean square are debiased moving averages in which this step's norm counts. Use it
-    with `response="normalize"`; the first norm is then brought to 1.
+    It is about 1, and smaller after a jump of the norm. Both means are debiased moving averages,
+    and the norm of the step counts in them. Use it with `response="normalize"`; the first norm then
+    becomes 1.
 
     Source: Huang et al., 2025, Stable-SPAM's AdaGN, arXiv 2502.17055, later GradientStabilizer.
 
@@ -55,17 +56,17 @@ def mean_over_rms(
       >>> print(limits.target)
       0.966206
     """
-    numbers = _Numbers(
+    settings = _Settings(
         within(mean_decay, 0, 1, "mean_decay"),
         within(square_decay, 0, 1, "square_decay"),
         at_least(eps, 0, "eps"),
     )
     return adaptive(
-        _MeanOverRms(), numbers, record="raw", inclusive=True, floor=floor, patience=None
+        _MeanOverRms(), settings, record="raw", inclusive=True, floor=floor, patience=None
     )
 
 
-class _Numbers(NamedTuple):
+class _Settings(NamedTuple):
     mean_decay: Any
     square_decay: Any
     eps: Any
@@ -80,23 +81,25 @@ class _Averages(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _MeanOverRms:
-    def init(self, numbers: _Numbers, like: Array) -> _Averages:
-        del numbers
+    def init(self, settings: _Settings, like: Array) -> _Averages:
+        del settings
         zeros = jnp.zeros(like.shape, jnp.float32)
         return _Averages(zeros, zeros)
 
-    def observe(self, numbers: _Numbers, state: _Averages, norm: Array, count: Array) -> _Averages:
+    def observe(
+        self, settings: _Settings, state: _Averages, norm: Array, count: Array
+    ) -> _Averages:
         of_mean, of_square = (
             weight(decay, count, debias=True)
-            for decay in (numbers.mean_decay, numbers.square_decay)
+            for decay in (settings.mean_decay, settings.square_decay)
         )
         return _Averages(
             state.mean + of_mean * (norm - state.mean),
             root_of_squares(safe_sqrt(1 - of_square) * state.rms, safe_sqrt(of_square) * norm),
         )
 
-    def limits(self, numbers: _Numbers, state: _Averages, norm: Array, count: Array) -> Limits:
+    def limits(self, settings: _Settings, state: _Averages, norm: Array, count: Array) -> Limits:
         del norm
-        ratio = safe_divide(state.mean, state.rms + as_float(numbers.eps), 0)
+        ratio = safe_divide(state.mean, state.rms + as_float(settings.eps), 0)
         target = jnp.where(count == 0, jnp.inf, ratio)
         return Limits(target, target)

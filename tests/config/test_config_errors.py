@@ -101,7 +101,7 @@ def test_what_is_no_config_is_an_error(config):
 )
 def test_numbers_that_yaml_takes_for_text_are_told(config):
     assert yaml.safe_load("1e-3") == "1e-3"
-    with pytest.raises(TypeError, match=r"config\.\S+ is the text '1e-3' .* write 1.0e-3"):
+    with pytest.raises(TypeError, match=r"config\.\S+ is the string '1e-3' .* write 1.0e-3"):
         from_config(config)
     assert yaml.safe_load("1.0e-3") == 1e-3
 
@@ -110,4 +110,5 @@ def test_errors_of_a_transformation_say_where_it_was():
     config = {"name": "skip_nonfinite", "inner": [{"name": "clip", "max_delta": -1.0}]}
     with pytest.raises(ValueError, match="max_delta must not be negative") as caught:
         from_config(config)
-    assert caught.value.__notes__ == ["That is clip in config.inner[0], with {'max_delta': -1.0}."]
+    note = "The error is from clip in config.inner[0], called with {'max_delta': -1.0}."
+    assert caught.value.__notes__ == [note]

@@ -15,10 +15,10 @@ from optaxclip import clip_by, clip_by_global_norm, clip_tree, ops, per_example,
 SPARSE = BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))
 MISTAKES = {
     "negative limit": (lambda: clip_by_global_norm(-1.0), "max_norm .* got -1.0; .* math.inf"),
-    "limit of groups": (lambda: clip_by_global_norm(np.ones(2)), r"shape \(2,\).* a dict by their"),
+    "limit of groups": (lambda: clip_by_global_norm(np.ones(2)), r"shape \(2,\).* a dict from the"),
     "limits of others": (
         lambda: clip_by(scopes.leaf(), {"a": 1.0}).init({"b": jnp.ones(1)}),
-        r"groups \['a'\], but there are \['b'\]: give each",
+        r"groups \['a'\], but the groups are \['b'\]: give one",
     ),
     "model": (lambda: ops.global_norm({"f": jnp.tanh, "w": jnp.ones(1)}), "'f' .* eqx.filter"),
     "vector loss": (lambda: grads_of(lambda w, x: w * x), r"one example, got shape \(2,\)"),
@@ -90,7 +90,7 @@ def test_a_number_alone_is_no_limit_of_what_finds_its_own(name):
 
 @pytest.mark.parametrize("number", [0.95, np.float32(0.5), 0.01])
 def test_a_percentile_that_looks_like_a_share_is_warned_of(number):
-    share = f"below 1, .* for a share of .* pass {100 * number:g}"
+    share = f"fewer than 1 in .* for a share of .* pass {100 * number:g}"
     for make in (optaxclip.autoclip, optaxclip.thresholds.percentile):
         with pytest.warns(UserWarning, match=share):
             make(percentile=number)

@@ -32,9 +32,9 @@ RULES = {
 MISTAKES = {
     "swapped": (lambda: ops.clip_by_global_norm(1.0, GRADS), "clip_norm must be .* of type dict"),
     "swapped bounds": (lambda: ops.clip_by_value(-1.0, 1.0, GRADS), "clip_value_max .* type dict"),
-    "scope's name": (lambda: clip_by("leaf", 1.0), "one of optaxclip.scopes.* got 'leaf'"),
+    "scope's name": (lambda: clip_by("leaf", 1.0), "must be from optaxclip.scopes.* got 'leaf'"),
     "scope uncalled": (lambda: clip_by(scopes.leaf, 1.0), r"call it, as in scopes\.leaf\(\)"),
-    "scope second": (lambda: clip_by(1.0, scopes.leaf()), "scope .* comes before the limit.* 1.0"),
+    "scope second": (lambda: clip_by(1.0, scopes.leaf()), "scope .* is the first argument.* 1.0"),
     "two scopes": (lambda: clip_by(scopes.leaf(), scopes.tree()), "limit must .* got a scope"),
     "scope for a limit": (lambda: clip_by(scopes.leaf(), scopes.leaf), "limit must .* got a scope"),
     "rule uncalled": (
@@ -50,8 +50,11 @@ MISTAKES = {
         lambda: optaxclip.skip_above(SGD, 1.0, loss_limit=thresholds.window),
         r"loss_limit .* thresholds\.window\(\)",
     ),
-    "no name": (lambda: clip_by(scopes.tree(), 1.0, name=None), "name must be a string .* None"),
-    "empty name": (lambda: monitor.record(name=""), "name must be a string .* ''"),
+    "no name": (
+        lambda: clip_by(scopes.tree(), 1.0, name=None),
+        "name must be .* got None",
+    ),
+    "empty name": (lambda: monitor.record(name=""), "name must be a non-empty string, got ''"),
     "no name of moments": (lambda: optaxclip.clip_by_second_moment(name=None), "name must be a"),
     "never": (lambda: optaxclip.skip_nonfinite(SGD, 0), "max_consecutive .* at least 1, got 0"),
     "a flag": (lambda: optaxclip.skip_nonfinite(SGD, True), "max_consecutive .* got True"),
@@ -67,7 +70,7 @@ MISTAKES = {
     ),
     "labels too deep": (
         lambda: optaxclip.clip_by_group_norm(1.0, {"w": {"k": "a"}}).init({"w": jnp.ones(2)}),
-        r"labels has the leaves 'w/k' .* have the leaves 'w' .* a function of a leaf's path",
+        r"labels has the leaves 'w/k' .* have the leaves 'w' .* a function \(path, leaf\)",
     ),
     "stacks of others": (
         lambda: clip_by(scopes.leaf(stacked={"x": 1}), 1.0).init(GRADS),

@@ -201,20 +201,23 @@ def updated(params=LAYER, logits=FIRST, heads=one_layer, tau=1.0):
 
 
 ERRORS = {
-    "no params": ({"params": None}, r"params are missing.*max_logits=\.\.\."),
-    "no logits": ({"logits": None}, r"max_logits are missing; pass them: update"),
+    "no params": ({"params": None}, r"params is missing.*max_logits=\.\.\."),
+    "no logits": ({"logits": None}, r"max_logits is missing; pass it: update"),
     "other params": ({"params": {"query": LAYER["query"]}}, "'key' of shape .* is missing"),
     "no place": ({"logits": {"body/0": FIRST}}, r"no array for the weight 'key', only for \['bo"),
-    "batch": ({"logits": jnp.ones((3, 2))}, r"of shape \(2,\).*'key', got \(3, 2\); take the larg"),
+    "batch": ({"logits": jnp.ones((3, 2))}, r"of shape \(2,\).*'key', got \(3, 2\); pass the larg"),
     "integers": ({"logits": jnp.arange(2)}, "max_logits must have floating-point leaves"),
     "complex": ({"logits": jnp.ones(2, complex)}, "max_logits must have real leaves"),
     "tau": ({"tau": -1.0}, "tau must not be negative"),
     "no function": ({"heads": "query"}, "heads must be a function"),
     "no heads": ({"heads": lambda path, leaf: 1}, "heads must give optaxclip.Heads or None, got 1"),
-    "nowhere": ({"heads": lambda *_: None}, r"Heads for none of the leaves \['key', 'query'\]"),
+    "nowhere": ({"heads": lambda *_: None}, r"gave None for all of \['key', 'query'\]"),
     "axis": ({"heads": lambda *_: Heads(3)}, r"axes that leaf 'key' of shape \(1, 2, 2\) does not"),
     "twice": ({"heads": lambda *_: Heads((1, -2))}, "names an axis of leaf 'key' .* twice"),
-    "entries": ({"heads": lambda *_: Heads(1, ((3, 1.0),))}, "divides heads of 3 entries, but axi"),
+    "entries": (
+        {"heads": lambda *_: Heads(1, ((3, 1.0),))},
+        "divides heads of 3 entries, which",
+    ),
 }
 
 

@@ -285,9 +285,9 @@ def test_bad_arguments(arguments, message):
 
 def test_bad_trees():
     tx = optaxclip.hyperball(0.1)
-    with pytest.raises(ValueError, match=r"leaf 'b' of shape \(3,\) is no matrix"):
+    with pytest.raises(ValueError, match=r"leaf 'b' of shape \(3,\) is not a matrix"):
         tx.init({"b": jnp.ones(3)})
-    with pytest.raises(ValueError, match="no matrix behind 2 stacked axes"):
+    with pytest.raises(ValueError, match="not a matrix behind 2 stacked axes"):
         optaxclip.hyperball(0.1, stacked=2).init({"b": jnp.ones((3, 3, 3))})
     with pytest.raises(ValueError, match="depends on the parameters; pass them"):
         tx.update(DIRECTION, tx.init(WEIGHT))

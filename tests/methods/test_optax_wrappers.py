@@ -78,7 +78,7 @@ def is_quick(case):
     return case not in NOT_OURS and not case.startswith(AT_NIGHT)
 
 
-@pytest.mark.filterwarnings("ignore:updates. no leaf has floating-point entries")
+@pytest.mark.filterwarnings("ignore:updates. nothing is clipped, because no leaf has floating")
 @pytest.mark.parametrize("file", BEFORE)
 def test_with_a_clip_that_remembers_before_each_optimizer(file):
     assert not problems_of_file(file, is_quick, **with_before(remembering, BEFORE[file]))
@@ -86,7 +86,7 @@ def test_with_a_clip_that_remembers_before_each_optimizer(file):
 
 @pytest.mark.slow
 @pytest.mark.trainers
-@pytest.mark.filterwarnings("ignore:updates. no leaf has floating-point entries")
+@pytest.mark.filterwarnings("ignore:updates. nothing is clipped, because no leaf has floating")
 @pytest.mark.parametrize("stage", [remembering, of_the_norm])
 @pytest.mark.parametrize("file", BEFORE | LONG)
 def test_the_long_ones_too(file, stage):

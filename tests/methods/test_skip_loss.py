@@ -266,7 +266,7 @@ WRONG = {
     "loss_limit must not be NaN": {"loss_limit": np.nan},
     "loss_limit must be a scalar": {"loss_limit": np.ones(2)},
     "loss_limit must be a number": {"loss_limit": "a"},
-    "loss_limit must be a rule for numbers of any sign": {
+    "loss_limit must be a rule that allows negative numbers": {
         "loss_limit": thresholds.log_tracker(),
     },
     "loss_limit cannot be relative": {"loss_limit": thresholds.relative_to_params(0.1)},

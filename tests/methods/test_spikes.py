@@ -203,9 +203,9 @@ def test_an_error_names_the_argument(make, options, error):
 
 def test_errors_of_spams_leaves():
     tx, sparse = SPAM(), BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))
-    with pytest.raises(TypeError, match=r"leaf 'w' is sparse.*todense"):
+    with pytest.raises(TypeError, match=r"leaf 'w' must be dense.*todense"):
         tx.init({"w": sparse})
-    with pytest.raises(ValueError, match=r"did not have the leaves \['v'\]"):
+    with pytest.raises(ValueError, match=r"the updates have the leaves \['v'\]"):
         tx.update({"w": jnp.ones(2), "v": jnp.ones(1)}, tx.init({"w": jnp.ones(2)}))
     with pytest.raises(ValueError, match="state must be a SecondMomentState"):
         tx.update(jnp.ones(2), optax.EmptyState())

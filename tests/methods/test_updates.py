@@ -181,11 +181,13 @@ def test_bad_arguments(arguments, error, message):
 @pytest.mark.parametrize("shape", [(1,), (), (2, 2)])
 def test_leaves_of_another_shape_than_their_averages_are_an_error(make, shape):
     tx = make(name="mine")
-    with pytest.raises(ValueError, match=r"^mine: leaf 'w' .*shape \(2,\), .*fresh state$"):
+    with pytest.raises(
+        ValueError, match=r"^mine: leaf 'w' .* \(2,\) in the updates .*fresh state$"
+    ):
         tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(shape)}))
 
 
 def test_sparse_leaves_are_an_error():
     leaf = jax.experimental.sparse.BCOO.fromdense(jnp.ones(2))
-    with pytest.raises(TypeError, match=r"leaf 'w' is sparse.*todense"):
+    with pytest.raises(TypeError, match=r"leaf 'w' must be dense.*todense"):
         optaxclip.scale_by_stable_adam().init({"w": leaf})
