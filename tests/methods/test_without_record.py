@@ -75,9 +75,9 @@ def test_it_is_true_or_false(name, record):
 
 def test_one_rule_among_several_that_remembers_is_refused():
     limits = {"matrix": 1.0, "vector": thresholds.zscore()}
-    with pytest.raises(ValueError, match=r"^clip_by: record=False"):
+    with pytest.raises(ValueError, match=r"^clip_by: with record=False"):
         optaxclip.clip_by(scopes.group(label), limits, record=False)
-    with pytest.raises(ValueError, match=r"^mine: record=False"):
+    with pytest.raises(ValueError, match=r"^mine: with record=False"):
         optaxclip.clip_by_global_norm(optax.constant_schedule(1.0), record=False, name="mine")
 
 
