@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optaxclip._base.numerics import leading_bit, next_above, select
+from optaxclip._base.numerics import leading_bit, next_above, reciprocal_of_power, select
 from optaxclip.norms import Norm
 
 
@@ -38,7 +38,7 @@ def in_float32(norm: Array, *, from_above: bool) -> tuple[Array, Array, Array, A
     tiny, is_zero = float(jnp.finfo(jnp.float32).tiny), norm == 0
     size = select(is_zero, 1, lax.clamp(tiny, leading_bit(norm), 1 / tiny)).astype(jnp.float32)
     # No division in float64, which `checkify` would look at without 64-bit types.
-    fraction = norm * (1 / size).astype(norm.dtype)
+    fraction = norm * reciprocal_of_power(size).astype(norm.dtype)
     invertible = select(is_zero, 1, fraction)
     nearest = invertible.astype(jnp.float32)
     one = jnp.ones_like(nearest)

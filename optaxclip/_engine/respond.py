@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from optaxclip._base.numerics import reciprocal_of_power
 from optaxclip._base.types import NonFinite
 from optaxclip._engine.measure import Measured
 from optaxclip.responses import Response
@@ -90,9 +91,10 @@ def multiplier(
     quotient = new * lowered * of_judged(measured.inverse) / of_judged(measured.divisor)
     ratio = jnp.where(is_changed, quotient, 1)
     size = lax.stop_gradient(jnp.where(is_changed, measured.size, 1))
-    factor = jnp.abs(ratio / size)
+    per_size = reciprocal_of_power(size)
+    factor = jnp.abs(ratio * per_size)
     # Its derivative is about as large as the factor over the norm.
-    is_normal = _is_normal(factor) & _is_normal(factor / size)
+    is_normal = _is_normal(factor) & _is_normal(factor * per_size)
     # Divisions come last: XLA stores their results, where it would take cheaper steps once more for
     # each leaf.
     ratio = jnp.where(is_bad, replacement, ratio) / jnp.where(is_normal, size, 1)
