@@ -170,6 +170,11 @@ def per_device(
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
+def replicated(x: Array, mesh: Any) -> Array:
+    """`x`, of which the compiler may give no device a part alone."""
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+
+
 def index_along(axes: tuple[str, ...]) -> Array:
     """This device's position along these axes, of which the last varies fastest."""
     return lax.axis_index(axes)

@@ -102,7 +102,7 @@ def invertible(power: Array) -> Array:
 
 
 def reciprocal_of_power(power: Array) -> Array:
-    """The reciprocal of powers of two that are `invertible`: on bits, as a division takes longer."""
+    """The reciprocal of `invertible` powers of two, from their bits: quicker than a division."""
     info = jnp.finfo(power.dtype)
     integer = jnp.dtype(f"int{info.bits}").type
     of_one = integer((info.maxexp - 1) << info.nmant)

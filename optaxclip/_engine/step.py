@@ -274,7 +274,8 @@ def _scaled(
             for column, limit in zip(columns, triggers, strict=True)
         ]
     # In one array, of which each leaf takes its part in one step.
-    parts = groups.by_leaf([jnp.stack(column) for column in columns], leaves)
+    rows = [jnp.stack(column) for column in columns]
+    parts = [groups.placement.on_all_devices(part) for part in groups.by_leaf(rows, leaves)]
     rows = zip(leaves, parts, axes, strict=True)
     return [technique.scaled(*row, method) for row in rows]
 

@@ -39,6 +39,13 @@ def test_on_eight_devices(both, mesh):
     assert ours.counts.kernels <= like + aims.KERNELS_OF_DEVICES
 
 
+def test_a_norm_for_each_unit_on_eight_devices(both):
+    ours, theirs = both(H100, mesh="explicit", method="agc")
+    aims.assert_no_branch(ours)
+    assert +ours.counts.collectives == {"all-reduce": 1}
+    assert ours.counts.kernels <= theirs.counts.kernels
+
+
 @pytest.mark.parametrize("method", aims.SEEDS)
 def test_many_seeds_in_a_scan_wait_for_nothing(both, method):
     ours, theirs = both(H100, "seeds", method=method)
