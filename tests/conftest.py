@@ -7,13 +7,16 @@ import zlib
 
 import jax
 import pytest
+from costly_tests import COSTLY
 
-# Compiling is most of what tests do: in the older way to compile loops, in one thread, and with
+# Compiling is most of what tests do. In the older way to compile loops, in one thread, and with
 # hardly any optimization it takes a quarter of the time. Tests of what rounding and memory come to
-# ask for the default with `compiling.AS_USERS`, or for all that they run with `optimized`.
-FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+# ask for the default with `compiling.AS_USERS`, or for all that they run with `optimized`. With
+# JAX_DISABLE_MOST_OPTIMIZATIONS=0, as every night, all is compiled as users compile it.
 QUICK = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1"
+if QUICK:
+    FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 jax.config.update("jax_disable_most_optimizations", QUICK)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -21,23 +24,19 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 LEFT_OUT = pytest.StashKey[int]()
-"""How many cases the marker `slow` has deselected."""
-
-
-def runs_everything(config):
-    """Whether neither a part of the tests nor a name was asked for."""
-    places = [config.invocation_params.dir / path for path in config.args]
-    of_all = config.args == config.getini("testpaths") or places == [config.rootpath]
-    return of_all and not config.option.keyword
+"""How many cases the markers `slow` and `further` have deselected."""
 
 
 def pytest_sessionstart(session):
     """Says how long all tests take and how to run fewer; `-q` would hide pytest's own header."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or not runs_everything(session.config):
+    places = [session.config.invocation_params.dir / path for path in session.config.args]
+    takes_all = session.config.args == session.config.getini("testpaths")
+    takes_all |= places == [session.config.rootpath]
+    if reporter is None or not takes_all or session.config.option.keyword:
         return
     if session.config.option.markexpr:
-        reporter.write_line("A fifth of each test, on 2 cores: 3 to 5 minutes. All: pytest -m ''")
+        reporter.write_line("All that is not slow, on 2 cores: 5 minutes. All: pytest -m ''")
     else:
         reporter.write_line("All tests, the slow ones too, on 2 cores: 8 to 13 minutes.")
     reporter.write_line("A room only: pytest tests/methods (CONTRIBUTING.md has the map)")
@@ -55,32 +54,40 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(config, items):
-    """The longest files first, so that all processes end together; of everything, a fifth."""
+    """The longest files first, so that all processes end together; marks further cases."""
     rank = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
-    if runs_everything(config):
+    files = [path for path in config.args if path.partition("::")[0].endswith(".py")]
+    if not config.option.keyword and not files:
         for item in further_cases(items):
-            item.add_marker("slow")
+            item.add_marker("further")
 
 
 def further_cases(items):
-    """All but a fifth of the cases of each test; other tests take others of one table.
+    """All but a fifth of the cases of each costly test; other tests take others of one table.
 
     Each fifth meets all values of a parameter that has two, three or four.
     """
     tests = collections.defaultdict(list)
     for item in items:
-        if not item.get_closest_marker("slow"):
-            tests[item.nodeid.partition("[")[0]].append(item)
+        name = item.nodeid.partition("[")[0]
+        is_costly = name.rpartition("::")[2] in COSTLY.get(item.path.name, ())
+        if is_costly and not item.get_closest_marker("slow"):
+            tests[name].append(item)
     for name, cases in tests.items():
         first = zlib.crc32(name.encode()) % min(5, len(cases))
         yield from (case for i, case in enumerate(cases) if i % 5 != first)
 
 
+def is_left_out(item):
+    """Whether `pytest` leaves a case out that nobody has asked for."""
+    return any(item.get_closest_marker(name) for name in ("slow", "further"))
+
+
 def pytest_deselected(items):
     """Counts what the marker leaves out, but not beside what was asked not to run by `-k`."""
     config = items[0].config
-    if not config.option.keyword and all(item.get_closest_marker("slow") for item in items):
+    if not config.option.keyword and all(map(is_left_out, items)):
         config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + len(items)
 
 
