@@ -9,6 +9,7 @@ from methods_table import METHODS, label, stacked
 
 import optaxclip
 from optaxclip import monitor, per_example, scopes, thresholds
+from optaxclip._engine.statistics import STATISTICS
 
 NUMBER = jnp.asarray(0.5)
 RULES = {
@@ -52,6 +53,7 @@ WRAPPERS = {
     "record": monitor.record(4),
     "record_per_leaf": monitor.record(4, per_leaf=True),
     "record_ratio": monitor.record(4, ratio=True),
+    "record_stats": monitor.record(4, scope=scopes.leaf(stacked), stats=tuple(STATISTICS)),
     "per_example": per_example.per_example_clip_and_aggregate(1.0, 1.0, jax.random.key(0)),
     "per_example_quantile": per_example.per_example_clip_and_aggregate(QUANTILE, 1.0, key=0),
 }

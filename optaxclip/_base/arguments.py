@@ -1,6 +1,8 @@
 """Checks of arguments that programs are compiled for, and of the states that users pass."""
 
+import difflib
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -85,6 +87,12 @@ def is_uncalled(value: Any, package: str) -> bool:
     """Whether a value is a function of this package that the user forgot to call."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", ".")
     return isinstance(module, str) and module.startswith(f"{package}.") and "." not in name
+
+
+def near_miss(given: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the known one that is nearest, if one is near."""
+    near = difflib.get_close_matches(given, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 FRESH_STATE = (

@@ -35,6 +35,9 @@ from optaxclip._engine.entries import entries, measured_axes, times
 from optaxclip._engine.groups import Groups
 from optaxclip.norms import Norm
 
+SUMMED = (0, 1, 2)
+"""The powers whose sums keep to their range at a few scales, whatever the entries."""
+
 
 class Measured(NamedTuple):
     """Norms in parts, because a norm may leave the range of its dtype.
@@ -162,7 +165,7 @@ class _Part(NamedTuple):
 
     def norms(self, leaves: list[Any]) -> list[Measured]:
         """The norms, without derivatives."""
-        if self.dtype == jnp.float32 and not self.norm.is_max and self.norm.degree in (1, 2):
+        if self.dtype == jnp.float32 and not self.norm.is_max and self.norm.degree in SUMMED:
             return lax.platform_dependent(leaves, cpu=self.in_float64, default=self.in_own_dtype)
         return self.in_own_dtype(leaves)
 
@@ -178,7 +181,7 @@ class _Part(NamedTuple):
         """The norms as they are found."""
         if self.norm.is_max:
             return self.largest(leaves)
-        if self.norm.degree not in (1, 2):
+        if self.norm.degree not in SUMMED:
             # Other powers leave the range too easily: their unit is that of the largest entry.
             sizes = [power_of_two_below(each.fraction) * each.size for each in self.largest(leaves)]
             sizes = [invertible(size) for size in sizes]

@@ -1,14 +1,13 @@
 """The keywords that all transformations share: what they mean, and how they are checked."""
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import re
 from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
-from optaxclip._base.arguments import checked_bool, checked_name
+from optaxclip._base.arguments import checked_bool, checked_name, near_miss
 from optaxclip._base.types import AxisName, NonFinite, PyTree
 from optaxclip._engine.placement import as_axis_names
 from optaxclip.nonfinite import as_policy
@@ -190,8 +189,7 @@ def _misread(name: str, value: Any, allowed: list[str]) -> str:
 
 
 def _unknown(name: str, keyword: str, allowed: list[str]) -> str:
-    near = difflib.get_close_matches(keyword, allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = near_miss(keyword, allowed)
     return f"{name}() got an unexpected keyword argument {keyword!r}{hint} It takes {allowed}"
 
 

@@ -34,7 +34,12 @@ def distance(dtype: jax.typing.DTypeLike) -> float:
 
 
 def scales(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
-    """What entries are multiplied by before they are mapped: 1, far down; for squares, far up."""
+    """What entries are multiplied by before they are mapped: 1, far down; for squares, far up.
+
+    Entries that are counted, which is the power 0, are not multiplied.
+    """
+    if norm.degree == 0:
+        return (1.0,)
     as_they_are_and_down = (1.0, 1 / distance(dtype))
     return (*as_they_are_and_down, distance(dtype)) if norm.degree == 2 else as_they_are_and_down
 
@@ -65,7 +70,8 @@ def _summands(
         x = jnp.stack([x, jnp.zeros_like(x)])
         axes = (0, *(axis + 1 for axis in axes))
     powers = (norm.map(x if by == 1 else times(x, by)) for by in scales(norm, dtype))
-    return tuple(powers), axes
+    # A map may give several summands of an entry.
+    return tuple(jax.tree.leaves(tuple(powers))), axes
 
 
 def _added(sums: AtScales, more: AtScales) -> AtScales:
@@ -112,18 +118,21 @@ def in_range(found: AtScales) -> tuple[Array, Array]:
     Returns:
       The sums, and the powers of two by which the entries' norms have to be multiplied.
     """
-    plain, down, *up = found
+    plain, *others = found
+    if not others:
+        return plain, jnp.ones_like(plain)
+    down, *up = others
     info, far = jnp.finfo(plain.dtype), distance(plain.dtype)
     is_high = ~(plain <= info.max)
     total = select(is_high, down, plain)
     unit = select(is_high, far, jnp.ones_like(plain))
     if up:
-        is_low = (plain < _VERY_MANY * float(info.tiny) / float(info.eps)) & (up[0] > 0)
+        is_low = (plain < VERY_MANY * float(info.tiny) / float(info.eps)) & (up[0] > 0)
         total, unit = select(is_low, up[0], total), select(is_low, 1 / far, unit)
     return total, unit
 
 
-_VERY_MANY = 2.0**40
+VERY_MANY = 2.0**40
 """So many entries may be summed: more than that no leaf has."""
 
 

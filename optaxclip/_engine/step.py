@@ -187,9 +187,9 @@ def _clip(
     of_weights: Groups,
     method: Method,
 ) -> tuple[list[Any], PyTree, ClipInfo | None]:
-    leaves, weight_norms = _as_arrays(leaves), None
+    leaves, weight_norms = as_arrays(leaves), None
     if weights is not None:
-        weight_norms = _rows_of_norms(_as_arrays(weights), of_weights, method.norm)
+        weight_norms = rows_of_norms(as_arrays(weights), of_weights, method.norm)
     specs = jax.tree.map(devices.spec_of, ([_data(leaf) for leaf in leaves], rule_state, info))
     steps = functools.partial(_steps, groups=groups, method=method)
     steps = groups.placement.with_automatic_axes(steps, specs)
@@ -281,18 +281,21 @@ def _scaled(
 
 
 def _norms(leaves: list[Any], *, groups: Groups, norm: Norm) -> NormTree:
-    rows = _rows_of_norms(_as_arrays(leaves), groups, norm)
+    rows = rows_of_norms(as_arrays(leaves), groups, norm)
     return groups.as_tree(rows)
 
 
-def _rows_of_norms(leaves: list[Any], groups: Groups, norm: Norm) -> Rows:
+def rows_of_norms(leaves: list[Any], groups: Groups, norm: Norm) -> Rows:
+    """The norms of all groups, on any mesh."""
+
     def steps(leaves: list[Any]) -> Rows:
         return [each.norm for each in measure(leaves, groups, norm)]
 
     return groups.placement.with_automatic_axes(steps, groups.replicated())(leaves)
 
 
-def _as_arrays(leaves: list[Any]) -> list[Any]:
+def as_arrays(leaves: list[Any]) -> list[Any]:
+    """Leaves, of which some may be numbers, as arrays."""
     return [leaf if is_sparse(leaf) else jnp.asarray(leaf) for leaf in leaves]
 
 

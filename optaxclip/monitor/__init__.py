@@ -15,14 +15,14 @@ the host whether to go on. `noise_scale` tells from the gradients of microbatche
 is too small.
 """
 
+from optaxclip.monitor.histories import history as history
+from optaxclip.monitor.histories import history_names as history_names
 from optaxclip.monitor.noise import NoiseScaleState as NoiseScaleState
 from optaxclip.monitor.noise import noise_scale as noise_scale
 from optaxclip.monitor.reading import metrics as metrics
 from optaxclip.monitor.reading import read as read
 from optaxclip.monitor.reading import scalars as scalars
 from optaxclip.monitor.recording import RecordState as RecordState
-from optaxclip.monitor.recording import history as history
-from optaxclip.monitor.recording import history_names as history_names
 from optaxclip.monitor.recording import record as record
 from optaxclip.monitor.verdicts import bad_leaves as bad_leaves
 from optaxclip.monitor.verdicts import verdict as verdict

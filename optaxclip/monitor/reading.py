@@ -1,4 +1,4 @@
-"""What the clips and skips in a state did at the last step."""
+"""What the clips, skips and records in a state did, or saw, at the last step."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +10,7 @@ import optaxclip._base.devices as devices
 from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
 from optaxclip.methods.skipping import SkipState
 from optaxclip.monitor.noise import NoiseScaleState
+from optaxclip.monitor.recording import RecordState
 from optaxclip.monitor.states import described, keys_of, name_of, numbered, to_host, unboxed, walk
 from optaxclip.monitor.summaries import (
     NUMBERS,
@@ -79,11 +80,13 @@ def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
       num_skipped      | skip | steps so far that were skipped             | the largest
       loss, loss_limit | skip | the same of the loss, where it is judged   | furthest above
 
-    The numbers of `noise_scale` are `scale`, `signal` and `variance`. Each label has numbers of its
-    own (scopes `group` and `muon`). Leaves, units and states under `vmap` may be very many, so one
-    number stands for all of them. The worst entry is the one with the largest ratio of norm to
-    limit; a norm that is not finite and a limit of 0 are worse than all others. Before the first
-    step the limit is inf, and for `skip_nonfinite` it always is.
+    The numbers of `noise_scale` are `scale`, `signal` and `variance`; those of `record` are its
+    statistics of the last step, of leaves or layers the largest.
+
+    Each label has numbers of its own (scopes `group` and `muon`). Leaves, units and states under
+    `vmap` may be very many, so one number stands for all of them. The worst entry is the one with
+    the largest ratio of norm to limit; a norm that is not finite and a limit of 0 are worse than
+    all others. Before the first step the limit is inf, and for `skip_nonfinite` it always is.
 
     The names depend on the transformations alone and are the same at every step. If several
     transformations have one name, the second and later ones get a number behind it, in the order of
@@ -97,7 +100,7 @@ def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
       A dict from name to float32[], or int32[] for counts. Nothing is sent to the host.
 
     Raises:
-      ValueError: if there is no clip and no skip that keeps a record.
+      ValueError: if there is no clip and no skip that keeps a record, nor a `record`.
       TypeError: if `prefix` is not a string.
 
     Example:
@@ -113,7 +116,7 @@ def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
       >>> print(found["train/clip_by_group_norm/norm/actor"])
       5.0
     """
-    found = [state for _, state in _records(opt_state, "metrics", NoiseScaleState)]
+    found = [state for _, state in _records(opt_state, "metrics", NoiseScaleState, RecordState)]
     arrays = devices.to_device([wanted(state) for state in found])
     rows = zip(arrays, found, strict=True)
     summaries = [summary_on_device(of, bool(labels_of(state))) for of, state in rows]
@@ -124,8 +127,9 @@ def scalars(opt_state: PyTree, prefix: str = "") -> dict[str, float]:
     """The same as `metrics`, as Python floats on the host, ready for a log.
 
     The host waits for the step that made the state and then for one `jax.device_get`, of six arrays
-    for each clip (seven for a skip that judges the loss), however many leaves it has. Nothing is
-    computed on the device, so one of several processes may call it alone.
+    for each clip (seven for a skip that judges the loss, one for each statistic of a record),
+    however many leaves it has. Nothing is computed on the device, so one of several processes may
+    call it alone.
 
     Args:
       opt_state: as in `read`.
@@ -151,7 +155,7 @@ def scalars(opt_state: PyTree, prefix: str = "") -> dict[str, float]:
       clip_by_global_norm/clipped_fraction 1.0
       clip_by_global_norm/num_nonfinite 0.0
     """
-    found = [state for _, state in _records(opt_state, "scalars", NoiseScaleState)]
+    found = [state for _, state in _records(opt_state, "scalars", NoiseScaleState, RecordState)]
     arrays = to_host([wanted(state) for state in found], "scalars")
     rows = zip(arrays, found, strict=True)
     summaries = [summary(of, bool(labels_of(state)), np) for of, state in rows]
@@ -171,7 +175,7 @@ def _records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, An
             f"skip, and finds none in what it got: {described(opt_state)}. Pass opt_state, a "
             "TrainState or an nnx.Optimizer. (optaxclip.clip, clip_by_value and "
             "clip_by_second_moment keep no record, nor does anything with record=False; what "
-            "monitor.record keeps is read by monitor.history.)"
+            "monitor.record keeps is read by monitor.history, and by metrics and scalars.)"
         )
     return found
 

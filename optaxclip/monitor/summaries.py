@@ -1,4 +1,4 @@
-"""From the record of a clip, a skip or a noise scale to the few numbers of a log.
+"""From the record of a clip, a skip or a noise scale, or a history, to the few numbers of a log.
 
 On the device, and on the host.
 """
@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from optaxclip._base.types import ClipState
+from optaxclip._engine.statistics import STATISTICS
 from optaxclip.methods.skipping import SkipState
 from optaxclip.monitor.noise import NoiseScaleState, scale_of
+from optaxclip.monitor.recording import RecordState
 from optaxclip.monitor.states import unboxed
 
-Recorded: TypeAlias = ClipState | SkipState | NoiseScaleState
+Recorded: TypeAlias = ClipState | SkipState | NoiseScaleState | RecordState
 """The states that have numbers for a log."""
 
 Summary: TypeAlias = dict[str, Any]
@@ -26,6 +28,7 @@ NUMBERS = (
     *("norm", "limit", "factor", "clipped_fraction", "num_nonfinite"),
     *("num_skipped", "loss", "loss_limit"),
     *("scale", "signal", "variance"),
+    *(name for name in STATISTICS if name != "norm"),
 )
 """The kinds, in their order; what comes out of `jit` is sorted."""
 
@@ -35,6 +38,9 @@ def wanted(state: Recorded) -> dict[str, Any]:
     if isinstance(state, NoiseScaleState):
         sums = {field: getattr(state, field) for field in ("steps", "signal", "variance")}
         return {key: unboxed(x) for key, x in sums.items()}
+    if isinstance(state, RecordState):
+        last = {name: unboxed(x) for name, x in state.last.items()}
+        return {"steps": unboxed(state.steps), "last": last}
     of_info = ("norm", "limit", "factor", "num_nonfinite")
     found = {field: getattr(state.info, field) for field in of_info}
     if isinstance(state, ClipState):
@@ -48,9 +54,10 @@ def wanted(state: Recorded) -> dict[str, Any]:
 
 def labels_of(state: Recorded) -> tuple[str, ...]:
     """The entries of the record that a user has named, if there are such."""
-    if isinstance(state, NoiseScaleState) or not state.info.names.are_labels:
+    if isinstance(state, NoiseScaleState):
         return ()
-    return tuple(state.info.names)
+    names = state.names if isinstance(state, RecordState) else state.info.names
+    return tuple(names) if names.are_labels else ()
 
 
 @functools.partial(jax.jit, static_argnames="with_labels", inline=True)
@@ -60,7 +67,7 @@ def summary_on_device(of: dict[str, Any], with_labels: bool) -> Summary:
 
 
 def summary(of: dict[str, Any], with_labels: bool, numpy: Any) -> Summary:
-    """The numbers of one clip, skip or noise scale.
+    """The numbers of one clip, skip, noise scale or history.
 
     Args:
       of: what `wanted` says. States under `vmap` have leading axes, which count as more entries.
@@ -71,6 +78,9 @@ def summary(of: dict[str, Any], with_labels: bool, numpy: Any) -> Summary:
         return _of_noise(of, numpy)
     steps = of["steps"] if "steps" in of else of["num_skipped"]
     states = max(steps.size, 1)
+    if "last" in of:
+        shape = (states, -1) if with_labels else (-1, 1)
+        return {name: _of_largest(x.reshape(shape), numpy) for name, x in of["last"].items()}
 
     def rows(x: Any) -> Any:
         """`[entries, labels]`, or `[entries, 1]`."""
@@ -94,6 +104,15 @@ def _of_noise(of: dict[str, Any], numpy: Any) -> Summary:
     """The averages over all states, and the scale that they tell."""
     means = {x: numpy.mean(of[x].reshape(-1, 1), axis=0) for x in ("signal", "variance")}
     return {"scale": scale_of(numpy.max(of["steps"]), **means, numpy=numpy), **means}
+
+
+def _of_largest(rows: Any, numpy: Any) -> Any:
+    """Of each column the largest number; what is missing at a step, NaN, if nothing else is."""
+    if not rows.size:
+        return numpy.zeros(rows.shape[1:], rows.dtype)
+    is_unknown = numpy.isnan(rows)
+    largest = numpy.max(numpy.where(is_unknown, -numpy.inf, rows), axis=0)
+    return numpy.where(numpy.all(is_unknown, axis=0), numpy.nan, largest).astype(rows.dtype)
 
 
 def _of_worst(columns: dict[str, Any], numpy: Any) -> Summary:

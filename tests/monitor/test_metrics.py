@@ -152,7 +152,6 @@ def test_inside_of_what_is_compiled(where):
         (tree_clip(), "Transformation, with the leaves 'init', 'update'"),
         (optaxclip.clip(1.0).init(GRADS), "ClipByValueState, with the leaves 'steps'"),
         (tree_clip(record=False).init(GRADS), "record=False"),
-        (monitor.record(3).init(GRADS), "is read by monitor.history"),
         (optax.adam(0.1).init(GRADS), r"tuple, with the leaves '0/count', .*, \.\.\.\. Pass"),
         (None, "NoneType, empty"),
     ],
@@ -170,7 +169,7 @@ def test_what_flax_makes_of_a_state():
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
     optimizer.update(model, grads, value=1.0)
     whole = monitor.scalars(optimizer)
-    renamed = {LEAVES: "clip", "skip_above": "skip", CLIP: "clip_1"}
+    renamed = {"record": "record", LEAVES: "clip", "skip_above": "skip", CLIP: "clip_1"}
     expected = {}
     for name, number in whole.items():
         first, rest = name.split("/")

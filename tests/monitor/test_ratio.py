@@ -66,7 +66,9 @@ def test_of_leaves_that_are_split(per_leaf):
 
 def test_it_says_what_it_needs():
     tx = monitor.record(ratio=True, name="moves")
-    with pytest.raises(ValueError, match=r"moves: ratio=True.*update\(updates, state, params\)"):
+    with pytest.raises(
+        ValueError, match=r"moves: .*\['ratio'\] need.*update\(updates, state, params\)"
+    ):
         tx.update(UPDATES, tx.init(PARAMS))
     with pytest.raises(ValueError, match=r"moves: params must match.*'w'.*is missing in params"):
         tx.update(UPDATES, tx.init(PARAMS), {"b": PARAMS["b"], "v": PARAMS["v"]})

@@ -1,0 +1,231 @@
+"""Statistics: leaves and parameters come in, for each statistic a number for each group goes out.
+
+Each is made of a few norms of the groups. What several of them need is measured once.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+import optaxclip.norms as norms
+from optaxclip._base.numerics import promoted, safe_divide
+from optaxclip._base.trees import FlatTree, is_sparse
+from optaxclip._base.types import PyTree
+from optaxclip._engine.checks import matching_params
+from optaxclip._engine.cosines import cosines
+from optaxclip._engine.groups import Groups, Rows
+from optaxclip._engine.placement import located
+from optaxclip._engine.step import as_arrays, rows_of_norms, run
+from optaxclip.norms import Norm
+
+
+class Sources:
+    """What statistics are made of, each measured at its first use."""
+
+    def __init__(
+        self,
+        leaves: list[Any],
+        weights: list[Any] | None,
+        groups: Groups,
+        of_weights: Groups,
+        norm: Norm,
+        *,
+        with_cosines: bool,
+    ) -> None:
+        """Of gradients and, where they are needed, of parameters.
+
+        Args:
+          leaves: of the gradients.
+          weights: of the parameters.
+          groups: of the gradients.
+          of_weights: the same groups, with the placement of the parameters.
+          norm: a user's.
+          with_cosines: whether cosines are wanted, which bring the parameters' L2 norms.
+        """
+        self.norm = norm
+        self._leaves, self._weights = leaves, weights or []
+        self._groups, self._of_weights = groups, of_weights
+        self._with_cosines = with_cosines
+        self._is_sparse = any(map(is_sparse, leaves))
+        self._found: dict[tuple[str, Norm], Rows] = {}
+
+    def of_leaves(self, norm: Norm) -> Rows:
+        """The norms of the gradients' groups."""
+        if ("leaves", norm) not in self._found:
+            self._found["leaves", norm] = rows_of_norms(self._leaves, self._groups, norm)
+        return self._found["leaves", norm]
+
+    def of_weights(self, norm: Norm) -> Rows:
+        """The norms of the parameters' groups."""
+        if ("weights", norm) not in self._found:
+            self._found["weights", norm] = self._of_weights_at_first(norm)
+        return self._found["weights", norm]
+
+    def _of_weights_at_first(self, norm: Norm) -> Rows:
+        if not self._with_cosines or norm is not norms.l2 or self._is_sparse:
+            return rows_of_norms(self._weights, self._of_weights, norm)
+        rows = zip(self._present(), self._pairs[1], strict=True)
+        return [jnp.where(there, x, jnp.nan) for there, x in rows]
+
+    def cosines(self) -> Rows:
+        """The cosines of the gradients' groups with the parameters'."""
+        return self._pairs[0]
+
+    def shares(self) -> Rows:
+        """The parts that the groups have in the squared norm of all."""
+        rows, present = self.of_leaves(norms.l2), self._present()
+        known = [jnp.where(there, x, 0) for x, there in zip(rows, present, strict=True)]
+        # So that no square leaves the range.
+        largest = functools.reduce(jnp.maximum, [jnp.max(x, initial=0) for x in known])
+        squares = [jnp.square(safe_divide(x, largest, 0.0)) for x in known]
+        total = functools.reduce(jnp.add, [jnp.sum(x) for x in squares])
+        parts = [safe_divide(x, total, 0.0) for x in squares]
+        return [jnp.where(there, *pair) for there, *pair in zip(present, parts, rows, strict=True)]
+
+    @functools.cached_property
+    def _pairs(self) -> tuple[Rows, Rows]:
+        """The cosines, and the parameters' norms."""
+        place = self._groups.placement
+        in_one_piece = place.in_one_piece and self._of_weights.placement.in_one_piece
+        place = dataclasses.replace(place, in_one_piece=in_one_piece)
+        groups = dataclasses.replace(self._groups, placement=place)
+
+        def steps(leaves: list[Any], weights: list[Any], *found: Rows) -> tuple[Rows, Rows]:
+            return cosines(leaves, weights, groups, *found)
+
+        specs = (groups.replicated(), groups.replicated())
+        steps = place.with_automatic_axes(steps, specs)
+        found = [self.of_leaves(norms.l2)]
+        if self._is_sparse:
+            found.append(self.of_weights(norms.l2))
+        return steps(self._leaves, self._weights, *found)
+
+    def _present(self) -> Rows:
+        """Which groups have leaves at this step."""
+        groups = self._groups.grouping.groups
+        is_tree = self._groups.grouping.layout == "scalar"
+        return self._groups.pack([jnp.full(x.shape, bool(x.members) or is_tree) for x in groups])
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistic:
+    """A number for each group of a tree.
+
+    Attributes:
+      of: what it is of what is measured.
+      needs_params: whether parameters are among it.
+    """
+
+    of: Callable[[Sources], Rows]
+    needs_params: bool = False
+
+
+def _is_not_zero(x: Array) -> Array:
+    return (x != 0).astype(jnp.finfo(x.dtype).dtype)
+
+
+NOT_ZERO = Norm("not_zero", _is_not_zero, norms.mean_abs.finish, degree=0)
+"""The share of entries that are not 0, as a norm whose powers are all 0 or 1."""
+
+
+def _zero_fraction(of: Sources) -> Rows:
+    return [1 - share for share in of.of_leaves(NOT_ZERO)]
+
+
+def _ratio(of: Sources) -> Rows:
+    pairs = zip(of.of_leaves(of.norm), of.of_weights(of.norm), strict=True)
+    return [_quotient(*promoted(pair)) for pair in pairs]
+
+
+def _quotient(norm: Array, of_weights: Array) -> Array:
+    return safe_divide(norm, of_weights, jnp.where(norm > 0, jnp.inf, norm))
+
+
+STATISTICS: dict[str, Statistic] = {
+    "norm": Statistic(lambda of: of.of_leaves(of.norm)),
+    "max": Statistic(lambda of: of.of_leaves(norms.linf)),
+    "mean_abs": Statistic(lambda of: of.of_leaves(norms.mean_abs)),
+    "zero_fraction": Statistic(_zero_fraction),
+    "share": Statistic(Sources.shares),
+    "param_norm": Statistic(lambda of: of.of_weights(of.norm), needs_params=True),
+    "ratio": Statistic(_ratio, needs_params=True),
+    "cosine_param": Statistic(Sources.cosines, needs_params=True),
+}
+"""By their names."""
+
+
+def recorded_statistics(
+    flat: FlatTree,
+    params: PyTree | None,
+    groups: Groups,
+    *,
+    names: tuple[str, ...],
+    norm: Norm,
+    caller: str,
+    **places: Any,
+) -> dict[str, Array]:
+    """The statistics of these names, a number for each name of the groups, or for the tree.
+
+    Args:
+      flat: the gradients.
+      params: the parameters, if the user has passed them.
+      groups: the groups.
+      names: which statistics.
+      norm: that of "norm", "param_norm" and "ratio".
+      caller: the transformation's name.
+      **places: what the user says of devices, `axis_names` and `specs`.
+
+    Raises:
+      ValueError: if parameters are needed and missing, or do not match.
+    """
+    weights, of_weights = None, groups
+    needing = [name for name in names if STATISTICS[name].needs_params]
+    if needing:
+        if params is None:
+            raise ValueError(
+                f"{caller}: the statistics {needing} need the parameters; pass them: "
+                "update(updates, state, params)"
+            )
+        flat_params = matching_params(flat, params, caller)
+        weights = flat_params.picked()
+        # They may be split otherwise than the gradients.
+        placement = located(groups.grouping, flat_params, **places)
+        of_weights = dataclasses.replace(groups, placement=placement)
+    how = {"groups": groups, "of_weights": of_weights, "names": names, "norm": norm}
+    return run(_statistics, flat.picked(), weights, **how)
+
+
+def _statistics(
+    leaves: list[Any],
+    weights: list[Any] | None,
+    *,
+    groups: Groups,
+    of_weights: Groups,
+    names: tuple[str, ...],
+    norm: Norm,
+) -> dict[str, Array]:
+    weights = None if weights is None else as_arrays(weights)
+    of = {"norm": norm, "with_cosines": "cosine_param" in names}
+    sources = Sources(as_arrays(leaves), weights, groups, of_weights, **of)
+    return {name: _by_name(STATISTICS[name].of(sources), groups) for name in names}
+
+
+def _by_name(rows: Rows, groups: Groups) -> Array:
+    """A number for each name: of a leaf with many groups the largest."""
+    if groups.grouping.layout != "dict":
+        return rows[0]
+    largest = [_largest(x) for x in groups.unpack(rows)]
+    return jnp.stack(largest) if largest else jnp.zeros(0)
+
+
+def _largest(x: Array) -> Array:
+    """The largest number, 0 of none; NaN if one is, also where devices hold parts."""
+    is_unknown = jnp.isnan(x)
+    least = jnp.asarray(-jnp.inf, x.dtype)
+    largest = jnp.max(jnp.where(is_unknown, least, x), initial=least)
+    largest = jnp.where(largest == least, 0, largest)
+    return jnp.where(jnp.any(is_unknown), jnp.nan, largest)

@@ -1,0 +1,149 @@
+"""Statistics of a record, by every way in which leaves may be split: as in one piece."""
+
+import functools
+import itertools
+import re
+
+import jax
+import numpy as np
+import pytest
+from cases import slow_unless
+from compiling import collectives
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optaxclip import monitor, scopes
+from optaxclip._engine.statistics import STATISTICS
+
+STATS = tuple(STATISTICS)
+SPECS = {"b": P(), "m": P(None, "x"), "w": P("x")}
+KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit, "shard_map": AxisType.Auto}
+SCOPES = {
+    "tree": None,
+    "leaf": scopes.leaf(),
+    "layers": scopes.leaf(stacked={"b": 0, "m": 0, "w": 1}),
+    "group": scopes.group(lambda path, _: "vector" if path == "b" else "matrix"),
+    "axes": scopes.axes(-1),
+}
+
+
+def trees(dtype=np.float32):
+    """Gradients with zeros, and parameters."""
+    rng = np.random.default_rng(0)
+    shapes = {"b": (6,), "m": (4, 8), "w": (8, 6)}
+    params, grads = ({x: rng.normal(size=y).astype(dtype) for x, y in shapes.items()} for _ in "pg")
+    grads["w"][3, :2] = 0
+    grads["m"][:, 5] = 0
+    return grads, params
+
+
+def recorded(names, grads, params, **options):
+    """The last step's statistics of these scopes."""
+    found = {}
+    for name in names:
+        tx = monitor.record(1, scope=SCOPES[name], stats=STATS, **options)
+        found[name] = tx.update(grads, tx.init(params), params)[1].last
+    return found
+
+
+@functools.cache
+def in_one_piece():
+    return jax.jit(functools.partial(recorded, SCOPES))(*trees())
+
+
+def assert_as_in_one_piece(found):
+    for scope, of_scope in found.items():
+        for stat, x in of_scope.items():
+            expected = in_one_piece()[scope][stat]
+            np.testing.assert_allclose(x, expected, 1e-6, 1e-6, err_msg=f"{scope}, {stat}")
+
+
+def on(kind, spec=SPECS):
+    mesh = jax.make_mesh((8,), ("x",), (KINDS[kind],))
+    return mesh, jax.tree.map(
+        lambda x: NamedSharding(mesh, x), spec, is_leaf=lambda x: type(x) is P
+    )
+
+
+MESHES = slow_unless(
+    lambda kind, told: told == (kind == "automatic"),
+    itertools.product(("automatic", "explicit"), (False, True)),
+)
+
+
+@pytest.mark.parametrize(("kind", "told"), MESHES)
+def test_on_a_mesh(kind, told):
+    mesh, places = on(kind)
+    grads, params = jax.device_put(trees(), (places, places))
+    options = {"specs": places} if told else {}
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(functools.partial(recorded, SCOPES, **options)).lower(grads, params)
+        compiled = compiled.compile()
+        found = compiled(grads, params)
+    assert_as_in_one_piece(found)
+    # Where only the compiler knows what is split, the norms of layers are gathered, no leaf is.
+    allowed = {"all-reduce"} if told or kind == "explicit" else {"all-reduce", "all-gather"}
+    assert set(collectives(compiled)) <= allowed
+    gathered = re.findall(r"\w+\[([\d,]*)\]\S* all-gather\(", compiled.as_text())
+    assert all("," not in shape for shape in gathered)
+    assert all(x.is_fully_replicated for x in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize("kind", ["automatic", "explicit"])
+def test_parameters_may_be_split_otherwise(kind):
+    mesh, of_grads = on(kind)
+    _, of_params = on(kind, {"b": P(), "m": P(), "w": P(None, None)})
+    grads, params = jax.device_put(trees(), (of_grads, of_params))
+    with jax.set_mesh(mesh):
+        found = jax.jit(functools.partial(recorded, ("tree", "leaf")))(grads, params)
+    assert_as_in_one_piece(found)
+
+
+@pytest.mark.parametrize("way", ["tracked", "untracked"])
+def test_in_shard_map(way):
+    mesh, _ = on("shard_map")
+    inside = functools.partial(recorded, SCOPES, specs=SPECS)
+    inside = jax.shard_map(
+        inside, mesh=mesh, in_specs=(SPECS, SPECS), out_specs=P(), check_vma=way == "tracked"
+    )
+    assert_as_in_one_piece(jax.jit(inside)(*trees()))
+
+
+def test_types_alone_tell_what_is_split():
+    mesh, _ = on("shard_map")
+    inside = functools.partial(recorded, ("tree", "leaf", "group"))
+    inside = jax.shard_map(inside, mesh=mesh, in_specs=(SPECS, SPECS), out_specs=P())
+    assert_as_in_one_piece(jax.jit(inside)(*trees()))
+
+
+@pytest.mark.parametrize("way", ["shard_map", "vmap"])
+def test_names_of_axes_say_that_all_leaves_are_split(way):
+    split = [{"m": x["m"].T, "w": x["w"]} for x in trees()]
+    record = functools.partial(recorded, ("tree", "leaf"), axis_name="x")
+    if way == "vmap":
+        found = jax.vmap(record, axis_name="x")(*split)
+        found = jax.tree.map(lambda x: x[0], found)
+    else:
+        mesh, _ = on("shard_map")
+        record = jax.shard_map(record, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False)
+        found = record(*split)
+    expected = recorded(("tree", "leaf"), *split)
+    for scope, of_scope in found.items():
+        for stat, x in of_scope.items():
+            np.testing.assert_allclose(x, expected[scope][stat], 1e-6, 1e-6, err_msg=stat)
+
+
+def test_what_is_not_finite_on_one_device_is_so_for_all():
+    mesh, _ = on("shard_map")
+    grads, params = trees()
+    grads["w"][5, 3] = np.nan
+    inside = functools.partial(recorded, ("leaf", "axes"), specs=SPECS)
+    inside = jax.shard_map(inside, mesh=mesh, in_specs=(SPECS, SPECS), out_specs=P())
+    found = jax.jit(inside)(grads, params)
+    for scope in found:
+        for stat in ("norm", "max", "mean_abs", "ratio", "cosine_param"):
+            assert np.isnan(found[scope][stat]).tolist() == [False, False, True], (scope, stat)
+        assert np.isnan(found[scope]["share"]).all()
+        for stat in ("zero_fraction", "param_norm"):
+            expected = in_one_piece()[scope][stat]
+            np.testing.assert_allclose(found[scope][stat], expected, rtol=1e-6)

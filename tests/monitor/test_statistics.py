@@ -1,0 +1,250 @@
+"""Every statistic of a record, over every kind of scope, beside float64 NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optaxclip import monitor, scopes
+from optaxclip._engine.statistics import STATISTICS
+
+STATS = tuple(STATISTICS)
+OF_PARAMS = ("param_norm", "ratio", "cosine_param")
+SHAPES = {"a": (3, 4, 5), "b": (7,), "c": (6, 2)}
+
+
+def drawn(seed, scale=1.0, dtype=jnp.float32, zeros=0.3):
+    """Leaves of which some entries are 0."""
+    rng = np.random.default_rng(seed)
+    sizes = {"a": 1.0, "b": 0.1, "c": 3.0}
+
+    def leaf(name, shape):
+        x = rng.normal(size=shape) * (rng.random(shape) >= zeros) * sizes[name]
+        if dtype == jnp.complex64:
+            x = x + 1j * rng.normal(size=shape)
+        return jnp.asarray(x * scale, dtype)
+
+    return {name: leaf(name, shape) for name, shape in SHAPES.items()}
+
+
+def label(path, _):
+    return "vector" if path == "b" else "matrix"
+
+
+STACKED = {"a": 1, "b": 0, "c": 0}
+# The scope, and the parts of a tree that belong together, under their names.
+SCOPES = {
+    "tree": (None, lambda x: {"tree": [x["a"], x["b"], x["c"]]}),
+    "leaf": (scopes.leaf(), lambda x: {name: [leaf] for name, leaf in x.items()}),
+    "layers": (
+        scopes.leaf(stacked=STACKED),
+        lambda x: {f"a/{i}": [x["a"][i]] for i in range(3)} | {"b": [x["b"]], "c": [x["c"]]},
+    ),
+    "group": (
+        scopes.group(label),
+        lambda x: {"matrix": [x["a"], x["c"]], "vector": [x["b"]]},
+    ),
+}
+TREES = {
+    "float32": (drawn(0), drawn(1, 10.0)),
+    "bfloat16": (drawn(2, dtype=jnp.bfloat16), drawn(3, dtype=jnp.bfloat16)),
+    "float16 beside float32": (drawn(4, 100.0, jnp.float16), drawn(5)),
+    "complex64": (drawn(6, dtype=jnp.complex64), drawn(7, dtype=jnp.complex64)),
+    "real beside complex64": (drawn(8), drawn(9, dtype=jnp.complex64)),
+    "far down": (drawn(10, 1e-30), drawn(11, 1e-25)),
+    "far up": (drawn(12, 1e30), drawn(13, 1e36)),
+    "up beside down": (drawn(14, 1e18), drawn(15, 1e-18)),
+    "alike": (drawn(16), jax.tree.map(lambda x: -2 * x, drawn(16))),
+}
+
+
+def reference(stat, grads, params, squares):
+    """A statistic of entries `[n]` in float64, or complex128; `squares` are those of the tree."""
+    norm, of_params = np.linalg.norm(grads), np.linalg.norm(params)
+    return {
+        "norm": lambda: norm,
+        "max": lambda: np.max(np.abs(grads)),
+        "mean_abs": lambda: np.mean(np.abs(grads)),
+        "zero_fraction": lambda: np.mean(grads == 0),
+        "share": lambda: norm**2 / squares,
+        "param_norm": lambda: of_params,
+        "ratio": lambda: norm / of_params,
+        "cosine_param": lambda: np.real(np.vdot(params, grads)) / (norm * of_params),
+    }[stat]()
+
+
+def wide(leaves):
+    """Entries of leaves, one after another."""
+    return np.concatenate([np.asarray(x).astype(np.complex128).ravel() for x in leaves])
+
+
+@functools.cache
+def recorded():
+    """For each tree and scope the state after a step, and its columns; in one program."""
+    txs = {name: monitor.record(2, scope=scope, stats=STATS) for name, (scope, _) in SCOPES.items()}
+
+    @jax.jit
+    def run(trees):
+        return {
+            (tree, name): tx.update(grads, tx.init(params), params)[1]
+            for tree, (grads, params) in trees.items()
+            for name, tx in txs.items()
+        }
+
+    return run(TREES)
+
+
+@pytest.mark.parametrize(("tree", "scope"), [(x, y) for x in TREES for y in SCOPES])
+def test_all_as_in_numpy(tree, scope):
+    state, parts = recorded()[tree, scope], SCOPES[scope][1]
+    grads, params = (parts(x) for x in TREES[tree])
+    assert monitor.history_names(state) == tuple(grads)
+    squares = np.linalg.norm(wide(jax.tree.leaves(TREES[tree][0]))) ** 2
+    for stat in STATS:
+        rows = [(wide(grads[x]), wide(params[x]), squares) for x in grads]
+        expected = [[reference(stat, *row) for row in rows]]
+        found = monitor.history(state, stat=stat)
+        assert found.shape == ((1,) if scope == "tree" else (1, len(grads)))
+        found = found.reshape(np.shape(expected))
+        close = {"rtol": 1e-6, "atol": 2e-7 if stat in ("cosine_param", "zero_fraction") else 0}
+        np.testing.assert_allclose(found, expected, **close, err_msg=stat)
+
+
+def test_of_units_each_leaf_has_the_largest():
+    tx = monitor.record(2, scope=scopes.axes(0), stats=STATS)
+    grads = {"m": jnp.array([[3.0, 0.0], [4.0, -1.0]]), "n": jnp.zeros((2, 0))}
+    params = {"m": jnp.array([[3.0, 2.0], [4.0, 0.0]]), "n": jnp.zeros((2, 0))}
+    state = jax.jit(tx.update)(grads, tx.init(params), params)[1]
+    expected = {
+        "norm": 5.0,
+        "max": 4.0,
+        "mean_abs": 3.5,
+        "zero_fraction": 0.5,
+        "share": 25 / 26,
+        "param_norm": 5.0,
+        "ratio": 1.0,
+        "cosine_param": 1.0,
+    }
+    for stat in STATS:
+        found = monitor.history(state, stat=stat)
+        np.testing.assert_allclose(found, [[expected[stat], 0]], rtol=1e-6, err_msg=stat)
+    # The largest of cosines may be below 0, and a unit that is not finite is worse than all.
+    grads["m"] = jnp.array([[-3.0, 0.0], [-4.0, 0.0]])
+    state = tx.update(grads, state, {"m": jnp.ones((2, 2)), "n": params["n"]})[1]
+    np.testing.assert_array_equal(monitor.history(state, stat="cosine_param")[1], [0.0, 0.0])
+    grads["m"] = jnp.array([[jnp.nan, 1.0], [0.0, 1.0]])
+    state = tx.update(grads, state, params)[1]
+    np.testing.assert_array_equal(monitor.history(state)[1], [np.nan, 0.0])
+
+
+def test_missing_and_empty_leaves_integers_and_zeros():
+    params = {"a": jnp.ones(2), "b": jnp.ones(3), "e": jnp.ones((0, 4)), "z": jnp.zeros(2)}
+    grads = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0, 0, 0]), "e": params["e"]}
+    grads |= {"z": jnp.zeros(2), "i": jnp.arange(3)}
+    tx = monitor.record(4, per_leaf=True, stats=STATS)
+    state = tx.init(params | {"i": jnp.arange(3)})
+    update = jax.jit(tx.update)
+    for missing in ({}, {"b": None}, {"b": optax.MaskedNode(), "i": None}):
+        state = update(grads | missing, state, params)[1]
+    assert monitor.history_names(state) == ("a", "b", "e", "z")
+    nan = np.nan
+    third = 1 / np.sqrt(3)
+    expected = {
+        "norm": ([3, 4, 0, 0], [3, nan, 0, 0]),
+        "max": ([3, 4, 0, 0], [3, nan, 0, 0]),
+        "mean_abs": ([1.5, 4 / 3, 0, 0], [1.5, nan, 0, 0]),
+        "zero_fraction": ([0.5, 2 / 3, 1, 1], [0.5, nan, 1, 1]),
+        "share": ([9 / 25, 16 / 25, 0, 0], [1, nan, 0, 0]),
+        "param_norm": ([2**0.5, 3**0.5, 0, 0], [2**0.5, nan, 0, 0]),
+        "ratio": ([3 / 2**0.5, 4 * third, 0, 0], [3 / 2**0.5, nan, 0, 0]),
+        "cosine_param": ([0.5**0.5, third, 0, 0], [0.5**0.5, nan, 0, 0]),
+    }
+    for stat in STATS:
+        first, other = expected[stat]
+        found = monitor.history(state, stat=stat)
+        np.testing.assert_allclose(found, [first, other, other], rtol=1e-6, err_msg=stat)
+    tree = monitor.record(2, stats=STATS)
+    empty = tree.update({}, tree.init({}), {})[1]
+    found = {stat: float(x) for stat, x in empty.last.items()}
+    assert found == dict.fromkeys(STATS, 0.0) | {"zero_fraction": 1.0}
+
+
+def test_gradients_that_are_not_finite():
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    tx = monitor.record(4, per_leaf=True, stats=STATS)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for bad in (jnp.inf, jnp.nan):
+        state = update({"a": jnp.array([bad, 0.0]), "b": jnp.array([1.0, 1.0])}, state, params)[1]
+    nan, inf, root = np.nan, np.inf, 2**0.5
+    expected = {
+        "norm": ([inf, root], [nan, root]),
+        "max": ([inf, 1], [nan, 1]),
+        "mean_abs": ([inf, 1], [nan, 1]),
+        "zero_fraction": ([0.5, 0], [0.5, 0]),
+        "share": ([nan, nan], [nan, nan]),
+        "param_norm": ([root, root], [root, root]),
+        "ratio": ([inf, 1], [nan, 1]),
+        "cosine_param": ([nan, 1], [nan, 1]),
+    }
+    for stat in STATS:
+        found = monitor.history(state, stat=stat)
+        np.testing.assert_allclose(found, expected[stat], rtol=1e-6, err_msg=stat)
+
+
+def test_another_norm_is_that_of_norms_and_of_nothing_else():
+    grads, params = TREES["float32"]
+    usual, other = (monitor.record(2, stats=STATS, norm=norm) for norm in ("l2", "l1"))
+    ours, theirs = (tx.update(grads, tx.init(params), params)[1].last for tx in (usual, other))
+    sums = [np.sum(np.abs(wide(jax.tree.leaves(x)))) for x in (grads, params)]
+    for stat, expected in {
+        "norm": sums[0],
+        "param_norm": sums[1],
+        "ratio": sums[0] / sums[1],
+    }.items():
+        np.testing.assert_allclose(theirs[stat], expected, rtol=1e-6)
+    for stat in set(STATS) - {"norm", "param_norm", "ratio"}:
+        np.testing.assert_array_equal(theirs[stat], ours[stat])
+
+
+def test_sparse_gradients_beside_dense_parameters():
+    from jax.experimental.sparse import BCOO
+
+    # Twice at one place, and once outside, which is padding.
+    indices = jnp.array([[1], [1], [3], [9]])
+    sparse = BCOO((jnp.array([1.0, 2.0, 4.0, 100.0]), indices), shape=(5,))
+    dense, params = jnp.array([0.0, 3, 0, 4, 0]), {"w": jnp.array([1.0, 1, -2, 1, 0])}
+    tx = monitor.record(2, stats=STATS)
+    found, expected = (
+        jax.jit(tx.update)({"w": x}, tx.init(params), params)[1].last for x in (sparse, dense)
+    )
+    for stat in STATS:
+        np.testing.assert_allclose(found[stat], expected[stat], rtol=1e-6, err_msg=stat)
+
+
+@pytest.mark.parametrize("names", [("zero_fraction",), ("share", "ratio"), STATS])
+def test_in_scan_vmap_and_one_program(names):
+    params = {"a": jnp.ones((2, 3)), "b": jnp.ones(4)}
+    keys = jax.random.split(jax.random.key(0), 5)
+    steps = jax.vmap(lambda key: {x: jax.random.normal(key, y.shape) for x, y in params.items()})(
+        keys
+    )
+    tx = monitor.record(3, scope=scopes.leaf(stacked={"a": 1, "b": 0}), stats=names)
+    update = jax.jit(tx.update, donate_argnums=1)
+    state = tx.init(params)
+    shapes = [x.shape for x in jax.tree.leaves(state)]
+    for i in range(5):
+        _, state = update(jax.tree.map(lambda x, i=i: x[i], steps), state, params)
+    assert update._cache_size() == 1
+    assert [x.shape for x in jax.tree.leaves(state)] == shapes
+    scanned, _ = jax.lax.scan(
+        lambda state, grads: tx.update(grads, state, params)[::-1], tx.init(params), steps
+    )
+    each = jax.vmap(lambda grads: tx.update(grads, tx.init(params), params)[1])(steps)
+    for name in names:
+        rows = monitor.history(state, stat=name)
+        assert rows.shape == (3, 3)
+        np.testing.assert_allclose(monitor.history(scanned, stat=name), rows, rtol=1e-6)
+        np.testing.assert_allclose(each.last[name][2:], rows, rtol=1e-6)
