@@ -1,4 +1,4 @@
-"""What a user passes to a step, checked: groups, parameters, a norm; each with a message."""
+"""Checks of what a user passes to a step: groups, parameters, a norm."""
 
 from typing import Any
 
@@ -14,38 +14,38 @@ from optaxclip._base.types import NormTree, PyTree, Threshold
 from optaxclip.thresholds.fixed import check_limit
 
 
-def among_known(grouping: Grouping, known: Names, size: int, name: str) -> Grouping:
-    """The grouping with all groups known since `init`, of which a tree may lack some.
+def with_groups_of_state(grouping: Grouping, stored: Names, size: int, name: str) -> Grouping:
+    """The grouping, with an empty group for each name in the state that the tree lacks.
 
     Args:
       grouping: the groups of the tree.
-      known: the names in the state; none where `optax.tree_map_params` has made it.
+      stored: the names in the state; none if the state went through `optax.tree_map_params`.
       size: how many groups the state has.
       name: the transformation's name.
 
     Raises:
-      ValueError: if it has other groups than those.
+      ValueError: if the tree has groups that the state lacks.
     """
     if grouping.layout == "scalar":
         return grouping
-    if not known and size == len(grouping.names):
+    if not stored and size == len(grouping.names):
         return grouping
-    if not known and size:
+    if not stored and size:
         raise ValueError(
             f"{name}: the state has lost the names of its {size} groups, as after "
             f"optax.tree_map_params, and the updates have {len(grouping.names)}: take one step "
             "with all leaves, which names them again"
         )
-    unknown = sorted(set(grouping.names) - set(known))
-    if unknown or len(known) != size:
+    unknown = sorted(set(grouping.names) - set(stored))
+    if unknown or len(stored) != size:
         raise ValueError(
             f"{name}: the updates have groups {unknown} that the params given to init did not have"
         )
-    return grouping.among(known)
+    return grouping.among(stored)
 
 
 def check_rule_state(rule: Threshold, state: PyTree, norms: NormTree, name: str) -> None:
-    """Checks that a limit rule is given what it keeps itself. Under `jit` that costs nothing.
+    """Checks that a state was made by this limit rule. Under `jit` that costs nothing.
 
     Raises:
       ValueError: if it is of another rule, naming both.
@@ -65,7 +65,7 @@ def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
 
 
 def _kept(state: PyTree) -> str:
-    """What a rule keeps, in words."""
+    """The state of a rule, described for a message."""
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Names))
     rules = sorted({name for node in nodes if isinstance(node, Names) for name in node})
     if not jax.tree.leaves(state):
@@ -110,7 +110,7 @@ def matching_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
 
 
 def given_norm(norm: Any, argument: str) -> Array:
-    """A norm that the caller has, as a float32 or float64 scalar; it may be anything but a vector.
+    """The norm that the caller passes, as a float32 or float64 scalar; it may be negative or NaN.
 
     Raises:
       ValueError: if it is not a scalar.

@@ -1,6 +1,6 @@
 """The engine: every clip is a scope, a norm, a limit rule, a response and a non-finite policy.
 
-Three known algorithms from the parts:
+Three published methods, made of these parts:
 
   Clipping by global norm (Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063) measures the whole
   tree once; adaptive gradient clipping (Brock et al., 2021, arXiv 2102.06171) each unit, and holds
@@ -33,7 +33,7 @@ from optaxclip._base.types import (
     NormTree,
     PyTree,
 )
-from optaxclip._engine.checks import among_known, given_norm
+from optaxclip._engine.checks import given_norm, with_groups_of_state
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.options import ClipOptions, Options, takes
 from optaxclip._engine.placement import as_axis_names, grouped, located
@@ -83,7 +83,7 @@ def clip_by(
     Raises:
       ValueError: for an unknown name, or a limit that is negative, NaN or not a scalar; when used,
         where it cannot be known how leaves are split over devices.
-      TypeError: for a limit that is not a number, or a scope that is none.
+      TypeError: for a limit that is not a number, or a scope that is not one.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -107,15 +107,15 @@ def stage(
     argument: str = "limit",
     technique: Technique = BY_NORM,
 ) -> Transformation[ClipState]:
-    """A transformation over the engine, of which all named methods are expressions.
+    """Any clip, as a transformation: `clip_by` and all named methods call this.
 
     Args:
       scope: which entries share a norm.
       limit: as in `clip_by`.
-      options: checked.
+      options: the checked options.
       response: as in `clip_by`.
       argument: what the limit is called in messages.
-      technique: what is measured, and what becomes of leaves.
+      technique: how leaves are measured and changed.
     """
     checked = as_limit(limit, argument)
     method = Method(
@@ -136,8 +136,8 @@ def stage(
         info: ClipInfo | None = None,
     ) -> tuple[PyTree, PyTree, Any]:
         flat = flatten(updates, "updates")
-        known, size = (None, 0) if info is None else (info.names, info.norm.size)
-        groups = groups_of(flat, scope, options, known, size)
+        stored, size = (None, 0) if info is None else (info.names, info.norm.size)
+        groups = groups_of(flat, scope, options, stored, size)
         norm = known_norm(options, extra_args, groups.grouping.layout)
         rule = at_step(rule_for(checked, groups.entries()), rule_state)
         return clipped(flat, params, rule, rule_state, info, norm, groups, method, **places)
@@ -166,30 +166,30 @@ def stage(
 
 
 def groups_of(
-    flat: FlatTree, scope: Scope, options: Options, known: Names | None = None, size: int = 0
+    flat: FlatTree, scope: Scope, options: Options, stored: Names | None = None, size: int = 0
 ) -> Groups:
-    """The groups of a tree, with those that a state knows, if there is one, and the tree lacks.
+    """The groups of a tree, and empty groups for the names in the state that the tree lacks.
 
     Args:
       flat: the tree.
       scope: which entries share a norm.
       options: of the transformation.
-      known: the names of the groups in the state.
+      stored: the names of the groups in the state.
       size: how many the state has.
     """
     places = {"axis_names": options.axis_names, "specs": options.specs}
     grouping = grouped(scope, flat, **places)
     placement = located(grouping, flat, **places)
-    if known is not None:
-        grouping = among_known(grouping, known, size, options.name)
+    if stored is not None:
+        grouping = with_groups_of_state(grouping, stored, size, options.name)
     return Groups.of(grouping, placement)
 
 
 def known_norm(options: Options, extra_args: dict[str, Any], layout: str) -> Any:
-    """The norm of the whole tree, if the user said where in the extra arguments to find it.
+    """The norm that the caller passes in the extra argument that `known_norm=` names, or None.
 
     Raises:
-      ValueError: if it is not there, or other norms are needed.
+      ValueError: if the argument is missing, or the scope is not the whole tree.
     """
     argument = options.known_norm
     if argument is None:
@@ -226,15 +226,15 @@ def clip_tree(
 
     Args:
       tree: a pytree of floating or complex arrays; other leaves pass untouched.
-      limits: as in `clip_by`, where a rule is at its first step; or `optaxclip.Limits`, which say
-        separately when to act and how far.
+      limits: as in `clip_by`, where a rule acts as at its first step; or `optaxclip.Limits`, with a
+        norm above which to act and a norm to reach.
       scope: as in `clip_by`, like the arguments that follow.
       params: the parameters, for a limit that is relative to them.
       norm: how a group is measured.
       response: what becomes of a group.
       nonfinite: the policy for groups that are not finite.
       strict: whether no result may exceed its limit, not even by rounding.
-      use_norm: the norm of the whole tree, if known; for the scope `tree`.
+      use_norm: the norm of the whole tree, if the caller has it; for the scope `tree`.
       axis_name: as in `clip_by`.
       specs: as in `clip_by`.
       name: what the operation is called in messages.
@@ -264,12 +264,12 @@ def clip_tree(
     else:
         rule = rule_for(as_limit(limits, "limits"), groups.entries())
     method = Method.checked(norm, response, nonfinite, strict, name)
-    known = None
+    norm_of_tree = None
     if use_norm is not None and grouping.layout == "scalar" and nonfinite != "mask":
-        known = given_norm(use_norm, "use_norm")
+        norm_of_tree = given_norm(use_norm, "use_norm")
     dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.picked())
     start = rule.init(groups.zeros(dtype)), initial_info(name, grouping, dtype)
-    tree, _, info = clipped(flat, params, rule, *start, known, groups, method, **places)
+    tree, _, info = clipped(flat, params, rule, *start, norm_of_tree, groups, method, **places)
     return devices.moved(tree, homes), info
 
 

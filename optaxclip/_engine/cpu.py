@@ -1,9 +1,9 @@
-"""All that is there for XLA on CPU alone, each with what it buys.
+"""Code for XLA on CPU alone; each function says what it gains.
 
 On accelerators a pass waits for memory, and sums at three scales cost what one costs. On a CPU XLA
-hands plain sums to a library, and compiles all others itself, which then take 5 to 10 times as
-long. That library sums in float64 too, in one and a half times to twice the time of float32: one
-pass, exact for all norms of float32, without a second one at other scales.
+calls a library for plain sums; all other reductions it compiles itself, and these take 5 to 10
+times as long. The library also sums in float64, which takes one and a half times to twice as long
+as float32. One such sum is exact for all norms of float32, so there is no second pass.
 """
 
 import functools
@@ -25,10 +25,10 @@ def sum_in_float64(x: Array, *, axes: tuple[int, ...], norm: Norm) -> Array:
 
 
 def added_up(x: Array) -> Array:
-    """The sum along the first axis: the last of the sums of its first entries.
+    """The sum along the first axis, as the last entry of a cumulative sum.
 
-    XLA on CPU fuses a plain sum into each of its uses, with all that is added in it: a clip of 200
-    leaves by their global norm takes twice as long to compile.
+    XLA on CPU repeats a plain sum, with all of its summands, in each of its uses: then a clip of
+    200 leaves by their global norm takes twice as long to compile.
     """
     return lax.cumsum(x)[-1]
 
@@ -37,7 +37,7 @@ def in_float32(norm: Array, *, from_above: bool) -> tuple[Array, Array, Array, A
     """A norm in float64 as the fields of a `Measured` in float32."""
     tiny, is_zero = float(jnp.finfo(jnp.float32).tiny), norm == 0
     size = select(is_zero, 1, lax.clamp(tiny, leading_bit(norm), 1 / tiny)).astype(jnp.float32)
-    # No division in float64, which `checkify` would look at without 64-bit types.
+    # No division in float64: for that, `checkify` makes a constant that needs 64-bit types.
     fraction = norm * reciprocal_of_power(size).astype(norm.dtype)
     invertible = select(is_zero, 1, fraction)
     nearest = invertible.astype(jnp.float32)
@@ -54,21 +54,21 @@ def in_float32(norm: Array, *, from_above: bool) -> tuple[Array, Array, Array, A
 def scaled_bfloat16(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
     """`x * power * ratio` on the bit patterns of bfloat16.
 
-    XLA on CPU stores what it converts, where this fuses with what comes before and after: the step
-    of AdamW is 1.5 times as fast.
+    XLA on CPU stores an array that it converts, but fuses these operations with what comes before
+    and after them: the step of AdamW is 1.5 times as fast.
     """
     wide = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << jnp.uint32(16)
     product = lax.bitcast_convert_type(wide, jnp.float32) * power * ratio
     bits, half = lax.bitcast_convert_type(product, jnp.uint32), jnp.uint32(16)
     if not strict:
-        # To nearest, of two the even one.
+        # Rounds to nearest, and ties to even.
         bits = bits + jnp.uint32(0x7FFF) + ((bits >> half) & jnp.uint32(1))
-    # The payload of a NaN may be in the bits that are lost.
+    # A NaN whose payload is in the bits that are cut off would become infinity.
     bits = jnp.where(jnp.isnan(product), jnp.uint32(0x7FC00000), bits)
     return lax.bitcast_convert_type((bits >> half).astype(jnp.uint16), jnp.bfloat16)
 
 
 def select_bfloat16(flag: Array, x: Array, y: Array) -> Array:
-    """`x` where `flag`, else `y`, likewise."""
+    """`x` where `flag` is True, else `y`, on the bit patterns of bfloat16."""
     bits = [lax.bitcast_convert_type(z, jnp.uint16) for z in (x, y)]
     return lax.bitcast_convert_type(lax.select(jnp.broadcast_to(flag, x.shape), *bits), x.dtype)

@@ -25,7 +25,7 @@ def entries(leaf: Any, dtype: jax.typing.DTypeLike) -> Array:
 
 
 def stored(leaf: Any) -> Array:
-    """Which data of a `BCOO` are entries of it, and no padding; broadcasts to the data."""
+    """Which stored values of a `BCOO` are entries, not padding; broadcasts to its data."""
     bounds = np.asarray(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse])
     bounds = jnp.broadcast_to(bounds.astype(leaf.indices.dtype), leaf.indices.shape)
     inside = jnp.all(leaf.indices < bounds, axis=-1)
@@ -33,12 +33,12 @@ def stored(leaf: Any) -> Array:
 
 
 def measured_axes(leaf: Any, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes of a leaf's entries over which it is reduced: of a sparse one, all of its data's."""
+    """The axes over which a leaf's entries share a norm; of a sparse leaf all axes of its data."""
     return tuple(range(leaf.data.ndim)) if is_sparse(leaf) else axes
 
 
 def times(x: Array, by: Array | float) -> Array:
-    """Entries times a real number; parts of complex ones by themselves, lest 0 meets infinity."""
+    """Entries times a real number; complex ones part by part, as 0 times infinity would be NaN."""
     if jnp.iscomplexobj(x):
         return lax.complex(x.real * by, x.imag * by)
     return x * by

@@ -1,7 +1,7 @@
-"""How what belongs to groups (norms, limits, factors) is held while a step is computed.
+"""How norms, limits and factors of groups are stored during a step.
 
-Held together, all groups have one array: what is done to it is compiled once, and takes few
-kernels. Held apart, each array of groups is by itself, and stays split over devices as it is.
+Together: one array for all groups. An operation on it is compiled once, and takes few kernels.
+Apart: one array for each group, which stays split over devices as its leaf is.
 """
 
 import dataclasses
@@ -19,20 +19,20 @@ from optaxclip._base.types import NormTree
 from optaxclip._engine.placement import Placement
 
 Rows: TypeAlias = list[Array]
-"""One array with an entry for each group; or, held apart, one for each group of its shape."""
+"""Together, one array with the entries of all groups; apart, one of its shape for each group."""
 
 _MANY = 2**20
-"""So many norms are held together at most."""
+"""If there are more norms, they are stored apart."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """The groups of a step: which entries share a norm, where they lie, how they are held; static.
+    """Which entries share a norm, where they lie, and how norms are stored; static.
 
     Attributes:
       grouping: the groups, by their names.
       placement: how the leaves lie on devices.
-      together: whether the groups are held together.
+      together: whether norms are stored together.
     """
 
     grouping: Grouping
@@ -41,19 +41,19 @@ class Groups:
 
     @classmethod
     def of(cls, grouping: Grouping, placement: Placement) -> "Groups":
-        """Held as suits groups that lie like this."""
+        """Apart if norms are many, or split over devices in a way that only the compiler knows."""
         is_dict = grouping.layout == "dict"
-        together = not is_dict or (not placement.is_automatic and _are_few(grouping))
+        together = not is_dict or (not placement.is_split_by_compiler and _are_few(grouping))
         return cls(grouping, placement, together)
 
     @classmethod
     def anywhere(cls, grouping: Grouping) -> "Groups":
-        """Groups of which only the norms matter, held together."""
+        """Groups for `init`, where nothing is measured."""
         return cls(grouping, Placement((), (), in_one_piece=True), together=True)
 
     @property
     def order(self) -> list[int]:
-        """The positions of the groups in the order in which they are held: those alike together."""
+        """The positions of the groups in the order in which they are stored: sorted by shape."""
         groups = self.grouping.groups
         if self.grouping.layout != "dict":
             return list(range(len(groups)))
@@ -96,7 +96,7 @@ class Groups:
         return [(name, ()) for name in self.grouping.names]
 
     def repeated(self, numbers: Sequence[Any]) -> list[Any]:
-        """Numbers of the groups, in the order of the grouping, so that they broadcast to rows."""
+        """What broadcasts to the rows, from numbers of the groups in the grouping's order."""
         ordered = [numbers[n] for n in self.order]
         if not self.together:
             return ordered
@@ -110,7 +110,7 @@ class Groups:
         return [jnp.concatenate([jnp.broadcast_to(jnp.asarray(x, float), n) for x, n in rows])]
 
     def replicated(self) -> list[PartitionSpec]:
-        """For each row that it is the same on all devices."""
+        """For each row a spec that says that it is the same on all devices."""
         return [PartitionSpec()] * (1 if self.together else len(self.ordered))
 
     def zeros(self, dtype: jnp.dtype) -> NormTree:

@@ -1,4 +1,4 @@
-"""Measure: leaves come in, the norms of their groups go out, exact whatever the range.
+"""Measure: leaves come in, the norms of their groups go out, exact over the dtype's whole range.
 
   in   leaves `[...]`, floating or complex (or `BCOO`), and which of their entries share a norm
   out  for each row of the groups a `Measured` of its shape
@@ -6,7 +6,7 @@
 Powers of entries leave float32's range long before norms do. On accelerators one pass over a leaf
 gives their sum at several scales, of which the one is taken that neither overflowed nor lost its
 small summands. On a CPU it gives one sum in float64, which has the range of all of them. The sums
-of a group's leaves are added, then those of devices, in one collective. Nothing is branched on.
+of a group's leaves are added, then those of devices, in one collective. There is no branch.
 """
 
 import functools
@@ -40,14 +40,14 @@ SUMMED = (0, 1, 2)
 
 
 class Measured(NamedTuple):
-    """Norms in parts, because a norm may leave the range of its dtype.
+    """Norms as products `fraction * size`, because a norm may leave the range of its dtype.
 
     Attributes:
-      fraction: at least 1 and below 2, but at the ends of the range and for 0.
-      inverse: with the divisor what numbers are divided by a norm with: `x * inverse / divisor`.
-      divisor: the fraction is `divisor / inverse`, of which one is 1; so a quotient is rounded
-        once. On a CPU the inverse has more digits than the fraction. For 0 both are 1. Of norms
-        from above, the divisor is at least the true fraction, and the inverse is 1.
+      fraction: from 1 to below 2; beyond that only at the ends of the range, and for 0.
+      inverse: a number is divided by the fraction as `x * inverse / divisor`. On a CPU it is the
+        fraction's reciprocal, with digits that the fraction lacks, and elsewhere 1.
+      divisor: 1 where `inverse` is not, so that a quotient is rounded once. For a norm of 0 both
+        are 1. Of upper bounds it is at least the true fraction, and the inverse is 1.
       size: a power of two with a reciprocal that is a normal number.
     """
 
@@ -71,7 +71,7 @@ class Measured(NamedTuple):
 
     @property
     def bound(self) -> Array:
-        """Of norms from above, what no true norm exceeds."""
+        """Upper bounds of the true norms, if they were asked for."""
         return self._times_size(select(self.fraction == 0, 0, self.divisor))
 
     def _times_size(self, fraction: Array) -> Array:
@@ -79,7 +79,7 @@ class Measured(NamedTuple):
         return select(jnp.isfinite(self.fraction), norm, self.fraction)
 
     def from_above(self, slack: Any) -> "Measured":
-        """Norms from above, from those that are right but for this share of themselves."""
+        """Upper bounds, of norms whose relative error is at most this."""
         more = (1 + slack) if isinstance(slack, float) else _constant(1 + slack, self.size.dtype)
         return self._replace(divisor=self.divisor * more)
 
@@ -93,7 +93,7 @@ def measure(
       leaves: floating or complex arrays (or `BCOO`), in the order of the grouping.
       groups: the groups.
       norm: the norm.
-      from_above: whether to give norms from above too, whatever was rounded.
+      from_above: whether to give upper bounds too, whatever was rounded.
     """
     local = functools.partial(_measured, groups=groups, norm=norm, from_above=from_above)
     # With one collective, in place of the compiler's many.
@@ -101,7 +101,7 @@ def measure(
 
 
 def slacks(leaves: list[Any], groups: Groups, norm: Norm) -> list[Any]:
-    """By what share of itself a norm may be wrong, for each row of the groups.
+    """The largest relative error of norms, for each row of the groups.
 
     Returns:
       For each row what broadcasts to it.
@@ -118,7 +118,7 @@ def slacks(leaves: list[Any], groups: Groups, norm: Norm) -> list[Any]:
 
 
 def _num_entries(leaves: list[Any], groups: Groups) -> list[Any]:
-    """For each group how many entries share its norm on all devices; maybe symbolic."""
+    """For each group how many entries share its norm on all devices; symbolic in `jax.export`."""
     is_local = bool(devices.manual_axes() or groups.placement.mesh is None)
     rows = zip(leaves, groups.grouping.axes, groups.placement.reduced, strict=True)
     counts = [
@@ -140,7 +140,7 @@ def _measured(leaves: list[Any], *, groups: Groups, norm: Norm, from_above: bool
     present = groups.grouping.present
     if groups.grouping.layout == "scalar" or all(present):
         return found
-    # A norm that is not a number is one that no rule learns from.
+    # A group without leaves has the norm NaN, from which no rule learns.
     flags = groups.pack(
         [jnp.full(group.shape, bool(group.members)) for group in groups.grouping.groups]
     )
@@ -155,7 +155,7 @@ class _Part(NamedTuple):
       groups: which entries share a norm, and where they lie.
       norm: the norm.
       dtype: that of the norms.
-      from_above: whether norms from above are wanted.
+      from_above: whether upper bounds are wanted too.
     """
 
     groups: Groups
@@ -170,7 +170,7 @@ class _Part(NamedTuple):
         return self.in_own_dtype(leaves)
 
     def in_own_dtype(self, leaves: list[Any]) -> list[Measured]:
-        """The norms, of which no step has more digits."""
+        """The norms, computed in their own dtype."""
         found = self.rounded(leaves)
         if not self.from_above:
             return found
@@ -178,11 +178,11 @@ class _Part(NamedTuple):
         return [each.from_above(slack) for each, slack in rows]
 
     def rounded(self, leaves: list[Any]) -> list[Measured]:
-        """The norms as they are found."""
+        """The norms, without upper bounds."""
         if self.norm.is_max:
             return self.largest(leaves)
         if self.norm.degree not in SUMMED:
-            # Other powers leave the range too easily: their unit is that of the largest entry.
+            # Other powers overflow easily: entries are divided by the size of the largest first.
             sizes = [power_of_two_below(each.fraction) * each.size for each in self.largest(leaves)]
             sizes = [invertible(size) for size in sizes]
             rows = zip(self.divided(leaves, sizes), sizes, strict=True)
@@ -196,7 +196,7 @@ class _Part(NamedTuple):
         found = [powers.at_scales(leaf, axes=axes, **options) for leaf, axes in self.rows(leaves)]
         rows = powers.of_groups(found, self.groups)
         if self.groups.together and self.groups.grouping.layout != "scalar":
-            # Stored, or XLA on GPUs would put the sums of all leaves together anew for each use.
+            # The barrier has XLA on GPUs store the row; it else concatenates anew for each use.
             rows = lax.optimization_barrier(rows)
         sums = [powers.in_range(row) for row in rows]
         values = self.finished([total for total, _ in sums], leaves)

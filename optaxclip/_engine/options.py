@@ -182,9 +182,9 @@ def takes(options: type) -> Callable[[Function], Function]:
 def _misread(name: str, value: Any, allowed: list[str]) -> str:
     cap = f", or pass max_norm={value!r} for a cap on it" if "max_norm" in allowed else ""
     return (
-        f"{name}() takes keywords alone, got {value!r}, which would not be its limit: it finds "
-        f"that by itself. For a limit of {value!r} take clip_by_global_norm({value!r}){cap}. Its "
-        f"keywords are {allowed}"
+        f"{name}() takes keywords alone, got {value!r}; it computes its limit itself. "
+        f"For a limit of {value!r} take clip_by_global_norm({value!r}){cap}. Its keywords are "
+        f"{allowed}"
     )
 
 
@@ -194,7 +194,7 @@ def _unknown(name: str, keyword: str, allowed: list[str]) -> str:
 
 
 _PLACE = re.compile(r" {6}\*\*options: .*\n(?: {8}.*\n)*")
-"""Where a docstring speaks of `**options`."""
+"""The paragraph on `**options` in a docstring."""
 
 
 def _explanations() -> dict[str, str]:

@@ -1,9 +1,9 @@
 """Where the entries of an update lie: which leaves are split over devices, and how.
 
 Found once for an update, from what the user says (`axis_name=`, `specs=`) and from the leaves'
-types. In a manual region (`shard_map`, `pmap`) a leaf is what one device holds. The totals of its
-groups are written where they belong among those of all groups, and one sum over devices makes them
-known to all: so norms, limits, multipliers and records are the same on every device.
+types. Inside of `shard_map` and `pmap` a leaf is what one device holds. Each device writes the
+totals of its leaves into an array for all groups, and one sum over devices gives all of them to
+every device: so norms, limits, multipliers and records are the same on each.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ class Placement:
     Attributes:
       reduced: for each leaf the mapped axes over which entries that share a norm are split.
       kept: for each leaf how its norms are split, those of its axes that are not reduced.
-      in_one_piece: whether nothing says that a leaf is split.
-      mesh: the mesh on each of whose devices norms are measured, where they are not measured in a
-        manual region anyway; None where the compiler alone knows what is split.
+      in_one_piece: whether neither types nor arguments say that a leaf is split.
+      mesh: the mesh over which norms are measured device by device; None inside of `shard_map`, and
+        where only the compiler knows how leaves are split.
       specs: with a mesh, for each leaf how it is split over it.
       explicit_mesh: the mesh on which the leaves' types say that they are split.
     """
@@ -49,7 +49,7 @@ class Placement:
     explicit_mesh: Any = None
 
     @property
-    def is_automatic(self) -> bool:
+    def is_split_by_compiler(self) -> bool:
         """Whether leaves may be split in a way that only the compiler knows."""
         return not self.in_one_piece and self.mesh is None and not devices.manual_axes()
 
@@ -90,9 +90,9 @@ class Placement:
         return lax.dynamic_update_slice(jnp.zeros(shape, totals.dtype), totals, start)
 
     def own_part(self, leaf: int, x: Array, shape: tuple[int, ...]) -> Array:
-        """Of what belongs to the groups of a whole leaf this device's part, of this shape.
+        """This device's part, of this shape, of an array with an entry for each group of a leaf.
 
-        Axes before those of the groups stay whole.
+        Axes before those of the groups are not cut.
         """
         if not any(self.kept[leaf]) or not devices.manual_axes():
             return x
@@ -102,7 +102,7 @@ class Placement:
 
     def _start(self, leaf: int, shape: tuple[int, ...]) -> list[Any]:
         rows = zip(self.kept[leaf], shape, strict=True)
-        # All of one type, also where 64-bit types are enabled for a while.
+        # All int32, because 64-bit types may be enabled here.
         return [devices.index_along(axes) * size if axes else np.int32(0) for axes, size in rows]
 
 
@@ -123,7 +123,7 @@ def as_axis_names(axis_name: Any) -> tuple[str, ...] | None:
 def grouped(
     scope: Scope, flat: FlatTree, axis_names: tuple[str, ...] | None = None, specs: PyTree = None
 ) -> Grouping:
-    """What a scope makes of a tree, of which each device may hold a part.
+    """The groups that a scope finds in a tree, of which each device may hold a part.
 
     Args:
       scope: from `optaxclip.scopes`.
@@ -138,8 +138,8 @@ def grouped(
     """
     names = frozenset(axis_names or ())
     if devices.manual_axes() or names:
-        known = None if specs is None else _given_specs(flat, specs)[1]
-        flat = flat._replace(global_shapes=_global_shapes(flat.picked(), names, known))
+        split = None if specs is None else _given_specs(flat, specs)[1]
+        flat = flat._replace(global_shapes=_global_shapes(flat.picked(), names, split))
     grouping = scope(flat)
     all_names = tuple(grouping.names)
     if all_names != tuple(sorted(set(all_names))):
@@ -168,22 +168,22 @@ def located(
     # Types do not say how sparse arrays are split, nor what is inside of `vmap`.
     is_hidden = bool(axis_names) or any(map(is_sparse, leaves))
     explicit_mesh = None if is_hidden else devices.explicit_mesh(leaves)
-    mesh, known = None, None
+    mesh, found = None, None
     if specs is not None:
-        mesh, known = _given_specs(flat, specs)
+        mesh, found = _given_specs(flat, specs)
         if mesh is None and leaves and not is_hidden:
             raise ValueError("specs= needs a mesh: pass NamedShardings, or use jax.set_mesh")
     elif explicit_mesh is not None and not manual:
-        mesh, known = explicit_mesh, [devices.spec_of(leaf) for leaf in leaves]
+        mesh, found = explicit_mesh, [devices.spec_of(leaf) for leaf in leaves]
     mesh = None if manual or is_hidden else mesh
-    find = _Finder(grouping, manual, axis_names, known, mesh)
+    find = _Finder(grouping, manual, axis_names, found, mesh)
     rows = [find.axes_of(i, leaf) for i, leaf in enumerate(leaves)]
     return Placement(
         reduced=tuple(reduced for reduced, _ in rows),
         kept=tuple(kept for _, kept in rows),
-        in_one_piece=not axis_names and known is None and devices.lies_in_one_piece(leaves),
+        in_one_piece=not axis_names and found is None and devices.lies_in_one_piece(leaves),
         mesh=mesh,
-        specs=tuple(known) if known and mesh is not None else (),
+        specs=tuple(found) if found and mesh is not None else (),
         explicit_mesh=explicit_mesh,
     )
 
@@ -264,7 +264,7 @@ class _Finder:
         """For the leaf in this position."""
         nothing = ((),) * (np.ndim(leaf) - len(self.grouping.axes[i]))
         names = frozenset(self.axis_names or ())
-        # An axis of a surrounding `vmap` has no type to ask.
+        # Types do not tell of the axis of a surrounding `vmap`.
         mapped = names - self.manual
         if self.mesh is not None:
             return self._by_spec(i, leaf, frozenset(self.mesh.axis_names))
@@ -285,10 +285,11 @@ class _Finder:
             return names, nothing
         else:
             raise ValueError(
-                "inside pmap or shard_map(check_vma=False) nothing tells how leaves are split over "
-                f"the devices along {sorted(self.manual)}; where gradients are the same on all of "
-                "them, as after pmean, pass specs=PartitionSpec(); else axis_name= (every leaf is "
-                "split over it) or specs= (a pytree of PartitionSpec), or clip outside of it"
+                "inside pmap or shard_map(check_vma=False) JAX does not say how leaves are split "
+                f"over the devices along {sorted(self.manual)}; where gradients are the same on "
+                "all of them, as after pmean, pass specs=PartitionSpec(); else axis_name= (every "
+                "leaf is split over it) or specs= (a pytree of PartitionSpec), or clip outside of "
+                "it"
             )
         return reduced | mapped, kept
 

@@ -1,8 +1,7 @@
-"""Sums of powers of entries: of one leaf, in the ways that suit the platforms, and of groups.
+"""Sums of powers of entries: of one leaf, with a way for each platform, and of groups.
 
-Summands are powers of entries, at least 0. In float32 a sum of squares is exact to rounding for
-norms from 2**-31 to 2**64, whatever the number of entries. Of entries that are multiplied by 2**-88
-or by 2**88 first it is so for all others.
+In float32 a sum of squares is exact to rounding for norms from 2**-31 to 2**64, whatever the number
+of entries. For all other norms a sum is that multiplies the entries by 2**-88 or 2**88 first.
 """
 
 import functools
@@ -29,7 +28,7 @@ AtScales = tuple[Array, ...]
 
 
 def distance(dtype: jax.typing.DTypeLike) -> float:
-    """The power of two between two scales: 2**88 in float32, in float64 as large a share."""
+    """The power of two between two scales: 2**88 in float32, 2**704 in float64."""
     return 2.0 ** int(0.6875 * jnp.finfo(dtype).maxexp)
 
 
@@ -62,11 +61,11 @@ def one_by_one(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype
 def _summands(
     leaf: Any, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype
 ) -> tuple[AtScales, tuple[int, ...]]:
-    """What is summed over which axes."""
+    """The summands at each scale, and the axes to sum over."""
     x = entries(leaf, dtype)
     if known_size(x.size) == 1:
-        # Beside a zero, as of a single number XLA (JAX 0.10.2) makes `x * x * (scale * scale)`,
-        # of which the second product leaves the range.
+        # A zero is added, because of a single number XLA (JAX 0.10.2) makes
+        # `x * x * (scale * scale)`, whose second product overflows.
         x = jnp.stack([x, jnp.zeros_like(x)])
         axes = (0, *(axis + 1 for axis in axes))
     powers = (norm.map(x if by == 1 else times(x, by)) for by in scales(norm, dtype))
@@ -165,7 +164,7 @@ def of_groups(
         shares = [_share(x, over - places.axes_of(i), by_max) for i, x in spread]
         if len(shares) == 1:
             return shares[0]
-        # Not one after another: XLA would do all additions once more for each use of the sum.
+        # In one operation, because XLA repeats a chain of additions for each use of its result.
         stacked = jnp.stack(shares)
         return lax.reduce_max(stacked, [0]) if by_max else add(stacked)
 
@@ -179,9 +178,9 @@ def of_groups(
 
 
 def _share(total: Array, replicated: Axes, by_max: bool) -> Array:
-    """This device's share of what will be combined over devices.
+    """What this device adds to a sum over devices, or to a maximum.
 
-    What is the same along some of the axes is divided, so that a sum counts it once.
+    A total that several devices have is divided by their number, so that the sum counts it once.
     """
     replicas = 1 if by_max else devices.num_devices(replicated)
     return total if replicas == 1 else total / replicas

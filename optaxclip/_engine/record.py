@@ -101,7 +101,7 @@ def _of_worst(groups: Groups, rows: list[Columns]) -> list[Array]:
 
 
 def _badness(norm: Array, limit: Array) -> Array:
-    """How far norms are above their limits; NaN is worst, then infinity, then a limit of 0."""
+    """Norms over their limits, to find the worst: NaN, then infinity, then a limit of 0."""
     most = jnp.finfo(norm.dtype).max
     without = jnp.where(norm > 0, most, 0).astype(norm.dtype)
     ratio = jnp.where(limit > 0, norm / jnp.where(limit > 0, limit, 1), without)
@@ -110,8 +110,8 @@ def _badness(norm: Array, limit: Array) -> Array:
 
 
 def _of_leaves_alike(groups: Groups, columns: Columns) -> list[Columns]:
-    """The worst of each leaf, those of leaves alike in one step: so few have to be compiled."""
-    # Stored once, or they would be computed anew for each step.
+    """The worst of each leaf, with one reduction for all leaves of a shape: few are compiled."""
+    # The barrier has XLA store the columns; it else computes them anew for each reduction.
     stack = lax.optimization_barrier(jnp.stack(columns))
     found, start = [], 0
     for shape, some in itertools.groupby(groups.ordered, key=lambda group: group.shape):
@@ -162,7 +162,7 @@ def _of_largest(columns: Columns, largest: Array) -> Columns:
 
 
 def _bits(x: Array) -> Array:
-    """As integers, of which no maximum loses a NaN."""
+    """The bits as integers, because a maximum of floats may lose a NaN."""
     return lax.bitcast_convert_type(x, jnp.dtype(f"int{jnp.finfo(x.dtype).bits}"))
 
 

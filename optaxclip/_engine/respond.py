@@ -23,8 +23,8 @@ class Multiplier(NamedTuple):
     Where both are 1 the group is left as it is, bit for bit.
 
     Attributes:
-      power: 1; where the factor or its derivative is no normal number a power of two next to the
-        norm's reciprocal.
+      power: nearly always 1. Where the factor or its derivative would not be a normal number, a
+        power of two near the norm's reciprocal.
       ratio: the rest of the factor; NaN or 0 for a group that is not finite.
     """
 
@@ -39,7 +39,7 @@ class Multiplier(NamedTuple):
 
 @runtime_checkable
 class ExactFactor(Protocol):
-    """A response that says to the last digit what groups are multiplied by."""
+    """A response that gives the factors themselves, in place of new norms."""
 
     def factor(self, norm: Array, trigger: Array, target: Array) -> Array:
         """The multipliers, of the shape of the norms."""
@@ -73,7 +73,7 @@ def multiplier(
     is_judged = ~is_bad & ~jnp.isinf(target)
 
     def of_judged(x: Array, otherwise: float = 1.0) -> Array:
-        # What is not taken must have finite derivatives too.
+        # The side that is not selected must have finite derivatives too.
         return jnp.where(is_judged, x.astype(norm.dtype), otherwise)
 
     old = of_judged(norm)
@@ -95,21 +95,21 @@ def multiplier(
     factor = jnp.abs(ratio * per_size)
     # Its derivative is about as large as the factor over the norm.
     is_normal = _is_normal(factor) & _is_normal(factor * per_size)
-    # Divisions come last: XLA stores their results, where it would take cheaper steps once more for
-    # each leaf.
+    # Divisions come last, because XLA stores their results, and repeats cheaper operations for each
+    # leaf.
     ratio = jnp.where(is_bad, replacement, ratio) / jnp.where(is_normal, size, 1)
     return Multiplier(1 / jnp.where(is_normal, 1, size), ratio)
 
 
 def _is_normal(factor: Array) -> Array:
-    return (factor > _LEAST) & (factor < 1 / _LEAST)
+    return (factor > _SMALLEST) & (factor < 1 / _SMALLEST)
 
 
 _ROUNDINGS = 7
-"""How often an entry is rounded on its way from a norm and a limit, with room for clipping twice.
+"""A bound on the number of roundings, each by half an epsilon at most, from a norm to an entry.
 
-Limits, quotients and products are, each at most by half an epsilon.
+It leaves room for clipping twice.
 """
 
-_LEAST = 2.0**-120
+_SMALLEST = 2.0**-120
 """Factors from here to its reciprocal are normal numbers of float32."""

@@ -78,7 +78,7 @@ def _on_parts(strict: bool, zeroes: bool, x: Array, by: Multiplier) -> Array:
     scaled = lax.complex(*parts) if jnp.iscomplexobj(x) else parts[0]
     if zeroes:
         scaled = jnp.where(by.ratio == 0, jnp.zeros_like(scaled), scaled)
-    # Not by a product with 1, which may round what has no normal number.
+    # Selected, because a product with 1 may flush subnormal numbers to 0.
     return jnp.where(_is_one(by), x, scaled)
 
 
@@ -114,13 +114,14 @@ def _rounded_jvp(
 
 
 def _cut(x: Array, dtype: jnp.dtype) -> Array:
-    """Converts to a narrow dtype without the digits that it lacks.
+    """Converts to a narrow dtype by truncation.
 
-    Not by bits: XLA has none of less than a byte, and some formats have NaN next to 0.
+    Not on bits: XLA cannot cast those of types smaller than a byte, and some formats have NaN next
+    to 0.
     """
     info = jnp.finfo(dtype)
-    least = max(float(info.smallest_normal), float(jnp.finfo(x.dtype).tiny))
-    unit = jnp.maximum(leading_bit(jnp.abs(x)), least) * float(info.eps)
+    smallest = max(float(info.smallest_normal), float(jnp.finfo(x.dtype).tiny))
+    unit = jnp.maximum(leading_bit(jnp.abs(x)), smallest) * float(info.eps)
     return (jnp.trunc(x / unit) * unit).astype(dtype)
 
 

@@ -1,6 +1,6 @@
 """One step: leaves and limits come in, clipped leaves, the rule's state and the record go out.
 
-Here are the ways in, checked, compiled and on any mesh; `_steps` is the way of the data.
+`clipped` and `norms_of` check and compile, on any mesh; `_steps` is the way of the data.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from optaxclip.responses import Response, as_response
 
 
 class Technique(Protocol):
-    """What is measured of leaves, and what becomes of them; hashable, as it is static."""
+    """How leaves are measured and changed; hashable, because it is static."""
 
     @property
     def needs_limits(self) -> bool:
@@ -82,7 +82,7 @@ BY_NORM = ByNorm()
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """What a clip does, limits apart; static under `jit`."""
+    """All settings of a clip but its limits; static under `jit`."""
 
     norm: Norm
     response: Response
@@ -114,7 +114,7 @@ def clipped(
     rule: Threshold,
     rule_state: PyTree,
     info: ClipInfo | None,
-    known: Array | None,
+    norm_of_tree: Array | None,
     groups: Groups,
     method: Method,
     **places: Any,
@@ -127,7 +127,7 @@ def clipped(
       rule: the limit rule.
       rule_state: its state.
       info: the record before this step, or None to keep none.
-      known: the norm of the tree, if the user has it.
+      norm_of_tree: the norm, if the caller has it; else it is measured.
       groups: the groups of the tree.
       method: what to do.
       **places: what the user says of devices, `axis_names` and `specs`.
@@ -143,10 +143,10 @@ def clipped(
     raises = method.nonfinite == "error"
     if raises or method.technique is not BY_NORM:
         method = dataclasses.replace(method, leaf_names=tuple(flat.names()))
-    operands = (flat.picked(), weights, rule, rule_state, info, known)
-    how = {"groups": groups, "of_weights": of_weights, "method": method}
-    # In eager mode `checkify` raises at once, which a compiled call would not let it.
-    picked, *rest = run(_clip, *operands, inline=raises, **how)
+    operands = (flat.picked(), weights, rule, rule_state, info, norm_of_tree)
+    static = {"groups": groups, "of_weights": of_weights, "method": method}
+    # In eager mode `checkify.check` raises at once, which it cannot inside of a compiled call.
+    picked, *rest = run(_clip, *operands, inline=raises, **static)
     return flat.rebuild(picked), *rest
 
 
@@ -161,7 +161,7 @@ def run(fn: Callable[..., Any], *operands: Any, inline: bool = False, **static: 
     Args:
       fn: a function of a module, as it is part of the cache's key.
       *operands: pytrees of arrays.
-      inline: whether it is no compiled call in eager mode either.
+      inline: whether `fn` itself is called in eager mode too.
       **static: what else it has to know, hashable.
     """
     is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
@@ -181,7 +181,7 @@ def _clip(
     rule: Threshold,
     rule_state: PyTree,
     info: ClipInfo | None,
-    known: Array | None,
+    norm_of_tree: Array | None,
     *,
     groups: Groups,
     of_weights: Groups,
@@ -193,7 +193,7 @@ def _clip(
     specs = jax.tree.map(devices.spec_of, ([_data(leaf) for leaf in leaves], rule_state, info))
     steps = functools.partial(_steps, groups=groups, method=method)
     steps = groups.placement.with_automatic_axes(steps, specs)
-    return steps(leaves, weight_norms, rule, rule_state, info, known)
+    return steps(leaves, weight_norms, rule, rule_state, info, norm_of_tree)
 
 
 def _steps(
@@ -202,7 +202,7 @@ def _steps(
     rule: Threshold,
     rule_state: PyTree,
     info: ClipInfo | None,
-    known: Array | None,
+    norm_of_tree: Array | None,
     *,
     groups: Groups,
     method: Method,
@@ -211,10 +211,10 @@ def _steps(
     bad = None
     if method.nonfinite == "mask":
         leaves, bad = mask(leaves, groups)
-    if known is None:
+    if norm_of_tree is None:
         measured = method.technique.measured(leaves, groups, method)
     else:
-        measured = [Measured.of(known, 1.0)]
+        measured = [Measured.of(norm_of_tree, 1.0)]
         if method.strict:
             measured = [measured[0].from_above(*slacks(leaves, groups, method.norm))]
     norms = [each.norm for each in measured]
@@ -225,9 +225,9 @@ def _steps(
     triggers, targets, rule_state = _limits(
         rule, rule_state, norms, weight_norms, groups, method.name
     )
-    how = {"response": method.response, "nonfinite": method.nonfinite, "strict": method.strict}
+    options = {"response": method.response, "nonfinite": method.nonfinite, "strict": method.strict}
     rows = zip(measured, triggers, targets, strict=True)
-    multipliers = [multiplier(*row, **how) for row in rows]
+    multipliers = [multiplier(*row, **options) for row in rows]
     scaled = _scaled(leaves, multipliers, triggers, groups, method)
     if info is not None:
         factors = [by.factor for by in multipliers]
@@ -273,7 +273,7 @@ def _scaled(
             [*column, limit.astype(column[0].dtype)]
             for column, limit in zip(columns, triggers, strict=True)
         ]
-    # In one array, of which each leaf takes its part in one step.
+    # Stacked, so that each leaf cuts its part out of one array in one operation.
     rows = [jnp.stack(column) for column in columns]
     parts = [groups.placement.on_all_devices(part) for part in groups.by_leaf(rows, leaves)]
     rows = zip(leaves, parts, axes, strict=True)
