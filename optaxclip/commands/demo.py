@@ -1,4 +1,4 @@
-"""The command `demo`: what clipping does to a recurrent network that reads real text."""
+"""The command `demo`: trains a recurrent network on text with and without clipping."""
 
 import argparse
 import inspect
@@ -59,10 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what to compare with '{UNCLIPPED}' (default: {' '.join(DEFAULT_METHODS)})",
     )
     parser.add_argument(
-        "--steps", type=whole(1, 10**6), default=600, metavar="N", help="default: 600"
+        "--steps", type=integer(1, 10**6), default=600, metavar="N", help="default: 600"
     )
     parser.add_argument(
-        "--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="default: 0"
+        "--seed", type=integer(0, 2**32 - 1), default=0, metavar="N", help="default: 0"
     )
     parser.add_argument(
         "--out", type=Path, default=Path(), metavar="DIR", help="for the picture; by default here"
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
     for name in args.methods:
         if args.steps <= (warmup := warmup_of(name)):
             print(
-                f"{name}: all {args.steps} steps are in its warm-up of {warmup}, where it has no "
-                f"limit of its own yet; take --steps {4 * warmup}"
+                f"{name}: its warm-up of {warmup} steps, without a limit of its own, is not over "
+                f"after {args.steps} steps; pass --steps {4 * warmup}"
             )
     figure = plots.side_by_side()
     draw(histories, figure)
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(text: str, methods: Iterable[str], steps: int, seed: int) -> "dict[str, History]":
-    """What a run with each method recorded."""
+    """Trains with each method; returns what each run recorded."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -107,7 +107,7 @@ def train(text: str, methods: Iterable[str], steps: int, seed: int) -> "dict[str
 
 
 def warmup_of(name: str) -> int:
-    """How many steps a method only learns from, before it has limits of its own."""
+    """How many steps a method learns from before it has limits of its own."""
     parameters = inspect.signature(METHODS[name]).parameters
     return parameters["warmup_steps"].default if "warmup_steps" in parameters else 0
 
@@ -147,12 +147,12 @@ def draw(histories: "Mapping[str, History]", figure: "Figure") -> None:
     plots.loss_curves({name: h.held_out for name, h in histories.items()}, evals, ax=left)
     left.set_ylabel("held-out loss (nats)")
     limit = {"global_norm": LIMIT} if "global_norm" in histories else None
-    # The largest between two evaluations: of hundreds of noisy norms one line would hide the next.
+    # Only the largest norm between two evaluations, because noisy lines would hide each other.
     norms = {name: np.maximum.reduceat(h.norm, evals[:-1] - 1) for name, h in histories.items()}
     plots.norm_curves(norms, evals[1:] - 1, limit, ax=right)
     right.set_ylabel(f"largest raw norm of {evals[1] - 1} steps")
     for ax in figure.axes:
-        ax.set_xscale("log")  # what explodes does so early
+        ax.set_xscale("log")  # gradients explode early
         ax.xaxis.set_major_formatter("{x:g}")
     plots.shared_legend(figure)
 
@@ -184,7 +184,7 @@ def _help_topics() -> str:
 
 
 def writable(directory: Path) -> Path:
-    """The directory, made if there is none; tried out now, not when the training is over."""
+    """The directory, created if need be; checked before the training, not after it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
@@ -194,16 +194,16 @@ def writable(directory: Path) -> Path:
     return directory
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """The type of an argument that is a whole number in a range."""
+def integer(low: int, high: int) -> Callable[[str], int]:
+    """The type of a command-line argument that is an integer from `low` to `high`."""
 
     def parse(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
-            number = least - 1
-        if not least <= number <= most:
-            message = f"{text!r} is not a whole number from {least} to {most}"
+            number = low - 1
+        if not low <= number <= high:
+            message = f"{text!r} is not a whole number from {low} to {high}"
             raise argparse.ArgumentTypeError(message)
         return number
 

@@ -1,7 +1,7 @@
-"""The demo's task: a character-level recurrent network that plain gradient descent blows up.
+"""The demo's task: a character-level recurrent network that diverges without clipping.
 
-A ReLU network with Flax's default initial values, over long sequences, with a learning rate that
-warms up to one at which it learns quickly and a single exploded gradient destroys it.
+It is a ReLU network with Flax's default initial values, on long sequences. The learning rate warms
+up to a value at which the network learns quickly, and a single exploded gradient destroys it.
 """
 
 from collections import Counter
@@ -33,20 +33,20 @@ MIN_CHARACTERS = 2000
 
 
 class Corpus(NamedTuple):
-    """A text in numbers: int32 each, with 0 for every character too rare to have its own."""
+    """A text as int32 numbers; rare characters share the number 0."""
 
     train: np.ndarray[Any, Any]
     held_out: np.ndarray[Any, Any]
 
 
 class History(NamedTuple):
-    """What a run recorded: `loss`, `norm` and `clipped` before each update, `held_out` at `evals`.
+    """The record of a run.
 
     Attributes:
-      loss: float32[steps], on the step's batch.
-      norm: float32[steps], of the raw gradient, all leaves together.
-      clipped: bool[steps], whether the method changed any entry of a finite gradient.
-      evals: int32[evals], the step, from 1, before which each evaluation came.
+      loss: float32[steps], the loss on the step's batch, before the update.
+      norm: float32[steps], the global norm of the raw gradient.
+      clipped: bool[steps], whether the gradient was finite and the method changed an entry of it.
+      evals: int32[evals], the step, counted from 1, before which each evaluation took place.
       held_out: float32[evals], the loss on held-out text.
     """
 
@@ -83,7 +83,7 @@ class CharRNN(nnx.Module):
 
 
 def encode(text: str) -> Corpus:
-    """The text in numbers, its end held out."""
+    """The text as numbers; its last part is held out."""
     common = Counter(text).most_common(MAX_SYMBOLS - 1)
     index = {character: i for i, (character, _) in enumerate(common, start=1)}
     symbols = np.fromiter((index.get(c, 0) for c in text), np.int32, len(text))
@@ -92,10 +92,10 @@ def encode(text: str) -> Corpus:
 
 
 class Task:
-    """A network and its text; every run has the same initial values, batches and learning rate.
+    """A network and its text; all runs have the same initial values, batches and learning rate.
 
-    The numbers repeat on one machine. Another number of cores rounds differently, and where
-    gradients explode no rounding stays small.
+    Results are reproducible on one machine. With another number of cores rounding differs, and
+    exploding gradients make any difference large.
     """
 
     def __init__(self, corpus: Corpus, seed: int):
@@ -164,7 +164,7 @@ def sweep_functions(
 ) -> tuple[
     Callable[[Array], PyTree], Callable[..., tuple[PyTree, Array, Array]], np.ndarray[Any, Any]
 ]:
-    """What `optaxclip.tuning.sweep` takes to train the task's network: `init_fn, step_fn, data`."""
+    """The arguments `init_fn, step_fn, data` of `optaxclip.tuning.sweep` for this task."""
     sgd = _sgd(steps)
 
     def init_fn(key: Array) -> PyTree:

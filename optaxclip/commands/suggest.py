@@ -1,4 +1,4 @@
-"""The command `suggest`: a limit from a log of gradient norms."""
+"""The command `suggest`: suggests a limit from a log of gradient norms."""
 
 import argparse
 import json
@@ -27,17 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file",
         metavar="FILE",
-        help="CSV, JSON lines, .npy, a TensorBoard event file or a directory of such; - for the "
-        "input",
+        help="CSV, JSON lines, .npy, a TensorBoard event file or a directory of these; - for the "
+        "standard input",
     )
     parser.add_argument(
         "--column",
         metavar="NAME",
-        help="column, key (a.b for b in the object a) or tag; by default the only one that can be "
-        "meant",
+        help="column, key (a.b for b in the object a) or tag; by default the only one with norms",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="PICTURE", help="draw the norms, and how often each size came"
+        "--plot", type=Path, metavar="PICTURE", help="draw the norms, and their histogram"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -63,7 +62,7 @@ def _suggestion(file: str, column: str | None) -> Suggestion:
         else:
             norms = read_norms(file, column)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the printed notes say the same
+            warnings.simplefilter("ignore", UserWarning)  # the same text is printed as notes
             return suggest(norms)
     except OSError as error:
         raise argparse.ArgumentError(None, f"cannot read {file}: {error.strerror}") from error

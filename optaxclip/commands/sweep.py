@@ -1,4 +1,4 @@
-"""The command `sweep`: the demo's model under many limits at once."""
+"""The command `sweep`: trains the demo's model with many limits at once."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optaxclip.commands.demo import read_text, whole, writable
+from optaxclip.commands.demo import integer, read_text, writable
 
 if TYPE_CHECKING:
     from optaxclip.tuning import SweepResult
 
-HELP: str = "train the demo's model under many limits at once, and name the best of them"
+HELP: str = "train the demo's model with many limits at once, and name the best of them"
 NEEDS: tuple[str, ...] = ("flax", "matplotlib", "rich")
 EXTRA: str = "demo"
 
@@ -38,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text, as for the demo")
     parser.add_argument(
-        "--steps", type=whole(10, 10**6), default=200, metavar="N", help="default: 200"
+        "--steps", type=integer(10, 10**6), default=200, metavar="N", help="default: 200"
     )
     parser.add_argument(
-        "--seeds", type=whole(1, 1000), default=1, metavar="N", help="runs for each; default: 1"
+        "--seeds", type=integer(1, 1000), default=1, metavar="N", help="runs per limit; default: 1"
     )
     parser.add_argument(
-        "--seed", type=whole(0, 2**32 - 1), default=0, metavar="N", help="default: 0"
+        "--seed", type=integer(0, 2**32 - 1), default=0, metavar="N", help="default: 0"
     )
     parser.add_argument(
         "--out", type=Path, default=Path(), metavar="DIR", help="for the picture; by default here"
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def train(
     text: str, limits: Sequence[float], steps: int, seed: int, seeds: int = 1
 ) -> "SweepResult":
-    """The demo's network under all limits."""
+    """Trains the demo's network with all limits."""
     import jax
 
     from optaxclip.commands.demo_task import Task, encode, sweep_functions
@@ -77,7 +77,7 @@ def train(
 
 
 def draw(result: "SweepResult", path: Path) -> None:
-    """Final loss against limit."""
+    """Draws the final loss over the limit."""
     from optaxclip import plots
 
     figure = plots.side_by_side(columns=1)

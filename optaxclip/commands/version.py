@@ -1,4 +1,4 @@
-"""The command `version`: what a report of a bug should say of the machine."""
+"""The command `version`: prints what a bug report should say about the machine."""
 
 import argparse
 import importlib.metadata
@@ -10,7 +10,7 @@ import jax
 
 from optaxclip import __version__
 
-HELP: str = "print the versions and devices that a report of a bug should name"
+HELP: str = "print the versions and devices that a bug report should name"
 NEEDS: tuple[str, ...] = ()
 EXTRA: str = ""
 
@@ -19,12 +19,12 @@ SETTINGS = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds nothing: there is nothing to choose."""
+    """Adds nothing, because the command has no arguments."""
     del parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report, a line for each thing; returns the exit code."""
+    """Prints the report line by line; returns the exit code."""
     del args
     for name, what in report().items():
         print(f"{name:<16}{what}")
@@ -35,8 +35,8 @@ def report() -> dict[str, str]:
     """What the command prints, by name.
 
     Returns:
-      The versions of optaxclip, Python and the packages beside it, the system, the devices, and
-      those variables of the environment that are set and change what JAX does.
+      The versions of optaxclip, Python and other packages, the system, the devices, and the values
+      of environment variables that change what JAX does.
     """
     python = f"{platform.python_version()} ({platform.python_implementation()})"
     lines = {"optaxclip": __version__, "python": python, "platform": platform.platform()}
@@ -55,6 +55,6 @@ def _installed(package: str) -> str:
 def _devices() -> str:
     try:
         kinds = Counter(f"{device.platform}: {device.device_kind}" for device in jax.devices())
-    except RuntimeError as error:  # no backend starts: the report is wanted all the more
+    except RuntimeError as error:  # no backend starts, which the report then says
         return f"none: {error}"
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())

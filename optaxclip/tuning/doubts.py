@@ -1,4 +1,4 @@
-"""When a suggested limit is not to be trusted, and what to do then."""
+"""Reasons not to trust a suggested limit, and advice."""
 
 import math
 
@@ -8,19 +8,22 @@ from optaxclip.tuning.spread import Floats, Shape
 
 ENOUGH_NORMS = 100
 SHARE_AT_LIMIT = 0.1
-"""More norms than this share within a thousandth of the largest were clipped before recording."""
-FAR = 20.0
-"""In a run that learns, norms keep within this factor: the level of itself, ordinary ones of it."""
+"""If a larger share of norms is within a thousandth of the largest, they were probably clipped."""
+LARGE_FACTOR = 20.0
+"""In a run that learns, the level of the norms, and ordinary norms over it, vary by less."""
 LAST = 3
-"""A run whose last norms, so many, are not finite does not come back."""
+"""If so many norms at the end are not finite, the run is lost."""
 
 Lines = tuple[str, ...]
 
 
 def doubts_and_advice(norms: Floats, shape: Shape, limit: float) -> tuple[Lines, Lines]:
-    """What speaks against a limit for float64[steps] norms, and what to do beside taking it.
+    """Reasons not to trust a limit, and advice on what else to do.
 
-    `shape` is that of the norms that are finite and positive.
+    Args:
+      norms: float64[steps], all norms.
+      shape: what was found in those that are finite and positive.
+      limit: the suggested limit.
     """
     doubts = (*_about_the_record(norms, shape), *_signs_of_loss(norms, shape))
     return doubts, _advice(norms, shape, limit)
@@ -29,34 +32,38 @@ def doubts_and_advice(norms: Floats, shape: Shape, limit: float) -> tuple[Lines,
 def _about_the_record(norms: Floats, shape: Shape) -> Lines:
     doubts = []
     if len(shape.level) < ENOUGH_NORMS:
-        doubts.append(f"only {len(shape.level)} norms, {ENOUGH_NORMS} would tell more")
+        doubts.append(f"there are only {len(shape.level)} norms; record {ENOUGH_NORMS} or more")
     finite = norms[np.isfinite(norms)]
     if np.mean(finite >= 0.999 * finite.max()) > SHARE_AT_LIMIT:
         doubts.append(f"many norms equal the largest, {finite.max():g}: are they clipped already?")
     fall = _rise(-shape.level[shape.warmup :])
-    if fall > FAR:
-        doubts.append(f"the level of the norms falls {fall:.3g}-fold: no limit fits both its ends")
+    if fall > LARGE_FACTOR:
+        doubts.append(
+            f"the level of the norms falls by a factor of {fall:.3g}: no limit fits both its ends"
+        )
     return tuple(doubts)
 
 
 def _signs_of_loss(norms: Floats, shape: Shape) -> Lines:
-    """What norms look like when the run explodes, was lost, or never learned."""
+    """Doubts because norms look like those of a run that explodes, was lost, or never learned."""
     doubts = []
     rise, reach = _rise(shape.level), math.exp(shape.reach)
-    if rise > FAR:
-        doubts.append(f"the level of the norms rises {rise:.3g}-fold: does the run explode?")
+    if rise > LARGE_FACTOR:
+        doubts.append(
+            f"the level of the norms rises by a factor of {rise:.3g}: does the run explode?"
+        )
     if not np.isfinite(norms[-LAST:]).any():
         doubts.append("the last norms are not finite: was the run lost?")
-    if reach > FAR:
+    if reach > LARGE_FACTOR:
         doubts.append(
-            f"ordinary norms spread to {reach:.3g} times their level, with no gap below the "
-            "spikes: a limit so high does little"
+            f"ordinary norms reach {reach:.3g} times their level, without a gap below the spikes: "
+            "a limit above them does little"
         )
     return tuple(doubts)
 
 
 def _rise(level: Floats) -> float:
-    """By which factor the level, in logarithms, comes to lie above what it was before."""
+    """The largest factor by which the level, given in logarithms, exceeds an earlier level."""
     return float(np.exp(np.max(level - np.minimum.accumulate(level))))
 
 
@@ -64,18 +71,19 @@ def _advice(norms: Floats, shape: Shape, limit: float) -> Lines:
     if _signs_of_loss(norms, shape):
         low = math.exp(shape.level.min())
         return (
-            "norms of a run that was lost are not ordinary: record one that learns, under a low "
-            f"limit such as {low:.2g} or at a lower learning rate, or try limits with "
+            "the norms of a run that is lost do not tell a limit: record a run that learns, with a "
+            f"low limit such as {low:.2g} or a lower learning rate, or try limits with "
             "optaxclip.tuning.sweep",
         )
     advice = []
     finite = np.isfinite(norms)
     if not finite.all():
-        advice.append("no limit mends norms that are not finite; optaxclip.skip_nonfinite does")
+        advice.append("no limit helps with norms that are not finite; use optaxclip.skip_nonfinite")
     if shape.regime != "stationary":
         advice.append(
-            f"norms that are {shape.regime} have no one limit; the adaptive rule follows them"
+            f"the level of the norms is {shape.regime}, so no constant limit fits; the adaptive "
+            "rule follows the level"
         )
     if not (norms[finite] > limit).any():
-        advice.append("no norm is above the limit: it would have changed nothing in this run")
+        advice.append("no norm is above the limit, which would have changed nothing in this run")
     return tuple(advice)

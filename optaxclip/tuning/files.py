@@ -1,4 +1,4 @@
-"""Norms from the files that loggers write: CSV, JSON lines, TensorBoard's event files, `.npy`."""
+"""Reads norms from logs: CSV, JSON lines, TensorBoard's event files, `.npy`."""
 
 import collections
 import csv
@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 Columns = dict[str, Sequence[float] | str]
-"""The numbers of each column, or why it cannot be used."""
+"""The numbers of each column, or the reason why it cannot be read."""
 EVENTS_START = b"brain.Event:"
-"""In the first record of every event file."""
+"""Every event file has this in its first record."""
 NPY_START = b"\x93NUMPY"
 STEPS = frozenset({"step", "steps", "global_step", "epoch", "iteration", "time", "wall_time"})
-"""Columns of numbers that nobody means."""
+"""Columns that are not norms."""
 COMMAS = "has decimal commas"
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+([eE][+-]?\d+)?")
 
@@ -28,7 +28,7 @@ DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+([eE][+-]?\d+)?")
 def read_norms(
     path: str | os.PathLike[str], column: str | None = None
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The numbers of one column of a file, float64[rows]; rows without one are left out.
+    """The numbers of one column of a file, float64[rows], without empty rows.
 
     Args:
       path: a CSV file, JSON lines, an event file, an array that `np.save` wrote, or a directory
@@ -52,13 +52,13 @@ def read_norms(
 def parse_norms(
     data: bytes, column: str | None, source: str
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """As `read_norms`, of what a file holds; `source` is its name in messages."""
+    """`read_norms` for the bytes of a file, which messages call `source`."""
     columns = _columns(data, source)
-    usable = [name for name, values in columns.items() if not isinstance(values, str)]
-    column = _meant(columns, usable, source) if column is None else column
+    numeric = [name for name, values in columns.items() if not isinstance(values, str)]
+    column = _chosen(columns, numeric, source) if column is None else column
     values = columns.get(column, "is not there")
     if isinstance(values, str):
-        others = f"; those with numbers: {usable}" if usable else ""
+        others = f"; the columns with numbers are {numeric}" if numeric else ""
         raise ValueError(f"{source}: the column {column!r} {values}{others}")
     return np.asarray(values, np.float64)
 
@@ -71,17 +71,18 @@ def _columns(data: bytes, source: str) -> Columns:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        kinds = "CSV, JSON lines, TensorBoard event file or array of np.save"
-        raise ValueError(f"{source} is no {kinds}") from error
+        kinds = "CSV, JSON lines, a TensorBoard event file or an array of np.save"
+        raise ValueError(f"{source} must be {kinds}, and is none of these") from error
     lines = {at: line for at, line in enumerate(text.splitlines(), start=1) if line.strip()}
     is_json = next(iter(lines.values()), "").lstrip().startswith(("{", "["))
     return _from_json(lines, text, source) if is_json else _from_csv([*lines.values()])
 
 
-def _meant(columns: Columns, usable: list[str], source: str) -> str:
-    """The column that nobody named: the only one of norms, or the only one that holds numbers.
+def _chosen(columns: Columns, numeric: list[str], source: str) -> str:
+    """The column to read if the user named none: the only one of norms, or the only numeric one.
 
-    One that cannot be read is refused with the reason, not passed over for a loss or a step.
+    If the only column of norms cannot be read, it is chosen all the same, so that the error says
+    why; no loss or step is read in its place.
     """
     names = list(columns)
     norms = [name for name in names if "norm" in name.lower()]
@@ -92,12 +93,12 @@ def _meant(columns: Columns, usable: list[str], source: str) -> str:
     ]
     steps = [name for name in names if re.split("[./]", name.lower())[-1] in STEPS]
     others = [name for name in names if name not in (*words, *steps)]
-    for candidates in (norms, [name for name in norms if name in usable], [] if norms else others):
+    for candidates in (norms, [name for name in norms if name in numeric], [] if norms else others):
         if len(candidates) == 1:
             return candidates[0]
     if len(names) == 1:
         return names[0]
-    if not usable:
+    if not numeric:
         raise ValueError(f"{source} holds no numbers")
     raise ValueError(f"{source} has several columns: choose one of {others or names}")
 
@@ -105,7 +106,7 @@ def _meant(columns: Columns, usable: list[str], source: str) -> str:
 def _from_csv(lines: list[str]) -> Columns:
     if not lines:
         return {}
-    # A comma may be a decimal one where there is another delimiter.
+    # Where there is another delimiter, a comma may be a decimal comma.
     delimiter = next((sign for sign in "\t;" if sign in lines[0]), ",")
     rows = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=delimiter)]
     if all(_number(cell.replace(",", ".")) is not None for cell in rows[0]):
@@ -116,11 +117,11 @@ def _from_csv(lines: list[str]) -> Columns:
 
 
 class _Object(list[tuple[str, Any]]):
-    """The pairs of a JSON object, of which two may have one key."""
+    """The pairs of a JSON object, in which a key may occur twice."""
 
 
 def _parsed(text: str) -> Any:
-    # An integer may be too large for a float, and longer than Python reads; a float is infinite.
+    # Integers are read as floats, because Python refuses to read very long ones.
     return json.loads(text, object_pairs_hook=_Object, parse_int=float)
 
 
@@ -132,7 +133,7 @@ def _from_json(lines: dict[int, str], text: str, source: str) -> Columns:
         except json.JSONDecodeError as error:
             wrong = (at, error.msg)
             break
-    # The last line may be cut off, where the run still writes or was stopped.
+    # The last line may be incomplete, because the run still writes or was stopped.
     if wrong is not None and (not rows or wrong[0] < max(lines)):
         rows = _whole_json(text, source, wrong if rows else None)
     if len(rows) == 1 and isinstance(rows[0], list) and not isinstance(rows[0], _Object):
@@ -142,7 +143,14 @@ def _from_json(lines: dict[int, str], text: str, source: str) -> Columns:
 
 
 def _whole_json(text: str, source: str, wrong: tuple[int, str] | None) -> list[Any]:
-    """The rows of a text that is one JSON value; `wrong` says which of its lines is none."""
+    """The rows of a text that is one JSON value.
+
+    Args:
+      text: the text.
+      source: its name in messages.
+      wrong: the number of the line that is not JSON, and why; reported if the whole text is not
+        JSON either.
+    """
     try:
         rows = _parsed(text.rstrip())
     except json.JSONDecodeError as error:
@@ -152,7 +160,7 @@ def _whole_json(text: str, source: str, wrong: tuple[int, str] | None) -> list[A
 
 
 def _flat(row: _Object, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The cells of objects in objects, under the keys that lead to them: `train.grad_norm`."""
+    """The cells of nested objects, with the keys that lead to them: `train.grad_norm`."""
     for key, cell in row:
         if isinstance(cell, _Object):
             yield from _flat(cell, f"{prefix}{key}.")
@@ -166,7 +174,7 @@ def _gathered(rows: list[list[tuple[str, Any]]], names: list[str]) -> Columns:
     for at, row in enumerate(rows, start=1):
         seen = collections.Counter(name for name, _ in row)
         twice = [name for name, count in seen.items() if count > 1]
-        refused |= dict.fromkeys(twice, "is there more than once: give each a name of its own")
+        refused |= dict.fromkeys(twice, "is there more than once: give each its own name")
         for name, cell in row:
             if cell in ("", None):
                 continue
@@ -177,7 +185,8 @@ def _gathered(rows: list[list[tuple[str, Any]]], names: list[str]) -> Columns:
                 remedy = "write numbers with a point"
                 refused.setdefault(name, f"{COMMAS} ({cell} in row {at}); {remedy}")
             else:
-                refused.setdefault(name, f"has {json.dumps(cell):.40} in row {at}, no number")
+                shown = f"{json.dumps(cell):.40}"
+                refused.setdefault(name, f"has {shown} in row {at}, which is not a number")
     return {name: refused.get(name, values or "is empty") for name, values in numbers.items()}
 
 
@@ -205,10 +214,10 @@ def _from_npy(data: bytes, source: str) -> Columns:
         fields = {str(i): values for i, values in enumerate(array.T)}
     else:
         fields = {"0": array}
-    return {name: _usable(values) for name, values in fields.items()}
+    return {name: _numbers(values) for name, values in fields.items()}
 
 
-def _usable(values: np.ndarray[Any, Any]) -> Sequence[float] | str:
+def _numbers(values: np.ndarray[Any, Any]) -> Sequence[float] | str:
     if values.dtype.kind not in "fiu":
         return f"has the dtype {values.dtype}; save numbers, np.asarray(norms, np.float32)"
     if values.ndim != 1:
@@ -222,7 +231,7 @@ def _from_events(data: bytes, source: str) -> Columns:
     except ModuleNotFoundError as error:
         remedy = 'pip install "optaxclip[tensorboard]"'
         raise ValueError(
-            f"{source} is an event file, which takes tensorboardX: {remedy}"
+            f"{source} is an event file, which tensorboardX reads: {remedy}"
         ) from error
     found: dict[str, list[tuple[int, float]]] = {}
     for record in _records(data):
@@ -238,7 +247,7 @@ def _from_events(data: bytes, source: str) -> Columns:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """The records: each its length, a checksum of that, its data, a checksum of that."""
+    """The data of all records. A record is a length, its checksum, the data, their checksum."""
     at = 0
     while at + 12 <= len(data):
         (length,) = struct.unpack_from("<Q", data, at)
@@ -250,7 +259,7 @@ def _records(data: bytes) -> Iterator[bytes]:
 
 
 def _scalar(value: Any) -> float | None:
-    """The number of a summary: a field as PyTorch writes it, or a tensor as TensorFlow does."""
+    """The number of a summary: PyTorch writes it as a field, TensorFlow as a tensor."""
     if value.HasField("simple_value"):
         return value.simple_value
     tensor = value.tensor

@@ -1,4 +1,4 @@
-"""The runs of a sweep, step by step: under `vmap`, in turns, and on the cores of a CPU."""
+"""The runs of a sweep: many at once under `vmap`, the others in turns, in groups on a CPU."""
 
 import math
 import os
@@ -17,7 +17,7 @@ from optaxclip._base.types import PyTree
 from optaxclip.ops import global_norm
 
 CHUNK = 25
-"""At most so many steps between two reports of progress."""
+"""The largest number of steps between two reports of progress."""
 
 Numbers = np.ndarray[Any, Any]
 StepFn = Callable[..., tuple[PyTree, Array, Array]]
@@ -25,15 +25,15 @@ Progress = Callable[[int], object]
 Runs = tuple[Array, ...]
 """Limits and learning rates, float32[runs] each."""
 Record = tuple[Array, Array, Array]
-"""Loss, norm and the share of clipped groups, float32[runs..., steps] each."""
+"""Losses, norms and shares of clipped groups, float32[runs..., steps] each."""
 
 
 def in_groups(count: int, parallel: int | None) -> tuple[list[Numbers], int | None]:
-    """The runs of each group, and how many of a group go at once (None: all).
+    """The runs of each group, and how many runs of a group go at once (None: all).
 
-    On a CPU, XLA computes a step of small operations on one core, and the steps of several runs
-    together hardly faster than one after the other; so each core gets a group of runs. All groups
-    have one size: the last group is filled up with the last run.
+    On a CPU, XLA computes small operations on one core, and a `vmap` over runs is hardly faster
+    than one run after the other. So each core gets a group of runs. All groups have one size: the
+    last one is filled up with copies of the last run.
     """
     if jax.default_backend() != "cpu":
         return [np.arange(count)], parallel
@@ -46,7 +46,7 @@ def in_groups(count: int, parallel: int | None) -> tuple[list[Numbers], int | No
 
 
 def _cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -61,9 +61,9 @@ def all_steps(
     steps: int,
     report: Progress,
 ) -> list[Numbers]:
-    """Every step of every group; the records are [runs of all groups, steps].
+    """Runs all steps of all groups; returns the records, [runs of all groups, steps].
 
-    All chunks have one size; surplus steps of the last chunk are dropped.
+    Steps are compiled in chunks of one size; surplus steps of the last chunk are dropped.
     """
     size = math.ceil(steps / math.ceil(steps / CHUNK))
     chunk = jax.jit(partial(_chunk, step, at_once), donate_argnums=0)
@@ -75,38 +75,39 @@ def all_steps(
             if over_groups is None:
                 over_groups = _over_groups(chunk, states, (runs[0], batches), pool)
             states, parts = zip(*over_groups(states, runs, repeat(batches)), strict=True)
-            records.append(_joined(parts, axis=0))
+            records.append(_concatenated(parts, axis=0))
             report(min(size, steps - start))
-    return [record[:, :steps] for record in _joined(records, axis=1)]
+    return [record[:, :steps] for record in _concatenated(records, axis=1)]
 
 
 def _over_groups(
     chunk: Any, states: Sequence[PyTree], rest: tuple[Runs, PyTree], pool: ThreadPoolExecutor
 ) -> Callable[..., Iterable[tuple[PyTree, Sequence[Numbers]]]]:
-    """A `map` of the chunk over the groups, each in a thread of its own if it is on one device."""
+    """A function like `map` that runs a chunk for each group, in threads if on one device."""
     if len(states) == 1:
         return partial(map, partial(_fetched, chunk))
-    # In this thread, whose settings (64-bit types, say) the others do not have.
+    # Compiled in this thread, because other threads lack its settings, such as 64-bit types.
     compiled = chunk.lower(states[0], *rest).compile()
     if any(len(s.device_set) > 1 for s in jax.tree.leaves(compiled.output_shardings)):
-        return partial(map, partial(_fetched, chunk))  # at once, they would wait for each other
+        # In threads, programs with collectives could wait for each other for ever.
+        return partial(map, partial(_fetched, chunk))
     return partial(pool.map, partial(_fetched, compiled))
 
 
 def _fetched(chunk: Any, *args: Any) -> tuple[PyTree, Sequence[Numbers]]:
-    """Waits, so that no thread gets the next group before it is through with this one."""
+    """Runs a chunk and waits for it, so that a thread does not take the next group before."""
     states, record = chunk(*args)
     return states, jax.device_get(record)
 
 
-def _joined(records: Sequence[Sequence[Numbers]], axis: int) -> list[Numbers]:
+def _concatenated(records: Sequence[Sequence[Numbers]], axis: int) -> list[Numbers]:
     return [np.concatenate(parts, axis) for parts in zip(*records, strict=True)]
 
 
 def _chunk(
     step: StepFn, at_once: int | None, states: PyTree, runs: Runs, batches: PyTree
 ) -> tuple[PyTree, Record]:
-    """Some steps of a group's runs."""
+    """A chunk of steps of all runs of a group."""
 
     def one_run(args: tuple[PyTree, Runs]) -> tuple[PyTree, Record]:
         start, (limit, rate) = args

@@ -1,7 +1,7 @@
-"""What a sequence of gradient norms looks like: its level, its spread, its spikes, its regime.
+"""The level, spread, spikes and regime of a sequence of gradient norms.
 
-All in logarithms, so that nothing depends on the norms' scale, and with medians, so that spikes do
-not move what they are measured against.
+All are computed of logarithms, so that results do not depend on the norms' scale, and by medians,
+so that spikes do not change the level that they are compared with.
 """
 
 import math
@@ -13,12 +13,12 @@ import numpy as np
 Regime: TypeAlias = Literal["stationary", "drifting", "stepped"]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
-WINDOW_SHARE, LEAST_WINDOW, MOST_WINDOW = 0.1, 11, 201
-"""The level at a step is the median of this share of all steps around it."""
+WINDOW_SHARE, SMALLEST_WINDOW, LARGEST_WINDOW = 0.1, 11, 201
+"""The level at a step is the median over a window around it, of this share of all steps."""
 SPURIOUS = 0.01
-"""How many spikes may be expected among lognormal norms that have none."""
-LEAST_RATIO = 1.5
-"""No norm is a spike below this multiple of its level, however steady the others are."""
+"""How many ordinary norms, if they are lognormal, are taken for spikes on average."""
+SMALLEST_RATIO = 1.5
+"""A norm below this multiple of its level is never a spike, however steady the others are."""
 LONGEST_WARMUP = 0.25
 MAD_TO_STD = 1 / NormalDist().inv_cdf(0.75)
 
@@ -27,12 +27,12 @@ class Shape(NamedTuple):
     """What was found in the logarithms of norms.
 
     Attributes:
-      level: float64[steps], the local median.
-      reach: how far above its level an ordinary norm may lie.
-      spread: the standard deviation of the bulk around its level, from the median deviation.
-      spikes: bool[steps], those above their level by more than `reach`.
+      level: float64[steps], the moving median.
+      reach: the largest deviation of an ordinary norm above its level.
+      spread: the standard deviation of ordinary norms from their level.
+      spikes: bool[steps], which norms are above their level by more than `reach`.
       warmup: how many of the first steps have a level unlike all later ones.
-      regime: how the level moves after these steps.
+      regime: how the level moves after the warm-up.
     """
 
     level: Floats
@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(logs: Floats) -> Shape:
-    """Takes apart float64[steps], the finite logarithms of norms."""
+    """The shape of float64[steps] finite logarithms of norms."""
     window = _window(len(logs))
     level = _rolling_median(logs, window)
     spread, reach = _spread_and_reach(logs - level)
@@ -54,38 +54,38 @@ def shape_of(logs: Floats) -> Shape:
 
 
 def _window(steps: int) -> int:
-    return min(max(round(steps * WINDOW_SHARE), LEAST_WINDOW), MOST_WINDOW) | 1
+    return min(max(round(steps * WINDOW_SHARE), SMALLEST_WINDOW), LARGEST_WINDOW) | 1
 
 
 def _rolling_median(values: Floats, window: int) -> Floats:
     from scipy.ndimage import median_filter  # slow to import, and seldom needed
 
     level = median_filter(values, size=window, mode="mirror")
-    # Where norms fall steeply at first, only a window with its step in the middle follows them.
+    # The first windows are smaller, so that their steps are in the middle: norms may fall steeply.
     for step in range(min(window // 2, len(values) // 2)):
         level[step] = np.median(values[: 2 * max(step, 1) + 1])
     return level
 
 
 def _spread_and_reach(deviations: Floats) -> tuple[float, float]:
-    """The bulk's standard deviation, and the largest deviation that chance explains.
+    """The standard deviation of ordinary norms, and the largest deviation that chance explains.
 
-    Upward and downward deviations have a spread each, of which the larger counts.
+    The spread is estimated from upward and from downward deviations; the larger one counts.
     """
     up, down = (side[side > 0] for side in (deviations, -deviations))
     medians = [float(np.median(side)) for side in (up, down) if side.size]
     spread = MAD_TO_STD * max(medians, default=0.0)
     chance = NormalDist().inv_cdf(1 - SPURIOUS / len(deviations))
-    return spread, max(chance * spread, math.log(LEAST_RATIO))
+    return spread, max(chance * spread, math.log(SMALLEST_RATIO))
 
 
 def _warmup(level: Floats, spread: float) -> int:
-    """The steps at the start, if it is clearly out of the later range, until the level is in it."""
+    """The number of first steps whose level is clearly outside of the range of all later levels."""
     longest = int(len(level) * LONGEST_WARMUP)
     low, high = level[longest:].min(), level[longest:].max()
     beyond = np.maximum(low - level[:longest], level[:longest] - high)
-    # The start of a steady drift is out of the later range too, by a third of that range.
-    clearly = max((high - low) / 2, spread, math.log(LEAST_RATIO))
+    # A steady drift also begins outside of the later range, by a third of it.
+    clearly = max((high - low) / 2, spread, math.log(SMALLEST_RATIO))
     if not (beyond[:1] > clearly).any():
         return 0
     return int(np.flatnonzero(beyond > spread / 4)[-1]) + 1
@@ -93,7 +93,7 @@ def _warmup(level: Floats, spread: float) -> int:
 
 def _regime(level: Floats, spread: float, window: int) -> Regime:
     moved = np.ptp(level)
-    if len(level) < 3 * window or moved <= max(spread, math.log(LEAST_RATIO)):
+    if len(level) < 3 * window or moved <= max(spread, math.log(SMALLEST_RATIO)):
         return "stationary"
     jump = np.abs(level[window:] - level[:-window]).max(initial=0.0)
     return "stepped" if jump > moved / 2 else "drifting"

@@ -1,4 +1,4 @@
-"""A limit from recorded norms."""
+"""Suggests a limit from recorded norms."""
 
 import dataclasses
 import functools
@@ -19,22 +19,22 @@ from optaxclip.tuning.doubts import doubts_and_advice
 from optaxclip.tuning.files import read_norms
 from optaxclip.tuning.spread import Floats, Regime, Shape, shape_of
 
-LEAST_NORMS = 10
+MIN_NORMS = 10
 PERCENTILES = (90, 95, 99)
 WINDOW = 100
-"""AutoClip's."""
-MOST_REPLAYED = 10_000
-"""How many of the last norms an adaptive rule is tried on."""
+"""The window of AutoClip."""
+MAX_REPLAYED = 10_000
+"""Adaptive rules are tried on so many of the last norms at most."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Alternative:
-    """Another clip, and what it would have done.
+    """Another clip, and how often it would have clipped.
 
     Attributes:
       call: the code that makes it.
-      share_clipped: the share of the steps that it would have clipped, of those after the warm-up
-        with a norm that is finite and positive; for an adaptive clip of the last 10,000 of them.
+      share_clipped: the share of steps that it would have clipped, among those after the warm-up
+        with a finite positive norm; for an adaptive clip, among the last 10,000 of these.
       why: the reason, in a few words.
     """
 
@@ -49,15 +49,14 @@ class Suggestion:
 
     Attributes:
       limit: the suggested limit.
-      share_clipped: the share of the steps with a norm above it, of those after the warm-up with a
-        norm that is finite and positive.
+      share_clipped: the share of steps with a norm above it, among those after the warm-up with a
+        finite positive norm.
       typical_norm: the median after the warm-up, without spikes.
-      spread: the standard deviation of the natural logarithms of ordinary norms around their moving
-        median.
+      spread: the standard deviation of the logarithms of ordinary norms from their moving median.
       regime: how the level of the norms moves after the warm-up: "stationary", "drifting" or
         "stepped".
       warmup_steps: how many steps at the start have norms unlike all later ones.
-      spikes: int[spikes], the steps, from 0, that stick out of their surroundings.
+      spikes: int[spikes], the steps, counted from 0, whose norms are spikes.
       num_nonfinite: how many norms were NaN or infinite.
       percentiles: a constant limit at each of a few percentiles of the norms after the warm-up.
       adaptive: the limit rule that fits the regime.
@@ -81,7 +80,7 @@ class Suggestion:
     doubts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Lines to read: the limit, what it rests on, the alternatives, what to beware of."""
+        """Lines to read: the limit, doubts, what was found, alternatives, notes."""
         factor = math.exp(self.spread)
         found = (
             f"{len(self.norms)} steps, {self.num_nonfinite} of them not finite; "
@@ -101,7 +100,7 @@ class Suggestion:
         return "\n".join([title, *doubts, *found, *table, *notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the norms in Python's own types, ready for JSON."""
+        """All fields but the norms in Python's own types, ready for JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["norms"]
         return fields | {
@@ -123,21 +122,21 @@ class Suggestion:
 def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = None) -> Suggestion:
     """Suggests the largest limit that leaves ordinary gradients alone and catches the spikes.
 
-    A norm is a spike if it exceeds the median of the steps around it by half at least, and by more
-    than chance explains; chance is measured by the median deviation of the norms' logarithms. The
-    limit is the border between ordinary norms and spikes, so that it catches spikes that did not
-    come yet. Where the level of the norms moves, no single limit separates all spikes from all
-    others; then the limit is the largest of those with the least share of either on the wrong side.
-    Record the norms before any clip, as `optaxclip.monitor.record` does as the first stage of a
-    chain. The result depends on the norms alone, and is proportional to them.
+    A norm is a spike if it is at least 1.5 times the median of the steps around it, and if chance
+    does not explain it, judged by the median deviation of the norms' logarithms. The limit is the
+    border between ordinary norms and spikes, so that it also catches future spikes. If the level of
+    the norms moves, no single limit separates all spikes from all other norms; then the limit is
+    the largest of those that put the smallest share of the two on the wrong side. Record the norms
+    before any clip, as `optaxclip.monitor.record` does as the first stage of a chain. The limit is
+    proportional to the norms.
 
     Args:
       norms: float[steps], the norms of the raw gradients in the order of the steps, as
         `optaxclip.monitor.history` gives them; or the path of a CSV file, JSON lines, an array that
         `np.save` wrote, a TensorBoard event file or a directory of such (which takes
         `optaxclip[tensorboard]`). Norms that are NaN or infinite are counted, and then left out.
-      column: which column, key or tag of a file; `train.grad_norm` is the key `grad_norm` of the
-        object `train`. Not needed where the file has only one with "norm" in its name, or only one
+      column: the column, key or tag of a file; `train.grad_norm` is the key `grad_norm` of the
+        object `train`. Not needed if the file has only one with "norm" in its name, or only one
         that holds numbers.
 
     Returns:
@@ -151,8 +150,8 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
       OSError: for files that cannot be read.
 
     Warns:
-      UserWarning: for each doubt: fewer than 100 norms; many equal to the largest, as if they were
-        clipped already; a level that rises or falls 20-fold; ordinary norms that spread to 20 times
+      UserWarning: for each doubt: fewer than 100 norms; many norms equal to the largest, as if
+        clipped already; a level that rises or falls by a factor of 20; ordinary norms of 20 times
         their level; last norms that are not finite.
 
     Example:
@@ -169,7 +168,7 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
     if isinstance(norms, str | os.PathLike):
         norms = read_norms(norms, column)
     elif column is not None:
-        raise ValueError(f"column chooses among those of a file, got {column!r} with an array")
+        raise ValueError(f"column is for files; got {column!r} with an array")
     values = _checked(norms)
     finite = np.isfinite(values)
     used = np.flatnonzero(finite & (values > 0))
@@ -200,40 +199,40 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
 def _checked(norms: ArrayLike) -> Floats:
     try:
         array = np.asarray(norms)
-    except ValueError as error:  # of lists or fields of several lengths
+    except ValueError as error:  # raised for lists of different lengths
         if isinstance(norms, list):
             raise TypeError(f"norms must be real numbers: {error}") from None
         array = np.asarray(None)
     if (array.dtype == object and not isinstance(norms, list)) or hasattr(norms, "_fields"):
         raise TypeError(
             f"norms must be an array of norms, or the path of a file, got {short(norms)} of type "
-            f"{type(norms).__name__}; of an optimizer's state with monitor.record in the chain "
-            "take optaxclip.monitor.history(state)"
+            f"{type(norms).__name__}; from the state of a chain with monitor.record, "
+            "optaxclip.monitor.history(state) gets them"
         )
     if array.dtype.kind not in "fiu" and array.dtype != jnp.bfloat16:
         raise TypeError(f"norms must be real numbers, got the dtype {array.dtype}")
     if array.ndim != 1:
-        remedy = "of a record per leaf take one column, or np.linalg.norm(norms, axis=1)"
+        remedy = "with a norm for each leaf pass one column, or np.linalg.norm(norms, axis=1)"
         raise ValueError(f"norms must have one axis, got the shape {array.shape}; {remedy}")
     values = array.astype(np.float64)
     negative = np.flatnonzero(values < 0)
     if negative.size:
         at = negative[0]
         raise ValueError(f"norms must not be negative, got {values[at]:g} at step {at}")
-    usable = values[np.isfinite(values) & (values > 0)]
-    if len(usable) < LEAST_NORMS:
+    positive = values[np.isfinite(values) & (values > 0)]
+    if len(positive) < MIN_NORMS:
         raise ValueError(
-            f"norms must hold at least {LEAST_NORMS} that are finite and positive, got "
-            f"{len(usable)} among {len(values)}; record more steps, and before any clip"
+            f"norms must hold at least {MIN_NORMS} that are finite and positive, got "
+            f"{len(positive)} among {len(values)}; record more steps, and before any clip"
         )
-    if np.ptp(usable) == 0:
+    if np.ptp(positive) == 0:
         remedy = "record the raw norms, before anything clips or normalizes them"
-        raise ValueError(f"norms must not be all equal, got only {usable[0]:g}; {remedy}")
+        raise ValueError(f"norms must not be all equal, got only {positive[0]:g}; {remedy}")
     return values
 
 
 def _limit(norms: Floats, shape: Shape) -> float:
-    """The largest of the possible limits with the least share on the wrong side."""
+    """The largest of the limits with the smallest share of norms on the wrong side."""
     levels = shape.level[shape.warmup :]
     level = np.median(levels) if shape.regime == "stationary" else levels.max()
     border = math.exp(level + shape.reach)
@@ -247,7 +246,7 @@ def _limit(norms: Floats, shape: Shape) -> float:
 
 
 def _below(value: float) -> float:
-    """The next number of three digits below a positive one."""
+    """The largest number of three digits below a positive one."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
     rounded = float(f"{(math.ceil(value / unit) - 1) * unit:.3g}")
     return rounded if 0 < rounded < value else value * (1 - 2**-20)
@@ -264,7 +263,7 @@ def _constant(limit: float) -> str:
 
 
 def _adaptive(regime: Regime, share: float, norms: Floats, warmup: int) -> Alternative:
-    # At the limit's own percentile, AutoClip clips as often as the limit.
+    # With the percentile of the suggested limit, AutoClip clips as often as the limit does.
     percent = float(np.clip(round(100 * (1 - share), 1), PERCENTILES[0], PERCENTILES[-1]))
     calls: dict[Regime, str] = {
         "stationary": f"autoclip({percent:g}, window={WINDOW})",
@@ -272,16 +271,16 @@ def _adaptive(regime: Regime, share: float, norms: Floats, warmup: int) -> Alter
         "stepped": "clip_by_window_norm()",
     }
     largest = np.finfo(np.float32).max
-    gradients = jnp.asarray(np.minimum(norms[-MOST_REPLAYED:], largest), jnp.float32)
+    gradients = jnp.asarray(np.minimum(norms[-MAX_REPLAYED:], largest), jnp.float32)
     clipped = np.asarray(_are_clipped(gradients, jnp.float32(percent), regime=regime))
-    # It sees the warm-up, and is judged by what comes after, as the others are.
+    # The rule learns from the warm-up too, but only clips after it count, as for the others.
     after = clipped[max(warmup - (len(norms) - len(gradients)), 0) :]
     return Alternative(calls[regime], float(np.mean(after)), f"adaptive, for {regime} norms")
 
 
 @functools.partial(jax.jit, static_argnames="regime")
 def _are_clipped(gradients: jax.Array, percent: jax.Array, *, regime: Regime) -> jax.Array:
-    """Which of the gradients of one entry, float32[steps], the regime's rule clips."""
+    """Which gradients, float32[steps] of one entry each, the rule for this regime clips."""
     clip = {
         "stationary": lambda: autoclip(percent, WINDOW),
         "drifting": zclip,

@@ -1,4 +1,4 @@
-"""The same training under many limits at once, in one compiled program."""
+"""Runs one training with many limits at once, in one compiled program."""
 
 import contextlib
 import dataclasses
@@ -21,17 +21,17 @@ from optaxclip.tuning.runs import Numbers, Progress, StepFn, all_steps, in_group
 
 FINAL_SHARE = 0.1
 NOISE = 2.0
-"""Two standard errors."""
+"""How many standard errors count as noise."""
 
 InitFn = Callable[[Array], PyTree]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SweepResult:
-    """What every run of a sweep recorded; `print` it for a table.
+    """The records of all runs of a sweep; `print` it for a table.
 
-    `runs` below stands for the axes of the runs: the limits, then the learning rates if there are
-    several, then the seeds if there are several.
+    Below, `runs...` stands for the axes of the runs: the limits, then the learning rates if they
+    were given, then the seeds if there are several.
 
     Attributes:
       limits: float32[limits], ascending.
@@ -40,13 +40,13 @@ class SweepResult:
       norm: float32[runs..., steps], the raw norm; for several groups the root of the sum of their
         squares.
       share_clipped: float32[runs..., steps], the share of groups with a norm above the limit.
-      final_loss: float32[runs...], the mean over the last tenth of the steps; inf where diverged.
-      diverged: bool[runs...], whether the loss ended not finite, or above its first value.
+      final_loss: float32[runs...], the mean over the last tenth of the steps; inf if diverged.
+      diverged: bool[runs...], whether the final loss is not finite, or above the first loss.
       noise: the noise of the suggested limit's final loss.
-      limit: the largest limit with a final loss within noise of the best; NaN if all diverged.
+      limit: the largest limit whose final loss is within noise of the best; NaN if all diverged.
       learning_rate: the learning rate of the best run; None without learning rates.
-      noises: float[limits], how far the final loss of each limit may lie above the best one and
-        still count as equal to it; 0 for the best, NaN where all runs diverged.
+      noises: float[limits], by how much the final loss of each limit may exceed the best one and
+        still count as equal; 0 for the best limit, NaN if all runs diverged.
     """
 
     limits: Numbers
@@ -79,13 +79,13 @@ class SweepResult:
             f"limit {self.limit:.4g}{rate}: the largest within noise of the best final loss"
         )
         if final.shape[1] == 1:
-            rows.append("one seed says little of the next: seeds=3 or more tell")
+            rows.append("other seeds may give other results: pass seeds=3 or more")
         if diverged.any():
-            rows.append("diverged: the loss ended not finite, or above its first value")
+            rows.append("diverged: the final loss is not finite, or above the first loss")
         return "\n".join(rows)
 
     def by_limit(self, values: Numbers) -> Numbers:
-        """Of [runs...] the part at the best learning rate, as [limits, seeds]."""
+        """The values at the best learning rate, [limits, seeds], from [runs...]."""
         if self.learning_rates is not None:
             best = np.searchsorted(self.learning_rates, np.float32(self.learning_rate))
             values = values[:, best]
@@ -105,15 +105,15 @@ def sweep(
     parallel: int | None = None,
     progress: Progress | bool = True,
 ) -> SweepResult:
-    """Trains the same model under many limits at once, and names the best of them.
+    """Trains the same model with many limits at once, and names the best of them.
 
     A limit is a traced number, so one program serves all limits: `vmap` over the runs, `scan` over
-    the steps; on a CPU the cores share the runs. Every run sees the same batches, and runs of one
+    the steps; on a CPU the cores share the runs. All runs get the same batches, and runs of one
     seed have the same initial values. The suggested limit is the largest whose final loss is within
-    noise of the best one. Noise is that of the difference of the two losses, but at most the best
-    one's own, so that an unstable run does not pass for a good one. For several seeds noise is two
-    standard errors over the seeds; for one seed, which says little about the next, it is the
-    standard deviation over the last steps.
+    noise of the best one. The noise is that of the difference of the two losses, but at most the
+    noise of the best loss, so that an unstable run is not taken for a good one. With several seeds
+    it is two standard errors over the seeds; with one seed, the standard deviation over the last
+    steps.
 
     Args:
       init_fn: `init_fn(key) -> state`, any pytree of arrays: parameters and optimizer state.
@@ -123,14 +123,14 @@ def sweep(
         float[] or float[groups].
       limits: float[limits], positive.
       steps: how many steps each run takes.
-      key: a PRNG key, or an int to make one of, from which the keys of the seeds are split.
-      data: the batches, a pytree whose leaves have a first axis of at least `steps`. For data that
+      key: a PRNG key, or an int to make one from; the keys of the seeds are split from it.
+      data: the batches, a pytree whose leaves have a first axis of at least `steps`. If the data
         does not fit into memory, pass indices, and look them up in the step.
       learning_rates: float[learning_rates]; each limit is tried with each of them.
       seeds: how many runs for each limit and learning rate.
-      parallel: how many runs at a time; the others wait their turn. By default all runs go at once
-        under `vmap`, and on a CPU one on each core. Give fewer if they do not fit into memory, and
-        on a CPU more if the model is too small to keep a core busy.
+      parallel: how many runs at a time; the others wait. By default all runs go at once under
+        `vmap`, but on a CPU one on each core. Pass fewer if they do not fit into memory, and on a
+        CPU more if the model is too small to keep a core busy.
       progress: whether to show a progress bar, which needs Rich and a terminal; or a function that
         is called with the number of steps that have just been done.
 
@@ -138,10 +138,10 @@ def sweep(
       A `SweepResult`.
 
     Raises:
-      ValueError: for limits or learning rates that are not positive or not in one axis, a `steps`,
-        `seeds` or `parallel` below 1, and data of fewer steps.
-      TypeError: if `step_fn` does not return a state like that it was given, a loss and a norm, or
-        `key` is no key.
+      ValueError: for limits or learning rates that are not positive or not in one axis, for
+        `steps`, `seeds` or `parallel` below 1, and for data of fewer steps.
+      TypeError: if `step_fn` does not return a state like the one that it got, a loss and a norm,
+        or `key` is not a key.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optaxclip
@@ -202,10 +202,10 @@ def _check_data(data: PyTree, steps: int) -> PyTree:
 
 
 def _as_key(key: ArrayLike) -> Array:
-    """A typed key, from one, from one of the older kind, or from an int.
+    """A typed key, from a typed key, a raw uint32 key, or an int.
 
     Raises:
-      TypeError: if it is none of these.
+      TypeError: if `key` is none of these.
     """
     dtype = getattr(key, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and np.ndim(key) == 0:
@@ -222,20 +222,24 @@ def _without_rate(step_fn: StepFn) -> StepFn:
 
 
 def _check_step(step: StepFn, states: PyTree, data: PyTree, runs: tuple[Array, ...]) -> None:
-    """Runs nothing: only shapes are looked at."""
+    """Checks what `step` returns, by its shapes; nothing is computed.
+
+    Raises:
+      TypeError: if it is not a state like that before, a scalar loss and a norm.
+    """
     one = jax.tree.map(lambda x: x[0], (states, data, *runs))
     out = jax.eval_shape(step, *one)
     if not (isinstance(out, tuple) and len(out) == 3):
         got = f"{len(out)} values" if isinstance(out, tuple) else f"one {type(out).__name__}"
         raise TypeError(
             f"step_fn must return three values, (state, loss, norm), got {got}; the norm is that "
-            "before clipping, which ops.clip_by_global_norm returns beside the gradients"
+            "from before clipping, which ops.clip_by_global_norm returns with the gradients"
         )
     before, after = jax.eval_shape(lambda state: state, one[0]), out[0]
     of = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (before, after)]
     if jax.tree.structure(before) != jax.tree.structure(after) or of[0] != of[1]:
         raise TypeError(
-            f"step_fn must return a state like the one that it is given, {before}; got {after}"
+            f"step_fn must return a state like the one that it gets, {before}; got {after}"
         )
     loss, norm = out[1:]
     if jnp.shape(loss) != () or jnp.ndim(norm) > 1:
@@ -277,7 +281,8 @@ def _result(
     best = np.unravel_index(np.argmin(means), means.shape)
     chosen, noise, noises = math.nan, math.nan, np.full(len(limits), math.nan)
     if np.isfinite(means[best]):
-        # Batches and seeds cancel in a difference; but that to an unstable run is itself large.
+        # A difference of losses is free of the noise of batches and seeds, which all runs share.
+        # But that to an unstable run is very noisy, so it is capped by the best loss's own noise.
         of_differences = [_noise(losses - each[best]) for losses in each[:, best[1]]]
         noises = np.minimum(of_differences, _noise(each[best]))
         near = np.isfinite(means[:, best[1]]) & (means[:, best[1]] <= means[best] + noises)
@@ -290,7 +295,7 @@ def _result(
 
 
 def _noise(losses: Numbers) -> float:
-    """That of the mean of [seeds, last steps]."""
+    """The noise of the mean of [seeds, last steps]."""
     with np.errstate(over="ignore", invalid="ignore"):
         if len(losses) == 1:
             return float(np.std(losses))

@@ -85,8 +85,14 @@ REFUSED = {
         "'grad_norm' has decimal commas (3,14 in row 2); write numbers with a point",
     ),
     "no names, commas": ("1;3,14\n2;2,71", "several columns"),
-    "a word": (WRONG_NORMS.format("1.5", "lost"), """has "lost" in row 2, no number; those"""),
-    "only words": ("word\nnone\n", """the column 'word' has "none" in row 1, no number"""),
+    "a word": (
+        WRONG_NORMS.format("1.5", "lost"),
+        """has "lost" in row 2, which is not a number; the columns""",
+    ),
+    "only words": (
+        "word\nnone\n",
+        """the column 'word' has "none" in row 1, which is not a number""",
+    ),
     "nothing in it": ("norm,loss\n,1\n,2", "the column 'norm' is empty"),
     "a list": ('{"loss": 1.0, "norm": [1.0, 2.0]}', "has [1.0, 2.0] in row 1"),
     "text in an object": ('{"a": {"norm": "no"}}', "'a.norm' has \"no\" in row 1"),
@@ -181,16 +187,22 @@ def test_the_help_has_examples(capsys):
     [
         ("missing.csv", "cannot read missing.csv: No such file"),
         ("directory", "directory holds no TensorBoard event file"),
-        ("binary", "binary is no CSV, JSON lines, TensorBoard event file or array of np.save"),
+        (
+            "binary",
+            "binary must be CSV, JSON lines, a TensorBoard event file or an array of np.save",
+        ),
         ("empty", "empty holds no numbers"),
         ("words", "the column 'word' has"),
         ("broken", "broken: not JSON lines: Expecting ':' delimiter in line 3"),
         (
             "log.csv --column norm",
-            "column 'norm' is not there; those with numbers: ['step', ",
+            "column 'norm' is not there; the columns with numbers are ['step', ",
         ),
-        ("words --column word", """the column 'word' has "none" in row 1, no number"""),
-        ("both --column name", """has "run" in row 1, no number; those with numbers: ['norm']"""),
+        ("words --column word", """the column 'word' has "none" in row 1, which is not a number"""),
+        (
+            "both --column name",
+            """has "run" in row 1, which is not a number; the columns with numbers are ['norm']""",
+        ),
         ("several", "several has several columns: choose one of ['a_norm', 'b_norm']"),
         ("few", "norms must hold at least 10"),
         ("log.csv --plot missing/x.png", "cannot write to missing/x.png: No such file"),
@@ -239,7 +251,7 @@ def test_integers_beyond_floats_are_infinite():
     ],
 )
 def test_two_columns_of_one_name_are_refused(text):
-    with pytest.raises(ValueError, match=r"norm' is there more than once: give each a name"):
+    with pytest.raises(ValueError, match=r"norm' is there more than once: give each its own name"):
         parse_norms(text.encode(), None, "log")
     assert parse_norms(text.encode(), "step", "log").size
 

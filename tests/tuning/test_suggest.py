@@ -129,7 +129,9 @@ def test_what_is_no_array_of_norms_is_told_where_they_are():
     tx = optax.chain(monitor.record(20), optax.sgd(0.1))
     state = tx.init(jnp.ones(3))
     for norms in (state, state[0], {"norm": [1.0, 2.0]}, None):
-        with pytest.raises(TypeError, match=r"got .* take optaxclip\.monitor\.history\(state\)"):
+        with pytest.raises(
+            TypeError, match=r"got .*monitor.record, optaxclip\.monitor\.history\(state\)"
+        ):
             tuning.suggest(norms)
 
 
@@ -165,7 +167,7 @@ def test_what_are_no_norms():
     for norms in ([True] * 20, [1j] * 20, [None] * 20):
         with pytest.raises(TypeError, match="norms must be real numbers"):
             tuning.suggest(norms)
-    with pytest.raises(ValueError, match="column chooses among those of a file"):
+    with pytest.raises(ValueError, match="column is for files"):
         tuning.suggest(np.ones(20), column="norm")
 
 
@@ -196,8 +198,8 @@ LOST = {
     "exploding midway": (exploding(200), "level of the norms rises .*explode"),
     "exploding late": (exploding(420), "level of the norms rises .*explode"),
     "rising by decades": (STEADY * np.geomspace(1, 1e3, 500), "level of the norms rises"),
-    "heavy-tailed": (STEADY**10, "no gap below the spikes"),
-    "never learning": (lost_rnn(), "no gap below the spikes"),
+    "heavy-tailed": (STEADY**10, "without a gap below the spikes"),
+    "never learning": (lost_rnn(), "without a gap below the spikes"),
     "ended by NaN": (np.append(STEADY, [np.nan] * 20), "last norms are not finite"),
 }
 
@@ -219,7 +221,7 @@ def test_norms_of_a_lost_run_are_doubted(name):
 
 
 def test_a_level_that_falls_by_decades_is_doubted_and_can_be_followed():
-    with pytest.warns(UserWarning, match="falls .*-fold"):
+    with pytest.warns(UserWarning, match="falls by a factor"):
         found = tuning.suggest(STEADY * np.geomspace(1, 1e-3, 500))
     assert "adaptive rule follows" in found.notes[-2]
 
@@ -234,7 +236,7 @@ def test_ordinary_norms_are_not_doubted(shape):
 
 def test_a_limit_above_all_norms_is_said_to_change_nothing():
     assert tuning.suggest(STEADY).notes == (
-        "no norm is above the limit: it would have changed nothing in this run",
+        "no norm is above the limit, which would have changed nothing in this run",
     )
     assert tuning.suggest(np.append(STEADY, 50.0)).notes == ()
 

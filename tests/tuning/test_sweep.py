@@ -166,7 +166,7 @@ def test_the_largest_limit_within_noise_of_the_best():
     assert "limit 10: the largest within noise of the best final loss\n" in table
     assert result.noises[:2].tolist() == [0.0, result.noise]
     assert f"  {result.noise:.2g}  " in next(line for line in table.splitlines() if "<-" in line)
-    assert table.endswith("diverged: the loss ended not finite, or above its first value")
+    assert table.endswith("diverged: the final loss is not finite, or above the first loss")
     assert next(line for line in table.splitlines() if "<- suggested" in line).split()[0] == "10"
 
 
