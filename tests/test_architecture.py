@@ -20,6 +20,7 @@ ROOMS = [
     ("_base",),
     ("norms", "scopes", "responses", "nonfinite", "thresholds"),
     ("_engine",),
+    ("_batches",),
     ("per_example",),
     ("methods",),
     ("ops",),

@@ -10,10 +10,10 @@ import optax
 
 import optaxclip._base.devices as devices
 from optaxclip._base.arguments import check_state, checked_int
-from optaxclip._base.batches import Cut, number_of_examples
-from optaxclip._base.roles import Roles, argument_numbers
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import AxisName, PyTree, Threshold
+from optaxclip._batches.cutting import Cut, number_of_examples
+from optaxclip._batches.roles import Roles, argument_numbers
 from optaxclip.accumulate.judging import NAME, AccumulateState, Judge
 from optaxclip.accumulate.loop import over_microbatches
 from optaxclip.accumulate.losses import Loss

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip._base.devices as devices
-from optaxclip._base.batches import Cut
 from optaxclip._base.devices import Axes
-from optaxclip._base.roles import Roles
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
+from optaxclip._batches.cutting import Cut
+from optaxclip._batches.roles import Roles
 from optaxclip.accumulate.judging import AccumulateState, Judge
 from optaxclip.accumulate.losses import Loss
 from optaxclip.accumulate.means import Row

@@ -13,9 +13,9 @@ from jax.core import Tracer
 import optaxclip._base.devices as devices
 from optaxclip._base.devices import Axes
 from optaxclip._base.numerics import accumulation_dtype, is_real, norm_dtype
-from optaxclip._base.roles import Roles
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
+from optaxclip._batches.roles import Roles
 from optaxclip.accumulate.places import Places, are_tracked
 
 

@@ -11,10 +11,10 @@ from jax import Array
 
 import optaxclip._base.devices as collectives
 from optaxclip._base.arguments import checked_int
-from optaxclip._base.batches import number_of_examples
-from optaxclip._base.roles import Roles, argument_numbers
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
+from optaxclip._batches.cutting import number_of_examples
+from optaxclip._batches.roles import Roles, argument_numbers
 from optaxclip.per_example.bounds import ExampleLimit
 from optaxclip.per_example.lift import Sums
 from optaxclip.per_example.microbatches import RunningSums, in_microbatches

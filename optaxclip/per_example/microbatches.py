@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optaxclip._base.batches import Cut, appended, in_order_of_batch, last_examples
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import NormTree, PyTree
+from optaxclip._batches.cutting import Cut, appended, in_order_of_batch, last_examples
 from optaxclip.per_example.lift import Sums
 from optaxclip.per_example.weighting import sum_dtype
 

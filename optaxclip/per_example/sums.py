@@ -9,10 +9,10 @@ import numpy as np
 from jax import Array
 
 import optaxclip.scopes as scopes
-from optaxclip._base.batches import number_of_examples
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import NormTree, PyTree
+from optaxclip._batches.cutting import number_of_examples
 from optaxclip.per_example.bounds import (
     ExampleLimit,
     Split,
