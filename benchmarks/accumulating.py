@@ -5,7 +5,8 @@
 
 A plain step is `jax.value_and_grad` of one microbatch; what is measured is the gradient of `k` of
 them, in parts of `k` plain steps with one addition of trees each, which are called one by one.
-Seconds are of the processor, of all threads together, which a busy machine changes little.
+Seconds are of the processor, of all threads together, which a busy machine changes little, and of
+the clock.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,11 @@ def loss_fn(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(x))
 
 
+def zeros_of(params: Any) -> Any:
+    """A loss and a gradient of 0."""
+    return jnp.zeros(()), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+
+
 def by_hand(params: Any, x: jax.Array) -> Any:
     """The mean gradient, in a `scan` as people write it."""
     parts = x.reshape(-1, NUMBER, x.shape[-1])
@@ -44,9 +50,25 @@ def by_hand(params: Any, x: jax.Array) -> Any:
         part = jax.lax.dynamic_index_in_dim(parts, i, axis=1, keepdims=False)
         return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, part)), None
 
-    zeros = (jnp.zeros(()), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
-    total, _ = jax.lax.scan(add, zeros, jnp.arange(NUMBER))
+    total, _ = jax.lax.scan(add, zeros_of(params), jnp.arange(NUMBER))
     return jax.tree.map(lambda leaf: leaf / NUMBER, total)
+
+
+def judged_by_hand(params: Any, x: jax.Array) -> Any:
+    """The same, but for microbatches whose loss or norm is not finite: the least a judge can do."""
+    parts = x.reshape(-1, NUMBER, x.shape[-1])
+
+    def add(carry: Any, i: jax.Array) -> tuple[Any, jax.Array]:
+        total, count = carry
+        part = jax.lax.dynamic_index_in_dim(parts, i, axis=1, keepdims=False)
+        found = jax.value_and_grad(loss_fn)(params, part)
+        norm = optax.global_norm(found[1])
+        counts = jnp.isfinite(norm) & jnp.isfinite(found[0])
+        total = jax.tree.map(lambda t, leaf: t + jnp.where(counts, leaf, 0), total, found)
+        return (total, count + counts), norm
+
+    (total, count), norms = jax.lax.scan(add, (zeros_of(params), 0), jnp.arange(NUMBER))
+    return jax.tree.map(lambda leaf: leaf / count, total), norms
 
 
 def multi_steps(params: Any, x: jax.Array) -> Any:
@@ -61,8 +83,8 @@ def multi_steps(params: Any, x: jax.Array) -> Any:
         updates, state = tx.update(grads, state, params)
         return (state, updates), loss
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    (_, grads), losses = jax.lax.scan(add, (tx.init(params), zeros), jnp.arange(NUMBER))
+    start = (tx.init(params), zeros_of(params)[1])
+    (_, grads), losses = jax.lax.scan(add, start, jnp.arange(NUMBER))
     return jnp.mean(losses), grads
 
 
@@ -75,6 +97,7 @@ def ways(rows: int) -> dict[str, Way]:
     """All that is compared, by name."""
     return {
         "a scan by hand": by_hand,
+        "a judge by hand": judged_by_hand,
         "optax.MultiSteps": multi_steps,
         "accumulate": ours(rows),
         "accumulate, clip=1.0": ours(rows, clip=1.0),
@@ -90,31 +113,47 @@ def shapes(rows: int, place: Any = None) -> tuple[Any, Any]:
     return params, at((rows * NUMBER, WIDTHS[0]))
 
 
-def steps_one_by_one(params: Any, x: Any, rows: int) -> Callable[[], Any]:
+class Seconds(NamedTuple):
+    """How long a call took."""
+
+    processor: float
+    clock: float
+
+    @classmethod
+    def now(cls) -> "Seconds":
+        """Since some start."""
+        return cls(time.process_time(), time.perf_counter())
+
+    def since(self, begin: "Seconds") -> "Seconds":
+        """The difference."""
+        return Seconds(*(x - y for x, y in zip(self, begin, strict=True)))
+
+
+def steps_one_by_one(params: Any, x: Any, rows: int) -> Callable[[], Seconds]:
     """`k` compiled steps and additions."""
     step = jax.jit(jax.value_and_grad(loss_fn))
     add = jax.jit(functools.partial(jax.tree.map, jnp.add), donate_argnums=0)
     parts = [jax.block_until_ready(x[i * rows : (i + 1) * rows]) for i in range(NUMBER)]
     zeros = jax.jit(lambda: jax.tree.map(jnp.zeros_like, (jnp.zeros(()), params)))
 
-    def run() -> Any:
+    def run() -> Seconds:
         total = jax.block_until_ready(zeros())
-        begin = time.process_time()
+        begin = Seconds.now()
         for part in parts:
             total = add(total, step(params, part))
         jax.block_until_ready(total)
-        return time.process_time() - begin
+        return Seconds.now().since(begin)
 
     return run
 
 
-def called(compiled: Way, *args: Any) -> Callable[[], float]:
+def called(compiled: Way, *args: Any) -> Callable[[], Seconds]:
     """The seconds of a call."""
 
-    def run() -> float:
-        begin = time.process_time()
+    def run() -> Seconds:
+        begin = Seconds.now()
         jax.block_until_ready(compiled(*args))
-        return time.process_time() - begin
+        return Seconds.now().since(begin)
 
     return run
 
@@ -137,14 +176,19 @@ def times(rows: int, rounds: int) -> None:
         for name in order:
             taken[name].append(runs[name]())
         shuffled.shuffle(order)
-    base = statistics.median(taken[STEPS][1:])
+    medians = {
+        name: Seconds(*map(statistics.median, zip(*seconds[1:], strict=True)))
+        for name, seconds in taken.items()
+    }
+    base = medians[STEPS]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     print(f"\n{rows} rows in a microbatch, {NUMBER} of them, {size / 2**20:.1f} MiB of gradients")
-    print("| way | ms | of k steps with additions | temporary, gradients |\n|---|---|---|---|")
-    for name, seconds in taken.items():
-        median = statistics.median(seconds[1:])
+    print("| way | ms | of k steps | of k steps, by the clock | temporary |\n|---|---|---|---|---|")
+    for name, median in medians.items():
+        ratios = [f"{x / y:.3f}" for x, y in zip(median, base, strict=True)]
         memory = f"{temporary[name] / size:.2f}" if name in temporary else ""
-        print(f"| {name} | {1e3 * median:.1f} | {median / base:.3f} | {memory} |", flush=True)
+        cells = [name, f"{1e3 * median.processor:.1f}", *ratios, memory]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def per_microbatch(device: str, rows: int, name: str) -> dict[str, float]:

@@ -39,7 +39,8 @@ def in_float32(norm: Array, *, from_above: bool) -> tuple[Array, Array, Array, A
     size = select(is_zero, 1, lax.clamp(tiny, leading_bit(norm), 1 / tiny)).astype(jnp.float32)
     # No division in float64: for that, `checkify` makes a constant that needs 64-bit types.
     fraction = norm * reciprocal_of_power(size).astype(norm.dtype)
-    invertible = select(is_zero, 1, fraction)
+    # What has no reciprocal is not divided by, but derivatives are multiplied by it.
+    invertible = select(is_zero | ~lax.is_finite(fraction), 1, fraction)
     nearest = invertible.astype(jnp.float32)
     one = jnp.ones_like(nearest)
     if from_above:

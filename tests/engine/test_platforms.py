@@ -151,3 +151,28 @@ def test_columns_at_the_ends_of_the_range(platform):
     with jax.enable_x64(True):
         found = group_norms(np.array([[3e200, 3e-200], [4e200, 4e-200]]), scope=scopes.axes(0))
     np.testing.assert_allclose(found["leaf"], [5e200, 5e-200], rtol=1e-14)
+
+
+@pytest.mark.usefixtures("platform")
+def test_what_is_zeroed_has_the_derivative_0():
+    """The others have theirs, as if it were not there."""
+
+    def total(tree, limit, norm, strict):
+        options = {"scope": scopes.leaf(), "nonfinite": "zero", "strict": strict}
+        clipped, _ = optaxclip.clip_tree(tree, limit, norm=norm, **options)
+        return sum(jnp.sum(jnp.abs(x) ** 2) for x in clipped.values())
+
+    @jax.jit
+    def derivatives(bad):
+        rest = {name: TREE[name] for name in ("z", "s")}
+        damaged = {**rest, "w": jnp.asarray(TREE["w"]).at[1, 2].set(bad)}
+        cases = [("l1", False), ("l2", False), ("l2", True)]
+        trees = (damaged, rest)
+        return [[jax.grad(total, (0, 1))(tree, 0.5, *case) for tree in trees] for case in cases]
+
+    for bad in np.float32([np.inf, -np.inf, np.nan]):
+        for (found, by_limit), (expected, by_limit_of_rest) in derivatives(bad):
+            np.testing.assert_array_equal(found.pop("w"), np.zeros((4, 3)))
+            for leaf, x in expected.items():
+                np.testing.assert_allclose(found[leaf], x, rtol=1e-5)
+            np.testing.assert_allclose(by_limit, by_limit_of_rest, rtol=1e-5)
