@@ -7,6 +7,9 @@ import jax
 
 _Shapes = tuple[tuple[int, ...], ...]
 
+GIVE_BACK = "give them back: state = jax.tree.map(lambda _, x: x, tx.init(params), state)"
+"""What to do about a state that has lost its names, for messages; `tx` is the whole optimizer."""
+
 
 @jax.tree_util.register_static
 class Names(tuple[str, ...]):

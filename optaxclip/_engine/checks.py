@@ -8,7 +8,7 @@ from jax import Array
 
 from optaxclip._base.arguments import FRESH_STATE
 from optaxclip._base.grouping import Grouping
-from optaxclip._base.names import Names
+from optaxclip._base.names import GIVE_BACK, Names
 from optaxclip._base.trees import FlatTree, flatten, leaf_name
 from optaxclip._base.types import NormTree, PyTree, Threshold
 from optaxclip.thresholds.fixed import check_limit
@@ -33,8 +33,7 @@ def with_groups_of_state(grouping: Grouping, stored: Names, size: int, name: str
     if not stored and size:
         raise ValueError(
             f"{name}: the state has lost the names of its {size} groups, as after "
-            f"optax.tree_map_params, and the updates have {len(grouping.names)}: take one step "
-            "with all leaves, which names them again"
+            f"optax.tree_map_params, and the updates have {len(grouping.names)}; {GIVE_BACK}"
         )
     unknown = sorted(set(grouping.names) - set(stored))
     if unknown or len(stored) != size:

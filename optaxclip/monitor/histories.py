@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from optaxclip._base.arguments import near_miss
+from optaxclip._base.names import GIVE_BACK
 from optaxclip._base.types import PyTree
 from optaxclip.monitor.recording import RecordState
 from optaxclip.monitor.states import find, name_of, to_host, unboxed
@@ -84,8 +85,7 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
     if not state.names and unboxed(state.ring).size:
         raise ValueError(
             "the record has lost the names of its groups, which Flax and optax.tree_map_params do "
-            "not keep: pass the nnx.Optimizer in place of its nnx.state, or the state after "
-            "another step"
+            f"not keep: pass the nnx.Optimizer in place of its nnx.state, or {GIVE_BACK}"
         )
     return tuple(state.names)
 

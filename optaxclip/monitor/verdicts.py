@@ -5,6 +5,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from optaxclip._base.arguments import checked_int
+from optaxclip._base.names import GIVE_BACK
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip.methods.skipping import SkipState
 from optaxclip.monitor.states import find, to_host, unboxed
@@ -57,8 +58,7 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
     if not found and nameless:
         raise ValueError(
             f"{nameless} have lost the names of their leaves, which Flax and optax.tree_map_params "
-            "do not keep: pass the nnx.Optimizer in place of its nnx.state, or the state after "
-            "another step"
+            f"do not keep: pass the nnx.Optimizer in place of its nnx.state, or {GIVE_BACK}"
         )
     if not found:
         raise ValueError(

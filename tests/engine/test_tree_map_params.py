@@ -6,6 +6,7 @@ As `contrib/_common_test.py` of Optax: a state that was mapped is the same in th
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +155,21 @@ def test_names_of_groups_come_back():
     for function in (tx.update, jax.jit(tx.update)):
         _, after = function(GRADS, mapped)
         assert list(after[0].info.names) == list(after[1].leaves) == ["b", "v", "w"]
+
+
+def test_names_that_multi_steps_does_not_keep_are_given_back_as_the_message_says():
+    tx = optax.MultiSteps(optaxclip.clip_by_norm(1.0), 2)
+    state = optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS))
+    with jax.numpy_dtype_promotion("standard"):
+        _, state = jax.jit(tx.update)(GRADS, state, PARAMS)
+    line = r"give them back: state = (jax.tree.map\(lambda _, x: x, tx.init\(params\), state\))$"
+    with pytest.raises(ValueError, match=line) as error:
+        monitor.bad_leaves(state)
+    code = re.search(line, str(error.value)).group(1)
+    state = eval(code, {"jax": jax, "tx": tx, "params": PARAMS, "state": state})
+    assert monitor.bad_leaves(state) == ()
+    (info,) = monitor.read(state).values()
+    assert list(info.names) == ["b", "v", "w"]
 
 
 def test_a_step_without_all_groups_needs_their_names():
