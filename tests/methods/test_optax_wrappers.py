@@ -53,6 +53,8 @@ NOT_OURS |= {"test_mu_dtype_controls_moment_dtype"}
 NOT_OURS |= {"test_apply_if_finite_pmap"}
 # Without ours they fail too: JAX words the errors otherwise by now.
 NOT_OURS |= {"test_bad_structure_raises", "test_selective_bad_structure"}
+# Optax skips it itself.
+NOT_OURS |= {"test_linesearch"}
 
 # A hundred compilations, of steps outside of `jit`.
 AT_NIGHT = ("test_multi_steps_mixed_precision",)
