@@ -23,8 +23,8 @@ def as_scope(scope: Scope) -> Scope:
     """
     if not callable(scope):
         raise TypeError(
-            "scope must be from optaxclip.scopes, and is the first argument, as in "
-            f"clip_by(scopes.leaf(), 1.0); got {scope!r:.80} of type {type(scope).__name__}"
+            "scope must be from optaxclip.scopes, as in clip_by(scopes.leaf(), 1.0); got "
+            f"{scope!r:.80} of type {type(scope).__name__}"
         )
     if is_uncalled(scope, "optaxclip.scopes"):
         raise TypeError(

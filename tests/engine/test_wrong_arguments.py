@@ -34,7 +34,7 @@ MISTAKES = {
     "swapped bounds": (lambda: ops.clip_by_value(-1.0, 1.0, GRADS), "clip_value_max .* type dict"),
     "scope's name": (lambda: clip_by("leaf", 1.0), "must be from optaxclip.scopes.* got 'leaf'"),
     "scope uncalled": (lambda: clip_by(scopes.leaf, 1.0), r"call it, as in scopes\.leaf\(\)"),
-    "scope second": (lambda: clip_by(1.0, scopes.leaf()), "scope .* is the first argument.* 1.0"),
+    "scope second": (lambda: clip_by(1.0, scopes.leaf()), r"clip_by\(scopes.leaf.*got 1.0"),
     "two scopes": (lambda: clip_by(scopes.leaf(), scopes.tree()), "limit must .* got a scope"),
     "scope for a limit": (lambda: clip_by(scopes.leaf(), scopes.leaf), "limit must .* got a scope"),
     "rule uncalled": (

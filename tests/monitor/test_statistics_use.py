@@ -36,7 +36,7 @@ WRONG = {
     "no names": ({"stats": (1,)}, TypeError, r"stats must be a name or several, .* got \(1,\)"),
     "no sequence": ({"stats": None}, TypeError, r"stats must be a name or several, .* got None"),
     "window": ({"window": 0, "stats": "max"}, ValueError, "window must be an int of at least 1"),
-    "scope": ({"scope": "leaf"}, TypeError, r"scope must be one of optaxclip.scopes"),
+    "scope": ({"scope": "leaf"}, TypeError, r"scope must be from optaxclip.scopes"),
     "uncalled": ({"scope": scopes.leaf}, TypeError, r"call it, as in scopes.leaf\(\)"),
     "two scopes": ({"per_leaf": True, "scope": LAYERS}, ValueError, "^per_leaf=True is the same"),
     "ratio": ({"ratio": True, "stats": ("max",)}, ValueError, r"pass stats=\('max', 'ratio'\)"),
