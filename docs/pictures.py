@@ -10,6 +10,7 @@ otherwise, and where gradients explode no rounding stays small.
 from pathlib import Path
 
 import batches
+import layers
 import matplotlib as mpl
 import numpy as np
 import places
@@ -63,6 +64,7 @@ def main() -> None:
     places.draw(DOCS / "places.png", DPI)
     text = demo.read_text(None)
     batches.draw(DOCS / "batch.png", DPI, text, SEED)
+    layers.draw(DOCS, LETTERS, DPI, text, SEED)
     norms = draw_demo(text)
     draw_limits(norms, sweep.train(text, sweep.LIMITS, SWEEP_STEPS, SEED))
 

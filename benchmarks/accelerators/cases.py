@@ -94,7 +94,8 @@ def product(*axes: Iterable[str]) -> Iterator[Case]:
 
 BOTH, DTYPES = (H100, V5E), (FLOAT32, BFLOAT16)
 NAMED = ("global_norm", "zclip", "autoclip", "block_rms", "adagc", "agc")
-WRAPPED = ("record", "skip_above", "skip_nonfinite", "skip_record_zclip")
+STATISTICS = ("statistics", "statistics_params")
+WRAPPED = ("record", *STATISTICS, "skip_above", "skip_nonfinite", "skip_record_zclip")
 GLOBAL_NORM, AGC = ("global_norm",), ("agc",)
 FEW = GLOBAL_NORM + AGC
 AUTO = ("auto",)

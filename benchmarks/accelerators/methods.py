@@ -30,6 +30,18 @@ def _recorded(clip: Step, **told: object) -> Step:
     return optax.chain(monitor.record(**told), clip, adamw())
 
 
+OF_GRADIENTS = ("norm", "max", "mean_abs", "zero_fraction", "share")
+OF_PARAMETERS = ("param_norm", "ratio", "cosine_param")
+
+
+def _statistics(*stats: str) -> Build:
+    def build(**told: object) -> Step:
+        record = monitor.record(stats=stats, **told)
+        return optax.chain(record, optaxclip.clip_by_global_norm(1.0, **told), adamw())
+
+    return build
+
+
 def _skipping(skip: Callable[..., Step], *limit: float) -> Build:
     clipped = _before(optaxclip.clip_by_global_norm, 1.0)
     return lambda **told: skip(clipped(**told), *limit, **told)
@@ -72,6 +84,8 @@ METHODS: dict[str, tuple[Build, Build]] = {
         lambda **told: _recorded(optaxclip.clip_by_global_norm(1.0, **told), **told),
         GLOBAL,
     ),
+    "statistics": (_statistics(*OF_GRADIENTS), GLOBAL),
+    "statistics_params": (_statistics(*OF_GRADIENTS, *OF_PARAMETERS), GLOBAL),
     "skip_above": (_skipping(optaxclip.skip_above, 1e3), FINITE),
     "skip_nonfinite": (_skipping(optaxclip.skip_nonfinite), FINITE),
     "skip_record_zclip": (

@@ -4,6 +4,8 @@ Every function draws on the axes `ax` and returns them. Without `ax` it makes ne
 legend; on axes that you pass you place the legend. Matplotlib is needed: `optaxclip[plot]`.
 """
 
+from optaxclip.plots.groups import heatmap as heatmap
+from optaxclip.plots.groups import shares_over_steps as shares_over_steps
 from optaxclip.plots.limits import norm_heatmap as norm_heatmap
 from optaxclip.plots.limits import norm_histogram as norm_histogram
 from optaxclip.plots.limits import norms_over_steps as norms_over_steps

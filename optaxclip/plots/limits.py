@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from optaxclip.plots.groups import LOOKS, map_of
 from optaxclip.plots.style import (
     COLORS,
     crosses_at_the_top,
@@ -13,7 +14,6 @@ from optaxclip.plots.style import (
     finished,
     instance,
     new_axes,
-    with_matplotlib,
 )
 from optaxclip.tuning.suggesting import Suggestion
 from optaxclip.tuning.sweeping import SweepResult
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 ORANGE, BLUE = COLORS[:2]
 PALE_ORANGE = COLORS[5]
 BINS = 50
-MOST_LABELS = 40
-"""More names than that would overlap beside a heat map."""
 
 
 def norms_over_steps(
@@ -136,7 +134,7 @@ def norm_heatmap(
     steps: ArrayLike | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """The norm of every leaf at every step, as a colour; red if it is not finite.
+    """The norm of every leaf at every step, as a colour: `heatmap` of norms.
 
     Args:
       norms: float[n, leaves], as `monitor.history` gives those of `monitor.record(per_leaf=True)`.
@@ -145,8 +143,7 @@ def norm_heatmap(
       ax: where to draw.
 
     Raises:
-      ValueError: for norms that do not have two axes, of which none is empty, or not as many
-        columns as names.
+      ValueError: as `heatmap`.
 
     Example:
       >>> from optaxclip import plots
@@ -154,34 +151,7 @@ def norm_heatmap(
       >>> print([label.get_text() for label in ax.get_yticklabels()])
       ['w', 'b']
     """
-    with with_matplotlib():
-        from matplotlib import colormaps
-        from matplotlib.colors import LogNorm
-
-    values = np.asarray(norms, np.float64)
-    named = names is None or values.shape[1:] == (len(names),)
-    if values.ndim != 2 or not values.size or not named:
-        of = "" if names is None else f" and {len(names)} names"
-        raise ValueError(f"norms must be [steps, leaves], got the shape {values.shape}{of}")
-    axes = new_axes(ax)
-    usable = np.isfinite(values) & (values > 0)
-    low, high = (values[usable].min(), values[usable].max()) if usable.any() else (0.1, 1.0)
-    scale = LogNorm(low, high if high > low else 2 * low, clip=True)
-    # A norm of zero has no logarithm: it gets the lowest colour.
-    shown = np.where(np.isfinite(values), np.maximum(values, low), np.nan).T
-    x = np.arange(1, len(values) + 1) if steps is None else np.asarray(steps)
-    rows = np.arange(values.shape[1])
-    colors = colormaps["cividis"].with_extremes(bad="red")
-    mesh = axes.pcolormesh(x, rows, shown, norm=scale, cmap=colors, shading="nearest")
-    mesh.set_rasterized(True)
-    if names is not None and len(names) <= MOST_LABELS:
-        axes.set_yticks(rows, names)
-    else:
-        axes.set_ylabel("leaf")
-    axes.invert_yaxis()
-    axes.figure.colorbar(mesh, ax=axes, label="gradient norm")
-    finished(axes, legend=False).grid(visible=False)
-    return axes
+    return map_of(norms, names, steps, ax, LOOKS["norm"], "norms")
 
 
 def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":

@@ -26,6 +26,28 @@ def test_a_skip_a_record_and_a_rule_share_one_read(both):
     assert ours.counts.kernels <= theirs.counts.kernels + aims.KERNELS_OF_ALL
 
 
+@pytest.mark.parametrize("dtype", aims.DTYPES)
+def test_statistics_of_gradients_share_the_read_of_a_clip(ours, dtype):
+    found = ours(H100, dtype=dtype, method="statistics")
+    aims.assert_no_branch(found)
+    assert found.moved == pytest.approx(1.0, abs=aims.MORE_MOVED)
+
+
+def test_statistics_with_parameters_take_one_read_of_them_more(ours):
+    found = ours(H100, method="statistics_params")
+    aims.assert_no_branch(found)
+    # AdamW reads the parameters anyway, and some statistics are taken of them then.
+    assert found.moved <= 2.0 + aims.MORE_MOVED
+
+
+@pytest.mark.parametrize("mesh", ["auto", "explicit", "shard_map"])
+def test_statistics_on_eight_devices(ours, mesh):
+    found = ours(H100, mesh=mesh, method="statistics")
+    aims.assert_no_branch(found)
+    assert found.moved == pytest.approx(1.0, abs=aims.MORE_MOVED)
+    assert set(+found.counts.collectives) == {"all-reduce"}
+
+
 @pytest.mark.parametrize("mesh", ["auto", "explicit", "shard_map", "auto+specs", "explicit+specs"])
 def test_on_eight_devices(both, mesh):
     ours, theirs = both(H100, mesh=mesh)

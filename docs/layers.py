@@ -1,0 +1,142 @@
+"""The pictures of "Which layer is it?": a network on text, of which one layer gets noise."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+import numpy as np
+import optax
+from batches import CONTEXT, WIDTH, windows
+from jax import Array
+from matplotlib.figure import Figure
+
+import optaxclip
+from optaxclip import monitor, plots, scopes
+from optaxclip.commands.demo_task import MAX_SYMBOLS, encode
+from optaxclip.plots.style import legend_below
+
+HIDDEN, BLOCKS = 128, 6
+SIZE, STEPS, LEARNING_RATE, LIMIT = 128, 600, 0.03, 1.0
+WRONG, BEGIN, NOISE = 3, 200, 20.0
+"""From this step on the gradients of one block have noise of so many times their size."""
+STACKED = ("up", "down")
+LATEST = 50
+Params = dict[str, Array]
+
+
+def initial(key: Array) -> Params:
+    """A network of residual blocks, stacked for a `scan` over them."""
+    shapes = {
+        "embed": (MAX_SYMBOLS, WIDTH),
+        "enter": (CONTEXT * WIDTH, HIDDEN),
+        "up": (BLOCKS, HIDDEN, HIDDEN),
+        "down": (BLOCKS, HIDDEN, HIDDEN),
+        "head": (HIDDEN, MAX_SYMBOLS),
+    }
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: jax.random.normal(key, shape) / np.sqrt(shape[-2] if name != "embed" else 1)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+
+
+def loss_fn(params: Params, windows: Array) -> Array:
+    """How well each window's last character is told from those before it."""
+    x = params["embed"][windows[:, :-1]].reshape(len(windows), -1) @ params["enter"]
+
+    def block(x: Array, weights: tuple[Array, Array]) -> tuple[Array, None]:
+        up, down = weights
+        return x + jax.nn.relu(_normalized(x) @ up) @ down / np.sqrt(BLOCKS), None
+
+    x, _ = jax.lax.scan(block, x, (params["up"], params["down"]))
+    logits = _normalized(x) @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, -1]).mean()
+
+
+def _normalized(x: Array) -> Array:
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+def with_noise(grads: Params, step: Array) -> Params:
+    """The gradients, from some step on with noise in one block, many times their size."""
+    is_bad = (jnp.arange(BLOCKS) == WRONG)[:, None, None] & (step >= BEGIN)
+
+    def noisy(name: str) -> Array:
+        grad, key = grads[name], jax.random.fold_in(jax.random.key(len(name)), step)
+        size = NOISE * jnp.sqrt(jnp.mean(grad**2, axis=(1, 2), keepdims=True))
+        return grad + jnp.where(is_bad, size, 0.0) * jax.random.normal(key, grad.shape)
+
+    return grads | {name: noisy(name) for name in STACKED}
+
+
+def train(text: Array, seed: int, *, wrong: bool) -> tuple[np.ndarray, Any]:
+    """The losses, and the optimizer's state at the end."""
+    tx = optax.chain(
+        monitor.record(
+            STEPS,
+            scope=scopes.leaf(stacked=lambda path, _: int(path in STACKED)),
+            stats=("norm", "share", "ratio"),
+        ),
+        optaxclip.clip_by_global_norm(LIMIT),
+        optax.sgd(LEARNING_RATE, 0.9),
+    )
+    starts = np.random.default_rng(seed).integers(len(text) - CONTEXT, size=(STEPS, SIZE))
+
+    def step(carry: Any, now: Any) -> tuple[Any, Array]:
+        (params, state), (number, starts) = carry, now
+        loss, grads = jax.value_and_grad(loss_fn)(params, windows(text, starts))
+        grads = with_noise(grads, number) if wrong else grads
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    params, steps = initial(jax.random.key(seed)), (jnp.arange(STEPS), starts)
+    start = (params, tx.init(params))
+    (_, state), losses = jax.jit(lambda *args: jax.lax.scan(step, *args))(start, steps)
+    return np.asarray(losses), state
+
+
+def draw(folder: Path, look: Any, dpi: int, text: str, seed: int) -> None:
+    """Draws what a log has of both runs, and what a record has of the wrong one."""
+    learned = jnp.asarray(encode(text).train)
+    runs = {
+        "all well": train(learned, seed, wrong=False),
+        "noise in one block": train(learned, seed, wrong=True),
+    }
+    for name, (losses, state) in runs.items():
+        norms = np.linalg.norm(monitor.history(state, stat="norm"), axis=1)
+        shares = monitor.history(state, stat="share")[-1]
+        names = monitor.history_names(state)
+        largest = ", ".join(f"{names[i]} {shares[i]:.2f}" for i in np.argsort(-shares)[:3])
+        print(f"{name}: loss {losses[-LATEST:].mean():.3f} at the end, norm {norms[-1]:.2f} of")
+        print(f"  which most have {largest}")
+    with mpl.rc_context(look):
+        _draw_log(folder / "layers_log.png", runs, dpi)
+        _draw_record(folder / "layers.png", runs["noise in one block"][1], dpi)
+
+
+def _draw_log(path: Path, runs: dict[str, tuple[np.ndarray, Any]], dpi: int) -> None:
+    figure = Figure(figsize=(5.6, 6.4), layout="constrained")
+    upper, lower = figure.subplots(2, 1)
+    kernel = np.full(10, 0.1)
+    losses = {name: np.convolve(loss, kernel, "valid") for name, (loss, _) in runs.items()}
+    plots.loss_curves(losses, ax=upper)
+    upper.set_ylabel("loss, mean of 10 steps")
+    norms = {
+        name: np.linalg.norm(monitor.history(state, stat="norm"), axis=1)
+        for name, (_, state) in runs.items()
+    }
+    plots.norm_curves(norms, limit=LIMIT, ax=lower)
+    plots.shared_legend(figure)
+    figure.savefig(path, dpi=dpi)
+
+
+def _draw_record(path: Path, state: Any, dpi: int) -> None:
+    figure = Figure(figsize=(5.6, 8.4), layout="constrained")
+    upper, lower = figure.subplots(2, 1)
+    names = monitor.history_names(state)
+    plots.shares_over_steps(monitor.history(state, stat="share"), names, ax=upper, most=4)
+    plots.heatmap(monitor.history(state, stat="norm"), names, ax=lower, stat="norm")
+    legend_below(upper)
+    figure.savefig(path, dpi=dpi)
