@@ -1,5 +1,6 @@
 """How programs are compiled in tests whose results depend on it, and what comes out."""
 
+import math
 import re
 
 import jaxlib
@@ -19,6 +20,13 @@ def collectives(compiled):
     kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
     counts = {kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
     return {kind: count for kind, count in counts.items() if count}
+
+
+def most_gathered(compiled):
+    """The number of entries of the largest array that is gathered from all devices."""
+    types = re.findall(r"= (.*?) all-gather(?:-start)?\(", compiled.as_text())
+    shapes = [shape for each in types for shape in re.findall(r"\w\[([\d,]*)\]", each)]
+    return max((math.prod(map(int, shape.split(","))) for shape in shapes if shape), default=0)
 
 
 where_sums_are_fused = pytest.mark.skipif(

@@ -116,10 +116,14 @@ def explicit_sharding(x: Any) -> tuple[Any, PartitionSpec] | None:
 
 def lies_in_one_piece(arrays: PyTree) -> bool:
     """Whether, as far as types tell, each of these arrays lies whole on one device."""
-    if manual_axes():
-        return False
+    return not manual_axes() and mesh_of(arrays) is None
+
+
+def mesh_of(arrays: PyTree) -> Any:
+    """The mesh that the type of one of these arrays names, or None."""
     shardings = (getattr(jax.typeof(x), "sharding", None) for x in jax.tree.leaves(arrays))
-    return all(sharding is None or sharding.mesh.empty for sharding in shardings)
+    meshes = (sharding.mesh for sharding in shardings if sharding is not None)
+    return next((mesh for mesh in meshes if not mesh.empty), None)
 
 
 def explicit_mesh(arrays: PyTree) -> Any:

@@ -41,9 +41,9 @@ class Groups:
 
     @classmethod
     def of(cls, grouping: Grouping, placement: Placement) -> "Groups":
-        """Apart if norms are many, or split over devices in a way that only the compiler knows."""
+        """Apart if norms are many, or cannot be known on all devices."""
         is_dict = grouping.layout == "dict"
-        together = not is_dict or (not placement.is_split_by_compiler and _are_few(grouping))
+        together = not is_dict or (placement.can_replicate and _are_few(grouping))
         return cls(grouping, placement, together)
 
     @classmethod

@@ -39,6 +39,7 @@ class Placement:
         where only the compiler knows how leaves are split.
       specs: with a mesh, for each leaf how it is split over it.
       explicit_mesh: the mesh on which the leaves' types say that they are split.
+      automatic_mesh: the mesh over which leaves may be split as only the compiler knows.
     """
 
     reduced: tuple[Axes, ...]
@@ -47,11 +48,13 @@ class Placement:
     mesh: Any = None
     specs: tuple[PartitionSpec, ...] = ()
     explicit_mesh: Any = None
+    automatic_mesh: Any = None
 
     @property
-    def is_split_by_compiler(self) -> bool:
-        """Whether leaves may be split in a way that only the compiler knows."""
-        return not self.in_one_piece and self.mesh is None and not devices.manual_axes()
+    def can_replicate(self) -> bool:
+        """Whether what groups have can be known on all devices, however leaves are split."""
+        meshes = (self.mesh, self.automatic_mesh)
+        return self.in_one_piece or bool(devices.manual_axes()) or meshes != (None, None)
 
     def on_each_device(self, fn: Callable[[list[Any]], PyTree], leaves: list[Any]) -> PyTree:
         """`fn(leaves)` of what each device holds, where that is known; the same results on all."""
@@ -65,7 +68,8 @@ class Placement:
         Otherwise XLA splits the multipliers of all leaves as it splits one leaf, and devices send
         each other the parts that others need: AGC on eight H100s takes 82 collective permutes.
         """
-        return x if self.mesh is None else devices.replicated(x, self._mesh)
+        mesh = self.automatic_mesh if self.mesh is None else self._mesh
+        return x if mesh is None else devices.replicated(x, mesh)
 
     @property
     def _mesh(self) -> Any:
@@ -176,6 +180,8 @@ def located(
     elif explicit_mesh is not None and not manual:
         mesh, found = explicit_mesh, [devices.spec_of(leaf) for leaf in leaves]
     mesh = None if manual or is_hidden else mesh
+    is_typed = mesh is not None or devices.explicit_mesh(leaves) is not None
+    automatic_mesh = None if manual or is_typed else devices.mesh_of(leaves)
     find = _Finder(grouping, manual, axis_names, found, mesh)
     rows = [find.axes_of(i, leaf) for i, leaf in enumerate(leaves)]
     return Placement(
@@ -185,6 +191,7 @@ def located(
         mesh=mesh,
         specs=tuple(found) if found and mesh is not None else (),
         explicit_mesh=explicit_mesh,
+        automatic_mesh=automatic_mesh,
     )
 
 

@@ -21,6 +21,7 @@ from optaxclip._base.numerics import known_size, select
 from optaxclip._base.trees import is_sparse
 from optaxclip._engine.entries import entries, times
 from optaxclip._engine.groups import Groups, Rows
+from optaxclip._engine.placement import Placement
 from optaxclip.norms import Norm
 
 AtScales = tuple[Array, ...]
@@ -154,6 +155,8 @@ def of_groups(
       For each row of the groups its sums at all scales.
     """
     places = groups.placement
+    if groups.together:
+        parts = [_on_all_devices(part, places) for part in parts]
     over = Axes().union(*(places.axes_of(i) for i in range(len(parts))))
     like = parts[0] if parts else (jnp.zeros(()),)
 
@@ -175,6 +178,13 @@ def of_groups(
     if over:
         columns = _over_devices(columns, over, by_max)
     return list(zip(*columns, strict=True))
+
+
+def _on_all_devices(totals: AtScales, places: Placement) -> AtScales:
+    """Totals that the compiler else would leave split as the leaf is, gathered in one operation."""
+    if places.automatic_mesh is None or totals[0].ndim == 0:
+        return totals
+    return tuple(places.on_all_devices(jnp.stack(totals)))
 
 
 def _share(total: Array, replicated: Axes, by_max: bool) -> Array:

@@ -275,7 +275,9 @@ def _scaled(
         ]
     # Stacked, so that each leaf cuts its part out of one array in one operation.
     rows = [jnp.stack(column) for column in columns]
-    parts = [groups.placement.on_all_devices(part) for part in groups.by_leaf(rows, leaves)]
+    parts = groups.by_leaf(rows, leaves)
+    if groups.together:
+        parts = [groups.placement.on_all_devices(part) for part in parts]
     rows = zip(leaves, parts, axes, strict=True)
     return [technique.scaled(*row, method) for row in rows]
 

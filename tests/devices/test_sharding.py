@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from cases import slow_unless
-from compiling import collectives
+from compiling import collectives, most_gathered
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -44,6 +44,7 @@ NUM_ALL_REDUCES = {"clip": 0, "global_l3": 2}  # the third power needs the large
 # Norms of many groups for each leaf, those of parameters, and which entries are bad.
 SEVERAL = {"axes", "agc", "masked"}
 KEEPS_AXES = {"axes", "agc"}
+MOST_NORMS = 2 * sum(max(shape) for shape in SHAPES.values())
 
 
 def make(name, **options):
@@ -81,14 +82,16 @@ def assert_close(actual, expected):
     )
 
 
-def check(name, update, trees, params, wanted=None, kind="Auto"):
+def check(name, update, trees, params, wanted=None, kind="Auto", gathers=()):
     """Two steps give the numbers of one device, with so many collectives."""
     state, _, expected = on_one_device(name)
     # As the first step leaves it, so that the second compiles nothing.
     state = jax.device_put(state, NamedSharding(mesh(kind), P()))
-    counts = collectives(update.lower(trees[0], state, params).compile())
+    compiled = update.lower(trees[0], state, params).compile()
+    counts = collectives(compiled)
     if wanted is None:
-        assert set(counts) <= {"all-reduce"}
+        assert set(counts) <= {"all-reduce", *gathers}
+        assert most_gathered(compiled) <= MOST_NORMS
     else:
         assert counts == ({"all-reduce": wanted} if wanted else {})
     _, state = update(trees[0], state, params)
@@ -130,7 +133,9 @@ def test_under_jit(name, kind):
     update = jax.jit(make(name, **options).update)
     is_one = name not in SEVERAL and (given or kind == "Explicit")
     wanted = NUM_ALL_REDUCES.get(name, 1) if is_one else None
-    updates = check(name, update, placed[:2], placed[2], wanted, kind)
+    # Of norms, where only the compiler knows how leaves are split.
+    gathers = ["all-gather"] if name in KEEPS_AXES and kind == "Auto" and not given else []
+    updates = check(name, update, placed[:2], placed[2], wanted, kind, gathers)
     assert_same_shardings(updates, placed[0])
 
 
@@ -318,14 +323,25 @@ def test_no_more_collectives_than_optax_where_only_the_compiler_knows():
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_norms_of_units_stay_where_the_units_are(kind):
-    """Side by side in one array, those that are split in other ways would have to be gathered."""
+def test_units_stay_where_they_are(kind):
+    """Where only the compiler knows how leaves are split, norms are gathered, but no leaf."""
     specs = {"q": P(None, "a"), "k": P(None, "a"), "o": P("a", None), "v": P("b", "a")}
     leaves = {x: jnp.ones((64, 32)) for x in specs}
     places = {x: NamedSharding(mesh(kind), spec) for x, spec in specs.items()}
     placed, tx = jax.device_put(leaves, places), optaxclip.adaptive_grad_clip(0.01)
     update = jax.jit(tx.update).lower(placed, tx.init(placed), placed).compile()
-    assert set(collectives(update)) == {"all-reduce"}
+    assert set(collectives(update)) <= {"all-reduce", *(["all-gather"] if kind == "Auto" else [])}
+    # Of four leaves with 32 norms each, of gradients and parameters; a leaf has 2048 entries.
+    assert most_gathered(update) <= 2 * 4 * 32
+
+
+def test_seeds_on_devices_of_their_own_stay_there():
+    leaves = jnp.asarray(np.random.default_rng(0).normal(size=(4, 16, 6)), jnp.float32)
+    placed, tx = jax.device_put(leaves, NamedSharding(mesh(), P("a"))), make("agc")
+    update = jax.jit(jax.vmap(lambda x: tx.update(x, tx.init(x), x)))
+    compiled = update.lower(placed).compile()
+    assert not collectives(compiled)
+    assert_close(compiled(placed), update(leaves))
 
 
 @pytest.mark.parametrize("shape", [(512, 256), (48, 250)], ids=str)

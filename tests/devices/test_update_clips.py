@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from compiling import collectives
+from compiling import collectives, most_gathered
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,6 +18,7 @@ RNG = np.random.default_rng(0)
 PARAMS, GRADS = (
     {name: RNG.normal(size=shape).astype("f4") for name, shape in SHAPES.items()} for _ in range(2)
 )
+MOST_NORMS = 2 * 4  # entries of a leaf: 16 and more
 LOGITS = np.float32([1.0, 2.0, 4.0, 8.0])
 
 
@@ -64,7 +65,9 @@ def test_under_jit(kind):
     with jax.set_mesh(mesh):
         compiled = jax.jit(step).lower(*placed(mesh)).compile()
         found = compiled(*placed(mesh))
-    assert set(collectives(compiled)) <= {"all-reduce"}
+    gathers = ["all-gather"] if kind == AxisType.Auto else []
+    assert set(collectives(compiled)) <= {"all-reduce", *gathers}
+    assert most_gathered(compiled) <= MOST_NORMS
     for name, x in found[0].items():
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, SPECS[name]), x.ndim)
     assert_as_on_one_device(found)
