@@ -26,7 +26,7 @@ def chained(name):
     """A factory like those of `optax`'s optimizers: the method, and Adam behind it."""
     is_optimizer = name == "scale_by_stable_adam"
 
-    def factory(learning_rate=1e-2):
+    def factory(learning_rate: optax.ScalarOrSchedule = 1e-2):
         own = METHODS[name].make()
         if name.startswith("skip"):
             return optaxclip.skip_above(optax.adam(learning_rate), 6.0)
