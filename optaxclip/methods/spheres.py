@@ -7,6 +7,7 @@ measured at once: with one read, and with one collective over many devices.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -37,9 +38,8 @@ def _product_above_zero(pair: Array) -> Array:
 PRODUCT = Norm("root of the sum of positive products", _product_above_zero, l2.finish, degree=2)
 """A norm of pairs `(x, y)`, held as complex numbers, which gives inner products.
 
-Of pairs `(x, x)` it is the norm of `x`. The inner product of `x` and `y` is its square for `(x, y)`
-less its square for `(x, -y)`. The error of this difference is a rounding of the product of the two
-norms, because positive and negative summands are summed separately and do not cancel before.
+Of pairs `(x, x)` it is the norm of `x`, and of pairs `(x, y)` its square is the sum of those products
+that are positive.
 """
 
 
@@ -82,17 +82,16 @@ def _steps(
 
 def _norms(weights: list[Array], directions: list[Array], groups: Groups) -> "_Norms":
     """The norms that a step needs, with one read and one collective."""
+    by_pairs = functools.partial(_by_pairs, groups=groups)
+    by_roots = functools.partial(_by_roots, groups=groups)
 
     @jax.custom_jvp
     def norms(weights: list[Array], directions: list[Array]) -> _Norms:
-        rows = list(zip(weights, directions, strict=True))
-        roots = [[_root(*row, sign) for row in rows] for sign in (1, -1)]
-        return _measured([weights, directions, *roots], groups, l2)
+        return lax.platform_dependent(weights, directions, cpu=by_roots, default=by_pairs)
 
     @norms.defjvp
     def _(primals: Any, tangents: Any) -> tuple[_Norms, _Norms]:
         # The root of a product has no derivative where a factor is 0; the product has one.
-        by_pairs = functools.partial(_by_pairs, groups=groups)
         return norms(*primals), jax.jvp(by_pairs, primals, tangents)[1]
 
     return norms(weights, directions)
@@ -101,27 +100,38 @@ def _norms(weights: list[Array], directions: list[Array], groups: Groups) -> "_N
 class _Norms(NamedTuple):
     """Norms of all groups, each `[groups]`.
 
+    An inner product is twice the square of `above` less the square of `products`. The error of this
+    difference is a rounding of the product of the two norms, because both squares are sums in which
+    nothing cancels.
+
     Attributes:
       weight: the norms of the weights.
       direction: the norms of the directions.
-      above: the roots of the sums of all positive summands of the inner products of the two.
-      below: the roots of the sums of the moduli of all negative summands.
+      products: the roots of the sums of the moduli of all products of their entries.
+      above: the roots of the sums of the positive products alone.
     """
 
     weight: Array
     direction: Array
+    products: Array
     above: Array
-    below: Array
+
+
+def _by_roots(weights: list[Array], directions: list[Array], *, groups: Groups) -> _Norms:
+    """The norms for CPUs, where XLA stores complex numbers; elsewhere it would store the roots."""
+    roots = [_root(*row) for row in zip(weights, directions, strict=True)]
+    above = [_above_zero(root) for root in roots]
+    return _measured([weights, directions, roots, above], groups, l2)
 
 
 def _by_pairs(weights: list[Array], directions: list[Array], *, groups: Groups) -> _Norms:
-    """The same norms in a form whose derivatives are right; on a CPU it takes much longer."""
+    """The norms for accelerators, and for derivatives on every platform."""
     rows = [_in_one_dtype(*row) for row in zip(weights, directions, strict=True)]
     columns = [
         [_paired(x, x) for x, _ in rows],
         [_paired(y, y) for _, y in rows],
+        [_paired(x, _with_sign_of(x, y)) for x, y in rows],
         [_paired(x, y) for x, y in rows],
-        [_paired(x, -y) for x, y in rows],
     ]
     return _measured(columns, groups, PRODUCT)
 
@@ -149,15 +159,28 @@ def _measured(columns: list[list[Array]], groups: Groups, norm: Norm) -> _Norms:
     return _Norms(*found.norm.reshape(4, -1))
 
 
-def _root(x: Array, y: Array, sign: int) -> Array:
-    """The roots of the moduli of `x * y`, entry by entry; 0 where the product has another sign."""
-    x, y = _in_one_dtype(x, y)
-    rows = zip(real_parts(x), real_parts(y), strict=True)
+def _root(x: Array, y: Array) -> Array:
+    """The roots of the moduli of `x * y`, entry by entry, with the signs of the products."""
     # Not the root of the product, because the product may overflow or underflow.
-    parts = [
-        jnp.where(jnp.sign(u) * jnp.sign(v) == sign, jnp.sqrt(jnp.abs(u)) * jnp.sqrt(jnp.abs(v)), 0)
-        for u, v in rows
-    ]
+    return _by_parts(lambda u, v: _signed_root(u) * _signed_root(v), *_in_one_dtype(x, y))
+
+
+def _signed_root(x: Array) -> Array:
+    return jnp.sign(x) * jnp.sqrt(jnp.abs(x))
+
+
+def _above_zero(x: Array) -> Array:
+    return _by_parts(lambda part: jnp.maximum(part, 0), x)
+
+
+def _with_sign_of(x: Array, y: Array) -> Array:
+    """`y` with signs that make `x * y` at least 0. Its derivative at 0 is 0, unlike that of abs."""
+    return _by_parts(lambda u, v: jnp.sign(u) * jnp.sign(v) * v, x, y)
+
+
+def _by_parts(fn: Callable[..., Array], *arrays: Array) -> Array:
+    """A function of the entries; of real and imaginary parts separately."""
+    parts = [fn(*each) for each in zip(*map(real_parts, arrays), strict=True)]
     return lax.complex(*parts) if len(parts) > 1 else parts[0]
 
 
@@ -178,15 +201,21 @@ def _paired(x: Array, y: Array) -> Array:
 
 
 def _factors(
-    weight: Array, direction: Array, above: Array, below: Array, radius: Any, rate: Any, eps: Any
+    weight: Array,
+    direction: Array,
+    products: Array,
+    above: Array,
+    radius: Any,
+    rate: Any,
+    eps: Any,
 ) -> tuple[Array, Array]:
     """The factors of weights and of directions, whose sum is the update, for each group.
 
     Args:
       weight: as in `_Norms`.
       direction: as in `_Norms`.
+      products: as in `_Norms`.
       above: as in `_Norms`.
-      below: as in `_Norms`.
       radius: as in `steps_along`.
       rate: as in `steps_along`.
       eps: as in `steps_along`.
@@ -198,7 +227,8 @@ def _factors(
     unit = jnp.maximum(weight, length)
     one, other = safe_divide(weight, unit, 0.0), safe_divide(length, unit, 0.0)
     root = safe_sqrt(weight) * safe_sqrt(direction)
-    cosine = jnp.square(safe_divide(above, root, 0.0)) - jnp.square(safe_divide(below, root, 0.0))
+    of_all, positive = (jnp.square(safe_divide(x, root, 0.0)) for x in (products, above))
+    cosine = 2 * positive - of_all
     square = one * one + other * other - 2 * one * other * cosine
     # A smaller square is nothing but the rounding of its three summands.
     has_direction = square > 64 * jnp.finfo(weight.dtype).eps
