@@ -7,13 +7,17 @@ the demo's table, the suggestion, the sweep. The numbers repeat on one machine; 
 otherwise, and where gradients explode no rounding stays small.
 """
 
+import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # where `benchmarks` is
 
 import batches
 import layers
 import matplotlib as mpl
 import numpy as np
 import places
+import stretch
 from matplotlib.figure import Figure
 
 from optaxclip import plots, tuning
@@ -62,6 +66,8 @@ def draw_limits(norms: np.ndarray, result: tuning.SweepResult) -> None:
 def main() -> None:
     """Makes all of them."""
     places.draw(DOCS / "places.png", DPI)
+    with mpl.rc_context(LETTERS):
+        stretch.draw(DOCS / "recovery.png", Figure(figsize=TWO, layout="constrained"), DPI)
     text = demo.read_text(None)
     batches.draw(DOCS / "batch.png", DPI, text, SEED)
     layers.draw(DOCS, LETTERS, DPI, text, SEED)

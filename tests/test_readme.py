@@ -68,6 +68,9 @@ def test_a_script_makes_every_picture_of_docs(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures.demo, "DEFAULT_METHODS", ("global_norm",))
     monkeypatch.setattr(pictures.sweep, "LIMITS", [1.0, 3.0])
     monkeypatch.setattr(pictures.batches, "STEPS", {pictures.batches.SHOWN: 20})
+    tiny = pictures.stretch.bad_stretch.QUICK._replace(seeds=1)
+    monkeypatch.setattr(pictures.stretch, "EFFORT", tiny)
+    monkeypatch.setattr(pictures.stretch, "SHOWN", ("nothing", "skip"))
     # With a reader's settings: Optax's Adam needs them.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         pictures.main()

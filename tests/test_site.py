@@ -24,9 +24,10 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
     for path in sorted((ROOT / "docs").rglob("*.md"))
 }
-# `tests/methods/test_muon.py` runs the page on Muon.
-WITHOUT_MUON = [page for page in PAGES if page != "docs/muon.md"]
-ALL_BLOCKS = [(page, block) for page in WITHOUT_MUON for block in shown_code.blocks(page)]
+ELSEWHERE = {"docs/muon.md", "docs/recovery.md"}
+"""What `tests/methods/test_muon.py` and `tests/monitor/test_recovery.py` run."""
+HERE = [page for page in PAGES if page not in ELSEWHERE]
+ALL_BLOCKS = [(page, block) for page in HERE for block in shown_code.blocks(page)]
 # Keras asks for its backend once in a process; `wandb` starts a server for its own.
 ALONE = {
     name: next(block for _, block in ALL_BLOCKS if f", {name}" in block)

@@ -38,8 +38,8 @@ def _product_above_zero(pair: Array) -> Array:
 PRODUCT = Norm("root of the sum of positive products", _product_above_zero, l2.finish, degree=2)
 """A norm of pairs `(x, y)`, held as complex numbers, which gives inner products.
 
-Of pairs `(x, x)` it is the norm of `x`, and of pairs `(x, y)` its square is the sum of those products
-that are positive.
+Of pairs `(x, x)` it is the norm of `x`, and of pairs `(x, y)` its square is the sum of the positive
+products.
 """
 
 

@@ -1,0 +1,124 @@
+"""A small transformer on the characters of Python's own help topics, for comparisons of runs.
+
+Layers are normalized before attention and before the network behind it, and stacked, so that a
+`scan` goes over them. All of a run follows from its seed: initial values and batches.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from optaxclip.commands import demo
+from optaxclip.commands.demo_task import MAX_SYMBOLS, encode
+
+Params = dict[str, Any]
+MATRICES = ("query_key_value", "out", "up", "down")
+"""Those of the layers, which Muon and `hyperball` train."""
+
+
+class Size(NamedTuple):
+    """Of the network, and of its batches.
+
+    Attributes:
+      width: of the residual stream.
+      heads: of attention.
+      layers: how many.
+      context: characters of a window.
+      batch: windows of a step.
+      held_out: windows of held-out text.
+    """
+
+    width: int = 64
+    heads: int = 4
+    layers: int = 2
+    context: int = 64
+    batch: int = 16
+    held_out: int = 64
+
+
+class Text(NamedTuple):
+    """Symbols to train on, int32, and windows of held-out ones, int32[windows, context + 1]."""
+
+    train: Array
+    held_out: Array
+
+
+def read(size: Size) -> Text:
+    """The text in numbers, its end held out."""
+    corpus = encode(demo.read_text(None))
+    last = len(corpus.held_out) - size.context - 1
+    starts = jnp.linspace(0, last, size.held_out).astype(jnp.int32)
+    held_out = windows(jnp.asarray(corpus.held_out), starts, size)
+    return Text(jnp.asarray(corpus.train), held_out)
+
+
+def windows(text: Array, starts: Array, size: Size) -> Array:
+    """int32[starts, context + 1]."""
+    return text[starts[:, None] + jnp.arange(size.context + 1)[None]]
+
+
+def batch(text: Array, key: Array, size: Size) -> Array:
+    """Windows from anywhere in the text."""
+    starts = jax.random.randint(key, (size.batch,), 0, text.size - size.context)
+    return windows(text, starts, size)
+
+
+def initial(key: Array, size: Size) -> Params:
+    """The parameters: matrices with the variance of one over their rows."""
+    keys = iter(jax.random.split(key, 7))
+
+    def normal(*shape: int, std: float | None = None) -> Array:
+        std = shape[-2] ** -0.5 if std is None else std
+        return std * jax.random.normal(next(keys), shape)
+
+    n, width = size.layers, size.width
+    return {
+        "embedding": normal(MAX_SYMBOLS, width, std=1.0),
+        "positions": normal(size.context, width, std=0.1),
+        "layers": {
+            "attention_gain": jnp.ones((n, width)),
+            "query_key_value": normal(n, width, 3 * width),
+            "out": normal(n, width, width),
+            "up_gain": jnp.ones((n, width)),
+            "up": normal(n, width, 4 * width),
+            "down": normal(n, 4 * width, width),
+        },
+        "gain": jnp.ones(width),
+        "head": normal(width, MAX_SYMBOLS),
+    }
+
+
+def loss_fn(params: Params, tokens: Array, size: Size) -> Array:
+    """The mean of what each character costs, given those before it in its window, in nats."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    x = params["embedding"][inputs] + params["positions"][None, : inputs.shape[1]]
+    layer = functools.partial(_layer, heads=size.heads)
+    x, _ = jax.lax.scan(layer, x, params["layers"])
+    logits = _normalized(x, params["gain"]) @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def _layer(x: Array, weights: Params, heads: int) -> tuple[Array, None]:
+    h = _normalized(x, weights["attention_gain"]) @ weights["query_key_value"]
+    q, k, v = jnp.split(h.reshape(*h.shape[:2], heads, -1), 3, -1)
+    attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    x = x + attended.reshape(x.shape) @ weights["out"]
+    h = _normalized(x, weights["up_gain"]) @ weights["up"]
+    return x + jax.nn.gelu(h) @ weights["down"], None
+
+
+def _normalized(x: Array, gain: Array) -> Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain
+
+
+def labels(params: Params) -> Any:
+    """What `optax.partition` takes: "matrices" for those of the layers, else "others"."""
+
+    def label(path: Any, _: Any) -> str:
+        return "matrices" if path[-1].key in MATRICES else "others"
+
+    return jax.tree.map_with_path(label, params)

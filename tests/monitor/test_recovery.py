@@ -1,0 +1,53 @@
+"""The page on recovery: a bad stretch of data ruins a run, and the loop that goes back saves it."""
+
+import jax
+import numpy as np
+import pytest
+import shown_code
+
+pytest.importorskip("orbax.checkpoint")
+PAGE = "docs/recovery.md"
+(BLOCK,) = shown_code.blocks(PAGE)
+BEFORE, AFTER = 30, 41
+"""Evaluations: the last before the stretch, and the first with a good batch behind it."""
+
+
+@pytest.fixture(scope="module")
+def page():
+    return shown_code.run(BLOCK, PAGE)
+
+
+@pytest.fixture(autouse=True)
+def as_readers():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.slow
+def test_without_recovery_the_run_is_ruined(page):
+    before = page["nothing"][BEFORE]
+    assert page["nothing"][AFTER - 1] > 3 * before
+    assert min(page["nothing"][AFTER : AFTER + 10]) > before + 0.1  # a hundred good steps later
+    assert min(page["skipping"][AFTER - 1 :]) > 3 * before  # all good batches are skipped
+
+
+@pytest.mark.slow
+def test_with_recovery_it_is_back_at_once(page):
+    before = page["nothing"][BEFORE]
+    np.testing.assert_array_equal(page["recovering"][:AFTER], page["skipping"][:AFTER])
+    assert max(page["recovering"][AFTER + 1 :]) < before + 0.05
+    assert page["before"] == before
+
+
+@pytest.mark.slow
+def test_a_run_that_was_cut_off_reads_on_where_it_was(page, tmp_path):
+    begun = page["train"](page["skip"], recovers=True, folder=tmp_path, steps=200)
+    then = page["train"](page["skip"], recovers=True, folder=tmp_path, steps=240)
+    np.testing.assert_array_equal(begun + then, page["recovering"][:24])
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_the_error_says_so(page, monkeypatch):
+    monkeypatch.setitem(page, "SAVE_EVERY", 10**6)
+    with pytest.raises(RuntimeError, match="no checkpoint is left"):
+        page["train"](page["skip"], recovers=True)

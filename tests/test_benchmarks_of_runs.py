@@ -1,0 +1,105 @@
+"""The benchmarks that compare whole runs: tiny ones run, and what they count is what they say."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import bad_stretch, hyperball, text_model
+from benchmarks.text_model import Size
+
+SIZE = Size(width=8, heads=2, layers=2, context=8, batch=4, held_out=4)
+RUNS = bad_stretch.Effort(
+    steps=80, bad=(48, 64), every=4, save_every=8, roll_back_after=3, past=16, seeds=2, size=SIZE
+)
+
+
+@pytest.fixture(autouse=True)
+def as_users():
+    """Optax's optimizers mix dtypes, and gains are of another rank than what they scale."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def test_steps_to_a_loss():
+    losses = np.array([[3.0, 2.0, 1.0, 1.5], [3.0, 2.5, 2.4, 2.2]])
+    assert hyperball.steps_to(np.array([1.6, 1.6]), losses, every=20) == [40.0, math.inf]
+
+
+def test_steps_to_recover():
+    effort = bad_stretch.Effort(steps=120, bad=(50, 60), every=10)
+    calm = [3.0, 2.5, 2.0, 2.0, 2.0]
+    losses = np.array(
+        [
+            [*calm, 4.0, 4.0, 3.0, 2.0, 2.0, 2.0, 2.0],
+            [*calm, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0],
+            [*calm, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0],
+        ]
+    )
+    # Three losses are averaged, so three of them have to be low.
+    assert bad_stretch.steps_to_recover(losses, effort).tolist() == [60.0, 0.0, math.inf]
+
+
+def test_the_text_model_sees_no_later_characters():
+    text = text_model.read(SIZE)
+    params = text_model.initial(jax.random.key(0), SIZE)
+    tokens = text_model.batch(text.train, jax.random.key(1), SIZE)
+    assert tokens.shape == (4, 9)
+    row = tokens[:1, :6]
+    of_four = 4 * text_model.loss_fn(params, row[:, :5], SIZE)
+    sixth = jnp.arange(text_model.MAX_SYMBOLS)
+    of_five = 5 * jax.vmap(
+        lambda symbol: text_model.loss_fn(params, row.at[:, 5].set(symbol), SIZE)
+    )(sixth)
+    # What is added by each possible sixth character are its probabilities, unless the fifth, which
+    # is now an input, changed what the first four characters cost.
+    assert float(jnp.sum(jnp.exp(of_four - of_five))) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_the_matrices_of_layers_are_labelled():
+    shapes = jax.eval_shape(lambda key: text_model.initial(key, SIZE), jax.random.key(0))
+    labels = text_model.labels(shapes)
+    layers = labels.pop("layers")
+    assert {name for name, label in layers.items() if label == "matrices"} == set(
+        text_model.MATRICES
+    )
+    assert set(labels.values()) == {"others"}
+
+
+@pytest.mark.slow
+def test_hyperball_beside_others(monkeypatch, capsys):
+    tiny = hyperball.Effort(4, 2, (3e-3, 1e-2), (100, 101), (0, 1), 2, SIZE)
+    ways = {name: hyperball.WAYS[name] for name in ("AdamW", "MuonH")}
+    monkeypatch.setattr(hyperball, "QUICK", tiny)
+    monkeypatch.setattr(hyperball, "WAYS", ways)
+    hyperball.main(["--quick"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if " ± " in line]
+    assert [row[0].removeprefix("| ") for row in rows] == list(ways)
+    for row in rows:
+        assert float(row[1]) in tiny.rates
+        assert 0 < float(row[2].split(" ± ")[0]) < 10
+        assert float(row[4]) > 0
+
+
+@pytest.mark.slow
+def test_a_roll_back_undoes_what_bad_data_did(monkeypatch, capsys):
+    rule = bad_stretch._rule
+    monkeypatch.setattr(bad_stretch, "_rule", lambda **more: rule(**{"warmup_steps": 16, **more}))
+    names = ("nothing", "skip and roll back")
+    found = bad_stretch.compare(RUNS, {name: bad_stretch.GUARDS[name] for name in names})
+    plain, rolled_back = found["nothing"]
+    assert plain.shape == (len(bad_stretch.KINDS), RUNS.seeds, RUNS.steps // RUNS.every)
+    assert not rolled_back.any()
+    begin = RUNS.bad[0] // RUNS.every
+    for of_kind in plain[1:]:  # the same run, but for the stretch
+        np.testing.assert_array_equal(of_kind[:, :begin], plain[0][:, :begin])
+        assert np.all(of_kind[:, begin:] != plain[0][:, begin:])
+    guarded, rolled_back = found["skip and roll back"]
+    noise = bad_stretch.KINDS.index("noise")
+    assert not rolled_back[0].any()
+    assert np.all(rolled_back[noise] > 0)
+    # At the end of the stretch the one has learned noise, the other has not.
+    end = RUNS.bad[1] // RUNS.every - 1
+    assert np.all(guarded[noise][:, end] < plain[noise][:, end])
