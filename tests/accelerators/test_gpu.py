@@ -40,6 +40,19 @@ def test_statistics_with_parameters_take_one_read_of_them_more(ours):
     assert found.moved <= 2.0 + aims.MORE_MOVED
 
 
+def test_a_step_along_a_sphere_moves_what_its_formula_does(both):
+    ours, by_hand = both(H100, method="hyperball")
+    aims.assert_no_branch(ours)
+    assert ours.moved <= by_hand.moved + aims.MORE_MOVED
+    assert ours.counts.kernels <= by_hand.counts.kernels + aims.KERNELS_OF_AGC
+
+
+def test_a_reset_that_judges_shares_the_read_of_a_clip(both):
+    ours, clip = both(H100, method="reset_state")
+    aims.assert_no_branch(ours)
+    assert ours.moved <= clip.moved + aims.MORE_MOVED
+
+
 @pytest.mark.parametrize("mesh", ["auto", "explicit", "shard_map"])
 def test_statistics_on_eight_devices(ours, mesh):
     found = ours(H100, mesh=mesh, method="statistics")
