@@ -53,7 +53,7 @@ def test_letters_of_pictures_can_be_read_on_a_phone(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:there are only .* norms", "ignore:ordinary norms spread")
+@pytest.mark.filterwarnings("ignore:there are only .* norms", "ignore:ordinary norms reach")
 def test_a_script_makes_every_picture_of_docs(tmp_path, monkeypatch):
     for package in ("flax", "matplotlib", "rich"):
         pytest.importorskip(package)
