@@ -41,6 +41,10 @@ NOT_CLIPS = {
 }
 
 
+# The statistics of a record, and how they are measured: without the parameters, and with them.
+OF_GRADIENTS = ("norm", "max", "mean_abs", "zero_fraction", "share")
+OF_PARAMETERS = ("param_norm", "ratio", "cosine_param")
+
 GLOBAL: tuple[str, Step] = ("clip_by_global_norm", optax.clip_by_global_norm(1.0))
 
 
@@ -53,6 +57,11 @@ def every_method() -> dict[str, Step]:
         "z-score by leaf": optaxclip.clip_by(scopes.leaf(), thresholds.zscore()),
         "record": monitor.record(100),
         "record(per_leaf=True)": monitor.record(100, per_leaf=True),
+        "record, of the gradients all": monitor.record(100, stats=OF_GRADIENTS),
+        "record, all": monitor.record(100, stats=(*OF_GRADIENTS, *OF_PARAMETERS)),
+        "record(per_leaf=True), all": monitor.record(
+            100, per_leaf=True, stats=(*OF_GRADIENTS, *OF_PARAMETERS)
+        ),
         "skip, zclip, sgd": optaxclip.skip_nonfinite(
             optax.chain(optaxclip.zclip(), optax.sgd(1e-3))
         ),

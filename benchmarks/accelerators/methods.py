@@ -6,6 +6,7 @@ import optax
 
 import optaxclip
 from benchmarks.accelerators import spheres
+from benchmarks.every_method import OF_GRADIENTS, OF_PARAMETERS
 from optaxclip import monitor
 
 OURS, THEIRS, NONE = "optaxclip", "Optax", "no clip"
@@ -29,10 +30,6 @@ def _optax(clip: Callable[..., Step], *arguments: object) -> Build:
 
 def _recorded(clip: Step, **told: object) -> Step:
     return optax.chain(monitor.record(**told), clip, adamw())
-
-
-OF_GRADIENTS = ("norm", "max", "mean_abs", "zero_fraction", "share")
-OF_PARAMETERS = ("param_norm", "ratio", "cosine_param")
 
 
 def _statistics(*stats: str) -> Build:

@@ -1,20 +1,20 @@
 """Cosines: leaves and others like them come in; for each group their cosine, and the others' norm.
 
-A pair of real entries is held as one complex number. So products are summed as squares are: at
-several scales, in one read of both, over a group's leaves and over devices.
+Products are summed as squares are, at several scales, in one read of both, over a group's leaves
+and over devices: a pair of real entries is one complex entry to the sums of powers.
 """
 
 import dataclasses
 import functools
 import itertools
-from typing import Any
+from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.sparse import bcoo_extract
 
 import optaxclip._base.devices as devices
-import optaxclip._engine.gpu as gpu
 import optaxclip._engine.powers as powers
 from optaxclip._base.numerics import norm_dtype, real_parts, safe_sqrt, select
 from optaxclip._base.trees import is_sparse
@@ -22,6 +22,9 @@ from optaxclip._engine.entries import stored
 from optaxclip._engine.groups import Groups, Rows
 from optaxclip._engine.measure import Measured
 from optaxclip.norms import Norm
+
+Pair: TypeAlias = tuple[Array, Array]
+"""Real entries of a leaf, and the others of the same shape."""
 
 
 def cosines(
@@ -51,7 +54,9 @@ def cosines(
     def local(pairs: list[Any]) -> list[powers.AtScales]:
         rows = zip(pairs, groups.grouping.axes, strict=True)
         is_whole = groups.placement.in_one_piece or bool(devices.manual_axes())
-        return powers.of_groups([_sums(x, axes, is_whole) for x, axes in rows], groups)
+        return powers.of_groups(
+            [_sums(x, axes=axes, is_whole=is_whole) for x, axes in rows], groups
+        )
 
     sums = groups.placement.on_each_device(local, pairs)
     if of_others is None:
@@ -60,10 +65,10 @@ def cosines(
     return [_cosine(row[::2], *of) for row, *of in rows], of_others
 
 
-def _pairs(leaves: list[Any], others: list[Any], groups: Groups) -> tuple[list[Array], Groups]:
-    """Real entries and others as complex numbers, and the groups of these."""
+def _pairs(leaves: list[Any], others: list[Any], groups: Groups) -> tuple[list[Pair], Groups]:
+    """Real entries and others beside each other, and the groups of these."""
     dtype = norm_dtype(leaf.dtype for leaf in (*leaves, *others))
-    pairs, axes, sources = list[Array](), list[tuple[int, ...]](), list[int]()
+    pairs, axes, sources = list[Pair](), list[tuple[int, ...]](), list[int]()
     for i, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
         x, y, over = leaf, other, groups.grouping.axes[i]
         if is_sparse(y):
@@ -75,8 +80,8 @@ def _pairs(leaves: list[Any], others: list[Any], groups: Groups) -> tuple[list[A
             over = tuple(range(x.ndim))
         nothing = jnp.zeros(x.shape, dtype)
         parts = itertools.zip_longest(real_parts(x), real_parts(y), fillvalue=nothing)
-        for pair in parts:
-            pairs.append(lax.complex(*(part.astype(dtype) for part in pair)))
+        for first, second in parts:
+            pairs.append((first.astype(dtype), second.astype(dtype)))
             axes.append(over)
             sources.append(i)
     return pairs, _of_sources(groups, sources, tuple(axes))
@@ -103,17 +108,9 @@ def _of_sources(groups: Groups, sources: list[int], axes: tuple[tuple[int, ...],
     )
 
 
-def _product(x: Array) -> Array:
-    return x.real * x.imag
-
-
-def _other_squared(x: Array) -> Array:
-    return lax.square(x.imag)
-
-
 def _both(x: Array) -> Any:
-    """Several summands of one entry."""
-    return _product(x), _other_squared(x)
+    """Several summands of one entry: the product, and the other's square."""
+    return x.real * x.imag, lax.square(x.imag)
 
 
 def _total(total: Array, count: Array) -> Array:
@@ -121,38 +118,45 @@ def _total(total: Array, count: Array) -> Array:
     return total
 
 
-# What is summed of pairs, as squares are.
-_OTHER, _PRODUCT, _BOTH = (
-    Norm(name, of, _total, degree=2)
-    for name, of in (("other", _other_squared), ("product", _product), ("both", _both))
-)
+_BOTH = Norm("both", _both, _total, degree=2)
+"""What is summed of pairs, as squares are."""
 
 
-def _sums(pair: Array, axes: tuple[int, ...], is_whole: bool) -> powers.AtScales:
+# Compiled by itself so that it is traced once for leaves that are alike.
+@functools.partial(jax.jit, static_argnames=("axes", "is_whole"))
+def _sums(pair: Pair, *, axes: tuple[int, ...], is_whole: bool) -> powers.AtScales:
     """Of products and of the others' squares, in turn, at all scales.
 
     In one reduction: of two, of which one shares the parameters with AdamW, XLA on GPUs makes one
-    kernel with the optimizer's step, in front of which it copies the parameters.
+    kernel with the optimizer's step, in front of which it copies the parameters. On a CPU in
+    float64, without complex numbers, which XLA would store there.
     """
-    dtype = jnp.finfo(pair.dtype).dtype
-    options: dict[str, Any] = {"axes": axes, "dtype": dtype}
+    dtype, over_all = pair[0].dtype, is_whole and len(axes) == pair[0].ndim
+    scales = powers.scales(_BOTH, dtype)
+
+    def in_own_dtype(pair: Pair, way: Any = powers.one_by_one) -> powers.AtScales:
+        return way(lax.complex(*pair), axes=axes, norm=_BOTH, dtype=dtype)
+
+    def in_float64(pair: Pair, *, apart: bool = False) -> powers.AtScales:
+        squared = pair[1]
+        if apart:
+            pair = lax.optimization_barrier(pair)
+        with jax.enable_x64(True):
+            x, y = (part.astype(jnp.float64) for part in pair)
+            totals = [
+                lax.reduce_sum(found, axes)
+                for found in (x * y, lax.square(squared.astype(jnp.float64)))
+            ]
+            at_scales = [(total * by**2).astype(dtype) for by in scales for total in totals]
+        return tuple(at_scales)
+
     if dtype != jnp.float32:
-        return powers.one_by_one(pair, norm=_BOTH, **options)
-    over_all = is_whole and len(axes) == pair.ndim
-    usual = functools.partial(
-        powers.at_once if over_all else powers.one_by_one, norm=_BOTH, **options
-    )
-
-    def in_float64(pair: Array) -> powers.AtScales:
-        scales = powers.scales(_BOTH, dtype)
-        columns = [
-            gpu.sum_of_columns(pair, norm=norm, scales=scales, **options)
-            for norm in (_PRODUCT, _OTHER)
-        ]
-        return tuple(itertools.chain.from_iterable(zip(*columns, strict=True)))
-
+        return in_own_dtype(pair)
+    usual = functools.partial(in_own_dtype, way=powers.at_once) if over_all else in_own_dtype
     on_gpu = usual if over_all else in_float64
-    ways = {"cpu": in_float64, "cuda": on_gpu, "rocm": on_gpu}
+    # What several sums convert XLA would store.
+    on_cpu = functools.partial(in_float64, apart=True)
+    ways = {"cpu": on_cpu, "cuda": on_gpu, "rocm": on_gpu}
     return lax.platform_dependent(pair, **ways, default=usual)
 
 

@@ -20,6 +20,9 @@ from optaxclip.norms import Norm
 @functools.partial(jax.jit, static_argnames=("axes", "norm"))
 def sum_in_float64(x: Array, *, axes: tuple[int, ...], norm: Norm) -> Array:
     """The sum of powers of entries; the caller has to enable 64-bit types."""
+    if norm.degree != 2:
+        # XLA stores what it converts for a sum of squares and for another sum at once.
+        x = lax.optimization_barrier(x)
     wide = jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64
     return lax.reduce_sum(norm.map(x.astype(wide)), axes)
 
