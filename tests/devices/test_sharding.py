@@ -322,28 +322,6 @@ def test_no_more_collectives_than_optax_where_only_the_compiler_knows():
     assert 1 <= count(optaxclip.clip_by_global_norm(1.0)) <= count(optax.clip_by_global_norm(1.0))
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_units_stay_where_they_are(kind):
-    """Where only the compiler knows how leaves are split, norms are gathered, but no leaf."""
-    specs = {"q": P(None, "a"), "k": P(None, "a"), "o": P("a", None), "v": P("b", "a")}
-    leaves = {x: jnp.ones((64, 32)) for x in specs}
-    places = {x: NamedSharding(mesh(kind), spec) for x, spec in specs.items()}
-    placed, tx = jax.device_put(leaves, places), optaxclip.adaptive_grad_clip(0.01)
-    update = jax.jit(tx.update).lower(placed, tx.init(placed), placed).compile()
-    assert set(collectives(update)) <= {"all-reduce", *(["all-gather"] if kind == "Auto" else [])}
-    # Of four leaves with 32 norms each, of gradients and parameters; a leaf has 2048 entries.
-    assert most_gathered(update) <= 2 * 4 * 32
-
-
-def test_seeds_on_devices_of_their_own_stay_there():
-    leaves = jnp.asarray(np.random.default_rng(0).normal(size=(4, 16, 6)), jnp.float32)
-    placed, tx = jax.device_put(leaves, NamedSharding(mesh(), P("a"))), make("agc")
-    update = jax.jit(jax.vmap(lambda x: tx.update(x, tx.init(x), x)))
-    compiled = update.lower(placed).compile()
-    assert not collectives(compiled)
-    assert_close(compiled(placed), update(leaves))
-
-
 @pytest.mark.parametrize("shape", [(512, 256), (48, 250)], ids=str)
 @pytest.mark.parametrize("spec", [P("a", "b"), P(("a", "b"))], ids=str)
 def test_large_float16_leaves_stay_where_they_are(spec, shape):
