@@ -9,7 +9,7 @@ from methods_table import METHODS, label, stacked
 
 import optaxclip
 from optaxclip import monitor, per_example, scopes, thresholds
-from optaxclip._engine.statistics import STATISTICS
+from optaxclip.monitor.statistics import STATISTICS
 
 NUMBER = jnp.asarray(0.5)
 RULES = {

@@ -18,7 +18,7 @@ from optaxclip._base.types import PyTree
 from optaxclip._engine.clip import groups_of
 from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.placement import grouped
-from optaxclip._engine.statistics import STATISTICS, recorded_statistics
+from optaxclip.monitor.statistics import STATISTICS, recorded_statistics
 from optaxclip.norms import Norm
 from optaxclip.scopes.leaves import Scope, as_scope
 from optaxclip.thresholds.losses import loss_among

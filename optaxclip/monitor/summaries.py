@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from optaxclip._base.types import ClipState
-from optaxclip._engine.statistics import STATISTICS
 from optaxclip.methods.skipping import SkipState
 from optaxclip.monitor.noise import NoiseScaleState, scale_of
 from optaxclip.monitor.recording import RecordState
 from optaxclip.monitor.states import unboxed
+from optaxclip.monitor.statistics import STATISTICS
 
 Recorded: TypeAlias = ClipState | SkipState | NoiseScaleState | RecordState
 """The states that have numbers for a log."""

@@ -75,7 +75,7 @@ def test_a_heatmap_has_the_ends_of_its_statistic():
 
 
 def test_all_that_a_record_keeps_can_be_shown():
-    from optaxclip._engine.statistics import STATISTICS
+    from optaxclip.monitor.statistics import STATISTICS
     from optaxclip.plots.groups import LOOKS
 
     assert list(LOOKS) == list(STATISTICS)

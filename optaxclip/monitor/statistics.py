@@ -16,10 +16,10 @@ from optaxclip._base.numerics import promoted, safe_divide
 from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip._base.types import PyTree
 from optaxclip._engine.checks import matching_params
-from optaxclip._engine.cosines import cosines
 from optaxclip._engine.groups import Groups, Rows
 from optaxclip._engine.placement import located
 from optaxclip._engine.step import as_arrays, rows_of_norms, run
+from optaxclip.monitor.cosines import cosines
 from optaxclip.norms import Norm
 
 
