@@ -43,6 +43,13 @@ SCOPES = {
         scopes.leaf(stacked=STACKED),
         lambda x: {f"a/{i}": [x["a"][i]] for i in range(3)} | {"b": [x["b"]], "c": [x["c"]]},
     ),
+    "experts": (
+        scopes.leaf(stacked={"a": 2, "b": 0, "c": 0}),
+        lambda x: (
+            {f"a/{i}/{j}": [x["a"][i, j]] for i in range(3) for j in range(4)}
+            | {"b": [x["b"]], "c": [x["c"]]}
+        ),
+    ),
     "group": (
         scopes.group(label),
         lambda x: {"matrix": [x["a"], x["c"]], "vector": [x["b"]]},

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint
 import pytest
 from flax import nnx, serialization
 
@@ -128,6 +129,20 @@ def test_states_under_vmap():
     )(sizes)
     assert monitor.scalars(states)["record/max"] == 12.0
     assert jax.jit(monitor.metrics)(states)["record/max"] == 12.0
+
+
+def test_a_checkpoint_of_orbax_goes_on(tmp_path):
+    tx = monitor.record(3, scope=LAYERS, stats=("max", "cosine_param"))
+    state = after(tx, GRADS, GRADS)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", tx.init(PARAMS))
+    found, expected = (tx.update(GRADS, each, PARAMS)[1] for each in (restored, state))
+    for stat in ("max", "cosine_param"):
+        histories = [monitor.history(each, stat=stat) for each in (found, expected)]
+        assert histories[0].shape == (3, 3)
+        np.testing.assert_array_equal(*histories)
 
 
 def test_names_that_flax_and_optax_do_not_keep():
