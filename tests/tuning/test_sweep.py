@@ -193,7 +193,7 @@ def test_an_unstable_run_is_not_as_good_as_the_best(seeds):
     assert result.limit == 2.0
     best = swings[0] if seeds == 1 else 2 * swings[0] / np.sqrt(3)
     np.testing.assert_allclose(result.noises[2:], best, rtol=1e-3)
-    assert ("one seed" in str(result)) == (seeds == 1)
+    assert ("pass seeds=3 or more" in str(result)) == (seeds == 1)
 
 
 def test_a_worse_limit_is_not_named():
