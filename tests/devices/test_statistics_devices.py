@@ -29,7 +29,7 @@ SCOPES = {
 def trees(dtype=np.float32):
     """Gradients with zeros, and parameters."""
     rng = np.random.default_rng(0)
-    shapes = {"b": (6,), "m": (4, 24), "w": (8, 24)}
+    shapes = {"b": (6,), "m": (12, 8), "w": (8, 24)}
     params, grads = ({x: rng.normal(size=y).astype(dtype) for x, y in shapes.items()} for _ in "pg")
     grads["w"][3, :2] = 0
     grads["m"][:, 5] = 0
