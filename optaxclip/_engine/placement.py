@@ -171,7 +171,9 @@ def located(
         devices.refuse_partial_sum(leaf)
     # Types do not say how sparse arrays are split, nor what is inside of `vmap`.
     is_hidden = bool(axis_names) or any(map(is_sparse, leaves))
-    explicit_mesh = None if is_hidden else devices.explicit_mesh(leaves)
+    typed_mesh = devices.explicit_mesh(leaves)
+    any_mesh = None if manual else devices.mesh_of(leaves)
+    explicit_mesh = None if is_hidden else typed_mesh
     mesh, found = None, None
     if specs is not None:
         mesh, found = _given_specs(flat, specs)
@@ -180,18 +182,16 @@ def located(
     elif explicit_mesh is not None and not manual:
         mesh, found = explicit_mesh, [devices.spec_of(leaf) for leaf in leaves]
     mesh = None if manual or is_hidden else mesh
-    is_typed = mesh is not None or devices.explicit_mesh(leaves) is not None
-    automatic_mesh = None if manual or is_typed else devices.mesh_of(leaves)
     find = _Finder(grouping, manual, axis_names, found, mesh)
     rows = [find.axes_of(i, leaf) for i, leaf in enumerate(leaves)]
     return Placement(
         reduced=tuple(reduced for reduced, _ in rows),
         kept=tuple(kept for _, kept in rows),
-        in_one_piece=not axis_names and found is None and devices.lies_in_one_piece(leaves),
+        in_one_piece=not (axis_names or manual) and found is None and any_mesh is None,
         mesh=mesh,
         specs=tuple(found) if found and mesh is not None else (),
         explicit_mesh=explicit_mesh,
-        automatic_mesh=automatic_mesh,
+        automatic_mesh=any_mesh if mesh is None and typed_mesh is None else None,
     )
 
 

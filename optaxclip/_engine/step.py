@@ -135,11 +135,7 @@ def clipped(
     params = params_for(rule, params, method.name)
     weights, of_weights = None, groups
     if params is not None:
-        flat_params = matching_params(flat, params, method.name)
-        weights = flat_params.picked()
-        # They may be split otherwise than the gradients.
-        placement = located(groups.grouping, flat_params, **places)
-        of_weights = dataclasses.replace(groups, placement=placement)
+        weights, of_weights = weights_beside(flat, params, groups, method.name, **places)
     raises = method.nonfinite == "error"
     if raises or method.technique is not BY_NORM:
         method = dataclasses.replace(method, leaf_names=tuple(flat.names()))
@@ -148,6 +144,15 @@ def clipped(
     # In eager mode `checkify.check` raises at once, which it cannot inside of a compiled call.
     picked, *rest = run(_clip, *operands, inline=raises, **static)
     return flat.rebuild(picked), *rest
+
+
+def weights_beside(
+    flat: FlatTree, params: PyTree, groups: Groups, name: str, **places: Any
+) -> tuple[list[Any], Groups]:
+    """The parameters of the measured leaves, and their groups: they may be split otherwise."""
+    found = matching_params(flat, params, name)
+    placement = located(groups.grouping, found, **places)
+    return found.picked(), dataclasses.replace(groups, placement=placement)
 
 
 def norms_of(flat: FlatTree, groups: Groups, norm: Norm) -> NormTree:

@@ -155,8 +155,8 @@ def record(
         else:
             flat, size = flatten(updates, "updates"), next(iter(state.last.values())).size
             groups = groups_of(flat, of, checked, state.names, size)
-            how = {"names": kept, "norm": checked.norm, "caller": name}
-            found = recorded_statistics(flat, params, groups, **how, **places)
+            wanted = {"names": kept, "norm": checked.norm, "caller": name}
+            found = recorded_statistics(flat, params, groups, **wanted, **places)
             names = groups.grouping.names
         return updates, state._replace(names=names, **_written(state.steps, state.ring, found))
 

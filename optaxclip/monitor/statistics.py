@@ -15,10 +15,8 @@ import optaxclip.norms as norms
 from optaxclip._base.numerics import promoted, safe_divide
 from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip._base.types import PyTree
-from optaxclip._engine.checks import matching_params
 from optaxclip._engine.groups import Groups, Rows
-from optaxclip._engine.placement import located
-from optaxclip._engine.step import as_arrays, rows_of_norms, run
+from optaxclip._engine.step import as_arrays, rows_of_norms, run, weights_beside
 from optaxclip.monitor.cosines import cosines
 from optaxclip.norms import Norm
 
@@ -190,13 +188,9 @@ def recorded_statistics(
                 f"{caller}: the statistics {needing} need the parameters; pass them: "
                 "update(updates, state, params)"
             )
-        flat_params = matching_params(flat, params, caller)
-        weights = flat_params.picked()
-        # They may be split otherwise than the gradients.
-        placement = located(groups.grouping, flat_params, **places)
-        of_weights = dataclasses.replace(groups, placement=placement)
-    how = {"groups": groups, "of_weights": of_weights, "names": names, "norm": norm}
-    return run(_statistics, flat.picked(), weights, **how)
+        weights, of_weights = weights_beside(flat, params, groups, caller, **places)
+    static = {"groups": groups, "of_weights": of_weights, "names": names, "norm": norm}
+    return run(_statistics, flat.picked(), weights, **static)
 
 
 def _statistics(
