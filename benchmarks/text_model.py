@@ -48,7 +48,7 @@ class Text(NamedTuple):
 
 
 def read(size: Size) -> Text:
-    """The text in numbers, its end held out."""
+    """The help topics in numbers, their end held out."""
     corpus = encode(demo.read_text(None))
     last = len(corpus.held_out) - size.context - 1
     starts = jnp.linspace(0, last, size.held_out).astype(jnp.int32)
@@ -94,12 +94,16 @@ def initial(key: Array, size: Size) -> Params:
 
 def loss_fn(params: Params, tokens: Array, size: Size) -> Array:
     """The mean of what each character costs, given those before it in its window, in nats."""
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    return losses(params, tokens[:, :-1], tokens[:, 1:], size).mean()
+
+
+def losses(params: Params, inputs: Array, targets: Array, size: Size) -> Array:
+    """The same mean for each window; of int32[windows, context], the targets one place ahead."""
     x = params["embedding"][inputs] + params["positions"][None, : inputs.shape[1]]
     layer = functools.partial(_layer, heads=size.heads)
     x, _ = jax.lax.scan(layer, x, params["layers"])
     logits = _normalized(x, params["gain"]) @ params["head"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(-1)
 
 
 def _layer(x: Array, weights: Params, heads: int) -> tuple[Array, None]:

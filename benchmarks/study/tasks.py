@@ -1,0 +1,14 @@
+"""The tasks of the study, by name."""
+
+from collections.abc import Callable
+
+from benchmarks.study import digits, text
+from benchmarks.study.task import Task
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "lstm": text.lstm,
+    "transformer": text.transformer,
+    "conv": digits.conv,
+    "private": digits.private,
+}
+"""Functions, as the data of each are read when it is asked for; each reads them once."""

@@ -1,0 +1,129 @@
+"""Characters of Python's own library: an LSTM, and a small pre-norm transformer.
+
+The text is that of the files at the top of the standard library, one after another; its last tenth
+is held out. A bad batch has the characters that it shows, and others, drawn by chance, to tell.
+"""
+
+import functools
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from benchmarks import text_model
+from benchmarks.study.examples import Examples, scrambled
+from benchmarks.study.task import Params, Task
+from optaxclip.commands.demo_task import MAX_SYMBOLS, encode
+
+SIZE = text_model.Size(width=24, heads=2, layers=2, context=24, batch=8, held_out=64)
+"""Of the transformer, and of the windows of both networks."""
+HIDDEN = 32
+"""Units of the LSTM."""
+UNIT = "nats per character"
+
+
+class Text(NamedTuple):
+    """Numbers of characters, uint8: as constants of a program they are small."""
+
+    train: np.ndarray[Any, Any]
+    held_out: np.ndarray[Any, Any]
+
+
+@functools.cache
+def library() -> Text:
+    """The source files at the top of Python's standard library, in the order of their names.
+
+    Raises:
+      FileNotFoundError: this Python comes without them.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = sorted(folder.glob("*.py"))
+    if not files:
+        raise FileNotFoundError(
+            f"the study's text is Python's own library, and {folder} has no source files; run the "
+            "study with a Python that comes with them"
+        )
+    corpus = encode("".join(file.read_text(encoding="utf-8") for file in files))
+    return Text(corpus.train.astype(np.uint8), corpus.held_out.astype(np.uint8))
+
+
+@functools.cache
+def transformer() -> Task:
+    """The network of `benchmarks.text_model`."""
+    losses = functools.partial(_losses_of_transformer, size=SIZE)
+    initial = functools.partial(text_model.initial, size=SIZE)
+    return _task(initial, losses, ("adamw", "muon"))
+
+
+def _losses_of_transformer(params: Params, batch: Examples, size: text_model.Size) -> Array:
+    return text_model.losses(params, batch.inputs, batch.labels, size)
+
+
+@functools.cache
+def lstm() -> Task:
+    """One layer without normalization, its recurrent matrices orthogonal at first."""
+    return _task(_initial_lstm, _losses_of_lstm, ("adamw", "sgd"))
+
+
+def _initial_lstm(key: Array) -> Params:
+    of_input, of_recurrent, of_head = jax.random.split(key, 3)
+    # The forget gates are open at first: R. Jozefowicz and others, 2015.
+    bias = jnp.zeros((4, HIDDEN)).at[1].set(1.0)
+    return {
+        "embedding": jax.random.normal(of_input, (MAX_SYMBOLS, 4 * HIDDEN)),
+        "recurrent": jax.nn.initializers.orthogonal()(of_recurrent, (HIDDEN, 4 * HIDDEN)),
+        "bias": bias.reshape(-1),
+        "head": HIDDEN**-0.5 * jax.random.normal(of_head, (HIDDEN, MAX_SYMBOLS)),
+        "head_bias": jnp.zeros(MAX_SYMBOLS),
+    }
+
+
+def _losses_of_lstm(params: Params, batch: Examples) -> Array:
+    def step(carry: tuple[Array, Array], x: Array) -> tuple[tuple[Array, Array], Array]:
+        hidden, cell = carry
+        gates = x + hidden @ params["recurrent"]
+        enter, keep, out, new = jnp.split(gates, 4, -1)
+        cell = jax.nn.sigmoid(keep) * cell + jax.nn.sigmoid(enter) * jnp.tanh(new)
+        hidden = jax.nn.sigmoid(out) * jnp.tanh(cell)
+        return (hidden, cell), hidden
+
+    # The characters of each window in turn: [characters, windows, 4 * HIDDEN].
+    x = params["embedding"][batch.inputs.T] + params["bias"]
+    start = jnp.zeros((batch.inputs.shape[0], HIDDEN))
+    _, hidden = jax.lax.scan(step, (start, start), x)
+    logits = hidden @ params["head"] + params["head_bias"]
+    costs = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels.T)
+    return costs.mean(0)
+
+
+def _task(
+    initial: Callable[[Array], Params],
+    losses: Callable[[Params, Examples], Array],
+    optimizers: tuple[str, ...],
+) -> Task:
+    text = library()
+    train = jnp.asarray(text.train)
+    last = text.held_out.size - SIZE.context - 1
+    starts = jnp.linspace(0, last, SIZE.held_out).astype(jnp.int32)
+    held_out = _examples(text_model.windows(jnp.asarray(text.held_out), starts, SIZE))
+
+    def batch(params: Params, key: Array, is_bad: Array) -> Examples:
+        of_windows, of_labels = jax.random.split(key)
+        examples = _examples(text_model.batch(train, of_windows, SIZE))
+        return scrambled(examples, of_labels, is_bad, MAX_SYMBOLS)
+
+    def held_out_loss(params: Params) -> Array:
+        return losses(params, held_out).mean()
+
+    return Task(initial, batch, losses, held_out_loss, SIZE.batch, UNIT, optimizers)
+
+
+def _examples(windows: Array) -> Examples:
+    windows = windows.astype(jnp.int32)
+    return Examples(windows[:, :-1], windows[:, 1:])
