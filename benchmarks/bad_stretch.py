@@ -24,6 +24,7 @@ from jax import Array
 
 import optaxclip
 from benchmarks import text_model
+from benchmarks.curves import last, steps_to_recover
 from benchmarks.text_model import Size, Text
 from benchmarks.times.timing import race, ratio
 from optaxclip import monitor, thresholds
@@ -61,8 +62,6 @@ class Effort(NamedTuple):
 QUICK = Effort(40, (20, 24), 4, 10, seeds=2, size=Size(16, 2, 1, 16, 4, 8))
 KEPT = 3
 """Checkpoints at a time."""
-LATEST, MARGIN = 3, 0.05
-"""Evaluations that are averaged, and how much above the loss before is as good as back."""
 ROUNDS = 50
 
 
@@ -199,27 +198,6 @@ def compare(
     return found
 
 
-def steps_to_recover(losses: np.ndarray, effort: Effort) -> np.ndarray:
-    """Steps from the stretch's begin until the loss is back, for each run [..., evaluations].
-
-    It is back when, after its peak, the mean of the latest losses is at most `MARGIN` above that
-    before the stretch; 0 if it never was higher, infinite if it does not come back.
-    """
-    first = effort.bad[0] // effort.every
-    means = np.stack([losses[..., i : losses.shape[-1] - LATEST + i + 1] for i in range(LATEST)])
-    means = means.mean(0)[..., first - LATEST :]  # the first is that of the last before the stretch
-    is_low = means <= means[..., :1] + MARGIN
-    is_after = np.arange(means.shape[-1]) >= np.argmax(means, -1)[..., None]
-    is_back = is_low & is_after
-    steps = np.where(is_low.all(-1), 0, np.argmax(is_back, -1) * effort.every)
-    return np.where(is_back.any(-1), steps, np.inf)
-
-
-def last(losses: np.ndarray) -> np.ndarray:
-    """The loss at the end of each run."""
-    return losses[..., -LATEST:].mean(-1)
-
-
 def seconds(effort: Effort, text: Text) -> dict[str, np.ndarray]:
     """The processor's times of one step, round by round; with a roll back of the verdict too."""
     calls = {
@@ -266,7 +244,8 @@ def main(arguments: list[str] | None = None) -> None:
         cells = []
         for kind in range(1, len(KINDS)):
             end = last(losses[kind]) - clean
-            cells += [_shown(steps_to_recover(losses[kind], effort)), f"{end.mean():+.3f}"]
+            steps = steps_to_recover(losses[kind], effort.bad[0], effort.every)
+            cells += [_shown(steps), f"{end.mean():+.3f}"]
             cells += [f"{rolled_back[kind].mean():g}"]
         end, of_plain = last(losses[0]) - clean, ratio(times[name], times["nothing"])
         spread = f"{end.mean():+.3f} ± {end.std(ddof=1):.3f}"

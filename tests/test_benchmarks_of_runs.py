@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import bad_stretch, hyperball, text_model
+from benchmarks import bad_stretch, curves, hyperball, text_model
 from benchmarks.text_model import Size
 from optaxclip import thresholds
 
@@ -30,18 +30,42 @@ def test_steps_to_a_loss():
     assert hyperball.steps_to(np.array([1.6, 1.6]), losses, every=20) == [40.0, math.inf]
 
 
+CALM = [3.0, 2.5, 2.0, 2.0, 2.0]
+LOSSES = np.array(
+    [
+        [*CALM, 4.0, 4.0, 3.0, 2.0, 2.0, 2.0, 2.0],
+        [*CALM, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0],
+        [*CALM, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0],
+    ]
+)
+
+
 def test_steps_to_recover():
-    effort = bad_stretch.Effort(steps=120, bad=(50, 60), every=10)
-    calm = [3.0, 2.5, 2.0, 2.0, 2.0]
-    losses = np.array(
-        [
-            [*calm, 4.0, 4.0, 3.0, 2.0, 2.0, 2.0, 2.0],
-            [*calm, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0],
-            [*calm, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0],
-        ]
-    )
     # Three losses are averaged, so three of them have to be low.
-    assert bad_stretch.steps_to_recover(losses, effort).tolist() == [60.0, 0.0, math.inf]
+    assert curves.steps_to_recover(LOSSES, 50, every=10).tolist() == [60.0, 0.0, math.inf]
+
+
+def test_steps_to_recover_count_from_each_run_s_own_bad_step():
+    steps = curves.steps_to_recover(LOSSES[[0, 0, 0]], np.array([50, 53, 40]), every=10)
+    assert steps.tolist() == [60.0, 57.0, 70.0]
+    # With a margin of 0.4 the mean of 3, 2 and 2 is low enough.
+    steps = curves.steps_to_recover(LOSSES[[0, 0, 0]], np.array([50, 53, 30]), 10, 0.4)
+    assert steps.tolist() == [50.0, 47.0, 70.0]
+
+
+def test_what_is_not_finite_is_not_back():
+    lost, was_lost = LOSSES[1].copy(), LOSSES[1].copy()
+    lost[6:], was_lost[4:] = math.nan, math.nan
+    steps = curves.steps_to_recover(np.stack([lost, was_lost]), 50, every=10)
+    assert steps.tolist() == [math.inf, math.inf]
+    skipped = np.array([*CALM, math.nan, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+    assert curves.steps_to_recover(skipped, 50, every=10) == 40.0
+
+
+@pytest.mark.parametrize("onset", [29, 120])
+def test_recovery_needs_losses_before_and_after(onset):
+    with pytest.raises(ValueError, match=rf"onset must leave 3 .*, got \[{onset}\] for 12"):
+        curves.steps_to_recover(LOSSES, onset, every=10)
 
 
 def test_the_text_model_sees_no_later_characters():

@@ -1,0 +1,144 @@
+"""Each method beside a base, by one fault: how much it is worth, and whether that is chance."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.study import inference
+from benchmarks.study.inference import Interval
+from benchmarks.study.runs import NONE, RATES, Cell, Cells, Key, Pair
+
+HELPS, UNCLEAR, HARMS = "helps", "no difference shown", "harms"
+CHANCE = 0.05
+LEAST = 0.005
+"""A smaller share of the gain is no difference that matters, however sure it is."""
+
+
+class Case(NamedTuple):
+    """What every method is tried on.
+
+    Attributes:
+      name: for anchors, and in the code.
+      title: for readers.
+      short: the same where there is little room.
+      fault: as in the results.
+      rate: the same; None for the best of all, which each method and pair has of its own.
+    """
+
+    name: str
+    title: str
+    short: str
+    fault: str
+    rate: str | None
+
+
+CASES = (
+    Case("best", "no fault, best rate", "best rate", "none", None),
+    Case("calm", "no fault, calm rate", "calm rate", "none", "calm"),
+    Case("edge", "no fault, rate at the edge", "at the edge", "none", "edge"),
+    Case("past", "no fault, rate past the edge", "rate too high", "none", "past"),
+    Case("spike", "spikes", "spikes", "spike", "edge"),
+    Case("tails", "heavy tails", "heavy tails", "tails", "edge"),
+    Case("nan", "NaN in a microbatch", "NaN", "nan", "edge"),
+    Case("jump", "a jump of scale", "jump of scale", "jump", "edge"),
+    Case("stretch", "a stretch of bad data", "bad stretch", "stretch", "edge"),
+)
+
+
+class Comparison(NamedTuple):
+    """A method beside a base.
+
+    Attributes:
+      share: the loss that it gains on the base, as a share of the pair's gain, over seeds.
+      chance: that so large a mean comes by chance, corrected for the methods compared.
+      pairs: how many it was compared on.
+      seeds: how many.
+    """
+
+    share: Interval
+    chance: float
+    pairs: int
+    seeds: int
+
+    @property
+    def verdict(self) -> str:
+        """Whether it helps."""
+        if self.chance >= CHANCE or abs(self.share.mean) < LEAST:
+            return UNCLEAR
+        return HELPS if self.share.mean > 0 else HARMS
+
+
+class Study(NamedTuple):
+    """All results.
+
+    Attributes:
+      cells: by what was run.
+      pairs: in the order of the results.
+      methods: the same.
+      gains: of each pair, the loss that is learned away without a fault and without a method, at
+        the best rate; where that is nothing, the most that any method learns away. It is the unit
+        in which pairs are put together, as losses of different tasks have different ones. The
+        spread over seeds would be another, but one that makes much of a task because its seeds
+        agree.
+    """
+
+    cells: Cells
+    pairs: tuple[Pair, ...]
+    methods: tuple[str, ...]
+    gains: Mapping[Pair, float]
+
+    @classmethod
+    def of(cls, cells: Cells) -> "Study":
+        """The study with these cells."""
+        pairs = tuple(dict.fromkeys(key.pair for key in cells))
+        methods = tuple(dict.fromkeys(key.method for key in cells))
+        most: dict[tuple[Pair, bool], float] = {}
+        for key, cell in cells.items():
+            if key.fault == "none":
+                group = key.pair, key.method == NONE
+                most[group] = max(most.get(group, 0.0), float(np.mean(cell.start - cell.end)))
+        gains = {pair: most.get((pair, True)) or most.get((pair, False), 0.0) for pair in pairs}
+        return cls(cells, pairs, methods, gains)
+
+    def cell(self, pair: Pair, method: str, case: Case) -> Cell | None:
+        """The cell, if it was run; of the best rate, that whose mean end is the lowest.
+
+        For the best rate all three have to be there: with two a method would have less choice.
+        """
+        if case.rate is not None:
+            return self.cells.get(Key(pair, method, case.fault, case.rate))
+        found = [self.cells.get(Key(pair, method, case.fault, rate)) for rate in RATES]
+        known = [cell for cell in found if cell is not None]
+        return min(known, key=lambda x: x.end.mean()) if len(known) == len(RATES) else None
+
+    def differences(self, pair: Pair, method: str, base: str, case: Case) -> Mapping[int, float]:
+        """By seed: how much less loss a run of the method ends with, as a share of the gain."""
+        ours, theirs = self.cell(pair, method, case), self.cell(pair, base, case)
+        if ours is None or theirs is None or not self.gains[pair]:
+            return {}
+        ends = dict(zip(ours.seeds.tolist(), ours.end.tolist(), strict=True))
+        pairs = zip(theirs.seeds.tolist(), theirs.end.tolist(), strict=True)
+        return {seed: (end - ends[seed]) / self.gains[pair] for seed, end in pairs if seed in ends}
+
+
+def compare(study: Study, pairs: Sequence[Pair], base: str, case: Case) -> Mapping[str, Comparison]:
+    """All methods that were run on some of the pairs, each beside the base.
+
+    A seed's difference is the mean over those pairs that have both, so that each pair counts as
+    much as any other. Chances are those of all signs of the seeds' differences, and corrected for
+    the number of methods here.
+    """
+    found = {}
+    for method in study.methods:
+        each = [study.differences(pair, method, base, case) for pair in pairs]
+        each = [of_pair for of_pair in each if len(of_pair) > 1]
+        seeds = set.intersection(*map(set, each)) if each else set()
+        if method != base and len(seeds) > 1:
+            means = [np.mean([of_pair[seed] for of_pair in each]) for seed in sorted(seeds)]
+            found[method] = np.array(means), len(each)
+    chances = inference.holm([inference.sign_flip(means) for means, _ in found.values()])
+    return {
+        method: Comparison(inference.interval(means), chance, count, len(means))
+        for (method, (means, count)), chance in zip(found.items(), chances, strict=True)
+    }

@@ -1,0 +1,174 @@
+"""Pictures of the page on evidence, as legible on a phone as those of `docs/pictures.py`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from benchmarks.study.comparing import HARMS, HELPS, UNCLEAR, Case
+from benchmarks.study.runs import BEST, NONE, RATES, Cell, Pair
+from benchmarks.study.summary import Summary
+from optaxclip import plots
+from optaxclip.plots.style import COLORS, finished
+
+NAMES = ("evidence.png", "evidence_lost.png", "evidence_recovery.png")
+LETTERS, WIDTH, DPI = {"font.size": 13}, 5.6, 200
+"""In points and inches: where a picture has 400 pixels, letters have 13."""
+ROW, AROUND = 0.265, 1.7
+"""Inches of a row with a method's name, and of all else."""
+IN_PICTURE = ("best", "past", "spike", "tails", "nan", "jump", "stretch")
+LOOK = {HELPS: (COLORS[1], 0.35), HARMS: (COLORS[0], 0.45), UNCLEAR: ("white", 0.0)}
+"""Colour and how much of it."""
+SHOWN = (NONE, BEST, "ZClip", "AutoClip", "skip above", "reset")
+BEFORE, AFTER, MOST = 4, 14, 2
+"""Evaluations that are drawn of a recovery, and pairs."""
+
+
+def draw(summary: Summary, folder: Path) -> None:
+    """Draws all that there are results for."""
+    with mpl.rc_context(LETTERS):
+        for name, make in zip(NAMES, (verdicts, lost, recovery), strict=True):
+            figure = make(summary)
+            if figure.axes:
+                figure.savefig(folder / name, dpi=DPI)
+
+
+def _figure(rows: int) -> Figure:
+    return Figure(figsize=(WIDTH, ROW * rows + AROUND), layout="constrained")
+
+
+def verdicts(summary: Summary) -> Figure:
+    """A row for each method, a column for each case: the difference, on the verdict's colour."""
+    cases = [case for case in summary.cases if case.name in IN_PICTURE]
+    found = {
+        method: [summary.pooled[case.name].get(method) for case in cases]
+        for method in summary.study.methods
+    }
+    found = {method: row for method, row in found.items() if any(row)}
+
+    def order(method: str) -> tuple[float, float]:
+        known = [x for x in found[method] if x is not None]
+        helps = sum((x.verdict == HELPS) - (x.verdict == HARMS) for x in known)
+        return -helps, -float(np.mean([x.share.mean for x in known]))
+
+    figure = _figure(len(found))
+    if not found:
+        return figure
+    ax = figure.subplots()
+    methods = sorted(found, key=order)
+    for y, method in enumerate(methods):
+        for x, of_case in enumerate(found[method]):
+            if of_case is not None:
+                _tile(ax, x, y, of_case.share.mean, of_case.verdict)
+    ax.set_xlim(-0.5, len(cases) - 0.5)
+    ax.set_ylim(len(methods) - 0.5, -0.5)
+    ax.set_yticks(range(len(methods)), methods)
+    look = {"rotation": 40, "ha": "left", "rotation_mode": "anchor"}
+    ax.set_xticks(range(len(cases)), [case.short for case in cases], **look)
+    ax.tick_params(length=0, top=False, labeltop=True, bottom=False, labelbottom=False)
+    ax.spines[:].set_visible(False)
+    handles = [
+        Rectangle((0, 0), 1, 1, facecolor=color, alpha=alpha or None, edgecolor="0.7", label=label)
+        for label, (color, alpha) in LOOK.items()
+    ]
+    look = {"loc": "outside lower center", "ncols": 3, "frameon": False, "columnspacing": 1.0}
+    figure.legend(handles=handles, handlelength=1.0, **look)
+    return figure
+
+
+def _tile(ax: Any, x: int, y: int, share: float, verdict: str) -> None:
+    color, alpha = LOOK[verdict]
+    ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=color, alpha=alpha, edgecolor="w"))
+    text = f"{100 * share:+.{1 if abs(share) < 0.0995 else 0}f}"
+    is_sure, is_zero = verdict != UNCLEAR, float(text) == 0.0
+    look = {"weight": "bold" if is_sure else "normal", "color": "black" if is_sure else "0.4"}
+    size = 11 if abs(share) < 0.995 else 9.5
+    ax.text(x, y, text[is_zero:], ha="center", va="center", fontsize=size, **look)
+
+
+def lost(summary: Summary) -> Figure:
+    """The share of runs lost without a fault, for each method and rate."""
+    cases = [case for case in summary.cases if case.fault == "none" and case.rate in RATES]
+    shares = {
+        method: [summary.lost(method, case) for case in cases]
+        for method in (NONE, *summary.pooled["past"])
+    }
+    shares = {method: row for method, row in shares.items() if None not in row and row}
+    figure = _figure(len(shares))
+    if not shares:
+        return figure
+    ax = figure.subplots()
+    methods = sorted(shares, key=lambda method: shares[method][::-1])
+    for number, case in enumerate(cases):
+        percent = [100 * (shares[method][number] or 0.0) for method in methods]
+        look = {"color": COLORS[(2, 1, 0)[number]], "markersize": 9 - 2 * number, "clip_on": False}
+        look |= {"markerfacecolor": "none" if number < 2 else None, "markeredgewidth": 1.8}
+        ax.plot(percent, range(len(methods)), "o^s"[number], label=case.short, zorder=3, **look)
+    ax.set_yticks(range(len(methods)), methods)
+    ax.set_ylim(len(methods) - 0.5, -0.5)
+    ax.set_xlim(left=0)
+    finished(ax, "runs lost, %", legend=False)
+    plots.shared_legend(figure)
+    return figure
+
+
+def recovery(summary: Summary) -> Figure:
+    """Losses around a spike: the median of the seeds, on the pairs that it harms most."""
+    case = next((case for case in summary.cases if case.name == "spike"), None)
+    figure = Figure(figsize=(WIDTH, 7.2), layout="constrained")
+    cells = {} if case is None else dict(summary.cells(NONE, case))
+    pairs = sorted(cells, key=lambda pair: -_harm(cells[pair], summary.study.gains[pair]))[:MOST]
+    if case is None or not pairs:
+        return figure
+    axes = figure.subplots(len(pairs), 1, sharex=True, squeeze=False)[:, 0]
+    for ax, pair in zip(axes, pairs, strict=True):
+        _around(ax, summary, pair, case)
+    figure.axes[-1].set_xlabel("steps after the spike")
+    plots.shared_legend(figure)
+    return figure
+
+
+def _harm(cell: Cell, gain: float) -> float:
+    """How far the loss rises, as a share of the gain, at most 1."""
+    losses = aligned(cell)
+    rise = np.max(losses[BEFORE + 1 :]) - losses[BEFORE]
+    return float(min(rise / gain, 1.0)) if np.isfinite(losses[BEFORE]) else -1.0
+
+
+def aligned(cell: Cell) -> np.ndarray:
+    """Losses from `BEFORE` evaluations before the last one without bad steps to `AFTER` after it.
+
+    The median of the seeds; of one that is lost a loss counts as infinite.
+    """
+    if cell.onset is None:
+        raise ValueError("cell must be of a fault with a first bad step")
+    number = cell.onset[:, None] // cell.every + np.arange(-BEFORE, AFTER + 1)
+    is_there = (number >= 0) & (number < cell.held_out.shape[1])
+    losses = np.take_along_axis(cell.held_out, np.where(is_there, number, 0), 1)
+    losses = np.where(np.isfinite(losses), losses, np.inf)
+    columns = [losses[there, i] for i, there in enumerate(is_there.T)]
+    return np.array([_middle(column) for column in columns])
+
+
+def _middle(values: Sequence[float]) -> float:
+    # The upper one of two, as half of the sum with infinity is infinite too.
+    return float(np.sort(values)[len(values) // 2]) if len(values) else np.nan
+
+
+def _around(ax: Any, summary: Summary, pair: Pair, case: Case) -> None:
+    found = {name: summary.study.cell(pair, name, case) for name in SHOWN}
+    shown = {name: aligned(cell) for name, cell in found.items() if cell is not None}
+    every = next(cell.every for cell in found.values() if cell is not None)
+    plots.loss_curves(shown, every * np.arange(-BEFORE, AFTER + 1), ax=ax)
+    losses = np.concatenate(list(shown.values()))
+    low = np.min(losses)
+    gain = summary.study.gains[pair]
+    ax.set_ylim(low - 0.03 * gain, min(np.max(losses), low + gain) + 0.03 * gain)
+    ax.axvline(0.0, color="0.6", linewidth=1.0, zorder=0)
+    ax.set_title(str(pair))
+    ax.set_xlabel("")
+    ax.set_ylabel("held-out loss")
