@@ -1,0 +1,144 @@
+"""A cell of the study: one task, one optimizer, one method, as one compiled program.
+
+Rates, faults, seeds and limits are its inputs. Its runs take turns: on a CPU products of matrices
+that differ by run are faster one by one than with `vmap`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from benchmarks.study import faults
+from benchmarks.study.faults import Faults
+from benchmarks.study.methods import Method, Setting, steps_changed
+from benchmarks.study.optimizers import optimizer
+from benchmarks.study.task import Task
+from optaxclip import accumulate, ops
+
+
+class Begin(NamedTuple):
+    """What all methods of a task begin with, in a run of one seed and one fault.
+
+    Attributes:
+      params: the network's.
+      held_out: float32[], their loss.
+      keys: of the steps' batches, [steps].
+      noise: a key.
+      faults: the run's.
+    """
+
+    params: Any
+    held_out: Array
+    keys: Array
+    noise: Array
+    faults: Faults
+
+
+class Runs(NamedTuple):
+    """The inputs of a program, an entry for each run.
+
+    Attributes:
+      begin: as `beginning` gives it.
+      rate: float32[runs].
+      limit: float32[runs].
+    """
+
+    begin: Begin
+    rate: Array
+    limit: Array
+
+
+class Outcome(NamedTuple):
+    """What became of each run.
+
+    Attributes:
+      held_out: float32[runs, evaluations]: before the first step, and after each `every` of them.
+      changed: int32[runs], the steps that the method changed; -1 if that is not known.
+      onset: int32[runs], the first bad step, or -1.
+      norms: float32[runs, steps], of the gradients before the method.
+    """
+
+    held_out: Array
+    changed: Array
+    onset: Array
+    norms: Array
+
+
+def program(
+    task: Task, optimizer_name: str, method: Method, steps: int, every: int
+) -> Callable[[Runs], Outcome]:
+    """The compiled function of a cell."""
+    grads_of = _gradient(task, method)
+
+    def run(begin: Begin, rate: Array, limit: Array) -> Outcome:
+        parts = optimizer(optimizer_name, rate, steps)
+        setting = Setting(*parts, limit, task.noise or 0.0, begin.noise, task.examples)
+        tx = optax.with_extra_args_support(method.make(setting))
+
+        def step(carry: Any, now: Any) -> tuple[Any, Array]:
+            (params, state), (key, factor, is_scrambled, is_nan) = carry, now
+            batch = task.batch(params, key, is_scrambled)
+            weights = faults.weights(factor, is_nan, task.examples)
+            loss, grads = grads_of(params, batch, weights, limit)
+            updates, state = tx.update(grads, state, params, value=loss)
+            return (optax.apply_updates(params, updates), state), ops.global_norm(grads)
+
+        def between(carry: Any, now: Any) -> tuple[Any, Any]:
+            carry, norms = jax.lax.scan(step, carry, now)
+            return carry, (task.held_out(carry[0]), norms)
+
+        wrong = begin.faults
+        each = (begin.keys, wrong.factor, wrong.is_scrambled, wrong.is_nan)
+        each = jax.tree.map(lambda x: x.reshape(-1, every, *x.shape[1:]), each)
+        carry = (begin.params, tx.init(begin.params))
+        (_, state), (losses, norms) = jax.lax.scan(between, carry, each)
+        held_out = jnp.append(begin.held_out, losses)
+        changed = jnp.int32(-1) if method.microbatches else steps_changed(state)
+        return Outcome(held_out, changed, wrong.onset, norms.reshape(-1))
+
+    return jax.jit(lambda runs: jax.lax.map(lambda each: run(*each), runs))
+
+
+def beginning(task: Task, steps: int) -> Callable[[Array, Array], Begin]:
+    """A compiled function of the seeds and the numbers of the faults, both int32[runs].
+
+    It stands apart from the cells, as every method begins with the same.
+    """
+
+    def begin(seed: Array, fault: Array) -> Begin:
+        first, data, wrong, noise = jax.random.split(jax.random.key(seed), 4)
+        params, keys = task.initial(first), jax.random.split(data, steps)
+        return Begin(params, task.held_out(params), keys, noise, faults.drawn(fault, wrong, steps))
+
+    return jax.jit(lambda *of: jax.lax.map(lambda each: begin(*each), of))
+
+
+def _gradient(task: Task, method: Method) -> Callable[..., tuple[Array, Any]]:
+    def loss_fn(params: Any, batch: Any, weights: Array) -> Array:
+        return jnp.mean(weights * task.losses(params, batch))
+
+    def of_batch(params: Any, batch: Any, weights: Array, limit: Array) -> tuple[Array, Any]:
+        return jax.value_and_grad(loss_fn)(params, batch, weights)
+
+    def of_examples(params: Any, batch: Any, weights: Array, limit: Array) -> tuple[Array, Any]:
+        singles = jax.tree.map(lambda x: x[:, None], (batch, weights))
+        losses, grads = jax.vmap(jax.value_and_grad(loss_fn), (None, 0, 0))(params, *singles)
+        return losses.mean(), grads
+
+    def of_microbatches(params: Any, batch: Any, weights: Array, limit: Array) -> tuple[Array, Any]:
+        grads_of = accumulate.value_and_grad(
+            loss_fn,
+            batch_argnums=(1, 2),
+            microbatch_size=task.examples // faults.MICROBATCHES,
+            clip=None if method.limit is None else limit,
+        )
+        loss, grads, _ = grads_of(params, batch, weights)
+        return loss, grads
+
+    if task.noise is not None:
+        return of_examples
+    return of_microbatches if method.microbatches else of_batch

@@ -1,0 +1,90 @@
+"""What goes wrong in a run: which steps are bad, and how, all of it from the run's seed.
+
+A fault is data: the weights of a step's examples in the loss, and whether the labels, tokens or
+rewards of the batch are scrambled. So all faults are one program, which takes the fault's number.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+FAULTS = {
+    "none": "nothing goes wrong",
+    "spike": "about one batch in 200 counts 100 times as much",
+    "tails": "one batch in ten is scrambled",
+    "nan": "in one batch in 100 a quarter of the examples, a microbatch, has the loss NaN",
+    "jump": "from the middle on every loss counts ten times as much",
+    "stretch": "a tenth of the steps, from the middle on, have scrambled batches",
+}
+"""What each does, for readers."""
+
+SPIKE, JUMP = 100.0, 10.0
+SPIKE_EVERY, NAN_EVERY = 200, 100
+SCRAMBLED, STRETCH = 0.1, 0.1
+"""Shares of the batches."""
+MICROBATCHES = 4
+
+
+class Faults(NamedTuple):
+    """The faults of one run, each `[steps]`.
+
+    Attributes:
+      factor: what the weights of a step's examples are multiplied by.
+      is_scrambled: whether the batch is.
+      is_nan: whether one microbatch has the weight NaN.
+      onset: int32[], the first bad step; -1 if there is none, or if bad steps are all along.
+    """
+
+    factor: Array
+    is_scrambled: Array
+    is_nan: Array
+    onset: Array
+
+
+def drawn(fault: Array, key: Array, steps: int) -> Faults:
+    """The faults of a run from the number of its fault, int32[]."""
+    spikes, scrambled, nans = jax.random.split(key, 3)
+    step = jnp.arange(steps)
+    middle = steps // 2
+    is_late = step >= middle
+    in_stretch = is_late & (step < middle + math.ceil(STRETCH * steps))
+    is_spike = _one_in(SPIKE_EVERY, spikes, steps)
+    is_nan = _one_in(NAN_EVERY, nans, steps)
+    at_random = jax.random.bernoulli(scrambled, SCRAMBLED, (steps,))
+    nothing = jnp.zeros(steps, bool)
+    of_each = {
+        "none": (nothing, nothing),
+        "spike": (is_spike, nothing),
+        "tails": (nothing, at_random),
+        "nan": (nothing, nothing),
+        "jump": (is_late, nothing),
+        "stretch": (nothing, in_stretch),
+    }
+    is_larger, is_scrambled = (
+        jnp.stack(rows)[fault] for rows in zip(*of_each.values(), strict=True)
+    )
+    names = list(FAULTS)
+    is_nan &= fault == names.index("nan")
+    by = jnp.where(fault == names.index("spike"), SPIKE, JUMP)
+    is_bad = is_larger | is_scrambled | is_nan
+    has_onset = is_bad.any() & (fault != names.index("tails"))
+    onset = jnp.where(has_onset, jnp.argmax(is_bad), -1)
+    return Faults(jnp.where(is_larger, by, 1.0), is_scrambled, is_nan, onset)
+
+
+def weights(factor: Array, is_nan: Array, examples: int) -> Array:
+    """float32[examples], those of one step. A microbatch has every fourth example."""
+    is_of_first = jnp.arange(examples) % MICROBATCHES == 0
+    return jnp.where(is_nan & is_of_first, jnp.nan, factor)
+
+
+def _one_in(every: int, key: Array, steps: int) -> Array:
+    """One step of about each `every`, from the middle half of them, so that a run can recover."""
+    blocks = max(1, steps // every)
+    size = steps // blocks
+    offsets = jax.random.randint(key, (blocks,), size // 4, max(size * 3 // 4, size // 4 + 1))
+    chosen = jnp.arange(blocks) * size + offsets
+    return (jnp.arange(steps)[:, None] == chosen[None]).any(1)

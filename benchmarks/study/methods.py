@@ -1,0 +1,281 @@
+"""The methods that the study compares, each at its defaults and, where it differs, its paper's.
+
+A method is what it makes of an optimizer: a stage in front of the direction, one behind it, or a
+wrapper. Where its limit is a constant, the study finds that, and the program takes it as an input.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import optaxclip
+from optaxclip import per_example, scopes, thresholds
+
+Step = optax.GradientTransformation
+
+
+class Setting(NamedTuple):
+    """What a method gets.
+
+    Attributes:
+      direction: the optimizer's first half, as in `Optimizer`.
+      finish: its second half.
+      limit: float32[], of a method with a constant.
+      noise: the task's; 0 where training is not private.
+      key: for the noise.
+      examples: how many are in a batch.
+    """
+
+    direction: Step
+    finish: Step
+    limit: Array
+    noise: float
+    key: Array
+    examples: int
+
+
+Make = Callable[[Setting], Step]
+
+
+class Method(NamedTuple):
+    """A way to guard an optimizer.
+
+    Attributes:
+      make: gives the whole optimizer.
+      text: the expression, for readers.
+      limit: how the limit is found: the best of a sweep, what `tuning.suggest` gives, or not at
+        all.
+      only: the optimizers that it goes with; any if empty.
+      microbatches: whether the gradient is accumulated over microbatches, each clipped at the limit
+        if there is one, and left out if it is not finite.
+    """
+
+    make: Make
+    text: str
+    limit: Literal["best", "suggest"] | None = None
+    only: tuple[str, ...] = ()
+    microbatches: bool = False
+
+
+class Watched(NamedTuple):
+    """The state of a stage, and at how many steps it changed what it was given, int32[]."""
+
+    inner: Any
+    changed: Array
+
+
+def watched(stage: Step) -> Step:
+    """The stage, which counts the steps that it changed. NaN counts as equal to NaN."""
+    stage = optax.with_extra_args_support(stage)
+
+    def update(updates: Any, state: Watched, params: Any = None, **extra: Any) -> Any:
+        new, inner = stage.update(updates, state.inner, params, **extra)
+        is_new = jax.tree.map(
+            lambda a, b: jnp.any((a != b) & ~(jnp.isnan(a) & jnp.isnan(b))), updates, new
+        )
+        changed = functools.reduce(jnp.logical_or, jax.tree.leaves(is_new))
+        return new, Watched(inner, state.changed + changed)
+
+    zero = functools.partial(jnp.zeros, (), jnp.int32)
+    return optax.GradientTransformationExtraArgs(lambda p: Watched(stage.init(p), zero()), update)
+
+
+COUNTERS: dict[type, Callable[[Any], Array]] = {
+    Watched: lambda state: state.changed,
+    optaxclip.SkipState: lambda state: state.num_skipped,
+    optaxclip.ResetState: lambda state: state.num_resets,
+    optaxclip.StableAdamState: lambda state: state.clip.info.num_clipped.max(),
+    # Clips of examples count examples, of the last step alone.
+    per_example.PerExampleState: lambda state: jnp.full((), -1, jnp.int32),
+}
+"""Where the state of each stage has at how many steps it did something; -1 where it does not."""
+
+
+def steps_changed(state: Any) -> Array:
+    """At how many steps the method did something: int32[], -1 if that is not known."""
+
+    def is_counted(x: Any) -> bool:
+        return type(x) in COUNTERS
+
+    parts = [x for x in jax.tree.leaves(state, is_leaf=is_counted) if is_counted(x)]
+    return COUNTERS[type(parts[0])](parts[0]) if parts else jnp.zeros((), jnp.int32)
+
+
+def _front(stage: Callable[[Array], Step]) -> Make:
+    """A stage before the optimizer."""
+    return lambda of: optax.chain(watched(stage(of.limit)), of.direction, of.finish)
+
+
+def _before(stage: Callable[[], Step]) -> Make:
+    return _front(lambda limit: stage())
+
+
+def _behind(stage: Callable[[], Step]) -> Make:
+    """A stage between the direction and the learning rate."""
+    return lambda of: optax.chain(of.direction, watched(stage()), of.finish)
+
+
+def _around(wrap: Callable[[Step], Step]) -> Make:
+    return lambda of: wrap(_plain(of))
+
+
+def _plain(of: Setting) -> Step:
+    return optax.chain(of.direction, of.finish)
+
+
+def _skip(inner: Step) -> Step:
+    rule = thresholds.window(6.0, 128)
+    return optaxclip.skip_above(inner, rule, loss_limit=rule)
+
+
+def _reset(inner: Step) -> Step:
+    return optaxclip.reset_state(inner, when=thresholds.window(6.0, 128), warmup=20)
+
+
+def _spam(of: Setting) -> Step:
+    clip = watched(optaxclip.clip_by_second_moment(reset_every=100))
+    return optax.chain(clip, optaxclip.reset_state(_plain(of), every=100, warmup=30))
+
+
+def _stable_adam(of: Setting) -> Step:
+    return optax.chain(optaxclip.scale_by_stable_adam(b2=0.999), of.finish)
+
+
+def _but_the_head(params: Any) -> Any:
+    return jax.tree.map_with_path(lambda path, _: "head" not in jax.tree_util.keystr(path), params)
+
+
+def _stable_spam() -> Step:
+    return optax.chain(optaxclip.clip_by_moving_max(), optaxclip.normalize_by_norm_history())
+
+
+METHODS: dict[str, Method] = {
+    "none": Method(_plain, "no clip"),
+    "constant (best)": Method(
+        _front(optaxclip.clip_by_global_norm),
+        "clip_by_global_norm(c), the best c of a sweep",
+        "best",
+    ),
+    "constant (suggest)": Method(
+        _front(optaxclip.clip_by_global_norm),
+        "clip_by_global_norm(c), c from tuning.suggest",
+        "suggest",
+    ),
+    "constant, zero": Method(
+        _front(functools.partial(optaxclip.clip_by_global_norm, nonfinite="zero")),
+        'clip_by_global_norm(c, nonfinite="zero"), c from tuning.suggest',
+        "suggest",
+    ),
+    "block RMS": Method(
+        _behind(lambda: optaxclip.clip_by_block_rms(1.0)),
+        "clip_by_block_rms(1.0) behind the direction",
+    ),
+    "AGC": Method(_before(lambda: optaxclip.adaptive_grad_clip(0.01)), "adaptive_grad_clip(0.01)"),
+    "AGC (paper)": Method(
+        _before(lambda: optax.masked(optaxclip.adaptive_grad_clip(0.16), _but_the_head)),
+        "adaptive_grad_clip(0.16), as for small batches, without the last layer",
+    ),
+    "AutoClip": Method(_before(optaxclip.autoclip), "autoclip(), the paper's percentile of 10"),
+    "AutoClip 90": Method(_before(lambda: optaxclip.autoclip(90.0)), "autoclip(90)"),
+    "ZClip": Method(_before(optaxclip.zclip), "zclip()"),
+    "ZClip (paper)": Method(
+        _before(lambda: optaxclip.zclip(max_norm=1.0, patience=None, floor=0.0)),
+        "zclip(max_norm=1.0, patience=None, floor=0.0)",
+    ),
+    "quantile": Method(_before(optaxclip.clip_by_quantile), "clip_by_quantile()"),
+    "median": Method(_before(optaxclip.clip_by_median_norm), "clip_by_median_norm()"),
+    "window": Method(_before(optaxclip.clip_by_window_norm), "clip_by_window_norm()"),
+    "log tracker": Method(
+        _before(lambda: optaxclip.clip_by(scopes.tree(), thresholds.log_tracker())),
+        "clip_by(scopes.tree(), thresholds.log_tracker())",
+    ),
+    "AdaGC": Method(_before(optaxclip.adagc), "adagc()"),
+    "AdaGC (final)": Method(
+        _before(lambda: optaxclip.adagc(lambda_rel=1.04, beta=0.99)),
+        "adagc(lambda_rel=1.04, beta=0.99)",
+    ),
+    "EMA": Method(_before(optaxclip.clip_by_ema_norm), "clip_by_ema_norm()"),
+    "moving max": Method(_before(optaxclip.clip_by_moving_max), "clip_by_moving_max()"),
+    "second moment": Method(_before(optaxclip.clip_by_second_moment), "clip_by_second_moment()"),
+    "SPAM": Method(
+        _spam, "clip_by_second_moment(reset_every=100), reset_state(every=100, warmup=30)"
+    ),
+    "Stable-SPAM": Method(
+        _before(_stable_spam), "clip_by_moving_max() and normalize_by_norm_history()"
+    ),
+    "stable Adam": Method(
+        _stable_adam, "scale_by_stable_adam(b2=0.999) in Adam's place", only=("adamw",)
+    ),
+    "normalize": Method(_before(optaxclip.normalize_by_global_norm), "normalize_by_global_norm()"),
+    "normalize by history": Method(
+        _before(optaxclip.normalize_by_norm_history), "normalize_by_norm_history()"
+    ),
+    "spectral": Method(
+        _before(lambda: optaxclip.clip_by_spectral_norm(1.0)), "clip_by_spectral_norm(1.0)"
+    ),
+    "skip non-finite": Method(_around(optaxclip.skip_nonfinite), "skip_nonfinite"),
+    "skip above": Method(_around(_skip), "skip_above, window(6.0, 128) for the norm and the loss"),
+    "reset": Method(_around(_reset), "reset_state(when=window(6.0, 128), warmup=20)"),
+    "microbatches": Method(
+        _plain, "accumulate.value_and_grad, bad microbatches left out", microbatches=True
+    ),
+    "microbatches, clipped": Method(
+        _plain,
+        "accumulate.value_and_grad(clip=c), c from tuning.suggest",
+        "suggest",
+        microbatches=True,
+    ),
+}
+
+
+def _aggregate(of: Setting, limit: Any, **options: Any) -> Step:
+    return optaxclip.per_example_clip_and_aggregate(limit, of.noise, of.key, **options)
+
+
+def _of_examples(limit: Callable[[Setting], Any] = lambda of: of.limit, **options: Any) -> Make:
+    """Examples are clipped, added up and get noise; the rest is as always."""
+    return lambda of: optax.chain(_aggregate(of, limit(of), **options), _plain(of))
+
+
+def _behind_noise(stage: Callable[[], Step]) -> Make:
+    return lambda of: optax.chain(_aggregate(of, of.limit), watched(stage()), _plain(of))
+
+
+def _quantile(of: Setting) -> Any:
+    return per_example.quantile_limit(count_noise=of.examples / 20)
+
+
+def _mean(of: Setting) -> Step:
+    mean = optax.stateless(lambda updates, _: jax.tree.map(lambda x: jnp.mean(x, 0), updates))
+    return optax.chain(mean, _plain(of))
+
+
+PRIVATE: dict[str, Method] = {
+    "none": Method(_mean, "neither a clip nor noise: not private"),
+    "constant (best)": Method(
+        _of_examples(), "per_example_clip_and_aggregate(c, noise), the best c of a sweep", "best"
+    ),
+    "quantile": Method(_of_examples(_quantile), "its limit from per_example.quantile_limit()"),
+    "normalize": Method(_of_examples(response="smooth"), 'response="smooth" (AUTO-S)', "best"),
+    "constant, leaf by leaf": Method(
+        _of_examples(scope=scopes.leaf()), "scope=scopes.leaf(), the best c of a sweep", "best"
+    ),
+    "constant, ZClip": Method(
+        _behind_noise(optaxclip.zclip), "the best constant, zclip() behind the noise", "best"
+    ),
+    "constant, AutoClip": Method(
+        _behind_noise(optaxclip.autoclip), "the best constant, autoclip() behind the noise", "best"
+    ),
+}
+"""What the private task compares: every one but the first bounds each example and adds noise."""
+
+
+def methods_for(is_private: bool, optimizer: str) -> dict[str, Method]:
+    """Those that go with a task and an optimizer, by name."""
+    table = PRIVATE if is_private else METHODS
+    return {name: x for name, x in table.items() if not x.only or optimizer in x.only}

@@ -1,0 +1,122 @@
+"""What the study runs: how much of it, at which rates, with which limits."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.study.faults import FAULTS
+
+RATES = {"calm": 0.25, "edge": 1.0, "past": 4.0}
+"""Each rate in multiples of the edge: the largest at which no clip is needed."""
+NEAR = 0.05
+"""Of what the best rate gains: at the edge a run without a clip gains nearly as much."""
+GRID = {
+    "adamw": 2.0 ** np.arange(-11, -2),
+    "sgd": 2.0 ** np.arange(-8, 1),
+    "muon": 2.0 ** np.arange(-11, -2),
+}
+"""Where the edge is looked for."""
+LIMITS = 2.0 ** np.arange(-4, 4)
+"""Constants of the sweep, in multiples of the median norm of a run without a clip."""
+FIRST_TUNING = 1000
+"""The seed from which those are counted that find rates and limits; they are not reported."""
+LATEST = 3
+"""Evaluations whose mean is a run's final loss."""
+
+
+class Effort(NamedTuple):
+    """How much is run.
+
+    Attributes:
+      steps: of each run.
+      every: steps from one evaluation to the next.
+      seeds: how many are reported.
+      tuning: how many find the rates and the best constants.
+      chunk: runs of one call of a program.
+    """
+
+    steps: int = 300
+    every: int = 10
+    seeds: int = 12
+    tuning: int = 3
+    chunk: int = 24
+
+
+QUICK = Effort(steps=40, every=10, seeds=2, tuning=1, chunk=8)
+QUICK_PAIRS = (("conv", "adamw"), ("private", "adamw"))
+QUICK_METHODS = ("none", "constant (best)", "ZClip", "skip above", "quantile")
+
+
+class Cell(NamedTuple):
+    """One program.
+
+    Attributes:
+      task: its name.
+      optimizer: its name.
+      method: its name.
+    """
+
+    task: str
+    optimizer: str
+    method: str
+
+
+class Found(NamedTuple):
+    """What is found about a task and an optimizer without a clip, before the cells run.
+
+    Attributes:
+      edge: the learning rate.
+      losses: for each rate of the grid the mean final loss of the tuning seeds, a lost one's being
+        that at the start.
+      norm: the median norm at the edge.
+      suggested: the limit that `tuning.suggest` gives from the norms at the edge.
+    """
+
+    edge: float
+    losses: dict[float, float]
+    norm: float
+    suggested: float
+
+
+def final(held_out: np.ndarray) -> np.ndarray:
+    """The loss at the end of runs [..., evaluations]; of lost ones that at the start.
+
+    A run is lost if it does not end finite and below its start.
+    """
+    end = held_out[..., -LATEST:].mean(-1)
+    start = held_out[..., 0]
+    return np.where(is_lost(held_out), start, end)
+
+
+def is_lost(held_out: np.ndarray) -> np.ndarray:
+    """Whether runs [..., evaluations] do not end finite and below their start."""
+    return ~(held_out[..., -LATEST:].mean(-1) < held_out[..., 0])
+
+
+def edge(rates: np.ndarray, losses: np.ndarray, start: float) -> float:
+    """The largest rate at which the loss, float[rates], is nearly as low as at the best one."""
+    best = losses.min()
+    is_near = losses <= best + NEAR * (start - best)
+    return float(rates[is_near].max())
+
+
+def conditions(effort: Effort, best_rate: str | None = None) -> list[tuple[str, str, int]]:
+    """Rate, fault and seed of the runs of a cell.
+
+    Without a rate those without a fault, at all rates; with one those with faults, at this rate.
+    """
+    if best_rate is None:
+        pairs = [(rate, "none") for rate in RATES]
+    else:
+        pairs = [(best_rate, fault) for fault in FAULTS if fault != "none"]
+    return [(*pair, seed) for pair in pairs for seed in range(effort.seeds)]
+
+
+def runs(effort: Effort) -> int:
+    """How many a cell has."""
+    return len(conditions(effort)) + len(conditions(effort, "edge"))
+
+
+def settings(effort: Effort) -> dict[str, Any]:
+    """What two files of results must share to be one study."""
+    return {**effort._asdict(), "rates": RATES, "faults": list(FAULTS)}

@@ -1,0 +1,153 @@
+"""Runs cells, each in a process of its own core."""
+
+import functools
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.study import cell, plan
+from benchmarks.study.faults import FAULTS
+from benchmarks.study.methods import Method, methods_for
+from benchmarks.study.plan import Cell, Effort, Found
+from benchmarks.study.task import Task
+from benchmarks.study.tasks import TASKS
+from optaxclip import tuning
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_DEFAULT_PRNG_IMPL": "rbg",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=1",
+}
+"""Of the processes: one core each. With fewer of LLVM's optimizations, and with random numbers that
+take one operation, a program is compiled in half the time and runs as fast."""
+
+SWEPT = ("none", "spike", "tails", "jump", "stretch")
+"""The faults over which the best constant is chosen: it knows them beforehand."""
+
+Row = dict[str, Any]
+
+
+class Runner:
+    """A cell's program, for any number of runs."""
+
+    def __init__(self, task: Task, optimizer: str, method: Method, effort: Effort):
+        self.chunk = effort.chunk
+        self.begin = _beginning(task, effort.steps)
+        number, real = (jax.ShapeDtypeStruct((self.chunk,), x) for x in (jnp.int32, jnp.float32))
+        runs = cell.Runs(jax.eval_shape(self.begin, number, number), real, real)
+        program = cell.program(task, optimizer, method, effort.steps, effort.every)
+        self.program = program.lower(runs).compile()
+
+    def __call__(
+        self, rates: Any, faults: Sequence[str], seeds: Sequence[int], limits: Any
+    ) -> tuple[cell.Outcome, float]:
+        """What became of the runs, and the processor's seconds of one, without compiling."""
+        numbers = [list(FAULTS).index(fault) for fault in faults]
+        inputs = [np.asarray(x, np.int32) for x in (seeds, numbers)]
+        inputs += [np.broadcast_to(np.float32(x), len(seeds)) for x in (rates, limits)]
+        found, seconds = [], []
+        for first in range(0, len(seeds), self.chunk):
+            # One size for all calls, so that the program is compiled once; what is over is dropped.
+            index = np.minimum(first + np.arange(self.chunk), len(seeds) - 1)
+            seed, fault, rate, limit = (jnp.asarray(x[index]) for x in inputs)
+            runs = cell.Runs(jax.block_until_ready(self.begin(seed, fault)), rate, limit)
+            begin = time.process_time()
+            outcome = jax.block_until_ready(self.program(runs))
+            seconds.append((time.process_time() - begin) / self.chunk)
+            found.append(jax.tree.map(np.asarray, outcome))
+        whole = jax.tree.map(lambda *x: np.concatenate(x)[: len(seeds)], *found)
+        return whole, float(np.median(seconds))
+
+
+@functools.cache
+def _beginning(task: Task, steps: int) -> Any:
+    return cell.beginning(task, steps)
+
+
+def explore(task_name: str, optimizer: str, effort: Effort) -> Found:
+    """The edge of the learning rate, and how large norms are there, without a clip."""
+    task, grid = TASKS[task_name](), plan.GRID[optimizer]
+    method = methods_for(task.noise is not None, optimizer)["none"]
+    runner = Runner(task, optimizer, method, effort)
+    seeds = [plan.FIRST_TUNING + i for i in range(effort.tuning)]
+    rates = np.repeat(grid, len(seeds))
+    outcome, _ = runner(rates, ["none"] * len(rates), seeds * len(grid), 0.0)
+    losses = plan.final(outcome.held_out).reshape(len(grid), -1).mean(-1)
+    edge = plan.edge(grid, losses, outcome.held_out[:, 0].mean())
+    norms = outcome.norms[np.flatnonzero(rates == edge)[0]]
+    norms = norms / np.sqrt(1 if task.noise is None else task.examples)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a doubt about a short run
+        suggested = tuning.suggest(norms).limit
+    by_rate = {float(rate): float(loss) for rate, loss in zip(grid, losses, strict=True)}
+    return Found(edge, by_rate, float(np.median(norms)), float(suggested))
+
+
+def run_cell(of: Cell, found: Found, effort: Effort) -> list[Row]:
+    """A row for each run: without a fault at all rates, then with each fault at the best one."""
+    task = TASKS[of.task]()
+    method = methods_for(task.noise is not None, of.optimizer)[of.method]
+    runner = Runner(task, of.optimizer, method, effort)
+    limit = {"best": lambda: _best_limit(runner, found, effort), "suggest": lambda: found.suggested}
+    limit = limit[method.limit]() if method.limit else None
+    calm = plan.conditions(effort)
+    rows = _rows(of, runner, calm, found, limit, effort)
+    losses = {rate: [] for rate in plan.RATES}
+    for row, (rate, _, _) in zip(rows, calm, strict=True):
+        losses[rate].append(plan.final(np.array(row["held_out"], float)))
+    best = min(losses, key=lambda rate: np.mean(losses[rate]))
+    rows += _rows(of, runner, plan.conditions(effort, best), found, limit, effort)
+    jax.clear_caches()
+    return rows
+
+
+def _best_limit(runner: Runner, found: Found, effort: Effort) -> float:
+    """The constant with the lowest mean loss at the edge over the faults that it may meet."""
+    limits = found.norm * plan.LIMITS
+    seeds = [plan.FIRST_TUNING + i for i in range(effort.tuning)]
+    each = [(limit, fault, seed) for limit in limits for fault in SWEPT for seed in seeds]
+    of_each, faults, seeds = zip(*each, strict=True)
+    outcome, _ = runner(found.edge, faults, seeds, of_each)
+    losses = plan.final(outcome.held_out).reshape(len(limits), -1).mean(-1)
+    return float(limits[np.argmin(losses)])
+
+
+def _rows(
+    of: Cell,
+    runner: Runner,
+    conditions: Sequence[tuple[str, str, int]],
+    found: Found,
+    limit: float | None,
+    effort: Effort,
+) -> list[Row]:
+    rates, faults, seeds = zip(*conditions, strict=True)
+    values = [found.edge * plan.RATES[rate] for rate in rates]
+    outcome, seconds = runner(values, faults, seeds, limit or 0.0)
+    rows = []
+    for i, (rate, fault, seed) in enumerate(conditions):
+        changed, onset = int(outcome.changed[i]), int(outcome.onset[i])
+        rows.append(
+            {
+                **of._asdict(),
+                "rate": rate,
+                "learning_rate": values[i],
+                "fault": fault,
+                "seed": seed,
+                "limit": limit,
+                "held_out": [_number(x) for x in outcome.held_out[i]],
+                "clipped": None if changed < 0 else changed / effort.steps,
+                "onset": None if onset < 0 else onset,
+                "every": effort.every,
+                "seconds": round(seconds, 4),
+            }
+        )
+    return rows
+
+
+def _number(x: Any) -> float | None:
+    return round(float(x), 4) if np.isfinite(x) else None
