@@ -1,0 +1,210 @@
+"""The study of methods: what its faults do, what it finds, and that it goes on where it stopped."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from benchmarks.study import cell, faults, methods, optimizers, plan, results, running
+from benchmarks.study.plan import Cell, Effort, Found
+from benchmarks.study.task import Task
+
+TINY = Effort(steps=8, every=2, seeds=2, tuning=1, chunk=4)
+LINE = np.linspace(-1.0, 1.0, 8, dtype=np.float32)
+
+
+@pytest.fixture(autouse=True)
+def as_users():
+    """Optax's optimizers mix dtypes and ranks."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def a_line(noise=None):
+    """To learn `2 x` from eight points; scrambled, their order is turned."""
+
+    def batch(params, key, is_bad):
+        x = jax.random.permutation(key, jnp.asarray(LINE))
+        return {"x": x, "y": jnp.where(is_bad, -2.0 * x, 2.0 * x)}
+
+    def losses(params, batch):
+        hidden = batch["x"][:, None] * params["up"] + params["bias"]
+        return (jnp.sum(hidden * params["head"], -1) - batch["y"]) ** 2
+
+    def held_out(params):
+        return losses(params, {"x": jnp.asarray(LINE) / 2, "y": jnp.asarray(LINE)}).mean()
+
+    def initial(key):
+        up = 0.1 * jax.random.normal(key, (1, 4))
+        return {"up": up, "bias": jnp.zeros(4), "head": jnp.ones(4)}
+
+    return Task(initial, batch, losses, held_out, 8, "squares", ("adamw", "sgd"), noise)
+
+
+def drawn(name, steps=400, seed=0):
+    number = jnp.int32(list(faults.FAULTS).index(name))
+    return jax.tree.map(np.asarray, faults.drawn(number, jax.random.key(seed), steps))
+
+
+def test_what_each_fault_does():
+    none, spike, tails, nan, jump, stretch = map(drawn, faults.FAULTS)
+    assert not none.is_scrambled.any()
+    assert not none.is_nan.any()
+    assert (none.factor == 1).all()
+    assert none.onset == -1
+    assert np.flatnonzero(spike.factor == 100).size == 2 == np.sum(spike.factor != 1)
+    assert 0.05 < tails.is_scrambled.mean() < 0.15
+    assert tails.onset == -1
+    assert nan.is_nan.sum() == 4
+    assert nan.onset == np.argmax(nan.is_nan)
+    assert (jump.factor == np.repeat([1.0, 10.0], 200)).all()
+    assert jump.onset == 200
+    assert np.flatnonzero(stretch.is_scrambled).tolist() == list(range(200, 240))
+    for of_one in (spike, jump):
+        assert not of_one.is_scrambled.any()
+        assert not of_one.is_nan.any()
+    first = {int(drawn("spike", seed=seed).onset) for seed in range(8)}
+    assert len(first) > 4
+    assert all(50 <= step < 150 for step in first)
+
+
+def test_a_microbatch_has_the_nan():
+    weights = np.asarray(faults.weights(jnp.float32(1.0), jnp.bool_(True), 8))
+    assert np.isnan(weights).tolist() == [True, False, False, False] * 2
+
+
+def test_muon_takes_the_kernels():
+    params = {"layers": {"up": jnp.ones((3, 4, 8)), "up_gain": jnp.ones((3, 4))}}
+    params |= {"conv": jnp.ones((3, 3, 4, 8)), "head": jnp.ones((8, 10)), "bias": jnp.ones(8)}
+    numbers = optimizers._matrices(params)
+    assert numbers["layers"]["up"] == optax.contrib.MuonDimensionNumbers((1,), -1)
+    assert numbers["conv"] == optax.contrib.MuonDimensionNumbers((0, 1, 2), -1)
+    assert numbers["layers"]["up_gain"] is numbers["head"] is numbers["bias"] is None
+
+
+def test_the_rate_rises_stays_and_falls():
+    steps = 100
+    finish = optimizers.optimizer("sgd", jnp.float32(0.5), steps).finish
+    state = finish.init(jnp.zeros(()))
+    found = []
+    for _ in range(steps):
+        update, state = finish.update(jnp.ones(()), state, jnp.zeros(()))
+        found.append(-float(update))
+    assert found[0] == 0
+    assert found[10:80] == [0.5] * 70
+    assert np.all(np.diff(found[:11]) > 0)
+    assert np.all(np.diff(found[80:]) < 0)
+
+
+def test_watched_counts_the_steps_that_change():
+    stage = methods.watched(optaxclip.clip_by_global_norm(1.0))
+    state = stage.init(jnp.zeros(2))
+    for grads in ([0.1, 0.0], [3.0, 0.0], [jnp.nan, 0.0], [0.0, 2.0]):
+        _, state = stage.update(jnp.array(grads), state)
+    # The NaN poisons its neighbour: that step is changed too.
+    assert methods.steps_changed(state) == 3
+
+
+def test_the_edge_is_the_largest_rate_that_is_nearly_best():
+    rates = np.array([0.1, 0.2, 0.4, 0.8])
+    assert plan.edge(rates, np.array([2.0, 1.0, 1.04, 3.0]), start=2.0) == 0.4
+    assert plan.edge(rates, np.array([2.0, 1.0, 1.06, 3.0]), start=2.0) == 0.2
+
+
+def test_a_lost_run_counts_as_untrained():
+    held_out = np.array(
+        [[3.0, 2.0, 1.0, 1.0, 1.0], [3.0, 2.0, 1.0, np.nan, np.nan], [3.0, 1, 4, 4, 4]]
+    )
+    assert plan.is_lost(held_out).tolist() == [False, True, True]
+    assert plan.final(held_out).tolist() == [1.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("noise", [None, 0.5])
+def test_a_cell_is_what_a_loop_gives(noise):
+    task, of = a_line(noise), Cell("line", "sgd", "constant (best)")
+    method = methods.methods_for(noise is not None, "sgd")[of.method]
+    runner = running.Runner(task, "sgd", method, TINY)
+    names = ("none", "jump", "stretch")
+    outcome, seconds = runner([0.1] * 3, names, [5] * 3, 0.5)
+    assert seconds > 0
+    for i, name in enumerate(names):
+        held_out, norms = by_hand(task, name)
+        np.testing.assert_allclose(outcome.held_out[i], held_out, rtol=2e-4)
+        np.testing.assert_allclose(outcome.norms[i], norms, rtol=2e-4)
+    assert outcome.onset.tolist() == [-1, 4, 4]
+
+
+def by_hand(task, fault):
+    """The losses and norms of a run of `TINY` without the program."""
+    number, seed = jnp.array([list(faults.FAULTS).index(fault)]), jnp.array([5])
+    begin = jax.tree.map(lambda x: x[0], cell.beginning(task, TINY.steps)(seed, number))
+    parts = optimizers.optimizer("sgd", jnp.float32(0.1), TINY.steps)
+    if task.noise is None:
+        clip = optaxclip.clip_by_global_norm(0.5)
+    else:
+        clip = optaxclip.per_example_clip_and_aggregate(0.5, task.noise, begin.noise)
+    tx = optax.chain(clip, *parts)
+    params, state = begin.params, tx.init(begin.params)
+    held_out, norms = [task.held_out(params)], []
+    for i in range(TINY.steps):
+        batch = task.batch(params, begin.keys[i], begin.faults.is_scrambled[i])
+
+        def loss_of(params, batch, factor=begin.faults.factor[i]):
+            return factor * task.losses(params, batch).mean()
+
+        if task.noise is None:
+            grads = jax.grad(loss_of)(params, batch)
+        else:
+            singles = jax.tree.map(lambda x: x[:, None], batch)
+            grads = jax.vmap(jax.grad(loss_of), (None, 0))(params, singles)
+        norms.append(optax.global_norm(grads))
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        if i % TINY.every == TINY.every - 1:
+            held_out.append(task.held_out(params))
+    return held_out, norms
+
+
+def test_microbatches_leave_out_the_bad_one():
+    method = methods.METHODS["microbatches"]
+    runner = running.Runner(a_line(), "sgd", method, TINY)
+    plain = running.Runner(a_line(), "sgd", methods.METHODS["none"], TINY)
+    args = [0.1] * 2, ("none", "nan"), [3, 3], 0.0
+    (guarded, _), (lost, _) = runner(*args), plain(*args)
+    np.testing.assert_allclose(guarded.held_out[0], lost.held_out[0], rtol=1e-5)
+    assert plan.is_lost(lost.held_out).tolist() == [False, True]
+    assert plan.is_lost(guarded.held_out).tolist() == [False, False]
+    assert guarded.changed.tolist() == [-1, -1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", methods.METHODS)
+def test_every_method_runs(name):
+    method = methods.METHODS[name]
+    outcome, _ = running.Runner(a_line(), "adamw", method, TINY)([0.01], ["none"], [0], 1.0)
+    assert np.isfinite(outcome.held_out).all()
+
+
+def test_a_study_goes_on_where_it_stopped(tmp_path):
+    path, settings = tmp_path / "study.jsonl", plan.settings(TINY)
+    found = Found(0.1, {0.1: 1.0}, 2.0, 3.0)
+    whole, half = Cell("line", "sgd", "none"), Cell("line", "sgd", "ZClip")
+    rows = [{**whole._asdict(), "seed": seed} for seed in range(3)]
+    study = results.Results(path, settings, runs=3)
+    study.add([{"pair": ["line", "sgd"], "found": found._asdict()}, *rows])
+    study.add([{**half._asdict(), "seed": 0}])
+    with path.open("a") as file:
+        file.write('{"task": "li')
+    again = results.Results(path, settings, runs=3)
+    assert again.done == {whole}
+    assert again.found["line", "sgd"].suggested == 3.0
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0]["settings"]["steps"] == TINY.steps
+    assert lines[0]["versions"]["jax"]
+    assert lines[2:] == rows
+    with pytest.raises(ValueError, match=r"--out: .* other settings"):
+        results.Results(path, plan.settings(TINY._replace(steps=9)), runs=3)
