@@ -161,7 +161,7 @@ def by_hand(task, fault):
         else:
             singles = jax.tree.map(lambda x: x[:, None], batch)
             grads = jax.vmap(jax.grad(loss_of), (None, 0))(params, singles)
-        norms.append(optax.global_norm(grads))
+        norms.append(optax.tree.norm(grads))
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         if i % TINY.every == TINY.every - 1:

@@ -11,12 +11,12 @@ RATES = {"calm": 0.25, "edge": 1.0, "past": 4.0}
 NEAR = 0.05
 """Of what the best rate gains: at the edge a run without a clip gains nearly as much."""
 GRID = {
-    "adamw": 2.0 ** np.arange(-11, -2),
-    "sgd": 2.0 ** np.arange(-8, 1),
-    "muon": 2.0 ** np.arange(-11, -2),
+    "adamw": 2.0 ** np.arange(-11, 1),
+    "sgd": 2.0 ** np.arange(-8, 4),
+    "muon": 2.0 ** np.arange(-11, 1),
 }
 """Where the edge is looked for."""
-LIMITS = 2.0 ** np.arange(-4, 4)
+LIMITS = 2.0 ** np.arange(-6, 4)
 """Constants of the sweep, in multiples of the median norm of a run without a clip."""
 FIRST_TUNING = 1000
 """The seed from which those are counted that find rates and limits; they are not reported."""
