@@ -6,6 +6,7 @@ last fifth is held out. A bad batch has labels drawn by chance.
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -36,11 +37,11 @@ def images() -> tuple[Examples, Examples]:
     """To train on, and held out: float32[images, 8, 8, 1] from 0 to 1, and digits."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    inputs = (found.images / DEEPEST).astype(np.float32)[..., None]
-    labels = found.target.astype(np.int32)
+    pixels, labels = load_digits(return_X_y=True)
+    inputs = (pixels / DEEPEST).astype(np.float32).reshape(-1, SIDE, SIDE, 1)
+    whole = Examples(jnp.asarray(inputs), jnp.asarray(labels, np.int32))
     cut = round(len(labels) * (1 - HELD_OUT_SHARE))
-    return Examples(inputs[:cut], labels[:cut]), Examples(inputs[cut:], labels[cut:])
+    return Examples(*(x[:cut] for x in whole)), Examples(*(x[cut:] for x in whole))
 
 
 @functools.cache
@@ -50,20 +51,25 @@ def conv() -> Task:
 
 
 def _initial_conv(key: Array) -> Params:
-    keys = jax.random.split(key, len(LAYERS) + 1)
-    shapes, before = [], 1
-    for channels, _ in LAYERS:
-        shapes.append((KERNEL, KERNEL, before, channels))
-        before = channels
-    he = jax.nn.initializers.he_normal()
-    side = SIDE // int(np.prod([stride for _, stride in LAYERS]))
-    head = (side * side * before, DIGITS)
+    keys = iter(jax.random.split(key, len(LAYERS) + 1))
+    kernels, before, side = [], 1, SIDE
+    for channels, stride in LAYERS:
+        kernels.append(_of_variance(2.0, next(keys), (KERNEL, KERNEL, before, channels)))
+        before, side = channels, side // stride
     return {
-        "kernels": [he(k, shape) for k, shape in zip(keys[:-1], shapes, strict=True)],
+        "kernels": kernels,
         "biases": [jnp.zeros(channels) for channels, _ in LAYERS],
-        "head": jax.nn.initializers.lecun_normal()(keys[-1], head),
+        "head": _of_variance(1.0, next(keys), (side * side * before, DIGITS)),
         "head_bias": jnp.zeros(DIGITS),
     }
+
+
+def _of_variance(variance: float, key: Array, shape: tuple[int, ...]) -> Array:
+    """Normal, with that variance over how many inputs an output has.
+
+    Those of `jax.nn.initializers` are cut off, which takes several times as long to compile.
+    """
+    return (variance / math.prod(shape[:-1])) ** 0.5 * jax.random.normal(key, shape)
 
 
 def _logits_of_conv(params: Params, x: Array) -> Array:
@@ -93,9 +99,9 @@ def private() -> Task:
 def _initial_private(key: Array) -> Params:
     first, second = jax.random.split(key)
     return {
-        "hidden": jax.nn.initializers.he_normal()(first, (SIDE * SIDE, HIDDEN)),
+        "hidden": _of_variance(2.0, first, (SIDE * SIDE, HIDDEN)),
         "hidden_bias": jnp.zeros(HIDDEN),
-        "head": jax.nn.initializers.lecun_normal()(second, (HIDDEN, DIGITS)),
+        "head": _of_variance(1.0, second, (HIDDEN, DIGITS)),
         "head_bias": jnp.zeros(DIGITS),
     }
 
@@ -112,7 +118,7 @@ def _task(
     optimizers: tuple[str, ...],
     noise: float | None = None,
 ) -> Task:
-    train, held_out = (jax.tree.map(jnp.asarray, part) for part in images())
+    train, held_out = images()
 
     def batch(params: Params, key: Array, is_bad: Array) -> Examples:
         of_images, of_labels = jax.random.split(key)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 
-from benchmarks.study import digits, text
+from benchmarks.study import digits, policy, text
 from benchmarks.study.task import Task
 
 TASKS: dict[str, Callable[[], Task]] = {
     "lstm": text.lstm,
     "transformer": text.transformer,
     "conv": digits.conv,
+    "policy": policy.policy,
     "private": digits.private,
 }
 """Functions, as the data of each are read when it is asked for; each reads them once."""

@@ -1,0 +1,141 @@
+"""A policy gradient: a pole on a cart, kept upright by pushes to the left or to the right.
+
+The environment is that of A. G. Barto, R. S. Sutton and C. W. Anderson, "Neuronlike adaptive
+elements that can solve difficult learning control problems", 1983, with the constants and Euler
+steps of Gymnasium's CartPole-v1; an episode ends after `HORIZON` steps. The network tells a push's
+logit and a state's value, which is the baseline of REINFORCE (R. J. Williams, 1992). Each example
+is an episode. In a bad batch the returns are drawn by chance.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from benchmarks.study.task import Params, Task
+
+GRAVITY, CART, POLE, HALF_LENGTH = 9.8, 1.0, 0.1, 0.5
+"""In meters per second squared, kilograms, and meters."""
+FORCE, SECONDS = 10.0, 0.02
+"""Of a push, in newtons, and of a step."""
+MOST = (2.4, 12 / 180 * jnp.pi)
+"""An episode ends where the cart is farther from the middle, in meters, or the pole's angle is
+larger, in radians."""
+START = 0.05
+"""Each entry of the first state is at most so far from 0."""
+SCALES = (2.4, 2.0, 0.2, 2.0)
+"""What the network sees is the state over these."""
+HORIZON = 150
+DISCOUNT = 0.95
+HIDDEN = 32
+EPISODES, HELD_OUT = 16, 32
+"""Of a batch, and to evaluate."""
+KEY = 2026
+"""Of the evaluation; runs have other ones."""
+UNIT = f"minus the mean return of {HELD_OUT} fixed keys, at most {HORIZON}"
+
+
+class Episodes(NamedTuple):
+    """What the network did, and what came of it.
+
+    Attributes:
+      states: before each push, float32[episodes, steps, 4].
+      pushes: 1 to the right, 0 to the left, float32[episodes, steps].
+      alive: 1 until the episode ends, then 0, float32[episodes, steps].
+      returns: discounted, and weighted so that an endless episode has 1, float32[episodes, steps].
+    """
+
+    states: Array
+    pushes: Array
+    alive: Array
+    returns: Array
+
+
+@functools.cache
+def policy() -> Task:
+    """An actor and its baseline with one hidden layer."""
+    return Task(_initial, _batch, _losses, _held_out, EPISODES, UNIT, ("adamw",))
+
+
+def moved(state: Array, push: Array) -> Array:
+    """The state a step later.
+
+    Args:
+      state: the cart's place and speed, the pole's angle and its speed, float32[4, ...].
+      push: 1 to the right, 0 to the left, float32[...].
+    """
+    _, speed, angle, turning = state
+    total, moment = CART + POLE, POLE * HALF_LENGTH
+    sine, cosine = jnp.sin(angle), jnp.cos(angle)
+    pushed = (FORCE * (2 * push - 1) + moment * turning**2 * sine) / total
+    turned = (GRAVITY * sine - cosine * pushed) / (HALF_LENGTH * (4 / 3 - POLE * cosine**2 / total))
+    rate = (speed, pushed - moment * turned * cosine / total, turning, turned)
+    return state + SECONDS * jnp.stack(rate)
+
+
+def _is_up(state: Array) -> Array:
+    return (jnp.abs(state[0]) <= MOST[0]) & (jnp.abs(state[2]) <= MOST[1])
+
+
+def _initial(key: Array) -> Params:
+    first, second = jax.random.split(key)
+    return {
+        "hidden": 4**-0.5 * jax.random.normal(first, (4, HIDDEN)),
+        "hidden_bias": jnp.zeros(HIDDEN),
+        "head": 0.1 * HIDDEN**-0.5 * jax.random.normal(second, (HIDDEN, 2)),
+        "head_bias": jnp.zeros(2),
+    }
+
+
+def _told(params: Params, states: Array) -> tuple[Array, Array]:
+    """The logit of a push to the right, and the value, of states `[..., 4]`."""
+    x = jnp.tanh(states / jnp.asarray(SCALES) @ params["hidden"] + params["hidden_bias"])
+    x = x @ params["head"] + params["head_bias"]
+    return x[..., 0], x[..., 1]
+
+
+def _played(params: Params, key: Array, episodes: int) -> tuple[Array, Array, Array]:
+    """States [steps, episodes, 4], pushes and what is alive [steps, episodes]."""
+    of_start, of_pushes = jax.random.split(key)
+    start = jax.random.uniform(of_start, (4, episodes), minval=-START, maxval=START)
+    chances = jax.random.uniform(of_pushes, (HORIZON, episodes))
+
+    def step(carry: tuple[Array, Array], chance: Array) -> tuple[tuple[Array, Array], Any]:
+        state, alive = carry
+        logit, _ = _told(params, state.T)
+        push = (chance < jax.nn.sigmoid(logit)).astype(jnp.float32)
+        after = moved(state, push)
+        # Where an episode has ended nothing moves, so that no number overflows.
+        after = jnp.where(alive > 0, after, state)
+        return (after, alive * _is_up(after)), (state.T, push, alive)
+
+    _, found = jax.lax.scan(step, (start, jnp.ones(episodes)), chances)
+    return found
+
+
+def _batch(params: Params, key: Array, is_bad: Array) -> Episodes:
+    of_episodes, of_returns = jax.random.split(key)
+    states, pushes, alive = _played(params, of_episodes, EPISODES)
+    # As a product: the reward is 1 - DISCOUNT at each step that is alive.
+    steps = jnp.arange(HORIZON)
+    later = steps[None] - steps[:, None]
+    weights = jnp.where(later >= 0, (1 - DISCOUNT) * DISCOUNT ** jnp.abs(later), 0.0)
+    returns = weights @ alive
+    drawn = jax.random.uniform(of_returns, returns.shape)
+    returns = jnp.where(is_bad, drawn, returns)
+    return Episodes(*(jnp.swapaxes(x, 0, 1) for x in (states, pushes, alive, returns)))
+
+
+def _losses(params: Params, batch: Episodes) -> Array:
+    logits, values = _told(params, batch.states)
+    surprise = jax.nn.softplus(jnp.where(batch.pushes > 0, -logits, logits))
+    errors = batch.returns - values
+    costs = surprise * jax.lax.stop_gradient(errors) + 0.5 * errors**2
+    return (costs * batch.alive).mean(-1)
+
+
+def _held_out(params: Params) -> Array:
+    _, _, alive = _played(params, jax.random.key(KEY), HELD_OUT)
+    return -alive.sum(0).mean()
