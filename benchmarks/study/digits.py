@@ -47,7 +47,7 @@ def images() -> tuple[Examples, Examples]:
 @functools.cache
 def conv() -> Task:
     """Five convolutions and a linear layer."""
-    return _task(_initial_conv, _logits_of_conv, BATCH, ("adamw", "sgd", "muon"))
+    return _task(_initial_conv, _logits_of_conv, BATCH, ("adamw", "sgd"))
 
 
 def _initial_conv(key: Array) -> Params:

@@ -154,6 +154,11 @@ def _stable_spam() -> Step:
     return optax.chain(optaxclip.clip_by_moving_max(), optaxclip.normalize_by_norm_history())
 
 
+def _autoclip(percentile: float, only: tuple[str, ...] = ()) -> Method:
+    clip = functools.partial(optaxclip.autoclip, percentile)
+    return Method(_before(clip), f"autoclip({percentile:g})", only=only)
+
+
 METHODS: dict[str, Method] = {
     "none": Method(_plain, "no clip"),
     "constant (best)": Method(
@@ -181,7 +186,10 @@ METHODS: dict[str, Method] = {
         "adaptive_grad_clip(0.16), as for small batches, without the last layer",
     ),
     "AutoClip": Method(_before(optaxclip.autoclip), "autoclip(), the paper's percentile of 10"),
-    "AutoClip 90": Method(_before(lambda: optaxclip.autoclip(90.0)), "autoclip(90)"),
+    "AutoClip 1": _autoclip(1.0, only=("adamw",)),
+    "AutoClip 25": _autoclip(25.0, only=("adamw",)),
+    "AutoClip 50": _autoclip(50.0, only=("adamw",)),
+    "AutoClip 90": _autoclip(90.0),
     "ZClip": Method(_before(optaxclip.zclip), "zclip()"),
     "ZClip (paper)": Method(
         _before(lambda: optaxclip.zclip(max_norm=1.0, patience=None, floor=0.0)),
