@@ -2,12 +2,9 @@
 
 It writes `docs/evidence.md`, `docs/evidence_tasks.md` and the pictures in `docs/`. Figures are made
 of the results; what they mean is in `words.md`, written by hand, and stands where its headings say.
-Run it in the environment of the study, whose versions it names.
 """
 
 import argparse
-import importlib.metadata
-import platform
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,13 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.study import pictures, rows
-from benchmarks.study.comparing import HARMS, HELPS, Case, Study
+from benchmarks.study.comparing import HARMS, HELPS, Case
 from benchmarks.study.rows import link, table
-from benchmarks.study.runs import NONE, RATES, Key, Pair, read
-from benchmarks.study.summary import APART, Summary, summarize
+from benchmarks.study.runs import NONE, RATES, Key, Pair
+from benchmarks.study.summary import APART, Summary, load
 
 DOCS = Path(__file__).parents[2] / "docs"
 WORDS = Path(__file__).parent / "words.md"
+Texts = Mapping[str, str]
 MOST_NAMES = 6
 """Methods that the table on top names for each fault."""
 
@@ -35,13 +33,13 @@ def words(path: Path = WORDS) -> dict[str, str]:
     return {title: text.strip() for title, text in zip(parts[::2], texts, strict=True)}
 
 
-def evidence(summary: Summary, texts: Mapping[str, str]) -> str:
+def evidence(summary: Summary, texts: Texts, versions: Mapping[str, str]) -> str:
     """The page."""
     blocks = [
         "# Evidence: which method helps?",
         texts.get("opening", ""),
         *_in_short(summary, texts),
-        *_how(summary, texts),
+        *_how(summary, texts, versions),
         *_by_case(summary, texts),
         *_by_method(summary, texts),
         "## What methods cost",
@@ -54,7 +52,7 @@ def evidence(summary: Summary, texts: Mapping[str, str]) -> str:
     return _joined(blocks)
 
 
-def by_task(summary: Summary, texts: Mapping[str, str]) -> str:
+def by_task(summary: Summary, texts: Texts) -> str:
     """The page with all losses."""
     back = "What they say together is on [the page on evidence](evidence.md)."
     blocks = ["# Evidence, task by task", texts.get("task by task", ""), back]
@@ -71,7 +69,7 @@ def _with_title(title: str, text: str) -> list[str]:
     return [f"## {title}", text] if text else []
 
 
-def _in_short(summary: Summary, texts: Mapping[str, str]) -> Iterator[str]:
+def _in_short(summary: Summary, texts: Texts) -> Iterator[str]:
     yield "## In short"
     yield texts.get("in short", "")
     lines = []
@@ -96,7 +94,7 @@ def _named(summary: Summary, verdict: str, case: Case) -> str:
     return ", ".join(shown + more) or "none"
 
 
-def _how(summary: Summary, texts: Mapping[str, str]) -> Iterator[str]:
+def _how(summary: Summary, texts: Texts, versions: Mapping[str, str]) -> Iterator[str]:
     yield "## How it was measured"
     yield texts.get("measured", "")
     cells = summary.study.cells
@@ -105,13 +103,8 @@ def _how(summary: Summary, texts: Mapping[str, str]) -> Iterator[str]:
     runs = sum(len(cell.seeds) for cell in cells.values())
     steps = {cell.every * (cell.held_out.shape[1] - 1) for cell in cells.values()}
     long = " or ".join(map(str, sorted(steps)))
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name.lower())}" for name in ("JAX", "Optax", "NumPy")
-    )
-    yield (
-        f"{runs:,} runs of {long} steps, with {many} seeds for each combination; {versions}, "
-        f"Python {platform.python_version()}."
-    )
+    of_each = f"{runs:,} runs of {long} steps, {many} seeds of each"
+    yield "; ".join([of_each, *(f"{name} {x}" for name, x in versions.items())]) + "."
     head = ["", "loss at the start", *(f"{rate}: rate, loss" for rate in RATES)]
     yield "Without a method and without a fault:"
     yield table(head, (_of_pair(summary, pair) for pair in summary.study.pairs))
@@ -129,7 +122,7 @@ def _of_pair(summary: Summary, pair: Pair) -> list[str]:
     return [f"[{pair}](evidence_tasks.md#{rows.anchor(str(pair))})", start, *shown]
 
 
-def _by_case(summary: Summary, texts: Mapping[str, str]) -> Iterator[str]:
+def _by_case(summary: Summary, texts: Texts) -> Iterator[str]:
     yield "## By fault"
     yield texts.get("by fault", "")
     yield "The losses themselves are on [a page of their own](evidence_tasks.md)."
@@ -143,7 +136,7 @@ def _by_case(summary: Summary, texts: Mapping[str, str]) -> Iterator[str]:
             yield "![Losses before and after a spike, with some methods](evidence_recovery.png)"
 
 
-def _by_method(summary: Summary, texts: Mapping[str, str]) -> Iterator[str]:
+def _by_method(summary: Summary, texts: Texts) -> Iterator[str]:
     yield "## By method"
     yield texts.get("by method", "")
     nowhere = summary.helps_nowhere()
@@ -156,7 +149,7 @@ def _by_method(summary: Summary, texts: Mapping[str, str]) -> Iterator[str]:
             yield of_method
 
 
-def _apart(summary: Summary, texts: Mapping[str, str]) -> Iterator[str]:
+def _apart(summary: Summary, texts: Texts) -> Iterator[str]:
     for pair in summary.study.pairs:
         if pair.task in APART:
             yield f"## Apart: {pair}"
@@ -170,10 +163,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("results", type=Path, help="a file of JSON lines, one for each run")
     parser.add_argument("--docs", type=Path, default=DOCS, help="where to write")
     options = parser.parse_args(arguments)
-    summary, texts = summarize(Study.of(read(options.results))), words()
-    pages = {"evidence.md": evidence, "evidence_tasks.md": by_task}
-    for name, write in pages.items():
-        (options.docs / name).write_text(write(summary, texts), "utf-8")
+    (summary, versions), texts = load(options.results), words()
+    pages = {
+        "evidence.md": evidence(summary, texts, versions),
+        "evidence_tasks.md": by_task(summary, texts),
+    }
+    for name, text in pages.items():
+        (options.docs / name).write_text(text, "utf-8")
         print(options.docs / name)
     pictures.draw(summary, options.docs)
     for method in summary.study.methods:

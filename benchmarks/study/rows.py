@@ -70,7 +70,10 @@ def steps(found: Recovery | None) -> str:
 
 def beside(found: Comparison | None, best: Comparison | None) -> list[str]:
     """The columns `BESIDE`."""
-    of_best = share(best.share) if best else ABSENT
+    of_best = ABSENT
+    if best:
+        word = {HELPS: ", better", HARMS: ", worse"}.get(best.verdict, "")
+        of_best = share(best.share) + word
     return [share(found.share), found.verdict, of_best] if found else [ABSENT, ABSENT, of_best]
 
 

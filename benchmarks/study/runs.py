@@ -1,9 +1,7 @@
 """The runs of a results file, put together by what was run."""
 
 import collections
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +38,7 @@ class Cell(NamedTuple):
     Attributes:
       seeds: int[n], rising.
       held_out: losses [n, 1 + evaluations], the first before any step.
-      clipped: the share of steps that the method changed, [n].
+      clipped: the share of steps that the method changed, [n]; NaN where nobody counted.
       onset: the first bad step, [n], or None for a fault without one.
       every: steps from one evaluation to the next.
       seconds: the processor's, [n].
@@ -73,8 +71,8 @@ class Cell(NamedTuple):
         return np.where(self.is_lost, self.start, curves.last(self.held_out))
 
     def steps_to_recover(self, margin: float) -> np.ndarray | None:
-        """Of each run [n], if the fault has a first bad step."""
-        if self.onset is None:
+        """Of each run [n], if the fault has a first bad step, and enough losses come before it."""
+        if self.onset is None or np.min(self.onset) < (curves.LATEST - 1) * self.every:
             return None
         # The first loss is that before any step, so all are `every` steps earlier.
         onset = self.onset + self.every
@@ -84,21 +82,18 @@ class Cell(NamedTuple):
 Cells = Mapping[Key, Cell]
 
 
-def read(path: Path) -> Cells:
-    """The cells of a file of JSON lines.
+def cells(lines: Iterable[Mapping[str, Any]]) -> Cells:
+    """The cells of the lines that are runs, in their order.
+
+    Those with one seed, of which no spread is known, are left out.
 
     Raises:
       ValueError: for a run that is there twice.
     """
-    with path.open(encoding="utf-8") as file:
-        return cells(json.loads(line) for line in file if line.strip())
-
-
-def cells(runs: Iterable[Mapping[str, Any]]) -> Cells:
-    """The cells of runs, in their order; those with one seed, of which no spread is known, are left
-    out."""
     found: dict[Key, dict[int, Any]] = collections.defaultdict(dict)
-    for run in runs:
+    for run in lines:
+        if "method" not in run:
+            continue
         pair = Pair(run["task"], run["optimizer"])
         key = Key(pair, run["method"], run["fault"], run["rate"])
         if run["seed"] in found[key]:
@@ -118,7 +113,7 @@ def _cell(runs: Mapping[int, Mapping[str, Any]]) -> Cell:
         seeds=np.array(sorted(runs)),
         held_out=column("held_out"),
         clipped=column("clipped"),
-        onset=None if first["onset"] is None else column("onset").astype(int),
+        onset=None if any(row["onset"] is None for row in rows) else column("onset").astype(int),
         every=first["every"],
         seconds=column("seconds"),
         learning_rate=first["learning_rate"],

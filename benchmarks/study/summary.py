@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.study import comparing
+from benchmarks.study import comparing, results
 from benchmarks.study.comparing import CASES, HARMS, HELPS, UNCLEAR, Case, Comparison, Study
 from benchmarks.study.inference import Interval
-from benchmarks.study.runs import BEST, NONE, Cell, Pair, read
+from benchmarks.study.runs import BEST, NONE, Cell, Pair, cells
 
 APART = ("private",)
 """Tasks in which each example is clipped, so that methods are others; nothing would not be private,
@@ -118,7 +118,6 @@ class Summary(NamedTuple):
                 for case in CASES
                 if (ours := self.study.cell(pair, method, case)) is not None
                 and (theirs := self.study.cell(pair, NONE, case)) is not None
-                and case.rate is not None
             ]
             if times:
                 ours, theirs = np.sum(times, 0)
@@ -128,7 +127,8 @@ class Summary(NamedTuple):
 
 
 def _mean(values: Sequence[np.ndarray]) -> float | None:
-    return float(np.mean([np.mean(each) for each in values])) if values else None
+    known = [mean for mean in map(np.mean, values) if not np.isnan(mean)]
+    return float(np.mean(known)) if known else None
 
 
 def summarize(study: Study) -> Summary:
@@ -148,11 +148,18 @@ def summarize(study: Study) -> Summary:
     return Summary(study, pooled, beside_best, single)
 
 
+def load(path: Path) -> tuple[Summary, Mapping[str, str]]:
+    """The summary of a file of results, and the versions that it names."""
+    lines = list(results.read(path))
+    versions = lines[0].get("versions", {}) if lines else {}
+    return summarize(Study.of(cells(lines))), versions
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Prints what helps where."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, help="a file of JSON lines, one for each run")
-    summary = summarize(Study.of(read(parser.parse_args(arguments).results)))
+    summary, _ = load(parser.parse_args(arguments).results)
     for case in summary.cases:
         print(f"\n{case.title}")
         for verdict in (HELPS, HARMS, UNCLEAR):
