@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.study import pictures, rows
 from benchmarks.study.comparing import HARMS, HELPS, Case
+from benchmarks.study.faults import FAULTS
 from benchmarks.study.rows import link, table
 from benchmarks.study.runs import NONE, RATES, Key, Pair
 from benchmarks.study.summary import APART, Summary, load
@@ -97,6 +98,8 @@ def _named(summary: Summary, verdict: str, case: Case) -> str:
 def _how(summary: Summary, texts: Texts, versions: Mapping[str, str]) -> Iterator[str]:
     yield "## How it was measured"
     yield texts.get("measured", "")
+    faults = [(case.title, FAULTS[case.fault]) for case in summary.cases if case.fault != "none"]
+    yield "\n".join(f"- **{title}**: {text};" for title, text in faults)[:-1] + "." * bool(faults)
     cells = summary.study.cells
     seeds = sorted({len(cell.seeds) for cell in cells.values()})
     many = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"

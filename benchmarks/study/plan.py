@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks import curves
 from benchmarks.study.faults import FAULTS
 
 RATES = {"calm": 0.25, "edge": 1.0, "past": 4.0}
@@ -20,8 +21,6 @@ LIMITS = 2.0 ** np.arange(-6, 4)
 """Constants of the sweep, in multiples of the median norm of a run without a clip."""
 FIRST_TUNING = 1000
 """The seed from which those are counted that find rates and limits; they are not reported."""
-LATEST = 3
-"""Evaluations whose mean is a run's final loss."""
 
 
 class Effort(NamedTuple):
@@ -83,14 +82,12 @@ def final(held_out: np.ndarray) -> np.ndarray:
 
     A run is lost if it does not end finite and below its start.
     """
-    end = held_out[..., -LATEST:].mean(-1)
-    start = held_out[..., 0]
-    return np.where(is_lost(held_out), start, end)
+    return np.where(is_lost(held_out), held_out[..., 0], curves.last(held_out))
 
 
 def is_lost(held_out: np.ndarray) -> np.ndarray:
     """Whether runs [..., evaluations] do not end finite and below their start."""
-    return ~(held_out[..., -LATEST:].mean(-1) < held_out[..., 0])
+    return ~(curves.last(held_out) < held_out[..., 0])
 
 
 def edge(rates: np.ndarray, losses: np.ndarray, start: float) -> float:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import curves
+from benchmarks.study import plan
 
 NONE, BEST, SUGGESTED = "none", "constant (best)", "constant (suggest)"
-RATES = ("calm", "edge", "past")
+RATES = tuple(plan.RATES)
 TOO_FEW = 2
 
 
@@ -63,12 +64,12 @@ class Cell(NamedTuple):
     @property
     def is_lost(self) -> np.ndarray:
         """Whether a run's end is not finite or not below its start, bool[n]."""
-        return ~(curves.last(self.held_out) < self.start)
+        return plan.is_lost(self.held_out)
 
     @property
     def end(self) -> np.ndarray:
         """The loss at the end, [n]; of a lost run, as if nothing had been learned, at its start."""
-        return np.where(self.is_lost, self.start, curves.last(self.held_out))
+        return plan.final(self.held_out)
 
     def steps_to_recover(self, margin: float) -> np.ndarray | None:
         """Of each run [n], if the fault has a first bad step, and enough losses come before it."""
