@@ -8,7 +8,7 @@ is an episode. In a bad batch the returns are drawn by chance.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,16 +102,14 @@ def _played(params: Params, key: Array, episodes: int) -> tuple[Array, Array, Ar
     start = jax.random.uniform(of_start, (4, episodes), minval=-START, maxval=START)
     chances = jax.random.uniform(of_pushes, (HORIZON, episodes))
 
-    def step(carry: tuple[Array, Array], chance: Array) -> tuple[tuple[Array, Array], Any]:
-        state, alive = carry
+    def step(state: Array, chance: Array) -> tuple[Array, tuple[Array, Array, Array]]:
         logit, _ = _told(params, state.T)
-        push = (chance < jax.nn.sigmoid(logit)).astype(jnp.float32)
-        after = moved(state, push)
-        # Where an episode has ended nothing moves, so that no number overflows.
-        after = jnp.where(alive > 0, after, state)
-        return (after, alive * _is_up(after)), (state.T, push, alive)
+        push, is_up = (chance < jax.nn.sigmoid(logit)).astype(jnp.float32), _is_up(state)
+        # Where an episode has ended nothing moves any more.
+        after = jnp.where(is_up, moved(state, push), state)
+        return after, (state.T, push, is_up.astype(jnp.float32))
 
-    _, found = jax.lax.scan(step, (start, jnp.ones(episodes)), chances)
+    _, found = jax.lax.scan(step, start, chances)
     return found
 
 
