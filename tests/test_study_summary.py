@@ -294,6 +294,17 @@ def test_curves_are_lined_up_at_the_spike(found):
     assert np.all(losses[pictures.BEFORE + 4 :] < 1.5)
 
 
+def test_pictures_of_short_and_of_lost_runs(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks.study import pictures
+
+    early = [{**x, "onset": 10} for x in ALL if x["fault"] == "spike" or x["fault"] == "none"]
+    for x in early:
+        x["held_out"] = [*x["held_out"][:4], *([None] if x["method"] == "none" else [1.0])]
+    pictures.draw(summary.summarize(Study.of(runs.cells(early))), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(pictures.NAMES)
+
+
 def test_the_verdicts_are_printed(tmp_path, capsys):
     (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, ALL)) + "\n")
     summary.main([str(tmp_path / "results.jsonl")])

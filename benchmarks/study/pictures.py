@@ -121,6 +121,7 @@ def recovery(summary: Summary) -> Figure:
     case = next((case for case in summary.cases if case.name == "spike"), None)
     figure = Figure(figsize=(WIDTH, 7.2), layout="constrained")
     cells = {} if case is None else dict(summary.cells(NONE, case))
+    cells = {pair: cell for pair, cell in cells.items() if cell.onset is not None}
     pairs = sorted(cells, key=lambda pair: -_harm(cells[pair], summary.study.gains[pair]))[:MOST]
     if case is None or not pairs:
         return figure
@@ -135,14 +136,15 @@ def recovery(summary: Summary) -> Figure:
 def _harm(cell: Cell, gain: float) -> float:
     """How far the loss rises, as a share of the gain, at most 1."""
     losses = aligned(cell)
-    rise = np.max(losses[BEFORE + 1 :]) - losses[BEFORE]
+    rise = np.nanmax(losses[BEFORE:]) - losses[BEFORE]
     return float(min(rise / gain, 1.0)) if np.isfinite(losses[BEFORE]) else -1.0
 
 
 def aligned(cell: Cell) -> np.ndarray:
     """Losses from `BEFORE` evaluations before the last one without bad steps to `AFTER` after it.
 
-    The median of the seeds; of one that is lost a loss counts as infinite.
+    The median of the seeds; of one that is lost a loss counts as infinite. NaN where the runs have
+    begun later or are over.
     """
     if cell.onset is None:
         raise ValueError("cell must be of a fault with a first bad step")
@@ -163,10 +165,12 @@ def _around(ax: Any, summary: Summary, pair: Pair, case: Case) -> None:
     found = {name: summary.study.cell(pair, name, case) for name in SHOWN}
     shown = {name: aligned(cell) for name, cell in found.items() if cell is not None}
     every = next(cell.every for cell in found.values() if cell is not None)
-    plots.loss_curves(shown, every * np.arange(-BEFORE, AFTER + 1), ax=ax)
+    is_there = ~np.isnan(list(shown.values())).any(0)
+    shown = {name: losses[is_there] for name, losses in shown.items()}
+    plots.loss_curves(shown, every * np.arange(-BEFORE, AFTER + 1)[is_there], ax=ax)
     losses = np.concatenate(list(shown.values()))
+    losses, gain = losses[np.isfinite(losses)], summary.study.gains[pair]
     low = np.min(losses)
-    gain = summary.study.gains[pair]
     ax.set_ylim(low - 0.03 * gain, min(np.max(losses), low + gain) + 0.03 * gain)
     ax.axvline(0.0, color="0.6", linewidth=1.0, zorder=0)
     ax.set_title(str(pair))
