@@ -190,21 +190,23 @@ def test_every_method_runs(name):
 
 
 def test_a_study_goes_on_where_it_stopped(tmp_path):
-    path, settings = tmp_path / "study.jsonl", plan.settings(TINY)
+    path = tmp_path / "study.jsonl"
     found = Found(0.1, {0.1: 1.0}, 2.0, 3.0)
     whole, half = Cell("line", "sgd", "none"), Cell("line", "sgd", "ZClip")
-    rows = [{**whole._asdict(), "seed": seed} for seed in range(3)]
-    study = results.Results(path, settings, runs=3)
+    rows = [{**whole._asdict(), "seed": i} for i in range(plan.runs(whole, TINY))]
+    batches = plan.OfBatches(16, "AGC")
+    rows += [{**batches._asdict(), "seed": i} for i in range(plan.runs(batches, TINY))]
+    study = results.Results(path, TINY)
     study.add([{"pair": ["line", "sgd"], "found": found._asdict()}, *rows])
     study.add([{**half._asdict(), "seed": 0}])
     with path.open("a") as file:
         file.write('{"task": "li')
-    again = results.Results(path, settings, runs=3)
-    assert again.done == {whole}
+    again = results.Results(path, TINY)
+    assert again.done == {whole, batches}
     assert again.found["line", "sgd"].suggested == 3.0
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[0]["settings"]["steps"] == TINY.steps
     assert lines[0]["versions"]["jax"]
     assert lines[2:] == rows
     with pytest.raises(ValueError, match=r"--out: .* other settings"):
-        results.Results(path, plan.settings(TINY._replace(steps=9)), runs=3)
+        results.Results(path, TINY._replace(steps=9))

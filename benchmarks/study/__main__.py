@@ -14,14 +14,15 @@ import argparse
 import multiprocessing
 import os
 from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 from rich.progress import Progress
 
 from benchmarks.study import plan, running
 from benchmarks.study.methods import methods_for
-from benchmarks.study.plan import Cell, Effort
+from benchmarks.study.plan import Cell, Effort, OfBatches
 from benchmarks.study.results import Results
 from benchmarks.study.tasks import TASKS
 
@@ -47,26 +48,46 @@ def cells(of: list[Pair], quick: bool, methods: list[str] | None) -> Iterator[Ce
                 yield Cell(*pair, name)
 
 
+def batches(quick: bool, tasks: list[str] | None) -> Iterator[OfBatches]:
+    """Those of AGC's claim, which belongs to the task "conv"."""
+    if not quick and (tasks is None or "conv" in tasks):
+        for batch in plan.BATCHES:
+            for clip in plan.ON_BATCHES:
+                yield OfBatches(batch, clip)
+
+
 def study(
-    of: list[Pair], todo: list[Cell], results: Results, effort: Effort, executor: Executor
+    of: list[Pair],
+    todo: list[Cell | OfBatches],
+    results: Results,
+    effort: Effort,
+    executor: Executor,
 ) -> None:
     """Runs what the file of results does not have."""
-    todo = [each for each in todo if each not in results.done]
-    new = [pair for pair in of if pair not in results.found]
     with Progress() as progress:
-        bar = progress.add_task("rates", total=len(new))
-        jobs = {executor.submit(running.explore, *pair, effort): pair for pair in new}
-        for job in as_completed(jobs):
-            results.add([{"pair": jobs[job], "found": job.result()._asdict()}])
-            progress.advance(bar)
-        bar = progress.add_task("cells", total=len(todo))
-        again = {
-            executor.submit(running.run_cell, each, results.found[each[:2]], effort): each
-            for each in todo
-        }
-        for job in as_completed(again):
-            results.add(job.result())
-            progress.update(bar, advance=1, description=" ".join(again[job]))
+
+        def over(title: str, jobs: dict[Future[Any], Any]) -> Iterator[tuple[Any, Any]]:
+            bar = progress.add_task(title, total=len(jobs))
+            for job in as_completed(jobs):
+                progress.update(
+                    bar, advance=1, description=f"{title}: {' '.join(map(str, jobs[job]))}"
+                )
+                yield jobs[job], job.result()
+
+        new = [pair for pair in of if pair not in results.found]
+        explored = {executor.submit(running.explore, *pair, effort): pair for pair in new}
+        for pair, found in over("rates", explored):
+            results.add([{"pair": pair, "found": found._asdict()}])
+        jobs = {}
+        for each in todo:
+            if isinstance(each, OfBatches):
+                jobs[executor.submit(running.run_batches, each, effort)] = each
+            else:
+                jobs[executor.submit(running.run_cell, each, results.found[each[:2]], effort)] = (
+                    each
+                )
+        for _, rows in over("cells", jobs):
+            results.add(rows)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -81,8 +102,9 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.update(running.ENVIRONMENT)  # which the processes see when they import JAX
     effort = plan.QUICK if options.quick else Effort()
     of = pairs(options.quick, options.tasks)
-    todo = list(cells(of, options.quick, options.methods))
-    results = Results(options.out, plan.settings(effort), plan.runs(effort))
+    results = Results(options.out, effort)
+    todo = [*cells(of, options.quick, options.methods), *batches(options.quick, options.tasks)]
+    todo = [each for each in todo if each not in results.done]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, mp_context=context) as executor:
         study(of, todo, results, effort, executor)

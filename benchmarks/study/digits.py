@@ -47,9 +47,9 @@ def images() -> tuple[Examples, Examples]:
 
 
 @functools.cache
-def conv() -> Task:
-    """Five convolutions and a linear layer."""
-    return _task(_initial_conv, _logits_of_conv, BATCH, ("adamw", "sgd"))
+def conv(size: int = BATCH) -> Task:
+    """Five convolutions and a linear layer, with batches of `size`."""
+    return _task(_initial_conv, _logits_of_conv, size, ("adamw", "sgd"))
 
 
 def _initial_conv(key: Array) -> Params:

@@ -46,6 +46,22 @@ QUICK_PAIRS = (("conv", "adamw"), ("private", "adamw"))
 QUICK_METHODS = ("none", "constant (best)", "ZClip", "skip above", "quantile")
 
 
+BATCHES, ON_BATCHES = (16, 128), ("none", "AGC", "AGC (paper)")
+"""Of AGC's claim: sizes of batches, and methods."""
+
+
+class OfBatches(NamedTuple):
+    """One program of AGC's claim, that large batches and rates need it.
+
+    Attributes:
+      batch: its size, on the task "conv" with SGD.
+      clip: the method's name.
+    """
+
+    batch: int
+    clip: str
+
+
 class Cell(NamedTuple):
     """One program.
 
@@ -109,8 +125,10 @@ def conditions(effort: Effort, best_rate: str | None = None) -> list[tuple[str, 
     return [(*pair, seed) for pair in pairs for seed in range(effort.seeds)]
 
 
-def runs(effort: Effort) -> int:
+def runs(of: Cell | OfBatches, effort: Effort) -> int:
     """How many a cell has."""
+    if isinstance(of, OfBatches):
+        return len(GRID["sgd"]) * effort.seeds
     return len(conditions(effort)) + len(conditions(effort, "edge"))
 
 

@@ -8,7 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study.plan import Cell, Found
+from benchmarks.study import plan
+from benchmarks.study.plan import Cell, Effort, Found, OfBatches
 
 PACKAGES = ("jax", "optax", "numpy", "scikit-learn")
 
@@ -28,35 +29,49 @@ class Results:
 
     Args:
       path: the file; it is made if it is not there.
-      settings: the study's. A file with others is not gone on with.
-      runs: how many a cell has.
+      effort: the study's. A file with another one is not gone on with.
 
     Raises:
       ValueError: for a file of another study.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], runs: int):
+    def __init__(self, path: Path, effort: Effort):
         self.path = path
         self.found: dict[tuple[str, str], Found] = {}
-        self.done: set[Cell] = set()
+        self.done: set[Cell | OfBatches] = set()
+        settings = json.loads(json.dumps(plan.settings(effort)))
         lines = list(read(path)) if path.exists() else []
-        if lines and lines[0].get("settings") != json.loads(json.dumps(settings)):
+        if lines and lines[0].get("settings") != settings:
             remedy = "give another path by --out, or remove it"
             raise ValueError(f"--out: {path} holds a study of other settings; {remedy}")
         counts = Counter(map(_cell, lines))
-        path.write_text("")
-        self.add(lines[:1] or [{"settings": settings, "versions": versions()}])
-        self.add([line for line in lines[1:] if not _cell(line) or counts[_cell(line)] == runs])
+
+        def is_whole(line: dict[str, Any]) -> bool:
+            of = _cell(line)
+            return of is None or counts[of] == plan.runs(of, effort)
+
+        kept = [line for line in lines if is_whole(line)]
+        whole = path.with_name(f"{path.name}.new")
+        whole.write_text(_text(kept or [{"settings": settings, "versions": versions()}]))
+        whole.replace(path)  # at once, so that a stop here loses nothing
+        self._take(kept)
 
     def add(self, lines: list[dict[str, Any]]) -> None:
-        """Writes lines, all at once."""
+        """Writes lines."""
         with self.path.open("a") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
+            file.write(_text(lines))
+        self._take(lines)
+
+    def _take(self, lines: list[dict[str, Any]]) -> None:
         for line in lines:
             if "pair" in line:
                 self.found[tuple(line["pair"])] = Found(**line["found"])
             elif of := _cell(line):
                 self.done.add(of)
+
+
+def _text(lines: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -68,5 +83,8 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
             return
 
 
-def _cell(line: dict[str, Any]) -> Cell | None:
-    return Cell(*(line[name] for name in Cell._fields)) if "method" in line else None
+def _cell(line: dict[str, Any]) -> Cell | OfBatches | None:
+    for kind in (Cell, OfBatches):
+        if kind._fields[-1] in line:
+            return kind(*(line[name] for name in kind._fields))
+    return None

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.study import cell, plan
+from benchmarks.study import cell, digits, plan
 from benchmarks.study.faults import FAULTS
 from benchmarks.study.methods import Method, methods_for
-from benchmarks.study.plan import Cell, Effort, Found
+from benchmarks.study.plan import Cell, Effort, Found, OfBatches
 from benchmarks.study.task import Task
 from benchmarks.study.tasks import TASKS
 from optaxclip import tuning
@@ -104,6 +104,26 @@ def run_cell(of: Cell, found: Found, effort: Effort) -> list[Row]:
     rows += _rows(of, runner, plan.conditions(effort, best), found, limit, effort)
     jax.clear_caches()
     return rows
+
+
+def run_batches(of: OfBatches, effort: Effort) -> list[Row]:
+    """A row for each rate of the grid and each seed."""
+    grid, method = plan.GRID["sgd"], methods_for(False, "sgd")[of.clip]
+    runner = Runner(digits.conv(of.batch), "sgd", method, effort)
+    each = [(float(rate), seed) for rate in grid for seed in range(effort.seeds)]
+    rates, seeds = zip(*each, strict=True)
+    outcome, _ = runner(rates, ["none"] * len(seeds), seeds, 0.0)
+    jax.clear_caches()
+    of_each = zip(each, outcome.held_out, strict=True)
+    return [
+        {
+            **of._asdict(),
+            "learning_rate": rate,
+            "seed": seed,
+            "held_out": [_number(x) for x in held_out],
+        }
+        for (rate, seed), held_out in of_each
+    ]
 
 
 def _best_limit(runner: Runner, found: Found, effort: Effort) -> float:
