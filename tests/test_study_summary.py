@@ -47,7 +47,7 @@ def run(pair, method, case, seed):
         "learning_rate": 0.01,
         "fault": case.fault,
         "seed": seed,
-        "limit": None,
+        "limit": 0.25 if method == "constant (best)" else None,
         "held_out": losses,
         "clipped": 0.25 * (method == "helper"),
         "onset": onset,
@@ -270,6 +270,7 @@ def test_the_page_says_the_same_in_both_orders(written):
     by_case = re.findall(r"^\| \[helper\]\(#helper\) (\|.*)$", text, re.MULTILINE)
     assert sum(any(row == other for other in by_case) for row in figures) == 1
     assert "1,440 runs of 200 steps, 12 seeds of each; jax 0.99." in text
+    assert (written / "evidence_tasks.md").read_text().count("Limits: constant (best) 0.25.") == 3
     short = text.split("## In short")[1].split("\n## ")[0]
     assert "[helper](#helper) +" in short
     assert "**Helps nowhere in this study:** [harmer](#harmer)." in short

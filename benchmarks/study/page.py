@@ -58,8 +58,17 @@ def by_task(summary: Summary, texts: Texts) -> str:
     back = "What they say together is on [the page on evidence](evidence.md)."
     blocks = ["# Evidence, task by task", texts.get("task by task", ""), back]
     for pair in summary.study.pairs:
-        blocks += [f"## {pair}", rows.of_pair(summary, pair)]
+        blocks += [f"## {pair}", _limits(summary, pair), rows.of_pair(summary, pair)]
     return _joined(blocks)
+
+
+def _limits(summary: Summary, pair: Pair) -> str:
+    found = {
+        key.method: f"{key.method} {cell.limit:.3g}"
+        for key, cell in summary.study.cells.items()
+        if key.pair == pair and cell.limit is not None
+    }
+    return f"Limits: {', '.join(found.values())}." if found else ""
 
 
 def _joined(blocks: list[str]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks import curves
 from benchmarks.study import plan
 
-NONE, BEST, SUGGESTED = "none", "constant (best)", "constant (suggest)"
+NONE, BEST = "none", "constant (best)"
 RATES = tuple(plan.RATES)
 TOO_FEW = 2
 
