@@ -62,7 +62,7 @@ class Grouping:
         """For each name, whether its group has leaves at this step."""
         return [bool(group.members) for group in self.groups for _ in group.names]
 
-    def among(self, names: Names) -> "Grouping":
+    def with_groups_for(self, names: Names) -> "Grouping":
         """This grouping, and an empty group for each of the names that it lacks."""
         own = set(self.names)
         shapes = names.shapes or ((),) * len(names)

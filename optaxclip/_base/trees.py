@@ -55,13 +55,13 @@ class FlatTree(NamedTuple):
     measured: list[int]
     global_shapes: Sequence[tuple[int, ...] | None] = ()
 
-    def picked(self) -> list[Any]:
+    def measured_leaves(self) -> list[Any]:
         """The measured leaves."""
         return [self.leaves[i] for i in self.measured]
 
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the measured leaves: of the whole leaves, where they are known."""
-        own = [np.shape(leaf) for leaf in self.picked()]
+        own = [np.shape(leaf) for leaf in self.measured_leaves()]
         if not self.global_shapes:
             return own
         rows = zip(own, self.global_shapes, strict=True)
@@ -75,16 +75,16 @@ class FlatTree(NamedTuple):
             return [jax.tree_util.keystr(path) for path in paths]
         return names
 
-    def replaced(self, picked: Sequence[Any]) -> "FlatTree":
+    def replaced(self, new: Sequence[Any]) -> "FlatTree":
         """The same, with other measured leaves."""
         leaves = list(self.leaves)
-        for i, leaf in zip(self.measured, picked, strict=True):
+        for i, leaf in zip(self.measured, new, strict=True):
             leaves[i] = leaf
         return self._replace(leaves=leaves)
 
-    def rebuild(self, picked: Sequence[Any]) -> PyTree:
+    def rebuild(self, new: Sequence[Any]) -> PyTree:
         """The tree, with other measured leaves."""
-        return self.replaced(picked).tree()
+        return self.replaced(new).tree()
 
     def tree(self) -> PyTree:
         """The tree."""

@@ -40,7 +40,7 @@ def with_groups_of_state(grouping: Grouping, stored: Names, size: int, name: str
         raise ValueError(
             f"{name}: the updates have groups {unknown} that the params given to init did not have"
         )
-    return grouping.among(stored)
+    return grouping.with_groups_for(stored)
 
 
 def check_rule_state(rule: Threshold, state: PyTree, norms: NormTree, name: str) -> None:

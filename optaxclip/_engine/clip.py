@@ -267,7 +267,7 @@ def clip_tree(
     norm_of_tree = None
     if use_norm is not None and grouping.layout == "scalar" and nonfinite != "mask":
         norm_of_tree = given_norm(use_norm, "use_norm")
-    dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.picked())
+    dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.measured_leaves())
     start = rule.init(groups.zeros(dtype)), initial_info(name, grouping, dtype)
     tree, _, info = clipped(flat, params, rule, *start, norm_of_tree, groups, method, **places)
     return devices.moved(tree, homes), info

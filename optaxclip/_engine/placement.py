@@ -143,7 +143,7 @@ def grouped(
     names = frozenset(axis_names or ())
     if devices.manual_axes() or names:
         split = None if specs is None else _given_specs(flat, specs)[1]
-        flat = flat._replace(global_shapes=_global_shapes(flat.picked(), names, split))
+        flat = flat._replace(global_shapes=_global_shapes(flat.measured_leaves(), names, split))
     grouping = scope(flat)
     all_names = tuple(grouping.names)
     if all_names != tuple(sorted(set(all_names))):
@@ -166,7 +166,7 @@ def located(
       TypeError: as `grouped`.
       ValueError: as `grouped`; if it cannot be known how leaves are split; if one is a partial sum.
     """
-    leaves, manual = flat.picked(), devices.manual_axes()
+    leaves, manual = flat.measured_leaves(), devices.manual_axes()
     for leaf in (leaf for leaf in leaves if not is_sparse(leaf)):
         devices.refuse_partial_sum(leaf)
     # Types do not say how sparse arrays are split, nor what is inside of `vmap`.
@@ -200,7 +200,7 @@ def _given_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSpec
     given = per_leaf(specs, flat, "specs")
     sharding = next((spec for spec in given if isinstance(spec, NamedSharding)), None)
     mesh = devices.current_mesh() if sharding is None else sharding.mesh
-    rows = zip(given, flat.picked(), strict=True)
+    rows = zip(given, flat.measured_leaves(), strict=True)
     return mesh, [_checked_spec(spec, leaf, mesh) for spec, leaf in rows]
 
 

@@ -139,11 +139,11 @@ def clipped(
     raises = method.nonfinite == "error"
     if raises or method.technique is not BY_NORM:
         method = dataclasses.replace(method, leaf_names=tuple(flat.names()))
-    operands = (flat.picked(), weights, rule, rule_state, info, norm_of_tree)
+    operands = (flat.measured_leaves(), weights, rule, rule_state, info, norm_of_tree)
     static = {"groups": groups, "of_weights": of_weights, "method": method}
     # In eager mode `checkify.check` raises at once, which it cannot inside of a compiled call.
-    picked, *rest = run(_clip, *operands, inline=raises, **static)
-    return flat.rebuild(picked), *rest
+    new, *rest = run(_clip, *operands, inline=raises, **static)
+    return flat.rebuild(new), *rest
 
 
 def weights_beside(
@@ -152,12 +152,12 @@ def weights_beside(
     """The parameters of the measured leaves, and their groups: they may be split otherwise."""
     found = matching_params(flat, params, name)
     placement = located(groups.grouping, found, **places)
-    return found.picked(), dataclasses.replace(groups, placement=placement)
+    return found.measured_leaves(), dataclasses.replace(groups, placement=placement)
 
 
 def norms_of(flat: FlatTree, groups: Groups, norm: Norm) -> NormTree:
     """The norms of all groups, as users see them."""
-    return run(_norms, flat.picked(), groups=groups, norm=norm)
+    return run(_norms, flat.measured_leaves(), groups=groups, norm=norm)
 
 
 def run(fn: Callable[..., Any], *operands: Any, inline: bool = False, **static: Any) -> Any:

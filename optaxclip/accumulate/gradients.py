@@ -155,7 +155,7 @@ class ValueAndGrad:
         self._loss.places.check(NAME)
         roles = Roles.of(args, self._argnums, self._batch_argnums)
         params = flatten(roles.params, "params")
-        params = params.replaced([jnp.asarray(x) for x in params.picked()])
+        params = params.replaced([jnp.asarray(x) for x in params.measured_leaves()])
         if state is None:
             state = self._judge.init(self._in_wide(params))
         check_state(state, AccumulateState, NAME)
@@ -189,7 +189,7 @@ class ValueAndGrad:
 
     def _in_wide(self, params: FlatTree) -> PyTree:
         """The parameters in the dtypes of the sums, as clips are given gradients."""
-        arrays = [jnp.asarray(x) for x in params.picked()]
+        arrays = [jnp.asarray(x) for x in params.measured_leaves()]
         return params.rebuild([x.astype(self._loss.dtype_of_sum(x.dtype)) for x in arrays])
 
 

@@ -115,7 +115,7 @@ class Judge:
           params: the parameters.
           param_norm: their norm, if the rule needs it.
         """
-        leaves = grads.picked()
+        leaves = grads.measured_leaves()
         if not self.measures:
             unknown = jnp.asarray(jnp.nan, weight.dtype)
             return Verdict(leaves, unknown, unknown, jnp.zeros((), bool), state)
@@ -144,7 +144,8 @@ class Judge:
         after = _same_leaves(grads, clipped)
         # By a limit of the global norm all entries are multiplied by one factor.
         of_limit = isinstance(self.clip, Threshold)
-        return after.picked(), norm * state.info.factor if of_limit else self.norm(after), state
+        norm_after = norm * state.info.factor if of_limit else self.norm(after)
+        return after.measured_leaves(), norm_after, state
 
     def _transformation(self) -> optax.GradientTransformationExtraArgs:
         """The clip; that of a limit is made where it is known how leaves are split."""

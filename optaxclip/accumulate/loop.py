@@ -47,14 +47,14 @@ def over_microbatches(
       state: before the first microbatch.
     """
     axes = Axes() if judge.measures else loss.places.put_off(params, roles.batch)
-    dtypes = [loss.dtype_of_sum(x.dtype) for x in params.picked()]
-    picked = [loss.places.vary(x, axes) for x in params.picked()]
+    dtypes = [loss.dtype_of_sum(x.dtype) for x in params.measured_leaves()]
+    measured = [loss.places.vary(x, axes) for x in params.measured_leaves()]
     param_norm = judge.param_norm(roles.params)
     found_by = loss.of_this_device if axes else loss.over_devices
 
     def like_params(leaves: list[Array]) -> list[Array]:
         """Leaves in the dtypes of the sums, split over devices as the parameters are."""
-        rows = zip(leaves, picked, dtypes, strict=True)
+        rows = zip(leaves, measured, dtypes, strict=True)
         return [devices.alike(x.astype(dtype), like) for x, like, dtype in rows]
 
     def weighted(x: Array, row: Row) -> Array:
@@ -68,7 +68,7 @@ def over_microbatches(
 
     def body(carry: Any, i: Array) -> tuple[Any, tuple[Row, PyTree]]:
         totals, state = carry
-        found = found_by(roles, params, cut.size, picked, cut.microbatch(i))
+        found = found_by(roles, params, cut.size, measured, cut.microbatch(i))
         leaves = like_params(found.leaves)
         grads = params.without_gradients().replaced(leaves)
         verdict = judge(grads, found.value, found.weight, state, roles.params, param_norm)
@@ -77,7 +77,7 @@ def over_microbatches(
         totals = jax.tree.map(jnp.add, totals, leaves)
         return (totals, verdict.state), (row, found.aux)
 
-    start = (like_params([jnp.zeros_like(x) for x in picked]), state)
+    start = (like_params([jnp.zeros_like(x) for x in measured]), state)
     (totals, state), (row, aux) = lax.scan(body, start, jnp.arange(cut.number))
     unit = cut.size if axes else row.weight[0]
     if axes:

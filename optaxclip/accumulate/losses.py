@@ -55,7 +55,7 @@ class Loss:
 
     def widened(self, params: FlatTree) -> "Loss":
         """The same with scalars in the widest dtype of the sums."""
-        dtypes = [self.dtype_of_sum(x.dtype) for x in params.picked()]
+        dtypes = [self.dtype_of_sum(x.dtype) for x in params.measured_leaves()]
         return dataclasses.replace(self, dtype=norm_dtype([self.dtype, *dtypes]))
 
     def dtype_of_sum(self, dtype: Any) -> jnp.dtype:
@@ -67,7 +67,7 @@ class Loss:
         return jnp.dtype(names[is_wide])
 
     def over_devices(
-        self, roles: Roles, params: FlatTree, size: int, picked: list[Array], microbatch: Any
+        self, roles: Roles, params: FlatTree, size: int, measured: list[Array], microbatch: Any
     ) -> Found:
         """What all devices make of a microbatch together.
 
@@ -75,32 +75,32 @@ class Loss:
           roles: the arguments.
           params: the parameters.
           size: how many examples a device has of the microbatch.
-          picked: the measured leaves of the parameters.
+          measured: the measured leaves of the parameters.
           microbatch: of each batch argument its part.
         """
         weight = self._weight_of(microbatch, size)
 
-        def share_of_loss(picked: list[Array]) -> Any:
-            value, aux = self._value(roles.with_values(params.rebuild(picked), microbatch))
+        def share_of_loss(measured: list[Array]) -> Any:
+            value, aux = self._value(roles.with_values(params.rebuild(measured), microbatch))
             axes = self.places.axes_of(value, weight)
             value = value.astype(self.dtype)
             return value * (weight / self._total(weight, axes)) if axes else value, aux
 
-        (value, aux), leaves = jax.value_and_grad(share_of_loss, has_aux=True)(picked)
+        (value, aux), leaves = jax.value_and_grad(share_of_loss, has_aux=True)(measured)
         axes = self.places.axes_of(value, weight)
         leaves = self.places.added(leaves, params, axes)
         return Found(self._total(value, axes), self._total(weight, axes), leaves, aux)
 
     def of_this_device(
-        self, roles: Roles, params: FlatTree, size: int, picked: list[Array], microbatch: Any
+        self, roles: Roles, params: FlatTree, size: int, measured: list[Array], microbatch: Any
     ) -> Found:
         """What this device makes of its part, and no other, from parameters of its own."""
         weight = self._weight_of(microbatch, size)
 
-        def loss(picked: list[Array]) -> Any:
-            return self._value(roles.with_values(params.rebuild(picked), microbatch))
+        def loss(measured: list[Array]) -> Any:
+            return self._value(roles.with_values(params.rebuild(measured), microbatch))
 
-        (value, aux), leaves = jax.value_and_grad(loss, has_aux=True)(picked)
+        (value, aux), leaves = jax.value_and_grad(loss, has_aux=True)(measured)
         if are_tracked():
             # A loss that is the same on all devices counts by the weight of all.
             weight = self._total(weight, self.places.axes_of(weight) - self.places.axes_of(value))

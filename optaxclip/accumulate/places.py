@@ -76,7 +76,7 @@ class Places:
         whose type is tracked by JAX.
         """
         if are_tracked():
-            return [axes - devices.varying_axes(x) for x in params.picked()]
+            return [axes - devices.varying_axes(x) for x in params.measured_leaves()]
         if self.specs is None:
             return [axes] * len(params.measured)
         given = [as_spec(spec) for spec in per_leaf(self.specs, params, "specs")]

@@ -142,8 +142,8 @@ def clip_attention_logits(
         clipped, state = clip(_specs_of(weights, specs, only)).update(logits, state)
         names = [weight.name for weight in weights]
         leaves = _rescaled(
-            only.picked(),
-            matching_params(only, params, name).picked(),
+            only.measured_leaves(),
+            matching_params(only, params, name).measured_leaves(),
             [logits[key] for key in names],
             [clipped[key] for key in names],
             places=tuple(weight.place for weight in weights),
@@ -184,7 +184,9 @@ class _Weight(NamedTuple):
 
 def _weights(flat: FlatTree, heads: Callable[[str, Any], Heads | None]) -> list[_Weight]:
     found = []
-    for position, leaf, name in zip(flat.measured, flat.picked(), flat.names(), strict=True):
+    for position, leaf, name in zip(
+        flat.measured, flat.measured_leaves(), flat.names(), strict=True
+    ):
         own = heads(name, leaf)
         if own is None:
             continue

@@ -37,7 +37,7 @@ def clamp(
     Raises:
       ValueError: if a bound does not broadcast to the shape of a leaf.
     """
-    leaves = flat.picked()
+    leaves = flat.measured_leaves()
     for leaf, name in zip(leaves, flat.names(), strict=True):
         for bound, argument in zip((low, high), arguments, strict=True):
             if bound is not None:

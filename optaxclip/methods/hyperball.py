@@ -141,12 +141,12 @@ def hyperball(
         check_state(state, HyperballState, checked.name)
         of_state = (state.names, state.radius.size) if keeps else (None, 0)
         flat, groups = grouped(updates, "updates", *of_state)
-        weights = matching_params(flat, params, checked.name).picked()
+        weights = matching_params(flat, params, checked.name).measured_leaves()
         now = _checked_rate(rate(state.steps)) if callable(rate) else rate
-        operands = (weights, flat.picked(), state.radius if keeps else fixed, now, eps)
-        picked = run(steps_along, *operands, groups=groups)
+        operands = (weights, flat.measured_leaves(), state.radius if keeps else fixed, now, eps)
+        leaves = run(steps_along, *operands, groups=groups)
         names = groups.grouping.names if keeps else Names()
-        return flat.rebuild(picked), HyperballState(increased(state.steps), state.radius, names)
+        return flat.rebuild(leaves), HyperballState(increased(state.steps), state.radius, names)
 
     return transformation(init, update)
 
@@ -174,7 +174,7 @@ def _refuse_vectors(flat: FlatTree, groups: Groups, name: str) -> None:
     Raises:
       ValueError: if one is not.
     """
-    rows = zip(flat.names(), flat.picked(), groups.grouping.axes, strict=True)
+    rows = zip(flat.names(), flat.measured_leaves(), groups.grouping.axes, strict=True)
     for path, leaf, axes in rows:
         if len(axes) < 2:
             stack = jnp.ndim(leaf) - len(axes)

@@ -36,9 +36,9 @@ class NamedMoments(NamedTuple):
         Raises:
           ValueError: if a leaf has another shape than its average.
         """
-        by_name = dict(zip(self.names, self.flat.picked(), strict=True))
+        by_name = dict(zip(self.names, self.flat.measured_leaves(), strict=True))
         found = [by_name[path] for path in gradients.names()]
-        rows = zip(gradients.names(), gradients.picked(), found, strict=True)
+        rows = zip(gradients.names(), gradients.measured_leaves(), found, strict=True)
         for path, leaf, average in rows:
             if np.shape(leaf) != np.shape(average):
                 raise ValueError(
@@ -50,7 +50,7 @@ class NamedMoments(NamedTuple):
     def replaced(self, gradients: FlatTree, leaves: Sequence[Array]) -> PyTree:
         """The tree with new averages for the leaves of the gradients; all others stay."""
         new = dict(zip(gradients.names(), leaves, strict=True))
-        rows = zip(self.names, self.flat.picked(), strict=True)
+        rows = zip(self.names, self.flat.measured_leaves(), strict=True)
         return self.flat.rebuild([new.get(name, old) for name, old in rows])
 
 
@@ -60,7 +60,7 @@ def dense(flat: FlatTree, name: str) -> FlatTree:
     Raises:
       TypeError: if a leaf is sparse.
     """
-    for leaf, path in zip(flat.picked(), flat.names(), strict=True):
+    for leaf, path in zip(flat.measured_leaves(), flat.names(), strict=True):
         if is_sparse(leaf):
             raise TypeError(
                 f"{name}: leaf '{path}' must be dense, as its averages are; pass leaf.todense()"
@@ -71,7 +71,7 @@ def dense(flat: FlatTree, name: str) -> FlatTree:
 def zero_moments(flat: FlatTree, *, real: bool = False) -> PyTree:
     """The averages before the first step: zeros, and None for leaves that are not measured."""
     leaves: list[Any] = [None] * len(flat.leaves)
-    for i, leaf in zip(flat.measured, flat.picked(), strict=True):
+    for i, leaf in zip(flat.measured, flat.measured_leaves(), strict=True):
         dtype = wide_dtype(jnp.result_type(leaf), real=real)
         leaves[i] = jnp.zeros_like(devices.on_device(leaf), dtype=dtype)
     return jax.tree_util.tree_unflatten(flat.treedef, leaves)

@@ -205,7 +205,7 @@ def _warmed_up(updates: PyTree, state: ResetState, warmup: int | Array) -> PyTre
     # Equal to (1 - cos(pi * share)) / 2, which would lose digits where the cosine is near 1.
     factor = jnp.where(is_over, 1, jnp.square(jnp.sin(0.5 * jnp.pi * share)))
     by, flat = Multiplier(jnp.ones_like(factor), factor), flatten(updates, "updates")
-    leaves = [x if is_sparse(x) else jnp.asarray(x) for x in flat.picked()]
+    leaves = [x if is_sparse(x) else jnp.asarray(x) for x in flat.measured_leaves()]
     scaled = [scale(x, by, axes=tuple(range(x.ndim)), strict=False) for x in leaves]
     return flat.rebuild(scaled)
 

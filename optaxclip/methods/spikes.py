@@ -187,7 +187,7 @@ def clip_by_second_moment(
                 "did not have"
             )
         clipped, count, moments = _clamped(
-            settings, flat.picked(), old.of_leaves(flat, name), state.steps, period=period
+            settings, flat.measured_leaves(), old.of_leaves(flat, name), state.steps, period=period
         )
         return flat.rebuild(clipped), SecondMomentState(count, old.replaced(flat, moments))
 

@@ -123,16 +123,16 @@ def scale_by_stable_adam(
         groups = groups_of(flat, scope, checked, state.clip.info.names, state.steps.size)
 
         def of_leaves(column: Array) -> list[Array]:
-            return groups.by_leaf([column], flat.picked())
+            return groups.by_leaf([column], flat.measured_leaves())
 
         mu, nu = (NamedMoments.of(tree) for tree in (state.mu, state.nu))
         old = (mu.of_leaves(flat, name), nu.of_leaves(flat, name))
         steps = increased(state.steps)
-        new, ratios = _averages(flat.picked(), old, of_leaves(steps), betas, eps)
+        new, ratios = _averages(flat.measured_leaves(), old, of_leaves(steps), betas, eps)
         _, clip_state = clip.update(flat.rebuild(ratios), state.clip)
         taken = jnp.isfinite(clip_state.info.norm) & np.array(groups.grouping.present, bool)
         flags, factors = of_leaves(taken), of_leaves(clip_state.info.factor)
-        directions, new = _directions(flat.picked(), old, new, flags, factors, eps)
+        directions, new = _directions(flat.measured_leaves(), old, new, flags, factors, eps)
         return flat.rebuild(directions), StableAdamState(
             clip_state,
             increased(state.steps, taken),

@@ -190,7 +190,7 @@ def recorded_statistics(
             )
         weights, of_weights = weights_beside(flat, params, groups, caller, **places)
     static = {"groups": groups, "of_weights": of_weights, "names": names, "norm": norm}
-    return run(_statistics, flat.picked(), weights, **static)
+    return run(_statistics, flat.measured_leaves(), weights, **static)
 
 
 def _statistics(

@@ -148,7 +148,7 @@ def per_example_clip_and_aggregate(
         one = one_of(flat)
         now = state.limit if rule else limit(state.steps) if callable(limit) else checked.limit
         clip = checked._replace(limit=now)
-        sums = clip.sums(flat.picked(), one, flags)
+        sums = clip.sums(flat.measured_leaves(), one, flags)
         examples = jnp.sum(~flags, dtype=jnp.int32)
         size = examples if batch_size is None else batch_size
         next_key, for_sum, for_count = state.key, None, None
@@ -186,7 +186,7 @@ def _with_noise(leaves: list[Array], key: Array, std: Array) -> list[Array]:
 
 def _rounded(leaves: list[Array], divisor: Array, one: FlatTree) -> list[Array]:
     """The quotients in the dtypes of the updates."""
-    pairs = zip(leaves, one.picked(), strict=True)
+    pairs = zip(leaves, one.measured_leaves(), strict=True)
     return [(x / divisor.astype(x.dtype)).astype(like.dtype) for x, like in pairs]
 
 

@@ -62,14 +62,14 @@ def group_limits(
       For each group, or array of groups, limits of its shape, and the limit of the whole example's
       norm, `[]`; all float64 if a leaf is, else float32.
     """
-    dtype = norm_dtype({jnp.result_type(leaf) for leaf in one.picked()})
+    dtype = norm_dtype({jnp.result_type(leaf) for leaf in one.measured_leaves()})
     if isinstance(limit, Mapping):
         limits = _limits_by_name(dict(limit), grouping, dtype)
         squares = (jnp.sum(jnp.square(each)) for each in limits)
         return limits, jnp.sqrt(sum(squares, jnp.zeros((), dtype)))
     # A traced limit may be negative, and then acts as 0.
     bound = jnp.maximum(jnp.asarray(limit).astype(dtype), 0)
-    sizes = [math.prod(np.shape(leaf)) for leaf in one.picked()]
+    sizes = [math.prod(np.shape(leaf)) for leaf in one.measured_leaves()]
     shares = _shares(grouping, sizes, split)
     roots = [jnp.asarray(math.sqrt(share)).astype(dtype) for share in shares]
     rows = zip(roots, grouping.groups, strict=True)

@@ -60,9 +60,9 @@ class ClippedGrad:
         flags = padding_flags(is_padding, examples)
         params = flatten(roles.params, "params")
         batch = (roles.batch, flags)
-        picked = _varying_like(batch, params.picked())
+        measured = _varying_like(batch, params.measured_leaves())
         one = self._clipped_tree(params)
-        step = functools.partial(_step, self, roles, params, picked, one, keywords)
+        step = functools.partial(_step, self, roles, params, measured, one, keywords)
         nothing = _varying_like(batch, RunningSums.zeros(one, self.clip.limits(one)[0]))
         sums, losses, aux = in_microbatches(step, batch, examples, self.microbatch_size, nothing)
         result = result_of(sums, one.without_gradients().rebuild(sums.leaves))
@@ -101,7 +101,7 @@ class ClippedGrad:
         """The tree of one example that is clipped: like the parameters, or as `transform` gives."""
         if self.transform is None:
             return params
-        zeros = [jnp.zeros_like(leaf) for leaf in params.picked()]
+        zeros = [jnp.zeros_like(leaf) for leaf in params.measured_leaves()]
         made = self.transform(_gradient(params, zeros))
         return flatten(made, "what pre_clipping_transform gives")
 
@@ -198,7 +198,7 @@ def _step(
     grad_fn: ClippedGrad,
     roles: Roles,
     params: FlatTree,
-    picked: list[Any],
+    measured: list[Any],
     one: FlatTree,
     keywords: dict[str, Any],
     batch: tuple[tuple[Any, ...], Array],
@@ -206,8 +206,8 @@ def _step(
     """Gradients of a microbatch, clipped and summed."""
     examples, is_padding = batch
 
-    def loss(picked: list[Any], example: tuple[Any, ...]) -> Any:
-        args = roles.with_values(params.rebuild(picked), example)
+    def loss(measured: list[Any], example: tuple[Any, ...]) -> Any:
+        args = roles.with_values(params.rebuild(measured), example)
         found: Any = grad_fn.loss_fn(*args, **keywords)
         if grad_fn.has_aux and not (isinstance(found, tuple) and len(found) == 2):
             raise TypeError(f"with has_aux loss_fn must return (loss, aux), got {found!r:.80}")
@@ -220,14 +220,14 @@ def _step(
             )
         return found
 
-    def of_example(picked: list[Any], example: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        value, leaves = jax.value_and_grad(loss, has_aux=grad_fn.has_aux)(picked, example)
+    def of_example(measured: list[Any], example: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+        value, leaves = jax.value_and_grad(loss, has_aux=grad_fn.has_aux)(measured, example)
         if grad_fn.transform is not None:
             made = grad_fn.transform(_gradient(params, leaves))
-            leaves = flatten(made, "what pre_clipping_transform gives").picked()
+            leaves = flatten(made, "what pre_clipping_transform gives").measured_leaves()
         return value, leaves
 
-    value, leaves = jax.vmap(of_example, in_axes=(None, 0))(picked, examples)
+    value, leaves = jax.vmap(of_example, in_axes=(None, 0))(measured, examples)
     losses, aux = value if grad_fn.has_aux else (value, None)
     return grad_fn.clip.sums(leaves, one, is_padding), losses, aux
 

@@ -31,8 +31,8 @@ class RunningSums(NamedTuple):
     @classmethod
     def zeros(cls, params: FlatTree, grouping: Grouping) -> "RunningSums":
         """Zeros; on an explicit mesh the leaves are split as the parameters are."""
-        picked = [jnp.asarray(x) for x in params.picked()]
-        leaves = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in picked]
+        measured = [jnp.asarray(x) for x in params.measured_leaves()]
+        leaves = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in measured]
         zero = jnp.zeros((), jnp.int32)
         counts = grouping.tree([jnp.zeros(group.shape, jnp.int32) for group in grouping.groups])
         return cls(leaves, counts, zero, zero)

@@ -242,7 +242,7 @@ def padding_flags(is_padding: jax.typing.ArrayLike | None, examples: int) -> Arr
 
 def _summed(flat: FlatTree, clip: ExampleClip, is_padding: jax.typing.ArrayLike | None) -> Sums:
     examples = number_of_examples(flat, "grads")
-    return clip.sums(flat.picked(), one_of(flat), padding_flags(is_padding, examples))
+    return clip.sums(flat.measured_leaves(), one_of(flat), padding_flags(is_padding, examples))
 
 
 def one_of(flat: FlatTree) -> FlatTree:
@@ -256,9 +256,9 @@ def one_of(flat: FlatTree) -> FlatTree:
     return flat._replace(leaves=leaves)
 
 
-def sum_tree(flat: FlatTree, picked: list[Array]) -> PyTree:
+def sum_tree(flat: FlatTree, measured: list[Array]) -> PyTree:
     """The tree of the sum, with zeros for leaves that are not measured."""
-    return flat._replace(leaves=[_nothing(leaf) for leaf in flat.leaves]).rebuild(picked)
+    return flat._replace(leaves=[_nothing(leaf) for leaf in flat.leaves]).rebuild(measured)
 
 
 def _nothing(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Numbers = np.ndarray[Any, Any]
-MOST_LABELS = 40
+MAX_LABELS = 40
 """More names than that would overlap beside a heat map."""
 
 
@@ -165,8 +165,8 @@ def map_of(
     axes = new_axes(ax)
     shown = np.where(np.isfinite(found), found, np.nan)
     if look.ends is None:
-        usable = shown > 0
-        low, high = (shown[usable].min(), shown[usable].max()) if usable.any() else (0.1, 1.0)
+        positive = shown[shown > 0]
+        low, high = (positive.min(), positive.max()) if positive.size else (0.1, 1.0)
         scale = LogNorm(low, high if high > low else 2 * low, clip=True)
         # A norm of zero has no logarithm: it gets the lowest colour.
         shown = np.maximum(shown, low)
@@ -176,7 +176,7 @@ def map_of(
     colors = colormaps[look.colors].with_extremes(bad="red")
     mesh = axes.pcolormesh(x, rows, shown.T, norm=scale, cmap=colors, shading="nearest")
     mesh.set_rasterized(True)
-    if names is not None and len(names) <= MOST_LABELS:
+    if names is not None and len(names) <= MAX_LABELS:
         axes.set_yticks(rows, names)
     else:
         axes.set_ylabel("leaf")

@@ -98,14 +98,14 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
     axes = new_axes(ax)
     norms = suggestion.norms
     spikes = np.isin(np.arange(len(norms)), suggestion.spikes)
-    usable = np.isfinite(norms) & (norms > 0)
+    is_positive = np.isfinite(norms) & (norms > 0)
     above = norms > suggestion.limit
-    edges = _edges(norms[usable], suggestion.limit)
+    edges = _edges(norms[is_positive], suggestion.limit)
     axes.set_xscale("log")
     axes.set_yscale("log")  # or a few spikes among thousands of steps could not be seen
     parts = (
-        ("ordinary", usable & ~spikes & ~above, {"color": "0.7"}),
-        ("above the limit, no spikes", usable & ~spikes & above, {"color": PALE_ORANGE}),
+        ("ordinary", is_positive & ~spikes & ~above, {"color": "0.7"}),
+        ("above the limit, no spikes", is_positive & ~spikes & above, {"color": PALE_ORANGE}),
         ("spikes", spikes, {"color": ORANGE, "hatch": "////", "edgecolor": "white"}),
     )
     below = np.zeros(len(edges) - 1)
@@ -193,13 +193,13 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
     axes.plot(result.limits, means, "o-", color="0.35", linewidth=1.4, label=label)
     if losses.shape[1] > 1:
         axes.plot(every.ravel(), losses.ravel(), ".", color="0.35", markersize=4, label="_")
-    usable = np.isfinite(final.mean(axis=1))
-    if usable.any():
-        noises = np.stack([result.noises[usable], np.zeros(usable.sum())])
+    is_finite = np.isfinite(final.mean(axis=1))
+    if is_finite.any():
+        noises = np.stack([result.noises[is_finite], np.zeros(is_finite.sum())])
         look = {"fmt": "none", "ecolor": BLUE, "elinewidth": 1.2, "capsize": 4}
         label = "noise: as good as the best if it reaches the dots"
-        axes.errorbar(result.limits[usable], means[usable], noises, label=label, **look)
-        axes.axhline(means[usable].min(), color=BLUE, linewidth=0.8, linestyle=":")
+        axes.errorbar(result.limits[is_finite], means[is_finite], noises, label=label, **look)
+        axes.axhline(means[is_finite].min(), color=BLUE, linewidth=0.8, linestyle=":")
     if np.isfinite(result.limit):
         label = f"suggested limit {result.limit:.3g}"
         axes.axvline(result.limit, color=BLUE, linestyle="--", linewidth=1.6, label=label)

@@ -49,13 +49,13 @@ def noise_scale_over_steps(
         raise ValueError(f"batch_size must be above 0, got {batch_size!r:.80}")
     axes = new_axes(ax)
     axes.set_yscale("log")
-    usable = np.where(np.isfinite(y) & (y > 0), y, np.nan)
+    positive = np.where(np.isfinite(y) & (y > 0), y, np.nan)
     line = np.broadcast_to(size, y.shape)
-    axes.plot(x, usable, color=BLUE, linewidth=1.4, label="noise scale")
+    axes.plot(x, positive, color=BLUE, linewidth=1.4, label="noise scale")
     label = f"batch size {size:g}" if size.ndim == 0 else "batch size"
     axes.plot(x, line, "--", color="0.35", linewidth=1.4, label=label)
-    if (above := usable > line).any():
+    if (above := positive > line).any():
         look = {"color": ORANGE, "alpha": 0.25, "linewidth": 0}
-        axes.fill_between(x, line, usable, where=above, label="batch too small", **look)
+        axes.fill_between(x, line, positive, where=above, label="batch too small", **look)
     axes.set_ylabel("batch size")
     return finished(axes, legend=ax is None)

@@ -26,7 +26,7 @@ Curves = Mapping[str, ArrayLike]
 Numbers = np.ndarray[Any, Any]
 LEAST_WIDTH, WIDER = 1.4, 0.25
 """In points, of the line on top, and of each below it."""
-MOST_IN_A_ROW = 6
+MAX_LABELS_IN_A_ROW = 6
 """Labels of a legend, which are found sooner in two short rows than in a long one."""
 
 
@@ -152,7 +152,7 @@ def shared_legend(figure: "Figure") -> None:
     fewest_rows(
         figure,
         len(entries),
-        MOST_IN_A_ROW,
+        MAX_LABELS_IN_A_ROW,
         lambda columns: figure.legend(entries.values(), entries.keys(), ncols=columns, **look),
     )
 

@@ -49,9 +49,9 @@ def tree() -> Scope:
     """
 
     def assign(flat: FlatTree) -> Grouping:
-        picked = flat.picked()
-        everything = Group(("tree",), tuple(range(len(picked))))
-        return Grouping((everything,), tuple(_all_axes(leaf) for leaf in picked), "scalar")
+        measured = flat.measured_leaves()
+        everything = Group(("tree",), tuple(range(len(measured))))
+        return Grouping((everything,), tuple(_all_axes(leaf) for leaf in measured), "scalar")
 
     return assign
 
@@ -86,7 +86,7 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
             Group((label,), tuple(i for i, other in enumerate(found) if other == label))
             for label in sorted(set(found))
         )
-        axes = tuple(map(_all_axes, flat.picked()))
+        axes = tuple(map(_all_axes, flat.measured_leaves()))
         return Grouping(groups, axes, "vector", has_labels=True)
 
     return assign
@@ -115,7 +115,8 @@ def leaf(stacked: StackedAxes = 0) -> Scope:
     def assign(flat: FlatTree) -> Grouping:
         counts = stacked_counts(stacked, flat)
         axes = tuple(
-            _all_axes(leaf)[count:] for leaf, count in zip(flat.picked(), counts, strict=True)
+            _all_axes(leaf)[count:]
+            for leaf, count in zip(flat.measured_leaves(), counts, strict=True)
         )
         return one_group_per_leaf(flat, axes, "vector")
 
@@ -138,7 +139,9 @@ def one_group_per_leaf(
     """
     groups = []
     shapes = flat.shapes()
-    for i, (name, leaf, reduced) in enumerate(zip(flat.names(), flat.picked(), axes, strict=True)):
+    for i, (name, leaf, reduced) in enumerate(
+        zip(flat.names(), flat.measured_leaves(), axes, strict=True)
+    ):
         if is_sparse(leaf) and len(reduced) < np.ndim(leaf):
             raise ValueError(
                 f"the sparse leaf '{name}' cannot be divided into groups: use scopes.leaf()"
@@ -163,7 +166,7 @@ def _layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 def stacked_counts(stacked: StackedAxes, flat: FlatTree) -> list[int]:
     """For each measured leaf, the checked number of leading axes that stack layers."""
     counts = per_leaf(stacked, flat, "stacked")
-    for name, leaf, count in zip(flat.names(), flat.picked(), counts, strict=True):
+    for name, leaf, count in zip(flat.names(), flat.measured_leaves(), counts, strict=True):
         if not isinstance(count, (int, np.integer)) or not 0 <= count <= np.ndim(leaf):
             raise ValueError(
                 f"stacked must be the number of leading stacked axes, from 0 to {np.ndim(leaf)} "

@@ -33,7 +33,7 @@ def axes(axes: int | Sequence[int]) -> Scope:
     """
 
     def assign(flat: FlatTree) -> Grouping:
-        named = zip(flat.names(), flat.picked(), strict=True)
+        named = zip(flat.names(), flat.measured_leaves(), strict=True)
         reduced = tuple(_normalized(axes, leaf, name) for name, leaf in named)
         return one_group_per_leaf(flat, reduced, "dict")
 
@@ -77,7 +77,9 @@ def unit(
         counts = stacked_counts(stacked, flat)
         reduced = []
         whole_shapes = flat.global_shapes or [()] * len(counts)
-        rows = zip(flat.names(), flat.picked(), flat.shapes(), whole_shapes, counts, strict=True)
+        rows = zip(
+            flat.names(), flat.measured_leaves(), flat.shapes(), whole_shapes, counts, strict=True
+        )
         for name, leaf, shape, whole_shape, skip in rows:
             layer = jax.ShapeDtypeStruct(shape[skip:], np.float32)
             chosen = axis(name, leaf) if callable(axis) else axis
