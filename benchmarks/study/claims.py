@@ -16,6 +16,13 @@ from benchmarks.study.comparing import CASES, Case, Study
 from benchmarks.study.runs import BEST, NONE, Pair
 from benchmarks.study.summary import APART
 
+QUESTIONS = {
+    "AutoClip": "is the percentile 10 the best?",
+    "ZClip": "does it train at rates that are too high for a constant?",
+    "AGC": "do large batches need it?",
+    "SPAM": "is it better than a constant where there are spikes?",
+}
+"""What each paper says yes to."""
 PERCENTILES = ("AutoClip 1", "AutoClip", "AutoClip 25", "AutoClip 50", "AutoClip 90")
 AT_HIGH_RATES = (NONE, BEST, "ZClip", "ZClip (paper)")
 IN_SPIKES = (NONE, BEST, "skip above", "second moment", "SPAM")

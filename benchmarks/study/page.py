@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.study import pictures, rows
+from benchmarks.study import claims, pictures, rows
 from benchmarks.study.comparing import HARMS, HELPS, Case
 from benchmarks.study.faults import FAULTS
 from benchmarks.study.rows import link, table
@@ -34,8 +34,10 @@ def words(path: Path = WORDS) -> dict[str, str]:
     return {title: text.strip() for title, text in zip(parts[::2], texts, strict=True)}
 
 
-def evidence(summary: Summary, texts: Texts, versions: Mapping[str, str]) -> str:
-    """The page."""
+def evidence(
+    summary: Summary, texts: Texts, versions: Mapping[str, str], papers: Mapping[str, str]
+) -> str:
+    """The page; `papers` has the tables of their claims."""
     blocks = [
         "# Evidence: which method helps?",
         texts.get("opening", ""),
@@ -47,7 +49,7 @@ def evidence(summary: Summary, texts: Texts, versions: Mapping[str, str]) -> str
         texts.get("costs", ""),
         rows.of_costs(summary),
         *_apart(summary, texts),
-        *_with_title("Claims of four papers", texts.get("papers", "")),
+        *_claims(texts, papers),
         *_with_title("Limits of this study", texts.get("limits", "")),
     ]
     return _joined(blocks)
@@ -169,6 +171,16 @@ def _apart(summary: Summary, texts: Texts) -> Iterator[str]:
             yield rows.of_pair(summary, pair)
 
 
+def _claims(texts: Texts, papers: Mapping[str, str]) -> Iterator[str]:
+    yield "## Claims of four papers"
+    yield texts.get("papers", "")
+    for paper, question in claims.QUESTIONS.items():
+        if papers.get(paper):
+            yield f"### {paper}: {question}"
+            yield texts.get(f"paper: {paper}", "")
+            yield papers[paper]
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Writes both pages and the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -176,8 +188,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--docs", type=Path, default=DOCS, help="where to write")
     options = parser.parse_args(arguments)
     (summary, versions), texts = load(options.results), words()
+    papers = claims.tables(summary.study, options.results)
     pages = {
-        "evidence.md": evidence(summary, texts, versions),
+        "evidence.md": evidence(summary, texts, versions, papers),
         "evidence_tasks.md": by_task(summary, texts),
     }
     for name, text in pages.items():
