@@ -129,7 +129,8 @@ class Judge:
         norm_after = norm
         if self.clip is not None:
             leaves, norm_after, clip_state = self._clipped(grads, norm, state.clip, params)
-            # Of what is rejected no clip learns; a rule has to, or a new level would never pass.
+            # A clip learns nothing from a rejected microbatch; the rule that rejects must, or norms at
+            # a new level would be rejected for ever.
             new = new._replace(clip=kept_where(is_out, state.clip, clip_state))
         has_weight = weight != 0
         state = kept_where(~has_weight, state, new)
@@ -142,7 +143,7 @@ class Judge:
         known = {_NORM: norm}
         clipped, state = self._transformation().update(grads.tree(), state, params, **known)
         after = _same_leaves(grads, clipped)
-        # By a limit of the global norm all entries are multiplied by one factor.
+        # A limit of the global norm multiplies all entries by one factor, and so the norm too.
         of_limit = isinstance(self.clip, Threshold)
         norm_after = norm * state.info.factor if of_limit else self.norm(after)
         return after.measured_leaves(), norm_after, state
@@ -194,7 +195,7 @@ def _as_rule(reject: Any) -> Threshold | None:
 
 
 def _same_leaves(grads: FlatTree, clipped: PyTree) -> FlatTree:
-    """What a transformation made of gradients, checked to be a tree like them."""
+    """A transformation's result, checked to have the structure of the gradients."""
     found = flatten(clipped, "updates")
     if found.treedef != grads.treedef or found.measured != grads.measured:
         raise ValueError(

@@ -59,8 +59,8 @@ def over_microbatches(
 
     def weighted(x: Array, row: Row) -> Array:
         """What one microbatch adds to a sum."""
-        # As it is, if nothing is left out and all count alike: then XLA may add up over devices
-        # after the loop.
+        # Where all microbatches count alike and none is left out, the gradient is added as it is:
+        # XLA can then put off the sum over devices until after the loop.
         if loss.weight is not None:
             x = row.weight.astype(x.dtype) * x
         is_one_of_some = loss.weight is not None or judge.rejects

@@ -102,7 +102,7 @@ class Loss:
 
         (value, aux), leaves = jax.value_and_grad(loss, has_aux=True)(measured)
         if are_tracked():
-            # A loss that is the same on all devices counts by the weight of all.
+            # A loss that is equal on all devices counts with the sum of their weights.
             weight = self._total(weight, self.places.axes_of(weight) - self.places.axes_of(value))
         return Found(value.astype(self.dtype), weight, leaves, aux)
 

@@ -69,7 +69,7 @@ class Row(NamedTuple):
     def noise(self, norm_of_mean: Array) -> NoiseSums:
         """The noise sums, from the norm of the mean gradient."""
         square, square_of_mean = self.mean(jnp.square(self.norm_after)), jnp.square(norm_of_mean)
-        # A microbatch has the mean weight: with unequal ones this still has no bias.
+        # Each microbatch is taken to have the mean weight; with unequal ones there is no bias.
         large = self.total_weight
         small = large / jnp.sum(self.counts, dtype=large.dtype)
         spread = jnp.where(large > small, large - small, jnp.nan)

@@ -1,7 +1,8 @@
 """Over which devices the gradient of a microbatch has to be added up, and how that is done.
 
-What a device computes from its part of a microbatch counts by its part's weight. Where types are
-tracked they say what differs from device to device; else the user does, by `axis_name=`.
+A device's result counts with the weight of its part of the microbatch. Where JAX tracks which
+values differ between devices (`check_vma=True`) their types say it; elsewhere the user does, by
+`axis_name=`.
 """
 
 import dataclasses

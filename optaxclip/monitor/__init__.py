@@ -10,8 +10,8 @@ the records inside of the compiled step, and `scalars` the same on the host::
       writer.add_scalar(name, value, step)              # TensorBoard
   wandb.log(monitor.scalars(opt_state), step)           # Weights & Biases
 
-After a step that was skipped, `bad_leaves` names the leaves that it was for, and `verdict` tells
-the host whether to go on. `noise_scale` tells from the gradients of microbatches whether the batch
+After a step that was skipped, `bad_leaves` names the leaves that caused it, and `verdict` tells the
+host whether to go on. `noise_scale` tells from the gradients of microbatches whether the batch
 is too small.
 """
 

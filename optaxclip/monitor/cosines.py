@@ -1,7 +1,8 @@
-"""Cosines: leaves and others like them come in; for each group their cosine, and the others' norm.
+"""The cosine of each group of leaves with the same leaves of another tree, and that tree's norms.
 
-Products are summed as squares are, at several scales, in one read of both, over a group's leaves
-and over devices: a pair of real entries is one complex entry to the sums of powers.
+Products are summed as squares are: at several scales, over a group's leaves and over devices, in
+one read of both trees. The code for sums of powers takes a pair of real entries as one complex
+entry.
 """
 
 import dataclasses
@@ -66,7 +67,7 @@ def cosines(
 
 
 def _pairs(leaves: list[Any], others: list[Any], groups: Groups) -> tuple[list[Pair], Groups]:
-    """Real entries and others beside each other, and the groups of these."""
+    """The real entries of both trees in pairs, and the groups of the pairs."""
     dtype = norm_dtype(leaf.dtype for leaf in (*leaves, *others))
     pairs, axes, sources = list[Pair](), list[tuple[int, ...]](), list[int]()
     for i, (leaf, other) in enumerate(zip(leaves, others, strict=True)):
@@ -88,7 +89,7 @@ def _pairs(leaves: list[Any], others: list[Any], groups: Groups) -> tuple[list[P
 
 
 def _of_sources(groups: Groups, sources: list[int], axes: tuple[tuple[int, ...], ...]) -> Groups:
-    """The groups of leaves of which each has the place of the leaf that it was made of."""
+    """Groups of leaves made of others; each is grouped and placed as the one it was made of."""
     old, place = groups.grouping, groups.placement
     of_groups = [
         dataclasses.replace(
@@ -109,7 +110,7 @@ def _of_sources(groups: Groups, sources: list[int], axes: tuple[tuple[int, ...],
 
 
 def _both(x: Array) -> Any:
-    """Several summands of one entry: the product, and the other's square."""
+    """The two summands of a pair: the product, and the square of the other's entry."""
     return x.real * x.imag, lax.square(x.imag)
 
 
@@ -125,11 +126,11 @@ _BOTH = Norm("both", _both, _total, degree=2)
 # Compiled by itself so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "is_whole"))
 def _sums(pair: Pair, *, axes: tuple[int, ...], is_whole: bool) -> powers.AtScales:
-    """Of products and of the others' squares, in turn, at all scales.
+    """The sums of products and of the others' squares, in turn, at all scales.
 
-    In one reduction: of two, of which one shares the parameters with AdamW, XLA on GPUs makes one
-    kernel with the optimizer's step, in front of which it copies the parameters. On a CPU in
-    float64, without complex numbers, which XLA would store there.
+    One reduction gives both. With two, XLA on GPUs merges the one that reads the parameters with
+    AdamW's step, and copies the parameters before that (JAX 0.10). On a CPU the sums are in float64
+    and of real numbers, because XLA would store complex ones there.
     """
     dtype, over_all = pair[0].dtype, is_whole and len(axes) == pair[0].ndim
     scales = powers.scales(_BOTH, dtype)
@@ -154,7 +155,7 @@ def _sums(pair: Pair, *, axes: tuple[int, ...], is_whole: bool) -> powers.AtScal
         return in_own_dtype(pair)
     usual = functools.partial(in_own_dtype, way=powers.at_once) if over_all else in_own_dtype
     on_gpu = usual if over_all else in_float64
-    # What several sums convert XLA would store.
+    # XLA on CPU would store a conversion that several sums share: a barrier keeps them apart.
     on_cpu = functools.partial(in_float64, apart=True)
     ways = {"cpu": on_cpu, "cuda": on_gpu, "rocm": on_gpu}
     return lax.platform_dependent(pair, **ways, default=usual)
@@ -166,7 +167,7 @@ def _norm(sums: powers.AtScales) -> Array:
 
 
 def _cosine(sums: powers.AtScales, norm: Array, other: Array) -> Array:
-    """From the sum at the scale at which no sum of these products can leave the range."""
+    """The cosine, from the sum at the scale at which no sum of these products leaves the range."""
     plain, down, up = sums
     info, far = jnp.finfo(plain.dtype), powers.distance(plain.dtype)
     bound = safe_sqrt(norm.astype(plain.dtype)) * safe_sqrt(other.astype(plain.dtype))

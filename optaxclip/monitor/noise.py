@@ -118,7 +118,7 @@ def noise_scale(
         is_finite = jnp.isfinite(noise.signal) & jnp.isfinite(noise.variance)
         steps = increased(state.steps, is_finite)
         number = jnp.maximum(steps, 1).astype(jnp.float32)
-        # (1 - decay) / (1 - decay**number): what the newest of so many counts among them.
+        # (1 - decay) / (1 - decay**number): the weight of the newest of `number` estimates.
         share = jnp.expm1(jnp.log(as_float(decay))) / jnp.expm1(number * jnp.log(as_float(decay)))
 
         def averaged(old: Array, new: Array) -> Array:

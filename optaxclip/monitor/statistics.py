@@ -1,4 +1,4 @@
-"""Statistics: leaves and parameters come in, for each statistic a number for each group goes out.
+"""From leaves and parameters to statistics: for each one a number for each group.
 
 Each is made of a few norms of the groups. What several of them need is measured once.
 """
@@ -77,7 +77,7 @@ class Sources:
         """The parts that the groups have in the squared norm of all."""
         rows, present = self.of_leaves(norms.l2), self._present()
         known = [jnp.where(there, x, 0) for x, there in zip(rows, present, strict=True)]
-        # So that no square leaves the range.
+        # Relative to the largest, so that no square leaves the range.
         largest = functools.reduce(jnp.maximum, [jnp.max(x, initial=0) for x in known])
         squares = [jnp.square(safe_divide(x, largest, 0.0)) for x in known]
         total = functools.reduce(jnp.add, [jnp.sum(x) for x in squares])
@@ -209,7 +209,7 @@ def _statistics(
 
 
 def _by_name(rows: Rows, groups: Groups) -> Array:
-    """A number for each name: of a leaf with many groups the largest."""
+    """A number for each name; for a leaf with many groups it is the largest."""
     if groups.grouping.layout != "dict":
         return rows[0]
     largest = [_largest(x) for x in groups.unpack(rows)]
@@ -217,7 +217,7 @@ def _by_name(rows: Rows, groups: Groups) -> Array:
 
 
 def _largest(x: Array) -> Array:
-    """The largest number, 0 of none; NaN if one is, also where devices hold parts."""
+    """The largest number; 0 if there is none, NaN if one is NaN, on whichever device it lies."""
     is_unknown = jnp.isnan(x)
     least = jnp.asarray(-jnp.inf, x.dtype)
     largest = jnp.max(jnp.where(is_unknown, least, x), initial=least)

@@ -22,7 +22,7 @@ Recorded: TypeAlias = ClipState | SkipState | NoiseScaleState | RecordState
 Summary: TypeAlias = dict[str, Any]
 """For each kind of number an array `[labels]`, or `[1]`."""
 
-# What there is without entries.
+# The numbers of a record that has no entries.
 _NOTHING = {"norm": 0.0, "limit": float("inf"), "factor": 1.0}
 NUMBERS = (
     *("norm", "limit", "factor", "clipped_fraction", "num_nonfinite"),
@@ -107,7 +107,7 @@ def _of_noise(of: dict[str, Any], numpy: Any) -> Summary:
 
 
 def _of_largest(rows: Any, numpy: Any) -> Any:
-    """Of each column the largest number; what is missing at a step, NaN, if nothing else is."""
+    """The largest number of each column. A group that was missing has NaN, which counts only alone."""
     if not rows.size:
         return numpy.zeros(rows.shape[1:], rows.dtype)
     is_unknown = numpy.isnan(rows)
@@ -116,7 +116,7 @@ def _of_largest(rows: Any, numpy: Any) -> Any:
 
 
 def _of_worst(columns: dict[str, Any], numpy: Any) -> Summary:
-    """Of each column the number of the entry with the largest ratio of norm to limit."""
+    """For each column the number of the entry whose ratio of norm to limit is the largest."""
     norm, limit = columns["norm"], columns["limit"]
     if len(norm) == 0:
         of_none = numpy.ones(norm.shape[1:], norm.dtype)
@@ -129,7 +129,7 @@ def _of_worst(columns: dict[str, Any], numpy: Any) -> Summary:
 
 
 def _of_largest_loss(loss: Any, limit: Any, numpy: Any) -> Summary:
-    """The loss that is furthest above its limit, and that."""
+    """The loss that is furthest above its limit, and that limit."""
     is_finite = numpy.isfinite(loss)
     above = numpy.where(is_finite, numpy.where(is_finite, loss, 0) - limit, numpy.inf)
     return _at_largest(above, {"loss": loss, "loss_limit": limit}, numpy)

@@ -90,7 +90,7 @@ def shares_over_steps(
     known = np.isfinite(values).any(axis=1)
     values = np.where(np.isfinite(values), values, 0.0)
     order = np.argsort(-values.max(axis=0), kind="stable")
-    # A colour for "others" is not worth it for a single one.
+    # A single group that is left keeps its own colour: "others" would take one too.
     count = len(order) if len(order) <= most + 1 and len(order) <= len(COLORS) else most
     labels = [str(i) for i in range(len(order))] if names is None else list(names)
     bands = [(labels[i], values[:, i], COLORS[n]) for n, i in enumerate(order[:count])]
@@ -98,7 +98,7 @@ def shares_over_steps(
         rest = values[:, order[count:]].sum(axis=1)
         bands.append((f"{len(order) - count} others", rest, "0.8"))
     axes = new_axes(ax)
-    # Each step is as wide as from the middle between it and the one before to that after it.
+    # Each step reaches from half-way to the one before it to half-way to the one after it.
     edges = _edges(x)
     ends, where = np.repeat(edges, 2)[1:-1], np.repeat(known, 2)
     below = np.zeros(len(ends))

@@ -102,7 +102,7 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
     above = norms > suggestion.limit
     edges = _edges(norms[is_positive], suggestion.limit)
     axes.set_xscale("log")
-    axes.set_yscale("log")  # or a few spikes among thousands of steps could not be seen
+    axes.set_yscale("log")  # on a linear axis a few spikes among thousands could not be seen
     parts = (
         ("ordinary", is_positive & ~spikes & ~above, {"color": "0.7"}),
         ("above the limit, no spikes", is_positive & ~spikes & above, {"color": PALE_ORANGE}),
@@ -116,7 +116,7 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
             look = {"linewidth": 0, "align": "edge", **look}
             axes.bar(edges[:-1], counts, np.diff(edges), below, label=label, **look)
             below += counts
-    axes.set_ylim(0.5, 1.5 * below.max())  # one step is seen too
+    axes.set_ylim(0.5, 1.5 * below.max())  # so that a single step is seen too
     axes.axvline(
         suggestion.limit,
         color=BLUE,
@@ -211,7 +211,7 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
 
 
 def _edges(norms: np.ndarray[Any, Any], limit: float) -> np.ndarray[Any, Any]:
-    """Of bins of one width, so that none is on both sides of the limit."""
+    """The edges of equally wide bins. The limit is one of them, so no bin has both sides of it."""
     low, high = np.log(norms.min() / limit), np.log(norms.max() / limit)
     width = (high - low) / BINS
     # A norm equal to its limit is not above it.
