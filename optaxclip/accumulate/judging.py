@@ -129,8 +129,8 @@ class Judge:
         norm_after = norm
         if self.clip is not None:
             leaves, norm_after, clip_state = self._clipped(grads, norm, state.clip, params)
-            # A clip learns nothing from a rejected microbatch; the rule that rejects must, or norms at
-            # a new level would be rejected for ever.
+            # A clip learns nothing from a rejected microbatch; the rule that rejects must, or norms
+            # at a new level would be rejected for ever.
             new = new._replace(clip=kept_where(is_out, state.clip, clip_state))
         has_weight = weight != 0
         state = kept_where(~has_weight, state, new)

@@ -107,7 +107,7 @@ def _of_noise(of: dict[str, Any], numpy: Any) -> Summary:
 
 
 def _of_largest(rows: Any, numpy: Any) -> Any:
-    """The largest number of each column. A group that was missing has NaN, which counts only alone."""
+    """The largest number of each column. NaN is that of a group that was missing."""
     if not rows.size:
         return numpy.zeros(rows.shape[1:], rows.dtype)
     is_unknown = numpy.isnan(rows)
