@@ -283,7 +283,17 @@ PRIVATE: dict[str, Method] = {
 """What the private task compares: every one but the first bounds each example and adds noise."""
 
 
+WITH_MUON = (
+    *("none", "constant (best)", "constant (suggest)", "constant, zero", "block RMS", "AGC"),
+    *("AutoClip", "ZClip", "quantile", "AdaGC", "normalize", "spectral"),
+    *("skip non-finite", "skip above", "microbatches"),
+)
+"""One or two of each kind, as Muon hardly minds the size of gradients and takes the longest."""
+
+
 def methods_for(is_private: bool, optimizer: str) -> dict[str, Method]:
     """Those that go with a task and an optimizer, by name."""
     table = PRIVATE if is_private else METHODS
+    if optimizer == "muon":
+        return {name: table[name] for name in WITH_MUON}
     return {name: x for name, x in table.items() if not x.only or optimizer in x.only}
