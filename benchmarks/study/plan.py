@@ -31,23 +31,24 @@ class Effort(NamedTuple):
       every: steps from one evaluation to the next.
       seeds: how many are reported.
       tuning: how many find the rates and the best constants.
-      chunk: runs of one call of a program.
+      chunk: runs of one call of a program; best if it divides those of a rate and fault.
     """
 
     steps: int = 300
     every: int = 10
     seeds: int = 12
     tuning: int = 3
-    chunk: int = 24
+    chunk: int = 12
 
 
-QUICK = Effort(steps=40, every=10, seeds=2, tuning=1, chunk=8)
+QUICK = Effort(steps=40, every=10, seeds=2, tuning=1, chunk=2)
 QUICK_PAIRS = (("conv", "adamw"), ("private", "adamw"))
 QUICK_METHODS = ("none", "constant (best)", "ZClip", "skip above", "quantile")
 
 
 BATCHES, ON_BATCHES = (16, 128), ("none", "AGC", "AGC (paper)")
 """Of AGC's claim: sizes of batches, and methods."""
+RATES_OF_BATCHES = 2.0 ** np.arange(-7, 1)
 
 
 class OfBatches(NamedTuple):
@@ -128,7 +129,7 @@ def conditions(effort: Effort, best_rate: str | None = None) -> list[tuple[str, 
 def runs(of: Cell | OfBatches, effort: Effort) -> int:
     """How many a cell has."""
     if isinstance(of, OfBatches):
-        return len(GRID["sgd"]) * effort.seeds
+        return len(RATES_OF_BATCHES) * effort.seeds
     return len(conditions(effort)) + len(conditions(effort, "edge"))
 
 

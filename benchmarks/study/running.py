@@ -37,9 +37,9 @@ class Runner:
 
     def __init__(self, task: Task, optimizer: str, method: Method, effort: Effort):
         self.chunk = effort.chunk
-        self.begin = _beginning(task, effort.steps)
-        number, real = (jax.ShapeDtypeStruct((self.chunk,), x) for x in (jnp.int32, jnp.float32))
-        runs = cell.Runs(jax.eval_shape(self.begin, number, number), real, real)
+        self.begin, begin = _beginning(task, effort)
+        real = jax.ShapeDtypeStruct((self.chunk,), jnp.float32)
+        runs = cell.Runs(begin, real, real)
         program = cell.program(task, optimizer, method, effort.steps, effort.every)
         self.program = program.lower(runs).compile()
 
@@ -65,8 +65,12 @@ class Runner:
 
 
 @functools.cache
-def _beginning(task: Task, steps: int) -> Any:
-    return cell.beginning(task, steps)
+def _beginning(task: Task, effort: Effort) -> tuple[Any, Any]:
+    """The compiled beginning, which outlives JAX's caches, and what it gives."""
+    number = jax.ShapeDtypeStruct((effort.chunk,), jnp.int32)
+    begin = cell.beginning(task, effort.steps)
+    compiled = begin.lower(number, number).compile()
+    return compiled, jax.eval_shape(begin, number, number)
 
 
 def explore(task_name: str, optimizer: str, effort: Effort) -> Found:
@@ -108,7 +112,7 @@ def run_cell(of: Cell, found: Found, effort: Effort) -> list[Row]:
 
 def run_batches(of: OfBatches, effort: Effort) -> list[Row]:
     """A row for each rate of the grid and each seed."""
-    grid, method = plan.GRID["sgd"], methods_for(False, "sgd")[of.clip]
+    grid, method = plan.RATES_OF_BATCHES, methods_for(False, "sgd")[of.clip]
     runner = Runner(digits.conv(of.batch), "sgd", method, effort)
     each = [(float(rate), seed) for rate in grid for seed in range(effort.seeds)]
     rates, seeds = zip(*each, strict=True)
