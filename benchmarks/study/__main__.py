@@ -6,7 +6,7 @@ program of its runs. Before the cells the edge of the learning rate is found for
 optimizer without a clip. Results are JSON lines, one a run; what is in the file is not run again.
 `python -m benchmarks.study.page` makes the page of them.
 
-  python -m benchmarks.study           # an hour on two cores
+  python -m benchmarks.study           # an hour and a quarter on two cores
   python -m benchmarks.study --quick   # a minute, and no more than a sign that it runs
 """
 
@@ -21,12 +21,13 @@ from typing import Any
 from rich.progress import Progress
 
 from benchmarks.study import plan, running
-from benchmarks.study.methods import methods_for
+from benchmarks.study.methods import METHODS, PRIVATE, methods_for
 from benchmarks.study.plan import Cell, Effort, OfBatches
 from benchmarks.study.results import Results
 from benchmarks.study.tasks import TASKS
 
 Pair = tuple[str, str]
+ALL = list(METHODS | PRIVATE)
 
 
 def pairs(quick: bool, tasks: list[str] | None) -> list[Pair]:
@@ -69,24 +70,21 @@ def study(
         def over(title: str, jobs: dict[Future[Any], Any]) -> Iterator[tuple[Any, Any]]:
             bar = progress.add_task(title, total=len(jobs))
             for job in as_completed(jobs):
-                progress.update(
-                    bar, advance=1, description=f"{title}: {' '.join(map(str, jobs[job]))}"
-                )
+                of = " ".join(map(str, jobs[job]))
+                progress.update(bar, advance=1, description=f"{title}: {of}")
                 yield jobs[job], job.result()
 
         new = [pair for pair in of if pair not in results.found]
         explored = {executor.submit(running.explore, *pair, effort): pair for pair in new}
         for pair, found in over("rates", explored):
             results.add([{"pair": pair, "found": found._asdict()}])
-        jobs = {}
-        for each in todo:
+
+        def submitted(each: Cell | OfBatches) -> Future[Any]:
             if isinstance(each, OfBatches):
-                jobs[executor.submit(running.run_batches, each, effort)] = each
-            else:
-                jobs[executor.submit(running.run_cell, each, results.found[each[:2]], effort)] = (
-                    each
-                )
-        for _, rows in over("cells", jobs):
+                return executor.submit(running.run_batches, each, effort)
+            return executor.submit(running.run_cell, each, results.found[each[:2]], effort)
+
+        for _, rows in over("cells", {submitted(each): each for each in todo}):
             results.add(rows)
 
 
@@ -96,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="two tasks, a few methods and steps")
     parser.add_argument("--out", type=Path, default=Path("study.jsonl"), help="the results")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), help="some of the tasks")
-    parser.add_argument("--methods", nargs="+", help="some of the methods, by name")
+    parser.add_argument("--methods", nargs="+", choices=ALL, metavar="NAME", help="some of them")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     options = parser.parse_args(arguments)
     os.environ.update(running.ENVIRONMENT)  # which the processes see when they import JAX
@@ -107,7 +105,11 @@ def main(arguments: list[str] | None = None) -> None:
     todo = [each for each in todo if each not in results.done]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, mp_context=context) as executor:
-        study(of, todo, results, effort, executor)
+        try:
+            study(of, todo, results, effort, executor)
+        except BaseException:
+            executor.shutdown(wait=False, cancel_futures=True)  # or all that waits would run first
+            raise
     print(f"{len(results.done)} cells are in {options.out}")
 
 

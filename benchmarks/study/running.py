@@ -97,8 +97,9 @@ def run_cell(of: Cell, found: Found, effort: Effort) -> list[Row]:
     task = TASKS[of.task]()
     method = methods_for(task.noise is not None, of.optimizer)[of.method]
     runner = Runner(task, of.optimizer, method, effort)
-    limit = {"best": lambda: _best_limit(runner, found, effort), "suggest": lambda: found.suggested}
-    limit = limit[method.limit]() if method.limit else None
+    limit = found.suggested if method.limit == "suggest" else None
+    if method.limit == "best":
+        limit = _best_limit(runner, found, effort)
     calm = plan.conditions(effort)
     rows = _rows(of, runner, calm, found, limit, effort)
     losses = {rate: [] for rate in plan.RATES}
