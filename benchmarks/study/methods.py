@@ -25,6 +25,7 @@ class Setting(NamedTuple):
     Attributes:
       direction: the optimizer's first half, as in `Optimizer`.
       finish: its second half.
+      moments: the same.
       limit: float32[], of a method with a constant.
       noise: the task's; 0 where training is not private.
       key: for the noise.
@@ -33,6 +34,7 @@ class Setting(NamedTuple):
 
     direction: Step
     finish: Step
+    moments: tuple[str, ...]
     limit: Array
     noise: float
     key: Array
@@ -133,13 +135,15 @@ def _skip(inner: Step) -> Step:
     return optaxclip.skip_above(inner, rule, loss_limit=rule)
 
 
-def _reset(inner: Step) -> Step:
-    return optaxclip.reset_state(inner, when=thresholds.window(6.0, 128), warmup=20)
+def _reset(of: Setting) -> Step:
+    rule = thresholds.window(6.0, 128)
+    return optaxclip.reset_state(_plain(of), when=rule, only=of.moments, warmup=20)
 
 
 def _spam(of: Setting) -> Step:
     clip = watched(optaxclip.clip_by_second_moment(reset_every=100))
-    return optax.chain(clip, optaxclip.reset_state(_plain(of), every=100, warmup=30))
+    reset = optaxclip.reset_state(_plain(of), every=100, only=of.moments, warmup=30)
+    return optax.chain(clip, reset)
 
 
 def _stable_adam(of: Setting) -> Step:
@@ -228,7 +232,7 @@ METHODS: dict[str, Method] = {
     ),
     "skip non-finite": Method(_around(optaxclip.skip_nonfinite), "skip_nonfinite"),
     "skip above": Method(_around(_skip), "skip_above, window(6.0, 128) for the norm and the loss"),
-    "reset": Method(_around(_reset), "reset_state(when=window(6.0, 128), warmup=20)"),
+    "reset": Method(_reset, "reset_state(when=window(6.0, 128), warmup=20)"),
     "microbatches": Method(
         _plain, "accumulate.value_and_grad, bad microbatches left out", microbatches=True
     ),

@@ -19,10 +19,12 @@ class Optimizer(NamedTuple):
     Attributes:
       direction: from the gradient to the step before the rate, such as `optax.scale_by_adam`.
       finish: weight decay and the learning rate.
+      moments: the parts of the direction's state that remember gradients.
     """
 
     direction: optax.GradientTransformation
     finish: optax.GradientTransformation
+    moments: tuple[str, ...]
 
 
 NOT_MUONS = ("embedding", "positions", "head", "gain", "bias")
@@ -72,4 +74,4 @@ def optimizer(name: str, rate: Array, steps: int) -> Optimizer:
         optax.add_decayed_weights(DECAY),
         optax.scale_by_learning_rate(lambda count: rate * share(count)),
     )
-    return Optimizer(DIRECTIONS[name](), finish)
+    return Optimizer(DIRECTIONS[name](), finish, ("trace",) if name == "sgd" else ("mu", "nu"))
