@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.study import comparing, inference, plan, results, rows
 from benchmarks.study.comparing import CASES, Case, Study
 from benchmarks.study.runs import BEST, NONE, Pair
-from benchmarks.study.summary import APART
+from benchmarks.study.summary import together
 
 QUESTIONS = {
     "AutoClip": "is the percentile 10 the best?",
@@ -30,17 +30,14 @@ IN_SPIKES = (NONE, BEST, "skip above", "second moment", "SPAM")
 
 def tables(study: Study, path: Path) -> dict[str, str]:
     """By the paper's method, Markdown; empty where the runs are not there."""
-    adamw = [pair for pair in _pairs(study) if pair.optimizer == "adamw"]
+    pairs = together(study.pairs)
+    adamw = [pair for pair in pairs if pair.optimizer == "adamw"]
     return {
         "AutoClip": _beside(study, adamw, PERCENTILES, _case("best"), NONE),
-        "ZClip": _beside(study, _pairs(study), AT_HIGH_RATES, _case("past"), BEST),
+        "ZClip": _beside(study, pairs, AT_HIGH_RATES, _case("past"), BEST),
         "AGC": _of_batches(results.read(path)),
         "SPAM": _beside(study, adamw, IN_SPIKES, _case("spike"), BEST),
     }
-
-
-def _pairs(study: Study) -> list[Pair]:
-    return [pair for pair in study.pairs if pair.task not in APART]
 
 
 def _case(name: str) -> Case:

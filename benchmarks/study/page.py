@@ -16,7 +16,7 @@ from benchmarks.study.comparing import HARMS, HELPS, Case
 from benchmarks.study.faults import FAULTS
 from benchmarks.study.rows import link, table
 from benchmarks.study.runs import NONE, RATES, Key, Pair
-from benchmarks.study.summary import APART, Summary, load
+from benchmarks.study.summary import Summary, load
 
 DOCS = Path(__file__).parents[2] / "docs"
 WORDS = Path(__file__).parent / "words.md"
@@ -165,9 +165,9 @@ def _by_method(summary: Summary, texts: Texts) -> Iterator[str]:
 
 def _apart(summary: Summary, texts: Texts) -> Iterator[str]:
     for pair in summary.study.pairs:
-        if pair.task in APART:
+        if pair not in summary.pairs:
             yield f"## Apart: {pair}"
-            yield texts.get(pair.task, "")
+            yield "".join(texts.get(name, "") for name in pair)
             yield rows.of_pair(summary, pair)
 
 

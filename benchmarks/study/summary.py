@@ -15,9 +15,11 @@ from benchmarks.study.comparing import CASES, HARMS, HELPS, UNCLEAR, Case, Compa
 from benchmarks.study.inference import Interval
 from benchmarks.study.runs import BEST, NONE, Cell, Pair, cells
 
-APART = ("private",)
-"""Tasks in which each example is clipped, so that methods are others; nothing would not be private,
-and they stand beside the best constant."""
+PRIVATE = "private"
+"""The task in which each example is clipped, so that methods are others. Nothing would not be
+private, so they stand beside the best constant."""
+APART = (PRIVATE, "muon")
+"""A task and an optimizer that are not put together with the others, as they have some methods."""
 BACK = 0.02
 """A share of the gain: so much above the loss before bad data is as good as back."""
 
@@ -58,7 +60,7 @@ class Summary(NamedTuple):
     @property
     def pairs(self) -> tuple[Pair, ...]:
         """Those that are put together."""
-        return tuple(pair for pair in self.study.pairs if pair.task not in APART)
+        return together(self.study.pairs)
 
     def found(self, verdict: str, case: Case) -> list[str]:
         """The methods of which the pooled comparison says so, the best first."""
@@ -131,16 +133,21 @@ def _mean(values: Sequence[np.ndarray]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
+def together(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
+    """Those pairs that all methods have, or nearly."""
+    return tuple(pair for pair in pairs if not set(pair) & set(APART))
+
+
 def summarize(study: Study) -> Summary:
     """All comparisons."""
-    together = [pair for pair in study.pairs if pair.task not in APART]
+    pairs = together(study.pairs)
     pooled, beside_best = (
-        {case.name: comparing.compare(study, together, base, case) for case in CASES}
+        {case.name: comparing.compare(study, pairs, base, case) for case in CASES}
         for base in (NONE, BEST)
     )
     single = {
         case.name: {
-            pair: comparing.compare(study, [pair], BEST if pair.task in APART else NONE, case)
+            pair: comparing.compare(study, [pair], BEST if pair.task == PRIVATE else NONE, case)
             for pair in study.pairs
         }
         for case in CASES
