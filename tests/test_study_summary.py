@@ -251,7 +251,7 @@ def test_the_page_has_each_method_once_and_no_broken_links(written, monkeypatch)
     pages = {name: (written / name).read_text() for name in ("evidence.md", "evidence_tasks.md")}
     headings = re.findall(r"^### (.*)$", pages["evidence.md"], re.MULTILINE)
     assert len(set(headings)) == len(headings)
-    assert headings[-len(WORTH) :] == list(WORTH)
+    assert [title for title in headings if title in WORTH] == list(WORTH)
     assert pages["evidence.md"].count("It helps nowhere in this study.") == 1
     anchors = {name: links.anchors(text) for name, text in pages.items()}
     assert {rows.anchor(method) for method in WORTH} <= anchors["evidence.md"]
