@@ -25,7 +25,7 @@ class Setting(NamedTuple):
     Attributes:
       direction: the optimizer's first half, as in `Optimizer`.
       finish: its second half.
-      moments: the same.
+      moments: the parts of its state that remember gradients.
       limit: float32[], of a method with a constant.
       noise: the task's; 0 where training is not private.
       key: for the noise.
@@ -49,7 +49,6 @@ class Method(NamedTuple):
 
     Attributes:
       make: gives the whole optimizer.
-      text: the expression, for readers.
       limit: how the limit is found: the best of a sweep, what `tuning.suggest` gives, or not at
         all.
       only: the optimizers that it goes with; any if empty.
@@ -58,7 +57,6 @@ class Method(NamedTuple):
     """
 
     make: Make
-    text: str
     limit: Literal["best", "suggest"] | None = None
     only: tuple[str, ...] = ()
     microbatches: bool = False
@@ -160,85 +158,64 @@ def _stable_spam() -> Step:
 
 def _autoclip(percentile: float, only: tuple[str, ...] = ()) -> Method:
     clip = functools.partial(optaxclip.autoclip, percentile)
-    return Method(_before(clip), f"autoclip({percentile:g})", only=only)
+    return Method(_before(clip), only=only)
 
 
 METHODS: dict[str, Method] = {
-    "none": Method(_plain, "no clip"),
+    "none": Method(_plain),
     "constant (best)": Method(
         _front(optaxclip.clip_by_global_norm),
-        "clip_by_global_norm(c), the best c of a sweep",
         "best",
     ),
     "constant (suggest)": Method(
         _front(optaxclip.clip_by_global_norm),
-        "clip_by_global_norm(c), c from tuning.suggest",
         "suggest",
     ),
     "constant, zero": Method(
         _front(functools.partial(optaxclip.clip_by_global_norm, nonfinite="zero")),
-        'clip_by_global_norm(c, nonfinite="zero"), c from tuning.suggest',
         "suggest",
     ),
     "block RMS": Method(
         _behind(lambda: optaxclip.clip_by_block_rms(1.0)),
-        "clip_by_block_rms(1.0) behind the direction",
     ),
-    "AGC": Method(_before(lambda: optaxclip.adaptive_grad_clip(0.01)), "adaptive_grad_clip(0.01)"),
+    "AGC": Method(_before(lambda: optaxclip.adaptive_grad_clip(0.01))),
     "AGC (paper)": Method(
         _before(lambda: optax.masked(optaxclip.adaptive_grad_clip(0.16), _but_the_head)),
-        "adaptive_grad_clip(0.16), as for small batches, without the last layer",
     ),
-    "AutoClip": Method(_before(optaxclip.autoclip), "autoclip(), the paper's percentile of 10"),
+    "AutoClip": Method(_before(optaxclip.autoclip)),
     "AutoClip 1": _autoclip(1.0, only=("adamw",)),
     "AutoClip 25": _autoclip(25.0, only=("adamw",)),
     "AutoClip 50": _autoclip(50.0, only=("adamw",)),
     "AutoClip 90": _autoclip(90.0),
-    "ZClip": Method(_before(optaxclip.zclip), "zclip()"),
+    "ZClip": Method(_before(optaxclip.zclip)),
     "ZClip (paper)": Method(
         _before(lambda: optaxclip.zclip(max_norm=1.0, patience=None, floor=0.0)),
-        "zclip(max_norm=1.0, patience=None, floor=0.0)",
     ),
-    "quantile": Method(_before(optaxclip.clip_by_quantile), "clip_by_quantile()"),
-    "median": Method(_before(optaxclip.clip_by_median_norm), "clip_by_median_norm()"),
-    "window": Method(_before(optaxclip.clip_by_window_norm), "clip_by_window_norm()"),
+    "quantile": Method(_before(optaxclip.clip_by_quantile)),
+    "median": Method(_before(optaxclip.clip_by_median_norm)),
+    "window": Method(_before(optaxclip.clip_by_window_norm)),
     "log tracker": Method(
         _before(lambda: optaxclip.clip_by(scopes.tree(), thresholds.log_tracker())),
-        "clip_by(scopes.tree(), thresholds.log_tracker())",
     ),
-    "AdaGC": Method(_before(optaxclip.adagc), "adagc()"),
+    "AdaGC": Method(_before(optaxclip.adagc)),
     "AdaGC (final)": Method(
         _before(lambda: optaxclip.adagc(lambda_rel=1.04, beta=0.99)),
-        "adagc(lambda_rel=1.04, beta=0.99)",
     ),
-    "EMA": Method(_before(optaxclip.clip_by_ema_norm), "clip_by_ema_norm()"),
-    "moving max": Method(_before(optaxclip.clip_by_moving_max), "clip_by_moving_max()"),
-    "second moment": Method(_before(optaxclip.clip_by_second_moment), "clip_by_second_moment()"),
-    "SPAM": Method(
-        _spam, "clip_by_second_moment(reset_every=100), reset_state(every=100, warmup=30)"
-    ),
-    "Stable-SPAM": Method(
-        _before(_stable_spam), "clip_by_moving_max() and normalize_by_norm_history()"
-    ),
-    "stable Adam": Method(
-        _stable_adam, "scale_by_stable_adam(b2=0.999) in Adam's place", only=("adamw",)
-    ),
-    "normalize": Method(_before(optaxclip.normalize_by_global_norm), "normalize_by_global_norm()"),
-    "normalize by history": Method(
-        _before(optaxclip.normalize_by_norm_history), "normalize_by_norm_history()"
-    ),
-    "spectral": Method(
-        _before(lambda: optaxclip.clip_by_spectral_norm(1.0)), "clip_by_spectral_norm(1.0)"
-    ),
-    "skip non-finite": Method(_around(optaxclip.skip_nonfinite), "skip_nonfinite"),
-    "skip above": Method(_around(_skip), "skip_above, window(6.0, 128) for the norm and the loss"),
-    "reset": Method(_reset, "reset_state(when=window(6.0, 128), warmup=20)"),
-    "microbatches": Method(
-        _plain, "accumulate.value_and_grad, bad microbatches left out", microbatches=True
-    ),
+    "EMA": Method(_before(optaxclip.clip_by_ema_norm)),
+    "moving max": Method(_before(optaxclip.clip_by_moving_max)),
+    "second moment": Method(_before(optaxclip.clip_by_second_moment)),
+    "SPAM": Method(_spam),
+    "Stable-SPAM": Method(_before(_stable_spam)),
+    "stable Adam": Method(_stable_adam, only=("adamw",)),
+    "normalize": Method(_before(optaxclip.normalize_by_global_norm)),
+    "normalize by history": Method(_before(optaxclip.normalize_by_norm_history)),
+    "spectral": Method(_before(lambda: optaxclip.clip_by_spectral_norm(1.0))),
+    "skip non-finite": Method(_around(optaxclip.skip_nonfinite)),
+    "skip above": Method(_around(_skip)),
+    "reset": Method(_reset),
+    "microbatches": Method(_plain, microbatches=True),
     "microbatches, clipped": Method(
         _plain,
-        "accumulate.value_and_grad(clip=c), c from tuning.suggest",
         "suggest",
         microbatches=True,
     ),
@@ -268,21 +245,13 @@ def _mean(of: Setting) -> Step:
 
 
 PRIVATE: dict[str, Method] = {
-    "none": Method(_mean, "neither a clip nor noise: not private"),
-    "constant (best)": Method(
-        _of_examples(), "per_example_clip_and_aggregate(c, noise), the best c of a sweep", "best"
-    ),
-    "quantile": Method(_of_examples(_quantile), "its limit from per_example.quantile_limit()"),
-    "normalize": Method(_of_examples(response="smooth"), 'response="smooth" (AUTO-S)', "best"),
-    "constant, leaf by leaf": Method(
-        _of_examples(scope=scopes.leaf()), "scope=scopes.leaf(), the best c of a sweep", "best"
-    ),
-    "constant, ZClip": Method(
-        _behind_noise(optaxclip.zclip), "the best constant, zclip() behind the noise", "best"
-    ),
-    "constant, AutoClip": Method(
-        _behind_noise(optaxclip.autoclip), "the best constant, autoclip() behind the noise", "best"
-    ),
+    "none": Method(_mean),
+    "constant (best)": Method(_of_examples(), "best"),
+    "quantile": Method(_of_examples(_quantile)),
+    "normalize": Method(_of_examples(response="smooth"), "best"),
+    "constant, leaf by leaf": Method(_of_examples(scope=scopes.leaf()), "best"),
+    "constant, ZClip": Method(_behind_noise(optaxclip.zclip), "best"),
+    "constant, AutoClip": Method(_behind_noise(optaxclip.autoclip), "best"),
 }
 """What the private task compares: every one but the first bounds each example and adds noise."""
 

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import optaxclip
 from benchmarks.study import plan
 from benchmarks.study.plan import Cell, Effort, Found, OfBatches
 
@@ -16,8 +17,6 @@ PACKAGES = ("jax", "optax", "numpy", "scikit-learn")
 
 def versions() -> dict[str, str]:
     """Of what the results depend on."""
-    import optaxclip
-
     found = {name: metadata.version(name) for name in PACKAGES}
     return {"python": platform.python_version(), "optaxclip": optaxclip.__version__, **found}
 

@@ -80,18 +80,16 @@ class Summary(NamedTuple):
         found = [pair for pair in self.pairs if method in of_case.get(pair, {})]
         return [pair for pair in found if of_case[pair][method].verdict == verdict]
 
-    def cells(
-        self, method: str, case: Case, pairs: Iterable[Pair] | None = None
-    ) -> Iterator[tuple[Pair, Cell]]:
+    def cells(self, method: str, case: Case) -> Iterator[tuple[Pair, Cell]]:
         """Those of a method in a case."""
-        for pair in self.pairs if pairs is None else pairs:
+        for pair in self.pairs:
             cell = self.study.cell(pair, method, case)
             if cell is not None:
                 yield pair, cell
 
-    def lost(self, method: str, case: Case, pairs: Iterable[Pair] | None = None) -> float | None:
+    def lost(self, method: str, case: Case) -> float | None:
         """The share of runs that were lost."""
-        return _mean([cell.is_lost for _, cell in self.cells(method, case, pairs)])
+        return _mean([cell.is_lost for _, cell in self.cells(method, case)])
 
     def clipped(self, method: str, case: Case) -> float | None:
         """The share of steps that the method changed."""
