@@ -33,21 +33,26 @@ def varying_axes(x: Any) -> Axes:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def refuse_partial_sum(x: Any) -> None:
-    """Refuses a value that must be summed over devices before it has a norm.
+def types_of(arrays: PyTree) -> list[Any]:
+    """The types of these arrays, each once: to find them takes longer than to look at them."""
+    return list(dict.fromkeys(map(jax.typeof, jax.tree.leaves(arrays))))
+
+
+def refuse_partial_sums(types: Iterable[Any]) -> None:
+    """Refuses types of values that must be summed over devices before they have a norm.
 
     Raises:
-      ValueError: if the value's type says that it is a partial sum.
+      ValueError: if a type says that its value is a partial sum.
     """
-    aval = jax.typeof(x)
-    spec = getattr(getattr(aval, "sharding", None), "spec", None)
-    kinds = (aval.manual_axis_type, spec)
-    unreduced = {axis for kind in kinds for axis in getattr(kind, "unreduced", None) or ()}
-    if unreduced:
-        raise ValueError(
-            f"a leaf of type {aval} is a partial sum over {sorted(unreduced)}; sum it over the "
-            "devices (jax.lax.psum, or jax.reshard to a spec without them) before it is clipped"
-        )
+    for aval in types:
+        spec = getattr(getattr(aval, "sharding", None), "spec", None)
+        kinds = (aval.manual_axis_type, spec)
+        unreduced = {axis for kind in kinds for axis in getattr(kind, "unreduced", None) or ()}
+        if unreduced:
+            raise ValueError(
+                f"a leaf of type {aval} is a partial sum over {sorted(unreduced)}; sum it over the "
+                "devices (jax.lax.psum, or jax.reshard to a spec without them) before it is clipped"
+            )
 
 
 def alike(x: Array, like: Array) -> Array:
@@ -108,7 +113,11 @@ def _largest_jvp(axes: Axes, primals: tuple[Array], tangents: tuple[Array]) -> t
 
 def explicit_sharding(x: Any) -> tuple[Any, PartitionSpec] | None:
     """The mesh and the spec in an array's type, if it says that it is split over devices."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
+    return _explicit_sharding(jax.typeof(x))
+
+
+def _explicit_sharding(of_type: Any) -> tuple[Any, PartitionSpec] | None:
+    sharding = getattr(of_type, "sharding", None)
     if sharding is None or not any(spec_axes(entry) for entry in sharding.spec):
         return None
     return sharding.mesh, sharding.spec
@@ -116,19 +125,19 @@ def explicit_sharding(x: Any) -> tuple[Any, PartitionSpec] | None:
 
 def lies_in_one_piece(arrays: PyTree) -> bool:
     """Whether, as far as types tell, each of these arrays lies whole on one device."""
-    return not manual_axes() and mesh_of(arrays) is None
+    return not manual_axes() and mesh_of(types_of(arrays)) is None
 
 
-def mesh_of(arrays: PyTree) -> Any:
-    """The mesh that the type of one of these arrays names, or None."""
-    shardings = (getattr(jax.typeof(x), "sharding", None) for x in jax.tree.leaves(arrays))
+def mesh_of(types: Iterable[Any]) -> Any:
+    """The mesh that one of these types of arrays names, or None."""
+    shardings = (getattr(of_type, "sharding", None) for of_type in types)
     meshes = (sharding.mesh for sharding in shardings if sharding is not None)
     return next((mesh for mesh in meshes if not mesh.empty), None)
 
 
-def explicit_mesh(arrays: PyTree) -> Any:
-    """The one explicit mesh over which these arrays are split, as their types say; else None."""
-    shardings = map(explicit_sharding, jax.tree.leaves(arrays))
+def explicit_mesh(types: Iterable[Any]) -> Any:
+    """The one explicit mesh over which arrays of these types are split; else None."""
+    shardings = map(_explicit_sharding, types)
     meshes = {sharding[0] for sharding in shardings if sharding}
     return meshes.pop() if len(meshes) == 1 else None
 
@@ -190,15 +199,12 @@ def memories(tree: PyTree) -> list[Any]:
 
 
 def _memory(x: Any) -> Any:
-    if not isinstance(x, (Array, Tracer)):
-        return None
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and not isinstance(x, Tracer):
-        # The type of a key does not name its memory, so the sharding is asked; a traced key has
-        # neither.
-        usual = next(iter(x.sharding.device_set)).default_memory().kind
-        return None if x.sharding.memory_kind == usual else jax.memory.Space.Host
-    memory = getattr(jax.typeof(x), "memory_space", jax.memory.Space.Device)
-    return None if memory == jax.memory.Space.Device else memory
+    if isinstance(x, Tracer):
+        # A traced key's type does not name a memory.
+        memory = getattr(jax.typeof(x), "memory_space", jax.memory.Space.Device)
+        return None if memory == jax.memory.Space.Device else memory
+    is_in_host = isinstance(x, Array) and x.sharding.memory_kind == "pinned_host"
+    return jax.memory.Space.Host if is_in_host else None
 
 
 def to_device(tree: PyTree) -> PyTree:

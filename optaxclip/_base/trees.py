@@ -116,7 +116,7 @@ def flatten(
         i for i, leaf in enumerate(leaves) if _is_measured(leaf, paths[i], argument, integers)
     ]
     if not measured and argument in _GRADIENTS:
-        dtypes = {str(_dtype(leaf)) for leaf in leaves if _dtype(leaf) != jax.dtypes.float0}
+        dtypes = {str(dtype) for dtype in map(dtype_of, leaves) if dtype != jax.dtypes.float0}
         if dtypes:
             warnings.warn(
                 f"{argument}: nothing is clipped, because no leaf has floating-point entries; the "
@@ -143,14 +143,14 @@ def _distinct(paths: list[Path]) -> list[Path]:
 
 
 def _is_measured(leaf: Any, path: Path, argument: str, integers: str) -> bool:
-    dtype = _dtype(leaf)
+    dtype = dtype_of(leaf)
     if dtype is None:
         raise TypeError(
             f"{argument} must be a pytree of arrays; its leaf '{leaf_name(path)}' is "
             f"{leaf!r:.80} of type {type(leaf).__name__}. Pass the arrays alone: of an Equinox "
             "model eqx.filter(model, eqx.is_inexact_array), of an NNX module nnx.state(module)"
         )
-    if jnp.issubdtype(dtype, jnp.inexact):
+    if _is_inexact(dtype):
         return True
     if dtype == jax.dtypes.float0 or integers == "skip":
         return False
@@ -162,13 +162,19 @@ def _is_measured(leaf: Any, path: Path, argument: str, integers: str) -> bool:
     )
 
 
-def _dtype(leaf: Any) -> Any:
+def dtype_of(leaf: Any) -> Any:
     """The dtype of a number, or of an array with a dtype of JAX's; None for anything else."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         is_number = isinstance(leaf, (bool, int, float, complex))
         return jnp.result_type(type(leaf)) if is_number else None
     return dtype if _is_of_jax(dtype) else None
+
+
+# Both are cached, because what follows from a dtype takes longer to find than the dtype itself.
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 @functools.cache

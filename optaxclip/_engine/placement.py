@@ -167,12 +167,12 @@ def located(
       ValueError: as `grouped`; if it cannot be known how leaves are split; if one is a partial sum.
     """
     leaves, manual = flat.measured_leaves(), devices.manual_axes()
-    for leaf in (leaf for leaf in leaves if not is_sparse(leaf)):
-        devices.refuse_partial_sum(leaf)
+    types = devices.types_of(leaves)
+    devices.refuse_partial_sums(types)
     # Types do not say how sparse arrays are split, nor what is inside of `vmap`.
     is_hidden = bool(axis_names) or any(map(is_sparse, leaves))
-    typed_mesh = devices.explicit_mesh(leaves)
-    any_mesh = None if manual else devices.mesh_of(leaves)
+    typed_mesh = devices.explicit_mesh(types)
+    any_mesh = None if manual else devices.mesh_of(types)
     explicit_mesh = None if is_hidden else typed_mesh
     mesh, found = None, None
     if specs is not None:

@@ -12,7 +12,7 @@ from jax.core import Tracer
 import optaxclip._base.devices as devices
 from optaxclip._base.arguments import short
 from optaxclip._base.numerics import is_real, match_weak_type, power_of_two_below
-from optaxclip._base.trees import FlatTree, is_sparse, with_data
+from optaxclip._base.trees import FlatTree, dtype_of, is_sparse, with_data
 from optaxclip._base.types import PyTree
 
 
@@ -38,13 +38,15 @@ def clamp(
       ValueError: if a bound does not broadcast to the shape of a leaf.
     """
     leaves = flat.measured_leaves()
-    for leaf, name in zip(leaves, flat.names(), strict=True):
-        for bound, argument in zip((low, high), arguments, strict=True):
-            if bound is not None:
-                _check_fit(bound, argument, np.shape(leaf.data if is_sparse(leaf) else leaf), name)
-    highs = [_in_range(high, leaf) for leaf in leaves]
-    lows = None if low is None else [_in_range(low, leaf) for leaf in leaves]
-    return flat.rebuild(clamp_leaves(leaves, lows, highs))
+    for bound, argument in zip((low, high), arguments, strict=True):
+        if bound is not None and np.shape(bound):
+            _check_fit(bound, argument, flat)
+    # A bound for each dtype, not for each leaf: JAX takes a while to pass an operand.
+    of_each = {dtype_of(leaf): leaf for leaf in leaves}.values()
+    dtypes = {jnp.result_type(leaf.data if is_sparse(leaf) else leaf) for leaf in of_each}
+    highs = {str(dtype): _in_range(high, dtype) for dtype in dtypes}
+    lows = None if low is None else {str(dtype): _in_range(low, dtype) for dtype in dtypes}
+    return flat.rebuild(_clamped_by_dtype(leaves, lows, highs))
 
 
 def check_bound(bound: Any, argument: str) -> Any:
@@ -73,25 +75,22 @@ def check_order(low: Any, high: Any, names: tuple[str, str]) -> None:
         raise ValueError(f"{names[0]} must be at most {names[1]}, got {low!r} and {high!r}")
 
 
-def _check_fit(
-    bound: jax.typing.ArrayLike, argument: str, shape: tuple[int, ...], name: str
-) -> None:
-    if np.shape(bound) == ():
-        return
-    try:
-        fits = np.broadcast_shapes(np.shape(bound), shape) == shape
-    except ValueError:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"{argument} of shape {np.shape(bound)} does not broadcast to leaf '{name}' of shape "
-            f"{shape}"
-        )
+def _check_fit(bound: jax.typing.ArrayLike, argument: str, flat: FlatTree) -> None:
+    for leaf, name in zip(flat.measured_leaves(), flat.names(), strict=True):
+        shape = np.shape(leaf.data if is_sparse(leaf) else leaf)
+        try:
+            fits = np.broadcast_shapes(np.shape(bound), shape) == shape
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"{argument} of shape {np.shape(bound)} does not broadcast to leaf '{name}' of "
+                f"shape {shape}"
+            )
 
 
-def _in_range(bound: jax.typing.ArrayLike, leaf: Any) -> jax.typing.ArrayLike:
+def _in_range(bound: jax.typing.ArrayLike, dtype: Any) -> jax.typing.ArrayLike:
     """A bound that JAX converts to the dtype of a leaf without an error, a warning or wrapping."""
-    dtype = jnp.result_type(leaf.data if is_sparse(leaf) else leaf)
     if jnp.issubdtype(dtype, jnp.integer):
         return _integer_in_range(bound, dtype)
     if isinstance(bound, (int, float)):
@@ -116,6 +115,15 @@ def _integer_in_range(bound: Any, dtype: Any) -> jax.typing.ArrayLike:
 
 
 @jax.jit
+def _clamped_by_dtype(
+    leaves: list[Any], lows: dict[str, Any] | None, highs: dict[str, Any]
+) -> list[Any]:
+    """`clamp` for leaves with a bound for each dtype."""
+    names = [str(dtype_of(leaf)) for leaf in leaves]
+    lows_of_leaves = None if lows is None else [lows[name] for name in names]
+    return clamp_leaves(leaves, lows_of_leaves, [highs[name] for name in names])
+
+
 def clamp_leaves(leaves: list[Any], lows: list[Array] | None, highs: list[Array]) -> list[Any]:
     """`clamp` for leaves with bounds for each leaf, which broadcast to its entries."""
     lows_or_none = [None] * len(leaves) if lows is None else lows

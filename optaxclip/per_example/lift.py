@@ -70,7 +70,8 @@ def clipped_sums(
 
 
 def _on_any_mesh(leaves: list[Array], *operands: Any, **static: Any) -> Sums:
-    steps, mesh = functools.partial(_steps, **static), devices.explicit_mesh(leaves)
+    steps = functools.partial(_steps, **static)
+    mesh = devices.explicit_mesh(devices.types_of(leaves))
     if mesh is not None and not devices.manual_axes():
         out_specs = _out_specs([devices.spec_of(leaf) for leaf in leaves])
         steps = devices.with_automatic_axes(steps, mesh, out_specs)

@@ -1,5 +1,6 @@
 """Scopes whose norms span leaves: the tree, groups of leaves, each leaf or each of its layers."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -159,17 +160,17 @@ def _layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     widths = [len(str(max(size - 1, 0))) for size in shape]
     return tuple(
         "/".join([name, *(f"{i:0{width}}" for i, width in zip(index, widths, strict=True))])
-        for index in np.ndindex(*shape)
+        for index in itertools.product(*map(range, shape))
     )
 
 
 def stacked_counts(stacked: StackedAxes, flat: FlatTree) -> list[int]:
     """For each measured leaf, the checked number of leading axes that stack layers."""
     counts = per_leaf(stacked, flat, "stacked")
-    for name, leaf, count in zip(flat.names(), flat.measured_leaves(), counts, strict=True):
+    for i, (leaf, count) in enumerate(zip(flat.measured_leaves(), counts, strict=True)):
         if not isinstance(count, (int, np.integer)) or not 0 <= count <= np.ndim(leaf):
             raise ValueError(
                 f"stacked must be the number of leading stacked axes, from 0 to {np.ndim(leaf)} "
-                f"for leaf '{name}' of shape {np.shape(leaf)}, got {count!r}"
+                f"for leaf '{flat.names()[i]}' of shape {np.shape(leaf)}, got {count!r}"
             )
     return counts

@@ -1,6 +1,7 @@
 """What XLA makes of a clip: how much of it there is to compile."""
 
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -74,3 +75,30 @@ def test_a_norm_stores_no_copy_of_the_leaves(dtype):
     norm = jax.jit(optaxclip.ops.global_norm, compiler_options=AS_USERS)
     stored = norm.lower(leaves).compile().memory_analysis().temp_size_in_bytes
     assert stored < 0.05 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+@pytest.mark.parametrize(
+    ("tx", "most"),
+    [
+        (optaxclip.clip_by_value(-1.0, 1.0), 30),
+        (optaxclip.clip_by_global_norm(1.0), 60),
+        (optaxclip.clip_by_norm(1.0), 110),
+        (optaxclip.adaptive_grad_clip(0.01), 190),
+    ],
+    ids=["value", "global", "leaf", "agc"],
+)
+def test_a_step_in_eager_mode_does_little_for_each_leaf(tx, most):
+    """Counted in calls of functions, Python's and those in C, for each leaf more."""
+
+    def calls(count):
+        grads = [jnp.ones(3) for _ in range(count)]
+        state, found = tx.init(grads), []
+        tx.update(grads, state, grads)
+        sys.setprofile(lambda frame, event, arg: found.append(event))
+        try:
+            tx.update(grads, state, grads)
+        finally:
+            sys.setprofile(None)
+        return sum(event in ("call", "c_call") for event in found)
+
+    assert (calls(60) - calls(10)) / 50 <= most
