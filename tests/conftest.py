@@ -1,13 +1,10 @@
 """Strict settings for every test: nothing in the library may rely on implicit promotion."""
 
-import collections
 import gc
 import os
-import zlib
 
 import jax
 import pytest
-from costly_tests import COSTLY
 
 # Compiling is most of what tests do. In the older way to compile loops, in one thread, and with
 # hardly any optimization it takes a quarter of the time. Tests of what rounding and memory come to
@@ -24,7 +21,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 LEFT_OUT = pytest.StashKey[int]()
-"""How many cases the markers `slow` and `further` have deselected."""
+"""How many cases the marker `slow` has deselected."""
 
 
 def pytest_sessionstart(session):
@@ -53,41 +50,16 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(config, items):
-    """The longest files first, so that all processes end together; marks further cases."""
+def pytest_collection_modifyitems(items):
+    """The longest files first, so that all processes end together."""
     rank = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
-    files = [path for path in config.args if path.partition("::")[0].endswith(".py")]
-    if not config.option.keyword and not files:
-        for item in further_cases(items):
-            item.add_marker("further")
-
-
-def further_cases(items):
-    """All but a fifth of the cases of each costly test; other tests take others of one table.
-
-    Each fifth meets all values of a parameter that has two, three or four.
-    """
-    tests = collections.defaultdict(list)
-    for item in items:
-        name = item.nodeid.partition("[")[0]
-        is_costly = name.rpartition("::")[2] in COSTLY.get(item.path.name, ())
-        if is_costly and not item.get_closest_marker("slow"):
-            tests[name].append(item)
-    for name, cases in tests.items():
-        first = zlib.crc32(name.encode()) % min(5, len(cases))
-        yield from (case for i, case in enumerate(cases) if i % 5 != first)
-
-
-def is_left_out(item):
-    """Whether `pytest` leaves a case out that nobody has asked for."""
-    return any(item.get_closest_marker(name) for name in ("slow", "further"))
 
 
 def pytest_deselected(items):
     """Counts what the marker leaves out, but not beside what was asked not to run by `-k`."""
     config = items[0].config
-    if not config.option.keyword and all(map(is_left_out, items)):
+    if not config.option.keyword and all(item.get_closest_marker("slow") for item in items):
         config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + len(items)
 
 

@@ -7,7 +7,7 @@ from cases import slow_unless
 V5E = "v5e"
 
 
-@pytest.mark.parametrize(("dtype", "method"), aims.EACH)
+@pytest.mark.parametrize(("dtype", "method"), aims.EACH_ON_TPU)
 def test_in_one_piece(both, dtype, method):
     is_narrow = dtype == "bfloat16"
     more = aims.MORE_MOVED_BY_TPU_BFLOAT16 if is_narrow else aims.MORE_MOVED
