@@ -2,7 +2,7 @@
 
 import difflib
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -68,6 +68,20 @@ def checked_bool(value: Any, argument: str) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{argument} must be True or False, got {value!r}")
     return value
+
+
+def as_axis_names(axis_name: Any) -> tuple[str, ...] | None:
+    """`axis_name`, checked, as a tuple.
+
+    Raises:
+      TypeError: if it is neither a name nor a sequence of names.
+    """
+    if axis_name is None:
+        return None
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"axis_name must be a name or a sequence of names, got {axis_name!r}")
+    return tuple(names)
 
 
 def refuse_arrays(value: Any, argument: str) -> None:

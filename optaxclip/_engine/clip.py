@@ -36,11 +36,11 @@ from optaxclip._base.types import (
 from optaxclip._engine.checks import given_norm, with_groups_of_state
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.options import ClipOptions, Options, takes
-from optaxclip._engine.placement import as_axis_names, grouped, located
+from optaxclip._engine.placement import grouped, located
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import BY_NORM, Method, Technique, clipped, norms_of
-from optaxclip.norms import Norm, as_norm
-from optaxclip.responses import Response, as_response
+from optaxclip.norms import Norm
+from optaxclip.responses import Response
 from optaxclip.scopes.leaves import Scope, as_scope
 from optaxclip.thresholds.fixed import (
     LimitLike,
@@ -118,15 +118,7 @@ def stage(
       technique: how leaves are measured and changed.
     """
     checked = as_limit(limit, argument)
-    method = Method(
-        options.norm,
-        as_response(response),
-        options.nonfinite,
-        options.strict,
-        options.name,
-        technique,
-    )
-    places = {"axis_names": options.axis_names, "specs": options.specs}
+    method = Method.of(options, response, technique)
 
     def step(
         updates: PyTree,
@@ -140,14 +132,14 @@ def stage(
         groups = groups_of(flat, scope, options, stored, size)
         norm = known_norm(options, extra_args, groups.grouping.layout)
         rule = at_step(rule_for(checked, groups.entries()), rule_state)
-        return clipped(flat, params, rule, rule_state, info, norm, groups, method, **places)
+        return clipped(flat, params, rule, rule_state, info, norm, groups, method, options)
 
     if not options.record:
         always = state_without_memory(checked, options.name)
         return stateless(lambda updates, params, **extra: step(updates, params, extra, always)[0])
 
     def init(params: PyTree) -> ClipState:
-        grouping = grouped(scope, flatten(params, "params"), **places)
+        grouping = grouped(scope, flatten(params, "params"), options)
         groups, dtype = Groups.anywhere(grouping), jnp.dtype(jnp.float32)
         rule = rule_for(checked, groups.entries())
         rule_state = own_arrays(rule.init(groups.zeros(dtype)))
@@ -177,9 +169,8 @@ def groups_of(
       stored: the names of the groups in the state.
       size: how many the state has.
     """
-    places = {"axis_names": options.axis_names, "specs": options.specs}
-    grouping = grouped(scope, flat, **places)
-    placement = located(grouping, flat, **places)
+    grouping = grouped(scope, flat, options)
+    placement = located(grouping, flat, options)
     if stored is not None:
         grouping = with_groups_of_state(grouping, stored, size, options.name)
     return Groups.of(grouping, placement)
@@ -255,21 +246,21 @@ def clip_tree(
     """
     homes, params = devices.memories(tree), devices.to_device(params)
     flat = flatten(devices.to_device(tree), "tree")
-    places = {"axis_names": as_axis_names(axis_name), "specs": specs}
-    grouping = grouped(as_scope(scope), flat, **places)
-    groups = Groups.of(grouping, located(grouping, flat, **places))
+    places = {"axis_name": axis_name, "specs": specs}
+    options = Options.checked(norm=norm, nonfinite=nonfinite, strict=strict, name=name, **places)
+    groups = groups_of(flat, as_scope(scope), options)
     if isinstance(limits, Limits):
         rows = [groups.for_rule(groups.from_tree(field)) for field in limits]
         rule = given(Limits(*rows))
     else:
         rule = rule_for(as_limit(limits, "limits"), groups.entries())
-    method = Method.checked(norm, response, nonfinite, strict, name)
+    method = Method.of(options, response, BY_NORM)
     norm_of_tree = None
-    if use_norm is not None and grouping.layout == "scalar" and nonfinite != "mask":
+    if use_norm is not None and groups.grouping.layout == "scalar" and nonfinite != "mask":
         norm_of_tree = given_norm(use_norm, "use_norm")
     dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.measured_leaves())
-    start = rule.init(groups.zeros(dtype)), initial_info(name, grouping, dtype)
-    tree, _, info = clipped(flat, params, rule, *start, norm_of_tree, groups, method, **places)
+    start = rule.init(groups.zeros(dtype)), initial_info(name, groups.grouping, dtype)
+    tree, _, info = clipped(flat, params, rule, *start, norm_of_tree, groups, method, options)
     return devices.moved(tree, homes), info
 
 
@@ -291,6 +282,5 @@ def group_norms(
       specs: as in `clip_by`.
     """
     flat = flatten(devices.to_device(tree), "tree")
-    places = {"axis_names": as_axis_names(axis_name), "specs": specs}
-    grouping = grouped(scope, flat, **places)
-    return norms_of(flat, Groups.of(grouping, located(grouping, flat, **places)), as_norm(norm))
+    options = Options.checked(norm=norm, axis_name=axis_name, specs=specs, name="group_norms")
+    return norms_of(flat, groups_of(flat, scope, options), options.norm)

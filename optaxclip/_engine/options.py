@@ -7,9 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
-from optaxclip._base.arguments import checked_bool, checked_name, near_miss
+from optaxclip._base.arguments import as_axis_names, checked_bool, checked_name, near_miss
 from optaxclip._base.types import AxisName, NonFinite, PyTree
-from optaxclip._engine.placement import as_axis_names
 from optaxclip.nonfinite import as_policy
 from optaxclip.norms import Norm, as_norm
 

@@ -21,6 +21,7 @@ from optaxclip._base.devices import Axes
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
 from optaxclip._base.types import PyTree
+from optaxclip._engine.options import Options
 from optaxclip.scopes import Scope
 
 Kept = tuple[tuple[str, ...], ...]
@@ -110,39 +111,22 @@ class Placement:
         return [devices.index_along(axes) * size if axes else np.int32(0) for axes, size in rows]
 
 
-def as_axis_names(axis_name: Any) -> tuple[str, ...] | None:
-    """`axis_name`, checked, as a tuple.
-
-    Raises:
-      TypeError: if it is neither a name nor a sequence of names.
-    """
-    if axis_name is None:
-        return None
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"axis_name must be a name or a sequence of names, got {axis_name!r}")
-    return tuple(names)
-
-
-def grouped(
-    scope: Scope, flat: FlatTree, axis_names: tuple[str, ...] | None = None, specs: PyTree = None
-) -> Grouping:
+def grouped(scope: Scope, flat: FlatTree, options: Options) -> Grouping:
     """The groups that a scope finds in a tree, of which each device may hold a part.
 
     Args:
       scope: from `optaxclip.scopes`.
       flat: the tree.
-      axis_names: the mapped axes over which every leaf is split, if the user says so.
-      specs: a pytree prefix of the tree with the leaves' specs, if the user says so.
+      options: what the user says of devices.
 
     Raises:
       TypeError: if a leaf of `specs` is neither a `PartitionSpec` nor a `NamedSharding`.
       ValueError: if `specs` is not a prefix of the tree, or a spec does not fit its leaf or the
         mesh; if groups have names that are not in order.
     """
-    names = frozenset(axis_names or ())
+    names = frozenset(options.axis_names or ())
     if devices.manual_axes() or names:
-        split = None if specs is None else _given_specs(flat, specs)[1]
+        split = None if options.specs is None else _given_specs(flat, options.specs)[1]
         flat = flat._replace(global_shapes=_global_shapes(flat.measured_leaves(), names, split))
     grouping = scope(flat)
     all_names = tuple(grouping.names)
@@ -154,12 +138,7 @@ def grouped(
     return grouping
 
 
-def located(
-    grouping: Grouping,
-    flat: FlatTree,
-    axis_names: tuple[str, ...] | None = None,
-    specs: PyTree = None,
-) -> Placement:
+def located(grouping: Grouping, flat: FlatTree, options: Options) -> Placement:
     """How the leaves of a tree with these groups lie on devices.
 
     Raises:
@@ -167,6 +146,7 @@ def located(
       ValueError: as `grouped`; if it cannot be known how leaves are split; if one is a partial sum.
     """
     leaves, manual = flat.measured_leaves(), devices.manual_axes()
+    axis_names, specs = options.axis_names, options.specs
     types = devices.types_of(leaves)
     devices.refuse_partial_sums(types)
     # Types do not say how sparse arrays are split, nor what is inside of `vmap`.

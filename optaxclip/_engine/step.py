@@ -21,11 +21,12 @@ from optaxclip._engine.checks import check_rule_state, matching_params, params_f
 from optaxclip._engine.groups import Groups, Rows
 from optaxclip._engine.masked import mask
 from optaxclip._engine.measure import Measured, measure, slacks
+from optaxclip._engine.options import Options
 from optaxclip._engine.placement import located
 from optaxclip._engine.record import updated_info
 from optaxclip._engine.respond import Multiplier, multiplier
 from optaxclip._engine.scale import scale
-from optaxclip.norms import Norm, as_norm
+from optaxclip.norms import Norm
 from optaxclip.responses import Response, as_response
 
 
@@ -94,18 +95,10 @@ class Method:
     """The leaves' names, where they are needed for messages."""
 
     @classmethod
-    def checked(
-        cls,
-        norm: str | Norm,
-        response: str | Response,
-        nonfinite: str,
-        strict: bool,
-        name: str,
-        technique: Technique = BY_NORM,
-    ) -> "Method":
-        """A method from what a user passed."""
-        policy = policies.as_policy(nonfinite)
-        return cls(as_norm(norm), as_response(response), policy, bool(strict), name, technique)
+    def of(cls, options: Options, response: str | Response, technique: Technique) -> "Method":
+        """From the checked options, and what else a user passed."""
+        chosen = (options.norm, as_response(response), options.nonfinite, options.strict)
+        return cls(*chosen, options.name, technique)
 
 
 def clipped(
@@ -117,7 +110,7 @@ def clipped(
     norm_of_tree: Array | None,
     groups: Groups,
     method: Method,
-    **places: Any,
+    options: Options,
 ) -> tuple[PyTree, PyTree, Any]:
     """The tree, clipped, the rule's state and the record, if there is one.
 
@@ -130,12 +123,12 @@ def clipped(
       norm_of_tree: the norm, if the caller has it; else it is measured.
       groups: the groups of the tree.
       method: what to do.
-      **places: what the user says of devices, `axis_names` and `specs`.
+      options: of the transformation.
     """
     params = params_for(rule, params, method.name)
     weights, of_weights = None, groups
     if params is not None:
-        weights, of_weights = weights_beside(flat, params, groups, method.name, **places)
+        weights, of_weights = weights_beside(flat, params, groups, options)
     raises = method.nonfinite == "error"
     if raises or method.technique is not BY_NORM:
         method = dataclasses.replace(method, leaf_names=tuple(flat.names()))
@@ -147,11 +140,11 @@ def clipped(
 
 
 def weights_beside(
-    flat: FlatTree, params: PyTree, groups: Groups, name: str, **places: Any
+    flat: FlatTree, params: PyTree, groups: Groups, options: Options
 ) -> tuple[list[Any], Groups]:
     """The parameters of the measured leaves, and their groups: they may be split otherwise."""
-    found = matching_params(flat, params, name)
-    placement = located(groups.grouping, found, **places)
+    found = matching_params(flat, params, options.name)
+    placement = located(groups.grouping, found, options)
     return found.measured_leaves(), dataclasses.replace(groups, placement=placement)
 
 

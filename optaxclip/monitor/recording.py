@@ -130,13 +130,12 @@ def record(
             "those"
         )
     of = _checked_scope(scope, per_leaf)
-    places = {"axis_names": checked.axis_names, "specs": checked.specs}
     name = checked.name
 
     def init(params: PyTree) -> RecordState:
         columns, names, keys = (), Names(("loss",)), ("loss",)
         if not loss:
-            grouping, keys = grouped(of, flatten(params, "params"), **places), kept
+            grouping, keys = grouped(of, flatten(params, "params"), checked), kept
             names = grouping.names
             columns = () if grouping.layout == "scalar" else (len(names),)
         last = {key: jnp.zeros(columns, jnp.float32) for key in keys}
@@ -155,8 +154,7 @@ def record(
         else:
             flat, size = flatten(updates, "updates"), next(iter(state.last.values())).size
             groups = groups_of(flat, of, checked, state.names, size)
-            wanted = {"names": kept, "norm": checked.norm, "caller": name}
-            found = recorded_statistics(flat, params, groups, **wanted, **places)
+            found = recorded_statistics(flat, params, groups, kept, checked)
             names = groups.grouping.names
         return updates, state._replace(names=names, **_written(state.steps, state.ring, found))
 

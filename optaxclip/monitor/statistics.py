@@ -16,6 +16,7 @@ from optaxclip._base.numerics import promoted, safe_divide
 from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip._base.types import PyTree
 from optaxclip._engine.groups import Groups, Rows
+from optaxclip._engine.options import Options
 from optaxclip._engine.step import as_arrays, rows_of_norms, run, weights_beside
 from optaxclip.monitor.cosines import cosines
 from optaxclip.norms import Norm
@@ -160,11 +161,8 @@ def recorded_statistics(
     flat: FlatTree,
     params: PyTree | None,
     groups: Groups,
-    *,
     names: tuple[str, ...],
-    norm: Norm,
-    caller: str,
-    **places: Any,
+    options: Options,
 ) -> dict[str, Array]:
     """The statistics of these names, a number for each name of the groups, or for the tree.
 
@@ -173,9 +171,7 @@ def recorded_statistics(
       params: the parameters, if the user has passed them.
       groups: the groups.
       names: which statistics.
-      norm: that of "norm", "param_norm" and "ratio".
-      caller: the transformation's name.
-      **places: what the user says of devices, `axis_names` and `specs`.
+      options: of the transformation; their norm is that of "norm", "param_norm" and "ratio".
 
     Raises:
       ValueError: if parameters are needed and missing, or do not match.
@@ -185,11 +181,11 @@ def recorded_statistics(
     if needing:
         if params is None:
             raise ValueError(
-                f"{caller}: the statistics {needing} need the parameters; pass them: "
+                f"{options.name}: the statistics {needing} need the parameters; pass them: "
                 "update(updates, state, params)"
             )
-        weights, of_weights = weights_beside(flat, params, groups, caller, **places)
-    static = {"groups": groups, "of_weights": of_weights, "names": names, "norm": norm}
+        weights, of_weights = weights_beside(flat, params, groups, options)
+    static = {"groups": groups, "of_weights": of_weights, "names": names, "norm": options.norm}
     return run(_statistics, flat.measured_leaves(), weights, **static)
 
 
