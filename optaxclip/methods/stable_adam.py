@@ -14,6 +14,7 @@ from optaxclip._base.counters import increased
 from optaxclip._base.numerics import (
     broadcast_over,
     match_weak_type,
+    norm_dtype,
     real_parts,
     safe_sqrt,
 )
@@ -122,17 +123,20 @@ def scale_by_stable_adam(
         check_state(state, StableAdamState, name)
         groups = groups_of(flat, scope, checked, state.clip.info.names, state.steps.size)
 
-        def of_leaves(column: Array) -> list[Array]:
-            return groups.by_leaf([column], flat.measured_leaves())
+        def of_leaves(columns: list[Array]) -> list[Array]:
+            return groups.by_leaf([jnp.stack(columns)], flat.measured_leaves())
 
         mu, nu = (NamedMoments.of(tree) for tree in (state.mu, state.nu))
         old = (mu.of_leaves(flat, name), nu.of_leaves(flat, name))
-        steps = increased(state.steps)
-        new, ratios = _averages(flat.measured_leaves(), old, of_leaves(steps), betas, eps)
+        dtype = norm_dtype(average.dtype for average in old[1])
+        shares = [_share(beta, increased(state.steps), dtype) for beta in betas]
+        ratios = _ratios(flat.measured_leaves(), *old, of_leaves(shares), eps)
         _, clip_state = clip.update(flat.rebuild(ratios), state.clip)
         taken = jnp.isfinite(clip_state.info.norm) & np.array(groups.grouping.present, bool)
-        flags, factors = of_leaves(taken), of_leaves(clip_state.info.factor)
-        directions, new = _directions(flat.measured_leaves(), old, new, flags, factors, eps)
+        # A tensor that is not finite counts for nothing in its averages.
+        shares = [jnp.where(taken, share, 0) for share in shares]
+        columns = of_leaves([*shares, clip_state.info.factor.astype(dtype)])
+        directions, *new = _directions(flat.measured_leaves(), *old, columns, eps)
         return flat.rebuild(directions), StableAdamState(
             clip_state,
             increased(state.steps, taken),
@@ -151,58 +155,62 @@ def _checked_decay(decay: Any, argument: str) -> Any:
     return decay
 
 
-Moments = tuple[list[Array], list[Array]]
-
-
 @jax.jit
-def _averages(
-    grads: list[Any], old: Moments, steps: list[Array], betas: tuple[Any, Any], eps: Any
-) -> tuple[Moments, list[Array]]:
-    """The averages after this step, and the gradients divided by the root of the second one."""
-    mus, nus, ratios = [], [], []
-    for grad, mu, nu, count in zip(grads, *old, steps, strict=True):
-        g = jnp.asarray(grad)
-        # Averages of real parameters are real, also if the gradient is complex.
-        g = (g if jnp.iscomplexobj(mu) else g.real).astype(mu.dtype)
-        axes = tuple(range(count.ndim, g.ndim))
-        shares = [broadcast_over(_share(beta, count, nu.dtype), axes) for beta in betas]
-        finite = _by(_held, jnp.where(jnp.isfinite(g), g, 0), _largest_root(nu.dtype))
-        square = sum(part * part for part in real_parts(finite))
-        square = jnp.minimum(square, jnp.finfo(nu.dtype).max)
-        mus.append(mu + _by(lax.mul, finite - mu, shares[0]))
-        nus.append(nu + shares[1] * (square - nu))
-        root = safe_sqrt(nus[-1])
-        ratios.append(_by(_divided, g, jnp.maximum(root, jnp.asarray(eps).astype(root.dtype))))
-    return (mus, nus), ratios
+def _ratios(
+    grads: list[Any], mus: list[Array], nus: list[Array], shares: list[Array], eps: Any
+) -> list[Array]:
+    """The gradients divided by the root of the average of their squares, this step included."""
+    return [_ratio(*row, eps) for row in zip(grads, mus, nus, shares, strict=True)]
 
 
 @jax.jit
 def _directions(
-    grads: list[Any],
-    old: Moments,
-    new: Moments,
-    taken: list[Array],
-    factors: list[Array],
-    eps: Any,
-) -> tuple[list[Array], Moments]:
-    """Adam's directions times the factors, and the averages to keep."""
-    directions, mus, nus = [], [], []
-    rows = zip(grads, *old, *new, taken, factors, strict=True)
-    for grad, old_mu, old_nu, mu, nu, flag, factor in rows:
-        x = jnp.asarray(grad)
-        axes = tuple(range(flag.ndim, x.ndim))
-        flag, factor = (broadcast_over(y, axes) for y in (flag, factor.astype(nu.dtype)))
-        direction = _by(_divided, mu, safe_sqrt(nu) + jnp.asarray(eps).astype(nu.dtype))
-        direction = _by(lax.mul, direction, factor).astype(x.dtype)
-        directions.append(match_weak_type(direction, x))
-        mus.append(jnp.where(flag, mu, old_mu))
-        nus.append(jnp.where(flag, nu, old_nu))
-    return directions, (mus, nus)
+    grads: list[Any], mus: list[Array], nus: list[Array], columns: list[Array], eps: Any
+) -> tuple[list[Array], list[Array], list[Array]]:
+    """Adam's directions times the factors, and the averages after this step."""
+    rows = [_direction(*row, eps) for row in zip(grads, mus, nus, columns, strict=True)]
+    directions, mus, nus = ([row[k] for row in rows] for k in range(3))
+    return directions, mus, nus
+
+
+# Both are compiled by themselves, so that they are traced once for leaves that are alike.
+@jax.jit
+def _ratio(grad: Any, mu: Array, nu: Array, shares: Array, eps: Any) -> Array:
+    _, nu = _averages(grad, mu, nu, shares)
+    return _by(_divided, _entries(grad, mu), jnp.maximum(safe_sqrt(nu), _as(eps, nu.dtype)))
+
+
+@jax.jit
+def _direction(
+    grad: Any, mu: Array, nu: Array, columns: Array, eps: Any
+) -> tuple[Array, Array, Array]:
+    *shares, factor = columns
+    mu, nu = _averages(grad, mu, nu, jnp.stack(shares))
+    factor = broadcast_over(factor.astype(nu.dtype), tuple(range(factor.ndim, nu.ndim)))
+    direction = _by(_divided, mu, safe_sqrt(nu) + _as(eps, nu.dtype))
+    x = jnp.asarray(grad)
+    return match_weak_type(_by(lax.mul, direction, factor).astype(x.dtype), x), mu, nu
+
+
+def _averages(grad: Any, mu: Array, nu: Array, shares: Array) -> tuple[Array, Array]:
+    """Both averages after this step, which counts with these shares: `[2, tensors of the leaf]`."""
+    g, axes = _entries(grad, mu), tuple(range(shares.ndim - 1, nu.ndim))
+    of_mu, of_nu = (broadcast_over(share.astype(nu.dtype), axes) for share in shares)
+    finite = _by(_held, jnp.where(jnp.isfinite(g), g, 0), _largest_root(nu.dtype))
+    square = sum(part * part for part in real_parts(finite))
+    square = jnp.minimum(square, jnp.finfo(nu.dtype).max)
+    return mu + _by(lax.mul, finite - mu, of_mu), nu + of_nu * (square - nu)
+
+
+def _entries(grad: Any, mu: Array) -> Array:
+    """A gradient as it is averaged: for real parameters it is real, also if it was complex."""
+    g = jnp.asarray(grad)
+    return (g if jnp.iscomplexobj(mu) else g.real).astype(mu.dtype)
 
 
 def _share(beta: Any, count: Array, dtype: Any) -> Array:
     """The weight of the newest of `count` numbers in their unbiased average."""
-    beta = jnp.asarray(beta).astype(dtype)
+    beta = _as(beta, dtype)
     share = (1 - beta) / -jnp.expm1(count.astype(dtype) * jnp.log(beta))
     return jnp.where(count <= 1, 1, share)
 
@@ -219,7 +227,11 @@ def _held(x: Array, bound: Array) -> Array:
 
 def _largest_root(dtype: Any) -> Array:
     """The largest number of the dtype whose square does not overflow."""
-    return jnp.asarray(math.sqrt(jnp.finfo(dtype).max) * (1 - 1e-6)).astype(dtype)
+    return _as(math.sqrt(jnp.finfo(dtype).max) * (1 - 1e-6), dtype)
+
+
+def _as(number: Any, dtype: Any) -> Array:
+    return jnp.asarray(number).astype(dtype)
 
 
 def _divided(x: Array, y: Array) -> Array:

@@ -37,6 +37,27 @@ def test_leaves_of_one_shape_share_what_is_compiled():
 
 
 @pytest.mark.parametrize(
+    ("tx", "most"),
+    [
+        (optaxclip.clip_by_global_norm(1.0), 2),
+        (optaxclip.clip_by_norm(1.0), 3),
+        (optaxclip.scale_by_stable_adam(), 7),
+    ],
+    ids=["global", "leaf", "stable_adam"],
+)
+def test_a_leaf_more_takes_few_kernels_more(tx, most):
+    """On a CPU each takes a millisecond to compile, also where another one is equal."""
+
+    def kernels(count):
+        grads = [jnp.ones((32, 32))] * count
+        update = jax.jit(tx.update, compiler_options=AS_USERS)
+        entry = update.lower(grads, tx.init(grads)).compile().as_text().split("ENTRY")[1]
+        return len(re.findall(r" fusion\(", entry))
+
+    assert kernels(30) <= kernels(20) + 10 * most
+
+
+@pytest.mark.parametrize(
     "tx",
     [
         optaxclip.adaptive_grad_clip(0.01),
