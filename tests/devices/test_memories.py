@@ -34,7 +34,7 @@ def memories(tree):
 @pytest.mark.parametrize(
     ("name", "how"),
     slow_unless(
-        lambda name, how: how == "eager" or name in QUICK,
+        lambda name, how: name in QUICK,
         [(name, how) for name in NAMES for how in ("eager", "jit")],
     ),
 )

@@ -5,7 +5,7 @@ import types
 import optax
 import optax_suites
 import pytest
-from methods_table import DISTINCT, METHODS
+from methods_table import METHODS
 from optax_suites import NAMES, always, cases_of, chained, loaded, problems_of
 
 # What is only another argument of the same code, and all cases of the longer suites, at night.
@@ -24,7 +24,7 @@ def sharding():
     return loaded("_src/sharding_test.py", OPTIMIZERS=table, jax=new_jax).ShardingTest
 
 
-@pytest.mark.parametrize("name", methods(set(DISTINCT) - {"clip_by_spectral_norm"}))
+@pytest.mark.parametrize("name", methods(FEW))
 def test_sharding(sharding, name):
     """States are made from shapes alone, and keep their shardings on an explicit mesh."""
     cases = [case for case in cases_of(sharding) if case.endswith(f"_{name}")]

@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+from cases import slow_unless
 from optax_suites import Behind, Instead, cases_of, in_front, loaded, problems_of, suites_of
 
 import optaxclip
@@ -40,6 +41,9 @@ BEFORE = {
     "transforms/_masking_test.py": "alias",
     "tree_utils/_state_utils_test.py": "alias",
 }
+# Seconds each, as they step outside of `jit`.
+LENGTHY = {"contrib/_galore_test.py", "experimental/_aggregating_test.py"}
+LENGTHY |= {"transforms/_accumulation_test.py", "transforms/_conditionality_test.py"}
 # Minutes each: 240 searches along a line, and 400,000 steps.
 LONG = {"_src/linesearch_test.py": "alias", "contrib/_sam_test.py": "alias"}
 # Where the others take Optax's clips from.
@@ -81,7 +85,7 @@ def is_quick(case):
 
 
 @pytest.mark.filterwarnings("ignore:updates. nothing is clipped, because no leaf has floating")
-@pytest.mark.parametrize("file", BEFORE)
+@pytest.mark.parametrize("file", slow_unless(lambda file: file not in LENGTHY, BEFORE))
 def test_with_a_clip_that_remembers_before_each_optimizer(file):
     assert not problems_of_file(file, is_quick, **with_before(remembering, BEFORE[file]))
 

@@ -30,9 +30,10 @@ def test_results_are_those_with_a_record_and_any_state_is_handed_back(name):
     assert without.init(PARAMS) == optax.EmptyState()
     for grads in (GRADS, random_tree(3), jax.tree.map(lambda x: x.at[0].set(jnp.nan), GRADS)):
         expected, _ = with_record.update(grads, with_record.init(PARAMS), PARAMS)
-        for state in (optax.EmptyState(), None, foreign_state(), "anything"):
-            updates, returned = without.update(grads, state, PARAMS)
-            assert returned is state
+        assert_same(without.update(grads, None, PARAMS)[0], expected)
+    for state in (optax.EmptyState(), None, foreign_state(), "anything"):
+        updates, returned = without.update(grads, state, PARAMS)
+        assert returned is state
         assert_same(updates, expected)
     step = jax.jit(lambda grads, state: without.update(grads, state, PARAMS))
     expected, _ = jax.jit(with_record.update)(GRADS, with_record.init(PARAMS), PARAMS)
