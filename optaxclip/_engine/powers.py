@@ -99,17 +99,18 @@ def at_scales(
 
 
 # Compiled by itself so that it is traced once for leaves that are alike.
-@functools.partial(jax.jit, static_argnames=("axes", "dtype"))
-def largest_bits(leaf: Any, by: float, *, axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    """The largest modulus as an integer.
+@functools.partial(jax.jit, static_argnames=("by", "axes", "dtype"))
+def largest_bits(leaf: Any, *, by: float, axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """The largest modulus, times a constant, as an integer.
 
     The bits of floats of at least 0 are in the order of the floats, with NaN above infinity: so no
     maximum over devices loses a NaN, as XLA's collective on CPU does with floats.
     """
-    modulus = jnp.abs(times(entries(leaf, dtype), by))
+    x = entries(leaf, dtype)
+    x = x if by == 1 else times(x, by)
     integer = jnp.dtype(f"int{jnp.finfo(dtype).bits}")
-    bits = lax.bitcast_convert_type(modulus, integer) & integer.type(jnp.iinfo(integer).max)
-    return jnp.max(bits, axes, initial=0)
+    bits = lax.bitcast_convert_type(jnp.abs(x), integer) & integer.type(jnp.iinfo(integer).max)
+    return lax.reduce(bits, integer.type(0), lax.max, axes)
 
 
 def in_range(found: AtScales) -> tuple[Array, Array]:

@@ -79,7 +79,7 @@ def _on_parts(strict: bool, zeroes: bool, x: Array, by: Multiplier) -> Array:
     if zeroes:
         scaled = jnp.where(by.ratio == 0, jnp.zeros_like(scaled), scaled)
     # Selected, because a product with 1 may flush subnormal numbers to 0.
-    return jnp.where(_is_one(by), x, scaled)
+    return lax.select(jnp.broadcast_to(_is_one(by), x.shape), x, scaled)
 
 
 def _is_one(by: Multiplier) -> Array:

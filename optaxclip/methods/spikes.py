@@ -26,6 +26,7 @@ from optaxclip._base.numerics import (
     promoted,
     real_parts,
     safe_sqrt,
+    select,
 )
 from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten, is_sparse, with_data
@@ -198,14 +199,13 @@ def clip_by_second_moment(
 @functools.partial(jax.jit, static_argnames=("axes", "method"))
 def _only_above(leaf: Any, by: Array, axes: tuple[int, ...], method: Method) -> Any:
     """The leaf times its multiplier; entries at or below the limit stay as they are."""
-    power, ratio, limit = by
-    shrunk = BY_NORM.scaled(leaf, jnp.stack([power, ratio]), axes, method)
+    _, ratio, limit = by
+    shrunk = BY_NORM.scaled(leaf, by[:2], axes, method)
     x, y = (each.data if is_sparse(each) else each for each in (leaf, shrunk))
-    ratio, limit = (broadcast_over(each, axes) for each in (ratio, limit))
-    modulus, limit = promoted([jnp.abs(x).astype(accumulation_dtype(x.dtype)), limit])
     # The ratio is NaN or 0 for a group that is not finite, whose entries all change.
-    keep = jnp.broadcast_to((modulus <= limit) & (ratio > 0), x.shape)
-    return with_data(leaf, match_weak_type(lax.select(keep, x, y), x))
+    limit = broadcast_over(select(ratio > 0, limit, -1), axes)
+    modulus, limit = promoted([jnp.abs(x).astype(accumulation_dtype(x.dtype)), limit])
+    return with_data(leaf, match_weak_type(lax.select(modulus <= limit, x, y), x))
 
 
 class _Settings(NamedTuple):
