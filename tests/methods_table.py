@@ -73,8 +73,8 @@ def at(sequence, i):
 
 
 def stack(trees):
-    """Trees as one with a leading axis."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+    """Trees as one with a leading axis, in NumPy, as JAX would compile that for each shape."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
 def avals(tree):
@@ -317,3 +317,13 @@ VARIANTS |= {
     "unit_z_score",
 }
 DISTINCT = [name for name in METHODS if name not in VARIANTS]
+
+# The costliest tests leave all others to the slow ones: these have each scope, norm and response
+# between them, rules with and without memory, and each method with code of its own.
+TYPICAL = {"clip", "clip_by_global_norm", "adaptive_grad_clip", "scale_by_stable_adam"}
+TYPICAL |= {"clip_attention_logits", "clip_by_second_moment", "clip_by_spectral_norm", "hyperball"}
+TYPICAL |= {"zclip", "adagc", "skip_above_loss", "leaf_stacked_strict", "axes_l1", "unit_smooth"}
+TYPICAL |= {"muon", "group_linf_band"}
+
+# One for each way in which a limit reaches the computation.
+ONE_OF_EACH = ["clip", "clip_by_global_norm", "clip_by_group_norm_dict", "leaf_rms_of_weights"]

@@ -1,0 +1,44 @@
+"""Limits of each kind of number, and what is the same for all of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from methods_table import METHODS, ONE_OF_EACH, assert_same
+
+LIMITS = [
+    np.float16(0.5),
+    np.float64(0.5),
+    lambda count: jnp.float16(0.5) + 0 * count.astype(jnp.float16),
+    lambda count: 0.5,
+    np.array(0.5, np.float32),
+    jnp.bfloat16(0.5),
+    jnp.asarray(0.5),
+]
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize("bits", [32, 64])
+def test_every_kind_of_limit_gives_the_same(name, bits):
+    with jax.enable_x64(bits == 64):
+        grads = {"w": jnp.array([3.0, 0.25], jnp.float16), "b": jnp.array([4.0], jnp.float32)}
+        schedules_too = name != "clip_by_group_norm_dict"
+
+        @jax.jit
+        def updates(grads, traced):
+            limits = [0.5, traced, *(x for x in LIMITS if schedules_too or not callable(x))]
+            methods = [METHODS[name].make(limit) for limit in limits]
+            return [method.update(grads, None, grads)[0] for method in methods]
+
+        expected, *others = updates(grads, jnp.float32(0.5))
+        for update in others:
+            assert_same(update, expected)
+
+
+@pytest.mark.parametrize("name", ["clip", "clip_by_global_norm", "clip_by_group_norm_dict"])
+@pytest.mark.usefixtures("x64")
+def test_a_64_bit_limit_is_not_rounded(name):
+    grads, limit = {"w": jnp.array([3.0], jnp.float64), "v": jnp.zeros(2, jnp.float64)}, 0.1
+    update = METHODS[name].make(limit).update(grads, None)[0]["w"]
+    assert update.dtype == jnp.float64
+    assert limit * (1 - 1e-12) <= update[0] <= limit
