@@ -42,8 +42,7 @@ def clamp(
         if bound is not None and np.shape(bound):
             _check_fit(bound, argument, flat)
     # A bound for each dtype, not for each leaf: JAX takes a while to pass an operand.
-    of_each = {dtype_of(leaf): leaf for leaf in leaves}.values()
-    dtypes = {jnp.result_type(leaf.data if is_sparse(leaf) else leaf) for leaf in of_each}
+    dtypes = {dtype_of(leaf) for leaf in leaves}
     highs = {str(dtype): _in_range(high, dtype) for dtype in dtypes}
     lows = None if low is None else {str(dtype): _in_range(low, dtype) for dtype in dtypes}
     return flat.rebuild(_clamped_by_dtype(leaves, lows, highs))
