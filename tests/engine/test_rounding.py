@@ -1,10 +1,13 @@
 """One factor, one rounding: what a clip does to each entry."""
 
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import slow_unless
 from jax import lax
 
 import optaxclip
@@ -69,7 +72,15 @@ def test_no_entry_is_further_from_the_exact_one_than_with_optax(dtype):
 STRICT = [(F32,), (BF16,), (F16,), (F32, BF16), (F64,), (F64, F32), (F64, F16), (np.complex64, F32)]
 
 
-@pytest.fixture(params=["sums in float64", "sums in float32"])
+SUMS = ["sums in float64", "sums in float32"]
+# Sums in float32 have the least to spare where they are of more digits than they hold.
+PLATFORMS = slow_unless(
+    lambda sums, dtypes: dtypes == (F32,) or (F64 in dtypes) == (sums == "sums in float32"),
+    product(SUMS, STRICT),
+)
+
+
+@pytest.fixture
 def platform(request, monkeypatch):
     """As on a CPU, or as elsewhere."""
     if request.param == "sums in float32":
@@ -79,8 +90,12 @@ def platform(request, monkeypatch):
     jax.clear_caches()
 
 
+def name_of(case):
+    return case if isinstance(case, str) else "+".join(np.dtype(dtype).name for dtype in case)
+
+
 @pytest.mark.usefixtures("x64", "platform")
-@pytest.mark.parametrize("dtypes", STRICT, ids=lambda x: "+".join(np.dtype(d).name for d in x))
+@pytest.mark.parametrize(("platform", "dtypes"), PLATFORMS, indirect=["platform"], ids=name_of)
 def test_strictly_no_norm_is_above_its_limit_however_near(dtypes):
     trees = draw(200, **{str(i): dtype for i, dtype in enumerate(dtypes)})
     true = norms_of(trees.values())
@@ -89,13 +104,13 @@ def test_strictly_no_norm_is_above_its_limit_however_near(dtypes):
     def clip(tree_and_limit):
         tree, limit = tree_and_limit
         tx = optaxclip.clip_by_global_norm(limit, strict=True)
-        once = tx.update(tree, tx.init(tree))[0]
         example = jax.tree.map(lambda x: x[None], tree)
-        return once, tx.update(once, tx.init(tree))[0], per_example.clip_sum(example, limit).grads
+        return tx.update(tree, tx.init(tree))[0], per_example.clip_sum(example, limit).grads
 
     clip_each = jax.jit(lambda x: lax.map(clip, x))
     for limits in (near, far):
-        once, twice, of_examples = clip_each((trees, limits))
+        once, of_examples = clip_each((trees, limits))
+        twice, _ = clip_each((once, limits))
         for found in (once, of_examples):
             ratio = norms_of(found.values()) / limits
             assert np.max(ratio) <= 1
