@@ -78,8 +78,12 @@ def _on_parts(strict: bool, zeroes: bool, x: Array, by: Multiplier) -> Array:
     scaled = lax.complex(*parts) if jnp.iscomplexobj(x) else parts[0]
     if zeroes:
         scaled = jnp.where(by.ratio == 0, jnp.zeros_like(scaled), scaled)
+    is_one = _is_one(by)
+    # `jnp.where` would be a nested call for each leaf, which takes longer to compile; but on an
+    # explicit mesh it broadcasts a flag for each group.
+    select = jnp.where if is_one.ndim else lax.select
     # Selected, because a product with 1 may flush subnormal numbers to 0.
-    return lax.select(jnp.broadcast_to(_is_one(by), x.shape), x, scaled)
+    return select(is_one, x, scaled)
 
 
 def _is_one(by: Multiplier) -> Array:
