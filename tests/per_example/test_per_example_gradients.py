@@ -125,10 +125,10 @@ def test_leaves_without_a_gradient():
 
 @pytest.mark.parametrize("size", [None, 1, 4])
 def test_a_nan_example_and_an_empty_batch(size):
-    params, x, y = task()
+    params, x, y = jax.tree.map(np.array, task())
     clipped = jax.jit(per_example.clipped_grad(loss_fn, 1.0, microbatch_size=size))
-    result = clipped(params, x.at[3].set(jnp.nan), y)
-    kept = jnp.arange(10) != 3
+    kept = np.arange(10) != 3
+    result = clipped(params, np.where(kept[:, None], x, np.float32(np.nan)), y)
     assert_close(result.grads, clipped(params, x[kept], y[kept]).grads)
     assert int(result.num_dropped) == 1
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(clipped(params, x[:0], y[:0]).grads))
