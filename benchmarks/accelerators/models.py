@@ -79,9 +79,11 @@ MODELS = {
     "transformer4": lambda: plain(4, 2048, 32000),
     "gpt2": lambda: transformer(12, 768, 50257, 1024),
     "vmem": lambda: plain(12, 512, 4096),
-    # For the tests: as `vmem` and as `resnet50`, of fewer leaves.
+    # For the tests: as `vmem`, `resnet50` and `llama8b_stacked`, of fewer leaves; Llama's keys.
     "vmem6": lambda: plain(6, 704, 4096),
     "resnet14": lambda: resnet((1, 1, 1, 1)),
+    "layers8": lambda: {"up": (8, 4096, 14336), "down": (8, 14336, 4096)},
+    "keys": lambda: [(4096, 1024)] * 4,
     "resnet50": lambda: resnet((3, 4, 6, 3)),
     "llama8b": lambda: llama(32),
     "llama8b_stacked": lambda: llama(32, stacked=True),

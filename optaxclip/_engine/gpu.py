@@ -47,22 +47,24 @@ def sum_of_columns(
 
 
 def _folded(x: Array, axes: tuple[int, ...]) -> Array:
-    """Partial sums of up to 256 entries along the last axis that is summed, if columns are.
+    """Partial sums of up to 256 entries along the last axis that is summed, of narrow columns.
 
-    Otherwise XLA stores the converted entries of narrow dtypes, unless the leaf is large: AGC on
-    ResNet-50 in bfloat16 reads and writes 8.8 in place of 2.4.
+    Otherwise XLA stores the converted entries of narrow dtypes, unless the columns are many: AGC in
+    bfloat16 moves 18 times the gradients of matrices `[4096, 1024]`, in place of 2.1.
     """
-    size = known_size(x.size) or _LONG
-    if not axes or max(axes) == x.ndim - 1 or size >= _LONG:
+    is_known = known_size(x.size) is not None
+    axis = max(axes, default=-1)
+    columns = x.shape[axis + 1 :]
+    if not (is_known and axes and columns) or math.prod(columns) >= _MANY:
         return x
-    axis = max(axes)
     # At least eight sums, so that as many devices can share them.
     count = x.shape[axis]
-    fold = math.gcd(count // 8, 256)
-    if fold < 8 or count % fold:
+    fold = max((n for n in range(8, 257) if count % (8 * n) == 0), default=1)
+    if fold == 1:
         return x
     rows = x.reshape(*x.shape[:axis], count // fold, fold, *x.shape[axis + 1 :])
     return lax.optimization_barrier(lax.reduce_sum(rows, [axis + 1]))
 
 
-_LONG = 2**22
+_MANY = 1536
+"""From so many columns on XLA does not store converted entries (JAX 0.10.2, for an H100)."""

@@ -21,8 +21,15 @@ from optaxclip._engine.placement import Placement
 Rows: TypeAlias = list[Array]
 """Together, one array with the entries of all groups; apart, one of its shape for each group."""
 
-_MANY = 2**20
-"""If there are more norms, they are stored apart."""
+_MANY = 2**18
+"""If a leaf has more norms, all are stored apart.
+
+No vocabulary is larger: so up to here each norm is that of a column of a matrix, and norms are few
+beside the entries. Of stacked layers there is one norm for as many entries as there are layers: as
+compiled for an H100, AGC on a stacked GPT-2 in bfloat16 moves 3.3 times the gradients with norms
+apart, 9.6 times with norms together. On Llama 3 8B, not stacked, whose 1.6 million norms are those
+of columns, it takes 1566 kernels apart, 1004 together, and half the time to compile.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,4 +144,4 @@ class Groups:
 def _are_few(grouping: Grouping) -> bool:
     shapes = [group.shape for group in grouping.groups]
     is_known = all(isinstance(size, int) for shape in shapes for size in shape)
-    return is_known and sum(map(math.prod, shapes)) <= _MANY
+    return is_known and max(map(math.prod, shapes), default=0) <= _MANY

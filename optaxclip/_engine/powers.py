@@ -54,7 +54,7 @@ def at_once(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -
 
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def one_by_one(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> AtScales:
-    """In plain sums: a TPU takes them in one pass too, and a partitioner adds their parts."""
+    """In plain sums: a TPU takes few of them in one pass, and a partitioner adds their parts."""
     powers, axes = _summands(leaf, axes, norm, dtype)
     return tuple(lax.reduce_sum(x, axes) for x in powers)
 
@@ -79,13 +79,21 @@ def _added(sums: AtScales, more: AtScales) -> AtScales:
 
 
 def at_scales(
-    leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype, in_one_piece: bool
+    leaf: Any,
+    *,
+    axes: tuple[int, ...],
+    norm: Norm,
+    dtype: jnp.dtype,
+    in_one_piece: bool,
+    together: bool,
 ) -> AtScales:
     """The sums of a leaf at all scales, on any platform.
 
     In float32 one that is reduced over all axes, in one piece or in a manual region, takes one
     variadic reduction. What is reduced over some axes, or split as only the compiler knows, takes
-    plain sums, on a GPU one in float64.
+    plain sums, on a GPU one in float64. If norms are so many that they are stored apart, a TPU
+    reads the leaf once for each plain sum, so that it takes a variadic reduction too: AGC on eight
+    v5es, Llama 3 8B with its layers stacked, reads 2.6 in place of 6.0.
     """
     options = {"axes": axes, "norm": norm, "dtype": dtype}
     if dtype != jnp.float32:
@@ -94,7 +102,7 @@ def at_scales(
     if over_all and (in_one_piece or devices.manual_axes()):
         return at_once(leaf, **options)
     on_gpu = functools.partial(gpu.sum_of_columns, **options, scales=scales(norm, dtype))
-    default = functools.partial(one_by_one, **options)
+    default = functools.partial(one_by_one if together else at_once, **options)
     return lax.platform_dependent(leaf, cuda=on_gpu, rocm=on_gpu, default=default)
 
 

@@ -6,7 +6,6 @@ out  one number for each name of the grouping, `[]` or `[names]`
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import TypeAlias
 
 import jax.numpy as jnp
@@ -93,7 +92,7 @@ def _of_worst(groups: Groups, rows: list[Columns]) -> list[Array]:
     if groups.together:
         found = _of_leaves_alike(groups, with_badness[0])
     else:
-        found = _by_maxima(with_badness)
+        found = [_in_one_reduction(row, tuple(range(row[0].ndim))) for row in with_badness]
     columns = [jnp.concatenate([x.reshape(-1) for x in row]) for row in zip(*found, strict=True)]
     order = np.argsort(groups.order)
     is_sorted = list(order) == list(range(len(order)))
@@ -117,17 +116,20 @@ def _of_leaves_alike(groups: Groups, columns: Columns) -> list[Columns]:
     for shape, some in itertools.groupby(groups.ordered, key=lambda group: group.shape):
         count, size = len(list(some)), math.prod(shape)
         part = lax.slice_in_dim(stack, start, start + count * size, axis=1)
-        found.append(_in_one_reduction(part.reshape(len(columns), count, size)))
+        found.append(_in_one_reduction(tuple(part.reshape(len(columns), count, size)), (1,)))
         start += count * size
     return found
 
 
-def _in_one_reduction(rows: Array) -> Columns:
-    """Columns `[leaves]` from rows `[badness and columns, leaves, groups]`."""
+def _in_one_reduction(columns: Columns, axes: tuple[int, ...]) -> Columns:
+    """The worst of the groups along these axes, from the badness and the columns of all."""
     # What leaves without groups have.
-    nothing = tuple(rows.dtype.type(x) for x in (-1, 0, jnp.inf, 1, 0, 0))
-    found = lax.reduce(tuple(lax.stop_gradient(rows)), nothing, _worse, (1,))
-    return _shares(found, rows.shape[2])
+    nothing = tuple(columns[0].dtype.type(x) for x in (-1, 0, jnp.inf, 1, 0, 0))
+    found = lax.reduce(lax.stop_gradient(columns), nothing, _worse, axes)
+    _, norm, limit, factor, clipped, bad = found
+    # The share of groups that were clipped, in place of their number.
+    size = math.prod(columns[0].shape[axis] for axis in axes)
+    return norm, limit, factor, clipped / max(size, 1), bad
 
 
 def _worse(some: Columns, others: Columns) -> Columns:
@@ -137,36 +139,3 @@ def _worse(some: Columns, others: Columns) -> Columns:
     worse = [lax.select(is_worse, *pair) for pair in zip(some[:4], others[:4], strict=True)]
     # With "mask", one that is bad need not be the worst.
     return *worse, some[4] + others[4], jnp.maximum(some[5], others[5])
-
-
-def _by_maxima(rows: list[Columns]) -> list[Columns]:
-    """The same in plain reductions, of which devices combine their parts.
-
-    Each step is taken for all leaves before the next begins, so that its collectives are one.
-    """
-    rows = lax.optimization_barrier(lax.stop_gradient(rows))
-    largest = lax.optimization_barrier([jnp.max(_bits(row[0]), initial=0) for row in rows])
-    return [_of_largest(*pair) for pair in zip(rows, largest, strict=True)]
-
-
-def _of_largest(columns: Columns, largest: Array) -> Columns:
-    """The columns of the groups with the largest badness, given as an integer."""
-    badness, norm, limit, factor, clipped, bad = columns
-    if 0 in norm.shape:
-        return _in_one_reduction(jnp.stack(columns)[:, None])
-    is_worst = _bits(badness) == largest
-    *of_worst, bad = (_bits(x) for x in (norm, limit, factor, bad))
-    of_worst = [jnp.where(is_worst, x, jnp.iinfo(x.dtype).min) for x in of_worst]
-    *found, bad = (lax.bitcast_convert_type(jnp.max(x), norm.dtype) for x in (*of_worst, bad))
-    return _shares((badness, *found, jnp.sum(clipped), bad), norm.size)
-
-
-def _bits(x: Array) -> Array:
-    """The bits as integers, because a maximum of floats may lose a NaN."""
-    return lax.bitcast_convert_type(x, jnp.dtype(f"int{jnp.finfo(x.dtype).bits}"))
-
-
-def _shares(found: Sequence[Array], size: int) -> Columns:
-    """The columns, with the share of groups that were clipped in place of their number."""
-    _, norm, limit, factor, clipped, bad = found
-    return norm, limit, factor, clipped / max(size, 1), bad

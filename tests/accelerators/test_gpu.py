@@ -19,6 +19,17 @@ def test_short_columns_of_narrow_entries_are_not_stored(ours):
     assert moved <= aims.MOVED_BY_AGC_OF_CONVOLUTIONS
 
 
+def test_narrow_columns_of_narrow_entries_are_not_stored(ours):
+    moved = ours(H100, "keys", "bfloat16", method="agc").moved
+    assert moved <= aims.MOVED_BY_AGC_OF_COLUMNS
+
+
+def test_a_record_of_many_norms_reads_them_once(ours):
+    found = ours(H100, "layers8", "bfloat16", method="agc")
+    aims.assert_no_branch(found)
+    assert found.moved <= aims.MOVED_BY_AGC_OF_LAYERS
+
+
 def test_a_skip_a_record_and_a_rule_share_one_read(both):
     ours, theirs = both(H100, method="skip_record_zclip")
     aims.assert_no_branch(ours)

@@ -29,6 +29,13 @@ def test_on_eight_devices(both):
     assert ours.moved <= theirs.moved + aims.MORE_IN_FAST_MEMORY
 
 
+def test_where_norms_are_many_a_leaf_is_read_once_for_them(ours):
+    found = ours(V5E, "layers8", "bfloat16", "auto", method="agc")
+    aims.assert_no_branch(found)
+    assert +found.counts.collectives == {"all-reduce": 1}
+    assert found.moved <= aims.MOVED_BY_AGC_OF_LAYERS_ON_TPU
+
+
 @pytest.mark.parametrize("method", aims.SEEDS)
 def test_many_seeds_in_a_scan_wait_for_nothing(ours, method):
     aims.assert_no_branch(ours(V5E, "seeds", method=method))

@@ -76,20 +76,37 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["together", "apart"])
-def test_the_worst_of_two_in_any_order(together):
+def test_the_worst_of_two_in_any_order():
     *columns, expected = (np.float32(x) for x in zip(*CASES.values(), strict=True))
     norm, limit, factor = (np.concatenate([x, x[:, ::-1]]) for x in columns)
     bad = ~np.isfinite(norm)
     clipped = (norm > limit) & ~bad
 
     def of_all(*columns):
-        rows = engine_record._badness(*columns[:2]), *columns
-        if together:
-            return engine_record._in_one_reduction(jnp.stack(rows))
-        return jax.vmap(lambda *row: engine_record._by_maxima([row])[0])(*rows)
+        return engine_record._in_one_reduction(
+            (engine_record._badness(*columns[:2]), *columns), (1,)
+        )
 
     found = jax.jit(of_all)(norm, limit, factor, np.float32(clipped), np.float32(bad))
     np.testing.assert_array_equal(np.stack(found[:3], 1), np.concatenate([expected] * 2))
     np.testing.assert_array_equal(found[3], clipped.mean(1))
     np.testing.assert_array_equal(found[4], bad.any(1))
+
+
+def test_the_worst_of_so_many_units_that_they_are_stored_apart():
+    grads = [np.full((2, 2**18 + 1), 0.1, np.float32), np.full((2, 3), 0.2, np.float32)]
+    grads[0][:, 70_000] = 3, 4
+    found, info = record(optaxclip.clip_by(scopes.unit(), 1.0), jax.tree.map(jnp.asarray, grads))
+    np.testing.assert_allclose(found, [5, 1, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(info.norm[1], 0.2 * np.sqrt(2), rtol=1e-6)
+    np.testing.assert_allclose(info.fraction, [1 / (2**18 + 1), 0], rtol=1e-6)
+    assert list(info.num_clipped) == [1, 0]
+
+
+@pytest.mark.parametrize(("columns", "together"), [(2**17, True), (2**18 + 1, False)])
+def test_norms_of_columns_are_one_array_however_many_leaves_there_are(columns, together):
+    leaves = [jax.ShapeDtypeStruct((2, columns), jnp.float32)] * 20
+    tx = optaxclip.adaptive_grad_clip(0.1)
+    state = jax.eval_shape(tx.init, leaves)
+    program = str(jax.make_jaxpr(tx.update)(leaves, state, leaves))
+    assert (f"f32[{20 * columns}]" in program) is together
