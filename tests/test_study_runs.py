@@ -123,6 +123,7 @@ def test_a_lost_run_counts_as_untrained():
     assert plan.final(held_out).tolist() == [1.0, 3.0, 3.0]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("noise", [None, 0.5])
 def test_a_cell_is_what_a_loop_gives(noise):
     task, of = a_line(noise), Cell("line", "sgd", "constant (best)")

@@ -36,9 +36,8 @@ def task_of(name):
 
 def batches(task, is_bad=(False, True)):
     """Parameters, and batches of one key."""
-    params = task.initial(jax.random.key(0))
-    key = jax.random.key(1)
-    return params, [task.batch(params, key, jnp.bool_(bad)) for bad in is_bad]
+    params, batch = jax.jit(task.initial)(jax.random.key(0)), jax.jit(task.batch)
+    return params, [batch(params, jax.random.key(1), jnp.bool_(bad)) for bad in is_bad]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -50,7 +49,7 @@ def test_a_bad_batch_differs_in_its_labels(name):
         same = np.asarray(x == getattr(bad, field))
         assert len(x) == task.examples
         assert np.mean(same) < 0.5 if field == labels else np.all(same)
-    other = task.batch(params, jax.random.key(2), jnp.bool_(False))
+    other = jax.jit(task.batch)(params, jax.random.key(2), jnp.bool_(False))
     assert np.any(np.asarray(other[0] != good[0]))
 
 
@@ -58,9 +57,10 @@ def test_a_bad_batch_differs_in_its_labels(name):
 def test_losses_are_those_of_each_example(name):
     task = task_of(name)
     params, (batch, _) = batches(task)
-    losses = task.losses(params, batch)
+    losses_of = jax.jit(task.losses)
+    losses = losses_of(params, batch)
     assert (losses.dtype, losses.shape) == (jnp.float32, (task.examples,))
-    one = task.losses(params, jax.tree.map(lambda x: x[5:6], batch))
+    one = losses_of(params, jax.tree.map(lambda x: x[5:6], batch))
     np.testing.assert_allclose(losses[5:6], one, rtol=1e-4)
 
 
@@ -68,8 +68,9 @@ def test_the_mean_of_losses_is_the_usual_loss():
     task = task_of("transformer")
     params, (batch, _) = batches(task)
     windows = jnp.concatenate([batch.inputs, batch.labels[:, -1:]], 1)
-    usual = text_model.loss_fn(params, windows, text.SIZE)
-    assert float(task.losses(params, batch).mean()) == pytest.approx(float(usual), rel=1e-5)
+    usual = jax.jit(text_model.loss_fn, static_argnums=2)(params, windows, text.SIZE)
+    found = jax.jit(task.losses)(params, batch).mean()
+    assert float(found) == pytest.approx(float(usual), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["lstm", "transformer"])
@@ -84,7 +85,9 @@ def test_text_is_told_from_earlier_characters(name):
         return count * task.losses(params, Examples(batch.inputs[:, :count], labels))[0]
 
     fifth = jnp.arange(text.MAX_SYMBOLS)
-    of_four, of_five = (jax.vmap(functools.partial(cost, count))(fifth) for count in (4, 5))
+    of_four, of_five = (
+        jax.jit(jax.vmap(functools.partial(cost, count)))(fifth) for count in (4, 5)
+    )
     # What is added by each possible fifth character are its probabilities, unless the fifth input
     # changed what the first four characters cost.
     assert float(jnp.sum(jnp.exp(of_four - of_five))) == pytest.approx(1.0, rel=1e-4)
@@ -170,6 +173,7 @@ def test_episodes_end_once_and_returns_count_what_is_left():
     np.testing.assert_array_equal(is_up, alive == 1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", TASKS)
 def test_a_short_run_learns(name):
     task = task_of(name)

@@ -3,6 +3,7 @@
 import aims
 import jax
 import pytest
+from cases import slow_unless
 
 H100 = "h100"
 
@@ -64,7 +65,9 @@ def test_a_reset_that_judges_shares_the_read_of_a_clip(both):
     assert ours.moved <= clip.moved + aims.MORE_MOVED
 
 
-@pytest.mark.parametrize("mesh", ["auto", "explicit", "shard_map"])
+@pytest.mark.parametrize(
+    "mesh", slow_unless(lambda mesh: mesh == "auto", ["auto", "explicit", "shard_map"])
+)
 def test_statistics_on_eight_devices(ours, mesh):
     found = ours(H100, mesh=mesh, method="statistics")
     aims.assert_no_branch(found)
@@ -103,7 +106,7 @@ def test_many_seeds_in_a_scan_wait_for_nothing(both, method):
 
 
 @pytest.mark.parametrize("dtype", aims.DTYPES)
-@pytest.mark.parametrize("size", [8, 256])
+@pytest.mark.parametrize("size", aims.EXAMPLES)
 @pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")  # jax-privacy calls it
 def test_examples_cost_no_more_than_with_jax_privacy(both, dtype, size):
     ours, theirs = both(H100, f"examples-{size}", dtype)

@@ -42,7 +42,7 @@ def test_many_seeds_in_a_scan_wait_for_nothing(ours, method):
 
 
 @pytest.mark.parametrize("dtype", aims.DTYPES)
-@pytest.mark.parametrize("size", [8, 256])
+@pytest.mark.parametrize("size", aims.EXAMPLES)
 @pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")  # jax-privacy calls it
 def test_examples_cost_no_more_than_with_jax_privacy(both, dtype, size):
     ours, theirs = both(V5E, f"examples-{size}", dtype)

@@ -54,6 +54,7 @@ RULES = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("clip", "rule"), list(zip(CLIPS, RULES, strict=True)))
 def test_as_a_loop_over_microbatches(clip, rule):
     clip, rule = CLIPS[clip], RULES[rule]

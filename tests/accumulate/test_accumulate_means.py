@@ -52,6 +52,7 @@ def assert_same(found, expected, digits=1e-6):
     jax.tree.map(check, found, expected)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("size", [1, 2, 3, 12])
 def test_the_gradient_of_the_whole_batch_with_unequal_weights(size, optimized):
     by_parts = accumulate.value_and_grad(
@@ -160,6 +161,7 @@ def test_leaves_without_a_gradient():
     assert (grads["steps"].dtype, grads["steps"].shape) == (jax.dtypes.float0, (3,))
 
 
+@pytest.mark.costly
 @where_sums_are_fused
 @pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"reject": None, "measure": False}])
 def test_memory_is_of_few_gradients_whatever_their_number(options):

@@ -75,6 +75,7 @@ def gathered(compiled):
     return max((np.prod([int(n) for n in shape.split(",")]) for shape in shapes), default=0)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "Auto, specs"])
 def test_under_jit(name, kind):
@@ -116,6 +117,7 @@ WITH_MEMORY = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", WITH_MEMORY)
 @pytest.mark.parametrize("tracked", [True, False])
 def test_each_expert_has_its_own_history_inside_shard_map(name, tracked):

@@ -51,6 +51,7 @@ WAYS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
 def test_every_policy_acts_on_one_bad_entry(way):
     run = WAYS[way]()

@@ -43,6 +43,7 @@ def random_grads(examples):
     return {**grads, "v": grads["v"].at[3, 1].set(jnp.nan)}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "batch"),
     slow_unless(
@@ -106,6 +107,7 @@ def on_one_device(examples):
 SPLITS = {8: P(("a", "b")), 4: P("a"), 1: P()}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("size", "ways"),
     slow_unless(lambda size, ways: size == 3 or ways == 8, product((None, 1, 3, 4, 8), SPLITS)),

@@ -119,6 +119,7 @@ def test_shardings_stay_without_jit():
     assert_same_shardings(clipped, placed)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "kind"),
     slow_unless(
@@ -139,6 +140,7 @@ def test_under_jit(name, kind):
     assert_same_shardings(updates, placed[0])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "kind"),
     slow_unless(

@@ -70,6 +70,7 @@ MESHES = slow_unless(
 )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("kind", "told"), MESHES)
 def test_on_a_mesh(kind, told):
     mesh, places = on(kind)

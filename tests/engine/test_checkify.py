@@ -23,6 +23,7 @@ WAYS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("method", "way"),
     [*[("l2", way) for way in WAYS], *[(name, "checkify(jit(vmap))") for name in METHODS]],

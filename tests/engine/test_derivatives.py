@@ -113,6 +113,7 @@ def derivatives(x, limit, **combination):
     return value, jacobian, jax.grad(scalar)(v), jax.hessian(scalar)(v)
 
 
+@pytest.mark.costly
 @combinations
 def test_right_where_smooth(scope, norm, response):
     combination = {"scope": scope, "norm": norm, "response": response}
@@ -234,6 +235,7 @@ def loss_at_points(scope, norm, response):
     return jax.value_and_grad(loss, (0, 1)), [(x, jnp.float32(limit)) for x, limit in points]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("scope", "norm", "response"),
     [

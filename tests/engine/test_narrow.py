@@ -17,6 +17,7 @@ def numbers_of(dtype):
     return np.unique(numbers[np.isfinite(numbers)])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("dtype", FORMATS)

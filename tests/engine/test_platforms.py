@@ -69,6 +69,7 @@ def truth(tree, scope, norm, limit):
     return clipped
 
 
+@pytest.mark.costly
 def test_at_every_scale(platform):
     # One after the other: `vmap` would take both branches of each.
     @jax.jit
@@ -153,6 +154,7 @@ def test_columns_at_the_ends_of_the_range(platform):
     np.testing.assert_allclose(found["leaf"], [5e200, 5e-200], rtol=1e-14)
 
 
+@pytest.mark.costly
 @pytest.mark.usefixtures("platform")
 def test_what_is_zeroed_has_the_derivative_0():
     """The others have theirs, as if it were not there."""

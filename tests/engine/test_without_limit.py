@@ -40,6 +40,7 @@ def first_step(rule, response, grads, params):
 
 
 # All rules with the response whose factor is taken as it is, all responses with one rule.
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("rule", "response"),
     [*((rule, "clip_with_eps(0)") for rule in RULES), *(("constant", r) for r in RESPONSES)],

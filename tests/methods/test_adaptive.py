@@ -210,6 +210,7 @@ def test_a_bad_leaf_does_not_disturb_the_others(name):
     assert states.info.num_nonfinite[-1].tolist() == [10, 0, 0]
 
 
+@pytest.mark.costly
 @each_method
 def test_vmap_over_trees_and_states_equals_loops(name):
     update, fresh, expected = compiled(name)
@@ -242,6 +243,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.costly
 @each_method
 def test_numbers_may_change_on_the_fly_without_compiling_again(name):
     factory, usual, _ = METHODS[name]
@@ -293,6 +295,7 @@ COMBINATIONS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("scope", "rule"), [(scope, rule) for scope in COMBINATIONS for rule in COMBINATIONS[scope]]
 )

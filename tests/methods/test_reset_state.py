@@ -133,6 +133,7 @@ def of(path, leaf):
     return label(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", INSIDE)
 @pytest.mark.parametrize("around", [True, False])
 def test_in_and_around_other_wrappers(name, around):

@@ -69,6 +69,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("wrapper", "inner"), [*(("above", inner) for inner in INNER), ("nonfinite", "adam")]
 )

@@ -149,6 +149,7 @@ def test_apply_if_finite_inside_the_chain(name):
     assert state[1].total_notfinite == 1
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in DISTINCT, NAMED))
 def test_injected_hyperparameters(name):
     method = METHODS[name]
@@ -321,6 +322,7 @@ def two_steps(clip, tree):
     return update, fresh, state, update(grads, state, grads)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("clip", "tree"), CASES)
 @pytest.mark.parametrize("through", [through_bytes, through_a_state_dict, through_orbax])
 def test_state_survives_a_round_trip(through, clip, tree, tmp_path):

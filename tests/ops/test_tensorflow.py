@@ -109,6 +109,7 @@ def test_clip_by_value_of_integers(dtype, data):
         agree(ops.clip_by_value(x, low, high), tf.clip_by_value(tensor(x), low, high), dtype, 0)
 
 
+@pytest.mark.costly
 @each_dtype
 @given(st.data())
 @moderate
@@ -129,6 +130,7 @@ def test_clip_by_average_norm(data):
     agree(ours(x, limit), theirs(tensor(x), limit), "float32")
 
 
+@pytest.mark.costly
 @each_dtype
 @given(st.data())
 @moderate

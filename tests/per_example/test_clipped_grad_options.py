@@ -32,6 +32,7 @@ def as_matrix(grads):
     return {"all": jnp.concatenate([grads["w"], grads["b"][None]])}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("size", [None, 3])
 @pytest.mark.parametrize("transform", [scaled, as_matrix])
 @pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()])

@@ -63,6 +63,7 @@ def by_tree_and_leaf(quick, sizes):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("scope", "size"), by_tree_and_leaf([None, 1, 3, 10, 64], [None, 1, 2, 3, 4, 9, 10, 64])
 )
@@ -208,6 +209,7 @@ def test_all_reduces_of_a_sharded_batch(scope, size):
         assert found == ({"all-reduce": wanted} if wanted else {})
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("size", [None, 8, 1])
 def test_over_devices(size):
     w, x = jnp.ones((6, 80)), jax.random.normal(jax.random.key(0), (16, 6)).at[3].set(jnp.nan)

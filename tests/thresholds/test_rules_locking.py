@@ -45,6 +45,7 @@ def multiplied(rule, norms):
 # Options
 
 
+@pytest.mark.costly
 @each_recording
 @pytest.mark.parametrize("record", ["raw", "clipped", "capped", "accepted"])
 @pytest.mark.parametrize("patience", [None, 1, 3])
@@ -137,6 +138,7 @@ def test_the_log_tracker_rejects_to_zero_whatever_the_floor():
     np.testing.assert_array_equal(updates, [0.0])
 
 
+@pytest.mark.costly
 @each_rule
 def test_max_norm_caps_the_limits_and_changes_nothing_else(name):
     norms = random_norms(0, 60)
@@ -225,6 +227,7 @@ EXTREME = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("rule", "options"), EXTREME, ids=lambda x: str(x).replace(" ", ""))
 @pytest.mark.parametrize("floor", [0.0, 1e-8])
 def test_no_allowed_parameter_gives_nan(rule, options, floor):
@@ -232,6 +235,7 @@ def test_no_allowed_parameter_gives_nan(rule, options, floor):
     assert no_nan(drive(getattr(thresholds, rule)(**options, floor=floor), norms)[:2])
 
 
+@pytest.mark.costly
 @each_rule
 def test_checkify_finds_nothing_on_finite_norms(name):
     rule = RULES[name]()

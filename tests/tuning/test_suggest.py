@@ -35,6 +35,7 @@ def recall_and_precision(suggestion, is_spike):
     return hits / is_spike.sum(), hits / len(suggestion.spikes)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("spread", "shape"),
     slow_unless(
