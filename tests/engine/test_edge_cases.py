@@ -302,7 +302,6 @@ LIMITS = {
 }
 
 
-@pytest.mark.costly
 @every_transformation
 @pytest.mark.parametrize("enabled", [False, True], ids=["x32", "x64"])
 def test_dtype_and_weak_type_stay_whatever_the_limit(make, enabled):

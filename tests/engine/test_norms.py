@@ -116,7 +116,6 @@ def test_norms_of_many_leaves(norm, order, count):
     np.testing.assert_allclose(measured, np.linalg.norm(x.ravel(), order), rtol=1e-6)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("dtype", ["float16", "float8_e5m2", "complex64"])
 @pytest.mark.parametrize("shape", [(1 << 17,), (300, 512), (3, 128, 350), (99, 104)], ids=str)
 def test_large_leaves_that_are_summed_in_another_dtype(dtype, shape):
@@ -336,7 +335,6 @@ def measured(x, weights, scale, *, size, response):
     return clipped(x), by_vmap, slopes * scale, gradient * scale, change * scale
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("response", ["clip", "smooth"])
 @pytest.mark.parametrize("scale", [1.0, 1e-15, 1e-25, 1e25])
 def test_zeros_that_make_a_leaf_large_change_nothing(scale, response):

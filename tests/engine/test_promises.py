@@ -109,7 +109,6 @@ def norms_of(stacked, norm="l2"):
 # Norms accumulate in float32
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("dtype", "count", "size"),
     [
@@ -155,7 +154,6 @@ def mostly_slow(columns, rows):
 DECADES = {F32: (-28, 36), BF16: (-28, 36), F16: (-2, 4)}
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("tree", "dtype"),
     mostly_slow([*TREES], {F32: TREES, BF16: NARROW, F16: NARROW}),
@@ -229,7 +227,6 @@ def test_limit_near_the_smallest_numbers(size):
     assert ratio.min() > 0.9
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("scope", "shape"),
     mostly_slow(
@@ -277,7 +274,6 @@ def bits(dtype):
     return words.map(lambda word: finite(word.view(dtype)))
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("scope", ["tree", "unit"])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["float32", "bfloat16", "float16"])
 def test_below_the_limit_nothing_changes(dtype, scope):

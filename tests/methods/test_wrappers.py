@@ -69,7 +69,6 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("wrapper", "inner"), [*(("above", inner) for inner in INNER), ("nonfinite", "adam")]
 )

@@ -73,7 +73,6 @@ DECADES = {F32: (-25, 30), BF16: (-25, 30), F16: (-2, 4)}
 SOME = ("1 + 3", "20 x 30 + 30")
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("dtype", "tree"),
     slow_unless(lambda dtype, tree: dtype == F32 or tree in SOME, product(DECADES, TREES)),
@@ -87,7 +86,6 @@ def test_no_example_contributes_more_than_the_limit(dtype, tree):
     assert ratio.min() > 1 - 2e-6
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("scope", "response"),
     [
@@ -114,7 +112,6 @@ EQUAL = {
 }
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "among"),
     slow_unless(lambda name, among: among == 1 or name == "30 of 20", product(EQUAL, [1, 5])),
