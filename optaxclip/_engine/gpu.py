@@ -55,7 +55,7 @@ def _folded(x: Array, axes: tuple[int, ...]) -> Array:
     is_known = known_size(x.size) is not None
     axis = max(axes, default=-1)
     columns = x.shape[axis + 1 :]
-    if not (is_known and axes and columns) or math.prod(columns) >= _MANY:
+    if not (is_known and axes and columns) or math.prod(columns) >= _MANY_COLUMNS:
         return x
     # At least eight sums, so that as many devices can share them.
     count = x.shape[axis]
@@ -66,5 +66,5 @@ def _folded(x: Array, axes: tuple[int, ...]) -> Array:
     return lax.optimization_barrier(lax.reduce_sum(rows, [axis + 1]))
 
 
-_MANY = 1536
+_MANY_COLUMNS = 1536
 """From so many columns on XLA does not store converted entries (JAX 0.10.2, for an H100)."""

@@ -21,7 +21,7 @@ from optaxclip._engine.placement import Placement
 Rows: TypeAlias = list[Array]
 """Together, one array with the entries of all groups; apart, one of its shape for each group."""
 
-_MANY = 2**18
+_MANY_NORMS = 2**18
 """If a leaf has more norms, all are stored apart.
 
 No vocabulary is larger: so up to here each norm is that of a column of a matrix, and norms are few
@@ -144,4 +144,4 @@ class Groups:
 def _are_few(grouping: Grouping) -> bool:
     shapes = [group.shape for group in grouping.groups]
     is_known = all(isinstance(size, int) for shape in shapes for size in shape)
-    return is_known and max(map(math.prod, shapes), default=0) <= _MANY
+    return is_known and max(map(math.prod, shapes), default=0) <= _MANY_NORMS

@@ -191,12 +191,7 @@ class _Part(NamedTuple):
 
     def at_scales(self, leaves: list[Any]) -> list[Measured]:
         """The norms from sums at several scales."""
-        options = {
-            "norm": self.norm,
-            "dtype": self.dtype,
-            "in_one_piece": self.groups.placement.in_one_piece,
-            "together": self.groups.together,
-        }
+        options = {"norm": self.norm, "dtype": self.dtype, "groups": self.groups}
         found = [powers.at_scales(leaf, axes=axes, **options) for leaf, axes in self.rows(leaves)]
         rows = powers.of_groups(found, self.groups)
         if self.groups.together and self.groups.grouping.layout != "scalar":

@@ -69,7 +69,7 @@ def _summands(
         # `x * x * (scale * scale)`, whose second product overflows.
         x = jnp.stack([x, jnp.zeros_like(x)])
         axes = (0, *(axis + 1 for axis in axes))
-    powers = (norm.map(x if by == 1 else times(x, by)) for by in scales(norm, dtype))
+    powers = (norm.map(times(x, by)) for by in scales(norm, dtype))
     # A map may give several summands of an entry.
     return tuple(jax.tree.leaves(tuple(powers))), axes
 
@@ -79,13 +79,7 @@ def _added(sums: AtScales, more: AtScales) -> AtScales:
 
 
 def at_scales(
-    leaf: Any,
-    *,
-    axes: tuple[int, ...],
-    norm: Norm,
-    dtype: jnp.dtype,
-    in_one_piece: bool,
-    together: bool,
+    leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype, groups: Groups
 ) -> AtScales:
     """The sums of a leaf at all scales, on any platform.
 
@@ -99,10 +93,10 @@ def at_scales(
     if dtype != jnp.float32:
         return one_by_one(leaf, **options)
     over_all = len(axes) == np.ndim(leaf.data if is_sparse(leaf) else leaf)
-    if over_all and (in_one_piece or devices.manual_axes()):
+    if over_all and (groups.placement.in_one_piece or devices.manual_axes()):
         return at_once(leaf, **options)
     on_gpu = functools.partial(gpu.sum_of_columns, **options, scales=scales(norm, dtype))
-    default = functools.partial(one_by_one if together else at_once, **options)
+    default = functools.partial(one_by_one if groups.together else at_once, **options)
     return lax.platform_dependent(leaf, cuda=on_gpu, rocm=on_gpu, default=default)
 
 
@@ -114,8 +108,7 @@ def largest_bits(leaf: Any, *, by: float, axes: tuple[int, ...], dtype: jnp.dtyp
     The bits of floats of at least 0 are in the order of the floats, with NaN above infinity: so no
     maximum over devices loses a NaN, as XLA's collective on CPU does with floats.
     """
-    x = entries(leaf, dtype)
-    x = x if by == 1 else times(x, by)
+    x = times(entries(leaf, dtype), by)
     integer = jnp.dtype(f"int{jnp.finfo(dtype).bits}")
     bits = lax.bitcast_convert_type(jnp.abs(x), integer) & integer.type(jnp.iinfo(integer).max)
     return lax.reduce(bits, integer.type(0), lax.max, axes)
