@@ -97,8 +97,15 @@ class Grouping:
 
 def concatenated(arrays: Iterable[Array]) -> Array:
     """The entries of all arrays in one vector, whose dtype is the widest of theirs."""
-    flat = promoted([x if x.ndim == 1 else lax.reshape(x, (x.size,)) for x in arrays])
-    return lax.concatenate(flat, 0) if flat else jnp.zeros(0)
+    arrays = tuple(arrays)
+    return _concatenated(arrays) if arrays else jnp.zeros(0)
+
+
+# Compiled by itself, so that it is traced once for all rows of the same groups.
+@jax.jit
+def _concatenated(arrays: Sequence[Array]) -> Array:
+    flat = [x if x.ndim == 1 else lax.reshape(x, (x.size,)) for x in arrays]
+    return lax.concatenate(promoted(flat), 0)
 
 
 def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
