@@ -79,8 +79,10 @@ MODELS = {
     "transformer4": lambda: plain(4, 2048, 32000),
     "gpt2": lambda: transformer(12, 768, 50257, 1024),
     "vmem": lambda: plain(12, 512, 4096),
-    # For the tests: as `vmem`, `resnet50` and `llama8b_stacked`, of fewer leaves; Llama's keys.
+    # For the tests: as those above and below, of fewer leaves; Llama's keys.
+    "transformer2": lambda: plain(2, 2048, 32000),
     "vmem6": lambda: plain(6, 704, 4096),
+    "vmem2": lambda: plain(2, 1216, 4096),
     "resnet14": lambda: resnet((1, 1, 1, 1)),
     "layers8": lambda: {"up": (8, 4096, 14336), "down": (8, 14336, 4096)},
     "keys": lambda: [(4096, 1024)] * 4,

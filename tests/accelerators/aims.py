@@ -14,6 +14,9 @@ QUICK = {("float32", method) for method in METHODS if method != "autoclip"}
 QUICK |= {("bfloat16", method) for method in ("global_norm", "agc")}
 # The compiler for TPUs takes a minute for AdamW's steps in bfloat16, half of one in float32.
 QUICK_ON_TPU = {("float32", "global_norm")}
+# Steps of fewer layers compile in less time.
+TRANSFORMERS = slow_unless(lambda model: model == "transformer2", ["transformer2", "transformer4"])
+IN_FAST_MEMORY = slow_unless(lambda model: model == "vmem2", ["vmem2", "vmem6"])
 EXAMPLES = slow_unless(lambda size: size == 8, [8, 256])
 SEEDS = slow_unless(lambda method: method == "global_norm", ["global_norm", "agc"])
 EACH, EACH_ON_TPU = (

@@ -43,14 +43,19 @@ def _as_users(optimized):
 
 @pytest.fixture(scope="session")
 def added_by():
-    """`added_by(way, device, ...)`: what a way to clip adds to the step of a `Case`."""
+    """`added_by(way, device, ...)`: what a way to clip adds to the step of a `Case`.
+
+    With `whole=True` it is all that the step does: to compare ways with each other, the step
+    without a clip need not be compiled.
+    """
     from benchmarks.accelerators.cases import Case, added
 
     compiled = functools.cache(Case.compile)
 
-    def measure(way, *fields, **named):
+    def measure(way, *fields, whole=False, **named):
         case = Case(*fields, **named).of(way)
-        plain = None if case.is_of_examples else compiled(case.of("no clip"), "no clip")
+        whole |= case.is_of_examples
+        plain = None if whole else compiled(case.of("no clip"), "no clip")
         return added(compiled(case, way), plain)
 
     return measure
