@@ -59,7 +59,7 @@ def random_tree(seed, *leading):
     rng = np.random.default_rng(seed)
     sizes = {"w": rng.uniform(0.01, 1, (12,)), "b": 0.1, "v": 2.0}
     return {
-        name: jnp.asarray(sizes[name] * rng.normal(size=(*leading, *shape)), jnp.float32)
+        name: jnp.asarray(np.float32(sizes[name] * rng.normal(size=(*leading, *shape))))
         for name, shape in SHAPES.items()
     }
 

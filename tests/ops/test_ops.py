@@ -131,7 +131,7 @@ def test_norm_over_axes(axes, factors):
 
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_global_norm_of_two_leaves_among_none(is_sparse):
-    vector = BCOO((f32(VECTOR), jnp.array([[3], [4]])), shape=(9,)) if is_sparse else f32(VECTOR)
+    vector = BCOO((f32(VECTOR), np.int32([[3], [4]])), shape=(9,)) if is_sparse else f32(VECTOR)
     for limit, factor in [(4.0, 0.8), (f32(4), 0.8), (6.0, 1)]:
         clipped, norm = ops.clip_by_global_norm((f32(MATRIX), None, vector, None), limit)
         close(norm, 5)
@@ -143,7 +143,7 @@ def test_global_norm_of_two_leaves_among_none(is_sparse):
 @pytest.mark.parametrize(("clip", "limit", "expected"), SPARSE)
 def test_sparse_in_sparse_out(clip, limit, expected):
     order = {"indices_sorted": True, "unique_indices": True}
-    x = BCOO((f32(SLICES), jnp.array([[2], [6]])), shape=(10, 2, 3), **order)
+    x = BCOO((f32(SLICES), np.int32([[2], [6]])), shape=(10, 2, 3), **order)
     y = clip({"embedding": x, "none": None}, limit)["embedding"]
     close(y.data, expected)
     np.testing.assert_array_equal(y.indices, x.indices)
@@ -151,9 +151,9 @@ def test_sparse_in_sparse_out(clip, limit, expected):
 
 
 def test_duplicate_indices_are_summed_before_measuring():
-    entries = BCOO((f32([3, 3]), jnp.array([[1], [1]])), shape=(4,))
-    rows = BCOO((f32([[3, 0], [3, 0]]), jnp.array([[1], [1]])), shape=(2, 2))
-    batch = BCOO((f32([[3, 3]]), jnp.array([[[1], [1]]])), shape=(1, 4))
+    entries = BCOO((f32([3, 3]), np.int32([[1], [1]])), shape=(4,))
+    rows = BCOO((f32([[3, 0], [3, 0]]), np.int32([[1], [1]])), shape=(2, 2))
+    batch = BCOO((f32([[3, 3]]), np.int32([[[1], [1]]])), shape=(1, 4))
     tree = [entries, rows, batch]
     limits = [(norm_clip, 3), (average_clip, 0.75), (global_clip, 27**0.5)]
 

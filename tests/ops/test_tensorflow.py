@@ -109,7 +109,6 @@ def test_clip_by_value_of_integers(dtype, data):
         agree(ops.clip_by_value(x, low, high), tf.clip_by_value(tensor(x), low, high), dtype, 0)
 
 
-@pytest.mark.costly
 @each_dtype
 @given(st.data())
 @moderate
@@ -130,7 +129,6 @@ def test_clip_by_average_norm(data):
     agree(ours(x, limit), theirs(tensor(x), limit), "float32")
 
 
-@pytest.mark.costly
 @each_dtype
 @given(st.data())
 @moderate

@@ -16,9 +16,6 @@ from reference_rules import RULES, assert_same, at, drive, factors, no_nan, rand
 
 from optaxclip import clip_by, scopes, thresholds
 
-# Their loops are long.
-pytestmark = pytest.mark.usefixtures("optimized")
-
 _SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "recovery.py"
 _SPEC = importlib.util.spec_from_file_location("recovery", _SCRIPT)
 recovery = importlib.util.module_from_spec(_SPEC)
@@ -27,6 +24,7 @@ SUBJECTS = recovery.SUBJECTS
 
 PUBLISHED = {"patience": None, "floor": 0.0}
 each_rule = pytest.mark.parametrize("name", RULES)
+long_loops = pytest.mark.usefixtures("optimized")
 # Rules with all the options, none of which is set.
 RECORDING = {
     "percentile": functools.partial(thresholds.percentile, 80.0, 6, warmup_steps=3),
@@ -45,7 +43,6 @@ def multiplied(rule, norms):
 # Options
 
 
-@pytest.mark.costly
 @each_recording
 @pytest.mark.parametrize("record", ["raw", "clipped", "capped", "accepted"])
 @pytest.mark.parametrize("patience", [None, 1, 3])
@@ -138,7 +135,6 @@ def test_the_log_tracker_rejects_to_zero_whatever_the_floor():
     np.testing.assert_array_equal(updates, [0.0])
 
 
-@pytest.mark.costly
 @each_rule
 def test_max_norm_caps_the_limits_and_changes_nothing_else(name):
     norms = random_norms(0, 60)
@@ -227,7 +223,6 @@ EXTREME = [
 ]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("rule", "options"), EXTREME, ids=lambda x: str(x).replace(" ", ""))
 @pytest.mark.parametrize("floor", [0.0, 1e-8])
 def test_no_allowed_parameter_gives_nan(rule, options, floor):
@@ -235,7 +230,6 @@ def test_no_allowed_parameter_gives_nan(rule, options, floor):
     assert no_nan(drive(getattr(thresholds, rule)(**options, floor=floor), norms)[:2])
 
 
-@pytest.mark.costly
 @each_rule
 def test_checkify_finds_nothing_on_finite_norms(name):
     rule = RULES[name]()
@@ -254,6 +248,7 @@ FURTHER += ("AdaGC .98 1.05", "PDE-Transformer", "axlearn mean", "axlearn stddev
 subject_or_slow = slow_unless(lambda name: name not in FURTHER, SUBJECTS)
 
 
+@long_loops
 @pytest.mark.parametrize("name", subject_or_slow)
 def test_defaults_recover_from_a_rise_by_five(name):
     subject = SUBJECTS[name]
@@ -262,6 +257,7 @@ def test_defaults_recover_from_a_rise_by_five(name):
     assert (steps <= 3000) == (name != "AdaGC .99 1.04")
 
 
+@long_loops
 @pytest.mark.parametrize(
     "name", [case for case in subject_or_slow if SUBJECTS[case.values[0]].original]
 )
@@ -276,6 +272,7 @@ def test_published_settings_recover_as_the_originals_do(name):
             assert abs(ours - theirs) <= max(30, 0.05 * theirs)
 
 
+@long_loops
 @pytest.mark.parametrize(("relative", "beta"), [(1.05, 0.98), (1.04, 0.99)])
 def test_the_growth_of_adagc_is_limited_as_published(relative, beta):
     rule = thresholds.adagc(relative, 1.0, beta)
@@ -285,6 +282,7 @@ def test_the_growth_of_adagc_is_limited_as_published(relative, beta):
     assert np.all(growth[910:1200] > fastest - 1e-6)
 
 
+@long_loops
 @pytest.mark.parametrize("name", subject_or_slow)
 def test_after_zero_norms_a_normal_signal_passes(name):
     rule = SUBJECTS[name].make()
@@ -299,12 +297,14 @@ def test_after_zero_norms_a_normal_signal_passes(name):
         assert np.all(ones[when + 40 :] >= least)
 
 
+@long_loops
 @pytest.mark.parametrize("name", ["ZClip", "AdaGC .98 1.05"])
 def test_published_settings_pass_nothing_for_ever_after_zeros_in_the_warm_up(name):
     norms = np.float32([0] * 40 + [1] * 1000)
     assert np.all(multiplied(SUBJECTS[name].published(), norms)[200:] == 0)
 
 
+@long_loops
 @pytest.mark.parametrize("option", ["adaptive", "mean", "percentile"])
 def test_constant_norms_in_the_warm_up_do_not_lock_the_zscore(option):
     """Nor if no norm ever falls below them again, which would end the absorbing state."""

@@ -1,5 +1,6 @@
 """Norms in float64: rules keep float32, which rounds them, and holds none above 3.4e38."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -69,11 +70,11 @@ def test_a_cap_holds_beyond_float32_too():
 
 def test_records_of_finite_norms_are_finite():
     skip = optaxclip.skip_above(optax.sgd(1.0), thresholds.zscore(warmup_steps=2))
-    _, state = run(skip, [1.0, 1.1, 1e39])
+    _, state = run(skip._replace(update=jax.jit(skip.update)), [1.0, 1.1, 1e39])
     assert (state.num_skipped, state.info.num_nonfinite) == (1, 0)
     assert state.info.norm == np.float32(MOST)
     agc = optaxclip.adaptive_grad_clip(0.1)
-    grads = jnp.array([1e300])
+    grads = np.array([1e300])
     info = agc.update(grads, agc.init(grads), grads)[1].info
     np.testing.assert_array_equal([*info.norm, *info.limit], [np.float32(MOST)] * 2)
     _, state = run(monitor.record(1), [1e300])
@@ -81,7 +82,7 @@ def test_records_of_finite_norms_are_finite():
 
 
 def test_adagc_warms_up_by_the_largest_norms_of_float32():
-    grads = {"a": jnp.array([3e38], jnp.float32), "b": jnp.array([1.0], jnp.float32)}
+    grads = {"a": np.float32([3e38]), "b": np.float32([1.0])}
     tx = optaxclip.adagc()
     updates, _ = tx.update(grads, tx.init(grads))
     np.testing.assert_allclose(updates["a"], [1], rtol=1e-6)
