@@ -82,7 +82,7 @@ def random_trees(seed=0, steps=STEPS):
     for i, (name, shape) in enumerate(SHAPES.items()):
         flat = rng.normal(size=(steps, int(np.prod(shape))))
         flat *= norms[:, i : i + 1] / np.linalg.norm(flat, axis=1, keepdims=True)
-        tree[name] = jnp.asarray(flat.reshape(steps, *shape), jnp.float32)
+        tree[name] = np.float32(flat.reshape(steps, *shape))
     return tree
 
 
@@ -186,7 +186,9 @@ def test_zclip_is_no_clip_by_a_constant_where_norms_exceed_one():
 def test_one_compilation_and_bad_steps_leave_no_trace(name):
     update, fresh, expected = compiled(name)
     bad = np.isin(np.arange(80) % 8, (0, 5))
-    grads = jax.tree.map(lambda x: x[np.cumsum(~bad) - 1].at[bad, ..., 0].set(jnp.nan), GRADS)
+    grads = jax.tree.map(lambda x: x[np.cumsum(~bad) - 1], GRADS)
+    for x in grads.values():
+        x[bad, ..., 0] = np.nan
     updates, states = run(update, grads, fresh)
     assert_same(at((updates, states.rule), ~bad), (expected[0], expected[1].rule))
     later = np.flatnonzero(bad)[1:]
@@ -202,7 +204,8 @@ def test_one_compilation_and_bad_steps_leave_no_trace(name):
 def test_a_bad_leaf_does_not_disturb_the_others(name):
     update, fresh, expected = compiled(name)
     # In the warm-up of AdaGC all leaves share the global norm.
-    grads = GRADS | {"b": GRADS["b"].at[12:40:3, 0].set(jnp.inf)}
+    grads = GRADS | {"b": GRADS["b"].copy()}
+    grads["b"][12:40:3, 0] = np.inf
     updates, states = run(update, grads, fresh)
     for leaf in ("v", "w"):
         np.testing.assert_array_equal(updates[leaf], expected[0][leaf])
@@ -210,13 +213,12 @@ def test_a_bad_leaf_does_not_disturb_the_others(name):
     assert states.info.num_nonfinite[-1].tolist() == [10, 0, 0]
 
 
-@pytest.mark.costly
 @each_method
 def test_vmap_over_trees_and_states_equals_loops(name):
     update, fresh, expected = compiled(name)
     trees = [GRADS, jax.tree.map(lambda x: x[::-1], GRADS)]
-    steps = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *trees)
-    both = jax.tree.map(lambda x: jnp.stack([x, x]), fresh)
+    steps = jax.tree.map(lambda *x: np.stack(x, axis=1), *trees)
+    both = stack([fresh, fresh])
     found = run(jax.jit(jax.vmap(update)), steps, both)
     assert_close(at(found, np.s_[:, 0]), expected)
     assert_close(at(found, np.s_[:, 1]), run(update, trees[1], fresh))
@@ -225,8 +227,9 @@ def test_vmap_over_trees_and_states_equals_loops(name):
 def test_adagc_warms_up_as_a_clip_by_the_global_norm():
     updates, states = compiled("adagc")[2]
     plain = optax.clip_by_global_norm(3.0)
+    update, state = jax.jit(plain.update), plain.init(FRESH)
     for i in range(10):
-        assert_close(at(updates, i), plain.update(at(GRADS, i), plain.init(FRESH))[0])
+        assert_close(at(updates, i), update(at(GRADS, i), state)[0])
     spread = np.ptp(states.info.factor, axis=1)
     assert np.all(spread[:10] < 1e-6)
     assert spread[10] > 0.1
@@ -243,7 +246,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.costly
 @each_method
 def test_numbers_may_change_on_the_fly_without_compiling_again(name):
     factory, usual, _ = METHODS[name]
@@ -295,7 +297,6 @@ COMBINATIONS = {
 }
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("scope", "rule"), [(scope, rule) for scope in COMBINATIONS for rule in COMBINATIONS[scope]]
 )

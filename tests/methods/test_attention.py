@@ -92,13 +92,14 @@ def logits_of(params):
 
 
 CLIP = optaxclip.clip_attention_logits(TAU, heads=heads)
+UPDATE = jax.jit(CLIP.update)
 
 
 def clipped(updates, params=PARAMS, logits=None):
     """Updates, their sum with the parameters, and the record."""
-    params = jax.tree.map(jnp.asarray, params)
     logits = logits_of(PARAMS) if logits is None else logits
-    updates, state = jax.jit(CLIP.update)(updates, CLIP.init(params), params, max_logits=logits)
+    updates, state = UPDATE(updates, CLIP.init(params), params, max_logits=logits)
+    updates, params = (jax.tree.map(np.asarray, tree) for tree in (updates, params))
     new = jax.tree.map(lambda u, w: w if u is None else w + u, updates, params, is_leaf=is_none)
     return updates, new, state.info
 
@@ -147,10 +148,10 @@ def test_the_weights_after_the_step_are_rescaled_and_small_heads_left_alone():
 
 
 def test_other_dtypes_and_leaves_without_a_gradient():
-    narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
-    updates = jax.tree.map(jnp.zeros_like, narrow) | {"gqa": {"query": None, "key": None}}
-    updates["mha"]["value"]["steps"] = jnp.arange(2)
-    narrow["mha"]["value"]["steps"] = jnp.arange(2)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    updates = jax.tree.map(np.zeros_like, narrow) | {"gqa": {"query": None, "key": None}}
+    updates["mha"]["value"]["steps"] = np.arange(2, dtype=np.int32)
+    narrow["mha"]["value"]["steps"] = np.arange(2, dtype=np.int32)
     found, params, info = clipped(updates, narrow)
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, updates)
     assert found["gqa"] == {"query": None, "key": None}
@@ -175,12 +176,12 @@ def one_layer(path, leaf):
 
 LAYER = {x: jnp.full((1, 2, 2), 3.0) for x in ("query", "key")}
 MODEL = {"layers": [{"attention": LAYER}, {"attention": LAYER}]}
-FIRST, SECOND = jnp.array([1.0, 4.0]), jnp.array([16.0, 1.0])
+FIRST, SECOND = np.float32([1.0, 4.0]), np.float32([16.0, 1.0])
 SOWN = [{"attention": {"max_logits": (FIRST,)}}, {"attention": {"max_logits": (FIRST, SECOND)}}]
 WHERE = {
     "nested": {"layers": [{"attention": FIRST}, {"attention": jnp.maximum(FIRST, SECOND)}]},
     "paths": {"layers/0": FIRST, "layers/1/attention": jnp.maximum(FIRST, SECOND)},
-    "the longest path": {"layers": {"0": FIRST}, "layers/1": jnp.array([16.0, 4.0])},
+    "the longest path": {"layers": {"0": FIRST}, "layers/1": np.float32([16.0, 4.0])},
     "sown": {"layers": SOWN},
 }
 
@@ -191,7 +192,7 @@ def test_where_logits_are_found(where):
     zeros = jax.tree.map(jnp.zeros_like, MODEL)
     updates, _ = clip.update(zeros, clip.init(MODEL), MODEL, max_logits=WHERE[where])
     for layer, roots in ((0, [1.0, 2.0]), (1, [4.0, 2.0])):
-        new = updates["layers"][layer]["attention"]["key"][0, :, 0] + 3
+        new = np.asarray(updates["layers"][layer]["attention"]["key"])[0, :, 0] + 3
         np.testing.assert_allclose(new, 3 / np.array(roots), rtol=1e-5)
 
 
@@ -277,7 +278,7 @@ def test_logits_explode_without_and_not_with():
         return jax.lax.scan(step, (start, tx.init(start)), None, length=60)[1]
 
     with jax.numpy_dtype_promotion("standard"):
-        losses, (without, clipped) = jax.jit(jax.vmap(run))(jnp.array([jnp.inf, 20.0]))
+        losses, (without, clipped) = jax.jit(jax.vmap(run))(np.float32([jnp.inf, 20.0]))
     assert without[-1] > 250
     assert np.max(clipped[5:]) < 30
     assert losses[1, -1] < losses[0, -1]

@@ -30,7 +30,7 @@ def schedule(count):
     ],
 )
 def test_one_bound_may_be_a_schedule_and_the_other_a_number(bounds, expected):
-    tx, grads = optaxclip.clip_by_value(*bounds), jnp.array([-3.0, 1.5, 3.0])
+    tx, grads = optaxclip.clip_by_value(*bounds), np.float32([-3.0, 1.5, 3.0])
     state = tx.init(grads)
     for held in expected:
         updates, state = tx.update(grads, state)

@@ -48,7 +48,6 @@ def run(kind, name):
     assert result.wasSuccessful(), (result.failures + result.errors)[0][1]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("ours_for_theirs")
 def test_passes_with_our_functions(name):
@@ -63,7 +62,6 @@ privacy = pytest.importorskip("optax.contrib._privacy_test")
 OF_DP_SGD = unittest.defaultTestLoader.getTestCaseNames(privacy.DifferentiallyPrivateAggregateTest)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     "name",
     [

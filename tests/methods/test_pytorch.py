@@ -68,7 +68,7 @@ def test_limits_at_the_ends(limit, factor):
 
 def test_it_is_a_response_for_every_scope():
     tx = clip_by(scopes.leaf(), 1.0, response=responses.clip_with_eps(0.5))
-    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([0.25]), "c": jnp.array([jnp.nan, 1])}
+    grads = {"a": np.float32([3.0, 4.0]), "b": np.float32([0.25]), "c": np.float32([jnp.nan, 1])}
     updates, state = tx.update(grads, tx.init(grads))
     np.testing.assert_array_equal(state.info.factor, [factor(5, 1, 0.5), 1, np.nan])
     np.testing.assert_array_equal(updates["a"], grads["a"] * factor(5, 1, 0.5))
@@ -80,7 +80,7 @@ def test_it_is_a_response_for_every_scope():
 
 def test_hyperparameters_may_be_injected_beside_it():
     inject = optax.inject_hyperparams(optaxclip.clip_by_global_norm, static_args="eps")
-    tx, grads = inject(max_norm=1.0, eps=1e-2), jnp.array([3.0, 4.0])
+    tx, grads = inject(max_norm=1.0, eps=1e-2), np.float32([3.0, 4.0])
     assert tx.update(grads, tx.init(grads))[1].inner_state.info.factor == factor(5, 1, 1e-2)
     with pytest.raises(ValueError, match=r"^eps must be a Python .*static_args=\('eps',\)"):
         optax.inject_hyperparams(optaxclip.clip_by_global_norm)(max_norm=1.0, eps=1e-2).init(grads)

@@ -34,7 +34,7 @@ def run_all(tx, losses, norms=None):
         state = tx.update(row[:1], state, jnp.ones(1), value=row[1])[1]
         return state, state
 
-    rows = jnp.stack([jnp.asarray(x, jnp.float32) for x in (norms, losses)], axis=-1)
+    rows = np.stack([np.float32(x) for x in (norms, losses)], axis=-1)
     scan = jax.jit(jax.vmap(lambda rows: jax.lax.scan(step, tx.init(jnp.ones(1)), rows)[1]))
     states = scan(rows)
     return states, (states.info.factor == 0).astype(int).tolist()
@@ -123,8 +123,9 @@ def test_a_rule_of_plain_functions():
     limits = thresholds.Limits(jnp.float32(1), jnp.float32(1))
     rule = thresholds.Threshold(lambda losses: (), lambda losses, state, _: (limits, state))
     tx = skip_above(optax.identity(), np.inf, loss_limit=rule)
+    update = jax.jit(tx.update)
     for loss, factor in ((0.5, 1), (1.5, 0)):
-        _, state = tx.update(jnp.ones(1), tx.init(jnp.ones(1)), value=loss)
+        _, state = update(jnp.ones(1), tx.init(jnp.ones(1)), value=loss)
         assert state.info.factor == factor
 
 
@@ -228,8 +229,9 @@ def test_the_monitor_shows_the_loss():
     state = tx.init(jnp.ones(1))
     names = list(monitor.scalars(state))
     assert list(monitor.read(state)) == ["0/mine", "0/mine/loss"]
+    update = jax.jit(tx.update)
     for loss in (-3.0, 2.0):
-        _, state = tx.update(jnp.ones(1), state, value=loss)
+        _, state = update(jnp.ones(1), state, value=loss)
         assert list(monitor.scalars(state)) == names
     numbers = monitor.scalars(state)
     assert (numbers["mine/loss"], numbers["mine/loss_limit"]) == (2.0, -1.0)
@@ -237,9 +239,9 @@ def test_the_monitor_shows_the_loss():
     assert (info.norm, info.limit, info.factor, info.num_clipped) == (2.0, -1.0, 0.0, 1)
     restored = from_bytes(tx.init(jnp.ones(1)), to_bytes(state))
     assert monitor.scalars(restored) == numbers
-    batch = jax.vmap(lambda loss: tx.update(jnp.ones(1), state, value=loss)[1])
+    batch = jax.jit(jax.vmap(lambda loss: tx.update(jnp.ones(1), state, value=loss)[1]))
     for losses, worst in (([-3.0, 0.5, -9.0], 0.5), ([9.0, jnp.nan, 1.0], np.nan)):
-        found = monitor.scalars(batch(jnp.array(losses)))["mine/loss"]
+        found = monitor.scalars(batch(np.float32(losses)))["mine/loss"]
         np.testing.assert_array_equal(found, worst)
     plain = skip_above(optax.sgd(1.0), 9.0).init(jnp.ones(1))
     assert not any("loss" in name for name in monitor.scalars(plain))
@@ -249,9 +251,9 @@ def test_losses_are_recorded():
     tx = optax.chain(
         monitor.record(3, loss=True, name="losses"), monitor.record(3), optax.trace(0.9)
     )
-    state = tx.init(jnp.ones(1))
-    for loss in (-1.0, 2.0, jnp.nan, jnp.int32(4)):
-        _, state = tx.update(jnp.ones(1), state, value=loss)
+    state, update = tx.init(jnp.ones(1)), jax.jit(tx.update)
+    for loss in (-1.0, 2.0, np.nan, np.int32(4)):
+        _, state = update(jnp.ones(1), state, value=loss)
     np.testing.assert_array_equal(monitor.history(state, "losses"), [2.0, np.nan, 4.0])
     assert monitor.history_names(state, "losses") == ("loss",)
     np.testing.assert_array_equal(monitor.history(state, "record"), [1.0, 1.0, 1.0])

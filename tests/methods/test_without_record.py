@@ -24,7 +24,6 @@ def foreign_state():
     return TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(1e-3))
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", WITHOUT)
 def test_results_are_those_with_a_record_and_any_state_is_handed_back(name):
     with_record, without = METHODS[name].make(), METHODS[name].make(record=False)
@@ -37,7 +36,7 @@ def test_results_are_those_with_a_record_and_any_state_is_handed_back(name):
         assert returned is state
         assert_same(updates, expected)
     step = jax.jit(lambda grads, state: without.update(grads, state, PARAMS))
-    expected, _ = jax.jit(with_record.update)(GRADS, with_record.init(PARAMS), PARAMS)
+    expected, _ = with_record.update(GRADS, with_record.init(PARAMS), PARAMS)
     updates, state = step(GRADS, foreign_state())
     assert_same(updates, expected)
     assert_same(state.opt_state, foreign_state().opt_state)
@@ -85,10 +84,11 @@ def test_one_rule_among_several_that_remembers_is_refused():
 
 def test_limits_may_be_traced():
     @jax.jit
-    def clipped(limit):
-        return optaxclip.clip_by_global_norm(limit, record=False).update(GRADS, None)[0]
+    def norm_of_clipped(limit):
+        clip = optaxclip.clip_by_global_norm(limit, record=False)
+        return optax.tree.norm(clip.update(GRADS, None)[0])
 
-    np.testing.assert_allclose(optax.tree.norm(clipped(0.5)), 0.5, rtol=1e-6)
+    np.testing.assert_allclose(norm_of_clipped(0.5), 0.5, rtol=1e-6)
 
 
 # Optax's Adam relies on implicit promotion.
@@ -96,9 +96,10 @@ def test_limits_may_be_traced():
 def test_a_checkpoint_of_optax_fits_and_the_run_goes_on():
     theirs = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
     ours = optax.chain(optaxclip.clip_by_global_norm(1.0, record=False), optax.adam(1e-3))
-    _, trained = theirs.update(GRADS, theirs.init(PARAMS), PARAMS)
+    step, their_step = jax.jit(ours.update), jax.jit(theirs.update)
+    _, trained = their_step(GRADS, theirs.init(PARAMS), PARAMS)
     assert jax.tree.structure(ours.init(PARAMS)) == jax.tree.structure(trained)
-    updates, state = ours.update(GRADS, trained, PARAMS)
-    expected, _ = theirs.update(GRADS, trained, PARAMS)
+    updates, state = step(GRADS, trained, PARAMS)
+    expected, _ = their_step(GRADS, trained, PARAMS)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), updates, expected)
     assert optax.tree.get(state, "count") == 2
