@@ -67,7 +67,6 @@ def test_an_exported_update_survives_bytes_and_gives_the_same(name):
     assert_close(module.call(*leaves), jax.tree.leaves(method.update(*arguments)))
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("name", "shapes"), CASES)
 def test_exports_with_symbolic_shapes(name, shapes):
     tree, method = symbolic_tree(SYMBOLIC[shapes]), METHODS[name].make()

@@ -137,7 +137,7 @@ def test_all_that_is_a_key(key):
     private(key).init(jnp.ones(2))
 
 
-WHOLE = {"a": jnp.arange(3), "b": jnp.array([True])}
+WHOLE = {"a": jnp.arange(3), "b": np.array([True])}
 
 
 @pytest.mark.parametrize(

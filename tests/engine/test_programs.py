@@ -40,7 +40,6 @@ MAKERS = {
 }
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.usefixtures("_as_optax_needs")
 def test_equal_constructions_compile_once(name):

@@ -56,19 +56,19 @@ def test_limits_of_orders_below_one():
         assert np.all(found > 1 - 1e-3), p
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("norm", ["l2", norms.lp(3)], ids=str)
 @pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()], ids=["tree", "leaf"])
 @pytest.mark.parametrize("size", [5, 7])
 def test_masking_keeps_the_subnormals_of_bfloat16(size, scope, norm):
     bits = np.array([0x80, 0x8001, 0x7F, 0x7F, 0, 0x41, 0x8042], np.uint16)[:size]
-    tiny = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    tiny = bits.view(jnp.bfloat16)
     tx = optaxclip.clip_by(scope, 1.0, norm=norm, nonfinite="mask")
-    grads = {"tiny": tiny, "some": tiny.at[4].set(0.5), "bad": tiny.at[4].set(jnp.nan)}
+    grads = {"tiny": tiny, "some": tiny.copy(), "bad": tiny.copy()}
+    grads["some"][4], grads["bad"][4] = 0.5, np.nan
     update = jax.jit(tx.update, compiler_options=AS_USERS)
     updates, _ = update(grads, tx.init(grads))
     for name, changed in {"tiny": 0, "some": 0x3F00, "bad": 0}.items():
-        expected, found = bits.copy(), jax.lax.bitcast_convert_type(updates[name], jnp.uint16)
+        expected, found = bits.copy(), np.asarray(updates[name]).view(np.uint16)
         expected[4] = changed
         np.testing.assert_array_equal(found, expected, err_msg=name)
 

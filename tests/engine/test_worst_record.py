@@ -16,31 +16,31 @@ def record(tx, grads, params=None):
 
 
 def test_the_worst_unit_is_not_the_one_with_the_largest_norm():
-    params, grads = jnp.array([[1.0, 10.0], [0, 0]]), jnp.array([[1.0, 2.0], [0, 0]])
+    params, grads = np.float32([[1.0, 10.0], [0, 0]]), np.float32([[1.0, 2.0], [0, 0]])
     found, _ = record(optaxclip.adaptive_grad_clip(0.1), grads, params)
     np.testing.assert_allclose(found, [1, 0.1, 0.1], rtol=1e-5)
 
 
 def test_a_unit_with_limit_0_is_worse_than_any_other():
     # Zeros under a limit of 0 stay as they are, and are not bad at all.
-    params = jnp.array([[0.0, 1e-3, 1.0, 0], [0, 0, 0, 0]])
-    grads = jnp.array([[3.0, 1e30, 0.1, 0], [4.0, 0, 0, 0]])
+    params = np.float32([[0.0, 1e-3, 1.0, 0], [0, 0, 0, 0]])
+    grads = np.float32([[3.0, 1e30, 0.1, 0], [4.0, 0, 0, 0]])
     tx = optaxclip.clip_by(scopes.unit(), optaxclip.thresholds.relative_to_params(0.1, eps=0.0))
     found, _ = record(tx, grads, params)
     np.testing.assert_allclose(found, [5, 0, 0], rtol=1e-6)
-    tiny, _ = record(tx, jnp.array([[1e-37, 1.0], [0, 0]]), jnp.array([[0.0, 0.1], [0, 0]]))
+    tiny, _ = record(tx, np.float32([[1e-37, 1.0], [0, 0]]), np.float32([[0.0, 0.1], [0, 0]]))
     np.testing.assert_allclose(tiny, [1e-37, 0, 0], rtol=1e-6)
 
 
 def test_the_share_of_units_above_their_limit():
-    grads = {"a": jnp.array([[3.0, 0.5, 2.0], [4.0, 0, 0]]), "b": jnp.array([[0.1], [0.2]])}
+    grads = {"a": np.float32([[3.0, 0.5, 2.0], [4.0, 0, 0]]), "b": np.float32([[0.1], [0.2]])}
     _, info = record(optaxclip.clip_by(scopes.unit(), 1.0), grads)
     np.testing.assert_allclose(info.fraction, [2 / 3, 0], rtol=1e-6)
     assert list(info.num_clipped) == [1, 0]
 
 
 def test_a_bad_unit_is_worst_of_all_and_zero_says_so():
-    grads = jnp.array([[jnp.nan, 30.0], [1.0, 40.0]])
+    grads = np.float32([[jnp.nan, 30.0], [1.0, 40.0]])
     for policy, factor in {"nan": np.nan, "zero": 0}.items():
         found, info = record(optaxclip.clip_by(scopes.unit(), 1.0, nonfinite=policy), grads)
         np.testing.assert_array_equal(found, [np.nan, 1, factor])
@@ -50,14 +50,14 @@ def test_a_bad_unit_is_worst_of_all_and_zero_says_so():
 
 
 def test_a_masked_unit_counts_by_what_is_left_of_it():
-    grads = jnp.array([[jnp.nan, 3.0], [1e-3, 4.0]])
+    grads = np.float32([[jnp.nan, 3.0], [1e-3, 4.0]])
     found, info = record(optaxclip.clip_by(scopes.unit(), 1.0, nonfinite="mask"), grads)
     np.testing.assert_allclose(found, [5, 1, 0.2], rtol=1e-5)
     assert (info.num_nonfinite, info.num_clipped) == (1, 1)
 
 
 def test_each_layer_counts_its_own_bad_entries():
-    grads = jnp.array([[jnp.nan, 3.0], [4.0, 1.0]])
+    grads = np.float32([[jnp.nan, 3.0], [4.0, 1.0]])
     for policy in ("nan", "zero", "mask"):
         scope = scopes.leaf(stacked=1)
         _, info = record(optaxclip.clip_by(scope, 5.0, nonfinite=policy), grads)

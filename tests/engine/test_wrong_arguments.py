@@ -132,7 +132,7 @@ def state_of(rule, how):
 def test_a_state_of_another_rule_is_refused_and_both_are_named(rule, how, number):
     """Those of so many rules, which come next in the table."""
     params, tx = PARAMS, of_rule(rule, how)
-    update = jax.jit(tx.update) if how == "jit" else tx.update
+    update = tx.update if how == "eager" else jax.jit(tx.update)
     update(params, tx.init(params))
     names = {"constant": "nothing, as for a constant", "schedule": r"arrays of the shapes \[\(\)\]"}
     own = names.get(rule, f"the state of {rule}, arrays")
