@@ -104,17 +104,13 @@ def derivatives(x, limit, **combination):
     def scalar(v):
         return jnp.asarray(WEIGHTS, jnp.float32) @ clipped(v)
 
-    def with_value(v):
-        value = clipped(v)
-        return value, value
-
-    def gradient_twice(v):
-        gradient = jax.grad(scalar)(v)
-        return gradient, gradient
+    def twice(fn):
+        """To differentiate, and to hand on."""
+        return lambda v: (fn(v),) * 2
 
     v = jnp.append(x, limit)
-    jacobian, value = jax.jacfwd(with_value, has_aux=True)(v)
-    hessian, gradient = jax.jacfwd(gradient_twice, has_aux=True)(v)
+    jacobian, value = jax.jacfwd(twice(clipped), has_aux=True)(v)
+    hessian, gradient = jax.jacfwd(twice(jax.grad(scalar)), has_aux=True)(v)
     return value, jacobian, gradient, hessian
 
 
