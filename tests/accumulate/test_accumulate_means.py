@@ -52,7 +52,11 @@ def assert_same(found, expected, digits=1e-6):
     jax.tree.map(check, found, expected)
 
 
-@pytest.mark.costly
+@functools.cache
+def of_the_whole_batch():
+    return jax.jit(jax.value_and_grad(loss_fn))(*task())
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 12])
 def test_the_gradient_of_the_whole_batch_with_unequal_weights(size, optimized):
     by_parts = accumulate.value_and_grad(
@@ -60,8 +64,7 @@ def test_the_gradient_of_the_whole_batch_with_unequal_weights(size, optimized):
     )
     args = task()
     value, grads, found = jax.jit(by_parts)(*args)
-    expected = jax.jit(jax.value_and_grad(loss_fn))(*args)
-    assert_same((value, grads), expected)
+    assert_same((value, grads), of_the_whole_batch())
     number = EXAMPLES // size
     assert found.norm.shape == found.loss.shape == found.weight.shape == (number,)
     of_each = np.sum(args[2][0], axis=1).reshape(size, number)
@@ -76,7 +79,7 @@ def test_microbatches_take_every_kth_example_and_aux_is_stacked():
 
     by_parts = accumulate.value_and_grad(loss, has_aux=True, microbatch_size=2)
     x = jnp.arange(6.0)
-    (value, aux), grads, found = by_parts(jnp.float32(2.0), x)
+    (value, aux), grads, found = jax.jit(by_parts)(jnp.float32(2.0), x)
     np.testing.assert_array_equal(aux["x"], [[0, 3], [1, 4], [2, 5]])
     np.testing.assert_array_equal(found.aux["sum"], [3, 5, 7])
     np.testing.assert_allclose(found.loss, [3, 5, 7])
@@ -148,7 +151,7 @@ def test_complex_parameters():
         return jnp.mean(jnp.abs(x * w) ** 2)
 
     w, x = jnp.asarray(1 + 2j, jnp.complex64), jnp.asarray(np.arange(4) + 1j, jnp.complex64)
-    _, grads, _ = accumulate.value_and_grad(loss, microbatch_size=2)(w, x)
+    _, grads, _ = jax.jit(accumulate.value_and_grad(loss, microbatch_size=2))(w, x)
     np.testing.assert_allclose(grads, jax.grad(loss)(w, x), rtol=1e-6)
 
 
@@ -161,7 +164,6 @@ def test_leaves_without_a_gradient():
     assert (grads["steps"].dtype, grads["steps"].shape) == (jax.dtypes.float0, (3,))
 
 
-@pytest.mark.costly
 @where_sums_are_fused
 @pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"reject": None, "measure": False}])
 def test_memory_is_of_few_gradients_whatever_their_number(options):

@@ -75,7 +75,6 @@ def gathered(compiled):
     return max((np.prod([int(n) for n in shape.split(",")]) for shape in shapes), default=0)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "Auto, specs"])
 def test_under_jit(name, kind):
@@ -117,31 +116,40 @@ WITH_MEMORY = {
 }
 
 
-@pytest.mark.costly
+def after_three_steps(update, state):
+    """The last gradients, updates and state."""
+    for seed in range(3):
+        tree = jax.tree.map(lambda x, s=seed: x * (1 + s), grads(seed))
+        updates, state = update(tree, state, grads())
+    return tree, updates, state
+
+
+@functools.cache
+def on_one_device(name):
+    tx = WITH_MEMORY[name](specs=None)
+    state = tx.init(grads())
+    return state, *after_three_steps(jax.jit(tx.update), state)
+
+
 @pytest.mark.parametrize("name", WITH_MEMORY)
 @pytest.mark.parametrize("tracked", [True, False])
 def test_each_expert_has_its_own_history_inside_shard_map(name, tracked):
     """Two experts of a device are not taken for the first two of all, nor is their past."""
-    alone, inside = (WITH_MEMORY[name](specs=specs) for specs in (None, SPECS))
-    state = alone.init(grads())
+    state, tree, *expected = on_one_device(name)
     split = jax.tree.map(lambda x: P("expert") if x.shape == (EXPERTS, 4, 3) else P(), state)
     update = jax.jit(
         jax.shard_map(
-            inside.update,
+            WITH_MEMORY[name](specs=SPECS).update,
             mesh=mesh("Auto"),
             in_specs=(SPECS, split, SPECS),
             out_specs=(SPECS, split),
             check_vma=tracked,
         )
     )
-    found_state = state
-    for seed in range(3):
-        tree = jax.tree.map(lambda x, s=seed: x * (1 + s), grads(seed))
-        expected, state = alone.update(tree, state, grads())
-        found, found_state = update(tree, found_state, grads())
+    _, *found = after_three_steps(update, state)
     compare = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
-    jax.tree.map(compare, (found, found_state), (expected, state))
-    assert not np.allclose(expected["experts"], tree["experts"])
+    jax.tree.map(compare, found, expected)
+    assert not np.allclose(expected[0]["experts"], tree["experts"])
 
 
 def test_a_stack_that_is_split_without_specs_is_an_error_that_says_so():

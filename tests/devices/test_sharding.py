@@ -72,8 +72,9 @@ def shardings(kind="Auto"):
 @functools.cache
 def on_one_device(name):
     tx = make(name)
-    first, state = tx.update(TREES[0], tx.init(PARAMS), PARAMS)
-    return tx.init(PARAMS), first, tx.update(TREES[1], state, PARAMS)
+    start, update = tx.init(PARAMS), jax.jit(tx.update)
+    first, state = update(TREES[0], start, PARAMS)
+    return start, first, update(TREES[1], state, PARAMS)
 
 
 def assert_close(actual, expected):
@@ -119,7 +120,6 @@ def test_shardings_stay_without_jit():
     assert_same_shardings(clipped, placed)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "kind"),
     slow_unless(
@@ -140,7 +140,6 @@ def test_under_jit(name, kind):
     assert_same_shardings(updates, placed[0])
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("name", "kind"),
     slow_unless(

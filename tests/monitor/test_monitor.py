@@ -210,7 +210,7 @@ def test_record_in_scan_and_vmap(per_leaf):
     start = tx.init({name: x[0] for name, x in steps.items()})
     state = jax.lax.scan(lambda state, grads: tx.update(grads, state)[::-1], start, steps)[0]
     np.testing.assert_allclose(monitor.history(state), norms[per_leaf][-6:], rtol=1e-6)
-    states = jax.vmap(lambda grads: tx.update(grads, start)[1])(steps)
+    states = jax.jit(jax.vmap(lambda grads: tx.update(grads, start)[1]))(steps)
     last = jax.tree.map(lambda x: x[-1], states)
     np.testing.assert_allclose(monitor.history(last), norms[per_leaf][-1:], rtol=1e-6)
     with pytest.raises(ValueError, match="under vmap"):

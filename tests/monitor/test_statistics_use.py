@@ -124,9 +124,8 @@ def test_a_log_has_the_last_step():
 def test_states_under_vmap():
     tx = monitor.record(2, scope=LAYERS, stats=("max", "share"))
     sizes = jnp.array([1.0, 3.0, 2.0])
-    states = jax.vmap(
-        lambda x: tx.update(jax.tree.map(lambda g: g * x, GRADS), tx.init(PARAMS))[1]
-    )(sizes)
+    step = jax.vmap(lambda x: tx.update(jax.tree.map(lambda g: g * x, GRADS), tx.init(PARAMS))[1])
+    states = jax.jit(step)(sizes)
     assert monitor.scalars(states)["record/max"] == 12.0
     assert jax.jit(monitor.metrics)(states)["record/max"] == 12.0
 
@@ -138,7 +137,8 @@ def test_a_checkpoint_of_orbax_goes_on(tmp_path):
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state", tx.init(PARAMS))
-    found, expected = (tx.update(GRADS, each, PARAMS)[1] for each in (restored, state))
+    update = jax.jit(tx.update)
+    found, expected = (update(GRADS, each, PARAMS)[1] for each in (restored, state))
     for stat in ("max", "cosine_param"):
         histories = [monitor.history(each, stat=stat) for each in (found, expected)]
         assert histories[0].shape == (3, 3)
@@ -156,7 +156,7 @@ def test_names_that_flax_and_optax_do_not_keep():
             monitor.history(each, stat="max"), monitor.history(state, stat="max")
         )
         assert monitor.scalars(each) == monitor.scalars(state)
-    after_a_step = tx.update(GRADS, mapped, PARAMS)[1]
+    after_a_step = jax.jit(tx.update)(GRADS, mapped, PARAMS)[1]
     assert monitor.history_names(after_a_step) == ("body/0", "body/1", "head")
 
 
