@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from optaxclip._base.numerics import multiply
 from optaxclip._base.trees import is_sparse, with_data
 
 
@@ -42,5 +43,5 @@ def times(x: Array, by: Array | float) -> Array:
     if isinstance(by, float) and by == 1:
         return x
     if jnp.iscomplexobj(x):
-        return lax.complex(x.real * by, x.imag * by)
-    return x * by
+        return lax.complex(multiply(x.real, by), multiply(x.imag, by))
+    return multiply(x, by)

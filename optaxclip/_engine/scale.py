@@ -17,6 +17,7 @@ from optaxclip._base.numerics import (
     broadcast_over,
     leading_bit,
     match_weak_type,
+    multiply,
     promoted,
     real_parts,
 )
@@ -88,13 +89,15 @@ def _on_parts(strict: bool, zeroes: bool, x: Array, by: Multiplier) -> Array:
 
 def _is_one(by: Multiplier) -> Array:
     """Where the group is left as it is."""
-    return (by.power == 1) & (by.ratio == 1)
+    # Not `(by.power == 1) & ...`: an operator is a nested call for each leaf.
+    one = by.power.dtype.type(1)
+    return lax.bitwise_and(lax.eq(by.power, one), lax.eq(by.ratio, one))
 
 
 def _product(x: Array, by: Multiplier, *, strict: bool) -> Array:
     wide = x.astype(accumulation_dtype(x.dtype))
     wide, power, ratio = promoted([wide, *by])
-    product = wide * power * ratio
+    product = multiply(multiply(wide, power), ratio)
     return product if product.dtype == x.dtype else _rounded(product, x.dtype, strict)
 
 

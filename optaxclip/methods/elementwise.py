@@ -143,18 +143,20 @@ def _clamped(leaf: Any, low: Array | None, high: Array) -> Any:
 def _bounded(x: Array, low: Array | None, high: Array) -> Array:
     largest = _like(x, high)
     if low is None:
-        largest = jnp.maximum(largest, 0)
+        largest = lax.max(largest, jnp.zeros_like(largest))
     if jnp.iscomplexobj(x):
         return _bound_modulus(x, largest)
-    smallest = -largest if low is None else _like(x, low)
+    smallest = lax.neg(largest) if low is None else _like(x, low)
     # An entry at a bound keeps the derivative 1. Where a bound is NaN, the entry becomes NaN.
-    y = jnp.where((x > largest) | (largest != largest), largest, x)
-    return jnp.where((y < smallest) | (smallest != smallest), smallest, y)
+    # Operators, as `x > largest`, would be nested calls, which take longer to trace.
+    y = lax.select(lax.bitwise_or(lax.gt(x, largest), lax.ne(largest, largest)), largest, x)
+    return lax.select(lax.bitwise_or(lax.lt(y, smallest), lax.ne(smallest, smallest)), smallest, y)
 
 
 def _like(x: Array, bound: jax.typing.ArrayLike) -> Array:
     """A bound in the shape of an array and the dtype of its real part."""
-    return jnp.broadcast_to(jnp.asarray(bound).astype(x.real.dtype), x.shape)
+    dtype = jnp.finfo(x.dtype).dtype if jnp.iscomplexobj(x) else x.dtype
+    return jnp.broadcast_to(lax.convert_element_type(bound, dtype), x.shape)
 
 
 def _bound_modulus(z: Array, high: Array) -> Array:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from optaxclip._base.counters import increased
 from optaxclip._base.numerics import match_weak_type, narrowed
@@ -94,7 +94,7 @@ def zero_where(where: Array, tree: PyTree) -> PyTree:
 # Compiled by itself so that it is traced once for leaves that are alike.
 @jax.jit
 def _chosen(where: Array, x: Array, y: Array) -> Array:
-    chosen = jnp.where(where, x.astype(y.dtype), y)
+    chosen = lax.select(where, x.astype(y.dtype), y)
     # If a state's weak type changed from step to step, the step would be compiled again.
     return match_weak_type(chosen, x) if x.dtype == y.dtype else chosen
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+import optaxclip.norms as norms
 import optaxclip.thresholds as thresholds
 from optaxclip._base.arguments import check_state, checked_int, checked_name
 from optaxclip._base.counters import increased
@@ -23,8 +24,8 @@ from optaxclip._base.numerics import (
     accumulation_dtype,
     broadcast_over,
     match_weak_type,
+    multiply,
     promoted,
-    real_parts,
     safe_sqrt,
     select,
 )
@@ -32,6 +33,7 @@ from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten, is_sparse, with_data
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip._engine.clip import stage
+from optaxclip._engine.entries import entries
 from optaxclip._engine.options import Options, ScaleOptions, takes
 from optaxclip._engine.step import BY_NORM, ByNorm, Method
 from optaxclip.methods.elementwise import clamp_leaves
@@ -233,14 +235,16 @@ def _clamped(
 # Both are compiled by themselves, so that they are traced once for leaves of one shape.
 @jax.jit
 def _bound(threshold: Any, moment: Array, is_active: Array) -> Array:
-    root = jnp.sqrt(jnp.asarray(threshold).astype(moment.dtype)) * safe_sqrt(moment)
-    return jnp.where(is_active & (moment > 0), root, jnp.inf)
+    of_threshold = lax.sqrt(jnp.asarray(threshold).astype(moment.dtype))
+    is_bound = lax.bitwise_and(lax.gt(moment, jnp.zeros_like(moment)), is_active)
+    return select(is_bound, multiply(safe_sqrt(moment), of_threshold), jnp.inf)
 
 
 @jax.jit
 def _moved(decay: Any, leaf: Any, clipped: Any, moment: Array) -> Array:
     """The average with the square of the clipped entry, where the incoming entry was finite."""
-    parts = [part.astype(moment.dtype) for part in real_parts(jnp.asarray(clipped))]
-    square = jnp.minimum(sum(jnp.square(part) for part in parts), jnp.finfo(moment.dtype).max)
+    square = norms.l2.map(entries(jnp.asarray(clipped), moment.dtype))
+    square = lax.min(square, jnp.finfo(moment.dtype).max)
     decay = jnp.asarray(decay).astype(moment.dtype)
-    return jnp.where(jnp.isfinite(leaf), decay * moment + (1 - decay) * square, moment)
+    moved = lax.add(multiply(moment, decay), multiply(square, 1 - decay))
+    return lax.select(jnp.isfinite(leaf), moved, moment)

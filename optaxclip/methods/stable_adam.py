@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+import optaxclip.norms as norms
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased
 from optaxclip._base.numerics import (
@@ -17,6 +18,7 @@ from optaxclip._base.numerics import (
     norm_dtype,
     real_parts,
     safe_sqrt,
+    select,
 )
 from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten
@@ -177,7 +179,7 @@ def _directions(
 @jax.jit
 def _ratio(grad: Any, mu: Array, nu: Array, shares: Array, eps: Any) -> Array:
     _, nu = _averages(grad, mu, nu, shares)
-    return _by(_divided, _entries(grad, mu), jnp.maximum(safe_sqrt(nu), _as(eps, nu.dtype)))
+    return _by(_divided, _entries(grad, mu), lax.max(safe_sqrt(nu), _as(eps, nu.dtype)))
 
 
 @jax.jit
@@ -187,7 +189,7 @@ def _direction(
     *shares, factor = columns
     mu, nu = _averages(grad, mu, nu, jnp.stack(shares))
     factor = broadcast_over(factor.astype(nu.dtype), tuple(range(factor.ndim, nu.ndim)))
-    direction = _by(_divided, mu, safe_sqrt(nu) + _as(eps, nu.dtype))
+    direction = _by(_divided, mu, lax.add(safe_sqrt(nu), _as(eps, nu.dtype)))
     x = jnp.asarray(grad)
     return match_weak_type(_by(lax.mul, direction, factor).astype(x.dtype), x), mu, nu
 
@@ -196,10 +198,10 @@ def _averages(grad: Any, mu: Array, nu: Array, shares: Array) -> tuple[Array, Ar
     """Both averages after this step, which counts with these shares: `[2, tensors of the leaf]`."""
     g, axes = _entries(grad, mu), tuple(range(shares.ndim - 1, nu.ndim))
     of_mu, of_nu = (broadcast_over(share.astype(nu.dtype), axes) for share in shares)
-    finite = _by(_held, jnp.where(jnp.isfinite(g), g, 0), _largest_root(nu.dtype))
-    square = sum(part * part for part in real_parts(finite))
-    square = jnp.minimum(square, jnp.finfo(nu.dtype).max)
-    return mu + _by(lax.mul, finite - mu, of_mu), nu + of_nu * (square - nu)
+    finite = _by(_held, select(jnp.isfinite(g), g, 0), _largest_root(nu.dtype))
+    square = lax.min(norms.l2.map(finite), jnp.finfo(nu.dtype).max)
+    mu = lax.add(mu, _by(lax.mul, lax.sub(finite, mu), of_mu))
+    return mu, lax.add(nu, _by(lax.mul, lax.sub(square, nu), of_nu))
 
 
 def _entries(grad: Any, mu: Array) -> Array:
@@ -222,7 +224,7 @@ def _by(operation: Callable[[Array, Array], Array], x: Array, y: Array) -> Array
 
 
 def _held(x: Array, bound: Array) -> Array:
-    return jnp.clip(x, -bound, bound)
+    return lax.clamp(lax.neg(bound), x, bound)
 
 
 def _largest_root(dtype: Any) -> Array:
@@ -235,4 +237,5 @@ def _as(number: Any, dtype: Any) -> Array:
 
 
 def _divided(x: Array, y: Array) -> Array:
-    return jnp.where(y == 0, 0, x / jnp.where(y == 0, 1, y))
+    is_zero = lax.eq(y, jnp.zeros_like(y))
+    return select(is_zero, 0, lax.div(x, select(is_zero, 1, y)))
