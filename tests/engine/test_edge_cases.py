@@ -240,7 +240,7 @@ def test_leaves_of_other_types(make):
         actual = clipped[name]
         assert isinstance(actual, jax.Array)
         assert jax.typeof(actual) == jax.typeof(leaf)
-        assert np.all((actual > 0) & (actual < leaf))
+        assert np.all((np.asarray(actual) > 0) & (np.asarray(actual) < np.asarray(leaf)))
 
 
 @every_transformation

@@ -20,7 +20,8 @@ STACKED = {"w": 0, "layers": 1, "experts": 2, "conv": 0}
 
 def random_tree(seed, dtype=jnp.float32, size=1.0):
     rng = np.random.default_rng(seed)
-    return {x: jnp.asarray(size * rng.normal(size=shape), dtype) for x, shape in SHAPES.items()}
+    entries = {x: size * rng.normal(size=shape) for x, shape in SHAPES.items()}
+    return jax.tree.map(lambda x: jnp.asarray(x.astype(dtype)), entries)
 
 
 def norms(tree, dtype=np.float64):

@@ -36,7 +36,7 @@ def run_all(tx, losses, norms=None):
 
     rows = np.stack([np.float32(x) for x in (norms, losses)], axis=-1)
     scan = jax.jit(jax.vmap(lambda rows: jax.lax.scan(step, tx.init(jnp.ones(1)), rows)[1]))
-    states = scan(rows)
+    states = jax.tree.map(np.asarray, scan(rows))
     return states, (states.info.factor == 0).astype(int).tolist()
 
 

@@ -16,7 +16,7 @@ INF, NAN = math.inf, math.nan
 
 
 def f32(entries):
-    return jnp.array(entries, jnp.float32)
+    return jnp.asarray(np.float32(entries))
 
 
 def global_clip(tree, limit):
@@ -98,9 +98,10 @@ SPARSE = [
 @pytest.mark.parametrize(("low", "high", "expected"), BOUNDS)
 @pytest.mark.usefixtures("x64")
 def test_value_of_every_dtype(dtype, low, high, expected):
-    low, high = (jnp.array(b, dtype) if isinstance(b, list) else b for b in (low, high))
-    clipped = ops.clip_by_value(jnp.array([1, 2, 3, 4, 5, 6], dtype), low, high)
-    assert clipped.dtype == jnp.dtype(dtype)
+    dtype = jnp.dtype(dtype)
+    low, high = (np.array(b, dtype) if isinstance(b, list) else b for b in (low, high))
+    clipped = ops.clip_by_value(np.array([1, 2, 3, 4, 5, 6], dtype), low, high)
+    assert clipped.dtype == dtype
     close(clipped, expected, rtol=0)
 
 
