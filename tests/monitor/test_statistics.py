@@ -90,7 +90,7 @@ def wide(leaves):
 
 @functools.cache
 def recorded():
-    """For each tree the state of each scope after a step; trees of the same types share a program."""
+    """For each tree the state of each scope after a step; trees of equal types share a program."""
     txs = {name: monitor.record(2, scope=scope, stats=STATS) for name, (scope, _) in SCOPES.items()}
 
     @jax.jit
