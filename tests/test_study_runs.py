@@ -47,7 +47,8 @@ def a_line(noise=None):
 
 def drawn(name, steps=400, seed=0):
     number = jnp.int32(list(faults.FAULTS).index(name))
-    return jax.tree.map(np.asarray, faults.drawn(number, jax.random.key(seed), steps))
+    run = jax.jit(faults.drawn, static_argnums=2)
+    return jax.tree.map(np.asarray, run(number, jax.random.key(seed), steps))
 
 
 def test_what_each_fault_does():
@@ -89,10 +90,10 @@ def test_muon_takes_the_kernels():
 def test_the_rate_rises_stays_and_falls():
     steps = 100
     finish = optimizers.optimizer("sgd", jnp.float32(0.5), steps).finish
-    state = finish.init(jnp.zeros(()))
+    state, update_of = finish.init(jnp.zeros(())), jax.jit(finish.update)
     found = []
     for _ in range(steps):
-        update, state = finish.update(jnp.ones(()), state, jnp.zeros(()))
+        update, state = update_of(jnp.ones(()), state, jnp.zeros(()))
         found.append(-float(update))
     assert found[0] == 0
     assert found[10:80] == [0.5] * 70
@@ -102,9 +103,9 @@ def test_the_rate_rises_stays_and_falls():
 
 def test_watched_counts_the_steps_that_change():
     stage = methods.watched(optaxclip.clip_by_global_norm(1.0))
-    state = stage.init(jnp.zeros(2))
+    state, update = stage.init(jnp.zeros(2)), jax.jit(stage.update)
     for grads in ([0.1, 0.0], [3.0, 0.0], [jnp.nan, 0.0], [0.0, 2.0]):
-        _, state = stage.update(jnp.array(grads), state)
+        _, state = update(jnp.array(grads), state)
     # The NaN poisons its neighbour: that step is changed too.
     assert methods.steps_changed(state) == 3
 
@@ -123,7 +124,6 @@ def test_a_lost_run_counts_as_untrained():
     assert plan.final(held_out).tolist() == [1.0, 3.0, 3.0]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("noise", [None, 0.5])
 def test_a_cell_is_what_a_loop_gives(noise):
     task, of = a_line(noise), Cell("line", "sgd", "constant (best)")
@@ -142,19 +142,22 @@ def test_a_cell_is_what_a_loop_gives(noise):
 def by_hand(task, fault):
     """The losses and norms of a run of `TINY` without the program."""
     number, seed = jnp.array([list(faults.FAULTS).index(fault)]), jnp.array([5])
-    begin = jax.tree.map(lambda x: x[0], cell.beginning(task, TINY.steps)(seed, number))
+    beginning = jax.jit(cell.beginning(task, TINY.steps))
+    begin = jax.tree.map(lambda x: x[0], beginning(seed, number))
     parts = optimizers.optimizer("sgd", jnp.float32(0.1), TINY.steps)
     if task.noise is None:
         clip = optaxclip.clip_by_global_norm(0.5)
     else:
         clip = optaxclip.per_example_clip_and_aggregate(0.5, task.noise, begin.noise)
     tx = optax.chain(clip, parts.direction, parts.finish)
-    params, state = begin.params, tx.init(begin.params)
-    held_out, norms = [task.held_out(params)], []
-    for i in range(TINY.steps):
-        batch = task.batch(params, begin.keys[i], begin.faults.is_scrambled[i])
+    params, state, held_out_of = begin.params, tx.init(begin.params), jax.jit(task.held_out)
+    held_out, norms = [held_out_of(params)], []
 
-        def loss_of(params, batch, factor=begin.faults.factor[i]):
+    @jax.jit
+    def step(params, state, key, is_scrambled, factor):
+        batch = task.batch(params, key, is_scrambled)
+
+        def loss_of(params, batch):
             return factor * task.losses(params, batch).mean()
 
         if task.noise is None:
@@ -162,11 +165,15 @@ def by_hand(task, fault):
         else:
             singles = jax.tree.map(lambda x: x[:, None], batch)
             grads = jax.vmap(jax.grad(loss_of), (None, 0))(params, singles)
-        norms.append(optax.tree.norm(grads))
         updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state, optax.tree.norm(grads)
+
+    for i in range(TINY.steps):
+        of_step = begin.keys[i], begin.faults.is_scrambled[i], begin.faults.factor[i]
+        params, state, norm = step(params, state, *of_step)
+        norms.append(norm)
         if i % TINY.every == TINY.every - 1:
-            held_out.append(task.held_out(params))
+            held_out.append(held_out_of(params))
     return held_out, norms
 
 

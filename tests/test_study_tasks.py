@@ -28,55 +28,58 @@ def as_users():
         yield
 
 
+@functools.cache
 def task_of(name):
     if name in OF_DIGITS:
         pytest.importorskip("sklearn")
-    return TASKS[name]()
+    task = TASKS[name]()
+    return task._replace(batch=jax.jit(task.batch), losses=jax.jit(task.losses))
 
 
-def batches(task, is_bad=(False, True)):
-    """Parameters, and batches of one key."""
-    params, batch = jax.jit(task.initial)(jax.random.key(0)), jax.jit(task.batch)
-    return params, [batch(params, jax.random.key(1), jnp.bool_(bad)) for bad in is_bad]
+@functools.cache
+def batches(name):
+    """Parameters, and a good and a bad batch of one key."""
+    task = task_of(name)
+    params = jax.jit(task.initial)(jax.random.key(0))
+    return params, [task.batch(params, jax.random.key(1), jnp.bool_(bad)) for bad in (False, True)]
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_bad_batch_differs_in_its_labels(name):
     task = task_of(name)
-    params, (good, bad) = batches(task)
+    params, (good, bad) = batches(name)
     labels = "returns" if name == "policy" else "labels"
     for field, x in good._asdict().items():
         same = np.asarray(x == getattr(bad, field))
         assert len(x) == task.examples
         assert np.mean(same) < 0.5 if field == labels else np.all(same)
-    other = jax.jit(task.batch)(params, jax.random.key(2), jnp.bool_(False))
+    other = task.batch(params, jax.random.key(2), jnp.bool_(False))
     assert np.any(np.asarray(other[0] != good[0]))
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_losses_are_those_of_each_example(name):
     task = task_of(name)
-    params, (batch, _) = batches(task)
-    losses_of = jax.jit(task.losses)
-    losses = losses_of(params, batch)
+    params, (batch, _) = batches(name)
+    losses = task.losses(params, batch)
     assert (losses.dtype, losses.shape) == (jnp.float32, (task.examples,))
-    one = losses_of(params, jax.tree.map(lambda x: x[5:6], batch))
+    one = task.losses(params, jax.tree.map(lambda x: x[5:6], batch))
     np.testing.assert_allclose(losses[5:6], one, rtol=1e-4)
 
 
 def test_the_mean_of_losses_is_the_usual_loss():
     task = task_of("transformer")
-    params, (batch, _) = batches(task)
+    params, (batch, _) = batches("transformer")
     windows = jnp.concatenate([batch.inputs, batch.labels[:, -1:]], 1)
     usual = jax.jit(text_model.loss_fn, static_argnums=2)(params, windows, text.SIZE)
-    found = jax.jit(task.losses)(params, batch).mean()
+    found = task.losses(params, batch).mean()
     assert float(found) == pytest.approx(float(usual), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["lstm", "transformer"])
 def test_text_is_told_from_earlier_characters(name):
     task = task_of(name)
-    params, (batch, _) = batches(task)
+    params, (batch, _) = batches(name)
     np.testing.assert_array_equal(batch.inputs[:, 1:], batch.labels[:, :-1])
 
     def cost(count, fifth):
@@ -159,7 +162,7 @@ def test_the_cart_pole_is_that_of_gymnasium():
 
 
 def test_episodes_end_once_and_returns_count_what_is_left():
-    _, (good, _) = batches(task_of("policy"))
+    _, (good, _) = batches("policy")
     alive, returns = np.asarray(good.alive), np.asarray(good.returns)
     assert np.all(alive[:, 0] == 1)
     assert np.all(np.diff(alive, axis=1) <= 0)
@@ -173,7 +176,6 @@ def test_episodes_end_once_and_returns_count_what_is_left():
     np.testing.assert_array_equal(is_up, alive == 1)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", TASKS)
 def test_a_short_run_learns(name):
     task = task_of(name)
