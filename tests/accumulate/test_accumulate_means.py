@@ -141,7 +141,7 @@ def test_wider_parameters_and_sums_keep_their_digits(x64):
     for w, dtype in ((1.0, jnp.float32), (np.float32(1), jnp.float64)):
         by_parts = accumulate.value_and_grad(loss, microbatch_size=2, dtype=dtype)
         w = jnp.asarray(w)
-        _, grads, _ = by_parts(w, x.astype(w.dtype))
+        _, grads, _ = jax.jit(by_parts)(w, x.astype(w.dtype))
         assert grads.dtype == jnp.float64
         np.testing.assert_allclose(grads, np.mean(x.astype(w.dtype)), rtol=1e-15)
 
@@ -167,7 +167,7 @@ def test_leaves_without_a_gradient():
 @where_sums_are_fused
 @pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"reject": None, "measure": False}])
 def test_memory_is_of_few_gradients_whatever_their_number(options):
-    width, size = 256, 2
+    layers, width, size = 2, 256, 2
 
     def loss(params, x):
         for layer in params:
@@ -175,7 +175,7 @@ def test_memory_is_of_few_gradients_whatever_their_number(options):
         return jnp.mean(x)
 
     def temporary(number):
-        params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * 4
+        params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
         x = jax.ShapeDtypeStruct((number * size, width), jnp.float32)
         by_parts = accumulate.value_and_grad(loss, microbatch_size=size, **options)
         compiled = jax.jit(by_parts, compiler_options=AS_USERS).lower(params, x).compile()
@@ -183,7 +183,7 @@ def test_memory_is_of_few_gradients_whatever_their_number(options):
         # The batch itself is there once more, cut.
         return memory - number * size * width * 4
 
-    gradients = 4 * 4 * width**2
+    gradients = 4 * layers * width**2
     few, many = temporary(2), temporary(64)
     print(few / gradients, many / gradients)
     assert many <= 4 * gradients

@@ -110,7 +110,6 @@ SLOW = {"matmul in bfloat16", "no jit"}
 marked = slow_unless(lambda name: name not in SLOW, SETTINGS)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", marked)
 def test_settings(name, expected):
     arguments = jax.device_put(ARGUMENTS)

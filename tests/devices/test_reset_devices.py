@@ -37,7 +37,7 @@ def two_steps(grads, state, **specs):
 @functools.cache
 def on_one_device():
     state = jax.tree.map(np.asarray, transformation().init(PARAMS))
-    return state, two_steps(GRADS, state)
+    return state, jax.jit(two_steps)(GRADS, state)
 
 
 def assert_as_on_one_device(found):

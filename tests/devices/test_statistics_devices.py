@@ -70,7 +70,6 @@ MESHES = slow_unless(
 )
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("kind", "told"), MESHES)
 def test_on_a_mesh(kind, told):
     mesh, places = on(kind)

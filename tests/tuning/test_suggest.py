@@ -3,6 +3,7 @@
 import json
 from itertools import product
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -35,7 +36,6 @@ def recall_and_precision(suggestion, is_spike):
     return hits / is_spike.sum(), hits / len(suggestion.spikes)
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("spread", "shape"),
     slow_unless(
@@ -278,7 +278,7 @@ def test_the_demo_learns_with_the_suggested_limit(real):
 
 def test_a_history_of_the_monitor():
     tx = monitor.record(window=200)
-    state, rng = tx.init(np.float32(0)), np.random.default_rng(0)
+    state, update, rng = tx.init(np.float32(0)), jax.jit(tx.update), np.random.default_rng(0)
     for norm in np.append(np.exp(0.1 * rng.normal(size=150)), 50.0):
-        _, state = tx.update(np.float32(norm), state)
+        _, state = update(np.float32(norm), state)
     assert tuning.suggest(monitor.history(state)).spikes.tolist() == [150]
