@@ -79,8 +79,12 @@ def stack(trees):
 
 def avals(tree):
     """Structure, shapes, dtypes and weak types."""
-    shapes = jax.eval_shape(lambda x: x, tree)
-    return jax.tree.map(lambda x: (x.shape, x.dtype, getattr(x, "weak_type", False)), shapes)
+
+    def of_leaf(x):
+        kind = x if hasattr(x, "weak_type") else jax.typeof(x)
+        return kind.shape, kind.dtype, kind.weak_type
+
+    return jax.tree.map(of_leaf, tree)
 
 
 def assert_close(actual, expected, rtol=2e-6, atol=1e-7):
