@@ -24,7 +24,7 @@ def test_each_has_one_of_optax_beside_it_and_both_make_updates_of_the_same_shape
         _, theirs = nearest(name, tx, PARAMS)
         for each in (tx, theirs):
             with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-                state = each.init(PARAMS)
+                state = jax.eval_shape(each.init, PARAMS)
                 updates, _ = jax.eval_shape(each.update, PARAMS, state, PARAMS)
             shapes = [leaf.shape for leaf in jax.tree.leaves(updates)]
             assert shapes == [leaf.shape for leaf in PARAMS], name
