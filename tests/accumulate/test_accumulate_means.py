@@ -54,16 +54,16 @@ def assert_same(found, expected, digits=1e-6):
 
 @functools.cache
 def of_the_whole_batch():
-    return jax.jit(jax.value_and_grad(loss_fn))(*task())
+    return jax.jit(jax.value_and_grad(loss_fn), compiler_options=AS_USERS)(*task())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 12])
-def test_the_gradient_of_the_whole_batch_with_unequal_weights(size, optimized):
+def test_the_gradient_of_the_whole_batch_with_unequal_weights(size):
     by_parts = accumulate.value_and_grad(
         loss_fn, batch_argnums=(1, 2), microbatch_size=size, weight=tokens
     )
     args = task()
-    value, grads, found = jax.jit(by_parts)(*args)
+    value, grads, found = jax.jit(by_parts, compiler_options=AS_USERS)(*args)
     assert_same((value, grads), of_the_whole_batch())
     number = EXAMPLES // size
     assert found.norm.shape == found.loss.shape == found.weight.shape == (number,)
