@@ -1,11 +1,9 @@
 """Strict settings for every test: nothing in the library may rely on implicit promotion."""
 
-import collections
 import gc
 import os
 import resource
 import sys
-import zlib
 
 import jax
 import pytest
@@ -55,20 +53,9 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first, so that all end together; of costly tests few cases are quick."""
+    """The longest files first, so that all end together."""
     rank = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
-    tests = collections.defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("costly") and not item.get_closest_marker("slow"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    for name, cases in tests.items():
-        # Each fifth meets all values of a parameter that has two, three or four; other tests begin
-        # elsewhere, and meet other rows of the same table.
-        first = zlib.crc32(name.encode()) % min(5, len(cases))
-        for i, case in enumerate(cases):
-            if i % 5 != first:
-                case.add_marker("slow")
 
 
 def pytest_deselected(items):
