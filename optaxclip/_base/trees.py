@@ -19,6 +19,11 @@ def is_sparse(leaf: Any) -> bool:
     return isinstance(leaf, BCOO)
 
 
+def data_of(leaf: Any) -> Any:
+    """The stored values of a sparse array; any other leaf itself."""
+    return leaf.data if is_sparse(leaf) else leaf
+
+
 def with_data(leaf: Any, data: Any) -> Any:
     """`data` in the place of `leaf`; for a sparse array, in the place of its stored values."""
     if not is_sparse(leaf):

@@ -38,7 +38,7 @@ from optaxclip._engine.groups import Groups
 from optaxclip._engine.options import ClipOptions, Options, takes
 from optaxclip._engine.placement import grouped, located
 from optaxclip._engine.record import initial_info
-from optaxclip._engine.step import BY_NORM, Method, Technique, clipped, norms_of
+from optaxclip._engine.step import BY_NORM, Method, Start, Technique, clipped, norms_of
 from optaxclip.norms import Norm
 from optaxclip.responses import Response
 from optaxclip.scopes.leaves import Scope, as_scope
@@ -132,7 +132,8 @@ def stage(
         groups = groups_of(flat, scope, options, stored, size)
         norm = known_norm(options, extra_args, groups.grouping.layout)
         rule = at_step(rule_for(checked, groups.entries()), rule_state)
-        return clipped(flat, params, rule, rule_state, info, norm, groups, method, options)
+        start = Start(rule, rule_state, info, norm)
+        return clipped(flat, params, start, groups, method, options)
 
     if not options.record:
         always = state_without_memory(checked, options.name)
@@ -246,8 +247,8 @@ def clip_tree(
     """
     homes, params = devices.memories(tree), devices.to_device(params)
     flat = flatten(devices.to_device(tree), "tree")
-    places = {"axis_name": axis_name, "specs": specs}
-    options = Options.checked(norm=norm, nonfinite=nonfinite, strict=strict, name=name, **places)
+    chosen = {"norm": norm, "nonfinite": nonfinite, "strict": strict}
+    options = Options.checked(**chosen, axis_name=axis_name, specs=specs, name=name)
     groups = groups_of(flat, as_scope(scope), options)
     if isinstance(limits, Limits):
         rows = [groups.for_rule(groups.from_tree(field)) for field in limits]
@@ -259,8 +260,9 @@ def clip_tree(
     if use_norm is not None and groups.grouping.layout == "scalar" and nonfinite != "mask":
         norm_of_tree = given_norm(use_norm, "use_norm")
     dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.measured_leaves())
-    start = rule.init(groups.zeros(dtype)), initial_info(name, groups.grouping, dtype)
-    tree, _, info = clipped(flat, params, rule, *start, norm_of_tree, groups, method, options)
+    rule_state, info = rule.init(groups.zeros(dtype)), initial_info(name, groups.grouping, dtype)
+    start = Start(rule, rule_state, info, norm_of_tree)
+    tree, _, info = clipped(flat, params, start, groups, method, options)
     return devices.moved(tree, homes), info
 
 

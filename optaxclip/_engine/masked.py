@@ -8,7 +8,7 @@ from jax import Array
 
 import optaxclip._engine.cpu as cpu
 import optaxclip._engine.powers as powers
-from optaxclip._base.trees import is_sparse, with_data
+from optaxclip._base.trees import data_of, is_sparse, with_data
 from optaxclip._engine.entries import stored
 from optaxclip._engine.groups import Groups, Rows
 
@@ -21,9 +21,7 @@ def mask(leaves: list[Any], groups: Groups) -> tuple[list[Any], Rows]:
         bad = [(_is_bad(leaf, axes).astype(jnp.int32),) for leaf, axes in rows]
         return [flag > 0 for (flag,) in powers.of_groups(bad, groups, by_max=True)]
 
-    masked = [
-        with_data(leaf, _only_finite(leaf.data if is_sparse(leaf) else leaf)) for leaf in leaves
-    ]
+    masked = [with_data(leaf, _only_finite(data_of(leaf))) for leaf in leaves]
     return masked, groups.placement.on_each_device(bad_groups, leaves)
 
 

@@ -18,7 +18,7 @@ import optaxclip._engine.gpu as gpu
 from optaxclip._base.devices import Axes
 from optaxclip._base.grouping import Group
 from optaxclip._base.numerics import known_size, select
-from optaxclip._base.trees import is_sparse
+from optaxclip._base.trees import data_of
 from optaxclip._engine.entries import entries, times
 from optaxclip._engine.groups import Groups, Rows
 from optaxclip._engine.placement import Placement
@@ -92,7 +92,7 @@ def at_scales(
     options = {"axes": axes, "norm": norm, "dtype": dtype}
     if dtype != jnp.float32:
         return one_by_one(leaf, **options)
-    over_all = len(axes) == np.ndim(leaf.data if is_sparse(leaf) else leaf)
+    over_all = len(axes) == np.ndim(data_of(leaf))
     if over_all and (groups.placement.in_one_piece or devices.manual_axes()):
         return at_once(leaf, **options)
     on_gpu = functools.partial(gpu.sum_of_columns, **options, scales=scales(norm, dtype))

@@ -21,7 +21,8 @@ from optaxclip._base.numerics import (
     promoted,
     real_parts,
 )
-from optaxclip._base.trees import is_sparse, with_data
+from optaxclip._base.trees import data_of, with_data
+from optaxclip._engine.entries import measured_axes
 from optaxclip._engine.respond import Multiplier
 
 
@@ -37,11 +38,8 @@ def scale(
       strict: whether rounding to a narrow dtype may only lower an entry's modulus.
       zeroes: whether entries become 0 where the ratio is 0, also those that are not finite.
     """
-    options = {"strict": strict, "zeroes": zeroes}
-    if is_sparse(leaf):
-        axes = tuple(range(leaf.data.ndim))
-        return with_data(leaf, _scaled(leaf.data, by, axes=axes, **options))
-    return _scaled(leaf, by, axes=axes, **options)
+    axes = measured_axes(leaf, axes)
+    return with_data(leaf, _scaled(data_of(leaf), by, axes=axes, strict=strict, zeroes=zeroes))
 
 
 # Compiled by itself so that it is traced once for leaves that are alike.

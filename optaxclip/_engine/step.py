@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 import optaxclip._base.devices as devices
 import optaxclip.nonfinite as policies
-from optaxclip._base.trees import FlatTree, is_sparse
+from optaxclip._base.trees import FlatTree, data_of, is_sparse
 from optaxclip._base.types import ClipInfo, NonFinite, NormTree, PyTree, Threshold
 from optaxclip._engine.checks import check_rule_state, matching_params, params_for
 from optaxclip._engine.groups import Groups, Rows
@@ -101,13 +101,26 @@ class Method:
         return cls(*chosen, options.name, technique)
 
 
+class Start(NamedTuple):
+    """What a step begins with, beside the leaves.
+
+    Attributes:
+      rule: the limit rule.
+      rule_state: the rule's state.
+      info: the record of the steps before, or None if none is kept.
+      norm_of_tree: the norm of the whole tree, if the caller has it; else it is measured.
+    """
+
+    rule: Threshold
+    rule_state: PyTree
+    info: ClipInfo | None
+    norm_of_tree: Array | None
+
+
 def clipped(
     flat: FlatTree,
     params: PyTree | None,
-    rule: Threshold,
-    rule_state: PyTree,
-    info: ClipInfo | None,
-    norm_of_tree: Array | None,
+    start: Start,
     groups: Groups,
     method: Method,
     options: Options,
@@ -117,22 +130,19 @@ def clipped(
     Args:
       flat: the tree.
       params: the parameters, if the user has passed them.
-      rule: the limit rule.
-      rule_state: its state.
-      info: the record before this step, or None to keep none.
-      norm_of_tree: the norm, if the caller has it; else it is measured.
+      start: what the step begins with.
       groups: the groups of the tree.
       method: what to do.
       options: of the transformation.
     """
-    params = params_for(rule, params, method.name)
+    params = params_for(start.rule, params, method.name)
     weights, of_weights = None, groups
     if params is not None:
         weights, of_weights = weights_beside(flat, params, groups, options)
     raises = method.nonfinite == "error"
     if raises or method.technique is not BY_NORM:
         method = dataclasses.replace(method, leaf_names=tuple(flat.names()))
-    operands = (flat.measured_leaves(), weights, rule, rule_state, info, norm_of_tree)
+    operands = (flat.measured_leaves(), weights, start)
     static = {"groups": groups, "of_weights": of_weights, "method": method}
     # In eager mode `checkify.check` raises at once, which it cannot inside of a compiled call.
     new, *rest = run(_clip, *operands, inline=raises, **static)
@@ -176,10 +186,7 @@ def _compiled(fn: Callable[..., Any], static: tuple[tuple[str, Any], ...], *oper
 def _clip(
     leaves: list[Any],
     weights: list[Any] | None,
-    rule: Threshold,
-    rule_state: PyTree,
-    info: ClipInfo | None,
-    norm_of_tree: Array | None,
+    start: Start,
     *,
     groups: Groups,
     of_weights: Groups,
@@ -188,19 +195,16 @@ def _clip(
     leaves, weight_norms = as_arrays(leaves), None
     if weights is not None:
         weight_norms = rows_of_norms(as_arrays(weights), of_weights, method.norm)
-    specs = jax.tree.map(devices.spec_of, ([_data(leaf) for leaf in leaves], rule_state, info))
+    results = ([data_of(leaf) for leaf in leaves], start.rule_state, start.info)
     steps = functools.partial(_steps, groups=groups, method=method)
-    steps = groups.placement.with_automatic_axes(steps, specs)
-    return steps(leaves, weight_norms, rule, rule_state, info, norm_of_tree)
+    steps = groups.placement.with_automatic_axes(steps, jax.tree.map(devices.spec_of, results))
+    return steps(leaves, weight_norms, start)
 
 
 def _steps(
     leaves: list[Any],
     weight_norms: Rows | None,
-    rule: Threshold,
-    rule_state: PyTree,
-    info: ClipInfo | None,
-    norm_of_tree: Array | None,
+    start: Start,
     *,
     groups: Groups,
     method: Method,
@@ -209,43 +213,44 @@ def _steps(
     bad = None
     if method.nonfinite == "mask":
         leaves, bad = mask(leaves, groups)
-    if norm_of_tree is None:
-        measured = method.technique.measured(leaves, groups, method)
-    else:
-        measured = [Measured.of(norm_of_tree, 1.0)]
-        if method.strict:
-            measured = [measured[0].from_above(*slacks(leaves, groups, method.norm))]
+    measured = _measured(leaves, start.norm_of_tree, groups, method)
     norms = [each.norm for each in measured]
     if bad is None:
         bad = [~jnp.isfinite(norm) for norm in norms]
     if method.nonfinite == "error":
         _report(bad, groups, method)
-    triggers, targets, rule_state = _limits(
-        rule, rule_state, norms, weight_norms, groups, method.name
-    )
+    triggers, targets, rule_state = _limits(start, norms, weight_norms, groups, method.name)
     options = {"response": method.response, "nonfinite": method.nonfinite, "strict": method.strict}
     rows = zip(measured, triggers, targets, strict=True)
     multipliers = [multiplier(*row, **options) for row in rows]
     scaled = _scaled(leaves, multipliers, triggers, groups, method)
+    info = start.info
     if info is not None:
         factors = [by.factor for by in multipliers]
         info = updated_info(info, groups, norms, triggers, factors, bad)
     return scaled, rule_state, info
 
 
+def _measured(
+    leaves: list[Any], norm_of_tree: Array | None, groups: Groups, method: Method
+) -> list[Measured]:
+    """The norms of all groups, or the norm that the caller has, with upper bounds if needed."""
+    if norm_of_tree is None:
+        return method.technique.measured(leaves, groups, method)
+    given = Measured.of(norm_of_tree, 1.0)
+    if not method.strict:
+        return [given]
+    return [given.from_above(slack) for slack in slacks(leaves, groups, method.norm)]
+
+
 def _limits(
-    rule: Threshold,
-    state: PyTree,
-    norms: Rows,
-    weight_norms: Rows | None,
-    groups: Groups,
-    name: str,
+    start: Start, norms: Rows, weight_norms: Rows | None, groups: Groups, name: str
 ) -> tuple[Rows, Rows, PyTree]:
     """The triggers and targets of all norms, and the rule's state."""
     of_weights = None if weight_norms is None else groups.for_rule(weight_norms)
     seen = groups.for_rule(norms)
-    check_rule_state(rule, state, seen, name)
-    limits, state = rule.update(seen, state, of_weights)
+    check_rule_state(start.rule, start.rule_state, seen, name)
+    limits, state = start.rule.update(seen, start.rule_state, of_weights)
     return groups.from_rule(limits.trigger), groups.from_rule(limits.target), state
 
 
@@ -297,7 +302,3 @@ def rows_of_norms(leaves: list[Any], groups: Groups, norm: Norm) -> Rows:
 def as_arrays(leaves: list[Any]) -> list[Any]:
     """Leaves, of which some may be numbers, as arrays."""
     return [leaf if is_sparse(leaf) else jnp.asarray(leaf) for leaf in leaves]
-
-
-def _data(leaf: Any) -> Any:
-    return leaf.data if is_sparse(leaf) else leaf

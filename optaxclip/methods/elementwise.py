@@ -12,7 +12,7 @@ from jax.core import Tracer
 import optaxclip._base.devices as devices
 from optaxclip._base.arguments import short
 from optaxclip._base.numerics import is_real, match_weak_type, power_of_two_below
-from optaxclip._base.trees import FlatTree, dtype_of, is_sparse, with_data
+from optaxclip._base.trees import FlatTree, data_of, dtype_of, with_data
 from optaxclip._base.types import PyTree
 
 
@@ -76,7 +76,7 @@ def check_order(low: Any, high: Any, names: tuple[str, str]) -> None:
 
 def _check_fit(bound: jax.typing.ArrayLike, argument: str, flat: FlatTree) -> None:
     for leaf, name in zip(flat.measured_leaves(), flat.names(), strict=True):
-        shape = np.shape(leaf.data if is_sparse(leaf) else leaf)
+        shape = np.shape(data_of(leaf))
         try:
             fits = np.broadcast_shapes(np.shape(bound), shape) == shape
         except ValueError:
@@ -132,7 +132,7 @@ def clamp_leaves(leaves: list[Any], lows: list[Array] | None, highs: list[Array]
 # Compiled by itself so that it is traced once for leaves that are alike.
 @jax.jit
 def _clamped(leaf: Any, low: Array | None, high: Array) -> Any:
-    x, bound = jnp.asarray(leaf.data if is_sparse(leaf) else leaf), _bounded
+    x, bound = jnp.asarray(data_of(leaf)), _bounded
     sharding = devices.explicit_sharding(x)
     if sharding is not None:
         # On an explicit mesh JAX refuses operands that are split differently, as bounds may be.

@@ -30,7 +30,7 @@ from optaxclip._base.numerics import (
     select,
 )
 from optaxclip._base.transformation import Transformation, transformation
-from optaxclip._base.trees import flatten, is_sparse, with_data
+from optaxclip._base.trees import data_of, flatten, with_data
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip._engine.clip import stage
 from optaxclip._engine.entries import entries
@@ -203,7 +203,7 @@ def _only_above(leaf: Any, by: Array, axes: tuple[int, ...], method: Method) -> 
     """The leaf times its multiplier; entries at or below the limit stay as they are."""
     _, ratio, limit = by
     shrunk = BY_NORM.scaled(leaf, by[:2], axes, method)
-    x, y = (each.data if is_sparse(each) else each for each in (leaf, shrunk))
+    x, y = map(data_of, (leaf, shrunk))
     # The ratio is NaN or 0 for a group that is not finite, whose entries all change.
     limit = broadcast_over(select(ratio > 0, limit, -1), axes)
     modulus, limit = promoted([jnp.abs(x).astype(accumulation_dtype(x.dtype)), limit])
