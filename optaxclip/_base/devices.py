@@ -67,9 +67,10 @@ def alike(x: Array, like: Array) -> Array:
     return shard_alike(like, x)[1]
 
 
-def tracks(axes: Axes) -> bool:
-    """Whether JAX tracks which values vary over these manual axes."""
-    return varying_axes(_cast(jnp.zeros(()), axes)) == axes
+def are_tracked() -> bool:
+    """Whether there are manual axes, and JAX tracks which values vary over them."""
+    axes = manual_axes()
+    return bool(axes) and varying_axes(_cast(jnp.zeros(()), axes)) == axes
 
 
 def vary(x: Array, axes: Axes) -> Array:
@@ -94,12 +95,11 @@ def sum_over_devices(x: Array, axes: Axes) -> Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def largest(x: Array, axes: Axes) -> Array:
-    """The maximum over the devices along these axes; infinite where a device has NaN."""
-    if not axes:
-        return x
-    # On some platforms the collective maximum drops NaN.
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    return lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x) if is_float else x, tuple(sorted(axes)))
+    """The maximum over the devices along these axes, of arrays without NaN.
+
+    On some platforms the collective would lose a NaN.
+    """
+    return lax.pmax(x, tuple(sorted(axes))) if axes else x
 
 
 @largest.defjvp
@@ -186,11 +186,6 @@ def per_device(
 def replicated(x: Array, mesh: Any) -> Array:
     """`x`, of which the compiler may give no device a part alone."""
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
-
-
-def index_along(axes: tuple[str, ...]) -> Array:
-    """This device's position along these axes, of which the last varies fastest."""
-    return lax.axis_index(axes)
 
 
 def memories(tree: PyTree) -> list[Any]:

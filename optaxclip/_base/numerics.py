@@ -1,7 +1,7 @@
 """Number formats: the dtypes of sums, how results stay finite, how they are rounded."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -160,6 +160,12 @@ def broadcast_over(x: Array, axes: Sequence[int]) -> Array:
 def real_parts(x: Array) -> list[Array]:
     """The real and imaginary parts of a complex array, or the real array itself."""
     return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
+
+
+def by_parts(fn: Callable[..., Array], *arrays: Array) -> Array:
+    """`fn(*arrays)`; for complex arrays `fn` of their real parts, and of their imaginary parts."""
+    parts = [fn(*each) for each in zip(*map(real_parts, arrays), strict=True)]
+    return lax.complex(*parts) if len(parts) > 1 else parts[0]
 
 
 def match_weak_type(x: Array, like: Array) -> Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from optaxclip._base.numerics import multiply
+from optaxclip._base.numerics import by_parts, multiply
 from optaxclip._base.trees import is_sparse, with_data
 
 
@@ -42,6 +42,4 @@ def times(x: Array, by: Array | float) -> Array:
     """Entries times a real number; complex ones part by part, as 0 times infinity would be NaN."""
     if isinstance(by, float) and by == 1:
         return x
-    if jnp.iscomplexobj(x):
-        return lax.complex(multiply(x.real, by), multiply(x.imag, by))
-    return multiply(x, by)
+    return by_parts(lambda part: multiply(part, by), x)

@@ -108,7 +108,7 @@ class Placement:
     def _start(self, leaf: int, shape: tuple[int, ...]) -> list[Any]:
         rows = zip(self.kept[leaf], shape, strict=True)
         # All int32, because 64-bit types may be enabled here.
-        return [devices.index_along(axes) * size if axes else np.int32(0) for axes, size in rows]
+        return [lax.axis_index(axes) * size if axes else np.int32(0) for axes, size in rows]
 
 
 def grouped(scope: Scope, flat: FlatTree, options: Options) -> Grouping:
@@ -213,8 +213,7 @@ def _global_shapes(
     leaves: Sequence[Any], names: Axes, specs: Sequence[PartitionSpec] | None
 ) -> list[tuple[int, ...] | None]:
     """The shapes of what all devices together hold of each leaf; None where it cannot be known."""
-    manual = devices.manual_axes()
-    tracked = bool(manual) and devices.tracks(manual)
+    manual, tracked = devices.manual_axes(), devices.are_tracked()
 
     def global_shape(position: int, leaf: Any) -> tuple[int, ...] | None:
         shape = np.shape(leaf)
@@ -257,7 +256,7 @@ class _Finder:
             return self._by_spec(i, leaf, frozenset(self.mesh.axis_names))
         if not self.manual:
             return mapped, nothing
-        if devices.tracks(self.manual):
+        if devices.are_tracked():
             if mapped:
                 raise ValueError(
                     f"axis_name has {sorted(mapped)}, which the mesh does not split here, only "

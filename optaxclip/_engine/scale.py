@@ -15,11 +15,11 @@ import optaxclip._engine.cpu as cpu
 from optaxclip._base.numerics import (
     accumulation_dtype,
     broadcast_over,
+    by_parts,
     leading_bit,
     match_weak_type,
     multiply,
     promoted,
-    real_parts,
 )
 from optaxclip._base.trees import data_of, with_data
 from optaxclip._engine.entries import measured_axes
@@ -73,8 +73,7 @@ def _(
 
 
 def _on_parts(strict: bool, zeroes: bool, x: Array, by: Multiplier) -> Array:
-    parts = [_product(part, by, strict=strict) for part in real_parts(x)]
-    scaled = lax.complex(*parts) if jnp.iscomplexobj(x) else parts[0]
+    scaled = by_parts(functools.partial(_product, by=by, strict=strict), x)
     if zeroes:
         scaled = jnp.where(by.ratio == 0, jnp.zeros_like(scaled), scaled)
     is_one = _is_one(by)

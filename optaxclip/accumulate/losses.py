@@ -16,7 +16,7 @@ from optaxclip._base.numerics import accumulation_dtype, is_real, norm_dtype
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
 from optaxclip._batches.roles import Roles
-from optaxclip.accumulate.places import Places, are_tracked
+from optaxclip.accumulate.places import Places
 
 
 class Found(NamedTuple):
@@ -101,7 +101,7 @@ class Loss:
             return self._value(roles.with_values(params.rebuild(measured), microbatch))
 
         (value, aux), leaves = jax.value_and_grad(loss, has_aux=True)(measured)
-        if are_tracked():
+        if devices.are_tracked():
             # A loss that is equal on all devices counts with the sum of their weights.
             weight = self._total(weight, self.places.axes_of(weight) - self.places.axes_of(value))
         return Found(value.astype(self.dtype), weight, leaves, aux)

@@ -42,7 +42,7 @@ class Places:
         Raises:
           ValueError: if nothing tells.
         """
-        if devices.manual_axes() and not are_tracked() and self.axis_names is None:
+        if devices.manual_axes() and not devices.are_tracked() and self.axis_names is None:
             raise ValueError(
                 f"{name}: inside of pmap or shard_map(check_vma=False) nothing tells over which of "
                 f"{sorted(devices.manual_axes())} the batch is split; pass axis_name= (an empty "
@@ -53,19 +53,18 @@ class Places:
     @property
     def specs_of_gradients(self) -> PyTree:
         """How gradients are split after they have been added up, where their types do not say."""
-        manual = devices.manual_axes()
-        is_unknown = self.specs is None and bool(manual) and not devices.tracks(manual)
+        is_unknown = self.specs is None and devices.manual_axes() and not devices.are_tracked()
         return jax.P() if is_unknown and self.axis_names is not None else self.specs
 
     def axes_of(self, *arrays: Any) -> Axes:
         """The axes over which some of these differ from device to device."""
-        if are_tracked():
+        if devices.are_tracked():
             return Axes().union(*map(devices.varying_axes, arrays))
         return Axes(self.axis_names or ())
 
     def vary(self, x: Array, axes: Axes) -> Array:
         """`x`, typed as differing from device to device, where types say such things."""
-        return devices.vary(x, axes) if are_tracked() else x
+        return devices.vary(x, axes) if devices.are_tracked() else x
 
     def axes_of_batch(self, batch: PyTree) -> Axes:
         """The axes over which a batch is split."""
@@ -77,7 +76,7 @@ class Places:
         The gradient of a leaf that is itself split is added up by what gathers the leaf, and one
         whose type is tracked by JAX.
         """
-        if are_tracked():
+        if devices.are_tracked():
             return [axes - devices.varying_axes(x) for x in params.measured_leaves()]
         if self.specs is None:
             return [axes] * len(params.measured)
@@ -96,13 +95,7 @@ class Places:
 
     def added(self, leaves: list[Array], params: FlatTree, axes: Axes) -> list[Array]:
         """Gradients of what each device's loss says, added up over devices where JAX has not."""
-        if are_tracked() or not axes:
+        if devices.are_tracked() or not axes:
             return leaves
         pairs = zip(leaves, self.still_to_add(params, axes), strict=True)
         return [devices.sum_over_devices(x, over) for x, over in pairs]
-
-
-def are_tracked() -> bool:
-    """Whether types say what differs from device to device."""
-    manual = devices.manual_axes()
-    return bool(manual) and devices.tracks(manual)

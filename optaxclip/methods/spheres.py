@@ -7,7 +7,6 @@ measured at once: with one read, and with one collective over many devices.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ import optaxclip._base.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import (
     broadcast_over,
+    by_parts,
     match_weak_type,
     real_parts,
     safe_divide,
@@ -162,7 +162,7 @@ def _measured(columns: list[list[Array]], groups: Groups, norm: Norm) -> _Norms:
 def _root(x: Array, y: Array) -> Array:
     """The roots of the moduli of `x * y`, entry by entry, with the signs of the products."""
     # Not the root of the product, because the product may overflow or underflow.
-    return _by_parts(lambda u, v: _signed_root(u) * _signed_root(v), *_in_one_dtype(x, y))
+    return by_parts(lambda u, v: _signed_root(u) * _signed_root(v), *_in_one_dtype(x, y))
 
 
 def _signed_root(x: Array) -> Array:
@@ -170,18 +170,12 @@ def _signed_root(x: Array) -> Array:
 
 
 def _above_zero(x: Array) -> Array:
-    return _by_parts(lambda part: jnp.maximum(part, 0), x)
+    return by_parts(lambda part: jnp.maximum(part, 0), x)
 
 
 def _with_sign_of(x: Array, y: Array) -> Array:
     """`y` with signs that make `x * y` at least 0. Its derivative at 0 is 0, unlike that of abs."""
-    return _by_parts(lambda u, v: jnp.sign(u) * jnp.sign(v) * v, x, y)
-
-
-def _by_parts(fn: Callable[..., Array], *arrays: Array) -> Array:
-    """A function of the entries; of real and imaginary parts separately."""
-    parts = [fn(*each) for each in zip(*map(real_parts, arrays), strict=True)]
-    return lax.complex(*parts) if len(parts) > 1 else parts[0]
+    return by_parts(lambda u, v: jnp.sign(u) * jnp.sign(v) * v, x, y)
 
 
 def _in_one_dtype(x: Array, y: Array) -> tuple[Array, Array]:

@@ -14,9 +14,9 @@ from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased
 from optaxclip._base.numerics import (
     broadcast_over,
+    by_parts,
     match_weak_type,
     norm_dtype,
-    real_parts,
     safe_sqrt,
     select,
 )
@@ -219,8 +219,7 @@ def _share(beta: Any, count: Array, dtype: Any) -> Array:
 
 def _by(operation: Callable[[Array, Array], Array], x: Array, y: Array) -> Array:
     """`operation(x, y)` for real `y`; for complex `x` on its real and imaginary parts."""
-    parts = [operation(part, jnp.broadcast_to(y, part.shape)) for part in real_parts(x)]
-    return lax.complex(*parts) if jnp.iscomplexobj(x) else parts[0]
+    return by_parts(lambda part: operation(part, jnp.broadcast_to(y, part.shape)), x)
 
 
 def _held(x: Array, bound: Array) -> Array:
