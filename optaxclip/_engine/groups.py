@@ -124,6 +124,11 @@ class Groups:
         """Zeros in place of norms, as limit rules see them."""
         return self.for_rule(self.pack([jnp.zeros(x.shape, dtype) for x in self.grouping.groups]))
 
+    def have_leaves(self) -> Rows:
+        """Which groups have leaves at this step; that of the whole tree counts as if it had."""
+        groups, is_tree = self.grouping.groups, self.grouping.layout == "scalar"
+        return self.pack([jnp.full(x.shape, bool(x.members) or is_tree) for x in groups])
+
     def for_rule(self, rows: Rows) -> NormTree:
         """What limit rules see."""
         return rows[0] if self.together else rows

@@ -78,10 +78,14 @@ class Measured(NamedTuple):
         norm = lax.min(fraction * self.size, jnp.finfo(fraction.dtype).max)
         return select(jnp.isfinite(self.fraction), norm, self.fraction)
 
+    def changed_by(self, change: Array) -> "Measured":
+        """The tangents of the fields, of which the size is constant, for that of the fraction."""
+        zeros = jnp.zeros_like(change)
+        return Measured(change, zeros, change * self.inverse, zeros)
+
     def from_above(self, slack: Any) -> "Measured":
         """Upper bounds, of norms whose relative error is at most this."""
-        more = (1 + slack) if isinstance(slack, float) else _constant(1 + slack, self.size.dtype)
-        return self._replace(divisor=self.divisor * more)
+        return self._replace(divisor=self.divisor * _constant(1 + slack, self.size.dtype))
 
 
 def measure(
@@ -107,14 +111,12 @@ def slacks(leaves: list[Any], groups: Groups, norm: Norm) -> list[Any]:
       For each row what broadcasts to it.
     """
     eps = float(jnp.finfo(norm_dtype(leaf.dtype for leaf in leaves)).eps)
-    if norm.is_max:
-        # A modulus of a complex number is rounded, that of a real one is not.
-        return [2 * eps if any(jnp.iscomplexobj(leaf) for leaf in leaves) else 0.0] * len(
-            groups.replicated()
-        )
-    return groups.repeated(
-        [slack_of_norm(size, norm.degree, eps) for size in _num_entries(leaves, groups)]
-    )
+    counts = _num_entries(leaves, groups)
+    if not norm.is_max:
+        return groups.repeated([slack_of_norm(count, norm.degree, eps) for count in counts])
+    # The modulus of a complex number is rounded, that of a real one is not.
+    is_rounded = any(map(jnp.iscomplexobj, leaves))
+    return groups.repeated([2 * eps if is_rounded else 0.0] * len(counts))
 
 
 def _num_entries(leaves: list[Any], groups: Groups) -> list[Any]:
@@ -133,18 +135,14 @@ def _measured(leaves: list[Any], *, groups: Groups, norm: Norm, from_above: bool
     """The norms of leaves in one piece, or of what each device holds of them."""
     part = _Part(groups, norm, norm_dtype(leaf.dtype for leaf in leaves), from_above)
     if not leaves:
-        shapes = [jnp.zeros(group.shape, part.dtype) for group in groups.grouping.groups]
-        found = [Measured.of(row, 1.0) for row in groups.pack(shapes)]
+        zeros = [jnp.zeros(group.shape, part.dtype) for group in groups.grouping.groups]
+        found = [Measured.of(row, 1.0) for row in groups.pack(zeros)]
     else:
         found = _differentiable(part, leaves)
-    present = groups.grouping.present
-    if groups.grouping.layout == "scalar" or all(present):
+    if groups.grouping.layout == "scalar" or all(groups.grouping.present):
         return found
     # A group without leaves has the norm NaN, from which no rule learns.
-    flags = groups.pack(
-        [jnp.full(group.shape, bool(group.members)) for group in groups.grouping.groups]
-    )
-    rows = zip(found, flags, strict=True)
+    rows = zip(found, groups.have_leaves(), strict=True)
     return [each._replace(fraction=select(flag, each.fraction, jnp.nan)) for each, flag in rows]
 
 
@@ -264,11 +262,7 @@ def _differentiable(part: _Part, leaves: list[Any]) -> list[Measured]:
         # Entries that are not finite have no derivative.
         finite = jax.tree.map(_only_finite, primals)
         _, changes = jax.jvp(lambda leaves: part.divided(leaves, sizes), finite, tangents)
-        rows = [
-            (change, each, jnp.zeros_like(change))
-            for change, each in zip(changes, found, strict=True)
-        ]
-        return found, [Measured(x, nothing, x * each.inverse, nothing) for x, each, nothing in rows]
+        return found, [each.changed_by(x) for each, x in zip(found, changes, strict=True)]
 
     return norms(leaves)
 

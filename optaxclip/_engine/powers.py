@@ -38,10 +38,9 @@ def scales(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
 
     Entries that are counted, which is the power 0, are not multiplied.
     """
-    if norm.degree == 0:
-        return (1.0,)
-    as_they_are_and_down = (1.0, 1 / distance(dtype))
-    return (*as_they_are_and_down, distance(dtype)) if norm.degree == 2 else as_they_are_and_down
+    up = distance(dtype)
+    by_degree: dict[float, tuple[float, ...]] = {0: (1.0,), 1: (1.0, 1 / up), 2: (1.0, 1 / up, up)}
+    return by_degree[norm.degree]
 
 
 # Compiled by themselves so that they are traced once for leaves that are alike.

@@ -67,7 +67,7 @@ class Sources:
     def _of_weights_at_first(self, norm: Norm) -> Rows:
         if not self._with_cosines or norm is not norms.l2 or self._is_sparse:
             return rows_of_norms(self._weights, self._of_weights, norm)
-        rows = zip(self._present(), self._pairs[1], strict=True)
+        rows = zip(self._groups.have_leaves(), self._pairs[1], strict=True)
         return [jnp.where(there, x, jnp.nan) for there, x in rows]
 
     def cosines(self) -> Rows:
@@ -76,7 +76,7 @@ class Sources:
 
     def shares(self) -> Rows:
         """The parts that the groups have in the squared norm of all."""
-        rows, present = self.of_leaves(norms.l2), self._present()
+        rows, present = self.of_leaves(norms.l2), self._groups.have_leaves()
         known = [jnp.where(there, x, 0) for x, there in zip(rows, present, strict=True)]
         # Relative to the largest, so that no square leaves the range.
         largest = functools.reduce(jnp.maximum, [jnp.max(x, initial=0) for x in known])
@@ -102,12 +102,6 @@ class Sources:
         if self._is_sparse:
             found.append(self.of_weights(norms.l2))
         return steps(self._leaves, self._weights, *found)
-
-    def _present(self) -> Rows:
-        """Which groups have leaves at this step."""
-        groups = self._groups.grouping.groups
-        is_tree = self._groups.grouping.layout == "scalar"
-        return self._groups.pack([jnp.full(x.shape, bool(x.members) or is_tree) for x in groups])
 
 
 @dataclasses.dataclass(frozen=True)
