@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -123,18 +124,18 @@ def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
       Arrays `[..., *shape]`.
     """
     sizes = [math.prod(shape) for shape in shapes]
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    starts = list(itertools.accumulate(sizes, initial=0))[:-1]
     if known_size(vector.shape[-1]) is None:
         # In `jax.export` sizes may be symbolic, and places are operands anyway.
         rows = zip(starts, sizes, shapes, strict=True)
         pieces = [lax.slice_in_dim(vector, at, at + size, axis=-1) for at, size, _ in rows]
         front = vector.shape[:-1]
         return [x.reshape(*front, *shape) for x, shape in zip(pieces, shapes, strict=True)]
-    # Two places for each array, of which the first is used: of one place XLA makes a constant.
-    ends = [max(vector.shape[-1] - size, 0) for size in sizes]
+    # XLA would make a constant of one place, so each array has a second one, which is not used.
+    last_places = [max(vector.shape[-1] - size, 0) for size in sizes]
     places = [
-        np.array([[start], [0 if start else end]], np.int32)
-        for start, end in zip(starts, ends, strict=True)
+        np.array([[start], [0 if start else last]], np.int32)
+        for start, last in zip(starts, last_places, strict=True)
     ]
     return [_piece(vector, *row) for row in zip(places, shapes, strict=True)]
 

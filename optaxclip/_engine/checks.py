@@ -95,7 +95,6 @@ def matching_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
     """
     found = flatten(params, "params")
     by_path = {found.paths[i]: found.leaves[i] for i in found.measured}
-    leaves = list(flat.leaves)
     for i in flat.measured:
         path, shape = flat.paths[i], jnp.shape(flat.leaves[i])
         if path not in by_path or jnp.shape(by_path[path]) != shape:
@@ -104,8 +103,7 @@ def matching_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
                 f"{name}: params must match the updates; leaf '{leaf_name(path)}' of shape {shape} "
                 f"{there} in params"
             )
-        leaves[i] = by_path[path]
-    return flat._replace(leaves=leaves)
+    return flat.replaced([by_path[flat.paths[i]] for i in flat.measured])
 
 
 def given_norm(norm: Any, argument: str) -> Array:

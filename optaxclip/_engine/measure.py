@@ -181,8 +181,8 @@ class _Part(NamedTuple):
             return self.largest(leaves)
         if self.norm.degree not in SUMMED:
             # Other powers overflow easily: entries are divided by the size of the largest first.
-            sizes = [power_of_two_below(each.fraction) * each.size for each in self.largest(leaves)]
-            sizes = [invertible(size) for size in sizes]
+            largest = self.largest(leaves)
+            sizes = [invertible(power_of_two_below(x.fraction) * x.size) for x in largest]
             rows = zip(self.divided(leaves, sizes), sizes, strict=True)
             return [Measured.of(*row) for row in rows]
         return self.at_scales(leaves)
@@ -212,9 +212,9 @@ class _Part(NamedTuple):
         """The largest moduli."""
         # The modulus of a finite complex entry may be infinite; half of it is not.
         unit = 2.0 if any(jnp.iscomplexobj(leaf) for leaf in leaves) else 1.0
-        options = {"by": 1 / unit, "dtype": self.dtype}
         bits = [
-            (powers.largest_bits(leaf, axes=axes, **options),) for leaf, axes in self.rows(leaves)
+            (powers.largest_bits(leaf, by=1 / unit, axes=axes, dtype=self.dtype),)
+            for leaf, axes in self.rows(leaves)
         ]
         found = powers.of_groups(bits, self.groups, by_max=True)
         return [Measured.of(lax.bitcast_convert_type(x, self.dtype), unit) for (x,) in found]

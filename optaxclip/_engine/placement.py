@@ -214,18 +214,25 @@ def _global_shapes(
 ) -> list[tuple[int, ...] | None]:
     """The shapes of what all devices together hold of each leaf; None where it cannot be known."""
     manual, tracked = devices.manual_axes(), devices.are_tracked()
+    if specs is None:
+        # A leaf that does not vary is the same on all devices: nothing of it lies elsewhere.
+        types_tell = tracked and not names - manual
+        return [
+            np.shape(leaf) if types_tell and not devices.varying_axes(leaf) else None
+            for leaf in leaves
+        ]
 
-    def global_shape(position: int, leaf: Any) -> tuple[int, ...] | None:
-        shape = np.shape(leaf)
-        if specs is not None:
-            mapped = devices.varying_axes(leaf) if tracked else manual
-            split = [devices.spec_axes(entry) & mapped for entry in specs[position]]
-            split += [Axes()] * (len(shape) - len(split))
-            return tuple(n * devices.num_devices(s) for n, s in zip(shape, split, strict=True))
-        is_global = tracked and not names - manual and not devices.varying_axes(leaf)
-        return shape if is_global else None
+    def global_shape(leaf: Any, spec: PartitionSpec) -> tuple[int, ...]:
+        mapped = devices.varying_axes(leaf) if tracked else manual
+        rows = zip(np.shape(leaf), _by_axis(spec, leaf), strict=True)
+        return tuple(n * devices.num_devices(devices.spec_axes(x) & mapped) for n, x in rows)
 
-    return [global_shape(*row) for row in enumerate(leaves)]
+    return [global_shape(*row) for row in zip(leaves, specs, strict=True)]
+
+
+def _by_axis(spec: PartitionSpec, leaf: Any) -> list[Any]:
+    """What a spec says of each axis of a leaf; None for the last ones, which it may leave out."""
+    return [*spec, *[None] * (np.ndim(leaf) - len(spec))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,10 +289,9 @@ class _Finder:
     def _by_spec(self, i: int, leaf: Any, axes: Axes) -> tuple[Axes, Kept]:
         """Of these mesh axes those that a spec names."""
         assert self.specs is not None
-        entries = [*self.specs[i], *[None] * (np.ndim(leaf) - len(self.specs[i]))]
         split = [
             tuple(name for name in ((x,) if isinstance(x, str) else x or ()) if name in axes)
-            for x in entries
+            for x in _by_axis(self.specs[i], leaf)
         ]
         inside = self.grouping.axes[i]
         reduced = Axes().union(*(names for axis, names in enumerate(split) if axis in inside))
