@@ -103,9 +103,9 @@ def is_uncalled(value: Any, package: str) -> bool:
     return isinstance(module, str) and module.startswith(f"{package}.") and "." not in name
 
 
-def near_miss(given: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the known one that is nearest, if one is near."""
-    near = difflib.get_close_matches(given, list(known), n=1)
+def near_miss(given: str, names: Iterable[str]) -> str:
+    """The end of a message about a name that does not exist: which of these it may have meant."""
+    near = difflib.get_close_matches(given, list(names), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

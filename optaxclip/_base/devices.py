@@ -34,7 +34,10 @@ def varying_axes(x: Any) -> Axes:
 
 
 def types_of(arrays: PyTree) -> list[Any]:
-    """The types of these arrays, each once: to find them takes longer than to look at them."""
+    """The types of these arrays, each once.
+
+    Callers pass them on, because to find a type takes longer than to read it.
+    """
     return list(dict.fromkeys(map(jax.typeof, jax.tree.leaves(arrays))))
 
 
@@ -124,7 +127,7 @@ def _explicit_sharding(of_type: Any) -> tuple[Any, PartitionSpec] | None:
 
 
 def lies_in_one_piece(arrays: PyTree) -> bool:
-    """Whether, as far as types tell, each of these arrays lies whole on one device."""
+    """Whether no type of these arrays says that it may be split over devices."""
     return not manual_axes() and mesh_of(types_of(arrays)) is None
 
 
@@ -209,7 +212,7 @@ def to_device(tree: PyTree) -> PyTree:
 
 
 def on_device(x: Any) -> Any:
-    """A template for `jnp.zeros_like`, of an array in its device's default memory."""
+    """`x`, or a template like it for `jnp.zeros_like`, in the default memory of its device."""
     if _memory(x) is None or isinstance(x, Tracer):
         return x
     home = x.sharding.with_memory_kind(next(iter(x.sharding.device_set)).default_memory().kind)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from optaxclip._base.names import Names
-from optaxclip._base.numerics import known_size, promoted
+from optaxclip._base.numerics import fixed_size, promoted
 from optaxclip._base.types import NormTree
 
 
@@ -125,13 +125,13 @@ def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """
     sizes = [math.prod(shape) for shape in shapes]
     starts = list(itertools.accumulate(sizes, initial=0))[:-1]
-    if known_size(vector.shape[-1]) is None:
+    if fixed_size(vector.shape[-1]) is None:
         # In `jax.export` sizes may be symbolic, and places are operands anyway.
         rows = zip(starts, sizes, shapes, strict=True)
         pieces = [lax.slice_in_dim(vector, at, at + size, axis=-1) for at, size, _ in rows]
         front = vector.shape[:-1]
         return [x.reshape(*front, *shape) for x, shape in zip(pieces, shapes, strict=True)]
-    # XLA would make a constant of one place, so each array has a second one, which is not used.
+    # Of one place alone XLA makes a constant; so each array gets a second one, which is not used.
     last_places = [max(vector.shape[-1] - size, 0) for size in sizes]
     places = [
         np.array([[start], [0 if start else last]], np.int32)

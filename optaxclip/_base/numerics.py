@@ -120,7 +120,7 @@ def reciprocal_of_power(power: Array) -> Array:
     return lax.bitcast_convert_type(bits, power.dtype)
 
 
-def known_size(count: Any) -> int | None:
+def fixed_size(count: Any) -> int | None:
     """`count`, or None where it is symbolic (in `jax.export`)."""
     return count if isinstance(count, int) else None
 
@@ -139,7 +139,7 @@ def slack_of_norm(count: Any, degree: float, eps: float) -> float:
     Returns:
       The bound; for squares in float32 it is 2e-7 for one entry, 9e-7 for 10 million.
     """
-    size = known_size(count)
+    size = fixed_size(count)
     depth = 40 if size is None else math.log2(max(size, 1))
     # Powers other than 1 and 2 are computed by logarithms, which loses digits.
     digits = 1 if degree in (1, 2) else 4

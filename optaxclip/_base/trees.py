@@ -49,9 +49,9 @@ class FlatTree(NamedTuple):
       leaves: every leaf; a `BCOO` is one leaf.
       treedef: the structure.
       measured: the positions of the leaves to measure, those with floating or complex entries.
-      global_shapes: where each device holds a part of a leaf, the shape of the whole leaf, for each
-        measured leaf; None where it cannot be found out. Empty where leaves are whole. Scopes need
-        it, as units and layers are parts of whole leaves.
+      global_shapes: for each measured leaf the shape of what all devices together hold of it; None
+        where nothing tells it. Empty where no device holds a part alone. Scopes need these shapes,
+        because they say what a unit is, and how many layers there are.
     """
 
     paths: list[Path]
@@ -65,12 +65,12 @@ class FlatTree(NamedTuple):
         return [self.leaves[i] for i in self.measured]
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the measured leaves: of the whole leaves, where they are known."""
+        """The shapes of the measured leaves, from `global_shapes` where these tell them."""
         own = [np.shape(leaf) for leaf in self.measured_leaves()]
         if not self.global_shapes:
             return own
         rows = zip(own, self.global_shapes, strict=True)
-        return [part if whole is None else whole for part, whole in rows]
+        return [shape if of_all is None else of_all for shape, of_all in rows]
 
     def names(self) -> list[str]:
         """The names of the measured leaves, all different."""

@@ -21,7 +21,8 @@ from optaxclip.norms import Norm
 def sum_in_float64(x: Array, *, axes: tuple[int, ...], norm: Norm) -> Array:
     """The sum of powers of entries; the caller has to enable 64-bit types."""
     if norm.degree != 2:
-        # XLA stores what it converts for a sum of squares and for another sum at once.
+        # If another method takes a sum of squares of the same leaf, XLA would convert its entries
+        # once for both sums, and store them.
         x = lax.optimization_barrier(x)
     wide = jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64
     return lax.reduce_sum(norm.map(x.astype(wide)), axes)
@@ -42,16 +43,17 @@ def in_float32(norm: Array, *, from_above: bool) -> tuple[Array, Array, Array, A
     size = select(is_zero, 1, lax.clamp(tiny, leading_bit(norm), 1 / tiny)).astype(jnp.float32)
     # No division in float64: for that, `checkify` makes a constant that needs 64-bit types.
     fraction = norm * reciprocal_of_power(size).astype(norm.dtype)
-    # What has no reciprocal is not divided by, but derivatives are multiplied by it.
-    invertible = select(is_zero | ~lax.is_finite(fraction), 1, fraction)
-    nearest = invertible.astype(jnp.float32)
+    # Nothing is divided by a norm that has no reciprocal, but derivatives are multiplied by it: so
+    # 1 takes its place.
+    exact = select(is_zero | ~lax.is_finite(fraction), 1, fraction)
+    nearest = exact.astype(jnp.float32)
     one = jnp.ones_like(nearest)
     if from_above:
-        is_below = nearest.astype(norm.dtype) < invertible
+        is_below = nearest.astype(norm.dtype) < exact
         divisor = select(is_below, next_above(nearest), nearest)
         return fraction.astype(jnp.float32), one, divisor, size
     near = (1 / nearest).astype(norm.dtype)
-    inverse = near * (2 - invertible * near)
+    inverse = near * (2 - exact * near)
     return fraction.astype(jnp.float32), inverse.astype(jnp.float32), one, size
 
 

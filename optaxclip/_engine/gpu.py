@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from optaxclip._base.numerics import known_size
+from optaxclip._base.numerics import fixed_size
 from optaxclip._engine.entries import entries
 from optaxclip.norms import Norm
 
@@ -31,7 +31,7 @@ def sum_of_columns(
     dtype: jnp.dtype,
     scales: tuple[float, ...],
 ) -> tuple[Array, ...]:
-    """The sums of a leaf at all scales in float32, from one sum in float64."""
+    """The sums of a leaf in float32 at all scales, from one sum in float64."""
     with jax.enable_x64(True):
         if leaf.dtype == jnp.float32:
             # `abs` changes no power, but without it XLA stores more intermediate results
@@ -42,8 +42,8 @@ def sum_of_columns(
         powers = norm.map(x)
         if jnp.finfo(leaf.dtype).bits < 32:
             powers = _folded(powers, axes)
-        total = lax.reduce_sum(powers, axes)
-        return tuple((total * by**norm.degree).astype(dtype) for by in scales)
+        wide = lax.reduce_sum(powers, axes)
+        return tuple((wide * by**norm.degree).astype(dtype) for by in scales)
 
 
 def _folded(x: Array, axes: tuple[int, ...]) -> Array:
@@ -52,10 +52,10 @@ def _folded(x: Array, axes: tuple[int, ...]) -> Array:
     Otherwise XLA stores the converted entries of narrow dtypes, unless the columns are many: AGC in
     bfloat16 moves 18 times the gradients of matrices `[4096, 1024]`, in place of 2.1.
     """
-    is_known = known_size(x.size) is not None
+    is_fixed = fixed_size(x.size) is not None
     axis = max(axes, default=-1)
     columns = x.shape[axis + 1 :]
-    if not (is_known and axes and columns) or math.prod(columns) >= _MANY_COLUMNS:
+    if not (is_fixed and axes and columns) or math.prod(columns) >= _MANY_COLUMNS:
         return x
     # At least eight sums, so that as many devices can share them.
     count = x.shape[axis]

@@ -48,7 +48,7 @@ class Groups:
 
     @classmethod
     def of(cls, grouping: Grouping, placement: Placement) -> "Groups":
-        """Apart if norms are many, or cannot be known on all devices."""
+        """Groups, stored apart if they are many, or if not every device can have all norms."""
         is_dict = grouping.layout == "dict"
         together = not is_dict or (placement.can_replicate and _are_few(grouping))
         return cls(grouping, placement, together)
@@ -102,9 +102,13 @@ class Groups:
             return [(group.names[0], group.shape) for group in self.ordered]
         return [(name, ()) for name in self.grouping.names]
 
-    def repeated(self, numbers: Sequence[Any]) -> list[Any]:
-        """What broadcasts to the rows, from numbers of the groups in the grouping's order."""
-        ordered = [numbers[n] for n in self.order]
+    def repeated(self, of_groups: Sequence[Any]) -> list[Any]:
+        """For each row the numbers of its groups, or one number if all have the same.
+
+        Args:
+          of_groups: a number for each group, in the order of the grouping.
+        """
+        ordered = [of_groups[n] for n in self.order]
         if not self.together:
             return ordered
         if len(set(ordered)) == 1:
@@ -112,7 +116,7 @@ class Groups:
         sizes = [math.prod(group.shape) for group in self.ordered]
         if all(isinstance(number, (int, float)) for number in ordered):
             return [np.repeat(np.asarray(ordered, np.float64), sizes)]
-        # Sizes that are symbolic, in `jax.export`.
+        # In `jax.export` a number may be symbolic.
         rows = zip(ordered, sizes, strict=True)
         return [jnp.concatenate([jnp.broadcast_to(jnp.asarray(x, float), n) for x, n in rows])]
 
@@ -148,5 +152,5 @@ class Groups:
 
 def _are_few(grouping: Grouping) -> bool:
     shapes = [group.shape for group in grouping.groups]
-    is_known = all(isinstance(size, int) for shape in shapes for size in shape)
-    return is_known and max(map(math.prod, shapes), default=0) <= _MANY_NORMS
+    are_fixed = all(isinstance(size, int) for shape in shapes for size in shape)
+    return are_fixed and max(map(math.prod, shapes), default=0) <= _MANY_NORMS

@@ -1,7 +1,7 @@
 """Measure: leaves come in, the norms of their groups go out, exact over the dtype's whole range.
 
   in   leaves `[...]`, floating or complex (or `BCOO`), and which of their entries share a norm
-  out  for each row of the groups a `Measured` of its shape
+  out  for each row of the groups (`Rows`) a `Measured` of its shape
 
 Powers of entries leave float32's range long before norms do. On accelerators one pass over a leaf
 gives their sum at several scales, of which the one is taken that neither overflowed nor lost its
@@ -23,8 +23,8 @@ import optaxclip._engine.cpu as cpu
 import optaxclip._engine.powers as powers
 from optaxclip._base.numerics import (
     broadcast_over,
+    fixed_size,
     invertible,
-    known_size,
     leading_bit,
     norm_dtype,
     power_of_two_below,
@@ -36,7 +36,7 @@ from optaxclip._engine.groups import Groups
 from optaxclip.norms import Norm
 
 SUMMED = (0, 1, 2)
-"""The powers whose sums keep to their range at a few scales, whatever the entries."""
+"""The powers that are summed at a few scales; whatever the entries, one sum is in range."""
 
 
 class Measured(NamedTuple):
@@ -196,7 +196,7 @@ class _Part(NamedTuple):
             # The barrier has XLA on GPUs store the row; it else concatenates anew for each use.
             rows = lax.optimization_barrier(rows)
         sums = [powers.in_range(row) for row in rows]
-        values = self.finished([total for total, _ in sums], leaves)
+        values = self.finished([x for x, _ in sums], leaves)
         return [Measured.of(x, unit) for x, (_, unit) in zip(values, sums, strict=True)]
 
     def in_float64(self, leaves: list[Any]) -> list[Measured]:
@@ -205,7 +205,7 @@ class _Part(NamedTuple):
         with jax.enable_x64(True):
             found = [(cpu.sum_in_float64(x, axes=axes, norm=self.norm),) for x, axes in rows]
             rows = powers.of_groups(found, self.groups, add=cpu.added_up)
-            found = self.finished([total for (total,) in rows], leaves)
+            found = self.finished([x for (x,) in rows], leaves)
             return [Measured(*cpu.in_float32(x, from_above=self.from_above)) for x in found]
 
     def largest(self, leaves: list[Any]) -> list[Measured]:
@@ -226,16 +226,16 @@ class _Part(NamedTuple):
         for (leaf, axes), inverse in zip(self.rows(leaves), inverses, strict=True):
             x = entries(leaf, self.dtype)
             mapped = self.norm.map(times(x, broadcast_over(inverse, axes)))
-            total = jnp.max(mapped, axes, initial=0) if is_max else lax.reduce_sum(mapped, axes)
-            parts.append((total,))
+            part = jnp.max(mapped, axes, initial=0) if is_max else lax.reduce_sum(mapped, axes)
+            parts.append((part,))
         found = powers.of_groups(parts, self.groups, by_max=is_max)
-        return self.finished([total for (total,) in found], leaves)
+        return self.finished([x for (x,) in found], leaves)
 
-    def finished(self, totals: list[Array], leaves: list[Any]) -> list[Array]:
-        """The norms that sums of powers make."""
+    def finished(self, sums: list[Array], leaves: list[Any]) -> list[Array]:
+        """The norms, from the sums of powers of all groups, or from the largest moduli."""
         sizes = _num_entries(leaves, self.groups)
-        sizes = [size if known_size(size) is None else float(max(size, 1)) for size in sizes]
-        rows = zip(totals, self.groups.repeated(sizes), strict=True)
+        sizes = [size if fixed_size(size) is None else float(max(size, 1)) for size in sizes]
+        rows = zip(sums, self.groups.repeated(sizes), strict=True)
         return [self.norm.finish(x, _constant(size, x.dtype)) for x, size in rows]
 
     def rows(self, leaves: list[Any]) -> list[tuple[Any, tuple[int, ...]]]:
@@ -272,8 +272,8 @@ def _only_finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) if is_float else x
 
 
-def _constant(size: Any, dtype: jnp.dtype) -> Any:
-    """A number of entries, or one for each group; symbolic ones are no constants."""
-    if isinstance(size, (int, float, np.ndarray)):
-        return np.asarray(size, dtype)
-    return jnp.asarray(size, dtype)
+def _constant(number: Any, dtype: jnp.dtype) -> Any:
+    """A number, or one for each group, in this dtype; a symbolic one is an array of JAX."""
+    if isinstance(number, (int, float, np.ndarray)):
+        return np.asarray(number, dtype)
+    return jnp.asarray(number, dtype)

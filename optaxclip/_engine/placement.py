@@ -1,9 +1,9 @@
 """Where the entries of an update lie: which leaves are split over devices, and how.
 
-Found once for an update, from what the user says (`axis_name=`, `specs=`) and from the leaves'
-types. Inside of `shard_map` and `pmap` a leaf is what one device holds. Each device writes the
-totals of its leaves into an array for all groups, and one sum over devices gives all of them to
-every device: so norms, limits, multipliers and records are the same on each.
+This is found once for an update, from what the user says (`axis_name=`, `specs=`) and from the
+types of the leaves. Inside of `shard_map` and `pmap` a leaf is what one device holds. There each
+device writes the sums of its leaves into an array with places for all groups, and these arrays are
+added up over the devices: so norms, limits, multipliers and records are the same on all of them.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Placement:
 
     Attributes:
       reduced: for each leaf the mapped axes over which entries that share a norm are split.
-      kept: for each leaf how its norms are split, those of its axes that are not reduced.
+      kept: for each leaf, and each of its axes that is not reduced, the mapped axes that split it.
       in_one_piece: whether neither types nor arguments say that a leaf is split.
       mesh: the mesh over which norms are measured device by device; None inside of `shard_map`, and
         where only the compiler knows how leaves are split.
@@ -53,18 +53,21 @@ class Placement:
 
     @property
     def can_replicate(self) -> bool:
-        """Whether what groups have can be known on all devices, however leaves are split."""
+        """Whether every device can have the norms of all groups."""
         meshes = (self.mesh, self.automatic_mesh)
         return self.in_one_piece or bool(devices.manual_axes()) or meshes != (None, None)
 
     def on_each_device(self, fn: Callable[[list[Any]], PyTree], leaves: list[Any]) -> PyTree:
-        """`fn(leaves)` of what each device holds, where that is known; the same results on all."""
+        """`fn`, applied on each device to what it holds of the leaves, if that is known.
+
+        Else it is applied to the leaves as they are. Its results are the same on all devices.
+        """
         if self.mesh is None:
             return fn(leaves)
         return devices.per_device(fn, self._mesh, (list(self.specs),), PartitionSpec())(leaves)
 
     def on_all_devices(self, x: Array) -> Array:
-        """`x`, which all devices know, and of which each keeps all.
+        """`x`, of which every device keeps a copy.
 
         Otherwise XLA splits the multipliers of all leaves as it splits one leaf, and devices send
         each other the parts that others need: AGC on eight H100s takes 82 collective permutes.
@@ -87,12 +90,12 @@ class Placement:
         """All mapped axes over which a leaf is split."""
         return self.reduced[leaf].union(*self.kept[leaf])
 
-    def spread(self, leaf: int, totals: Array, shape: tuple[int, ...]) -> Array:
-        """The totals of this device's part of a leaf among those of the whole, zeros elsewhere."""
+    def spread(self, leaf: int, sums: Array, shape: tuple[int, ...]) -> Array:
+        """The sums of a leaf's groups, of which this device has a part, with 0 for all others."""
         if not any(self.kept[leaf]):
-            return totals
-        start = self._start(leaf, totals.shape)
-        return lax.dynamic_update_slice(jnp.zeros(shape, totals.dtype), totals, start)
+            return sums
+        start = self._start(leaf, sums.shape)
+        return lax.dynamic_update_slice(jnp.zeros(shape, sums.dtype), sums, start)
 
     def own_part(self, leaf: int, x: Array, shape: tuple[int, ...]) -> Array:
         """This device's part, of this shape, of an array with an entry for each group of a leaf.
@@ -149,10 +152,10 @@ def located(grouping: Grouping, flat: FlatTree, options: Options) -> Placement:
     axis_names, specs = options.axis_names, options.specs
     types = devices.types_of(leaves)
     devices.refuse_partial_sums(types)
-    # Types do not say how sparse arrays are split, nor what is inside of `vmap`.
+    # Types tell neither how a sparse array is split nor over which axes it is mapped by `vmap`.
     is_hidden = bool(axis_names) or any(map(is_sparse, leaves))
     typed_mesh = devices.explicit_mesh(types)
-    any_mesh = None if manual else devices.mesh_of(types)
+    named_mesh = None if manual else devices.mesh_of(types)
     explicit_mesh = None if is_hidden else typed_mesh
     mesh, found = None, None
     if specs is not None:
@@ -167,11 +170,11 @@ def located(grouping: Grouping, flat: FlatTree, options: Options) -> Placement:
     return Placement(
         reduced=tuple(reduced for reduced, _ in rows),
         kept=tuple(kept for _, kept in rows),
-        in_one_piece=not (axis_names or manual) and found is None and any_mesh is None,
+        in_one_piece=not (axis_names or manual) and found is None and named_mesh is None,
         mesh=mesh,
         specs=tuple(found) if found and mesh is not None else (),
         explicit_mesh=explicit_mesh,
-        automatic_mesh=any_mesh if mesh is None and typed_mesh is None else None,
+        automatic_mesh=named_mesh if mesh is None and typed_mesh is None else None,
     )
 
 
@@ -212,7 +215,7 @@ def as_spec(spec: Any) -> PartitionSpec:
 def _global_shapes(
     leaves: Sequence[Any], names: Axes, specs: Sequence[PartitionSpec] | None
 ) -> list[tuple[int, ...] | None]:
-    """The shapes of what all devices together hold of each leaf; None where it cannot be known."""
+    """The shapes of what all devices together hold of each leaf; None where nothing tells."""
     manual, tracked = devices.manual_axes(), devices.are_tracked()
     if specs is None:
         # A leaf that does not vary is the same on all devices: nothing of it lies elsewhere.
@@ -243,7 +246,7 @@ class _Finder:
       grouping: the groups.
       manual: the manual axes.
       axis_names: the axes over which every leaf is split, if the user says so.
-      specs: how leaves are split, if that is known.
+      specs: for each leaf how it is split, if the user or types say it.
       mesh: the mesh that norms are measured over.
     """
 
@@ -254,15 +257,15 @@ class _Finder:
     mesh: Any
 
     def axes_of(self, i: int, leaf: Any) -> tuple[Axes, Kept]:
-        """For the leaf in this position."""
-        nothing = ((),) * (np.ndim(leaf) - len(self.grouping.axes[i]))
+        """Both for the leaf in this position."""
+        unsplit = ((),) * (np.ndim(leaf) - len(self.grouping.axes[i]))
         names = frozenset(self.axis_names or ())
         # Types do not tell of the axis of a surrounding `vmap`.
         mapped = names - self.manual
         if self.mesh is not None:
             return self._by_spec(i, leaf, frozenset(self.mesh.axis_names))
         if not self.manual:
-            return mapped, nothing
+            return mapped, unsplit
         if devices.are_tracked():
             if mapped:
                 raise ValueError(
@@ -271,11 +274,11 @@ class _Finder:
                     "shard_map(check_vma=True) JAX has no sums over one. Clip outside of the vmap, "
                     "or pass check_vma=False, and to the clip both axes"
                 )
-            reduced, kept = self._by_type(i, leaf, nothing)
+            reduced, kept = self._by_type(i, leaf, unsplit)
         elif self.specs is not None:
             reduced, kept = self._by_spec(i, leaf, self.manual)
         elif self.axis_names is not None:
-            return names, nothing
+            return names, unsplit
         else:
             raise ValueError(
                 "inside pmap or shard_map(check_vma=False) JAX does not say how leaves are split "
@@ -287,7 +290,7 @@ class _Finder:
         return reduced | mapped, kept
 
     def _by_spec(self, i: int, leaf: Any, axes: Axes) -> tuple[Axes, Kept]:
-        """Of these mesh axes those that a spec names."""
+        """Both from the leaf's spec, of which only these axes of the mesh count."""
         assert self.specs is not None
         split = [
             tuple(name for name in ((x,) if isinstance(x, str) else x or ()) if name in axes)
@@ -297,14 +300,14 @@ class _Finder:
         reduced = Axes().union(*(names for axis, names in enumerate(split) if axis in inside))
         return reduced, tuple(names for axis, names in enumerate(split) if axis not in inside)
 
-    def _by_type(self, i: int, leaf: Any, nothing: Kept) -> tuple[Axes, Kept]:
-        """What the leaf's type says, together with its spec where both kinds of axes exist."""
+    def _by_type(self, i: int, leaf: Any, unsplit: Kept) -> tuple[Axes, Kept]:
+        """Both from the leaf's type, and from its spec if only some of its axes are reduced."""
         varying = devices.varying_axes(leaf)
-        if not varying or (not nothing and self.specs is None):
-            return varying, nothing
+        if not varying or (not unsplit and self.specs is None):
+            return varying, unsplit
         if self.specs is None:
             if self.axis_names is not None:
-                return varying & frozenset(self.axis_names), nothing
+                return varying & frozenset(self.axis_names), unsplit
             raise ValueError(
                 f"a leaf of type {jax.typeof(leaf)} is split over {sorted(varying)}, and its type "
                 "does not say along which of its axes, only some of which share a norm; pass "

@@ -1,7 +1,8 @@
 """Sums of powers of entries: of one leaf, with a way for each platform, and of groups.
 
 In float32 a sum of squares is exact to rounding for norms from 2**-31 to 2**64, whatever the number
-of entries. For all other norms a sum is that multiplies the entries by 2**-88 or 2**88 first.
+of entries. For smaller and larger norms it is so after the entries were multiplied by 2**88 or
+2**-88.
 """
 
 import functools
@@ -17,7 +18,7 @@ import optaxclip._base.devices as devices
 import optaxclip._engine.gpu as gpu
 from optaxclip._base.devices import Axes
 from optaxclip._base.grouping import Group
-from optaxclip._base.numerics import known_size, select
+from optaxclip._base.numerics import fixed_size, select
 from optaxclip._base.trees import data_of
 from optaxclip._engine.entries import entries, times
 from optaxclip._engine.groups import Groups, Rows
@@ -34,9 +35,10 @@ def distance(dtype: jax.typing.DTypeLike) -> float:
 
 
 def scales(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
-    """What entries are multiplied by before they are mapped: 1, far down; for squares, far up.
+    """The powers of two by which entries are multiplied before the norm maps them.
 
-    Entries that are counted, which is the power 0, are not multiplied.
+    The first is 1; the second keeps sums from overflow; a third keeps squares from underflow.
+    Entries that are counted, which is the power 0, need no other than 1.
     """
     up = distance(dtype)
     by_degree: dict[float, tuple[float, ...]] = {0: (1.0,), 1: (1.0, 1 / up), 2: (1.0, 1 / up, up)}
@@ -46,14 +48,17 @@ def scales(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
 # Compiled by themselves so that they are traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def at_once(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> AtScales:
-    """At all scales in one variadic reduction, which a GPU runs as one kernel."""
+    """The sums at all scales in one variadic reduction, which a GPU runs as one kernel."""
     powers, axes = _summands(leaf, axes, norm, dtype)
     return tuple(lax.reduce(powers, (dtype.type(0),) * len(powers), _added, axes))
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def one_by_one(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> AtScales:
-    """In plain sums: a TPU takes few of them in one pass, and a partitioner adds their parts."""
+    """The sums at all scales as plain sums, of which a TPU takes a few in one pass.
+
+    Where the compiler splits the leaf over devices, it adds up their parts of plain sums.
+    """
     powers, axes = _summands(leaf, axes, norm, dtype)
     return tuple(lax.reduce_sum(x, axes) for x in powers)
 
@@ -63,7 +68,7 @@ def _summands(
 ) -> tuple[AtScales, tuple[int, ...]]:
     """The summands at each scale, and the axes to sum over."""
     x = entries(leaf, dtype)
-    if known_size(x.size) == 1:
+    if fixed_size(x.size) == 1:
         # A zero is added, because of a single number XLA (JAX 0.10.2) makes
         # `x * x * (scale * scale)`, whose second product overflows.
         x = jnp.stack([x, jnp.zeros_like(x)])
@@ -82,11 +87,12 @@ def at_scales(
 ) -> AtScales:
     """The sums of a leaf at all scales, on any platform.
 
-    In float32 one that is reduced over all axes, in one piece or in a manual region, takes one
-    variadic reduction. What is reduced over some axes, or split as only the compiler knows, takes
-    plain sums, on a GPU one in float64. If norms are so many that they are stored apart, a TPU
-    reads the leaf once for each plain sum, so that it takes a variadic reduction too: AGC on eight
-    v5es, Llama 3 8B with its layers stacked, reads 2.6 in place of 5.8.
+    In float32 a leaf that is summed over all axes takes one variadic reduction, if it lies in one
+    piece or is what a device holds inside of `shard_map`. A leaf that is summed over some axes, or
+    split as only the compiler knows, takes plain sums, and on a GPU one sum in float64. If norms
+    are so many that they are stored apart, a TPU would read the leaf once for each plain sum; so it
+    takes a variadic reduction there: AGC of Llama 3 8B with its layers stacked, on eight v5es,
+    takes 2.6 reads in place of 5.8.
     """
     options = {"axes": axes, "norm": norm, "dtype": dtype}
     if dtype != jnp.float32:
@@ -104,8 +110,8 @@ def at_scales(
 def largest_bits(leaf: Any, *, by: float, axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
     """The largest modulus, times a constant, as an integer.
 
-    The bits of floats of at least 0 are in the order of the floats, with NaN above infinity: so no
-    maximum over devices loses a NaN, as XLA's collective on CPU does with floats.
+    The bits of floats of at least 0 are in the order of the floats, with NaN above infinity. So the
+    maximum over devices keeps a NaN, which XLA's collective on CPU loses among floats.
     """
     x = times(entries(leaf, dtype), by)
     integer = jnp.dtype(f"int{jnp.finfo(dtype).bits}")
@@ -123,13 +129,13 @@ def in_range(found: AtScales) -> tuple[Array, Array]:
     if not others:
         return plain, jnp.ones_like(plain)
     down, *up = others
-    info, far = jnp.finfo(plain.dtype), distance(plain.dtype)
+    info, scale = jnp.finfo(plain.dtype), distance(plain.dtype)
     is_high = ~(plain <= info.max)
     total = select(is_high, down, plain)
-    unit = select(is_high, far, jnp.ones_like(plain))
+    unit = select(is_high, scale, jnp.ones_like(plain))
     if up:
         is_low = (plain < VERY_MANY * float(info.tiny) / float(info.eps)) & (up[0] > 0)
-        total, unit = select(is_low, up[0], total), select(is_low, 1 / far, unit)
+        total, unit = select(is_low, up[0], total), select(is_low, 1 / scale, unit)
     return total, unit
 
 
@@ -159,6 +165,7 @@ def of_groups(
     if groups.together:
         parts = [_on_all_devices(part, places) for part in parts]
     over = Axes().union(*(places.axes_of(i) for i in range(len(parts))))
+    # A tree without leaves has one sum, of nothing.
     like = parts[0] if parts else (jnp.zeros(()),)
 
     def of_group(k: int, group: Group) -> Array:
@@ -181,20 +188,21 @@ def of_groups(
     return list(zip(*columns, strict=True))
 
 
-def _on_all_devices(totals: AtScales, places: Placement) -> AtScales:
-    """Totals that the compiler else would leave split as the leaf is, gathered in one operation."""
-    if places.automatic_mesh is None or totals[0].ndim == 0:
-        return totals
-    return tuple(places.on_all_devices(jnp.stack(totals)))
+def _on_all_devices(sums: AtScales, places: Placement) -> AtScales:
+    """The sums of a leaf, gathered in one operation: the compiler would leave them split as it."""
+    if places.automatic_mesh is None or sums[0].ndim == 0:
+        return sums
+    return tuple(places.on_all_devices(jnp.stack(sums)))
 
 
-def _share(total: Array, replicated: Axes, by_max: bool) -> Array:
-    """What this device adds to a sum over devices, or to a maximum.
+def _share(of_leaf: Array, replicated: Axes, by_max: bool) -> Array:
+    """What this device adds to a sum over devices, or to a maximum, for one of its leaves.
 
-    A total that several devices have is divided by their number, so that the sum counts it once.
+    Where several devices have the same leaf, its sum is divided by their number, and so counts
+    once.
     """
     replicas = 1 if by_max else devices.num_devices(replicated)
-    return total if replicas == 1 else total / replicas
+    return of_leaf if replicas == 1 else of_leaf / replicas
 
 
 def _over_devices(columns: list[Rows], axes: Axes, by_max: bool) -> list[Rows]:

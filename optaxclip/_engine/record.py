@@ -20,7 +20,10 @@ from optaxclip._base.types import ClipInfo
 from optaxclip._engine.groups import Groups, Rows
 
 Columns: TypeAlias = tuple[Array, ...]
-"""Norms, limits, factors, which were clipped and which are not finite, as numbers of one shape."""
+"""Numbers of one shape: norms, limits, factors, which were clipped and which are not finite.
+
+Where the worst group is looked for, a column with the badness of each comes first.
+"""
 
 
 def initial_info(name: str, grouping: Grouping, dtype: jnp.dtype) -> ClipInfo:

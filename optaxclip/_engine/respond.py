@@ -63,8 +63,8 @@ def multiplier(
       measured: the norms.
       trigger: the norms above which to act.
       target: the norms to reach. Where one is infinite there is no limit, and the group stays.
-      response: the new norms from these three. It is asked for groups alone that are finite and
-        have a limit.
+      response: the new norms from these three. For a group that is not finite or has no limit it
+        gets ones.
       nonfinite: what becomes of groups whose norm is not finite.
       strict: whether no rounding may take a group above its new norm; the norms are from above.
     """

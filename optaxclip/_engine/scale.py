@@ -77,8 +77,8 @@ def _on_parts(strict: bool, zeroes: bool, x: Array, by: Multiplier) -> Array:
     if zeroes:
         scaled = jnp.where(by.ratio == 0, jnp.zeros_like(scaled), scaled)
     is_one = _is_one(by)
-    # `jnp.where` would be a nested call for each leaf, which takes longer to compile; but on an
-    # explicit mesh it broadcasts a flag for each group.
+    # `lax.select` does not broadcast flags of several groups; `jnp.where` does, but it is a nested
+    # call for each leaf, which takes longer to compile.
     select = jnp.where if is_one.ndim else lax.select
     # Selected, because a product with 1 may flush subnormal numbers to 0.
     return select(is_one, x, scaled)

@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 
 from optaxclip._base.numerics import (
-    known_size,
+    fixed_size,
     power_of_two_below,
     safe_divide,
     safe_sqrt,
@@ -59,7 +59,7 @@ def largest(of: Prepared) -> Array:
     It is never above the true one, mostly at most 3 % below it, and exact for a single row.
     """
     lengths = jnp.diagonal(of.gram).real
-    if known_size(of.gram.shape[0]) == 1:
+    if fixed_size(of.gram.shape[0]) == 1:
         return of.unit * safe_sqrt(lengths[0])
     gram = lax.stop_gradient(of.gram)
 
@@ -82,7 +82,7 @@ def clipped(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
       iterations: how many to make, each of two steps on one Gram matrix.
     """
     of = Prepared.of(x)
-    if known_size(of.gram.shape[0]) == 1:
+    if fixed_size(of.gram.shape[0]) == 1:
         return x * _factor_of_row(of, limit, mode).astype(x.dtype)
     is_open, top = jnp.isinf(limit), _largest_at_most(of.gram)
     scaled = jnp.where(is_open, 1, limit) / of.unit
@@ -125,7 +125,7 @@ RESPONSES: dict[str, Response] = {"soft": smooth, "hard": clip}
 
 
 def _is_tall(x: Array) -> bool:
-    rows, columns = (known_size(size) for size in x.shape)
+    rows, columns = (fixed_size(size) for size in x.shape)
     return rows is not None and columns is not None and rows > columns
 
 

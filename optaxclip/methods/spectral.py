@@ -12,7 +12,7 @@ from jax import Array, lax
 
 import optaxclip._base.devices as devices
 from optaxclip._base.arguments import checked_int
-from optaxclip._base.numerics import accumulation_dtype, known_size, match_weak_type
+from optaxclip._base.numerics import accumulation_dtype, fixed_size, match_weak_type
 from optaxclip._base.transformation import Transformation
 from optaxclip._base.trees import is_sparse
 from optaxclip._base.types import ClipState, PyTree
@@ -155,7 +155,7 @@ def _largest(x: Array, stack: int) -> Array:
     axes, real = tuple(range(stack, x.ndim)), accumulation_dtype(x.dtype)
     finite = jnp.isfinite(x)
     bad = ~jnp.all(finite, axes)
-    if known_size(x.size) == 0:
+    if fixed_size(x.size) == 0:
         return jnp.zeros(bad.shape, real)
     norm = _each(stack, lambda matrix: largest(Prepared.of(matrix)))(_matrices(x, stack))
     worst = jnp.max(jnp.where(finite, 0, jnp.abs(x)).astype(real), axes, initial=0)
@@ -165,7 +165,7 @@ def _largest(x: Array, stack: int) -> Array:
 @functools.partial(jax.jit, static_argnames=("stack", "by"))
 def _clipped(x: Array, limits: Array, ratios: Array, stack: int, by: _SingularValues) -> Array:
     """The leaf with the singular values of its matrices clipped."""
-    if known_size(x.size) == 0:
+    if fixed_size(x.size) == 0:
         return x
     clip_one = functools.partial(clipped, mode=by.mode, iterations=by.iterations)
     limits = limits.astype(accumulation_dtype(x.dtype))
