@@ -76,17 +76,9 @@ def stateless(update: Callable[..., Any]) -> Transformation[Any]:
         del params
         return optax.EmptyState()
 
-    def without_state(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[Any, Any]:
-        del state
-        return update(updates, params, **extra_args), None
-
-    on_device = transformation(init, without_state).update
-
     def handing_back(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        return on_device(updates, None, params, **extra_args)[0], state
+        return update(updates, params, **extra_args), state
 
-    return Transformation(init, handing_back)
+    return transformation(init, handing_back)

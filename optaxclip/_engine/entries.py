@@ -22,10 +22,10 @@ def entries(leaf: Any, dtype: jax.typing.DTypeLike) -> Array:
         wide = jnp.complex128 if dtype == jnp.float64 else jnp.complex64
         return leaf.astype(wide if jnp.iscomplexobj(leaf) else dtype)
     data = entries(leaf.data, dtype)
-    return with_data(leaf, jnp.where(stored(leaf), data, 0)).sum_duplicates(nse=leaf.nse).data
+    return with_data(leaf, jnp.where(not_padding(leaf), data, 0)).sum_duplicates(nse=leaf.nse).data
 
 
-def stored(leaf: Any) -> Array:
+def not_padding(leaf: Any) -> Array:
     """Which stored values of a `BCOO` are entries, not padding; broadcasts to its data."""
     bounds = np.asarray(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse])
     bounds = jnp.broadcast_to(bounds.astype(leaf.indices.dtype), leaf.indices.shape)

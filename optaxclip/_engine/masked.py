@@ -9,7 +9,7 @@ from jax import Array
 import optaxclip._engine.cpu as cpu
 import optaxclip._engine.powers as powers
 from optaxclip._base.trees import data_of, is_sparse, with_data
-from optaxclip._engine.entries import stored
+from optaxclip._engine.entries import not_padding
 from optaxclip._engine.groups import Groups, Rows
 
 
@@ -28,7 +28,7 @@ def mask(leaves: list[Any], groups: Groups) -> tuple[list[Any], Rows]:
 def _is_bad(leaf: Any, axes: tuple[int, ...]) -> Array:
     """Whether a group has an entry that is not finite."""
     if is_sparse(leaf):
-        return jnp.any(~jnp.isfinite(leaf.data) & stored(leaf))
+        return jnp.any(~jnp.isfinite(leaf.data) & not_padding(leaf))
     return jnp.any(~jnp.isfinite(leaf), axes)
 
 

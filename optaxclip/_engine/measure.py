@@ -133,12 +133,12 @@ def _num_entries(leaves: list[Any], groups: Groups) -> list[Any]:
 
 def _measured(leaves: list[Any], *, groups: Groups, norm: Norm, from_above: bool) -> list[Measured]:
     """The norms of leaves in one piece, or of what each device holds of them."""
-    part = _Part(groups, norm, norm_dtype(leaf.dtype for leaf in leaves), from_above)
+    measurement = _Measurement(groups, norm, norm_dtype(leaf.dtype for leaf in leaves), from_above)
     if not leaves:
-        zeros = [jnp.zeros(group.shape, part.dtype) for group in groups.grouping.groups]
+        zeros = [jnp.zeros(group.shape, measurement.dtype) for group in groups.grouping.groups]
         found = [Measured.of(row, 1.0) for row in groups.pack(zeros)]
     else:
-        found = _differentiable(part, leaves)
+        found = _differentiable(measurement, leaves)
     if groups.grouping.layout == "scalar" or all(groups.grouping.present):
         return found
     # A group without leaves has the norm NaN, from which no rule learns.
@@ -146,8 +146,8 @@ def _measured(leaves: list[Any], *, groups: Groups, norm: Norm, from_above: bool
     return [each._replace(fraction=select(flag, each.fraction, jnp.nan)) for each, flag in rows]
 
 
-class _Part(NamedTuple):
-    """How leaves are measured, in one piece or on one device.
+class _Measurement(NamedTuple):
+    """What is measured of leaves that lie in one piece, or of what one device holds of them.
 
     Attributes:
       groups: which entries share a norm, and where they lie.
@@ -190,7 +190,9 @@ class _Part(NamedTuple):
     def at_scales(self, leaves: list[Any]) -> list[Measured]:
         """The norms from sums at several scales."""
         options = {"norm": self.norm, "dtype": self.dtype, "groups": self.groups}
-        found = [powers.at_scales(leaf, axes=axes, **options) for leaf, axes in self.rows(leaves)]
+        found = [
+            powers.at_scales(leaf, axes=axes, **options) for leaf, axes in self.with_axes(leaves)
+        ]
         rows = powers.of_groups(found, self.groups)
         if self.groups.together and self.groups.grouping.layout != "scalar":
             # The barrier has XLA on GPUs store the row; it else concatenates anew for each use.
@@ -201,7 +203,7 @@ class _Part(NamedTuple):
 
     def in_float64(self, leaves: list[Any]) -> list[Measured]:
         """The norms from one sum in float64."""
-        rows = [(entries(leaf, self.dtype), axes) for leaf, axes in self.rows(leaves)]
+        rows = [(entries(leaf, self.dtype), axes) for leaf, axes in self.with_axes(leaves)]
         with jax.enable_x64(True):
             found = [(cpu.sum_in_float64(x, axes=axes, norm=self.norm),) for x, axes in rows]
             rows = powers.of_groups(found, self.groups, add=cpu.added_up)
@@ -214,7 +216,7 @@ class _Part(NamedTuple):
         unit = 2.0 if any(jnp.iscomplexobj(leaf) for leaf in leaves) else 1.0
         bits = [
             (powers.largest_bits(leaf, by=1 / unit, axes=axes, dtype=self.dtype),)
-            for leaf, axes in self.rows(leaves)
+            for leaf, axes in self.with_axes(leaves)
         ]
         found = powers.of_groups(bits, self.groups, by_max=True)
         return [Measured.of(lax.bitcast_convert_type(x, self.dtype), unit) for (x,) in found]
@@ -223,7 +225,7 @@ class _Part(NamedTuple):
         """The norms of entries divided by powers of two, in steps that JAX can differentiate."""
         is_max, parts = self.norm.is_max, list[powers.AtScales]()
         inverses = self.groups.by_leaf([1 / x for x in by], leaves)
-        for (leaf, axes), inverse in zip(self.rows(leaves), inverses, strict=True):
+        for (leaf, axes), inverse in zip(self.with_axes(leaves), inverses, strict=True):
             x = entries(leaf, self.dtype)
             mapped = self.norm.map(times(x, broadcast_over(inverse, axes)))
             part = jnp.max(mapped, axes, initial=0) if is_max else lax.reduce_sum(mapped, axes)
@@ -238,13 +240,13 @@ class _Part(NamedTuple):
         rows = zip(sums, self.groups.repeated(sizes), strict=True)
         return [self.norm.finish(x, _constant(size, x.dtype)) for x, size in rows]
 
-    def rows(self, leaves: list[Any]) -> list[tuple[Any, tuple[int, ...]]]:
+    def with_axes(self, leaves: list[Any]) -> list[tuple[Any, tuple[int, ...]]]:
         """The leaves with the axes of their entries over which they are reduced."""
         pairs = zip(leaves, self.groups.grouping.axes, strict=True)
         return [(leaf, measured_axes(leaf, axes)) for leaf, axes in pairs]
 
 
-def _differentiable(part: _Part, leaves: list[Any]) -> list[Measured]:
+def _differentiable(measurement: _Measurement, leaves: list[Any]) -> list[Measured]:
     """Norms whose derivatives are taken of entries divided by a power of two nearby.
 
     So no derivative of a power leaves the range where that of the norm does not, and however norms
@@ -253,7 +255,7 @@ def _differentiable(part: _Part, leaves: list[Any]) -> list[Measured]:
 
     @jax.custom_jvp
     def norms(leaves: list[Any]) -> list[Measured]:
-        return part.norms(leaves)
+        return measurement.norms(leaves)
 
     @norms.defjvp
     def _(primals: tuple[list[Any]], tangents: tuple[list[Any]]) -> Any:
@@ -261,7 +263,7 @@ def _differentiable(part: _Part, leaves: list[Any]) -> list[Measured]:
         sizes = [lax.stop_gradient(each.size) for each in found]
         # Entries that are not finite have no derivative.
         finite = jax.tree.map(_only_finite, primals)
-        _, changes = jax.jvp(lambda leaves: part.divided(leaves, sizes), finite, tangents)
+        _, changes = jax.jvp(lambda leaves: measurement.divided(leaves, sizes), finite, tangents)
         return found, [each.changed_by(x) for each, x in zip(found, changes, strict=True)]
 
     return norms(leaves)

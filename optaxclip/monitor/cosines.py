@@ -19,7 +19,7 @@ import optaxclip._base.devices as devices
 import optaxclip._engine.powers as powers
 from optaxclip._base.numerics import norm_dtype, real_parts, safe_sqrt, select
 from optaxclip._base.trees import is_sparse
-from optaxclip._engine.entries import stored
+from optaxclip._engine.entries import not_padding
 from optaxclip._engine.groups import Groups, Rows
 from optaxclip._engine.measure import Measured
 from optaxclip.norms import Norm
@@ -77,7 +77,7 @@ def _pairs(leaves: list[Any], others: list[Any], groups: Groups) -> tuple[list[P
         if is_sparse(x):
             # Products are linear in the leaf, so that duplicates need not be added first.
             y = bcoo_extract(x, y, assume_unique=True).data
-            x = jnp.where(stored(x), x.data, 0)
+            x = jnp.where(not_padding(x), x.data, 0)
             over = tuple(range(x.ndim))
         nothing = jnp.zeros(x.shape, dtype)
         parts = itertools.zip_longest(real_parts(x), real_parts(y), fillvalue=nothing)

@@ -84,7 +84,8 @@ PLATFORMS = slow_unless(
 def platform(request, monkeypatch):
     """As on a CPU, or as elsewhere."""
     if request.param == "sums in float32":
-        monkeypatch.setattr(engine_measure._Part, "in_float64", engine_measure._Part.in_own_dtype)
+        measurement = engine_measure._Measurement
+        monkeypatch.setattr(measurement, "in_float64", measurement.in_own_dtype)
     jax.clear_caches()
     yield
     jax.clear_caches()
