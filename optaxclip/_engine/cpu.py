@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from optaxclip._base.numerics import leading_bit, next_above, reciprocal_of_power, select
+from optaxclip._engine.entries import entries
 from optaxclip.norms import Norm
 
 
@@ -24,8 +25,7 @@ def sum_in_float64(x: Array, *, axes: tuple[int, ...], norm: Norm) -> Array:
         # If another method takes a sum of squares of the same leaf, XLA would convert its entries
         # once for both sums, and store them.
         x = lax.optimization_barrier(x)
-    wide = jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64
-    return lax.reduce_sum(norm.map(x.astype(wide)), axes)
+    return lax.reduce_sum(norm.map(entries(x, jnp.float64)), axes)
 
 
 def added_up(x: Array) -> Array:

@@ -249,8 +249,9 @@ class _Measurement(NamedTuple):
 def _differentiable(measurement: _Measurement, leaves: list[Any]) -> list[Measured]:
     """Norms whose derivatives are taken of entries divided by a power of two nearby.
 
-    So no derivative of a power leaves the range where that of the norm does not, and however norms
-    are found, they have derivatives in both modes. The power of two is held constant.
+    So a derivative of a power is in range wherever that of the norm is. And the derivatives are
+    those of plain sums, whatever code finds the norms, so that both modes have them on all
+    platforms. The power of two is held constant.
     """
 
     @jax.custom_jvp

@@ -40,7 +40,7 @@ class StageOptions(PlaceOptions, total=False):
     Attributes:
       nonfinite: what becomes of a group whose norm is not finite: "nan" (all NaN), "zero" (all 0),
         "mask" (bad entries 0, then clipped), "error" (a `checkify` error that names the leaves).
-        Such a norm is never recorded.
+        No limit learns from such a norm.
       record: whether the state keeps what was done. With False it is an `optax.EmptyState`, and any
         state is accepted and returned as it is. A limit that depends on earlier steps needs its
         state, so it refuses that.

@@ -21,7 +21,7 @@ from optaxclip._base.grouping import Group
 from optaxclip._base.numerics import fixed_size, select
 from optaxclip._base.trees import data_of
 from optaxclip._engine.entries import entries, times
-from optaxclip._engine.groups import Groups, Rows
+from optaxclip._engine.groups import Groups
 from optaxclip._engine.placement import Placement
 from optaxclip.norms import Norm
 
@@ -115,6 +115,7 @@ def largest_bits(leaf: Any, *, by: float, axes: tuple[int, ...], dtype: jnp.dtyp
     """
     x = times(entries(leaf, dtype), by)
     integer = jnp.dtype(f"int{jnp.finfo(dtype).bits}")
+    # Without the bit of the sign, which a NaN may have.
     bits = lax.bitcast_convert_type(jnp.abs(x), integer) & integer.type(jnp.iinfo(integer).max)
     return lax.reduce(bits, integer.type(0), lax.max, axes)
 
@@ -179,13 +180,12 @@ def of_groups(
         stacked = jnp.stack(shares)
         return lax.reduce_max(stacked, [0]) if by_max else add(stacked)
 
-    columns: list[Rows] = [
+    columns = [
         groups.pack([of_group(k, group) for group in groups.grouping.groups])
         for k in range(len(like))
     ]
-    if over:
-        columns = _over_devices(columns, over, by_max)
-    return list(zip(*columns, strict=True))
+    rows = zip(*columns, strict=True)
+    return [_over_devices(row, over, by_max) if over else row for row in rows]
 
 
 def _on_all_devices(sums: AtScales, places: Placement) -> AtScales:
@@ -205,12 +205,9 @@ def _share(of_leaf: Array, replicated: Axes, by_max: bool) -> Array:
     return of_leaf if replicas == 1 else of_leaf / replicas
 
 
-def _over_devices(columns: list[Rows], axes: Axes, by_max: bool) -> list[Rows]:
-    """Rows over the devices along these axes, those of one shape in one collective."""
+def _over_devices(row: AtScales, axes: Axes, by_max: bool) -> AtScales:
+    """The sums of a row over the devices along these axes, at all scales in one collective."""
     combine = devices.largest if by_max else devices.sum_over_devices
     varying = axes & devices.manual_axes()
-    rows = [
-        combine(jnp.stack([devices.vary(x, varying) for x in row]), axes)
-        for row in zip(*columns, strict=True)
-    ]
-    return [[row[k] for row in rows] for k in range(len(columns))]
+    found = combine(jnp.stack([devices.vary(x, varying) for x in row]), axes)
+    return tuple(found[k] for k in range(len(row)))

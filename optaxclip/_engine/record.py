@@ -112,7 +112,7 @@ def _badness(norm: Array, limit: Array) -> Array:
 
 
 def _of_leaves_alike(groups: Groups, columns: Columns) -> list[Columns]:
-    """The worst of each leaf, with one reduction for all leaves of a shape: few are compiled."""
+    """The worst of each leaf; all leaves of a shape share a reduction, so that few are compiled."""
     # The barrier has XLA store the columns; it else computes them anew for each reduction.
     stack = lax.optimization_barrier(jnp.stack(columns))
     found, start = [], 0
