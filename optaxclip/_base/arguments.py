@@ -104,7 +104,12 @@ def is_uncalled(value: Any, package: str) -> bool:
 
 
 def near_miss(given: str, names: Iterable[str]) -> str:
-    """The end of a message about a name that does not exist: which of these it may have meant."""
+    """The end of a message about a name that does not exist: the most similar one, if there is one.
+
+    Args:
+      given: the name that does not exist.
+      names: those that do.
+    """
     near = difflib.get_close_matches(given, list(names), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 

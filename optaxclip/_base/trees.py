@@ -50,8 +50,8 @@ class FlatTree(NamedTuple):
       treedef: the structure.
       measured: the positions of the leaves to measure, those with floating or complex entries.
       global_shapes: for each measured leaf the shape of what all devices together hold of it; None
-        where nothing tells it. Empty where no device holds a part alone. Scopes need these shapes,
-        because they say what a unit is, and how many layers there are.
+        where nothing tells it. It is empty outside of `shard_map`, `pmap` and `vmap(axis_name=)`,
+        where no leaf is a part. Scopes find units and layers by these shapes.
     """
 
     paths: list[Path]

@@ -19,16 +19,17 @@ from optaxclip._base.types import NormTree
 from optaxclip._engine.placement import Placement
 
 Rows: TypeAlias = list[Array]
-"""Together, one array with the entries of all groups; apart, one of its shape for each group."""
+"""Together, one array with the entries of all groups; apart, one array of its shape for each."""
 
 _MANY_NORMS = 2**18
 """If a leaf has more norms, all are stored apart.
 
 No vocabulary is larger: so up to here each norm is that of a column of a matrix, and norms are few
-beside the entries. Of stacked layers there is one norm for as many entries as there are layers: as
-compiled for an H100, AGC on a stacked GPT-2 in bfloat16 moves 3.3 times the gradients with norms
-apart, 9.6 times with norms together. On Llama 3 8B, not stacked, whose 1.6 million norms are those
-of columns, it takes 1566 kernels apart, 1004 together, and half the time to compile.
+beside the entries. In a leaf that stacks layers, a norm may be that of as few entries as there are
+layers: as compiled for an H100, AGC on a stacked GPT-2 in bfloat16 moves 3.3 times the gradients
+with norms apart, 9.6 times with norms together. On Llama 3 8B, not stacked, whose 1.6 million norms
+are those of columns, it takes 1566 kernels with norms apart; with norms together it takes 1004, and
+half the time to compile.
 """
 
 

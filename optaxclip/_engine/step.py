@@ -213,7 +213,7 @@ def _steps(
     bad = None
     if method.nonfinite == "mask":
         leaves, bad = mask(leaves, groups)
-    measured = _measured(leaves, start.norm_of_tree, groups, method)
+    measured = _measured_or_given(leaves, start.norm_of_tree, groups, method)
     norms = [each.norm for each in measured]
     if bad is None:
         bad = [~jnp.isfinite(norm) for norm in norms]
@@ -231,7 +231,7 @@ def _steps(
     return scaled, rule_state, info
 
 
-def _measured(
+def _measured_or_given(
     leaves: list[Any], norm_of_tree: Array | None, groups: Groups, method: Method
 ) -> list[Measured]:
     """The norms of all groups, or the norm that the caller has, with upper bounds if needed."""
