@@ -24,7 +24,8 @@ def with_groups_of_state(grouping: Grouping, stored: Names, size: int, name: str
       name: the transformation's name.
 
     Raises:
-      ValueError: if the tree has groups that the state lacks.
+      ValueError: if the tree has groups that the state lacks, or the state has lost its names, or
+        is that of several trees.
     """
     if grouping.layout == "scalar":
         return grouping
@@ -35,8 +36,13 @@ def with_groups_of_state(grouping: Grouping, stored: Names, size: int, name: str
             f"{name}: the state has lost the names of its {size} groups, as after "
             f"optax.tree_map_params, and the updates have {len(grouping.names)}; {GIVE_BACK}"
         )
+    if len(stored) != size:
+        raise ValueError(
+            f"{name}: the state has {size} entries for its {len(stored)} groups, as if it had been "
+            "made under jax.vmap; make the update under jax.vmap too, or begin with a fresh state"
+        )
     unknown = sorted(set(grouping.names) - set(stored))
-    if unknown or len(stored) != size:
+    if unknown:
         raise ValueError(
             f"{name}: the updates have groups {unknown} that the params given to init did not have"
         )

@@ -13,12 +13,17 @@ import optaxclip
 from optaxclip import clip_by, clip_by_global_norm, clip_tree, ops, per_example, scopes
 
 SPARSE = BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))
+STATE = clip_by(scopes.leaf(), 1.0).init
 MISTAKES = {
     "negative limit": (lambda: clip_by_global_norm(-1.0), "max_norm .* got -1.0; .* math.inf"),
     "limit of groups": (lambda: clip_by_global_norm(np.ones(2)), r"shape \(2,\).* a dict from the"),
     "limits of others": (
         lambda: clip_by(scopes.leaf(), {"a": 1.0}).init({"b": jnp.ones(1)}),
         r"groups \['a'\], but the groups are \['b'\]: give one",
+    ),
+    "state of three trees": (
+        lambda: clip_by(scopes.leaf(), 1.0).update([jnp.ones(1)], jax.vmap(STATE)([jnp.ones(3)])),
+        r"3 entries for its 1 groups, .* jax\.vmap too",
     ),
     "model": (lambda: ops.global_norm({"f": jnp.tanh, "w": jnp.ones(1)}), "'f' .* eqx.filter"),
     "vector loss": (lambda: grads_of(lambda w, x: w * x), r"one example, got shape \(2,\)"),
