@@ -17,17 +17,14 @@ EXAMPLES = 12
 @functools.cache
 def task():
     """Parameters and a batch in which each example has another number of tokens."""
-    keys = jax.random.split(jax.random.key(0), 5)
-    params = {
-        "w": jax.random.normal(keys[0], (5, 7)),
-        "b": jax.random.normal(keys[1], (7,)),
-    }
-    batch = {
-        "x": jax.random.normal(keys[2], (EXAMPLES, 4, 5)),
-        "y": jax.random.normal(keys[3], (EXAMPLES, 4, 7)),
-    }
-    mask = jnp.arange(4)[None] < (jnp.arange(EXAMPLES) % 4 + 1)[:, None]
-    return params, batch, (mask.astype(jnp.float32), jax.random.split(keys[4], EXAMPLES))
+    rng = np.random.default_rng(0)
+    shapes = {"w": (5, 7), "b": (7,)}, {"x": (EXAMPLES, 4, 5), "y": (EXAMPLES, 4, 7)}
+    params, batch = (
+        {name: rng.normal(size=shape).astype(np.float32) for name, shape in tree.items()}
+        for tree in shapes
+    )
+    mask = np.arange(4)[None] < (np.arange(EXAMPLES) % 4 + 1)[:, None]
+    return params, batch, (mask.astype(np.float32), jax.random.split(jax.random.key(0), EXAMPLES))
 
 
 def loss_fn(params, batch, mask_and_keys):

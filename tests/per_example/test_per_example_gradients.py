@@ -20,17 +20,11 @@ def loss_fn(params, x, y):
 
 @functools.cache
 def task(examples=10):
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = {
-        "w": jax.random.normal(keys[0], (5, 70)),
-        "b": jnp.zeros(70),
-        "v": jax.random.normal(keys[1], (70, 2)),
-    }
-    return (
-        params,
-        jax.random.normal(keys[2], (examples, 5)),
-        jax.random.normal(keys[3], (examples, 2)),
-    )
+    rng = np.random.default_rng(0)
+    shapes = {"w": (5, 70), "v": (70, 2), "x": (examples, 5), "y": (examples, 2)}
+    drawn = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    params = {"w": drawn["w"], "b": np.zeros(70, np.float32), "v": drawn["v"]}
+    return params, drawn["x"], drawn["y"]
 
 
 @jax.jit
