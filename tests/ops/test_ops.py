@@ -58,9 +58,8 @@ def true_clip(clip, tree, limit):
     def clipped(leaf):
         leaf = np.asarray(leaf, np.complex128)
         group = tree if clip is global_clip else leaf
-        size = np.abs(leaf) if clip is value_clip else true_norm(group)
-        least = np.maximum(size, 1e-300)
-        return leaf * np.minimum(1, limit * (leaf.size if clip is average_clip else 1) / least)
+        size = np.maximum(np.abs(leaf) if clip is value_clip else true_norm(group), 1e-300)
+        return leaf * np.minimum(1, limit * (leaf.size if clip is average_clip else 1) / size)
 
     return jax.tree.map(clipped, tree)
 
