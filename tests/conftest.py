@@ -37,7 +37,7 @@ def pytest_sessionstart(session):
     if session.config.option.markexpr:
         reporter.write_line("All that is not slow, on 2 cores: 5 to 12 minutes. All: pytest -m ''")
     else:
-        reporter.write_line("All tests, the slow ones too, on 2 cores: 20 to 30 minutes.")
+        reporter.write_line("All tests, the slow ones too, on 2 cores: 9 to 30 minutes.")
     reporter.write_line("A room only: pytest tests/methods (CONTRIBUTING.md has the map)")
 
 

@@ -24,6 +24,7 @@ from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipState, NonFinite, PyTree
 from optaxclip._engine.clip import groups_of, stage
+from optaxclip._engine.entries import times
 from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip.methods.moments import NamedMoments, dense, zero_moments
 from optaxclip.methods.updates import leaves_apart
@@ -191,7 +192,7 @@ def _direction(
     factor = broadcast_over(factor.astype(nu.dtype), tuple(range(factor.ndim, nu.ndim)))
     direction = _by(_divided, mu, lax.add(safe_sqrt(nu), _as(eps, nu.dtype)))
     x = jnp.asarray(grad)
-    return match_weak_type(_by(lax.mul, direction, factor).astype(x.dtype), x), mu, nu
+    return match_weak_type(times(direction, factor).astype(x.dtype), x), mu, nu
 
 
 def _averages(grad: Any, mu: Array, nu: Array, shares: Array) -> tuple[Array, Array]:
@@ -200,8 +201,8 @@ def _averages(grad: Any, mu: Array, nu: Array, shares: Array) -> tuple[Array, Ar
     of_mu, of_nu = (broadcast_over(share.astype(nu.dtype), axes) for share in shares)
     finite = _by(_held, select(jnp.isfinite(g), g, 0), _largest_root(nu.dtype))
     square = lax.min(norms.l2.map(finite), jnp.finfo(nu.dtype).max)
-    mu = lax.add(mu, _by(lax.mul, lax.sub(finite, mu), of_mu))
-    return mu, lax.add(nu, _by(lax.mul, lax.sub(square, nu), of_nu))
+    mu = lax.add(mu, times(lax.sub(finite, mu), of_mu))
+    return mu, lax.add(nu, times(lax.sub(square, nu), of_nu))
 
 
 def _entries(grad: Any, mu: Array) -> Array:
