@@ -41,6 +41,15 @@ def test_the_largest_modulus_of_a_complex_leaf_beyond_its_range():
     np.testing.assert_allclose(highest, 5, rtol=1e-6)
 
 
+def test_a_factor_that_is_a_power_of_two_alone_is_no_factor_of_one():
+    """Where the ratio of the multiplier is 1, its power of two still counts."""
+    powers = np.float32([2.0**100, 2.0**120, 2.0**126])
+    for dtype in (jnp.float32, jnp.bfloat16):
+        leaves = np.stack([powers, 0 * powers], axis=1).astype(dtype)
+        clipped = jax.jit(jax.vmap(lambda x: optaxclip.clip_tree(x, 1.0, scope=scopes.tree())[0]))
+        np.testing.assert_array_equal(np.float32(clipped(leaves)), [[1, 0]] * 3, err_msg=f"{dtype}")
+
+
 def test_limits_of_orders_below_one():
     orders = (0.1, 0.25, 0.5, 0.9)
     trees = RNG.normal(size=(200, 64)).astype(np.float32)
