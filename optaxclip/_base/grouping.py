@@ -131,13 +131,22 @@ def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
         pieces = [lax.slice_in_dim(vector, at, at + size, axis=-1) for at, size, _ in rows]
         front = vector.shape[:-1]
         return [x.reshape(*front, *shape) for x, shape in zip(pieces, shapes, strict=True)]
+    rows = zip(_places(vector, starts, sizes), shapes, strict=True)
+    return [_piece(vector, *row) for row in rows]
+
+
+def _places(vector: Array, starts: list[int], sizes: list[int]) -> list[np.ndarray]:
+    """For each array where it begins in the first row of a vector, in the second, and so on."""
+    count, length = math.prod(vector.shape[:-1]), vector.shape[-1]
+    rows = np.arange(count)[:, None] * length
+    if count > 1:
+        return [np.asarray(rows + start, np.int32) for start in starts]
     # Of one place alone XLA makes a constant; so each array gets a second one, which is not used.
-    last_places = [max(vector.shape[-1] - size, 0) for size in sizes]
-    places = [
+    last_places = [max(length - size, 0) for size in sizes]
+    return [
         np.array([[start], [0 if start else last]], np.int32)
         for start, last in zip(starts, last_places, strict=True)
     ]
-    return [_piece(vector, *row) for row in zip(places, shapes, strict=True)]
 
 
 # Compiled by itself, so that it is traced once for all pieces of one shape.
@@ -150,11 +159,11 @@ def _piece(vector: Array, places: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _gathered(vector: Array, places: Array, *, size: int) -> Array:
-    front, rank = vector.shape[:-1], vector.ndim - 1
-    numbers = lax.GatherDimensionNumbers(tuple(range(1, rank + 2)), (), (rank,))
+    numbers = lax.GatherDimensionNumbers((1,), (), (0,))
     mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    pieces = lax.gather(vector, places, numbers, (*front, size), mode=mode)
-    return lax.index_in_dim(pieces, 0, keepdims=False)
+    rows, front = lax.reshape(vector, (vector.size,)), vector.shape[:-1]
+    pieces = lax.gather(rows, places, numbers, (size,), mode=mode)
+    return pieces[: math.prod(front)].reshape(*front, size)
 
 
 def _sliced(vector: Array, places: Array, *, size: int) -> Array:

@@ -95,10 +95,12 @@ def multiplier(
     factor = jnp.abs(ratio * per_size)
     # Its derivative is about as large as the factor over the norm.
     is_normal = _is_normal(factor) & _is_normal(factor * per_size)
-    # Divisions come last, because XLA stores their results, and repeats cheaper operations for each
-    # leaf.
-    ratio = jnp.where(is_bad, replacement, ratio) / jnp.where(is_normal, size, 1)
-    return Multiplier(1 / jnp.where(is_normal, 1, size), ratio)
+    # One division comes last, because XLA stores its results, and repeats cheaper operations for
+    # each leaf.
+    ratio = jnp.where(is_bad, replacement, ratio)
+    of_power, of_ratio = jnp.where(is_normal, 1, size), jnp.where(is_normal, size, 1)
+    both = jnp.stack([jnp.ones_like(ratio), ratio]) / jnp.stack([of_power, of_ratio])
+    return Multiplier(both[0], both[1])
 
 
 def _is_normal(factor: Array) -> Array:

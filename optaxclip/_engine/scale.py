@@ -5,6 +5,7 @@ out  the leaf, in its own dtype and weak type
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,13 +28,20 @@ from optaxclip._engine.respond import Multiplier
 
 
 def scale(
-    leaf: Any, by: Multiplier | Array, *, axes: tuple[int, ...], strict: bool, zeroes: bool = False
+    leaf: Any,
+    by: Sequence[Array] | Array,
+    *,
+    axes: tuple[int, ...],
+    strict: bool,
+    zeroes: bool = False,
 ) -> Any:
     """A leaf times its group's multiplier.
 
     Args:
       leaf: a floating or complex array, or a `BCOO`, whose data is scaled.
-      by: the group's multiplier, or its fields in one array.
+      by: the two fields of the group's multiplier, which may lie in one array. Where it is 1, the
+        entries are left as they are. If a third array comes behind these, entries whose modulus is
+        at most that are left as they are, and no others.
       axes: the leaf's axes that the multiplier lacks.
       strict: whether rounding to a narrow dtype may only lower an entry's modulus.
       zeroes: whether entries become 0 where the ratio is 0, also those that are not finite.
@@ -45,24 +53,25 @@ def scale(
 # Compiled by itself so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "strict", "zeroes"))
 def _scaled(
-    x: Array, by: Multiplier | Array, *, axes: tuple[int, ...], strict: bool, zeroes: bool
+    x: Array, by: Sequence[Array] | Array, *, axes: tuple[int, ...], strict: bool, zeroes: bool
 ) -> Array:
-    by = Multiplier(*(broadcast_over(field, axes) for field in Multiplier(*by)))
+    power, ratio, *others = (broadcast_over(column, axes) for column in by)
+    by, above = Multiplier(power, ratio), others[0] if others else None
     way = functools.partial(_on_parts, strict, zeroes)
     if x.dtype == jnp.bfloat16 and by.ratio.dtype == jnp.float32:
         on_cpu = functools.partial(_on_bits, strict, zeroes)
-        scaled = lax.platform_dependent(x, by, cpu=on_cpu, default=way)
+        scaled = lax.platform_dependent(x, by, above, cpu=on_cpu, default=way)
     else:
-        scaled = way(x, by)
+        scaled = way(x, by, above)
     return match_weak_type(scaled, x)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _on_bits(strict: bool, zeroes: bool, x: Array, by: Multiplier) -> Array:
+def _on_bits(strict: bool, zeroes: bool, x: Array, by: Multiplier, above: Array | None) -> Array:
     product = cpu.scaled_bfloat16(x, *by, strict=strict)
     if zeroes:
         product = cpu.select_bfloat16(by.ratio == 0, jnp.zeros_like(x), product)
-    return cpu.select_bfloat16(_is_one(by), x, product)
+    return cpu.select_bfloat16(_stays(x, by, above), x, product)
 
 
 @_on_bits.defjvp
@@ -72,20 +81,23 @@ def _(
     return jax.jvp(functools.partial(_on_parts, strict, zeroes), primals, tangents)
 
 
-def _on_parts(strict: bool, zeroes: bool, x: Array, by: Multiplier) -> Array:
+def _on_parts(strict: bool, zeroes: bool, x: Array, by: Multiplier, above: Array | None) -> Array:
     scaled = by_parts(functools.partial(_product, by=by, strict=strict), x)
     if zeroes:
         scaled = jnp.where(by.ratio == 0, jnp.zeros_like(scaled), scaled)
-    is_one = _is_one(by)
+    stays = _stays(x, by, above)
     # `lax.select` does not broadcast flags of several groups; `jnp.where` does, but it is a nested
     # call for each leaf, which takes longer to compile.
-    select = jnp.where if is_one.ndim else lax.select
+    select = lax.select if stays.shape in ((), x.shape) else jnp.where
     # Selected, because a product with 1 may flush subnormal numbers to 0.
-    return select(is_one, x, scaled)
+    return select(stays, x, scaled)
 
 
-def _is_one(by: Multiplier) -> Array:
-    """Where the group is left as it is."""
+def _stays(x: Array, by: Multiplier, above: Array | None) -> Array:
+    """Which entries are left as they are, or whether all are."""
+    if above is not None:
+        modulus, above = promoted([jnp.abs(x).astype(accumulation_dtype(x.dtype)), above])
+        return modulus <= above
     # Not `(by.power == 1) & ...`: an operator is a nested call for each leaf.
     one = by.power.dtype.type(1)
     return lax.bitwise_and(lax.eq(by.power, one), lax.eq(by.ratio, one))

@@ -5,7 +5,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -33,25 +33,18 @@ from optaxclip.responses import Response, as_response
 class Technique(Protocol):
     """How leaves are measured and changed; hashable, because it is static."""
 
-    @property
-    def needs_limits(self) -> bool:
-        """Whether `scaled` is given limits too."""
-        ...
-
     def measured(self, leaves: list[Any], groups: Groups, method: "Method") -> list[Measured]:
         """For each row of the groups its norms."""
         ...
 
-    def scaled(
-        self,
-        leaf: Any,
-        by: Array,
-        axes: tuple[int, ...],
-        method: "Method",
-    ) -> Any:
-        """A leaf, from what its groups are multiplied by, which lacks these axes of the leaf.
+    def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
+        """What `scaled` has to know of the groups, each of the shape of their norms."""
+        ...
 
-        Along the first axis of `by` lie the fields of a `Multiplier` and, if needed, the limit.
+    def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], method: "Method") -> Any:
+        """A leaf, from the columns of its groups, which lie along the first axis.
+
+        These lack the given axes of the leaf.
         """
         ...
 
@@ -60,22 +53,19 @@ class Technique(Protocol):
 class ByNorm:
     """What is measured is the norm, and all entries of a group are multiplied by one number."""
 
-    needs_limits: bool = False
-
     def measured(self, leaves: list[Any], groups: Groups, method: "Method") -> list[Measured]:
         """The norms of the groups."""
         return measure(leaves, groups, method.norm, from_above=method.strict)
 
-    def scaled(
-        self,
-        leaf: Any,
-        by: Array,
-        axes: tuple[int, ...],
-        method: "Method",
-    ) -> Any:
+    def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
+        """The fields of the multiplier."""
+        del limits
+        return by
+
+    def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], method: "Method") -> Any:
         """The leaf times its multiplier."""
         zeroes = method.nonfinite == "zero"
-        return scale(leaf, by, axes=axes, strict=method.strict, zeroes=zeroes)
+        return scale(leaf, columns, axes=axes, strict=method.strict, zeroes=zeroes)
 
 
 BY_NORM = ByNorm()
@@ -270,12 +260,10 @@ def _scaled(
     method: Method,
 ) -> list[Any]:
     technique, axes = method.technique, groups.grouping.axes
-    columns = [list(by) for by in multipliers]
-    if technique.needs_limits:
-        columns = [
-            [*column, limit.astype(column[0].dtype)]
-            for column, limit in zip(columns, triggers, strict=True)
-        ]
+    columns = [
+        technique.columns(by, limits.astype(by.ratio.dtype))
+        for by, limits in zip(multipliers, triggers, strict=True)
+    ]
     # Stacked, so that each leaf cuts its part out of one array in one operation.
     rows = [jnp.stack(column) for column in columns]
     parts = groups.by_leaf(rows, leaves)

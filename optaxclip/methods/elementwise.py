@@ -119,25 +119,23 @@ def _clamped_by_dtype(
 ) -> list[Any]:
     """`clamp` for leaves with a bound for each dtype."""
     names = [str(dtype_of(leaf)) for leaf in leaves]
-    lows_of_leaves = None if lows is None else [lows[name] for name in names]
-    return clamp_leaves(leaves, lows_of_leaves, [highs[name] for name in names])
+    lows_of_leaves = [None if lows is None else lows[name] for name in names]
+    rows = zip(leaves, lows_of_leaves, (highs[name] for name in names), strict=True)
+    return [_clamped(*row) for row in rows]
 
 
-def clamp_leaves(leaves: list[Any], lows: list[Array] | None, highs: list[Array]) -> list[Any]:
-    """`clamp` for leaves with bounds for each leaf, which broadcast to its entries."""
-    lows_or_none = [None] * len(leaves) if lows is None else lows
-    return [_clamped(*row) for row in zip(leaves, lows_or_none, highs, strict=True)]
-
-
-# Compiled by itself so that it is traced once for leaves that are alike.
-@jax.jit
-def _clamped(leaf: Any, low: Array | None, high: Array) -> Any:
+def clamp_leaf(leaf: Any, low: Array | None, high: Array) -> Any:
+    """`clamp` for a leaf with its own bounds, which broadcast to its entries."""
     x, bound = jnp.asarray(data_of(leaf)), _bounded
     sharding = devices.explicit_sharding(x)
     if sharding is not None:
         # On an explicit mesh JAX refuses operands that are split differently, as bounds may be.
         bound = devices.with_automatic_axes(bound, *sharding)
     return with_data(leaf, match_weak_type(bound(x, low, high), x))
+
+
+# Compiled by itself so that it is traced once for leaves that are alike.
+_clamped = jax.jit(clamp_leaf)
 
 
 def _bounded(x: Array, low: Array | None, high: Array) -> Array:

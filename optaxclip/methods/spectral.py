@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack, get_args
 
 import jax
@@ -20,6 +20,7 @@ from optaxclip._engine.clip import stage
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import Measured
 from optaxclip._engine.options import Options, StageOptions, takes
+from optaxclip._engine.respond import Multiplier
 from optaxclip._engine.step import Method
 from optaxclip.methods.moments import wide_dtype
 from optaxclip.methods.singular_values import RESPONSES, Mode, Prepared, clipped, largest
@@ -108,7 +109,6 @@ class _SingularValues:
 
     mode: Mode
     iterations: int
-    needs_limits: bool = True
 
     def measured(self, leaves: list[Any], groups: Groups, method: Method) -> list[Measured]:
         """The largest singular values of all matrices."""
@@ -121,11 +121,15 @@ class _SingularValues:
         ]
         return [Measured.of(row, 1.0) for row in groups.pack(arrays)]
 
-    def scaled(self, leaf: Any, by: Array, axes: tuple[int, ...], method: Method) -> Any:
+    def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
+        """What becomes of matrices that are not finite, and the limits of the others."""
+        return by.ratio, limits
+
+    def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], method: Method) -> Any:
         """The leaf with the singular values of its matrices clipped."""
         del method
-        _, ratio, limit = by
-        return _clipped(leaf, limit, ratio, leaf.ndim - len(axes), self)
+        ratios, limits = columns
+        return _clipped(leaf, limits, ratios, leaf.ndim - len(axes), self)
 
 
 def _refuse_parts(leaves: list[Any], groups: Groups, method: Method) -> None:

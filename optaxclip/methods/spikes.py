@@ -8,8 +8,7 @@ Both also reset Adam's moments, as `reset_state` does.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -21,22 +20,18 @@ import optaxclip.thresholds as thresholds
 from optaxclip._base.arguments import check_state, checked_int, checked_name
 from optaxclip._base.counters import increased
 from optaxclip._base.numerics import (
-    accumulation_dtype,
-    broadcast_over,
-    match_weak_type,
     multiply,
-    promoted,
-    safe_sqrt,
     select,
 )
 from optaxclip._base.transformation import Transformation, transformation
-from optaxclip._base.trees import data_of, flatten, with_data
+from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip._engine.clip import stage
 from optaxclip._engine.entries import entries
 from optaxclip._engine.options import Options, ScaleOptions, takes
-from optaxclip._engine.step import BY_NORM, ByNorm, Method
-from optaxclip.methods.elementwise import clamp_leaves
+from optaxclip._engine.respond import Multiplier
+from optaxclip._engine.step import ByNorm, run
+from optaxclip.methods.elementwise import clamp_leaf
 from optaxclip.methods.moments import NamedMoments, dense, zero_moments
 from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.base import FLOOR, at_least, within
@@ -106,11 +101,12 @@ def clip_by_moving_max(
 class _OnlyAbove(ByNorm):
     """Shrinks only the entries of a group that are above its limit."""
 
-    needs_limits: bool = True
+    def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
+        """The fields of the multiplier, and the moduli above which entries are multiplied.
 
-    def scaled(self, leaf: Any, by: Array, axes: tuple[int, ...], method: Method) -> Any:
-        """The leaf, in which entries above the limit are multiplied."""
-        return _only_above(leaf, by, axes, method)
+        In a group that is not finite all entries are, so there the third number is -1.
+        """
+        return (*by, select(by.ratio > 0, limits, -1))
 
 
 def clip_by_second_moment(
@@ -189,25 +185,11 @@ def clip_by_second_moment(
                 f"{name}: the updates have the leaves {unknown}, which the params passed to init "
                 "did not have"
             )
-        clipped, count, moments = _clamped(
-            settings, flat.measured_leaves(), old.of_leaves(flat, name), state.steps, period=period
-        )
+        operands = (settings, flat.measured_leaves(), old.of_leaves(flat, name), state.steps)
+        clipped, count, moments = run(_clamped, *operands, period=period)
         return flat.rebuild(clipped), SecondMomentState(count, old.replaced(flat, moments))
 
     return transformation(init, update)
-
-
-# Compiled by itself, so that it is traced once for leaves of one shape.
-@functools.partial(jax.jit, static_argnames=("axes", "method"))
-def _only_above(leaf: Any, by: Array, axes: tuple[int, ...], method: Method) -> Any:
-    """The leaf times its multiplier; entries at or below the limit stay as they are."""
-    _, ratio, limit = by
-    shrunk = BY_NORM.scaled(leaf, by[:2], axes, method)
-    x, y = map(data_of, (leaf, shrunk))
-    # The ratio is NaN or 0 for a group that is not finite, whose entries all change.
-    limit = broadcast_over(select(ratio > 0, limit, -1), axes)
-    modulus, limit = promoted([jnp.abs(x).astype(accumulation_dtype(x.dtype)), limit])
-    return with_data(leaf, match_weak_type(lax.select(modulus <= limit, x, y), x))
 
 
 class _Settings(NamedTuple):
@@ -216,32 +198,45 @@ class _Settings(NamedTuple):
     warmup_steps: Any
 
 
-@functools.partial(jax.jit, static_argnames="period")
 def _clamped(
-    settings: _Settings, leaves: list[Any], moments: list[Array], count: Array, period: int | None
+    settings: _Settings,
+    leaves: list[Any],
+    moments: list[Array],
+    count: Array,
+    *,
+    period: int | None,
 ) -> tuple[list[Any], Array, list[Array]]:
     step = count
     if period is not None:
         step = count % period
         moments = [jnp.where(step == 0, 0, v) for v in moments]
     is_active = step >= settings.warmup_steps
-    bounds = [_bound(settings.threshold, v, is_active) for v in moments]
-    clipped = clamp_leaves(leaves, None, bounds)
-    rows = zip(leaves, clipped, moments, strict=True)
-    after = [_moved(settings.decay, *row) for row in rows]
-    return clipped, increased(count, period=period or 1), after
+    rows = zip(leaves, moments, strict=True)
+    pairs = [_clamped_by(*row, settings.threshold, settings.decay, is_active) for row in rows]
+    clipped, moments = ([pair[k] for pair in pairs] for k in range(2))
+    return clipped, increased(count, period=period or 1), moments
 
 
-# Both are compiled by themselves, so that they are traced once for leaves of one shape.
+# Compiled by itself, so that it is traced once for leaves of one shape.
 @jax.jit
-def _bound(threshold: Any, moment: Array, is_active: Array) -> Array:
+def _clamped_by(
+    leaf: Any, moment: Array, threshold: Any, decay: Any, is_active: Array
+) -> tuple[Any, Array]:
+    """A leaf, clipped by its average, and the average after that."""
+    clipped = clamp_leaf(leaf, None, _bound(moment, threshold, is_active))
+    return clipped, _moved(moment, decay, leaf, clipped)
+
+
+def _bound(moment: Array, threshold: Any, is_active: Array) -> Array:
     of_threshold = lax.sqrt(jnp.asarray(threshold).astype(moment.dtype))
-    is_bound = lax.bitwise_and(lax.gt(moment, jnp.zeros_like(moment)), is_active)
-    return select(is_bound, multiply(safe_sqrt(moment), of_threshold), jnp.inf)
+    is_positive = lax.gt(moment, jnp.zeros_like(moment))
+    # The root of 1 in the place of that of 0, which has no derivative.
+    root = lax.sqrt(select(is_positive, moment, 1))
+    is_bound = lax.bitwise_and(is_positive, is_active)
+    return select(is_bound, multiply(root, of_threshold), jnp.inf)
 
 
-@jax.jit
-def _moved(decay: Any, leaf: Any, clipped: Any, moment: Array) -> Array:
+def _moved(moment: Array, decay: Any, leaf: Any, clipped: Any) -> Array:
     """The average with the square of the clipped entry, where the incoming entry was finite."""
     square = norms.l2.map(entries(jnp.asarray(clipped), moment.dtype))
     square = lax.min(square, jnp.finfo(moment.dtype).max)

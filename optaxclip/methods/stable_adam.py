@@ -187,8 +187,8 @@ def _ratio(grad: Any, mu: Array, nu: Array, shares: Array, eps: Any) -> Array:
 def _direction(
     grad: Any, mu: Array, nu: Array, columns: Array, eps: Any
 ) -> tuple[Array, Array, Array]:
-    *shares, factor = columns
-    mu, nu = _averages(grad, mu, nu, jnp.stack(shares))
+    mu, nu = _averages(grad, mu, nu, columns[:2])
+    factor = columns[2]
     factor = broadcast_over(factor.astype(nu.dtype), tuple(range(factor.ndim, nu.ndim)))
     direction = _by(_divided, mu, lax.add(safe_sqrt(nu), _as(eps, nu.dtype)))
     x = jnp.asarray(grad)
@@ -199,8 +199,8 @@ def _averages(grad: Any, mu: Array, nu: Array, shares: Array) -> tuple[Array, Ar
     """Both averages after this step, which counts with these shares: `[2, tensors of the leaf]`."""
     g, axes = _entries(grad, mu), tuple(range(shares.ndim - 1, nu.ndim))
     of_mu, of_nu = (broadcast_over(share.astype(nu.dtype), axes) for share in shares)
-    finite = _by(_held, select(jnp.isfinite(g), g, 0), _largest_root(nu.dtype))
-    square = lax.min(norms.l2.map(finite), jnp.finfo(nu.dtype).max)
+    finite = by_parts(_held, select(jnp.isfinite(g), g, 0))
+    square = norms.l2.map(finite)
     mu = lax.add(mu, times(lax.sub(finite, mu), of_mu))
     return mu, lax.add(nu, times(lax.sub(square, nu), of_nu))
 
@@ -223,13 +223,10 @@ def _by(operation: Callable[[Array, Array], Array], x: Array, y: Array) -> Array
     return by_parts(lambda part: operation(part, jnp.broadcast_to(y, part.shape)), x)
 
 
-def _held(x: Array, bound: Array) -> Array:
-    return lax.clamp(lax.neg(bound), x, bound)
-
-
-def _largest_root(dtype: Any) -> Array:
-    """The largest number of the dtype whose square does not overflow."""
-    return _as(math.sqrt(jnp.finfo(dtype).max) * (1 - 1e-6), dtype)
+def _held(x: Array) -> Array:
+    """`x`, within the numbers of which two squares can be added without overflow."""
+    bound = math.sqrt(jnp.finfo(x.dtype).max / 2) * (1 - 1e-6)
+    return lax.clamp(x.dtype.type(-bound), x, x.dtype.type(bound))
 
 
 def _as(number: Any, dtype: Any) -> Array:
