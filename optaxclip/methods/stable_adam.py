@@ -13,11 +13,11 @@ import optaxclip.norms as norms
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased
 from optaxclip._base.numerics import (
+    accumulation_dtype,
     broadcast_over,
     by_parts,
     match_weak_type,
     norm_dtype,
-    safe_sqrt,
     select,
 )
 from optaxclip._base.transformation import Transformation, transformation
@@ -26,6 +26,7 @@ from optaxclip._base.types import ClipState, NonFinite, PyTree
 from optaxclip._engine.clip import groups_of, stage
 from optaxclip._engine.entries import times
 from optaxclip._engine.options import Options, PlaceOptions, takes
+from optaxclip._engine.step import run
 from optaxclip.methods.moments import NamedMoments, dense, zero_moments
 from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.fixed import ScalarOrSchedule, check_limit
@@ -67,8 +68,8 @@ def scale_by_stable_adam(
     shortened, so its stage comes behind this one in the chain.
 
     A leaf that is not finite keeps its averages, as if the step had not been. Averages are float32
-    (float64 for float64 leaves). Entries above 1.8e19, whose squares overflow in float32, count as
-    1.8e19. Integer and other leaves pass untouched.
+    (float64 for float64 leaves). Parts of entries above 1.3e19 count as 1.3e19, as their squares
+    would overflow in float32. Integer and other leaves pass untouched.
 
     Source: Wortsman, Dettmers, Zettlemoyer, Morcos, Farhadi and Schmidt, 2023, arXiv 2304.13013;
     the clip is that of Shazeer and Stern, 2018, arXiv 1804.04235.
@@ -133,13 +134,13 @@ def scale_by_stable_adam(
         old = (mu.of_leaves(flat, name), nu.of_leaves(flat, name))
         dtype = norm_dtype(average.dtype for average in old[1])
         shares = [_share(beta, increased(state.steps), dtype) for beta in betas]
-        ratios = _ratios(flat.measured_leaves(), *old, of_leaves(shares), eps)
+        ratios = run(_ratios, flat.measured_leaves(), *old, of_leaves(shares[1:]), eps)
         _, clip_state = clip.update(flat.rebuild(ratios), state.clip)
         taken = jnp.isfinite(clip_state.info.norm) & np.array(groups.grouping.present, bool)
         # A tensor that is not finite counts for nothing in its averages.
         shares = [jnp.where(taken, share, 0) for share in shares]
         columns = of_leaves([*shares, clip_state.info.factor.astype(dtype)])
-        directions, *new = _directions(flat.measured_leaves(), *old, columns, eps)
+        directions, *new = run(_directions, flat.measured_leaves(), *old, columns, eps)
         return flat.rebuild(directions), StableAdamState(
             clip_state,
             increased(state.steps, taken),
@@ -158,15 +159,13 @@ def _checked_decay(decay: Any, argument: str) -> Any:
     return decay
 
 
-@jax.jit
 def _ratios(
-    grads: list[Any], mus: list[Array], nus: list[Array], shares: list[Array], eps: Any
+    grads: list[Any], mus: list[Array], nus: list[Array], columns: list[Array], eps: Any
 ) -> list[Array]:
     """The gradients divided by the root of the average of their squares, this step included."""
-    return [_ratio(*row, eps) for row in zip(grads, mus, nus, shares, strict=True)]
+    return [_ratio(*row, eps) for row in zip(grads, mus, nus, columns, strict=True)]
 
 
-@jax.jit
 def _directions(
     grads: list[Any], mus: list[Array], nus: list[Array], columns: list[Array], eps: Any
 ) -> tuple[list[Array], list[Array], list[Array]]:
@@ -178,31 +177,41 @@ def _directions(
 
 # Both are compiled by themselves, so that they are traced once for leaves that are alike.
 @jax.jit
-def _ratio(grad: Any, mu: Array, nu: Array, shares: Array, eps: Any) -> Array:
-    _, nu = _averages(grad, mu, nu, shares)
-    return _by(_divided, _entries(grad, mu), lax.max(safe_sqrt(nu), _as(eps, nu.dtype)))
+def _ratio(grad: Any, mu: Array, nu: Array, columns: Array, eps: Any) -> Array:
+    g = _entries(grad, mu)
+    # Entries that are not finite need not be left out here, as they have no finite ratio anyway.
+    # So XLA shares nothing with the directions, for which it would store an array for each leaf.
+    nu = _average(nu, _square(g), columns[0])
+    return _over_root(g, nu, eps, lax.max)
 
 
 @jax.jit
 def _direction(
     grad: Any, mu: Array, nu: Array, columns: Array, eps: Any
 ) -> tuple[Array, Array, Array]:
-    mu, nu = _averages(grad, mu, nu, columns[:2])
-    factor = columns[2]
-    factor = broadcast_over(factor.astype(nu.dtype), tuple(range(factor.ndim, nu.ndim)))
-    direction = _by(_divided, mu, lax.add(safe_sqrt(nu), _as(eps, nu.dtype)))
-    x = jnp.asarray(grad)
-    return match_weak_type(times(direction, factor).astype(x.dtype), x), mu, nu
+    """From the shares of this step in both averages, and the factor of the clip."""
+    of_mu, of_nu, factor = columns
+    g = _entries(grad, mu)
+    g = select(jnp.isfinite(g), g, 0)
+    mu, nu = _average(mu, by_parts(_held, g), of_mu), _average(nu, _square(g), of_nu)
+    x, direction = jnp.asarray(grad), _over_root(mu, nu, eps, lax.add)
+    direction = times(direction, _beside(factor, nu))
+    return match_weak_type(direction.astype(x.dtype), x), mu, nu
 
 
-def _averages(grad: Any, mu: Array, nu: Array, shares: Array) -> tuple[Array, Array]:
-    """Both averages after this step, which counts with these shares: `[2, tensors of the leaf]`."""
-    g, axes = _entries(grad, mu), tuple(range(shares.ndim - 1, nu.ndim))
-    of_mu, of_nu = (broadcast_over(share.astype(nu.dtype), axes) for share in shares)
-    finite = by_parts(_held, select(jnp.isfinite(g), g, 0))
-    square = norms.l2.map(finite)
-    mu = lax.add(mu, times(lax.sub(finite, mu), of_mu))
-    return mu, lax.add(nu, times(lax.sub(square, nu), of_nu))
+def _average(before: Array, new: Array, share: Array) -> Array:
+    """The average with new numbers, which count with this share: one for each tensor of a leaf."""
+    return lax.add(before, times(lax.sub(new, before), _beside(share, new)))
+
+
+def _square(g: Array) -> Array:
+    return norms.l2.map(by_parts(_held, g))
+
+
+def _beside(of_tensors: Array, entries: Array) -> Array:
+    """A number for each tensor of a leaf, as it broadcasts to the entries."""
+    of_tensors = of_tensors.astype(accumulation_dtype(entries.dtype))
+    return broadcast_over(of_tensors, tuple(range(of_tensors.ndim, entries.ndim)))
 
 
 def _entries(grad: Any, mu: Array) -> Array:
@@ -218,9 +227,14 @@ def _share(beta: Any, count: Array, dtype: Any) -> Array:
     return jnp.where(count <= 1, 1, share)
 
 
-def _by(operation: Callable[[Array, Array], Array], x: Array, y: Array) -> Array:
-    """`operation(x, y)` for real `y`; for complex `x` on its real and imaginary parts."""
-    return by_parts(lambda part: operation(part, jnp.broadcast_to(y, part.shape)), x)
+def _over_root(x: Array, square: Array, eps: Any, joined: Callable[[Array, Array], Array]) -> Array:
+    """`x / joined(sqrt(square), eps)`; where both are 0, `x` itself, which is below 1e-19 then."""
+    eps = _as(eps, square.dtype)
+    is_positive = lax.gt(square, jnp.zeros_like(square))
+    root = lax.sqrt(select(is_positive, square, 1))
+    of_zero = jnp.broadcast_to(select(eps == 0, 1, eps), square.shape)
+    divisor = select(is_positive, joined(root, jnp.broadcast_to(eps, square.shape)), of_zero)
+    return by_parts(lambda part: lax.div(part, divisor), x)
 
 
 def _held(x: Array) -> Array:
@@ -231,8 +245,3 @@ def _held(x: Array) -> Array:
 
 def _as(number: Any, dtype: Any) -> Array:
     return jnp.asarray(number).astype(dtype)
-
-
-def _divided(x: Array, y: Array) -> Array:
-    is_zero = lax.eq(y, jnp.zeros_like(y))
-    return select(is_zero, 0, lax.div(x, select(is_zero, 1, y)))
