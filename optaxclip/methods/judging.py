@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from optaxclip._base.counters import increased
-from optaxclip._base.numerics import match_weak_type, narrowed
+from optaxclip._base.numerics import match_weak_type, narrowed, select
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
 from optaxclip._engine.checks import check_rule_state
 
@@ -87,11 +87,15 @@ def kept_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
 
 def zero_where(where: Array, tree: PyTree) -> PyTree:
     """Zeros where `where` is True, else the tree; PRNG keys and `float0` leaves stay."""
-    zeros = jax.tree.map(lambda x: x if is_opaque(x) else jnp.zeros_like(x), tree)
-    return kept_where(where, zeros, tree)
+    return jax.tree.map(lambda x: x if is_opaque(x) else _zeroed(where, x), tree)
 
 
-# Compiled by itself so that it is traced once for leaves that are alike.
+# Both are compiled by themselves so that they are traced once for leaves that are alike.
+@jax.jit
+def _zeroed(where: Array, x: Array) -> Array:
+    return match_weak_type(select(where, 0, x), x)
+
+
 @jax.jit
 def _chosen(where: Array, x: Array, y: Array) -> Array:
     chosen = lax.select(where, x.astype(y.dtype), y)
