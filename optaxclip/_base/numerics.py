@@ -82,8 +82,7 @@ def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:
     """
     zero = y == 0
     unit = lax.stop_gradient(power_of_two_below(jnp.abs(y)))
-    per_unit = reciprocal_of_power(unit)
-    return jnp.where(zero, otherwise, (x * per_unit) / jnp.where(zero, 1, y * per_unit))
+    return jnp.where(zero, otherwise, (x / unit) / jnp.where(zero, 1, y / unit))
 
 
 def power_of_two_below(x: Array) -> Array:

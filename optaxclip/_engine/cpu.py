@@ -7,6 +7,7 @@ as float32. One such sum is exact for all norms of float32, so there is no secon
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,15 @@ def in_float32(norm: Array, *, from_above: bool) -> tuple[Array, Array, Array, A
     near = (1 / nearest).astype(norm.dtype)
     inverse = near * (2 - exact * near)
     return fraction.astype(jnp.float32), inverse.astype(jnp.float32), one, size
+
+
+def quotients(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
+    """Quotients of arrays of one shape, by one division.
+
+    Callers stack them, and XLA on CPU would stack several arrays anew for each leaf that takes its
+    part of them: a clip of 200 leaves by their own norms has a tenth more instructions then.
+    """
+    return tuple(jnp.stack(dividends) / jnp.stack(divisors))
 
 
 def scaled_bfloat16(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:

@@ -30,8 +30,18 @@ def sum_of_columns(
     norm: Norm,
     dtype: jnp.dtype,
     scales: tuple[float, ...],
+    in_one_piece: bool,
 ) -> tuple[Array, ...]:
-    """The sums of a leaf in float32 at all scales, from one sum in float64."""
+    """The sums of a leaf in float32 at all scales, from one sum in float64.
+
+    Args:
+      leaf: a leaf in float32 or narrower.
+      axes: the axes to sum over.
+      norm: what is summed.
+      dtype: float32.
+      scales: the powers of two by which entries would be multiplied.
+      in_one_piece: whether no axis may be split over devices.
+    """
     with jax.enable_x64(True):
         if leaf.dtype == jnp.float32:
             # `abs` changes no power, but without it XLA stores more intermediate results
@@ -41,29 +51,36 @@ def sum_of_columns(
             x = entries(leaf, jnp.float64)
         powers = norm.map(x)
         if jnp.finfo(leaf.dtype).bits < 32:
-            powers = _folded(powers, axes)
+            powers = _folded(powers, axes, in_one_piece)
         wide = lax.reduce_sum(powers, axes)
         return tuple((wide * by**norm.degree).astype(dtype) for by in scales)
 
 
-def _folded(x: Array, axes: tuple[int, ...]) -> Array:
-    """Partial sums of up to 256 entries along the last axis that is summed, of narrow columns.
+def _folded(x: Array, axes: tuple[int, ...], in_one_piece: bool) -> Array:
+    """Partial sums of up to 256 entries along the last axes that are summed, of narrow columns.
 
     Otherwise XLA stores the converted entries of narrow dtypes, unless the columns are many: AGC in
     bfloat16 moves 18 times the gradients of matrices `[4096, 1024]`, in place of 2.1.
     """
-    is_fixed = fixed_size(x.size) is not None
-    axis = max(axes, default=-1)
-    columns = x.shape[axis + 1 :]
-    if not (is_fixed and axes and columns) or math.prod(columns) >= _MANY_COLUMNS:
+    last = max(axes, default=-1)
+    columns = x.shape[last + 1 :]
+    if fixed_size(x.size) is None or not (axes and columns) or math.prod(columns) >= _MANY_COLUMNS:
         return x
-    # At least eight sums, so that as many devices can share them.
-    count = x.shape[axis]
-    fold = max((n for n in range(8, 257) if count % (8 * n) == 0), default=1)
+    first = last
+    # Axes that lie side by side count as one, as the kernels of a convolution have few channels; if
+    # one of them were split over devices, they would have to be gathered.
+    while in_one_piece and first - 1 in axes:
+        first -= 1
+    front, count = x.shape[:first], math.prod(x.shape[first : last + 1])
+    # Of fewer than 64 entries each, the sums would be too many to store. A leaf that eight devices
+    # may share needs at least eight sums.
+    least, sums = (min(count, 64), 1) if in_one_piece else (8, 8)
+    fold = max((n for n in range(least, 257) if count % (sums * n) == 0), default=1)
     if fold == 1:
         return x
-    rows = x.reshape(*x.shape[:axis], count // fold, fold, *x.shape[axis + 1 :])
-    return lax.optimization_barrier(lax.reduce_sum(rows, [axis + 1]))
+    rows = lax.reduce_sum(x.reshape(*front, count // fold, fold, *columns), [first + 1])
+    ones = (1,) * (last - first)
+    return lax.optimization_barrier(rows.reshape(*front, *ones, count // fold, *columns))
 
 
 _MANY_COLUMNS = 1536

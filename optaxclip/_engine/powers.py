@@ -100,7 +100,8 @@ def at_scales(
     over_all = len(axes) == np.ndim(data_of(leaf))
     if over_all and (groups.placement.in_one_piece or devices.manual_axes()):
         return at_once(leaf, **options)
-    on_gpu = functools.partial(gpu.sum_of_columns, **options, scales=scales(norm, dtype))
+    pieces = {"scales": scales(norm, dtype), "in_one_piece": groups.placement.in_one_piece}
+    on_gpu = functools.partial(gpu.sum_of_columns, **options, **pieces)
     default = functools.partial(one_by_one if groups.together else at_once, **options)
     return lax.platform_dependent(leaf, cuda=on_gpu, rocm=on_gpu, default=default)
 

@@ -5,12 +5,14 @@ out  a `Multiplier` of that shape
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+import optaxclip._engine.cpu as cpu
 from optaxclip._base.numerics import reciprocal_of_power
 from optaxclip._base.types import NonFinite
 from optaxclip._engine.measure import Measured
@@ -95,12 +97,16 @@ def multiplier(
     factor = jnp.abs(ratio * per_size)
     # Its derivative is about as large as the factor over the norm.
     is_normal = _is_normal(factor) & _is_normal(factor * per_size)
-    # One division comes last, because XLA stores its results, and repeats cheaper operations for
-    # each leaf.
-    ratio = jnp.where(is_bad, replacement, ratio)
-    of_power, of_ratio = jnp.where(is_normal, 1, size), jnp.where(is_normal, size, 1)
-    both = jnp.stack([jnp.ones_like(ratio), ratio]) / jnp.stack([of_power, of_ratio])
-    return Multiplier(both[0], both[1])
+    # Divisions come last, because XLA stores their results, and repeats cheaper operations for each
+    # leaf.
+    dividends = (jnp.ones_like(ratio), jnp.where(is_bad, replacement, ratio))
+    divisors = (jnp.where(is_normal, 1, size), jnp.where(is_normal, size, 1))
+    quotients = {"cpu": cpu.quotients, "default": _quotients}
+    return Multiplier(*lax.platform_dependent(dividends, divisors, **quotients))
+
+
+def _quotients(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
+    return tuple(x / y for x, y in zip(dividends, divisors, strict=True))
 
 
 def _is_normal(factor: Array) -> Array:

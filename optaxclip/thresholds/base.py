@@ -30,7 +30,7 @@ from jax.tree_util import Partial
 from optaxclip._base.counters import increased
 from optaxclip._base.grouping import concatenated, split_up
 from optaxclip._base.names import Names
-from optaxclip._base.numerics import narrowed, power_of_two_below, reciprocal_of_power, safe_sqrt
+from optaxclip._base.numerics import narrowed, power_of_two_below, safe_sqrt
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.fixed import check_limit
 
@@ -245,8 +245,7 @@ def select(where: Array, new: PyTree, old: PyTree) -> PyTree:
 def root_of_squares(x: Array, y: Array) -> Array:
     """`sqrt(x**2 + y**2)`, also where a square overflows or underflows."""
     unit = jax.lax.stop_gradient(power_of_two_below(jnp.maximum(jnp.abs(x), jnp.abs(y))))
-    per_unit = reciprocal_of_power(unit)
-    return unit * safe_sqrt(jnp.square(x * per_unit) + jnp.square(y * per_unit))
+    return unit * safe_sqrt(jnp.square(x / unit) + jnp.square(y / unit))
 
 
 def _init(static: _Static, settings: Any, norms: NormTree) -> AdaptiveState:
@@ -287,7 +286,7 @@ def _like(norms: NormTree, limits: Array) -> NormTree:
 def _norm_of_all(norms: Array) -> Array:
     """The L2 norm of all groups, from the norms of each, which are finite."""
     unit = power_of_two_below(jnp.max(norms, initial=0))
-    return unit * safe_sqrt(jnp.sum(jnp.square(norms * reciprocal_of_power(unit))))
+    return unit * safe_sqrt(jnp.sum(jnp.square(norms / unit)))
 
 
 def _step(
