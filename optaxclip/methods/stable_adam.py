@@ -228,11 +228,11 @@ def _share(beta: Any, count: Array, dtype: Any) -> Array:
 
 
 def _over_root(x: Array, square: Array, eps: Any, joined: Callable[[Array, Array], Array]) -> Array:
-    """`x / joined(sqrt(square), eps)`; where both are 0, `x` itself, which is below 1e-19 then."""
+    """`x / joined(sqrt(square), eps)`, and 0 where both are 0."""
     eps = _as(eps, square.dtype)
     is_positive = lax.gt(square, jnp.zeros_like(square))
     root = lax.sqrt(select(is_positive, square, 1))
-    of_zero = jnp.broadcast_to(select(eps == 0, 1, eps), square.shape)
+    of_zero = jnp.broadcast_to(select(eps == 0, jnp.inf, eps), square.shape)
     divisor = select(is_positive, joined(root, jnp.broadcast_to(eps, square.shape)), of_zero)
     return by_parts(lambda part: lax.div(part, divisor), x)
 

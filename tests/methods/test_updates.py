@@ -145,6 +145,16 @@ def test_stable_adam_of_any_range_and_of_zeros():
         assert np.all(np.abs(updates) <= 2.5)
 
 
+def test_stable_adam_does_not_move_an_entry_whose_second_moment_is_zero():
+    tx, zeros = optaxclip.scale_by_stable_adam(eps=0.0), jnp.zeros(2)
+    # The average of squares underflows sooner than that of gradients, if its decay is the smaller.
+    late = {"steps": jnp.array([1000]), "mu": jnp.float32([0.5, 0.0])}
+    state = tx.init(zeros)._replace(**late)
+    updates, state = tx.update(zeros, state)
+    assert updates.tolist() == [0, 0]
+    assert state.nu.tolist() == [0, 0]
+
+
 def test_weight_decay_is_not_shortened():
     direction, params = optaxclip.scale_by_stable_adam(), jnp.ones(2)
     with jax.numpy_dtype_promotion("standard"):
