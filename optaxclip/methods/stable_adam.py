@@ -232,8 +232,8 @@ def _over_root(x: Array, square: Array, eps: Any, joined: Callable[[Array, Array
     eps = _as(eps, square.dtype)
     is_positive = lax.gt(square, jnp.zeros_like(square))
     root = lax.sqrt(select(is_positive, square, 1))
-    of_zero = jnp.broadcast_to(select(eps == 0, jnp.inf, eps), square.shape)
-    divisor = select(is_positive, joined(root, jnp.broadcast_to(eps, square.shape)), of_zero)
+    of_zero = lax.full_like(square, select(eps == 0, jnp.inf, eps))
+    divisor = select(is_positive, joined(root, eps), of_zero)
     return by_parts(lambda part: lax.div(part, divisor), x)
 
 
