@@ -80,7 +80,7 @@ def growth(effort: Effort, tell: Tell) -> list[Row]:
 def many_leaves(effort: Effort, tell: Tell) -> list[Row]:
     """Small leaves: to trace, lower and compile from empty caches, and to run.
 
-    Beside what clips by a plain norm, and with least work: no norm is rescued, no entry is kept.
+    Beside what clips by a plain norm, and with least work: norms may overflow, no entry is kept.
     """
     rows = []
     for count in effort.leaf_counts:

@@ -23,7 +23,7 @@ EPS = 1e-3
 
 
 def other_clips(effort: Effort, tell: Tell) -> list[Row]:
-    """In an AdamW step, beside what clips by plain norms: none is rescued, nothing is recorded."""
+    """In an AdamW step, beside clips by plain norms, which may overflow and keep no record."""
     grads, rows = filled(transformer(effort.layers, effort.width), jnp.float32), []
     for case, clips in _methods().items():
         tell(case)

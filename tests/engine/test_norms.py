@@ -211,7 +211,7 @@ def test_clip_by_block_rms():
 @pytest.mark.parametrize("norm", ["l1", "l2", "linf", "rms", "mean_abs", norms.lp(3)], ids=str)
 @pytest.mark.parametrize("extreme", [1e-30, 1e30, 3e38, math.inf])
 @pytest.mark.parametrize("scope", ["leaf", "unit"])
-def test_rescue_of_one_group_leaves_the_others_alone(scope, extreme, norm):
+def test_the_range_of_one_group_leaves_the_others_alone(scope, extreme, norm):
     rng = np.random.default_rng(0)
     plain = rng.uniform(-1, 1, (70, 3)).astype(np.float32)
     mixed = plain * np.array([1, extreme, 1], np.float32)

@@ -295,7 +295,7 @@ def test_below_the_limit_nothing_changes(dtype, scope):
 
 EXTREMES = [(F32, 1e-36), (F32, 3e38), (BF16, 1e-36), (BF16, 3e38), (F16, 6e-8), (F16, 6e4)]
 EXTREMES += [(F64, 1e-300), (F64, 1.7e308), (np.complex64, 1e-36), (np.complex64, 2e38)]
-# Norms see but real and complex entries of two widths. Large leaves are rescued in another way.
+# Norms see but real and complex entries of two widths. Large leaves are summed in another way.
 RESCUED = [("l2", *extreme, repeats) for extreme in EXTREMES for repeats in (1, 2000)]
 RESCUED += [
     (norm, dtype, size, 1)
@@ -304,7 +304,7 @@ RESCUED += [
     if norm != "l2" and dtype in (F32, F64, np.complex64)
 ]
 RESCUED += [("l1", *extreme, 2000) for extreme in EXTREMES if extreme[0] == F32]
-# The means are rescued as the norms that they are of.
+# The means are those norms over a count.
 QUICK = {True: [(norm, 1) for norm in ("l1", "l2", "linf", "lp(1.5)", "lp(3)")] + [("l2", 2000)]}
 QUICK[False] = [("l2", 1)]
 
