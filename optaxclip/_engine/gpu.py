@@ -67,8 +67,8 @@ def _folded(x: Array, axes: tuple[int, ...], in_one_piece: bool) -> Array:
     if fixed_size(x.size) is None or not (axes and columns) or math.prod(columns) >= _MANY_COLUMNS:
         return x
     first = last
-    # Axes that lie side by side count as one, as the kernels of a convolution have few channels: AGC
-    # of a ResNet-50 moves 2.28 times the gradients, and 2.46 with the last axis alone. If one of
+    # Axes side by side count as one, as the kernels of a convolution have few channels: AGC of a
+    # ResNet-50 moves 2.28 times the gradients, and 2.46 times with the last axis alone. If one of
     # them were split over devices, they would have to be gathered.
     while in_one_piece and first - 1 in axes:
         first -= 1

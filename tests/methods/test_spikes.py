@@ -159,6 +159,21 @@ def test_what_is_not_finite_is_as_if_it_had_not_been(make, bad):
     np.testing.assert_array_equal(states.info.limit[-1], alone.info.limit[-1])
 
 
+def test_an_entry_at_the_limit_stays_in_a_leaf_that_is_clipped():
+    tx = made(optaxclip.clip_by_moving_max, decay=0.5)
+    limit = drive(tx, np.float32([[1, 1], [4, 1]]))[1].info.limit[-1, 0]
+    (clipped, at_limit) = drive(tx, np.float32([[1, 1], [4, limit]]))[0][-1]
+    assert clipped < 4
+    assert at_limit == limit
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("nan", np.nan), ("zero", 0.0)])
+def test_all_entries_of_a_leaf_that_is_not_finite_change(policy, expected):
+    tx = made(optaxclip.clip_by_moving_max, nonfinite=policy)
+    updates, _ = drive(tx, np.float32([[1, 0.5], [np.inf, 0.5]]))
+    np.testing.assert_array_equal(updates[-1], [expected] * 2)
+
+
 def test_zeros_have_no_history():
     for make in (optaxclip.clip_by_moving_max, optaxclip.normalize_by_norm_history):
         updates, _ = drive(made(make), np.float32([[0, 0], [3, 4], [0, 0]]))
