@@ -70,8 +70,13 @@ def multiply(x: Array, y: Array | float) -> Array:
 
 def safe_sqrt(x: Array) -> Array:
     """The square root of `x >= 0`, whose derivative is 0 at 0."""
-    positive = x > 0
-    return select(positive, lax.sqrt(select(positive, x, 1)), x)
+    return select(*root_of_positive(x), x)
+
+
+def root_of_positive(x: Array) -> tuple[Array, Array]:
+    """Where `x` is above 0, and its square root there; elsewhere 1, as 0 has no derivative."""
+    is_positive = lax.gt(x, jnp.zeros_like(x))
+    return is_positive, lax.sqrt(select(is_positive, x, 1))
 
 
 def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:

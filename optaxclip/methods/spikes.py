@@ -21,6 +21,7 @@ from optaxclip._base.arguments import check_state, checked_int, checked_name
 from optaxclip._base.counters import increased
 from optaxclip._base.numerics import (
     multiply,
+    root_of_positive,
     select,
 )
 from optaxclip._base.transformation import Transformation, transformation
@@ -229,9 +230,7 @@ def _clamped_by(
 
 def _bound(moment: Array, threshold: Any, is_active: Array) -> Array:
     of_threshold = lax.sqrt(jnp.asarray(threshold).astype(moment.dtype))
-    is_positive = lax.gt(moment, jnp.zeros_like(moment))
-    # The root of 1 in the place of that of 0, which has no derivative.
-    root = lax.sqrt(select(is_positive, moment, 1))
+    is_positive, root = root_of_positive(moment)
     is_bound = lax.bitwise_and(is_positive, is_active)
     return select(is_bound, multiply(root, of_threshold), jnp.inf)
 

@@ -18,6 +18,7 @@ from optaxclip._base.numerics import (
     by_parts,
     match_weak_type,
     norm_dtype,
+    root_of_positive,
     select,
 )
 from optaxclip._base.transformation import Transformation, transformation
@@ -181,7 +182,7 @@ def _ratio(grad: Any, mu: Array, nu: Array, columns: Array, eps: Any) -> Array:
     g = _entries(grad, mu)
     # Entries that are not finite need not be left out here, as they have no finite ratio anyway.
     # So XLA shares nothing with the directions, for which it would store an array for each leaf.
-    nu = _average(nu, _square(g), columns[0])
+    nu = _average(nu, norms.l2.map(by_parts(_held, g)), columns[0])
     return _over_root(g, nu, eps, lax.max)
 
 
@@ -192,8 +193,8 @@ def _direction(
     """From the shares of this step in both averages, and the factor of the clip."""
     of_mu, of_nu, factor = columns
     g = _entries(grad, mu)
-    g = select(jnp.isfinite(g), g, 0)
-    mu, nu = _average(mu, by_parts(_held, g), of_mu), _average(nu, _square(g), of_nu)
+    g = by_parts(_held, select(jnp.isfinite(g), g, 0))
+    mu, nu = _average(mu, g, of_mu), _average(nu, norms.l2.map(g), of_nu)
     x, direction = jnp.asarray(grad), _over_root(mu, nu, eps, lax.add)
     direction = times(direction, _beside(factor, nu))
     return match_weak_type(direction.astype(x.dtype), x), mu, nu
@@ -202,10 +203,6 @@ def _direction(
 def _average(before: Array, new: Array, share: Array) -> Array:
     """The average with new numbers, which count with this share: one for each tensor of a leaf."""
     return lax.add(before, times(lax.sub(new, before), _beside(share, new)))
-
-
-def _square(g: Array) -> Array:
-    return norms.l2.map(by_parts(_held, g))
 
 
 def _beside(of_tensors: Array, entries: Array) -> Array:
@@ -230,8 +227,7 @@ def _share(beta: Any, count: Array, dtype: Any) -> Array:
 def _over_root(x: Array, square: Array, eps: Any, joined: Callable[[Array, Array], Array]) -> Array:
     """`x / joined(sqrt(square), eps)`, and 0 where both are 0."""
     eps = _as(eps, square.dtype)
-    is_positive = lax.gt(square, jnp.zeros_like(square))
-    root = lax.sqrt(select(is_positive, square, 1))
+    is_positive, root = root_of_positive(square)
     of_zero = lax.full_like(square, select(eps == 0, jnp.inf, eps))
     divisor = select(is_positive, joined(root, eps), of_zero)
     return by_parts(lambda part: lax.div(part, divisor), x)
