@@ -164,6 +164,11 @@ def test_names_of_groups_come_back():
         assert list(after[0].info.names) == list(after[1].leaves) == ["b", "v", "w"]
 
 
+def test_equal_names_are_the_same_key():
+    # A dict compares hashes before it compares keys.
+    assert {Names(("b", "w")): 1}[Names()] == 1
+
+
 def test_names_that_multi_steps_does_not_keep_are_given_back_as_the_message_says():
     tx = optax.MultiSteps(optaxclip.clip_by_norm(1.0), 2)
     state = optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS))
