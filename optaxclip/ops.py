@@ -197,8 +197,6 @@ def clip_by_global_norm(
       [[-1.6  0. ]
        [ 3.2  0. ]] 5.0
     """
-    if use_norm is not None:
-        use_norm = _scalar(use_norm, "use_norm")
     options = {"use_norm": use_norm, "axis_name": axis_name, "specs": specs}
     clipped, info = _clip(tree, clip_norm, scope=scopes.tree(), **options)
     return clipped, info.norm

@@ -73,17 +73,13 @@ def alike(x: Array, like: Array) -> Array:
 def are_tracked() -> bool:
     """Whether there are manual axes, and JAX tracks which values vary over them."""
     axes = manual_axes()
-    return bool(axes) and varying_axes(_cast(jnp.zeros(()), axes)) == axes
+    return bool(axes) and varying_axes(vary(jnp.zeros(()), axes)) == axes
 
 
 def vary(x: Array, axes: Axes) -> Array:
     """`x`, typed as varying over these manual axes too."""
     missing = axes - varying_axes(x)
-    return _cast(x, missing) if missing else x
-
-
-def _cast(x: Array, axes: Iterable[str]) -> Array:
-    return lax.pcast(x, tuple(sorted(axes)), to="varying")
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 def num_devices(axes: Iterable[str]) -> int:
@@ -166,24 +162,22 @@ def spec_of(x: Any) -> PartitionSpec:
     return PartitionSpec() if sharding is None else sharding[1]
 
 
-def spec_axes(entry: Any) -> Axes:
-    """The mesh axes over which a spec splits one dimension."""
+def spec_names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes over which a spec splits one dimension, in order."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return frozenset()
-    return frozenset({entry} if isinstance(entry, str) else entry)
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def spec_axes(entry: Any) -> Axes:
+    """The same as a set."""
+    return frozenset(spec_names(entry))
 
 
 def current_mesh() -> Any:
     """The mesh that was set, or that of the surrounding `shard_map`; None if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
-
-
-def per_device(
-    fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any
-) -> Callable[..., Any]:
-    """`fn`, applied on each device of the mesh to what that device holds."""
-    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 def replicated(x: Array, mesh: Any) -> Array:

@@ -116,8 +116,7 @@ class _Split(NamedTuple):
 
         They are those that split the array's first axis, without the last ones if need be.
         """
-        entry = self.spec[0]
-        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        names = devices.spec_names(self.spec[0])
         while number % math.prod(self.mesh.shape[name] for name in names):
             names = names[:-1]
         return names or None

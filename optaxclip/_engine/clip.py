@@ -36,7 +36,7 @@ from optaxclip._base.types import (
 from optaxclip._engine.checks import given_norm, with_groups_of_state
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.options import ClipOptions, Options, takes
-from optaxclip._engine.placement import grouped, located
+from optaxclip._engine.placement import Placement, grouped, located
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import BY_NORM, Method, Start, Technique, clipped, norms_of
 from optaxclip.norms import Norm
@@ -104,7 +104,6 @@ def stage(
     options: Options,
     *,
     response: str | Response = "clip",
-    argument: str = "limit",
     technique: Technique = BY_NORM,
 ) -> Transformation[ClipState]:
     """Any clip, as a transformation: `clip_by` and all named methods call this.
@@ -114,10 +113,9 @@ def stage(
       limit: as in `clip_by`.
       options: the checked options.
       response: as in `clip_by`.
-      argument: what the limit is called in messages.
       technique: how leaves are measured and changed.
     """
-    checked = as_limit(limit, argument)
+    checked = as_limit(limit)
     method = Method.of(options, response, technique)
 
     def step(
@@ -141,10 +139,11 @@ def stage(
 
     def init(params: PyTree) -> ClipState:
         grouping = grouped(scope, flatten(params, "params"), options)
-        groups, dtype = Groups.anywhere(grouping), jnp.dtype(jnp.float32)
+        # Nothing is measured here, so it does not matter where leaves lie.
+        groups = Groups(grouping, Placement((), (), in_one_piece=True), together=True)
         rule = rule_for(checked, groups.entries())
-        rule_state = own_arrays(rule.init(groups.zeros(dtype)))
-        info = initial_info(options.name, grouping, dtype)
+        rule_state = own_arrays(rule.init(groups.zeros(jnp.dtype(jnp.float32))))
+        info = initial_info(options.name, grouping)
         return ClipState(jnp.zeros((), jnp.int32), rule_state, info)
 
     def update(
@@ -285,4 +284,9 @@ def group_norms(
     """
     flat = flatten(devices.to_device(tree), "tree")
     options = Options.checked(norm=norm, axis_name=axis_name, specs=specs, name="group_norms")
+    return norms_by(scope, flat, options)
+
+
+def norms_by(scope: Scope, flat: FlatTree, options: Options) -> NormTree:
+    """The norms of a flattened tree's groups, as users see them."""
     return norms_of(flat, groups_of(flat, scope, options), options.norm)

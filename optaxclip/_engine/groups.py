@@ -54,11 +54,6 @@ class Groups:
         together = not is_dict or (placement.can_replicate and _are_few(grouping))
         return cls(grouping, placement, together)
 
-    @classmethod
-    def anywhere(cls, grouping: Grouping) -> "Groups":
-        """Groups for `init`, where nothing is measured."""
-        return cls(grouping, Placement((), (), in_one_piece=True), together=True)
-
     @property
     def order(self) -> list[int]:
         """The positions of the groups in the order in which they are stored: sorted by shape."""

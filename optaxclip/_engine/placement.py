@@ -64,7 +64,8 @@ class Placement:
         """
         if self.mesh is None:
             return fn(leaves)
-        return devices.per_device(fn, self._mesh, (list(self.specs),), PartitionSpec())(leaves)
+        specs = {"in_specs": (list(self.specs),), "out_specs": PartitionSpec()}
+        return jax.shard_map(fn, mesh=self._mesh, **specs)(leaves)
 
     def on_all_devices(self, x: Array) -> Array:
         """`x`, of which every device keeps a copy.
@@ -293,7 +294,7 @@ class _Finder:
         """Both from the leaf's spec, of which only these axes of the mesh count."""
         assert self.specs is not None
         split = [
-            tuple(name for name in ((x,) if isinstance(x, str) else x or ()) if name in axes)
+            tuple(name for name in devices.spec_names(x) if name in axes)
             for x in _by_axis(self.specs[i], leaf)
         ]
         inside = self.grouping.axes[i]

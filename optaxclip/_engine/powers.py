@@ -101,7 +101,7 @@ def at_scales(
     if over_all and (groups.placement.in_one_piece or devices.manual_axes()):
         return at_once(leaf, **options)
     pieces = {"scales": scales(norm, dtype), "in_one_piece": groups.placement.in_one_piece}
-    on_gpu = functools.partial(gpu.sum_of_columns, **options, **pieces)
+    on_gpu = functools.partial(gpu.sum_of_columns, axes=axes, norm=norm, **pieces)
     default = functools.partial(one_by_one if groups.together else at_once, **options)
     return lax.platform_dependent(leaf, cuda=on_gpu, rocm=on_gpu, default=default)
 

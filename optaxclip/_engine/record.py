@@ -6,7 +6,7 @@ out  one number for each name of the grouping, `[]` or `[names]`
 
 import itertools
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +26,7 @@ Where the worst group is looked for, a column with the badness of each comes fir
 """
 
 
-def initial_info(name: str, grouping: Grouping, dtype: jnp.dtype) -> ClipInfo:
+def initial_info(name: str, grouping: Grouping, dtype: Any = jnp.float32) -> ClipInfo:
     """The record before the first step: no limit, nothing clipped.
 
     Args:

@@ -57,7 +57,7 @@ def multiplier(
     *,
     response: Response,
     nonfinite: NonFinite,
-    strict: bool = False,
+    strict: bool,
 ) -> Multiplier:
     """From norms and their limits to what the groups are multiplied by.
 
@@ -74,9 +74,9 @@ def multiplier(
     is_bad = ~jnp.isfinite(norm)
     is_judged = ~is_bad & ~jnp.isinf(target)
 
-    def of_judged(x: Array, otherwise: float = 1.0) -> Array:
+    def of_judged(x: Array) -> Array:
         # The side that is not selected must have finite derivatives too.
-        return jnp.where(is_judged, x.astype(norm.dtype), otherwise)
+        return jnp.where(is_judged, x.astype(norm.dtype), 1.0)
 
     old = of_judged(norm)
     arguments = (old, of_judged(trigger), of_judged(target))

@@ -135,8 +135,9 @@ def clipped(
     operands = (flat.measured_leaves(), weights, start)
     static = {"groups": groups, "of_weights": of_weights, "method": method}
     # In eager mode `checkify.check` raises at once, which it cannot inside of a compiled call.
-    new, *rest = run(_clip, *operands, inline=raises, **static)
-    return flat.rebuild(new), *rest
+    step = _clip if raises else functools.partial(run, _clip)
+    new, rule_state, info = step(*operands, **static)
+    return flat.rebuild(new), rule_state, info
 
 
 def weights_beside(
@@ -153,17 +154,15 @@ def norms_of(flat: FlatTree, groups: Groups, norm: Norm) -> NormTree:
     return run(_norms, flat.measured_leaves(), groups=groups, norm=norm)
 
 
-def run(fn: Callable[..., Any], *operands: Any, inline: bool = False, **static: Any) -> Any:
+def run(fn: Callable[..., Any], *operands: Any, **static: Any) -> Any:
     """`fn(*operands, **static)`: in eager mode one cached call, else part of the trace.
 
     Args:
       fn: a function of a module, as it is part of the cache's key.
       *operands: pytrees of arrays.
-      inline: whether `fn` itself is called in eager mode too.
       **static: what else it has to know, hashable.
     """
-    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
-    if inline or is_traced:
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands)):
         return fn(*operands, **static)
     return _compiled(fn, tuple(static.items()), *operands)
 

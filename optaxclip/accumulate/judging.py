@@ -8,12 +8,12 @@ import optax
 from jax import Array
 
 import optaxclip.scopes as scopes
+from optaxclip._base.arguments import checked_bool
 from optaxclip._base.counters import own_arrays
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree, Threshold
-from optaxclip._engine.clip import groups_of, stage
+from optaxclip._engine.clip import norms_by, stage
 from optaxclip._engine.options import Options
-from optaxclip._engine.step import norms_of
 from optaxclip.accumulate.places import Places
 from optaxclip.methods.judging import judged, kept_where
 from optaxclip.thresholds.fixed import as_limit
@@ -74,9 +74,7 @@ class Judge:
     @classmethod
     def checked(cls, clip: Any, reject: Any, measure: bool, places: Places) -> "Judge":
         """From what a user passed."""
-        if not isinstance(measure, bool):
-            raise TypeError(f"measure must be True or False, got {measure!r}")
-        if not measure and not (clip is None and reject is None):
+        if not checked_bool(measure, "measure") and not (clip is None and reject is None):
             raise ValueError(
                 "measure=False leaves nothing to judge microbatches by: pass clip=None and "
                 f"reject=None with it, got clip={clip!r:.60} and reject={reject!r:.60}"
@@ -153,12 +151,12 @@ class Judge:
         if not isinstance(self.clip, Threshold):
             return self.clip or optax.with_extra_args_support(optax.identity())
         options = Options.checked(known_norm=_NORM, name=NAME, specs=self.places.specs_of_gradients)
-        return stage(scopes.tree(), self.clip, options, argument="clip")
+        return stage(scopes.tree(), self.clip, options)
 
     def norm(self, flat: FlatTree) -> Array:
         """The norm of a tree over all devices."""
         options = Options.checked(name=NAME, specs=self.places.specs_of_gradients)
-        return norms_of(flat, groups_of(flat, scopes.tree(), options), options.norm)
+        return norms_by(scopes.tree(), flat, options)
 
 
 def _as_transformation(clip: Any) -> Any:

@@ -16,12 +16,11 @@ from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten, is_sparse
 from optaxclip._base.types import ClipState, PyTree, Threshold
 from optaxclip._engine.checks import params_for
-from optaxclip._engine.clip import groups_of
+from optaxclip._engine.clip import norms_by
 from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.respond import Multiplier
 from optaxclip._engine.scale import scale
-from optaxclip._engine.step import norms_of
 from optaxclip.methods.judging import judged, zero_where
 from optaxclip.methods.parts import marked, named, names_in
 from optaxclip.methods.skipping import as_inner
@@ -177,7 +176,7 @@ class _Judge(NamedTuple):
     def init(self, params: PyTree) -> ClipState:
         """The state before the first step."""
         grouping = scopes.tree()(flatten(params, "params"))
-        info = initial_info(self.options.name, grouping, jnp.dtype(jnp.float32))
+        info = initial_info(self.options.name, grouping)
         rule_state = own_arrays(self.rule.init(jnp.zeros(())))
         return ClipState(jnp.zeros((), jnp.int32), rule_state, info)
 
@@ -195,7 +194,7 @@ class _Judge(NamedTuple):
     def norm(self, tree: PyTree, argument: str) -> Array:
         """The global norm."""
         flat = flatten(tree, argument)
-        return norms_of(flat, groups_of(flat, scopes.tree(), self.options), self.options.norm)
+        return norms_by(scopes.tree(), flat, self.options)
 
 
 def _warmed_up(updates: PyTree, state: ResetState, warmup: int | Array) -> PyTree:

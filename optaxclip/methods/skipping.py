@@ -105,7 +105,7 @@ def skipping(
     def init(params: PyTree) -> SkipState:
         flat = flatten(params, "params")
         leaves = Names(sorted(flat.names()))
-        info = initial_info(name, scopes.tree()(flat), jnp.dtype(jnp.float32))
+        info = initial_info(name, scopes.tree()(flat))
         rule = rule_for(limit, [("tree", ())])
         return SkipState(
             rule=own_arrays(rule.init(jnp.zeros(()))),
@@ -195,5 +195,5 @@ def _among(all_leaves: Names, names: Names, flags: Array) -> Array:
 
 def _initial_loss(rule: Threshold, name: str) -> LossState:
     grouping = Grouping((Group(("loss",), ()),), (), "scalar")
-    info = initial_info(name, grouping, jnp.dtype(jnp.float32))
+    info = initial_info(name, grouping)
     return LossState(own_arrays(rule.init(jnp.zeros(()))), info)

@@ -30,7 +30,7 @@ from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.step import run
 from optaxclip.methods.moments import NamedMoments, dense, zero_moments
 from optaxclip.methods.updates import leaves_apart
-from optaxclip.thresholds.fixed import ScalarOrSchedule, check_limit
+from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit, check_limit
 
 
 class StableAdamState(NamedTuple):
@@ -111,7 +111,7 @@ def scale_by_stable_adam(
     scope = leaves_apart(stacked)
     checked = Options.checked(norm="rms", nonfinite=nonfinite, **options)
     name = checked.name
-    clip = stage(scope, clipping_threshold, checked, argument="clipping_threshold")
+    clip = stage(scope, as_limit(clipping_threshold, "clipping_threshold"), checked)
 
     def init(params: PyTree) -> StableAdamState:
         flat = dense(flatten(params, "params"), name)
