@@ -1,4 +1,4 @@
-"""Checks of arguments that programs are compiled for, and of the states that users pass."""
+"""Checks of users' arguments and of the states that they pass."""
 
 import difflib
 import operator
@@ -12,12 +12,7 @@ from jax.core import Tracer
 
 
 def checked_int(value: Any, minimum: int, argument: str) -> int:
-    """`value`, checked to be an int of Python or NumPy that is at least `minimum`.
-
-    Raises:
-      ValueError: if it is below `minimum`.
-      TypeError: if it is not an int, or is a JAX array.
-    """
+    """`value`, checked to be an int of Python or NumPy that is at least `minimum`."""
     refuse_arrays(value, argument)
     try:
         if isinstance(value, (bool, np.bool_)):
@@ -33,9 +28,7 @@ def checked_int(value: Any, minimum: int, argument: str) -> int:
 def checked_count(value: Any, argument: str, minimum: int = 1) -> Any:
     """`value`, checked to be an int or an integer scalar of JAX that is at least `minimum`.
 
-    Raises:
-      ValueError: if it is not a scalar, or is below `minimum` (traced values are not compared).
-      TypeError: if it is not an integer.
+    Traced values are not compared with `minimum`.
     """
     if not isinstance(value, jax.Array):
         return min(checked_int(value, minimum, argument), 2**31 - 1)
@@ -49,33 +42,21 @@ def checked_count(value: Any, argument: str, minimum: int = 1) -> Any:
 
 
 def checked_name(value: Any) -> str:
-    """The name of a transformation, checked to be a non-empty string.
-
-    Raises:
-      TypeError: if it is not.
-    """
+    """The name of a transformation, checked to be a non-empty string."""
     if not isinstance(value, str) or not value:
         raise TypeError(f"name must be a non-empty string, got {value!r}")
     return value
 
 
 def checked_bool(value: Any, argument: str) -> bool:
-    """`value`, checked to be True or False.
-
-    Raises:
-      TypeError: if it is neither.
-    """
+    """`value`, checked to be True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{argument} must be True or False, got {value!r}")
     return value
 
 
 def as_axis_names(axis_name: Any) -> tuple[str, ...] | None:
-    """`axis_name`, checked, as a tuple.
-
-    Raises:
-      TypeError: if it is neither a name nor a sequence of names.
-    """
+    """`axis_name`, checked, as a tuple."""
     if axis_name is None:
         return None
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
@@ -85,15 +66,11 @@ def as_axis_names(axis_name: Any) -> tuple[str, ...] | None:
 
 
 def refuse_arrays(value: Any, argument: str) -> None:
-    """Refuses a JAX array for an argument whose value decides what program is compiled.
-
-    Raises:
-      TypeError: if `value` is a JAX array.
-    """
+    """Refuses a JAX array for an argument whose value decides what program is compiled."""
     if isinstance(value, jax.Array):
         raise TypeError(
-            f"{argument} must be an int, not an array ({value!r}), because each value of it is a "
-            f"program of its own; with optax.inject_hyperparams pass static_args=({argument!r},)"
+            f"{argument} must not be a JAX array ({value!r}), because a new program is compiled "
+            f"for each value; with optax.inject_hyperparams pass static_args=({argument!r},)"
         )
 
 
@@ -104,12 +81,7 @@ def is_uncalled(value: Any, package: str) -> bool:
 
 
 def near_miss(given: str, names: Iterable[str]) -> str:
-    """The end of a message about a name that does not exist: the most similar one, if there is one.
-
-    Args:
-      given: the name that does not exist.
-      names: those that do.
-    """
+    """The end of a message about an unknown name: the most similar one, if there is one."""
     near = difflib.get_close_matches(given, list(names), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -122,11 +94,7 @@ FRESH_STATE = (
 
 
 def check_state(state: Any, kind: type, name: str, remedy: str = FRESH_STATE) -> None:
-    """Checks that the state passed to a transformation is of the type that it makes.
-
-    Raises:
-      ValueError: if it is of another type; the message says what to do.
-    """
+    """Checks that the state passed to a transformation is of the type that it makes."""
     if not isinstance(state, kind):
         raise ValueError(
             f"{name}: the state must be a {kind.__name__}, got {short(state)} of type "

@@ -16,9 +16,9 @@ def increased(count: Array, where: Array | bool = True, *, period: int = 1) -> A
     Args:
       count: signed integers of at least 0.
       where: bool, which of them to increase.
-      period: what a counter at the largest value goes on with. With 1 it stays there, as Optax's
-        counters do. With the length of a ring, it is set back by that length, less 1: so
-        `count % period` still goes through all places.
+      period: with 1, a counter at the dtype's largest value stays there, as Optax's counters do.
+        With the length of a ring, it falls by that length less 1, so that `count % period`
+        continues without a gap.
     """
     is_full = count == jnp.iinfo(count.dtype).max
     step = jnp.where(is_full, 1 - period, 1)

@@ -36,17 +36,13 @@ def varying_axes(x: Any) -> Axes:
 def types_of(arrays: PyTree) -> list[Any]:
     """The types of these arrays, each once.
 
-    Callers pass them on, because to find a type takes longer than to read it.
+    Callers pass them on, because `jax.typeof` is slow.
     """
     return list(dict.fromkeys(map(jax.typeof, jax.tree.leaves(arrays))))
 
 
 def refuse_partial_sums(types: Iterable[Any]) -> None:
-    """Refuses types of values that must be summed over devices before they have a norm.
-
-    Raises:
-      ValueError: if a type says that its value is a partial sum.
-    """
+    """Refuses types of values that must be summed over devices before they have a norm."""
     for aval in types:
         spec = getattr(getattr(aval, "sharding", None), "spec", None)
         kinds = (aval.manual_axis_type, spec)
@@ -59,7 +55,7 @@ def refuse_partial_sums(types: Iterable[Any]) -> None:
 
 
 def alike(x: Array, like: Array) -> Array:
-    """`x`, which the compiler splits over devices as it splits `like`.
+    """`x`, split over devices as the compiler splits `like`.
 
     Nothing is done where types or the user decide how arrays are split, not the compiler.
     """
@@ -142,7 +138,7 @@ def explicit_mesh(types: Iterable[Any]) -> Any:
 
 
 def with_automatic_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[..., Any]:
-    """`fn`, inside of which an explicit mesh is automatic: the compiler decides how to split.
+    """`fn` with the mesh's explicit axes made automatic: the compiler decides how to split.
 
     Args:
       fn: a function of pytrees.
@@ -181,7 +177,7 @@ def current_mesh() -> Any:
 
 
 def replicated(x: Array, mesh: Any) -> Array:
-    """`x`, of which the compiler may give no device a part alone."""
+    """`x`, with a full copy on every device."""
     return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 
 

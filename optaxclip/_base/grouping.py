@@ -112,9 +112,9 @@ def _concatenated(arrays: Sequence[Array]) -> Array:
 def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """The arrays that a vector holds one after another; undoes `concatenated`.
 
-    Where an array begins is an operand, not a constant: so XLA compiles what is done with arrays of
-    one shape once. For block RMS over 200 leaves of two shapes it compiles 14 kernels; slices at
-    constant places take 211 and, on a CPU, eight times as long.
+    Start positions are operands, not constants, so that XLA compiles code for arrays of one shape
+    only once. For block RMS over 200 leaves of two shapes it compiles 14 kernels; slices at
+    constant positions take 211 and, on a CPU, eight times as long.
 
     Args:
       vector: `[..., entries]`.
@@ -126,7 +126,7 @@ def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     sizes = [math.prod(shape) for shape in shapes]
     starts = list(itertools.accumulate(sizes, initial=0))[:-1]
     if fixed_size(vector.shape[-1]) is None:
-        # In `jax.export` sizes may be symbolic, and places are operands anyway.
+        # In `jax.export` sizes may be symbolic, and start positions are operands anyway.
         rows = zip(starts, sizes, shapes, strict=True)
         pieces = [lax.slice_in_dim(vector, at, at + size, axis=-1) for at, size, _ in rows]
         front = vector.shape[:-1]
@@ -136,12 +136,13 @@ def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
 
 
 def _places(vector: Array, starts: list[int], sizes: list[int]) -> list[np.ndarray]:
-    """For each array where it begins in the first row of a vector, in the second, and so on."""
+    """For each array, its start position in each row of the flattened vector."""
     count, length = math.prod(vector.shape[:-1]), vector.shape[-1]
     rows = np.arange(count)[:, None] * length
     if count > 1:
         return [np.asarray(rows + start, np.int32) for start in starts]
-    # Of one place alone XLA makes a constant; so each array gets a second one, which is not used.
+    # XLA (JAX 0.10.2) turns a single start position into a constant, so each array gets a second
+    # one, which is ignored.
     last_places = [max(length - size, 0) for size in sizes]
     return [
         np.array([[start], [0 if start else last]], np.int32)

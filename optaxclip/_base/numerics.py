@@ -44,7 +44,7 @@ def narrowed(x: Array, dtype: jnp.dtype) -> Array:
 
 
 def select(flag: Array, x: Array | float, y: Array | float) -> Array:
-    """`jnp.where` for arrays of one shape, or for an array and a number, which takes its dtype.
+    """`jnp.where` for arrays of one shape, or an array and a number that takes the array's dtype.
 
     `jnp.where` would be a nested call, which takes longer to trace, to lower and to compile.
     """
@@ -74,7 +74,10 @@ def safe_sqrt(x: Array) -> Array:
 
 
 def root_of_positive(x: Array) -> tuple[Array, Array]:
-    """Where `x` is above 0, and its square root there; elsewhere 1, as 0 has no derivative."""
+    """Whether each `x` is above 0, and its square root, or 1 where `x` is not above 0.
+
+    The derivative of the root would be infinite at 0.
+    """
     is_positive = lax.gt(x, jnp.zeros_like(x))
     return is_positive, lax.sqrt(select(is_positive, x, 1))
 
@@ -117,7 +120,10 @@ def invertible(power: Array) -> Array:
 
 
 def reciprocal_of_power(power: Array) -> Array:
-    """The reciprocal of `invertible` powers of two, from their bits: quicker than a division."""
+    """The reciprocals of powers of two that `invertible` gave, from their bits.
+
+    That is faster than a division.
+    """
     info = jnp.finfo(power.dtype)
     integer = jnp.dtype(f"int{info.bits}").type
     of_one = integer((info.maxexp - 1) << info.nmant)

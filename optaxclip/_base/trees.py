@@ -49,9 +49,9 @@ class FlatTree(NamedTuple):
       leaves: every leaf; a `BCOO` is one leaf.
       treedef: the structure.
       measured: the positions of the leaves to measure, those with floating or complex entries.
-      global_shapes: for each measured leaf the shape of what all devices together hold of it; None
-        where nothing tells it. It is empty outside of `shard_map`, `pmap` and `vmap(axis_name=)`,
-        where no leaf is a part. Scopes find units and layers by these shapes.
+      global_shapes: for each measured leaf its whole shape over all devices, or None where that is
+        unknown. Empty outside of `shard_map`, `pmap` and `vmap(axis_name=)`, where leaves are
+        whole. Scopes find units and layers by these shapes.
     """
 
     paths: list[Path]
@@ -65,7 +65,7 @@ class FlatTree(NamedTuple):
         return [self.leaves[i] for i in self.measured]
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the measured leaves, from `global_shapes` where these tell them."""
+        """The shapes of the measured leaves; the whole shapes where `global_shapes` has them."""
         own = [np.shape(leaf) for leaf in self.measured_leaves()]
         if not self.global_shapes:
             return own
@@ -176,7 +176,7 @@ def dtype_of(leaf: Any) -> Any:
     return dtype if _is_of_jax(dtype) else None
 
 
-# Both are cached, because what follows from a dtype takes longer to find than the dtype itself.
+# Both are cached, because `jnp.issubdtype` is slow.
 @functools.cache
 def _is_inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)

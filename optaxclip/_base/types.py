@@ -50,7 +50,7 @@ class Threshold:
 
     Attributes:
       init: `init(norms) -> state`; `norms` are zeros with the structure, shapes and dtypes of the
-        norms to come. The structure of the state must not depend on theirs.
+        norms to come. The state's structure must be the same for every structure of norms.
       update: `update(norms, state, param_norms) -> (Limits, state)`.
       uses_params: whether `update` needs the norms of the parameters; they are None otherwise.
     """

@@ -17,15 +17,8 @@ from optaxclip.thresholds.fixed import check_limit
 def with_groups_of_state(grouping: Grouping, stored: Names, size: int, name: str) -> Grouping:
     """The grouping, with an empty group for each name in the state that the tree lacks.
 
-    Args:
-      grouping: the groups of the tree.
-      stored: the names in the state; none if the state went through `optax.tree_map_params`.
-      size: how many groups the state has.
-      name: the transformation's name.
-
-    Raises:
-      ValueError: if the tree has groups that the state lacks, or the state has lost its names, or
-        is that of several trees.
+    The state has `size` groups; their names `stored` are empty if the state went through
+    `optax.tree_map_params`.
     """
     if grouping.layout == "scalar":
         return grouping
@@ -50,11 +43,7 @@ def with_groups_of_state(grouping: Grouping, stored: Names, size: int, name: str
 
 
 def check_rule_state(rule: Threshold, state: PyTree, norms: NormTree, name: str) -> None:
-    """Checks that a state was made by this limit rule. Under `jit` that costs nothing.
-
-    Raises:
-      ValueError: if it is of another rule, naming both.
-    """
+    """Checks that a state was made by this limit rule. Under `jit` that costs nothing."""
     own = jax.eval_shape(rule.init, norms)
     if not jax.tree.leaves(own) and not jax.tree.leaves(state):
         return  # such as None, which some checkpoints make of ()
@@ -80,11 +69,7 @@ def _kept(state: PyTree) -> str:
 
 
 def params_for(rule: Threshold, params: PyTree | None, name: str) -> PyTree | None:
-    """The parameters, if the limit is relative to them.
-
-    Raises:
-      ValueError: if they are missing.
-    """
+    """The parameters, if the limit is relative to them; else None."""
     if rule.uses_params and params is None:
         raise ValueError(
             f"{name}: the limit is relative to the parameters; pass them: "
@@ -94,11 +79,7 @@ def params_for(rule: Threshold, params: PyTree | None, name: str) -> PyTree | No
 
 
 def matching_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
-    """The tree of updates with the parameters in place of its measured leaves.
-
-    Raises:
-      ValueError: if a leaf has no parameter of its shape.
-    """
+    """The tree of updates with the parameters in place of its measured leaves."""
     found = flatten(params, "params")
     by_path = {found.paths[i]: found.leaves[i] for i in found.measured}
     for i in flat.measured:
@@ -113,11 +94,9 @@ def matching_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
 
 
 def given_norm(norm: Any, argument: str) -> Array:
-    """The norm that the caller passes, as a float32 or float64 scalar; it may be negative or NaN.
+    """The norm that the caller passes, checked, as a float32 or float64 scalar.
 
-    Raises:
-      ValueError: if it is not a scalar.
-      TypeError: if it is not a number.
+    It may be negative or NaN.
     """
     given = jnp.asarray(check_limit(norm, argument, allow_any_number=True))
     return given.astype(jnp.float64 if given.dtype == jnp.float64 else jnp.float32)

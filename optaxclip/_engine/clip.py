@@ -73,7 +73,8 @@ def clip_by(
         schedule, so `optax.inject_hyperparams` needs `static_args=("scope",)`.
       limit: a number, a scalar array (traced or not), a schedule `count -> limit`, or a rule from
         `optaxclip.thresholds`; or a dict from group name to one of these.
-      response: "clip", "normalize", "smooth", or a function (see `optaxclip.responses`).
+      response: "clip", "normalize", "smooth", "auto_s", "band", or a function (see
+        `optaxclip.responses`).
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
@@ -106,15 +107,7 @@ def stage(
     response: str | Response = "clip",
     technique: Technique = BY_NORM,
 ) -> Transformation[ClipState]:
-    """Any clip, as a transformation: `clip_by` and all named methods call this.
-
-    Args:
-      scope: which entries share a norm.
-      limit: as in `clip_by`.
-      options: the checked options.
-      response: as in `clip_by`.
-      technique: how leaves are measured and changed.
-    """
+    """Any clip, as a transformation: `clip_by` and all named methods call this."""
     checked = as_limit(limit)
     method = Method.of(options, response, technique)
 
@@ -162,12 +155,7 @@ def groups_of(
 ) -> Groups:
     """The groups of a tree, and empty groups for the names in the state that the tree lacks.
 
-    Args:
-      flat: the tree.
-      scope: which entries share a norm.
-      options: of the transformation.
-      stored: the names of the groups in the state.
-      size: how many the state has.
+    The state has `size` groups, and their names are `stored`.
     """
     grouping = grouped(scope, flat, options)
     placement = located(grouping, flat, options)
@@ -177,18 +165,14 @@ def groups_of(
 
 
 def known_norm(options: Options, extra_args: dict[str, Any], layout: str) -> Any:
-    """The norm that the caller passes in the extra argument that `known_norm=` names, or None.
-
-    Raises:
-      ValueError: if the argument is missing, or the scope is not the whole tree.
-    """
+    """The norm that the caller passes in the extra argument that `known_norm=` names, or None."""
     argument = options.known_norm
     if argument is None:
         return None
     if layout != "scalar":
         raise ValueError(
-            f"{options.name}: known_norm={argument!r} is the norm of the whole tree, and this clip "
-            "needs others: leave it out, or take the scope tree"
+            f"{options.name}: known_norm={argument!r} is the norm of the whole tree, but this clip "
+            "has one norm per group: leave known_norm out, or use scopes.tree()"
         )
     if extra_args.get(argument) is None:
         raise ValueError(

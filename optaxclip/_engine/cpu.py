@@ -24,7 +24,7 @@ def sum_in_float64(x: Array, *, axes: tuple[int, ...], norm: Norm) -> Array:
     """The sum of powers of entries; the caller has to enable 64-bit types."""
     if norm.degree != 2:
         # If another method takes a sum of squares of the same leaf, XLA would convert its entries
-        # once for both sums, and store them.
+        # once for both sums, and store them (JAX 0.10.2).
         x = lax.optimization_barrier(x)
     return lax.reduce_sum(norm.map(entries(x, jnp.float64)), axes)
 
@@ -32,8 +32,8 @@ def sum_in_float64(x: Array, *, axes: tuple[int, ...], norm: Norm) -> Array:
 def added_up(x: Array) -> Array:
     """The sum along the first axis, as the last entry of a cumulative sum.
 
-    XLA on CPU repeats a plain sum, with all of its summands, in each of its uses: then a clip of
-    200 leaves by their global norm takes twice as long to compile.
+    XLA on CPU (JAX 0.10.2) repeats a plain sum, with all of its summands, in each of its uses: then
+    a clip of 200 leaves by their global norm takes twice as long to compile.
     """
     return lax.cumsum(x)[-1]
 
@@ -42,10 +42,10 @@ def in_float32(norm: Array, *, from_above: bool) -> tuple[Array, Array, Array, A
     """A norm in float64 as the fields of a `Measured` in float32."""
     tiny, is_zero = float(jnp.finfo(jnp.float32).tiny), norm == 0
     size = select(is_zero, 1, lax.clamp(tiny, leading_bit(norm), 1 / tiny)).astype(jnp.float32)
-    # No division in float64: for that, `checkify` makes a constant that needs 64-bit types.
+    # Not a division: `checkify` compares its divisor with 0, and JAX 0.10.2 then warns of float64.
     fraction = norm * reciprocal_of_power(size).astype(norm.dtype)
-    # Nothing is divided by a norm that has no reciprocal, but derivatives are multiplied by it: so
-    # 1 takes its place.
+    # A norm of 0 or one that is not finite is never a divisor, but derivatives are multiplied by
+    # its reciprocal; so 1 stands in.
     exact = select(is_zero | ~lax.is_finite(fraction), 1, fraction)
     nearest = exact.astype(jnp.float32)
     one = jnp.ones_like(nearest)
@@ -61,8 +61,8 @@ def in_float32(norm: Array, *, from_above: bool) -> tuple[Array, Array, Array, A
 def quotients(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
     """Quotients of arrays of one shape, by one division.
 
-    Callers stack them, and XLA on CPU would stack several arrays anew for each leaf that takes its
-    part of them: a clip of 200 leaves by their own norms has a tenth more instructions then.
+    Callers stack the quotients. XLA on CPU would stack separate arrays anew for each leaf that
+    takes its part: a clip of 200 leaves by their own norms then has a tenth more instructions.
     """
     return tuple(jnp.stack(dividends) / jnp.stack(divisors))
 

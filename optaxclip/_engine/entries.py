@@ -12,11 +12,9 @@ from optaxclip._base.trees import is_sparse, with_data
 
 
 def entries(leaf: Any, dtype: jax.typing.DTypeLike) -> Array:
-    """A leaf's entries, real or complex; of `BCOO` duplicates are added and padding left out.
+    """A leaf's entries: real ones in `dtype`, complex ones with parts in it.
 
-    Args:
-      leaf: a floating or complex array, or a `BCOO`.
-      dtype: of the real entries, or of the parts of complex ones.
+    In a `BCOO`, duplicates are added up and padding is 0.
     """
     if not is_sparse(leaf):
         wide = jnp.complex128 if dtype == jnp.float64 else jnp.complex64

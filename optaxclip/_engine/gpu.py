@@ -1,14 +1,14 @@
 """Code for XLA on GPUs alone, with what it gains.
 
-XLA runs one variadic reduction over all axes of a leaf as one kernel. For a reduction over some
-axes it stores the summands of a variadic one, and makes several kernels of three plain ones. If the
-leaf is split over devices in a way that only the compiler knows, it gathers the parts. One sum in
-float64, which has the range of all three, avoids this. As compiled for an H100 (a transformer
-of 4 layers of 2048) AGC takes 2.03 reads with it and 4.05 with three sums; on an automatic mesh of
-eight, global norm adds 69 kernels (Optax 62), and with three sums about 100 more.
+Over all axes of a leaf, a variadic reduction is one kernel. Over some axes, XLA stores the summands
+of a variadic reduction, and runs three plain sums as several kernels; of a leaf that the compiler
+splits over devices, it gathers the parts. One sum in float64, which has the range of all three,
+avoids this. As compiled for an H100 (a transformer of 4 layers of 2048) AGC takes 2.02 reads with
+it and 4.05 with three sums; on an automatic mesh of eight, global norm adds 70 kernels (Optax 62),
+and with three sums about 100 more.
 
-It costs arithmetic in float64, which the GPUs of data centres have, but for the B300, and which on
-others can take longer than the read.
+It needs fast float64 arithmetic, which GPUs such as the H100 have; on others, such as the B300, the
+sum may take longer than the read.
 """
 
 import math
@@ -31,19 +31,16 @@ def sum_of_columns(
     scales: tuple[float, ...],
     in_one_piece: bool,
 ) -> tuple[Array, ...]:
-    """The sums of a leaf in float32 at all scales, from one sum in float64.
+    """The float32 sums of a leaf, float32 or narrower, at all scales, from one sum in float64.
 
-    Args:
-      leaf: a leaf in float32 or narrower.
-      axes: the axes to sum over.
-      norm: what is summed.
-      scales: the powers of two by which entries would be multiplied.
-      in_one_piece: whether no axis may be split over devices.
+    `scales` are the powers of two by which entries would be multiplied; `in_one_piece` says that no
+    axis may be split over devices.
     """
     with jax.enable_x64(True):
         if leaf.dtype == jnp.float32:
             # `abs` changes no power, but without it XLA stores more intermediate results
-            # (H100, 256 per-example gradients at once: 31.8 reads and writes in place of 29.6).
+            # (JAX 0.10.2, H100, 256 per-example gradients at once: 31.8 reads and writes in place
+            # of 29.6).
             x = jnp.abs(entries(leaf, jnp.float32)).astype(jnp.float64)
         else:
             x = entries(leaf, jnp.float64)
@@ -55,7 +52,7 @@ def sum_of_columns(
 
 
 def _folded(x: Array, axes: tuple[int, ...], in_one_piece: bool) -> Array:
-    """Partial sums of up to 256 entries along the last axes that are summed, of narrow columns.
+    """Partial sums of up to 256 entries along the last summed axes, if the columns are few.
 
     Otherwise XLA stores the converted entries of narrow dtypes, unless the columns are many: AGC in
     bfloat16 moves 18 times the gradients of matrices `[4096, 1024]`, in place of 2.1.
@@ -71,8 +68,8 @@ def _folded(x: Array, axes: tuple[int, ...], in_one_piece: bool) -> Array:
     while in_one_piece and first - 1 in axes:
         first -= 1
     front, count = x.shape[:first], math.prod(x.shape[first : last + 1])
-    # Of fewer than 64 entries each, the sums would be too many to store. A leaf that eight devices
-    # may share needs at least eight sums.
+    # With fewer than 64 entries per sum there would be too many sums to store. A leaf that eight
+    # devices may share needs a multiple of eight sums.
     least, sums = (min(count, 64), 1) if in_one_piece else (8, 8)
     fold = max((n for n in range(least, 257) if count % (sums * n) == 0), default=1)
     if fold == 1:

@@ -34,8 +34,8 @@ def _is_bad(leaf: Any, axes: tuple[int, ...]) -> Array:
 
 @jax.custom_jvp
 def _only_finite(x: Array) -> Array:
-    # XLA on CPU converts bfloat16 before it selects, which loses subnormal numbers: so its bits are
-    # selected.
+    # XLA on CPU (JAX 0.10.2) converts bfloat16 before it selects, which loses subnormal numbers: so
+    # its bits are selected.
     select = cpu.select_bfloat16 if x.dtype == jnp.bfloat16 else jnp.where
     return select(jnp.isfinite(x), x, jnp.zeros_like(x))
 

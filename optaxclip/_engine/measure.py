@@ -1,12 +1,12 @@
 """Measure: leaves come in, the norms of their groups go out, exact over the dtype's whole range.
 
   in   leaves `[...]`, floating or complex (or `BCOO`), and which of their entries share a norm
-  out  for each row of the groups (`Rows`) a `Measured` of its shape
+  out  one `Measured` for each array of `Rows`, of its shape
 
 Powers of entries leave float32's range long before norms do. On accelerators one pass over a leaf
-gives their sum at several scales, of which the one is taken that neither overflowed nor lost its
-small summands. On a CPU it gives one sum in float64, which has the range of all of them. The sums
-of a group's leaves are added, then those of devices, in one collective. There is no branch.
+sums its powers at several scales; the sum that neither overflowed nor underflowed is used. On a CPU
+norms in float32 take one sum in float64, whose range covers all scales. The sums of a group's
+leaves are added, then those of devices, in one collective. There is no branch.
 """
 
 import functools
@@ -44,10 +44,11 @@ class Measured(NamedTuple):
 
     Attributes:
       fraction: from 1 to below 2; beyond that only at the ends of the range, and for 0.
-      inverse: a number is divided by the fraction as `x * inverse / divisor`. On a CPU it is the
-        fraction's reciprocal, with digits that the fraction lacks, and elsewhere 1.
-      divisor: 1 where `inverse` is not, so that a quotient is rounded once. For a norm of 0 both
-        are 1. Of upper bounds it is at least the true fraction, and the inverse is 1.
+      inverse: the fraction's reciprocal where a CPU summed in float64, in which it is computed too;
+        else 1. `x / fraction` is computed as `x * inverse / divisor`.
+      divisor: the fraction, or 1 where `inverse` is its reciprocal, so that the quotient is rounded
+        once. For a norm of 0 both are 1. For upper bounds it is at least the true fraction, and the
+        inverse is 1.
       size: a power of two with a reciprocal that is a normal number.
     """
 
@@ -79,12 +80,12 @@ class Measured(NamedTuple):
         return select(jnp.isfinite(self.fraction), norm, self.fraction)
 
     def changed_by(self, change: Array) -> "Measured":
-        """The tangents of the fields, of which the size is constant, for that of the fraction."""
+        """The tangents of all fields, from the fraction's; the size is held constant."""
         zeros = jnp.zeros_like(change)
         return Measured(change, zeros, change * self.inverse, zeros)
 
     def from_above(self, slack: Any) -> "Measured":
-        """Upper bounds, of norms whose relative error is at most this."""
+        """The same norms, with upper bounds that allow for a relative error of `slack`."""
         return self._replace(divisor=self.divisor * _constant(1 + slack, self.size.dtype))
 
 
@@ -93,22 +94,18 @@ def measure(
 ) -> list[Measured]:
     """The norms of all groups, over all devices; float64 if a leaf is, else float32.
 
-    Args:
-      leaves: floating or complex arrays (or `BCOO`), in the order of the grouping.
-      groups: the groups.
-      norm: the norm.
-      from_above: whether to give upper bounds too, whatever was rounded.
+    With `from_above` they have upper bounds too, which hold despite rounding.
     """
     local = functools.partial(_measured, groups=groups, norm=norm, from_above=from_above)
-    # With one collective, in place of the compiler's many.
+    # Device by device each array of `Rows` takes one collective; the compiler may use several.
     return groups.placement.on_each_device(local, leaves)
 
 
 def slacks(leaves: list[Any], groups: Groups, norm: Norm) -> list[Any]:
-    """The largest relative error of norms, for each row of the groups.
+    """A bound on the relative error of the norms.
 
     Returns:
-      For each row what broadcasts to it.
+      For each array of `Rows`, a number or an array that broadcasts to it.
     """
     eps = float(jnp.finfo(norm_dtype(leaf.dtype for leaf in leaves)).eps)
     counts = _num_entries(leaves, groups)
@@ -149,11 +146,7 @@ def _measured(leaves: list[Any], *, groups: Groups, norm: Norm, from_above: bool
 class _Measurement(NamedTuple):
     """What is measured of leaves that lie in one piece, or of what one device holds of them.
 
-    Attributes:
-      groups: which entries share a norm, and where they lie.
-      norm: the norm.
-      dtype: that of the norms.
-      from_above: whether upper bounds are wanted too.
+    The norms have the dtype `dtype`.
     """
 
     groups: Groups
@@ -195,7 +188,8 @@ class _Measurement(NamedTuple):
         ]
         rows = powers.of_groups(found, self.groups)
         if self.groups.together and self.groups.grouping.layout != "scalar":
-            # The barrier has XLA on GPUs store the row; it else concatenates anew for each use.
+            # Makes XLA on GPUs store the row, which it would otherwise concatenate anew for each
+            # use (JAX 0.10.2).
             rows = lax.optimization_barrier(rows)
         sums = [powers.in_range(row) for row in rows]
         values = self.finished([x for x, _ in sums], leaves)
@@ -247,11 +241,11 @@ class _Measurement(NamedTuple):
 
 
 def _differentiable(measurement: _Measurement, leaves: list[Any]) -> list[Measured]:
-    """Norms whose derivatives are taken of entries divided by a power of two nearby.
+    """Norms with derivatives of their own: those of plain sums or maxima.
 
-    So a derivative of a power is in range wherever that of the norm is. And the derivatives are
-    those of plain sums, whatever code finds the norms, so that both modes have them on all
-    platforms. The power of two is held constant.
+    JAX differentiates these in both modes on all platforms. They are computed from entries divided
+    by a power of two near the norm, held constant, so that derivatives of powers stay in range
+    wherever the norm's derivative does.
     """
 
     @jax.custom_jvp

@@ -42,8 +42,8 @@ class StageOptions(PlaceOptions, total=False):
         "mask" (bad entries 0, then clipped), "error" (a `checkify` error that names the leaves).
         No limit learns from such a norm.
       record: whether the state keeps what was done. With False it is an `optax.EmptyState`, and any
-        state is accepted and returned as it is. A limit that depends on earlier steps needs its
-        state, so it refuses that.
+        state is accepted and returned as it is. With a limit that depends on earlier steps,
+        `record=False` is an error.
     """
 
     nonfinite: NonFinite
@@ -54,8 +54,8 @@ class ScaleOptions(StageOptions, total=False):
     """Options of clips that multiply each group by a number, and those of `StageOptions`.
 
     Attributes:
-      strict: whether no result may exceed its limit, not even by rounding. Otherwise results are
-        right to rounding, and may be above the limit by that.
+      strict: whether no result may exceed its limit, not even by rounding. Otherwise a result may
+        exceed its limit by a rounding error.
     """
 
     strict: bool
@@ -76,8 +76,8 @@ class ClipOptions(NormOptions, total=False):
 
     Attributes:
       known_norm: the name of an extra argument of the update, such as "grad_norm", that holds the
-        norm of the incoming tree; the norm is then not measured. With None it is. Behind a stage
-        that changes the gradients, a norm from before that stage would be wrong.
+        norm of the incoming tree; the norm is then not measured. With None it is measured. Behind
+        a stage that changes the gradients, a norm from before that stage would be wrong.
     """
 
     known_norm: str | None
@@ -109,12 +109,7 @@ class Options:
 
     @classmethod
     def checked(cls, **given: Any) -> "Options":
-        """Options from what a user passed.
-
-        Raises:
-          TypeError: for a value of the wrong type.
-          ValueError: for an unknown name of a norm or a policy.
-        """
+        """Options from what a user passed."""
         chosen = _DEFAULTS | given
         for argument in ("strict", "record"):
             checked_bool(chosen[argument], argument)
@@ -188,7 +183,7 @@ def _misread(name: str, value: Any, allowed: list[str]) -> str:
 
 
 def _unknown(name: str, keyword: str, allowed: list[str]) -> str:
-    hint = near_miss(keyword, allowed)
+    hint = near_miss(keyword, allowed) or "."
     return f"{name}() got an unexpected keyword argument {keyword!r}{hint} It takes {allowed}"
 
 

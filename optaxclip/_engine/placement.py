@@ -78,11 +78,12 @@ class Placement:
 
     @property
     def _mesh(self) -> Any:
-        # On an explicit mesh the step is computed as on an automatic one, which is set by then.
+        # On an explicit mesh the step runs with its axes made automatic, and that mesh is the
+        # current one.
         return self.mesh if self.explicit_mesh is None else devices.current_mesh()
 
     def with_automatic_axes(self, fn: Callable[..., PyTree], out_specs: PyTree) -> Any:
-        """`fn`, which on an explicit mesh is computed as on an automatic one."""
+        """`fn`; on an explicit mesh, with the mesh's axes made automatic."""
         if self.explicit_mesh is None:
             return fn
         return devices.with_automatic_axes(fn, self.explicit_mesh, out_specs)
@@ -118,11 +119,6 @@ class Placement:
 def grouped(scope: Scope, flat: FlatTree, options: Options) -> Grouping:
     """The groups that a scope finds in a tree, of which each device may hold a part.
 
-    Args:
-      scope: from `optaxclip.scopes`.
-      flat: the tree.
-      options: what the user says of devices.
-
     Raises:
       TypeError: if a leaf of `specs` is neither a `PartitionSpec` nor a `NamedSharding`.
       ValueError: if `specs` is not a prefix of the tree, or a spec does not fit its leaf or the
@@ -153,7 +149,7 @@ def located(grouping: Grouping, flat: FlatTree, options: Options) -> Placement:
     axis_names, specs = options.axis_names, options.specs
     types = devices.types_of(leaves)
     devices.refuse_partial_sums(types)
-    # Types tell neither how a sparse array is split nor over which axes it is mapped by `vmap`.
+    # Types show neither how a sparse array is split nor the axis of a surrounding `vmap`.
     is_hidden = bool(axis_names) or any(map(is_sparse, leaves))
     typed_mesh = devices.explicit_mesh(types)
     named_mesh = None if manual else devices.mesh_of(types)
@@ -244,11 +240,9 @@ class _Finder:
     """Over which mapped axes a leaf's entries are split: those that share a norm, and the others.
 
     Attributes:
-      grouping: the groups.
-      manual: the manual axes.
       axis_names: the axes over which every leaf is split, if the user says so.
       specs: for each leaf how it is split, if the user or types say it.
-      mesh: the mesh that norms are measured over.
+      mesh: the mesh over which norms are measured device by device.
     """
 
     grouping: Grouping
@@ -258,7 +252,7 @@ class _Finder:
     mesh: Any
 
     def axes_of(self, i: int, leaf: Any) -> tuple[Axes, Kept]:
-        """Both for the leaf in this position."""
+        """The mapped axes that split the leaf's reduced axes, and those that split the others."""
         unsplit = ((),) * (np.ndim(leaf) - len(self.grouping.axes[i]))
         names = frozenset(self.axis_names or ())
         # Types do not tell of the axis of a surrounding `vmap`.
@@ -270,10 +264,10 @@ class _Finder:
         if devices.are_tracked():
             if mapped:
                 raise ValueError(
-                    f"axis_name has {sorted(mapped)}, which the mesh does not split here, only "
-                    f"{sorted(self.manual)}; if that is the axis of a vmap: inside of "
-                    "shard_map(check_vma=True) JAX has no sums over one. Clip outside of the vmap, "
-                    "or pass check_vma=False, and to the clip both axes"
+                    f"axis_name names {sorted(mapped)}, but only {sorted(self.manual)} are mapped "
+                    "axes of the mesh here. If it is the axis of a vmap: inside "
+                    "shard_map(check_vma=True) JAX cannot sum over a vmap axis. Clip outside of "
+                    "the vmap, or pass check_vma=False and name both axes"
                 )
             reduced, kept = self._by_type(i, leaf, unsplit)
         elif self.specs is not None:
@@ -291,7 +285,7 @@ class _Finder:
         return reduced | mapped, kept
 
     def _by_spec(self, i: int, leaf: Any, axes: Axes) -> tuple[Axes, Kept]:
-        """Both from the leaf's spec, of which only these axes of the mesh count."""
+        """The same, from the leaf's spec (mesh axes that are not in `axes` are ignored)."""
         assert self.specs is not None
         split = [
             tuple(name for name in devices.spec_names(x) if name in axes)
@@ -302,7 +296,7 @@ class _Finder:
         return reduced, tuple(names for axis, names in enumerate(split) if axis not in inside)
 
     def _by_type(self, i: int, leaf: Any, unsplit: Kept) -> tuple[Axes, Kept]:
-        """Both from the leaf's type, and from its spec if only some of its axes are reduced."""
+        """The same, from the leaf's type, and from its spec if only some axes are reduced."""
         varying = devices.varying_axes(leaf)
         if not varying or (not unsplit and self.specs is None):
             return varying, unsplit

@@ -1,4 +1,4 @@
-"""Sums of powers of entries: of one leaf, with a way for each platform, and of groups.
+"""Sums of powers of entries, for one leaf (with code for each platform) and for groups.
 
 In float32 a sum of squares is exact to rounding for norms from 2**-31 to 2**64, whatever the number
 of entries. For smaller and larger norms it is so after the entries were multiplied by 2**88 or
@@ -38,7 +38,7 @@ def scales(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
     """The powers of two by which entries are multiplied before the norm maps them.
 
     The first is 1; the second keeps sums from overflow; a third keeps squares from underflow.
-    Entries that are counted, which is the power 0, need no other than 1.
+    Counts of entries (degree 0) need only the scale 1.
     """
     up = distance(dtype)
     by_degree: dict[float, tuple[float, ...]] = {0: (1.0,), 1: (1.0, 1 / up), 2: (1.0, 1 / up, up)}
@@ -55,9 +55,10 @@ def at_once(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -
 
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def one_by_one(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> AtScales:
-    """The sums at all scales as plain sums, of which a TPU takes a few in one pass.
+    """The sums at all scales, as one plain sum per scale.
 
-    Where the compiler splits the leaf over devices, it adds up their parts of plain sums.
+    A TPU computes several in one pass where their results are small, and the compiler can split
+    them over devices.
     """
     powers, axes = _summands(leaf, axes, norm, dtype)
     return tuple(lax.reduce_sum(x, axes) for x in powers)
@@ -69,12 +70,12 @@ def _summands(
     """The summands at each scale, and the axes to sum over."""
     x = entries(leaf, dtype)
     if fixed_size(x.size) == 1:
-        # A zero is added, because of a single number XLA (JAX 0.10.2) makes
+        # A zero is appended: for a single number XLA (JAX 0.10.2) computes
         # `x * x * (scale * scale)`, whose second product overflows.
         x = jnp.stack([x, jnp.zeros_like(x)])
         axes = (0, *(axis + 1 for axis in axes))
     powers = (norm.map(times(x, by)) for by in scales(norm, dtype))
-    # A map may give several summands of an entry.
+    # A norm's `map` may return several summands per entry (`monitor/cosines.py`).
     return tuple(jax.tree.leaves(tuple(powers))), axes
 
 
@@ -87,12 +88,11 @@ def at_scales(
 ) -> AtScales:
     """The sums of a leaf at all scales, on any platform.
 
-    In float32 a leaf that is summed over all axes takes one variadic reduction, if it lies in one
-    piece or is what a device holds inside of `shard_map`. A leaf that is summed over some axes, or
-    split as only the compiler knows, takes plain sums, and on a GPU one sum in float64. If norms
-    are so many that they are stored apart, a TPU would read the leaf once for each plain sum; so it
-    takes a variadic reduction there: AGC of Llama 3 8B with its layers stacked, on eight v5es,
-    takes 2.6 reads in place of 5.8.
+    With norms in float32, a leaf that is summed over all axes, and is whole or a shard inside
+    `shard_map`, takes one variadic reduction. Any other takes one plain sum per scale; on a GPU,
+    one sum in float64. If norms are stored apart, a TPU takes a variadic reduction there too,
+    because plain sums would each read the leaf: AGC of Llama 3 8B with its layers stacked, on eight
+    v5es, takes 2.6 reads in place of 5.8. With norms in float64 every leaf takes plain sums.
     """
     options = {"axes": axes, "norm": norm, "dtype": dtype}
     if dtype != jnp.float32:
@@ -116,7 +116,7 @@ def largest_bits(leaf: Any, *, by: float, axes: tuple[int, ...], dtype: jnp.dtyp
     """
     x = times(entries(leaf, dtype), by)
     integer = jnp.dtype(f"int{jnp.finfo(dtype).bits}")
-    # Without the bit of the sign, which a NaN may have.
+    # The mask clears the sign bit, which a NaN may have.
     bits = lax.bitcast_convert_type(jnp.abs(x), integer) & integer.type(jnp.iinfo(integer).max)
     return lax.reduce(bits, integer.type(0), lax.max, axes)
 
@@ -125,7 +125,7 @@ def in_range(found: AtScales) -> tuple[Array, Array]:
     """The sum of each group at the scale at which it neither overflowed nor lost small summands.
 
     Returns:
-      The sums, and the powers of two by which the entries' norms have to be multiplied.
+      The sums, and the powers of two by which to multiply the norms computed from them.
     """
     plain, *others = found
     if not others:
@@ -142,7 +142,7 @@ def in_range(found: AtScales) -> tuple[Array, Array]:
 
 
 VERY_MANY = 2.0**40
-"""So many entries may be summed: more than that no leaf has."""
+"""An upper bound on the number of entries that one sum takes."""
 
 
 def of_groups(
@@ -177,7 +177,8 @@ def of_groups(
         shares = [_share(x, over - places.axes_of(i), by_max) for i, x in spread]
         if len(shares) == 1:
             return shares[0]
-        # In one operation, because XLA repeats a chain of additions for each use of its result.
+        # In one operation, because XLA (JAX 0.10.2) repeats a chain of additions for each use of
+        # its result.
         stacked = jnp.stack(shares)
         return lax.reduce_max(stacked, [0]) if by_max else add(stacked)
 
@@ -190,7 +191,10 @@ def of_groups(
 
 
 def _on_all_devices(sums: AtScales, places: Placement) -> AtScales:
-    """The sums of a leaf, gathered in one operation: the compiler would leave them split as it."""
+    """The sums of a leaf, copied to all devices in one operation.
+
+    The compiler would leave them split as the leaf is.
+    """
     if places.automatic_mesh is None or sums[0].ndim == 0:
         return sums
     return tuple(places.on_all_devices(jnp.stack(sums)))

@@ -20,20 +20,14 @@ from optaxclip._base.types import ClipInfo
 from optaxclip._engine.groups import Groups, Rows
 
 Columns: TypeAlias = tuple[Array, ...]
-"""Numbers of one shape: norms, limits, factors, which were clipped and which are not finite.
+"""Arrays of one shape: norms, limits, factors, and flags for clipped and for non-finite groups.
 
-Where the worst group is looked for, a column with the badness of each comes first.
+While the worst group is searched, the groups' scores (`_badness`) come first.
 """
 
 
 def initial_info(name: str, grouping: Grouping, dtype: Any = jnp.float32) -> ClipInfo:
-    """The record before the first step: no limit, nothing clipped.
-
-    Args:
-      name: the transformation's name.
-      grouping: the groups.
-      dtype: of the norms.
-    """
+    """The record before the first step, with norms in `dtype`: no limit, nothing clipped."""
     shape = () if grouping.layout == "scalar" else (len(grouping.names),)
     return ClipInfo(
         name=Names((name,)),
@@ -50,15 +44,9 @@ def initial_info(name: str, grouping: Grouping, dtype: Any = jnp.float32) -> Cli
 def updated_info(
     old: ClipInfo, groups: Groups, norms: Rows, limits: Rows, factors: Rows, bad: Rows
 ) -> ClipInfo:
-    """The record after a step.
+    """The record after a step; groups without leaves at this step keep their record.
 
-    Args:
-      old: the record before it.
-      groups: the groups; those without leaves at this step keep their record.
-      norms: before the step.
-      limits: the norms above which to act.
-      factors: what the groups were multiplied by.
-      bad: which groups are not finite.
+    Norms are those before the step, limits the norms above which it acts.
     """
     grouping = groups.grouping
     if not grouping.groups:
@@ -113,7 +101,8 @@ def _badness(norm: Array, limit: Array) -> Array:
 
 def _of_leaves_alike(groups: Groups, columns: Columns) -> list[Columns]:
     """The worst of each leaf; all leaves of a shape share a reduction, so that few are compiled."""
-    # The barrier has XLA store the columns; it else computes them anew for each reduction.
+    # Makes XLA store the columns, which it would otherwise compute anew for each reduction
+    # (JAX 0.10.2).
     stack = lax.optimization_barrier(jnp.stack(columns))
     found, start = [], 0
     for shape, some in itertools.groupby(groups.ordered, key=lambda group: group.shape):
@@ -126,7 +115,7 @@ def _of_leaves_alike(groups: Groups, columns: Columns) -> list[Columns]:
 
 def _in_one_reduction(columns: Columns, axes: tuple[int, ...]) -> Columns:
     """The worst of the groups along these axes, from the badness and the columns of all."""
-    # What leaves without groups have.
+    # The result for a leaf without groups.
     nothing = tuple(columns[0].dtype.type(x) for x in (-1, 0, jnp.inf, 1, 0, 0))
     found = lax.reduce(lax.stop_gradient(columns), nothing, _worse, axes)
     _, norm, limit, factor, clipped, bad = found
@@ -137,8 +126,8 @@ def _in_one_reduction(columns: Columns, axes: tuple[int, ...]) -> Columns:
 
 def _worse(some: Columns, others: Columns) -> Columns:
     """The worse of two groups, how many were clipped, and whether one is bad."""
-    # Of equal ones that with the larger norm, so that no order of the groups matters.
+    # Ties go to the larger norm, so that the order of groups does not matter.
     is_worse = (some[0] > others[0]) | ((some[0] == others[0]) & (some[1] >= others[1]))
     worse = [lax.select(is_worse, *pair) for pair in zip(some[:4], others[:4], strict=True)]
-    # With "mask", one that is bad need not be the worst.
+    # With the policy "mask", a group with bad entries need not be the worst.
     return *worse, some[4] + others[4], jnp.maximum(some[5], others[5])

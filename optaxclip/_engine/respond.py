@@ -20,7 +20,7 @@ from optaxclip.responses import Response
 
 
 class Multiplier(NamedTuple):
-    """What groups are multiplied by, as a product of two numbers, as it may leave the range.
+    """The groups' factors, as products of two numbers: a factor may leave its dtype's range.
 
     Where both are 1 the group is left as it is, bit for bit.
 
@@ -68,7 +68,8 @@ def multiplier(
       response: the new norms from these three. For a group that is not finite or has no limit it
         gets ones.
       nonfinite: what becomes of groups whose norm is not finite.
-      strict: whether no rounding may take a group above its new norm; the norms are from above.
+      strict: whether no rounding may take a group above its new norm; then `measured` must hold
+        upper bounds.
     """
     norm = measured.bound if strict else measured.norm
     is_bad = ~jnp.isfinite(norm)

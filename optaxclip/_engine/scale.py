@@ -39,9 +39,9 @@ def scale(
 
     Args:
       leaf: a floating or complex array, or a `BCOO`, whose data is scaled.
-      by: the two fields of the group's multiplier, which may lie in one array. Where it is 1, the
-        entries are left as they are. If a third array comes behind these, entries whose modulus is
-        at most that are left as they are, and no others.
+      by: the two fields of the group's multiplier, in a sequence or stacked in one array; where it
+        is 1, entries stay as they are. With a third array, exactly the entries with a modulus of at
+        most its value stay.
       axes: the leaf's axes that the multiplier lacks.
       strict: whether rounding to a narrow dtype may only lower an entry's modulus.
       zeroes: whether entries become 0 where the ratio is 0, also those that are not finite.

@@ -1,6 +1,6 @@
 """One step: leaves and limits come in, clipped leaves, the rule's state and the record go out.
 
-`clipped` and `norms_of` check and compile, on any mesh; `_steps` is the way of the data.
+`clipped` and `norms_of` check and compile, on any mesh; `_steps` runs the steps in order.
 """
 
 import dataclasses
@@ -34,24 +34,25 @@ class Technique(Protocol):
     """How leaves are measured and changed; hashable, because it is static."""
 
     def measured(self, leaves: list[Any], groups: Groups, method: "Method") -> list[Measured]:
-        """For each row of the groups its norms."""
+        """The norms, one `Measured` per array of `Rows`."""
         ...
 
     def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
-        """What `scaled` has to know of the groups, each of the shape of their norms."""
+        """The numbers per group that `scaled` needs, each array of the shape of the norms."""
         ...
 
     def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], method: "Method") -> Any:
-        """A leaf, from the columns of its groups, which lie along the first axis.
+        """The changed leaf.
 
-        These lack the given axes of the leaf.
+        `columns` stacks along its first axis what the method `columns` gave; its other axes are the
+        leaf's without `axes`.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class ByNorm:
-    """What is measured is the norm, and all entries of a group are multiplied by one number."""
+    """Measures norms, and multiplies all entries of a group by one number."""
 
     def measured(self, leaves: list[Any], groups: Groups, method: "Method") -> list[Measured]:
         """The norms of the groups."""
@@ -92,12 +93,9 @@ class Method:
 
 
 class Start(NamedTuple):
-    """What a step begins with, beside the leaves.
+    """What a step needs besides the leaves and their parameters.
 
     Attributes:
-      rule: the limit rule.
-      rule_state: the rule's state.
-      info: the record of the steps before, or None if none is kept.
       norm_of_tree: the norm of the whole tree, if the caller has it; else it is measured.
     """
 
@@ -115,16 +113,7 @@ def clipped(
     method: Method,
     options: Options,
 ) -> tuple[PyTree, PyTree, Any]:
-    """The tree, clipped, the rule's state and the record, if there is one.
-
-    Args:
-      flat: the tree.
-      params: the parameters, if the user has passed them.
-      start: what the step begins with.
-      groups: the groups of the tree.
-      method: what to do.
-      options: of the transformation.
-    """
+    """The tree, clipped, the rule's state and the record, if there is one."""
     params = params_for(start.rule, params, method.name)
     weights, of_weights = None, groups
     if params is not None:
@@ -143,7 +132,10 @@ def clipped(
 def weights_beside(
     flat: FlatTree, params: PyTree, groups: Groups, options: Options
 ) -> tuple[list[Any], Groups]:
-    """The parameters of the measured leaves, and their groups: they may be split otherwise."""
+    """The parameters of the measured leaves, and the same groups, placed as the parameters are.
+
+    Parameters may be split differently from the updates.
+    """
     found = matching_params(flat, params, options.name)
     placement = located(groups.grouping, found, options)
     return found.measured_leaves(), dataclasses.replace(groups, placement=placement)
@@ -158,7 +150,7 @@ def run(fn: Callable[..., Any], *operands: Any, **static: Any) -> Any:
     """`fn(*operands, **static)`: in eager mode one cached call, else part of the trace.
 
     Args:
-      fn: a function of a module, as it is part of the cache's key.
+      fn: a module-level function, because it is part of the cache's key.
       *operands: pytrees of arrays.
       **static: what else it has to know, hashable.
     """
@@ -198,7 +190,7 @@ def _steps(
     groups: Groups,
     method: Method,
 ) -> tuple[list[Any], PyTree, ClipInfo | None]:
-    """The way of the data: measure, limit, respond, scale, record."""
+    """The steps in order: measure, limit, respond, scale, record."""
     bad = None
     if method.nonfinite == "mask":
         leaves, bad = mask(leaves, groups)

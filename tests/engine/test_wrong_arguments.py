@@ -52,6 +52,18 @@ MISTAKES = {
         lambda: optaxclip.skip_above(SGD, 1.0, loss_limit=thresholds.window),
         r"loss_limit .* thresholds\.window\(\)",
     ),
+    "unknown keyword": (
+        lambda: clip_by(scopes.tree(), 1.0, foo=1),
+        r"keyword argument 'foo'\. It takes \['scope', 'limit', ",
+    ),
+    "misspelt keyword": (
+        lambda: clip_by(scopes.tree(), 1.0, respons="clip"),
+        r"argument 'respons'; did you mean 'response'\? It takes \[",
+    ),
+    "array that decides a program": (
+        lambda: optaxclip.clip_by_block_rms(1.0, stacked=jnp.ones(2)),
+        r"stacked must not be a JAX array .* static_args=\('stacked',\)",
+    ),
     "no name": (
         lambda: clip_by(scopes.tree(), 1.0, name=None),
         "name must be .* got None",
@@ -181,7 +193,7 @@ def test_the_axis_of_a_vmap_where_jax_has_no_sum_over_it():
             jax.shard_map(over_rows, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
         )(jnp.ones((3, 4)))
 
-    with pytest.raises(ValueError, match=r"axis_name has \['rows'\].* pass check_vma=False"):
+    with pytest.raises(ValueError, match=r"axis_name names \['rows'\].* pass check_vma=False"):
         clipped("rows", check_vma=True)
     found = clipped(("rows", "x"), check_vma=False)
     np.testing.assert_allclose(found, np.full((3, 4), 12**-0.5), rtol=1e-6)
