@@ -36,11 +36,16 @@ def promoted(arrays: Sequence[Array]) -> list[Array]:
 
 
 def narrowed(x: Array, dtype: jnp.dtype) -> Array:
-    """`x` converted to `dtype`; finite entries beyond its range become its largest numbers."""
-    if x.dtype == dtype:
-        return x
-    largest = float(jnp.finfo(dtype).max)
-    return jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x).astype(dtype)
+    """`x` converted to `dtype`; finite entries beyond its range become its largest numbers.
+
+    So do infinite entries where `dtype` has no infinity.
+    """
+    info = jnp.finfo(dtype)
+    if jnp.finfo(x.dtype).max <= info.max:
+        return x.astype(dtype)
+    held = jnp.clip(x, float(info.min), float(info.max))
+    has_infinity = np.isinf(np.asarray(np.inf).astype(dtype))
+    return (jnp.where(jnp.isinf(x), x, held) if has_infinity else held).astype(dtype)
 
 
 def select(flag: Array, x: Array | float, y: Array | float) -> Array:

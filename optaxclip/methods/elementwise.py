@@ -11,7 +11,13 @@ from jax.core import Tracer
 
 import optaxclip._base.devices as devices
 from optaxclip._base.arguments import short
-from optaxclip._base.numerics import is_real, match_weak_type, power_of_two_below
+from optaxclip._base.numerics import (
+    accumulation_dtype,
+    is_real,
+    match_weak_type,
+    narrowed,
+    power_of_two_below,
+)
 from optaxclip._base.trees import FlatTree, data_of, dtype_of, with_data
 from optaxclip._base.types import PyTree
 
@@ -152,9 +158,13 @@ def _bounded(x: Array, low: Array | None, high: Array) -> Array:
 
 
 def _like(x: Array, bound: jax.typing.ArrayLike) -> Array:
-    """A bound in the shape of an array and the dtype of its real part."""
-    dtype = jnp.finfo(x.dtype).dtype if jnp.iscomplexobj(x) else x.dtype
-    return jnp.broadcast_to(lax.convert_element_type(bound, dtype), x.shape)
+    """A bound in the shape of an array and the dtype of its real part, and within its range."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.broadcast_to(bound, x.shape)
+    bound, dtype = jnp.asarray(bound), jnp.finfo(x.dtype).dtype
+    if not jnp.issubdtype(bound.dtype, jnp.floating):
+        bound = bound.astype(accumulation_dtype(dtype))
+    return jnp.broadcast_to(narrowed(bound, dtype), x.shape)
 
 
 def _bound_modulus(z: Array, high: Array) -> Array:

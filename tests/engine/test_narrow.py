@@ -36,3 +36,29 @@ def test_each_entry_is_rounded_once(dtype, strict, how):
     else:
         nearest = np.abs(numbers[:, None] - exact).min(axis=0)
         np.testing.assert_allclose(np.abs(found - exact), nearest, rtol=1e-6, atol=1e-12)
+
+
+BOUNDS = [1e3, 1e4, np.inf, np.float32(1e6), np.int32(1000), jnp.asarray(1e30)]
+
+
+@pytest.mark.parametrize("dtype", [*FORMATS, "float8_e4m3fnuz", "float16"])
+def test_bounds_beyond_a_format_leave_its_numbers(dtype):
+    x = jnp.asarray(numbers_of(dtype), dtype)
+    for bound in BOUNDS:
+        if np.isinf(bound) or bound > float(jnp.finfo(dtype).max):
+            found = [optaxclip.clip(bound).update(x, None)[0]]
+            found.append(optaxclip.ops.clip_by_value(x, -bound, bound))
+            found.append(optaxclip.ops.clip_by_value(x, -1.0, bound)[x >= -1])
+            expected = [x, x, x[x >= -1]]
+            for some, same in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(*(np.asarray(y, np.float32) for y in (some, same)))
+    tx = optaxclip.clip_by_second_moment()
+    updates, state = tx.update(x, tx.init(x))
+    np.testing.assert_array_equal(np.asarray(updates, np.float32), np.asarray(x, np.float32))
+    assert np.isfinite(state.moments).all()
+
+
+def test_an_infinite_entry_becomes_the_largest_number_below_its_bound():
+    x = jnp.asarray([6e4, jnp.inf, -jnp.inf, jnp.nan], jnp.float16)
+    updates, _ = optaxclip.clip(1e5).update(x, None)
+    np.testing.assert_array_equal(updates, np.float16([6e4, 65504, -65504, np.nan]))
