@@ -41,7 +41,7 @@ class Effort(NamedTuple):
       bad: the first bad step, and the first good one after it.
       every: steps from one evaluation to the next.
       save_every: steps from one checkpoint to the next.
-      roll_back_after: so many skipped steps in a row.
+      roll_back_after: after how many skipped steps in a row a run goes back.
       past: batches that a run that went back leaves out, beside those that it has read.
       seeds: how many.
       rate: Adam's learning rate.

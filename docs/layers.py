@@ -20,7 +20,7 @@ from optaxclip.plots.style import legend_below
 HIDDEN, BLOCKS = 128, 6
 SIZE, STEPS, LEARNING_RATE, LIMIT = 128, 600, 0.03, 1.0
 WRONG, BEGIN, NOISE = 3, 200, 20.0
-"""From this step on the gradients of one block have noise of so many times their size."""
+"""From step `BEGIN` on the gradients of block `WRONG` have noise of `NOISE` times their size."""
 STACKED = ("up", "down")
 LATEST = 50
 Params = dict[str, Array]

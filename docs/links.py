@@ -92,7 +92,7 @@ def _reference(match: re.Match[str]) -> str:
     name, path, title = match["name"], match["path"], match["title"]
     if path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") != name:
         return f"{title}\n\n::: {name}\n\n" if title else f"::: {name}\n\n"
-    # Of a room the title is its heading, below which stands what the room is for.
+    # Of a package the title is its heading, below which stands what the package is for.
     return f"{title} {{#{name}}}\n\n::: {name}\n{OF_MODULE}\n"
 
 

@@ -119,5 +119,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names; the rooms that they come from are not for users."""
+    """The public names; the packages that they come from are not for users."""
     return __all__

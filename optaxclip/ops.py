@@ -33,7 +33,7 @@ def global_norm(
 
     Args:
       tree: a pytree of floating or complex arrays.
-      norm: "l2", "l1", "linf", "rms", "mean_abs" or a norm from `optaxclip.norms`.
+      norm: "l2", "l1", "linf", "rms", "mean_abs", "average_l2", or a norm from `optaxclip.norms`.
       axis_name: the mapped axes over which all leaves are split; see `optaxclip.clip_by`.
       specs: how the leaves are split over devices; see `optaxclip.clip_by`.
 

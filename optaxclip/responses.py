@@ -110,8 +110,8 @@ def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = mat
     outside of the band.
 
     Three methods are bands. AGGC (Li, Wu and Chang, 2026, arXiv 2601.11864) keeps each group of
-    layers within 0.5 to 1.5 times the moving average of its norms; here the average takes up the
-    norms from before they were raised. LAMBC (Fong et al., 2020, arXiv 2011.13584) is LAMB with a
+    layers within 0.5 to 1.5 times the moving average of its norms; here the average records norms
+    before they are raised. LAMBC (Fong et al., 2020, arXiv 2011.13584) is LAMB with a
     bounded trust ratio. Speedruns (KellerJordan/modded-nanogpt) keep the ratio of update to weight
     from falling::
 

@@ -1,4 +1,4 @@
-"""Which cases of a test are slow: even a room by itself leaves them to CI."""
+"""Which cases of a test are slow: even a package by itself leaves them to CI."""
 
 import pytest
 

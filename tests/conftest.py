@@ -38,7 +38,7 @@ def pytest_sessionstart(session):
         reporter.write_line("All that is not slow, on 2 cores: 5 to 12 minutes. All: pytest -m ''")
     else:
         reporter.write_line("All tests, the slow ones too, on 2 cores: 9 to 30 minutes.")
-    reporter.write_line("A room only: pytest tests/methods (CONTRIBUTING.md has the map)")
+    reporter.write_line("One package only: pytest tests/methods (CONTRIBUTING.md has the map)")
 
 
 # Where the files' own order would leave one process alone with a long file at the end.

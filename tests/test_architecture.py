@@ -15,8 +15,8 @@ import optaxclip
 ROOT = pathlib.Path(optaxclip.__file__).parent
 TESTS = pathlib.Path(__file__).parent
 
-# From the lowest up: a room imports from itself and from those before it.
-ROOMS = [
+# From the lowest up: a package imports from itself and from those before it.
+PACKAGES = [
     ("_base",),
     ("norms", "scopes", "responses", "nonfinite", "thresholds"),
     ("_engine",),
@@ -33,7 +33,7 @@ ROOMS = [
     ("commands",),
     ("__main__",),
 ]
-FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
+FLOORS = {package: floor for floor, packages in enumerate(PACKAGES) for package in packages}
 
 
 def module_name(path):
@@ -66,7 +66,7 @@ def floor(name):
     return FLOORS[name.split(".")[0]]
 
 
-def test_every_room_has_a_floor():
+def test_every_package_has_a_floor():
     assert {name.split(".")[0] for name in FILES} == set(FLOORS)
 
 
@@ -133,7 +133,7 @@ def test_public_functions_are_documented_with_an_example(name):
 
 def test_all_that_is_imported_is_public():
     found = {name for name in vars(optaxclip) if not name.startswith("_")}
-    # Other rooms are attributes once somebody, such as another test, has imported them.
+    # Other packages are attributes once somebody, such as another test, has imported them.
     hidden = {"methods", "nonfinite", "config", "commands"}
     assert found - hidden == {*optaxclip.__all__} - {"__version__"}
     assert optaxclip.__all__ == sorted(set(optaxclip.__all__))

@@ -102,7 +102,7 @@ AUTO = ("auto",)
 # In `shard_map` AGC has to be told which axes are split.
 AGC_MESHES = (*AUTO, "explicit", f"{SHARD_MAP}{SPECS}")
 COUNTED: dict[str, list[Case]] = {
-    "In one piece": [*product(BOTH, ("transformer4",), DTYPES, (ONE,), NAMED)],
+    "On one device": [*product(BOTH, ("transformer4",), DTYPES, (ONE,), NAMED)],
     "A model that fits into VMEM": [*product((V5E,), ("vmem",), DTYPES, (ONE,), NAMED)],
     "ResNet-50": [*product(BOTH, ("resnet50",), DTYPES, (ONE,), FEW)],
     "GPT-2": [

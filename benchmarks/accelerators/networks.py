@@ -29,7 +29,7 @@ def seeds(tx: Step, device: str) -> Compiled:
 
 
 def examples(way: str, device: str, dtype: Any, size: int) -> Compiled:
-    """The clipped gradients of `BATCH` examples, so many at a time."""
+    """The clipped gradients of `BATCH` examples, `size` at a time."""
     layers = [_layer(n, m) for n, m in itertools.pairwise(LARGE)]
     params = _on(device, layers, dtype)
     batch = _batches(device, (BATCH,), LARGE, dtype)

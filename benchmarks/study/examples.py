@@ -20,6 +20,6 @@ class Examples(NamedTuple):
 
 
 def scrambled(examples: Examples, key: Array, is_bad: Array, labels: int) -> Examples:
-    """The same inputs; if the batch is bad, labels drawn by chance from so many."""
+    """The same inputs; if the batch is bad, with labels drawn by chance below `labels`."""
     drawn = jax.random.randint(key, examples.labels.shape, 0, labels)
     return examples._replace(labels=jnp.where(is_bad, drawn, examples.labels))

@@ -132,7 +132,7 @@ def in_place(
     size: int,
     rounds: int,
 ) -> list[Row]:
-    """A clip's rows, beside a read and a scaling, of gradients of so many bytes."""
+    """A clip's rows, beside a read and a scaling, of gradients of `size` bytes."""
     times = race({**programs, **others}, rounds)
     rows = [Row(case, way, {"ms": spread(times[way]).times(1e3)}) for way in (READ, SCALE)]
     for way in times:

@@ -47,15 +47,17 @@ def value_and_grad(
     To clip each microbatch is PS-Clip-SGD (Nobile and Grohs, 2026, arXiv 2605.02701). A microbatch
     that is rejected is left out with its weight.
 
-    Under `jit` a batch that is split over devices stays so, where the devices divide the
-    microbatches: each device has its share of each, nothing of the batch is gathered, and the sum
-    is split as the parameters are. A microbatch takes one all-reduce or reduce-scatter of its
-    gradient, as its norm is that over all devices. With `measure=False` and without `weight` XLA
-    puts that off until after the last microbatch, on GPUs. Inside `shard_map` sizes and weights are
-    of what a device has, and a loss that differs between devices is averaged over them by its
-    weights; with `measure=False` there is one all-reduce after the last microbatch, weights or not,
-    for parameters of which all devices have all. There a device whose part of a microbatch has no
-    weight needs a finite loss too, or the whole microbatch is rejected.
+    Under `jit`, a batch that is split over devices stays split if the number of devices divides the
+    microbatch size: each device has its share of each microbatch, nothing of the batch is gathered,
+    and the sum is split as the parameters are. A microbatch takes one all-reduce or reduce-scatter
+    of its gradient, because its norm is that over all devices. With `measure=False` and without
+    `weight` XLA on GPUs puts that off until after the last microbatch.
+
+    Inside `shard_map` sizes and weights count what one device holds, and a loss that differs
+    between devices is averaged over them by its weights: a device whose part of a microbatch has no
+    weight needs a finite loss too, or the whole microbatch is rejected. With `measure=False` there
+    is one all-reduce after the last microbatch, with or without `weight`, for parameters that every
+    device holds in full.
 
     Args:
       loss_fn: the mean loss of a microbatch, a scalar: the mean over its examples, or over what
@@ -74,9 +76,9 @@ def value_and_grad(
       clip: a transformation over each microbatch's gradient, which goes on from one to the next and
         learns nothing of those that are rejected; or a limit of the global norm, as
         `optaxclip.clip_by` takes it.
-      reject: "nonfinite", those whose loss, or whose gradient's norm, is NaN or infinite; or a
-        number, a schedule, or a rule of `optaxclip.thresholds`, those too whose norm is above its
-        limit; None for none. Where all are rejected all that comes back is NaN, so that
+      reject: which microbatches are left out. "nonfinite": those whose loss or gradient norm is not
+        finite. A number, schedule or rule of `optaxclip.thresholds`: also those with a norm above
+        it. None: none. If all are rejected, loss and gradients are NaN, so that
         `optaxclip.skip_nonfinite` skips the step.
       measure: whether norms are measured; if not, `clip` and `reject` must be None, and `norm` and
         `noise` are NaN.

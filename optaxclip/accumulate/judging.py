@@ -40,10 +40,11 @@ class Verdict(NamedTuple):
 
     Attributes:
       leaves: its gradient, clipped.
-      norm: that of its gradient before.
-      norm_after: that of what is added up.
+      norm: the gradient's norm before the clip.
+      norm_after: the gradient's norm after the clip.
       is_out: whether it is rejected.
-      state: the state after it; as it was before where it is rejected or has no weight.
+      state: the state after it. If the microbatch is rejected, only the clip's part stays as it
+        was; if it has no weight, all of it does.
     """
 
     leaves: list[Array]
@@ -147,7 +148,10 @@ class Judge:
         return after.measured_leaves(), norm_after, state
 
     def _transformation(self) -> optax.GradientTransformationExtraArgs:
-        """The clip; that of a limit is made where it is known how leaves are split."""
+        """The clip as a transformation.
+
+        For a limit it is made at each call, because its `specs` depend on where that is.
+        """
         if not isinstance(self.clip, Threshold):
             return self.clip or optax.with_extra_args_support(optax.identity())
         options = Options.checked(known_norm=_NORM, name=NAME, specs=self.places.specs_of_gradients)

@@ -18,7 +18,7 @@ from optaxclip.accumulate.means import Row
 
 
 class Means(NamedTuple):
-    """What the loop leaves.
+    """The results of the loop.
 
     Attributes:
       leaves: for each measured leaf the weighted mean of the gradients that count.
@@ -40,7 +40,7 @@ def over_microbatches(
 
     Args:
       loss: the user's.
-      judge: of each gradient.
+      judge: judges each gradient.
       roles: the arguments.
       params: the parameters, as arrays.
       cut: the batch.

@@ -69,7 +69,7 @@ class Loss:
     def over_devices(
         self, roles: Roles, params: FlatTree, size: int, measured: list[Array], microbatch: Any
     ) -> Found:
-        """What all devices make of a microbatch together.
+        """Loss, weight and gradient of a microbatch over all devices.
 
         Args:
           roles: the arguments.
@@ -94,7 +94,7 @@ class Loss:
     def of_this_device(
         self, roles: Roles, params: FlatTree, size: int, measured: list[Array], microbatch: Any
     ) -> Found:
-        """What this device makes of its part, and no other, from parameters of its own."""
+        """Loss, weight and gradient of this device's part of a microbatch alone."""
         weight = self._weight_of(microbatch, size)
 
         def loss(measured: list[Array]) -> Any:
@@ -107,7 +107,7 @@ class Loss:
         return Found(value.astype(self.dtype), weight, leaves, aux)
 
     def _total(self, x: Any, axes: Axes) -> Any:
-        """The sum over devices; without a collective of weights that are all the same."""
+        """The sum over devices; for a constant weight a product, without a collective."""
         if not isinstance(x, Tracer):
             return x * devices.num_devices(axes)
         return devices.sum_over_devices(self.places.vary(x, axes), axes)

@@ -18,7 +18,8 @@ class Accumulated(NamedTuple):
       norm: float[k], of each gradient before it was clipped, over all leaves and devices; NaN with
         `measure=False`.
       weight: float[k], how much each counts: how many examples it has, or what `weight=` says.
-      rejected: bool[k], which were left out. One without weight, which adds nothing, is none.
+      rejected: bool[k], which were left out. A microbatch of weight 0, which adds nothing, does not
+        count as rejected.
       loss: float[k].
       aux: what else the losses returned, `[k, ...]`; None without `has_aux`.
       state: an `AccumulateState`, to be passed on to the next step. In it is the clip's own state,
@@ -37,7 +38,7 @@ class Accumulated(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What is kept of each microbatch, `[k]` after the last."""
+    """What is kept of each microbatch: scalars, which `scan` stacks to `[k]`."""
 
     norm: Array
     norm_after: Array
@@ -57,7 +58,7 @@ class Row(NamedTuple):
         return ~self.rejected & (self.weight != 0)
 
     def mean(self, of: Array) -> Array:
-        """The weighted mean of what there is of each microbatch; NaN of none."""
+        """The weighted mean over the microbatches that count; NaN if none does."""
         counts = self.counts
         return jnp.sum(jnp.where(counts, self.weight * of, 0)) / self.total_weight
 
@@ -69,7 +70,8 @@ class Row(NamedTuple):
     def noise(self, norm_of_mean: Array) -> NoiseSums:
         """The noise sums, from the norm of the mean gradient."""
         square, square_of_mean = self.mean(jnp.square(self.norm_after)), jnp.square(norm_of_mean)
-        # Each microbatch is taken to have the mean weight; with unequal ones there is no bias.
+        # The weighted mean of the squared norms estimates `signal + variance / small` without bias,
+        # also if weights differ.
         large = self.total_weight
         small = large / jnp.sum(self.counts, dtype=large.dtype)
         spread = jnp.where(large > small, large - small, jnp.nan)

@@ -71,10 +71,9 @@ class Places:
         return self.axes_of(*jax.tree.leaves(batch))
 
     def still_to_add(self, params: FlatTree, axes: Axes) -> list[Axes]:
-        """For each measured leaf those of the axes over which its gradient is still in parts.
+        """For each measured leaf, the axes over which its gradient must still be summed.
 
-        The gradient of a leaf that is itself split is added up by what gathers the leaf, and one
-        whose type is tracked by JAX.
+        Over an axis that splits a leaf, its gradient is summed where the leaf is gathered.
         """
         if devices.are_tracked():
             return [axes - devices.varying_axes(x) for x in params.measured_leaves()]
@@ -86,7 +85,8 @@ class Places:
     def put_off(self, params: FlatTree, batch: PyTree) -> Axes:
         """The axes over which gradients can be added up once, after the last microbatch.
 
-        None where a leaf is split over one of them, as what gathers it adds up its gradient.
+        Empty where a leaf is split over one of them, because its gradient is summed where the leaf
+        is gathered.
         """
         axes = self.axes_of_batch(batch)
         if all(over == axes for over in self.still_to_add(params, axes)):
@@ -94,7 +94,7 @@ class Places:
         return Axes()
 
     def added(self, leaves: list[Array], params: FlatTree, axes: Axes) -> list[Array]:
-        """Gradients of what each device's loss says, added up over devices where JAX has not."""
+        """Each device's gradients, summed over devices where JAX has not done so."""
         if devices.are_tracked() or not axes:
             return leaves
         pairs = zip(leaves, self.still_to_add(params, axes), strict=True)

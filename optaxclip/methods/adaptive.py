@@ -48,12 +48,12 @@ def zclip(
 
     Args:
       alpha: the decay of mean and variance.
-      z_thresh: a norm so many standard deviations above the mean is a spike.
+      z_thresh: a norm more than `z_thresh` standard deviations above the mean is a spike.
       warmup_steps: how many norms are recorded before there is a limit.
       max_norm: a cap on every limit, in the warm-up too; none if None, 1.0 in the published code.
       option: which norm a spike is given, as in `optaxclip.thresholds.zscore`.
       floor: smaller norms are not recorded, and no limit is smaller.
-      patience: after so many norms in a row above their limit the raw norm is recorded.
+      patience: after this many norms in a row above their limit the raw norm is recorded.
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
@@ -111,7 +111,7 @@ def adagc(
       warmup_steps: how many norms the warm-up lasts.
       floor: smaller norms are not recorded, and no limit is smaller. With 0 a leaf whose
         gradient is zero in the warm-up never moves again, as published.
-      patience: after so many norms in a row above their limit the raw norm is recorded.
+      patience: after this many norms in a row above their limit the raw norm is recorded.
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:
@@ -197,7 +197,7 @@ def clip_by_ema_norm(
       ratio: the limit, divided by the average.
       decay: the decay of the average, which starts with the norm of the second step.
       floor: smaller norms are not recorded, and no limit is smaller.
-      patience: after so many norms in a row above their limit the raw norm is recorded.
+      patience: after this many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit.
       **options: those that all transformations share, `optaxclip.NormOptions`.
 

@@ -76,7 +76,8 @@ def clip_attention_logits(
       specs: inside `shard_map`, how the weights are split over devices, if heads are split; as in
         `optaxclip.clip_by`.
       record: whether the state keeps what was done. With False it is an `optax.EmptyState`, and any
-        state is accepted and returned as it is. A schedule needs the count, so it refuses that.
+        state is accepted and returned as it is. With a schedule, which needs the step count,
+        `record=False` is an error.
       name: the name in messages.
 
     Returns:

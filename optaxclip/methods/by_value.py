@@ -32,7 +32,8 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
     Args:
       max_delta: the largest absolute value, or a schedule of it.
       record: whether the state counts the steps. With False it is an `optax.EmptyState`, and any
-        state is accepted and returned as it is. A schedule needs the count, so it refuses that.
+        state is accepted and returned as it is. With a schedule, which needs the step count,
+        `record=False` is an error.
 
     Returns:
       A transformation with a `ClipByValueState`. It does not record what was clipped, because that

@@ -47,7 +47,7 @@ def clamp(
     for bound, argument in zip((low, high), arguments, strict=True):
         if bound is not None and np.shape(bound):
             _check_fit(bound, argument, flat)
-    # A bound for each dtype, not for each leaf: JAX takes a while to pass an operand.
+    # One bound per dtype, not per leaf, because passing operands to a compiled function takes time.
     dtypes = {dtype_of(leaf) for leaf in leaves}
     highs = {str(dtype): _in_range(high, dtype) for dtype in dtypes}
     lows = None if low is None else {str(dtype): _in_range(low, dtype) for dtype in dtypes}

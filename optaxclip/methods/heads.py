@@ -112,7 +112,7 @@ def multiplier(factor: Array, place: Place) -> Array:
     factor = lax.expand_dims(factor, [i for i in range(place.rank) if i not in place.axes])
     counts, powers = zip(*place.pairs, strict=True)
     powers = np.repeat(powers, counts)
-    # If one axis holds both heads and entries, entries get an axis for themselves for a while.
+    # If one axis holds both heads and entries, the entries get a temporary axis of their own.
     at = place.along + place.is_split
     split = lax.expand_dims(factor, [at]) if place.is_split else factor
     by = _power(split, powers.reshape([len(powers) if i == at else 1 for i in range(split.ndim)]))

@@ -31,7 +31,7 @@ class Judged(NamedTuple):
 
     @property
     def is_out(self) -> Array:
-        """Whether it is a reason to skip."""
+        """Whether the number is a reason to skip the step."""
         return self.is_above | self.is_bad
 
     def blamed(self, parts: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Transformations that bring every norm to its target, also a small one."""
+"""Transformations that bring every norm to its target, small norms too."""
 
 from collections.abc import Callable
 from typing import Unpack

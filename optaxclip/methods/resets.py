@@ -84,7 +84,7 @@ def reset_state(
       only: the names of the parts: fields or keys of the state, such as "trace" of
         `optax.sgd(momentum=)`. Each must be in the state. They are not looked for among the names
         of parameters and hyperparameters.
-      warmup: for so many steps after a reset updates are multiplied by
+      warmup: for this many steps after a reset, updates are multiplied by
         `(1 - cos(pi * t / warmup)) / 2`, where `t` counts these steps from 0.
       **options: those that all transformations share, `optaxclip.PlaceOptions`.
 

@@ -86,7 +86,7 @@ def skipping(
     Args:
       inner: the optimizer.
       limit: a step with a larger norm is skipped.
-      max_consecutive: after so many skipped steps in a row the next is taken.
+      max_consecutive: after this many skipped steps in a row the next is taken.
       loss_limit: a rule; a step with a loss above its limit is skipped.
       options: the checked options.
       gives_up: whether the step that is then taken may be one that is not finite.

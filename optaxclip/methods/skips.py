@@ -34,9 +34,9 @@ def skip_nonfinite(
 
     Args:
       inner: the optimizer.
-      max_consecutive: after so many skipped steps in a row the next step is taken even if it is not
-        finite, as in `optax.apply_if_finite`, so that one sees that the run is lost. With None such
-        a step is never taken.
+      max_consecutive: after this many skipped steps in a row the next step is taken even if it is
+        not finite, as in `optax.apply_if_finite`, so that one sees that the run is lost. With None
+        such a step is never taken.
       **options: those that all transformations share, `optaxclip.PlaceOptions`.
 
     Returns:
@@ -93,8 +93,8 @@ def skip_above(
       inner: the optimizer.
       limit: a number, a schedule, or a rule from `optaxclip.thresholds`, whose trigger counts;
         `math.inf` to judge the loss alone.
-      max_consecutive: after so many skipped steps in a row the next finite step is taken, so that a
-        limit cannot stop a run for good. With None the limit always holds. Steps that are not
+      max_consecutive: after this many skipped steps in a row the next finite step is taken, so that
+        a limit cannot stop a run for good. With None the limit always holds. Steps that are not
         finite are always skipped.
       loss_limit: the limit of the loss, which may be negative: a number, a schedule, or
         `thresholds.window`, `zscore`, `percentile`, `median` or `ema`, whose `floor` is not used.

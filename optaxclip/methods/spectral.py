@@ -53,8 +53,8 @@ def clip_by_spectral_norm(
     it is at most 100 times `c`.
 
     For a matrix `[m, n]` with `m <= n` an iteration takes two products with `[m, n]` and four with
-    `[m, m]`; at the end "hard" takes another two and 29. Muon takes two and one in each of its 5
-    iterations. On a CPU a square matrix takes about twice as long as with Muon
+    `[m, m]`; "hard" takes another two and 29 of these at the end. Each of Muon's 5 iterations takes
+    two and one. On a CPU a square matrix takes about twice as long as with Muon
     (`optax.contrib.scale_by_muon`), with "hard" about three times as long, and with 5 iterations as
     long as with Muon (`benchmarks/spectral.py`).
 

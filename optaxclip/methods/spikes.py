@@ -132,7 +132,7 @@ def clip_by_second_moment(
     Args:
       threshold: the largest ratio of an entry's square to its second moment.
       decay: the decay of the second moment; use that of the Adam that follows.
-      warmup_steps: in so many steps at the beginning, and after each reset, nothing is clipped.
+      warmup_steps: in this many steps at the beginning, and after each reset, nothing is clipped.
         Steps that are not finite count too.
       reset_every: after how many steps `v` is set to zero, as SPAM does every 500 steps with Adam's
         moments; with None it never is. Static, also in `optax.inject_hyperparams`.

@@ -69,8 +69,9 @@ def scale_by_stable_adam(
     shortened, so its stage comes behind this one in the chain.
 
     A leaf that is not finite keeps its averages, as if the step had not been. Averages are float32
-    (float64 for float64 leaves). Parts of entries above 1.3e19 count as 1.3e19, as their squares
-    would overflow in float32. Integer and other leaves pass untouched.
+    (float64 for float64 leaves). Entries beyond ±1.3e19 (real and imaginary parts of complex ones)
+    count as that bound, because in float32 the sum of two such squares would overflow. Integer and
+    other leaves pass untouched.
 
     Source: Wortsman, Dettmers, Zettlemoyer, Morcos, Farhadi and Schmidt, 2023, arXiv 2304.13013;
     the clip is that of Shazeer and Stern, 2018, arXiv 1804.04235.
@@ -180,8 +181,8 @@ def _directions(
 @jax.jit
 def _ratio(grad: Any, mu: Array, nu: Array, columns: Array, eps: Any) -> Array:
     g = _entries(grad, mu)
-    # Entries that are not finite need not be left out here, as they have no finite ratio anyway.
-    # So XLA shares nothing with the directions, for which it would store an array for each leaf.
+    # Non-finite entries may stay: their ratio is not finite anyway. Replacing them as `_direction`
+    # does would make XLA (JAX 0.10.2) share and store an array for each leaf.
     nu = _average(nu, norms.l2.map(by_parts(_held, g)), columns[0])
     return _over_root(g, nu, eps, lax.max)
 
@@ -234,7 +235,7 @@ def _over_root(x: Array, square: Array, eps: Any, joined: Callable[[Array, Array
 
 
 def _held(x: Array) -> Array:
-    """`x`, within the numbers of which two squares can be added without overflow."""
+    """`x`, clamped so that two squares add without overflow."""
     bound = math.sqrt(jnp.finfo(x.dtype).max / 2) * (1 - 1e-6)
     return lax.clamp(x.dtype.type(-bound), x, x.dtype.type(bound))
 

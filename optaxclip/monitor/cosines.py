@@ -25,7 +25,7 @@ from optaxclip._engine.measure import Measured
 from optaxclip.norms import Norm
 
 Pair: TypeAlias = tuple[Array, Array]
-"""Real entries of a leaf, and the others of the same shape."""
+"""Real entries of a leaf, and those of the other tree, of the same shape."""
 
 
 def cosines(
@@ -45,8 +45,8 @@ def cosines(
       others: as many, of the same shapes.
       groups: the groups of the leaves.
       norms: the L2 norms of the groups.
-      of_others: those of the others, which have to be given where a leaf is a `BCOO`: of others,
-        only what lies where it has entries is read.
+      of_others: the L2 norms of the other tree; required where a leaf is a `BCOO`, because the
+        other leaf is read only where the `BCOO` has entries.
     """
     if not leaves:
         return norms, norms
@@ -128,9 +128,9 @@ _BOTH = Norm("both", _both, _total, degree=2)
 def _sums(pair: Pair, *, axes: tuple[int, ...], is_whole: bool) -> powers.AtScales:
     """The sums of products and of the others' squares, in turn, at all scales.
 
-    One reduction gives both. With two, XLA on GPUs merges the one that reads the parameters with
-    AdamW's step, and copies the parameters before that (JAX 0.10). On a CPU the sums are in float64
-    and of real numbers, because XLA would store complex ones there.
+    One reduction gives both. Of two, XLA on GPUs (JAX 0.10.2) merges the one over the parameters
+    with AdamW's step, and copies the parameters before that. On a CPU both are real sums in
+    float64, because XLA would store complex numbers.
     """
     dtype, over_all = pair[0].dtype, is_whole and len(axes) == pair[0].ndim
     scales = powers.scales(_BOTH, dtype)
@@ -155,7 +155,8 @@ def _sums(pair: Pair, *, axes: tuple[int, ...], is_whole: bool) -> powers.AtScal
         return in_own_dtype(pair)
     usual = functools.partial(in_own_dtype, way=powers.at_once) if over_all else in_own_dtype
     on_gpu = usual if over_all else in_float64
-    # XLA on CPU would store a conversion that several sums share: a barrier keeps them apart.
+    # XLA on CPU (JAX 0.10.2) would store a conversion that several sums share: a barrier keeps
+    # them apart.
     on_cpu = functools.partial(in_float64, apart=True)
     ways = {"cpu": on_cpu, "cuda": on_gpu, "rocm": on_gpu}
     return lax.platform_dependent(pair, **ways, default=usual)

@@ -20,9 +20,11 @@ class NoiseSums(NamedTuple):
     Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, 2018, arXiv 1812.06162, appendix A.
 
     Attributes:
-      signal: float[], of the squared norm of the true gradient. One step's may be negative.
-      variance: float[], of the trace of the covariance of the gradients of single examples (or of
-        whatever else is counted), so that the gradient of a batch of `n` has `variance / n`.
+      signal: float[], an estimate of the squared norm of the true gradient; that of one step may be
+        negative.
+      variance: float[], an estimate of the trace of the covariance of the gradients of single
+        examples (or of whatever else is counted), so that the gradient of a batch of `n` has
+        `variance / n`.
     """
 
     signal: Array
@@ -35,8 +37,8 @@ class NoiseScaleState(NamedTuple):
     Attributes:
       steps: int32[], steps so far whose sums were finite.
       name: the transformation's name, as a tuple of one.
-      signal: float32[], the average of theirs.
-      variance: float32[], the average of theirs.
+      signal: float32[], the average of their signals.
+      variance: float32[], the average of their variances.
     """
 
     steps: Array

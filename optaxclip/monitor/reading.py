@@ -78,7 +78,7 @@ def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
       clipped_fraction | clip | the share of all steps so far with a clip  | the mean
       num_nonfinite    | both | steps so far with a norm not finite        | the largest
       num_skipped      | skip | steps so far that were skipped             | the largest
-      loss, loss_limit | skip | the same of the loss, where it is judged   | furthest above
+      loss, loss_limit | skip | the loss and its limit, where it is judged | furthest above
 
     The numbers of `noise_scale` are `scale`, `signal` and `variance`; those of `record` are its
     statistics of the last step, of leaves or layers the largest.
@@ -100,7 +100,8 @@ def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
       A dict from name to float32[], or int32[] for counts. Nothing is sent to the host.
 
     Raises:
-      ValueError: if there is no clip and no skip that keeps a record, nor a `record`.
+      ValueError: if there is no clip and no skip that keeps a record, nor a `record` or
+        `noise_scale`.
       TypeError: if `prefix` is not a string.
 
     Example:
@@ -127,9 +128,9 @@ def scalars(opt_state: PyTree, prefix: str = "") -> dict[str, float]:
     """The same as `metrics`, as Python floats on the host, ready for a log.
 
     The host waits for the step that made the state and then for one `jax.device_get`, of six arrays
-    for each clip (seven for a skip that judges the loss, one for each statistic of a record),
-    however many leaves it has. Nothing is computed on the device, so one of several processes may
-    call it alone.
+    for each clip, however many leaves it has; five for a skip, or seven if it judges the loss;
+    three for a `noise_scale`; and for a `record` its `steps` and one array for each statistic.
+    Nothing is computed on the device, so one of several processes may call it alone.
 
     Args:
       opt_state: as in `read`.
@@ -139,7 +140,8 @@ def scalars(opt_state: PyTree, prefix: str = "") -> dict[str, float]:
       A dict from name to Python float.
 
     Raises:
-      ValueError: if there is no clip and no skip that keeps a record.
+      ValueError: if there is no clip and no skip that keeps a record, nor a `record` or
+        `noise_scale`.
       TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet, and if `prefix` is
         no string.
 

@@ -77,9 +77,9 @@ def record(
       ratio         | norm by param_norm; inf where only the latter is 0| inf or NaN
       cosine_param  | the cosine with its parameters; 0 if a norm is 0  | NaN
 
-    All that are of the gradients alone are had in the read that a clip beside them takes anyway;
-    the others take one read of the parameters. In low precision they are as exact as in float32. A
-    group of which all leaves are None at a step is NaN there; leaves of integers do not count.
+    On a GPU, statistics of the gradients alone share the read of a clip beside them; the others
+    read the parameters too. They are as exact for narrow dtypes as for float32. A group whose
+    leaves are all None at a step is NaN there; integer leaves do not count.
 
     Args:
       window: how many steps to keep.
@@ -88,12 +88,12 @@ def record(
         stack them, experts, labelled groups; the whole tree if None. Of the scopes `axes` and
         `unit`, which divide a leaf into very many groups, each leaf has its largest number.
       stats: which statistics to keep, of those in the table: one name, or several.
-      loss: whether the loss is kept in place of statistics: what the update is given as `value=`,
-        or `loss=`.
+      loss: whether to keep the loss, given to the update as `value=` or `loss=`, in place of
+        statistics.
       norm: the norm of "norm", "param_norm" and "ratio", as in `optaxclip.clip_by`.
       ratio: the same as `stats="ratio"`.
-      **options: those that all transformations share, `optaxclip.PlaceOptions`; by its name
-        `history` chooses among several records.
+      **options: those that all transformations share, `optaxclip.PlaceOptions`; `history` chooses
+        among several records by their `name`.
 
     Returns:
       A transformation with a `RecordState`. Its update returns the updates as they are.

@@ -103,7 +103,10 @@ def described(tree: PyTree) -> str:
 
 
 def unboxed(value: Any) -> Any:
-    """The array itself, of one in a box, as the fields of states in an `nnx.Optimizer` are."""
+    """The array inside of a box, or else the value itself.
+
+    An `nnx.Optimizer` puts boxes around the fields of states.
+    """
     leaves = jax.tree.leaves(value)
     return leaves[0] if len(leaves) == 1 else value
 

@@ -35,15 +35,16 @@ class Sources:
         *,
         with_cosines: bool,
     ) -> None:
-        """Of gradients and, where they are needed, of parameters.
+        """Keeps the leaves; nothing is measured yet.
 
         Args:
-          leaves: of the gradients.
-          weights: of the parameters.
-          groups: of the gradients.
+          leaves: those of the gradients.
+          weights: those of the parameters, if a statistic needs them.
+          groups: those of the gradients.
           of_weights: the same groups, with the placement of the parameters.
-          norm: a user's.
-          with_cosines: whether cosines are wanted, which bring the parameters' L2 norms.
+          norm: the norm that the user chose.
+          with_cosines: whether cosines are needed too, whose pass also gives the parameters' L2
+            norms.
         """
         self.norm = norm
         self._leaves, self._weights = leaves, weights or []
@@ -109,8 +110,8 @@ class Statistic:
     """A number for each group of a tree.
 
     Attributes:
-      of: what it is of what is measured.
-      needs_params: whether parameters are among it.
+      of: computes it.
+      needs_params: whether it needs the parameters.
     """
 
     of: Callable[[Sources], Rows]
@@ -148,7 +149,6 @@ STATISTICS: dict[str, Statistic] = {
     "ratio": Statistic(_ratio, needs_params=True),
     "cosine_param": Statistic(Sources.cosines, needs_params=True),
 }
-"""By their names."""
 
 
 def recorded_statistics(

@@ -1,6 +1,6 @@
-"""From the record of a clip, a skip or a noise scale, or a history, to the few numbers of a log.
+"""The few numbers for a log, from the record of a clip, skip or noise scale, or from a history.
 
-On the device, and on the host.
+They are computed on the device or on the host.
 """
 
 import functools
@@ -30,7 +30,7 @@ NUMBERS = (
     *("scale", "signal", "variance"),
     *(name for name in STATISTICS if name != "norm"),
 )
-"""The kinds, in their order; what comes out of `jit` is sorted."""
+"""The kinds, in the order shown; dicts that `jit` returns are sorted."""
 
 
 def wanted(state: Recorded) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _of_noise(of: dict[str, Any], numpy: Any) -> Summary:
 
 
 def _of_largest(rows: Any, numpy: Any) -> Any:
-    """The largest number of each column. NaN is that of a group that was missing."""
+    """The largest number of each column; NaN (a missing group) only if all are NaN."""
     if not rows.size:
         return numpy.zeros(rows.shape[1:], rows.dtype)
     is_unknown = numpy.isnan(rows)

@@ -76,7 +76,7 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
 
 
 def verdict(opt_state: PyTree, roll_back_after: int = 10) -> Verdict:
-    """Whether the last step was taken or skipped, or so many were that the run should go back.
+    """Whether the last step was taken or skipped, and whether the run should go back.
 
     It is for the loop on the host, which alone can load a checkpoint and go past the bad data::
 
@@ -98,8 +98,9 @@ def verdict(opt_state: PyTree, roll_back_after: int = 10) -> Verdict:
         sooner (`max_consecutive`) begins to count anew.
 
     Returns:
-      "ok", "skipped" or "roll back". It is "roll back" after so many skipped steps, and as soon as
-      a skip has taken a step that was not finite, as `skip_nonfinite` does after `max_consecutive`.
+      "ok", "skipped" or "roll back". It is "roll back" after `roll_back_after` skipped steps in a
+      row, and as soon as a skip has taken a step that was not finite, as `skip_nonfinite` does
+      after `max_consecutive`.
 
     Raises:
       ValueError: if there is no skip in the state, or `roll_back_after` is less than 1.

@@ -18,7 +18,7 @@ class QuantileLimit(NamedTuple):
       learning_rate: how fast the limit moves.
       init_limit: the limit at the first step.
       count_noise: the standard deviation of the noise on the count of these examples.
-      geometric: whether the limit is multiplied; otherwise something is added to it.
+      geometric: whether each batch multiplies the limit; otherwise each batch adds to it.
       min_limit: the smallest limit.
       max_limit: the largest limit.
     """
@@ -93,8 +93,8 @@ def quantile_limit(
       init_limit: the limit at the first step.
       count_noise: the standard deviation of the noise on the count; the paper takes a twentieth of
         the examples in a batch.
-      geometric: whether the limit is multiplied; otherwise the exponent of this factor is added to
-        it.
+      geometric: whether each batch multiplies the limit by that factor; otherwise the factor's
+        exponent is added to the limit.
       min_limit: the smallest limit. With `geometric`, a limit of 0 stays 0.
       max_limit: the largest limit.
 

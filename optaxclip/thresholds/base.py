@@ -9,7 +9,7 @@ Such a rule has a `Statistic` of the norms so far, and these options, which mean
   `inclusive`    | whether a norm counts in the statistic that judges it
   `warmup_steps` | how many norms must have been recorded before there is a limit
   `floor`        | norms below it are not recorded, and no limit falls below it
-  `patience`     | after so many norms in a row above their limit the raw norm is recorded, until
+  `patience`     | after this many norms in a row above their limit the raw norm is recorded, until
                  | a norm is at or below its limit; with None it never is
   `max_norm`     | a cap on every limit, in the warm-up too
 

@@ -1,4 +1,4 @@
-"""Rules that are given by the names of groups, as one rule for all groups."""
+"""One rule for all groups, made of a rule for each group's name."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -94,7 +94,7 @@ def adagc(
       warmup_steps: how many norms the warm-up lasts.
       floor: smaller norms are not recorded, and no limit is smaller. With 0 a group whose norm is
         zero in the warm-up never moves again, as published.
-      patience: after so many norms in a row above their limit the raw norm is recorded.
+      patience: after this many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit.
 
     Returns:
@@ -147,8 +147,8 @@ def quantile(
       target: the share of norms at or below the limit, from 0 to 1.
       learning_rate: how fast the limit moves.
       init_limit: the limit at the first step.
-      geometric: whether the limit is multiplied; otherwise the exponent of this factor is added to
-        the limit, which never falls below 0.
+      geometric: whether each step multiplies the limit by that factor; otherwise the factor's
+        exponent is added to the limit, which never falls below 0.
       floor: smaller norms are not recorded, and no limit is smaller.
       max_norm: a cap on every limit.
 

@@ -48,7 +48,7 @@ def percentile(
       inclusive: whether a norm counts in the window that judges it.
       warmup_steps: norms to record before there is a limit; a full window if None.
       floor: smaller norms are not recorded, and no limit is smaller.
-      patience: after so many norms in a row above their limit the raw norm is recorded.
+      patience: after this many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit.
 
     Returns:
@@ -107,7 +107,7 @@ def window(
       inclusive: whether a norm counts in the window that judges it.
       warmup_steps: norms to record before there is a limit; half a window if None.
       floor: smaller norms are not recorded, and no limit is smaller.
-      patience: after so many norms in a row above their limit the raw norm is recorded.
+      patience: after this many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit.
 
     Returns:

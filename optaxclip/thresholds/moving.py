@@ -53,9 +53,9 @@ def ema(
 
     Args:
       decay: the decay of the average that decides whether a norm is clipped.
-      ratio: a norm above so many times that average is clipped.
+      ratio: a norm above `ratio` times that average is clipped.
       target_decay: the decay of the average that a clipped norm is set by; `decay` if None.
-      target_ratio: a clipped norm becomes so many times that average; `ratio` if None.
+      target_ratio: a clipped norm becomes `target_ratio` times that average; `ratio` if None.
       debias: whether the average starts from zero and is divided by the sum of its weights, as in
         Adam; otherwise it starts from the first norm.
       skip_steps: how many norms are ignored before the first is recorded.
@@ -63,7 +63,7 @@ def ema(
       record: explained in `optaxclip.thresholds.base`, like the options that follow.
       warmup_steps: norms to record before there is a limit.
       floor: smaller norms are not recorded, and no limit is smaller.
-      patience: after so many norms in a row above their limit the raw norm is recorded.
+      patience: after this many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit.
 
     Returns:
@@ -119,7 +119,7 @@ def zscore(
 
     Args:
       alpha: the decay of mean and variance.
-      z_thresh: a norm so many standard deviations above the mean is a spike.
+      z_thresh: a norm more than `z_thresh` standard deviations above the mean is a spike.
       warmup_steps: norms to record before there is a limit; the moving mean and variance start
         from the plain ones of these norms.
       option: which norm a spike of z-score `z` is given: "adaptive" gives it
@@ -129,7 +129,7 @@ def zscore(
         (apple/axlearn); otherwise they start from those of the warm-up.
       record: explained in `optaxclip.thresholds.base`, like the options that follow.
       floor: smaller norms are not recorded, and no limit is smaller.
-      patience: after so many norms in a row above their limit the raw norm is recorded.
+      patience: after this many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit, in the warm-up too.
 
     Returns:

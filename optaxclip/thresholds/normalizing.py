@@ -1,4 +1,4 @@
-"""Rules for the response "normalize", which brings every norm to its target, also a small one."""
+"""Rules for the response "normalize", which brings every norm to its target, small norms too."""
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -12,7 +12,7 @@ SHARE_AT_LIMIT = 0.1
 LARGE_FACTOR = 20.0
 """In a run that learns, the level of the norms, and ordinary norms over it, vary by less."""
 LAST = 3
-"""If so many norms at the end are not finite, the run is lost."""
+"""If this many norms at the end are not finite, the run is lost."""
 
 Lines = tuple[str, ...]
 

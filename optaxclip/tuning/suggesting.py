@@ -24,7 +24,7 @@ PERCENTILES = (90, 95, 99)
 WINDOW = 100
 """The window of AutoClip."""
 MAX_REPLAYED = 10_000
-"""Adaptive rules are tried on so many of the last norms at most."""
+"""Adaptive rules are tried on at most this many of the last norms."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What unusual input must give, for the transformations: one row of the table, one test."""
+"""What unusual input must give, for the transformations: one test for each edge case."""
 
 import math
 import re

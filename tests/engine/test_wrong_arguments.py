@@ -142,7 +142,7 @@ def state_of(rule, how):
     ),
 )
 def test_a_state_of_another_rule_is_refused_and_both_are_named(rule, how, number):
-    """Those of so many rules, which come next in the table."""
+    """The other states are those of the `number` rules that come next in `RULES`."""
     params, tx = PARAMS, of_rule(rule, how)
     update = tx.update if how == "eager" else jax.jit(tx.update)
     update(params, tx.init(params))
