@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import checkify
 
+from optaxclip._base.arguments import checked_choice
 from optaxclip._base.types import NonFinite
-
-_POLICIES = get_args(NonFinite)
 
 
 def as_policy(policy: str) -> NonFinite:
@@ -27,10 +26,7 @@ def as_policy(policy: str) -> NonFinite:
     Raises:
       ValueError: for an unknown policy.
     """
-    for name in _POLICIES:
-        if policy == name:
-            return name
-    raise ValueError(f"nonfinite must be one of {list(_POLICIES)}, got {policy!r}")
+    return checked_choice(policy, get_args(NonFinite), "nonfinite")
 
 
 def check(bad: Array, name: str, leaves: list[str]) -> None:

@@ -20,7 +20,7 @@ from optaxclip._base.trees import flatten
 from optaxclip._base.types import AxisName, ClipInfo, PyTree
 from optaxclip._engine.clip import clip_tree, group_norms
 from optaxclip.norms import Norm, average_l2
-from optaxclip.thresholds.fixed import check_limit
+from optaxclip.thresholds.fixed import checked_limit
 
 
 def global_norm(
@@ -81,8 +81,8 @@ def clip_by_value(
       >>> print(optaxclip.ops.clip_by_value(jnp.array([-5.0, 2.0, 6.0]), -4.4, 4.4))
       [-4.4  2.   4.4]
     """
-    low = elementwise.check_bound(clip_value_min, "clip_value_min")
-    high = elementwise.check_bound(clip_value_max, "clip_value_max")
+    low = elementwise.checked_bound(clip_value_min, "clip_value_min")
+    high = elementwise.checked_bound(clip_value_max, "clip_value_max")
     are_integers = all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in (low, high))
     homes, integers = devices.memories(tree), "measure" if are_integers else "error"
     flat = flatten(devices.to_device(tree), "tree", integers=integers)
@@ -213,4 +213,4 @@ def _check(tree: PyTree) -> None:
 
 def _scalar(value: Any, argument: str) -> Array:
     """`value` as a scalar array, for which negative numbers and NaN are no errors."""
-    return jnp.asarray(check_limit(value, argument, allow_any_number=True, off=True))
+    return jnp.asarray(checked_limit(value, argument, allow_any_number=True, off=True))

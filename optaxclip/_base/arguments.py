@@ -55,6 +55,19 @@ def checked_bool(value: Any, argument: str) -> bool:
     return value
 
 
+def checked_choice(value: Any, choices: Iterable[Any], argument: str) -> Any:
+    """`value`, checked to be one of the choices.
+
+    Raises:
+      ValueError: if it is none of them.
+    """
+    choices = list(choices)
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise ValueError(f"{argument} must be one of {choices}, got {value!r}")
+
+
 def as_axis_names(axis_name: Any) -> tuple[str, ...] | None:
     """`axis_name`, checked, as a tuple."""
     if axis_name is None:

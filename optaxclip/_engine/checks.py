@@ -11,7 +11,7 @@ from optaxclip._base.grouping import Grouping
 from optaxclip._base.names import GIVE_BACK, Names
 from optaxclip._base.trees import FlatTree, flatten, leaf_name
 from optaxclip._base.types import NormTree, PyTree, Threshold
-from optaxclip.thresholds.fixed import check_limit
+from optaxclip.thresholds.fixed import checked_limit
 
 
 def with_groups_of_state(grouping: Grouping, stored: Names, size: int, name: str) -> Grouping:
@@ -98,5 +98,5 @@ def given_norm(norm: Any, argument: str) -> Array:
 
     It may be negative or NaN.
     """
-    given = jnp.asarray(check_limit(norm, argument, allow_any_number=True))
+    given = jnp.asarray(checked_limit(norm, argument, allow_any_number=True))
     return given.astype(jnp.float64 if given.dtype == jnp.float64 else jnp.float32)

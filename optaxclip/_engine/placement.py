@@ -185,8 +185,6 @@ def _given_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSpec
 
 
 def _checked_spec(spec: Any, leaf: Any, mesh: Any) -> PartitionSpec:
-    if not isinstance(spec, (PartitionSpec, NamedSharding)):
-        raise TypeError(f"specs must be a pytree of PartitionSpec or NamedSharding, got {spec!r}")
     found = as_spec(spec)
     if len(found) > np.ndim(leaf):
         raise ValueError(f"specs has {found} for a leaf of shape {np.shape(leaf)}")
@@ -205,7 +203,13 @@ def _checked_spec(spec: Any, leaf: Any, mesh: Any) -> PartitionSpec:
 
 
 def as_spec(spec: Any) -> PartitionSpec:
-    """The spec of a sharding, or the spec itself."""
+    """The spec of a sharding, or the spec itself.
+
+    Raises:
+      TypeError: if it is neither.
+    """
+    if not isinstance(spec, (PartitionSpec, NamedSharding)):
+        raise TypeError(f"specs must be a pytree of PartitionSpec or NamedSharding, got {spec!r}")
     return spec.spec if isinstance(spec, NamedSharding) else spec
 
 

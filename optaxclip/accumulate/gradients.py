@@ -105,7 +105,7 @@ def value_and_grad(
         `axis_name`.
       TypeError: if `loss_fn` or `weight` is not a function, `clip` neither a transformation nor a
         limit, `reject` not a rule, or a position or size not an int; when called, for a loss or a
-        weight that is not a real number.
+        weight that is not a real number, or `specs` that hold something other than specs.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -35,7 +35,7 @@ class AccumulateState(NamedTuple):
     reject: PyTree
 
 
-class Verdict(NamedTuple):
+class Judgement(NamedTuple):
     """What was found of a microbatch.
 
     Attributes:
@@ -103,7 +103,7 @@ class Judge:
         state: AccumulateState,
         params: PyTree,
         param_norm: Array | None,
-    ) -> Verdict:
+    ) -> Judgement:
         """Judges the gradient of one microbatch.
 
         Args:
@@ -117,14 +117,14 @@ class Judge:
         leaves = grads.measured_leaves()
         if not self.measures:
             unknown = jnp.asarray(jnp.nan, weight.dtype)
-            return Verdict(leaves, unknown, unknown, jnp.zeros((), bool), state)
+            return Judgement(leaves, unknown, unknown, jnp.zeros((), bool), state)
         norm = self.norm(grads)
         is_out, new = jnp.zeros((), bool), state
         if self.rejects:
             is_out = ~(jnp.isfinite(norm) & jnp.isfinite(value))
         if self.rule is not None:
-            verdict = judged(self.rule, state.reject, norm, NAME, param_norm)
-            is_out, new = is_out | verdict.is_out, new._replace(reject=verdict.rule_state)
+            of_norm = judged(self.rule, state.reject, norm, NAME, param_norm)
+            is_out, new = is_out | of_norm.is_out, new._replace(reject=of_norm.rule_state)
         norm_after = norm
         if self.clip is not None:
             leaves, norm_after, clip_state = self._clipped(grads, norm, state.clip, params)
@@ -133,7 +133,7 @@ class Judge:
             new = new._replace(clip=kept_where(is_out, state.clip, clip_state))
         has_weight = weight != 0
         state = kept_where(~has_weight, state, new)
-        return Verdict(leaves, norm, norm_after, is_out & has_weight, state)
+        return Judgement(leaves, norm, norm_after, is_out & has_weight, state)
 
     def _clipped(
         self, grads: FlatTree, norm: Array, state: PyTree, params: PyTree

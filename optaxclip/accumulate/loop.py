@@ -46,7 +46,7 @@ def over_microbatches(
       cut: the batch.
       state: before the first microbatch.
     """
-    axes = Axes() if judge.measures else loss.places.put_off(params, roles.batch)
+    axes = Axes() if judge.measures else loss.places.axes_summed_last(params, roles.batch)
     dtypes = [loss.dtype_of_sum(x.dtype) for x in params.measured_leaves()]
     measured = [loss.places.vary(x, axes) for x in params.measured_leaves()]
     param_norm = judge.param_norm(roles.params)
@@ -71,11 +71,11 @@ def over_microbatches(
         found = found_by(roles, params, cut.size, measured, cut.microbatch(i))
         leaves = like_params(found.leaves)
         grads = params.without_gradients().replaced(leaves)
-        verdict = judge(grads, found.value, found.weight, state, roles.params, param_norm)
-        row = Row.of(found, verdict)
-        leaves = [weighted(x, row) for x in verdict.leaves]
+        judgement = judge(grads, found.value, found.weight, state, roles.params, param_norm)
+        row = Row.of(found, judgement)
+        leaves = [weighted(x, row) for x in judgement.leaves]
         totals = jax.tree.map(jnp.add, totals, leaves)
-        return (totals, verdict.state), (row, found.aux)
+        return (totals, judgement.state), (row, found.aux)
 
     start = (like_params([jnp.zeros_like(x) for x in measured]), state)
     (totals, state), (row, aux) = lax.scan(body, start, jnp.arange(cut.number))

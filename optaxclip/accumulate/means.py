@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.types import PyTree
-from optaxclip.accumulate.judging import AccumulateState, Verdict
+from optaxclip.accumulate.judging import AccumulateState, Judgement
 from optaxclip.accumulate.losses import Found
 from optaxclip.monitor.noise import NoiseSums
 
@@ -47,10 +47,10 @@ class Row(NamedTuple):
     loss: Array
 
     @classmethod
-    def of(cls, found: Found, verdict: Verdict) -> "Row":
+    def of(cls, found: Found, judgement: Judgement) -> "Row":
         """That of one microbatch."""
         weight = jnp.asarray(found.weight)
-        return cls(verdict.norm, verdict.norm_after, weight, verdict.is_out, found.value)
+        return cls(judgement.norm, judgement.norm_after, weight, judgement.is_out, found.value)
 
     @property
     def counts(self) -> Array:

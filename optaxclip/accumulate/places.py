@@ -82,7 +82,7 @@ class Places:
         given = [as_spec(spec) for spec in per_leaf(self.specs, params, "specs")]
         return [axes.difference(*map(devices.spec_axes, spec)) for spec in given]
 
-    def put_off(self, params: FlatTree, batch: PyTree) -> Axes:
+    def axes_summed_last(self, params: FlatTree, batch: PyTree) -> Axes:
         """The axes over which gradients can be added up once, after the last microbatch.
 
         Empty where a leaf is split over one of them, because its gradient is summed where the leaf

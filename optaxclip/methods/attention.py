@@ -214,13 +214,7 @@ def _specs_of(weights: list[_Weight], specs: PyTree, flat: FlatTree) -> PyTree:
         own = PartitionSpec(*(padded[axis] for axis in weight.place.axes))
         return NamedSharding(spec.mesh, own) if isinstance(spec, NamedSharding) else own
 
-    found = per_leaf(specs, flat, "specs")
-    for spec in found:
-        if not isinstance(spec, (PartitionSpec, NamedSharding)):
-            raise TypeError(
-                f"specs must be a pytree of PartitionSpec or NamedSharding, got {spec!r}"
-            )
-    rows = zip(found, weights, strict=True)
+    rows = zip(per_leaf(specs, flat, "specs"), weights, strict=True)
     return {weight.name: of_heads(spec, weight) for spec, weight in rows}
 
 

@@ -11,7 +11,7 @@ from optaxclip._base.counters import increased
 from optaxclip._base.transformation import Transformation, stateless, transformation
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
-from optaxclip.thresholds.fixed import ScalarOrSchedule, check_limit, without_memory
+from optaxclip.thresholds.fixed import ScalarOrSchedule, checked_limit, without_memory
 
 
 class ClipByValueState(NamedTuple):
@@ -51,7 +51,7 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
       >>> print(tx.update(grads, tx.init(grads))[0])
       [nan  2. -2.  2.  1.]
     """
-    bound = max_delta if callable(max_delta) else check_limit(max_delta, "max_delta", off=True)
+    bound = max_delta if callable(max_delta) else checked_limit(max_delta, "max_delta", off=True)
     return _clip_by_bounds(None, bound, ("max_delta", "max_delta"), record)
 
 
@@ -85,7 +85,7 @@ def clip_by_value(
     bounds = (("min_value", min_value), ("max_value", max_value))
     for argument, bound in bounds:
         if not callable(bound):
-            elementwise.check_bound(bound, argument)
+            elementwise.checked_bound(bound, argument)
     if not callable(min_value) and not callable(max_value):
         elementwise.check_order(min_value, max_value, ("min_value", "max_value"))
     return _clip_by_bounds(min_value, max_value, ("min_value", "max_value"), record)

@@ -54,7 +54,7 @@ def clamp(
     return flat.rebuild(_clamped_by_dtype(leaves, lows, highs))
 
 
-def check_bound(bound: Any, argument: str) -> Any:
+def checked_bound(bound: Any, argument: str) -> Any:
     """`bound`, checked to be a real number or an array of these.
 
     Raises:

@@ -23,7 +23,7 @@ from optaxclip._engine.step import norms_of, run
 from optaxclip.methods.moments import dense
 from optaxclip.methods.spheres import steps_along
 from optaxclip.methods.updates import leaves_apart
-from optaxclip.thresholds.fixed import ScalarOrSchedule, check_limit
+from optaxclip.thresholds.fixed import ScalarOrSchedule, checked_limit
 
 
 class HyperballState(NamedTuple):
@@ -112,7 +112,7 @@ def hyperball(
     fixed = None if isinstance(radius, str) else _checked_radius(radius)
     if isinstance(radius, str) and radius not in ("initial", "current"):
         raise ValueError(f"radius must be 'initial', 'current' or a number, got {radius!r}")
-    keeps, eps = fixed is None and radius == "initial", check_limit(eps, "eps")
+    keeps, eps = fixed is None and radius == "initial", checked_limit(eps, "eps")
 
     def grouped(tree: PyTree, argument: str, names: Names | None, size: int) -> Any:
         flat = dense(flatten(tree, argument), checked.name)
@@ -152,7 +152,7 @@ def hyperball(
 
 
 def _checked_rate(rate: Any) -> Any:
-    check_limit(rate, "learning_rate", allow_any_number=True)
+    checked_limit(rate, "learning_rate", allow_any_number=True)
     if not isinstance(rate, jax.Array) and not 0 <= rate < math.inf:
         raise ValueError(
             f"learning_rate must be at least 0 and finite, got {rate!r}; hyperball subtracts the "
@@ -162,7 +162,7 @@ def _checked_rate(rate: Any) -> Any:
 
 
 def _checked_radius(radius: Any) -> Any:
-    check_limit(radius, "radius", allow_any_number=True)
+    checked_limit(radius, "radius", allow_any_number=True)
     if not isinstance(radius, jax.Array) and not 0 < radius < math.inf:
         raise ValueError(f"radius must be above 0 and finite, got {radius!r}")
     return radius

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip._base.devices as devices
-from optaxclip._base.arguments import checked_int
+from optaxclip._base.arguments import checked_choice, checked_int
 from optaxclip._base.numerics import accumulation_dtype, fixed_size, match_weak_type
 from optaxclip._base.transformation import Transformation
 from optaxclip._base.trees import is_sparse
@@ -95,8 +95,7 @@ def clip_by_spectral_norm(
       [0.948683, 0.0, 0.0]
       [0.0, 0.784465, 0.588348]
     """
-    if mode not in get_args(Mode):
-        raise ValueError(f"mode must be one of {list(get_args(Mode))}, got {mode!r}")
+    mode = checked_choice(mode, get_args(Mode), "mode")
     limit, scope = as_limit(c, "c"), leaves_apart(stacked)
     technique = _SingularValues(mode, checked_int(iterations, 1, "iterations"))
     checked = Options.checked(**options)

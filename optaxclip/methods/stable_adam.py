@@ -30,7 +30,7 @@ from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.step import run
 from optaxclip.methods.moments import NamedMoments, dense, zero_moments
 from optaxclip.methods.updates import leaves_apart
-from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit, check_limit
+from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit, checked_limit
 
 
 class StableAdamState(NamedTuple):
@@ -108,7 +108,7 @@ def scale_by_stable_adam(
       [1.384]
     """
     betas = (_checked_decay(b1, "b1"), _checked_decay(b2, "b2"))
-    eps = check_limit(eps, "eps")
+    eps = checked_limit(eps, "eps")
     scope = leaves_apart(stacked)
     checked = Options.checked(norm="rms", nonfinite=nonfinite, **options)
     name = checked.name
@@ -155,7 +155,7 @@ def scale_by_stable_adam(
 
 def _checked_decay(decay: Any, argument: str) -> Any:
     """`decay`, checked to be a number; unless it is an array, it must be in `[0, 1)`."""
-    check_limit(decay, argument, allow_any_number=True)
+    checked_limit(decay, argument, allow_any_number=True)
     if not isinstance(decay, jax.Array) and not 0 <= decay < 1:
         raise ValueError(f"{argument} must be at least 0 and below 1, got {decay!r}")
     return decay

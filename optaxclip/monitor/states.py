@@ -12,7 +12,7 @@ from optaxclip._base.trees import leaf_name
 from optaxclip._base.types import ClipInfo, Path, PyTree
 from optaxclip.methods.skipping import LossState, SkipState
 
-OF_NAMES = {"name", "names", "leaves"}
+NAME_FIELDS = {"name", "names", "leaves"}
 OFTEN_EMPTY = {"rule", "loss", "inner_state"}
 """Fields without arrays, which Flax leaves out where it makes dicts of states."""
 
@@ -76,11 +76,11 @@ def _has_fields(node: Any, kind: Any) -> bool:
     if not isinstance(node, Mapping):
         return False
     keys, fields = set(node), set(kind._fields)
-    return fields - OF_NAMES - OFTEN_EMPTY <= keys <= fields
+    return fields - NAME_FIELDS - OFTEN_EMPTY <= keys <= fields
 
 
 def _put_together(node: Mapping[str, Any], kind: Any, name: Names) -> Any:
-    known = {key: value for key, value in node.items() if key not in OF_NAMES}
+    known = {key: value for key, value in node.items() if key not in NAME_FIELDS}
     if "info" in known:
         known["info"] = _put_together(known["info"], ClipInfo, name)
     if known.get("loss"):

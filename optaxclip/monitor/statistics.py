@@ -106,7 +106,7 @@ class Sources:
 
 
 @dataclasses.dataclass(frozen=True)
-class Statistic:
+class GroupStatistic:
     """A number for each group of a tree.
 
     Attributes:
@@ -139,15 +139,15 @@ def _quotient(norm: Array, of_weights: Array) -> Array:
     return safe_divide(norm, of_weights, jnp.where(norm > 0, jnp.inf, norm))
 
 
-STATISTICS: dict[str, Statistic] = {
-    "norm": Statistic(lambda of: of.of_leaves(of.norm)),
-    "max": Statistic(lambda of: of.of_leaves(norms.linf)),
-    "mean_abs": Statistic(lambda of: of.of_leaves(norms.mean_abs)),
-    "zero_fraction": Statistic(_zero_fraction),
-    "share": Statistic(Sources.shares),
-    "param_norm": Statistic(lambda of: of.of_weights(of.norm), needs_params=True),
-    "ratio": Statistic(_ratio, needs_params=True),
-    "cosine_param": Statistic(Sources.cosines, needs_params=True),
+STATISTICS: dict[str, GroupStatistic] = {
+    "norm": GroupStatistic(lambda of: of.of_leaves(of.norm)),
+    "max": GroupStatistic(lambda of: of.of_leaves(norms.linf)),
+    "mean_abs": GroupStatistic(lambda of: of.of_leaves(norms.mean_abs)),
+    "zero_fraction": GroupStatistic(_zero_fraction),
+    "share": GroupStatistic(Sources.shares),
+    "param_norm": GroupStatistic(lambda of: of.of_weights(of.norm), needs_params=True),
+    "ratio": GroupStatistic(_ratio, needs_params=True),
+    "cosine_param": GroupStatistic(Sources.cosines, needs_params=True),
 }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from optaxclip._base.arguments import check_state
+from optaxclip._base.arguments import check_state, checked_choice
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.numerics import is_real, real_parts
 from optaxclip._base.transformation import Transformation, transformation
@@ -121,8 +121,7 @@ def per_example_clip_and_aggregate(
         sum_multiplier = as_float(noise_multiplier)
     is_noisy = not _is_zero(noise_multiplier) or (rule and not _is_zero(rule.count_noise))
     first_key = _checked_key(key, is_needed=bool(is_noisy))
-    if reduction not in get_args(Reduction):
-        raise ValueError(f"reduction must be one of {list(get_args(Reduction))}, got {reduction!r}")
+    reduction = checked_choice(reduction, get_args(Reduction), "reduction")
 
     def init(params: PyTree) -> PerExampleState:
         del params

@@ -10,16 +10,17 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+from optaxclip._base.arguments import checked_choice
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import norm_dtype
 from optaxclip._base.trees import FlatTree
-from optaxclip.thresholds.fixed import check_limit, rule_for
+from optaxclip.thresholds.fixed import checked_limit, rule_for
 
 Split = Literal["uniform", "size"]
 ExampleLimit: TypeAlias = jax.typing.ArrayLike | Mapping[str, jax.typing.ArrayLike]
 
 
-def check_example_limit(limit: Any, argument: str) -> ExampleLimit:
+def checked_example_limit(limit: Any, argument: str) -> ExampleLimit:
     """`limit`, checked to be a number, or a dict of numbers by the names of the groups.
 
     Raises:
@@ -32,16 +33,13 @@ def check_example_limit(limit: Any, argument: str) -> ExampleLimit:
     return _check_number(limit, argument)
 
 
-def check_split(split: str) -> Split:
+def checked_split(split: str) -> Split:
     """`split`, checked to be "uniform" or "size".
 
     Raises:
       ValueError: if it is neither.
     """
-    for name in get_args(Split):
-        if split == name:
-            return name
-    raise ValueError(f"split must be one of {list(get_args(Split))}, got {split!r}")
+    return checked_choice(split, get_args(Split), "split")
 
 
 def group_limits(
@@ -106,12 +104,12 @@ def _entries(grouping: Grouping, sizes: list[int]) -> list[int]:
 
 
 def _check_number(limit: Any, argument: str) -> Any:
-    limit = check_limit(limit, argument)
+    limit = checked_limit(limit, argument)
     # Privacy depends on this number, so it is also checked if it is an array on a device.
     if (
         isinstance(limit, jax.Array)
         and not isinstance(limit, Tracer)
         and limit.is_fully_addressable
     ):
-        check_limit(np.asarray(limit, np.float64)[()], argument)
+        checked_limit(np.asarray(limit, np.float64)[()], argument)
     return limit

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-import optaxclip._base.devices as collectives
+import optaxclip._base.devices as devices
 from optaxclip._base.arguments import checked_int
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
@@ -243,5 +243,5 @@ def _varying_like(batch: PyTree, tree: PyTree) -> PyTree:
     Otherwise JAX would sum gradients over these devices, because the parameters do not vary: so
     examples would be added up before they are clipped.
     """
-    axes = frozenset[str]().union(*map(collectives.varying_axes, jax.tree.leaves(batch)))
-    return jax.tree.map(lambda x: collectives.vary(jnp.asarray(x), axes), tree) if axes else tree
+    axes = frozenset[str]().union(*map(devices.varying_axes, jax.tree.leaves(batch)))
+    return jax.tree.map(lambda x: devices.vary(jnp.asarray(x), axes), tree) if axes else tree

@@ -16,8 +16,8 @@ from optaxclip._batches.cutting import number_of_examples
 from optaxclip.per_example.bounds import (
     ExampleLimit,
     Split,
-    check_example_limit,
-    check_split,
+    checked_example_limit,
+    checked_split,
     group_limits,
 )
 from optaxclip.per_example.lift import Sums, clipped_sums
@@ -70,8 +70,8 @@ class ExampleClip(NamedTuple):
         cls, limit: ExampleLimit, scope: Scope, response: str | Response, split: str
     ) -> "ExampleClip":
         """A clip from what a user passed."""
-        limit = check_example_limit(limit, "limit")
-        return cls(limit, scope, as_response(response), check_split(split))
+        limit = checked_example_limit(limit, "limit")
+        return cls(limit, scope, as_response(response), checked_split(split))
 
     def limits(self, one: FlatTree) -> tuple[Grouping, list[Array], Array]:
         """The groups of one example's tree, their limits, and the limit of the whole example."""
@@ -171,7 +171,7 @@ def per_example_global_norm_clip(
       >>> print(total[0], num_clipped)
       [1.75 1.75 1.75] 3
     """
-    limit = check_example_limit(l2_norm_clip, "l2_norm_clip")
+    limit = checked_example_limit(l2_norm_clip, "l2_norm_clip")
     flat = _measurable(grads)
     sums = _summed(flat, ExampleClip.checked(limit, scopes.tree(), "clip", "uniform"), None)
     return flat.rebuild(sums.leaves), sums.num_clipped
@@ -205,7 +205,7 @@ def per_example_layer_norm_clip(
       >>> print(total["w"], total["b"], num_clipped["w"], num_clipped["b"])
       [0.9 1.2] 1.1 1 1
     """
-    limit = check_example_limit(global_l2_norm_clip, "global_l2_norm_clip")
+    limit = checked_example_limit(global_l2_norm_clip, "global_l2_norm_clip")
     flat = _measurable(grads)
     split = "uniform" if uniform else "size"
     sums = _summed(flat, ExampleClip.checked(limit, scopes.leaf(), "clip", split), None)

@@ -27,12 +27,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
+from optaxclip._base.arguments import checked_choice
 from optaxclip._base.counters import increased
 from optaxclip._base.grouping import concatenated, split_up
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import narrowed, power_of_two_below, safe_sqrt
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
-from optaxclip.thresholds.fixed import check_limit
+from optaxclip.thresholds.fixed import checked_limit
 
 Record = Literal["raw", "clipped", "capped", "accepted"]
 
@@ -163,13 +164,12 @@ def adaptive(
       ValueError: if an option is out of its range.
       TypeError: if an option is not a number.
     """
-    if record not in get_args(Record):
-        raise ValueError(f"record must be one of {list(get_args(Record))}, got {record!r}")
+    record = checked_choice(record, get_args(Record), "record")
     options = _Options(
         warmup_steps=at_least(warmup_steps, 0, "warmup_steps"),
-        floor=check_limit(floor, "floor"),
+        floor=checked_limit(floor, "floor"),
         patience=None if patience is None else at_least(patience, 1, "patience"),
-        max_norm=None if max_norm is None else check_limit(max_norm, "max_norm"),
+        max_norm=None if max_norm is None else checked_limit(max_norm, "max_norm"),
     )
     static = _Static(statistic, record, inclusive, reject, by_norm_of_all)
     return Threshold(Partial(_init, static, settings), Partial(_update, static, options, settings))
@@ -231,13 +231,13 @@ def within(value: Any, low: float, high: float, argument: str) -> Any:
       ValueError: if it is outside of that range.
       TypeError: if it is not a number.
     """
-    value = check_limit(value, argument)
+    value = checked_limit(value, argument)
     if not isinstance(value, jax.Array) and not low <= float(value) <= high:
         raise ValueError(f"{argument} must be from {low:g} to {high:g}, got {value!r}")
     return value
 
 
-def select(where: Array, new: PyTree, old: PyTree) -> PyTree:
+def select_tree(where: Array, new: PyTree, old: PyTree) -> PyTree:
     """`new` where `where` is True, else `old`; the arrays may have more leading axes than it."""
     return jax.tree.map(lambda x, y: jnp.where(jnp.broadcast_to(where, y.shape), x, y), new, old)
 
@@ -302,7 +302,8 @@ def _step(
     def recorded(x: Array, where: Array) -> tuple[Array, PyTree]:
         x = jnp.clip(x, -largest, largest)
         new = statistic.observe(settings, state.statistic, x, state.recorded)
-        return increased(state.recorded, where, period=period), select(where, new, state.statistic)
+        count = increased(state.recorded, where, period=period)
+        return count, select_tree(where, new, state.statistic)
 
     count, kept = state.recorded, state.statistic
     if static.inclusive:

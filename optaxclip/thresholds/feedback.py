@@ -10,7 +10,7 @@ from jax import Array
 from optaxclip._base.numerics import safe_divide
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, multiple, within
-from optaxclip.thresholds.fixed import check_limit
+from optaxclip.thresholds.fixed import checked_limit
 from optaxclip.thresholds.moving import Moments, weighted
 
 
@@ -54,7 +54,7 @@ def log_tracker(
     settings = _TrackerSettings(
         within(decay, 0, 1, "decay"),
         at_least(num_std, 0, "num_std"),
-        check_limit(min_limit, "min_limit"),
+        checked_limit(min_limit, "min_limit"),
     )
     return adaptive(
         _LogTracker(),
@@ -113,7 +113,7 @@ def adagc(
     """
     settings = _AdaGCSettings(
         at_least(lambda_rel, 0, "lambda_rel"),
-        check_limit(lambda_abs, "lambda_abs"),
+        checked_limit(lambda_abs, "lambda_abs"),
         within(beta, 0, 1, "beta"),
         at_least(warmup_steps, 0, "warmup_steps"),
     )
@@ -170,7 +170,7 @@ def quantile(
     settings = _QuantileSettings(
         within(target, 0, 1, "target"),
         at_least(learning_rate, 0, "learning_rate"),
-        check_limit(init_limit, "init_limit"),
+        checked_limit(init_limit, "init_limit"),
     )
     return adaptive(
         _Quantile(geometric), settings, record="raw", floor=floor, patience=None, max_norm=max_norm

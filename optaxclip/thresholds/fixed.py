@@ -43,7 +43,8 @@ def constant(limit: jax.typing.ArrayLike) -> Threshold:
       >>> print(limits.target)
       [1. 1.]
     """
-    return Threshold(Partial(_no_state), Partial(_constant, check_limit(limit, "limit", off=True)))
+    limit = checked_limit(limit, "limit", off=True)
+    return Threshold(Partial(_no_state), Partial(_constant, limit))
 
 
 def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
@@ -98,8 +99,9 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3
 
 def relative(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike, argument: str) -> Threshold:
     """`relative_to_params`; messages call `ratio` by the name `argument`."""
-    eps = check_limit(eps, "eps")
-    inner = schedule(ratio) if callable(ratio) else constant(check_limit(ratio, argument, off=True))
+    eps = checked_limit(eps, "eps")
+    checked = functools.partial(checked_limit, argument=argument, off=True)
+    inner = schedule(ratio) if callable(ratio) else constant(checked(ratio))
     return Threshold(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
 
 
@@ -140,7 +142,7 @@ def _checked(limit: ScalarOrSchedule | Threshold, argument: str) -> Any:
     if isinstance(limit, Threshold):
         return limit
     refuse_parts(limit, argument)
-    return schedule(limit) if callable(limit) else check_limit(limit, argument, off=True)
+    return schedule(limit) if callable(limit) else checked_limit(limit, argument, off=True)
 
 
 def refuse_parts(limit: Any, argument: str) -> None:
@@ -235,7 +237,7 @@ def at_step(rule: Threshold, state: PyTree) -> Threshold:
     return jax.tree.map(now, rule, is_leaf=lambda x: isinstance(x, _Schedule))
 
 
-def check_limit(
+def checked_limit(
     limit: Any, argument: str, *, allow_any_number: bool = False, off: bool = False
 ) -> Any:
     """`limit`, checked to be a scalar that can be a limit.
@@ -285,16 +287,14 @@ class _Schedule:
     fn: Callable[[Array], Any]
 
     def __call__(self, count: Array) -> Any:
-        return check_limit(self.fn(count), "the schedule's value", allow_any_number=True)
+        return checked_limit(self.fn(count), "the schedule's value", allow_any_number=True)
 
 
-def _no_state(norms: NormTree) -> tuple[()]:
-    del norms
+def _no_state(_: NormTree) -> tuple[()]:
     return ()
 
 
-def _zero_count(norms: NormTree) -> Array:
-    del norms
+def _zero_count(_: NormTree) -> Array:
     return jnp.zeros((), jnp.int32)
 
 

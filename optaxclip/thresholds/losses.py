@@ -13,7 +13,7 @@ from optaxclip._base.counters import increased
 from optaxclip._base.numerics import is_real
 from optaxclip._base.types import Limits, NormTree, Threshold
 from optaxclip.thresholds.base import of_any_sign
-from optaxclip.thresholds.fixed import ScalarOrSchedule, check_limit, refuse_parts
+from optaxclip.thresholds.fixed import ScalarOrSchedule, checked_limit, refuse_parts
 
 
 def loss_among(extra_args: Mapping[str, Any], name: str) -> Array:
@@ -59,7 +59,7 @@ def as_loss_limit(limit: ScalarOrSchedule | Threshold, argument: str = "loss_lim
     refuse_parts(limit, argument)
     if callable(limit):
         return Threshold(Partial(_no_steps), Partial(_at_step, Partial(limit)))
-    number = check_limit(limit, argument, allow_any_number=True)
+    number = checked_limit(limit, argument, allow_any_number=True)
     if not isinstance(number, jax.Array) and math.isnan(number):
         raise ValueError(f"{argument} must not be NaN; to judge the norm alone pass None")
     return Threshold(Partial(_no_steps), Partial(_at_step, number))
@@ -75,6 +75,6 @@ def _at_step(
 ) -> tuple[Limits, Array]:
     del param_norms
     now = limit(count) if callable(limit) else limit
-    now = check_limit(now, "the schedule's value", allow_any_number=True)
+    now = checked_limit(now, "the schedule's value", allow_any_number=True)
     now = jnp.asarray(now).astype(loss.dtype)
     return Limits(now, now), increased(count)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from optaxclip._base.arguments import checked_choice
 from optaxclip._base.numerics import safe_divide, safe_sqrt
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
@@ -22,7 +23,7 @@ from optaxclip.thresholds.base import (
     at_least,
     multiple,
     root_of_squares,
-    select,
+    select_tree,
     within,
 )
 
@@ -147,8 +148,7 @@ def zscore(
       >>> print(limits.target)
       1.04042
     """
-    if option not in get_args(Option):
-        raise ValueError(f"option must be one of {list(get_args(Option))}, got {option!r}")
+    option = checked_choice(option, get_args(Option), "option")
     settings = _ZScoreSettings(
         within(alpha, 0, 1, "alpha"), at_least(z_thresh, 0, "z_thresh"), warmup_steps
     )
@@ -245,7 +245,7 @@ class _ZScore:
         # As published, the deviation is taken from the new mean.
         std = root_of_squares(safe_sqrt(1 - rest) * state.std, safe_sqrt(rest) * (norm - mean))
         is_warm = (count > 0) & (count >= settings.warmup_steps)
-        return select(is_warm, Moments(mean, std), plain)
+        return select_tree(is_warm, Moments(mean, std), plain)
 
     def limits(
         self, settings: _ZScoreSettings, state: Moments, norm: Array, count: Array

@@ -225,3 +225,16 @@ def test_where_nothing_tells_how_the_batch_is_split(options):
     )
     with pytest.raises(ValueError, match=r"nothing tells over which of \['d'\] the batch is split"):
         run(*task("plain"))
+
+
+@pytest.mark.parametrize("options", [{}, PLAIN])
+def test_specs_that_hold_something_else(options):
+    run = jax.shard_map(
+        made(size=2, axis_name="d", specs="d", **options),
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=(P(), P("d"), P("d")),
+        out_specs=(P(), P(), P()),
+        check_vma=False,
+    )
+    with pytest.raises(TypeError, match="specs must be a pytree of PartitionSpec or NamedSharding"):
+        run(*task("plain"))
