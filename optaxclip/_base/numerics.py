@@ -98,6 +98,14 @@ def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:
     return jnp.where(zero, otherwise, (x / unit) / jnp.where(zero, 1, y / unit))
 
 
+def moved(old: Array, new: Array, share: Array) -> Array:
+    """`old`, moved toward `new` by this share of their distance; for a share of 1 `new` itself.
+
+    Otherwise, a `new` that is tiny beside `old` would be lost.
+    """
+    return jnp.where(share == 1, new, old + share * (new - old))
+
+
 def power_of_two_below(x: Array) -> Array:
     """The largest power of two at most `x > 0` whose reciprocal is a normal number.
 

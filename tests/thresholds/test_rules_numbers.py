@@ -48,6 +48,27 @@ def test_the_target_may_differ_in_its_decay_or_in_its_ratio():
         np.testing.assert_allclose(targets, target, rtol=1e-6)
 
 
+WITHOUT_MEMORY = {
+    "ema": functools.partial(thresholds.ema, 0.0, 2.0, record="raw"),
+    "ema, debiased": functools.partial(thresholds.ema, 0.0, 2.0, record="raw", debias=True),
+    "zscore": functools.partial(thresholds.zscore, 0.0, 2.0, 1, record="raw"),
+    "zscore, debiased": functools.partial(
+        thresholds.zscore, 0.0, 2.0, 1, record="raw", debias=True
+    ),
+    "adagc": functools.partial(thresholds.adagc, beta=0.0, warmup_steps=0),
+    "normalizing": functools.partial(thresholds.mean_over_rms, 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("make", WITHOUT_MEMORY.values(), ids=WITHOUT_MEMORY)
+def test_an_average_with_the_decay_0_is_the_last_norm_however_large_those_before(make):
+    # This rule judges a norm by averages that include it.
+    at = 2 if make.func is thresholds.mean_over_rms else 3
+    fallen, steady = (limits_of(np.float32([norm, norm, 1, 1]), make) for norm in (1e10, 1))
+    for some, others in zip(fallen, steady, strict=True):
+        np.testing.assert_allclose(some[at], others[at], rtol=1e-6)
+
+
 RULES = {
     "ema": functools.partial(thresholds.ema, 0.9, 1.5),
     "ema, debiased": functools.partial(thresholds.ema, 0.9, 1.5, debias=True),
