@@ -2,7 +2,7 @@
 
 import difflib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -55,17 +55,15 @@ def checked_bool(value: Any, argument: str) -> bool:
     return value
 
 
-def checked_choice(value: Any, choices: Iterable[Any], argument: str) -> Any:
+def checked_choice(value: Any, choices: Collection[Any], argument: str) -> Any:
     """`value`, checked to be one of the choices.
 
     Raises:
       ValueError: if it is none of them.
     """
-    choices = list(choices)
-    for choice in choices:
-        if value == choice:
-            return choice
-    raise ValueError(f"{argument} must be one of {choices}, got {value!r}")
+    if value not in choices:
+        raise ValueError(f"{argument} must be one of {list(choices)}, got {value!r}")
+    return value
 
 
 def as_axis_names(axis_name: Any) -> tuple[str, ...] | None:

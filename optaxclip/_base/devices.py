@@ -166,7 +166,7 @@ def spec_names(entry: Any) -> tuple[str, ...]:
 
 
 def spec_axes(entry: Any) -> Axes:
-    """The same as a set."""
+    """The mesh axes over which a spec splits one dimension, as a set."""
     return frozenset(spec_names(entry))
 
 

@@ -98,10 +98,11 @@ def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:
     return jnp.where(zero, otherwise, (x / unit) / jnp.where(zero, 1, y / unit))
 
 
-def moved(old: Array, new: Array, share: Array) -> Array:
-    """`old`, moved toward `new` by this share of their distance; for a share of 1 `new` itself.
+def averaged(old: Array, new: Array, share: Array) -> Array:
+    """The average `old` after one number more, which counts with this share.
 
-    Otherwise, a `new` that is tiny beside `old` would be lost.
+    With a share of 1 it is `new` itself, because the sum would lose a `new` that is tiny beside
+    `old`.
     """
     return jnp.where(share == 1, new, old + share * (new - old))
 

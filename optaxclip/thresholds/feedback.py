@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.numerics import moved, safe_divide
+from optaxclip._base.numerics import averaged, safe_divide
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, multiple, within
 from optaxclip.thresholds.fixed import checked_limit
@@ -233,7 +233,7 @@ class _Adagc:
         return jnp.zeros(like.shape, jnp.float32)
 
     def observe(self, settings: _AdaGCSettings, state: Array, norm: Array, count: Array) -> Array:
-        average = moved(state, norm, 1 - as_float(settings.beta))
+        average = averaged(state, norm, 1 - as_float(settings.beta))
         later = jnp.where(count < settings.warmup_steps, jnp.minimum(state, norm), average)
         return jnp.where(count == 0, norm, later)
 

@@ -127,10 +127,6 @@ def as_limit(limit: LimitLike, argument: str = "limit") -> Threshold | dict[str,
     Args:
       limit: a number, a schedule, a rule, or a mapping from the names of groups to these.
       argument: what it is called in messages.
-
-    Raises:
-      ValueError: as in `constant`.
-      TypeError: as in `constant`.
     """
     if isinstance(limit, Mapping):
         return {name: _checked(each, f"{argument}[{name!r}]") for name, each in limit.items()}
@@ -290,11 +286,13 @@ class _Schedule:
         return checked_limit(self.fn(count), "the schedule's value", allow_any_number=True)
 
 
-def _no_state(_: NormTree) -> tuple[()]:
+def _no_state(norms: NormTree) -> tuple[()]:
+    del norms
     return ()
 
 
-def _zero_count(_: NormTree) -> Array:
+def _zero_count(norms: NormTree) -> Array:
+    del norms
     return jnp.zeros((), jnp.int32)
 
 

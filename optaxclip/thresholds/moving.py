@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.arguments import checked_choice
-from optaxclip._base.numerics import moved, safe_divide, safe_sqrt
+from optaxclip._base.numerics import averaged, safe_divide, safe_sqrt
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
     FLOOR,
@@ -192,12 +192,12 @@ class _Ema:
     ) -> _EmaState:
         seen = jnp.maximum(count - settings.skip_steps, 0)
 
-        def averaged(average: Array, decay: Any) -> Array:
-            new = moved(average, norm, weight(decay, seen, self.debias))
+        def after(average: Array, decay: Any) -> Array:
+            new = averaged(average, norm, weight(decay, seen, self.debias))
             return jnp.where(count >= settings.skip_steps, new, average)
 
         return _EmaState(
-            averaged(state.trigger, settings.decay), averaged(state.target, settings.target_decay)
+            after(state.trigger, settings.decay), after(state.target, settings.target_decay)
         )
 
     def limits(self, settings: _EmaSettings, state: _EmaState, norm: Array, count: Array) -> Limits:
@@ -241,7 +241,7 @@ class _ZScore:
             return weighted(state, norm, weight(settings.alpha, count, debias=True))
         plain = weighted(state, norm, 1 / (count.astype(jnp.float32) + 1))
         rest = 1 - as_float(settings.alpha)
-        mean = moved(state.mean, norm, rest)
+        mean = averaged(state.mean, norm, rest)
         # As published, the deviation is taken from the new mean.
         std = root_of_squares(safe_sqrt(1 - rest) * state.std, safe_sqrt(rest) * (norm - mean))
         is_warm = (count > 0) & (count >= settings.warmup_steps)
@@ -279,4 +279,4 @@ def weight(decay: Any, count: Array, debias: bool) -> Array:
 def weighted(moments: Moments, value: Array, weight: Array) -> Moments:
     """Mean and deviation after one value more, which counts with this weight."""
     std = root_of_squares(moments.std, safe_sqrt(weight) * (value - moments.mean))
-    return Moments(moved(moments.mean, value, weight), safe_sqrt(1 - weight) * std)
+    return Moments(averaged(moments.mean, value, weight), safe_sqrt(1 - weight) * std)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.numerics import moved, safe_divide, safe_sqrt
+from optaxclip._base.numerics import averaged, safe_divide, safe_sqrt
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
     FLOOR,
@@ -94,7 +94,7 @@ class _MeanOverRms:
             for decay in (settings.mean_decay, settings.square_decay)
         )
         return _Averages(
-            moved(state.mean, norm, of_mean),
+            averaged(state.mean, norm, of_mean),
             root_of_squares(safe_sqrt(1 - of_square) * state.rms, safe_sqrt(of_square) * norm),
         )
 

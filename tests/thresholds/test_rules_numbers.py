@@ -48,6 +48,12 @@ def test_the_target_may_differ_in_its_decay_or_in_its_ratio():
         np.testing.assert_allclose(targets, target, rtol=1e-6)
 
 
+def test_rules_take_norms_by_name():
+    for rule in (thresholds.constant(1.0), thresholds.schedule(float), thresholds.ema(0.9, 1.5)):
+        shape = jax.tree.structure(rule.init(jnp.zeros(3)))
+        assert jax.tree.structure(rule.init(norms=jnp.zeros(3))) == shape
+
+
 WITHOUT_MEMORY = {
     "ema": functools.partial(thresholds.ema, 0.0, 2.0, record="raw"),
     "ema, debiased": functools.partial(thresholds.ema, 0.0, 2.0, record="raw", debias=True),
