@@ -22,7 +22,8 @@ def increased(count: Array, where: Array | bool = True, *, period: int = 1) -> A
     """
     is_full = count == jnp.iinfo(count.dtype).max
     step = jnp.where(is_full, 1 - period, 1)
-    return count + jnp.where(where, step, 0).astype(count.dtype)
+    # Not selected: JAX 0.10.2 cannot `vmap` a select in a `jit` over an explicit mesh.
+    return count + step.astype(count.dtype) * jnp.asarray(where, count.dtype)
 
 
 def own_arrays(state: PyTree) -> PyTree:

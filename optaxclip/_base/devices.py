@@ -6,6 +6,7 @@ it, and inside `pmap`, the type says nothing. Outside of `shard_map`, the type s
 split over an explicit mesh.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -120,14 +121,20 @@ def _explicit_sharding(of_type: Any) -> tuple[Any, PartitionSpec] | None:
 
 def lies_in_one_piece(arrays: PyTree) -> bool:
     """Whether no type of these arrays says that it may be split over devices."""
-    return not manual_axes() and mesh_of(types_of(arrays)) is None
+    types = types_of(arrays)
+    is_split = manual_axes() or automatic_mesh(types) or any(map(_explicit_sharding, types))
+    return not is_split
 
 
-def mesh_of(types: Iterable[Any]) -> Any:
-    """The mesh that one of these types of arrays names, or None."""
+def automatic_mesh(types: Iterable[Any]) -> Any:
+    """The mesh that one of these types of arrays names, if the compiler splits arrays over it."""
+    return _mesh_with(AxisType.Auto, types)
+
+
+def _mesh_with(kind: AxisType, types: Iterable[Any]) -> Any:
     shardings = (getattr(of_type, "sharding", None) for of_type in types)
     meshes = (sharding.mesh for sharding in shardings if sharding is not None)
-    return next((mesh for mesh in meshes if not mesh.empty), None)
+    return next((mesh for mesh in meshes if kind in mesh.axis_types), None)
 
 
 def explicit_mesh(types: Iterable[Any]) -> Any:
@@ -135,6 +142,28 @@ def explicit_mesh(types: Iterable[Any]) -> Any:
     shardings = map(_explicit_sharding, types)
     meshes = {sharding[0] for sharding in shardings if sharding}
     return meshes.pop() if len(meshes) == 1 else None
+
+
+def is_on_explicit_mesh(arrays: PyTree) -> bool:
+    """Whether the type of one of these arrays names a mesh with an explicit axis."""
+    return _mesh_with(AxisType.Explicit, types_of(arrays)) is not None
+
+
+def on_own_mesh(arrays: PyTree) -> contextlib.AbstractContextManager[Any]:
+    """Makes the explicit mesh that types of traced arrays name the current one, if none is.
+
+    Under `vmap`, JAX 0.10.2 cannot otherwise stack arrays that are split over an explicit mesh.
+    """
+    mesh = None if current_mesh() else _mesh_with(AxisType.Explicit, types_of(arrays))
+    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
+
+
+def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
+    """Arrays of one shape along a new axis."""
+    if not is_on_explicit_mesh(arrays):
+        return jnp.stack(arrays, axis)
+    # `jnp.stack` fails (JAX 0.10.2) where `vmap` maps some of the arrays and others not.
+    return lax.concatenate([lax.expand_dims(x, (axis,)) for x in arrays], axis)
 
 
 def with_automatic_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[..., Any]:

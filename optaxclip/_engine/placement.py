@@ -152,7 +152,7 @@ def located(grouping: Grouping, flat: FlatTree, options: Options) -> Placement:
     # Types show neither how a sparse array is split nor the axis of a surrounding `vmap`.
     is_hidden = bool(axis_names) or any(map(is_sparse, leaves))
     typed_mesh = devices.explicit_mesh(types)
-    named_mesh = None if manual else devices.mesh_of(types)
+    automatic_mesh = None if manual else devices.automatic_mesh(types)
     explicit_mesh = None if is_hidden else typed_mesh
     mesh, found = None, None
     if specs is not None:
@@ -167,11 +167,11 @@ def located(grouping: Grouping, flat: FlatTree, options: Options) -> Placement:
     return Placement(
         reduced=tuple(reduced for reduced, _ in rows),
         kept=tuple(kept for _, kept in rows),
-        in_one_piece=not (axis_names or manual) and found is None and named_mesh is None,
+        in_one_piece=not (axis_names or manual) and found is None and automatic_mesh is None,
         mesh=mesh,
         specs=tuple(found) if found and mesh is not None else (),
         explicit_mesh=explicit_mesh,
-        automatic_mesh=named_mesh if mesh is None and typed_mesh is None else None,
+        automatic_mesh=automatic_mesh if mesh is None and typed_mesh is None else None,
     )
 
 

@@ -72,7 +72,7 @@ def _summands(
     if fixed_size(x.size) == 1:
         # A zero is appended: for a single number XLA (JAX 0.10.2) computes
         # `x * x * (scale * scale)`, whose second product overflows.
-        x = jnp.stack([x, jnp.zeros_like(x)])
+        x = devices.stack([x, jnp.zeros_like(x)])
         axes = (0, *(axis + 1 for axis in axes))
     powers = (norm.map(times(x, by)) for by in scales(norm, dtype))
     # A norm's `map` may return several summands per entry (`monitor/cosines.py`).
@@ -179,8 +179,8 @@ def of_groups(
             return shares[0]
         # In one operation, because XLA (JAX 0.10.2) repeats a chain of additions for each use of
         # its result.
-        stacked = jnp.stack(shares)
-        return lax.reduce_max(stacked, [0]) if by_max else add(stacked)
+        rows = devices.stack(shares)
+        return lax.reduce_max(rows, [0]) if by_max else add(rows)
 
     columns = [
         groups.pack([of_group(k, group) for group in groups.grouping.groups])
@@ -197,7 +197,7 @@ def _on_all_devices(sums: AtScales, places: Placement) -> AtScales:
     """
     if places.automatic_mesh is None or sums[0].ndim == 0:
         return sums
-    return tuple(places.on_all_devices(jnp.stack(sums)))
+    return tuple(places.on_all_devices(devices.stack(sums)))
 
 
 def _share(of_leaf: Array, replicated: Axes, by_max: bool) -> Array:
@@ -214,5 +214,5 @@ def _over_devices(row: AtScales, axes: Axes, by_max: bool) -> AtScales:
     """The sums of a row over the devices along these axes, at all scales in one collective."""
     combine = devices.largest if by_max else devices.sum_over_devices
     varying = axes & devices.manual_axes()
-    found = combine(jnp.stack([devices.vary(x, varying) for x in row]), axes)
+    found = combine(devices.stack([devices.vary(x, varying) for x in row]), axes)
     return tuple(found[k] for k in range(len(row)))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+import optaxclip._base.devices as devices
 from optaxclip._base.counters import increased
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.names import Names
@@ -103,11 +104,11 @@ def _of_leaves_alike(groups: Groups, columns: Columns) -> list[Columns]:
     """The worst of each leaf; all leaves of a shape share a reduction, so that few are compiled."""
     # Makes XLA store the columns, which it would otherwise compute anew for each reduction
     # (JAX 0.10.2).
-    stack = lax.optimization_barrier(jnp.stack(columns))
+    stored = lax.optimization_barrier(devices.stack(columns))
     found, start = [], 0
     for shape, some in itertools.groupby(groups.ordered, key=lambda group: group.shape):
         count, size = len(list(some)), math.prod(shape)
-        part = lax.slice_in_dim(stack, start, start + count * size, axis=1)
+        part = lax.slice_in_dim(stored, start, start + count * size, axis=1)
         found.append(_in_one_reduction(tuple(part.reshape(len(columns), count, size)), (1,)))
         start += count * size
     return found

@@ -149,19 +149,23 @@ def norms_of(flat: FlatTree, groups: Groups, norm: Norm) -> NormTree:
 def run(fn: Callable[..., Any], *operands: Any, **static: Any) -> Any:
     """`fn(*operands, **static)`: in eager mode one cached call, else part of the trace.
 
+    On an explicit mesh it is one call in a trace too.
+
     Args:
       fn: a module-level function, because it is part of the cache's key.
       *operands: pytrees of arrays.
       **static: what else it has to know, hashable.
     """
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands)):
+    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
+    if is_traced and not devices.is_on_explicit_mesh(operands):
         return fn(*operands, **static)
     return _compiled(fn, tuple(static.items()), *operands)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _compiled(fn: Callable[..., Any], static: tuple[tuple[str, Any], ...], *operands: Any) -> Any:
-    return fn(*operands, **dict(static))
+    with devices.on_own_mesh(operands):
+        return fn(*operands, **dict(static))
 
 
 def _clip(
@@ -256,7 +260,7 @@ def _scaled(
         for by, limits in zip(multipliers, triggers, strict=True)
     ]
     # Stacked, so that each leaf cuts its part out of one array in one operation.
-    rows = [jnp.stack(column) for column in columns]
+    rows = [devices.stack(column) for column in columns]
     parts = groups.by_leaf(rows, leaves)
     if groups.together:
         parts = [groups.placement.on_all_devices(part) for part in parts]

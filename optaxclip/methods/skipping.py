@@ -190,7 +190,7 @@ def _among(all_leaves: Names, names: Names, flags: Array) -> Array:
         return flags
     of = dict(zip(names, flags, strict=True))
     column = [of.get(name, jnp.zeros((), bool)) for name in all_leaves]
-    return jnp.stack(column) if column else jnp.zeros(0, bool)
+    return devices.stack(column) if column else jnp.zeros(0, bool)
 
 
 def _initial_loss(rule: Threshold, name: str) -> LossState:

@@ -75,7 +75,7 @@ def _steps(
         return []
     weights, directions = ([jnp.asarray(x) for x in each] for each in (weights, directions))
     factors = _factors(*_norms(weights, directions, groups), radius, rate, eps)
-    parts = groups.by_leaf([jnp.stack(factors)], directions)
+    parts = groups.by_leaf([devices.stack(factors)], directions)
     rows = zip(weights, directions, parts, groups.grouping.axes, strict=True)
     return [_sum(*row) for row in rows]
 
@@ -191,7 +191,7 @@ def _paired(x: Array, y: Array) -> Array:
     """
     pairs = zip(real_parts(x), real_parts(y), strict=True)
     parts = [lax.complex(*pair) for pair in pairs]
-    return jnp.stack(parts, -1) if len(parts) > 1 else parts[0]
+    return devices.stack(parts, parts[0].ndim) if len(parts) > 1 else parts[0]
 
 
 def _factors(

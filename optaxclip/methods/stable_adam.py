@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+import optaxclip._base.devices as devices
 import optaxclip.norms as norms
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased
@@ -26,6 +27,7 @@ from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipState, NonFinite, PyTree
 from optaxclip._engine.clip import groups_of, stage
 from optaxclip._engine.entries import times
+from optaxclip._engine.groups import Groups
 from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.step import run
 from optaxclip.methods.moments import NamedMoments, dense, zero_moments
@@ -129,20 +131,17 @@ def scale_by_stable_adam(
         check_state(state, StableAdamState, name)
         groups = groups_of(flat, scope, checked, state.clip.info.names, state.steps.size)
 
-        def of_leaves(columns: list[Array]) -> list[Array]:
-            return groups.by_leaf([jnp.stack(columns)], flat.measured_leaves())
-
         mu, nu = (NamedMoments.of(tree) for tree in (state.mu, state.nu))
-        old = (mu.of_leaves(flat, name), nu.of_leaves(flat, name))
-        dtype = norm_dtype(average.dtype for average in old[1])
+        leaves = (flat.measured_leaves(), mu.of_leaves(flat, name), nu.of_leaves(flat, name))
+        dtype = norm_dtype(average.dtype for average in leaves[2])
         shares = [_share(beta, increased(state.steps), dtype) for beta in betas]
-        ratios = run(_ratios, flat.measured_leaves(), *old, of_leaves(shares[1:]), eps)
+        ratios = run(_ratios, *leaves, shares[1:], eps, groups=groups)
         _, clip_state = clip.update(flat.rebuild(ratios), state.clip)
         taken = jnp.isfinite(clip_state.info.norm) & np.array(groups.grouping.present, bool)
         # A tensor that is not finite counts for nothing in its averages.
         shares = [jnp.where(taken, share, 0) for share in shares]
-        columns = of_leaves([*shares, clip_state.info.factor.astype(dtype)])
-        directions, *new = run(_directions, flat.measured_leaves(), *old, columns, eps)
+        columns = [*shares, clip_state.info.factor.astype(dtype)]
+        directions, *new = run(_directions, *leaves, columns, eps, groups=groups)
         return flat.rebuild(directions), StableAdamState(
             clip_state,
             increased(state.steps, taken),
@@ -162,17 +161,31 @@ def _checked_decay(decay: Any, argument: str) -> Any:
 
 
 def _ratios(
-    grads: list[Any], mus: list[Array], nus: list[Array], columns: list[Array], eps: Any
+    grads: list[Any],
+    mus: list[Array],
+    nus: list[Array],
+    columns: list[Array],
+    eps: Any,
+    *,
+    groups: Groups,
 ) -> list[Array]:
     """The gradients divided by the root of the average of their squares, this step included."""
-    return [_ratio(*row, eps) for row in zip(grads, mus, nus, columns, strict=True)]
+    of_leaves = groups.by_leaf([devices.stack(columns)], grads)
+    return [_ratio(*row, eps) for row in zip(grads, mus, nus, of_leaves, strict=True)]
 
 
 def _directions(
-    grads: list[Any], mus: list[Array], nus: list[Array], columns: list[Array], eps: Any
+    grads: list[Any],
+    mus: list[Array],
+    nus: list[Array],
+    columns: list[Array],
+    eps: Any,
+    *,
+    groups: Groups,
 ) -> tuple[list[Array], list[Array], list[Array]]:
     """Adam's directions times the factors, and the averages after this step."""
-    rows = [_direction(*row, eps) for row in zip(grads, mus, nus, columns, strict=True)]
+    of_leaves = groups.by_leaf([devices.stack(columns)], grads)
+    rows = [_direction(*row, eps) for row in zip(grads, mus, nus, of_leaves, strict=True)]
     directions, mus, nus = ([row[k] for row in rows] for k in range(3))
     return directions, mus, nus
 

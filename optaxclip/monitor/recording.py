@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
+import optaxclip._base.devices as devices
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import FRESH_STATE, check_state, checked_int, near_miss
 from optaxclip._base.counters import increased
@@ -18,6 +18,7 @@ from optaxclip._base.types import PyTree
 from optaxclip._engine.clip import groups_of
 from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.placement import grouped
+from optaxclip._engine.step import run
 from optaxclip.monitor.statistics import STATISTICS, recorded_statistics
 from optaxclip.norms import Norm
 from optaxclip.scopes.leaves import Scope, as_scope
@@ -156,7 +157,7 @@ def record(
             groups = groups_of(flat, of, checked, state.names, size)
             found = recorded_statistics(flat, params, groups, kept, checked)
             names = groups.grouping.names
-        return updates, state._replace(names=names, **_written(state.steps, state.ring, found))
+        return updates, state._replace(names=names, **run(_written, state.steps, state.ring, found))
 
     return transformation(init, update)
 
@@ -208,11 +209,10 @@ def _checked_scope(scope: Scope | None, per_leaf: bool) -> Scope:
     return as_scope(scope)
 
 
-@jax.jit
 def _written(steps: Array, ring: Array, found: dict[str, Array]) -> dict[str, Any]:
     """The fields of the state that change with one more row."""
     last = {key: narrowed(found[key], ring.dtype) for key in sorted(found)}
-    row = jnp.stack(list(last.values())) if len(last) > 1 else next(iter(last.values()))
+    row = devices.stack(list(last.values())) if len(last) > 1 else next(iter(last.values()))
     rows = len(ring)
     ring = ring.at[steps % rows].set(row)
     return {"steps": increased(steps, period=rows), "last": last, "ring": ring}

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+import optaxclip._base.devices as devices
 import optaxclip.norms as norms
 from optaxclip._base.numerics import promoted, safe_divide
 from optaxclip._base.trees import FlatTree, is_sparse
@@ -203,7 +204,7 @@ def _by_name(rows: Rows, groups: Groups) -> Array:
     if groups.grouping.layout != "dict":
         return rows[0]
     largest = [_largest(x) for x in groups.unpack(rows)]
-    return jnp.stack(largest) if largest else jnp.zeros(0)
+    return devices.stack(largest) if largest else jnp.zeros(0)
 
 
 def _largest(x: Array) -> Array:

@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
+import optaxclip._base.devices as devices
 from optaxclip._base.arguments import checked_choice
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import norm_dtype
@@ -84,7 +85,7 @@ def _limits_by_name(limit: dict[str, Any], grouping: Grouping, dtype: jnp.dtype)
     limits, _ = rule.update(norms, rule.init(norms), None)
     if grouping.layout == "dict":
         return limits.target
-    column = jnp.stack(limits.target)
+    column = devices.stack(limits.target)
     return grouping.from_tree(column[0] if grouping.layout == "scalar" else column)
 
 

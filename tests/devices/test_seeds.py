@@ -1,0 +1,116 @@
+"""Seeds that `vmap` trains side by side, split over an explicit mesh, which is JAX's default."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import slow_unless
+from compiling import collectives
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from methods_table import DISTINCT, METHODS, ONE_OF_EACH, TYPICAL, random_tree
+
+from optaxclip import monitor, ops, per_example, reset_state, scopes, skip_nonfinite
+
+SEEDS = 8
+STATISTICS = ("norm", "max", "mean_abs", "zero_fraction", "share", "param_norm", "cosine_param")
+
+
+def of_method(name):
+    def train(grads, params):
+        tx = METHODS[name].make()
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = tx.update(grads, state, params)
+        return updates, state
+
+    return train
+
+
+def of_wrapper(make):
+    def train(grads, params):
+        tx = make()
+        return tx.update(grads, tx.init(params), params)
+
+    return train
+
+
+def loss(params, example):
+    return sum(jnp.sum(x**2) for x in jax.tree.leaves(params)) * example
+
+
+def of_examples(grads, params):
+    del grads
+    return per_example.clipped_grad(loss, 1.0)(params, jnp.arange(4.0))
+
+
+OTHERS = {
+    "record": of_wrapper(lambda: monitor.record(2, scope=scopes.leaf(), stats=STATISTICS)),
+    "reset_state": of_wrapper(lambda: reset_state(optax.trace(0.9), every=1, only=("trace",))),
+    "skip_nonfinite": of_wrapper(lambda: skip_nonfinite(optax.trace(0.9))),
+    "ops": lambda grads, _: (
+        ops.global_norm(grads),
+        ops.clip_by_global_norm(grads, 1.0),
+        ops.clip_by_norm(grads, 1.0, axes=-1),
+        ops.clip_by_average_norm(grads, 0.1),
+    ),
+    "per_example": of_examples,
+}
+WAYS = {
+    "jit of vmap": lambda train: jax.jit(jax.vmap(train)),
+    "with the name of the axis": lambda train: jax.jit(jax.vmap(train, spmd_axis_name="seeds")),
+    "vmap of jit": lambda train: jax.vmap(jax.jit(train)),
+    "vmap alone": jax.vmap,
+}
+
+
+def assert_as_on_one_device(names, way, is_mesh_set):
+    cases = {name: of_method(name) if name in METHODS else OTHERS[name] for name in names}
+
+    def train(grads, params):
+        return {name: case(grads, params) for name, case in cases.items()}
+
+    trees = random_tree(0, SEEDS), random_tree(1, SEEDS)
+    expected = jax.jit(jax.vmap(train))(*trees)
+    mesh = jax.make_mesh((SEEDS,), ("seeds",))
+    split = jax.device_put(trees, NamedSharding(mesh, P("seeds")))
+    with jax.set_mesh(mesh) if is_mesh_set else contextlib.nullcontext():
+        step = WAYS[way](train)
+        found = step(*split)
+        if way == "jit of vmap":
+            assert collectives(step.lower(*split).compile()) == {}
+
+    def check(path, x, y):
+        where = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6, err_msg=where)
+        assert x.sharding.spec[:1] == ("seeds",) or "[0]" not in where, where
+
+    jax.tree_util.tree_map_with_path(check, found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_mesh_set"),
+    slow_unless(
+        lambda name, _: name in TYPICAL,
+        [(name, is_set) for name in DISTINCT for is_set in (False, True)],
+    ),
+)
+def test_every_method(name, is_mesh_set):
+    assert_as_on_one_device([name], "jit of vmap", is_mesh_set)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_mesh_set"),
+    # JAX 0.10.2 writes a mapped row into an array that is not mapped only where a mesh is set.
+    [(name, is_set) for name in OTHERS for is_set in (False, True) if is_set or name != "record"],
+)
+def test_all_that_is_no_method(name, is_mesh_set):
+    assert_as_on_one_device([name], "jit of vmap", is_mesh_set)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_map(way):
+    assert_as_on_one_device(ONE_OF_EACH, way, True)
