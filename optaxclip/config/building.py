@@ -7,13 +7,14 @@ limit rule, and so on. What may be passed for an argument is read from the argum
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias, get_origin
+from typing import Any, NamedTuple, TypeAlias, get_args, get_origin
 
 import optax
 import optax.contrib
 
+import optaxclip.monitor as monitor
 import optaxclip.norms as norms
 import optaxclip.responses as responses
 import optaxclip.scopes as scopes
@@ -36,6 +37,7 @@ def from_config(config: Config) -> optax.GradientTransformationExtraArgs:
       ----------------------------------------------|----------------------------------------------
       `{"name": "zclip", "z_thresh": 3.0}`          | `optaxclip.zclip(z_thresh=3.0)`
       `{"name": "optax.adamw", ...}`                | `optax.adamw(...)`; also `optax.contrib.muon`
+      `{"name": "monitor.record", ...}`             | `optaxclip.monitor.record(...)`
       `[..., ...]`                                  | a chain, in this order; identity, if empty
       `"inner": {...}` or `[..., ...]`              | the transformation that a skip wraps
       `"max_norm": {"schedule": "linear_schedule",` | a schedule of `optax.schedules`, wherever a
@@ -44,6 +46,8 @@ def from_config(config: Config) -> optax.GradientTransformationExtraArgs:
       `"limit": {"name": "zscore", ...}`            | `thresholds.zscore(...)`
       `"norm": {"name": "lp", "p": 3}`              | `norms.lp(3)`
       `"response": {"name": "band", ...}`           | `responses.band(...)`
+      `"max_norm": {"a": ..., "b": ...}`            | one of the above for each label, wherever a
+                                                    | mapping may stand, as in `optax.partition`
 
     The key `name` chooses the function. So the transformation's own argument `name=`, by which
     messages and `optaxclip.monitor` call it, has the key `as`. Values that are not plain data, such
@@ -146,6 +150,10 @@ def _argument(value: Any, annotation: Any, path: str) -> Any:
         return value
     if says(value, "schedule"):
         return _schedule(value, path)
+    mapping = next((part for part in allowed if get_origin(part) is Mapping), None)
+    if mapping is not None and isinstance(value, dict) and not says(value, "name"):
+        of_each = get_args(mapping)[1]
+        return {key: _argument(each, of_each, f"{path}.{key}") for key, each in value.items()}
     is_text = isinstance(value, str)
     if is_text and str not in allowed and is_number(value):
         raise TypeError(
@@ -164,8 +172,6 @@ def _argument(value: Any, annotation: Any, path: str) -> Any:
         # A norm or response without arguments has no maker: its name is the argument.
         is_argument = str in allowed and name not in kind.makers() and len(value) == 1
         return name if is_argument else kind.make(value, path)
-    if isinstance(value, dict):  # a value for each group
-        return {key: _argument(each, annotation, f"{path}.{key}") for key, each in value.items()}
     return value
 
 
@@ -191,6 +197,7 @@ def _is_transformation(annotation: Any) -> bool:
 def _transformations() -> dict[str, Callable[..., Any]]:
     # Looked up when called: the package imports this module before it has all of its functions.
     own = makers(sys.modules[__name__.partition(".")[0]], _is_transformation)
+    own |= makers(monitor, _is_transformation, "monitor.")
     theirs = makers(optax, _is_transformation, "optax.")
     return own | theirs | makers(optax.contrib, _is_transformation, "optax.contrib.")
 

@@ -36,7 +36,7 @@ def parts_of(annotation: Any) -> list[Any]:
 def unknown(name: str, names: Iterable[str]) -> str:
     """The end of an error message: a name that does not exist, and the names that do."""
     names = sorted(names)
-    near = [other for other in names if other == f"optax.{name}"]
+    near = [other for other in names if other.rpartition(".")[2] == name]
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     near += [other for other in close if other not in near]
     rest = [other for other in names if other not in near]

@@ -5,10 +5,9 @@ Every limit may be a number, a scalar array of any dtype (traced or not) or a sc
 arguments that are functions but not schedules (labels).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Unpack
 
-import jax
 from jax import Array
 
 import optaxclip.responses as responses
@@ -18,11 +17,7 @@ from optaxclip._base.transformation import Transformation
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip._engine.clip import clip_by
 from optaxclip._engine.options import ClipOptions, NormOptions, takes
-from optaxclip.thresholds.fixed import (
-    ScalarOrSchedule,
-    as_limit,
-    relative,
-)
+from optaxclip.thresholds.fixed import LimitLike, ScalarOrSchedule, as_limit, relative
 
 
 @takes(NormOptions)
@@ -154,7 +149,7 @@ def adaptive_grad_clip(
 
 @takes(NormOptions)
 def clip_by_group_norm(
-    max_norm: ScalarOrSchedule | Mapping[str, jax.typing.ArrayLike],
+    max_norm: LimitLike,
     labels: PyTree | Callable[[str, Array], str],
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:

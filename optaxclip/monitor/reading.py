@@ -85,8 +85,9 @@ def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
 
     Each label has numbers of its own (scopes `group` and `muon`). Leaves, units and states under
     `vmap` may be very many, so one number stands for all of them. The worst entry is the one with
-    the largest ratio of norm to limit; a norm that is not finite and a limit of 0 are worse than
-    all others. Before the first step the limit is inf, and for `skip_nonfinite` it always is.
+    the largest ratio of norm to limit, of equal ones (to rounding) the first; a norm that is not
+    finite and a limit of 0 are worse than all others. Before the first step the limit is inf, and
+    for `skip_nonfinite` it always is.
 
     The names depend on the transformations alone and are the same at every step. If several
     transformations have one name, the second and later ones get a number behind it, in the order of

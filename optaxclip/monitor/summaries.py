@@ -32,6 +32,9 @@ NUMBERS = (
 )
 """The kinds, in the order shown; dicts that `jit` returns are sorted."""
 
+ROUNDING = 1e-6
+"""Positive scores whose relative difference is no larger are equal."""
+
 
 def wanted(state: Recorded) -> dict[str, Any]:
     """What `summary` needs, still on the device."""
@@ -136,7 +139,11 @@ def _of_largest_loss(loss: Any, limit: Any, numpy: Any) -> Summary:
 
 
 def _at_largest(score: Any, columns: dict[str, Any], numpy: Any) -> Summary:
+    """For each column the number of the first entry whose score is, to rounding, the largest."""
     if len(score) == 1:
         return {field: x[0] for field, x in columns.items()}
-    where = numpy.argmax(score, axis=0, keepdims=True)
+    largest = numpy.max(score, axis=0, keepdims=True)
+    # The device and the host round differently, and must choose the same of equal scores.
+    is_largest = score >= numpy.minimum(largest, largest * (1 - ROUNDING))
+    where = numpy.argmax(is_largest, axis=0, keepdims=True)
     return {field: numpy.take_along_axis(x, where, axis=0)[0] for field, x in columns.items()}

@@ -45,6 +45,7 @@ def norms_over_steps(
 
     Raises:
       ValueError: for no norms, for more than one axis, and for other numbers of limits or steps.
+      TypeError: for norms that are not real numbers.
 
     Example:
       >>> from optaxclip import plots

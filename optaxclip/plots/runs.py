@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from optaxclip._base.arguments import short
 from optaxclip.plots.style import (
     crosses_at_the_top,
     curve,
@@ -47,6 +48,7 @@ def loss_curves(
 
     Raises:
       ValueError: for no runs, a run without losses, and losses or steps of other shapes.
+      TypeError: if `losses` is not a dict, or holds anything but real numbers.
 
     Example:
       >>> from optaxclip import plots
@@ -85,6 +87,7 @@ def norm_curves(
     Raises:
       ValueError: for no runs, a run without norms, norms or steps of other shapes, and a limit of a
         run that is not there.
+      TypeError: if `norms` is not a dict, or holds anything but real numbers.
 
     Example:
       >>> from optaxclip import plots
@@ -167,12 +170,14 @@ def _checked(
     series: Curves, steps: ArrayLike | None, what: str
 ) -> dict[str, tuple[Numbers, Numbers]]:
     """Steps and values of each run."""
+    if not isinstance(series, Mapping):
+        raise TypeError(
+            f"{what} must be a dict with each run's {what} under its name, such as "
+            f"{{'run': {what}}}, got {short(series)} of type {type(series).__name__}"
+        )
     if not series:
         raise ValueError(f"{what} must be a dict with at least one run by its name, got none")
-    return {
-        name: curve(np.asarray(values), steps, f"{what} of {name!r}")
-        for name, values in series.items()
-    }
+    return {name: curve(values, steps, f"{what} of {name!r}") for name, values in series.items()}
 
 
 def _lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> "dict[str, Line2D]":

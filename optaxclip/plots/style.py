@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from optaxclip._base.arguments import short
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
@@ -56,7 +58,11 @@ def curve(
     values: ArrayLike, steps: ArrayLike | None, name: str
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, np.dtype[np.float64]]]:
     """Steps and values of one line, [n] each; `name` is that of the values in messages."""
-    y = np.asarray(values, np.float64)
+    try:
+        y = np.asarray(values, np.float64)
+    except (TypeError, ValueError) as error:
+        message = f"{name} must be real numbers in one axis, got {short(values)}"
+        raise TypeError(message) from error
     if y.ndim != 1:
         remedy = "of a record per leaf take one column, or np.linalg.norm(norms, axis=1)"
         raise ValueError(f"{name} must have one axis, got the shape {y.shape}; {remedy}")

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from optaxclip._base.arguments import near_miss
+
 Columns = dict[str, Sequence[float] | str]
 """The numbers of each column, or the reason why it cannot be read."""
 EVENTS_START = b"brain.Event:"
@@ -21,6 +23,7 @@ EVENTS_START = b"brain.Event:"
 NPY_START = b"\x93NUMPY"
 STEPS = frozenset({"step", "steps", "global_step", "epoch", "iteration", "time", "wall_time"})
 """Columns that are not norms."""
+MAX_LISTED = 10
 COMMAS = "has decimal commas"
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+([eE][+-]?\d+)?")
 
@@ -58,7 +61,8 @@ def parse_norms(
     column = _chosen(columns, numeric, source) if column is None else column
     values = columns.get(column, "is not there")
     if isinstance(values, str):
-        others = f"; the columns with numbers are {numeric}" if numeric else ""
+        others = f"; the columns with numbers are {_listed(numeric)}" if numeric else ""
+        others += "" if column in columns else near_miss(str(column), numeric)
         raise ValueError(f"{source}: the column {column!r} {values}{others}")
     return np.asarray(values, np.float64)
 
@@ -91,7 +95,8 @@ def _chosen(columns: Columns, numeric: list[str], source: str) -> str:
         for name, values in columns.items()
         if isinstance(values, str) and not values.startswith(COMMAS)
     ]
-    steps = [name for name in names if re.split("[./]", name.lower())[-1] in STEPS]
+    last_parts = {name: re.split("[./]", name.lower())[-1].replace(" ", "_") for name in names}
+    steps = [name for name in names if last_parts[name] in STEPS]
     others = [name for name in names if name not in (*words, *steps)]
     for candidates in (norms, [name for name in norms if name in numeric], [] if norms else others):
         if len(candidates) == 1:
@@ -100,7 +105,14 @@ def _chosen(columns: Columns, numeric: list[str], source: str) -> str:
         return names[0]
     if not numeric:
         raise ValueError(f"{source} holds no numbers")
-    raise ValueError(f"{source} has several columns: choose one of {others or names}")
+    raise ValueError(f"{source} has several columns: choose one of {_listed(others or names)}")
+
+
+def _listed(names: list[str]) -> str:
+    """The names for a message: ten of them, those of norms first, and how many more there are."""
+    ordered = sorted(names, key=lambda name: "norm" not in name.lower())
+    more = len(names) - MAX_LISTED
+    return f"{ordered[:MAX_LISTED]}" + (f" and {more} more" if more > 0 else "")
 
 
 def _from_csv(lines: list[str]) -> Columns:

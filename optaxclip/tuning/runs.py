@@ -116,7 +116,7 @@ def _chunk(
             state, loss, norm = step(state, batch, limit, rate)
             norms = jnp.atleast_1d(norm).astype(jnp.float32)
             share = jnp.mean((norms > limit).astype(jnp.float32))
-            return state, (loss.astype(jnp.float32), global_norm(norms), share)
+            return state, (jnp.asarray(loss, jnp.float32), global_norm(norms), share)
 
         return jax.lax.scan(one_step, start, batches)
 

@@ -137,7 +137,7 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
         `optaxclip[tensorboard]`). Norms that are NaN or infinite are counted, and then left out.
       column: the column, key or tag of a file; `train.grad_norm` is the key `grad_norm` of the
         object `train`. Not needed if the file has only one with "norm" in its name, or only one
-        that holds numbers.
+        that holds numbers other than steps and times, such as `Value` in TensorBoard's CSV files.
 
     Returns:
       A `Suggestion`.

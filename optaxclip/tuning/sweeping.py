@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike
 
-from optaxclip._base.arguments import short
+from optaxclip._base.arguments import checked_int, short
 from optaxclip._base.types import PyTree
 from optaxclip.tuning.runs import Numbers, Progress, StepFn, all_steps, in_groups
 
@@ -43,7 +42,8 @@ class SweepResult:
       final_loss: float32[runs...], the mean over the last tenth of the steps; inf if diverged.
       diverged: bool[runs...], whether the final loss is not finite, or above the first loss.
       noise: the noise of the suggested limit's final loss.
-      limit: the largest limit whose final loss is within noise of the best; NaN if all diverged.
+      limit: the largest limit whose final loss is within noise of the best; NaN if runs of each
+        limit diverged.
       learning_rate: the learning rate of the best run; None without learning rates.
       noises: float[limits], by how much the final loss of each limit may exceed the best one and
         still count as equal; 0 for the best limit, NaN if all runs diverged.
@@ -74,10 +74,7 @@ class SweepResult:
             mark = "  <- suggested" if limit == np.float32(self.limit) else ""
             noise = "" if diverged[i].any() else f"{self.noises[i]:.2g}"
             rows.append(f"{limit:>10.4g}  {loss:>10}  {noise:>8}  {clipped[i].mean():>8.1%}{mark}")
-        rate = "" if self.learning_rate is None else f", learning rate {self.learning_rate:.4g}"
-        rows.append(
-            f"limit {self.limit:.4g}{rate}: the largest within noise of the best final loss"
-        )
+        rows.append(self._suggested())
         if final.shape[1] == 1:
             rows.append("other seeds may give other results: pass seeds=3 or more")
         if diverged.any():
@@ -90,6 +87,13 @@ class SweepResult:
             best = np.searchsorted(self.learning_rates, np.float32(self.learning_rate))
             values = values[:, best]
         return values.reshape(len(self.limits), -1)
+
+    def _suggested(self) -> str:
+        if math.isnan(self.limit):
+            remedy = "try lower limits or a lower learning rate"
+            return f"no limit is suggested: runs of each diverged; {remedy}"
+        rate = "" if self.learning_rate is None else f", learning rate {self.learning_rate:.4g}"
+        return f"limit {self.limit:.4g}{rate}: the largest within noise of the best final loss"
 
 
 def sweep(
@@ -139,9 +143,9 @@ def sweep(
 
     Raises:
       ValueError: for limits or learning rates that are not positive or not in one axis, for
-        `steps`, `seeds` or `parallel` below 1, and for data of fewer steps.
+        `steps`, `seeds` or `parallel` below 1, and for data of fewer steps or none.
       TypeError: if `step_fn` does not return a state like the one that it got, a loss and a norm,
-        or `key` is not a key.
+        if `key` is not a key, or `steps`, `seeds` or `parallel` is not an int.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optaxclip
@@ -159,7 +163,8 @@ def sweep(
     """
     limits = _axis(limits, "limits")
     rates = None if learning_rates is None else _axis(learning_rates, "learning_rates")
-    _check_counts(steps=steps, seeds=seeds, parallel=1 if parallel is None else parallel)
+    steps, seeds = checked_int(steps, 1, "steps"), checked_int(seeds, 1, "seeds")
+    parallel = None if parallel is None else checked_int(parallel, 1, "parallel")
     data = _check_data(data, steps)
     keys = jax.random.split(_as_key(key), seeds)
     grid = np.meshgrid(limits, np.ones(1) if rates is None else rates, np.arange(seeds))
@@ -185,14 +190,14 @@ def _axis(values: ArrayLike, name: str) -> Numbers:
     return np.unique(array)
 
 
-def _check_counts(**counts: Any) -> None:
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} must be a positive int, got {count!r}")
-
-
 def _check_data(data: PyTree, steps: int) -> PyTree:
-    for leaf in jax.tree.leaves(data):
+    leaves = jax.tree.leaves(data)
+    if not leaves:
+        remedy = f"if the steps need none, pass np.arange({steps})"
+        raise ValueError(
+            f"data must hold an array with a batch for each step, got {short(data)}; {remedy}"
+        )
+    for leaf in leaves:
         if not np.ndim(leaf) or np.shape(leaf)[0] < steps:
             raise ValueError(
                 f"data must have a first axis of at least the {steps} steps, got a leaf of the "

@@ -294,3 +294,18 @@ def test_equal_runs_are_all_seen():
 def test_curves_that_cannot_be_drawn(series, options, message):
     with pytest.raises(ValueError, match=message):
         plots.norm_curves(series, **options)
+
+
+@pytest.mark.parametrize("draw", [plots.loss_curves, plots.norm_curves])
+@pytest.mark.parametrize("series", [np.ones(3), np.array(1.0), [1.0, 2.0], "log.csv", None])
+def test_curves_are_given_by_the_name_of_their_run(draw, series):
+    with pytest.raises(TypeError, match=r"must be a dict .*, such as \{'run': .*\}, got "):
+        draw(series)
+
+
+@pytest.mark.parametrize("values", ["log.csv", ["a", "b"], [[1.0], [2.0, 3.0]], {"a": 1.0}])
+def test_curves_are_of_real_numbers(values):
+    with pytest.raises(TypeError, match=r"norms of 'a' must be real numbers in one axis, got "):
+        plots.norm_curves({"a": values})
+    with pytest.raises(TypeError, match=r"norms must be real numbers in one axis, got "):
+        plots.norms_over_steps(values)

@@ -30,7 +30,8 @@ def test_it_knows_what_is_public_and_nothing_else():
         from_config({"name": "x"})
     listed = str(caught.value).partition("there are ")[2]
     own = made_by(optaxclip, "Transformation") - {"from_config"}
-    assert {"zclip", "skip_nonfinite", "clip_by_value"} <= own
+    own |= {f"monitor.{name}" for name in made_by(optaxclip.monitor, "Transformation")}
+    assert {"zclip", "skip_nonfinite", "clip_by_value", "monitor.record"} <= own
     assert listed == f"{sorted(own)}, and those of Optax, such as 'optax.adamw'"
     with pytest.raises(ValueError, match=r"there is no limit rule 'x'; there are \['adagc', "):
         from_config({"name": "clip_by", "scope": "leaf", "limit": {"name": "x"}})
@@ -41,6 +42,8 @@ def test_it_knows_what_is_public_and_nothing_else():
     [
         ({"name": "clip_by_global_nrom"}, r"config: .* there are \['clip_by_global_norm', "),
         ({"name": "adamw"}, r"config: .* there are \['optax.adamw', "),
+        ({"name": "muon"}, r"config: .* there are \['optax.contrib.muon', "),
+        ({"name": "record"}, r"config: .* there are \['monitor.record', "),
         (
             {"name": "optax.adamv"},
             r"there are \['optax.adam', 'optax.radam', .*'optax.yogi', 'optax.zero_nans'\]$",
@@ -50,6 +53,10 @@ def test_it_knows_what_is_public_and_nothing_else():
             r"config: clip_by_norm has no argument 'nonfinit'; there are \['nonfinite', 'as', ",
         ),
         ({"name": "clip_by_norm"}, "config: clip_by_norm needs the argument 'max_norm'"),
+        (
+            {"name": "optax.partition", "param_labels": "a", "transforms": {"a": {"name": "zap"}}},
+            r"config.transforms.a: there is no transformation 'zap'",
+        ),
         ([{"name": "zclip"}, {"name": "zap"}], r"config\[1\]: there is no transformation 'zap'"),
         (
             {"name": "skip_nonfinite", "inner": [{"name": "zclip", "alfa": 1.0}]},
@@ -85,7 +92,14 @@ def test_what_there_is_not_is_an_error_that_lists_what_there_is(config, message)
         from_config(config)
 
 
-@pytest.mark.parametrize("config", [3, None, {}, {"max_norm": 1.0}, {"name": 3}, [1.0]])
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(3, None, {}, {"max_norm": 1.0}, {"name": 3}, [1.0]),
+        {"name": "optax.partition", "param_labels": "a", "transforms": {"a": {"b": 1.0}}},
+        {"name": "skip_nonfinite", "inner": {"a": "optax.identity"}},
+    ],
+)
 def test_what_is_no_config_is_an_error(config):
     with pytest.raises(TypeError, match=r"config.* must be a mapping with the name of a tran"):
         from_config(config)
@@ -97,6 +111,7 @@ def test_what_is_no_config_is_an_error(config):
         {"name": "clip_by_global_norm", "max_norm": "1e-3"},
         {"name": "clip_by", "scope": "leaf", "limit": "1e-3"},
         {"name": "clip", "max_delta": LINEAR},
+        {"name": "clip_by_group_norm", "max_norm": {"a": "1e-3"}, "labels": "a"},
     ],
 )
 def test_numbers_that_yaml_takes_for_text_are_told(config):

@@ -12,7 +12,7 @@ import yaml
 from methods_table import PARAMS, assert_same, label, random_tree
 
 import optaxclip
-from optaxclip import from_config, norms, responses, scopes, thresholds
+from optaxclip import accumulate, from_config, monitor, norms, responses, scopes, thresholds
 
 RULE = {"name": "zscore", "z_thresh": 0.5, "warmup_steps": 2}
 LINEAR = {
@@ -94,6 +94,35 @@ PAIRS = {
         },
         optaxclip.clip_by(scopes.group(label), {"matrix": OWN_RULE, "vector": OWN_LINEAR}),
     ),
+    "a limit for each label": (
+        {
+            "name": "clip_by_group_norm",
+            "labels": LABELS,
+            "max_norm": {"matrix": RULE, "vector": LINEAR},
+        },
+        optaxclip.clip_by_group_norm({"matrix": OWN_RULE, "vector": OWN_LINEAR}, label),
+    ),
+    "a transformation for each label": (
+        {
+            "name": "optax.partition",
+            "param_labels": LABELS,
+            "transforms": {
+                "matrix": [{"name": "clip", "max_delta": 1.0}, "optax.identity"],
+                "vector": {"name": "optax.sgd", "learning_rate": LINEAR},
+            },
+        },
+        optax.partition(
+            {
+                "matrix": optax.chain(optaxclip.clip(1.0), optax.identity()),
+                "vector": optax.sgd(OWN_LINEAR),
+            },
+            LABELS,
+        ),
+    ),
+    "what the monitor records": (
+        {"name": "monitor.record", "as": "raw", "scope": "leaf", "stats": ["norm", "max"]},
+        monitor.record(scope=scopes.leaf(), stats=("norm", "max"), name="raw"),
+    ),
     "a rule of a schedule": (
         {
             "name": "clip_by",
@@ -155,6 +184,17 @@ def test_it_makes_what_its_data_says(case):
     assert jax.tree.structure(made.init(PARAMS)) == jax.tree.structure(expected.init(PARAMS))
     assert_same(three_steps(made), three_steps(expected))
     assert isinstance(made, optax.GradientTransformationExtraArgs)
+
+
+def test_the_noise_scale_is_made_from_data():
+    made = from_config({"name": "monitor.noise_scale", "decay": 0.5, "as": "noise"})
+    noise = accumulate.NoiseSums(np.float32(9), np.float32(5))
+    assert_same(
+        *(
+            tx.update(PARAMS, tx.init(PARAMS), noise=noise)
+            for tx in (made, monitor.noise_scale(0.5, name="noise"))
+        )
+    )
 
 
 def is_plain(config):

@@ -241,6 +241,14 @@ def test_the_worst_entry(norm, limit, worst):
     np.testing.assert_array_equal(numbers[f"{LEAVES}/norm"], np.float32(norm[worst]))
 
 
+def test_of_ratios_that_differ_by_rounding_the_first_counts():
+    limits = np.random.default_rng(0).uniform(0.1, 10.0, 300).astype(np.float32)
+    state = per_leaf_state(norm=3 * limits, limit=limits, factor=np.arange(300.0))
+    assert assert_the_same(state)[f"{LEAVES}/factor"] == 0.0
+    state = per_leaf_state(norm=[3.0, 3.00001], limit=[1.0, 1.0], factor=[0.0, 1.0])
+    assert assert_the_same(state)[f"{LEAVES}/factor"] == 1.0
+
+
 def test_scalars_without_entries_and_under_vmap():
     empty = monitor.scalars(optaxclip.clip_by_norm(1.0).init({}))
     assert list(empty.values()) == [0.0, np.inf, 1.0, 0.0, 0.0]

@@ -29,6 +29,7 @@ TEXTS = {
     "csv": csv_text(),
     "semicolons": csv_text(";"),
     "tabs": csv_text("\t"),
+    "TensorBoard's download": csv_text(header=("Wall time", "Step", "Value")),
     "byte order mark": "\ufeff" + csv_text(),
     "one number a line": "\n".join(map(str, NORMS)),
     "two columns": "\n".join(f"{i}, {x}" for i, x in enumerate(NORMS)),
@@ -109,6 +110,20 @@ def test_a_column_is_refused_with_the_reason(kind):
     data = data.encode() if isinstance(data, str) else data
     with pytest.raises(ValueError, match=re.escape(reason)):
         parse_norms(data, None, "log")
+
+
+def test_of_many_columns_a_message_lists_ten():
+    layers = [f"layer_{i}/weight" for i in range(300)]
+    names = [*layers, "encoder/norm", "decoder/norm"]
+    text = "\n".join(",".join(row) for row in (names, ["1.0"] * len(names))).encode()
+    with pytest.raises(ValueError, match="several columns") as caught:
+        parse_norms(text, None, "log")
+    listed = ["encoder/norm", "decoder/norm", *layers[:8]]
+    assert str(caught.value).endswith(f"choose one of {listed} and 292 more")
+    with pytest.raises(ValueError, match="is not there; ") as caught:
+        parse_norms(text, "encoder/nrom", "log")
+    said = f"numbers are {listed} and 292 more; did you mean 'encoder/norm'?"
+    assert str(caught.value).endswith(said)
 
 
 @pytest.fixture
@@ -196,7 +211,7 @@ def test_the_help_has_examples(capsys):
         ("broken", "broken: not JSON lines: Expecting ':' delimiter in line 3"),
         (
             "log.csv --column norm",
-            "column 'norm' is not there; the columns with numbers are ['step', ",
+            "column 'norm' is not there; the columns with numbers are ['grad_norm', 'step', ",
         ),
         ("words --column word", """the column 'word' has "none" in row 1, which is not a number"""),
         (

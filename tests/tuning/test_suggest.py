@@ -104,6 +104,18 @@ def test_steps_that_are_not_finite_are_counted_and_left_out():
     assert "skip_nonfinite" not in str(clean)
 
 
+@pytest.mark.parametrize("below", [0, 40], ids=["equal", "never above their level"])
+def test_ordinary_norms_that_are_equal_hide_no_spikes(below):
+    norms = np.ones(200)
+    norms[100 : 100 + below] = 0.99
+    norms[[50, 60, 180]] = 10.0, 50.0, 1e10
+    found = tuning.suggest(norms)
+    assert found.spikes.tolist() == [50, 60, 180]
+    assert 1.0 < found.limit < 2.0
+    assert found.spread < 0.01
+    assert found.doubts == ()
+
+
 def test_shares_are_those_of_the_steps():
     norms, _ = synthetic(3, 0.2)
     found = tuning.suggest(norms)
