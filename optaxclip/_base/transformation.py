@@ -48,6 +48,10 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
     different memories; results are moved back to where the arrays were.
     """
 
+    @functools.wraps(init)
+    def init_on_mesh(params: PyTree) -> State:
+        return devices.typed_like(init(params), params)
+
     @functools.wraps(update)
     def update_on_device(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -61,7 +65,7 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
             new_state = devices.moved(new_state, homes[1])
         return devices.moved(new_updates, homes[0]), new_state
 
-    of_state: Any = Transformation(init, update_on_device)  # pyright: ignore[reportArgumentType]
+    of_state: Any = Transformation(init_on_mesh, update_on_device)  # pyright: ignore[reportArgumentType]
     return of_state
 
 
