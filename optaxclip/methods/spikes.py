@@ -25,13 +25,13 @@ from optaxclip._base.numerics import (
     select,
 )
 from optaxclip._base.transformation import Transformation, transformation
-from optaxclip._base.trees import flatten
+from optaxclip._base.trees import flatten, is_sparse, with_data
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip._engine.clip import stage
-from optaxclip._engine.entries import entries
+from optaxclip._engine.entries import entries, sums_of_stored
 from optaxclip._engine.options import Options, ScaleOptions, takes
 from optaxclip._engine.respond import Multiplier
-from optaxclip._engine.step import ByNorm, run
+from optaxclip._engine.step import ByNorm, Method, run
 from optaxclip.methods.elementwise import clamp_leaf
 from optaxclip.methods.moments import NamedMoments, dense, zero_moments
 from optaxclip.methods.updates import leaves_apart
@@ -108,6 +108,15 @@ class _OnlyAbove(ByNorm):
         In a group that is not finite all entries are, so there the third number is -1.
         """
         return (*by, select(by.ratio > 0, limits, -1))
+
+    def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], method: Method) -> Any:
+        """The changed leaf; of a `BCOO`, all that is stored of an entry above the limit."""
+        if not is_sparse(leaf) or leaf.unique_indices:
+            return super().scaled(leaf, columns, axes, method)
+        power, ratio, limit = columns
+        is_at_most = jnp.abs(sums_of_stored(leaf, limit.dtype)) <= limit
+        by: Any = (power, ratio, jnp.where(is_at_most, jnp.inf, -1))
+        return with_data(leaf, super().scaled(leaf.data, by, (), method))
 
 
 def clip_by_second_moment(

@@ -174,6 +174,37 @@ def test_all_entries_of_a_leaf_that_is_not_finite_change(policy, expected):
     np.testing.assert_array_equal(updates[-1], [expected] * 2)
 
 
+INDICES = {
+    "duplicates": ([3.0, 1.0, 3.0, 0.5], [[2], [0], [2], [4]], 0),
+    "padding beside them": ([3.0, 1.0, 3.0, 0.5, 9.0, 9.0], [[2], [0], [2], [4], [5], [5]], 0),
+    "sums that cancel": ([8.0, 6.0, -7.5, 0.5], [[1], [0], [1], [4]], 0),
+    "rows": ([[3.0, 0.5], [1.0, 1.0], [3.0, 0.5]], [[2], [0], [2]], 0),
+    "batches": ([[3.0, 1.0, 3.0], [1.0, 6.0, 1.0]], [[[2], [0], [2]], [[2], [0], [2]]], 1),
+}
+
+
+@pytest.mark.parametrize("case", INDICES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_of_a_sparse_leaf_entries_are_the_sums_of_what_is_stored(case, dtype):
+    data, indices, n_batch = INDICES[case]
+    shape = (2,) * n_batch + (5,) + (2,) * (np.ndim(data) - 1 - n_batch)
+    indices = jnp.asarray(indices)
+    sequence = [BCOO((jnp.asarray(data, dtype) * x, indices), shape=shape) for x in (0.25, 1)]
+    tx = made(optaxclip.clip_by_moving_max, decay=0.5)
+    found, expected = (last_of(tx, x) for x in (sequence, [leaf.todense() for leaf in sequence]))
+    np.testing.assert_array_equal(found.indices, indices)
+    close(found.todense(), expected, rtol=1e-2 if dtype == jnp.bfloat16 else 3e-6)
+    assert np.max(np.abs(expected)) < 6
+
+
+def last_of(tx, sequence):
+    """The updates of the last step."""
+    update, updates, state = jax.jit(tx.update), None, tx.init(sequence[0])
+    for grads in sequence:
+        updates, state = update(grads, state)
+    return updates
+
+
 def test_zeros_have_no_history():
     for make in (optaxclip.clip_by_moving_max, optaxclip.normalize_by_norm_history):
         updates, _ = drive(made(make), np.float32([[0, 0], [3, 4], [0, 0]]))
