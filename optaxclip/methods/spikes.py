@@ -138,6 +138,11 @@ def clip_by_second_moment(
     `v = 0` are left alone, and entries that are not finite never enter `v`. As in the paper, `v` is
     not debiased, so clipping is stricter in the first steps.
 
+    Squares leave the range of float32. Where entries stay below about `1e-19 / sqrt(1 - decay)`,
+    `v` is 0 and nothing is clipped, not even a spike. Entries above 1.8e19 count in `v` as 1.8e19,
+    so no bound is above `1.8e19 * sqrt(threshold)`, and entries above that are clipped at every
+    step behind the warm-up. With 64-bit leaves the range is that of float64.
+
     Args:
       threshold: the largest ratio of an entry's square to its second moment.
       decay: the decay of the second moment; use that of the Adam that follows.

@@ -96,6 +96,14 @@ def test_entries_that_are_not_finite_are_bounded_and_never_recorded():
     assert np.all(np.isfinite(states.moments))
 
 
+def test_entries_whose_squares_leave_float32():
+    updates, _ = drive(SPAM(), np.outer([1, 1, 1, 1000], [1e-25, 1.0, 1e25]).astype(np.float32))
+    close(updates[3, 0] / 1e-22, 1)  # has no bound
+    close(updates[3, 1], 2 * np.sqrt(0.875))
+    largest = np.finfo(np.float32).max
+    close(updates[2:, 2] / np.sqrt(largest), 2 * np.sqrt([0.75, 0.875]))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64"])
 def test_spam_of_other_dtypes(dtype):
     phase = (0.6 + 0.8j) if dtype == "complex64" else 1
