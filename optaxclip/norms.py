@@ -102,6 +102,10 @@ _NAMED = {norm.name: norm for norm in (l1, l2, linf, rms, mean_abs, average_l2)}
 def lp(p: float) -> Norm:
     """The p-norm, `sum(abs(x)**p)**(1/p)`.
 
+    Powers lose digits, so a `strict` clip leaves more room for rounding: where `p` is not 1, 2 or
+    infinity, its results are below the limit by up to `1 + (1 + log2(n) / 4) / p` millionths for
+    `n` entries in float32, and by up to 2 millionths with the other norms.
+
     Args:
       p: the order, above 0 and at most 64, or infinity. Below 1 it is not a norm in the strict
         sense, but it is homogeneous.

@@ -23,6 +23,21 @@ def entries(leaf: Any, dtype: jax.typing.DTypeLike) -> Array:
     return with_data(leaf, jnp.where(not_padding(leaf), data, 0)).sum_duplicates(nse=leaf.nse).data
 
 
+def sums_of_stored(leaf: Any, dtype: jax.typing.DTypeLike) -> Array:
+    """For each stored value of a `BCOO` the entry that it is a part of; 0 for padding."""
+    data = jnp.where(not_padding(leaf), entries(leaf.data, dtype), 0)
+    sums = _sums_of_equal
+    for _ in range(leaf.n_batch):
+        sums = jax.vmap(sums)
+    return sums(data, leaf.indices)
+
+
+def _sums_of_equal(data: Array, indices: Array) -> Array:
+    size = len(indices)
+    _, places = jnp.unique(indices, axis=0, size=size, return_inverse=True)
+    return jax.ops.segment_sum(data, places, size)[places]
+
+
 def not_padding(leaf: Any) -> Array:
     """Which stored values of a `BCOO` are entries, not padding; broadcasts to its data."""
     bounds = np.asarray(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse])

@@ -40,11 +40,11 @@ def clip_by_spectral_norm(
     """Clips the singular values of each matrix, in gradients or in updates behind an optimizer.
 
     The singular vectors stay. With "soft" a singular value `s` becomes `s / sqrt(1 + (s / c)**2)`,
-    which is always below `c`; with "hard" it becomes `min(s, c)`, and a matrix without singular
-    values above `c` comes back bit for bit. Vectors and scalars are clipped by their L2 norm in the
-    same way. A leaf with more than two axes counts as a matrix `[all but the last, last]`, as
-    convolutions are laid out; `stacked` excepts leading axes, along which each index has a matrix
-    of its own.
+    which is always below `c`; with "hard" it becomes `min(s, c)`. There a matrix without singular
+    values above `c` comes back bit for bit, and so may one whose largest is above `c` by less than
+    the error below. Vectors and scalars are clipped by their L2 norm in the same way. A leaf with
+    more than two axes counts as a matrix `[all but the last, last]`, as convolutions are laid out;
+    `stacked` excepts leading axes, along which each index has a matrix of its own.
 
     Everything is computed by matrix products in float32 of full precision (float64 for 64-bit
     leaves), without a decomposition. The error, measured against NumPy's SVD, is below 1e-3 of the

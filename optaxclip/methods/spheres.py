@@ -20,7 +20,9 @@ from optaxclip._base.numerics import (
     broadcast_over,
     by_parts,
     match_weak_type,
+    power_of_two_below,
     real_parts,
+    reciprocal_of_power,
     safe_divide,
     safe_sqrt,
 )
@@ -202,8 +204,11 @@ def _factors(
     radius: Any,
     rate: Any,
     eps: Any,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     """The factors of weights and of directions, whose sum is the update, for each group.
+
+    That of directions is in two parts, because it may leave the range of its dtype: a power of two,
+    which brings the direction to a norm near 1, and the rest.
 
     Args:
       weight: as in `_Norms`.
@@ -229,9 +234,10 @@ def _factors(
     moves = (direction > eps) & has_direction
     ratio = safe_divide(radius, unit * safe_sqrt(jnp.where(has_direction, square, 1)), 0.0)
     of_weight = jnp.where(moves, ratio - 1, 0)
-    of_direction = jnp.where(moves, -ratio * safe_divide(length, direction, 0.0), 0)
+    power = lax.stop_gradient(reciprocal_of_power(power_of_two_below(direction)))
+    of_direction = jnp.where(moves, -ratio * safe_divide(length, direction * power, 0.0), 0)
     bad = ~(jnp.isfinite(weight) & jnp.isfinite(direction))
-    return jnp.where(bad, jnp.nan, of_weight), jnp.where(bad, jnp.nan, of_direction)
+    return jnp.where(bad, jnp.nan, of_weight), power, jnp.where(bad, jnp.nan, of_direction)
 
 
 # Compiled by itself, so that it is traced once for leaves of one shape.
@@ -240,5 +246,6 @@ def _sum(weight: Any, direction: Any, by: Array, axes: tuple[int, ...]) -> Array
     """The sum of both, times their factors, rounded once to the direction's dtype."""
     direction = jnp.asarray(direction)
     x, y = _in_one_dtype(weight, direction)
-    of_x, of_y = broadcast_over(by.astype(x.real.dtype), [1 + axis for axis in axes])
-    return match_weak_type((times(x, of_x) + times(y, of_y)).astype(direction.dtype), direction)
+    of_x, power, of_y = broadcast_over(by.astype(x.real.dtype), [1 + axis for axis in axes])
+    total = times(x, of_x) + times(times(y, power), of_y)
+    return match_weak_type(total.astype(direction.dtype), direction)

@@ -25,13 +25,13 @@ from optaxclip._base.numerics import (
     select,
 )
 from optaxclip._base.transformation import Transformation, transformation
-from optaxclip._base.trees import flatten
+from optaxclip._base.trees import flatten, is_sparse, with_data
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip._engine.clip import stage
-from optaxclip._engine.entries import entries
+from optaxclip._engine.entries import entries, sums_of_stored
 from optaxclip._engine.options import Options, ScaleOptions, takes
 from optaxclip._engine.respond import Multiplier
-from optaxclip._engine.step import ByNorm, run
+from optaxclip._engine.step import ByNorm, Method, run
 from optaxclip.methods.elementwise import clamp_leaf
 from optaxclip.methods.moments import NamedMoments, dense, zero_moments
 from optaxclip.methods.updates import leaves_apart
@@ -109,6 +109,15 @@ class _OnlyAbove(ByNorm):
         """
         return (*by, select(by.ratio > 0, limits, -1))
 
+    def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], method: Method) -> Any:
+        """The changed leaf; of a `BCOO`, all that is stored of an entry above the limit."""
+        if not is_sparse(leaf) or leaf.unique_indices:
+            return super().scaled(leaf, columns, axes, method)
+        power, ratio, limit = columns
+        is_at_most = jnp.abs(sums_of_stored(leaf, limit.dtype)) <= limit
+        by: Any = (power, ratio, jnp.where(is_at_most, jnp.inf, -1))
+        return with_data(leaf, super().scaled(leaf.data, by, (), method))
+
 
 def clip_by_second_moment(
     *,
@@ -128,6 +137,11 @@ def clip_by_second_moment(
     the row of a word that has not come yet, is kept at zero until the next reset; here entries with
     `v = 0` are left alone, and entries that are not finite never enter `v`. As in the paper, `v` is
     not debiased, so clipping is stricter in the first steps.
+
+    Squares leave the range of float32. Where entries stay below about `1e-19 / sqrt(1 - decay)`,
+    `v` is 0 and nothing is clipped, not even a spike. Entries above 1.8e19 count in `v` as 1.8e19,
+    so no bound is above `1.8e19 * sqrt(threshold)`, and entries above that are clipped at every
+    step behind the warm-up. With 64-bit leaves the range is that of float64.
 
     Args:
       threshold: the largest ratio of an entry's square to its second moment.

@@ -18,6 +18,7 @@ from optaxclip._base.numerics import (
     broadcast_over,
     by_parts,
     match_weak_type,
+    narrowed,
     norm_dtype,
     root_of_positive,
     select,
@@ -30,7 +31,7 @@ from optaxclip._engine.entries import times
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.step import run
-from optaxclip.methods.moments import NamedMoments, dense, zero_moments
+from optaxclip.methods.moments import NamedMoments, dense, wide_dtype, zero_moments
 from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit, checked_limit
 
@@ -71,9 +72,10 @@ def scale_by_stable_adam(
     shortened, so its stage comes behind this one in the chain.
 
     A leaf that is not finite keeps its averages, as if the step had not been. Averages are float32
-    (float64 for float64 leaves). Entries beyond ±1.3e19 (real and imaginary parts of complex ones)
-    count as that bound, because in float32 the sum of two such squares would overflow. Integer and
-    other leaves pass untouched.
+    (float64 for float64 leaves); if a trainer casts the state, they keep the dtypes that it chose,
+    and are rounded to these after each step. Entries beyond ±1.3e19 (real and imaginary parts of
+    complex ones) count as that bound, because in float32 the sum of two such squares would
+    overflow. Integer and other leaves pass untouched.
 
     Source: Wortsman, Dettmers, Zettlemoyer, Morcos, Farhadi and Schmidt, 2023, arXiv 2304.13013;
     the clip is that of Shazeer and Stern, 2018, arXiv 1804.04235.
@@ -193,7 +195,7 @@ def _directions(
 # Both are compiled by themselves, so that they are traced once for leaves that are alike.
 @jax.jit
 def _ratio(grad: Any, mu: Array, nu: Array, columns: Array, eps: Any) -> Array:
-    g = _entries(grad, mu)
+    g, nu = _entries(grad, mu), _wide(nu)
     # Non-finite entries may stay: their ratio is not finite anyway. Replacing them as `_direction`
     # does would make XLA (JAX 0.10.2) share and store an array for each leaf.
     nu = _average(nu, norms.l2.map(by_parts(_held, g)), columns[0])
@@ -206,11 +208,12 @@ def _direction(
 ) -> tuple[Array, Array, Array]:
     """From the shares of this step in both averages, and the factor of the clip."""
     of_mu, of_nu, factor = columns
-    g = _entries(grad, mu)
+    g, kept = _entries(grad, mu), (mu.dtype, nu.dtype)
     g = by_parts(_held, select(jnp.isfinite(g), g, 0))
-    mu, nu = _average(mu, g, of_mu), _average(nu, norms.l2.map(g), of_nu)
+    mu, nu = _average(_wide(mu), g, of_mu), _average(_wide(nu), norms.l2.map(g), of_nu)
     x, direction = jnp.asarray(grad), _over_root(mu, nu, eps, lax.add)
     direction = times(direction, _beside(factor, nu))
+    mu, nu = (_narrowed(*pair) for pair in zip((mu, nu), kept, strict=True))
     return match_weak_type(direction.astype(x.dtype), x), mu, nu
 
 
@@ -228,7 +231,16 @@ def _beside(of_tensors: Array, entries: Array) -> Array:
 def _entries(grad: Any, mu: Array) -> Array:
     """A gradient as it is averaged: for real parameters it is real, also if it was complex."""
     g = jnp.asarray(grad)
-    return (g if jnp.iscomplexobj(mu) else g.real).astype(mu.dtype)
+    return (g if jnp.iscomplexobj(mu) else g.real).astype(wide_dtype(mu.dtype))
+
+
+def _wide(average: Array) -> Array:
+    """An average in the dtype to compute with; a trainer may have cast the state to another."""
+    return average.astype(wide_dtype(average.dtype))
+
+
+def _narrowed(average: Array, dtype: jnp.dtype) -> Array:
+    return by_parts(lambda part: narrowed(part, jnp.finfo(dtype).dtype), average)
 
 
 def _share(beta: Any, count: Array, dtype: Any) -> Array:

@@ -81,7 +81,9 @@ def per_example_clip_and_aggregate(
         of the latter must exceed half the noise multiplier; the noise on the sum is then larger, by
         `adjusted_noise_multiplier`.
       noise_multiplier: the ratio of the noise's standard deviation to the limit.
-      key: a key from `jax.random`, or an int to make one from; needed for noise. Without a key
+      key: a key from `jax.random`, or an int to make one from; needed for noise. The state keeps it
+        in the form in which it came, and one from an int as `jax.random.key` makes it. Flax's
+        `to_bytes` cannot store that; if you use it, pass `jax.random.PRNGKey(seed)`. Without a key
         `optax.inject_hyperparams` needs `static_args=("noise_multiplier",)`.
       reduction: "mean" or "sum".
       batch_size: the number that a mean divides by; if None, the number of examples that are not

@@ -120,6 +120,22 @@ def test_strictly_no_norm_is_above_its_limit_however_near(dtypes):
         jax.tree.map(np.testing.assert_array_equal, twice, once)
 
 
+@pytest.mark.parametrize("p", [0.25, 0.5, 3])
+@pytest.mark.parametrize("size", [64, 3000])
+def test_strictly_other_powers_are_below_the_limit_by_what_is_said(p, size):
+    rows = np.random.default_rng(0).standard_normal((20, size)).astype(F32)
+
+    def norms_of_rows(rows):
+        return np.sum(np.abs(rows.astype(np.longdouble)) ** p, 1) ** (1 / np.longdouble(p))
+
+    limits = (norms_of_rows(rows) / 2).astype(F32)
+    options = {"scope": scopes.leaf(), "norm": optaxclip.norms.lp(p), "strict": True}
+    clip = jax.jit(lambda x: lax.map(lambda row: optaxclip.clip_tree(*row, **options)[0], x))
+    ratios = norms_of_rows(np.asarray(clip((rows, limits)))) / limits
+    assert np.max(ratios) <= 1
+    assert np.min(ratios) > 1 - 1e-6 * (1 + (1 + np.log2(size) / 4) / p)
+
+
 def test_strictly_what_is_exactly_at_its_limit_stays():
     grads = [np.float32([3.0, 0.0]), np.float32([4.0])]
     tx = optaxclip.clip_by_global_norm(5.0, strict=True)

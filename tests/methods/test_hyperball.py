@@ -166,6 +166,22 @@ def test_any_range(size):
         np.testing.assert_allclose(new[name] / size, expected[name], rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("on_accelerators", [False, True])
+@pytest.mark.parametrize(
+    ("size", "of_direction"), [(1.0, 1e38), (1e-20, 1e38), (1e30, 1e-11), (1e38, 1e38)]
+)
+def test_no_ratio_of_norms_leaves_the_range(size, of_direction, on_accelerators, monkeypatch):
+    if on_accelerators:
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, default, **_: default(*x))
+        jax.clear_caches()
+    weight, unit = WEIGHT / 5, np.float32([[1.0, 2.0], [0.0, -2.0]]) / 3
+    tx = optaxclip.hyperball(0.1, eps=0.0)
+    new, _ = moved(tx, weight * np.float32(size), unit * np.float32(of_direction))
+    jax.clear_caches()
+    found = np.float64(new) / size
+    np.testing.assert_allclose(found, by_hand(weight, unit, 0.1, 1.0), rtol=3e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_accelerators_have_a_way_of_their_own(platform, monkeypatch):
     trees = [random_tree(0, size=size) for size in (1e-25, 1.0, 1e25)]

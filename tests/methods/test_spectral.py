@@ -115,6 +115,36 @@ def test_hard_leaves_alone_what_has_nothing_above_the_limit():
     assert np.all(np.linalg.norm(found, 2, axis=(1, 2)) < largest * 0.9 * (1 + 1e-5))
 
 
+@pytest.mark.parametrize("below", [0.0, 1e-6, 1e-4, 1e-3])
+@pytest.mark.parametrize("shape", [(5, 5), (64, 40)])
+def test_hard_leaves_alone_what_is_at_the_limit_or_just_below(shape, below):
+    x = np.stack([*matrices(shape, [1, 1.0001, 1.001, 10]), np.eye(*shape, dtype="f")])
+    # Rounded up, as the limit must not be below the largest singular value.
+    largest = np.linalg.norm(x.astype(np.float64), 2, axis=(1, 2)) / (1 - below)
+    limits = np.nextafter(largest.astype(np.float32), np.float32(2))
+    found, _ = jax.vmap(functools.partial(clipped, mode="hard"))(x, limits)
+    np.testing.assert_array_equal(found, x)
+
+
+@pytest.mark.parametrize("size", [4, 40])
+def test_what_is_at_the_limit_hides_nothing_above(size):
+    # A block whose singular values are 1, beside one of a single singular value above.
+    above = np.full((size, size), 1.0, np.float32) / size
+    for ratio in (1.0001, 1.01, 3.0):
+        x = np.block(
+            [[np.eye(size), np.zeros((size, size))], [np.zeros((size, size)), ratio * above]]
+        )
+        found, _ = clipped(x.astype(np.float32), jnp.float32(1), "hard")
+        assert np.linalg.norm(np.float64(found), 2) < 1 + 5e-5
+        assert error(found, exact(x, 1.0, "hard")) < 5e-5
+
+
+def test_the_recorded_norm_is_that_of_the_largest_block():
+    x = np.zeros((80, 80), np.float32)
+    x[:40, :40], x[40:, 40:] = np.eye(40), 3 / 40
+    np.testing.assert_allclose(clipped(x, jnp.float32(9), "soft")[1].norm, 3, rtol=3e-2)
+
+
 @each_mode
 def test_what_is_no_ordinary_matrix(mode):
     rng = np.random.default_rng(0)

@@ -96,6 +96,14 @@ def test_entries_that_are_not_finite_are_bounded_and_never_recorded():
     assert np.all(np.isfinite(states.moments))
 
 
+def test_entries_whose_squares_leave_float32():
+    updates, _ = drive(SPAM(), np.outer([1, 1, 1, 1000], [1e-25, 1.0, 1e25]).astype(np.float32))
+    close(updates[3, 0] / 1e-22, 1)  # has no bound
+    close(updates[3, 1], 2 * np.sqrt(0.875))
+    largest = np.finfo(np.float32).max
+    close(updates[2:, 2] / np.sqrt(largest), 2 * np.sqrt([0.75, 0.875]))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64"])
 def test_spam_of_other_dtypes(dtype):
     phase = (0.6 + 0.8j) if dtype == "complex64" else 1
@@ -172,6 +180,37 @@ def test_all_entries_of_a_leaf_that_is_not_finite_change(policy, expected):
     tx = made(optaxclip.clip_by_moving_max, nonfinite=policy)
     updates, _ = drive(tx, np.float32([[1, 0.5], [np.inf, 0.5]]))
     np.testing.assert_array_equal(updates[-1], [expected] * 2)
+
+
+INDICES = {
+    "duplicates": ([3.0, 1.0, 3.0, 0.5], [[2], [0], [2], [4]], 0),
+    "padding beside them": ([3.0, 1.0, 3.0, 0.5, 9.0, 9.0], [[2], [0], [2], [4], [5], [5]], 0),
+    "sums that cancel": ([8.0, 6.0, -7.5, 0.5], [[1], [0], [1], [4]], 0),
+    "rows": ([[3.0, 0.5], [1.0, 1.0], [3.0, 0.5]], [[2], [0], [2]], 0),
+    "batches": ([[3.0, 1.0, 3.0], [1.0, 6.0, 1.0]], [[[2], [0], [2]], [[2], [0], [2]]], 1),
+}
+
+
+@pytest.mark.parametrize("case", INDICES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_of_a_sparse_leaf_entries_are_the_sums_of_what_is_stored(case, dtype):
+    data, indices, n_batch = INDICES[case]
+    shape = (2,) * n_batch + (5,) + (2,) * (np.ndim(data) - 1 - n_batch)
+    indices = jnp.asarray(indices)
+    sequence = [BCOO((jnp.asarray(data, dtype) * x, indices), shape=shape) for x in (0.25, 1)]
+    tx = made(optaxclip.clip_by_moving_max, decay=0.5)
+    found, expected = (last_of(tx, x) for x in (sequence, [leaf.todense() for leaf in sequence]))
+    np.testing.assert_array_equal(found.indices, indices)
+    close(found.todense(), expected, rtol=1e-2 if dtype == jnp.bfloat16 else 3e-6)
+    assert np.max(np.abs(expected)) < 6
+
+
+def last_of(tx, sequence):
+    """The updates of the last step."""
+    update, updates, state = jax.jit(tx.update), None, tx.init(sequence[0])
+    for grads in sequence:
+        updates, state = update(grads, state)
+    return updates
 
 
 def test_zeros_have_no_history():

@@ -106,6 +106,23 @@ def test_stable_adam_of_other_dtypes():
         np.testing.assert_allclose(found, last * turned[dtype], rtol=rtol)
 
 
+@pytest.mark.parametrize(("dtype", "rtol"), [(jnp.bfloat16, 2e-2), (jnp.float16, 3e-3)])
+def test_stable_adam_keeps_the_dtypes_of_a_state_that_was_cast(dtype, rtol):
+    tx = optaxclip.scale_by_stable_adam()
+    start = tx.init({"w": jnp.zeros(2)})
+    state = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, start)
+    expected = [x["w"] for x, _ in steps(tx, [{"w": jnp.asarray(g)} for g in GRADS])]
+
+    def step(state, grad):
+        updates, state = tx.update({"w": grad}, state)
+        return state, updates["w"]
+
+    # As the carry of a loop all of the state must keep its dtypes.
+    last, found = jax.jit(lambda state: jax.lax.scan(step, state, jnp.asarray(GRADS)))(state)
+    assert last.mu["w"].dtype == last.nu["w"].dtype == dtype
+    np.testing.assert_allclose(found, expected, rtol=rtol)
+
+
 class _Several(NamedTuple):
     """Several transformations of the same gradients, compiled as one."""
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.serialization import from_bytes, to_bytes
 
 import optaxclip
 from optaxclip import per_example, scopes
@@ -95,6 +96,18 @@ def test_no_key_is_used_twice():
     with jax.debug_key_reuse(True):
         for _ in range(2):
             _, state = tx.update(grads, state)
+
+
+def test_flax_stores_and_restores_a_raw_key():
+    grads = jnp.ones((3, 2))
+    tx = aggregate(1.0, 1.1, jax.random.PRNGKey(0))
+    _, state = tx.update(grads, tx.init(grads[0]))
+    restored = from_bytes(tx.init(grads[0]), to_bytes(state))
+    for found, expected in zip(tx.update(grads, restored), tx.update(grads, state), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    typed = aggregate(1.0, 1.1, jax.random.key(0))
+    same, _ = typed.update(grads, typed.init(grads[0]))
+    np.testing.assert_array_equal(same, tx.update(grads, tx.init(grads[0]))[0])
 
 
 def test_both_parts_of_complex_leaves_get_noise():
