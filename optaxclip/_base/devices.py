@@ -114,7 +114,7 @@ def explicit_sharding(x: Any) -> tuple[Any, PartitionSpec] | None:
 
 def _explicit_sharding(of_type: Any) -> tuple[Any, PartitionSpec] | None:
     sharding = getattr(of_type, "sharding", None)
-    if sharding is None or not any(spec_axes(entry) for entry in sharding.spec):
+    if sharding is None or not axes_of(sharding.spec):
         return None
     return sharding.mesh, sharding.spec
 
@@ -214,6 +214,11 @@ def spec_names(entry: Any) -> tuple[str, ...]:
 def spec_axes(entry: Any) -> Axes:
     """The mesh axes over which a spec splits one dimension, as a set."""
     return frozenset(spec_names(entry))
+
+
+def axes_of(spec: PartitionSpec) -> Axes:
+    """The mesh axes over which a spec splits an array."""
+    return Axes().union(*map(spec_axes, spec))
 
 
 def current_mesh() -> Any:

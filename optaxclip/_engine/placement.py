@@ -160,7 +160,10 @@ def located(grouping: Grouping, flat: FlatTree, options: Options) -> Placement:
         if mesh is None and leaves and not is_hidden:
             raise ValueError("specs= needs a mesh: pass NamedShardings, or use jax.set_mesh")
     elif explicit_mesh is not None and not manual:
-        mesh, found = explicit_mesh, [devices.spec_of(leaf) for leaf in leaves]
+        split = [devices.spec_of(leaf) for leaf in leaves]
+        # XLA (JAX 0.10.2) refuses a sum over an axis of one device under `vmap` over another axis.
+        if any(explicit_mesh.shape[axis] > 1 for spec in split for axis in devices.axes_of(spec)):
+            mesh, found = explicit_mesh, split
     mesh = None if manual or is_hidden else mesh
     find = _Finder(grouping, manual, axis_names, found, mesh)
     rows = [find.axes_of(i, leaf) for i, leaf in enumerate(leaves)]
@@ -193,7 +196,7 @@ def _checked_spec(spec: Any, leaf: Any, mesh: Any) -> PartitionSpec:
             f"specs has {found}, and UNCONSTRAINED does not say how the leaf is split; name the "
             "axes of the mesh that split it, or None"
         )
-    used = Axes().union(*map(devices.spec_axes, found))
+    used = devices.axes_of(found)
     if mesh is not None and not used <= set(mesh.axis_names):
         raise ValueError(
             f"specs has {found}, and the mesh has no axes {sorted(used - set(mesh.axis_names))}, "

@@ -22,9 +22,12 @@ STATISTICS = ("norm", "max", "mean_abs", "zero_fraction", "share", "param_norm",
 def of_method(name):
     def train(grads, params):
         tx = METHODS[name].make()
-        state = tx.init(params)
-        for _ in range(2):
+
+        def step(state, _):
             updates, state = tx.update(grads, state, params)
+            return state, updates
+
+        state, updates = jax.lax.scan(step, tx.init(params), length=2)
         return updates, state
 
     return train
@@ -67,7 +70,7 @@ WAYS = {
 }
 
 
-def assert_as_on_one_device(names, way, is_mesh_set):
+def assert_as_on_one_device(names, way, is_mesh_set, fsdp=1):
     cases = {name: of_method(name) if name in METHODS else OTHERS[name] for name in names}
 
     def train(grads, params):
@@ -75,12 +78,14 @@ def assert_as_on_one_device(names, way, is_mesh_set):
 
     trees = random_tree(0, SEEDS), random_tree(1, SEEDS)
     expected = jax.jit(jax.vmap(train))(*trees)
-    mesh = jax.make_mesh((SEEDS,), ("seeds",))
-    split = jax.device_put(trees, NamedSharding(mesh, P("seeds")))
+    mesh = jax.make_mesh((SEEDS // fsdp, fsdp), ("seeds", "fsdp"))
+    specs = {"w": P("seeds", "fsdp"), "b": P("seeds"), "v": P("seeds", "fsdp")}
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    split = jax.device_put(trees, (shardings, shardings))
     with jax.set_mesh(mesh) if is_mesh_set else contextlib.nullcontext():
         step = WAYS[way](train)
         found = step(*split)
-        if way == "jit of vmap":
+        if way == "jit of vmap" and fsdp == 1:
             assert collectives(step.lower(*split).compile()) == {}
 
     def check(path, x, y):
@@ -109,6 +114,11 @@ def test_every_method(name, is_mesh_set):
 )
 def test_all_that_is_no_method(name, is_mesh_set):
     assert_as_on_one_device([name], "jit of vmap", is_mesh_set)
+
+
+@pytest.mark.parametrize("is_mesh_set", [False, True])
+def test_seeds_whose_parameters_are_split_too(is_mesh_set):
+    assert_as_on_one_device([*ONE_OF_EACH, "zclip"], "jit of vmap", is_mesh_set, fsdp=2)
 
 
 @pytest.mark.parametrize("way", WAYS)
