@@ -156,7 +156,8 @@ def clipped_grad(
       A `ClippedGrad`: a function `(*args, is_padding=None, **keywords) -> PerExampleResult` of the
       arguments of `loss_fn`; those in `batch_argnums` have a leading axis of examples. `is_padding`
       is bool `[examples]`. Keywords are passed to `loss_fn`, the same for every example. The method
-      `sensitivity` returns how far one example can change the sum.
+      `sensitivity` returns how far one example can change the sum. With microbatches, call it
+      inside of `jax.jit`: outside its loop is compiled anew each time.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, a microbatch size below 1, or
