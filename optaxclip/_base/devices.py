@@ -144,6 +144,17 @@ def explicit_mesh(types: Iterable[Any]) -> Any:
     return meshes.pop() if len(meshes) == 1 else None
 
 
+def resharded(x: Array, like: Any) -> Array:
+    """`x`, split as the type of `like` says, which has its shape, if that lies on an explicit mesh.
+
+    JAX refuses to select among arrays that are split differently over one.
+    """
+    own, wanted = (getattr(jax.typeof(each), "sharding", None) for each in (x, like))
+    if wanted is None or own == wanted or AxisType.Explicit not in wanted.mesh.axis_types:
+        return x
+    return jax.sharding.reshard(x, wanted)
+
+
 def is_on_explicit_mesh(arrays: PyTree) -> bool:
     """Whether the type of one of these arrays names a mesh with an explicit axis."""
     return _mesh_with(AxisType.Explicit, types_of(arrays)) is not None
@@ -183,6 +194,12 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     return lax.concatenate([lax.expand_dims(x, (axis,)) for x in arrays], axis)
 
 
+def explicit_axes(mesh: Any) -> list[str]:
+    """The axes of a mesh over which types say how arrays are split."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return [name for name, kind in kinds if kind == AxisType.Explicit]
+
+
 def with_automatic_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[..., Any]:
     """`fn` with the mesh's explicit axes made automatic: the compiler decides how to split.
 
@@ -192,8 +209,7 @@ def with_automatic_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) ->
       out_specs: a `PartitionSpec` for each array that `fn` returns.
     """
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), out_specs)
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
+    axes = tuple(explicit_axes(mesh))
     # Without `jit`, `auto_axes` fails in eager mode inside of `shard_map` (JAX 0.10.2).
     return jax.jit(jax.sharding.auto_axes(fn, out_sharding=shardings, axes=axes))
 

@@ -64,8 +64,11 @@ class Placement:
         """
         if self.mesh is None:
             return fn(leaves)
-        specs = {"in_specs": (list(self.specs),), "out_specs": PartitionSpec()}
-        return jax.shard_map(fn, mesh=self._mesh, **specs)(leaves)
+        told = {"in_specs": (list(self.specs),), "out_specs": PartitionSpec()}
+        if self.explicit_mesh is not None:
+            # Types tell nothing of other axes, over which the compiler may split leaves.
+            told["axis_names"] = set(devices.explicit_axes(self.explicit_mesh))
+        return jax.shard_map(fn, mesh=self._mesh, **told)(leaves)
 
     def on_all_devices(self, x: Array) -> Array:
         """`x`, of which every device keeps a copy.
@@ -305,11 +308,12 @@ class _Finder:
     def _by_type(self, i: int, leaf: Any, unsplit: Kept) -> tuple[Axes, Kept]:
         """The same, from the leaf's type, and from its spec if only some axes are reduced."""
         varying = devices.varying_axes(leaf)
-        if not varying or (not unsplit and self.specs is None):
-            return varying, unsplit
+        if self.axis_names is not None:
+            # Along other axes each device has gradients of its own, as in local SGD.
+            varying &= frozenset(self.axis_names)
         if self.specs is None:
-            if self.axis_names is not None:
-                return varying & frozenset(self.axis_names), unsplit
+            if not varying or not unsplit or self.axis_names is not None:
+                return varying, unsplit
             raise ValueError(
                 f"a leaf of type {jax.typeof(leaf)} is split over {sorted(varying)}, and its type "
                 "does not say along which of its axes, only some of which share a norm; pass "
@@ -320,6 +324,7 @@ class _Finder:
         if unknown:
             raise ValueError(
                 f"specs has {self.specs[i]} for a leaf of type {jax.typeof(leaf)}, which also "
-                f"varies over {sorted(unknown)}; sum it over them first, or correct the spec"
+                f"varies over {sorted(unknown)}; sum it over them first, or correct the spec; if "
+                "each device along them has gradients of its own, name the other axes in axis_name="
             )
         return reduced, kept

@@ -120,8 +120,16 @@ def _clip_by_bounds(
         del params, extra_args
         state = init(updates) if state is None else state
         check_state(state, ClipByValueState, name)
-        smallest = low(state.steps) if callable(low) else low
-        largest = high(state.steps) if callable(high) else high
+        smallest, largest = (_at_step(bound, state.steps) for bound in (low, high))
         return clamped(updates, smallest, largest), ClipByValueState(increased(state.steps))
 
     return transformation(init, update)
+
+
+def _at_step(bound: ScalarOrSchedule | None, steps: Array) -> Any:
+    """A bound, or the value of a schedule, checked."""
+    return (
+        elementwise.checked_bound(bound(steps), "the schedule's value")
+        if callable(bound)
+        else bound
+    )

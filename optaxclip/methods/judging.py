@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from optaxclip._base.counters import increased
+from optaxclip._base.devices import resharded
 from optaxclip._base.numerics import match_weak_type, narrowed, select
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
 from optaxclip._engine.checks import check_rule_state
@@ -98,7 +99,7 @@ def _zeroed(where: Array, x: Array) -> Array:
 
 @jax.jit
 def _chosen(where: Array, x: Array, y: Array) -> Array:
-    chosen = lax.select(where, x.astype(y.dtype), y)
+    chosen = lax.select(where, resharded(x, y).astype(y.dtype), y)
     # If a state's weak type changed from step to step, the step would be compiled again.
     return match_weak_type(chosen, x) if x.dtype == y.dtype else chosen
 

@@ -23,6 +23,7 @@ from jax import Array, lax
 from optaxclip._base.numerics import (
     fixed_size,
     power_of_two_below,
+    reciprocal_of_power,
     safe_divide,
     safe_sqrt,
 )
@@ -49,7 +50,8 @@ class Prepared(NamedTuple):
         """From a finite matrix `[rows, columns]`, float32 or wider."""
         top = jnp.max(jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)), initial=0)
         unit = lax.stop_gradient(power_of_two_below(top))
-        rows = (x.T if _is_tall(x) else x) / unit.astype(x.dtype)
+        # Not divided: XLA would make one divisor of `unit` and the next, which may overflow.
+        rows = (x.T if _is_tall(x) else x) * reciprocal_of_power(unit).astype(x.dtype)
         return cls(rows, _product(rows, rows.T.conj()), unit)
 
 
@@ -73,10 +75,12 @@ def clipped(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
       iterations: how many to make, each of two steps on one Gram matrix.
     """
     of = Prepared.of(x)
+    is_open = jnp.isinf(limit)
+    limit = jnp.where(is_open, 1, limit)
     if fixed_size(of.gram.shape[0]) == 1:
-        return x * _factor_of_row(of, limit, mode).astype(x.dtype)
-    is_open, top = jnp.isinf(limit), _largest_at_most(of.gram)
-    scaled = jnp.where(is_open, 1, limit) / of.unit
+        row, is_kept = _clipped_row(of, limit, mode)
+        return jnp.where(is_open | is_kept, x, row.T if _is_tall(x) else row)
+    top, scaled = _largest_at_most(of.gram), limit / of.unit
     # A smaller limit is beyond the reach of the iterations; a larger one changes no digit.
     c = jnp.clip(scaled, 1e-7 * (1 + top), 1e6 * (1 + top))
     bound = lax.stop_gradient(1.001 * jnp.sqrt(jnp.square(top) + jnp.square(c)))
@@ -92,8 +96,8 @@ def clipped(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
         # The sign matrix has the eigenvalue 1 for each singular value above the limit, -1 for those
         # below it, and numbers near 0 for those that are at the limit.
         keep |= _largest_eigenvalue(eye + signs) < _MOST_SIGN
-    result = jnp.minimum(scaled, c).astype(sines.dtype) * sines
-    result = result * of.unit.astype(sines.dtype)
+    # In the units of `of` a limit may underflow.
+    result = jnp.minimum(limit, c * of.unit).astype(sines.dtype) * sines
     return jnp.where(keep, x, result.T if _is_tall(x) else result)
 
 
@@ -123,11 +127,15 @@ def _is_tall(x: Array) -> bool:
     return rows is not None and columns is not None and rows > columns
 
 
-def _factor_of_row(of: Prepared, limit: Array, mode: Mode) -> Array:
-    """The factor of a matrix with a single row, whose singular value is the row's length."""
+def _clipped_row(of: Prepared, limit: Array, mode: Mode) -> tuple[Array, Array]:
+    """A matrix with a single row, whose singular value is its length, and whether it stays."""
     length, scaled = safe_sqrt(of.gram[0, 0].real), limit / of.unit
-    new = RESPONSES[mode](length, scaled, scaled)
-    return jnp.where(new == length, 1, safe_divide(new, length, 1))
+    # A smaller limit, which may underflow, changes no digit of a row of length 1.
+    c = jnp.maximum(scaled, 1e-9 * length)
+    new = RESPONSES[mode](length, c, c)
+    unit = jnp.where(c == scaled, of.unit, limit / jnp.where(c > 0, c, 1))
+    row = of.rows * safe_divide(new, length, 1).astype(of.rows.dtype) * unit.astype(of.rows.dtype)
+    return row, new == length
 
 
 def _orthogonal(blocks: tuple[Array, ...], low: Array, iterations: int) -> tuple[Array, ...]:

@@ -89,7 +89,7 @@ def skipping(
       max_consecutive: after this many skipped steps in a row the next is taken.
       loss_limit: a rule; a step with a loss above its limit is skipped.
       options: the checked options.
-      gives_up: whether the step that is then taken may be one that is not finite.
+      gives_up: whether steps that are not finite are taken then, until one is finite.
     """
     limit, name = as_limit(limit, "limit"), options.name
     inner = as_inner(inner)
@@ -159,7 +159,7 @@ def skipping(
             rule=of_norm.rule_state,
             info=of_norm.recorded(state.info, skip),
             num_skipped=increased(state.num_skipped, skip),
-            consecutive=jnp.where(skip, increased(state.consecutive), 0),
+            consecutive=jnp.where(is_out if gives_up else skip, increased(state.consecutive), 0),
             leaves=all_leaves,
             blamed=jnp.where(
                 is_out, _among(all_leaves, names, of_norm.blamed(of_leaves)), state.blamed

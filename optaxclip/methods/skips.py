@@ -34,9 +34,9 @@ def skip_nonfinite(
 
     Args:
       inner: the optimizer.
-      max_consecutive: after this many skipped steps in a row the next step is taken even if it is
-        not finite, as in `optax.apply_if_finite`, so that one sees that the run is lost. With None
-        such a step is never taken.
+      max_consecutive: after this many skipped steps in a row steps are taken even if they are not
+        finite, until one is, as in `optax.apply_if_finite`; so one sees that the run is lost. With
+        None such a step is never taken.
       **options: those that all transformations share, `optaxclip.PlaceOptions`.
 
     Returns:

@@ -162,7 +162,8 @@ def _largest(x: Array, stack: int) -> Array:
         return jnp.zeros(bad.shape, real)
     norm = _each(stack, lambda matrix: largest(Prepared.of(matrix)))(_matrices(x, stack))
     worst = jnp.max(jnp.where(finite, 0, jnp.abs(x)).astype(real), axes, initial=0)
-    return jnp.where(bad, worst, norm)
+    # A finite norm that the dtype cannot hold is its largest number.
+    return jnp.where(bad, worst, jnp.minimum(norm, jnp.finfo(real).max))
 
 
 @functools.partial(jax.jit, static_argnames=("stack", "by"))

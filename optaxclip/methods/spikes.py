@@ -19,6 +19,7 @@ import optaxclip.norms as norms
 import optaxclip.thresholds as thresholds
 from optaxclip._base.arguments import check_state, checked_int, checked_name
 from optaxclip._base.counters import increased
+from optaxclip._base.devices import resharded
 from optaxclip._base.numerics import (
     multiply,
     root_of_positive,
@@ -238,7 +239,8 @@ def _clamped_by(
     leaf: Any, moment: Array, threshold: Any, decay: Any, is_active: Array
 ) -> tuple[Any, Array]:
     """A leaf, clipped by its average, and the average after that."""
-    clipped = clamp_leaf(leaf, None, _bound(moment, threshold, is_active))
+    bound = resharded(_bound(moment, threshold, is_active), leaf)
+    clipped = clamp_leaf(leaf, None, bound)
     return clipped, _moved(moment, decay, leaf, clipped)
 
 
@@ -252,7 +254,7 @@ def _bound(moment: Array, threshold: Any, is_active: Array) -> Array:
 def _moved(moment: Array, decay: Any, leaf: Any, clipped: Any) -> Array:
     """The average with the square of the clipped entry, where the incoming entry was finite."""
     square = norms.l2.map(entries(jnp.asarray(clipped), moment.dtype))
-    square = lax.min(square, jnp.finfo(moment.dtype).max)
+    square = resharded(lax.min(square, jnp.finfo(moment.dtype).max), moment)
     decay = jnp.asarray(decay).astype(moment.dtype)
     moved = lax.add(multiply(moment, decay), multiply(square, 1 - decay))
-    return lax.select(jnp.isfinite(leaf), moved, moment)
+    return lax.select(resharded(jnp.isfinite(leaf), moment), moved, moment)

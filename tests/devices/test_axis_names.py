@@ -159,3 +159,25 @@ def test_names_are_a_sequence_of_names(axis_name):
         columns(WHOLE, axis_name=axis_name)
     with pytest.raises(TypeError, match=r"^axis_name must be"):
         optaxclip.clip_by(scopes.tree(), 1.0, axis_name=axis_name)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_axes_that_are_not_named_have_gradients_of_their_own(check_vma):
+    """Four workers, of which each splits its gradient over two devices."""
+
+    def clip(x):
+        by_norm = optaxclip.clip_by_global_norm(0.5, axis_name="b")
+        by_rule = optaxclip.zclip(max_norm=0.5, axis_name="b")
+        return by_norm.update(x, None)[0], by_rule.update(x, by_rule.init(x))[0]
+
+    split = region(clip, P("a", "b"), P("a", "b"), check_vma=check_vma)
+    expected = WHOLE * (0.5 / np.linalg.norm(WHOLE.astype(np.float64), axis=(1, 2), keepdims=True))
+    for found in jax.jit(split)(WHOLE):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_with_no_name_each_device_is_on_its_own():
+    clip = optaxclip.clip_by_global_norm(0.5, axis_name=())
+    alone = region(lambda x: clip.update(x, None)[0], P("a"), P("a"))
+    expected = WHOLE * (0.5 / np.linalg.norm(WHOLE.astype(np.float64), axis=(1, 2), keepdims=True))
+    np.testing.assert_allclose(jax.jit(alone)(WHOLE), expected, rtol=1e-5)

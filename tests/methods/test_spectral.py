@@ -103,6 +103,18 @@ def test_at_both_ends_of_the_range(mode):
     assert np.all(np.isnan(clipped(x, jnp.float32(jnp.nan), mode)[0]))
 
 
+@each_mode
+def test_a_limit_that_underflows_beside_the_matrix(mode):
+    x = np.random.default_rng(0).normal(size=(24, 16))
+    beyond = np.array(
+        [[3e38, 3e38], [-3e38, 3e38]]
+    )  # its singular values are no numbers of float32
+    for large in (1e37 * x, 1e37 * x[:1], 1e37 * x[:, :1], beyond):
+        with jax.debug_nans(True):
+            found = clipped(jnp.asarray(large, jnp.float32), jnp.float32(1.0), mode)[0]
+        np.testing.assert_allclose(found, exact(large, 1.0, mode), rtol=1e-3, atol=1e-4)
+
+
 def test_hard_leaves_alone_what_has_nothing_above_the_limit():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(20, 7, 5)).astype(np.float32)

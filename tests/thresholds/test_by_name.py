@@ -83,6 +83,18 @@ def test_a_group_that_a_step_lacks_keeps_its_state():
     assert_same(after.rule, before.rule)
 
 
+@pytest.mark.parametrize("tree", [{}, None, {"w": None}, {"w": np.arange(2)}])
+def test_a_tree_without_leaves_needs_no_rule(tree):
+    rules = {"a": 1.0, "b": thresholds.zscore(), "c": thresholds.relative_to_params(0.1)}
+    for record in ({}, {"record": False}):
+        some = {"a": 1.0, "b": 2.0} if record else rules
+        tx = optaxclip.clip_by_group_norm(some, lambda path, leaf: "a", **record)
+        state = tx.init(tree)
+        updates, after = jax.jit(tx.update)(tree, state, tree)
+        jax.tree.map(np.testing.assert_array_equal, updates, tree)
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
 def test_once():
     tree, info = optaxclip.clip_tree(at(STEPS, 0), LIMITS, scope=scopes.leaf(), params=PARAMS)
     clip = optaxclip.clip_by(scopes.leaf(), LIMITS)
