@@ -19,7 +19,15 @@ def increased(count: Array, where: Array | bool = True, *, period: int = 1) -> A
       period: with 1, a counter at the dtype's largest value stays there, as Optax's counters do.
         With the length of a ring, it falls by that length less 1, so that `count % period`
         continues without a gap.
+
+    Raises:
+      TypeError: for counters of another dtype.
     """
+    if not jnp.issubdtype(count.dtype, jnp.integer):
+        raise TypeError(
+            f"a counter of the state has the dtype {count.dtype}, in which it would stand still; "
+            "cast only the floating-point leaves of a state"
+        )
     is_full = count == jnp.iinfo(count.dtype).max
     step = jnp.where(is_full, 1 - period, 1)
     # Not selected: JAX 0.10.2 cannot `vmap` a select in a `jit` over an explicit mesh.

@@ -17,7 +17,7 @@ import optaxclip._base.devices as devices
 import optaxclip.nonfinite as policies
 from optaxclip._base.trees import FlatTree, data_of, is_sparse
 from optaxclip._base.types import ClipInfo, NonFinite, NormTree, PyTree, Threshold
-from optaxclip._engine.checks import check_rule_state, matching_params, params_for
+from optaxclip._engine.checks import limits_of, matching_params, params_for
 from optaxclip._engine.groups import Groups, Rows
 from optaxclip._engine.masked import mask
 from optaxclip._engine.measure import Measured, measure, slacks
@@ -234,8 +234,7 @@ def _limits(
     """The triggers and targets of all norms, and the rule's state."""
     of_weights = None if weight_norms is None else groups.for_rule(weight_norms)
     seen = groups.for_rule(norms)
-    check_rule_state(start.rule, start.rule_state, seen, name)
-    limits, state = start.rule.update(seen, start.rule_state, of_weights)
+    limits, state = limits_of(start.rule, start.rule_state, seen, of_weights, name)
     return groups.from_rule(limits.trigger), groups.from_rule(limits.target), state
 
 

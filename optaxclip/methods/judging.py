@@ -10,7 +10,7 @@ from optaxclip._base.counters import increased
 from optaxclip._base.devices import resharded
 from optaxclip._base.numerics import match_weak_type, narrowed, select
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
-from optaxclip._engine.checks import check_rule_state
+from optaxclip._engine.checks import limits_of
 
 
 class Judged(NamedTuple):
@@ -47,8 +47,8 @@ class Judged(NamedTuple):
         return info._replace(
             norm=narrowed(self.number, info.norm.dtype),
             limit=narrowed(self.limit, info.limit.dtype),
-            factor=1 - skip.astype(jnp.float32),
-            fraction=self.is_above.astype(jnp.float32),
+            factor=1 - skip.astype(info.factor.dtype),
+            fraction=self.is_above.astype(info.fraction.dtype),
             num_clipped=increased(info.num_clipped, self.is_above),
             num_nonfinite=increased(info.num_nonfinite, self.is_bad),
         )
@@ -66,8 +66,7 @@ def judged(
       name: the transformation's name, for messages.
       param_norm: the norm of the parameters, for a rule that is relative to it.
     """
-    check_rule_state(rule, state, number, name)
-    limits, state = rule.update(number, state, param_norm)
+    limits, state = limits_of(rule, state, number, param_norm, name)
     is_finite = jnp.isfinite(number)
     is_above = is_finite & (number > limits.trigger.astype(number.dtype))
     return Judged(number, limits.trigger, state, is_above, ~is_finite)
