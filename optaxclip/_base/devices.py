@@ -194,10 +194,9 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     return lax.concatenate([lax.expand_dims(x, (axis,)) for x in arrays], axis)
 
 
-def explicit_axes(mesh: Any) -> list[str]:
-    """The axes of a mesh over which types say how arrays are split."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return [name for name, kind in kinds if kind == AxisType.Explicit]
+def is_of_both_kinds(mesh: Any) -> bool:
+    """Whether a mesh has explicit axes and automatic ones."""
+    return mesh is not None and {AxisType.Explicit, AxisType.Auto} <= set(mesh.axis_types)
 
 
 def with_automatic_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[..., Any]:
@@ -209,7 +208,8 @@ def with_automatic_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) ->
       out_specs: a `PartitionSpec` for each array that `fn` returns.
     """
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), out_specs)
-    axes = tuple(explicit_axes(mesh))
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
     # Without `jit`, `auto_axes` fails in eager mode inside of `shard_map` (JAX 0.10.2).
     return jax.jit(jax.sharding.auto_axes(fn, out_sharding=shardings, axes=axes))
 

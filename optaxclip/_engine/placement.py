@@ -65,9 +65,9 @@ class Placement:
         if self.mesh is None:
             return fn(leaves)
         told = {"in_specs": (list(self.specs),), "out_specs": PartitionSpec()}
-        if self.explicit_mesh is not None:
-            # Types tell nothing of other axes, over which the compiler may split leaves.
-            told["axis_names"] = set(devices.explicit_axes(self.explicit_mesh))
+        if devices.is_of_both_kinds(self.explicit_mesh):
+            # Types tell nothing of automatic axes, over which the compiler may split leaves.
+            told["axis_names"] = set().union(*map(devices.axes_of, self.specs))
         return jax.shard_map(fn, mesh=self._mesh, **told)(leaves)
 
     def on_all_devices(self, x: Array) -> Array:

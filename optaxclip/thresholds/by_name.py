@@ -1,7 +1,7 @@
 """One rule for all groups, made of a rule for each group's name."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 from jax import Array
@@ -56,13 +56,22 @@ def _update(
 
 def _by_group(norms: NormTree, groups: Names) -> dict[str, Any]:
     """The norms of each group, by its name."""
-    if isinstance(norms, Array):
+    if _are_none(norms):
+        norms = [jnp.full(shape, jnp.nan, norms.dtype) for shape in groups.shapes]
+    elif isinstance(norms, Array):
         norms = [norms] if not norms.ndim else split_up(norms, groups.shapes)
     return dict(zip(groups, norms, strict=True))
+
+
+def _are_none(norms: Any) -> TypeGuard[Array]:
+    """Whether there are no norms, as of a tree without leaves."""
+    return isinstance(norms, Array) and not norms.size
 
 
 def _like(norms: NormTree, arrays: list[Array]) -> NormTree:
     """One array for each group, in the structure that `norms` have."""
     if not isinstance(norms, Array):
         return arrays
+    if _are_none(norms):
+        return norms
     return concatenated(arrays).astype(norms.dtype).reshape(norms.shape)

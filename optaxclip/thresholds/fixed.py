@@ -172,15 +172,16 @@ def rule_for(
     Args:
       limit: from `as_limit`.
       entries: the name and the shape of each entry of the norms, in order. If it is empty, as for
-        parameters without leaves, there is no rule for any name.
+        parameters without leaves, the names are those of the limit.
 
     Raises:
       ValueError: if limits are given by name, and the names are not those of the groups.
     """
     if isinstance(limit, Threshold):
         return limit.as_pytree()
+    entries = entries or [(name, ()) for name in sorted(limit)]
     names = [name for name, _ in entries]
-    if names and set(limit) != set(names):
+    if set(limit) != set(names):
         raise ValueError(
             f"limits are given for the groups {sorted(limit)}, but the groups are {names}: give "
             "one limit for each of these, and no others"

@@ -83,7 +83,7 @@ def test_a_group_that_a_step_lacks_keeps_its_state():
     assert_same(after.rule, before.rule)
 
 
-@pytest.mark.parametrize("tree", [{}, None, {"w": None}])
+@pytest.mark.parametrize("tree", [{}, (), {"w": None}])
 def test_a_tree_without_leaves_needs_no_rule(tree):
     rules = {"a": 1.0, "b": thresholds.zscore(), "c": thresholds.relative_to_params(0.1)}
     for record in ({}, {"record": False}):
