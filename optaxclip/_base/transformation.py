@@ -42,10 +42,10 @@ class Transformation(optax.GradientTransformationExtraArgs, Generic[State]):
 
 
 def transformation(init: Init[State], update: Update[State]) -> Transformation[State]:
-    """A transformation from its two functions; its update also takes arrays in other memories.
+    """A transformation from its two functions, whose states and arrays may lie anywhere.
 
-    They are moved to the device's memory for the step, because JAX does not compute with arrays in
-    different memories; results are moved back to where the arrays were.
+    Arrays in other memories are moved to the device's memory for the step, because JAX does not
+    compute with arrays in different memories; results are moved back to where the arrays were.
     """
 
     @functools.wraps(init)
