@@ -155,6 +155,8 @@ def one_group_per_leaf(
 
 def _layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     """`name/00`, `name/01`, ... for a leaf of several layers; zeros in front make them sort."""
+    if not shape:
+        return (name,)
     if not all(isinstance(size, int) for size in shape):
         raise ValueError(f"leaf '{name}' must stack a fixed number of layers, got shape {shape}")
     widths = [len(str(max(size - 1, 0))) for size in shape]
