@@ -85,6 +85,22 @@ def test_noise_is_that_of_all_limits_together():
         assert np.std(leaf) == pytest.approx(5, rel=0.03)
 
 
+@pytest.mark.parametrize("unit", [2.0**-83, 2.0**66])
+def test_limits_whose_squares_leave_float32_get_their_noise(unit):
+    by_name = [
+        first_update(
+            {"w": 3.0 * size, "b": 4.0 * size},
+            1.0,
+            key=0,
+            scope=scopes.leaf(),
+            reduction="sum",
+            grads=jax.tree.map(lambda x, size=size: x * np.float32(size), GRADS),
+        )[0]
+        for size in (1.0, unit)
+    ]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(y / np.float32(unit), x, 1e-5), *by_name)
+
+
 def test_noise_on_no_leaves():
     tx = aggregate(1.0, 1.0, 0)
     assert tx.update({"w": None}, tx.init({"w": None}))[0] == {"w": None}
