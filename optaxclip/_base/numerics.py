@@ -87,6 +87,12 @@ def root_of_positive(x: Array) -> tuple[Array, Array]:
     return is_positive, lax.sqrt(select(is_positive, x, 1))
 
 
+def norm_of_all(norms: Array) -> Array:
+    """The L2 norm of all groups, from the norms of each; their squares may leave the range."""
+    unit = power_of_two_below(jnp.max(norms, initial=0))
+    return unit * safe_sqrt(jnp.sum(jnp.square(norms / unit)))
+
+
 def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:
     """`x / y`, or `otherwise` where `y` is 0; never divides by 0.
 

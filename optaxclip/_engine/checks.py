@@ -50,7 +50,7 @@ def limits_of(
 
     A trainer may have cast the state to a narrower dtype.
     """
-    check_rule_state(rule, state, norms, name)
+    _check_rule_state(rule, state, norms, name)
     limits, new = rule.update(norms, state, param_norms)
     return limits, jax.tree.map(_as_before, new, state) if jax.tree.leaves(state) else new
 
@@ -61,7 +61,7 @@ def _as_before(new: Array, old: Any) -> Array:
     return narrowed(new, dtype) if is_cast else new
 
 
-def check_rule_state(rule: Threshold, state: PyTree, norms: NormTree, name: str) -> None:
+def _check_rule_state(rule: Threshold, state: PyTree, norms: NormTree, name: str) -> None:
     """Checks that a state was made by this limit rule. Under `jit` that costs nothing."""
     own = jax.eval_shape(rule.init, norms)
     if not jax.tree.leaves(own) and not jax.tree.leaves(state):

@@ -128,8 +128,6 @@ def _clip_by_bounds(
 
 def _at_step(bound: ScalarOrSchedule | None, steps: Array) -> Any:
     """A bound, or the value of a schedule, checked."""
-    return (
-        elementwise.checked_bound(bound(steps), "the schedule's value")
-        if callable(bound)
-        else bound
-    )
+    if not callable(bound):
+        return bound
+    return elementwise.checked_bound(bound(steps), "the schedule's value")

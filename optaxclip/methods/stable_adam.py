@@ -137,13 +137,14 @@ def scale_by_stable_adam(
         leaves = (flat.measured_leaves(), mu.of_leaves(flat, name), nu.of_leaves(flat, name))
         dtype = norm_dtype(average.dtype for average in leaves[2])
         shares = [_share(beta, increased(state.steps), dtype) for beta in betas]
-        ratios = run(_ratios, *leaves, shares[1:], eps, groups=groups)
+        ratios = run(_each, *leaves, shares[1:], eps, of_leaf=_ratio, groups=groups)
         _, clip_state = clip.update(flat.rebuild(ratios), state.clip)
         taken = jnp.isfinite(clip_state.info.norm) & np.array(groups.grouping.present, bool)
         # A tensor that is not finite counts for nothing in its averages.
         shares = [jnp.where(taken, share, 0) for share in shares]
         columns = [*shares, clip_state.info.factor.astype(dtype)]
-        directions, *new = run(_directions, *leaves, columns, eps, groups=groups)
+        rows = run(_each, *leaves, columns, eps, of_leaf=_direction, groups=groups)
+        directions, *new = ([row[k] for row in rows] for k in range(3))
         return flat.rebuild(directions), StableAdamState(
             clip_state,
             increased(state.steps, taken),
@@ -162,39 +163,25 @@ def _checked_decay(decay: Any, argument: str) -> Any:
     return decay
 
 
-def _ratios(
+def _each(
     grads: list[Any],
     mus: list[Array],
     nus: list[Array],
     columns: list[Array],
     eps: Any,
     *,
+    of_leaf: Callable[..., Any],
     groups: Groups,
-) -> list[Array]:
-    """The gradients divided by the root of the average of their squares, this step included."""
+) -> list[Any]:
+    """`of_leaf` of each gradient, its averages, the columns' numbers for its tensors, and `eps`."""
     of_leaves = groups.by_leaf([devices.stack(columns)], grads)
-    return [_ratio(*row, eps) for row in zip(grads, mus, nus, of_leaves, strict=True)]
-
-
-def _directions(
-    grads: list[Any],
-    mus: list[Array],
-    nus: list[Array],
-    columns: list[Array],
-    eps: Any,
-    *,
-    groups: Groups,
-) -> tuple[list[Array], list[Array], list[Array]]:
-    """Adam's directions times the factors, and the averages after this step."""
-    of_leaves = groups.by_leaf([devices.stack(columns)], grads)
-    rows = [_direction(*row, eps) for row in zip(grads, mus, nus, of_leaves, strict=True)]
-    directions, mus, nus = ([row[k] for row in rows] for k in range(3))
-    return directions, mus, nus
+    return [of_leaf(*row, eps) for row in zip(grads, mus, nus, of_leaves, strict=True)]
 
 
 # Both are compiled by themselves, so that they are traced once for leaves that are alike.
 @jax.jit
 def _ratio(grad: Any, mu: Array, nu: Array, columns: Array, eps: Any) -> Array:
+    """The gradient divided by the root of the average of its squares, this step included."""
     g, nu = _entries(grad, mu), _wide(nu)
     # Non-finite entries may stay: their ratio is not finite anyway. Replacing them as `_direction`
     # does would make XLA (JAX 0.10.2) share and store an array for each leaf.
@@ -206,7 +193,7 @@ def _ratio(grad: Any, mu: Array, nu: Array, columns: Array, eps: Any) -> Array:
 def _direction(
     grad: Any, mu: Array, nu: Array, columns: Array, eps: Any
 ) -> tuple[Array, Array, Array]:
-    """From the shares of this step in both averages, and the factor of the clip."""
+    """Adam's direction times the factor of the clip, and both averages after this step."""
     of_mu, of_nu, factor = columns
     g, kept = _entries(grad, mu), (mu.dtype, nu.dtype)
     g = by_parts(_held, select(jnp.isfinite(g), g, 0))

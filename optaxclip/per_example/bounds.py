@@ -1,6 +1,5 @@
 """The limits of an example's groups, from the limit of its whole contribution."""
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, get_args
@@ -13,8 +12,8 @@ from jax.core import Tracer
 
 import optaxclip._base.devices as devices
 from optaxclip._base.arguments import checked_choice
-from optaxclip._base.grouping import Grouping
-from optaxclip._base.numerics import norm_dtype, power_of_two_below
+from optaxclip._base.grouping import Grouping, concatenated
+from optaxclip._base.numerics import norm_dtype, norm_of_all
 from optaxclip._base.trees import FlatTree
 from optaxclip.thresholds.fixed import checked_limit, rule_for
 
@@ -65,7 +64,7 @@ def group_limits(
     dtype = norm_dtype({jnp.result_type(leaf) for leaf in one.measured_leaves()})
     if isinstance(limit, Mapping):
         limits = _limits_by_name(dict(limit), grouping, dtype)
-        return limits, _root_of_squares(limits, dtype)
+        return limits, norm_of_all(concatenated(limits))
     # A traced limit may be negative, and then acts as 0.
     bound = jnp.maximum(jnp.asarray(limit).astype(dtype), 0)
     sizes = [math.prod(np.shape(leaf)) for leaf in one.measured_leaves()]
@@ -73,15 +72,6 @@ def group_limits(
     roots = [jnp.asarray(math.sqrt(share)).astype(dtype) for share in shares]
     rows = zip(roots, grouping.groups, strict=True)
     return [jnp.broadcast_to(bound * root, group.shape) for root, group in rows], bound
-
-
-def _root_of_squares(limits: list[Array], dtype: jnp.dtype) -> Array:
-    """The root of the sum of all squares; the squares themselves may leave the range."""
-    zero = jnp.zeros((), dtype)
-    largest = (jnp.max(each, initial=0) for each in limits)
-    unit = power_of_two_below(functools.reduce(jnp.maximum, largest, zero))
-    squares = (jnp.sum(jnp.square(each / unit)) for each in limits)
-    return unit * jnp.sqrt(sum(squares, zero))
 
 
 def _limits_by_name(limit: dict[str, Any], grouping: Grouping, dtype: jnp.dtype) -> list[Array]:

@@ -31,7 +31,7 @@ from optaxclip._base.arguments import checked_choice
 from optaxclip._base.counters import increased
 from optaxclip._base.grouping import concatenated, split_up
 from optaxclip._base.names import Names
-from optaxclip._base.numerics import narrowed, power_of_two_below, safe_sqrt
+from optaxclip._base.numerics import narrowed, norm_of_all, power_of_two_below, safe_sqrt
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.fixed import checked_limit
 
@@ -283,12 +283,6 @@ def _like(norms: NormTree, limits: Array) -> NormTree:
     return jax.tree.unflatten(structure, split_up(limits, [norm.shape for norm in leaves]))
 
 
-def _norm_of_all(norms: Array) -> Array:
-    """The L2 norm of all groups, from the norms of each, which are finite."""
-    unit = power_of_two_below(jnp.max(norms, initial=0))
-    return unit * safe_sqrt(jnp.sum(jnp.square(norms / unit)))
-
-
 def _step(
     static: _Static, options: _Options, settings: Any, norm: Array, state: AdaptiveState
 ) -> tuple[Limits, AdaptiveState]:
@@ -308,7 +302,7 @@ def _step(
     count, kept = state.recorded, state.statistic
     if static.inclusive:
         count, kept = recorded(norm, counts)
-    arguments = (settings, _norm_of_all(norm)) if static.by_norm_of_all else settings
+    arguments = (settings, norm_of_all(norm)) if static.by_norm_of_all else settings
     rule = statistic.limits(arguments, kept, norm, count)
     is_ready = count >= options.warmup_steps
     trigger, target = (
