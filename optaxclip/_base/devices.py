@@ -172,8 +172,8 @@ def on_own_mesh(arrays: PyTree) -> contextlib.AbstractContextManager[Any]:
 def typed_like(tree: PyTree, like: PyTree) -> PyTree:
     """`tree`, whose arrays are typed as lying on all devices of the explicit mesh of `like`.
 
-    Under `vmap`, `scan` cannot otherwise carry numbers that start alike for all that is mapped over
-    an axis of the mesh (JAX 0.10.2). Nothing is done in eager mode, where `scan` needs no types.
+    Under `vmap` over an axis of the mesh JAX 0.10.2 cannot otherwise join arrays that are mapped
+    with others, nor carry through `scan` what starts alike for all. In eager mode nothing is done.
     """
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(like))
     mesh = _mesh_with(AxisType.Explicit, types_of(like)) if is_traced else None

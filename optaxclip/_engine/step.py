@@ -156,9 +156,10 @@ def run(fn: Callable[..., Any], *operands: Any, **static: Any) -> Any:
       *operands: pytrees of arrays.
       **static: what else it has to know, hashable.
     """
-    is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands))
-    if is_traced and not devices.is_on_explicit_mesh(operands):
-        return fn(*operands, **static)
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands)):
+        if not devices.is_on_explicit_mesh(operands):
+            return fn(*operands, **static)
+        operands = devices.typed_like(operands, operands)
     return _compiled(fn, tuple(static.items()), *operands)
 
 
