@@ -9,9 +9,8 @@ from jax import Array
 from optaxclip._base.arguments import FRESH_STATE
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.names import GIVE_BACK, Names
-from optaxclip._base.numerics import narrowed
 from optaxclip._base.trees import FlatTree, flatten, leaf_name
-from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
+from optaxclip._base.types import NormTree, PyTree, Threshold
 from optaxclip.thresholds.fixed import checked_limit
 
 
@@ -43,25 +42,7 @@ def with_groups_of_state(grouping: Grouping, stored: Names, size: int, name: str
     return grouping.with_groups_for(stored)
 
 
-def limits_of(
-    rule: Threshold, state: PyTree, norms: NormTree, param_norms: NormTree | None, name: str
-) -> tuple[Limits, PyTree]:
-    """What a rule says of norms, and its state after them, in the dtypes of the state before.
-
-    A trainer may have cast the state to a narrower dtype.
-    """
-    _check_rule_state(rule, state, norms, name)
-    limits, new = rule.update(norms, state, param_norms)
-    return limits, jax.tree.map(_as_before, new, state) if jax.tree.leaves(state) else new
-
-
-def _as_before(new: Array, old: Any) -> Array:
-    dtype = jnp.result_type(old)
-    is_cast = new.dtype != dtype and jnp.issubdtype(dtype, jnp.floating)
-    return narrowed(new, dtype) if is_cast else new
-
-
-def _check_rule_state(rule: Threshold, state: PyTree, norms: NormTree, name: str) -> None:
+def check_rule_state(rule: Threshold, state: PyTree, norms: NormTree, name: str) -> None:
     """Checks that a state was made by this limit rule. Under `jit` that costs nothing."""
     own = jax.eval_shape(rule.init, norms)
     if not jax.tree.leaves(own) and not jax.tree.leaves(state):

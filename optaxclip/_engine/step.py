@@ -15,9 +15,10 @@ from jax.core import Tracer
 
 import optaxclip._base.devices as devices
 import optaxclip.nonfinite as policies
+from optaxclip._base.numerics import narrowed
 from optaxclip._base.trees import FlatTree, data_of, is_sparse
-from optaxclip._base.types import ClipInfo, NonFinite, NormTree, PyTree, Threshold
-from optaxclip._engine.checks import limits_of, matching_params, params_for
+from optaxclip._base.types import ClipInfo, Limits, NonFinite, NormTree, PyTree, Threshold
+from optaxclip._engine.checks import check_rule_state, matching_params, params_for
 from optaxclip._engine.groups import Groups, Rows
 from optaxclip._engine.masked import mask
 from optaxclip._engine.measure import Measured, measure, slacks
@@ -237,6 +238,24 @@ def _limits(
     seen = groups.for_rule(norms)
     limits, state = limits_of(start.rule, start.rule_state, seen, of_weights, name)
     return groups.from_rule(limits.trigger), groups.from_rule(limits.target), state
+
+
+def limits_of(
+    rule: Threshold, state: PyTree, norms: NormTree, param_norms: NormTree | None, name: str
+) -> tuple[Limits, PyTree]:
+    """What a rule says of norms, and its state after them, in the dtypes of the state before.
+
+    A trainer may have cast the state to a narrower dtype.
+    """
+    check_rule_state(rule, state, norms, name)
+    limits, new = rule.update(norms, state, param_norms)
+    return limits, jax.tree.map(_as_before, new, state) if jax.tree.leaves(state) else new
+
+
+def _as_before(new: Array, old: Any) -> Array:
+    dtype = jnp.result_type(old)
+    is_cast = new.dtype != dtype and jnp.issubdtype(dtype, jnp.floating)
+    return narrowed(new, dtype) if is_cast else new
 
 
 def _report(bad: Rows, groups: Groups, method: Method) -> None:

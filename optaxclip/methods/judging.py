@@ -10,7 +10,7 @@ from optaxclip._base.counters import increased
 from optaxclip._base.devices import resharded
 from optaxclip._base.numerics import match_weak_type, narrowed, select
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
-from optaxclip._engine.checks import limits_of
+from optaxclip._engine.step import limits_of
 
 
 class Judged(NamedTuple):
