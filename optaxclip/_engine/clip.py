@@ -135,7 +135,8 @@ def stage(
         # Nothing is measured here, so it does not matter where leaves lie.
         groups = Groups(grouping, Placement((), (), in_one_piece=True), together=True)
         rule = rule_for(checked, groups.entries())
-        rule_state = own_arrays(rule.init(groups.zeros(jnp.dtype(jnp.float32))))
+        zeros = groups.for_rule(groups.zeros(jnp.dtype(jnp.float32)))
+        rule_state = own_arrays(rule.init(zeros))
         info = initial_info(options.name, grouping)
         return ClipState(jnp.zeros((), jnp.int32), rule_state, info)
 
@@ -243,7 +244,8 @@ def clip_tree(
     if use_norm is not None and groups.grouping.layout == "scalar" and nonfinite != "mask":
         norm_of_tree = given_norm(use_norm, "use_norm")
     dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.measured_leaves())
-    rule_state, info = rule.init(groups.zeros(dtype)), initial_info(name, groups.grouping, dtype)
+    rule_state = rule.init(groups.for_rule(groups.zeros(dtype)))
+    info = initial_info(name, groups.grouping, dtype)
     start = Start(rule, rule_state, info, norm_of_tree)
     tree, _, info = clipped(flat, params, start, groups, method, options)
     return devices.moved(tree, homes), info

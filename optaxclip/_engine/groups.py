@@ -121,9 +121,12 @@ class Groups:
         """For each row a spec that says that it is the same on all devices."""
         return [PartitionSpec()] * (1 if self.together else len(self.ordered))
 
-    def zeros(self, dtype: jnp.dtype) -> NormTree:
-        """Zeros in place of norms, as limit rules see them."""
-        return self.for_rule(self.pack([jnp.zeros(x.shape, dtype) for x in self.grouping.groups]))
+    def zeros(self, dtype: jnp.dtype) -> Rows:
+        """Zeros in place of norms, made as they are stored: nothing is concatenated."""
+        shapes = [group.shape for group in self.ordered]
+        if self.together and self.grouping.layout != "scalar":
+            shapes = [(sum(map(math.prod, shapes)),)]
+        return [jnp.zeros(shape, dtype) for shape in shapes]
 
     def have_leaves(self) -> Rows:
         """Which groups have leaves at this step.

@@ -132,8 +132,7 @@ def _measured(leaves: list[Any], *, groups: Groups, norm: Norm, from_above: bool
     """The norms of leaves in one piece, or of what each device holds of them."""
     measurement = _Measurement(groups, norm, norm_dtype(leaf.dtype for leaf in leaves), from_above)
     if not leaves:
-        zeros = [jnp.zeros(group.shape, measurement.dtype) for group in groups.grouping.groups]
-        found = [Measured.of(row, 1.0) for row in groups.pack(zeros)]
+        found = [Measured.of(row, 1.0) for row in groups.zeros(measurement.dtype)]
     else:
         found = _differentiable(measurement, leaves)
     if groups.grouping.layout == "scalar" or all(groups.grouping.present):

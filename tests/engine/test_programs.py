@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from methods_table import GRADS, PARAMS, compilations, random_tree
+from methods_table import GRADS, METHODS, PARAMS, compilations, random_tree
 
 import optaxclip
 from optaxclip import norms, per_example, responses, scopes
@@ -80,3 +80,10 @@ def test_no_program_holds_an_array_of_what_is_known_of_each_of_many_norms():
     state = jax.eval_shape(tx.init, grads)
     program = jax.make_jaxpr(tx.update)(grads, state, grads)
     assert sum(np.size(x) for x in program.consts) < 1000
+
+
+# The state of `hyperball` begins with the norms of the weights.
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"hyperball"}))
+def test_a_fresh_state_is_not_concatenated_from_leaves(name):
+    program = jax.make_jaxpr(METHODS[name].make().init)(PARAMS)
+    assert "concatenate" not in str(program)
