@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental.sparse import bcoo_extract
 
 import optaxclip._base.devices as devices
 import optaxclip._engine.powers as powers
@@ -75,6 +74,8 @@ def _pairs(leaves: list[Any], others: list[Any], groups: Groups) -> tuple[list[P
         if is_sparse(y):
             y = y.todense()
         if is_sparse(x):
+            from jax.experimental.sparse import bcoo_extract
+
             # Products are linear in the leaf, so that duplicates need not be added first.
             y = bcoo_extract(x, y, assume_unique=True).data
             x = jnp.where(not_padding(x), x.data, 0)
