@@ -40,8 +40,8 @@ class Judgement(NamedTuple):
 
     Attributes:
       leaves: its gradient, clipped.
-      norm: the gradient's norm before the clip.
-      norm_after: the gradient's norm after the clip.
+      norm: the gradient's norm before the clip; 0 if norms are not measured.
+      norm_after: the gradient's norm after the clip; 0 if norms are not measured.
       is_out: whether it is rejected.
       state: the state after it. If the microbatch is rejected, only the clip's part stays as it
         was; if it has no weight, all of it does.
@@ -116,8 +116,8 @@ class Judge:
         """
         leaves = grads.measured_leaves()
         if not self.measures:
-            unknown = jnp.asarray(jnp.nan, weight.dtype)
-            return Judgement(leaves, unknown, unknown, jnp.zeros((), bool), state)
+            unmeasured = jnp.zeros((), weight.dtype)
+            return Judgement(leaves, unmeasured, unmeasured, jnp.zeros((), bool), state)
         norm = self.norm(grads)
         is_out, new = jnp.zeros((), bool), state
         if self.rejects:

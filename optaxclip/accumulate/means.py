@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from optaxclip._base.numerics import known_where
 from optaxclip._base.types import PyTree
 from optaxclip.accumulate.judging import AccumulateState, Judgement
 from optaxclip.accumulate.losses import Found
@@ -25,7 +26,8 @@ class Accumulated(NamedTuple):
       state: an `AccumulateState`, to be passed on to the next step. In it is the clip's own state,
         with the record of the last microbatch that was not rejected.
       noise: for `optaxclip.monitor.noise_scale`, in units of the weights; NaN with less than two
-        microbatches that count, and with `measure=False`.
+        microbatches that count, and with `measure=False`. Because `jax_debug_nans` checks all that
+        a compiled function returns, it stops at a `jit` that returns such a NaN.
     """
 
     norm: Array
@@ -74,6 +76,8 @@ class Row(NamedTuple):
         # also if weights differ.
         large = self.total_weight
         small = large / jnp.sum(self.counts, dtype=large.dtype)
-        spread = jnp.where(large > small, large - small, jnp.nan)
+        is_known = large > small
+        spread = jnp.where(is_known, large - small, 1)
         signal = (large * square_of_mean - small * square) / spread
-        return NoiseSums(signal, (square - square_of_mean) * (small * (large / spread)))
+        variance = (square - square_of_mean) * (small * (large / spread))
+        return NoiseSums(known_where(is_known, signal), known_where(is_known, variance))

@@ -124,6 +124,8 @@ def noise_scale(
         share = jnp.expm1(jnp.log(as_float(decay))) / jnp.expm1(number * jnp.log(as_float(decay)))
 
         def averaged(old: Array, new: Array) -> Array:
+            # What is not finite is replaced first, because `jax_debug_nans` stops at any sum of it.
+            new = jnp.where(is_finite, new, old)
             return old + jnp.where(is_finite, share * (new - old), 0)
 
         signal, variance = map(averaged, (state.signal, state.variance), noise)
