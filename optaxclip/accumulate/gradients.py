@@ -10,7 +10,7 @@ import optax
 
 import optaxclip._base.devices as devices
 from optaxclip._base.arguments import check_state, checked_int
-from optaxclip._base.numerics import unknown
+from optaxclip._base.numerics import known_where, unknown
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import AxisName, PyTree, Threshold
 from optaxclip._batches.cutting import Cut, number_of_examples
@@ -171,7 +171,10 @@ class ValueAndGrad:
         if self._judge.measures:
             norm, noise = row.norm, row.noise(self._judge.norm(grads))
         else:
-            norm, noise = unknown(row.norm), NoiseSums(*[unknown(row.total_weight)] * 2)
+            # Nothing is rejected, so no norm is known. For a loop without this output XLA (JAX
+            # 0.10.2) needs more memory on a GPU.
+            norm = known_where(row.rejected, row.norm)
+            noise = NoiseSums(*[unknown(row.total_weight)] * 2)
         value = row.mean(row.loss)
         of_each = Accumulated(
             norm, row.weight, row.rejected, row.loss, means.aux, means.state, noise
