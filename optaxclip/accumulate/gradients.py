@@ -44,7 +44,8 @@ def value_and_grad(
     The batch is cut along its leading axis: of `k` microbatches the `i`-th has the examples `i`,
     `i + k`, ... The result is the weighted mean over the microbatches that were not rejected. If
     none is rejected or clipped, it is the gradient of the whole batch. Sums are in float32 or
-    wider. The memory is that of the sum and of one gradient, whatever `k` is.
+    wider, and finite if all gradients times their weights are. The memory is that of the sum and of
+    one gradient, whatever `k` is.
 
     To clip each microbatch is PS-Clip-SGD (Nobile and Grohs, 2026, arXiv 2605.02701). A microbatch
     that is rejected is left out with its weight.
@@ -84,7 +85,8 @@ def value_and_grad(
         `optaxclip.skip_nonfinite` skips the step.
       measure: whether norms are measured; if not, `clip` and `reject` must be None, and `norm` and
         `noise` are NaN. Because `jax_debug_nans` checks all that a compiled function returns, it
-        stops at a `jit` that returns these.
+        stops at a `jit` that returns these. Without `weight` gradients are then added as they are,
+        so their sum must be finite too, not only their mean.
       dtype: of sums and gradients, float32 or wider; those of float64 and complex leaves are
         float64 and complex.
       axis_name: inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of

@@ -202,3 +202,16 @@ def test_noise_sums_are_right_wherever_they_are_numbers(norm):
     with np.errstate(over="ignore"):
         expected = np.float32(np.float64([signal, variance]) * norm**2)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("number", [3, 4])
+@pytest.mark.parametrize("weight", [None, lambda x: jnp.sum(x != 0)])
+@pytest.mark.parametrize("w", [np.float32(0), np.complex64(0)])
+def test_a_mean_is_finite_where_the_sum_is_not(number, weight, w):
+    def loss(w, x):
+        return jnp.mean(x * w.real)
+
+    by_parts = accumulate.value_and_grad(loss, microbatch_size=1, weight=weight)
+    _, grads, found = jax.jit(by_parts)(w, jnp.full(number, 3e38))
+    np.testing.assert_allclose(grads, w.dtype.type(3e38), rtol=1e-6)
+    assert not np.any(found.rejected)
