@@ -128,6 +128,17 @@ def averaged(old: Array, new: Array, share: Array) -> Array:
     return jnp.where(share == 1, new, old + share * (new - old))
 
 
+def multiplied(x: Array, log_factor: Array) -> Array:
+    """`x * exp(log_factor)`, within the normal numbers of the dtype of `x >= 0`.
+
+    Only 0 and infinity stay as they are, and no other number becomes one of them, from which no
+    factor would lead back.
+    """
+    info = jnp.finfo(jnp.result_type(x))
+    product = jnp.clip(x * jnp.exp(log_factor), float(info.tiny), float(info.max))
+    return jnp.where((x > 0) & (x <= float(info.max)), product, x)
+
+
 def power_of_two_below(x: Array) -> Array:
     """The largest power of two at most `x > 0` whose reciprocal is a normal number.
 
