@@ -82,7 +82,10 @@ def over_microbatches(
         return (totals, judgement.state), (row, found.aux)
 
     start = (like_params([jnp.zeros_like(x) for x in measured]), state)
-    (totals, state), (row, aux) = lax.scan(body, start, jnp.arange(cut.number))
+    # Seeds that `vmap` splits over an explicit mesh begin with the same state.
+    start = devices.typed_like(start, (measured, roles.batch))
+    with devices.on_own_mesh((measured, roles.batch)):
+        (totals, state), (row, aux) = lax.scan(body, start, jnp.arange(cut.number))
     unit = cut.size if axes else row.weight[0]
     if axes:
         totals = [devices.sum_over_devices(x, axes) for x in totals]
