@@ -155,6 +155,17 @@ def resharded(x: Array, like: Any) -> Array:
     return jax.sharding.reshard(x, wanted)
 
 
+def gathered(x: Any) -> Any:
+    """`x`, in full on each device of the explicit mesh over which its type says that it is split.
+
+    JAX 0.10.2 neither sorts an array along an axis that is split, nor writes a row into it.
+    """
+    sharding = explicit_sharding(x)
+    if sharding is None:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding[0], PartitionSpec()))
+
+
 def is_on_explicit_mesh(arrays: PyTree) -> bool:
     """Whether the type of one of these arrays names a mesh with an explicit axis."""
     return _mesh_with(AxisType.Explicit, types_of(arrays)) is not None

@@ -63,6 +63,21 @@ def select(flag: Array, x: Array | float, y: Array | float) -> Array:
     return lax.select(flag, full(x), full(y))
 
 
+def known_where(known: Array, x: Array) -> Array:
+    """`x`, or NaN where `known` is False.
+
+    In eager mode `jax_debug_nans` does not stop here, because a number that is unknown is no error.
+    """
+    with jax.debug_nans(False):
+        return select(known, x, jnp.nan)
+
+
+def unknown(like: Array) -> Array:
+    """NaN in the shape and dtype of `like`; `jax_debug_nans` does not stop in eager mode."""
+    with jax.debug_nans(False):
+        return lax.full_like(like, jnp.nan)
+
+
 def multiply(x: Array, y: Array | float) -> Array:
     """`x * y`, which is one operation where `y` is a scalar.
 
@@ -111,6 +126,17 @@ def averaged(old: Array, new: Array, share: Array) -> Array:
     `old`.
     """
     return jnp.where(share == 1, new, old + share * (new - old))
+
+
+def multiplied(x: Array, log_factor: Array) -> Array:
+    """`x * exp(log_factor)`, within the normal numbers of the dtype of `x >= 0`.
+
+    Only 0 and infinity stay as they are, and no other number becomes one of them, from which no
+    factor would lead back.
+    """
+    info = jnp.finfo(jnp.result_type(x))
+    product = jnp.clip(x * jnp.exp(log_factor), float(info.tiny), float(info.max))
+    return jnp.where((x > 0) & (x <= float(info.max)), product, x)
 
 
 def power_of_two_below(x: Array) -> Array:

@@ -243,19 +243,19 @@ def _limits(
 def limits_of(
     rule: Threshold, state: PyTree, norms: NormTree, param_norms: NormTree | None, name: str
 ) -> tuple[Limits, PyTree]:
-    """What a rule says of norms, and its state after them, in the dtypes of the state before.
+    """What a rule says of norms, and its state after them, with the types of the state before.
 
-    A trainer may have cast the state to a narrower dtype.
+    A trainer may have cast the state to a narrower dtype, or split it over an explicit mesh.
     """
     check_rule_state(rule, state, norms, name)
-    limits, new = rule.update(norms, state, param_norms)
+    limits, new = rule.update(norms, jax.tree.map(devices.gathered, state), param_norms)
     return limits, jax.tree.map(_as_before, new, state) if jax.tree.leaves(state) else new
 
 
 def _as_before(new: Array, old: Any) -> Array:
     dtype = jnp.result_type(old)
     is_cast = new.dtype != dtype and jnp.issubdtype(dtype, jnp.floating)
-    return narrowed(new, dtype) if is_cast else new
+    return devices.resharded(narrowed(new, dtype) if is_cast else new, old)
 
 
 def _report(bad: Rows, groups: Groups, method: Method) -> None:

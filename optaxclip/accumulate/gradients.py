@@ -10,6 +10,7 @@ import optax
 
 import optaxclip._base.devices as devices
 from optaxclip._base.arguments import check_state, checked_int
+from optaxclip._base.numerics import known_where, unknown
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import AxisName, PyTree, Threshold
 from optaxclip._batches.cutting import Cut, number_of_examples
@@ -19,6 +20,7 @@ from optaxclip.accumulate.loop import over_microbatches
 from optaxclip.accumulate.losses import Loss
 from optaxclip.accumulate.means import Accumulated
 from optaxclip.accumulate.places import Places
+from optaxclip.monitor.noise import NoiseSums
 from optaxclip.thresholds.fixed import ScalarOrSchedule
 
 
@@ -42,7 +44,8 @@ def value_and_grad(
     The batch is cut along its leading axis: of `k` microbatches the `i`-th has the examples `i`,
     `i + k`, ... The result is the weighted mean over the microbatches that were not rejected. If
     none is rejected or clipped, it is the gradient of the whole batch. Sums are in float32 or
-    wider. The memory is that of the sum and of one gradient, whatever `k` is.
+    wider, and finite if all gradients times their weights are. The memory is that of the sum and of
+    one gradient, whatever `k` is.
 
     To clip each microbatch is PS-Clip-SGD (Nobile and Grohs, 2026, arXiv 2605.02701). A microbatch
     that is rejected is left out with its weight.
@@ -81,7 +84,9 @@ def value_and_grad(
         it. None: none. If all are rejected, loss and gradients are NaN, so that
         `optaxclip.skip_nonfinite` skips the step.
       measure: whether norms are measured; if not, `clip` and `reject` must be None, and `norm` and
-        `noise` are NaN.
+        `noise` are NaN. Because `jax_debug_nans` checks all that a compiled function returns, it
+        stops at a `jit` that returns these. Without `weight` gradients are then added as they are,
+        so their sum must be finite too, not only their mean.
       dtype: of sums and gradients, float32 or wider; those of float64 and complex leaves are
         float64 and complex.
       axis_name: inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of
@@ -165,12 +170,16 @@ class ValueAndGrad:
         loss = self._loss.widened(params)
         means = over_microbatches(loss, self._judge, roles, params, cut, state)
         row, grads = means.row, params.without_gradients().replaced(means.leaves)
-        norm = jnp.full_like(row.total_weight, jnp.nan)
         if self._judge.measures:
-            norm = self._judge.norm(grads)
+            norm, noise = row.norm, row.noise(self._judge.norm(grads))
+        else:
+            # Nothing is rejected, so no norm is known. For a loop without this output XLA (JAX
+            # 0.10.2) needs more memory on a GPU.
+            norm = known_where(row.rejected, row.norm)
+            noise = NoiseSums(*[unknown(row.total_weight)] * 2)
         value = row.mean(row.loss)
         of_each = Accumulated(
-            row.norm, row.weight, row.rejected, row.loss, means.aux, means.state, row.noise(norm)
+            norm, row.weight, row.rejected, row.loss, means.aux, means.state, noise
         )
         return (value, means.aux) if self._loss.has_aux else value, grads.tree(), of_each
 

@@ -11,7 +11,7 @@ import optaxclip.scopes as scopes
 from optaxclip._base.arguments import checked_bool
 from optaxclip._base.counters import own_arrays
 from optaxclip._base.trees import FlatTree, flatten
-from optaxclip._base.types import PyTree, Threshold
+from optaxclip._base.types import ClipInfo, PyTree, Threshold
 from optaxclip._engine.clip import norms_by, stage
 from optaxclip._engine.options import Options
 from optaxclip.accumulate.places import Places
@@ -40,8 +40,8 @@ class Judgement(NamedTuple):
 
     Attributes:
       leaves: its gradient, clipped.
-      norm: the gradient's norm before the clip.
-      norm_after: the gradient's norm after the clip.
+      norm: the gradient's norm before the clip; 0 if norms are not measured.
+      norm_after: the gradient's norm after the clip; 0 if norms are not measured.
       is_out: whether it is rejected.
       state: the state after it. If the microbatch is rejected, only the clip's part stays as it
         was; if it has no weight, all of it does.
@@ -116,8 +116,8 @@ class Judge:
         """
         leaves = grads.measured_leaves()
         if not self.measures:
-            unknown = jnp.asarray(jnp.nan, weight.dtype)
-            return Judgement(leaves, unknown, unknown, jnp.zeros((), bool), state)
+            unmeasured = jnp.zeros((), weight.dtype)
+            return Judgement(leaves, unmeasured, unmeasured, jnp.zeros((), bool), state)
         norm = self.norm(grads)
         is_out, new = jnp.zeros((), bool), state
         if self.rejects:
@@ -142,9 +142,8 @@ class Judge:
         known = {_NORM: norm}
         clipped, state = self._transformation().update(grads.tree(), state, params, **known)
         after = _same_leaves(grads, clipped)
-        # A limit of the global norm multiplies all entries by one factor, and so the norm too.
         of_limit = isinstance(self.clip, Threshold)
-        norm_after = norm * state.info.factor if of_limit else self.norm(after)
+        norm_after = _norm_after(norm, state.info) if of_limit else self.norm(after)
         return after.measured_leaves(), norm_after, state
 
     def _transformation(self) -> optax.GradientTransformationExtraArgs:
@@ -194,6 +193,17 @@ def _as_rule(reject: Any) -> Threshold | None:
             f"reject must be one rule, for the norm of the whole gradient, got {reject!r:.80}"
         )
     return rule.as_pytree()
+
+
+def _norm_after(norm: Array, info: ClipInfo) -> Array:
+    """The norm after a clip with a limit of the global norm, from the clip's record.
+
+    The clip multiplies all entries by one factor, and so the norm too. Where that factor is too
+    small for the record's dtype, the clip has brought the norm to its limit.
+    """
+    tiny = float(jnp.finfo(info.factor.dtype).tiny)
+    limit, factor = info.limit.astype(norm.dtype), info.factor.astype(norm.dtype)
+    return jnp.where(limit < tiny * norm, limit, norm * factor)
 
 
 def _same_leaves(grads: FlatTree, clipped: PyTree) -> FlatTree:

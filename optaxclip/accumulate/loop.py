@@ -12,6 +12,7 @@ from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import Cut
 from optaxclip._batches.roles import Roles
+from optaxclip._engine.entries import times
 from optaxclip.accumulate.judging import AccumulateState, Judge
 from optaxclip.accumulate.losses import Loss
 from optaxclip.accumulate.means import Row
@@ -51,6 +52,10 @@ def over_microbatches(
     measured = [loss.places.vary(x, axes) for x in params.measured_leaves()]
     param_norm = judge.param_norm(roles.params)
     found_by = loss.of_this_device if axes else loss.over_devices
+    # Where all microbatches count alike and none is left out, the gradient is added as it is: XLA
+    # can then put off the sum over devices until after the loop.
+    is_plain = loss.weight is None and not judge.measures and not axes
+    part = 1.0 if is_plain else _part(cut.number * devices.num_devices(axes))
 
     def like_params(leaves: list[Array]) -> list[Array]:
         """Leaves in the dtypes of the sums, split over devices as the parameters are."""
@@ -59,12 +64,11 @@ def over_microbatches(
 
     def weighted(x: Array, row: Row) -> Array:
         """What one microbatch adds to a sum."""
-        # Where all microbatches count alike and none is left out, the gradient is added as it is:
-        # XLA can then put off the sum over devices until after the loop.
         if loss.weight is not None:
-            x = row.weight.astype(x.dtype) * x
+            x = (part * row.weight).astype(x.dtype) * x
         is_one_of_some = loss.weight is not None or judge.rejects
-        return jnp.where(row.counts, x, jnp.zeros_like(x)) if is_one_of_some else x
+        x = jnp.where(row.counts, x, jnp.zeros_like(x)) if is_one_of_some else x
+        return x if loss.weight is not None else times(x, part)
 
     def body(carry: Any, i: Array) -> tuple[Any, tuple[Row, PyTree]]:
         totals, state = carry
@@ -78,13 +82,22 @@ def over_microbatches(
         return (totals, judgement.state), (row, found.aux)
 
     start = (like_params([jnp.zeros_like(x) for x in measured]), state)
-    (totals, state), (row, aux) = lax.scan(body, start, jnp.arange(cut.number))
+    # Seeds that `vmap` splits over an explicit mesh begin with the same state.
+    start = devices.typed_like(start, (measured, roles.batch))
+    with devices.on_own_mesh((measured, roles.batch)):
+        (totals, state), (row, aux) = lax.scan(body, start, jnp.arange(cut.number))
     unit = cut.size if axes else row.weight[0]
     if axes:
         totals = [devices.sum_over_devices(x, axes) for x in totals]
         row = _over_devices(row, loss.places.axes_of(row.loss))
     divisor = row.total_weight if loss.weight is not None else row.total_weight / unit
+    divisor = part * divisor
     return Means([x / divisor.astype(x.dtype) for x in totals], state, row, aux)
+
+
+def _part(number: int) -> float:
+    """The largest power of two with which a sum of `number` gradients is at most the largest."""
+    return 0.5 ** (number - 1).bit_length()
 
 
 def _over_devices(row: Row, axes: Axes) -> Row:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from optaxclip._base.numerics import known_where, power_of_two_below
 from optaxclip._base.types import PyTree
 from optaxclip.accumulate.judging import AccumulateState, Judgement
 from optaxclip.accumulate.losses import Found
@@ -25,7 +26,8 @@ class Accumulated(NamedTuple):
       state: an `AccumulateState`, to be passed on to the next step. In it is the clip's own state,
         with the record of the last microbatch that was not rejected.
       noise: for `optaxclip.monitor.noise_scale`, in units of the weights; NaN with less than two
-        microbatches that count, and with `measure=False`.
+        microbatches that count, and with `measure=False`. Because `jax_debug_nans` checks all that
+        a compiled function returns, it stops at a `jit` that returns such a NaN.
     """
 
     norm: Array
@@ -69,11 +71,18 @@ class Row(NamedTuple):
 
     def noise(self, norm_of_mean: Array) -> NoiseSums:
         """The noise sums, from the norm of the mean gradient."""
-        square, square_of_mean = self.mean(jnp.square(self.norm_after)), jnp.square(norm_of_mean)
+        norms = jnp.where(self.counts, self.norm_after, 0)
+        # The norm of the mean is at most the largest norm. Both are divided by a power of two near
+        # that, so that no square and no sum of squares leaves the range.
+        unit = power_of_two_below(jnp.max(norms))
+        square = self.mean(jnp.square(norms / unit))
+        square_of_mean = jnp.square(norm_of_mean / unit)
         # The weighted mean of the squared norms estimates `signal + variance / small` without bias,
         # also if weights differ.
         large = self.total_weight
         small = large / jnp.sum(self.counts, dtype=large.dtype)
-        spread = jnp.where(large > small, large - small, jnp.nan)
+        is_known = large > small
+        spread = jnp.where(is_known, large - small, 1)
         signal = (large * square_of_mean - small * square) / spread
-        return NoiseSums(signal, (square - square_of_mean) * (small * (large / spread)))
+        variance = (square - square_of_mean) * (small * (large / spread))
+        return NoiseSums(*(known_where(is_known, x * unit * unit) for x in (signal, variance)))

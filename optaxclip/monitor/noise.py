@@ -17,6 +17,9 @@ from optaxclip.thresholds.base import as_float, within
 class NoiseSums(NamedTuple):
     """Estimates from the gradients of the parts of one batch, each by itself without bias.
 
+    They are squares of norms, so in float32 they are infinite for norms of the gradients from about
+    1e19 on, and 0 below about 1e-19; in float64 they are numbers for all norms of float32.
+
     Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, 2018, arXiv 1812.06162, appendix A.
 
     Attributes:
@@ -124,6 +127,8 @@ def noise_scale(
         share = jnp.expm1(jnp.log(as_float(decay))) / jnp.expm1(number * jnp.log(as_float(decay)))
 
         def averaged(old: Array, new: Array) -> Array:
+            # What is not finite is replaced first, because `jax_debug_nans` stops at any sum of it.
+            new = jnp.where(is_finite, new, old)
             return old + jnp.where(is_finite, share * (new - old), 0)
 
         signal, variance = map(averaged, (state.signal, state.variance), noise)

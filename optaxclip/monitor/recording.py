@@ -214,5 +214,6 @@ def _written(steps: Array, ring: Array, found: dict[str, Array]) -> dict[str, An
     last = {key: narrowed(found[key], ring.dtype) for key in sorted(found)}
     row = devices.stack(list(last.values())) if len(last) > 1 else next(iter(last.values()))
     rows = len(ring)
-    ring = ring.at[steps % rows].set(row)
+    written = devices.gathered(ring).at[steps % rows].set(row)
+    ring = devices.resharded(written, ring)
     return {"steps": increased(steps, period=rows), "last": last, "ring": ring}

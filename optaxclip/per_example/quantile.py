@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
+from optaxclip._base.numerics import multiplied
 from optaxclip.thresholds.base import as_float, at_least, within
 
 
@@ -61,7 +62,7 @@ class QuantileLimit(NamedTuple):
             raise ValueError(f"key must be given for a count_noise of {self.count_noise!r}")
         share = jnp.clip(count / jnp.maximum(as_float(num_examples), 1), 0, 1)
         step = -as_float(self.learning_rate) * (share - as_float(self.target))
-        moved = limit * jnp.exp(step) if self.geometric else limit + step
+        moved = multiplied(limit, step) if self.geometric else limit + step
         return jnp.clip(moved, *self._range())
 
     def _range(self) -> tuple[Array, Array]:
@@ -95,7 +96,8 @@ def quantile_limit(
         the examples in a batch.
       geometric: whether each batch multiplies the limit by that factor; otherwise the factor's
         exponent is added to the limit.
-      min_limit: the smallest limit. With `geometric`, a limit of 0 stays 0.
+      min_limit: the smallest limit. With `geometric`, an `init_limit` of 0 stays 0, and any other
+        limit stays above 0 and finite, within the normal numbers of float32.
       max_limit: the largest limit.
 
     Returns:

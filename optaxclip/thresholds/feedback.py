@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.numerics import averaged, safe_divide
+from optaxclip._base.numerics import averaged, multiplied, safe_divide
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, multiple, within
 from optaxclip.thresholds.fixed import checked_limit
@@ -148,7 +148,8 @@ def quantile(
       learning_rate: how fast the limit moves.
       init_limit: the limit at the first step.
       geometric: whether each step multiplies the limit by that factor; otherwise the factor's
-        exponent is added to the limit, which never falls below 0.
+        exponent is added to the limit, which never falls below 0. A limit that is multiplied stays
+        within the normal numbers of float32, unless it begins as 0 or infinity.
       floor: smaller norms are not recorded, and no limit is smaller.
       max_norm: a cap on every limit.
 
@@ -268,7 +269,7 @@ class _Quantile:
         del count
         excess = (norm <= state).astype(jnp.float32) - as_float(settings.target)
         step = -as_float(settings.learning_rate) * excess
-        return state * jnp.exp(step) if self.geometric else jnp.maximum(state + step, 0)
+        return multiplied(state, step) if self.geometric else jnp.maximum(state + step, 0)
 
     def limits(self, settings: Any, state: Array, norm: Array, count: Array) -> Limits:
         del settings, norm, count

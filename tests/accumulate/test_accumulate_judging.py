@@ -207,3 +207,13 @@ def test_without_measuring_the_sum_is_the_same():
     assert np.all(np.isnan(found.norm))
     assert np.all(np.isnan(found.noise))
     np.testing.assert_array_equal(found.loss, expected[2].loss)
+
+
+def test_the_noise_of_what_a_limit_leaves_where_the_factor_is_no_number():
+    """A norm of 1e25 is brought to 1e-15: in float32 the factor 1e-40 is 0 on a CPU."""
+    judged = accumulate.value_and_grad(loss_fn, microbatch_size=1, clip=1e-15)
+    rows = batch_of(np.full(8, 1.0, np.float32))
+    run = jax.jit(judged)
+    found, expected = (run(PARAMS, rows * size)[2].noise for size in (1e25, np.float32(1.0)))
+    np.testing.assert_allclose(found.variance, expected.variance, rtol=1e-5)
+    assert found.variance > 0

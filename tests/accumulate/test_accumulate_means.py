@@ -185,3 +185,33 @@ def test_memory_is_of_few_gradients_whatever_their_number(options):
     print(few / gradients, many / gradients)
     assert many <= 4 * gradients
     assert many - few < 0.05 * gradients
+
+
+@pytest.mark.parametrize("norm", [6e-20, 1e17, 1e20])
+def test_noise_sums_are_right_wherever_they_are_numbers(norm):
+    """Squares of norms, or their products with weights, leave the range before the sums do."""
+
+    def loss(w, x):
+        return jnp.mean(x) * w
+
+    tokens = 2.0**13
+    by_parts = accumulate.value_and_grad(loss, microbatch_size=1, weight=lambda x: tokens)
+    run, x = jax.jit(by_parts), np.array([1.0, 2.0, 4.0])
+    signal, variance = run(jnp.float32(0), jnp.float32(x))[2].noise
+    found = run(jnp.float32(0), jnp.float32(x * norm))[2].noise
+    with np.errstate(over="ignore"):
+        expected = np.float32(np.float64([signal, variance]) * norm**2)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("number", [3, 4])
+@pytest.mark.parametrize("weight", [None, lambda x: jnp.sum(x != 0)])
+@pytest.mark.parametrize("w", [np.float32(0), np.complex64(0)])
+def test_a_mean_is_finite_where_the_sum_is_not(number, weight, w):
+    def loss(w, x):
+        return jnp.mean(x * w.real)
+
+    by_parts = accumulate.value_and_grad(loss, microbatch_size=1, weight=weight)
+    _, grads, found = jax.jit(by_parts)(w, jnp.full(number, 3e38))
+    np.testing.assert_allclose(grads, w.dtype.type(3e38), rtol=1e-6)
+    assert not np.any(found.rejected)

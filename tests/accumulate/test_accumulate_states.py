@@ -7,9 +7,10 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 import optaxclip
-from optaxclip import accumulate, thresholds
+from optaxclip import accumulate, monitor, thresholds
 
 WIDTH = 4
 
@@ -138,3 +139,27 @@ def test_an_exported_function_does_the_same():
 def test_eager_and_compiled():
     args = (jnp.ones(WIDTH), steps()[3])
     assert_equal(jax.jit(BY_PARTS)(*args), BY_PARTS(*args))
+
+
+UNKNOWN = {
+    "all in one": {"microbatch_size": 8},
+    "all but one rejected": {"microbatch_size": 4, "reject": 100.0},
+    "not measured": {"microbatch_size": 2, "reject": None, "measure": False},
+}
+
+
+@pytest.mark.parametrize("options", [*UNKNOWN.values(), {"microbatch_size": 2, "clip": 1.0}])
+def test_debug_nans_does_not_stop_at_what_is_unknown(options):
+    by_parts, tx = accumulate.value_and_grad(loss_fn, **options), monitor.noise_scale()
+    args = jnp.ones(WIDTH), steps()[1]
+    expected = jax.jit(by_parts)(*args)
+    with jax.debug_nans(True):
+        _, grads, found = by_parts(*args)
+        state = tx.update(grads, tx.init(grads), noise=found.noise)[1]
+        # A compiled step may use what is unknown, but not return it.
+        jax.jit(lambda *args: tx.update(None, tx.init(None), noise=by_parts(*args)[2].noise))(*args)
+    assert_equal(found, expected[2])
+    is_unknown = options in UNKNOWN.values()
+    assert np.isnan(found.noise.signal) == np.isnan(found.noise.variance) == is_unknown
+    assert np.all(np.isnan(found.norm)) == ("measure" in options)
+    assert int(state.steps) == (not is_unknown)

@@ -1,5 +1,6 @@
 """Microbatches of a batch that is split over devices: as on one, and nothing is gathered."""
 
+import contextlib
 import functools
 import re
 
@@ -203,6 +204,19 @@ def test_under_vmap_with_the_name_of_its_axis():
     by_parts = made(size=EXAMPLES // NUMBER // DEVICES, axis_name="v")
     run = jax.vmap(by_parts, (None, 0, 0), out_axes=None, axis_name="v")
     assert_as_on_one_device(jax.jit(run)(params, *parts), "default")
+
+
+@pytest.mark.parametrize("judge", slow_unless(lambda judge: judge == "rule", JUDGES))
+@pytest.mark.parametrize("is_mesh_set", [False, True])
+def test_seeds_that_are_split_over_an_explicit_mesh(judge, is_mesh_set):
+    args = task(judge)
+    seeds = [jax.tree.map(lambda x: np.stack([x] * DEVICES), tree) for tree in args]
+    mesh = mesh_of(AxisType.Explicit)
+    seeds = jax.device_put(seeds, NamedSharding(mesh, P("d")))
+    with jax.set_mesh(mesh) if is_mesh_set else contextlib.nullcontext():
+        found = jax.device_get(jax.jit(jax.vmap(made(**JUDGES[judge])))(*seeds))
+    for seed in range(0, DEVICES, DEVICES - 1):
+        assert_as_on_one_device(jax.tree.map(lambda x, seed=seed: x[seed], found), judge)
 
 
 def test_a_batch_of_a_device_that_the_size_does_not_divide():

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
+from optaxclip import monitor, scopes, thresholds
 
 KINDS = (AxisType.Explicit, AxisType.Auto)
 CLIPS = {
@@ -66,3 +67,35 @@ def test_gradients_and_states_may_be_split_differently(name, specs):
         params, grads = (jax.device_put(whole, NamedSharding(mesh, spec)) for spec in specs)
         found = jax.jit(two_steps)(grads, tx.init(params))["w"]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+HISTORIES = {
+    "record": lambda: monitor.record(8),
+    "record, leaves": lambda: monitor.record(8, scope=scopes.leaf(), stats=("norm", "max")),
+    "skip_above": lambda: optaxclip.skip_above(optax.trace(0.9), thresholds.window(1.0, 8)),
+    "median": lambda: optaxclip.clip_by_median_norm(window=8),
+    "percentile": lambda: optaxclip.clip_by(scopes.leaf(), thresholds.percentile(50.0, 8)),
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_a_history_may_be_split_over_a_mesh(name):
+    mesh, tx, grads = jax.make_mesh((8,), ("x",)), HISTORIES[name](), gradients(16, 4)
+    sizes = np.arange(1, 20, dtype=np.float32) % 7
+
+    def placed(x):
+        return jax.device_put(x, NamedSharding(mesh, P("x") if x.shape[:1] == (8,) else P()))
+
+    def steps(grads, state):
+        def step(state, size):
+            return tx.update({"w": size * grads["w"]}, state)[::-1]
+
+        return jax.lax.scan(step, state, sizes)
+
+    state, whole = tx.init(grads), jax.device_put(grads, NamedSharding(mesh, P()))
+    expected = jax.jit(steps)(grads, state)
+    found = jax.jit(steps)(whole, jax.tree.map(placed, state))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, expected)
+    splits = jax.tree.map(lambda x: "x" in x.sharding.spec, found[0])
+    assert splits == jax.tree.map(lambda x: x.shape[:1] == (8,), state)
+    assert any(jax.tree.leaves(splits))

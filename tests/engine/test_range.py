@@ -100,3 +100,18 @@ def test_the_smallest_entries_beside_large_ones_are_enlarged_too():
     options = {"scope": scopes.tree(), "response": "normalize"}
     found, _ = optaxclip.clip_tree(grads, 400.0, **options)
     np.testing.assert_allclose(found, 100 * grads, rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64])
+@pytest.mark.parametrize("norm", ["l1", "l2", "linf"])
+def test_subnormal_numbers_on_a_cpu_are_as_the_docs_say(x64, dtype, norm):
+    """XLA on CPU computes with those of the dtype that it computes in as with 0."""
+    x = jnp.full(4, float(jnp.finfo(dtype).tiny) / 64, dtype)
+    found, info = jax.jit(lambda x: optaxclip.clip_tree(x, 1e-37, scope=scopes.tree(), norm=norm))(
+        x
+    )
+    if dtype == jnp.float16:
+        np.testing.assert_allclose(info.norm, float(x[0]) * {"l1": 4, "l2": 2, "linf": 1}[norm])
+    else:
+        assert info.norm == 0
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(x))

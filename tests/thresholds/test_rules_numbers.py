@@ -240,6 +240,34 @@ def test_a_quantile_that_is_added_to_falls_to_zero_at_most():
     np.testing.assert_array_equal(limits_of(NORMS, make)[0], [1, 0, 2, 0, 2])
 
 
+@pytest.mark.parametrize("rise", [False, True])
+def test_a_quantile_comes_back_from_the_ends_of_the_range(rise):
+    """Each step multiplies by about e; 200 of them one way, then 200 the other way."""
+
+    def of_norms(limit, is_above):
+        rule = thresholds.quantile(0.5, 2.0, floor=0.0, init_limit=1.0)
+        state = rule.update(jnp.where(is_above, 3e38, 0.0), limit, None)[1]
+        return state, state.statistic
+
+    def of_examples(limit, is_above):
+        rule = per_example.quantile_limit(0.5, 2.0)
+        limit = rule.update(limit, jnp.where(is_above, 0, 8), 8)
+        return limit, limit
+
+    @jax.jit
+    def run(start):
+        is_above = (jnp.arange(400) < 200) == rise
+        starts = thresholds.quantile(0.5, 2.0, init_limit=start).init(jnp.zeros(())), start
+        pairs = zip((of_norms, of_examples), starts, strict=True)
+        return [jax.lax.scan(step, start, is_above)[1] for step, start in pairs]
+
+    for limits in run(jnp.float32(1)):
+        assert np.all((limits > 0) & np.isfinite(limits))
+        assert limits[-1] > 1e30 if not rise else limits[-1] < 1e-30
+    for end in (0, np.inf):
+        assert all(np.all(limits == end) for limits in run(jnp.float32(end)))
+
+
 def test_adagc_of_no_groups():
     rule, none = thresholds.adagc(), jnp.zeros(0)
     limits, state = jax.eval_shape(rule.update, none, rule.init(none), None)
