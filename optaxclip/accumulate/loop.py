@@ -64,11 +64,12 @@ def over_microbatches(
 
     def weighted(x: Array, row: Row) -> Array:
         """What one microbatch adds to a sum."""
+        share = part
         if loss.weight is not None:
-            x = (part * row.weight).astype(x.dtype) * x
+            share = (part * row.weight).astype(jnp.finfo(x.dtype).dtype)
         is_one_of_some = loss.weight is not None or judge.rejects
-        x = jnp.where(row.counts, x, jnp.zeros_like(x)) if is_one_of_some else x
-        return x if loss.weight is not None else times(x, part)
+        x = times(x, share)
+        return jnp.where(row.counts, x, jnp.zeros_like(x)) if is_one_of_some else x
 
     def body(carry: Any, i: Array) -> tuple[Any, tuple[Row, PyTree]]:
         totals, state = carry
