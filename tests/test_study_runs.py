@@ -124,7 +124,7 @@ def test_a_lost_run_counts_as_untrained():
     assert plan.final(held_out).tolist() == [1.0, 3.0, 3.0]
 
 
-@pytest.mark.parametrize("noise", [None, 0.5])
+@pytest.mark.parametrize("noise", [pytest.param(None, marks=pytest.mark.slow), 0.5])
 def test_a_cell_is_what_a_loop_gives(noise):
     task, of = a_line(noise), Cell("line", "sgd", "constant (best)")
     method = methods.methods_for(noise is not None, "sgd")[of.method]

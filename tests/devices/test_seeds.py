@@ -108,13 +108,19 @@ def test_every_method(name, is_mesh_set):
     assert_as_on_one_device([name], "jit of vmap", is_mesh_set)
 
 
+# A mesh that is set is a further case of the same.
+with_a_mesh_or_not = pytest.mark.parametrize(
+    "is_mesh_set", slow_unless(lambda is_mesh_set: not is_mesh_set, [False, True])
+)
+
+
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("is_mesh_set", [False, True])
+@with_a_mesh_or_not
 def test_all_that_is_no_method(name, is_mesh_set):
     assert_as_on_one_device([name], "jit of vmap", is_mesh_set)
 
 
-@pytest.mark.parametrize("is_mesh_set", [False, True])
+@with_a_mesh_or_not
 def test_leaves_that_are_the_same_for_all_seeds(is_mesh_set):
     mesh, same = jax.make_mesh((SEEDS,), ("seeds",)), random_tree(1)
 
@@ -129,7 +135,7 @@ def test_leaves_that_are_the_same_for_all_seeds(is_mesh_set):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 2e-6), found, expected)
 
 
-@pytest.mark.parametrize("is_mesh_set", [False, True])
+@with_a_mesh_or_not
 def test_seeds_whose_parameters_are_split_too(is_mesh_set):
     assert_as_on_one_device([*ONE_OF_EACH, "zclip"], "jit of vmap", is_mesh_set, fsdp=2)
 

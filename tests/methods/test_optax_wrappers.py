@@ -44,6 +44,7 @@ BEFORE = {
 # Seconds each, as they step outside of `jit`.
 LENGTHY = {"contrib/_galore_test.py", "experimental/_aggregating_test.py"}
 LENGTHY |= {"transforms/_accumulation_test.py", "transforms/_conditionality_test.py"}
+LENGTHY |= {"_src/combine_test.py", "_src/lookahead_test.py"}
 # Minutes each: 240 searches along a line, and 400,000 steps.
 LONG = {"_src/linesearch_test.py": "alias", "contrib/_sam_test.py": "alias"}
 # Where the others take Optax's clips from.
