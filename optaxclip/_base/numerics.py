@@ -48,6 +48,12 @@ def narrowed(x: Array, dtype: jnp.dtype) -> Array:
     return (jnp.where(jnp.isinf(x), x, held) if has_infinity else held).astype(dtype)
 
 
+def bounded(x: Array) -> Array:
+    """`x` without infinities, whose products with 0 are NaN: the largest numbers stand in."""
+    largest = x.dtype.type(jnp.finfo(x.dtype).max)
+    return lax.clamp(-largest, x, largest)
+
+
 def select(flag: Array, x: Array | float, y: Array | float) -> Array:
     """`jnp.where` for arrays of one shape, or an array and a number that takes the array's dtype.
 

@@ -17,6 +17,7 @@ from jax import Array, lax
 import optaxclip._base.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import (
+    bounded,
     broadcast_over,
     by_parts,
     match_weak_type,
@@ -34,7 +35,7 @@ from optaxclip.norms import Norm, l2
 
 
 def _product_above_zero(pair: Array) -> Array:
-    return jnp.maximum(pair.real * pair.imag, 0)
+    return jnp.maximum(bounded(pair.real) * bounded(pair.imag), 0)
 
 
 PRODUCT = Norm("root of the sum of positive products", _product_above_zero, l2.finish, degree=2)
