@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from optaxclip._base.numerics import averaged, safe_divide
+from optaxclip._base.numerics import averaged, reciprocal_of_power, safe_divide
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, multiple, within
 from optaxclip.thresholds.fixed import checked_limit
@@ -246,15 +246,17 @@ class _Adagc:
         return jnp.where(count == 0, norm, later)
 
     def limits(
-        self, settings: tuple[_AdaGCSettings, Array], state: Array, norm: Array, count: Array
+        self, settings: tuple[_AdaGCSettings, Array, Array], state: Array, norm: Array, count: Array
     ) -> Limits:
-        own, global_norm = settings
+        own, root, unit = settings
         # The norm is divided first, as `lambda_abs / global_norm` may be no normal number.
         largest = as_float(own.lambda_abs)
-        share = safe_divide(norm, global_norm, 1)
+        # Not divided by the unit, because XLA divides by the product of two divisors.
+        per_unit = reciprocal_of_power(unit)
+        share = safe_divide(norm * per_unit, root, 1)
         # Where `largest` is infinite, the product is not selected, and needs finite derivatives.
         product = jnp.where(jnp.isinf(largest), 1, largest) * share
-        shrunk = jnp.where(global_norm > largest, product, norm)
+        shrunk = jnp.where(root > largest * per_unit, product, norm)
         later = jnp.where(count == 0, jnp.inf, multiple(own.lambda_rel, state))
         limit = jnp.where(count < own.warmup_steps, shrunk, later)
         return Limits(limit, limit)
