@@ -13,7 +13,8 @@ engine multiplies the group by `new / norm`; where the two are equal, the group 
   `clip_with_eps()` | `norm * target / (norm + eps)` where that is less than the norm
 
 A response may also have a method `factor(norm, trigger, target)`. The engine then multiplies the
-group by what this method returns, not by `new / norm`.
+group by what this method returns, not by `new / norm`, except where the factor or its derivative is
+too small or too large to be a normal number.
 """
 
 import dataclasses
@@ -191,7 +192,8 @@ def clip_with_eps(eps: float = 1e-6) -> Response:
 
     A group at its limit, or a little below it, is shrunk too. Use it for runs that must match
     PyTorch's `clip_grad_norm_`: with PyTorch's `eps` of 1e-6, the factor is PyTorch's to the last
-    digit of float32.
+    digit of float32. Only a factor that is below 1e-36, alone or divided by the norm, may differ in
+    its last digit, because it is computed so that neither it nor its derivative becomes 0.
 
     Args:
       eps: the number that is added to the norm.
@@ -220,12 +222,15 @@ class _ClipWithEps:
     eps: float
 
     def __call__(self, norm: Array, trigger: Array, target: Array) -> Array:
-        return norm * self.factor(norm, trigger, target)
+        return jnp.minimum(_AutoS(self.eps)(norm, trigger, target), norm)
 
     def factor(self, norm: Array, trigger: Array, target: Array) -> Array:
         """The factors of the groups."""
         del trigger
         divisor = norm + jnp.asarray(self.eps).astype(norm.dtype)
+        # Far below the limit the factor is 1, whatever the quotient, which may overflow.
+        is_far_below = divisor < target / 2
+        target, divisor = (jnp.where(is_far_below, 1, x) for x in (target, divisor))
         return jnp.minimum(_quotient(target, divisor), 1)
 
 

@@ -48,6 +48,12 @@ def narrowed(x: Array, dtype: jnp.dtype) -> Array:
     return (jnp.where(jnp.isinf(x), x, held) if has_infinity else held).astype(dtype)
 
 
+def bounded(x: Array) -> Array:
+    """`x` without infinities, whose products with 0 are NaN: the largest numbers stand in."""
+    largest = x.dtype.type(jnp.finfo(x.dtype).max)
+    return lax.clamp(-largest, x, largest)
+
+
 def select(flag: Array, x: Array | float, y: Array | float) -> Array:
     """`jnp.where` for arrays of one shape, or an array and a number that takes the array's dtype.
 
@@ -104,8 +110,14 @@ def root_of_positive(x: Array) -> tuple[Array, Array]:
 
 def norm_of_all(norms: Array) -> Array:
     """The L2 norm of all groups, from the norms of each; their squares may leave the range."""
+    root, unit = norm_of_all_in_parts(norms)
+    return unit * root
+
+
+def norm_of_all_in_parts(norms: Array) -> tuple[Array, Array]:
+    """The same as two numbers, of which the second is a power of two: the product may overflow."""
     unit = power_of_two_below(jnp.max(norms, initial=0))
-    return unit * safe_sqrt(jnp.sum(jnp.square(norms / unit)))
+    return safe_sqrt(jnp.sum(jnp.square(norms / unit))), unit
 
 
 def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:

@@ -41,7 +41,11 @@ class Multiplier(NamedTuple):
 
 @runtime_checkable
 class ExactFactor(Protocol):
-    """A response that gives the factors themselves, in place of new norms."""
+    """A response that also gives the factors themselves.
+
+    They are used in place of the new norms, except where a factor or its derivative is no normal
+    number.
+    """
 
     def factor(self, norm: Array, trigger: Array, target: Array) -> Array:
         """The multipliers, of the shape of the norms."""
@@ -83,11 +87,6 @@ def multiplier(
     arguments = (old, of_judged(trigger), of_judged(target))
     replacement = 0.0 if nonfinite == "zero" else jnp.nan
     lowered = 1 - _ROUNDINGS * float(jnp.finfo(norm.dtype).eps) / 2 if strict else 1
-    if isinstance(response, ExactFactor):
-        factor = of_judged(response.factor(*arguments))
-        factor = jnp.where(factor == 1, factor, factor * lowered)
-        ratio = jnp.where(is_bad, replacement, factor)
-        return Multiplier(jnp.ones_like(ratio), ratio)
     new = jnp.asarray(response(*arguments)).astype(norm.dtype)
     # A zero group stays zero under any limit, but a NaN limit still shows.
     is_changed = is_judged & (new != old) & ((old != 0) | jnp.isnan(new))
@@ -98,10 +97,15 @@ def multiplier(
     factor = jnp.abs(ratio * per_size)
     # Its derivative is about as large as the factor over the norm.
     is_normal = _is_normal(factor) & _is_normal(factor * per_size)
+    unit = size
+    if isinstance(response, ExactFactor):
+        exact = of_judged(response.factor(*arguments))
+        exact = jnp.where(exact == 1, exact, exact * lowered)
+        ratio, unit = jnp.where(is_normal, exact, ratio), jnp.ones_like(size)
     # Divisions come last, because XLA stores their results, and repeats cheaper operations for each
     # leaf.
     dividends = (jnp.ones_like(ratio), jnp.where(is_bad, replacement, ratio))
-    divisors = (jnp.where(is_normal, 1, size), jnp.where(is_normal, size, 1))
+    divisors = (jnp.where(is_normal, 1, size), jnp.where(is_normal, unit, 1))
     quotients = {"cpu": cpu.quotients, "default": _quotients}
     return Multiplier(*lax.platform_dependent(dividends, divisors, **quotients))
 

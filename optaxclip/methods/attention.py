@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optaxclip.scopes as scopes
@@ -253,7 +253,9 @@ def _logits_of(weights: list[_Weight], max_logits: PyTree, name: str) -> dict[st
 def _largest(arrays: dict[str, list[Any]]) -> dict[str, Array]:
     def largest(some: list[Any]) -> Array:
         wide = [x.astype(accumulation_dtype(x.dtype)) for x in map(jnp.asarray, some)]
-        return jnp.maximum(functools.reduce(jnp.maximum, promoted(wide)), 0)
+        found = jnp.maximum(functools.reduce(jnp.maximum, promoted(wide)), 0)
+        # A logit that is not finite changes no weight, so it has the derivative 0.
+        return jnp.where(jnp.isfinite(found), found, lax.stop_gradient(found))
 
     return {name: largest(some) for name, some in arrays.items()}
 

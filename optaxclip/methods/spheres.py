@@ -17,6 +17,7 @@ from jax import Array, lax
 import optaxclip._base.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import (
+    bounded,
     broadcast_over,
     by_parts,
     match_weak_type,
@@ -34,7 +35,7 @@ from optaxclip.norms import Norm, l2
 
 
 def _product_above_zero(pair: Array) -> Array:
-    return jnp.maximum(pair.real * pair.imag, 0)
+    return jnp.maximum(bounded(pair.real) * bounded(pair.imag), 0)
 
 
 PRODUCT = Norm("root of the sum of positive products", _product_above_zero, l2.finish, degree=2)
@@ -94,9 +95,26 @@ def _norms(weights: list[Array], directions: list[Array], groups: Groups) -> "_N
     @norms.defjvp
     def _(primals: Any, tangents: Any) -> tuple[_Norms, _Norms]:
         # The root of a product has no derivative where a factor is 0; the product has one.
-        return norms(*primals), jax.jvp(by_pairs, primals, tangents)[1]
+        found = norms(*primals)
+        sizes = [lax.stop_gradient(power_of_two_below(x)) for x in found[:2]]
+        # Both are brought to norms near 1: else, with weights of 1e30 and directions of 1, the
+        # derivatives of sums of products would overflow on their way.
+        rows = zip(zip(primals, tangents, strict=True), sizes, strict=True)
+        columns = [[_divided(x, size, groups) for x in pair] for pair, size in rows]
+        scaled, scaled_tangents = zip(*columns, strict=True)
+        changes = jax.jvp(by_pairs, scaled, scaled_tangents)[1]
+        root = jnp.sqrt(sizes[0]) * jnp.sqrt(sizes[1])
+        by = (*sizes, root, root)
+        return found, _Norms(*(x * size for x, size in zip(changes, by, strict=True)))
 
     return norms(weights, directions)
+
+
+def _divided(leaves: list[Array], sizes: Array, groups: Groups) -> list[Array]:
+    """Leaves, in float32 or wider, divided by powers of two, one for each group."""
+    parts = groups.by_leaf([reciprocal_of_power(sizes)], leaves)
+    rows = zip(leaves, parts, groups.grouping.axes, strict=True)
+    return [times(x.astype(wide_dtype(x.dtype)), broadcast_over(by, axes)) for x, by, axes in rows]
 
 
 class _Norms(NamedTuple):

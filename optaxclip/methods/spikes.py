@@ -245,9 +245,12 @@ def _clamped_by(
 
 
 def _bound(moment: Array, threshold: Any, is_active: Array) -> Array:
-    of_threshold = lax.sqrt(jnp.asarray(threshold).astype(moment.dtype))
+    threshold = jnp.asarray(threshold).astype(moment.dtype)
+    is_limited = lax.ne(threshold, threshold.dtype.type(jnp.inf))
+    # The derivative of a product with infinity would be NaN.
+    of_threshold = lax.sqrt(select(is_limited, threshold, 1))
     is_positive, root = root_of_positive(moment)
-    is_bound = lax.bitwise_and(is_positive, is_active)
+    is_bound = lax.bitwise_and(is_positive, lax.bitwise_and(is_active, is_limited))
     return select(is_bound, multiply(root, of_threshold), jnp.inf)
 
 

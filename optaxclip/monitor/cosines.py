@@ -16,7 +16,7 @@ from jax import Array, lax
 
 import optaxclip._base.devices as devices
 import optaxclip._engine.powers as powers
-from optaxclip._base.numerics import norm_dtype, real_parts, safe_sqrt, select
+from optaxclip._base.numerics import bounded, norm_dtype, real_parts, safe_sqrt, select
 from optaxclip._base.trees import is_sparse
 from optaxclip._engine.entries import not_padding
 from optaxclip._engine.groups import Groups, Rows
@@ -111,8 +111,25 @@ def _of_sources(groups: Groups, sources: list[int], axes: tuple[tuple[int, ...],
 
 
 def _both(x: Array) -> Any:
-    """The two summands of a pair: the product, and the square of the other's entry."""
-    return x.real * x.imag, lax.square(x.imag)
+    """The two summands of a pair: the product, and the square of the other's entry.
+
+    A product that only a sum at another scale can use is 0, because the sum of infinite products of
+    both signs would be NaN.
+    """
+    product = lax.mul(*(bounded(part) for part in (x.real, x.imag)))
+    is_usable = lax.le(lax.abs(product), product.dtype.type(2 * _highest(product.dtype)))
+    return select(is_usable, product, 0), lax.square(x.imag)
+
+
+def _lowest(dtype: Any) -> float:
+    """Where a product of norms is smaller, products of entries may be too small at the scale 1."""
+    info = jnp.finfo(dtype)
+    return powers.VERY_MANY * float(info.tiny) / float(info.eps)
+
+
+def _highest(dtype: Any) -> float:
+    """The same for those that are too large, of which the largest scale makes the smallest."""
+    return _lowest(dtype) * powers.distance(dtype) ** 2
 
 
 def _total(total: Array, count: Array) -> Array:
@@ -171,11 +188,11 @@ def _norm(sums: powers.AtScales) -> Array:
 def _cosine(sums: powers.AtScales, norm: Array, other: Array) -> Array:
     """The cosine, from the sum at the scale at which no sum of these products leaves the range."""
     plain, down, up = sums
-    info, far = jnp.finfo(plain.dtype), powers.distance(plain.dtype)
+    far = powers.distance(plain.dtype)
     bound = safe_sqrt(norm.astype(plain.dtype)) * safe_sqrt(other.astype(plain.dtype))
     is_finite = jnp.isfinite(bound)
-    is_high = bound > float(info.max) ** 0.5 / 2
-    is_low = bound < (powers.VERY_MANY * float(info.tiny) / float(info.eps)) ** 0.5
+    is_high = bound > _highest(plain.dtype) ** 0.5
+    is_low = bound < _lowest(plain.dtype) ** 0.5
     total = select(is_high, down, select(is_low, up, plain))
     bound = bound * select(is_high, 1 / far, select(is_low, far, jnp.ones_like(plain)))
     is_usable = is_finite & (bound > 0)

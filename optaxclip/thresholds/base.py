@@ -31,7 +31,7 @@ from optaxclip._base.arguments import checked_choice
 from optaxclip._base.counters import increased
 from optaxclip._base.grouping import concatenated, split_up
 from optaxclip._base.names import Names
-from optaxclip._base.numerics import narrowed, norm_of_all, power_of_two_below, safe_sqrt
+from optaxclip._base.numerics import narrowed, norm_of_all_in_parts, power_of_two_below, safe_sqrt
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.fixed import checked_limit
 
@@ -150,8 +150,9 @@ def adaptive(
       record: what a norm above its limit adds to the statistic.
       inclusive: whether a norm counts in the statistic that judges it.
       reject: whether a norm above its limit is brought to 0 and not to its target.
-      by_norm_of_all: whether the statistic's `limits` gets `(settings, norm)` in place of
-        `settings`, where `norm` is the L2 norm of all groups that are finite.
+      by_norm_of_all: whether the statistic's `limits` gets `(settings, root, unit)` in place of
+        `settings`, where `root * unit`, which may overflow, is the L2 norm of all groups that are
+        finite, and `unit` a power of two.
       warmup_steps: how many norms must have been recorded before there is a limit.
       floor: smaller norms are not recorded, and no limit is smaller.
       patience: how many norms in a row may exceed their limit before the raw norm is recorded.
@@ -302,7 +303,9 @@ def _step(
     count, kept = state.recorded, state.statistic
     if static.inclusive:
         count, kept = recorded(norm, counts)
-    arguments = (settings, norm_of_all(norm)) if static.by_norm_of_all else settings
+    arguments = settings
+    if static.by_norm_of_all:
+        arguments = (settings, *norm_of_all_in_parts(norm))
     rule = statistic.limits(arguments, kept, norm, count)
     is_ready = count >= options.warmup_steps
     trigger, target = (

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from optaxclip._base.numerics import averaged, multiplied, safe_divide
+from optaxclip._base.numerics import averaged, multiplied, reciprocal_of_power, safe_divide
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, multiple, within
 from optaxclip.thresholds.fixed import checked_limit
@@ -210,8 +211,15 @@ class _LogTracker:
         self, settings: _TrackerSettings, state: _TrackerState, norm: Array, count: Array
     ) -> Limits:
         del norm, count
-        limit = jnp.where(state.weight > 0.75, jnp.expm1(_log_limit(settings, state)), jnp.inf)
+        log_limit = _log_limit(settings, state)
+        # The derivative of an infinite `expm1` is infinite, so that of 0 stands in.
+        is_limited = (state.weight > 0.75) & ~(log_limit >= _LARGEST_LOG)
+        limit = jnp.where(is_limited, jnp.expm1(jnp.where(is_limited, log_limit, 0)), jnp.inf)
         return Limits(limit, limit)
+
+
+_LARGEST_LOG = np.log1p(np.finfo(np.float32).max)
+"""From this number on `expm1` is infinite in float32."""
 
 
 def _log_limit(settings: _TrackerSettings, state: _TrackerState) -> Array:
@@ -239,12 +247,17 @@ class _Adagc:
         return jnp.where(count == 0, norm, later)
 
     def limits(
-        self, settings: tuple[_AdaGCSettings, Array], state: Array, norm: Array, count: Array
+        self, settings: tuple[_AdaGCSettings, Array, Array], state: Array, norm: Array, count: Array
     ) -> Limits:
-        own, global_norm = settings
+        own, root, unit = settings
         # The norm is divided first, as `lambda_abs / global_norm` may be no normal number.
         largest = as_float(own.lambda_abs)
-        shrunk = jnp.where(global_norm > largest, largest * safe_divide(norm, global_norm, 1), norm)
+        # Not divided by the unit, because XLA divides by the product of two divisors.
+        per_unit = reciprocal_of_power(unit)
+        share = safe_divide(norm * per_unit, root, 1)
+        # Where `largest` is infinite, the product is not selected, and needs finite derivatives.
+        product = jnp.where(jnp.isinf(largest), 1, largest) * share
+        shrunk = jnp.where(root > largest * per_unit, product, norm)
         later = jnp.where(count == 0, jnp.inf, multiple(own.lambda_rel, state))
         limit = jnp.where(count < own.warmup_steps, shrunk, later)
         return Limits(limit, limit)

@@ -261,6 +261,9 @@ class _ZScore:
         if self.option == "mean":
             return Limits(trigger, jnp.where(count == 0, jnp.inf, state.mean))
         z = (norm - state.mean) / (std + 1e-6)
+        # The quotient of two infinities would be NaN. The square of the largest number must be
+        # finite, because XLA may rewrite quotients of quotients.
+        z_thresh = jnp.minimum(z_thresh, 1e18)
         harder = safe_divide(jnp.maximum(z, z_thresh), z_thresh, 1)
         is_open = jnp.isinf(distance)
         target = state.mean + jnp.where(is_open, 0, distance) / harder

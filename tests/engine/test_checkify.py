@@ -47,3 +47,41 @@ def test_one_bad_slice_is_reported():
     tx = optaxclip.clip_by(scopes.axes(-1), 1.0, nonfinite="error")
     with pytest.raises(checkify.JaxRuntimeError, match="norm is not finite; leaves: w"):
         tx.update({"w": np.float32([[3.0, 4.0], [jnp.nan, 1.0]])}, None)
+
+
+@pytest.fixture(params=["cpu", "cuda", "tpu"])
+def _platform(request, monkeypatch):
+    """Whose branch is taken, wherever there are several."""
+
+    def branch(*args, default=None, **branches):
+        return branches.get(request.param, default)(*args)
+
+    jax.clear_caches()
+    monkeypatch.setattr(jax.lax, "platform_dependent", branch)
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("_platform")
+def test_products_with_weights_report_nothing():
+    """At the scales of sums that are not used they are infinite, of both signs, or `inf * 0`."""
+    record = optaxclip.monitor.record(2, stats=("cosine_param",))
+    ball = optaxclip.hyperball(0.1)
+
+    def update(grads, weights):
+        _, state = record.update(grads, record.init(weights), weights)
+        (cosine,) = optaxclip.monitor.metrics(state).values()
+        return cosine, ball.update(grads, ball.init(weights), weights)[0]
+
+    check = jax.jit(checkify.checkify(update, checkify.all_checks))
+    rng = np.random.default_rng(0)
+    for of_grads, of_weights in ((1, 1), (1e13, 1), (1e38, 1e-20), (1e30, 1e30), (1e-30, 1e-30)):
+        pair = [rng.normal(size=(8, 9)) * size for size in (of_grads, of_weights)]
+        grads, weights = (jnp.float32(x / 10) for x in pair)
+        grads, weights = grads.at[0, 0].set(0), weights.at[1, 1].set(0)
+        error, (cosine, step) = check(grads, weights)
+        assert error.get() is None, (of_grads, of_weights)
+        x, y = np.float64(grads), np.float64(weights)
+        exact = np.sum(x * y) / np.linalg.norm(x) / np.linalg.norm(y)
+        np.testing.assert_allclose(cosine, exact, rtol=1e-5, atol=1e-7)
+        assert np.all(np.isfinite(step))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import checkify
 
 import optaxclip
 from optaxclip import per_example, responses, scopes, thresholds
@@ -153,3 +154,37 @@ def test_a_target_without_a_norm_leaves_the_first_ones():
     tx = optaxclip.clip_by(scopes.tree(), thresholds.mean_over_rms(), response="normalize")
     tiny = np.float32([1e-9, 0.0])
     np.testing.assert_array_equal(tx.update(tiny, None)[0], tiny)
+
+
+BY_NUMBER = {
+    "zscore": thresholds.zscore(z_thresh=math.inf, warmup_steps=1),
+    "zscore, debiased": thresholds.zscore(z_thresh=math.inf, warmup_steps=1, debias=True),
+    "adagc": thresholds.adagc(lambda_rel=math.inf, lambda_abs=math.inf, warmup_steps=2),
+    "log_tracker": thresholds.log_tracker(0.5, num_std=math.inf),
+    "log_tracker, min_limit": thresholds.log_tracker(0.5, min_limit=math.inf),
+    "ema": thresholds.ema(ratio=math.inf),
+    "window": thresholds.window(num_std=math.inf, warmup_steps=1),
+}
+WITHOUT = {
+    **{name: optaxclip.clip_by(scopes.leaf(), rule) for name, rule in BY_NUMBER.items()},
+    "second moment": optaxclip.clip_by_second_moment(threshold=math.inf, warmup_steps=1),
+}
+
+
+def test_an_infinite_number_of_a_rule_leaves_derivatives_and_checkify_alone():
+    def loss(grads, tx):
+        # Rolled up, because JAX compiles four steps of each rule for more than a minute.
+        def step(state, x):
+            updates, state = tx.update(x, state)
+            return state, jnp.sum(jnp.sin(updates))
+
+        return jnp.sum(jax.lax.scan(step, tx.init(grads[0]), grads)[1])
+
+    def slopes(grads):
+        return {name: jax.grad(loss)(grads, tx) for name, tx in WITHOUT.items()}
+
+    grads = np.float32([[0.3, 0.4], [0.6, 0.7], [0.5, 0.3], [3.0, 2.0]])
+    error, found = jax.jit(checkify.checkify(slopes, checkify.all_checks))(grads)
+    for name, slope in found.items():
+        np.testing.assert_allclose(slope, np.cos(grads), rtol=1e-6, err_msg=name)
+    error.throw()

@@ -282,3 +282,15 @@ def test_logits_explode_without_and_not_with():
     assert without[-1] > 250
     assert np.max(clipped[5:]) < 30
     assert losses[1, -1] < losses[0, -1]
+
+
+def test_a_logit_that_is_not_finite_has_the_derivative_0():
+    clip = optaxclip.clip_attention_logits(1.0, heads=lambda path, leaf: optaxclip.Heads(0))
+
+    def total(logits):
+        return jnp.sum(clip.update(jnp.ones((4, 2)), None, jnp.ones((4, 2)), max_logits=logits)[0])
+
+    logits = jnp.float32([jnp.nan, jnp.inf, 0.5, 4.0])
+    # The weights become `(4 / 2) * sqrt(1 / S)`, twice, for the last head.
+    expected = [0, 0, 0, -4 * 0.5 * 4.0**-1.5]
+    np.testing.assert_allclose(jax.jit(jax.grad(total))(logits), expected, rtol=1e-6)

@@ -334,3 +334,17 @@ def test_bad_trees():
         tx.update(DIRECTION, tx.init(WEIGHT), WEIGHT[:1])
     with pytest.raises(ValueError, match="the state must be a HyperballState"):
         tx.update(DIRECTION, optax.EmptyState(), WEIGHT)
+
+
+def test_derivatives_at_the_ends_of_the_range_are_those_of_ordinary_numbers_scaled():
+    tx, (w, u, by) = (
+        optaxclip.hyperball(0.3, stacked=1),
+        np.random.default_rng(0).normal(size=(3, 2, 4, 3)),
+    )
+    slopes = jax.jit(jax.grad(lambda w, u: jnp.sum(jnp.float32(by) * moved(tx, w, u)[0]), (0, 1)))
+    expected = slopes(jnp.float32(w), jnp.float32(u))
+    for of_weights, of_directions in ((1e30, 1), (1e37, 10), (1e-32, 1), (1, 1e30), (1e35, 1e35)):
+        sizes = np.float32([of_weights, of_directions])
+        found = slopes(jnp.float32(w * of_weights), jnp.float32(u * of_directions))
+        np.testing.assert_allclose(found[0], expected[0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found[1] / (sizes[0] / sizes[1]), expected[1], atol=1e-5)

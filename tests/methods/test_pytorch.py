@@ -90,3 +90,32 @@ def test_hyperparameters_may_be_injected_beside_it():
 def test_an_error_names_eps(eps):
     with pytest.raises(ValueError, match=r"eps must be a finite number and at least 0, got"):
         optaxclip.clip_by_global_norm(1.0, eps=eps)
+
+
+# Limits and norms for which the factor, its derivative or a reciprocal is no normal number.
+EXTREMES = np.float32([[1, 3e38], [1e30, 1e37], [1, 1e20], [1e-30, 1e20], [1e10, 1e-30]])
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_norms_and_limits_at_the_ends_of_the_range(eps):
+    """Neither the factor nor its derivatives become 0 or NaN."""
+
+    def clipped(x, limit):
+        return optaxclip.clip_tree(
+            x, limit, scope=scopes.tree(), response=responses.clip_with_eps(eps)
+        )[0]
+
+    def all_of(row):
+        arguments = (row[1] * jnp.float32([0.6, 0.8]), row[0])
+        forward, reverse = (jac(clipped, (0, 1)) for jac in (jax.jacfwd, jax.jacrev))
+        return clipped(*arguments), forward(*arguments), reverse(*arguments)
+
+    new, *derivatives = jax.jit(jax.vmap(all_of))(EXTREMES)
+    unit, (limits, norms) = np.float64([0.6, 0.8]), np.float64(EXTREMES).T
+    np.testing.assert_allclose(new, np.minimum(limits, norms)[:, None] * unit, rtol=1e-6)
+    across, is_clipped = np.eye(2) - np.outer(unit, unit), limits < norms
+    factors = np.minimum(limits / norms, 1)[:, None, None]
+    by_entries = factors * np.where(is_clipped[:, None, None], across, np.eye(2))
+    for of_entries, of_limit in derivatives:
+        np.testing.assert_allclose(of_entries, by_entries, rtol=1e-5, atol=1e-37)
+        np.testing.assert_allclose(of_limit, is_clipped[:, None] * unit, rtol=1e-6)

@@ -86,3 +86,17 @@ def test_adagc_warms_up_by_the_largest_norms_of_float32():
     tx = optaxclip.adagc()
     updates, _ = tx.update(grads, tx.init(grads))
     np.testing.assert_allclose(updates["a"], [1], rtol=1e-6)
+
+
+def test_adagc_warms_up_where_the_norm_of_all_leaves_leaves_the_range():
+    grads = {"a": np.float32([2.6e38, 0.0]), "b": np.float32([0.0, 2.6e38])}
+
+    @jax.jit
+    @jax.vmap
+    def clipped(largest):
+        tx = optaxclip.adagc(lambda_abs=largest)
+        return tx.update(grads, tx.init(grads))[0]["a"][0]
+
+    limits = np.float32([1.0, 1e30, 3e38, np.inf])
+    expected = np.minimum(limits / np.sqrt(2), grads["a"][0])
+    np.testing.assert_allclose(clipped(limits), expected, rtol=1e-6)
