@@ -11,11 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 import optaxclip._base.devices as devices
 import optaxclip.methods.elementwise as elementwise
 import optaxclip.scopes as scopes
+from optaxclip._base.arguments import short
+from optaxclip._base.numerics import is_real
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import AxisName, ClipInfo, PyTree
 from optaxclip._engine.clip import clip_tree, group_norms
@@ -213,4 +216,12 @@ def _check(tree: PyTree) -> None:
 
 def _scalar(value: Any, argument: str) -> Array:
     """`value` as a scalar array, for which negative numbers and NaN are no errors."""
-    return jnp.asarray(checked_limit(value, argument, allow_any_number=True, off=True))
+    if not is_real(value):
+        off = "; to switch clipping off pass math.inf" if value is None else ""
+        raise TypeError(
+            f"{argument} must be a number or a scalar array, got {short(value)} of type "
+            f"{type(value).__name__}{off}"
+        )
+    if np.shape(value):
+        raise ValueError(f"{argument} must be a scalar, got an array of shape {np.shape(value)}")
+    return jnp.asarray(checked_limit(value, argument, allow_any_number=True))
