@@ -165,7 +165,9 @@ def _as_rule(checked: Any) -> Threshold:
 
 
 def rule_for(
-    limit: Threshold | dict[str, Any], entries: Sequence[tuple[str, tuple[int, ...]]]
+    limit: Threshold | dict[str, Any],
+    entries: Sequence[tuple[str, tuple[int, ...]]],
+    is_part: bool = False,
 ) -> Threshold:
     """The rule of a checked limit for these groups, as a pytree that can be an argument of `jit`.
 
@@ -173,6 +175,7 @@ def rule_for(
       limit: from `as_limit`.
       entries: the name and the shape of each entry of the norms, in order. If it is empty, as for
         parameters without leaves, the names are those of the limit.
+      is_part: whether the rest of the tree may have the other groups of the limit.
 
     Raises:
       ValueError: if limits are given by name, and the names are not those of the groups.
@@ -181,13 +184,11 @@ def rule_for(
         return limit.as_pytree()
     entries = entries or [(name, ()) for name in sorted(limit)]
     names = [name for name, _ in entries]
-    if set(limit) != set(names):
-        raise ValueError(
-            f"limits are given for the groups {sorted(limit)}, but the groups are {names}: give "
-            "one limit for each of these, and no others"
-        )
-    shapes = tuple(shape for _, shape in entries)
-    return by_name({name: _as_rule(limit[name]) for name in names}, Names(names, shapes))
+    if not set(names) <= set(limit) or (len(limit) > len(names) and not is_part):
+        groups = f"limits are given for the groups {sorted(limit)}, but the groups are {names}"
+        raise ValueError(f"{groups}: give one limit for each of these, and no others")
+    groups = Names(names, tuple(shape for _, shape in entries))
+    return by_name({name: _as_rule(limit[name]) for name in names}, groups)
 
 
 def state_without_memory(limit: Threshold | dict[str, Any], name: str) -> PyTree:
