@@ -20,7 +20,7 @@ from optaxclip._base.trees import flatten
 from optaxclip._base.types import AxisName, ClipInfo, PyTree
 from optaxclip._engine.clip import clip_tree, group_norms
 from optaxclip.norms import Norm, average_l2
-from optaxclip.thresholds.fixed import checked_limit
+from optaxclip.thresholds.checks import checked_limit
 
 
 def global_norm(

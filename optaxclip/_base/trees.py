@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optaxclip._base.types import Path, PyTree
 
@@ -60,6 +61,15 @@ class FlatTree(NamedTuple):
     treedef: Any
     measured: list[int]
     global_shapes: Sequence[tuple[int, ...] | None] = ()
+
+    @property
+    def is_part(self) -> bool:
+        """Whether a wrapper such as `optax.masked` or `optax.partition` keeps leaves back."""
+
+        def is_kept_back(x: Any) -> bool:
+            return isinstance(x, optax.MaskedNode)
+
+        return any(map(is_kept_back, jax.tree.leaves(self.tree(), is_leaf=is_kept_back)))
 
     def measured_leaves(self) -> list[Any]:
         """The measured leaves."""

@@ -11,7 +11,7 @@ from optaxclip._base.grouping import Grouping
 from optaxclip._base.names import GIVE_BACK, Names
 from optaxclip._base.trees import FlatTree, flatten, leaf_name
 from optaxclip._base.types import NormTree, PyTree, Threshold
-from optaxclip.thresholds.fixed import checked_limit
+from optaxclip.thresholds.checks import checked_limit
 
 
 def with_groups_of_state(grouping: Grouping, stored: Names, size: int, name: str) -> Grouping:

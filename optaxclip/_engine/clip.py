@@ -32,6 +32,7 @@ from optaxclip._base.types import (
     NonFinite,
     NormTree,
     PyTree,
+    Threshold,
 )
 from optaxclip._engine.checks import given_norm, with_groups_of_state
 from optaxclip._engine.groups import Groups
@@ -72,7 +73,8 @@ def clip_by(
       scope: which entries share a norm, from `optaxclip.scopes`. It is a function but not a
         schedule, so `optax.inject_hyperparams` needs `static_args=("scope",)`.
       limit: a number, a scalar array (traced or not), a schedule `count -> limit`, or a rule from
-        `optaxclip.thresholds`; or a dict from group name to one of these.
+        `optaxclip.thresholds`; or a dict from group name to one of these,
+        for all groups. Inside `optax.masked` or `optax.partition` it may name groups of the rest.
       response: "clip", "normalize", "smooth", "auto_s", "band", or a function (see
         `optaxclip.responses`).
       **options: those that all transformations share, `optaxclip.ClipOptions`.
@@ -111,6 +113,10 @@ def stage(
     checked = as_limit(limit)
     method = Method.of(options, response, technique)
 
+    def rule_of(flat: FlatTree, groups: Groups) -> Threshold:
+        is_part = isinstance(checked, dict) and flat.is_part
+        return rule_for(checked, groups.entries(), is_part)
+
     def step(
         updates: PyTree,
         params: PyTree | None,
@@ -122,7 +128,7 @@ def stage(
         stored, size = (None, 0) if info is None else (info.names, info.norm.size)
         groups = groups_of(flat, scope, options, stored, size)
         norm = known_norm(options, extra_args, groups.grouping.layout)
-        rule = at_step(rule_for(checked, groups.entries()), rule_state)
+        rule = at_step(rule_of(flat, groups), rule_state)
         start = Start(rule, rule_state, info, norm)
         return clipped(flat, params, start, groups, method, options)
 
@@ -131,10 +137,11 @@ def stage(
         return stateless(lambda updates, params, **extra: step(updates, params, extra, always)[0])
 
     def init(params: PyTree) -> ClipState:
-        grouping = grouped(scope, flatten(params, "params"), options)
+        flat = flatten(params, "params")
+        grouping = grouped(scope, flat, options)
         # Nothing is measured here, so it does not matter where leaves lie.
         groups = Groups(grouping, Placement((), (), in_one_piece=True), together=True)
-        rule = rule_for(checked, groups.entries())
+        rule = rule_of(flat, groups)
         zeros = groups.for_rule(groups.zeros(jnp.dtype(jnp.float32)))
         rule_state = own_arrays(rule.init(zeros))
         info = initial_info(options.name, grouping)

@@ -11,7 +11,8 @@ from optaxclip._base.counters import increased
 from optaxclip._base.transformation import Transformation, stateless, transformation
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
-from optaxclip.thresholds.fixed import ScalarOrSchedule, checked_limit, without_memory
+from optaxclip.thresholds.checks import checked_limit
+from optaxclip.thresholds.fixed import ScalarOrSchedule, without_memory
 
 
 class ClipByValueState(NamedTuple):
@@ -51,8 +52,9 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
       >>> print(tx.update(grads, tx.init(grads))[0])
       [nan  2. -2.  2.  1.]
     """
-    bound = max_delta if callable(max_delta) else checked_limit(max_delta, "max_delta", off=True)
-    return _clip_by_bounds(None, bound, ("max_delta", "max_delta"), record)
+    if not callable(max_delta):
+        max_delta = checked_limit(max_delta, "max_delta", off=True, schedule=True)
+    return _clip_by_bounds(None, max_delta, ("max_delta", "max_delta"), record)
 
 
 def clip_by_value(

@@ -23,7 +23,8 @@ from optaxclip._engine.step import norms_of, run
 from optaxclip.methods.moments import dense
 from optaxclip.methods.spheres import steps_along
 from optaxclip.methods.updates import leaves_apart
-from optaxclip.thresholds.fixed import ScalarOrSchedule, checked_limit
+from optaxclip.thresholds.checks import checked_limit
+from optaxclip.thresholds.fixed import ScalarOrSchedule
 
 
 class HyperballState(NamedTuple):
@@ -152,7 +153,7 @@ def hyperball(
 
 
 def _checked_rate(rate: Any) -> Any:
-    checked_limit(rate, "learning_rate", allow_any_number=True)
+    checked_limit(rate, "learning_rate", allow_any_number=True, schedule=True)
     if not isinstance(rate, jax.Array) and not 0 <= rate < math.inf:
         raise ValueError(
             f"learning_rate must be at least 0 and finite, got {rate!r}; hyperball subtracts the "

@@ -33,7 +33,8 @@ from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.step import run
 from optaxclip.methods.moments import NamedMoments, dense, wide_dtype, zero_moments
 from optaxclip.methods.updates import leaves_apart
-from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit, checked_limit
+from optaxclip.thresholds.checks import checked_limit
+from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 
 
 class StableAdamState(NamedTuple):

@@ -15,7 +15,8 @@ from optaxclip._base.arguments import checked_choice
 from optaxclip._base.grouping import Grouping, concatenated
 from optaxclip._base.numerics import norm_dtype, norm_of_all
 from optaxclip._base.trees import FlatTree
-from optaxclip.thresholds.fixed import checked_limit, rule_for
+from optaxclip.thresholds.checks import checked_limit
+from optaxclip.thresholds.fixed import rule_for
 
 Split = Literal["uniform", "size"]
 ExampleLimit: TypeAlias = jax.typing.ArrayLike | Mapping[str, jax.typing.ArrayLike]
@@ -104,7 +105,7 @@ def _entries(grouping: Grouping, sizes: list[int]) -> list[int]:
 
 
 def _check_number(limit: Any, argument: str) -> Any:
-    limit = checked_limit(limit, argument)
+    limit = checked_limit(limit, argument, schedule=True)
     # Privacy depends on this number, so it is also checked if it is an array on a device.
     if (
         isinstance(limit, jax.Array)

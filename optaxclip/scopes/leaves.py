@@ -1,5 +1,6 @@
 """Scopes whose norms span leaves: the tree, groups of leaves, each leaf or each of its layers."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
@@ -7,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from jax import Array
 
-from optaxclip._base.arguments import is_uncalled
+from optaxclip._base.arguments import is_uncalled, short
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
 from optaxclip._base.types import PyTree
@@ -35,6 +36,21 @@ def as_scope(scope: Scope) -> Scope:
     return scope
 
 
+def of_trees(scope: Scope) -> Scope:
+    """The scope, which says what to do where something else than a tree comes in."""
+
+    @functools.wraps(scope)
+    def checked(flat: FlatTree) -> Grouping:
+        if not isinstance(flat, FlatTree):
+            raise TypeError(
+                f"a scope was called with {short(flat)}, as if it were a schedule: pass "
+                'static_args=("scope",) to optax.inject_hyperparams'
+            )
+        return scope(flat)
+
+    return checked
+
+
 StackedAxes: TypeAlias = PyTree | Callable[[str, Array], int]
 
 
@@ -49,6 +65,7 @@ def tree() -> Scope:
       5.0
     """
 
+    @of_trees
     def assign(flat: FlatTree) -> Grouping:
         measured = flat.measured_leaves()
         everything = Group(("tree",), tuple(range(len(measured))))
@@ -78,6 +95,7 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
       ['body', 'head'] [5. 8.] [ 1. 10.]
     """
 
+    @of_trees
     def assign(flat: FlatTree) -> Grouping:
         found = per_leaf(labels, flat, "labels")
         for label in found:
@@ -113,6 +131,7 @@ def leaf(stacked: StackedAxes = 0) -> Scope:
       ['head', 'layers/0', 'layers/1'] [10.  5.  2.]
     """
 
+    @of_trees
     def assign(flat: FlatTree) -> Grouping:
         counts = stacked_counts(stacked, flat)
         axes = tuple(

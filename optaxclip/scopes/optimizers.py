@@ -9,7 +9,7 @@ import numpy as np
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip._base.types import PyTree
-from optaxclip.scopes.leaves import Scope, group
+from optaxclip.scopes.leaves import Scope, group, of_trees
 
 
 def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -> Scope:
@@ -40,6 +40,7 @@ def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -
     """
     labels = muon_labels(weight_dimension_numbers)
 
+    @of_trees
     def assign(flat: FlatTree) -> Grouping:
         tree = jax.tree_util.tree_unflatten(flat.treedef, flat.leaves)
         return group(labels(tree) if flat.measured else {})(flat)

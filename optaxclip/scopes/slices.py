@@ -9,8 +9,8 @@ import numpy as np
 from jax import Array
 
 from optaxclip._base.grouping import Grouping
-from optaxclip._base.trees import FlatTree
-from optaxclip.scopes.leaves import Scope, StackedAxes, one_group_per_leaf, stacked_counts
+from optaxclip._base.trees import FlatTree, is_sparse
+from optaxclip.scopes.leaves import Scope, StackedAxes, of_trees, one_group_per_leaf, stacked_counts
 
 
 def axes(axes: int | Sequence[int]) -> Scope:
@@ -32,9 +32,10 @@ def axes(axes: int | Sequence[int]) -> Scope:
        [3. 4.]]
     """
 
+    @of_trees
     def assign(flat: FlatTree) -> Grouping:
         named = zip(flat.names(), flat.measured_leaves(), strict=True)
-        reduced = tuple(_normalized(axes, leaf, name) for name, leaf in named)
+        reduced = tuple(_within(axes, leaf, name) for name, leaf in named)
         return one_group_per_leaf(flat, reduced, "dict")
 
     return assign
@@ -73,6 +74,7 @@ def unit(
        [4. 4.]]
     """
 
+    @of_trees
     def assign(flat: FlatTree) -> Grouping:
         counts = stacked_counts(stacked, flat)
         reduced = []
@@ -89,6 +91,17 @@ def unit(
         return one_group_per_leaf(flat, tuple(reduced), "dict")
 
     return assign
+
+
+def _within(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[int, ...]:
+    """The axes that a user chose for all leaves; they must be all that a sparse leaf has."""
+    chosen = _normalized(axes, leaf, name)
+    if is_sparse(leaf) and len(chosen) < np.ndim(leaf):
+        raise ValueError(
+            f"the sparse leaf '{name}' cannot be divided, so axes must be all {np.ndim(leaf)} of "
+            f"its axes, got {axes!r}; for a norm for each slice pass leaf.todense()"
+        )
+    return chosen
 
 
 def _normalized(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from optaxclip._base.grouping import concatenated, split_up
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import narrowed, norm_of_all_in_parts, power_of_two_below, safe_sqrt
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
-from optaxclip.thresholds.fixed import checked_limit
+from optaxclip.thresholds.checks import checked_limit
 
 Record = Literal["raw", "clipped", "capped", "accepted"]
 

@@ -11,7 +11,7 @@ from jax import Array
 from optaxclip._base.numerics import averaged, multiplied, reciprocal_of_power, safe_divide
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, multiple, within
-from optaxclip.thresholds.fixed import checked_limit
+from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.moving import Moments, weighted
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -11,12 +10,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
-from optaxclip._base.arguments import is_uncalled, short
 from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
-from optaxclip._base.numerics import is_real
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.by_name import by_name
+from optaxclip.thresholds.checks import checked_limit, refuse_parts
 
 ScalarOrSchedule: TypeAlias = jax.typing.ArrayLike | Callable[[Array], jax.typing.ArrayLike]
 LimitLike: TypeAlias = ScalarOrSchedule | Threshold | Mapping[str, ScalarOrSchedule | Threshold]
@@ -100,7 +98,7 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3
 def relative(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike, argument: str) -> Threshold:
     """`relative_to_params`; messages call `ratio` by the name `argument`."""
     eps = checked_limit(eps, "eps")
-    checked = functools.partial(checked_limit, argument=argument, off=True)
+    checked = functools.partial(checked_limit, argument=argument, off=True, schedule=True)
     inner = schedule(ratio) if callable(ratio) else constant(checked(ratio))
     return Threshold(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
 
@@ -138,26 +136,9 @@ def _checked(limit: ScalarOrSchedule | Threshold, argument: str) -> Any:
     if isinstance(limit, Threshold):
         return limit
     refuse_parts(limit, argument)
-    return schedule(limit) if callable(limit) else checked_limit(limit, argument, off=True)
-
-
-def refuse_parts(limit: Any, argument: str) -> None:
-    """Refuses functions that are not schedules: a maker of rules that was not called, and a scope.
-
-    Raises:
-      TypeError: for one of these.
-    """
-    if is_uncalled(limit, "optaxclip.thresholds"):
-        name = getattr(limit, "__name__", "")
-        raise TypeError(
-            f"{argument} must be what {name} returns, not {name} itself: call it, as in "
-            f"thresholds.{name}()"
-        )
-    if str(getattr(limit, "__module__", "")).startswith("optaxclip.scopes"):
-        raise TypeError(
-            f"{argument} must be a number, a schedule or a rule, got a scope, which is the first "
-            "argument, as in clip_by(scopes.leaf(), 1.0)"
-        )
+    if callable(limit):
+        return schedule(limit)
+    return checked_limit(limit, argument, off=True, schedule=True)
 
 
 def _as_rule(checked: Any) -> Threshold:
@@ -165,7 +146,9 @@ def _as_rule(checked: Any) -> Threshold:
 
 
 def rule_for(
-    limit: Threshold | dict[str, Any], entries: Sequence[tuple[str, tuple[int, ...]]]
+    limit: Threshold | dict[str, Any],
+    entries: Sequence[tuple[str, tuple[int, ...]]],
+    is_part: bool = False,
 ) -> Threshold:
     """The rule of a checked limit for these groups, as a pytree that can be an argument of `jit`.
 
@@ -173,6 +156,7 @@ def rule_for(
       limit: from `as_limit`.
       entries: the name and the shape of each entry of the norms, in order. If it is empty, as for
         parameters without leaves, the names are those of the limit.
+      is_part: whether the rest of the tree may have the other groups of the limit.
 
     Raises:
       ValueError: if limits are given by name, and the names are not those of the groups.
@@ -181,13 +165,11 @@ def rule_for(
         return limit.as_pytree()
     entries = entries or [(name, ()) for name in sorted(limit)]
     names = [name for name, _ in entries]
-    if set(limit) != set(names):
-        raise ValueError(
-            f"limits are given for the groups {sorted(limit)}, but the groups are {names}: give "
-            "one limit for each of these, and no others"
-        )
-    shapes = tuple(shape for _, shape in entries)
-    return by_name({name: _as_rule(limit[name]) for name in names}, Names(names, shapes))
+    if not set(names) <= set(limit) or (len(limit) > len(names) and not is_part):
+        groups = f"limits are given for the groups {sorted(limit)}, but the groups are {names}"
+        raise ValueError(f"{groups}: give one limit for each of these, and no others")
+    groups = Names(names, tuple(shape for _, shape in entries))
+    return by_name({name: _as_rule(limit[name]) for name in names}, groups)
 
 
 def state_without_memory(limit: Threshold | dict[str, Any], name: str) -> PyTree:
@@ -231,48 +213,6 @@ def at_step(rule: Threshold, state: PyTree) -> Threshold:
         return x(state) if isinstance(x, _Schedule) else x
 
     return jax.tree.map(now, rule, is_leaf=lambda x: isinstance(x, _Schedule))
-
-
-def checked_limit(
-    limit: Any, argument: str, *, allow_any_number: bool = False, off: bool = False
-) -> Any:
-    """`limit`, checked to be a scalar that can be a limit.
-
-    Args:
-      limit: a Python, NumPy, JAX or traced scalar.
-      argument: what it is called in messages.
-      allow_any_number: whether negative numbers and NaN are allowed.
-      off: whether messages add that `math.inf` switches clipping off.
-
-    Raises:
-      ValueError: if it is not a scalar, or (NumPy and Python numbers only) is negative or NaN.
-      TypeError: if it is not a real number.
-    """
-    hint = "; to switch clipping off pass math.inf" if off else ""
-    if not is_real(limit):
-        raise TypeError(
-            f"{argument} must be a number, a scalar array or a schedule, got {short(limit)} of "
-            f"type {type(limit).__name__}{hint if limit is None else ''}"
-        )
-    shape = getattr(limit, "shape", ())
-    if shape != ():
-        raise ValueError(
-            f"{argument} must be a scalar, got an array of shape {shape}; to give each group a "
-            "limit, pass a dict from the names of the groups, as in optaxclip.clip_by"
-        )
-    if isinstance(limit, jax.Array):
-        return limit
-    try:
-        value = float(limit)
-    except OverflowError:  # an integer above all floats
-        value = limit = math.inf if limit > 0 else -math.inf
-    if not allow_any_number and (math.isnan(value) or value < 0):
-        raise ValueError(f"{argument} must not be negative or NaN, got {limit!r}{hint}")
-    # A number too large for JAX's default float dtype is infinite; NumPy would warn of it later.
-    if abs(value) > float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max):
-        return math.copysign(math.inf, value)
-    # JAX would cut integers of 2**31 or more to 32 bits.
-    return limit if not float.is_integer(value) or abs(value) < 2**31 else value
 
 
 @jax.tree_util.register_dataclass

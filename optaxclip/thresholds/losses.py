@@ -13,7 +13,8 @@ from optaxclip._base.counters import increased
 from optaxclip._base.numerics import is_real
 from optaxclip._base.types import Limits, NormTree, Threshold
 from optaxclip.thresholds.base import of_any_sign
-from optaxclip.thresholds.fixed import ScalarOrSchedule, checked_limit, refuse_parts
+from optaxclip.thresholds.checks import checked_limit, refuse_parts
+from optaxclip.thresholds.fixed import ScalarOrSchedule
 
 
 def loss_among(extra_args: Mapping[str, Any], name: str) -> Array:
@@ -59,7 +60,7 @@ def as_loss_limit(limit: ScalarOrSchedule | Threshold, argument: str = "loss_lim
     refuse_parts(limit, argument)
     if callable(limit):
         return Threshold(Partial(_no_steps), Partial(_at_step, Partial(limit)))
-    number = checked_limit(limit, argument, allow_any_number=True)
+    number = checked_limit(limit, argument, allow_any_number=True, schedule=True)
     if not isinstance(number, jax.Array) and math.isnan(number):
         raise ValueError(f"{argument} must not be NaN; to judge the norm alone pass None")
     return Threshold(Partial(_no_steps), Partial(_at_step, number))

@@ -21,6 +21,29 @@ MISTAKES = {
         lambda: clip_by(scopes.leaf(), {"a": 1.0}).init({"b": jnp.ones(1)}),
         r"groups \['a'\], but the groups are \['b'\]: give one",
     ),
+    "schedule of ops": (
+        lambda: ops.clip_by_norm(jnp.ones(1), lambda count: 1.0),
+        "clip_norm must be a number or scalar array, got <function",
+    ),
+    "schedule of a rule's number": (
+        lambda: optaxclip.thresholds.zscore(z_thresh=lambda count: 2.0),
+        "z_thresh must be a number or scalar array, got <function",
+    ),
+    "limits of ops": (
+        lambda: ops.clip_by_norm(jnp.ones(1), np.ones(2)),
+        r"clip_norm must be a scalar, got an array of shape \(2,\)$",
+    ),
+    "part of a sparse leaf": (
+        lambda: ops.clip_by_norm([SPARSE], 1.0, axes=1),
+        r"'0' cannot be divided, so axes must be all 2 of its axes, got 1; .* leaf\.todense\(\)",
+    ),
+    **{
+        f"injected {name}": (
+            lambda scope=scope: optax.inject_hyperparams(clip_by)(scope, 1.0).init(jnp.ones(1)),
+            r"a scope was called .* static_args=\(\"scope\",\) to optax\.inject_hyperparams",
+        )
+        for name, scope in {"tree": scopes.tree(), "unit": scopes.unit()}.items()
+    },
     "state of three trees": (
         lambda: clip_by(scopes.leaf(), 1.0).update([jnp.ones(1)], jax.vmap(STATE)([jnp.ones(3)])),
         r"3 entries for its 1 groups, .* jax\.vmap too",

@@ -134,3 +134,32 @@ def test_a_schedule_below_0_acts_as_0(value):
     updates, state = tx.update(PARAMS, tx.init(PARAMS))
     assert state.info.limit == 0
     assert_same(updates, jax.tree.map(jnp.zeros_like, PARAMS))
+
+
+LABELLED = {"w": jnp.full((2, 2), 3.0), "b": jnp.full(4, 4.0)}
+
+
+def label(path, _):
+    return {"w": "matrix", "b": "vector"}[path]
+
+
+@pytest.mark.parametrize("record", [True, False])
+@pytest.mark.parametrize("wrapper", ["masked", "partition"])
+def test_a_part_of_a_tree_leaves_the_limits_of_the_rest_unused(wrapper, record):
+    """But each of its groups needs one, and in a whole tree a name without leaves is an error."""
+
+    def part(limits):
+        tx = optaxclip.clip_by(scopes.group(label), limits, record=record)
+        if wrapper == "masked":
+            return optax.masked(tx, {"w": True, "b": False})
+        return optax.partition({"x": tx, "y": optax.identity()}, {"w": "x", "b": "y"})
+
+    tx = part({"matrix": 1.0, "vector": 2.0})
+    updates, _ = tx.update(LABELLED, tx.init(LABELLED), LABELLED)
+    np.testing.assert_allclose(updates["w"], np.full((2, 2), 0.5), rtol=1e-6)
+    np.testing.assert_array_equal(updates["b"], LABELLED["b"])
+    with pytest.raises(ValueError, match=r"groups \['mtarix', 'vector'\], .* are \['matrix'\]"):
+        part({"mtarix": 1.0, "vector": 2.0}).update(LABELLED, tx.init(LABELLED), LABELLED)
+    whole = optaxclip.clip_by(scopes.group(label), dict.fromkeys(("matrix", "vector", "vectro"), 1))
+    with pytest.raises(ValueError, match="limits are given for the groups"):
+        whole.init(LABELLED)

@@ -1,0 +1,77 @@
+"""Checks of the numbers and functions that a user passes as limits."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optaxclip._base.arguments import is_uncalled, short
+from optaxclip._base.numerics import is_real
+
+
+def checked_limit(
+    limit: Any,
+    argument: str,
+    *,
+    allow_any_number: bool = False,
+    off: bool = False,
+    schedule: bool = False,
+) -> Any:
+    """`limit`, checked to be a scalar that can be a limit.
+
+    Args:
+      limit: a Python, NumPy, JAX or traced scalar.
+      argument: what it is called in messages.
+      allow_any_number: whether negative numbers and NaN are allowed.
+      off: whether messages add that `math.inf` switches clipping off.
+      schedule: whether messages add that it may be a schedule, or a dict of limits.
+
+    Raises:
+      ValueError: if it is not a scalar, or (NumPy and Python numbers only) is negative or NaN.
+      TypeError: if it is not a real number.
+    """
+    hint = "; to switch clipping off pass math.inf" if off else ""
+    if not is_real(limit):
+        kinds = "a number, a scalar array or a schedule" if schedule else "a number or scalar array"
+        raise TypeError(
+            f"{argument} must be {kinds}, got {short(limit)} of type {type(limit).__name__}"
+            f"{hint if limit is None else ''}"
+        )
+    shape = getattr(limit, "shape", ())
+    if shape != ():
+        remedy = "; to give each group a limit, pass a dict from the names of the groups, as in "
+        remedy = f"{remedy}optaxclip.clip_by" if schedule else ""
+        raise ValueError(f"{argument} must be a scalar, got an array of shape {shape}{remedy}")
+    if isinstance(limit, jax.Array):
+        return limit
+    try:
+        value = float(limit)
+    except OverflowError:  # an integer above all floats
+        value = limit = math.inf if limit > 0 else -math.inf
+    if not allow_any_number and (math.isnan(value) or value < 0):
+        raise ValueError(f"{argument} must not be negative or NaN, got {limit!r}{hint}")
+    # A number too large for JAX's default float dtype is infinite; NumPy would warn of it later.
+    if abs(value) > float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max):
+        return math.copysign(math.inf, value)
+    # JAX would cut integers of 2**31 or more to 32 bits.
+    return limit if not float.is_integer(value) or abs(value) < 2**31 else value
+
+
+def refuse_parts(limit: Any, argument: str) -> None:
+    """Refuses functions that are not schedules: a maker of rules that was not called, and a scope.
+
+    Raises:
+      TypeError: for one of these.
+    """
+    if is_uncalled(limit, "optaxclip.thresholds"):
+        name = getattr(limit, "__name__", "")
+        raise TypeError(
+            f"{argument} must be what {name} returns, not {name} itself: call it, as in "
+            f"thresholds.{name}()"
+        )
+    if str(getattr(limit, "__module__", "")).startswith("optaxclip.scopes"):
+        raise TypeError(
+            f"{argument} must be a number, a schedule or a rule, got a scope, which is the first "
+            "argument, as in clip_by(scopes.leaf(), 1.0)"
+        )
