@@ -69,21 +69,6 @@ def select(flag: Array, x: Array | float, y: Array | float) -> Array:
     return lax.select(flag, full(x), full(y))
 
 
-def known_where(known: Array, x: Array) -> Array:
-    """`x`, or NaN where `known` is False.
-
-    In eager mode `jax_debug_nans` does not stop here, because a number that is unknown is no error.
-    """
-    with jax.debug_nans(False):
-        return select(known, x, jnp.nan)
-
-
-def unknown(like: Array) -> Array:
-    """NaN in the shape and dtype of `like`; `jax_debug_nans` does not stop in eager mode."""
-    with jax.debug_nans(False):
-        return lax.full_like(like, jnp.nan)
-
-
 def multiply(x: Array, y: Array | float) -> Array:
     """`x * y`, which is one operation where `y` is a scalar.
 

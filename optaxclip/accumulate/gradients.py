@@ -10,7 +10,6 @@ import optax
 
 import optaxclip._base.devices as devices
 from optaxclip._base.arguments import check_state, checked_int
-from optaxclip._base.numerics import known_where, unknown
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import AxisName, PyTree, Threshold
 from optaxclip._batches.cutting import Cut, number_of_examples
@@ -20,7 +19,7 @@ from optaxclip.accumulate.loop import over_microbatches
 from optaxclip.accumulate.losses import Loss
 from optaxclip.accumulate.means import Accumulated
 from optaxclip.accumulate.places import Places
-from optaxclip.monitor.noise import NoiseSums
+from optaxclip.monitor.noise import NoiseSums, known_where, unknown
 from optaxclip.thresholds.fixed import ScalarOrSchedule
 
 

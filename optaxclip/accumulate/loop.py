@@ -97,7 +97,7 @@ def over_microbatches(
 
 
 def _part(number: int) -> float:
-    """The largest power of two with which a sum of `number` gradients is at most the largest."""
+    """The largest power of two that is at most `1 / number`, so that sums stay in the range."""
     return 0.5 ** (number - 1).bit_length()
 
 

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.numerics import known_where, power_of_two_below
+from optaxclip._base.numerics import power_of_two_below
 from optaxclip._base.types import PyTree
 from optaxclip.accumulate.judging import AccumulateState, Judgement
 from optaxclip.accumulate.losses import Found
-from optaxclip.monitor.noise import NoiseSums
+from optaxclip.monitor.noise import NoiseSums, known_where
 
 
 class Accumulated(NamedTuple):

@@ -9,6 +9,7 @@ from jax import Array
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
+from optaxclip._base.numerics import select
 from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.types import PyTree
 from optaxclip.thresholds.base import as_float, within
@@ -150,3 +151,18 @@ def _given(extra_args: dict[str, Any], name: str) -> NoiseSums:
             f"{name}: noise must be the NoiseSums of optaxclip.accumulate, got {noise!r:.80}"
         )
     return noise
+
+
+def known_where(known: Array, x: Array) -> Array:
+    """`x`, or NaN where `known` is False.
+
+    In eager mode `jax_debug_nans` does not stop here, because a number that is unknown is no error.
+    """
+    with jax.debug_nans(False):
+        return select(known, x, jnp.nan)
+
+
+def unknown(like: Array) -> Array:
+    """NaN in the shape and dtype of `like`; `jax_debug_nans` does not stop in eager mode."""
+    with jax.debug_nans(False):
+        return jnp.full_like(like, jnp.nan)
