@@ -44,6 +44,7 @@ def pytest_sessionstart(session):
 # Where the files' own order would leave one process alone with a long file at the end.
 LONGEST = (
     *("test_contract.py", "test_promises.py", "test_notebooks.py", "test_sharding.py"),
+    *("test_seeds.py", "test_without_limit.py"),
     "test_tpu.py",
     *("test_per_example.py", "test_rules_locking.py", "test_per_example_gradients.py"),
     *("test_export.py", "test_wrapping.py", "test_norms.py", "test_derivatives.py"),
