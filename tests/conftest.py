@@ -117,3 +117,16 @@ def x64():
     """Runs a test with 64-bit types."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(params=["cpu", "cuda", "tpu"])
+def platform(request, monkeypatch):
+    """Whose branch is taken, wherever there are several."""
+
+    def branch(*args, default=None, **branches):
+        return branches.get(request.param, default)(*args)
+
+    jax.clear_caches()
+    monkeypatch.setattr(jax.lax, "platform_dependent", branch)
+    yield request.param
+    jax.clear_caches()

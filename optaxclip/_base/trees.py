@@ -17,7 +17,8 @@ from optaxclip._base.types import Path, PyTree
 
 def is_sparse(leaf: Any) -> bool:
     """Whether a leaf is a batched-coordinate sparse array."""
-    # Not imported here, because that takes 0.1 seconds: who has such an array has imported it.
+    # The module is not imported for this, which would take 0.1 seconds: whoever has such an array
+    # has imported it.
     return isinstance(leaf, getattr(sys.modules.get("jax.experimental.sparse"), "BCOO", ()))
 
 

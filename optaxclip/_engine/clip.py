@@ -73,8 +73,8 @@ def clip_by(
       scope: which entries share a norm, from `optaxclip.scopes`. It is a function but not a
         schedule, so `optax.inject_hyperparams` needs `static_args=("scope",)`.
       limit: a number, a scalar array (traced or not), a schedule `count -> limit`, or a rule from
-        `optaxclip.thresholds`; or a dict from group name to one of these,
-        for all groups. Inside `optax.masked` or `optax.partition` it may name groups of the rest.
+        `optaxclip.thresholds`; or a dict from group name to one of these, for all groups. Inside
+        `optax.masked` or `optax.partition` it may also name groups of the other leaves.
       response: "clip", "normalize", "smooth", "auto_s", "band", or a function (see
         `optaxclip.responses`).
       **options: those that all transformations share, `optaxclip.ClipOptions`.

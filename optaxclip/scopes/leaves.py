@@ -37,7 +37,7 @@ def as_scope(scope: Scope) -> Scope:
 
 
 def of_trees(scope: Scope) -> Scope:
-    """The scope, which says what to do where something else than a tree comes in."""
+    """`scope`, with an error that says what to do if it is called with anything but a tree."""
 
     @functools.wraps(scope)
     def checked(flat: FlatTree) -> Grouping:

@@ -49,20 +49,7 @@ def test_one_bad_slice_is_reported():
         tx.update({"w": np.float32([[3.0, 4.0], [jnp.nan, 1.0]])}, None)
 
 
-@pytest.fixture(params=["cpu", "cuda", "tpu"])
-def _platform(request, monkeypatch):
-    """Whose branch is taken, wherever there are several."""
-
-    def branch(*args, default=None, **branches):
-        return branches.get(request.param, default)(*args)
-
-    jax.clear_caches()
-    monkeypatch.setattr(jax.lax, "platform_dependent", branch)
-    yield
-    jax.clear_caches()
-
-
-@pytest.mark.usefixtures("_platform")
+@pytest.mark.usefixtures("platform")
 def test_products_with_weights_report_nothing():
     """At the scales of sums that are not used they are infinite, of both signs, or `inf * 0`."""
     record = optaxclip.monitor.record(2, stats=("cosine_param",))

@@ -32,19 +32,6 @@ NORMS = {
 CASES = list(itertools.product(SCOPES, NORMS))
 
 
-@pytest.fixture(params=["cpu", "cuda", "tpu"])
-def platform(request, monkeypatch):
-    """Whose branch is taken, wherever there are several."""
-
-    def branch(*args, default=None, **branches):
-        return branches.get(request.param, default)(*args)
-
-    jax.clear_caches()
-    monkeypatch.setattr(jax.lax, "platform_dependent", branch)
-    yield request.param
-    jax.clear_caches()
-
-
 def at_scale(scale):
     return jax.tree.map(lambda x: x * scale.astype(x.dtype), TREE)
 
