@@ -35,9 +35,9 @@ def test_slow(case): pass
     ("arguments", "left_out"),
     [
         (["-n1"], 3),
-        (["tests/test_a.py"], 3),
+        pytest.param(["tests/test_a.py"], 3, marks=pytest.mark.slow),
         (["-k", "test_quick"], 0),
-        (["-m", ""], 0),
+        pytest.param(["-m", ""], 0, marks=pytest.mark.slow),
     ],
     ids=str,
 )
