@@ -66,11 +66,8 @@ class FlatTree(NamedTuple):
     @property
     def is_part(self) -> bool:
         """Whether a wrapper such as `optax.masked` or `optax.partition` keeps leaves back."""
-
-        def is_kept_back(x: Any) -> bool:
-            return isinstance(x, optax.MaskedNode)
-
-        return any(map(is_kept_back, jax.tree.leaves(self.tree(), is_leaf=is_kept_back)))
+        nodes = jax.tree.leaves(self.tree(), is_leaf=_is_kept_back)
+        return any(map(_is_kept_back, nodes))
 
     def measured_leaves(self) -> list[Any]:
         """The measured leaves."""
@@ -111,6 +108,10 @@ class FlatTree(NamedTuple):
         """The same with `float0` zeros for all leaves, as `jax.grad` gives for integers."""
         zeros = [np.zeros(np.shape(leaf), jax.dtypes.float0) for leaf in self.leaves]
         return self._replace(leaves=zeros)
+
+
+def _is_kept_back(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
 
 
 def flatten(

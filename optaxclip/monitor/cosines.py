@@ -121,15 +121,12 @@ def _both(x: Array) -> Any:
     return select(is_usable, product, 0), lax.square(x.imag)
 
 
-def _lowest(dtype: Any) -> float:
-    """Where a product of norms is smaller, products of entries may be too small at the scale 1."""
-    info = jnp.finfo(dtype)
-    return powers.VERY_MANY * float(info.tiny) / float(info.eps)
-
-
 def _highest(dtype: Any) -> float:
-    """The same for those that are too large, of which the largest scale makes the smallest."""
-    return _lowest(dtype) * powers.distance(dtype) ** 2
+    """A product of norms that is larger is, at the scale for large numbers, still above the lowest.
+
+    So each scale is used where products of entries are neither too large nor too small for it.
+    """
+    return powers.lowest(dtype) * powers.distance(dtype) ** 2
 
 
 def _total(total: Array, count: Array) -> Array:
@@ -192,7 +189,7 @@ def _cosine(sums: powers.AtScales, norm: Array, other: Array) -> Array:
     bound = safe_sqrt(norm.astype(plain.dtype)) * safe_sqrt(other.astype(plain.dtype))
     is_finite = jnp.isfinite(bound)
     is_high = bound > _highest(plain.dtype) ** 0.5
-    is_low = bound < _lowest(plain.dtype) ** 0.5
+    is_low = bound < powers.lowest(plain.dtype) ** 0.5
     total = select(is_high, down, select(is_low, up, plain))
     bound = bound * select(is_high, 1 / far, select(is_low, far, jnp.ones_like(plain)))
     is_usable = is_finite & (bound > 0)

@@ -129,8 +129,7 @@ def noise_scale(
 
         def averaged(old: Array, new: Array) -> Array:
             # What is not finite is replaced first, because `jax_debug_nans` stops at any sum of it.
-            new = jnp.where(is_finite, new, old)
-            return old + jnp.where(is_finite, share * (new - old), 0)
+            return old + share * (jnp.where(is_finite, new, old) - old)
 
         signal, variance = map(averaged, (state.signal, state.variance), noise)
         return updates, state._replace(steps=steps, signal=signal, variance=variance)

@@ -35,7 +35,7 @@ def axes(axes: int | Sequence[int]) -> Scope:
     @of_trees
     def assign(flat: FlatTree) -> Grouping:
         named = zip(flat.names(), flat.measured_leaves(), strict=True)
-        reduced = tuple(_within(axes, leaf, name) for name, leaf in named)
+        reduced = tuple(_normalized(axes, leaf, name) for name, leaf in named)
         return one_group_per_leaf(flat, reduced, "dict")
 
     return assign
@@ -93,17 +93,6 @@ def unit(
     return assign
 
 
-def _within(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[int, ...]:
-    """The axes that a user chose for all leaves; they must be all that a sparse leaf has."""
-    chosen = _normalized(axes, leaf, name)
-    if is_sparse(leaf) and len(chosen) < np.ndim(leaf):
-        raise ValueError(
-            f"the sparse leaf '{name}' cannot be divided, so axes must be all {np.ndim(leaf)} of "
-            f"its axes, got {axes!r}; for a norm for each slice pass leaf.todense()"
-        )
-    return chosen
-
-
 def _normalized(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[int, ...]:
     rank = np.ndim(leaf)
     try:
@@ -115,7 +104,13 @@ def _normalized(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[int, .
         raise ValueError(
             f"axes {chosen} do not exist in leaf '{name}', which has shape {np.shape(leaf)}"
         )
-    return tuple(sorted({axis % rank for axis in chosen}))
+    reduced = tuple(sorted({axis % rank for axis in chosen}))
+    if is_sparse(leaf) and len(reduced) < rank:
+        raise ValueError(
+            f"the sparse leaf '{name}' cannot be divided, so axes must be all {rank} of its axes, "
+            f"got {axes!r}; for a norm for each slice pass leaf.todense()"
+        )
+    return reduced
 
 
 def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_part: bool) -> tuple[int, ...]:

@@ -40,8 +40,8 @@ def checked_limit(
         )
     shape = getattr(limit, "shape", ())
     if shape != ():
-        remedy = "; to give each group a limit, pass a dict from the names of the groups, as in "
-        remedy = f"{remedy}optaxclip.clip_by" if schedule else ""
+        by_name = "pass a dict from the names of the groups, as in optaxclip.clip_by"
+        remedy = f"; to give each group a limit, {by_name}" if schedule else ""
         raise ValueError(f"{argument} must be a scalar, got an array of shape {shape}{remedy}")
     if isinstance(limit, jax.Array):
         return limit

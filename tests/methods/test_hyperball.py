@@ -337,10 +337,8 @@ def test_bad_trees():
 
 
 def test_derivatives_at_the_ends_of_the_range_are_those_of_ordinary_numbers_scaled():
-    tx, (w, u, by) = (
-        optaxclip.hyperball(0.3, stacked=1),
-        np.random.default_rng(0).normal(size=(3, 2, 4, 3)),
-    )
+    tx = optaxclip.hyperball(0.3, stacked=1)
+    w, u, by = np.random.default_rng(0).normal(size=(3, 2, 4, 3))
     slopes = jax.jit(jax.grad(lambda w, u: jnp.sum(jnp.float32(by) * moved(tx, w, u)[0]), (0, 1)))
     expected = slopes(jnp.float32(w), jnp.float32(u))
     for of_weights, of_directions in ((1e30, 1), (1e37, 10), (1e-32, 1), (1, 1e30), (1e35, 1e35)):

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.tree_util import Partial
-from methods_table import assert_same, at
+from methods_table import assert_same, at, label
 
 import optaxclip
 from optaxclip import scopes, thresholds
@@ -137,10 +137,6 @@ def test_a_schedule_below_0_acts_as_0(value):
 
 
 LABELLED = {"w": jnp.full((2, 2), 3.0), "b": jnp.full(4, 4.0)}
-
-
-def label(path, _):
-    return {"w": "matrix", "b": "vector"}[path]
 
 
 @pytest.mark.parametrize("record", [True, False])
