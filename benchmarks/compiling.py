@@ -1,17 +1,20 @@
-"""What every method costs beside Optax's nearest clip: to trace, compile and run, and eagerly.
+"""What every method costs beside Optax's nearest clip: to trace, compile and run, and to start.
 
   python -m benchmarks.compiling
   python -m benchmarks.compiling --tree alike --method zclip adagc --rounds 5
 
 Seconds to trace (with lowering) and to compile are the processor's, of all threads, from empty
 caches. What is told is the median over the rounds of the ratio to Optax's, which takes turns with
-ours. The update is the whole program: no optimizer hides what a clip costs.
+ours. The update is the whole program: no optimizer hides what a clip costs. What a first `init`
+takes is told in milliseconds, ours / Optax's, because most of Optax's clips have no state.
 """
 
 import argparse
 import gc
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,7 +33,7 @@ TREES: dict[str, Shapes] = {
     "few": [shape for _ in range(15) for shape in ((32, 32), (32,))],
     "one": [(64, 64)],
 }
-PHASES = ("trace", "compile", "steady", "eager")
+PHASES = ("trace", "compile", "steady", "eager", "init")
 # What aims are for.
 COMPILE, COMPILE_ALIKE, TRACE, STEADY = 2.0, 3.0, 2.5, 1.05
 
@@ -39,7 +42,9 @@ def main() -> None:
     """Prints the table."""
     options = _options()
     print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores")
-    print(f"\n| tree | method | Optax's | {' | '.join(PHASES)} |\n|{'---|' * 7}", flush=True)
+    print(f"`import optaxclip` after JAX and Optax: {1e3 * _import_seconds():.0f} ms")
+    heads = ["tree", "method", "Optax's", *PHASES[:-1], "init, ms"]
+    print(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
     for tree in options.tree or TREES:
         params = _filled(TREES[tree])
         for name, tx in every_method().items():
@@ -47,7 +52,9 @@ def main() -> None:
                 continue
             theirs, optax_tx = nearest(name, tx, params)
             found = ratios(tx, optax_tx, params, options.rounds, options.phase)
-            cells = (f"{found[phase]:.2f}" if phase in found else "" for phase in PHASES)
+            cells = [f"{found[phase]:.2f}" if phase in found else "" for phase in PHASES[:-1]]
+            if "init" in options.phase:
+                cells.append(" / ".join(f"{_init_ms(way, params):.0f}" for way in (tx, optax_tx)))
             print(f"| {tree} | {name} | {theirs} | {' | '.join(cells)} |", flush=True)
 
 
@@ -88,6 +95,28 @@ def _cold(tx: Step, grads: Any, params: Any) -> dict[str, float]:
     lowered.compile()
     ticks.append(time.process_time())
     return dict(zip(("trace", "compile"), np.diff(ticks).tolist(), strict=True))
+
+
+def _init_ms(tx: Step, params: Any) -> float:
+    """The milliseconds of a first `init`, with nothing in the caches: the median of three."""
+    times = []
+    for _ in range(3):
+        jax.clear_caches()
+        gc.collect()
+        start = time.perf_counter()
+        jax.block_until_ready(tx.init(params))
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def _import_seconds() -> float:
+    """The seconds of `import optaxclip` in a new process: the median of five."""
+    code = (
+        "import time, jax, optax; start = time.perf_counter(); import optaxclip; "
+        "print(time.perf_counter() - start)"
+    )
+    runs = [subprocess.check_output([sys.executable, "-c", code], text=True) for _ in range(5)]
+    return statistics.median(map(float, runs))
 
 
 def _compiled(tx: Step, grads: Any, params: Any) -> Callable[[], object]:
