@@ -100,10 +100,26 @@ def at_scales(
     over_all = len(axes) == np.ndim(data_of(leaf))
     if over_all and (groups.placement.in_one_piece or devices.manual_axes()):
         return at_once(leaf, **options)
-    pieces = {"scales": scales(norm, dtype), "in_one_piece": groups.placement.in_one_piece}
+    default = one_by_one if groups.together else at_once
+    return _by_platform(
+        leaf, **options, in_one_piece=groups.placement.in_one_piece, default=default
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype", "in_one_piece", "default"))
+def _by_platform(
+    leaf: Any,
+    *,
+    axes: tuple[int, ...],
+    norm: Norm,
+    dtype: jnp.dtype,
+    in_one_piece: bool,
+    default: Callable[..., AtScales],
+) -> AtScales:
+    pieces = {"scales": scales(norm, dtype), "in_one_piece": in_one_piece}
     on_gpu = functools.partial(gpu.sum_of_columns, axes=axes, norm=norm, **pieces)
-    default = functools.partial(one_by_one if groups.together else at_once, **options)
-    return lax.platform_dependent(leaf, cuda=on_gpu, rocm=on_gpu, default=default)
+    elsewhere = functools.partial(default, axes=axes, norm=norm, dtype=dtype)
+    return lax.platform_dependent(leaf, cuda=on_gpu, rocm=on_gpu, default=elsewhere)
 
 
 # Compiled by itself so that it is traced once for leaves that are alike.

@@ -1,5 +1,6 @@
 """What XLA makes of a clip: how much of it there is to compile."""
 
+import dataclasses
 import re
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from compiling import AS_USERS, where_sums_are_fused
 
 import optaxclip
+from optaxclip import norms, scopes
 
 
 def distinct_kernels(text):
@@ -63,7 +65,7 @@ def test_a_leaf_more_takes_few_kernels_more(tx, most):
         optaxclip.adaptive_grad_clip(0.01),
         optaxclip.clip_by_norm(1.0),
         optaxclip.clip_by_norm(1.0, axes=0),
-        optaxclip.clip_by(optaxclip.scopes.leaf(stacked=1), 1.0),
+        optaxclip.clip_by(scopes.leaf(stacked=1), 1.0),
     ],
     ids=["agc", "leaf", "axes", "stacked"],
 )
@@ -73,6 +75,20 @@ def test_groups_of_all_leaves_are_handled_at_once(tx):
     jaxpr = jax.jit(tx.update).trace(grads, tx.init(grads), grads).jaxpr
     names = [eqn.params["name"] for eqn in jaxpr.eqns if eqn.primitive.name == "jit"]
     assert names.count("multiplier") == 1
+
+
+@pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf(), scopes.unit()])
+def test_leaves_alike_are_traced_once(scope):
+    """Else most of the seconds that JAX needs to trace and lower a clip go into equal sums."""
+
+    def calls(count):
+        found = []
+        mapped = dataclasses.replace(norms.l2, map=lambda x: found.append(x) or norms.l2.map(x))
+        tx, grads = optaxclip.clip_by(scope, 1.0, norm=mapped), [jnp.ones((8, 8))] * count
+        jax.jit(tx.update).trace(grads, tx.init(grads)).lower(lowering_platforms=("cpu", "cuda"))
+        return len(found)
+
+    assert calls(20) == calls(10)
 
 
 def test_every_platform_measures_in_one_reduction():
