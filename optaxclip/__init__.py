@@ -1,9 +1,9 @@
 """optaxclip: gradient clipping for JAX.
 
-At top level, Optax transformations by the names of Optax and of the papers, and the engine that all
-of them are expressions over. In `ops`, TensorFlow's clipping functions over any pytree. In
-`per_example`, the lift of the engine over the examples of a batch. In `accumulate`, gradients of
-microbatches. In `scopes`, `norms`, `thresholds` and `responses`, the engine's parts.
+The top level has Optax transformations with the names of Optax and of the papers. Most of them are
+calls of `clip_by` with parts from `scopes`, `norms`, `thresholds` and `responses`. `ops` has
+TensorFlow's clipping functions for any pytree, `per_example` clips each example of a batch, and
+`accumulate` computes gradients by microbatches.
 """
 
 from optaxclip import (

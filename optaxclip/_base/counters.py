@@ -16,9 +16,9 @@ def increased(count: Array, where: Array | bool = True, *, period: int = 1) -> A
     Args:
       count: signed integers of at least 0.
       where: bool, which of them to increase.
-      period: with 1, a counter at the dtype's largest value stays there, as Optax's counters do.
-        With the length of a ring, it falls by that length less 1, so that `count % period`
-        continues without a gap.
+      period: a counter at the dtype's largest value is lowered by `period - 1`. With 1 it stays
+        there, as Optax's counters do. With the length of a ring buffer, `count % period` continues
+        without a gap.
 
     Raises:
       TypeError: for counters of another dtype.
@@ -30,7 +30,7 @@ def increased(count: Array, where: Array | bool = True, *, period: int = 1) -> A
         )
     is_full = count == jnp.iinfo(count.dtype).max
     step = jnp.where(is_full, 1 - period, 1)
-    # Not selected: JAX 0.10.2 cannot `vmap` a select in a `jit` over an explicit mesh.
+    # A product, because JAX 0.10.2 cannot `vmap` a select in a `jit` over an explicit mesh.
     return count + step.astype(count.dtype) * jnp.asarray(where, count.dtype)
 
 

@@ -93,7 +93,7 @@ def sum_over_devices(x: Array, axes: Axes) -> Array:
 def largest(x: Array, axes: Axes) -> Array:
     """The maximum over the devices along these axes, of arrays without NaN.
 
-    On some platforms the collective would lose a NaN.
+    `lax.pmax` loses a NaN on a CPU (JAX 0.10.2).
     """
     return lax.pmax(x, tuple(sorted(axes))) if axes else x
 
@@ -145,9 +145,9 @@ def explicit_mesh(types: Iterable[Any]) -> Any:
 
 
 def resharded(x: Array, like: Any) -> Array:
-    """`x`, split as the type of `like` says, which has its shape, if that lies on an explicit mesh.
+    """`x`, split like `like`, which has the same shape, if the type of `like` has an explicit mesh.
 
-    JAX refuses to select among arrays that are split differently over one.
+    JAX refuses to select between arrays that are split differently over such a mesh.
     """
     own, wanted = (getattr(jax.typeof(each), "sharding", None) for each in (x, like))
     if wanted is None or own == wanted or AxisType.Explicit not in wanted.mesh.axis_types:
@@ -158,7 +158,7 @@ def resharded(x: Array, like: Any) -> Array:
 def gathered(x: Any) -> Any:
     """`x`, in full on each device of the explicit mesh over which its type says that it is split.
 
-    JAX 0.10.2 neither sorts an array along an axis that is split, nor writes a row into it.
+    JAX 0.10.2 neither sorts an array along an axis that is split, nor writes a row into the array.
     """
     sharding = explicit_sharding(x)
     if sharding is None:
@@ -172,9 +172,9 @@ def is_on_explicit_mesh(arrays: PyTree) -> bool:
 
 
 def on_own_mesh(arrays: PyTree) -> contextlib.AbstractContextManager[Any]:
-    """Makes the explicit mesh that types of traced arrays name the current one, if none is.
+    """If no mesh is set, sets the explicit mesh on which these traced arrays lie.
 
-    Under `vmap`, JAX 0.10.2 cannot otherwise stack arrays that are split over an explicit mesh.
+    Otherwise JAX 0.10.2 cannot stack arrays under `vmap` that are split over an explicit mesh.
     """
     mesh = None if current_mesh() else _mesh_with(AxisType.Explicit, types_of(arrays))
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
@@ -183,8 +183,8 @@ def on_own_mesh(arrays: PyTree) -> contextlib.AbstractContextManager[Any]:
 def typed_like(tree: PyTree, like: PyTree) -> PyTree:
     """`tree`, whose arrays are typed as lying on all devices of the explicit mesh of `like`.
 
-    Under `vmap` over an axis of the mesh JAX 0.10.2 cannot otherwise join arrays that are mapped
-    with others, nor carry through `scan` what starts alike for all. In eager mode nothing is done.
+    Otherwise JAX 0.10.2, under `vmap` over an axis of the mesh, can neither join mapped arrays with
+    unmapped ones, nor carry through `scan` what starts unmapped. In eager mode nothing is done.
     """
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(like))
     mesh = _mesh_with(AxisType.Explicit, types_of(like)) if is_traced else None

@@ -114,11 +114,11 @@ def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
 
     Start positions are operands, not constants, so that XLA compiles code for arrays of one shape
     only once. For block RMS over 200 leaves of two shapes it compiles 14 kernels; slices at
-    constant positions take 211 and, on a CPU, eight times as long.
+    constant positions take 211 and, on a CPU, eight times as long to compile.
 
     Args:
       vector: `[..., entries]`.
-      shapes: for each array, the shape of the axes that come in the place of `entries`.
+      shapes: for each array, the shape of the axes that replace `entries`.
 
     Returns:
       Arrays `[..., *shape]`.
@@ -131,11 +131,11 @@ def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
         pieces = [lax.slice_in_dim(vector, at, at + size, axis=-1) for at, size, _ in rows]
         front = vector.shape[:-1]
         return [x.reshape(*front, *shape) for x, shape in zip(pieces, shapes, strict=True)]
-    rows = zip(_places(vector, starts, sizes), shapes, strict=True)
+    rows = zip(_start_positions(vector, starts, sizes), shapes, strict=True)
     return [_piece(vector, *row) for row in rows]
 
 
-def _places(vector: Array, starts: list[int], sizes: list[int]) -> list[np.ndarray]:
+def _start_positions(vector: Array, starts: list[int], sizes: list[int]) -> list[np.ndarray]:
     """For each array, its start position in each row of the flattened vector."""
     count, length = math.prod(vector.shape[:-1]), vector.shape[-1]
     rows = np.arange(count)[:, None] * length
@@ -143,29 +143,29 @@ def _places(vector: Array, starts: list[int], sizes: list[int]) -> list[np.ndarr
         return [np.asarray(rows + start, np.int32) for start in starts]
     # XLA (JAX 0.10.2) turns a single start position into a constant, so each array gets a second
     # one, which is ignored.
-    last_places = [max(length - size, 0) for size in sizes]
+    last_starts = [max(length - size, 0) for size in sizes]
     return [
         np.array([[start], [0 if start else last]], np.int32)
-        for start, last in zip(starts, last_places, strict=True)
+        for start, last in zip(starts, last_starts, strict=True)
     ]
 
 
 # Compiled by itself, so that it is traced once for all pieces of one shape.
 @functools.partial(jax.jit, static_argnums=2)
-def _piece(vector: Array, places: Array, shape: tuple[int, ...]) -> Array:
+def _piece(vector: Array, starts: Array, shape: tuple[int, ...]) -> Array:
     front, size = vector.shape[:-1], math.prod(shape)
     gathered, sliced = (functools.partial(way, size=size) for way in (_gathered, _sliced))
-    piece = lax.platform_dependent(vector, places, cpu=gathered, default=sliced)
+    piece = lax.platform_dependent(vector, starts, cpu=gathered, default=sliced)
     return piece.reshape(*front, *shape)
 
 
-def _gathered(vector: Array, places: Array, *, size: int) -> Array:
+def _gathered(vector: Array, starts: Array, *, size: int) -> Array:
     numbers = lax.GatherDimensionNumbers((1,), (), (0,))
     mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
     rows, front = lax.reshape(vector, (vector.size,)), vector.shape[:-1]
-    pieces = lax.gather(rows, places, numbers, (size,), mode=mode)
+    pieces = lax.gather(rows, starts, numbers, (size,), mode=mode)
     return pieces[: math.prod(front)].reshape(*front, size)
 
 
-def _sliced(vector: Array, places: Array, *, size: int) -> Array:
-    return lax.dynamic_slice_in_dim(vector, places[0, 0], size, axis=-1)
+def _sliced(vector: Array, starts: Array, *, size: int) -> Array:
+    return lax.dynamic_slice_in_dim(vector, starts[0, 0], size, axis=-1)

@@ -13,7 +13,7 @@ GIVE_BACK = "give them back: state = jax.tree.map(lambda _, x: x, tx.init(params
 
 @jax.tree_util.register_static
 class Names(tuple[str, ...]):
-    """A tuple of names, which JAX takes for a pytree node without children.
+    """A tuple of names, which JAX treats as a pytree node without children.
 
     Empty names equal all others, because `optax.tree_map_params` calls `init` with parameters
     without leaves, which have no names, and compares the structure of that state with a real one.

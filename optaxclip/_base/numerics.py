@@ -49,7 +49,7 @@ def narrowed(x: Array, dtype: jnp.dtype) -> Array:
 
 
 def bounded(x: Array) -> Array:
-    """`x` without infinities, whose products with 0 are NaN: the largest numbers stand in."""
+    """`x` with the largest numbers in place of infinities, because infinity times 0 is NaN."""
     largest = x.dtype.type(jnp.finfo(x.dtype).max)
     return lax.clamp(-largest, x, largest)
 
@@ -57,7 +57,7 @@ def bounded(x: Array) -> Array:
 def select(flag: Array, x: Array | float, y: Array | float) -> Array:
     """`jnp.where` for arrays of one shape, or an array and a number that takes the array's dtype.
 
-    `jnp.where` would be a nested call, which takes longer to trace, to lower and to compile.
+    `jnp.where` would be a nested call (JAX 0.10.2), which takes longer to trace and to compile.
     """
     like = next(z for z in (x, y) if isinstance(z, Array))
 
@@ -94,13 +94,13 @@ def root_of_positive(x: Array) -> tuple[Array, Array]:
 
 
 def norm_of_all(norms: Array) -> Array:
-    """The L2 norm of all groups, from the norms of each; their squares may leave the range."""
+    """The L2 norm of all groups, from their norms, whose squares may overflow or underflow."""
     root, unit = norm_of_all_in_parts(norms)
     return unit * root
 
 
 def norm_of_all_in_parts(norms: Array) -> tuple[Array, Array]:
-    """The same as two numbers, of which the second is a power of two: the product may overflow."""
+    """`norm_of_all` as two factors, because it may overflow; the second is a power of two."""
     unit = power_of_two_below(jnp.max(norms, initial=0))
     return safe_sqrt(jnp.sum(jnp.square(norms / unit))), unit
 
@@ -117,7 +117,7 @@ def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:
 
 
 def averaged(old: Array, new: Array, share: Array) -> Array:
-    """The average `old` after one number more, which counts with this share.
+    """The average `old`, moved toward `new` by this share of their distance.
 
     With a share of 1 it is `new` itself, because the sum would lose a `new` that is tiny beside
     `old`.
@@ -128,8 +128,8 @@ def averaged(old: Array, new: Array, share: Array) -> Array:
 def multiplied(x: Array, log_factor: Array) -> Array:
     """`x * exp(log_factor)`, within the normal numbers of the dtype of `x >= 0`.
 
-    Only 0 and infinity stay as they are, and no other number becomes one of them, from which no
-    factor would lead back.
+    0 and infinity stay as they are. No other number becomes 0 or infinity, because from there no
+    factor leads back.
     """
     info = jnp.finfo(jnp.result_type(x))
     product = jnp.clip(x * jnp.exp(log_factor), float(info.tiny), float(info.max))

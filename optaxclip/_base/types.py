@@ -73,7 +73,7 @@ class ClipInfo(NamedTuple):
     Every array is `[]` for the scope `tree` and `[entries]` for the others, with one entry per
     group. Scopes with very many groups (`axes`, `unit`) have one entry per leaf: norm, limit and
     factor are those of the leaf's group with the largest ratio of norm to limit. For a tree with
-    float64 leaves, `clip_tree` returns float64 in the place of float32.
+    float64 leaves, `clip_tree` returns float64 instead of float32.
 
     Attributes:
       name: the transformation's name, as a tuple of one.

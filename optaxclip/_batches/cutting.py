@@ -30,8 +30,8 @@ def number_of_examples(flat: FlatTree, argument: str) -> int:
         sizes[leaf_name(path)] = np.shape(leaf)
     if len({shape[:1] for shape in sizes.values()}) > 1 or () in sizes.values():
         raise ValueError(
-            f"{argument} must have leaves [examples, ...] with as many examples each; got shapes "
-            f"{sizes}"
+            f"{argument} must have leaves [examples, ...] with the same number of examples; got "
+            f"shapes {sizes}"
         )
     return next(iter(sizes.values()))[0] if sizes else 0
 
@@ -114,7 +114,7 @@ class _Split(NamedTuple):
     def examples(self, number: int) -> tuple[str, ...] | None:
         """The mesh axes over which `number` examples can be split evenly.
 
-        They are those that split the array's first axis, without the last ones if need be.
+        They are those that split the array's first axis, without as many of the last as needed.
         """
         names = devices.spec_names(self.spec[0])
         while number % math.prod(self.mesh.shape[name] for name in names):
@@ -125,7 +125,7 @@ class _Split(NamedTuple):
 def _placed(
     fn: Callable[..., Array], spec: Callable[[_Split], tuple[Any, ...]], *arrays: Array
 ) -> Array:
-    """`fn(*arrays)`; if an array is split over an explicit mesh, `spec` says how the result is."""
+    """`fn(*arrays)`, split as `spec` says if one of the arrays is split over an explicit mesh."""
     sharding = next(filter(None, map(devices.explicit_sharding, arrays)), None)
     if sharding is None or devices.manual_axes():
         return fn(*arrays)

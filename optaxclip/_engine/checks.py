@@ -46,7 +46,7 @@ def check_rule_state(rule: Threshold, state: PyTree, norms: NormTree, name: str)
     """Checks that a state was made by this limit rule. Under `jit` that costs nothing."""
     own = jax.eval_shape(rule.init, norms)
     if not jax.tree.leaves(own) and not jax.tree.leaves(state):
-        return  # such as None, which some checkpoints make of ()
+        return  # such as None, which some checkpoints store for ()
     if jax.tree.structure(own) != jax.tree.structure(state) or _shapes(own) != _shapes(state):
         raise ValueError(
             f"{name}: the state is that of another limit: it holds {_kept(state)}, and this limit "

@@ -2,10 +2,10 @@
 
 Three published methods, made of these parts:
 
-  Clipping by global norm (Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063) measures the whole
-  tree once; adaptive gradient clipping (Brock et al., 2021, arXiv 2102.06171) each unit, and holds
-  it to a share of its own weights; Adafactor's update clipping (Shazeer and Stern, 2018, arXiv
-  1804.04235) the root mean square of each leaf::
+  Clipping by global norm (Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063) limits the norm of
+  the whole tree. Adaptive gradient clipping (Brock et al., 2021, arXiv 2102.06171) limits the norm
+  of each unit to a share of the norm of its weights. Adafactor's update clipping (Shazeer and
+  Stern, 2018, arXiv 1804.04235) limits the root mean square of each leaf::
 
     clip_by(scopes.tree(), 1.0)
     clip_by(scopes.unit(), thresholds.relative_to_params(0.01, eps=1e-3))
@@ -65,9 +65,9 @@ def clip_by(
 
     Guarantees, for every scope, norm and limit: norms accumulate in float32 or wider and are right
     whatever the range; a group at or below its limit comes back bit for bit; the new norm of any
-    other group is the limit to rounding, and with `strict` never above it; dtype, weak type, shape
-    and tree structure stay; value and derivatives are finite wherever the gradients are. `None`,
-    integer, bool, `float0` and PRNG-key leaves pass untouched and do not count in norms.
+    other group is the limit up to rounding, and with `strict` never above it; dtype, weak type,
+    shape and tree structure stay; value and derivatives are finite wherever the gradients are.
+    `None`, integer, bool, `float0` and PRNG-key leaves pass untouched and do not count in norms.
 
     Args:
       scope: which entries share a norm, from `optaxclip.scopes`. It is a function but not a

@@ -1,9 +1,9 @@
 """Code for XLA on CPU alone; each function says what it gains.
 
-On accelerators a pass waits for memory, and sums at three scales cost what one costs. On a CPU XLA
-calls a library for plain sums; all other reductions it compiles itself, and these take 5 to 10
-times as long. The library also sums in float64, which takes one and a half times to twice as long
-as float32. One such sum is exact for all norms of float32, so there is no second pass.
+On accelerators memory limits a pass, so sums at three scales take no longer than one. On a CPU, XLA
+calls a library for plain sums, and compiles all other reductions itself; those take 5 to 10 times
+as long. The library's sums in float64 take one and a half times to twice as long as in float32. One
+of them is exact for all norms of float32, so there is no second pass. (All with JAX 0.10.2.)
 """
 
 import functools
@@ -24,8 +24,8 @@ from optaxclip.norms import Norm
 def sum_in_float64(x: Array, *, axes: tuple[int, ...], norm: Norm) -> Array:
     """The sum of powers of entries; the caller has to enable 64-bit types."""
     if norm.degree != 2:
-        # If another method takes a sum of squares of the same leaf, XLA would convert its entries
-        # once for both sums, and store them (JAX 0.10.2).
+        # If the program also sums this leaf's squares, XLA would otherwise convert its entries once
+        # for both sums, and store them (JAX 0.10.2).
         x = lax.optimization_barrier(x)
     return lax.reduce_sum(norm.map(entries(x, jnp.float64)), axes)
 
@@ -62,8 +62,8 @@ def in_float32(norm: Array, *, from_above: bool) -> tuple[Array, Array, Array, A
 def quotients(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
     """Quotients of arrays of one shape, by one division.
 
-    Callers stack the quotients. XLA on CPU would stack separate arrays anew for each leaf that
-    takes its part: a clip of 200 leaves by their own norms then has a tenth more instructions.
+    Callers stack the quotients. XLA on CPU (JAX 0.10.2) would stack separate arrays anew for each
+    leaf: a clip of 200 leaves by their own norms would have a tenth more instructions.
     """
     return tuple(devices.stack(dividends) / devices.stack(divisors))
 
@@ -71,8 +71,8 @@ def quotients(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Ar
 def scaled_bfloat16(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
     """`x * power * ratio` on the bit patterns of bfloat16.
 
-    XLA on CPU stores an array that it converts, but fuses these operations with what comes before
-    and after them: the step of AdamW is 1.5 times as fast.
+    XLA on CPU (JAX 0.10.2) stores an array that it converts, but fuses operations on bits with what
+    comes before and after them: the step of AdamW is 1.5 times as fast.
     """
     wide = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << jnp.uint32(16)
     product = lax.bitcast_convert_type(wide, jnp.float32) * power * ratio

@@ -34,8 +34,8 @@ def sums_of_stored(leaf: Any, dtype: jax.typing.DTypeLike) -> Array:
 
 def _sums_of_equal(data: Array, indices: Array) -> Array:
     size = len(indices)
-    _, places = jnp.unique(indices, axis=0, size=size, return_inverse=True)
-    return jax.ops.segment_sum(data, places, size)[places]
+    _, segments = jnp.unique(indices, axis=0, size=size, return_inverse=True)
+    return jax.ops.segment_sum(data, segments, size)[segments]
 
 
 def not_padding(leaf: Any) -> Array:

@@ -24,12 +24,12 @@ Rows: TypeAlias = list[Array]
 _MANY_NORMS = 2**18
 """If a leaf has more norms than this, all norms are stored apart.
 
-No vocabulary is larger, so a matrix with one norm per column does not have more, and its norms are
-few beside its entries. In a leaf that stacks layers, a norm may cover as few entries as there are
-layers: as compiled for an H100, AGC on a stacked GPT-2 in bfloat16 moves 3.3 times the gradients
-with norms apart, 9.6 times with norms together. On Llama 3 8B, not stacked, whose 1.6 million norms
-are those of columns, it takes 1566 kernels with norms apart; with norms together it takes 1004, and
-half the time to compile.
+No model has a larger vocabulary, so a matrix with one norm per column does not have more norms, and
+they are few beside its entries. In a leaf that stacks layers, a norm may cover as few entries as
+there are layers: as compiled for an H100, AGC on a stacked GPT-2 in bfloat16 moves 3.3 times the
+gradients with norms apart, 9.6 times with norms together. On Llama 3 8B, not stacked, with one norm
+per column and 1.6 million in all, AGC takes 1566 kernels with norms apart; with norms together it
+takes 1004, and half the time to compile.
 """
 
 
@@ -122,7 +122,7 @@ class Groups:
         return [PartitionSpec()] * (1 if self.together else len(self.ordered))
 
     def zeros(self, dtype: jnp.dtype) -> Rows:
-        """Zeros in place of norms, made as they are stored: nothing is concatenated."""
+        """Zeros in the form in which norms are stored; nothing is concatenated."""
         shapes = [group.shape for group in self.ordered]
         if self.together and self.grouping.layout != "scalar":
             shapes = [(sum(map(math.prod, shapes)),)]

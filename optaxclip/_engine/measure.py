@@ -44,7 +44,7 @@ class Measured(NamedTuple):
 
     Attributes:
       fraction: from 1 to below 2; beyond that only at the ends of the range, and for 0.
-      inverse: the fraction's reciprocal where a CPU summed in float64, in which it is computed too;
+      inverse: where a CPU summed in float64, the fraction's reciprocal, also computed in float64;
         else 1. `x / fraction` is computed as `x * inverse / divisor`.
       divisor: the fraction, or 1 where `inverse` is its reciprocal, so that the quotient is rounded
         once. For a norm of 0 both are 1. For upper bounds it is at least the true fraction, and the

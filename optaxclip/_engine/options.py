@@ -20,9 +20,9 @@ class PlaceOptions(TypedDict, total=False):
 
     Attributes:
       axis_name: inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of
-        the mapped axes over which every leaf is split. Inside `shard_map(check_vma=True)` all axes
-        over which a leaf varies, if it is None; else only these share norms, and each device along
-        another axis has gradients of its own.
+        the mapped axes over which every leaf is split. Inside `shard_map(check_vma=True)`, norms
+        are shared along all axes over which a leaf varies; if names are given, along these alone,
+        and each device along another axis has gradients of its own.
       specs: how the leaves are split over devices where their types do not say it: a pytree prefix
         of the gradients with `PartitionSpec`s or `NamedSharding`s for leaves, `PartitionSpec()` for
         leaves that are the same on all devices. Under `jit` the norm then takes one collective,

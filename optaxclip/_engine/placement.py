@@ -40,7 +40,7 @@ class Placement:
         where only the compiler knows how leaves are split.
       specs: with a mesh, for each leaf how it is split over it.
       explicit_mesh: the mesh on which the leaves' types say that they are split.
-      automatic_mesh: the mesh over which leaves may be split as only the compiler knows.
+      automatic_mesh: the mesh over which the compiler may split leaves, which types do not show.
     """
 
     reduced: tuple[Axes, ...]
@@ -64,16 +64,16 @@ class Placement:
         """
         if self.mesh is None:
             return fn(leaves)
-        told = {"in_specs": (list(self.specs),), "out_specs": PartitionSpec()}
+        options = {"in_specs": (list(self.specs),), "out_specs": PartitionSpec()}
         if devices.is_of_both_kinds(self.explicit_mesh):
-            # Types tell nothing of automatic axes, over which the compiler may split leaves.
-            told["axis_names"] = set().union(*map(devices.axes_of, self.specs))
-        return jax.shard_map(fn, mesh=self._mesh, **told)(leaves)
+            # Types do not show automatic axes, over which the compiler may split leaves.
+            options["axis_names"] = set().union(*map(devices.axes_of, self.specs))
+        return jax.shard_map(fn, mesh=self._mesh, **options)(leaves)
 
     def on_all_devices(self, x: Array) -> Array:
         """`x`, of which every device keeps a copy.
 
-        Otherwise XLA splits the multipliers of all leaves as it splits one leaf, and devices send
+        Otherwise XLA splits the multipliers of all leaves as it splits one leaf, so devices send
         each other the parts that others need: AGC on eight H100s takes 82 collective permutes.
         """
         mesh = self.automatic_mesh if self.mesh is None else self._mesh
@@ -193,7 +193,7 @@ def _given_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSpec
 def _checked_spec(spec: Any, leaf: Any, mesh: Any) -> PartitionSpec:
     found = as_spec(spec)
     if len(found) > np.ndim(leaf):
-        raise ValueError(f"specs has {found} for a leaf of shape {np.shape(leaf)}")
+        raise ValueError(f"specs has {found}, too long for a leaf of shape {np.shape(leaf)}")
     if any(entry is PartitionSpec.UNCONSTRAINED for entry in found):
         raise ValueError(
             f"specs has {found}, and UNCONSTRAINED does not say how the leaf is split; name the "
@@ -222,7 +222,7 @@ def as_spec(spec: Any) -> PartitionSpec:
 def _global_shapes(
     leaves: Sequence[Any], names: Axes, specs: Sequence[PartitionSpec] | None
 ) -> list[tuple[int, ...] | None]:
-    """The shapes of what all devices together hold of each leaf; None where nothing tells."""
+    """The shapes of what all devices together hold of each leaf; None where it is unknown."""
     manual, tracked = devices.manual_axes(), devices.are_tracked()
     if specs is None:
         # A leaf that does not vary is the same on all devices: nothing of it lies elsewhere.
@@ -251,7 +251,7 @@ class _Finder:
 
     Attributes:
       axis_names: the axes over which every leaf is split, if the user says so.
-      specs: for each leaf how it is split, if the user or types say it.
+      specs: for each leaf how it is split, if the user or the leaf's type says so.
       mesh: the mesh over which norms are measured device by device.
     """
 
@@ -265,7 +265,7 @@ class _Finder:
         """The mapped axes that split the leaf's reduced axes, and those that split the others."""
         unsplit = ((),) * (np.ndim(leaf) - len(self.grouping.axes[i]))
         names = frozenset(self.axis_names or ())
-        # Types do not tell of the axis of a surrounding `vmap`.
+        # Types do not show the axis of a surrounding `vmap`.
         mapped = names - self.manual
         if self.mesh is not None:
             return self._by_spec(i, leaf, frozenset(self.mesh.axis_names))
@@ -290,7 +290,7 @@ class _Finder:
                 f"over the devices along {sorted(self.manual)}; where gradients are the same on "
                 "all of them, as after pmean, pass specs=PartitionSpec(); else axis_name= (every "
                 "leaf is split over it) or specs= (a pytree of PartitionSpec), or clip outside of "
-                "it"
+                "pmap or shard_map"
             )
         return reduced | mapped, kept
 

@@ -1,8 +1,8 @@
 """Sums of powers of entries, for one leaf (with code for each platform) and for groups.
 
-In float32 a sum of squares is exact to rounding for norms from 2**-31 to 2**64, whatever the number
-of entries. For smaller and larger norms it is so after the entries were multiplied by 2**88 or
-2**-88.
+In float32 a sum of squares is exact up to rounding for norms from 2**-31 to 2**64, whatever the
+number of entries. For smaller norms the entries are multiplied by 2**88 before they are squared,
+for larger ones by 2**-88.
 """
 
 import functools
@@ -90,9 +90,9 @@ def at_scales(
 
     With norms in float32, a leaf that is summed over all axes, and is whole or a shard inside
     `shard_map`, takes one variadic reduction. Any other takes one plain sum per scale; on a GPU,
-    one sum in float64. If norms are stored apart, a TPU takes a variadic reduction there too,
+    one sum in float64. If norms are stored apart, a TPU takes a variadic reduction for every leaf,
     because plain sums would each read the leaf: AGC of Llama 3 8B with its layers stacked, on eight
-    v5es, takes 2.6 reads in place of 5.8. With norms in float64 every leaf takes plain sums.
+    v5es, takes 2.6 reads so, and 5.8 with plain sums. With norms in float64 each leaf takes those.
     """
     options = {"axes": axes, "norm": norm, "dtype": dtype}
     if dtype != jnp.float32:
@@ -128,7 +128,7 @@ def largest_bits(leaf: Any, *, by: float, axes: tuple[int, ...], dtype: jnp.dtyp
     """The largest modulus, times a constant, as an integer.
 
     The bits of floats of at least 0 are in the order of the floats, with NaN above infinity. So the
-    maximum over devices keeps a NaN, which XLA's collective on CPU loses among floats.
+    maximum over devices keeps a NaN, which `lax.pmax` of floats loses on a CPU (JAX 0.10.2).
     """
     x = times(entries(leaf, dtype), by)
     integer = jnp.dtype(f"int{jnp.finfo(dtype).bits}")
@@ -162,7 +162,7 @@ VERY_MANY = 2.0**40
 
 
 def lowest(dtype: jax.typing.DTypeLike) -> float:
-    """A sum of positive numbers that is smaller may have lost summands that underflowed."""
+    """The bound below which summands that underflowed may matter to a sum of positive numbers."""
     info = jnp.finfo(dtype)
     return VERY_MANY * float(info.tiny) / float(info.eps)
 
@@ -185,18 +185,18 @@ def of_groups(
     Returns:
       For each row of the groups its sums at all scales.
     """
-    places = groups.placement
+    placement = groups.placement
     if groups.together:
-        parts = [_on_all_devices(part, places) for part in parts]
-    over = Axes().union(*(places.axes_of(i) for i in range(len(parts))))
+        parts = [_on_all_devices(part, placement) for part in parts]
+    over = Axes().union(*(placement.axes_of(i) for i in range(len(parts))))
     # A tree without leaves has one sum, of nothing.
     like = parts[0] if parts else (jnp.zeros(()),)
 
     def of_group(k: int, group: Group) -> Array:
         if not group.members:
             return jnp.zeros(group.shape, like[k].dtype)
-        spread = [(i, places.spread(i, parts[i][k], group.shape)) for i in group.members]
-        shares = [_share(x, over - places.axes_of(i), by_max) for i, x in spread]
+        spread = [(i, placement.spread(i, parts[i][k], group.shape)) for i in group.members]
+        shares = [_share(x, over - placement.axes_of(i), by_max) for i, x in spread]
         if len(shares) == 1:
             return shares[0]
         # In one operation, because XLA (JAX 0.10.2) repeats a chain of additions for each use of
@@ -212,14 +212,14 @@ def of_groups(
     return [_over_devices(row, over, by_max) if over else row for row in rows]
 
 
-def _on_all_devices(sums: AtScales, places: Placement) -> AtScales:
+def _on_all_devices(sums: AtScales, placement: Placement) -> AtScales:
     """The sums of a leaf, copied to all devices in one operation.
 
     The compiler would leave them split as the leaf is.
     """
-    if places.automatic_mesh is None or sums[0].ndim == 0:
+    if placement.automatic_mesh is None or sums[0].ndim == 0:
         return sums
-    return tuple(places.on_all_devices(devices.stack(sums)))
+    return tuple(placement.on_all_devices(devices.stack(sums)))
 
 
 def _share(of_leaf: Array, replicated: Axes, by_max: bool) -> Array:

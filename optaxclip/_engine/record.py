@@ -23,7 +23,7 @@ from optaxclip._engine.groups import Groups, Rows
 Columns: TypeAlias = tuple[Array, ...]
 """Arrays of one shape: norms, limits, factors, and flags for clipped and for non-finite groups.
 
-While the worst group is searched, the groups' scores (`_badness`) come first.
+While the worst group is being looked for, the groups' scores (`_badness`) come first.
 """
 
 
@@ -120,7 +120,7 @@ def _in_one_reduction(columns: Columns, axes: tuple[int, ...]) -> Columns:
     nothing = tuple(columns[0].dtype.type(x) for x in (-1, 0, jnp.inf, 1, 0, 0))
     found = lax.reduce(lax.stop_gradient(columns), nothing, _worse, axes)
     _, norm, limit, factor, clipped, bad = found
-    # The share of groups that were clipped, in place of their number.
+    # The share of groups that were clipped, instead of their number.
     size = math.prod(columns[0].shape[axis] for axis in axes)
     return norm, limit, factor, clipped / max(size, 1), bad
 

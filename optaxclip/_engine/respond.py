@@ -102,8 +102,8 @@ def multiplier(
         exact = of_judged(response.factor(*arguments))
         exact = jnp.where(exact == 1, exact, exact * lowered)
         ratio, unit = jnp.where(is_normal, exact, ratio), jnp.ones_like(size)
-    # Divisions come last, because XLA stores their results, and repeats cheaper operations for each
-    # leaf.
+    # Divisions come last, because XLA (JAX 0.10.2) stores their results, and repeats cheaper
+    # operations for each leaf.
     dividends = (jnp.ones_like(ratio), jnp.where(is_bad, replacement, ratio))
     divisors = (jnp.where(is_normal, 1, size), jnp.where(is_normal, unit, 1))
     quotients = {"cpu": cpu.quotients, "default": _quotients}

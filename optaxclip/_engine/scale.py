@@ -132,8 +132,7 @@ def _rounded_jvp(
 def _cut(x: Array, dtype: jnp.dtype) -> Array:
     """Converts to a narrow dtype by truncation.
 
-    Not on bits: XLA cannot cast those of types smaller than a byte, and some formats have NaN next
-    to 0.
+    `_next_toward_zero` cannot be used here, because some formats have NaN in the place of -0.
     """
     info = jnp.finfo(dtype)
     smallest = max(float(info.smallest_normal), float(jnp.finfo(x.dtype).tiny))

@@ -88,7 +88,7 @@ class Method:
 
     @classmethod
     def of(cls, options: Options, response: str | Response, technique: Technique) -> "Method":
-        """From the checked options, and what else a user passed."""
+        """From the checked options, a response and a technique."""
         chosen = (options.norm, as_response(response), options.nonfinite, options.strict)
         return cls(*chosen, options.name, technique)
 
@@ -114,7 +114,7 @@ def clipped(
     method: Method,
     options: Options,
 ) -> tuple[PyTree, PyTree, Any]:
-    """The tree, clipped, the rule's state and the record, if there is one."""
+    """The clipped tree, the rule's next state, and the record if there is one."""
     params = params_for(start.rule, params, method.name)
     weights, of_weights = None, groups
     if params is not None:
@@ -124,7 +124,7 @@ def clipped(
         method = dataclasses.replace(method, leaf_names=tuple(flat.names()))
     operands = (flat.measured_leaves(), weights, start)
     static = {"groups": groups, "of_weights": of_weights, "method": method}
-    # In eager mode `checkify.check` raises at once, which it cannot inside of a compiled call.
+    # In eager mode `checkify.check` raises at once, but inside of a compiled call it cannot.
     step = _clip if raises else functools.partial(run, _clip)
     new, rule_state, info = step(*operands, **static)
     return flat.rebuild(new), rule_state, info
@@ -148,9 +148,9 @@ def norms_of(flat: FlatTree, groups: Groups, norm: Norm) -> NormTree:
 
 
 def run(fn: Callable[..., Any], *operands: Any, **static: Any) -> Any:
-    """`fn(*operands, **static)`: in eager mode one cached call, else part of the trace.
+    """`fn(*operands, **static)`: in eager mode one compiled call, which is cached.
 
-    On an explicit mesh it is one call in a trace too.
+    In a trace it is part of the trace; on an explicit mesh it is a compiled call there too.
 
     Args:
       fn: a module-level function, because it is part of the cache's key.
@@ -243,7 +243,7 @@ def _limits(
 def limits_of(
     rule: Threshold, state: PyTree, norms: NormTree, param_norms: NormTree | None, name: str
 ) -> tuple[Limits, PyTree]:
-    """What a rule says of norms, and its state after them, with the types of the state before.
+    """A rule's limits for these norms, and its next state, typed like the state before.
 
     A trainer may have cast the state to a narrower dtype, or split it over an explicit mesh.
     """

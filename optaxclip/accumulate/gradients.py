@@ -43,17 +43,17 @@ def value_and_grad(
     The batch is cut along its leading axis: of `k` microbatches the `i`-th has the examples `i`,
     `i + k`, ... The result is the weighted mean over the microbatches that were not rejected. If
     none is rejected or clipped, it is the gradient of the whole batch. Sums are in float32 or
-    wider, and finite if all gradients times their weights are. The memory is that of the sum and of
-    one gradient, whatever `k` is.
+    wider, and finite if all gradients times their weights are. It takes the memory of the sum and
+    of one gradient, whatever `k` is.
 
-    To clip each microbatch is PS-Clip-SGD (Nobile and Grohs, 2026, arXiv 2605.02701). A microbatch
+    Clipping each microbatch is PS-Clip-SGD (Nobile and Grohs, 2026, arXiv 2605.02701). A microbatch
     that is rejected is left out with its weight.
 
     Under `jit`, a batch that is split over devices stays split if the number of devices divides the
     microbatch size: each device has its share of each microbatch, nothing of the batch is gathered,
     and the sum is split as the parameters are. A microbatch takes one all-reduce or reduce-scatter
     of its gradient, because its norm is that over all devices. With `measure=False` and without
-    `weight` XLA on GPUs puts that off until after the last microbatch.
+    `weight` XLA on GPUs postpones this until after the last microbatch.
 
     Inside `shard_map` sizes and weights count what one device holds, and a loss that differs
     between devices is averaged over them by its weights: a device whose part of a microbatch has no
@@ -75,8 +75,8 @@ def value_and_grad(
         number of tokens; if None, its number of examples counts. A microbatch of weight 0 adds
         nothing, whatever its loss is. If a weight is negative or NaN, or all are 0, the results are
         NaN.
-      clip: a transformation over each microbatch's gradient, which goes on from one to the next and
-        learns nothing of those that are rejected; or a limit of the global norm, as
+      clip: a transformation of each microbatch's gradient, whose state goes from one microbatch to
+        the next and does not change at rejected ones; or a limit of the global norm, as
         `optaxclip.clip_by` takes it.
       reject: which microbatches are left out. "nonfinite": those whose loss or gradient norm is not
         finite. A number, schedule or rule of `optaxclip.thresholds`: also those with a norm above
@@ -91,14 +91,14 @@ def value_and_grad(
       axis_name: inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of
         the mapped axes over which the batch is split.
       specs: how parameters are split over devices where their types do not say it, as in
-        `optaxclip.PlaceOptions`; inside of these not at all if None.
+        `optaxclip.PlaceOptions`; where `axis_name` is needed, None means that they are not split.
 
     Returns:
       A function `(*args, state=None) -> (value, grads, accumulated)` of the arguments of `loss_fn`,
       with `(value, aux)` for the value if `has_aux`: the mean loss, float[], the tree of gradients,
       and an `Accumulated`. Its `state` is to be passed to the next step; the method `init(*args)`
-      makes the first one, for loops and checkpoints. Call it inside of `jax.jit`: outside its loop
-      is compiled anew each time.
+      makes the first one, for loops and checkpoints. Call it inside of `jax.jit`: without it, the
+      loop is compiled anew at each call.
 
     Raises:
       ValueError: for a microbatch size below 1, an unknown name, a limit that is negative or NaN, a
@@ -172,8 +172,8 @@ class ValueAndGrad:
         if self._judge.measures:
             norm, noise = row.norm, row.noise(self._judge.norm(grads))
         else:
-            # Nothing is rejected, so no norm is known. For a loop without this output XLA (JAX
-            # 0.10.2) needs more memory on a GPU.
+            # NaN, as nothing is rejected. It is made of outputs of the loop, because for a loop
+            # without these XLA (JAX 0.10.2) needs more memory on a GPU.
             norm = known_where(row.rejected, row.norm)
             noise = NoiseSums(*[unknown(row.total_weight)] * 2)
         value = row.mean(row.loss)
@@ -198,7 +198,7 @@ class ValueAndGrad:
         return Cut.of(batch, self._size, number)
 
     def _in_wide(self, params: FlatTree) -> PyTree:
-        """The parameters in the dtypes of the sums, as clips are given gradients."""
+        """The parameters in the dtypes of the sums, in which clips get the gradients."""
         arrays = [jnp.asarray(x) for x in params.measured_leaves()]
         return params.rebuild([x.astype(self._loss.dtype_of_sum(x.dtype)) for x in arrays])
 
@@ -208,7 +208,7 @@ def _checked_dtype(dtype: Any) -> jnp.dtype:
     wide = jnp.dtype(jax.dtypes.canonicalize_dtype(dtype))
     if not jnp.issubdtype(wide, jnp.floating) or wide.itemsize < 4:
         raise ValueError(
-            f"dtype must be float32 or wider, in which nothing small is lost beside a sum, got "
+            f"dtype must be float32 or wider, because narrower sums lose small gradients, got "
             f"{wide}"
         )
     return wide

@@ -1,4 +1,4 @@
-"""Judging a microbatch by its norm: what is added up of it, and what is kept for the next one."""
+"""Judging a microbatch by its norm: what it adds to the sum, and what the next one learns of it."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -109,10 +109,10 @@ class Judge:
         Args:
           grads: the gradient.
           value: the loss.
-          weight: that of the microbatch.
-          state: what is kept of those before it.
+          weight: the weight of the microbatch.
+          state: the state after the microbatches before it.
           params: the parameters.
-          param_norm: their norm, if the rule needs it.
+          param_norm: the norm of the parameters, if the rule needs it.
         """
         leaves = grads.measured_leaves()
         if not self.measures:
@@ -138,7 +138,7 @@ class Judge:
     def _clipped(
         self, grads: FlatTree, norm: Array, state: PyTree, params: PyTree
     ) -> tuple[list[Array], Array, PyTree]:
-        """The gradient, clipped, its norm then, and the clip's state."""
+        """The clipped gradient, its norm, and the clip's state."""
         known = {_NORM: norm}
         clipped, state = self._transformation().update(grads.tree(), state, params, **known)
         after = _same_leaves(grads, clipped)
@@ -149,7 +149,7 @@ class Judge:
     def _transformation(self) -> optax.GradientTransformationExtraArgs:
         """The clip as a transformation.
 
-        For a limit it is made at each call, because its `specs` depend on where that is.
+        For a limit it is made at each call, because its `specs` depend on the mapped axes there.
         """
         if not isinstance(self.clip, Threshold):
             return self.clip or optax.with_extra_args_support(optax.identity())

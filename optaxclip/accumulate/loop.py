@@ -83,7 +83,7 @@ def over_microbatches(
         return (totals, judgement.state), (row, found.aux)
 
     start = (like_params([jnp.zeros_like(x) for x in measured]), state)
-    # Seeds that `vmap` splits over an explicit mesh begin with the same state.
+    # Otherwise `scan` fails for seeds that `vmap` splits over an explicit mesh (JAX 0.10.2).
     start = devices.typed_like(start, (measured, roles.batch))
     with devices.on_own_mesh((measured, roles.batch)):
         (totals, state), (row, aux) = lax.scan(body, start, jnp.arange(cut.number))

@@ -74,9 +74,9 @@ class Loss:
         Args:
           roles: the arguments.
           params: the parameters.
-          size: how many examples a device has of the microbatch.
+          size: how many examples of the microbatch one device has.
           measured: the measured leaves of the parameters.
-          microbatch: of each batch argument its part.
+          microbatch: the microbatch's part of each batch argument.
         """
         weight = self._weight_of(microbatch, size)
 
@@ -131,7 +131,7 @@ class Loss:
         return jnp.asarray(value), found[1] if self.has_aux else None
 
     def _weight_of(self, microbatch: tuple[Any, ...], size: int) -> Any:
-        """The weight, checked; NaN for one that is negative, where that is only known later."""
+        """The weight, checked; a traced one becomes NaN where it is negative."""
         weight = size if self.weight is None else self.weight(*microbatch)
         if not is_real(weight):
             raise TypeError(f"weight must return a real number, got {weight!r:.80}")

@@ -50,13 +50,13 @@ class Row(NamedTuple):
 
     @classmethod
     def of(cls, found: Found, judgement: Judgement) -> "Row":
-        """That of one microbatch."""
+        """The row of one microbatch."""
         weight = jnp.asarray(found.weight)
         return cls(judgement.norm, judgement.norm_after, weight, judgement.is_out, found.value)
 
     @property
     def counts(self) -> Array:
-        """Which are in the means: bool."""
+        """Which microbatches count in the means: bool."""
         return ~self.rejected & (self.weight != 0)
 
     def mean(self, of: Array) -> Array:
@@ -66,14 +66,14 @@ class Row(NamedTuple):
 
     @property
     def total_weight(self) -> Array:
-        """The weight of those that count."""
+        """The total weight of the microbatches that count."""
         return jnp.sum(jnp.where(self.counts, self.weight, 0))
 
     def noise(self, norm_of_mean: Array) -> NoiseSums:
         """The noise sums, from the norm of the mean gradient."""
         norms = jnp.where(self.counts, self.norm_after, 0)
-        # The norm of the mean is at most the largest norm. Both are divided by a power of two near
-        # that, so that no square and no sum of squares leaves the range.
+        # The norm of the mean is at most the largest norm. All norms are divided by a power of two
+        # near the largest, so that no square and no sum of squares leaves the range.
         unit = power_of_two_below(jnp.max(norms))
         square = self.mean(jnp.square(norms / unit))
         square_of_mean = jnp.square(norm_of_mean / unit)

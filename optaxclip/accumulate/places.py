@@ -1,8 +1,8 @@
 """Over which devices the gradient of a microbatch has to be added up, and how that is done.
 
-A device's result counts with the weight of its part of the microbatch. Where JAX tracks which
-values differ between devices (`check_vma=True`) their types say it; elsewhere the user does, by
-`axis_name=`.
+A device's result counts with the weight of its part of the microbatch. The axes to sum over are in
+the types of values where JAX tracks which values differ between devices (`check_vma=True`);
+elsewhere the user names them by `axis_name=`.
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ class Places:
         """Checks that it is known where a batch is split.
 
         Raises:
-          ValueError: if nothing tells.
+          ValueError: if it is not known.
         """
         if devices.manual_axes() and not devices.are_tracked() and self.axis_names is None:
             raise ValueError(
-                f"{name}: inside of pmap or shard_map(check_vma=False) nothing tells over which of "
+                f"{name}: inside pmap or shard_map(check_vma=False) JAX does not say over which of "
                 f"{sorted(devices.manual_axes())} the batch is split; pass axis_name= (an empty "
                 "tuple if the batch is the same on all devices), and specs= for parameters that "
                 "are split; or leave out check_vma=False"
@@ -63,7 +63,7 @@ class Places:
         return Axes(self.axis_names or ())
 
     def vary(self, x: Array, axes: Axes) -> Array:
-        """`x`, typed as differing from device to device, where types say such things."""
+        """`x`, typed as differing from device to device if JAX tracks this in types."""
         return devices.vary(x, axes) if devices.are_tracked() else x
 
     def axes_of_batch(self, batch: PyTree) -> Axes:

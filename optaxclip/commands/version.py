@@ -55,6 +55,6 @@ def _installed(package: str) -> str:
 def _devices() -> str:
     try:
         kinds = Counter(f"{device.platform}: {device.device_kind}" for device in jax.devices())
-    except RuntimeError as error:  # no backend starts, which the report then says
+    except RuntimeError as error:  # where no backend starts, the report says so
         return f"none: {error}"
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())

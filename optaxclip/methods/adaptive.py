@@ -1,7 +1,7 @@
 """The named adaptive methods: the papers' rules on the scopes that the papers use.
 
-Each is one expression over the engine; any rule works on any scope
-(`clip_by(scopes.leaf(), thresholds.zscore())` is ZClip per layer).
+Each is one call of `clip_by` with a rule and a scope. Any rule works on any scope:
+`clip_by(scopes.leaf(), thresholds.zscore())` is ZClip for each leaf.
 
 Two defaults differ from the published code. After a lasting rise of the norms the rules recover
 (except AdaGC, whose limits grow slowly by design), and `zclip` has no cap. `patience=None,

@@ -1,4 +1,4 @@
-"""Hyperball: steps of fixed length along a sphere, in the place of weight decay."""
+"""Hyperball: steps of fixed length along a sphere, instead of weight decay."""
 
 import math
 from collections.abc import Callable
@@ -54,8 +54,8 @@ def hyperball(
     """Keeps each matrix on a sphere, and makes the step's length a share of its radius.
 
     It must be the last stage of a chain, behind `optax.scale_by_adam` (AdamH) or Muon's direction
-    (MuonH). It takes the place of the learning rate with its sign and of weight decay, neither of
-    which may be in the chain. A matrix `W` for which the chain proposes the direction `u` becomes
+    (MuonH). It replaces the learning rate, with its minus sign, and weight decay: neither may be in
+    the chain. A matrix `W` for which the chain proposes the direction `u` becomes
 
         R * unit(W - learning_rate * R * unit(u)),  where unit(x) = x / sqrt(sum(abs(x)**2)).
 
@@ -69,7 +69,7 @@ def hyperball(
     a matrix stays bit for bit. A matrix of zeros has radius 0 and stays 0, unless the radius is a
     number: then its first step leads onto the sphere. So for matrices that begin at 0, such as
     LoRA's second, pass a number, or use another optimizer. A direction that is not finite gives
-    updates of NaN for its matrix alone. Norms do not overflow or underflow on the way.
+    updates of NaN for its matrix alone. No intermediate norm overflows or underflows.
 
     Source: Wen et al., 2026, arXiv 2606.16899; used in Levanter, Paddle, Emerging-Optimizers and
     modded-nanogpt.

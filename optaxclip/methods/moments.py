@@ -63,7 +63,7 @@ def dense(flat: FlatTree, name: str) -> FlatTree:
     for leaf, path in zip(flat.measured_leaves(), flat.names(), strict=True):
         if is_sparse(leaf):
             raise TypeError(
-                f"{name}: leaf '{path}' must be dense, as its averages are; pass leaf.todense()"
+                f"{name}: leaf '{path}' must be dense, but is a BCOO; pass leaf.todense()"
             )
     return flat
 

@@ -28,8 +28,8 @@ def normalize_by_global_norm(
 
     Args:
       norm: the norm of every update.
-      known_norm: the name of an extra argument of the update that holds the norm of what comes in,
-        as in `optaxclip.clip_by`.
+      known_norm: the name of an extra argument of the update that holds the norm of the incoming
+        tree, as in `optaxclip.clip_by`.
       **options: those that all transformations share, `optaxclip.ScaleOptions`.
 
     Returns:

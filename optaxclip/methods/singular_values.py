@@ -9,8 +9,8 @@ whose rows are orthogonal to each other and of length 1. `W` and `C` have the si
 where `max**2 = (1 + |sine**2 - cosine**2|) / 2`.
 
 For singular values of 1e4 times the limit, the eigenvalues of `I + X X' / c**2` differ by more than
-float32 has digits. The method works in float32 all the same, as it inverts no such matrix, and
-takes no root of one.
+float32 has digits. The method still works in float32, because it neither inverts such a matrix nor
+takes its root.
 """
 
 import functools
@@ -50,19 +50,19 @@ class Prepared(NamedTuple):
         """From a finite matrix `[rows, columns]`, float32 or wider."""
         top = jnp.max(jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)), initial=0)
         unit = lax.stop_gradient(power_of_two_below(top))
-        # Not divided: XLA would make one divisor of `unit` and the next, which may overflow.
+        # Not divided: XLA merges divisions (JAX 0.10.2), and the divisors' product may overflow.
         rows = (x.T if _is_tall(x) else x) * reciprocal_of_power(unit).astype(x.dtype)
         return cls(rows, _product(rows, rows.T.conj()), unit)
 
 
-def largest(of: Prepared) -> Array:
+def largest(prepared: Prepared) -> Array:
     """An estimate of the largest singular value, `[]`, from the Gram matrix.
 
     It is never above the true one, mostly at most 3 % below it, and exact for a single row.
     """
-    if fixed_size(of.gram.shape[0]) == 1:
-        return of.unit * safe_sqrt(of.gram[0, 0].real)
-    return of.unit * safe_sqrt(_largest_eigenvalue(of.gram))
+    if fixed_size(prepared.gram.shape[0]) == 1:
+        return prepared.unit * safe_sqrt(prepared.gram[0, 0].real)
+    return prepared.unit * safe_sqrt(_largest_eigenvalue(prepared.gram))
 
 
 def clipped(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
@@ -74,20 +74,20 @@ def clipped(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
       mode: "soft", `s / sqrt(1 + (s / limit)**2)`; or "hard", `min(s, limit)`.
       iterations: how many to make, each of two steps on one Gram matrix.
     """
-    of = Prepared.of(x)
+    prepared = Prepared.of(x)
     is_open = jnp.isinf(limit)
     limit = jnp.where(is_open, 1, limit)
-    if fixed_size(of.gram.shape[0]) == 1:
-        row, is_kept = _clipped_row(of, limit, mode)
+    if fixed_size(prepared.gram.shape[0]) == 1:
+        row, is_kept = _clipped_row(prepared, limit, mode)
         return jnp.where(is_open | is_kept, x, row.T if _is_tall(x) else row)
-    top, scaled = _largest_at_most(of.gram), limit / of.unit
+    top, scaled = _largest_at_most(prepared.gram), limit / prepared.unit
     # A smaller limit is beyond the reach of the iterations; a larger one changes no digit.
     c = jnp.clip(scaled, 1e-7 * (1 + top), 1e6 * (1 + top))
     bound = lax.stop_gradient(1.001 * jnp.sqrt(jnp.square(top) + jnp.square(c)))
-    eye = jnp.eye(of.gram.shape[0], dtype=of.gram.dtype)
+    eye = jnp.eye(prepared.gram.shape[0], dtype=prepared.gram.dtype)
     bound, share = bound.astype(eye.dtype), (c / bound).astype(eye.dtype)
     low = lax.stop_gradient(c / bound.real)
-    sines, cosines = _orthogonal((of.rows / bound, eye * share), low, iterations)
+    sines, cosines = _orthogonal((prepared.rows / bound, eye * share), low, iterations)
     keep = is_open
     if mode == "hard":
         signed = _product(sines, sines.T.conj()) - _product(cosines, cosines.T.conj())
@@ -96,8 +96,8 @@ def clipped(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
         # The sign matrix has the eigenvalue 1 for each singular value above the limit, -1 for those
         # below it, and numbers near 0 for those that are at the limit.
         keep |= _largest_eigenvalue(eye + signs) < _MOST_SIGN
-    # In the units of `of` a limit may underflow.
-    result = jnp.minimum(limit, c * of.unit).astype(sines.dtype) * sines
+    # In the units of `prepared` a limit may underflow.
+    result = jnp.minimum(limit, c * prepared.unit).astype(sines.dtype) * sines
     return jnp.where(keep, x, result.T if _is_tall(x) else result)
 
 
@@ -105,10 +105,10 @@ _POWERS = 20
 """How many power iterations to take."""
 
 _LOWEST_SIGN, _SIGN_ITERATIONS = 1e-3, 5
-"""A singular value nearer to the limit than this ends between its old value and the limit."""
+"""A singular value within this share of the limit ends between its old value and the limit."""
 
 _MOST_SIGN = 1.02
-"""One more than the largest sign of a singular value that is no larger than the limit, rounded."""
+"""If no eigenvalue of `eye + signs` reaches this, no singular value clearly exceeds the limit."""
 
 _MOST = 0.99 * 3**0.5
 """The largest scale of a step; with 3**0.5 rounding could change the sign of a singular value 1."""
@@ -117,9 +117,8 @@ _ROOT = np.polynomial.Chebyshev.interpolate(lambda a: ((1 + a) / 2) ** -0.5, 7, 
 _ROOT = _ROOT.convert(kind=np.polynomial.Polynomial).coef[::-1]
 """`1 / sqrt((1 + a) / 2)` for `a` in `[0, 1]` to 1e-6, the highest power first."""
 
-
 RESPONSES: dict[str, Response] = {"soft": smooth, "hard": clip}
-"""The new singular value of a single one."""
+"""For each mode, the function from a singular value to its new value."""
 
 
 def _is_tall(x: Array) -> bool:
@@ -127,14 +126,15 @@ def _is_tall(x: Array) -> bool:
     return rows is not None and columns is not None and rows > columns
 
 
-def _clipped_row(of: Prepared, limit: Array, mode: Mode) -> tuple[Array, Array]:
+def _clipped_row(prepared: Prepared, limit: Array, mode: Mode) -> tuple[Array, Array]:
     """A matrix with a single row, whose singular value is its length, and whether it stays."""
-    length, scaled = safe_sqrt(of.gram[0, 0].real), limit / of.unit
+    rows, gram, unit = prepared
+    length, scaled = safe_sqrt(gram[0, 0].real), limit / unit
     # A smaller limit, which may underflow, changes no digit of a row of length 1.
     c = jnp.maximum(scaled, 1e-9 * length)
     new = RESPONSES[mode](length, c, c)
-    unit = jnp.where(c == scaled, of.unit, limit / jnp.where(c > 0, c, 1))
-    row = of.rows * safe_divide(new, length, 1).astype(of.rows.dtype) * unit.astype(of.rows.dtype)
+    unit = jnp.where(c == scaled, unit, limit / jnp.where(c > 0, c, 1))
+    row = rows * safe_divide(new, length, 1).astype(rows.dtype) * unit.astype(rows.dtype)
     return row, new == length
 
 
@@ -199,22 +199,22 @@ def _squares(x: Array) -> Array:
     return jnp.sum(jnp.square(x.real) + jnp.square(x.imag))
 
 
-def _largest_eigenvalue(of: Array) -> Array:
+def _largest_eigenvalue(matrix: Array) -> Array:
     """An estimate from below, by power iteration, for a matrix without negative eigenvalues."""
-    fixed = lax.stop_gradient(of)
+    fixed = lax.stop_gradient(matrix)
 
     def turned(vector: Array) -> Array:
         vector = _product(fixed, vector)
         return vector / _or_one(safe_sqrt(_squares(vector))).astype(vector.dtype)
 
-    # The longest row is near the eigenvector mostly, but may be orthogonal to it; a vector without
-    # structure is not.
+    # The longest row is usually near the eigenvector, but may be orthogonal to it. So a vector
+    # without structure is added, which is not.
     lengths = jnp.diagonal(fixed).real
-    longest = (lengths == jnp.max(lengths, initial=0)).astype(of.dtype)
-    squares = jnp.square(jnp.arange(of.shape[0])).astype(lengths.dtype)
-    start = turned(longest) + turned(jnp.cos(squares).astype(of.dtype))
+    longest = (lengths == jnp.max(lengths, initial=0)).astype(matrix.dtype)
+    squares = jnp.square(jnp.arange(matrix.shape[0])).astype(lengths.dtype)
+    start = turned(longest) + turned(jnp.cos(squares).astype(matrix.dtype))
     end = lax.fori_loop(0, _POWERS, lambda _, vector: turned(vector), start)
-    return safe_sqrt(_squares(_product(of, end)))
+    return safe_sqrt(_squares(_product(matrix, end)))
 
 
 def _or_one(x: Array) -> Array:

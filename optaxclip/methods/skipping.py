@@ -188,8 +188,8 @@ def _among(all_leaves: Names, names: Names, flags: Array) -> Array:
     """Flags for all leaves of a state, False for those that this step's tree lacks."""
     if tuple(all_leaves) == tuple(names):
         return flags
-    of = dict(zip(names, flags, strict=True))
-    column = [of.get(name, jnp.zeros((), bool)) for name in all_leaves]
+    by_name = dict(zip(names, flags, strict=True))
+    column = [by_name.get(name, jnp.zeros((), bool)) for name in all_leaves]
     return devices.stack(column) if column else jnp.zeros(0, bool)
 
 

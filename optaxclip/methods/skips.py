@@ -80,7 +80,7 @@ def skip_above(
       ------------------|-----------------------------------------------------------------
       OLMo-core         | `thresholds.window(6.0, 128, ddof=1, min_std=0.0, warmup_steps=63)`
       Levanter          | `thresholds.window(6.0, 128)`
-      MaxText           | OLMo-core's, on what its clip has left of the gradients:
+      MaxText           | OLMo-core's, applied to gradients that were clipped before:
                         | `optax.chain(clip_by_global_norm(1.0), skip_above(...))`
 
     Source: allenai/OLMo-core, marin-community/levanter, AI-Hypercomputer/maxtext, apple/axlearn.
@@ -101,7 +101,7 @@ def skip_above(
         (For a negative average `m` the multiple `k` is `m + (k - 1) * abs(m)`.)
       norm: which norm of the tree is compared with `limit`.
       known_norm: the name of an extra argument of the update, such as "grad_norm", that holds the
-        norm of what comes in; it is then not measured, and no leaf can be blamed.
+        norm of the incoming tree; it is then not measured, and no leaf can be blamed.
       **options: those that all transformations share, `optaxclip.PlaceOptions`.
 
     Returns:

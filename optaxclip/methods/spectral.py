@@ -53,10 +53,10 @@ def clip_by_spectral_norm(
     it is at most 100 times `c`.
 
     For a matrix `[m, n]` with `m <= n` an iteration takes two products with `[m, n]` and four with
-    `[m, m]`; "hard" takes another two and 29 of these at the end. Each of Muon's 5 iterations takes
-    two and one. On a CPU a square matrix takes about twice as long as with Muon
-    (`optax.contrib.scale_by_muon`), with "hard" about three times as long, and with 5 iterations as
-    long as with Muon (`benchmarks/spectral.py`).
+    `[m, m]`; at the end "hard" takes two more with `[m, n]` and 29 with `[m, m]`. Each of Muon's 5
+    iterations takes two with `[m, n]` and one with `[m, m]`. On a CPU a square matrix takes about
+    twice as long as with Muon (`optax.contrib.scale_by_muon`), with "hard" about three times as
+    long, and with 5 iterations as long as with Muon (`benchmarks/spectral.py`).
 
     Source: SPECTRA, 2026, arXiv 2603.14315 (mlolab/llm-spectral-clipping); for the hard form
     NVIDIA-NeMo/Emerging-Optimizers.

@@ -97,8 +97,8 @@ def _norms(weights: list[Array], directions: list[Array], groups: Groups) -> "_N
         # The root of a product has no derivative where a factor is 0; the product has one.
         found = norms(*primals)
         sizes = [lax.stop_gradient(power_of_two_below(x)) for x in found[:2]]
-        # Both are brought to norms near 1: else, with weights of 1e30 and directions of 1, the
-        # derivatives of sums of products would overflow on their way.
+        # Both are brought to norms near 1. Otherwise, with weights of 1e30 and directions of 1,
+        # intermediate derivatives of the sums of products would overflow.
         rows = zip(zip(primals, tangents, strict=True), sizes, strict=True)
         columns = [[_divided(x, size, groups) for x in pair] for pair, size in rows]
         scaled, scaled_tangents = zip(*columns, strict=True)

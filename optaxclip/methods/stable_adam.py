@@ -72,7 +72,7 @@ def scale_by_stable_adam(
     larger than `v` says, which happens before most spikes of a loss. Weight decay must not be
     shortened, so its stage comes behind this one in the chain.
 
-    A leaf that is not finite keeps its averages, as if the step had not been. Averages are float32
+    A leaf that is not finite keeps its averages, as if there was no step. Averages are float32
     (float64 for float64 leaves); if a trainer casts the state, they keep the dtypes that it chose,
     and are rounded to these after each step. Entries beyond ±1.3e19 (real and imaginary parts of
     complex ones) count as that bound, because in float32 the sum of two such squares would

@@ -1,4 +1,4 @@
-"""Clips of updates, which stand behind an optimizer or behind its division by a second moment."""
+"""Clips of updates, for a place behind an optimizer or its division by a second moment."""
 
 from collections.abc import Callable
 from typing import Unpack

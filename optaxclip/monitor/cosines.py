@@ -91,7 +91,7 @@ def _pairs(leaves: list[Any], others: list[Any], groups: Groups) -> tuple[list[P
 
 def _of_sources(groups: Groups, sources: list[int], axes: tuple[tuple[int, ...], ...]) -> Groups:
     """Groups of leaves made of others; each is grouped and placed as the one it was made of."""
-    old, place = groups.grouping, groups.placement
+    old, placement = groups.grouping, groups.placement
     of_groups = [
         dataclasses.replace(
             group, members=tuple(n for n, i in enumerate(sources) if i in group.members)
@@ -99,22 +99,22 @@ def _of_sources(groups: Groups, sources: list[int], axes: tuple[tuple[int, ...],
         for group in old.groups
     ]
     moved = {
-        field: tuple(getattr(place, field)[i] for i in sources)
+        field: tuple(getattr(placement, field)[i] for i in sources)
         for field in ("reduced", "kept", "specs")
-        if getattr(place, field)
+        if getattr(placement, field)
     }
     return dataclasses.replace(
         groups,
         grouping=dataclasses.replace(old, axes=axes, groups=tuple(of_groups)),
-        placement=dataclasses.replace(place, **moved),
+        placement=dataclasses.replace(placement, **moved),
     )
 
 
 def _both(x: Array) -> Any:
     """The two summands of a pair: the product, and the square of the other's entry.
 
-    A product that only a sum at another scale can use is 0, because the sum of infinite products of
-    both signs would be NaN.
+    A product too large for this scale becomes 0, because infinite products of both signs would add
+    up to NaN; then the sum at another scale is used.
     """
     product = lax.mul(*(bounded(part) for part in (x.real, x.imag)))
     is_usable = lax.le(lax.abs(product), product.dtype.type(2 * _highest(product.dtype)))
@@ -122,9 +122,9 @@ def _both(x: Array) -> Any:
 
 
 def _highest(dtype: Any) -> float:
-    """A product of norms that is larger is, at the scale for large numbers, still above the lowest.
+    """A larger product of norms stays above `powers.lowest` at the scale for large numbers.
 
-    So each scale is used where products of entries are neither too large nor too small for it.
+    So each scale is used only where products of entries are neither too large nor too small for it.
     """
     return powers.lowest(dtype) * powers.distance(dtype) ** 2
 
@@ -143,8 +143,8 @@ _BOTH = Norm("both", _both, _total, degree=2)
 def _sums(pair: Pair, *, axes: tuple[int, ...], is_whole: bool) -> powers.AtScales:
     """The sums of products and of the others' squares, in turn, at all scales.
 
-    One reduction gives both. Of two, XLA on GPUs (JAX 0.10.2) merges the one over the parameters
-    with AdamW's step, and copies the parameters before that. On a CPU both are real sums in
+    One reduction gives both: if there were two, XLA on GPUs (JAX 0.10.2) would merge the one over
+    the parameters with AdamW's step, and copy the parameters first. On a CPU both are real sums in
     float64, because XLA would store complex numbers.
     """
     dtype, over_all = pair[0].dtype, is_whole and len(axes) == pair[0].ndim

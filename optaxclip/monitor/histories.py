@@ -19,7 +19,7 @@ def history(
     Args:
       opt_state: any pytree that holds the state, as in `read`.
       name: which record, if there are several: the `name=` that `record` was given.
-      stat: which statistic, if it keeps several; without, their norm.
+      stat: which statistic, if the record keeps several; the norm if None.
 
     Returns:
       float32[steps], or, of a record with a scope, float32[steps, groups] with a column for each of
@@ -53,7 +53,7 @@ def history(
 
 
 def _chosen(kept: list[str], stat: str | None) -> str:
-    """The statistic that is asked for."""
+    """The name of the statistic that the user asks for."""
     if stat is None and (len(kept) == 1 or "norm" in kept):
         return kept[0] if len(kept) == 1 else "norm"
     if stat not in kept:

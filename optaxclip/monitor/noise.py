@@ -16,10 +16,10 @@ from optaxclip.thresholds.base import as_float, within
 
 
 class NoiseSums(NamedTuple):
-    """Estimates from the gradients of the parts of one batch, each by itself without bias.
+    """Two estimates from the gradients of the parts of one batch; each is unbiased.
 
-    They are squares of norms, so in float32 they are infinite for norms of the gradients from about
-    1e19 on, and 0 below about 1e-19; in float64 they are numbers for all norms of float32.
+    They are squares of norms, so in float32 they are infinite if the norms of the gradients are
+    above about 1e19, and 0 if these are below about 1e-19; float64 holds all squares of float32.
 
     Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, 2018, arXiv 1812.06162, appendix A.
 
@@ -41,7 +41,7 @@ class NoiseScaleState(NamedTuple):
     Attributes:
       steps: int32[], steps so far whose sums were finite.
       name: the transformation's name, as a tuple of one.
-      signal: float32[], the average of their signals.
+      signal: float32[], the average of the signals of these steps.
       variance: float32[], the average of their variances.
     """
 
@@ -83,7 +83,7 @@ def noise_scale(
     Returns:
       A transformation with a `NoiseScaleState`, whose `scale` is in units of the weights: examples,
       or tokens. `optaxclip.monitor.metrics` and `scalars` show it too. Its update needs the sums,
-      `update(grads, state, params, noise=accumulated.noise)`; those that are not finite do not
+      `update(grads, state, params, noise=accumulated.noise)`; sums that are not finite do not
       count.
 
     Raises:
@@ -128,7 +128,7 @@ def noise_scale(
         share = jnp.expm1(jnp.log(as_float(decay))) / jnp.expm1(number * jnp.log(as_float(decay)))
 
         def averaged(old: Array, new: Array) -> Array:
-            # What is not finite is replaced first, because `jax_debug_nans` stops at any sum of it.
+            # Replaced before the sum, because `jax_debug_nans` would stop at a sum that is NaN.
             return old + share * (jnp.where(is_finite, new, old) - old)
 
         signal, variance = map(averaged, (state.signal, state.variance), noise)

@@ -121,7 +121,7 @@ def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
     found = [state for _, state in _records(opt_state, "metrics", NoiseScaleState, RecordState)]
     arrays = devices.to_device([wanted(state) for state in found])
     rows = zip(arrays, found, strict=True)
-    summaries = [summary_on_device(of, bool(labels_of(state))) for of, state in rows]
+    summaries = [summary_on_device(numbers, bool(labels_of(state))) for numbers, state in rows]
     return _named(found, summaries, prefix)
 
 
@@ -161,7 +161,7 @@ def scalars(opt_state: PyTree, prefix: str = "") -> dict[str, float]:
     found = [state for _, state in _records(opt_state, "scalars", NoiseScaleState, RecordState)]
     arrays = to_host([wanted(state) for state in found], "scalars")
     rows = zip(arrays, found, strict=True)
-    summaries = [summary(of, bool(labels_of(state)), np) for of, state in rows]
+    summaries = [summary(numbers, bool(labels_of(state)), np) for numbers, state in rows]
     return {name: float(x) for name, x in _named(found, summaries, prefix).items()}
 
 
@@ -189,9 +189,9 @@ def _named(states: Sequence[Recorded], summaries: Sequence[Summary], prefix: str
         raise TypeError(f"prefix must be a string such as 'train/', got {prefix!r}")
     flat = {}
     names = numbered([name_of(state) for state in states])
-    for name, state, of in zip(names, states, summaries, strict=True):
+    for name, state, numbers in zip(names, states, summaries, strict=True):
         labels = [f"/{label}" for label in labels_of(state)] or [""]
-        for field in (field for field in NUMBERS if field in of):
-            column = of[field]
+        for field in (field for field in NUMBERS if field in numbers):
+            column = numbers[field]
             flat |= {f"{prefix}{name}/{field}{x}": column[i] for i, x in enumerate(labels)}
     return flat

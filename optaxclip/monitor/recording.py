@@ -74,20 +74,20 @@ def record(
       mean_abs      | the mean modulus                                  | inf or NaN
       zero_fraction | the share of entries that are 0                   | that share
       share         | its part of the squared L2 norm of all groups     | NaN, of all groups
-      param_norm    | the norm of its parameters                        | theirs
-      ratio         | norm by param_norm; inf where only the latter is 0| inf or NaN
+      param_norm    | the norm of its parameters                        | not affected
+      ratio         | norm / param_norm; inf where only param_norm is 0 | inf or NaN
       cosine_param  | the cosine with its parameters; 0 if a norm is 0  | NaN
 
     On a GPU, statistics of the gradients alone share the read of a clip beside them; the others
-    read the parameters too. They are as exact for narrow dtypes as for float32. A group whose
-    leaves are all None at a step is NaN there; integer leaves do not count.
+    read the parameters too. They are as exact for narrow dtypes as for float32. At a step at which
+    all leaves of a group are None, its statistics are NaN; integer leaves do not count.
 
     Args:
       window: how many steps to keep.
       per_leaf: the same as `scope=scopes.leaf()`.
       scope: which entries belong together, from `optaxclip.scopes`: leaves, layers of leaves that
-        stack them, experts, labelled groups; the whole tree if None. Of the scopes `axes` and
-        `unit`, which divide a leaf into very many groups, each leaf has its largest number.
+        stack them, experts, labelled groups; the whole tree if None. With the scopes `axes` and
+        `unit`, which divide a leaf into very many groups, the largest number of each leaf is kept.
       stats: which statistics to keep, of those in the table: one name, or several.
       loss: whether to keep the loss, given to the update as `value=` or `loss=`, in place of
         statistics.
@@ -130,13 +130,13 @@ def record(
             "loss cannot be kept with per_leaf, scope, stats or ratio: chain a second record for "
             "those"
         )
-    of = _checked_scope(scope, per_leaf)
+    chosen_scope = _checked_scope(scope, per_leaf)
     name = checked.name
 
     def init(params: PyTree) -> RecordState:
         columns, names, keys = (), Names(("loss",)), ("loss",)
         if not loss:
-            grouping, keys = grouped(of, flatten(params, "params"), checked), kept
+            grouping, keys = grouped(chosen_scope, flatten(params, "params"), checked), kept
             names = grouping.names
             columns = () if grouping.layout == "scalar" else (len(names),)
         last = {key: jnp.zeros(columns, jnp.float32) for key in keys}
@@ -154,7 +154,7 @@ def record(
             found, names = {"loss": loss_among(extra_args, name)}, state.names
         else:
             flat, size = flatten(updates, "updates"), next(iter(state.last.values())).size
-            groups = groups_of(flat, of, checked, state.names, size)
+            groups = groups_of(flat, chosen_scope, checked, state.names, size)
             found = recorded_statistics(flat, params, groups, kept, checked)
             names = groups.grouping.names
         return updates, state._replace(names=names, **run(_written, state.steps, state.ring, found))

@@ -63,7 +63,7 @@ def walk(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator[tuple[
 
 
 def _whole(node: Any, kinds: Sequence[Any]) -> Any:
-    """A state of one of these kinds in place of the dict that Flax has made of it."""
+    """The state that Flax has made a dict of, if it is of one of these kinds; else `node`."""
     for kind in kinds:
         if _has_fields(node, kind) and ("info" not in node or _has_fields(node["info"], ClipInfo)):
             name = kind.__name__.removesuffix("State").lower()

@@ -1,6 +1,6 @@
-"""From leaves and parameters to statistics: for each one a number for each group.
+"""Statistics of gradients and parameters: each has one number for each group.
 
-Each is made of a few norms of the groups. What several of them need is measured once.
+Each statistic is computed from a few norms. A norm that several statistics need is measured once.
 """
 
 import dataclasses
@@ -90,16 +90,16 @@ class Sources:
     @functools.cached_property
     def _pairs(self) -> tuple[Rows, Rows]:
         """The cosines, and the parameters' norms."""
-        place = self._groups.placement
-        in_one_piece = place.in_one_piece and self._of_weights.placement.in_one_piece
-        place = dataclasses.replace(place, in_one_piece=in_one_piece)
-        groups = dataclasses.replace(self._groups, placement=place)
+        placement = self._groups.placement
+        in_one_piece = placement.in_one_piece and self._of_weights.placement.in_one_piece
+        placement = dataclasses.replace(placement, in_one_piece=in_one_piece)
+        groups = dataclasses.replace(self._groups, placement=placement)
 
         def steps(leaves: list[Any], weights: list[Any], *found: Rows) -> tuple[Rows, Rows]:
             return cosines(leaves, weights, groups, *found)
 
         specs = (groups.replicated(), groups.replicated())
-        steps = place.with_automatic_axes(steps, specs)
+        steps = placement.with_automatic_axes(steps, specs)
         found = [self.of_leaves(norms.l2)]
         if self._is_sparse:
             found.append(self.of_weights(norms.l2))
@@ -111,11 +111,11 @@ class GroupStatistic:
     """A number for each group of a tree.
 
     Attributes:
-      of: computes it.
+      compute: from the sources to the number for each group.
       needs_params: whether it needs the parameters.
     """
 
-    of: Callable[[Sources], Rows]
+    compute: Callable[[Sources], Rows]
     needs_params: bool = False
 
 
@@ -127,12 +127,12 @@ NOT_ZERO = Norm("not_zero", _is_not_zero, norms.mean_abs.finish, degree=0)
 """The share of entries that are not 0, as a norm whose powers are all 0 or 1."""
 
 
-def _zero_fraction(of: Sources) -> Rows:
-    return [1 - share for share in of.of_leaves(NOT_ZERO)]
+def _zero_fraction(source: Sources) -> Rows:
+    return [1 - share for share in source.of_leaves(NOT_ZERO)]
 
 
-def _ratio(of: Sources) -> Rows:
-    pairs = zip(of.of_leaves(of.norm), of.of_weights(of.norm), strict=True)
+def _ratio(source: Sources) -> Rows:
+    pairs = zip(source.of_leaves(source.norm), source.of_weights(source.norm), strict=True)
     return [_quotient(*promoted(pair)) for pair in pairs]
 
 
@@ -141,12 +141,12 @@ def _quotient(norm: Array, of_weights: Array) -> Array:
 
 
 STATISTICS: dict[str, GroupStatistic] = {
-    "norm": GroupStatistic(lambda of: of.of_leaves(of.norm)),
-    "max": GroupStatistic(lambda of: of.of_leaves(norms.linf)),
-    "mean_abs": GroupStatistic(lambda of: of.of_leaves(norms.mean_abs)),
+    "norm": GroupStatistic(lambda source: source.of_leaves(source.norm)),
+    "max": GroupStatistic(lambda source: source.of_leaves(norms.linf)),
+    "mean_abs": GroupStatistic(lambda source: source.of_leaves(norms.mean_abs)),
     "zero_fraction": GroupStatistic(_zero_fraction),
     "share": GroupStatistic(Sources.shares),
-    "param_norm": GroupStatistic(lambda of: of.of_weights(of.norm), needs_params=True),
+    "param_norm": GroupStatistic(lambda source: source.of_weights(source.norm), needs_params=True),
     "ratio": GroupStatistic(_ratio, needs_params=True),
     "cosine_param": GroupStatistic(Sources.cosines, needs_params=True),
 }
@@ -159,7 +159,7 @@ def recorded_statistics(
     names: tuple[str, ...],
     options: Options,
 ) -> dict[str, Array]:
-    """The statistics of these names, a number for each name of the groups, or for the tree.
+    """The statistics of these names: for each one number per group, or one for the tree.
 
     Args:
       flat: the gradients.
@@ -194,13 +194,13 @@ def _statistics(
     norm: Norm,
 ) -> dict[str, Array]:
     weights = None if weights is None else as_arrays(weights)
-    of = {"norm": norm, "with_cosines": "cosine_param" in names}
-    sources = Sources(as_arrays(leaves), weights, groups, of_weights, **of)
-    return {name: _by_name(STATISTICS[name].of(sources), groups) for name in names}
+    chosen = {"norm": norm, "with_cosines": "cosine_param" in names}
+    sources = Sources(as_arrays(leaves), weights, groups, of_weights, **chosen)
+    return {name: _by_name(STATISTICS[name].compute(sources), groups) for name in names}
 
 
 def _by_name(rows: Rows, groups: Groups) -> Array:
-    """A number for each name; for a leaf with many groups it is the largest."""
+    """A number for each name: for a leaf with many groups, the largest of theirs."""
     if groups.grouping.layout != "dict":
         return rows[0]
     largest = [_largest(x) for x in groups.unpack(rows)]

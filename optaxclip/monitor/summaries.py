@@ -1,7 +1,4 @@
-"""The few numbers for a log, from the record of a clip, skip or noise scale, or from a history.
-
-They are computed on the device or on the host.
-"""
+"""Numbers for a log, from a clip, skip, noise scale or history, on the device or on the host."""
 
 import functools
 from typing import Any, TypeAlias
@@ -64,49 +61,50 @@ def labels_of(state: Recorded) -> tuple[str, ...]:
 
 
 @functools.partial(jax.jit, static_argnames="with_labels", inline=True)
-def summary_on_device(of: dict[str, Any], with_labels: bool) -> Summary:
+def summary_on_device(kept: dict[str, Any], with_labels: bool) -> Summary:
     """`summary` of arrays that may be traced."""
-    return summary(of, with_labels, jnp)
+    return summary(kept, with_labels, jnp)
 
 
-def summary(of: dict[str, Any], with_labels: bool, numpy: Any) -> Summary:
+def summary(kept: dict[str, Any], with_labels: bool, numpy: Any) -> Summary:
     """The numbers of one clip, skip, noise scale or history.
 
     Args:
-      of: what `wanted` says. States under `vmap` have leading axes, which count as more entries.
+      kept: what `wanted` gives. States under `vmap` have leading axes, which count as more entries.
       with_labels: whether the entries along the last axis each have numbers of their own.
       numpy: `numpy`, or `jax.numpy`.
     """
-    if "signal" in of:
-        return _of_noise(of, numpy)
-    steps = of["steps"] if "steps" in of else of["num_skipped"]
+    if "signal" in kept:
+        return _of_noise(kept, numpy)
+    steps = kept["steps"] if "steps" in kept else kept["num_skipped"]
     states = max(steps.size, 1)
-    if "last" in of:
+    if "last" in kept:
         shape = (states, -1) if with_labels else (-1, 1)
-        return {name: _of_largest(x.reshape(shape), numpy) for name, x in of["last"].items()}
+        return {name: _of_largest(x.reshape(shape), numpy) for name, x in kept["last"].items()}
 
     def rows(x: Any) -> Any:
         """`[entries, labels]`, or `[entries, 1]`."""
         return x.reshape(states, x.size // states) if with_labels else x.reshape(-1, 1)
 
-    found = _of_worst({field: rows(of[field]) for field in _NOTHING}, numpy)
-    if "steps" in of:
-        counts = of["num_clipped"]
+    found = _of_worst({field: rows(kept[field]) for field in _NOTHING}, numpy)
+    if "steps" in kept:
+        counts = kept["num_clipped"]
         per_step = counts.reshape(states, -1) / numpy.maximum(steps, 1).reshape(states, 1)
         shares = rows(per_step.astype(numpy.float32))
         found["clipped_fraction"] = numpy.sum(shares, axis=0) / max(len(shares), 1)
-    found["num_nonfinite"] = numpy.max(rows(of["num_nonfinite"]), axis=0, initial=0)
-    if "num_skipped" in of:
-        found["num_skipped"] = numpy.max(of["num_skipped"].reshape(-1, 1), axis=0, initial=0)
-    if "loss" in of:
-        found |= _of_largest_loss(of["loss"].reshape(-1, 1), of["loss_limit"].reshape(-1, 1), numpy)
+    found["num_nonfinite"] = numpy.max(rows(kept["num_nonfinite"]), axis=0, initial=0)
+    if "num_skipped" in kept:
+        found["num_skipped"] = numpy.max(kept["num_skipped"].reshape(-1, 1), axis=0, initial=0)
+    if "loss" in kept:
+        loss, limit = (kept[field].reshape(-1, 1) for field in ("loss", "loss_limit"))
+        found |= _of_largest_loss(loss, limit, numpy)
     return found
 
 
-def _of_noise(of: dict[str, Any], numpy: Any) -> Summary:
-    """The averages over all states, and the scale that they tell."""
-    means = {x: numpy.mean(of[x].reshape(-1, 1), axis=0) for x in ("signal", "variance")}
-    return {"scale": scale_of(numpy.max(of["steps"]), **means, numpy=numpy), **means}
+def _of_noise(kept: dict[str, Any], numpy: Any) -> Summary:
+    """The averages over all states, and the noise scale from these averages."""
+    means = {x: numpy.mean(kept[x].reshape(-1, 1), axis=0) for x in ("signal", "variance")}
+    return {"scale": scale_of(numpy.max(kept["steps"]), **means, numpy=numpy), **means}
 
 
 def _of_largest(rows: Any, numpy: Any) -> Any:

@@ -126,8 +126,8 @@ def clipped_grad(
 
     The guarantees are those of `clip_sum`. The gradients of at most `microbatch_size` examples are
     in memory at the same time: microbatches follow one another in a `scan`, and a smaller one comes
-    last. A microbatch takes its examples from all over the batch, so that of a sharded batch each
-    device has a part of it. Norms, losses and aux are in the order of the batch.
+    last. A microbatch takes its examples from all over the batch, so that each device has a part of
+    it if the batch is sharded. Norms, losses and aux are in the order of the batch.
 
     Under `jit` the sum is that of the whole batch, also if it is sharded, with all-reduces for each
     microbatch; on an explicit mesh a microbatch is split over as many of the devices as divide it.
@@ -149,15 +149,15 @@ def clipped_grad(
       response: as in `clip_sum`.
       split: as in `clip_sum`.
       pre_clipping_transform: a function of one example's gradient to any tree, such as a
-        preconditioner. Its result is clipped in the place of the gradient: the bound, the groups
+        preconditioner. Its result is clipped instead of the gradient: the bound, the groups
         and the sum are those of the result.
 
     Returns:
       A `ClippedGrad`: a function `(*args, is_padding=None, **keywords) -> PerExampleResult` of the
       arguments of `loss_fn`; those in `batch_argnums` have a leading axis of examples. `is_padding`
       is bool `[examples]`. Keywords are passed to `loss_fn`, the same for every example. The method
-      `sensitivity` returns how far one example can change the sum. With microbatches, call it
-      inside of `jax.jit`: outside its loop is compiled anew each time.
+      `sensitivity` returns how far one example can change the sum. With microbatches, call the
+      function inside of `jax.jit`: without it, the loop is compiled anew at each call.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, a microbatch size below 1, or

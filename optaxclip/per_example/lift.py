@@ -1,8 +1,8 @@
 """Clips each example of a batch, and sums the results.
 
-Nothing is mapped over the examples. Each group of the tree becomes an array of groups, one for each
-example, and the engine measures them as any groups. So the norms of all examples take one reduction
-of each leaf.
+There is no `vmap` over the examples. Each group of the tree becomes an array of groups, one for
+each example, and the engine measures these as it measures any groups. So the norms of all examples
+take one reduction of each leaf.
 """
 
 import dataclasses
@@ -105,7 +105,7 @@ def _steps(
     margin = max((float(jnp.finfo(leaf.dtype).eps) for leaf in leaves), default=0.0)
     options = {"response": response, "nonfinite": "nan", "strict": True}
     # A strict clip stays below its limit in spite of rounding. But the limit itself was rounded, up
-    # to 3 times, and so is the multiplier of a leaf narrower than its norm: so it is lowered.
+    # to 3 times, and so is the multiplier of a leaf narrower than its norm: so limits are lowered.
     lowered = [limit * (1 - margin) for limit in limits]
     rows = zip(measured, lowered, lowered, strict=True)
     multipliers = [multiplier(*row, **options) for row in rows]
@@ -158,8 +158,8 @@ def _only(counts: Array, by: Multiplier) -> Multiplier:
 def _in_rows(leaves: list[Array]) -> list[Array]:
     """The same leaves, stored one example after another.
 
-    Otherwise XLA on CPU stores outer products, which gradients of weights
-    are, with another order of axes, and copies them in each branch that reads them.
+    Otherwise XLA on CPU stores gradients of weights, which are outer products, with another order
+    of axes, and copies them in each branch that reads them.
     """
     rows = [leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:])) for leaf in leaves]
     rows = lax.optimization_barrier(rows)

@@ -25,7 +25,7 @@ class RunningSums(NamedTuple):
 
     @classmethod
     def of(cls, sums: Sums) -> "RunningSums":
-        """Those of one microbatch."""
+        """The sums of one microbatch."""
         return cls(sums.leaves, sums.num_clipped, sums.num_unclipped, sums.num_dropped)
 
     @classmethod

@@ -36,7 +36,7 @@ def weighted_sums(
     if not devices.manual_axes() and not devices.lies_in_one_piece(leaves):
         return _fused(leaves, by_leaf, axes=axes)
     # On accelerators XLA fuses product and sum. On a CPU a matrix product takes a quarter of the
-    # time of that and, in bfloat16, two thirds of the memory.
+    # time of these two and, in bfloat16, two thirds of the memory.
     return lax.platform_dependent(
         leaves,
         by_leaf,

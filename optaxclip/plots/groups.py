@@ -24,9 +24,9 @@ MAX_LABELS = 40
 
 
 class Look(NamedTuple):
-    """How a statistic is shown as a colour: its label, and from where to where, if that is fixed.
+    """How a statistic is shown as a colour: its label, and the ends of the scale if they are fixed.
 
-    Without fixed ends the colours are logarithmic, between the smallest and the largest number.
+    Without fixed ends the scale is logarithmic, from the smallest to the largest number.
     """
 
     label: str
@@ -56,21 +56,21 @@ def shares_over_steps(
 ) -> "Axes":
     """What part of the squared norm each leaf, layer or group has, as areas on top of each other.
 
-    Those that once have the largest parts have colours of their own, the first at the bottom; all
+    The groups with the highest peaks have colours of their own, the highest at the bottom; all
     others share one. Steps whose gradient is not finite have no shares: they stay empty, with a
     cross at the top.
 
     Args:
-      shares: float[n, groups], as `monitor.history(state, stat="share")` gives them. What is
-        missing at a step, NaN beside numbers, counts as 0.
+      shares: float[n, groups], as `monitor.history(state, stat="share")` gives them. A group that
+        is missing at a step, NaN beside numbers, counts as 0.
       names: the names of the groups, as `monitor.history_names` gives them.
       steps: the step of each row, int[n], ascending; 1, 2, ... if None.
       ax: where to draw.
-      most: how many have a colour of their own, at most 8.
+      most: how many groups have a colour of their own, at most 8.
 
     Raises:
       ValueError: for shares that do not have two axes, of which none is empty, or are not from 0 to
-        1; for other numbers of names or steps; for `most` out of range.
+        1; for a wrong number of names or steps; for `most` out of range.
       TypeError: if `most` is not an int.
 
     Example:
@@ -133,8 +133,8 @@ def heatmap(
       stat: which statistic they are, of those that `monitor.record` keeps.
 
     Raises:
-      ValueError: for values that do not have two axes, of which none is empty; for other numbers of
-        names or steps; for an unknown statistic.
+      ValueError: for values that do not have two axes, of which none is empty; for a wrong number
+        of names or steps; for an unknown statistic.
 
     Example:
       >>> from optaxclip import plots

@@ -44,7 +44,7 @@ def norms_over_steps(
       ax: where to draw.
 
     Raises:
-      ValueError: for no norms, for more than one axis, and for other numbers of limits or steps.
+      ValueError: for no norms, for more than one axis, and for a wrong number of limits or steps.
       TypeError: for norms that are not real numbers.
 
     Example:
@@ -212,7 +212,7 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
 
 
 def _edges(norms: np.ndarray[Any, Any], limit: float) -> np.ndarray[Any, Any]:
-    """The edges of equally wide bins. The limit is one of them, so no bin has both sides of it."""
+    """The edges of equally wide bins. The limit is an edge, so no bin has norms on both sides."""
     low, high = np.log(norms.min() / limit), np.log(norms.max() / limit)
     width = (high - low) / BINS
     # A norm equal to its limit is not above it.

@@ -26,12 +26,12 @@ def noise_scale_over_steps(
 
     Args:
       scales: the scales, float[n], as the states of `optaxclip.monitor.noise_scale` have them.
-      batch_size: of all steps, or that of each, float[n], in the same units.
+      batch_size: one for all steps, or one for each, float[n], in the units of the scales.
       steps: the step of each scale, int[n]; 1, 2, ... if None.
       ax: where to draw.
 
     Raises:
-      ValueError: for no scales, for more than one axis, for other numbers of batch sizes or steps,
+      ValueError: for no scales, for more than one axis, for a wrong number of batch sizes or steps,
         and for a batch size that is not above 0.
 
     Example:

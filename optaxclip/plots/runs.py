@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 Curves = Mapping[str, ArrayLike]
 Numbers = np.ndarray[Any, Any]
 LEAST_WIDTH, WIDER = 1.4, 0.25
-"""In points, of the line on top, and of each below it."""
+"""In points: the width of the line on top, and by how much each line below is wider."""
 MAX_LABELS_IN_A_ROW = 6
-"""Labels of a legend, which are found sooner in two short rows than in a long one."""
+"""More labels than this are found sooner in two short rows than in a long one."""
 
 
 def loss_curves(

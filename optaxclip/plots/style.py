@@ -20,14 +20,14 @@ COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#00
 """Okabe and Ito's palette, which colour-blind readers can tell apart; a violet in place of its
 yellow, which is too pale on white."""
 STYLES = ("-", "--", "-.", ":")
-"""They go with the colours, for print in grey and for readers who cannot tell two colours apart."""
+"""Line styles beside the colours, for print in grey and readers who cannot tell colours apart."""
 LONGEST_BESIDE = 32
-"""Letters of a label that leaves room for axes, or another label, beside it."""
+"""The length of the longest label that leaves room beside it, for axes or another label."""
 
 
 @contextlib.contextmanager
 def with_matplotlib() -> Iterator[None]:
-    """Says how to install it where it is missing."""
+    """If Matplotlib is missing, the error says how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -133,7 +133,7 @@ def legend_below(ax: "Axes") -> None:
 def fewest_rows(
     figure: "Figure | SubFigure", labels: int, columns: int, make: "Callable[[int], Legend]"
 ) -> None:
-    """Leaves the legend that `make(columns)` makes of the most columns that fit into the figure."""
+    """Makes the legend by `make(columns)`, with as many columns as fit into the figure."""
     for rows in range(max(1, math.ceil(labels / columns)), labels + 1):
         legend = make(math.ceil(labels / rows))
         if legend.get_window_extent().width <= figure.bbox.width:

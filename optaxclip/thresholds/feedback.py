@@ -252,7 +252,7 @@ class _Adagc:
         own, root, unit = settings
         # The norm is divided first, as `lambda_abs / global_norm` may be no normal number.
         largest = as_float(own.lambda_abs)
-        # Not divided by the unit, because XLA divides by the product of two divisors.
+        # Not divided: XLA merges divisions (JAX 0.10.2), and the divisors' product may overflow.
         per_unit = reciprocal_of_power(unit)
         share = safe_divide(norm * per_unit, root, 1)
         # Where `largest` is infinite, the product is not selected, and needs finite derivatives.

@@ -159,8 +159,8 @@ def median(
       scale: the multiple.
       window: how many norms to keep; static, also in `optax.inject_hyperparams`.
       every_step: whether to set the limit anew at every step.
-      floor: smaller norms are not recorded, and no limit is smaller. The rule needs no patience: it
-        records raw norms, so it cannot lock.
+      floor: smaller norms are not recorded, and no limit is smaller. The rule needs no patience,
+        because it records raw norms and so follows every lasting rise.
       max_norm: a cap on every limit.
 
     Returns:

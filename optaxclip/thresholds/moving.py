@@ -262,7 +262,7 @@ class _ZScore:
             return Limits(trigger, jnp.where(count == 0, jnp.inf, state.mean))
         z = (norm - state.mean) / (std + 1e-6)
         # The quotient of two infinities would be NaN. The square of the largest number must be
-        # finite, because XLA may rewrite quotients of quotients.
+        # finite, because XLA rewrites quotients of quotients (JAX 0.10.2).
         z_thresh = jnp.minimum(z_thresh, 1e18)
         harder = safe_divide(jnp.maximum(z, z_thresh), z_thresh, 1)
         is_open = jnp.isinf(distance)
@@ -280,6 +280,6 @@ def weight(decay: Any, count: Array, debias: bool) -> Array:
 
 
 def weighted(moments: Moments, value: Array, weight: Array) -> Moments:
-    """Mean and deviation after one value more, which counts with this weight."""
+    """Mean and deviation with one more value, which has this weight."""
     std = root_of_squares(moments.std, safe_sqrt(weight) * (value - moments.mean))
     return Moments(averaged(moments.mean, value, weight), safe_sqrt(1 - weight) * std)

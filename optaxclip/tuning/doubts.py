@@ -10,7 +10,7 @@ ENOUGH_NORMS = 100
 SHARE_AT_LIMIT = 0.1
 """If a larger share of norms is within a thousandth of the largest, they were probably clipped."""
 LARGE_FACTOR = 20.0
-"""In a run that learns, the level of the norms, and ordinary norms over it, vary by less."""
+"""In a run that learns, the level varies by less, and ordinary norms exceed it by less."""
 LAST = 3
 """If this many norms at the end are not finite, the run is lost."""
 
@@ -71,7 +71,7 @@ def _advice(norms: Floats, shape: Shape, limit: float) -> Lines:
     if _signs_of_loss(norms, shape):
         low = math.exp(shape.level.min())
         return (
-            "the norms of a run that is lost do not tell a limit: record a run that learns, with a "
+            "the norms of a run that is lost show no good limit: record a run that learns, with a "
             f"low limit such as {low:.2g} or a lower learning rate, or try limits with "
             "optaxclip.tuning.sweep",
         )

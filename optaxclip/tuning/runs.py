@@ -95,7 +95,7 @@ def _over_groups(
 
 
 def _fetched(chunk: Any, *args: Any) -> tuple[PyTree, Sequence[Numbers]]:
-    """Runs a chunk and waits for it, so that a thread does not take the next group before."""
+    """Runs a chunk and waits for it, so that a thread finishes a group before it takes another."""
     states, record = chunk(*args)
     return states, jax.device_get(record)
 

@@ -20,7 +20,7 @@ SPURIOUS = 0.01
 SMALLEST_RATIO = 1.5
 """A norm below this multiple of its level is never a spike, however steady the others are."""
 SMALLEST_SIDE = 0.25
-"""The spread is that of deviations to a side on which a larger share of all norms lies."""
+"""The spread is estimated from a side of the level only if a larger share of norms lies there."""
 LONGEST_WARMUP = 0.25
 MAD_TO_STD = 1 / NormalDist().inv_cdf(0.75)
 
@@ -76,7 +76,7 @@ def _spread_and_reach(deviations: Floats) -> tuple[float, float]:
     """
     up, down = (side[side > 0] for side in (deviations, -deviations))
     # About half of all norms are on each side of a median. Where most norms equal their level, the
-    # few on one side may all be spikes, which tell nothing about ordinary norms.
+    # few on one side may all be spikes, which say nothing about ordinary norms.
     enough = SMALLEST_SIDE * len(deviations)
     medians = [float(np.median(side)) for side in (up, down) if len(side) > enough]
     spread = MAD_TO_STD * max(medians, default=0.0)

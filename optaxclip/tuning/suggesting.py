@@ -125,15 +125,15 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
     A norm is a spike if it is at least 1.5 times the median of the steps around it, and if chance
     does not explain it, judged by the median deviation of the norms' logarithms. The limit is the
     border between ordinary norms and spikes, so that it also catches future spikes. If the level of
-    the norms moves, no single limit separates all spikes from all other norms; then the limit is
-    the largest of those that put the smallest share of the two on the wrong side. Record the norms
-    before any clip, as `optaxclip.monitor.record` does as the first stage of a chain. The limit is
-    proportional to the norms.
+    the norms moves, no single limit separates all spikes from all other norms. The limit then makes
+    the share of ordinary norms above it plus the share of spikes below it as small as possible; of
+    several it is the largest. Record the norms before any clip, as `optaxclip.monitor.record` does
+    as the first stage of a chain. The limit is proportional to the norms.
 
     Args:
       norms: float[steps], the norms of the raw gradients in the order of the steps, as
         `optaxclip.monitor.history` gives them; or the path of a CSV file, JSON lines, an array that
-        `np.save` wrote, a TensorBoard event file or a directory of such (which takes
+        `np.save` wrote, a TensorBoard event file or a directory of event files (which needs
         `optaxclip[tensorboard]`). Norms that are NaN or infinite are counted, and then left out.
       column: the column, key or tag of a file; `train.grad_norm` is the key `grad_norm` of the
         object `train`. Not needed if the file has only one with "norm" in its name, or only one
@@ -232,7 +232,7 @@ def _checked(norms: ArrayLike) -> Floats:
 
 
 def _limit(norms: Floats, shape: Shape) -> float:
-    """The largest of the limits with the smallest share of norms on the wrong side."""
+    """The largest limit with the least share of clipped ordinary norms plus missed spikes."""
     levels = shape.level[shape.warmup :]
     level = np.median(levels) if shape.regime == "stationary" else levels.max()
     border = math.exp(level + shape.reach)

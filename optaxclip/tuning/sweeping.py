@@ -41,7 +41,7 @@ class SweepResult:
       share_clipped: float32[runs..., steps], the share of groups with a norm above the limit.
       final_loss: float32[runs...], the mean over the last tenth of the steps; inf if diverged.
       diverged: bool[runs...], whether the final loss is not finite, or above the first loss.
-      noise: the noise of the suggested limit's final loss.
+      noise: the entry of `noises` for the suggested limit; NaN if none is suggested.
       limit: the largest limit whose final loss is within noise of the best; NaN if runs of each
         limit diverged.
       learning_rate: the learning rate of the best run; None without learning rates.
@@ -241,8 +241,8 @@ def _check_step(step: StepFn, states: PyTree, data: PyTree, runs: tuple[Array, .
             "from before clipping, which ops.clip_by_global_norm returns with the gradients"
         )
     before, after = jax.eval_shape(lambda state: state, one[0]), out[0]
-    of = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (before, after)]
-    if jax.tree.structure(before) != jax.tree.structure(after) or of[0] != of[1]:
+    kinds = [[(x.shape, x.dtype) for x in jax.tree.leaves(tree)] for tree in (before, after)]
+    if jax.tree.structure(before) != jax.tree.structure(after) or kinds[0] != kinds[1]:
         raise TypeError(
             f"step_fn must return a state like the one that it gets, {before}; got {after}"
         )
@@ -287,7 +287,7 @@ def _result(
     chosen, noise, noises = math.nan, math.nan, np.full(len(limits), math.nan)
     if np.isfinite(means[best]):
         # A difference of losses is free of the noise of batches and seeds, which all runs share.
-        # But that to an unstable run is very noisy, so it is capped by the best loss's own noise.
+        # But the difference from an unstable run is very noisy: the best loss's noise is its cap.
         of_differences = [_noise(losses - each[best]) for losses in each[:, best[1]]]
         noises = np.minimum(of_differences, _noise(each[best]))
         near = np.isfinite(means[:, best[1]]) & (means[:, best[1]] <= means[best] + noises)

@@ -237,7 +237,7 @@ def test_where_nothing_tells_how_the_batch_is_split(options):
         out_specs=(P(), P(), P()),
         check_vma=False,
     )
-    with pytest.raises(ValueError, match=r"nothing tells over which of \['d'\] the batch is split"):
+    with pytest.raises(ValueError, match=r"JAX does not say over which of \['d'\] the batch"):
         run(*task("plain"))
 
 
