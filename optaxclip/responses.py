@@ -262,8 +262,8 @@ def _number(value: Any, low: float, high: float, argument: str) -> float:
     """
     if isinstance(value, jax.Array):
         raise ValueError(
-            f"{argument} must be a Python number, because each value of it is a program of its "
-            f"own, got {value!r}; with optax.inject_hyperparams pass static_args=({argument!r},)"
+            f"{argument} must be a Python number, because a program is compiled for each value, "
+            f"got {value!r}; with optax.inject_hyperparams pass static_args=({argument!r},)"
         )
     if not isinstance(value, (int, float, np.integer, np.floating)) or not low <= value <= high:
         kind = "a finite number" if high == _LARGEST else f"a number of at most {high:g}"

@@ -7,7 +7,7 @@ import jax
 
 _Shapes = tuple[tuple[int, ...], ...]
 
-GIVE_BACK = "give them back: state = jax.tree.map(lambda _, x: x, tx.init(params), state)"
+GIVE_BACK = "restore the names: state = jax.tree.map(lambda _, x: x, tx.init(params), state)"
 """What to do about a state that has lost its names, for messages; `tx` is the whole optimizer."""
 
 

@@ -114,7 +114,7 @@ class _Split(NamedTuple):
     def examples(self, number: int) -> tuple[str, ...] | None:
         """The mesh axes over which `number` examples can be split evenly.
 
-        They are those that split the array's first axis, without as many of the last as needed.
+        Of those that split the array's first axis, the last are left out until the split is even.
         """
         names = devices.spec_names(self.spec[0])
         while number % math.prod(self.mesh.shape[name] for name in names):

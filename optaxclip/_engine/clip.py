@@ -109,7 +109,7 @@ def stage(
     response: str | Response = "clip",
     technique: Technique = BY_NORM,
 ) -> Transformation[ClipState]:
-    """Any clip, as a transformation: `clip_by` and all named methods call this."""
+    """Any clip by norms, as a transformation; `clip_by` and most named methods call this."""
     checked = as_limit(limit)
     method = Method.of(options, response, technique)
 

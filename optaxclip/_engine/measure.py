@@ -97,7 +97,7 @@ def measure(
     With `from_above` they have upper bounds too, which hold despite rounding.
     """
     local = functools.partial(_measured, groups=groups, norm=norm, from_above=from_above)
-    # Device by device each array of `Rows` takes one collective; the compiler may use several.
+    # Measured on each device, an array of `Rows` takes one collective; otherwise maybe several.
     return groups.placement.on_each_device(local, leaves)
 
 

@@ -135,8 +135,8 @@ def grouped(scope: Scope, flat: FlatTree, options: Options) -> Grouping:
     all_names = tuple(grouping.names)
     if all_names != tuple(sorted(set(all_names))):
         raise ValueError(
-            f"a leaf must not have the name of a layer of a stacked leaf, as names of groups must "
-            f"differ; rename it: {all_names}"
+            f"a leaf must not have the name of a layer of a stacked leaf, because groups need "
+            f"different names; rename the leaf: {all_names}"
         )
     return grouping
 
@@ -324,7 +324,7 @@ class _Finder:
         if unknown:
             raise ValueError(
                 f"specs has {self.specs[i]} for a leaf of type {jax.typeof(leaf)}, which also "
-                f"varies over {sorted(unknown)}; sum it over them first, or correct the spec; if "
-                "each device along them has gradients of its own, name the other axes in axis_name="
+                f"varies over {sorted(unknown)}; sum it over these first, or correct the spec; if "
+                "each device along these has its own gradients, name the other axes in axis_name="
             )
         return reduced, kept

@@ -75,7 +75,7 @@ BY_NORM = ByNorm()
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """All settings of a clip but its limits; static under `jit`."""
+    """All settings of a clip except its limits; static under `jit`."""
 
     norm: Norm
     response: Response

@@ -40,7 +40,7 @@ def unknown(name: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     near += [other for other in close if other not in near]
     rest = [other for other in names if other not in near]
-    # Optax has more than a hundred, which its documentation lists.
+    # Optax has more than a hundred names, which its documentation lists.
     is_theirs = name.startswith("optax.")
     listed = [other for other in rest if other.startswith("optax.") == is_theirs]
     others = "" if is_theirs or listed == rest else ", and those of Optax, such as 'optax.adamw'"

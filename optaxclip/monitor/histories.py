@@ -98,5 +98,5 @@ def _only_record(opt_state: PyTree, name: str | None) -> RecordState:
     which = "" if name is None else f" named {name!r}"
     raise ValueError(
         f"the state must hold one record{which}, it holds {len(fitting)}; all its records: "
-        f"{list(records)}. Give each record its own name=, and history the one that you want"
+        f"{list(records)}. Give each record its own name=, and pass history the name that you want"
     )

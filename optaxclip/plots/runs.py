@@ -146,7 +146,7 @@ def side_by_side(columns: int = 2) -> "Figure":
 
 
 def shared_legend(figure: "Figure") -> None:
-    """One legend below all axes of the figure, each label once, in as few rows as have room."""
+    """One legend below all axes of the figure, each label once, in as few rows as fit."""
     entries = {}
     for ax in figure.axes:
         handles, labels = ax.get_legend_handles_labels()

@@ -121,7 +121,7 @@ def test_names_that_would_mix_up_the_groups_are_refused():
     for other in ("a/05", "a/0"):
         grads = {"a": jnp.ones((10, 2)), other: jnp.ones(2)}
         tx = clip_by(scopes.leaf(stacked={"a": 1, other: 0}), 1.0)
-        with pytest.raises(ValueError, match=rf"rename it: \('a/0', .*'{other}'"):
+        with pytest.raises(ValueError, match=rf"rename the leaf: \('a/0', .*'{other}'"):
             tx.init(grads)
 
 

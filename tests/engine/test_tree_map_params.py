@@ -174,7 +174,7 @@ def test_names_that_multi_steps_does_not_keep_are_given_back_as_the_message_says
     state = optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS))
     with jax.numpy_dtype_promotion("standard"):
         _, state = jax.jit(tx.update)(GRADS, state, PARAMS)
-    line = r"give them back: state = (jax.tree.map\(lambda _, x: x, tx.init\(params\), state\))$"
+    line = r"restore the names: state = (jax.tree.map\(lambda _, x: x, tx.init\(params\), state\))$"
     with pytest.raises(ValueError, match=line) as error:
         monitor.bad_leaves(state)
     code = re.search(line, str(error.value)).group(1)
