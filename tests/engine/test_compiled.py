@@ -62,6 +62,30 @@ def test_a_leaf_more_takes_few_kernels_more(tx, most):
 @pytest.mark.parametrize(
     "tx",
     [
+        optaxclip.clip_by_global_norm(1.0),
+        optaxclip.clip_by_norm(1.0),
+        optaxclip.adaptive_grad_clip(0.01),
+    ],
+    ids=["global", "leaf", "agc"],
+)
+def test_a_derivative_takes_few_instructions_more_for_a_leaf_more(tx):
+    """Else what is computed once for all leaves would be compiled again for each of them."""
+
+    def instructions(count):
+        grads = [jnp.ones((32, 32))] * count
+        state = tx.init(grads)
+        total = jax.jit(
+            jax.grad(lambda x: sum(map(jnp.sum, tx.update(x, state, x)[0]))),
+            compiler_options=AS_USERS,
+        )
+        return total.lower(grads).compile().as_text().count(" = ")
+
+    assert instructions(20) - instructions(10) < 10 * 150
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
         optaxclip.adaptive_grad_clip(0.01),
         optaxclip.clip_by_norm(1.0),
         optaxclip.clip_by_norm(1.0, axes=0),
