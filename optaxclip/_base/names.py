@@ -18,7 +18,8 @@ class Names(tuple[str, ...]):
     Empty names equal all others, because `optax.tree_map_params` calls `init` with parameters
     without leaves, which have no names, and compares the structure of that state with a real one.
     A state that lost its names in this way gets them back at the next step, but not inside of a
-    wrapper that keeps the old structure (`optax.MultiSteps`).
+    wrapper that keeps the old structure (`optax.MultiSteps`). A function compiled for such a state
+    returns every state without names, because to `jit` both have one structure.
 
     Attributes:
       shapes: for each name the shape of its groups; empty where each has one group.
@@ -40,7 +41,10 @@ class Names(tuple[str, ...]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Names):
             return NotImplemented
-        return tuple(self) == tuple(other) or not self or not other
+        return self._key() == other._key() or not self or not other
+
+    def _key(self) -> tuple[tuple[str, ...], _Shapes, bool]:
+        return tuple(self), self.shapes, self.are_labels
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -49,7 +53,7 @@ class Names(tuple[str, ...]):
         return hash(Names)
 
     def __reduce__(self) -> tuple[type["Names"], tuple[tuple[str, ...], _Shapes, bool]]:
-        return Names, (tuple(self), self.shapes, self.are_labels)
+        return Names, self._key()
 
 
 def _register_with_flax() -> None:

@@ -37,9 +37,6 @@ def with_data(leaf: Any, data: Any) -> Any:
 
 def leaf_name(path: Path) -> str:
     """A leaf's path as text, such as `encoder/0/kernel`; for a tree that is one leaf, `leaf`."""
-    # In `init` Flax NNX passes variables, in `update` their arrays; the names must be the same.
-    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
-        path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/") or "leaf"
 
 
@@ -47,8 +44,9 @@ class FlatTree(NamedTuple):
     """A tree as a list of leaves.
 
     Attributes:
-      paths: the key path of every leaf. All are different: if a custom node gives several children
-        the same key, the second and later ones get a number behind it.
+      paths: the key path of every leaf, without the boxes that Flax puts around arrays. All are
+        different: if a custom node gives several children the same key, the second and later ones
+        get a number behind it.
       leaves: every leaf; a `BCOO` is one leaf.
       treedef: the structure.
       measured: the positions of the leaves to measure, those with floating or complex entries.
@@ -129,7 +127,8 @@ def flatten(
       TypeError: if a leaf is neither an array nor a number, or is refused because of `integers`.
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)
-    paths, leaves = _distinct([path for path, _ in pairs]), [leaf for _, leaf in pairs]
+    paths = _distinct(_without_boxes([path for path, _ in pairs], tree))
+    leaves = [leaf for _, leaf in pairs]
     measured = [
         i for i, leaf in enumerate(leaves) if _is_measured(leaf, paths[i], argument, integers)
     ]
@@ -146,6 +145,27 @@ def flatten(
 
 _GRADIENTS = ("updates", "tree")
 """The names of arguments that hold what is clipped."""
+
+
+def _without_boxes(paths: list[Path], tree: PyTree) -> list[Path]:
+    """The paths, which end at the box where an array is in one.
+
+    Flax NNX passes variables to `init` and their arrays to `update`; the names must be the same.
+    """
+    if not any(path and path[-1] == _IN_BOX for path in paths):
+        return paths
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_box)
+    boxes = {path for path, node in nodes if _is_box(node)}
+    return [path[:-1] if path[:-1] in boxes else path for path in paths]
+
+
+_IN_BOX = jax.tree_util.GetAttrKey("value")
+
+
+def _is_box(x: Any) -> bool:
+    """Whether `x` is a node with one child, named `value`, such as an `nnx.Variable`."""
+    children = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda child: child is not x)
+    return [path for path, _ in children] == [(_IN_BOX,)]
 
 
 def _distinct(paths: list[Path]) -> list[Path]:

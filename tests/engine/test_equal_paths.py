@@ -1,8 +1,13 @@
-"""Leaves that a custom node gives one key: they are told apart by their position."""
+"""Names of leaves: where a custom node gives several one key, and beside the boxes of Flax."""
 
+from typing import Any, NamedTuple
+
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import optaxclip
 from optaxclip import monitor, scopes
@@ -47,3 +52,30 @@ def test_each_has_its_own_norm_in_the_history():
     tx = monitor.record(2, per_leaf=True)
     _, state = tx.update(GRADS, tx.init(PARAMS))
     np.testing.assert_array_equal(monitor.history(state), [[5, 10, 5]])
+
+
+class Attention(NamedTuple):
+    """A module with a field that is called as Flax calls what its boxes hold."""
+
+    query: Any
+    value: Any
+
+
+@pytest.mark.parametrize("query", [np.ones(2, np.float32), None])
+def test_a_field_called_value_has_its_name(query):
+    grads = {"attn": Attention(query, np.ones(3, np.float32)), "head": np.ones(4, np.float32)}
+    tx = optaxclip.clip_by(scopes.group(lambda path, leaf: path.split("/")[0]), 1.0)
+    state = optaxclip.clip_by_norm(1.0).init(grads)
+    names = ["attn/query", "attn/value", "head"]
+    assert list(state.info.names) == names[query is None :]
+    info = tx.update(grads, tx.init(grads))[1].info
+    assert list(info.names) == ["attn", "head"]
+
+
+@pytest.mark.parametrize("box", [nnx.Param, lambda x: nn.Partitioned(x, ("i",))])
+def test_a_box_has_no_name(box):
+    params = {"w": jnp.ones(2), "layer": {"value": jnp.ones(3)}}
+    tx = optaxclip.clip_by_norm(1.0)
+    state = tx.init(jax.tree.map(box, params))
+    assert list(state.info.names) == list(tx.init(params).info.names) == ["layer/value", "w"]
+    assert np.array_equal(tx.update(params, state)[1].info.norm, np.sqrt(np.float32([3, 2])))

@@ -169,6 +169,15 @@ def test_equal_names_are_the_same_key():
     assert {Names(("b", "w")): 1}[Names()] == 1
 
 
+def test_labels_are_other_names_than_those_of_leaves():
+    """A function compiled for the one is not used for the other."""
+    log = jax.jit(monitor.metrics)
+    for scope in (scopes.leaf(), scopes.group({name: name for name in GRADS})):
+        tx = optaxclip.clip_by(scope, 1.0)
+        _, state = tx.update(GRADS, tx.init(PARAMS))
+        assert set(log(state)) == set(monitor.metrics(state))
+
+
 def test_names_that_multi_steps_does_not_keep_are_given_back_as_the_message_says():
     tx = optax.MultiSteps(optaxclip.clip_by_norm(1.0), 2)
     state = optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS))

@@ -122,3 +122,7 @@ def test_complex_entries_keep_their_phase_over_the_whole_range(limit, entry, exp
     grads, tx = jnp.array([entry], jnp.complex64), optaxclip.clip(limit)
     clipped, _ = tx.update(grads, tx.init(grads))
     np.testing.assert_allclose(clipped[0], expected, rtol=1e-6)
+
+
+def test_whole_numbers_of_numpy():
+    np.testing.assert_array_equal(ops.clip_by_value(np.arange(5), -2, 2), [0, 1, 2, 2, 2])
