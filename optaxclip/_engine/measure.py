@@ -216,14 +216,13 @@ class _Measurement(NamedTuple):
 
     def divided(self, leaves: list[Any], by: list[Array]) -> list[Array]:
         """The norms of entries divided by powers of two, in steps that JAX can differentiate."""
-        is_max, parts = self.norm.is_max, list[powers.AtScales]()
         inverses = self.groups.by_leaf([1 / x for x in by], leaves)
-        for (leaf, axes), inverse in zip(self.with_axes(leaves), inverses, strict=True):
-            x = entries(leaf, self.dtype)
-            mapped = self.norm.map(times(x, broadcast_over(inverse, axes)))
-            part = jnp.max(mapped, axes, initial=0) if is_max else lax.reduce_sum(mapped, axes)
-            parts.append((part,))
-        found = powers.of_groups(parts, self.groups, by_max=is_max)
+        options = {"norm": self.norm, "dtype": self.dtype}
+        parts = [
+            (_total_of_products(leaf, inverse, axes=axes, **options),)
+            for (leaf, axes), inverse in zip(self.with_axes(leaves), inverses, strict=True)
+        ]
+        found = powers.of_groups(parts, self.groups, by_max=self.norm.is_max)
         return self.finished([x for (x,) in found], leaves)
 
     def finished(self, sums: list[Array], leaves: list[Any]) -> list[Array]:
@@ -237,6 +236,16 @@ class _Measurement(NamedTuple):
         """The leaves with the axes of their entries over which they are reduced."""
         pairs = zip(leaves, self.groups.grouping.axes, strict=True)
         return [(leaf, measured_axes(leaf, axes)) for leaf, axes in pairs]
+
+
+# Compiled by itself so that it is traced once for leaves that are alike.
+@functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
+def _total_of_products(
+    leaf: Any, by: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype
+) -> Array:
+    """The sum of powers of a leaf's entries times `by`, or the largest of their moduli."""
+    mapped = norm.map(times(entries(leaf, dtype), broadcast_over(by, axes)))
+    return jnp.max(mapped, axes, initial=0) if norm.is_max else lax.reduce_sum(mapped, axes)
 
 
 def _differentiable(measurement: _Measurement, leaves: list[Any]) -> list[Measured]:
