@@ -26,12 +26,18 @@ STEPS = frozenset({"step", "steps", "global_step", "epoch", "iteration", "time",
 MAX_LISTED = 10
 COMMAS = "has decimal commas"
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+([eE][+-]?\d+)?")
+LINE_BREAK = re.compile(r"\r\n|\n|\r")
+"""`str.splitlines` also splits at characters that a line may hold, such as U+2028."""
 
 
 def read_norms(
     path: str | os.PathLike[str], column: str | None = None
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """The numbers of one column of a file, float64[rows], without empty rows.
+
+    The last line or record of a file is left out if it is incomplete, because the run still writes
+    or was stopped. If a number in CSV was cut and a shorter number is left, such as 11 of 112.5,
+    nothing tells it from a whole one, and it is read.
 
     Args:
       path: a CSV file, JSON lines, an event file, an array that `np.save` wrote, or a directory
@@ -43,20 +49,24 @@ def read_norms(
       OSError: if the file cannot be read.
     """
     path = Path(path)
-    if path.is_dir():
-        parts = [part.read_bytes() for part in sorted(path.glob("*tfevents*"))]
-        if not parts:
-            raise ValueError(f"{path} holds no TensorBoard event file (*tfevents*)")
-    else:
-        parts = [path.read_bytes()]
-    return parse_norms(b"".join(parts), column, str(path))
+    if not path.is_dir():
+        return parse_norms(path.read_bytes(), column, str(path))
+    files = {str(file): file.read_bytes() for file in sorted(path.glob("*tfevents*"))}
+    if not files:
+        raise ValueError(f"{path} holds no TensorBoard event file (*tfevents*)")
+    return _one_column(_from_events(files), column, str(path))
 
 
 def parse_norms(
     data: bytes, column: str | None, source: str
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """`read_norms` for the bytes of a file, which messages call `source`."""
-    columns = _columns(data, source)
+    return _one_column(_columns(data, source), column, source)
+
+
+def _one_column(
+    columns: Columns, column: str | None, source: str
+) -> np.ndarray[Any, np.dtype[np.float64]]:
     numeric = [name for name, values in columns.items() if not isinstance(values, str)]
     column = _chosen(columns, numeric, source) if column is None else column
     values = columns.get(column, "is not there")
@@ -71,15 +81,17 @@ def _columns(data: bytes, source: str) -> Columns:
     if data.startswith(NPY_START):
         return _from_npy(data, source)
     if EVENTS_START in data[:64]:
-        return _from_events(data, source)
+        return _from_events({source: data})
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         kinds = "CSV, JSON lines, a TensorBoard event file or an array of np.save"
         raise ValueError(f"{source} must be {kinds}, and is none of these") from error
-    lines = {at: line for at, line in enumerate(text.splitlines(), start=1) if line.strip()}
-    is_json = next(iter(lines.values()), "").lstrip().startswith(("{", "["))
-    return _from_json(lines, text, source) if is_json else _from_csv([*lines.values()])
+    pieces = LINE_BREAK.split(text)
+    lines = {at: line for at, line in enumerate(pieces, start=1) if line.strip()}
+    if next(iter(lines.values()), "").lstrip().startswith(("{", "[")):
+        return _from_json(lines, text, source)
+    return _from_csv([*lines.values()], is_ended=len(pieces) not in lines)
 
 
 def _chosen(columns: Columns, numeric: list[str], source: str) -> str:
@@ -115,17 +127,28 @@ def _listed(names: list[str]) -> str:
     return f"{ordered[:MAX_LISTED]}" + (f" and {more} more" if more > 0 else "")
 
 
-def _from_csv(lines: list[str]) -> Columns:
+def _from_csv(lines: list[str], *, is_ended: bool) -> Columns:
+    """The columns of CSV; `is_ended` says whether a line break follows the last line."""
     if not lines:
         return {}
     # Where there is another delimiter, a comma may be a decimal comma.
     delimiter = next((sign for sign in "\t;" if sign in lines[0]), ",")
     rows = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=delimiter)]
+    if not is_ended and len(rows) > 1 and _is_cut(rows[-1], len(rows[0])):
+        rows.pop()
     if all(_number(cell.replace(",", ".")) is not None for cell in rows[0]):
         names = [str(i) for i in range(len(rows[0]))]
     else:
         names, rows = rows[0], rows[1:]
     return _gathered([list(zip(names, row, strict=False)) for row in rows], names)
+
+
+def _is_cut(row: list[str], cells: int) -> bool:
+    """Whether a row lacks some of its cells, or ends with the beginning of a number."""
+    last = row[-1].lower()
+    rests = ("0", "an", "n", "nf", "f")  # they complete "1e-", "n", "na", "i" and "in"
+    begins = any(_number(last + rest) is not None for rest in rests)
+    return len(row) < cells or (last != "" and _number(last) is None and begins)
 
 
 class _Object(list[tuple[str, Any]]):
@@ -237,25 +260,41 @@ def _numbers(values: np.ndarray[Any, Any]) -> Sequence[float] | str:
     return values.tolist() or "is empty"
 
 
-def _from_events(data: bytes, source: str) -> Columns:
+def _from_events(files: dict[str, bytes]) -> Columns:
+    """The scalars by tag, in the order of the steps, of the event files of one run."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for source, data in files.items():
+        for event in _events(data, source):
+            for value in event.summary.value:
+                number = _scalar(value)
+                if number is not None:
+                    found.setdefault(value.tag, []).append((event.step, number))
+    return {
+        tag: [number for _, number in sorted(pairs, key=lambda pair: pair[0])]
+        for tag, pairs in found.items()
+    }
+
+
+def _events(data: bytes, source: str) -> Iterator[Any]:
+    """The events of one file, without a last one that is incomplete."""
     try:
+        from google.protobuf.message import DecodeError
         from tensorboardX.proto import event_pb2
     except ModuleNotFoundError as error:
         remedy = 'pip install "optaxclip[tensorboard]"'
         raise ValueError(
             f"{source} is an event file, which tensorboardX reads: {remedy}"
         ) from error
-    found: dict[str, list[tuple[int, float]]] = {}
-    for record in _records(data):
-        event = event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
-        for value in event.summary.value:
-            number = _scalar(value)
-            if number is not None:
-                found.setdefault(value.tag, []).append((event.step, number))
-    return {
-        tag: [number for _, number in sorted(pairs, key=lambda pair: pair[0])]
-        for tag, pairs in found.items()
-    }
+    records = [*_records(data)]
+    for at, record in enumerate(records, start=1):
+        try:
+            yield event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
+        except DecodeError as error:
+            if at < len(records):
+                raise ValueError(
+                    f"{source} is damaged: record {at} of {len(records)} is no event ({error}); "
+                    "copy the file anew, or take it out of its directory"
+                ) from error
 
 
 def _records(data: bytes) -> Iterator[bytes]:

@@ -134,7 +134,9 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
       norms: float[steps], the norms of the raw gradients in the order of the steps, as
         `optaxclip.monitor.history` gives them; or the path of a CSV file, JSON lines, an array that
         `np.save` wrote, a TensorBoard event file or a directory of event files (which needs
-        `optaxclip[tensorboard]`). Norms that are NaN or infinite are counted, and then left out.
+        `optaxclip[tensorboard]`). Norms that are NaN or infinite are counted, and then left out. A
+        last line or record that is incomplete is left out, too; but a number at the end of CSV that
+        was cut to a shorter number is read as that, because nothing tells it from a whole one.
       column: the column, key or tag of a file; `train.grad_norm` is the key `grad_norm` of the
         object `train`. Not needed if the file has only one with "norm" in its name, or only one
         that holds numbers other than steps and times, such as `Value` in TensorBoard's CSV files.
