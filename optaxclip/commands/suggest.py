@@ -46,13 +46,22 @@ def run(args: argparse.Namespace) -> int:
     if args.plot and find_spec("matplotlib") is None:
         remedy = f'pip install "optaxclip[{EXTRA}]"'
         raise argparse.ArgumentError(None, f"--plot needs matplotlib: {remedy}")
+    picture = args.plot and _picture(args.plot)
     suggestion = _suggestion(args.file, args.column)
-    if args.plot:
-        _draw(suggestion, args.plot)
+    if picture:
+        _draw(suggestion, picture)
     print(json.dumps(suggestion.to_dict(), indent=2) if args.json else suggestion)
-    if args.plot:
-        print(f"picture: {args.plot}", file=sys.stderr if args.json else sys.stdout)
+    if picture:
+        print(f"picture: {picture}", file=sys.stderr if args.json else sys.stdout)
     return 0
+
+
+def _picture(path: Path) -> Path:
+    """The file to draw to: `path`, with the suffix `.png` if it has none."""
+    if path.is_dir():
+        message = f"--plot must be a file, and {path} is a directory: pass {path / 'norms.png'}"
+        raise argparse.ArgumentError(None, message)
+    return path if path.suffix else path.with_name(f"{path.name}.png")
 
 
 def _suggestion(file: str, column: str | None) -> Suggestion:

@@ -87,10 +87,16 @@ def draw(result: "SweepResult", path: Path) -> None:
 
 
 def _positive(text: str) -> float:
+    """A number that is positive and finite in float32, as a sweep takes it, or infinity."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not number > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    with np.errstate(over="ignore", under="ignore"):
+        narrow = np.float32(number)
+    if narrow == 0 or (np.isinf(narrow) and "inf" not in text.lower()):
+        message = f"{text!r} is outside of the range of float32, about 1e-45 to 3e38"
+        raise argparse.ArgumentTypeError(message)
     return number

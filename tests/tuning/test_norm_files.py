@@ -180,6 +180,15 @@ def test_the_command_prints_and_draws(capsys, tmp_path):
     assert printed.err == f"picture: {picture}\n"
 
 
+def test_a_picture_without_a_suffix_is_png(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "log.csv").write_text(csv_text())
+    printed = run(capsys, tmp_path / "log.csv", "--plot", tmp_path / "norms")
+    picture = tmp_path / "norms.png"
+    assert printed.out.endswith(f"picture: {picture}\n")
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+
+
 def test_the_command_as_json_from_the_input(capsys, monkeypatch):
     class Stdin:
         class buffer:  # noqa: N801
@@ -221,6 +230,7 @@ def test_the_help_has_examples(capsys):
         ("several", "several has several columns: choose one of ['a_norm', 'b_norm']"),
         ("few", "norms must hold at least 10"),
         ("log.csv --plot missing/x.png", "cannot write to missing/x.png: No such file"),
+        ("log.csv --plot directory", "directory is a directory: pass directory/norms.png"),
         ("log.csv --plot x.nothing", "cannot write x.nothing: Format 'nothing' is not supported"),
         ("", "FILE"),
     ],

@@ -1,5 +1,7 @@
 """Sweeps: every run is what it would be alone, and the named limit is the right one."""
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import optaxclip
 from optaxclip import ops, tuning
 from optaxclip.__main__ import main
+from optaxclip.commands import sweep
 from optaxclip.tuning import runs
 
 STEPS = 60
@@ -294,3 +297,18 @@ def test_the_command_refuses_limits(capsys, limit):
         main(["sweep", f"--limits={limit}"])
     assert stopped.value.code == 2
     assert f"'{limit}' is not a positive number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["1e-46", "1e39", "1e999"])
+def test_the_command_refuses_limits_outside_of_float32(capsys, limit):
+    with pytest.raises(SystemExit) as stopped:
+        main(["sweep", f"--limits={limit}"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2
+    assert f"'{limit}' is outside of the range of float32" in line
+
+
+def test_the_command_takes_the_range_of_float32_and_infinity():
+    parser = argparse.ArgumentParser()
+    sweep.add_arguments(parser)
+    assert parser.parse_args(["--limits", "1e-45", "3e38", "inf"]).limits == [1e-45, 3e38, np.inf]
