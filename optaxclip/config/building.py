@@ -16,13 +16,15 @@ import optax.contrib
 
 import optaxclip.monitor as monitor
 import optaxclip.norms as norms
+import optaxclip.per_example as per_example
 import optaxclip.responses as responses
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
 from optaxclip._base.types import Threshold
-from optaxclip.config.data import is_number, plain, says, with_integer_keys
+from optaxclip.config.data import is_number, plain, says, spelling, with_integer_keys
 from optaxclip.config.names import makers, parts_of, unknown
 from optaxclip.norms import Norm
+from optaxclip.per_example import QuantileLimit
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
 
@@ -44,6 +46,8 @@ def from_config(config: Config) -> optax.GradientTransformationExtraArgs:
       ` "init_value": 1.0, ...}`                    | schedule may stand
       `"scope": {"name": "leaf"}`, or `"leaf"`      | `scopes.leaf()`
       `"limit": {"name": "zscore", ...}`            | `thresholds.zscore(...)`
+      `"limit": {"name": "quantile_limit", ...}`    | `per_example.quantile_limit(...)`, for
+                                                    | `per_example_clip_and_aggregate`
       `"norm": {"name": "lp", "p": 3}`              | `norms.lp(3)`
       `"response": {"name": "band", ...}`           | `responses.band(...)`
       `"max_norm": {"a": ..., "b": ...}`            | one of the above for each label, wherever a
@@ -156,10 +160,7 @@ def _argument(value: Any, annotation: Any, path: str) -> Any:
         return {key: _argument(each, of_each, f"{path}.{key}") for key, each in value.items()}
     is_text = isinstance(value, str)
     if is_text and str not in allowed and is_number(value):
-        raise TypeError(
-            f"{path} is the string {value!r} and not a number; YAML reads 1e-3, which has no "
-            "point, as a string: write 1.0e-3"
-        )
+        raise TypeError(f"{path} is the string {value!r} and not a number; {spelling(value)}")
     kind = next((kind for kind in _KINDS if any(map(kind.owns, allowed))), None)
     if kind is _TRANSFORMATIONS:
         return _TRANSFORMATIONS.make(value, path)
@@ -218,6 +219,7 @@ _TRANSFORMATIONS = _Kind(
 _KINDS = (
     _TRANSFORMATIONS,
     _kind("limit rule", thresholds, Threshold, lambda value: isinstance(value, Threshold)),
+    _kind("quantile limit", per_example, QuantileLimit, lambda x: isinstance(x, QuantileLimit)),
     _kind("norm", norms, Norm, lambda value: isinstance(value, Norm)),
     _kind("scope", scopes, Scope, callable),
     _kind("response", responses, Response, callable),

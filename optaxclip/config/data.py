@@ -1,5 +1,6 @@
 """Plain data: mappings and lists of any type, as dicts and lists."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,13 @@ def plain(config: Any) -> Any:
 def says(value: Any, key: str) -> bool:
     """Whether a value is a dict with a string under this key."""
     return isinstance(value, dict) and isinstance(value.get(key), str)
+
+
+def spelling(number: str) -> str:
+    """The end of an error message: how YAML spells a number that Python reads from this string."""
+    if math.isfinite(float(number)):
+        return "YAML reads 1e-3, which has no point, as a string: write 1.0e-3"
+    return "YAML reads inf and nan, which have no point, as strings: write .inf or .nan"
 
 
 def is_number(text: str) -> bool:

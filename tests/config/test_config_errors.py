@@ -67,6 +67,10 @@ def test_it_knows_what_is_public_and_nothing_else():
             r"config.limit.a: there is no limit rule 'z_score'; there are \['zscore', ",
         ),
         (
+            {"name": "per_example_clip_and_aggregate", "limit": {"name": "quantile"}},
+            r"config.limit: there is no quantile limit 'quantile'; there are \['quantile_limit'\]",
+        ),
+        (
             {"name": "clip_by", "scope": {"name": "leef"}, "limit": 1.0},
             r"config.scope: there is no scope 'leef'; there are \['leaf', ",
         ),
@@ -119,6 +123,14 @@ def test_numbers_that_yaml_takes_for_text_are_told(config):
     with pytest.raises(TypeError, match=r"config\.\S+ is the string '1e-3' .* write 1.0e-3"):
         from_config(config)
     assert yaml.safe_load("1.0e-3") == 1e-3
+
+
+@pytest.mark.parametrize("text", ["inf", "-Infinity", "nan"])
+def test_infinity_that_yaml_takes_for_text_is_told(text):
+    assert yaml.safe_load(text) == text
+    with pytest.raises(TypeError, match=rf"is the string '{text}' .* write \.inf or \.nan$"):
+        from_config({"name": "clip_by_norm", "max_norm": text})
+    assert yaml.safe_load(".inf") == float("inf")
 
 
 def test_errors_of_a_transformation_say_where_it_was():

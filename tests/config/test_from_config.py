@@ -186,6 +186,13 @@ def test_it_makes_what_its_data_says(case):
     assert isinstance(made, optax.GradientTransformationExtraArgs)
 
 
+@pytest.mark.parametrize("limit", ["quantile_limit", {"name": "quantile_limit", "init_limit": 2.0}])
+def test_the_limit_of_examples_follows_a_quantile(limit):
+    made = from_config({"name": "per_example_clip_and_aggregate", "limit": limit})
+    first = made.init(PARAMS).limit
+    assert first == (0.1 if limit == "quantile_limit" else 2.0)
+
+
 def test_the_noise_scale_is_made_from_data():
     made = from_config({"name": "monitor.noise_scale", "decay": 0.5, "as": "noise"})
     noise = accumulate.NoiseSums(np.float32(9), np.float32(5))
