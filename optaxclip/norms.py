@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from optaxclip._base.numerics import safe_sqrt
+from optaxclip._base.arguments import short
+from optaxclip._base.numerics import is_real, safe_sqrt
 
 
 def _abs_squared(x: Array) -> Array:
@@ -98,7 +99,6 @@ average_l2: Norm = Norm("average_l2", _abs_squared, _root_over_count, degree=2)
 _NAMED = {norm.name: norm for norm in (l1, l2, linf, rms, mean_abs, average_l2)}
 
 
-@functools.cache
 def lp(p: float) -> Norm:
     """The p-norm, `sum(abs(x)**p)**(1/p)`.
 
@@ -112,18 +112,30 @@ def lp(p: float) -> Norm:
 
     Raises:
       ValueError: if `p` is outside that range.
+      TypeError: if `p` is not a number of Python or NumPy.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> print(optaxclip.ops.global_norm([jnp.array([3.0, -4.0])], norm=optaxclip.norms.lp(3)))
       4.4979415
     """
+    if isinstance(p, Array) or not is_real(p) or np.ndim(p):
+        raise TypeError(
+            "p must be a number of Python or NumPy, such as 3, because a new program is compiled "
+            f"for each value; got {short(p)} of type {type(p).__name__}"
+        )
     if p == math.inf:
         return linf
     if not 0 < p <= 64:
         raise ValueError(f"p must be above 0 and at most 64 (or math.inf), got {p!r}")
     if p in (1, 2):
         return l1 if p == 1 else l2
+    return _power_norm(np.asarray(p).item())
+
+
+@functools.cache
+def _power_norm(p: float) -> Norm:
+    """The norm for `p`, the same object each time, so that clips by it compile once."""
 
     def power(x: Array) -> Array:
         size = jnp.abs(x)

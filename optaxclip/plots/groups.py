@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from optaxclip._base.arguments import checked_int, near_miss
+from optaxclip._base.arguments import checked_int, near_miss, short
 from optaxclip.plots.style import (
     COLORS,
     crosses_at_the_top,
@@ -71,7 +71,8 @@ def shares_over_steps(
     Raises:
       ValueError: for shares that do not have two axes, of which none is empty, or are not from 0 to
         1; for a wrong number of names or steps; for `most` out of range.
-      TypeError: if `most` is not an int.
+      TypeError: for shares that are not real numbers, or rows of different lengths; if `most` is
+        not an int.
 
     Example:
       >>> from optaxclip import plots
@@ -135,6 +136,7 @@ def heatmap(
     Raises:
       ValueError: for values that do not have two axes, of which none is empty; for a wrong number
         of names or steps; for an unknown statistic.
+      TypeError: for values that are not real numbers, or rows of different lengths.
 
     Example:
       >>> from optaxclip import plots
@@ -190,7 +192,11 @@ def _checked(
     values: ArrayLike, names: Sequence[str] | None, steps: ArrayLike | None, what: str
 ) -> tuple[Numbers, Numbers]:
     """Numbers `[steps, groups]`, and the steps."""
-    found = np.asarray(values, np.float64)
+    try:
+        found = np.asarray(values, np.float64)
+    except (TypeError, ValueError) as error:
+        wanted = "real numbers [steps, leaves], as many in each row"
+        raise TypeError(f"{what} must be {wanted}, got {short(values)}") from error
     named = names is None or found.shape[1:] == (len(names),)
     if found.ndim != 2 or not found.size or not named:
         of = "" if names is None else f" and {len(names)} names"

@@ -145,6 +145,7 @@ def norm_heatmap(
 
     Raises:
       ValueError: as `heatmap`.
+      TypeError: as `heatmap`.
 
     Example:
       >>> from optaxclip import plots

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optaxclip._base.arguments import short
+from optaxclip._base.numerics import is_real
 from optaxclip.plots.style import (
     crosses_at_the_top,
     curve,
@@ -81,13 +82,15 @@ def norm_curves(
     Args:
       norms: for each run's name its norms, float[n].
       steps: the step of each norm, int[n]; 1, 2, ... if None.
-      limit: a norm to mark by a horizontal line, or a dict with the limits of some runs.
+      limit: a norm to mark by a horizontal line, or a dict with the limits of some runs. A limit
+        that changes from step to step is drawn by `norms_over_steps`.
       ax: where to draw.
 
     Raises:
       ValueError: for no runs, a run without norms, norms or steps of other shapes, and a limit of a
         run that is not there.
-      TypeError: if `norms` is not a dict, or holds anything but real numbers.
+      TypeError: if `norms` is not a dict, or holds anything but real numbers; for a limit that is
+        not a real number, such as an array of one for each step.
 
     Example:
       >>> from optaxclip import plots
@@ -96,7 +99,7 @@ def norm_curves(
       log
     """
     curves = _checked(norms, steps, "norms")
-    limits, common = (limit, None) if isinstance(limit, Mapping) else ({}, limit)
+    limits, common = _checked_limits(limit)
     if unknown := sorted(limits.keys() - norms.keys()):
         raise ValueError(f"limit must be of the runs {list(norms)}, got {unknown}")
     axes = new_axes(ax)
@@ -178,6 +181,22 @@ def _checked(
     if not series:
         raise ValueError(f"{what} must be a dict with at least one run by its name, got none")
     return {name: curve(values, steps, f"{what} of {name!r}") for name, values in series.items()}
+
+
+def _checked_limits(limit: Any) -> tuple[dict[str, float], float | None]:
+    """The limits of some runs, and the one of all runs."""
+    if isinstance(limit, Mapping):
+        return {name: _number(each, f"limit of {name!r}") for name, each in limit.items()}, None
+    return {}, None if limit is None else _number(limit, "limit")
+
+
+def _number(limit: Any, argument: str) -> float:
+    if not is_real(limit) or np.ndim(limit):
+        raise TypeError(
+            f"{argument} must be a number, got {short(limit)} of type {type(limit).__name__}; "
+            "plots.norms_over_steps draws one run with a limit for each step"
+        )
+    return float(limit)
 
 
 def _lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> "dict[str, Line2D]":

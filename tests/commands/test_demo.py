@@ -303,6 +303,15 @@ def test_curves_are_given_by_the_name_of_their_run(draw, series):
         draw(series)
 
 
+@pytest.mark.parametrize("limit", [np.array([1.0, 1.5]), [1.0, 1.5], "1.0", True])
+def test_a_limit_of_curves_is_a_number(limit):
+    for given, name in ((limit, "limit"), ({"a": limit}, "limit of 'a'")):
+        with pytest.raises(
+            TypeError, match=rf"^{name} must be a number, got .*; plots\.norms_over"
+        ):
+            plots.norm_curves({"a": [1.0, 2.0]}, limit=given)
+
+
 @pytest.mark.parametrize("values", ["log.csv", ["a", "b"], [[1.0], [2.0, 3.0]], {"a": 1.0}])
 def test_curves_are_of_real_numbers(values):
     with pytest.raises(TypeError, match=r"norms of 'a' must be real numbers in one axis, got "):

@@ -46,3 +46,15 @@ def test_means_of_squares_that_leave_the_range(scale):
 
 def test_norms_are_shown_by_their_names():
     assert [repr(norm) for norm in (norms.l2, norms.lp(2.5))] == ["Norm('l2')", "Norm('l2.5')"]
+
+
+@pytest.mark.parametrize("p", ["3", None, True, 3j, [3], np.ones(2), jnp.float32(3)], ids=str)
+def test_p_that_is_no_number(p):
+    with pytest.raises(
+        TypeError, match=r"p must be a number of Python or NumPy, .* got .* of type "
+    ):
+        norms.lp(p)
+
+
+def test_p_may_be_a_number_of_numpy():
+    assert norms.lp(np.float32(2.5)) is norms.lp(np.array(2.5)) is norms.lp(2.5)

@@ -109,3 +109,14 @@ def test_all_that_a_record_keeps_can_be_shown():
 def test_what_cannot_be_drawn(draw, message):
     with pytest.raises(ValueError, match=message):
         draw()
+
+
+@pytest.mark.parametrize("values", [[[1.0], [1.0, 2.0]], [["a"]], {"w": 1.0}])
+def test_maps_are_of_real_numbers(values):
+    for draw, name in (
+        (plots.heatmap, "values"),
+        (plots.norm_heatmap, "norms"),
+        (plots.shares_over_steps, "shares"),
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be real numbers .* in each row, got "):
+            draw(values)
