@@ -131,7 +131,7 @@ def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
             for start, shape in rows
         ]
         return _reshaped(pieces, shapes)
-    return _split_up(vector, tuple(shapes))
+    return _split_up(vector, shapes)
 
 
 def _starts(shapes: Sequence[tuple[int, ...]]) -> list[int]:

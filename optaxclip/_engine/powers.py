@@ -101,21 +101,19 @@ def at_scales(
     if over_all and (groups.placement.in_one_piece or devices.manual_axes()):
         return at_once(leaf, **options)
     default = one_by_one if groups.together else at_once
-    return _by_platform(
-        leaf, **options, in_one_piece=groups.placement.in_one_piece, default=default
-    )
+    return _by_platform(leaf, axes, norm, default, groups.placement.in_one_piece)
 
 
-@functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype", "in_one_piece", "default"))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _by_platform(
     leaf: Any,
-    *,
     axes: tuple[int, ...],
     norm: Norm,
-    dtype: jnp.dtype,
-    in_one_piece: bool,
     default: Callable[..., AtScales],
+    in_one_piece: bool,
 ) -> AtScales:
+    """The float32 sums by `gpu.sum_of_columns` on a GPU, by `default` elsewhere."""
+    dtype = jnp.dtype(jnp.float32)
     pieces = {"scales": scales(norm, dtype), "in_one_piece": in_one_piece}
     on_gpu = functools.partial(gpu.sum_of_columns, axes=axes, norm=norm, **pieces)
     elsewhere = functools.partial(default, axes=axes, norm=norm, dtype=dtype)
