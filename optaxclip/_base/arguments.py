@@ -48,10 +48,10 @@ def checked_name(value: Any) -> str:
     return value
 
 
-def checked_bool(value: Any, argument: str) -> bool:
-    """`value`, checked to be True or False."""
+def checked_bool(value: Any, argument: str, remedy: str = "") -> bool:
+    """`value`, checked to be True or False; `remedy` ends the message."""
     if not isinstance(value, bool):
-        raise TypeError(f"{argument} must be True or False, got {value!r}")
+        raise TypeError(f"{argument} must be True or False, got {short(value)}{remedy}")
     return value
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import optaxclip._base.devices as devices
-from optaxclip._base.arguments import check_state, checked_int
+from optaxclip._base.arguments import check_state, checked_bool, checked_int
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import AxisName, PyTree, Threshold
 from optaxclip._batches.cutting import Cut, number_of_examples
@@ -134,7 +134,7 @@ def value_and_grad(
     for argument, fn in (("loss_fn", loss_fn), ("weight", weight)):
         if fn is not None and not callable(fn):
             raise TypeError(f"{argument} must be a function, got {fn!r:.80}")
-    loss = Loss(loss_fn, weight, has_aux, wide, places)
+    loss = Loss(loss_fn, weight, checked_bool(has_aux, "has_aux"), wide, places)
     judge = Judge.checked(clip, reject, measure, places)
     return ValueAndGrad(loss, judge, argnums, batch_argnums, size)
 

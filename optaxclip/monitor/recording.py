@@ -8,7 +8,13 @@ from jax import Array
 
 import optaxclip._base.devices as devices
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import FRESH_STATE, check_state, checked_int, near_miss
+from optaxclip._base.arguments import (
+    FRESH_STATE,
+    check_state,
+    checked_bool,
+    checked_int,
+    near_miss,
+)
 from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import narrowed
@@ -104,8 +110,8 @@ def record(
         that comes twice; for `per_leaf` with `scope`, `ratio` with `stats`, or `loss` with any of
         them; when used, for a statistic that needs `params` without them, or for a missing loss or
         one that is no scalar.
-      TypeError: if `window` is not an int, a statistic no string, the scope none, or the loss no
-        number.
+      TypeError: if `window` is not an int, `per_leaf`, `loss` or `ratio` neither True nor False, a
+        statistic no string, the scope none, or the loss no number.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -124,13 +130,13 @@ def record(
     """
     window = checked_int(window, 1, "window")
     checked = Options.checked(norm=norm, **options)
-    kept = _checked_stats(stats, ratio)
-    if loss and (per_leaf or ratio or scope is not None or kept != ("norm",)):
+    kept = _checked_stats(stats, checked_bool(ratio, "ratio"))
+    chosen_scope = _checked_scope(scope, per_leaf)
+    if checked_bool(loss, "loss") and (per_leaf or ratio or scope is not None or kept != ("norm",)):
         raise ValueError(
             "loss cannot be kept with per_leaf, scope, stats or ratio: chain a second record for "
             "those"
         )
-    chosen_scope = _checked_scope(scope, per_leaf)
     name = checked.name
 
     def init(params: PyTree) -> RecordState:
@@ -199,7 +205,8 @@ def _checked_stats(stats: str | Sequence[str], ratio: bool) -> tuple[str, ...]:
 
 
 def _checked_scope(scope: Scope | None, per_leaf: bool) -> Scope:
-    if per_leaf and scope is not None:
+    remedy = "; pass a scope as scope=" if callable(per_leaf) else ""
+    if checked_bool(per_leaf, "per_leaf", remedy) and scope is not None:
         raise ValueError(
             "per_leaf=True is the same as scope=scopes.leaf(): pass one of the two, per_leaf or "
             "scope"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import optaxclip._base.devices as devices
-from optaxclip._base.arguments import checked_int
+from optaxclip._base.arguments import checked_bool, checked_int
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import number_of_examples
@@ -181,6 +181,7 @@ def clipped_grad(
       2.0
     """
     clip = ExampleClip.checked(limit, scope, response, split)
+    has_aux = checked_bool(has_aux, "has_aux")
     if microbatch_size is not None:
         microbatch_size = checked_int(microbatch_size, 1, "microbatch_size")
     argnums = argument_numbers(argnums, "argnums")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
+from optaxclip._base.arguments import checked_bool
 from optaxclip._base.numerics import multiplied
 from optaxclip.thresholds.base import as_float, at_least, within
 
@@ -105,7 +106,7 @@ def quantile_limit(
 
     Raises:
       ValueError: if an option is out of its range.
-      TypeError: if an option is not a number.
+      TypeError: if `geometric` is neither True nor False, or another option not a number.
 
     Example:
       >>> import jax.numpy as jnp
@@ -124,7 +125,7 @@ def quantile_limit(
         at_least(learning_rate, 0, "learning_rate"),
         at_least(init_limit, 0, "init_limit"),
         at_least(count_noise, 0, "count_noise"),
-        geometric,
+        checked_bool(geometric, "geometric"),
         at_least(min_limit, 0, "min_limit"),
         at_least(max_limit, 0, "max_limit"),
     )

@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 
 import optaxclip.scopes as scopes
+from optaxclip._base.arguments import checked_bool
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import NormTree, PyTree
@@ -207,7 +208,7 @@ def per_example_layer_norm_clip(
     """
     limit = checked_example_limit(global_l2_norm_clip, "global_l2_norm_clip")
     flat = _measurable(grads)
-    split = "uniform" if uniform else "size"
+    split = "uniform" if checked_bool(uniform, "uniform") else "size"
     sums = _summed(flat, ExampleClip.checked(limit, scopes.leaf(), "clip", split), None)
     # Counts are in the order of the sorted names, and leaves in the order of the tree.
     names = flat.names()

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
-from optaxclip._base.arguments import checked_choice
+from optaxclip._base.arguments import checked_bool, checked_choice
 from optaxclip._base.counters import increased
 from optaxclip._base.grouping import concatenated, split_up
 from optaxclip._base.names import Names
@@ -163,7 +163,7 @@ def adaptive(
 
     Raises:
       ValueError: if an option is out of its range.
-      TypeError: if an option is not a number.
+      TypeError: if an option is not a number, or a flag neither True nor False.
     """
     record = checked_choice(record, get_args(Record), "record")
     options = _Options(
@@ -172,7 +172,13 @@ def adaptive(
         patience=None if patience is None else at_least(patience, 1, "patience"),
         max_norm=None if max_norm is None else checked_limit(max_norm, "max_norm"),
     )
-    static = _Static(statistic, record, inclusive, reject, by_norm_of_all)
+    static = _Static(
+        statistic,
+        record,
+        checked_bool(inclusive, "inclusive"),
+        checked_bool(reject, "reject"),
+        checked_bool(by_norm_of_all, "by_norm_of_all"),
+    )
     return Threshold(Partial(_init, static, settings), Partial(_update, static, options, settings))
 
 

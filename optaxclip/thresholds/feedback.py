@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from optaxclip._base.arguments import checked_bool
 from optaxclip._base.numerics import averaged, multiplied, reciprocal_of_power, safe_divide
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, multiple, within
@@ -175,7 +176,12 @@ def quantile(
         checked_limit(init_limit, "init_limit"),
     )
     return adaptive(
-        _Quantile(geometric), settings, record="raw", floor=floor, patience=None, max_norm=max_norm
+        _Quantile(checked_bool(geometric, "geometric")),
+        settings,
+        record="raw",
+        floor=floor,
+        patience=None,
+        max_norm=max_norm,
     )
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.arguments import checked_int
+from optaxclip._base.arguments import checked_bool, checked_int
 from optaxclip._base.numerics import power_of_two_below, safe_sqrt
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
@@ -180,7 +180,7 @@ def median(
     """
     window = checked_int(window, 1, "window")
     return adaptive(
-        _Median(window) if every_step else _PeriodicMedian(window),
+        _Median(window) if checked_bool(every_step, "every_step") else _PeriodicMedian(window),
         at_least(scale, 0, "scale"),
         record="raw",
         inclusive=True,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.arguments import checked_choice
+from optaxclip._base.arguments import checked_bool, checked_choice
 from optaxclip._base.numerics import averaged, safe_divide, safe_sqrt
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
@@ -91,7 +91,7 @@ def ema(
         skip_steps=at_least(skip_steps, 0, "skip_steps"),
     )
     return adaptive(
-        _Ema(debias, same),
+        _Ema(checked_bool(debias, "debias"), same),
         settings,
         record=record,
         inclusive=inclusive,
@@ -153,7 +153,7 @@ def zscore(
         within(alpha, 0, 1, "alpha"), at_least(z_thresh, 0, "z_thresh"), warmup_steps
     )
     return adaptive(
-        _ZScore(option, debias),
+        _ZScore(option, checked_bool(debias, "debias")),
         settings,
         record=record,
         warmup_steps=warmup_steps,

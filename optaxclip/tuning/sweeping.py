@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike
 
-from optaxclip._base.arguments import checked_int, short
+from optaxclip._base.arguments import checked_bool, checked_int, short
 from optaxclip._base.types import PyTree
 from optaxclip.tuning.runs import Numbers, Progress, StepFn, all_steps, in_groups
 
@@ -145,7 +145,8 @@ def sweep(
       ValueError: for limits or learning rates that are not positive or not in one axis, for
         `steps`, `seeds` or `parallel` below 1, and for data of fewer steps or none.
       TypeError: if `step_fn` does not return a state like the one that it got, a loss and a norm,
-        if `key` is not a key, or `steps`, `seeds` or `parallel` is not an int.
+        if `key` is not a key, `steps`, `seeds` or `parallel` is not an int, or `progress` is
+        neither True, False nor a function.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optaxclip
@@ -165,6 +166,8 @@ def sweep(
     rates = None if learning_rates is None else _axis(learning_rates, "learning_rates")
     steps, seeds = checked_int(steps, 1, "steps"), checked_int(seeds, 1, "seeds")
     parallel = None if parallel is None else checked_int(parallel, 1, "parallel")
+    if not callable(progress):
+        checked_bool(progress, "progress", "; or pass a function of the number of steps")
     data = _check_data(data, steps)
     keys = jax.random.split(_as_key(key), seeds)
     grid = np.meshgrid(limits, np.ones(1) if rates is None else rates, np.arange(seeds))

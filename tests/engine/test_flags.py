@@ -1,0 +1,71 @@
+"""Arguments that are True or False: anything else is an error that names the argument."""
+
+import inspect
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from public_names import public
+
+import optaxclip
+from optaxclip import monitor, scopes
+
+ROWS = jnp.ones((2, 3))
+
+# What functions with a flag must be given beside it.
+ARGUMENTS = {
+    "accumulate.value_and_grad": {"loss_fn": jnp.dot, "microbatch_size": 1},
+    "adaptive_grad_clip": {"clipping": 1.0},
+    "clip": {"max_delta": 1.0},
+    "clip_attention_logits": {"heads": lambda path, leaf: None},
+    "clip_by": {"scope": scopes.tree(), "limit": 1.0},
+    "clip_by_block_rms": {"threshold": 1.0},
+    "clip_by_global_norm": {"max_norm": 1.0},
+    "clip_by_group_norm": {"max_norm": 1.0, "labels": "a"},
+    "clip_by_norm": {"max_norm": 1.0},
+    "clip_by_spectral_norm": {"c": 1.0},
+    "clip_by_value": {"min_value": 0.0, "max_value": 1.0},
+    "clip_tree": {"tree": ROWS, "limits": 1.0, "scope": scopes.tree()},
+    "per_example.clipped_grad": {"loss_fn": jnp.dot, "limit": 1.0},
+    "per_example.per_example_layer_norm_clip": {"grads": ROWS, "global_l2_norm_clip": 1.0},
+    "per_example_layer_norm_clip": {"grads": ROWS, "global_l2_norm_clip": 1.0},
+    "thresholds.adaptive": {"statistic": None, "settings": 1.0, "record": "raw"},
+    "tuning.sweep": {
+        "init_fn": lambda key: 0.0,
+        "step_fn": lambda w, x, limit: (w, w, w),
+        "limits": [1.0],
+        "steps": 1,
+        "key": 0,
+        "data": np.ones(1),
+    },
+}
+
+
+def flags():
+    """The public functions and their flags, which are the arguments with such a default."""
+    for name, function in public().items():
+        if inspect.isfunction(function):
+            for flag, parameter in inspect.signature(function).parameters.items():
+                if isinstance(parameter.default, bool):
+                    yield name, function, flag
+
+
+@pytest.mark.parametrize("wrong", [1, "yes", jnp.ones((), bool)])
+def test_what_is_neither_true_nor_false_is_refused(wrong):
+    found = list(flags())
+    assert {flag for _, _, flag in found} >= {"debias", "geometric", "has_aux", "per_leaf"}
+    for name, function, flag in found:
+        with pytest.raises(TypeError, match=f"^{flag} must be True or False, got "):
+            function(**ARGUMENTS.get(name, {}), **{flag: wrong})
+
+
+def test_a_scope_in_the_place_of_per_leaf():
+    for scope in (scopes.leaf, scopes.leaf()):
+        with pytest.raises(TypeError, match=r"per_leaf must be .* got .*; pass a scope as scope=$"):
+            monitor.record(100, scope)
+
+
+def test_flags_are_no_hyperparameters():
+    make = optax.inject_hyperparams(optaxclip.clip_by_quantile)
+    assert "geometric" not in make(geometric=False).init(ROWS).hyperparams
