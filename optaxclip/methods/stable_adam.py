@@ -33,7 +33,7 @@ from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.step import run
 from optaxclip.methods.moments import NamedMoments, dense, wide_dtype, zero_moments
 from optaxclip.methods.updates import leaves_apart
-from optaxclip.thresholds.checks import checked_limit
+from optaxclip.thresholds.checks import checked_decay, checked_limit
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 
 
@@ -112,7 +112,7 @@ def scale_by_stable_adam(
       >>> print(optaxclip.monitor.read(state)["0/clip/scale_by_stable_adam"].norm.round(3))
       [1.384]
     """
-    betas = (_checked_decay(b1, "b1"), _checked_decay(b2, "b2"))
+    betas = (checked_decay(b1, "b1"), checked_decay(b2, "b2"))
     eps = checked_limit(eps, "eps")
     scope = leaves_apart(stacked)
     checked = Options.checked(norm="rms", nonfinite=nonfinite, **options)
@@ -154,14 +154,6 @@ def scale_by_stable_adam(
         )
 
     return transformation(init, update)
-
-
-def _checked_decay(decay: Any, argument: str) -> Any:
-    """`decay`, checked to be a number; unless it is an array, it must be in `[0, 1)`."""
-    checked_limit(decay, argument, allow_any_number=True)
-    if not isinstance(decay, jax.Array) and not 0 <= decay < 1:
-        raise ValueError(f"{argument} must be at least 0 and below 1, got {decay!r}")
-    return decay
 
 
 def _each(

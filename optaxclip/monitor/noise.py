@@ -12,7 +12,8 @@ from optaxclip._base.names import Names
 from optaxclip._base.numerics import select
 from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.types import PyTree
-from optaxclip.thresholds.base import as_float, within
+from optaxclip.thresholds.base import as_float
+from optaxclip.thresholds.checks import checked_decay
 
 
 class NoiseSums(NamedTuple):
@@ -106,9 +107,7 @@ def noise_scale(
       >>> print(f"about {monitor.scalars(state)['noise_scale/scale']:.0f}")
       about 16
     """
-    decay = within(decay, 0, 1, "decay")
-    if not isinstance(decay, jax.Array) and decay == 1:
-        raise ValueError("decay must be below 1, got 1, with which no step would count")
+    decay = checked_decay(decay, "decay")
 
     def init(params: PyTree) -> NoiseScaleState:
         del params

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optaxclip._base.arguments import is_uncalled, short
 from optaxclip._base.numerics import is_real
@@ -56,6 +57,28 @@ def checked_limit(
         return math.copysign(math.inf, value)
     # JAX would cut integers of 2**31 or more to 32 bits.
     return limit if not float.is_integer(value) or abs(value) < 2**31 else value
+
+
+def checked_decay(decay: Any, argument: str) -> Any:
+    """`decay`, checked to be a number; unless it is an array, it must be from 0 to below 1.
+
+    For a decay of 1 the weights of an average that is divided by their sum are 0 / 0.
+
+    Raises:
+      ValueError: if it is outside of that range, also as a float32, which is what it becomes.
+      TypeError: if it is not a number.
+    """
+    checked_limit(decay, argument, allow_any_number=True)
+    if isinstance(decay, jax.Array):
+        return decay
+    if not 0 <= decay < 1:
+        raise ValueError(f"{argument} must be at least 0 and below 1, got {decay!r}")
+    if np.float32(decay) == 1:
+        raise ValueError(
+            f"{argument} must be below 1 in float32 too, and {decay!r} is 1 there: the "
+            "largest decay is 0.99999994"
+        )
+    return decay
 
 
 def refuse_parts(limit: Any, argument: str) -> None:

@@ -192,6 +192,7 @@ def test_whatever_else_is_in_the_tree_passes():
 
 BAD = [
     ({"b1": 1.0}, ValueError, r"b1 must be at least 0 and below 1, got 1.0"),
+    ({"b1": 1 - 1e-9}, ValueError, r"b1 must be below 1 in float32 .* 0.99999994$"),
     ({"b2": -0.1}, ValueError, "b2 must be at least 0"),
     ({"eps": "small"}, TypeError, "eps must be a number"),
     ({"clipping_threshold": jnp.ones(2)}, ValueError, "clipping_threshold must be a scalar"),

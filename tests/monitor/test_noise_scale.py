@@ -141,9 +141,11 @@ def test_the_state_is_the_same_at_every_step():
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (lambda: monitor.noise_scale(1.0), ValueError, "decay must be below 1"),
-        (lambda: monitor.noise_scale(-0.1), ValueError, "decay must not be negative"),
-        (lambda: monitor.noise_scale(1.5), ValueError, "decay must be from 0 to 1"),
+        (lambda: monitor.noise_scale(1.0), ValueError, "decay must be .* below 1, got 1.0"),
+        (lambda: monitor.noise_scale(1 - 1e-9), ValueError, "below 1 in float32 .* 0.99999994$"),
+        (lambda: monitor.noise_scale(-0.1), ValueError, "decay must be at least 0 .* got -0.1"),
+        (lambda: monitor.noise_scale(1.5), ValueError, "decay must be .* below 1, got 1.5"),
+        (lambda: monitor.noise_scale(np.nan), ValueError, "decay must be .* below 1, got nan"),
         (lambda: monitor.noise_scale("0.9"), TypeError, "decay must be a number"),
         (lambda: run(monitor.noise_scale(), None), ValueError, "noise= was not given"),
         (lambda: run(monitor.noise_scale(), 3.0), TypeError, "noise must be the NoiseSums"),
