@@ -83,7 +83,8 @@ def in_order_of_batch(x: Array) -> Array:
     """
 
     def in_order(x: Array) -> Array:
-        return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
+        # Not -1, which has no value where the examples are empty arrays.
+        return jnp.swapaxes(x, 0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     return _placed(in_order, lambda split: split.spec[1:], x)
 

@@ -80,6 +80,8 @@ def _limits_by_name(limit: dict[str, Any], grouping: Grouping, dtype: jnp.dtype)
         entries = [(group.names[0], group.shape) for group in grouping.groups]
     else:
         entries = [(name, ()) for name in grouping.names]
+    if not entries:  # a tree without leaves
+        return []
     rule = rule_for(limit, entries)
     norms = [jnp.zeros(shape, dtype) for _, shape in entries]
     limits, _ = rule.update(norms, rule.init(norms), None)

@@ -117,7 +117,8 @@ def _steps(
         for each, limit in zip(measured, limits, strict=True)
     ]
     norms = [jnp.where(_beside(is_padding, each.norm), 0, each.norm) for each in measured]
-    tree = jax.vmap(grouping.tree)
+    # The number of examples is passed because a tree without leaves may have no groups to tell it.
+    tree = jax.vmap(grouping.tree, axis_size=is_padding.size)
     return Sums(
         leaves=weighted_sums(leaves, [_only(counts, by) for by in multipliers], grouping),
         num_clipped=jax.tree.map(_count, tree(above)),
@@ -143,7 +144,10 @@ def _lifted(grouping: Grouping, leaves: list[Array], examples: int) -> Groups:
         dataclasses.replace(group, shape=(examples, *group.shape)) for group in grouping.groups
     )
     axes = tuple(tuple(axis + 1 for axis in reduced) for reduced in grouping.axes)
-    lifted = dataclasses.replace(grouping, groups=groups, axes=axes, layout="vector")
+    # Not "dict", in which groups are sorted by shape. The whole tree stays "scalar", so that its
+    # norm is 0 if it has no leaves.
+    layout = "scalar" if grouping.layout == "scalar" else "vector"
+    lifted = dataclasses.replace(grouping, groups=groups, axes=axes, layout=layout)
     nothing = ((frozenset(),) * len(leaves), ((),) * len(leaves))
     placement = Placement(*nothing, in_one_piece=devices.lies_in_one_piece(leaves))
     return Groups(lifted, placement, together=False)

@@ -35,6 +35,8 @@ class RunningSums(NamedTuple):
         leaves = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in measured]
         zero = jnp.zeros((), jnp.int32)
         counts = grouping.tree([jnp.zeros(group.shape, jnp.int32) for group in grouping.groups])
+        # Without groups the vector of the tree is an empty one of floats.
+        counts = jax.tree.map(lambda x: x.astype(jnp.int32), counts)
         return cls(leaves, counts, zero, zero)
 
 

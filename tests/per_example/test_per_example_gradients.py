@@ -123,6 +123,44 @@ def test_leaves_without_a_gradient():
     assert (steps.dtype, steps.shape) == (jax.dtypes.float0, (3,))
 
 
+NO_GROUPS = [
+    (scopes.tree(), 1.0),
+    (scopes.leaf(), 1.0),
+    (scopes.leaf(), {"w": 1.0}),
+    (scopes.unit(), 1.0),
+    (scopes.group("a"), {"a": 1.0}),
+]
+
+
+def test_where_nothing_has_a_gradient_all_examples_count_and_their_norms_are_zero():
+    params = {"steps": jnp.arange(3), "none": None}
+
+    def loss(params, x):
+        return jnp.mean(x), jnp.zeros(0)
+
+    @jax.jit
+    def found():
+        return [
+            per_example.clipped_grad(loss, limit, scope=scope, has_aux=True, microbatch_size=size)(
+                params, jnp.ones((4, 2))
+            )
+            for scope, limit in NO_GROUPS
+            for size in (None, 3)
+        ]
+
+    results = found()
+    for result in results:
+        assert (result.num_unclipped, result.num_dropped) == (4, 0)
+        assert all(x.dtype == jnp.int32 for x in jax.tree.leaves(result.num_clipped))
+        assert result.aux.shape == (4, 0)
+    for of_tree in results[:2]:
+        np.testing.assert_array_equal(of_tree.norms, np.zeros(4))
+    for of_leaves in results[2:6]:
+        assert of_leaves.norms.shape == (4, 0)
+    by_name = per_example.clipped_grad(loss, {"w": 1.0}, scope=scopes.leaf(), has_aux=True)
+    assert by_name.sensitivity(params=params) == 0
+
+
 @pytest.mark.parametrize("size", [None, 1, 4])
 def test_a_nan_example_and_an_empty_batch(size):
     params, x, y = jax.tree.map(np.array, task())
