@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from optaxclip._base.arguments import refuse_uncalled
 from optaxclip._base.numerics import safe_divide
 
 Response: TypeAlias = Callable[[Array, Array, Array], Array]
@@ -285,8 +286,11 @@ def as_response(response: str | Response) -> Response:
 
     Raises:
       ValueError: for an unknown name.
+      TypeError: for a maker of responses that was not called.
     """
     if callable(response):
+        if response in (auto_s, band, clip_with_eps):
+            refuse_uncalled(response, "optaxclip.responses", "response", "responses")
         return response
     if response not in _NAMED:
         raise ValueError(

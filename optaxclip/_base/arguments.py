@@ -88,7 +88,27 @@ def refuse_arrays(value: Any, argument: str) -> None:
 def is_uncalled(value: Any, package: str) -> bool:
     """Whether a value is a function of this package that the user forgot to call."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", ".")
-    return isinstance(module, str) and module.startswith(f"{package}.") and "." not in name
+    return isinstance(module, str) and f"{module}.".startswith(f"{package}.") and "." not in name
+
+
+def refuse_uncalled(value: Any, package: str, argument: str, namespace: str) -> None:
+    """Refuses a function of a package that the user forgot to call.
+
+    Args:
+      value: what the user passed.
+      package: the package with its full name, such as `optaxclip.methods`.
+      argument: what the value is called in messages.
+      namespace: where users find the function, such as `optaxclip`.
+
+    Raises:
+      TypeError: for such a function.
+    """
+    if is_uncalled(value, package):
+        name = getattr(value, "__name__", "")
+        raise TypeError(
+            f"{argument} must be what {name} returns, not {name} itself: call it, as in "
+            f"{namespace}.{name}()"
+        )
 
 
 def near_miss(given: str, names: Iterable[str]) -> str:

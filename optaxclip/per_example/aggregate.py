@@ -19,7 +19,6 @@ from optaxclip._batches.cutting import number_of_examples
 from optaxclip.per_example.bounds import ExampleLimit
 from optaxclip.per_example.quantile import QuantileLimit, adjusted_noise_multiplier
 from optaxclip.per_example.sums import (
-    WHOLE_EXAMPLE,
     ExampleClip,
     one_of,
     padding_flags,
@@ -114,7 +113,7 @@ def per_example_clip_and_aggregate(
       [-0.7 -0.7] 64
     """
     fixed = 0.0 if callable(limit) or isinstance(limit, QuantileLimit) else limit
-    checked = ExampleClip.checked(fixed, scope or WHOLE_EXAMPLE, response, split)
+    checked = ExampleClip.checked(fixed, scope, response, split)
     rule = limit if isinstance(limit, QuantileLimit) else None
     noise_multiplier = at_least(noise_multiplier, 0, "noise_multiplier")
     if rule is not None:

@@ -19,7 +19,6 @@ from optaxclip.per_example.bounds import ExampleLimit
 from optaxclip.per_example.lift import Sums
 from optaxclip.per_example.microbatches import RunningSums, in_microbatches
 from optaxclip.per_example.sums import (
-    WHOLE_EXAMPLE,
     ExampleClip,
     PerExampleResult,
     padding_flags,
@@ -117,7 +116,7 @@ def clipped_grad(
     batch_argnums: int | Sequence[int] | None = None,
     has_aux: bool = False,
     microbatch_size: int | None = None,
-    scope: Scope = WHOLE_EXAMPLE,
+    scope: Scope | None = None,
     response: str | Response = "clip",
     split: Literal["uniform", "size"] = "uniform",
     pre_clipping_transform: Callable[[PyTree], PyTree] | None = None,
@@ -145,7 +144,7 @@ def clipped_grad(
         if None, all that are not in `argnums`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       microbatch_size: how many examples to differentiate at once; all of them if None.
-      scope: which entries of an example share one norm.
+      scope: which entries of an example share one norm; all of them if None.
       response: as in `clip_sum`.
       split: as in `clip_sum`.
       pre_clipping_transform: a function of one example's gradient to any tree, such as a
@@ -163,7 +162,8 @@ def clipped_grad(
       ValueError: for a limit that is negative, NaN or not a scalar, a microbatch size below 1, or
         an unknown name; when called, for arguments that do not share an axis of examples, positions
         that do not exist or come twice, and a loss that is not a scalar.
-      TypeError: for a limit that is not a number, and positions or sizes that are not ints.
+      TypeError: for a limit that is not a number, a scope that is not one, and positions or sizes
+        that are not ints.
 
     Example:
       >>> import jax, jax.numpy as jnp

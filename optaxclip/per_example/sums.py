@@ -23,9 +23,9 @@ from optaxclip.per_example.bounds import (
 )
 from optaxclip.per_example.lift import Sums, clipped_sums
 from optaxclip.responses import Response, as_response
-from optaxclip.scopes import Scope
+from optaxclip.scopes.leaves import Scope, as_scope
 
-WHOLE_EXAMPLE = scopes.tree()
+_WHOLE_EXAMPLE = scopes.tree()
 """The default scope: one norm for the whole example."""
 
 
@@ -68,10 +68,11 @@ class ExampleClip(NamedTuple):
 
     @classmethod
     def checked(
-        cls, limit: ExampleLimit, scope: Scope, response: str | Response, split: str
+        cls, limit: ExampleLimit, scope: Scope | None, response: str | Response, split: str
     ) -> "ExampleClip":
         """A clip from what a user passed."""
         limit = checked_example_limit(limit, "limit")
+        scope = _WHOLE_EXAMPLE if scope is None else as_scope(scope)
         return cls(limit, scope, as_response(response), checked_split(split))
 
     def limits(self, one: FlatTree) -> tuple[Grouping, list[Array], Array]:
@@ -89,7 +90,7 @@ def clip_sum(
     grads: PyTree,
     limit: ExampleLimit,
     *,
-    scope: Scope = WHOLE_EXAMPLE,
+    scope: Scope | None = None,
     response: str | Response = "clip",
     split: Literal["uniform", "size"] = "uniform",
     is_padding: jax.typing.ArrayLike | None = None,
@@ -114,7 +115,8 @@ def clip_sum(
       limit: the largest L2 norm of one example's contribution: a number or a scalar array, of which
         each group gets a share by `split`; or a dict from the name of a group to its own limit. A
         negative traced limit acts as 0; with a traced NaN every example is dropped.
-      scope: which entries of an example share one norm, from `optaxclip.scopes`.
+      scope: which entries of an example share one norm, from `optaxclip.scopes`; all of them if
+        None.
       response: "clip", "normalize", "smooth", "auto_s", or a function (see `optaxclip.responses`).
         If its new norm is above the limit, the limit is used.
       split: "uniform", `limit / sqrt(K)` for each of `K` groups, or "size",
@@ -127,7 +129,7 @@ def clip_sum(
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, leaves that do not share an
         axis of examples, or an unknown name.
-      TypeError: if the limit is not a number, or a leaf is not a dense array.
+      TypeError: if the limit is not a number, the scope not a scope, or a leaf not a dense array.
 
     Example:
       >>> import jax.numpy as jnp

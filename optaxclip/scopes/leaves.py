@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from jax import Array
 
-from optaxclip._base.arguments import is_uncalled, short
+from optaxclip._base.arguments import refuse_uncalled, short
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
 from optaxclip._base.types import PyTree
@@ -28,11 +28,7 @@ def as_scope(scope: Scope) -> Scope:
             "scope must be from optaxclip.scopes, as in clip_by(scopes.leaf(), 1.0); got "
             f"{scope!r:.80} of type {type(scope).__name__}"
         )
-    if is_uncalled(scope, "optaxclip.scopes"):
-        raise TypeError(
-            f"scope must be what {scope.__name__} returns, not {scope.__name__} itself: call it, "
-            f"as in scopes.{scope.__name__}()"
-        )
+    refuse_uncalled(scope, "optaxclip.scopes", "scope", "scopes")
     return scope
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optaxclip._base.arguments import is_uncalled, short
+from optaxclip._base.arguments import is_uncalled, refuse_uncalled, short
 from optaxclip._base.numerics import is_real
 
 
@@ -82,19 +82,19 @@ def checked_decay(decay: Any, argument: str) -> Any:
 
 
 def refuse_parts(limit: Any, argument: str) -> None:
-    """Refuses functions that are not schedules: a maker of rules that was not called, and a scope.
+    """Refuses functions that are not schedules: a scope, and functions of this package.
 
     Raises:
       TypeError: for one of these.
     """
-    if is_uncalled(limit, "optaxclip.thresholds"):
-        name = getattr(limit, "__name__", "")
-        raise TypeError(
-            f"{argument} must be what {name} returns, not {name} itself: call it, as in "
-            f"thresholds.{name}()"
-        )
+    refuse_uncalled(limit, "optaxclip.thresholds", argument, "thresholds")
     if str(getattr(limit, "__module__", "")).startswith("optaxclip.scopes"):
         raise TypeError(
             f"{argument} must be a number, a schedule or a rule, got a scope, which is the first "
             "argument, as in clip_by(scopes.leaf(), 1.0)"
+        )
+    if is_uncalled(limit, "optaxclip"):
+        raise TypeError(
+            f"{argument} must be a number, a schedule or a rule, got the function "
+            f"{getattr(limit, '__name__', '')} of optaxclip, which is none of these"
         )

@@ -12,7 +12,7 @@ from cases import slow_unless
 from jax.sharding import AxisType
 
 import optaxclip
-from optaxclip import clip_by, monitor, ops, per_example, scopes, thresholds
+from optaxclip import clip_by, monitor, ops, per_example, responses, scopes, thresholds
 
 GRADS = {f"layer{i}": jnp.ones((50, 50)) for i in range(20)}
 SGD = optax.sgd(0.1)
@@ -36,6 +36,30 @@ MISTAKES = {
     "swapped bounds": (lambda: ops.clip_by_value(-1.0, 1.0, GRADS), "clip_value_max .* type dict"),
     "scope's name": (lambda: clip_by("leaf", 1.0), "must be from optaxclip.scopes.* got 'leaf'"),
     "scope uncalled": (lambda: clip_by(scopes.leaf, 1.0), r"call it, as in scopes\.leaf\(\)"),
+    "scope's name for examples": (
+        lambda: per_example.clip_sum(GRADS, 1.0, scope="leaf"),
+        "must be from optaxclip.scopes.* got 'leaf'",
+    ),
+    "scope of examples uncalled": (
+        lambda: per_example.clipped_grad(jnp.dot, 1.0, scope=scopes.leaf),
+        r"call it, as in scopes\.leaf\(\)",
+    ),
+    "zero for a scope": (lambda: AGGREGATE(1.0, scope=0.0), "must be from optaxclip.scopes.* 0.0"),
+    **{
+        f"{name} uncalled": (
+            lambda name=name: clip_by(scopes.tree(), 1.0, response=getattr(responses, name)),
+            rf"response must be what {name} returns, .* as in responses\.{name}\(\)",
+        )
+        for name in ("auto_s", "band", "clip_with_eps")
+    },
+    "response of examples uncalled": (
+        lambda: per_example.clip_sum(GRADS, 1.0, response=responses.band),
+        r"call it, as in responses\.band\(\)",
+    ),
+    "method for a limit": (
+        lambda: optaxclip.clip_by_norm(optaxclip.zclip),
+        "max_norm must be a number, a schedule or a rule, got the function zclip of optaxclip",
+    ),
     "scope second": (lambda: clip_by(1.0, scopes.leaf()), r"clip_by\(scopes.leaf.*got 1.0"),
     "two scopes": (lambda: clip_by(scopes.leaf(), scopes.tree()), "limit must .* got a scope"),
     "scope for a limit": (lambda: clip_by(scopes.leaf(), scopes.leaf), "limit must .* got a scope"),

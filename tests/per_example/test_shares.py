@@ -16,6 +16,11 @@ def test_shares_by_size_are_those_of_all_entries_of_a_group():
             np.testing.assert_allclose(leaf, np.full(leaf.shape, entries**-0.5), rtol=2e-6)
 
 
+def test_a_scope_that_is_none_is_the_whole_example():
+    grads = {"w": jnp.array([[3.0]]), "b": jnp.array([[4.0]])}
+    assert per_example.clip_sum(grads, 1.0, scope=None).norms == 5
+
+
 def test_nothing_is_above_a_limit_of_zero():
     found = per_example.clip_sum(jnp.array([[0.0, 0.0], [0.0, 1e-20]]), 0.0)
     assert (int(found.num_clipped), int(found.num_unclipped)) == (1, 1)
