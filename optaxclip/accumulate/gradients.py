@@ -164,7 +164,8 @@ class ValueAndGrad:
         params = params.replaced([jnp.asarray(x) for x in params.measured_leaves()])
         if state is None:
             state = self._judge.init(self._in_wide(params))
-        check_state(state, AccumulateState, NAME)
+        remedy = "Pass accumulated.state of the last step, or grad_fn.init(*args)"
+        check_state(state, AccumulateState, NAME, remedy)
         cut = self._cut(roles.batch)
         loss = self._loss.widened(params)
         means = over_microbatches(loss, self._judge, roles, params, cut, state)

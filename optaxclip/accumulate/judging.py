@@ -8,7 +8,7 @@ import optax
 from jax import Array
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import checked_bool
+from optaxclip._base.arguments import checked_bool, refuse_uncalled
 from optaxclip._base.counters import own_arrays
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
@@ -168,6 +168,8 @@ def _as_transformation(clip: Any) -> Any:
         return None
     if isinstance(clip, optax.GradientTransformation):
         return optax.with_extra_args_support(clip)
+    for package in ("optaxclip.methods", "optaxclip._engine"):
+        refuse_uncalled(clip, package, "clip", "optaxclip")
     limit = as_limit(clip, "clip")
     if isinstance(limit, dict):
         raise TypeError(

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+import optaxclip
 from optaxclip import accumulate, thresholds
 
 X = jnp.ones((6, 2))
@@ -29,6 +30,13 @@ MADE = {
     "clip": ({"clip": "norm"}, TypeError, "clip must be a number"),
     "clip below 0": ({"clip": -1.0}, ValueError, "clip must not be negative"),
     "clips": ({"clip": {"w": 1.0}}, TypeError, "clip must be a transformation, or one limit"),
+    "method": (
+        {"clip": optaxclip.zclip},
+        TypeError,
+        r"clip must be what .* as in optaxclip\.zclip",
+    ),
+    "clip_by": ({"clip": optaxclip.clip_by}, TypeError, r"call it, as in optaxclip\.clip_by\(\)"),
+    "method rejects": ({"reject": optaxclip.zclip}, TypeError, "reject must be .* function zclip"),
     "uncalled": ({"clip": thresholds.ema}, TypeError, "clip must be what ema returns"),
     "bfloat16": ({"dtype": jnp.bfloat16}, ValueError, "dtype must be float32 or wider"),
     "int32": ({"dtype": jnp.int32}, ValueError, "dtype must be float32 or wider"),
@@ -63,7 +71,12 @@ CALLED = {
     "scalar": ({}, (W, 3.0), ValueError, r"the batch must have leaves \[examples"),
     "uneven": ({}, (W, (X, X[:2])), ValueError, r"the batch must have leaves \[examples"),
     "argnums": ({"batch_argnums": 0}, (W, X), ValueError, "batch_argnums must name arguments"),
-    "state": ({}, (W, X), ValueError, "the state must be a AccumulateState"),
+    "state": (
+        {},
+        (W, X),
+        ValueError,
+        r"the state must be a AccumulateState, got .* Pass accumulated\.state of the last step",
+    ),
     "weight below 0": ({"weight": lambda x: -1.0}, (W, X), ValueError, "above 0, got -1.0"),
     "weight 0": ({"weight": lambda x: 0}, (W, X), ValueError, "above 0, got 0 for every"),
     "weight NaN": ({"weight": lambda x: np.nan}, (W, X), ValueError, "above 0, got nan"),
