@@ -1,6 +1,6 @@
 """Per-example clipping as the first stage of an Optax chain, with Gaussian noise."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from optaxclip._base.arguments import check_state, checked_choice
+from optaxclip._base.arguments import check_state, checked_choice, refuse_uncalled
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.numerics import is_real, real_parts
 from optaxclip._base.transformation import Transformation, transformation
@@ -27,6 +27,7 @@ from optaxclip.per_example.sums import (
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
 from optaxclip.thresholds.base import as_float, at_least
+from optaxclip.thresholds.checks import checked_limit, refuse_parts
 
 AggregateLimit: TypeAlias = ExampleLimit | Callable[[Array], jax.typing.ArrayLike] | QuantileLimit
 Reduction = Literal["mean", "sum"]
@@ -112,8 +113,7 @@ def per_example_clip_and_aggregate(
       >>> print(updates, state.num_clipped)
       [-0.7 -0.7] 64
     """
-    fixed = 0.0 if callable(limit) or isinstance(limit, QuantileLimit) else limit
-    checked = ExampleClip.checked(fixed, scope, response, split)
+    checked = ExampleClip.checked(_fixed(limit), scope, response, split)
     rule = limit if isinstance(limit, QuantileLimit) else None
     noise_multiplier = at_least(noise_multiplier, 0, "noise_multiplier")
     if rule is not None:
@@ -169,6 +169,15 @@ def per_example_clip_and_aggregate(
         return sum_tree(flat, _rounded(total, divisor, one)), new_state
 
     return transformation(init, update)
+
+
+def _fixed(limit: AggregateLimit) -> ExampleLimit:
+    """The limit if it is the same at each step, else 0; refuses functions that are no schedules."""
+    refuse_uncalled(limit, "optaxclip.per_example", "limit", "per_example")
+    refuse_parts(limit, "limit")
+    if callable(limit) or isinstance(limit, QuantileLimit):
+        return 0.0
+    return limit if isinstance(limit, Mapping) else checked_limit(limit, "limit", schedule=True)
 
 
 def _with_noise(leaves: list[Array], key: Array, std: Array) -> list[Array]:

@@ -11,10 +11,11 @@ from jax import Array
 from jax.core import Tracer
 
 import optaxclip._base.devices as devices
-from optaxclip._base.arguments import checked_choice
+from optaxclip._base.arguments import checked_choice, short
 from optaxclip._base.grouping import Grouping, concatenated
 from optaxclip._base.numerics import norm_dtype, norm_of_all
 from optaxclip._base.trees import FlatTree
+from optaxclip.per_example.quantile import QuantileLimit
 from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.fixed import rule_for
 
@@ -107,7 +108,13 @@ def _entries(grouping: Grouping, sizes: list[int]) -> list[int]:
 
 
 def _check_number(limit: Any, argument: str) -> Any:
-    limit = checked_limit(limit, argument, schedule=True)
+    if callable(limit) or isinstance(limit, QuantileLimit):
+        raise TypeError(
+            f"{argument} must be a number or scalar array, got {short(limit)}: pass its limit at "
+            "this step, or use per_example_clip_and_aggregate, whose limit may be a schedule or "
+            "quantile_limit()"
+        )
+    limit = checked_limit(limit, argument, by_name=True)
     # Privacy depends on this number, so it is also checked if it is an array on a device.
     if (
         isinstance(limit, jax.Array)

@@ -18,6 +18,7 @@ def checked_limit(
     allow_any_number: bool = False,
     off: bool = False,
     schedule: bool = False,
+    by_name: bool = False,
 ) -> Any:
     """`limit`, checked to be a scalar that can be a limit.
 
@@ -27,6 +28,7 @@ def checked_limit(
       allow_any_number: whether negative numbers and NaN are allowed.
       off: whether messages add that `math.inf` switches clipping off.
       schedule: whether messages add that it may be a schedule, or a dict of limits.
+      by_name: whether messages add that it may be a dict of limits.
 
     Raises:
       ValueError: if it is not a scalar, or (NumPy and Python numbers only) is negative or NaN.
@@ -41,8 +43,8 @@ def checked_limit(
         )
     shape = getattr(limit, "shape", ())
     if shape != ():
-        by_name = "pass a dict from the names of the groups, as in optaxclip.clip_by"
-        remedy = f"; to give each group a limit, {by_name}" if schedule else ""
+        a_dict = "pass a dict from the names of the groups, as in optaxclip.clip_by"
+        remedy = f"; to give each group a limit, {a_dict}" if schedule or by_name else ""
         raise ValueError(f"{argument} must be a scalar, got an array of shape {shape}{remedy}")
     if isinstance(limit, jax.Array):
         return limit

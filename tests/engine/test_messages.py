@@ -29,6 +29,34 @@ MISTAKES = {
         lambda: optaxclip.thresholds.zscore(z_thresh=lambda count: 2.0),
         "z_thresh must be a number or scalar array, got <function",
     ),
+    "schedule of examples": (
+        lambda: per_example.clip_sum(jnp.ones((2, 1)), lambda count: 1.0),
+        "^limit must be a number or scalar array, got <function .* per_example_clip_and_aggregate",
+    ),
+    "quantile of examples": (
+        lambda: per_example.clipped_grad(dot, per_example.quantile_limit()),
+        r"^limit must be a number or scalar array, got QuantileLimit\(.* its limit at this step",
+    ),
+    "schedule of examples' groups": (
+        lambda: per_example.clip_sum(jnp.ones((2, 1)), {"a": lambda count: 1.0}),
+        r"^limit\['a'\] must be a number or scalar array, got <function",
+    ),
+    "word of examples": (
+        lambda: per_example.clip_sum(jnp.ones((2, 1)), "1"),
+        "^limit must be a number or scalar array, got '1' of type str$",
+    ),
+    "limits of examples": (
+        lambda: per_example.clip_sum(jnp.ones((2, 1)), np.ones(2)),
+        r"limit must be a scalar, got an array of shape \(2,\); .* pass a dict",
+    ),
+    "word for a batch's limit": (
+        lambda: per_example.per_example_clip_and_aggregate("1"),
+        "^limit must be a number, a scalar array or a schedule, got '1'",
+    ),
+    "quantile uncalled": (
+        lambda: per_example.per_example_clip_and_aggregate(per_example.quantile_limit),
+        r"limit must be what quantile_limit returns.* as in per_example\.quantile_limit\(\)",
+    ),
     "limits of ops": (
         lambda: ops.clip_by_norm(jnp.ones(1), np.ones(2)),
         r"clip_norm must be a scalar, got an array of shape \(2,\)$",
