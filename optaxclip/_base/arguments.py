@@ -128,7 +128,7 @@ def check_state(state: Any, kind: type, name: str, remedy: str = FRESH_STATE) ->
     """Checks that the state passed to a transformation is of the type that it makes."""
     if not isinstance(state, kind):
         raise ValueError(
-            f"{name}: the state must be a {kind.__name__}, got {short(state)} of type "
+            f"{name}: the state must be of type {kind.__name__}, got {short(state)} of type "
             f"{type(state).__name__}. {remedy}"
         )
 

@@ -332,7 +332,7 @@ def test_bad_trees():
         tx.update(DIRECTION, tx.init(WEIGHT))
     with pytest.raises(ValueError, match="params must match the updates"):
         tx.update(DIRECTION, tx.init(WEIGHT), WEIGHT[:1])
-    with pytest.raises(ValueError, match="the state must be a HyperballState"):
+    with pytest.raises(ValueError, match="the state must be of type HyperballState"):
         tx.update(DIRECTION, optax.EmptyState(), WEIGHT)
 
 

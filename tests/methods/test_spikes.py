@@ -271,5 +271,5 @@ def test_errors_of_spams_leaves():
         tx.init({"w": sparse})
     with pytest.raises(ValueError, match=r"the updates have the leaves \['v'\]"):
         tx.update({"w": jnp.ones(2), "v": jnp.ones(1)}, tx.init({"w": jnp.ones(2)}))
-    with pytest.raises(ValueError, match="state must be a SecondMomentState"):
+    with pytest.raises(ValueError, match="state must be of type SecondMomentState"):
         tx.update(jnp.ones(2), optax.EmptyState())
