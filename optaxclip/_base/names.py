@@ -41,10 +41,9 @@ class Names(tuple[str, ...]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Names):
             return NotImplemented
-        return self._key() == other._key() or not self or not other
-
-    def _key(self) -> tuple[tuple[str, ...], _Shapes, bool]:
-        return tuple(self), self.shapes, self.are_labels
+        # Shapes do not count: a program of `jax.export` may serve all of them.
+        are_same = tuple(self) == tuple(other) and self.are_labels == other.are_labels
+        return are_same or not self or not other
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -53,7 +52,7 @@ class Names(tuple[str, ...]):
         return hash(Names)
 
     def __reduce__(self) -> tuple[type["Names"], tuple[tuple[str, ...], _Shapes, bool]]:
-        return Names, self._key()
+        return Names, (tuple(self), self.shapes, self.are_labels)
 
 
 def _register_with_flax() -> None:

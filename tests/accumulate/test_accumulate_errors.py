@@ -75,7 +75,7 @@ CALLED = {
         {},
         (W, X),
         ValueError,
-        r"the state must be of type AccumulateState, got .* Pass accumulated\.state of the last step",
+        r"must be of type AccumulateState, got .* Pass accumulated\.state of the last step",
     ),
     "weight below 0": ({"weight": lambda x: -1.0}, (W, X), ValueError, "above 0, got -1.0"),
     "weight 0": ({"weight": lambda x: 0}, (W, X), ValueError, "above 0, got 0 for every"),

@@ -124,5 +124,15 @@ def test_complex_entries_keep_their_phase_over_the_whole_range(limit, entry, exp
     np.testing.assert_allclose(clipped[0], expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+@pytest.mark.parametrize("clip", [optaxclip.clip(0.5), optaxclip.clip_by_value(-0.5, 0.5)])
+def test_arrays_of_dtypes_that_jax_narrows(clip, dtype):
+    """NumPy's default dtypes, outside of `jit`."""
+    x = np.array([3.0, 0.1], dtype)
+    found, expected = (clip.update(y, clip.init(y))[0] for y in (x, jnp.asarray(x)))
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_whole_numbers_of_numpy():
     np.testing.assert_array_equal(ops.clip_by_value(np.arange(5), -2, 2), [0, 1, 2, 2, 2])
