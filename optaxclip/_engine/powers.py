@@ -104,6 +104,7 @@ def at_scales(
     return _by_platform(leaf, axes, norm, default, groups.placement.in_one_piece)
 
 
+# Compiled by itself so that all branches are traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _by_platform(
     leaf: Any,
