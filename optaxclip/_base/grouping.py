@@ -123,19 +123,14 @@ def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     Returns:
       Arrays `[..., *shape]`.
     """
-    if fixed_size(vector.shape[-1]) is None:
-        # In `jax.export` sizes may be symbolic, and start positions are operands anyway.
-        rows = zip(_starts(shapes), shapes, strict=True)
-        pieces = [
-            lax.slice_in_dim(vector, start, start + math.prod(shape), axis=-1)
-            for start, shape in rows
-        ]
-        return _reshaped(pieces, shapes)
-    return _split_up(vector, shapes)
+    # In `jax.export` sizes may be symbolic, and start positions are operands anyway.
+    is_symbolic = fixed_size(vector.shape[-1]) is None
+    return _split(vector, shapes) if is_symbolic else _split_up(vector, shapes)
 
 
-def _starts(shapes: Sequence[tuple[int, ...]]) -> list[int]:
-    return list(itertools.accumulate(map(math.prod, shapes), initial=0))[:-1]
+def _split(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    pieces = lax.split(vector, list(map(math.prod, shapes)), axis=vector.ndim - 1)
+    return _reshaped(pieces, shapes)
 
 
 def _reshaped(pieces: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
@@ -156,13 +151,13 @@ def _(
     (vector,), (change,) = primals, tangents
     # JAX transposes this to one concatenation, but `_piece` to an array of the vector's size for
     # each piece: a derivative of 200 leaves with a norm each would compile 2.3 seconds longer.
-    pieces = lax.split(change, list(map(math.prod, shapes)), axis=change.ndim - 1)
-    return _split_up(vector, shapes), _reshaped(pieces, shapes)
+    return _split_up(vector, shapes), _split(change, shapes)
 
 
 def _start_positions(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
     """For each array, its start position in each row of the flattened vector."""
-    count, length, starts = math.prod(vector.shape[:-1]), vector.shape[-1], _starts(shapes)
+    count, length, sizes = math.prod(vector.shape[:-1]), vector.shape[-1], map(math.prod, shapes)
+    starts = list(itertools.accumulate(sizes, initial=0))[:-1]
     if count > 1:
         rows = np.arange(count)[:, None] * length
         return [np.asarray(rows + start, np.int32) for start in starts]
