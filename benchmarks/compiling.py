@@ -106,13 +106,15 @@ def _cold_derivative(tx: Step, grads: Any, params: Any) -> dict[str, float]:
 def _seconds(fn: Callable[..., Any], *args: Any) -> dict[str, float]:
     """The processor's seconds to trace and lower, and to compile, with nothing in the caches."""
     jax.clear_caches()
-    # Otherwise a collection of what the turn before left may fall into this one (40 milliseconds).
+    # When Python collects garbage (50 to 100 milliseconds) depends on what ran before.
     gc.collect()
+    gc.disable()
     ticks = [time.process_time()]
     lowered = jax.jit(fn).trace(*args).lower()
     ticks.append(time.process_time())
     lowered.compile()
     ticks.append(time.process_time())
+    gc.enable()
     return dict(zip(("trace", "compile"), np.diff(ticks).tolist(), strict=True))
 
 
