@@ -43,8 +43,9 @@ def main() -> None:
     """Prints the table."""
     options = _options()
     print(f"JAX {jax.__version__}, {jax.devices()[0].device_kind}, {os.cpu_count()} cores")
-    print(f"`import optaxclip` after JAX and Optax: {1e3 * _import_seconds():.0f} ms")
     phases = [phase for phase in PHASES if phase in options.phase]
+    if "init" in phases:
+        print(f"`import optaxclip` after JAX and Optax: {1e3 * _import_seconds():.0f} ms")
     heads = ["tree", "method", "Optax's", *phases]
     print(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}", flush=True)
     for tree in options.tree or TREES:

@@ -289,7 +289,7 @@ def as_response(response: str | Response) -> Response:
       TypeError: for a maker of responses that was not called.
     """
     if callable(response):
-        if response in (auto_s, band, clip_with_eps):
+        if response not in _NAMED.values():
             refuse_uncalled(response, "optaxclip.responses", "response", "responses")
         return response
     if response not in _NAMED:

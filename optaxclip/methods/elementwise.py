@@ -48,7 +48,7 @@ def clamp(
         if bound is not None and np.shape(bound):
             _check_fit(bound, argument, flat)
     # One bound per dtype, not per leaf, because passing operands to a compiled function takes time.
-    dtypes = {_dtype(leaf) for leaf in leaves}
+    dtypes = set(map(_canonical, {dtype_of(leaf) for leaf in leaves}))
     highs = {str(dtype): _in_range(high, dtype) for dtype in dtypes}
     lows = None if low is None else {str(dtype): _in_range(low, dtype) for dtype in dtypes}
     return flat.rebuild(_clamped_by_dtype(leaves, lows, highs))
@@ -119,20 +119,19 @@ def _integer_in_range(bound: Any, dtype: Any) -> jax.typing.ArrayLike:
     return library.minimum(library.maximum(bound, low), high).astype(dtype)
 
 
+# JAX makes float32 of NumPy's float64.
+_canonical = jax.dtypes.canonicalize_dtype
+
+
 @jax.jit
 def _clamped_by_dtype(
     leaves: list[Any], lows: dict[str, Any] | None, highs: dict[str, Any]
 ) -> list[Any]:
     """`clamp` for leaves with a bound for each dtype."""
-    names = [str(_dtype(leaf)) for leaf in leaves]
+    names = [str(_canonical(dtype_of(leaf))) for leaf in leaves]
     lows_of_leaves = [None if lows is None else lows[name] for name in names]
     rows = zip(leaves, lows_of_leaves, (highs[name] for name in names), strict=True)
     return [_clamped(*row) for row in rows]
-
-
-def _dtype(leaf: Any) -> Any:
-    """The dtype of a leaf in JAX, which makes float32 of NumPy's float64."""
-    return jax.dtypes.canonicalize_dtype(dtype_of(leaf))
 
 
 def clamp_leaf(leaf: Any, low: Array | None, high: Array) -> Any:

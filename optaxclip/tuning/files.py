@@ -7,19 +7,17 @@ import json
 import math
 import os
 import re
-import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import optaxclip.tuning.events as events
 from optaxclip._base.arguments import near_miss
 
 Columns = dict[str, Sequence[float] | str]
 """The numbers of each column, or the reason why it cannot be read."""
-EVENTS_START = b"brain.Event:"
-"""Every event file has this in its first record."""
 NPY_START = b"\x93NUMPY"
 STEPS = frozenset({"step", "steps", "global_step", "epoch", "iteration", "time", "wall_time"})
 """Columns that are not norms."""
@@ -54,7 +52,7 @@ def read_norms(
     files = {str(file): file.read_bytes() for file in sorted(path.glob("*tfevents*"))}
     if not files:
         raise ValueError(f"{path} holds no TensorBoard event file (*tfevents*)")
-    return _one_column(_from_events(files), column, str(path))
+    return _one_column(events.scalars(files), column, str(path))
 
 
 def parse_norms(
@@ -80,8 +78,8 @@ def _one_column(
 def _columns(data: bytes, source: str) -> Columns:
     if data.startswith(NPY_START):
         return _from_npy(data, source)
-    if EVENTS_START in data[:64]:
-        return _from_events({source: data})
+    if events.START in data[:64]:
+        return events.scalars({source: data})
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -258,66 +256,3 @@ def _numbers(values: np.ndarray[Any, Any]) -> Sequence[float] | str:
     if values.ndim != 1:
         return f"has the shape {values.shape}; save one axis, the steps"
     return values.tolist() or "is empty"
-
-
-def _from_events(files: dict[str, bytes]) -> Columns:
-    """The scalars by tag, in the order of the steps, of the event files of one run."""
-    found: dict[str, list[tuple[int, float]]] = {}
-    for source, data in files.items():
-        for event in _events(data, source):
-            for value in event.summary.value:
-                number = _scalar(value)
-                if number is not None:
-                    found.setdefault(value.tag, []).append((event.step, number))
-    return {
-        tag: [number for _, number in sorted(pairs, key=lambda pair: pair[0])]
-        for tag, pairs in found.items()
-    }
-
-
-def _events(data: bytes, source: str) -> Iterator[Any]:
-    """The events of one file, without a last one that is incomplete."""
-    try:
-        from google.protobuf.message import DecodeError
-        from tensorboardX.proto import event_pb2
-    except ModuleNotFoundError as error:
-        remedy = 'pip install "optaxclip[tensorboard]"'
-        raise ValueError(
-            f"{source} is an event file, which tensorboardX reads: {remedy}"
-        ) from error
-    records = [*_records(data)]
-    for at, record in enumerate(records, start=1):
-        try:
-            yield event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
-        except DecodeError as error:
-            if at < len(records):
-                raise ValueError(
-                    f"{source} is damaged: record {at} of {len(records)} is no event ({error}); "
-                    "copy the file anew, or take it out of its directory"
-                ) from error
-
-
-def _records(data: bytes) -> Iterator[bytes]:
-    """The data of all records. A record is a length, its checksum, the data, their checksum."""
-    at = 0
-    while at + 12 <= len(data):
-        (length,) = struct.unpack_from("<Q", data, at)
-        start, end = at + 12, at + 12 + length
-        if end + 4 > len(data):  # the run still writes, or was stopped
-            return
-        yield data[start:end]
-        at = end + 4
-
-
-def _scalar(value: Any) -> float | None:
-    """The number of a summary: PyTorch writes it as a field, TensorFlow as a tensor."""
-    if value.HasField("simple_value"):
-        return value.simple_value
-    tensor = value.tensor
-    if not value.HasField("tensor") or math.prod(d.size for d in tensor.tensor_shape.dim) != 1:
-        return None
-    types = {1: ("<f4", tensor.float_val), 2: ("<f8", tensor.double_val)}
-    if tensor.dtype not in types:
-        return None
-    dtype, listed = types[tensor.dtype]
-    return float(listed[0] if listed else np.frombuffer(tensor.tensor_content, dtype)[0])

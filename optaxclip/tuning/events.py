@@ -1,0 +1,74 @@
+"""Reads scalars from TensorBoard's event files."""
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+START = b"brain.Event:"
+"""Every event file has this in its first record."""
+
+
+def scalars(files: dict[str, bytes]) -> dict[str, Sequence[float] | str]:
+    """The scalars by tag, in the order of the steps, of the event files of one run."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for source, data in files.items():
+        for event in _events(data, source):
+            for value in event.summary.value:
+                number = _scalar(value)
+                if number is not None:
+                    found.setdefault(value.tag, []).append((event.step, number))
+    return {
+        tag: [number for _, number in sorted(pairs, key=lambda pair: pair[0])]
+        for tag, pairs in found.items()
+    }
+
+
+def _events(data: bytes, source: str) -> Iterator[Any]:
+    """The events of one file, without a last one that is incomplete."""
+    try:
+        from google.protobuf.message import DecodeError
+        from tensorboardX.proto import event_pb2
+    except ModuleNotFoundError as error:
+        remedy = 'pip install "optaxclip[tensorboard]"'
+        raise ValueError(
+            f"{source} is an event file, which tensorboardX reads: {remedy}"
+        ) from error
+    records = [*_records(data)]
+    for at, record in enumerate(records, start=1):
+        try:
+            yield event_pb2.Event.FromString(record)  # pyright: ignore[reportAttributeAccessIssue]
+        except DecodeError as error:
+            if at < len(records):
+                raise ValueError(
+                    f"{source} is damaged: record {at} of {len(records)} is no event ({error}); "
+                    "copy the file anew, or take it out of its directory"
+                ) from error
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """The data of all records. A record is a length, its checksum, the data, their checksum."""
+    at = 0
+    while at + 12 <= len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        start, end = at + 12, at + 12 + length
+        if end + 4 > len(data):  # the run still writes, or was stopped
+            return
+        yield data[start:end]
+        at = end + 4
+
+
+def _scalar(value: Any) -> float | None:
+    """The number of a summary: PyTorch writes it as a field, TensorFlow as a tensor."""
+    if value.HasField("simple_value"):
+        return value.simple_value
+    tensor = value.tensor
+    if not value.HasField("tensor") or math.prod(d.size for d in tensor.tensor_shape.dim) != 1:
+        return None
+    types = {1: ("<f4", tensor.float_val), 2: ("<f8", tensor.double_val)}
+    if tensor.dtype not in types:
+        return None
+    dtype, listed = types[tensor.dtype]
+    return float(listed[0] if listed else np.frombuffer(tensor.tensor_content, dtype)[0])
