@@ -1,5 +1,7 @@
 """Checks of what a user passes to a step: groups, parameters, a norm."""
 
+import math
+import warnings
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ from jax import Array
 from optaxclip._base.arguments import FRESH_STATE
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.names import GIVE_BACK, Names
+from optaxclip._base.numerics import fixed_size
 from optaxclip._base.trees import FlatTree, flatten, leaf_name
 from optaxclip._base.types import NormTree, PyTree, Threshold
 from optaxclip.thresholds.checks import checked_limit
@@ -40,6 +43,28 @@ def with_groups_of_state(grouping: Grouping, stored: Names, size: int, name: str
             f"{name}: the updates have groups {unknown} that the params given to init did not have"
         )
     return grouping.with_groups_for(stored)
+
+
+MANY_NORMS = 2**24
+"""With more norms than this, a clip's own arrays take a good part of the gradients' memory."""
+
+
+def warn_of_many_norms(grouping: Grouping, name: str) -> None:
+    """Warns where the norms are so many that leaves are likely to be grouped by the wrong axes."""
+    counts = {group.names[0]: math.prod(group.shape) for group in grouping.groups}
+    if any(fixed_size(count) is None for count in counts.values()):
+        return
+    total = sum(counts.values())
+    if total > MANY_NORMS:
+        most = max(counts, key=lambda leaf: counts[leaf])
+        warnings.warn(
+            f"{name}: these leaves have {total:,} norms, of which '{most}' alone has "
+            f"{counts[most]:,}; norms, limits and factors of all are kept in memory. If a norm "
+            "should cover more entries, name its axes (axis=), or say which leaves stack layers: "
+            "scopes.unit(stacked=...)",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def check_rule_state(rule: Threshold, state: PyTree, norms: NormTree, name: str) -> None:

@@ -34,7 +34,7 @@ from optaxclip._base.types import (
     PyTree,
     Threshold,
 )
-from optaxclip._engine.checks import given_norm, with_groups_of_state
+from optaxclip._engine.checks import given_norm, warn_of_many_norms, with_groups_of_state
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.options import ClipOptions, Options, takes
 from optaxclip._engine.placement import Placement, grouped, located
@@ -139,11 +139,11 @@ def stage(
     def init(params: PyTree) -> ClipState:
         flat = flatten(params, "params")
         grouping = grouped(scope, flat, options)
+        warn_of_many_norms(grouping, options.name)
         # Nothing is measured here, so it does not matter where leaves lie.
-        groups = Groups(grouping, Placement((), (), in_one_piece=True), together=True)
+        groups = Groups(grouping, Placement((), (), in_one_piece=True))
         rule = rule_of(flat, groups)
-        zeros = groups.for_rule(groups.zeros(jnp.dtype(jnp.float32)))
-        rule_state = own_arrays(rule.init(zeros))
+        rule_state = own_arrays(rule.init(groups.zeros(jnp.dtype(jnp.float32))))
         info = initial_info(options.name, grouping)
         return ClipState(jnp.zeros((), jnp.int32), rule_state, info)
 
@@ -169,7 +169,7 @@ def groups_of(
     placement = located(grouping, flat, options)
     if stored is not None:
         grouping = with_groups_of_state(grouping, stored, size, options.name)
-    return Groups.of(grouping, placement)
+    return Groups(grouping, placement)
 
 
 def known_norm(options: Options, extra_args: dict[str, Any], layout: str) -> Any:
@@ -242,8 +242,7 @@ def clip_tree(
     options = Options.checked(**chosen, axis_name=axis_name, specs=specs, name=name)
     groups = groups_of(flat, as_scope(scope), options)
     if isinstance(limits, Limits):
-        rows = [groups.for_rule(groups.from_tree(field)) for field in limits]
-        rule = given(Limits(*rows))
+        rule = given(Limits(*map(groups.from_tree, limits)))
     else:
         rule = rule_for(as_limit(limits, "limits"), groups.entries())
     method = Method.of(options, response, BY_NORM)
@@ -251,7 +250,7 @@ def clip_tree(
     if use_norm is not None and groups.grouping.layout == "scalar" and nonfinite != "mask":
         norm_of_tree = given_norm(use_norm, "use_norm")
     dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.measured_leaves())
-    rule_state = rule.init(groups.for_rule(groups.zeros(dtype)))
+    rule_state = rule.init(groups.zeros(dtype))
     info = initial_info(name, groups.grouping, dtype)
     start = Start(rule, rule_state, info, norm_of_tree)
     tree, _, info = clipped(flat, params, start, groups, method, options)

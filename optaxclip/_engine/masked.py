@@ -10,16 +10,16 @@ import optaxclip._engine.cpu as cpu
 import optaxclip._engine.powers as powers
 from optaxclip._base.trees import data_of, is_sparse, with_data
 from optaxclip._engine.entries import not_padding
-from optaxclip._engine.groups import Groups, Rows
+from optaxclip._engine.groups import Groups
 
 
-def mask(leaves: list[Any], groups: Groups) -> tuple[list[Any], Rows]:
+def mask(leaves: list[Any], groups: Groups) -> tuple[list[Any], Array]:
     """Leaves with their non-finite entries replaced by 0, and which groups had such entries."""
 
-    def bad_groups(leaves: list[Any]) -> Rows:
+    def bad_groups(leaves: list[Any]) -> Array:
         rows = zip(leaves, groups.grouping.axes, strict=True)
         bad = [(_is_bad(leaf, axes).astype(jnp.int32),) for leaf, axes in rows]
-        return [flag > 0 for (flag,) in powers.of_groups(bad, groups, by_max=True)]
+        return powers.of_groups(bad, groups, by_max=True)[0] > 0
 
     masked = [with_data(leaf, _only_finite(data_of(leaf))) for leaf in leaves]
     return masked, groups.placement.on_each_device(bad_groups, leaves)

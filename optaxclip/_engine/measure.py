@@ -1,7 +1,7 @@
 """Measure: leaves come in, the norms of their groups go out, exact over the dtype's whole range.
 
   in   leaves `[...]`, floating or complex (or `BCOO`), and which of their entries share a norm
-  out  one `Measured` for each array of `Rows`, of its shape
+  out  a `Measured` with the norms of all groups
 
 Powers of entries leave float32's range long before norms do. On accelerators one pass over a leaf
 sums its powers at several scales; the sum that neither overflowed nor underflowed is used. On a CPU
@@ -89,24 +89,18 @@ class Measured(NamedTuple):
         return self._replace(divisor=self.divisor * _constant(1 + slack, self.size.dtype))
 
 
-def measure(
-    leaves: list[Any], groups: Groups, norm: Norm, *, from_above: bool = False
-) -> list[Measured]:
+def measure(leaves: list[Any], groups: Groups, norm: Norm, *, from_above: bool = False) -> Measured:
     """The norms of all groups, over all devices; float64 if a leaf is, else float32.
 
     With `from_above` they have upper bounds too, which hold despite rounding.
     """
     local = functools.partial(_measured, groups=groups, norm=norm, from_above=from_above)
-    # Measured on each device, an array of `Rows` takes one collective; otherwise maybe several.
+    # Measured on each device, the norms take one collective; otherwise maybe several.
     return groups.placement.on_each_device(local, leaves)
 
 
-def slacks(leaves: list[Any], groups: Groups, norm: Norm) -> list[Any]:
-    """A bound on the relative error of the norms.
-
-    Returns:
-      For each array of `Rows`, a number or an array that broadcasts to it.
-    """
+def slack(leaves: list[Any], groups: Groups, norm: Norm) -> Any:
+    """A bound on the relative error of the norms: a number, or one for each group."""
     eps = float(jnp.finfo(norm_dtype(leaf.dtype for leaf in leaves)).eps)
     counts = _num_entries(leaves, groups)
     if not norm.is_max:
@@ -128,18 +122,17 @@ def _num_entries(leaves: list[Any], groups: Groups) -> list[Any]:
     return [sum(counts[i] for i in group.members) for group in groups.grouping.groups]
 
 
-def _measured(leaves: list[Any], *, groups: Groups, norm: Norm, from_above: bool) -> list[Measured]:
+def _measured(leaves: list[Any], *, groups: Groups, norm: Norm, from_above: bool) -> Measured:
     """The norms of leaves in one piece, or of what each device holds of them."""
     measurement = _Measurement(groups, norm, norm_dtype(leaf.dtype for leaf in leaves), from_above)
     if not leaves:
-        found = [Measured.of(row, 1.0) for row in groups.zeros(measurement.dtype)]
+        found = Measured.of(groups.zeros(measurement.dtype), 1.0)
     else:
         found = _differentiable(measurement, leaves)
     if groups.grouping.layout == "scalar" or all(groups.grouping.present):
         return found
     # A group without leaves has the norm NaN, from which no rule learns.
-    rows = zip(found, groups.have_leaves(), strict=True)
-    return [each._replace(fraction=select(flag, each.fraction, jnp.nan)) for each, flag in rows]
+    return found._replace(fraction=select(groups.have_leaves(), found.fraction, jnp.nan))
 
 
 class _Measurement(NamedTuple):
@@ -153,57 +146,52 @@ class _Measurement(NamedTuple):
     dtype: jnp.dtype
     from_above: bool
 
-    def norms(self, leaves: list[Any]) -> list[Measured]:
+    def norms(self, leaves: list[Any]) -> Measured:
         """The norms, without derivatives."""
         if self.dtype == jnp.float32 and not self.norm.is_max and self.norm.degree in SUMMED:
             return lax.platform_dependent(leaves, cpu=self.in_float64, default=self.in_own_dtype)
         return self.in_own_dtype(leaves)
 
-    def in_own_dtype(self, leaves: list[Any]) -> list[Measured]:
+    def in_own_dtype(self, leaves: list[Any]) -> Measured:
         """The norms, computed in their own dtype."""
         found = self.rounded(leaves)
-        if not self.from_above:
-            return found
-        rows = zip(found, slacks(leaves, self.groups, self.norm), strict=True)
-        return [each.from_above(slack) for each, slack in rows]
+        return found.from_above(slack(leaves, self.groups, self.norm)) if self.from_above else found
 
-    def rounded(self, leaves: list[Any]) -> list[Measured]:
+    def rounded(self, leaves: list[Any]) -> Measured:
         """The norms, without upper bounds."""
         if self.norm.is_max:
             return self.largest(leaves)
         if self.norm.degree not in SUMMED:
             # Other powers overflow easily: entries are divided by the size of the largest first.
             largest = self.largest(leaves)
-            sizes = [invertible(power_of_two_below(x.fraction) * x.size) for x in largest]
-            rows = zip(self.divided(leaves, sizes), sizes, strict=True)
-            return [Measured.of(*row) for row in rows]
+            size = invertible(power_of_two_below(largest.fraction) * largest.size)
+            return Measured.of(self.divided(leaves, size), size)
         return self.at_scales(leaves)
 
-    def at_scales(self, leaves: list[Any]) -> list[Measured]:
+    def at_scales(self, leaves: list[Any]) -> Measured:
         """The norms from sums at several scales."""
         options = {"norm": self.norm, "dtype": self.dtype, "groups": self.groups}
         found = [
             powers.at_scales(leaf, axes=axes, **options) for leaf, axes in self.with_axes(leaves)
         ]
-        rows = powers.of_groups(found, self.groups)
-        if self.groups.together and self.groups.grouping.layout != "scalar":
-            # Makes XLA on GPUs store the row, which it would otherwise concatenate anew for each
+        sums = powers.of_groups(found, self.groups)
+        if self.groups.grouping.layout != "scalar":
+            # Makes XLA on GPUs store the sums, which it would otherwise concatenate anew for each
             # use (JAX 0.10.2).
-            rows = lax.optimization_barrier(rows)
-        sums = [powers.in_range(row) for row in rows]
-        values = self.finished([x for x, _ in sums], leaves)
-        return [Measured.of(x, unit) for x, (_, unit) in zip(values, sums, strict=True)]
+            sums = lax.optimization_barrier(sums)
+        total, unit = powers.in_range(sums)
+        return Measured.of(self.finished(total, leaves), unit)
 
-    def in_float64(self, leaves: list[Any]) -> list[Measured]:
+    def in_float64(self, leaves: list[Any]) -> Measured:
         """The norms from one sum in float64."""
         rows = [(entries(leaf, self.dtype), axes) for leaf, axes in self.with_axes(leaves)]
         with jax.enable_x64(True):
             found = [(cpu.sum_in_float64(x, axes=axes, norm=self.norm),) for x, axes in rows]
-            rows = powers.of_groups(found, self.groups, add=cpu.added_up)
-            found = self.finished([x for (x,) in rows], leaves)
-            return [Measured(*cpu.in_float32(x, from_above=self.from_above)) for x in found]
+            (total,) = powers.of_groups(found, self.groups, add=cpu.added_up)
+            norm = self.finished(total, leaves)
+            return Measured(*cpu.in_float32(norm, from_above=self.from_above))
 
-    def largest(self, leaves: list[Any]) -> list[Measured]:
+    def largest(self, leaves: list[Any]) -> Measured:
         """The largest moduli."""
         # The modulus of a finite complex entry may be infinite; half of it is not.
         unit = 2.0 if any(jnp.iscomplexobj(leaf) for leaf in leaves) else 1.0
@@ -211,26 +199,25 @@ class _Measurement(NamedTuple):
             (powers.largest_bits(leaf, by=1 / unit, axes=axes, dtype=self.dtype),)
             for leaf, axes in self.with_axes(leaves)
         ]
-        found = powers.of_groups(bits, self.groups, by_max=True)
-        return [Measured.of(lax.bitcast_convert_type(x, self.dtype), unit) for (x,) in found]
+        (found,) = powers.of_groups(bits, self.groups, by_max=True)
+        return Measured.of(lax.bitcast_convert_type(found, self.dtype), unit)
 
-    def divided(self, leaves: list[Any], by: list[Array]) -> list[Array]:
+    def divided(self, leaves: list[Any], by: Array) -> Array:
         """The norms of entries divided by powers of two, in steps that JAX can differentiate."""
-        inverses = self.groups.by_leaf([1 / x for x in by], leaves)
+        inverses = self.groups.by_leaf(1 / by, leaves)
         options = {"norm": self.norm, "dtype": self.dtype}
         parts = [
             (_total_of_products(leaf, inverse, axes=axes, **options),)
             for (leaf, axes), inverse in zip(self.with_axes(leaves), inverses, strict=True)
         ]
-        found = powers.of_groups(parts, self.groups, by_max=self.norm.is_max)
-        return self.finished([x for (x,) in found], leaves)
+        (total,) = powers.of_groups(parts, self.groups, by_max=self.norm.is_max)
+        return self.finished(total, leaves)
 
-    def finished(self, sums: list[Array], leaves: list[Any]) -> list[Array]:
+    def finished(self, total: Array, leaves: list[Any]) -> Array:
         """The norms, from the sums of powers of all groups, or from the largest moduli."""
         sizes = _num_entries(leaves, self.groups)
         sizes = [size if fixed_size(size) is None else float(max(size, 1)) for size in sizes]
-        rows = zip(sums, self.groups.repeated(sizes), strict=True)
-        return [self.norm.finish(x, _constant(size, x.dtype)) for x, size in rows]
+        return self.norm.finish(total, _constant(self.groups.repeated(sizes), total.dtype))
 
     def with_axes(self, leaves: list[Any]) -> list[tuple[Any, tuple[int, ...]]]:
         """The leaves with the axes of their entries over which they are reduced."""
@@ -248,7 +235,7 @@ def _total_of_products(
     return jnp.max(mapped, axes, initial=0) if norm.is_max else lax.reduce_sum(mapped, axes)
 
 
-def _differentiable(measurement: _Measurement, leaves: list[Any]) -> list[Measured]:
+def _differentiable(measurement: _Measurement, leaves: list[Any]) -> Measured:
     """Norms with derivatives of their own: those of plain sums or maxima.
 
     JAX differentiates these in both modes on all platforms. They are computed from entries divided
@@ -257,17 +244,17 @@ def _differentiable(measurement: _Measurement, leaves: list[Any]) -> list[Measur
     """
 
     @jax.custom_jvp
-    def norms(leaves: list[Any]) -> list[Measured]:
+    def norms(leaves: list[Any]) -> Measured:
         return measurement.norms(leaves)
 
     @norms.defjvp
     def _(primals: tuple[list[Any]], tangents: tuple[list[Any]]) -> Any:
         found = norms(*primals)
-        sizes = [lax.stop_gradient(each.size) for each in found]
+        size = lax.stop_gradient(found.size)
         # Entries that are not finite have no derivative.
         finite = jax.tree.map(_only_finite, primals)
-        _, changes = jax.jvp(lambda leaves: measurement.divided(leaves, sizes), finite, tangents)
-        return found, [each.changed_by(x) for each, x in zip(found, changes, strict=True)]
+        _, change = jax.jvp(lambda leaves: measurement.divided(leaves, size), finite, tangents)
+        return found, found.changed_by(change)
 
     return norms(leaves)
 

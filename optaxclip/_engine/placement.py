@@ -51,12 +51,6 @@ class Placement:
     explicit_mesh: Any = None
     automatic_mesh: Any = None
 
-    @property
-    def can_replicate(self) -> bool:
-        """Whether every device can have the norms of all groups."""
-        meshes = (self.mesh, self.automatic_mesh)
-        return self.in_one_piece or bool(devices.manual_axes()) or meshes != (None, None)
-
     def on_each_device(self, fn: Callable[[list[Any]], PyTree], leaves: list[Any]) -> PyTree:
         """`fn`, applied on each device to what it holds of the leaves, if that is known.
 

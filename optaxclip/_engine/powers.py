@@ -90,9 +90,7 @@ def at_scales(
 
     With norms in float32, a leaf that is summed over all axes, and is whole or a shard inside
     `shard_map`, takes one variadic reduction. Any other takes one plain sum per scale; on a GPU,
-    one sum in float64. If norms are stored apart, a TPU takes a variadic reduction for every leaf,
-    because plain sums would each read the leaf: AGC of Llama 3 8B with its layers stacked, on eight
-    v5es, takes 2.6 reads so, and 5.8 with plain sums. With norms in float64 each leaf takes those.
+    one sum in float64. With norms in float64 each leaf takes plain sums.
     """
     options = {"axes": axes, "norm": norm, "dtype": dtype}
     if dtype != jnp.float32:
@@ -100,24 +98,17 @@ def at_scales(
     over_all = len(axes) == np.ndim(data_of(leaf))
     if over_all and (groups.placement.in_one_piece or devices.manual_axes()):
         return at_once(leaf, **options)
-    default = one_by_one if groups.together else at_once
-    return _by_platform(leaf, axes, norm, default, groups.placement.in_one_piece)
+    return _by_platform(leaf, axes, norm, groups.placement.in_one_piece)
 
 
 # Compiled by itself so that all branches are traced once for leaves that are alike.
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _by_platform(
-    leaf: Any,
-    axes: tuple[int, ...],
-    norm: Norm,
-    default: Callable[..., AtScales],
-    in_one_piece: bool,
-) -> AtScales:
-    """The float32 sums by `gpu.sum_of_columns` on a GPU, by `default` elsewhere."""
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _by_platform(leaf: Any, axes: tuple[int, ...], norm: Norm, in_one_piece: bool) -> AtScales:
+    """The float32 sums by `gpu.sum_of_columns` on a GPU, by `one_by_one` elsewhere."""
     dtype = jnp.dtype(jnp.float32)
     pieces = {"scales": scales(norm, dtype), "in_one_piece": in_one_piece}
     on_gpu = functools.partial(gpu.sum_of_columns, axes=axes, norm=norm, **pieces)
-    elsewhere = functools.partial(default, axes=axes, norm=norm, dtype=dtype)
+    elsewhere = functools.partial(one_by_one, axes=axes, norm=norm, dtype=dtype)
     return lax.platform_dependent(leaf, cuda=on_gpu, rocm=on_gpu, default=elsewhere)
 
 
@@ -172,7 +163,7 @@ def of_groups(
     *,
     by_max: bool = False,
     add: Callable[[Array], Array] = lambda x: lax.reduce_sum(x, [0]),
-) -> list[AtScales]:
+) -> AtScales:
     """From the sums of leaves to those of groups: over a group's leaves, then over devices.
 
     Args:
@@ -182,11 +173,10 @@ def of_groups(
       add: how the sums of a group's leaves are added along the first axis.
 
     Returns:
-      For each row of the groups its sums at all scales.
+      The sums of all groups at all scales.
     """
     placement = groups.placement
-    if groups.together:
-        parts = [_on_all_devices(part, placement) for part in parts]
+    parts = [_on_all_devices(part, placement) for part in parts]
     over = Axes().union(*(placement.axes_of(i) for i in range(len(parts))))
     # A tree without leaves has one sum, of nothing.
     like = parts[0] if parts else (jnp.zeros(()),)
@@ -203,12 +193,11 @@ def of_groups(
         rows = devices.stack(shares)
         return lax.reduce_max(rows, [0]) if by_max else add(rows)
 
-    columns = [
+    sums = tuple(
         groups.pack([of_group(k, group) for group in groups.grouping.groups])
         for k in range(len(like))
-    ]
-    rows = zip(*columns, strict=True)
-    return [_over_devices(row, over, by_max) if over else row for row in rows]
+    )
+    return _over_devices(sums, over, by_max) if over else sums
 
 
 def _on_all_devices(sums: AtScales, placement: Placement) -> AtScales:
@@ -231,9 +220,9 @@ def _share(of_leaf: Array, replicated: Axes, by_max: bool) -> Array:
     return of_leaf if replicas == 1 else of_leaf / replicas
 
 
-def _over_devices(row: AtScales, axes: Axes, by_max: bool) -> AtScales:
-    """The sums of a row over the devices along these axes, at all scales in one collective."""
+def _over_devices(sums: AtScales, axes: Axes, by_max: bool) -> AtScales:
+    """The sums over the devices along these axes, at all scales in one collective."""
     combine = devices.largest if by_max else devices.sum_over_devices
     varying = axes & devices.manual_axes()
-    found = combine(devices.stack([devices.vary(x, varying) for x in row]), axes)
-    return tuple(found[k] for k in range(len(row)))
+    found = combine(devices.stack([devices.vary(x, varying) for x in sums]), axes)
+    return tuple(found[k] for k in range(len(sums)))

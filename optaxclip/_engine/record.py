@@ -18,7 +18,7 @@ from optaxclip._base.grouping import Grouping
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import narrowed
 from optaxclip._base.types import ClipInfo
-from optaxclip._engine.groups import Groups, Rows
+from optaxclip._engine.groups import Groups
 
 Columns: TypeAlias = tuple[Array, ...]
 """Arrays of one shape: norms, limits, factors, and flags for clipped and for non-finite groups.
@@ -43,7 +43,7 @@ def initial_info(name: str, grouping: Grouping, dtype: Any = jnp.float32) -> Cli
 
 
 def updated_info(
-    old: ClipInfo, groups: Groups, norms: Rows, limits: Rows, factors: Rows, bad: Rows
+    old: ClipInfo, groups: Groups, norm: Array, limit: Array, factor: Array, bad: Array
 ) -> ClipInfo:
     """The record after a step; groups without leaves at this step keep their record.
 
@@ -52,8 +52,9 @@ def updated_info(
     grouping = groups.grouping
     if not grouping.groups:
         return old
-    rows = [_columns(*row) for row in zip(norms, limits, factors, bad, strict=True)]
-    columns = _of_worst(groups, rows) if grouping.layout == "dict" else list(rows[0])
+    columns = _columns(norm, limit, factor, bad)
+    if grouping.layout == "dict":
+        columns = _of_worst(groups, columns)
     columns = [narrowed(column, old.norm.dtype) for column in columns]
     if grouping.layout != "scalar" and not all(grouping.present):
         nothing = jnp.zeros_like(old.fraction)
@@ -78,17 +79,14 @@ def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> Columns:
     return norm, limit, factor, clipped.astype(norm.dtype), bad.astype(norm.dtype)
 
 
-def _of_worst(groups: Groups, rows: list[Columns]) -> list[Array]:
+def _of_worst(groups: Groups, columns: Columns) -> Columns:
     """Columns with one number for each leaf: those of its worst group."""
-    with_badness = [(_badness(row[0], row[1]), *row) for row in rows]
-    if groups.together:
-        found = _of_leaves_alike(groups, with_badness[0])
-    else:
-        found = [_in_one_reduction(row, tuple(range(row[0].ndim))) for row in with_badness]
-    columns = [jnp.concatenate([x.reshape(-1) for x in row]) for row in zip(*found, strict=True)]
+    found = _of_leaves_alike(groups, (_badness(*columns[:2]), *columns))
+    rows = zip(*found, strict=True)
+    columns = tuple(jnp.concatenate([x.reshape(-1) for x in row]) for row in rows)
     order = np.argsort(groups.order)
     is_sorted = list(order) == list(range(len(order)))
-    return columns if is_sorted else [column[order] for column in columns]
+    return columns if is_sorted else tuple(column[order] for column in columns)
 
 
 def _badness(norm: Array, limit: Array) -> Array:

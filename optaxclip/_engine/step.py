@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 import optaxclip._base.devices as devices
 import optaxclip.nonfinite as policies
@@ -19,9 +20,9 @@ from optaxclip._base.numerics import narrowed
 from optaxclip._base.trees import FlatTree, data_of, is_sparse
 from optaxclip._base.types import ClipInfo, Limits, NonFinite, NormTree, PyTree, Threshold
 from optaxclip._engine.checks import check_rule_state, matching_params, params_for
-from optaxclip._engine.groups import Groups, Rows
+from optaxclip._engine.groups import Groups
 from optaxclip._engine.masked import mask
-from optaxclip._engine.measure import Measured, measure, slacks
+from optaxclip._engine.measure import Measured, measure, slack
 from optaxclip._engine.options import Options
 from optaxclip._engine.placement import located
 from optaxclip._engine.record import updated_info
@@ -34,8 +35,8 @@ from optaxclip.responses import Response, as_response
 class Technique(Protocol):
     """How leaves are measured and changed; hashable, because it is static."""
 
-    def measured(self, leaves: list[Any], groups: Groups, method: "Method") -> list[Measured]:
-        """The norms, one `Measured` per array of `Rows`."""
+    def measured(self, leaves: list[Any], groups: Groups, method: "Method") -> Measured:
+        """The norms of all groups."""
         ...
 
     def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
@@ -55,7 +56,7 @@ class Technique(Protocol):
 class ByNorm:
     """Measures norms, and multiplies all entries of a group by one number."""
 
-    def measured(self, leaves: list[Any], groups: Groups, method: "Method") -> list[Measured]:
+    def measured(self, leaves: list[Any], groups: Groups, method: "Method") -> Measured:
         """The norms of the groups."""
         return measure(leaves, groups, method.norm, from_above=method.strict)
 
@@ -181,7 +182,7 @@ def _clip(
 ) -> tuple[list[Any], PyTree, ClipInfo | None]:
     leaves, weight_norms = as_arrays(leaves), None
     if weights is not None:
-        weight_norms = rows_of_norms(as_arrays(weights), of_weights, method.norm)
+        weight_norms = packed_norms(as_arrays(weights), of_weights, method.norm)
     results = ([data_of(leaf) for leaf in leaves], start.rule_state, start.info)
     steps = functools.partial(_steps, groups=groups, method=method)
     steps = groups.placement.with_automatic_axes(steps, jax.tree.map(devices.spec_of, results))
@@ -190,7 +191,7 @@ def _clip(
 
 def _steps(
     leaves: list[Any],
-    weight_norms: Rows | None,
+    weight_norms: Array | None,
     start: Start,
     *,
     groups: Groups,
@@ -201,43 +202,28 @@ def _steps(
     if method.nonfinite == "mask":
         leaves, bad = mask(leaves, groups)
     measured = _measured_or_given(leaves, start.norm_of_tree, groups, method)
-    norms = [each.norm for each in measured]
-    if bad is None:
-        bad = [~jnp.isfinite(norm) for norm in norms]
+    norm = measured.norm
+    bad = ~jnp.isfinite(norm) if bad is None else bad
     if method.nonfinite == "error":
         _report(bad, groups, method)
-    triggers, targets, rule_state = _limits(start, norms, weight_norms, groups, method.name)
+    limits, rule_state = limits_of(start.rule, start.rule_state, norm, weight_norms, method.name)
     options = {"response": method.response, "nonfinite": method.nonfinite, "strict": method.strict}
-    rows = zip(measured, triggers, targets, strict=True)
-    multipliers = [multiplier(*row, **options) for row in rows]
-    scaled = _scaled(leaves, multipliers, triggers, groups, method)
+    by = multiplier(measured, *limits, **options)
+    scaled = _scaled(leaves, by, limits.trigger, groups, method)
     info = start.info
     if info is not None:
-        factors = [by.factor for by in multipliers]
-        info = updated_info(info, groups, norms, triggers, factors, bad)
+        info = updated_info(info, groups, norm, limits.trigger, by.factor, bad)
     return scaled, rule_state, info
 
 
 def _measured_or_given(
     leaves: list[Any], norm_of_tree: Array | None, groups: Groups, method: Method
-) -> list[Measured]:
+) -> Measured:
     """The norms of all groups, or the norm that the caller has, with upper bounds if needed."""
     if norm_of_tree is None:
         return method.technique.measured(leaves, groups, method)
     given = Measured.of(norm_of_tree, 1.0)
-    if not method.strict:
-        return [given]
-    return [given.from_above(slack) for slack in slacks(leaves, groups, method.norm)]
-
-
-def _limits(
-    start: Start, norms: Rows, weight_norms: Rows | None, groups: Groups, name: str
-) -> tuple[Rows, Rows, PyTree]:
-    """The triggers and targets of all norms, and the rule's state."""
-    of_weights = None if weight_norms is None else groups.for_rule(weight_norms)
-    seen = groups.for_rule(norms)
-    limits, state = limits_of(start.rule, start.rule_state, seen, of_weights, name)
-    return groups.from_rule(limits.trigger), groups.from_rule(limits.target), state
+    return given.from_above(slack(leaves, groups, method.norm)) if method.strict else given
 
 
 def limits_of(
@@ -258,7 +244,7 @@ def _as_before(new: Array, old: Any) -> Array:
     return devices.resharded(narrowed(new, dtype) if is_cast else new, old)
 
 
-def _report(bad: Rows, groups: Groups, method: Method) -> None:
+def _report(bad: Array, groups: Groups, method: Method) -> None:
     """Reports groups that are not finite to `checkify`."""
     for flags, group in zip(groups.unpack(bad), groups.grouping.groups, strict=True):
         if group.members:
@@ -268,37 +254,30 @@ def _report(bad: Rows, groups: Groups, method: Method) -> None:
 
 def _scaled(
     leaves: list[Any],
-    multipliers: list[Multiplier],
-    triggers: Rows,
+    by: Multiplier,
+    triggers: Array,
     groups: Groups,
     method: Method,
 ) -> list[Any]:
     technique, axes = method.technique, groups.grouping.axes
-    columns = [
-        technique.columns(by, limits.astype(by.ratio.dtype))
-        for by, limits in zip(multipliers, triggers, strict=True)
-    ]
     # Stacked, so that each leaf cuts its part out of one array in one operation.
-    rows = [devices.stack(column) for column in columns]
-    parts = groups.by_leaf(rows, leaves)
-    if groups.together:
-        parts = [groups.placement.on_all_devices(part) for part in parts]
+    columns = devices.stack(technique.columns(by, triggers.astype(by.ratio.dtype)))
+    parts = map(groups.placement.on_all_devices, groups.by_leaf(columns, leaves))
     rows = zip(leaves, parts, axes, strict=True)
     return [technique.scaled(*row, method) for row in rows]
 
 
 def _norms(leaves: list[Any], *, groups: Groups, norm: Norm) -> NormTree:
-    rows = rows_of_norms(as_arrays(leaves), groups, norm)
-    return groups.as_tree(rows)
+    return groups.as_tree(packed_norms(as_arrays(leaves), groups, norm))
 
 
-def rows_of_norms(leaves: list[Any], groups: Groups, norm: Norm) -> Rows:
-    """The norms of all groups, on any mesh."""
+def packed_norms(leaves: list[Any], groups: Groups, norm: Norm) -> Array:
+    """The norms of all groups in one array, on any mesh."""
 
-    def steps(leaves: list[Any]) -> Rows:
-        return [each.norm for each in measure(leaves, groups, norm)]
+    def steps(leaves: list[Any]) -> Array:
+        return measure(leaves, groups, norm).norm
 
-    return groups.placement.with_automatic_axes(steps, groups.replicated())(leaves)
+    return groups.placement.with_automatic_axes(steps, PartitionSpec())(leaves)
 
 
 def as_arrays(leaves: list[Any]) -> list[Any]:

@@ -109,7 +109,7 @@ class _SingularValues:
     mode: Mode
     iterations: int
 
-    def measured(self, leaves: list[Any], groups: Groups, method: Method) -> list[Measured]:
+    def measured(self, leaves: list[Any], groups: Groups, method: Method) -> Measured:
         """The largest singular values of all matrices."""
         _refuse_parts(leaves, groups, method)
         axes = groups.grouping.axes
@@ -118,7 +118,7 @@ class _SingularValues:
             norms[group.members[0]] if group.members else jnp.full(group.shape, jnp.nan)
             for group in groups.grouping.groups
         ]
-        return [Measured.of(row, 1.0) for row in groups.pack(arrays)]
+        return Measured.of(groups.pack(arrays), 1.0)
 
     def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
         """What becomes of matrices that are not finite, and the limits of the others."""

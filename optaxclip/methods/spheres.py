@@ -78,7 +78,7 @@ def _steps(
         return []
     weights, directions = ([jnp.asarray(x) for x in each] for each in (weights, directions))
     factors = _factors(*_norms(weights, directions, groups), radius, rate, eps)
-    parts = groups.by_leaf([devices.stack(factors)], directions)
+    parts = groups.by_leaf(devices.stack(factors), directions)
     rows = zip(weights, directions, parts, groups.grouping.axes, strict=True)
     return [_sum(*row) for row in rows]
 
@@ -112,7 +112,7 @@ def _norms(weights: list[Array], directions: list[Array], groups: Groups) -> "_N
 
 def _divided(leaves: list[Array], sizes: Array, groups: Groups) -> list[Array]:
     """Leaves, in float32 or wider, divided by powers of two, one for each group."""
-    parts = groups.by_leaf([reciprocal_of_power(sizes)], leaves)
+    parts = groups.by_leaf(reciprocal_of_power(sizes), leaves)
     rows = zip(leaves, parts, groups.grouping.axes, strict=True)
     return [times(x.astype(wide_dtype(x.dtype)), broadcast_over(by, axes)) for x, by, axes in rows]
 
@@ -174,8 +174,8 @@ def _measured(columns: list[list[Array]], groups: Groups, norm: Norm) -> _Norms:
         kept=placement.kept * 4,
         specs=placement.specs * 4,
     )
-    of_all = Groups.of(Grouping(tuple(fourfold), (*axes,) * 4, "vector"), places)
-    (found,) = measure(leaves, of_all, norm)
+    of_all = Groups(Grouping(tuple(fourfold), (*axes,) * 4, "vector"), places)
+    found = measure(leaves, of_all, norm)
     return _Norms(*found.norm.reshape(4, -1))
 
 

@@ -167,7 +167,7 @@ def _each(
     groups: Groups,
 ) -> list[Any]:
     """`of_leaf` of each gradient, its averages, the columns' numbers for its tensors, and `eps`."""
-    of_leaves = groups.by_leaf([devices.stack(columns)], grads)
+    of_leaves = groups.by_leaf(devices.stack(columns), grads)
     return [of_leaf(*row, eps) for row in zip(grads, mus, nus, of_leaves, strict=True)]
 
 

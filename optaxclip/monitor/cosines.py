@@ -19,7 +19,7 @@ import optaxclip._engine.powers as powers
 from optaxclip._base.numerics import bounded, norm_dtype, real_parts, safe_sqrt, select
 from optaxclip._base.trees import is_sparse
 from optaxclip._engine.entries import not_padding
-from optaxclip._engine.groups import Groups, Rows
+from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import Measured
 from optaxclip.norms import Norm
 
@@ -31,9 +31,9 @@ def cosines(
     leaves: list[Any],
     others: list[Any],
     groups: Groups,
-    norms: Rows,
-    of_others: Rows | None = None,
-) -> tuple[Rows, Rows]:
+    norms: Array,
+    of_others: Array | None = None,
+) -> tuple[Array, Array]:
     """The cosines of the groups' entries with the others, and the L2 norms of the others.
 
     A cosine is from -1 to 1; 0 where a norm is 0, NaN where one is not finite. Of complex entries
@@ -51,7 +51,7 @@ def cosines(
         return norms, norms
     pairs, groups = _pairs(leaves, others, groups)
 
-    def local(pairs: list[Any]) -> list[powers.AtScales]:
+    def local(pairs: list[Any]) -> powers.AtScales:
         rows = zip(pairs, groups.grouping.axes, strict=True)
         is_whole = groups.placement.in_one_piece or bool(devices.manual_axes())
         return powers.of_groups(
@@ -60,9 +60,8 @@ def cosines(
 
     sums = groups.placement.on_each_device(local, pairs)
     if of_others is None:
-        of_others = [_norm(row[1::2]) for row in sums]
-    rows = zip(sums, norms, of_others, strict=True)
-    return [_cosine(row[::2], *of) for row, *of in rows], of_others
+        of_others = _norm(sums[1::2])
+    return _cosine(sums[::2], norms, of_others), of_others
 
 
 def _pairs(leaves: list[Any], others: list[Any], groups: Groups) -> tuple[list[Pair], Groups]:

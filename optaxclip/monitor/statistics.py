@@ -10,15 +10,16 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
 import optaxclip._base.devices as devices
 import optaxclip.norms as norms
 from optaxclip._base.numerics import promoted, safe_divide
 from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip._base.types import PyTree
-from optaxclip._engine.groups import Groups, Rows
+from optaxclip._engine.groups import Groups
 from optaxclip._engine.options import Options
-from optaxclip._engine.step import as_arrays, rows_of_norms, run, weights_beside
+from optaxclip._engine.step import as_arrays, packed_norms, run, weights_beside
 from optaxclip.monitor.cosines import cosines
 from optaxclip.norms import Norm
 
@@ -52,54 +53,49 @@ class Sources:
         self._groups, self._of_weights = groups, of_weights
         self._with_cosines = with_cosines
         self._is_sparse = any(map(is_sparse, leaves))
-        self._found: dict[tuple[str, Norm], Rows] = {}
+        self._found: dict[tuple[str, Norm], Array] = {}
 
-    def of_leaves(self, norm: Norm) -> Rows:
+    def of_leaves(self, norm: Norm) -> Array:
         """The norms of the gradients' groups."""
         if ("leaves", norm) not in self._found:
-            self._found["leaves", norm] = rows_of_norms(self._leaves, self._groups, norm)
+            self._found["leaves", norm] = packed_norms(self._leaves, self._groups, norm)
         return self._found["leaves", norm]
 
-    def of_weights(self, norm: Norm) -> Rows:
+    def of_weights(self, norm: Norm) -> Array:
         """The norms of the parameters' groups."""
         if ("weights", norm) not in self._found:
             self._found["weights", norm] = self._of_weights_at_first(norm)
         return self._found["weights", norm]
 
-    def _of_weights_at_first(self, norm: Norm) -> Rows:
+    def _of_weights_at_first(self, norm: Norm) -> Array:
         if not self._with_cosines or norm is not norms.l2 or self._is_sparse:
-            return rows_of_norms(self._weights, self._of_weights, norm)
-        rows = zip(self._groups.have_leaves(), self._pairs[1], strict=True)
-        return [jnp.where(there, x, jnp.nan) for there, x in rows]
+            return packed_norms(self._weights, self._of_weights, norm)
+        return jnp.where(self._groups.have_leaves(), self._pairs[1], jnp.nan)
 
-    def cosines(self) -> Rows:
+    def cosines(self) -> Array:
         """The cosines of the gradients' groups with the parameters'."""
         return self._pairs[0]
 
-    def shares(self) -> Rows:
+    def shares(self) -> Array:
         """The parts that the groups have in the squared norm of all."""
-        rows, present = self.of_leaves(norms.l2), self._groups.have_leaves()
-        known = [jnp.where(there, x, 0) for x, there in zip(rows, present, strict=True)]
+        norm, present = self.of_leaves(norms.l2), self._groups.have_leaves()
+        known = jnp.where(present, norm, 0)
         # Relative to the largest, so that no square leaves the range.
-        largest = functools.reduce(jnp.maximum, [jnp.max(x, initial=0) for x in known])
-        squares = [jnp.square(safe_divide(x, largest, 0.0)) for x in known]
-        total = functools.reduce(jnp.add, [jnp.sum(x) for x in squares])
-        parts = [safe_divide(x, total, 0.0) for x in squares]
-        return [jnp.where(there, *pair) for there, *pair in zip(present, parts, rows, strict=True)]
+        squares = jnp.square(safe_divide(known, jnp.max(known, initial=0), 0.0))
+        return jnp.where(present, safe_divide(squares, jnp.sum(squares), 0.0), norm)
 
     @functools.cached_property
-    def _pairs(self) -> tuple[Rows, Rows]:
+    def _pairs(self) -> tuple[Array, Array]:
         """The cosines, and the parameters' norms."""
         placement = self._groups.placement
         in_one_piece = placement.in_one_piece and self._of_weights.placement.in_one_piece
         placement = dataclasses.replace(placement, in_one_piece=in_one_piece)
         groups = dataclasses.replace(self._groups, placement=placement)
 
-        def steps(leaves: list[Any], weights: list[Any], *found: Rows) -> tuple[Rows, Rows]:
+        def steps(leaves: list[Any], weights: list[Any], *found: Array) -> tuple[Array, Array]:
             return cosines(leaves, weights, groups, *found)
 
-        specs = (groups.replicated(), groups.replicated())
-        steps = placement.with_automatic_axes(steps, specs)
+        steps = placement.with_automatic_axes(steps, (PartitionSpec(), PartitionSpec()))
         found = [self.of_leaves(norms.l2)]
         if self._is_sparse:
             found.append(self.of_weights(norms.l2))
@@ -115,7 +111,7 @@ class GroupStatistic:
       needs_params: whether it needs the parameters.
     """
 
-    compute: Callable[[Sources], Rows]
+    compute: Callable[[Sources], Array]
     needs_params: bool = False
 
 
@@ -127,13 +123,12 @@ NOT_ZERO = Norm("not_zero", _is_not_zero, norms.mean_abs.finish, degree=0)
 """The share of entries that are not 0, as a norm whose powers are all 0 or 1."""
 
 
-def _zero_fraction(source: Sources) -> Rows:
-    return [1 - share for share in source.of_leaves(NOT_ZERO)]
+def _zero_fraction(source: Sources) -> Array:
+    return 1 - source.of_leaves(NOT_ZERO)
 
 
-def _ratio(source: Sources) -> Rows:
-    pairs = zip(source.of_leaves(source.norm), source.of_weights(source.norm), strict=True)
-    return [_quotient(*promoted(pair)) for pair in pairs]
+def _ratio(source: Sources) -> Array:
+    return _quotient(*promoted([source.of_leaves(source.norm), source.of_weights(source.norm)]))
 
 
 def _quotient(norm: Array, of_weights: Array) -> Array:
@@ -199,11 +194,11 @@ def _statistics(
     return {name: _by_name(STATISTICS[name].compute(sources), groups) for name in names}
 
 
-def _by_name(rows: Rows, groups: Groups) -> Array:
+def _by_name(packed: Array, groups: Groups) -> Array:
     """A number for each name: for a leaf with many groups, the largest of theirs."""
     if groups.grouping.layout != "dict":
-        return rows[0]
-    largest = [_largest(x) for x in groups.unpack(rows)]
+        return packed
+    largest = [_largest(x) for x in groups.unpack(packed)]
     return devices.stack(largest) if largest else jnp.zeros(0)
 
 

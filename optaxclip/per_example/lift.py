@@ -19,7 +19,7 @@ import optaxclip._base.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.types import NormTree
 from optaxclip._engine.groups import Groups
-from optaxclip._engine.measure import measure
+from optaxclip._engine.measure import Measured, measure
 from optaxclip._engine.placement import Placement
 from optaxclip._engine.respond import Multiplier, multiplier
 from optaxclip._engine.step import run
@@ -100,7 +100,8 @@ def _steps(
     if devices.manual_axes() or devices.lies_in_one_piece(leaves):
         leaves = lax.platform_dependent(leaves, cpu=_in_rows, default=lambda leaves: leaves)
     groups = _lifted(grouping, leaves, is_padding.size)
-    measured = measure(leaves, groups, l2, from_above=True)
+    measured = zip(*map(groups.unpack, measure(leaves, groups, l2, from_above=True)), strict=True)
+    measured = [Measured(*fields) for fields in measured]
     limits = [_for_each(limit, each.norm) for limit, each in zip(limits, measured, strict=True)]
     margin = max((float(jnp.finfo(leaf.dtype).eps) for leaf in leaves), default=0.0)
     options = {"response": response, "nonfinite": "nan", "strict": True}
@@ -150,7 +151,7 @@ def _lifted(grouping: Grouping, leaves: list[Array], examples: int) -> Groups:
     lifted = dataclasses.replace(grouping, groups=groups, axes=axes, layout=layout)
     nothing = ((frozenset(),) * len(leaves), ((),) * len(leaves))
     placement = Placement(*nothing, in_one_piece=devices.lies_in_one_piece(leaves))
-    return Groups(lifted, placement, together=False)
+    return Groups(lifted, placement)
 
 
 def _only(counts: Array, by: Multiplier) -> Multiplier:

@@ -93,7 +93,7 @@ def test_the_worst_of_two_in_any_order():
     np.testing.assert_array_equal(found[4], bad.any(1))
 
 
-def test_the_worst_of_so_many_units_that_they_are_stored_apart():
+def test_the_worst_of_very_many_units():
     grads = [np.full((2, 2**18 + 1), 0.1, np.float32), np.full((2, 3), 0.2, np.float32)]
     grads[0][:, 70_000] = 3, 4
     found, info = record(optaxclip.clip_by(scopes.unit(), 1.0), jax.tree.map(jnp.asarray, grads))
@@ -103,10 +103,19 @@ def test_the_worst_of_so_many_units_that_they_are_stored_apart():
     assert list(info.num_clipped) == [1, 0]
 
 
-@pytest.mark.parametrize(("columns", "together"), [(2**17, True), (2**18 + 1, False)])
-def test_norms_of_columns_are_one_array_however_many_leaves_there_are(columns, together):
+@pytest.mark.parametrize("columns", [2**17, 2**18 + 1])
+def test_norms_of_columns_are_one_array_however_many_there_are(columns):
     leaves = [jax.ShapeDtypeStruct((2, columns), jnp.float32)] * 20
     tx = optaxclip.adaptive_grad_clip(0.1)
     state = jax.eval_shape(tx.init, leaves)
     program = str(jax.make_jaxpr(tx.update)(leaves, state, leaves))
-    assert (f"f32[{20 * columns}]" in program) is together
+    assert f"f32[{20 * columns}]" in program
+
+
+@pytest.mark.parametrize("tx", [optaxclip.adaptive_grad_clip(0.1), optaxclip.clip_by_norm(1.0, 0)])
+def test_so_many_norms_that_their_leaves_may_be_stacked_are_warned_of(tx):
+    leaves = {"stacked": jax.ShapeDtypeStruct((4, 2, 2**22 + 1), jnp.float32)}
+    few = {"stacked": jax.ShapeDtypeStruct((2, 2, 2**22), jnp.float32)}
+    jax.eval_shape(tx.init, few)
+    with pytest.warns(UserWarning, match=r"'stacked'.*axis=.*stacked="):
+        jax.eval_shape(tx.init, leaves)
