@@ -188,9 +188,11 @@ def typed_like(tree: PyTree, like: PyTree) -> PyTree:
     """
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(like))
     mesh = _mesh_with(AxisType.Explicit, types_of(like)) if is_traced else None
+    if mesh is None:
+        return tree
 
     def typed(x: Any) -> Any:
-        if mesh is None or not isinstance(x, Array) or not jax.typeof(x).sharding.mesh.empty:
+        if not isinstance(x, Array) or not jax.typeof(x).sharding.mesh.empty:
             return x
         return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 import optaxclip._base.devices as devices
@@ -149,23 +148,17 @@ def norms_of(flat: FlatTree, groups: Groups, norm: Norm) -> NormTree:
 
 
 def run(fn: Callable[..., Any], *operands: Any, **static: Any) -> Any:
-    """`fn(*operands, **static)`: in eager mode one compiled call, which is cached.
-
-    In a trace it is part of the trace; on an explicit mesh it is a compiled call there too.
+    """`fn(*operands, **static)`: in eager mode one compiled call, in a trace a part of it.
 
     Args:
       fn: a module-level function, because it is part of the cache's key.
       *operands: pytrees of arrays.
       **static: what else it has to know, hashable.
     """
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operands)):
-        if not devices.is_on_explicit_mesh(operands):
-            return fn(*operands, **static)
-        operands = devices.typed_like(operands, operands)
-    return _compiled(fn, tuple(static.items()), *operands)
+    return _compiled(fn, tuple(static.items()), *devices.typed_like(operands, operands))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _compiled(fn: Callable[..., Any], static: tuple[tuple[str, Any], ...], *operands: Any) -> Any:
     with devices.on_own_mesh(operands):
         return fn(*operands, **dict(static))
