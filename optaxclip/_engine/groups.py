@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -42,9 +43,17 @@ class Groups:
         """The groups in that order."""
         return [self.grouping.groups[n] for n in self.order]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of an array with a number for each group: `[groups]`, or `[]` for one tree."""
+        if self.grouping.layout == "scalar":
+            return self.grouping.groups[0].shape
+        return (sum(math.prod(group.shape) for group in self.grouping.groups),)
+
     def pack(self, arrays: Sequence[Array]) -> Array:
         """One array, from an array per group in the grouping's order."""
         ordered = [arrays[n] for n in self.order]
+        chex.assert_shape(ordered, [group.shape for group in self.ordered])
         return ordered[0] if self.grouping.layout == "scalar" else concatenated(ordered)
 
     def unpack(self, packed: Array) -> list[Array]:
@@ -93,10 +102,7 @@ class Groups:
 
     def zeros(self, dtype: jnp.dtype) -> Array:
         """Zeros in the form in which norms are stored; nothing is concatenated."""
-        groups = self.grouping.groups
-        if self.grouping.layout == "scalar":
-            return jnp.zeros(groups[0].shape, dtype)
-        return jnp.zeros(sum(math.prod(group.shape) for group in groups), dtype)
+        return jnp.zeros(self.shape, dtype)
 
     def have_leaves(self) -> Array:
         """Which groups have leaves at this step.

@@ -13,6 +13,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,7 +92,10 @@ def measure(leaves: list[Any], groups: Groups, norm: Norm, *, from_above: bool =
     """
     local = functools.partial(_measured, groups=groups, norm=norm, from_above=from_above)
     # Measured on each device, the norms take one collective; otherwise maybe several.
-    return groups.placement.on_each_device(local, leaves)
+    found = groups.placement.on_each_device(local, leaves)
+    chex.assert_shape(list(found), groups.shape)
+    chex.assert_type(list(found), norm_dtype(leaf.dtype for leaf in leaves))
+    return found
 
 
 def slack(leaves: list[Any], groups: Groups, norm: Norm) -> Any:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,7 +198,9 @@ def of_groups(
         groups.pack([of_group(k, group) for group in groups.grouping.groups])
         for k in range(len(like))
     )
-    return _over_devices(sums, over, by_max) if over else sums
+    sums = _over_devices(sums, over, by_max) if over else sums
+    chex.assert_shape(sums, groups.shape)
+    return sums
 
 
 def _on_all_devices(sums: AtScales, placement: Placement) -> AtScales:

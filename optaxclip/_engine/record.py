@@ -8,6 +8,7 @@ import itertools
 import math
 from typing import Any, TypeAlias
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -49,12 +50,14 @@ def updated_info(
 
     Norms are those before the step, limits the norms above which it acts.
     """
+    chex.assert_shape([norm, limit, factor, bad], groups.shape)
     grouping = groups.grouping
     if not grouping.groups:
         return old
     columns = _columns(norm, limit, factor, bad)
     if grouping.layout == "dict":
         columns = _of_worst(groups, columns)
+    chex.assert_equal_shape([*columns, old.norm])
     columns = [narrowed(column, old.norm.dtype) for column in columns]
     if grouping.layout != "scalar" and not all(grouping.present):
         nothing = jnp.zeros_like(old.fraction)

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -75,6 +76,7 @@ def multiplier(
       strict: whether no rounding may take a group above its new norm; then `measured` must hold
         upper bounds.
     """
+    chex.assert_equal_shape([*measured, trigger, target])
     norm = measured.bound if strict else measured.norm
     is_bad = ~jnp.isfinite(norm)
     is_judged = ~is_bad & ~jnp.isinf(target)

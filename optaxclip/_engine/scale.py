@@ -8,6 +8,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -55,7 +56,9 @@ def scale(
 def _scaled(
     x: Array, by: Sequence[Array] | Array, *, axes: tuple[int, ...], strict: bool, zeroes: bool
 ) -> Array:
-    power, ratio, *others = (broadcast_over(column, axes) for column in by)
+    columns = list(by)
+    chex.assert_shape(columns, tuple(n for k, n in enumerate(x.shape) if k not in axes))
+    power, ratio, *others = (broadcast_over(column, axes) for column in columns)
     by, above = Multiplier(power, ratio), others[0] if others else None
     way = functools.partial(_on_parts, strict, zeroes)
     if x.dtype == jnp.bfloat16 and by.ratio.dtype == jnp.float32:

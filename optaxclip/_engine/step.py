@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -197,12 +198,16 @@ def _steps(
     measured = _measured_or_given(leaves, start.norm_of_tree, groups, method)
     norm = measured.norm
     bad = ~jnp.isfinite(norm) if bad is None else bad
+    chex.assert_shape([norm, bad], groups.shape)
     if method.nonfinite == "error":
         _report(bad, groups, method)
     limits, rule_state = limits_of(start.rule, start.rule_state, norm, weight_norms, method.name)
+    chex.assert_shape(list(limits), groups.shape)
     options = {"response": method.response, "nonfinite": method.nonfinite, "strict": method.strict}
     by = multiplier(measured, *limits, **options)
+    chex.assert_shape(list(by), groups.shape)
     scaled = _scaled(leaves, by, limits.trigger, groups, method)
+    chex.assert_trees_all_equal_shapes_and_dtypes(leaves, scaled)
     info = start.info
     if info is not None:
         info = updated_info(info, groups, norm, limits.trigger, by.factor, bad)
