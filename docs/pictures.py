@@ -51,7 +51,7 @@ def draw_limits(norms: np.ndarray, result: tuning.SweepResult) -> None:
     print(suggestion)
     print(result)
     for name, draw in {
-        "norms": lambda ax: plots.norms_over_steps(norms, suggestion.limit, ax=ax),
+        "norms": lambda ax: plots.norms_over_steps(suggestion, ax=ax),
         "suggest": lambda ax: plots.norm_histogram(suggestion, ax=ax),
         "sweep": lambda ax: plots.sweep_curve(result, ax=ax),
     }.items():

@@ -1,6 +1,7 @@
 """The command `suggest`: suggests a limit from a log of gradient norms."""
 
 import argparse
+import dataclasses
 import json
 import sys
 import warnings
@@ -8,14 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from optaxclip.tuning import Suggestion, suggest
-from optaxclip.tuning.files import parse_norms, read_norms
+from optaxclip.tuning.files import parse_norms
 
 HELP: str = "suggest a limit from a log of gradient norms"
 NEEDS: tuple[str, ...] = ()
 EXTRA: str = "plot"
 
 EXAMPLES = """examples:
-  python -m optaxclip suggest log.csv --column grad_norm
+  python -m optaxclip suggest trainer_state.json
   python -m optaxclip suggest runs/today --column clip_by_global_norm/norm --plot norms.png
   tail -n 2000 metrics.jsonl | python -m optaxclip suggest - --column train.grad_norm --json"""
 
@@ -27,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file",
         metavar="FILE",
-        help="CSV, JSON lines, .npy, a TensorBoard event file or a directory of these; - for the "
-        "standard input",
+        help="a log with names and numbers (CSV, JSON, what a trainer prints), .npy, a TensorBoard "
+        "event file or a directory of these; - for the standard input",
     )
     parser.add_argument(
         "--column",
         metavar="NAME",
-        help="column, key (a.b for b in the object a) or tag; by default the only one with norms",
+        help="column, key (a.b for b in the object a) or tag; by default what is plainly the norm",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="PICTURE", help="draw the norms, and their histogram"
@@ -66,13 +67,12 @@ def _picture(path: Path) -> Path:
 
 def _suggestion(file: str, column: str | None) -> Suggestion:
     try:
-        if file == "-":
-            norms = parse_norms(sys.stdin.buffer.read(), column, "the input")
-        else:
-            norms = read_norms(file, column)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the same text is printed as notes
-            return suggest(norms)
+            if file != "-":
+                return suggest(file, column=column)
+            name, norms = parse_norms(sys.stdin.buffer.read(), column, "the input")
+            return dataclasses.replace(suggest(norms), column=name)
     except OSError as error:
         raise argparse.ArgumentError(None, f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
@@ -83,7 +83,7 @@ def _draw(suggestion: Suggestion, path: Path) -> None:
     from optaxclip import plots
 
     figure = plots.side_by_side()
-    plots.norms_over_steps(suggestion.norms, suggestion.limit, ax=figure.axes[0])
+    plots.norms_over_steps(suggestion, ax=figure.axes[0])
     plots.norm_histogram(suggestion, ax=figure.axes[1])
     plots.legends_below(figure)
     try:

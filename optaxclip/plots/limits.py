@@ -27,24 +27,26 @@ BINS = 50
 
 
 def norms_over_steps(
-    norms: ArrayLike,
+    norms: ArrayLike | Suggestion,
     limit: ArrayLike | None = None,
     steps: ArrayLike | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
     """The norms of one run on a logarithmic axis, with the steps above a limit.
 
-    Triangles mark the norms above the limit, and crosses at the top those that are not finite.
+    Triangles mark the norms above the limit, and crosses at the top those that are not finite. Of a
+    suggestion, the triangles are the steps that it counts, which are those after the warm-up.
 
     Args:
-      norms: the raw norms, float[n].
+      norms: the raw norms, float[n]; or what `optaxclip.tuning.suggest` returned, with its limit.
       limit: one limit, or the limit of each step, float[n]: the run's own limit, or any other. An
         infinite limit is not drawn.
       steps: the step of each norm, int[n]; 1, 2, ... if None.
       ax: where to draw.
 
     Raises:
-      ValueError: for no norms, for more than one axis, and for a wrong number of limits or steps.
+      ValueError: for no norms, for more than one axis, for a wrong number of limits or steps, and
+        for a limit beside a suggestion.
       TypeError: for norms that are not real numbers.
 
     Example:
@@ -53,6 +55,12 @@ def norms_over_steps(
       >>> print(ax.get_legend_handles_labels()[1])
       ['norm', 'above the limit (1)', 'limit 2', 'not finite (1)']
     """
+    suggestion = None
+    if isinstance(norms, Suggestion):
+        if limit is not None:
+            remedy = "to draw another limit, pass suggestion.norms"
+            raise ValueError(f"limit must be None for a suggestion, which has its own; {remedy}")
+        suggestion, norms, limit = norms, norms.norms, norms.limit
     x, y = curve(norms, steps, "norms")
     bound = None if limit is None else np.asarray(limit, np.float64)
     if bound is not None and bound.shape not in ((), y.shape):
@@ -62,9 +70,15 @@ def norms_over_steps(
     finite = np.isfinite(y)
     axes.set_yscale("log")
     axes.plot(x, np.where(finite & (y > 0), y, np.nan), color="0.55", linewidth=1.0, label="norm")
+    if suggestion is not None and (warmup := suggestion.warmup_steps):
+        label = f"warm-up ({warmup}), not counted"
+        axes.axvspan(x[0], x[warmup], color="0.93", linewidth=0, zorder=0, label=label)
     if bound is not None:
-        _mark_above(axes, x, y, finite & (y > bound))
+        above = finite & (y > bound)
         label = f"limit {bound:.3g}" if bound.ndim == 0 else "limit"
+        if suggestion is not None:
+            above, label = above & suggestion.counted, _label(suggestion)
+        _mark_above(axes, x, y, above)
         line = np.broadcast_to(np.where(np.isfinite(bound), bound, np.nan), y.shape)
         axes.plot(x, line, "--", color=BLUE, linewidth=1.6, label=label)
     if not finite.all():
@@ -74,7 +88,7 @@ def norms_over_steps(
 
 
 def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
-    """How often norms of each size came, with the suggested limit.
+    """How often norms of each size came after the warm-up, with the suggested limit.
 
     Spikes, which stick out of the steps around them, have a colour of their own. So have norms
     above the limit that are no spikes, which come where the level of the norms moves.
@@ -99,14 +113,14 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
     axes = new_axes(ax)
     norms = suggestion.norms
     spikes = np.isin(np.arange(len(norms)), suggestion.spikes)
-    is_positive = np.isfinite(norms) & (norms > 0)
+    counted = suggestion.counted
     above = norms > suggestion.limit
-    edges = _edges(norms[is_positive], suggestion.limit)
+    edges = _edges(norms[counted], suggestion.limit)
     axes.set_xscale("log")
     axes.set_yscale("log")  # on a linear axis a few spikes among thousands could not be seen
     parts = (
-        ("ordinary", is_positive & ~spikes & ~above, {"color": "0.7"}),
-        ("above the limit, no spikes", is_positive & ~spikes & above, {"color": PALE_ORANGE}),
+        ("ordinary", counted & ~spikes & ~above, {"color": "0.7"}),
+        ("above the limit, no spikes", counted & ~spikes & above, {"color": PALE_ORANGE}),
         ("spikes", spikes, {"color": ORANGE, "hatch": "////", "edgecolor": "white"}),
     )
     below = np.zeros(len(edges) - 1)
@@ -123,9 +137,10 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
         color=BLUE,
         linestyle="--",
         linewidth=1.6,
-        label=f"limit {suggestion.limit:.3g}, clips {suggestion.share_clipped:.1%}",
+        label=_label(suggestion),
     )
-    axes.set_ylabel("number of steps")
+    after = " after the warm-up" if suggestion.warmup_steps else ""
+    axes.set_ylabel(f"number of steps{after}")
     return finished(axes, "gradient norm", legend=ax is None)
 
 
@@ -210,6 +225,12 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
         crosses_at_the_top(axes, every[diverged], label=label)
     axes.set_ylabel("final loss")
     return finished(axes, "limit", legend=ax is None)
+
+
+def _label(suggestion: Suggestion) -> str:
+    """The limit, as the suggestion's own verdict calls it."""
+    kind = {"constant": "", "adaptive": "best constant ", "none": "doubtful "}[suggestion.verdict]
+    return f"{kind}limit {suggestion.limit:g}, clips {suggestion.share_clipped:.1%}"
 
 
 def _edges(norms: np.ndarray[Any, Any], limit: float) -> np.ndarray[Any, Any]:

@@ -1,6 +1,7 @@
-"""Reasons not to trust a suggested limit, and advice."""
+"""The verdict on a limit: whether to take it, reasons not to trust it, and advice."""
 
 import math
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -14,19 +15,65 @@ LARGE_FACTOR = 20.0
 LAST = 3
 """If this many norms at the end are not finite, the run is lost."""
 
+FITS = 0.05
+"""A constant limit fits a level that moves if the share of ordinary norms that it clips, plus the
+share of spikes that it misses, is no larger."""
+
 Lines = tuple[str, ...]
+Verdict: TypeAlias = Literal["constant", "adaptive", "none"]
 
 
-def doubts_and_advice(norms: Floats, shape: Shape, limit: float) -> tuple[Lines, Lines]:
-    """Reasons not to trust a limit, and advice on what else to do.
+class Limit(NamedTuple):
+    """The best constant limit, and what it does to the norms after the warm-up.
+
+    Attributes:
+      value: the limit.
+      clipped: the share of ordinary norms above it.
+      missed: the share of spikes that are not above it.
+      is_reached: whether any norm is above it.
+    """
+
+    value: float
+    clipped: float
+    missed: float
+    is_reached: bool
+
+
+class Judgement(NamedTuple):
+    """What to do with the limit.
+
+    Attributes:
+      verdict: as in `Suggestion`.
+      doubts: reasons not to trust the limit.
+      advice: what else to do.
+    """
+
+    verdict: Verdict
+    doubts: Lines
+    advice: Lines
+
+
+def judged(norms: Floats, shape: Shape, limit: Limit) -> Judgement:
+    """Judges the best constant limit.
 
     Args:
       norms: float64[steps], all norms.
       shape: what was found in those that are finite and positive.
-      limit: the suggested limit.
+      limit: the limit.
     """
-    doubts = (*_about_the_record(norms, shape), *_signs_of_loss(norms, shape))
-    return doubts, _advice(norms, shape, limit)
+    signs = _signs_of_loss(norms, shape)
+    doubts = (*_about_the_record(norms, shape), *signs)
+    if signs:
+        low = math.exp(shape.level.min())
+        remedy = (
+            "the norms of a run that is lost show no good limit: record a run that learns, with a "
+            f"low limit such as {low:.2g} or a lower learning rate, or try limits with "
+            "optaxclip.tuning.sweep"
+        )
+        return Judgement("none", doubts, (remedy,))
+    fits = shape.regime == "stationary" or limit.clipped + limit.missed <= FITS
+    verdict: Verdict = "constant" if fits and _fall(shape) <= LARGE_FACTOR else "adaptive"
+    return Judgement(verdict, doubts, _advice(norms, shape, limit, verdict))
 
 
 def _about_the_record(norms: Floats, shape: Shape) -> Lines:
@@ -36,7 +83,7 @@ def _about_the_record(norms: Floats, shape: Shape) -> Lines:
     finite = norms[np.isfinite(norms)]
     if np.mean(finite >= 0.999 * finite.max()) > SHARE_AT_LIMIT:
         doubts.append(f"many norms equal the largest, {finite.max():g}: are they clipped already?")
-    fall = _rise(-shape.level[shape.warmup :])
+    fall = _fall(shape)
     if fall > LARGE_FACTOR:
         doubts.append(
             f"the level of the norms falls by a factor of {fall:.3g}: no limit fits both its ends"
@@ -62,28 +109,29 @@ def _signs_of_loss(norms: Floats, shape: Shape) -> Lines:
     return tuple(doubts)
 
 
+def _fall(shape: Shape) -> float:
+    """The largest factor by which the level falls after the warm-up."""
+    return _rise(-shape.level[shape.warmup :])
+
+
 def _rise(level: Floats) -> float:
     """The largest factor by which the level, given in logarithms, exceeds an earlier level."""
     return float(np.exp(np.max(level - np.minimum.accumulate(level))))
 
 
-def _advice(norms: Floats, shape: Shape, limit: float) -> Lines:
-    if _signs_of_loss(norms, shape):
-        low = math.exp(shape.level.min())
-        return (
-            "the norms of a run that is lost show no good limit: record a run that learns, with a "
-            f"low limit such as {low:.2g} or a lower learning rate, or try limits with "
-            "optaxclip.tuning.sweep",
-        )
+def _advice(norms: Floats, shape: Shape, limit: Limit, verdict: Verdict) -> Lines:
     advice = []
-    finite = np.isfinite(norms)
-    if not finite.all():
+    if not np.isfinite(norms).all():
         advice.append("no limit helps with norms that are not finite; use optaxclip.skip_nonfinite")
-    if shape.regime != "stationary":
+    level = f"the level of the norms is {shape.regime}"
+    if verdict == "adaptive":
         advice.append(
-            f"the level of the norms is {shape.regime}, so no constant limit fits; the adaptive "
-            "rule follows the level"
+            f"{level}, so no constant limit fits: {limit.value:g} clips {limit.clipped:.1%} of the "
+            f"ordinary norms and misses {limit.missed:.1%} of the spikes; the adaptive rule "
+            "follows the level"
         )
-    if not (norms[finite] > limit).any():
+    elif shape.regime != "stationary":
+        advice.append(f"{level}; if it moves on, the adaptive rule follows it")
+    if not limit.is_reached:
         advice.append("no norm is above the limit, which would have changed nothing in this run")
     return tuple(advice)

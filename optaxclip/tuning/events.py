@@ -2,16 +2,19 @@
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from optaxclip.tuning.columns import Columns
+
 START = b"brain.Event:"
-"""Every event file has this in its first record."""
+"""Every event file has this in its first record, which is among its first bytes."""
+BEGINNING = 64
 
 
-def scalars(files: dict[str, bytes]) -> dict[str, Sequence[float] | str]:
+def scalars(files: dict[str, bytes]) -> Columns:
     """The scalars by tag, in the order of the steps, of the event files of one run."""
     found: dict[str, list[tuple[int, float]]] = {}
     for source, data in files.items():
@@ -21,7 +24,7 @@ def scalars(files: dict[str, bytes]) -> dict[str, Sequence[float] | str]:
                 if number is not None:
                     found.setdefault(value.tag, []).append((event.step, number))
     return {
-        tag: [number for _, number in sorted(pairs, key=lambda pair: pair[0])]
+        tag: np.array([number for _, number in sorted(pairs, key=lambda pair: pair[0])])
         for tag, pairs in found.items()
     }
 
@@ -36,6 +39,11 @@ def _events(data: bytes, source: str) -> Iterator[Any]:
         raise ValueError(
             f"{source} is an event file, which tensorboardX reads: {remedy}"
         ) from error
+    if len(data) >= BEGINNING and START not in data[:BEGINNING]:
+        raise ValueError(
+            f"{source} is damaged: it does not begin as an event file; copy it anew, or take it "
+            "out of its directory"
+        )
     records = [*_records(data)]
     for at, record in enumerate(records, start=1):
         try:

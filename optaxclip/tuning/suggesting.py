@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from optaxclip._base.arguments import short
 from optaxclip.methods.adaptive import zclip
 from optaxclip.methods.windowed import autoclip, clip_by_window_norm
-from optaxclip.tuning.doubts import doubts_and_advice
+from optaxclip.tuning.doubts import Limit, Verdict, judged
 from optaxclip.tuning.files import read_norms
 from optaxclip.tuning.spread import Floats, Regime, Shape, shape_of
 
@@ -48,7 +48,7 @@ class Suggestion:
     """A limit for recorded norms, and why; `print` it to read it all.
 
     Attributes:
-      limit: the suggested limit.
+      limit: the suggested limit; where the verdict is another, the best constant limit.
       share_clipped: the share of steps with a norm above it, among those after the warm-up with a
         finite positive norm.
       typical_norm: the median after the warm-up, without spikes.
@@ -56,13 +56,16 @@ class Suggestion:
       regime: how the level of the norms moves after the warm-up: "stationary", "drifting" or
         "stepped".
       warmup_steps: how many steps at the start have norms unlike all later ones.
-      spikes: int[spikes], the steps, counted from 0, whose norms are spikes.
+      spikes: int[spikes], the steps after the warm-up, counted from 0, whose norms are spikes.
       num_nonfinite: how many norms were NaN or infinite.
       percentiles: a constant limit at each of a few percentiles of the norms after the warm-up.
       adaptive: the limit rule that fits the regime.
       notes: warnings, the doubts first.
       norms: float64[steps], all the norms.
       doubts: the reasons not to trust the limit; empty if there are none.
+      verdict: "constant" for the limit; "adaptive" for the rule, if no constant limit fits, because
+        each clips ordinary norms or misses spikes; "none" for a run that was lost.
+      column: the column of the file that was read; None if the file has no other, and for an array.
     """
 
     limit: float
@@ -78,23 +81,46 @@ class Suggestion:
     notes: tuple[str, ...]
     norms: Floats = dataclasses.field(repr=False)
     doubts: tuple[str, ...] = ()
+    verdict: Verdict = "constant"
+    column: str | None = None
+
+    @property
+    def counted(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """bool[steps]: the steps that all shares and spikes are of.
+
+        They are those after the warm-up with a finite positive norm.
+        """
+        is_settled = np.arange(len(self.norms)) >= self.warmup_steps
+        return is_settled & np.isfinite(self.norms) & (self.norms > 0)
 
     def __str__(self) -> str:
         """Lines to read: the limit, doubts, what was found, alternatives, notes."""
         factor = math.exp(self.spread)
+        source = "" if self.column is None else f" of the column {self.column!r}"
         found = (
-            f"{len(self.norms)} steps, {self.num_nonfinite} of them not finite; "
-            f"{self.warmup_steps} of warm-up, then {self.regime}",
+            f"{len(self.norms)} steps{source}, {self.num_nonfinite} of them not finite; "
+            f"{self.warmup_steps} of warm-up, then {self.counted.sum()} that are counted, "
+            f"{self.regime}",
             f"typical norm {self.typical_norm:.3g}, most within a factor of {factor:.2f}; "
             f"{len(self.spikes)} spikes{self._spike_range()}",
         )
+        in_doubt = ", in doubt" if self.doubts else ""
+        title, of_limit, of_rule = {
+            "constant": (f"limit {self.limit:g}{in_doubt}", f"suggested{in_doubt}", "adaptive"),
+            "adaptive": (
+                f"{self.adaptive.call}{in_doubt}, as no constant limit fits",
+                "the best constant limit",
+                f"suggested{in_doubt}",
+            ),
+            "none": (f"limit {self.limit:g}, in doubt", "in doubt", "adaptive"),
+        }[self.verdict]
         rows = [
-            (_constant(self.limit), self.share_clipped, "suggested"),
-            *(dataclasses.astuple(other) for other in (*self.percentiles, self.adaptive)),
+            (_constant(self.limit), self.share_clipped, of_limit),
+            *(dataclasses.astuple(other) for other in self.percentiles),
+            (self.adaptive.call, self.adaptive.share_clipped, f"{of_rule}, {self.adaptive.why}"),
         ]
         width = max(len(call) for call, _, _ in rows)
         table = [f"  {call:<{width}}  clips {share:6.1%}  {why}" for call, share, why in rows]
-        title = f"limit {self.limit:g}" + (", in doubt" if self.doubts else "")
         doubts = [f"doubt: {doubt}" for doubt in self.doubts]
         notes = [f"note: {note}" for note in self.notes if note not in self.doubts]
         return "\n".join([title, *doubts, *found, *table, *notes])
@@ -110,6 +136,7 @@ class Suggestion:
             "notes": list(self.notes),
             "doubts": list(self.doubts),
             "num_steps": len(self.norms),
+            "num_counted": int(self.counted.sum()),
         }
 
     def _spike_range(self) -> str:
@@ -127,27 +154,34 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
     border between ordinary norms and spikes, so that it also catches future spikes. If the level of
     the norms moves, no single limit separates all spikes from all other norms. The limit then makes
     the share of ordinary norms above it plus the share of spikes below it as small as possible; of
-    several it is the largest. Record the norms before any clip, as `optaxclip.monitor.record` does
-    as the first stage of a chain. The limit is proportional to the norms.
+    several it is the largest. If these shares are more than 5 % together, the verdict is that no
+    constant limit fits, and the rule that follows the level is suggested. What is counted, printed
+    and marked in pictures are the steps after the warm-up. Record the norms before any clip, as
+    `optaxclip.monitor.record` does as the first stage of a chain. The limit is proportional to the
+    norms.
 
     Args:
       norms: float[steps], the norms of the raw gradients in the order of the steps, as
-        `optaxclip.monitor.history` gives them; or the path of a CSV file, JSON lines, an array that
-        `np.save` wrote, a TensorBoard event file or a directory of event files (which needs
-        `optaxclip[tensorboard]`). Norms that are NaN or infinite are counted, and then left out. A
-        last line or record that is incomplete is left out, too; but a number at the end of CSV that
-        was cut to a shorter number is read as that, because nothing tells it from a whole one.
+        `optaxclip.monitor.history` gives them; or the path of a log: CSV, JSON, the lines of
+        `optaxclip.monitor.json_line`, lines with `name: value` or dicts amid others as trainers
+        print them, an array that `np.save` wrote, a TensorBoard event file or a directory of event
+        files (which needs `optaxclip[tensorboard]`). Of a JSON object, such as the file
+        `trainer_state.json` of Transformers, the rows are its longest list of objects. Norms that
+        are NaN or infinite, or null in JSON, are counted, and then left out. A last line or record
+        that is incomplete is left out, too; but a number at the end of a text that was cut to a
+        shorter number is read as that, because nothing tells it from a whole one.
       column: the column, key or tag of a file; `train.grad_norm` is the key `grad_norm` of the
-        object `train`. Not needed if the file has only one with "norm" in its name, or only one
-        that holds numbers other than steps and times, such as `Value` in TensorBoard's CSV files.
+        object `train`. Not needed if one column of the file is plainly the norm by its name, such
+        as `train/grad_norm` or `record/norm`, or is the only one that holds numbers other than
+        steps and times, such as `Value` in TensorBoard's CSV files. The suggestion says which.
 
     Returns:
       A `Suggestion`.
 
     Raises:
       ValueError: for norms of more than one axis or below zero, fewer than 10 that are finite and
-        positive, norms that are all equal, and files in which the column is not found or holds
-        anything but numbers (rows are counted from 1, below the names).
+        positive, norms that are all equal, and files that are damaged, or in which the column is
+        not found or holds anything but numbers (rows are counted from 1, below the names).
       TypeError: for norms that are not real numbers.
       OSError: for files that cannot be read.
 
@@ -167,34 +201,38 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
       >>> print(suggestion)  # doctest: +ELLIPSIS
       limit ...
     """
+    name = None
     if isinstance(norms, str | os.PathLike):
-        norms = read_norms(norms, column)
+        name, norms = read_norms(norms, column)
     elif column is not None:
         raise ValueError(f"column is for files; got {column!r} with an array")
     values = _checked(norms)
     finite = np.isfinite(values)
     used = np.flatnonzero(finite & (values > 0))
     shape = shape_of(np.log(values[used]))
-    limit = _limit(values[used], shape)
-    settled = values[used][shape.warmup :]
-    share = float(np.mean(settled > limit))
-    doubts, advice = doubts_and_advice(values, shape, limit)
+    counted = used[shape.warmup :]
+    settled, is_spike = values[counted], shape.spikes[shape.warmup :]
+    limit = _limit(settled, is_spike, shape)
+    verdict, doubts, advice = judged(values, shape, limit)
     for doubt in doubts:
         warnings.warn(doubt, stacklevel=2)
+    share = float(np.mean(settled > limit.value))
     return Suggestion(
-        limit=limit,
+        limit=limit.value,
         share_clipped=share,
-        typical_norm=float(np.median(settled[~shape.spikes[shape.warmup :]])),
+        typical_norm=float(np.median(settled[~is_spike])),
         spread=shape.spread,
         regime=shape.regime,
-        warmup_steps=int(used[shape.warmup]),
-        spikes=used[shape.spikes],
+        warmup_steps=int(counted[0]),
+        spikes=counted[is_spike],
         num_nonfinite=int(np.sum(~finite)),
         percentiles=tuple(_percentile(percent, settled) for percent in PERCENTILES),
         adaptive=_adaptive(shape.regime, share, values[used], shape.warmup),
         notes=(*doubts, *advice),
         norms=values,
         doubts=doubts,
+        verdict=verdict,
+        column=name,
     )
 
 
@@ -233,18 +271,21 @@ def _checked(norms: ArrayLike) -> Floats:
     return values
 
 
-def _limit(norms: Floats, shape: Shape) -> float:
+def _limit(norms: Floats, is_spike: np.ndarray[Any, np.dtype[np.bool_]], shape: Shape) -> Limit:
     """The largest limit with the least share of clipped ordinary norms plus missed spikes."""
     levels = shape.level[shape.warmup :]
     level = np.median(levels) if shape.regime == "stationary" else levels.max()
     border = math.exp(level + shape.reach)
-    spikes = np.sort(norms[shape.spikes])
-    bulk = np.sort(norms[shape.warmup :][~shape.spikes[shape.warmup :]])
+    spikes, bulk = np.sort(norms[is_spike]), np.sort(norms[~is_spike])
     candidates = np.array([_below(x) for x in (border, *spikes[spikes < border])])
     clipped = 1 - np.searchsorted(bulk, candidates, side="right") / len(bulk)
     missed = np.searchsorted(spikes, candidates, side="right") / max(len(spikes), 1)
     wrong = clipped + missed
-    return float(candidates[wrong == wrong.min()].max())
+    best = np.flatnonzero(wrong == wrong.min())
+    best = best[np.argmax(candidates[best])]
+    value = float(candidates[best])
+    is_reached = bool(np.any(norms > value))
+    return Limit(value, float(clipped[best]), float(missed[best]), is_reached)
 
 
 def _below(value: float) -> float:
@@ -277,7 +318,8 @@ def _adaptive(regime: Regime, share: float, norms: Floats, warmup: int) -> Alter
     clipped = np.asarray(_are_clipped(gradients, jnp.float32(percent), regime=regime))
     # The rule learns from the warm-up too, but only clips after it count, as for the others.
     after = clipped[max(warmup - (len(norms) - len(gradients)), 0) :]
-    return Alternative(calls[regime], float(np.mean(after)), f"adaptive, for {regime} norms")
+    basis = "" if len(norms) - warmup <= MAX_REPLAYED else f", of the last {MAX_REPLAYED} steps"
+    return Alternative(calls[regime], float(np.mean(after)), f"for {regime} norms{basis}")
 
 
 @functools.partial(jax.jit, static_argnames="regime")

@@ -1,0 +1,144 @@
+"""Logs that are damaged end in a message that names the file and says what to do."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_foreign_logs import FORMATS
+
+from optaxclip.__main__ import main
+from optaxclip.tuning.files import parse_norms
+
+DEEP = 20_000
+LONG = "9" * 200_000
+BROKEN = {
+    "deep lists": (
+        "[" * DEEP + "]" * DEEP,
+        "nested too deeply to be a log: write a flat object for each step",
+    ),
+    "deep objects": ('{"a":' * DEEP + "1" + "}" * DEEP, "nested too deeply"),
+    "a deep last line": ('{"norm": 1}\n' + '{"a":' * DEEP, "nested too deeply"),
+    "a long cell": (f"norm,loss\n{LONG},1\n", "is damaged: field larger than field limit (131072)"),
+    "a quote that is not closed": (f'norm\n1\n"2\n{LONG}', "delete what is damaged, or copy"),
+    "zeros": ("\0" * 999, "log holds zero bytes in place of text: copy the file anew"),
+    "zeros inside": ("norm\n1\n" + "\0" * 999 + "\n2\n", "log holds zero bytes"),
+    "a state that was cut": (FORMATS["trainer_state.json"][0][:2000], "copy the file anew"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_is_broken_is_named(kind, tmp_path, monkeypatch, capsys):
+    text, reason = BROKEN[kind]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "log").write_text(text)
+    with pytest.raises(SystemExit):
+        main(["suggest", "log"])
+    said = capsys.readouterr().err
+    assert reason in said
+    assert len(said) < 300
+    assert len(said.splitlines()) == 1
+
+
+def test_what_can_be_read_of_a_broken_log_is_read():
+    found = parse_norms(f'{{"norm": 1}}\n{{"norm": {LONG}}}\n'.encode(), None, "log").norms
+    np.testing.assert_array_equal(found, [1.0, np.inf])
+    zeros = b"norm\n1\n2\n" + bytes(999)  # the machine went down while the file grew
+    assert parse_norms(zeros, None, "log").norms.tolist() == [1.0, 2.0]
+    letter = "norm,note\n1,a\n2,é".encode()
+    assert parse_norms(letter[:-1], "norm", "log").norms.tolist() == [1.0, 2.0]
+
+
+def test_an_event_file_of_zeros_is_named(tmp_path, capsys):
+    pytest.importorskip("tensorboardX")
+    path = tmp_path / "events.out.tfevents.1"
+    path.write_bytes(bytes(999))
+    for given_path, reason in ((tmp_path, "does not begin as an event file"), (path, "zero bytes")):
+        with pytest.raises(SystemExit):
+            main(["suggest", str(given_path)])
+        said = capsys.readouterr().err
+        assert f"{path}" in said
+        assert reason in said
+
+
+def test_a_long_line_without_numbers_is_searched_quickly():
+    for piece in ("a", "a ", "'a", "a:", "a |", "{", '{"', "[", "1"):
+        with pytest.raises(ValueError, match="log"):
+            parse_norms(f"x\n{piece * 100_000}\nx".encode(), "norm", "log")
+
+
+def saved(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def event_file():
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    data = b""
+    for step in range(5):
+        event = event_pb2.Event(step=step)
+        if step == 0:
+            event.file_version = "brain.Event:2"
+        elif step % 2:
+            event.summary.value.add(tag="norm", simple_value=2.0)
+        else:
+            value = event.summary.value.add(tag="norm")
+            value.tensor.dtype = step // 2
+            value.tensor.tensor_content = np.ones(1, ("<f4", "<f8")[step // 4]).tobytes()
+        record = event.SerializeToString()
+        data += len(record).to_bytes(8, "little") + bytes(4) + record + bytes(4)
+    return data
+
+
+WHOLE = [text.encode()[:3000] for text, _ in FORMATS.values()] + [
+    saved(np.ones(20)),
+    saved(np.ones(3, [("norm", float), ("loss", "i4", 2)])),
+    json.dumps([{"norm": 1.5, "a": {"b": [1, "c", None, True]}}] * 3).encode(),
+    b"step;grad_norm\n1;1,5\n2;2.5\n",
+]
+BITS = [bytes([i]) for i in range(256)]
+BITS += [
+    b"\n",
+    b"\r",
+    b",",
+    b"{",
+    b"}",
+    b'"',
+    b"'",
+    b"[",
+    b"nan",
+    b"-inf",
+    b"1e999",
+    b"null",
+    b"\0" * 9,
+]
+
+
+@st.composite
+def mutated(draw):
+    data = draw(st.sampled_from([*WHOLE, event_file()]))
+    for _ in range(draw(st.integers(1, 6))):
+        start = draw(st.integers(0, len(data)))
+        end = start + draw(st.sampled_from([0, 1, 1, 2, 40, len(data)]))
+        data = (
+            data[:start] + b"".join(draw(st.lists(st.sampled_from(BITS), max_size=3))) + data[end:]
+        )
+    return data
+
+
+@settings(max_examples=300, deadline=None)
+@given(mutated() | st.binary(max_size=99), st.sampled_from([None, "norm"]))
+def test_whatever_is_in_a_file_there_is_a_column_or_a_message(data, column):
+    try:
+        found = parse_norms(data, column, "some/log").norms
+    except ValueError as error:
+        said = str(error)
+    else:
+        said = "some/log"
+        assert (found.dtype, found.ndim) == (np.float64, 1)
+        assert found.size
+    assert "some/log" in said
+    assert len(said) < 2000
