@@ -4,7 +4,8 @@ Every clip and every skip keeps a record of its last step in its own state, wher
 in `chain`, `masked`, `partition`, `MultiSteps`, `apply_if_finite`, `inject_hyperparams`, a Flax
 `TrainState`, an `nnx.Optimizer`, lists, dicts. (`clip`, `clip_by_value` and
 `clip_by_second_moment` have no norm and keep no record.) For a log, `metrics` makes flat numbers of
-the records inside of the compiled step, and `scalars` the same on the host::
+the records inside of the compiled step, and `scalars` the same on the host, which `json_line`
+makes a line of JSON::
 
   for name, value in monitor.scalars(opt_state).items():
       writer.add_scalar(name, value, step)              # TensorBoard
@@ -17,6 +18,7 @@ is too small.
 
 from optaxclip.monitor.histories import history as history
 from optaxclip.monitor.histories import history_names as history_names
+from optaxclip.monitor.lines import json_line as json_line
 from optaxclip.monitor.noise import NoiseScaleState as NoiseScaleState
 from optaxclip.monitor.noise import noise_scale as noise_scale
 from optaxclip.monitor.reading import metrics as metrics
