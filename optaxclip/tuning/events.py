@@ -12,6 +12,7 @@ from optaxclip.tuning.columns import Columns
 START = b"brain.Event:"
 """Every event file has this in its first record, which is among its first bytes."""
 BEGINNING = 64
+REMEDY = "copy the file anew, or take it out of its directory"
 
 
 def scalars(files: dict[str, bytes]) -> Columns:
@@ -20,7 +21,7 @@ def scalars(files: dict[str, bytes]) -> Columns:
     for source, data in files.items():
         for event in _events(data, source):
             for value in event.summary.value:
-                number = _scalar(value)
+                number = _scalar(value, source)
                 if number is not None:
                     found.setdefault(value.tag, []).append((event.step, number))
     return {
@@ -40,10 +41,7 @@ def _events(data: bytes, source: str) -> Iterator[Any]:
             f"{source} is an event file, which tensorboardX reads: {remedy}"
         ) from error
     if len(data) >= BEGINNING and START not in data[:BEGINNING]:
-        raise ValueError(
-            f"{source} is damaged: it does not begin as an event file; copy it anew, or take it "
-            "out of its directory"
-        )
+        raise ValueError(f"{source} is damaged: it does not begin as an event file; {REMEDY}")
     records = [*_records(data)]
     for at, record in enumerate(records, start=1):
         try:
@@ -52,7 +50,7 @@ def _events(data: bytes, source: str) -> Iterator[Any]:
             if at < len(records):
                 raise ValueError(
                     f"{source} is damaged: record {at} of {len(records)} is no event ({error}); "
-                    "copy the file anew, or take it out of its directory"
+                    f"{REMEDY}"
                 ) from error
 
 
@@ -68,7 +66,7 @@ def _records(data: bytes) -> Iterator[bytes]:
         at = end + 4
 
 
-def _scalar(value: Any) -> float | None:
+def _scalar(value: Any, source: str) -> float | None:
     """The number of a summary: PyTorch writes it as a field, TensorFlow as a tensor."""
     if value.HasField("simple_value"):
         return value.simple_value
@@ -79,4 +77,11 @@ def _scalar(value: Any) -> float | None:
     if tensor.dtype not in types:
         return None
     dtype, listed = types[tensor.dtype]
-    return float(listed[0] if listed else np.frombuffer(tensor.tensor_content, dtype)[0])
+    if listed:
+        return float(listed[0])
+    content = tensor.tensor_content
+    if len(content) != np.dtype(dtype).itemsize:
+        raise ValueError(
+            f"{source} is damaged: a number of {value.tag!r} has {len(content)} bytes; {REMEDY}"
+        )
+    return float(np.frombuffer(content, dtype)[0])

@@ -63,6 +63,11 @@ def test_an_event_file_of_zeros_is_named(tmp_path, capsys):
         assert reason in said
 
 
+def test_a_damaged_number_in_an_event_file_is_named():
+    with pytest.raises(ValueError, match="log is damaged: a number of 'norm' has 3 bytes; copy"):
+        parse_norms(event_file(of_tensor=3), None, "log")
+
+
 def test_a_long_line_without_numbers_is_searched_quickly():
     for piece in ("a", "a ", "'a", "a:", "a |", "{", '{"', "[", "1"):
         with pytest.raises(ValueError, match="log"):
@@ -75,7 +80,7 @@ def saved(array):
     return file.getvalue()
 
 
-def event_file():
+def event_file(of_tensor=8):
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
     data = b""
     for step in range(5):
@@ -87,7 +92,9 @@ def event_file():
         else:
             value = event.summary.value.add(tag="norm")
             value.tensor.dtype = step // 2
-            value.tensor.tensor_content = np.ones(1, ("<f4", "<f8")[step // 4]).tobytes()
+            value.tensor.tensor_content = np.ones(1, ("<f4", "<f8")[step // 4]).tobytes()[
+                :of_tensor
+            ]
         record = event.SerializeToString()
         data += len(record).to_bytes(8, "little") + bytes(4) + record + bytes(4)
     return data
