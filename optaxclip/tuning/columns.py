@@ -14,6 +14,8 @@ Columns: TypeAlias = dict[str, Floats | str]
 """The numbers of each column, float64[rows], or the reason why it cannot be read."""
 
 MAX_LISTED = 10
+LONGEST_NAME = 200
+"""Of longer names only the end is searched, so that it does not take long."""
 COMMAS = "has decimal commas"
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+([eE][+-]?\d+)?")
 STEP = re.compile(
@@ -112,7 +114,7 @@ def _is_of_words(values: Floats | str) -> bool:
 def _last_part(name: str) -> str:
     """`grad_norm` of `train/grad_norm` or `train.Grad Norm`, and of a chart's `run - grad_norm`."""
     last = re.split(r"/|\.(?!\d)", name.rsplit(" - ")[-1].strip().lower())[-1]
-    return re.sub(r"[\s-]+", "_", last).strip("_")
+    return re.sub(r"[\s-]+", "_", last[-LONGEST_NAME:]).strip("_")
 
 
 def _is_norm(name: str, of: re.Pattern[str] = NORM) -> bool:

@@ -103,6 +103,7 @@ def test_steps_that_are_not_finite_are_counted_and_left_out():
     np.testing.assert_array_equal(with_bad[found.spikes], norms[is_spike])
     assert "skip_nonfinite" in str(found)
     assert "skip_nonfinite" not in str(clean)
+    assert tuning.suggest(np.append([np.nan, 0.0], norms)).warmup_steps == clean.warmup_steps == 0
 
 
 @pytest.mark.parametrize("below", [0, 40], ids=["equal", "never above their level"])
