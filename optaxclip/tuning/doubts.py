@@ -16,8 +16,8 @@ LAST = 3
 """If this many norms at the end are not finite, the run is lost."""
 
 FITS = 0.05
-"""A constant limit fits a level that moves if the share of ordinary norms that it clips, plus the
-share of spikes that it misses, is no larger."""
+"""A constant limit fits a level that moves if it clips anything, and if the share of ordinary norms
+that it clips, plus the share of spikes that it misses, is no larger."""
 
 Lines = tuple[str, ...]
 Verdict: TypeAlias = Literal["constant", "adaptive", "none"]
@@ -71,7 +71,8 @@ def judged(norms: Floats, shape: Shape, limit: Limit) -> Judgement:
             "optaxclip.tuning.sweep"
         )
         return Judgement("none", doubts, (remedy,))
-    fits = shape.regime == "stationary" or limit.clipped + limit.missed <= FITS
+    is_tried = limit.is_reached and limit.clipped + limit.missed <= FITS
+    fits = shape.regime == "stationary" or is_tried
     verdict: Verdict = "constant" if fits and _fall(shape) <= LARGE_FACTOR else "adaptive"
     return Judgement(verdict, doubts, _advice(norms, shape, limit, verdict))
 
@@ -125,9 +126,14 @@ def _advice(norms: Floats, shape: Shape, limit: Limit, verdict: Verdict) -> Line
         advice.append("no limit helps with norms that are not finite; use optaxclip.skip_nonfinite")
     level = f"the level of the norms is {shape.regime}"
     if verdict == "adaptive":
+        fault = "is above all norms of this run, wherever their level is"
+        if limit.is_reached:
+            fault = (
+                f"clips {limit.clipped:.1%} of the ordinary norms and misses {limit.missed:.1%} of "
+                "the spikes"
+            )
         advice.append(
-            f"{level}, so no constant limit fits: {limit.value:g} clips {limit.clipped:.1%} of the "
-            f"ordinary norms and misses {limit.missed:.1%} of the spikes; the adaptive rule "
+            f"{level}, so no constant limit fits: {limit.value:g} {fault}; the adaptive rule "
             "follows the level"
         )
     elif shape.regime != "stationary":

@@ -63,8 +63,9 @@ class Suggestion:
       notes: warnings, the doubts first.
       norms: float64[steps], all the norms.
       doubts: the reasons not to trust the limit; empty if there are none.
-      verdict: "constant" for the limit; "adaptive" for the rule, if no constant limit fits, because
-        each clips ordinary norms or misses spikes; "none" for a run that was lost.
+      verdict: "constant" for the limit; "adaptive" for the rule, if the level moves and no constant
+        limit fits, because each clips ordinary norms, misses spikes or is above all norms; "none"
+        for a run that was lost.
       column: the column of the file that was read; None if the file has no other, and for an array.
     """
 
@@ -154,11 +155,11 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
     border between ordinary norms and spikes, so that it also catches future spikes. If the level of
     the norms moves, no single limit separates all spikes from all other norms. The limit then makes
     the share of ordinary norms above it plus the share of spikes below it as small as possible; of
-    several it is the largest. If these shares are more than 5 % together, the verdict is that no
-    constant limit fits, and the rule that follows the level is suggested. What is counted, printed
-    and marked in pictures are the steps after the warm-up. Record the norms before any clip, as
-    `optaxclip.monitor.record` does as the first stage of a chain. The limit is proportional to the
-    norms.
+    several it is the largest. If these shares are more than 5 % together, or if no norm is above
+    the limit, the verdict for a level that moves is that no constant limit fits, and the rule that
+    follows the level is suggested. What is counted, printed and marked in pictures are the steps
+    after the warm-up. Record the norms before any clip, as `optaxclip.monitor.record` does as the
+    first stage of a chain. The limit is proportional to the norms.
 
     Args:
       norms: float[steps], the norms of the raw gradients in the order of the steps, as

@@ -73,7 +73,7 @@ def test_a_long_line_without_numbers_is_searched_quickly():
         with pytest.raises(ValueError, match="log"):
             parse_norms(f"x\n{piece * 100_000}\nx".encode(), "norm", "log")
     for name in ("g_", "grad norm ", "norm_", " - ", "a."):
-        with pytest.raises(ValueError, match="log: the column"):
+        with pytest.raises(ValueError, match="log"):
             parse_norms(f"{name * 10_000},step\nx,x\n".encode(), None, "log")
 
 
