@@ -32,6 +32,11 @@ def skip_nonfinite(
     `optaxclip.monitor.bad_leaves` then names the leaves, and `optaxclip.monitor.verdict` tells the
     host whether to go on.
 
+    It goes around `optax.MultiSteps`,
+    `skip_nonfinite(optax.MultiSteps(chain, k).gradient_transformation())`, and not inside of it:
+    Optax 0.2.8 keeps a NaN of one microbatch in its sum for ever, so that a skip inside would skip
+    every later step.
+
     Args:
       inner: the optimizer.
       max_consecutive: after this many skipped steps in a row steps are taken even if they are not
@@ -109,7 +114,8 @@ def skip_above(
       `loss_limit` needs the loss: `value=`, as Optax calls it, or `loss=`, which is used if both
       are given. It must be a scalar, the same on all devices; `optax.MultiSteps` passes on only
       that of the last microbatch. A step whose loss is not finite is skipped, and its loss never
-      recorded. All extra arguments are passed on to the optimizer.
+      recorded. All extra arguments are passed on to the optimizer. Inside of `optax.MultiSteps` it
+      judges means, and needs one of the guards against NaN that `docs/recipes/wrappers.md` shows.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar (that of the loss may be
