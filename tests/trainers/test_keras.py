@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import shown_code
 
 import optaxclip
 from optaxclip import monitor
@@ -91,3 +92,46 @@ def test_in_a_loop_of_ones_own_the_record_is_logged(keras, model):
     for of_step in logs:
         np.testing.assert_allclose(of_step[norms[0]], of_step["grad_norm"], rtol=1e-6)
     assert logs[-1]["loss"] < 0.95 * logs[0]["loss"]
+
+
+def test_in_fit_a_rule_keeps_its_state_in_variables(keras, model, tmp_path):
+    block = shown_code.block_with("docs/trainers.md", "def clip_state")
+    shown = shown_code.run(block, "docs/trainers.md", keras=keras, jax=jax, optaxclip=optaxclip)
+    make = shown["Adam"]
+    make.clip = optaxclip.zclip(warmup_steps=3, max_norm=LIMIT)
+    start, optimizer = model.get_weights(), make(0.01)
+    losses = losses_of_fit(model, optimizer)
+    (info,) = monitor.read(optimizer.clip_state()).values()
+    assert optimizer.clip_state().steps == EPOCHS
+    assert info.num_clipped > 0
+    assert np.isfinite(info.limit)
+
+    model.save(tmp_path / "model.keras")
+    restored = keras.models.load_model(tmp_path / "model.keras", {"Adam": make})
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        restored.optimizer.clip_state(),
+        optimizer.clip_state(),
+    )
+
+    # The same by hand, with the state in Python's hands.
+    model.set_weights(start)
+    clip, by_hand = make.clip, keras.optimizers.Adam(0.01)
+    params = [variable.value for variable in model.trainable_variables]
+    by_hand.build(model.trainable_variables)
+    variables, state = [x.value for x in by_hand.variables], clip.init(params)
+
+    def loss_fn(params):
+        return jnp.mean((model.stateless_call(params, [], X, training=True)[0] - Y) ** 2)
+
+    @jax.jit
+    def step(params, variables, state):
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        grads, state = clip.update(grads, state)
+        return loss, *by_hand.stateless_apply(variables, grads, params), state
+
+    expected = []
+    for _ in range(EPOCHS):
+        loss, params, variables, state = step(params, variables, state)
+        expected.append(float(loss))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)

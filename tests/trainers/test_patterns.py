@@ -110,6 +110,84 @@ def test_maxtext_passes_loss_and_norm_and_logs_a_flat_dict():
     assert skipped == [0, 0, 0, 0, 0, 1, 2, 2]
 
 
+def test_maxtext_keeps_the_state_of_a_rule_in_an_nnx_optimizer():
+    """src/maxtext/common/train_state_nnx.py and train_step, as it is by default (`pure_nnx`)."""
+
+    class TrainStateNNX(nnx.Module):
+        def __init__(self, model, optimizer):
+            self.model = model
+            self.optimizer = optimizer
+
+        def apply_gradients(self, grads, **kwargs):
+            self.optimizer.update(self.model, grads, **kwargs)
+
+    spikes = thresholds.window(6.0, 8, ddof=1, min_std=0.0, warmup_steps=3)
+    base_opt = optax.sgd(0.01, momentum=0.9)
+    base_opt = optaxclip.skip_above(base_opt, spikes, loss_limit=spikes, known_norm="grad_norm")
+    tx = optax.chain(optaxclip.zclip(warmup_steps=3), base_opt)
+    model = NnxModel()
+    graphdef, state = nnx.split(TrainStateNNX(model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
+
+    @jax.jit
+    def train_step(state, x):
+        state = nnx.merge(graphdef, state)
+
+        def loss_fn(model):
+            return jnp.mean(model.head(model.encoder(x)) ** 2)
+
+        loss, grads = nnx.value_and_grad(loss_fn)(state.model)
+        grad_norm = optax.tree.norm(grads)
+        state.apply_gradients(grads, loss=loss, grad_norm=grad_norm)
+        scalar_metrics = {"learning/loss": loss, "learning/grad_norm": grad_norm}
+        scalar_metrics.update(monitor.metrics(state.optimizer, "learning/"))
+        return nnx.state(state, nnx.Not(nnx.Intermediate)), scalar_metrics
+
+    logged = []
+    for step in range(8):
+        state, metrics = train_step(state, jnp.full((2, 4), np.nan if step == 6 else 1.0))
+        assert all(jnp.shape(value) == () for value in metrics.values())
+        norms = metrics["learning/zclip/norm"], metrics["learning/grad_norm"]
+        np.testing.assert_allclose(*norms, rtol=1e-6)
+        logged.append(metrics)
+    skipped = [int(metrics["learning/skip_above/num_skipped"]) for metrics in logged]
+    assert skipped == [0] * 6 + [1] * 2
+    assert np.isinf(logged[0]["learning/zclip/limit"])
+    assert np.isfinite(logged[-1]["learning/zclip/limit"])
+    assert np.isfinite(logged[-1]["learning/loss"])
+
+
+def test_nanodo_looks_into_the_state_of_multi_steps():
+    """nanodo/optimizer.py, get_optimizer, and nanodo/train.py, _train_step."""
+
+    @jax.jit
+    def train_step(state, grads):
+        updates, new_opt_state = state.tx.update(grads, state.opt_state, state.params)
+        new_params = optax.apply_updates(state.params, updates)
+        new_state = state.replace(
+            step=state.opt_state.gradient_step + 1, params=new_params, opt_state=new_opt_state
+        )
+        return new_state, monitor.metrics(new_opt_state, "grads/")
+
+    def run(make):
+        tx = make(optax.chain(optaxclip.clip_by_global_norm(LIMIT), optax.adam(0.1)))
+        state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+        with jax.numpy_dtype_promotion("standard"):
+            for step in range(8):
+                size = np.nan if step == 3 else 1.0
+                state, metrics = train_step(state, optax.tree.scale(size, GRADS))
+        return state, metrics
+
+    steps, guard = optax.MultiSteps, optax.skip_not_finite
+    lost, _ = run(lambda chain: steps(chain, 1))
+    assert np.isnan(norm_of(lost.params))
+    state, metrics = run(lambda chain: steps(chain, 2, should_skip_update_fn=guard))
+    assert state.opt_state.gradient_step == 3  # of seven microbatches
+    assert np.isfinite(norm_of(state.params))
+    np.testing.assert_allclose(metrics["grads/clip_by_global_norm/norm"], norm_of(GRADS), 1e-6)
+    with pytest.raises(AttributeError, match=r"SkipState.*gradient_step"):
+        run(lambda chain: optaxclip.skip_nonfinite(steps(chain, 2).gradient_transformation()))
+
+
 @clips
 def test_big_vision_masks_the_clip_and_freezes_leaves(make):
     """big_vision/optax.py, make: frozen leaves neither count in the norm nor move."""
