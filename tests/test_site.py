@@ -84,6 +84,8 @@ def test_code_runs(page, block):
         np.testing.assert_allclose(found["norm_over_all"], entries**0.5, 1e-6)
     if "last_factor" in found:
         assert found["last_factor"] == pytest.approx(0.4)
+    if "unit_norms" in found:
+        np.testing.assert_allclose(found["unit_norms"], found["unit_limits"], 1e-6)
     if "verdict" in found:
         assert found["verdict"] == "skipped"
     if "bad" in found:

@@ -106,7 +106,7 @@ def clip_by_global_norm(
 def adaptive_grad_clip(
     clipping: ScalarOrSchedule,
     eps: float = 1e-3,
-    axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int]] | None = None,
+    axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int] | None] | None = None,
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
     """Clips each unit's gradient by the norm of the unit's weights.
@@ -114,14 +114,20 @@ def adaptive_grad_clip(
     A unit is all weights that lead into one output (see `optaxclip.scopes.unit`). Its limit is
     `clipping * max(norm of the unit's weights, eps)`. The update needs `params`.
 
+    The default for `axis` finds the units of `[in, out]` and `[height, width, in, out]`, as in
+    Flax, Haiku and Keras. It does not for weights with the output first, as in Equinox
+    (`[out, in]`), where it takes one norm for each *input*, nor for convolutions over one dimension
+    (`[width, in, out]`), where it takes one for each pair of input and output. Neither raises an
+    error: pass `axis` there (`docs/recipes/wrappers.md` shows how).
+
     Source: Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171. The authors do not clip the last
     layer's weights: wrap this transformation in `optax.masked` to leave them out.
 
     Args:
       clipping: the largest ratio of gradient norm to weight norm.
       eps: a floor under the weight norm.
-      axis: the axes of a unit, or `fn(path, leaf) -> axes`; if None, they depend on the leaf's
-        rank, as in `optaxclip.scopes.unit`.
+      axis: the axes over which a unit's norm is taken, or `fn(path, leaf) -> axes`; if it is None,
+        or returns None, they depend on the leaf's rank, as in `optaxclip.scopes.unit`.
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:

@@ -42,12 +42,14 @@ def axes(axes: int | Sequence[int]) -> Scope:
 
 
 def unit(
-    axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int]] | None = None,
+    axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int] | None] | None = None,
     stacked: StackedAxes = 0,
 ) -> Scope:
     """One norm for each output unit of a weight: for all weights that lead into one unit.
 
-    The output axis of a weight must be the last one, as in Flax, Haiku and Keras:
+    The output axis of a weight must be the last one, as in Flax, Haiku and Keras. Pass `axis` for
+    weights `[out, in]`, as Equinox has, and for convolutions over one dimension, which are
+    `[width, in, out]`: the table would take them for other layers, without an error.
 
       leaf                                       | axes of a norm
       -------------------------------------------|---------------------
@@ -58,7 +60,7 @@ def unit(
 
     Args:
       axis: the axes of a norm in place of those in the table, for every leaf; or
-        `fn(path, leaf) -> axes`.
+        `fn(path, leaf) -> axes`, with None for those in the table.
       stacked: the number of leading stacked axes, as in `leaf`; the table and `axis` then count
         from the first axis that follows them.
 

@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +76,42 @@ def test_unit_with_axes_of_ones_own(axis):
     axes = tuple(a % 6 for a in np.atleast_1d(axes))
     clipped, _ = clip(x, 0.7, scopes.unit(axis))
     np.testing.assert_allclose(clipped, expected(x, axes, 0.7), rtol=2e-6)
+
+
+def test_agc_with_other_layouts_of_the_same_weights():
+    """Equinox's output is first, and a convolution over one dimension is one of height 1."""
+    shapes = {"Conv": {"kernel": (3, 4, 5)}, "bias": (5,), "kernel": (4, 5)}
+
+    def is_shape(x):
+        return isinstance(x, tuple)
+
+    def tree(seed):
+        return jax.tree.map(lambda shape: normal(*shape, seed=seed), shapes, is_leaf=is_shape)
+
+    def of_equinox(path, leaf):
+        return tuple(range(1, leaf.ndim)) if leaf.ndim > 1 and "bias" not in path else None
+
+    def of_flax(path, leaf):
+        return (0, 1) if "Conv" in path else None
+
+    def as_image(tree):
+        return {**tree, "Conv": {"kernel": tree["Conv"]["kernel"][None]}}
+
+    def output_first(tree):
+        return jax.tree.map(lambda x: np.moveaxis(x, -1, 0), tree)
+
+    def run(layout, axis=None):
+        grads, weights = layout(tree(1)), layout(tree(0))
+        tx = optaxclip.adaptive_grad_clip(0.3, axis=axis)
+        return tx.update(grads, tx.init(weights), weights)[0]
+
+    wanted = run(as_image)
+    of_width = run(dict, of_flax)
+    chex.assert_trees_all_close(as_image(of_width), wanted, rtol=1e-6)
+    chex.assert_trees_all_close(run(output_first, of_equinox), output_first(of_width), rtol=1e-6)
+    by_rank = run(output_first)  # without an error, and wrong
+    assert not np.allclose(by_rank["kernel"], output_first(of_width)["kernel"], rtol=0.1)
+    np.testing.assert_array_equal(by_rank["bias"], of_width["bias"])
 
 
 def test_unit_axes_speak_of_what_follows_the_stacked_ones():
