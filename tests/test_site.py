@@ -130,6 +130,14 @@ def test_no_name_is_in_the_reference_twice():
     assert len(set(REFERENCE)) == len(REFERENCE)
 
 
+def test_no_page_counts_the_lines_of_another_project():
+    """They move with every commit there: the name of the function stays."""
+    found = {
+        page: re.findall(r"\.(?:py|ya?ml):\d+|\bline \d+", text) for page, text in PAGES.items()
+    }
+    assert not {page: places for page, places in found.items() if places}
+
+
 def test_the_menu_has_every_page_and_notebook():
     pages = [page.removeprefix("docs/") for page in PAGES]
     notebooks = [f"notebooks/{path.name}" for path in ROOT.glob("notebooks/*.ipynb")]

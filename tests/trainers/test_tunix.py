@@ -1,5 +1,7 @@
 """In tunix's `PeftTrainer`: LoRA over four devices, against Optax's clip, and with a resume."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,9 +29,9 @@ class Trainers:
         inputs = [self.sft.TrainingInput(input_tokens=x, input_mask=x * 0 + 1) for x in tokens]
         return inputs * STEPS
 
-    def trainer(self, tx, steps, folder=None):
+    def trainer(self, tx, steps, folder=None, **options):
         config = self.sft.TrainingConfig(
-            eval_every_n_steps=100, max_steps=steps, checkpoint_root_directory=folder
+            eval_every_n_steps=100, max_steps=steps, checkpoint_root_directory=folder, **options
         )
         toy = self.toys.ToyTransformer(config=self.toys.ModelConfig(), rngs=nnx.Rngs(0))
         model = self.toys.get_lora_model(toy, mesh=self.mesh)
@@ -108,3 +110,43 @@ def test_a_run_that_began_with_optax_goes_on_without_a_record(tunix, of_optax, t
     ours = chain(optaxclip.clip_by_global_norm(LIMIT, record=False))
     losses, _ = tunix.train(ours, STEPS, folder)
     np.testing.assert_allclose(losses, of_optax[STEPS // 2 :], rtol=4e-7)
+
+
+@pytest.mark.parametrize("by_tunix", [True, False])
+def test_a_nan_in_one_microbatch(tunix, by_tunix):
+    """Its own accumulation is `optax.MultiSteps`, in 0.1.7; around ours there is a skip."""
+    tx, options = chain(optaxclip.clip_by_global_norm(LIMIT)), {}
+    if by_tunix:
+        tx, options = optaxclip.skip_nonfinite(tx), {"gradient_accumulation_steps": 2}
+    else:
+        tx = optaxclip.skip_nonfinite(optax.MultiSteps(tx, 2).gradient_transformation())
+    trainer, weights = tunix.trainer(tx, STEPS, **options), []
+    loss_of_tunix, bad = trainer.loss_fn, 127
+
+    def loss_fn(model, input_tokens, input_mask, positions, attention_mask):
+        loss = loss_of_tunix(model, input_tokens, input_mask, positions, attention_mask)
+        return loss * jnp.where(jnp.all(input_tokens == bad), jnp.nan, 1.0)
+
+    class Weights(Losses):
+        def on_train_step_end(self, trainer, step, loss):
+            weights.append(jax.device_get(jax.tree.leaves(nnx.state(trainer.model, nnx.LoRAParam))))
+
+    trainer = trainer.with_loss_fn(loss_fn)
+    trainer.training_hooks = Weights([])
+    data = tunix.data()
+    data[3] = tunix.sft.TrainingInput(
+        input_tokens=np.full((4, 16), bad), input_mask=data[3].input_mask
+    )
+    with tunix.mesh:
+        trainer.train(data)
+    moved = [
+        any(np.any(x != y) for x, y in zip(*pair, strict=True))
+        for pair in itertools.pairwise(weights)
+    ]
+    assert all(np.isfinite(x).all() for x in weights[-1])
+    if by_tunix:
+        assert not any(moved)
+        assert monitor.verdict(trainer.optimizer, STEPS - 1) == "roll back"
+    else:
+        assert any(moved[-3:])
+        assert monitor.verdict(trainer.optimizer) == "ok"
