@@ -1,4 +1,4 @@
-"""How long the way through the library is, counted: lines of its core, and calls of a traced update.
+"""How long the way through the library is: lines of its core, and calls of a traced update.
 
 python -m benchmarks.structure
 
