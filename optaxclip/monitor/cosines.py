@@ -113,10 +113,12 @@ def _both(x: Array) -> Any:
     """The two summands of a pair: the product, and the square of the other's entry.
 
     A product too large for this scale becomes 0, because infinite products of both signs would add
-    up to NaN; then the sum at another scale is used.
+    up to NaN; then the sum at another scale is used. At the scale for large numbers none is.
     """
     product = lax.mul(*(bounded(part) for part in (x.real, x.imag)))
-    is_usable = lax.le(lax.abs(product), product.dtype.type(2 * _highest(product.dtype)))
+    info = jnp.finfo(product.dtype)
+    largest = max(_highest(product.dtype), (float(info.max) / powers.distance(product.dtype)) ** 2)
+    is_usable = lax.le(lax.abs(product), product.dtype.type(2 * largest))
     return select(is_usable, product, 0), lax.square(x.imag)
 
 
@@ -125,7 +127,8 @@ def _highest(dtype: Any) -> float:
 
     So each scale is used only where products of entries are neither too large nor too small for it.
     """
-    return powers.lowest(dtype) * powers.distance(dtype) ** 2
+    # One factor after the other: in float64 the square of the distance is no number of Python's.
+    return powers.lowest(dtype) * powers.distance(dtype) * powers.distance(dtype)
 
 
 def _total(total: Array, count: Array) -> Array:
