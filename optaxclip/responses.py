@@ -28,6 +28,7 @@ import numpy as np
 from jax import Array
 
 from optaxclip._base.arguments import refuse_uncalled
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import safe_divide
 
 Response: TypeAlias = Callable[[Array, Array, Array], Array]
@@ -235,7 +236,7 @@ class _ClipWithEps:
         return jnp.minimum(_quotient(target, divisor), 1)
 
 
-@jax.custom_jvp
+@custom_jvp()
 def _quotient(x: Array, y: Array) -> Array:
     """`x * (1 / y)`, which is what PyTorch computes for a number divided by a tensor.
 

@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.types import PyTree
 
 Axes = frozenset[str]
@@ -89,7 +90,7 @@ def sum_over_devices(x: Array, axes: Axes) -> Array:
     return lax.psum(x, tuple(sorted(axes))) if axes else x
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+@custom_jvp(nondiff_argnums=(1,))
 def largest(x: Array, axes: Axes) -> Array:
     """The maximum over the devices along these axes, of arrays without NaN.
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from optaxclip._base.derivatives import custom_jvp
+
 
 def accumulation_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """The real dtype in which entries of `dtype` are summed: float64 for float64, else float32."""
@@ -79,7 +81,7 @@ def multiply(x: Array, y: Array | float) -> Array:
     return lax.mul(x, y if isinstance(y, Array) else x.dtype.type(y))
 
 
-@jax.custom_jvp
+@custom_jvp()
 def safe_sqrt(x: Array) -> Array:
     """The square root of `x >= 0`, whose derivative is 0 at 0."""
     return select(*root_of_positive(x), x)

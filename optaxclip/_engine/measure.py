@@ -22,6 +22,7 @@ from jax import Array, lax
 import optaxclip._base.devices as devices
 import optaxclip._engine.cpu as cpu
 import optaxclip._engine.powers as powers
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     broadcast_over,
     fixed_size,
@@ -242,7 +243,7 @@ def _differentiable(measurement: _Measurement, leaves: list[Any]) -> Measured:
     wherever the norm's derivative does.
     """
 
-    @jax.custom_jvp
+    @custom_jvp()
     def norms(leaves: list[Any]) -> Measured:
         return measurement.norms(leaves)
 

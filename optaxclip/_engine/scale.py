@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip._engine.cpu as cpu
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     accumulation_dtype,
     broadcast_over,
@@ -69,7 +70,7 @@ def _scaled(
     return match_weak_type(scaled, x)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@custom_jvp(nondiff_argnums=(0, 1))
 def _on_bits(strict: bool, zeroes: bool, x: Array, by: Multiplier, above: Array | None) -> Array:
     product = cpu.scaled_bfloat16(x, *by, strict=strict)
     if zeroes:
@@ -113,7 +114,7 @@ def _product(x: Array, by: Multiplier, *, strict: bool) -> Array:
     return product if product.dtype == x.dtype else _rounded(product, x.dtype, strict)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+@custom_jvp(nondiff_argnums=(1, 2))
 def _rounded(x: Array, dtype: jnp.dtype, toward_zero: bool) -> Array:
     """Converts to `dtype`, to nearest or, with `toward_zero`, never away from zero."""
     y = x.astype(dtype)

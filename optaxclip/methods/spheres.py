@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._base.devices as devices
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import (
     bounded,
@@ -88,7 +89,7 @@ def _norms(weights: list[Array], directions: list[Array], groups: Groups) -> "_N
     by_pairs = functools.partial(_by_pairs, groups=groups)
     by_roots = functools.partial(_by_roots, groups=groups)
 
-    @jax.custom_jvp
+    @custom_jvp()
     def norms(weights: list[Array], directions: list[Array]) -> _Norms:
         return lax.platform_dependent(weights, directions, cpu=by_roots, default=by_pairs)
 
