@@ -159,6 +159,21 @@ PARTS = QUICK | {
 }
 
 
+def test_derivatives_of_a_limit_for_single_examples():
+    grads = np.float32([[3, 4], [0.1, 0.2], [-1, 2]])
+
+    def both(limit):
+        def step(at, state, k):
+            (clipped,), _ = optaxclip.per_example_global_norm_clip([grads * at], limit)
+            return at - 0.1 * k * clipped, state, jnp.sum(jnp.cos(at - 0.1 * k * clipped))
+
+        start = jnp.array([1.0, -2.0]), ()
+        return in_scan(step, start), in_sequence(step, start)
+
+    found = jax.jit(jax.jacfwd(jax.jacrev(both)))(0.5)
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, PARTS))
 def test_every_part(name):
     assert_the_same(PARTS[name], rtol=3e-2 if "float16" in name else 1e-4)
