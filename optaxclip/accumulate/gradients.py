@@ -43,8 +43,8 @@ def value_and_grad(
     The batch is cut along its leading axis: of `k` microbatches the `i`-th has the examples `i`,
     `i + k`, ... The result is the weighted mean over the microbatches that were not rejected. If
     none is rejected or clipped, it is the gradient of the whole batch. Sums are in float32 or
-    wider, and finite if all gradients times their weights are. It takes the memory of the sum and
-    of one gradient, whatever `k` is.
+    wider, and finite if all gradients and weights are. It takes the memory of the sum and of one
+    gradient, whatever `k` is.
 
     Clipping each microbatch is PS-Clip-SGD (Nobile and Grohs, 2026, arXiv 2605.02701). A microbatch
     that is rejected is left out with its weight.
@@ -171,7 +171,7 @@ class ValueAndGrad:
         means = over_microbatches(loss, self._judge, roles, params, cut, state)
         row, grads = means.row, params.without_gradients().replaced(means.leaves)
         if self._judge.measures:
-            norm, noise = row.norm, row.noise(self._judge.norm(grads))
+            norm, noise = row.norm, row.noise(self._judge.norm(grads), means.unit)
         else:
             # NaN, as nothing is rejected. It is made of outputs of the loop, because for a loop
             # without these XLA (JAX 0.10.2) needs more memory on a GPU.
@@ -179,7 +179,7 @@ class ValueAndGrad:
             noise = NoiseSums(*[unknown(row.total_weight)] * 2)
         value = row.mean(row.loss)
         of_each = Accumulated(
-            norm, row.weight, row.rejected, row.loss, means.aux, means.state, noise
+            norm, means.unit * row.weight, row.rejected, row.loss, means.aux, means.state, noise
         )
         return (value, means.aux) if self._loss.has_aux else value, grads.tree(), of_each
 

@@ -23,12 +23,14 @@ class Means(NamedTuple):
 
     Attributes:
       leaves: for each measured leaf the weighted mean of the gradients that count.
+      unit: the power of two by which the row's weights are to be multiplied.
       state: after the last microbatch.
       row: what was found of each microbatch.
       aux: what else the losses returned, `[k, ...]`.
     """
 
     leaves: list[Array]
+    unit: Any
     state: AccumulateState
     row: Row
     aux: PyTree
@@ -51,11 +53,13 @@ def over_microbatches(
     dtypes = [loss.dtype_of_sum(x.dtype) for x in params.measured_leaves()]
     measured = [loss.places.vary(x, axes) for x in params.measured_leaves()]
     param_norm = judge.param_norm(roles.params)
+    with devices.on_own_mesh((measured, roles.batch)):
+        loss = loss.with_unit_for(cut)
     found_by = loss.of_this_device if axes else loss.over_devices
     # Where all microbatches count alike and none is left out, the gradient is added as it is: XLA
     # can then put off the sum over devices until after the loop.
     is_plain = loss.weight is None and not judge.measures and not axes
-    part = 1.0 if is_plain else _part(cut.number * devices.num_devices(axes))
+    part = 1.0 if is_plain else _part(4 * cut.number * devices.num_devices(axes))
 
     def like_params(leaves: list[Array]) -> list[Array]:
         """Leaves in the dtypes of the sums, split over devices as the parameters are."""
@@ -93,16 +97,22 @@ def over_microbatches(
         row = _over_devices(row, loss.places.axes_of(row.loss))
     divisor = row.total_weight if loss.weight is not None else row.total_weight / unit
     divisor = part * divisor
-    return Means([x / divisor.astype(x.dtype) for x in totals], state, row, aux)
+    leaves = [x / divisor.astype(x.dtype) for x in totals]
+    return Means(leaves, loss.unit, state, row, aux)
 
 
 def _part(number: int) -> float:
-    """The largest power of two that is at most `1 / number`, so that sums stay in the range."""
+    """The largest power of two that is at most `1 / number`, so that sums stay in the range.
+
+    A weight in its unit is below 4.
+    """
     return 0.5 ** (number - 1).bit_length()
 
 
 def _over_devices(row: Row, axes: Axes) -> Row:
     """The losses and weights of all devices, from those of each."""
-    weighted = jnp.where(row.weight == 0, 0, row.weight * row.loss)
+    part = _part(4 * devices.num_devices(axes))
+    weighted = jnp.where(row.weight == 0, 0, part * row.weight * row.loss)
     weight = devices.sum_over_devices(row.weight, axes)
-    return row._replace(weight=weight, loss=devices.sum_over_devices(weighted, axes) / weight)
+    loss = devices.sum_over_devices(weighted, axes) / (part * weight)
+    return row._replace(weight=weight, loss=loss)

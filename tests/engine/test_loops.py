@@ -136,7 +136,6 @@ QUICK = {
     "linf": compared(clip(norm="linf")),
     "mask bfloat16": compared(clip(nonfinite="mask"), dtype=jnp.bfloat16),
     "strict bfloat16": compared(clip(strict=True), dtype=jnp.bfloat16),
-    "clip_with_eps": compared(clip(response=responses.clip_with_eps(0.1))),
 }
 PARTS = QUICK | {
     "l1": compared(clip("group", norm="l1")),
@@ -149,6 +148,7 @@ PARTS = QUICK | {
     "smooth": compared(clip("unit", response="smooth")),
     "auto_s": compared(clip("axes", response=responses.auto_s(0.1))),
     "band": compared(clip("leaf", response=responses.band(0.9))),
+    "clip_with_eps": compared(clip(response=responses.clip_with_eps(0.1))),
     "mask": compared(clip(nonfinite="mask"), spoil=np.inf),
     "zero": compared(clip("leaf", nonfinite="zero"), spoil=np.nan),
     "strict float16": compared(clip(strict=True), dtype=jnp.float16),
