@@ -105,7 +105,7 @@ def test_second_derivatives_in_a_scan():
     whole = jax.shard_map(
         lambda x: lax.psum(total(x, P("i")), "i"), mesh=mesh(), in_specs=P("i"), out_specs=P()
     )
-    x, direction = WHOLE, np.cos(WHOLE)
+    x, direction = WHOLE, jnp.cos(WHOLE)
 
     def second(fn):
         return jax.jit(lambda x: jax.jvp(jax.grad(fn), (x,), (direction,))[1])(x)
