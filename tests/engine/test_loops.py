@@ -153,7 +153,6 @@ PARTS = QUICK | {
     "zero": compared(clip("leaf", nonfinite="zero"), spoil=np.nan),
     "strict float16": compared(clip(strict=True), dtype=jnp.float16),
     "complex": compared(clip("leaf"), dtype=jnp.complex64),
-    "complex linf": compared(clip("group", norm="linf"), dtype=jnp.complex64),
     "fori_loop": compared(clip(norm="linf"), in_fori_loop),
     "map": compared(clip(strict=True), in_map, one_by_one),
 }
