@@ -53,7 +53,7 @@ from optaxclip.thresholds.fixed import (
 )
 
 
-@takes(ClipOptions)
+@takes(ClipOptions, once="clip_tree(grads, 1.0, scope=scopes.tree())")
 def clip_by(
     scope: Scope,
     limit: LimitLike,

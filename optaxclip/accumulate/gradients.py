@@ -10,6 +10,7 @@ import optax
 
 import optaxclip._base.devices as devices
 from optaxclip._base.arguments import check_state, checked_bool, checked_int
+from optaxclip._base.calls import asks
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import AxisName, PyTree, Threshold
 from optaxclip._batches.cutting import Cut, number_of_examples
@@ -23,6 +24,7 @@ from optaxclip.monitor.noise import NoiseSums, known_where, unknown
 from optaxclip.thresholds.fixed import ScalarOrSchedule
 
 
+@asks(num_microbatches="pass microbatch_size=, the number of examples divided by num_microbatches")
 def value_and_grad(
     loss_fn: Callable[..., Any],
     argnums: int | Sequence[int] = 0,

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import check_state, checked_bool, checked_name
+from optaxclip._base.calls import makes_transformation
 from optaxclip._base.numerics import (
     accumulation_dtype,
     match_weak_type,
@@ -30,6 +31,7 @@ from optaxclip.methods.heads import Heads, Place, multiplier, placed
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 
 
+@makes_transformation()
 def clip_attention_logits(
     tau: ScalarOrSchedule = 100.0,
     *,

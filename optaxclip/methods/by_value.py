@@ -7,6 +7,7 @@ from jax import Array
 
 import optaxclip.methods.elementwise as elementwise
 from optaxclip._base.arguments import check_state, checked_bool
+from optaxclip._base.calls import makes_transformation
 from optaxclip._base.counters import increased
 from optaxclip._base.transformation import Transformation, stateless, transformation
 from optaxclip._base.trees import flatten
@@ -25,6 +26,7 @@ class ClipByValueState(NamedTuple):
     steps: Array
 
 
+@makes_transformation("ops.clip_by_value(grads, -1.0, 1.0)")
 def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[ClipByValueState]:
     """Clips each entry to `[-max_delta, max_delta]`, a complex one to the modulus `max_delta`.
 
@@ -57,6 +59,7 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
     return _clip_by_bounds(None, max_delta, ("max_delta", "max_delta"), record)
 
 
+@makes_transformation("ops.clip_by_value(grads, -1.0, 1.0)")
 def clip_by_value(
     min_value: ScalarOrSchedule, max_value: ScalarOrSchedule, *, record: bool = True
 ) -> Transformation[ClipByValueState]:

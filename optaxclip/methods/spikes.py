@@ -18,6 +18,7 @@ from jax import Array, lax
 import optaxclip.norms as norms
 import optaxclip.thresholds as thresholds
 from optaxclip._base.arguments import check_state, checked_int, checked_name
+from optaxclip._base.calls import makes_transformation
 from optaxclip._base.counters import increased
 from optaxclip._base.devices import resharded
 from optaxclip._base.numerics import (
@@ -120,6 +121,7 @@ class _OnlyAbove(ByNorm):
         return with_data(leaf, super().scaled(leaf.data, by, (), method))
 
 
+@makes_transformation()
 def clip_by_second_moment(
     *,
     threshold: jax.typing.ArrayLike = 5000.0,

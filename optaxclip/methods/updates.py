@@ -14,7 +14,11 @@ from optaxclip._engine.options import ScaleOptions, takes
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 
 
-@takes(ScaleOptions)
+@takes(
+    ScaleOptions,
+    parts='clip_by(scopes.leaf(), 1.0, norm="rms")',
+    once='clip_tree(grads, 1.0, scope=scopes.leaf(), norm="rms")',
+)
 def clip_by_block_rms(
     threshold: ScalarOrSchedule,
     *,

@@ -16,7 +16,10 @@ from optaxclip._engine.options import ClipOptions, takes
 from optaxclip.thresholds.base import FLOOR
 
 
-@takes(ClipOptions)
+@takes(
+    ClipOptions,
+    parts="clip_by(scopes.tree(), thresholds.percentile(10.0, inclusive=True, warmup_steps=0))",
+)
 def autoclip(
     percentile: jax.typing.ArrayLike = 10.0,
     window: int = 1000,
@@ -63,7 +66,7 @@ def autoclip(
     return clip_by(scopes.tree(), rule, **options)
 
 
-@takes(ClipOptions)
+@takes(ClipOptions, parts="clip_by(scopes.tree(), thresholds.median())")
 def clip_by_median_norm(
     *,
     scale: jax.typing.ArrayLike = 2.0,
@@ -107,7 +110,7 @@ def clip_by_median_norm(
     return clip_by(scopes.tree(), rule, **options)
 
 
-@takes(ClipOptions)
+@takes(ClipOptions, parts="clip_by(scopes.tree(), thresholds.window())")
 def clip_by_window_norm(
     *,
     num_std: jax.typing.ArrayLike = 3.0,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.arguments import check_state
+from optaxclip._base.calls import makes_transformation
 from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import select
@@ -64,6 +65,7 @@ def scale_of(steps: Any, signal: Any, variance: Any, numpy: Any) -> Any:
     return numpy.where(steps > 0, numpy.maximum(ratio, 0), numpy.nan)
 
 
+@makes_transformation()
 def noise_scale(
     decay: jax.typing.ArrayLike = 0.99, *, name: str = "noise_scale"
 ) -> Transformation[NoiseScaleState]:

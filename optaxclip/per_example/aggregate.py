@@ -10,6 +10,7 @@ from jax import Array
 from jax.core import Tracer
 
 from optaxclip._base.arguments import check_state, checked_choice, refuse_uncalled
+from optaxclip._base.calls import makes_transformation
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.numerics import is_real, real_parts
 from optaxclip._base.transformation import Transformation, transformation
@@ -51,6 +52,7 @@ class PerExampleState(NamedTuple):
     num_dropped: Array
 
 
+@makes_transformation("per_example.clip_sum(grads, 1.0)")
 def per_example_clip_and_aggregate(
     limit: AggregateLimit,
     noise_multiplier: jax.typing.ArrayLike = 0.0,

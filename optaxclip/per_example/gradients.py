@@ -11,6 +11,7 @@ from jax import Array
 
 import optaxclip._base.devices as devices
 from optaxclip._base.arguments import checked_bool, checked_int
+from optaxclip._base.calls import asks
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import number_of_examples
@@ -108,6 +109,7 @@ class ClippedGrad:
 _TIMES = {"add_or_remove_one": 1, "replace_special": 1, "replace_one": 2}
 
 
+@asks(num_microbatches="pass microbatch_size=, how many examples are differentiated at once")
 def clipped_grad(
     loss_fn: Callable[..., Any],
     limit: ExampleLimit,

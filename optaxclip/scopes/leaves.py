@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 
 from optaxclip._base.arguments import refuse_uncalled, short
+from optaxclip._base.calls import asks
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
 from optaxclip._base.types import PyTree
@@ -50,6 +51,7 @@ def of_trees(scope: Scope) -> Scope:
 StackedAxes: TypeAlias = PyTree | Callable[[str, Array], int]
 
 
+@asks()
 def tree() -> Scope:
     """One norm for the whole tree.
 
@@ -70,6 +72,7 @@ def tree() -> Scope:
     return assign
 
 
+@asks()
 def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
     """One norm for all leaves that carry the same label.
 
@@ -107,6 +110,7 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
     return assign
 
 
+@asks()
 def leaf(stacked: StackedAxes = 0) -> Scope:
     """One norm for each leaf.
 

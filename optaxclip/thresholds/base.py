@@ -28,6 +28,7 @@ from jax import Array
 from jax.tree_util import Partial
 
 from optaxclip._base.arguments import checked_bool, checked_choice
+from optaxclip._base.calls import asks
 from optaxclip._base.counters import increased
 from optaxclip._base.grouping import concatenated, split_up
 from optaxclip._base.names import Names
@@ -129,6 +130,7 @@ class _Options(NamedTuple):
     max_norm: Any
 
 
+@asks()
 def adaptive(
     statistic: Statistic,
     settings: Any,

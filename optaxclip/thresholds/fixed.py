@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
+from optaxclip._base.calls import asks
 from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
@@ -20,6 +21,7 @@ ScalarOrSchedule: TypeAlias = jax.typing.ArrayLike | Callable[[Array], jax.typin
 LimitLike: TypeAlias = ScalarOrSchedule | Threshold | Mapping[str, ScalarOrSchedule | Threshold]
 
 
+@asks()
 def constant(limit: jax.typing.ArrayLike) -> Threshold:
     """The same limit at every step.
 
@@ -45,6 +47,7 @@ def constant(limit: jax.typing.ArrayLike) -> Threshold:
     return Threshold(Partial(_no_state), Partial(_constant, limit))
 
 
+@asks()
 def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
     """A limit `fn(count)` that depends on the number of steps so far, from 0 on.
 
@@ -69,6 +72,7 @@ def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
     return Threshold(Partial(_zero_count), Partial(_scheduled, _Schedule(Partial(fn))))
 
 
+@asks()
 def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3) -> Threshold:
     """A limit of `ratio * max(norm of the parameters, eps)` for each group.
 
@@ -103,6 +107,7 @@ def relative(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike, argument: str) 
     return Threshold(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
 
 
+@asks()
 def given(limits: Limits) -> Threshold:
     """The given limits at every step, a trigger and a target for each group.
 

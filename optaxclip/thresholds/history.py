@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.arguments import checked_bool, checked_int
+from optaxclip._base.calls import asks
 from optaxclip._base.numerics import power_of_two_below, safe_sqrt
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
@@ -23,6 +24,7 @@ from optaxclip.thresholds.base import (
 )
 
 
+@asks()
 def percentile(
     percentile: jax.typing.ArrayLike = 95.0,
     window: int = 1000,
@@ -79,6 +81,7 @@ def percentile(
     )
 
 
+@asks()
 def window(
     num_std: jax.typing.ArrayLike = 3.0,
     window: int = 128,
@@ -139,6 +142,7 @@ def window(
     )
 
 
+@asks()
 def median(
     scale: jax.typing.ArrayLike = 2.0,
     window: int = 100,

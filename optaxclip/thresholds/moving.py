@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.arguments import checked_bool, checked_choice
+from optaxclip._base.calls import asks
 from optaxclip._base.numerics import averaged, safe_divide, safe_sqrt
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
@@ -30,6 +31,7 @@ from optaxclip.thresholds.base import (
 Option = Literal["adaptive", "mean", "percentile"]
 
 
+@asks()
 def ema(
     decay: jax.typing.ArrayLike = 0.95,
     ratio: jax.typing.ArrayLike = 2.0,
@@ -102,6 +104,7 @@ def ema(
     )
 
 
+@asks()
 def zscore(
     alpha: jax.typing.ArrayLike = 0.97,
     z_thresh: jax.typing.ArrayLike = 2.5,

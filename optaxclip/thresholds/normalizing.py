@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from optaxclip._base.calls import asks
 from optaxclip._base.numerics import averaged, safe_divide, safe_sqrt
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
@@ -20,6 +21,7 @@ from optaxclip.thresholds.base import (
 from optaxclip.thresholds.moving import weight
 
 
+@asks()
 def mean_over_rms(
     mean_decay: jax.typing.ArrayLike = 0.7,
     square_decay: jax.typing.ArrayLike = 0.9,

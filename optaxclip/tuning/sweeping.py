@@ -15,6 +15,7 @@ from jax import Array
 from numpy.typing import ArrayLike
 
 from optaxclip._base.arguments import checked_bool, checked_int, short
+from optaxclip._base.calls import asks
 from optaxclip._base.types import PyTree
 from optaxclip.tuning.runs import Numbers, Progress, StepFn, all_steps, in_groups
 
@@ -96,6 +97,7 @@ class SweepResult:
         return f"limit {self.limit:.4g}{rate}: the largest within noise of the best final loss"
 
 
+@asks()
 def sweep(
     init_fn: InitFn,
     step_fn: StepFn,
