@@ -30,6 +30,7 @@ from optaxclip._engine.respond import Multiplier, multiplier
 from optaxclip._engine.scale import scale
 from optaxclip.norms import Norm
 from optaxclip.responses import Response, as_response
+from optaxclip.thresholds.calling import limits_by
 
 
 class Technique(Protocol):
@@ -232,7 +233,8 @@ def limits_of(
     A trainer may have cast the state to a narrower dtype, or split it over an explicit mesh.
     """
     check_rule_state(rule, state, norms, name)
-    limits, new = rule.update(norms, jax.tree.map(devices.gathered, state), param_norms)
+    gathered = jax.tree.map(devices.gathered, state)
+    limits, new = limits_by(rule, norms, gathered, param_norms, name)
     return limits, jax.tree.map(_as_before, new, state) if jax.tree.leaves(state) else new
 
 

@@ -12,6 +12,7 @@ from optaxclip._base.counters import increased
 from optaxclip._base.transformation import Transformation, stateless, transformation
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
+from optaxclip.thresholds.calling import checked_schedule
 from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.fixed import ScalarOrSchedule, without_memory
 
@@ -54,7 +55,9 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
       >>> print(tx.update(grads, tx.init(grads))[0])
       [nan  2. -2.  2.  1.]
     """
-    if not callable(max_delta):
+    if callable(max_delta):
+        checked_schedule(max_delta, "max_delta", any_shape=True)
+    else:
         max_delta = checked_limit(max_delta, "max_delta", off=True, schedule=True)
     return _clip_by_bounds(None, max_delta, ("max_delta", "max_delta"), record)
 
@@ -89,7 +92,9 @@ def clip_by_value(
     """
     bounds = (("min_value", min_value), ("max_value", max_value))
     for argument, bound in bounds:
-        if not callable(bound):
+        if callable(bound):
+            checked_schedule(bound, argument, any_shape=True)
+        else:
             elementwise.checked_bound(bound, argument)
     if not callable(min_value) and not callable(max_value):
         elementwise.check_order(min_value, max_value, ("min_value", "max_value"))

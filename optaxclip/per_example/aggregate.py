@@ -28,6 +28,7 @@ from optaxclip.per_example.sums import (
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
 from optaxclip.thresholds.base import as_float, at_least
+from optaxclip.thresholds.calling import checked_schedule
 from optaxclip.thresholds.checks import checked_limit, refuse_parts
 
 AggregateLimit: TypeAlias = ExampleLimit | Callable[[Array], jax.typing.ArrayLike] | QuantileLimit
@@ -177,6 +178,8 @@ def _fixed(limit: AggregateLimit) -> ExampleLimit:
     """The limit if it is the same at each step, else 0; refuses functions that are no schedules."""
     refuse_uncalled(limit, "optaxclip.per_example", "limit", "per_example")
     refuse_parts(limit, "limit")
+    if callable(limit):
+        checked_schedule(limit, "limit")
     if callable(limit) or isinstance(limit, QuantileLimit):
         return 0.0
     return limit if isinstance(limit, Mapping) else checked_limit(limit, "limit", schedule=True)

@@ -13,6 +13,7 @@ from optaxclip._base.counters import increased
 from optaxclip._base.numerics import is_real
 from optaxclip._base.types import Limits, NormTree, Threshold
 from optaxclip.thresholds.base import of_any_sign
+from optaxclip.thresholds.calling import checked_rule, checked_schedule
 from optaxclip.thresholds.checks import checked_limit, refuse_parts
 from optaxclip.thresholds.fixed import ScalarOrSchedule
 
@@ -56,10 +57,11 @@ def as_loss_limit(limit: ScalarOrSchedule | Threshold, argument: str = "loss_lim
     if isinstance(limit, Threshold):
         if limit.uses_params:
             raise ValueError(f"{argument} cannot be relative to the parameters: pass another rule")
-        return of_any_sign(limit, argument).as_pytree()
+        return of_any_sign(checked_rule(limit, argument), argument).as_pytree()
     refuse_parts(limit, argument)
     if callable(limit):
-        return Threshold(Partial(_no_steps), Partial(_at_step, Partial(limit)))
+        checked = Partial(checked_schedule(limit, argument))
+        return Threshold(Partial(_no_steps), Partial(_at_step, checked))
     number = checked_limit(limit, argument, allow_any_number=True, schedule=True)
     if not isinstance(number, jax.Array) and math.isnan(number):
         raise ValueError(f"{argument} must not be NaN; to judge the norm alone pass None")
