@@ -16,7 +16,7 @@ GRADS = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([1.0])}
 RETURNS = {
     "norms": (
         lambda n, s: n,
-        r"must return \(Limits\(trigger, target\), state\), got float32\[2\]$",
+        r"must return \(Limits\(trigger, target\), state\), got float32\[2\]",
     ),
     "only limits": (lambda n, s: Limits(n, n), "got Limits alone, without the state"),
     "swapped": (lambda n, s: (s, Limits(n, n)), "got the two in the other order"),
