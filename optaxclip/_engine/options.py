@@ -45,7 +45,8 @@ class StageOptions(PlaceOptions, total=False):
 
     Attributes:
       nonfinite: what becomes of a group whose norm is not finite: "nan" (all NaN), "zero" (all 0),
-        "mask" (bad entries 0, then clipped), "error" (a `checkify` error that names the leaves).
+        "mask" (bad entries 0, then clipped), "error" (a `checkify` error that names the leaves;
+        under `jit`, `error, out = jax.jit(checkify.checkify(step))(*args)` and `error.throw()`).
         No limit learns from such a norm.
       record: whether the state keeps what was done. With False it is an `optax.EmptyState`, and any
         state is accepted and returned as it is. With a limit that depends on earlier steps,

@@ -249,7 +249,8 @@ def _report(bad: Array, groups: Groups, method: Method) -> None:
     for flags, group in zip(groups.unpack(bad), groups.grouping.groups, strict=True):
         if group.members:
             names = [method.leaf_names[i] for i in group.members]
-            policies.check(flags, method.name, names)
+            # JAX shows this line where `checkify` is missing; see there.
+            policies.check(flags, method.name, names)  # nonfinite="error" needs checkify
 
 
 def _scaled(
