@@ -124,12 +124,33 @@ FRESH_STATE = (
 )
 
 
-def check_state(state: Any, kind: type, name: str, remedy: str = FRESH_STATE) -> None:
-    """Checks that the state passed to a transformation is of the type that it makes."""
+def check_state(
+    state: Any, kind: type, name: str, remedy: str = FRESH_STATE, updates: Any = None
+) -> None:
+    """Checks that the state passed to a transformation is of the type that it makes.
+
+    Args:
+      state: what the user passed.
+      kind: the type.
+      name: the transformation's name.
+      remedy: the end of the message.
+      updates: what the user passed for the updates, which may be the state.
+    """
     if not isinstance(state, kind):
+        refuse_state_as_updates(updates, kind, name)
         raise ValueError(
             f"{name}: the state must be of type {kind.__name__}, got {short(state)} of type "
             f"{type(state).__name__}. {remedy}"
+        )
+
+
+def refuse_state_as_updates(updates: Any, kind: type, name: str) -> None:
+    """Refuses updates that are a state, alone or in a chain: then the arguments were swapped."""
+    nodes = jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, kind))
+    if any(isinstance(node, kind) for node in nodes):
+        raise ValueError(
+            f"{name}: the updates are a {kind.__name__}, so the arguments are in another order: "
+            "call update(grads, state, params)"
         )
 
 

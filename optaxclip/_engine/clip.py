@@ -151,7 +151,7 @@ def stage(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, ClipState]:
         state = init(updates) if state is None else state
-        check_state(state, ClipState, options.name)
+        check_state(state, ClipState, options.name, updates=updates)
         updates, rule_state, info = step(updates, params, extra_args, state.rule, state.info)
         return updates, ClipState(increased(state.steps), rule_state, info)
 

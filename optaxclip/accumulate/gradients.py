@@ -14,7 +14,7 @@ from optaxclip._base.calls import asks
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import AxisName, PyTree, Threshold
 from optaxclip._batches.cutting import Cut, number_of_examples
-from optaxclip._batches.roles import Roles, argument_numbers
+from optaxclip._batches.roles import Roles, checked_roles
 from optaxclip.accumulate.judging import NAME, AccumulateState, Judge
 from optaxclip.accumulate.loop import over_microbatches
 from optaxclip.accumulate.losses import Loss
@@ -128,9 +128,7 @@ def value_and_grad(
       >>> print(value, grads, accumulated.weight, accumulated.rejected)
       11.666667 -6.0 [2. 1. 2.] [False False  True]
     """
-    argnums = argument_numbers(argnums, "argnums")
-    if batch_argnums is not None:
-        batch_argnums = argument_numbers(batch_argnums, "batch_argnums")
+    roles = checked_roles(argnums, batch_argnums)
     size = checked_int(microbatch_size, 1, "microbatch_size")
     places, wide = Places.checked(axis_name, specs), _checked_dtype(dtype)
     for argument, fn in (("loss_fn", loss_fn), ("weight", weight)):
@@ -138,7 +136,7 @@ def value_and_grad(
             raise TypeError(f"{argument} must be a function, got {fn!r:.80}")
     loss = Loss(loss_fn, weight, checked_bool(has_aux, "has_aux"), wide, places)
     judge = Judge.checked(clip, reject, measure, places)
-    return ValueAndGrad(loss, judge, argnums, batch_argnums, size)
+    return ValueAndGrad(loss, judge, *roles, size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

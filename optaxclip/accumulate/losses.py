@@ -1,6 +1,7 @@
 """The loss of one microbatch: its value, its weight and its gradient, over all devices."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -165,7 +166,7 @@ class Loss:
 
     def _weight_of(self, microbatch: tuple[Any, ...], size: int) -> Any:
         """The weight, checked; a traced one becomes NaN where it is negative."""
-        weight = size if self.weight is None else self.weight(*microbatch)
+        weight = size if self.weight is None else _of_batch(self.weight, microbatch)
         if not is_real(weight):
             raise TypeError(f"weight must return a real number, got {weight!r:.80}")
         if jnp.shape(weight) != ():
@@ -182,6 +183,25 @@ class Loss:
                 f"weight must return a number above 0, got {weight!r} for every microbatch"
             )
         return np.asarray(weight, self.dtype) / self.unit
+
+
+def _of_batch(weight: Callable[..., Any], microbatch: tuple[Any, ...]) -> Any:
+    """What a user's weight returns, which must take all batch arguments.
+
+    Raises:
+      TypeError: if it does not.
+    """
+    try:
+        inspect.signature(weight).bind(*microbatch)
+    except TypeError as error:
+        raise TypeError(
+            f"weight is called with what batch_argnums names, a part of {len(microbatch)} of the "
+            f"loss's arguments, and must take all of it ({error}): for a mask and tokens, "
+            "batch_argnums=(1, 2) and weight(tokens, mask)"
+        ) from None
+    except ValueError:  # some functions have no signature
+        pass
+    return weight(*microbatch)
 
 
 def _described(value: Any) -> str:

@@ -161,7 +161,7 @@ def clip_attention_logits(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, ClipState]:
         state = init(updates) if state is None else state
-        check_state(state, ClipState, name)
+        check_state(state, ClipState, name, updates=updates)
         return rescaled(updates, state, params, **extra_args)
 
     return transformation(init, update)

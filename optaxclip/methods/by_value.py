@@ -129,7 +129,7 @@ def _clip_by_bounds(
     ) -> tuple[PyTree, ClipByValueState]:
         del params, extra_args
         state = init(updates) if state is None else state
-        check_state(state, ClipByValueState, name)
+        check_state(state, ClipByValueState, name, updates=updates)
         smallest, largest = (_at_step(bound, state.steps) for bound in (low, high))
         return clamped(updates, smallest, largest), ClipByValueState(increased(state.steps))
 

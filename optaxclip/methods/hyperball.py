@@ -141,7 +141,7 @@ def hyperball(
                 "update(grads, state, params)"
             )
         state = init(params) if state is None else state
-        check_state(state, HyperballState, checked.name)
+        check_state(state, HyperballState, checked.name, updates=updates)
         of_state = (state.names, state.radius.size) if keeps else (None, 0)
         flat, groups = grouped(updates, "updates", *of_state)
         weights = matching_params(flat, params, checked.name).measured_leaves()

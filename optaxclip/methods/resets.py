@@ -134,7 +134,7 @@ def reset_state(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, ResetState]:
-        check_state(state, ResetState, checked.name, _WRAP_STATE)
+        check_state(state, ResetState, checked.name, _WRAP_STATE, updates=updates)
         reset, judge_state = jnp.zeros((), bool), state.judge
         if judge is not None:
             reset, judge_state = judge.update(updates, state.judge, params)

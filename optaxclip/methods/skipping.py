@@ -125,7 +125,7 @@ def skipping(
         params: PyTree | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, SkipState]:
-        check_state(state, SkipState, name, _WRAP_STATE)
+        check_state(state, SkipState, name, _WRAP_STATE, updates=updates)
         rule = rule_for(limit, [("tree", ())])
         norm_now = known_norm(options, extra_args, "scalar")
         of_leaves, names = jnp.zeros(0), Names()

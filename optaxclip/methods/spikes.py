@@ -195,7 +195,7 @@ def clip_by_second_moment(
         del params, extra_args
         flat = dense(flatten(updates, "updates"), name)
         state = init(updates) if state is None else state
-        check_state(state, SecondMomentState, name)
+        check_state(state, SecondMomentState, name, updates=updates)
         old = NamedMoments.of(state.moments)
         unknown = sorted(set(flat.names()) - set(old.names))
         if unknown:

@@ -131,7 +131,7 @@ def scale_by_stable_adam(
         del params, extra_args
         flat = dense(flatten(updates, "updates"), name)
         state = init(updates) if state is None else state
-        check_state(state, StableAdamState, name)
+        check_state(state, StableAdamState, name, updates=updates)
         groups = groups_of(flat, scope, checked, state.clip.info.names, state.steps.size)
 
         mu, nu = (NamedMoments.of(tree) for tree in (state.mu, state.nu))

@@ -120,7 +120,7 @@ def noise_scale(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, NoiseScaleState]:
         state = init(params) if state is None else state
-        check_state(state, NoiseScaleState, name)
+        check_state(state, NoiseScaleState, name, updates=updates)
         noise = NoiseSums(*(as_float(x) for x in _given(extra_args, name)))
         is_finite = jnp.isfinite(noise.signal) & jnp.isfinite(noise.variance)
         steps = increased(state.steps, is_finite)

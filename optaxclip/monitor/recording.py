@@ -154,7 +154,7 @@ def record(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, RecordState]:
         state = init(updates) if state is None else state
-        check_state(state, RecordState, name)
+        check_state(state, RecordState, name, updates=updates)
         _check_same(state, ("loss",) if loss else kept, name)
         if loss:
             found, names = {"loss": loss_among(extra_args, name)}, state.names
@@ -163,6 +163,8 @@ def record(
             groups = groups_of(flat, chosen_scope, checked, state.names, size)
             found = recorded_statistics(flat, params, groups, kept, checked)
             names = groups.grouping.names
+        rows = (window, len(found)) if len(found) > 1 else (window,)
+        _check_shape(state, (*rows, *jnp.shape(next(iter(found.values())))), name)
         return updates, state._replace(names=names, **run(_written, state.steps, state.ring, found))
 
     return transformation(init, update)
@@ -178,6 +180,20 @@ def _check_same(state: RecordState, kept: tuple[str, ...], name: str) -> None:
         raise ValueError(
             f"{name}: the state is that of another record: it holds the statistics "
             f"{sorted(state.last)}, and this record keeps {list(kept)}. {FRESH_STATE}"
+        )
+
+
+def _check_shape(state: RecordState, shape: tuple[int, ...], name: str) -> None:
+    """Checks that a state has a row for each step of the window, and an entry for each group.
+
+    Raises:
+      ValueError: otherwise, naming both.
+    """
+    if state.ring.shape != shape:
+        held, asked = (f"the last {x[0]} steps as {[*x]}" for x in (state.ring.shape, shape))
+        raise ValueError(
+            f"{name}: the state is that of another record: it keeps {held}, and this record keeps "
+            f"{asked}. Pass the window and the scope that it was made with. {FRESH_STATE}"
         )
 
 

@@ -145,7 +145,7 @@ def per_example_clip_and_aggregate(
         **extra_args: Any,
     ) -> tuple[PyTree, PerExampleState]:
         del params, extra_args
-        check_state(state, PerExampleState, "per_example_clip_and_aggregate")
+        check_state(state, PerExampleState, "per_example_clip_and_aggregate", updates=updates)
         flat = flatten(updates, "updates")
         flags = padding_flags(is_padding, number_of_examples(flat, "updates"))
         one = one_of(flat)

@@ -15,7 +15,7 @@ from optaxclip._base.calls import asks
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import number_of_examples
-from optaxclip._batches.roles import Roles, argument_numbers
+from optaxclip._batches.roles import Roles, checked_roles
 from optaxclip.per_example.bounds import ExampleLimit
 from optaxclip.per_example.lift import Sums
 from optaxclip.per_example.microbatches import RunningSums, in_microbatches
@@ -186,16 +186,14 @@ def clipped_grad(
     has_aux = checked_bool(has_aux, "has_aux")
     if microbatch_size is not None:
         microbatch_size = checked_int(microbatch_size, 1, "microbatch_size")
-    argnums = argument_numbers(argnums, "argnums")
-    if batch_argnums is not None:
-        batch_argnums = argument_numbers(batch_argnums, "batch_argnums")
+    roles = checked_roles(argnums, batch_argnums)
     if pre_clipping_transform is not None and not callable(pre_clipping_transform):
         raise TypeError(
             "pre_clipping_transform must be a function from the gradient of one example to the "
             f"tree that is clipped, got {pre_clipping_transform!r}"
         )
     transform = pre_clipping_transform
-    return ClippedGrad(loss_fn, clip, argnums, batch_argnums, has_aux, microbatch_size, transform)
+    return ClippedGrad(loss_fn, clip, *roles, has_aux, microbatch_size, transform)
 
 
 def _step(

@@ -29,7 +29,9 @@ def loss_among(extra_args: Mapping[str, Any], name: str) -> Array:
     if not given:
         raise ValueError(
             f"{name}: the update needs the loss, and was given neither value= nor loss=; pass it: "
-            "update(grads, state, params, value=loss)"
+            "update(grads, state, params, value=loss). Flax's TrainState.apply_gradients passes "
+            "nothing on: call state.tx.update(grads, state.opt_state, state.params, value=loss), "
+            "as the recipe 'Steps with a bad loss' shows"
         )
     argument, loss = next(iter(given.items()))
     if not is_real(loss):

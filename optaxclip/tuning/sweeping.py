@@ -64,6 +64,10 @@ class SweepResult:
 
     def __str__(self) -> str:
         """A table with a row for each limit, over the seeds and at the best learning rate."""
+        return self.table()
+
+    def table(self, more_seeds: str = "seeds=3") -> str:
+        """The same table; `more_seeds` is how more seeds are asked for, where a note says it."""
         diverged, final, clipped = map(
             self.by_limit, (self.diverged, self.final_loss, self.share_clipped.mean(axis=-1))
         )
@@ -77,7 +81,7 @@ class SweepResult:
             rows.append(f"{limit:>10.4g}  {loss:>10}  {noise:>8}  {clipped[i].mean():>8.1%}{mark}")
         rows.append(self._suggested())
         if final.shape[1] == 1:
-            rows.append("other seeds may give other results: pass seeds=3 or more")
+            rows.append(f"other seeds may give other results: pass {more_seeds} or more")
         if diverged.any():
             rows.append("diverged: the final loss is not finite, or above the first loss")
         return "\n".join(rows)
