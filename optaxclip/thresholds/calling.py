@@ -100,11 +100,13 @@ def checked_schedule(fn: Any, argument: str, *, any_shape: bool = False) -> Call
 
 
 def _at_first_step(fn: Callable[..., Any]) -> Any:
-    try:
-        return jax.eval_shape(fn, jax.ShapeDtypeStruct((), jnp.int32))
-    except jax.errors.JAXTypeError:
-        # It decides by the value of the count, which works in eager mode.
-        return fn(jnp.zeros((), jnp.int32))
+    # Whether JAX promotes dtypes and ranks may be set otherwise where the schedule is used.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        try:
+            return jax.eval_shape(fn, jax.ShapeDtypeStruct((), jnp.int32))
+        except jax.errors.JAXTypeError:
+            # It decides by the value of the count, which works in eager mode.
+            return fn(jnp.zeros((), jnp.int32))
 
 
 def _first_parameter(fn: Callable[..., Any]) -> str:

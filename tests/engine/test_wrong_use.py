@@ -90,9 +90,7 @@ def test_a_loss_with_flax_nnx():
 def test_a_history_without_a_record():
     state = optax.chain(optaxclip.clip_by_norm(1.0), optax.adam(1e-3)).init(GRADS)
     for ask in (monitor.history, monitor.history_names):
-        with pytest.raises(
-            ValueError, match=r"holds no record.* put monitor\.record\(window\) in"
-        ):
+        with pytest.raises(ValueError, match=r"holds no record.* put monitor\.record\(window\) in"):
             ask(state)
 
 

@@ -215,3 +215,10 @@ def test_a_schedule_is_called_once_without_computing():
     optaxclip.clip_by_global_norm(schedule)
     jax.effects_barrier()
     assert [count.dtype for count in calls] == [jnp.int32]
+
+
+def test_a_schedule_that_needs_promotion_may_be_made_where_there_is_none():
+    assert jax.config.jax_numpy_dtype_promotion == "strict"
+    tx = optaxclip.clip_by_global_norm(SCHEDULES["warm-up"])
+    with jax.numpy_dtype_promotion("standard"):
+        tx.update(GRADS, tx.init(GRADS))
