@@ -213,7 +213,8 @@ def stacked_counts(stacked: StackedAxes, flat: FlatTree) -> list[int]:
 def _of_branches(stacked: Mapping[Any, Any], flat: FlatTree) -> list[Any] | None:
     """For each measured leaf what a dict says of its branch, 0 if it does not name it.
 
-    None if it names a branch that the tree lacks. A branch may be None, or kept back by a wrapper.
+    None if it names a branch that the tree lacks, or holds something other than dicts and ints. A
+    branch may be None, or kept back by a wrapper.
     """
 
     def branch_of(path: Path) -> Any:
@@ -230,7 +231,8 @@ def _of_branches(stacked: Mapping[Any, Any], flat: FlatTree) -> list[Any] | None
     for name in named:
         if not any(name[: len(path)] == path[: len(name)] for path in paths):
             return None
-    return [branch_of(flat.paths[i]) for i in flat.measured]
+    found = [branch_of(flat.paths[i]) for i in flat.measured]
+    return found if all(isinstance(count, (int, np.integer)) for count in found) else None
 
 
 def _keys(path: Path) -> list[Any]:
