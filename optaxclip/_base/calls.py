@@ -43,7 +43,7 @@ def makes_transformation(once: str = "") -> Callable[[Function], Function]:
 
         @functools.wraps(fn)
         def checked(*args: Any, **keywords: Any) -> Any:
-            with takes_no_gradients(fn.__name__, (*args, *keywords.values()), once):
+            with takes_no_gradients(fn.__name__, args, once):
                 return asked(*args, **keywords)
 
         of_same_type: Any = checked
@@ -79,7 +79,7 @@ def takes_no_gradients(name: str, given: Iterable[Any], once: str = "") -> Itera
 
     Args:
       name: the function's name.
-      given: the values of its arguments.
+      given: the values of its arguments that were passed without a keyword.
       once: the call that clips gradients once, if there is one.
     """
     try:

@@ -164,7 +164,7 @@ def takes(options: type, *, parts: str = "", once: str = "") -> Callable[[Functi
 
         @functools.wraps(fn)
         def with_options(*args: Any, **keywords: Any) -> Any:
-            with takes_no_gradients(fn.__name__, (*args, *keywords.values()), once):
+            with takes_no_gradients(fn.__name__, args, once):
                 if args and not has_positional:
                     raise TypeError(_misread(fn.__name__, args[0], allowed))
                 of_parts = _for_parts(parts, keywords, allowed)
