@@ -29,8 +29,8 @@ from jax import Array
 
 import optaxclip._base.doors as _doors
 from optaxclip._base.arguments import refuse_uncalled
-from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.calls import asks
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import safe_divide
 
 _doors.put_signs(__name__)
