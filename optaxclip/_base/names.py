@@ -1,9 +1,11 @@
 """Names of groups and leaves in a state: they are part of the pytree's structure, not data."""
 
-import sys
 from collections.abc import Iterable
+from types import ModuleType
 
 import jax
+
+from optaxclip._base.imports import when_imported
 
 _Shapes = tuple[tuple[int, ...], ...]
 
@@ -33,7 +35,6 @@ class Names(tuple[str, ...]):
         cls, names: Iterable[str] = (), shapes: _Shapes = (), are_labels: bool = False
     ) -> "Names":
         """Names, with shapes or without."""
-        _register_with_flax()
         self = super().__new__(cls, names)
         self.shapes, self.are_labels = shapes, are_labels
         return self
@@ -55,16 +56,9 @@ class Names(tuple[str, ...]):
         return Names, (tuple(self), self.shapes, self.are_labels)
 
 
-def _register_with_flax() -> None:
-    """Tells Flax's serialization how to handle `Names`: nothing of it is stored.
-
-    Flax is not imported here: whoever serializes with it has imported it before.
-    """
-    serialization = sys.modules.get("flax.serialization")
-    if serialization is None or Names in _REGISTERED:
-        return
-    _REGISTERED.add(Names)
+def _register(serialization: ModuleType) -> None:
+    """Tells Flax's serialization that nothing of `Names` is stored: a restored state keeps its."""
     serialization.register_serialization_state(Names, lambda _: {}, lambda names, _: names)
 
 
-_REGISTERED: set[type] = set()
+when_imported("flax.serialization", _register)
