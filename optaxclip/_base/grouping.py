@@ -56,7 +56,7 @@ class Grouping:
     def names(self) -> Names:
         """The names of all entries of a `ClipInfo`."""
         shapes = tuple(group.shape for group in self.groups) if self.layout == "dict" else ()
-        names = (name for group in self.groups for name in group.names)
+        names = tuple(name for group in self.groups for name in group.names)
         return Names(names, shapes, self.has_labels)
 
     @property

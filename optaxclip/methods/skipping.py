@@ -104,7 +104,7 @@ def skipping(
 
     def init(params: PyTree) -> SkipState:
         flat = flatten(params, "params")
-        leaves = Names(sorted(flat.names()))
+        leaves = Names(tuple(sorted(flat.names())))
         info = initial_info(name, scopes.tree()(flat))
         rule = rule_for(limit, [("tree", ())])
         return SkipState(

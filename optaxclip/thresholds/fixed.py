@@ -182,7 +182,7 @@ def rule_for(
     if not set(names) <= set(limit) or (len(limit) > len(names) and not is_part):
         groups = f"limits are given for the groups {sorted(limit)}, but the groups are {names}"
         raise ValueError(f"{groups}: give one limit for each of these, and no others")
-    groups = Names(names, tuple(shape for _, shape in entries))
+    groups = Names(tuple(names), tuple(shape for _, shape in entries))
     return by_name({name: _as_rule(limit[name]) for name in names}, groups)
 
 
