@@ -2,7 +2,7 @@
 
 import difflib
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -124,6 +124,20 @@ FRESH_STATE = (
 )
 
 
+KEEP_STATE = (
+    "Begin with state = tx.init(params), keep the state that each update returns, and pass it to "
+    "the next: updates, state = tx.update(grads, state, params)"
+)
+
+
+def fresh_if_none(state: Any, init: Callable[[Any], Any], updates: Any) -> Any:
+    """A fresh state in the place of None, if its limit does not depend on earlier steps."""
+    if state is not None:
+        return state
+    fresh = init(updates)
+    return None if jax.tree.leaves(fresh.rule) else fresh
+
+
 def check_state(
     state: Any, kind: type, name: str, remedy: str = FRESH_STATE, updates: Any = None
 ) -> None:
@@ -136,6 +150,11 @@ def check_state(
       remedy: the end of the message.
       updates: what the user passed for the updates, which may be the state.
     """
+    if state is None:
+        raise ValueError(
+            f"{name}: got the state None, and with a fresh state at each step it would never learn "
+            f"of earlier steps, on which its results depend. {KEEP_STATE}"
+        )
     if not isinstance(state, kind):
         refuse_state_as_updates(updates, kind, name)
         raise ValueError(

@@ -61,6 +61,8 @@ class Names:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, tuple):
             return self.entries == other
+        if other is None:
+            return True  # a copy of a state's structure that a walk by hand has made
         if not isinstance(other, Names):
             return NotImplemented
         # Shapes do not count: a program of `jax.export` may serve all of them.

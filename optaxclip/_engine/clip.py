@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import optaxclip._base.devices as devices
-from optaxclip._base.arguments import check_state
+from optaxclip._base.arguments import check_state, fresh_if_none
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import norm_dtype
@@ -80,12 +80,13 @@ def clip_by(
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
-      A transformation whose state is a `ClipState`. An update with the state None begins with a
-      fresh one.
+      A transformation whose state is a `ClipState`. If the limit does not depend on earlier steps,
+      an update with the state None begins with a fresh one.
 
     Raises:
       ValueError: for an unknown name, or a limit that is negative, NaN or not a scalar; when used,
-        where it cannot be known how leaves are split over devices.
+        where it cannot be known how leaves are split over devices, and for the state None if the
+        limit depends on earlier steps.
       TypeError: for a limit that is not a number, or a scope that is not one.
 
     Example:
@@ -150,7 +151,7 @@ def stage(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, ClipState]:
-        state = init(updates) if state is None else state
+        state = fresh_if_none(state, init, updates)
         check_state(state, ClipState, options.name, updates=updates)
         updates, rule_state, info = step(updates, params, extra_args, state.rule, state.info)
         return updates, ClipState(increased(state.steps), rule_state, info)

@@ -10,6 +10,7 @@ from jax import Array
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import checked_bool, refuse_uncalled
 from optaxclip._base.counters import own_arrays
+from optaxclip._base.states import registered_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
 from optaxclip._engine.clip import norms_by, stage
@@ -23,6 +24,7 @@ NONFINITE = "nonfinite"
 _NORM = "norm_of_microbatch"
 
 
+@registered_state
 class AccumulateState(NamedTuple):
     """What goes from microbatch to microbatch, and with `state=` from step to step.
 

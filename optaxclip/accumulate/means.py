@@ -6,12 +6,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.numerics import power_of_two_below
+from optaxclip._base.states import registered_state
 from optaxclip._base.types import PyTree
 from optaxclip.accumulate.judging import AccumulateState, Judgement
 from optaxclip.accumulate.losses import Found
 from optaxclip.monitor.noise import NoiseSums, known_where
 
 
+@registered_state
 class Accumulated(NamedTuple):
     """What became of the `k` microbatches of a batch; the `i`-th has the examples `i`, `i + k`, ...
 

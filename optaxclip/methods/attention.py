@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import check_state, checked_bool, checked_name
+from optaxclip._base.arguments import check_state, checked_bool, checked_name, fresh_if_none
 from optaxclip._base.calls import makes_transformation
 from optaxclip._base.numerics import (
     accumulation_dtype,
@@ -160,7 +160,7 @@ def clip_attention_logits(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, ClipState]:
-        state = init(updates) if state is None else state
+        state = fresh_if_none(state, init, updates)
         check_state(state, ClipState, name, updates=updates)
         return rescaled(updates, state, params, **extra_args)
 

@@ -9,6 +9,7 @@ import optaxclip.methods.elementwise as elementwise
 from optaxclip._base.arguments import check_state, checked_bool
 from optaxclip._base.calls import makes_transformation
 from optaxclip._base.counters import increased
+from optaxclip._base.states import registered_state
 from optaxclip._base.transformation import Transformation, stateless, transformation
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
@@ -17,6 +18,7 @@ from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.fixed import ScalarOrSchedule, without_memory
 
 
+@registered_state
 class ClipByValueState(NamedTuple):
     """State of elementwise clipping.
 
@@ -112,8 +114,9 @@ def _clip_by_bounds(
     def clamped(updates: PyTree, smallest: Any, largest: Any) -> PyTree:
         return elementwise.clamp(flatten(updates, "updates"), smallest, largest, arguments)
 
+    is_scheduled = callable(low) or callable(high)
     if not checked_bool(record, "record"):
-        if callable(low) or callable(high):
+        if is_scheduled:
             raise ValueError(without_memory(name))
         return stateless(lambda updates, *_, **__: clamped(updates, low, high))
 
@@ -128,7 +131,7 @@ def _clip_by_bounds(
         **extra_args: Any,
     ) -> tuple[PyTree, ClipByValueState]:
         del params, extra_args
-        state = init(updates) if state is None else state
+        state = init(updates) if state is None and not is_scheduled else state
         check_state(state, ClipByValueState, name, updates=updates)
         smallest, largest = (_at_step(bound, state.steps) for bound in (low, high))
         return clamped(updates, smallest, largest), ClipByValueState(increased(state.steps))

@@ -12,6 +12,7 @@ import optaxclip._base.devices as devices
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
+from optaxclip._base.states import registered_state
 from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
@@ -28,6 +29,7 @@ from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.fixed import ScalarOrSchedule
 
 
+@registered_state
 class HyperballState(NamedTuple):
     """State of `hyperball`.
 

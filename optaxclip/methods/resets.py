@@ -12,6 +12,7 @@ import optaxclip._base.devices as devices
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import check_state, checked_count
 from optaxclip._base.counters import increased, own_arrays
+from optaxclip._base.states import registered_state
 from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten, is_sparse
 from optaxclip._base.types import ClipState, PyTree, Threshold
@@ -27,6 +28,7 @@ from optaxclip.methods.skipping import as_inner
 from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
 
 
+@registered_state
 class ResetState(NamedTuple):
     """State of `reset_state`.
 

@@ -12,6 +12,7 @@ from optaxclip._base.arguments import check_state, checked_count
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.names import Names
+from optaxclip._base.states import registered_state
 from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
@@ -26,6 +27,7 @@ from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
 from optaxclip.thresholds.losses import loss_among
 
 
+@registered_state
 class LossState(NamedTuple):
     """State of a skip's limit for the loss.
 
@@ -38,6 +40,7 @@ class LossState(NamedTuple):
     info: ClipInfo
 
 
+@registered_state
 class SkipState(NamedTuple):
     """State of a wrapper that skips steps.
 

@@ -26,6 +26,7 @@ from optaxclip._base.numerics import (
     root_of_positive,
     select,
 )
+from optaxclip._base.states import registered_state
 from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten, is_sparse, with_data
 from optaxclip._base.types import ClipState, PyTree
@@ -40,6 +41,7 @@ from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.base import FLOOR, at_least, within
 
 
+@registered_state
 class SecondMomentState(NamedTuple):
     """State of `clip_by_second_moment`.
 
@@ -194,7 +196,6 @@ def clip_by_second_moment(
     ) -> tuple[PyTree, SecondMomentState]:
         del params, extra_args
         flat = dense(flatten(updates, "updates"), name)
-        state = init(updates) if state is None else state
         check_state(state, SecondMomentState, name, updates=updates)
         old = NamedMoments.of(state.moments)
         unknown = sorted(set(flat.names()) - set(old.names))

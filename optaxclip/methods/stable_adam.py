@@ -23,6 +23,7 @@ from optaxclip._base.numerics import (
     root_of_positive,
     select,
 )
+from optaxclip._base.states import registered_state
 from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipState, NonFinite, PyTree
@@ -37,6 +38,7 @@ from optaxclip.thresholds.checks import checked_decay, checked_limit
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 
 
+@registered_state
 class StableAdamState(NamedTuple):
     """State of `scale_by_stable_adam`.
 
@@ -130,7 +132,6 @@ def scale_by_stable_adam(
     ) -> tuple[PyTree, StableAdamState]:
         del params, extra_args
         flat = dense(flatten(updates, "updates"), name)
-        state = init(updates) if state is None else state
         check_state(state, StableAdamState, name, updates=updates)
         groups = groups_of(flat, scope, checked, state.clip.info.names, state.steps.size)
 

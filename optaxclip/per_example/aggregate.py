@@ -13,6 +13,7 @@ from optaxclip._base.arguments import check_state, checked_choice, refuse_uncall
 from optaxclip._base.calls import makes_transformation
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.numerics import is_real, real_parts
+from optaxclip._base.states import registered_state
 from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
@@ -35,6 +36,7 @@ AggregateLimit: TypeAlias = ExampleLimit | Callable[[Array], jax.typing.ArrayLik
 Reduction = Literal["mean", "sum"]
 
 
+@registered_state
 class PerExampleState(NamedTuple):
     """State of `per_example_clip_and_aggregate`.
 

@@ -11,6 +11,7 @@ from jax import Array
 from optaxclip._base.arguments import checked_bool
 from optaxclip._base.calls import asks
 from optaxclip._base.numerics import averaged, multiplied, reciprocal_of_power, safe_divide
+from optaxclip._base.states import registered_state
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, multiple, within
 from optaxclip.thresholds.checks import checked_limit
@@ -195,6 +196,7 @@ class _TrackerSettings(NamedTuple):
     min_limit: Any
 
 
+@registered_state
 class _TrackerState(NamedTuple):
     moments: Moments
     weight: Array

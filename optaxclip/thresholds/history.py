@@ -11,6 +11,7 @@ from jax import Array
 from optaxclip._base.arguments import checked_bool, checked_int
 from optaxclip._base.calls import asks
 from optaxclip._base.numerics import power_of_two_below, safe_sqrt
+from optaxclip._base.states import registered_state
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
     FLOOR,
@@ -274,6 +275,7 @@ class _Window(_Ring):
         return Limits(limit, limit)
 
 
+@registered_state
 class _PeriodicState(NamedTuple):
     ring: Array
     limit: Array

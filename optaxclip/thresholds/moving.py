@@ -14,6 +14,7 @@ from jax import Array
 from optaxclip._base.arguments import checked_bool, checked_choice
 from optaxclip._base.calls import asks
 from optaxclip._base.numerics import averaged, safe_divide, safe_sqrt
+from optaxclip._base.states import registered_state
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
     FLOOR,
@@ -174,6 +175,7 @@ class _EmaSettings(NamedTuple):
     skip_steps: Any
 
 
+@registered_state
 class _EmaState(NamedTuple):
     trigger: Array
     target: Array
@@ -219,6 +221,7 @@ class _ZScoreSettings(NamedTuple):
     warmup_steps: Any
 
 
+@registered_state
 class Moments(NamedTuple):
     """Mean and standard deviation of one value per group, float32."""
 

@@ -9,6 +9,7 @@ from jax import Array
 
 from optaxclip._base.calls import asks
 from optaxclip._base.numerics import averaged, safe_divide, safe_sqrt
+from optaxclip._base.states import registered_state
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
     FLOOR,
@@ -74,6 +75,7 @@ class _Settings(NamedTuple):
     eps: Any
 
 
+@registered_state
 class _Averages(NamedTuple):
     """Debiased averages of the norms, float32: the mean and the root of the mean square."""
 
