@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 import optaxclip._base.devices as devices
@@ -18,6 +19,7 @@ from optaxclip._base.arguments import (
 from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import narrowed
+from optaxclip._base.states import registered_state
 from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
@@ -31,6 +33,7 @@ from optaxclip.scopes.leaves import Scope, as_scope
 from optaxclip.thresholds.losses import loss_among
 
 
+@registered_state
 class RecordState(NamedTuple):
     """State of `record`.
 
@@ -38,7 +41,8 @@ class RecordState(NamedTuple):
       steps: int32[], steps so far.
       name: the transformation's name, as a tuple of one.
       names: the groups' names in order.
-      last: for each statistic float32[] or, with a scope, float32[groups], of the last step.
+      last: for each statistic float32[] or, with a scope, float32[groups], of the last step; -inf
+        for a group without leaves at that step, because NaN is for one that is not finite.
       ring: float32[window], or float32[window, groups]; of several statistics, in the order of
         their names, float32[window, statistics, ...]. Step n is in row `n % window`.
     """
@@ -156,6 +160,7 @@ def record(
         state = init(updates) if state is None else state
         check_state(state, RecordState, name, updates=updates)
         _check_same(state, ("loss",) if loss else kept, name)
+        absent = None
         if loss:
             found, names = {"loss": loss_among(extra_args, name)}, state.names
         else:
@@ -163,9 +168,12 @@ def record(
             groups = groups_of(flat, chosen_scope, checked, state.names, size)
             found = recorded_statistics(flat, params, groups, kept, checked)
             names = groups.grouping.names
+            if groups.grouping.layout != "scalar" and not all(groups.grouping.present):
+                absent = ~np.array(groups.grouping.present)
         rows = (window, len(found)) if len(found) > 1 else (window,)
         _check_shape(state, (*rows, *jnp.shape(next(iter(found.values())))), name)
-        return updates, state._replace(names=names, **run(_written, state.steps, state.ring, found))
+        written = run(_written, state.steps, state.ring, found, absent)
+        return updates, state._replace(names=names, **written)
 
     return transformation(init, update)
 
@@ -232,11 +240,13 @@ def _checked_scope(scope: Scope | None, per_leaf: bool) -> Scope:
     return as_scope(scope)
 
 
-def _written(steps: Array, ring: Array, found: dict[str, Array]) -> dict[str, Any]:
-    """The fields of the state that change with one more row."""
+def _written(steps: Array, ring: Array, found: dict[str, Array], absent: Any) -> dict[str, Any]:
+    """The fields of the state that change with one more row; groups may have no leaves now."""
     last = {key: narrowed(found[key], ring.dtype) for key in sorted(found)}
     row = devices.stack(list(last.values())) if len(last) > 1 else next(iter(last.values()))
     rows = len(ring)
     written = devices.gathered(ring).at[steps % rows].set(row)
     ring = devices.resharded(written, ring)
+    if absent is not None:
+        last = {key: jnp.where(absent, -jnp.inf, x) for key, x in last.items()}
     return {"steps": increased(steps, period=rows), "last": last, "ring": ring}
