@@ -1,7 +1,9 @@
 """How a step is skipped: its norm is judged by a limit, and the old state is selected."""
 
+import warnings
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
@@ -15,7 +17,7 @@ from optaxclip._base.names import Names
 from optaxclip._base.states import registered_state
 from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten
-from optaxclip._base.types import ClipInfo, PyTree, Threshold
+from optaxclip._base.types import ClipInfo, ClipState, PyTree, Threshold
 from optaxclip._engine.checks import params_for
 from optaxclip._engine.clip import groups_of, known_norm
 from optaxclip._engine.options import Options
@@ -107,6 +109,9 @@ def skipping(
 
     def init(params: PyTree) -> SkipState:
         flat = flatten(params, "params")
+        # In eager mode JAX 0.10.2 cannot make zeros like an array in another memory.
+        inner_state = inner.init(devices.to_device(params))
+        _warn_if_all_are_clips(inner_state, name)
         leaves = Names(tuple(sorted(flat.names())))
         info = initial_info(name, scopes.tree()(flat))
         rule = rule_for(limit, [("tree", ())])
@@ -118,8 +123,7 @@ def skipping(
             leaves=leaves,
             blamed=jnp.zeros(len(leaves), bool),
             loss=() if loss_limit is None else _initial_loss(loss_limit, name),
-            # In eager mode JAX 0.10.2 cannot make zeros like an array in another memory.
-            inner_state=inner.init(devices.to_device(params)),
+            inner_state=inner_state,
         )
 
     def update(
@@ -172,6 +176,23 @@ def skipping(
         )
 
     return transformation(init, update)
+
+
+def _warn_if_all_are_clips(inner_state: PyTree, name: str) -> None:
+    """Warns of a skip that wraps clips alone, as far as their states show it."""
+
+    def is_known(x: Any) -> bool:
+        return isinstance(x, (ClipState, optax.EmptyState))
+
+    # An `EmptyState` may be that of an optimizer, such as `optax.sgd`.
+    nodes = jax.tree.leaves(inner_state, is_leaf=is_known)
+    if nodes and all(isinstance(node, ClipState) for node in nodes):
+        warnings.warn(
+            f"{name} wraps a clip and no optimizer, so a skipped step still moves the weights by "
+            "the moments and the weight decay of an optimizer that comes after it; wrap the "
+            f"optimizer too: {name}(optax.chain(clip, optimizer))",
+            stacklevel=3,
+        )
 
 
 def as_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
