@@ -166,6 +166,7 @@ def groups_of(
 
     The state has `size` groups, and their names are `stored`.
     """
+    flat = flat if stored is None else flat.named_like(stored)
     grouping = grouped(scope, flat, options)
     placement = located(grouping, flat, options)
     if stored is not None:

@@ -16,7 +16,7 @@ from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.names import Names
 from optaxclip._base.states import registered_state
 from optaxclip._base.transformation import Transformation, transformation
-from optaxclip._base.trees import flatten
+from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ClipInfo, ClipState, PyTree, Threshold
 from optaxclip._engine.checks import params_for
 from optaxclip._engine.clip import groups_of, known_norm
@@ -52,7 +52,8 @@ class SkipState(NamedTuple):
         above the limit, `num_nonfinite` those that were not finite.
       num_skipped: int32[], how many steps were skipped, for any reason.
       consecutive: int32[], how many steps in a row, up to the last, were skipped.
-      leaves: the leaves' names in order; part of the structure, not arrays.
+      leaves: the names, in order, of the leaves and of what is None; part of the structure, not
+        arrays.
       blamed: bool[leaves], which leaves were the cause of the latest skip: those that were not
         finite; if there are none, those whose own norm was above the limit; if there are none, the
         one with the largest norm. No leaf is blamed if the loss alone was the cause, or if the
@@ -101,9 +102,8 @@ def skipping(
     if max_consecutive is not None:
         max_consecutive = checked_count(max_consecutive, "max_consecutive")
 
-    def norms(tree: PyTree, scope: Scope, argument: str) -> tuple[Array, Names]:
+    def norms(flat: FlatTree, scope: Scope) -> tuple[Array, Names]:
         """The norms of groups, and their names."""
-        flat = flatten(tree, argument)
         groups = groups_of(flat, scope, options)
         return norms_of(flat, groups, options.norm), groups.grouping.names
 
@@ -112,7 +112,7 @@ def skipping(
         # In eager mode JAX 0.10.2 cannot make zeros like an array in another memory.
         inner_state = inner.init(devices.to_device(params))
         _warn_if_all_are_clips(inner_state, name)
-        leaves = Names(tuple(sorted(flat.names())))
+        leaves = Names(tuple(sorted(flat.places())))
         info = initial_info(name, scopes.tree()(flat))
         rule = rule_for(limit, [("tree", ())])
         return SkipState(
@@ -135,16 +135,17 @@ def skipping(
         check_state(state, SkipState, name, _WRAP_STATE, updates=updates)
         rule = rule_for(limit, [("tree", ())])
         norm_now = known_norm(options, extra_args, "scalar")
+        flat = flatten(updates, "updates").named_like(state.leaves)
         of_leaves, names = jnp.zeros(0), Names()
         if norm_now is None:
             # Both take one read, because the compiler sums each leaf once.
-            norm_now, _ = norms(updates, scopes.tree(), "updates")
-            of_leaves, names = norms(updates, scopes.leaf(), "updates")
+            norm_now, _ = norms(flat, scopes.tree())
+            of_leaves, names = norms(flat, scopes.leaf())
             of_leaves = lax.stop_gradient(of_leaves)
         relative_to = params_for(rule, params, name)
         param_norm = None
         if relative_to is not None:
-            param_norm, _ = norms(relative_to, scopes.tree(), "params")
+            param_norm, _ = norms(flatten(relative_to, "params"), scopes.tree())
         of_norm = judged(rule, state.rule, norm_now, name, param_norm)
         is_bad, is_out, of_loss = of_norm.is_bad, of_norm.is_out, None
         if loss_limit is not None:
@@ -158,7 +159,8 @@ def skipping(
         if of_loss is not None:
             loss = LossState(of_loss.rule_state, of_loss.recorded(state.loss.info, skip))
         # A state that has lost its names, as after `optax.tree_map_params`, gets them back.
-        all_leaves = names if len(names) == len(state.blamed) else state.leaves
+        places = Names(tuple(sorted(flat.places())))
+        all_leaves = places if len(places) == len(state.blamed) else state.leaves
         # The optimizer runs on all updates, and its results are dropped later: so norms that it
         # takes of them share their read with ours.
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
@@ -212,9 +214,18 @@ def _among(all_leaves: Names, names: Names, flags: Array) -> Array:
     """Flags for all leaves of a state, False for those that this step's tree lacks."""
     if tuple(all_leaves) == tuple(names):
         return flags
-    by_name = dict(zip(names, flags, strict=True))
-    column = [by_name.get(name, jnp.zeros((), bool)) for name in all_leaves]
+    by_name = dict.fromkeys(all_leaves, jnp.zeros((), bool))
+    for name, flag in zip(names, flags, strict=True):
+        # What was None at `init` may be a branch of several leaves now.
+        known = [place for place in all_leaves if place == name or _is_within(name, place)]
+        for place in known[-1:]:
+            by_name[place] = by_name[place] | flag
+    column = [by_name[name] for name in all_leaves]
     return devices.stack(column) if column else jnp.zeros(0, bool)
+
+
+def _is_within(name: str, branch: str) -> bool:
+    return name.startswith((f"{branch}/", f"{branch}[", f"{branch}."))
 
 
 def _initial_loss(rule: Threshold, name: str) -> LossState:
