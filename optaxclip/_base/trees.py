@@ -83,24 +83,18 @@ class FlatTree(NamedTuple):
 
     def names(self) -> list[str]:
         """The names of the measured leaves, all different."""
-        return self._named([self.paths[i] for i in self.measured])
-
-    def places(self) -> list[str]:
-        """The names of the measured leaves, and of what is None, where one may come later."""
-        return self._named([*(self.paths[i] for i in self.measured), *self._empty_places()])
+        paths = [self.paths[i] for i in self.measured]
+        are_exact = self.are_exact
+        if are_exact is None:
+            names = [leaf_name(path) for path in (*self.paths, *self._empty_places())]
+            are_exact = len(set(names)) < len(names)
+        return [jax.tree_util.keystr(path) if are_exact else leaf_name(path) for path in paths]
 
     def named_like(self, stored: Iterable[str]) -> "FlatTree":
         """The same with names as in a state: names that would be equal may lack a leaf now."""
         names = tuple(stored)
         is_exact = bool(names) and all(name[:1] in ("[", ".") for name in names)
         return self._replace(are_exact=True) if is_exact else self
-
-    def _named(self, paths: list[Path]) -> list[str]:
-        are_exact = self.are_exact
-        if are_exact is None:
-            names = [leaf_name(path) for path in (*self.paths, *self._empty_places())]
-            are_exact = len(set(names)) < len(names)
-        return [jax.tree_util.keystr(path) if are_exact else leaf_name(path) for path in paths]
 
     def _empty_places(self) -> list[Path]:
         """The paths of what is None."""

@@ -52,8 +52,8 @@ class SkipState(NamedTuple):
         above the limit, `num_nonfinite` those that were not finite.
       num_skipped: int32[], how many steps were skipped, for any reason.
       consecutive: int32[], how many steps in a row, up to the last, were skipped.
-      leaves: the names, in order, of the leaves and of what is None; part of the structure, not
-        arrays.
+      leaves: the leaves' names in order; part of the structure, not arrays. A leaf that was None
+        at `init` is added at the first step that has it.
       blamed: bool[leaves], which leaves were the cause of the latest skip: those that were not
         finite; if there are none, those whose own norm was above the limit; if there are none, the
         one with the largest norm. No leaf is blamed if the loss alone was the cause, or if the
@@ -112,7 +112,7 @@ def skipping(
         # In eager mode JAX 0.10.2 cannot make zeros like an array in another memory.
         inner_state = inner.init(devices.to_device(params))
         _warn_if_all_are_clips(inner_state, name)
-        leaves = Names(tuple(sorted(flat.places())))
+        leaves = Names(tuple(sorted(flat.names())))
         info = initial_info(name, scopes.tree()(flat))
         rule = rule_for(limit, [("tree", ())])
         return SkipState(
@@ -159,8 +159,13 @@ def skipping(
         if of_loss is not None:
             loss = LossState(of_loss.rule_state, of_loss.recorded(state.loss.info, skip))
         # A state that has lost its names, as after `optax.tree_map_params`, gets them back.
-        places = Names(tuple(sorted(flat.places())))
-        all_leaves = places if len(places) == len(state.blamed) else state.leaves
+        lost = not state.leaves and len(names) == len(state.blamed)
+        known = names if lost else state.leaves
+        # What was None at `init` is named once there is a leaf.
+        is_new = len(known) == len(state.blamed) and not set(names) <= set(known)
+        all_leaves = Names(tuple(sorted({*known, *names}))) if is_new else known
+        before = _among(all_leaves, known, state.blamed) if is_new else state.blamed
+        blamed = _among(all_leaves, names, of_norm.blamed(of_leaves)) if all_leaves else before
         # The optimizer runs on all updates, and its results are dropped later: so norms that it
         # takes of them share their read with ours.
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
@@ -170,9 +175,7 @@ def skipping(
             num_skipped=increased(state.num_skipped, skip),
             consecutive=jnp.where(is_out if gives_up else skip, increased(state.consecutive), 0),
             leaves=all_leaves,
-            blamed=jnp.where(
-                is_out, _among(all_leaves, names, of_norm.blamed(of_leaves)), state.blamed
-            ),
+            blamed=jnp.where(is_out, blamed, before),
             loss=loss,
             inner_state=kept_where(skip, state.inner_state, inner_state),
         )
@@ -214,18 +217,9 @@ def _among(all_leaves: Names, names: Names, flags: Array) -> Array:
     """Flags for all leaves of a state, False for those that this step's tree lacks."""
     if tuple(all_leaves) == tuple(names):
         return flags
-    by_name = dict.fromkeys(all_leaves, jnp.zeros((), bool))
-    for name, flag in zip(names, flags, strict=True):
-        # What was None at `init` may be a branch of several leaves now.
-        known = [place for place in all_leaves if place == name or _is_within(name, place)]
-        for place in known[-1:]:
-            by_name[place] = by_name[place] | flag
-    column = [by_name[name] for name in all_leaves]
+    by_name = dict(zip(names, flags, strict=True))
+    column = [by_name.get(name, jnp.zeros((), bool)) for name in all_leaves]
     return devices.stack(column) if column else jnp.zeros(0, bool)
-
-
-def _is_within(name: str, branch: str) -> bool:
-    return name.startswith((f"{branch}/", f"{branch}[", f"{branch}."))
 
 
 def _initial_loss(rule: Threshold, name: str) -> LossState:

@@ -88,11 +88,13 @@ NAN, ONE = jnp.full(1, jnp.nan), jnp.ones(1)
 def test_a_skip_names_what_was_none_at_first():
     tx = optaxclip.skip_above(optax.sgd(0.1), 10.0)
     state = tx.init({"a": None, "b": ONE})
-    for a, blamed in ((NAN, "a"), (50 * ONE, "a"), ({"w": NAN, "v": ONE}, "a"), (ONE, "b")):
-        grads = {"a": a, "b": ONE if blamed == "a" else NAN}
+    for a, blamed in ((NAN, "a"), (50 * ONE, "a"), ({"w": NAN, "v": ONE}, "a/w"), (ONE, "b")):
+        grads = {"a": a, "b": NAN if blamed == "b" else ONE}
         _, after = jax.jit(tx.update)(grads, state)
         assert monitor.bad_leaves(after) == (blamed,)
-        assert jax.tree.structure(after) == jax.tree.structure(state)
+        again = tx.update({"a": None, "b": ONE}, after)[1]
+        assert monitor.bad_leaves(again) == (blamed,)
+        assert jax.tree.structure(again) == jax.tree.structure(after)
 
 
 @pytest.mark.parametrize("missing", ["a", "a/b"])
