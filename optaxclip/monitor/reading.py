@@ -61,8 +61,9 @@ def read(opt_state: PyTree) -> Records:
       the path in the state and the transformation's name: `0/clip_by_global_norm` for
       `opt_state[0]`, `inner_state/1/clip_by_norm` for `opt_state.inner_state[1]`. The path makes
       each key unique, with or without `name=`, and keys are the same at every step. (Should dict
-      keys with a `/` make two keys equal, all paths are in Python's notation: `['a/b'][0]/clip_by_norm`.) A skip
-      that judges the loss has a second entry, under its key and `/loss`, in which `norm` is the
+      keys with a `/` make two keys equal, all paths are in Python's notation:
+      `['a/b'][0]/clip_by_norm`.) A skip that judges the loss has a second entry, under its key and
+      `/loss`, in which `norm` is the
       loss.
 
     Raises:
