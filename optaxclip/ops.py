@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-import optaxclip._base.devices as devices
 import optaxclip._base.doors as _doors
+import optaxclip._border.devices as devices
 import optaxclip.methods.elementwise as elementwise
 import optaxclip.scopes as scopes
 from optaxclip._base.trees import flatten

@@ -19,6 +19,7 @@ TESTS = pathlib.Path(__file__).parent
 PACKAGES = [
     ("_base",),
     ("norms", "scopes", "responses", "nonfinite", "thresholds"),
+    ("_border",),
     ("_engine",),
     ("_batches",),
     ("per_example",),

@@ -17,12 +17,11 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.arguments import check_state, fresh_if_none
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import norm_dtype
-from optaxclip._base.transformation import Transformation, stateless, transformation
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import (
     AxisName,
@@ -34,10 +33,11 @@ from optaxclip._base.types import (
     PyTree,
     Threshold,
 )
-from optaxclip._engine.checks import given_norm, warn_of_many_norms, with_groups_of_state
+from optaxclip._border.checks import given_norm, warn_of_many_norms, with_groups_of_state
+from optaxclip._border.options import ClipOptions, Options, takes
+from optaxclip._border.placement import Placement, grouped, located
+from optaxclip._border.transformation import Transformation, stateless, transformation
 from optaxclip._engine.groups import Groups
-from optaxclip._engine.options import ClipOptions, Options, takes
-from optaxclip._engine.placement import Placement, grouped, located
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import BY_NORM, Method, Start, Technique, clipped, norms_of
 from optaxclip.norms import Norm

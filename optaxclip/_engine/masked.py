@@ -5,11 +5,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-import optaxclip._engine.cpu as cpu
+import optaxclip._border.cpu as cpu
 import optaxclip._engine.powers as powers
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.trees import data_of, is_sparse, with_data
-from optaxclip._engine.entries import not_padding
+from optaxclip._border.entries import not_padding
 from optaxclip._engine.groups import Groups
 
 

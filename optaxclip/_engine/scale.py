@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip._engine.cpu as cpu
+import optaxclip._border.cpu as cpu
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     accumulation_dtype,
@@ -25,7 +25,7 @@ from optaxclip._base.numerics import (
     promoted,
 )
 from optaxclip._base.trees import data_of, with_data
-from optaxclip._engine.entries import measured_axes
+from optaxclip._border.entries import measured_axes
 from optaxclip._engine.respond import Multiplier
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.arguments import check_state, checked_bool, checked_int
 from optaxclip._base.calls import asks
 from optaxclip._base.trees import FlatTree, flatten

@@ -4,15 +4,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-import optaxclip._base.devices as devices
-from optaxclip._base.devices import Axes
+import optaxclip._border.devices as devices
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import Cut
 from optaxclip._batches.roles import Roles
-from optaxclip._engine.entries import times
+from optaxclip._border.calls import scanned
+from optaxclip._border.devices import Axes
+from optaxclip._border.entries import times
 from optaxclip.accumulate.judging import AccumulateState, Judge
 from optaxclip.accumulate.losses import Loss
 from optaxclip.accumulate.means import Row
@@ -87,10 +88,8 @@ def over_microbatches(
         return (totals, judgement.state), (row, found.aux)
 
     start = (like_params([jnp.zeros_like(x) for x in measured]), state)
-    # Otherwise `scan` fails for seeds that `vmap` splits over an explicit mesh (JAX 0.10.2).
-    start = devices.typed_like(start, (measured, roles.batch))
-    with devices.on_own_mesh((measured, roles.batch)):
-        (totals, state), (row, aux) = lax.scan(body, start, jnp.arange(cut.number))
+    beside = (measured, roles.batch)
+    (totals, state), (row, aux) = scanned(body, start, jnp.arange(cut.number), beside)
     unit = cut.size if axes else row.weight[0]
     if axes:
         totals = [devices.sum_over_devices(x, axes) for x in totals]

@@ -11,8 +11,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-import optaxclip._base.devices as devices
-from optaxclip._base.devices import Axes
+import optaxclip._border.devices as devices
 from optaxclip._base.numerics import (
     accumulation_dtype,
     bits_of,
@@ -26,6 +25,7 @@ from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import Cut
 from optaxclip._batches.roles import Roles
+from optaxclip._border.devices import Axes
 from optaxclip.accumulate.places import Places
 
 

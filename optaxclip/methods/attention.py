@@ -20,13 +20,13 @@ from optaxclip._base.numerics import (
     promoted,
     safe_divide,
 )
-from optaxclip._base.transformation import Transformation, stateless, transformation
 from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name, per_leaf
 from optaxclip._base.types import ClipState, Path, PyTree
-from optaxclip._engine.checks import matching_params
+from optaxclip._border.checks import matching_params
+from optaxclip._border.entries import entries, times
+from optaxclip._border.placement import as_spec
+from optaxclip._border.transformation import Transformation, stateless, transformation
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.entries import entries, times
-from optaxclip._engine.placement import as_spec
 from optaxclip.methods.heads import Heads, Place, multiplier, placed
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 

@@ -10,9 +10,9 @@ from optaxclip._base.arguments import check_state, checked_bool
 from optaxclip._base.calls import makes_transformation
 from optaxclip._base.counters import increased
 from optaxclip._base.states import registered_state
-from optaxclip._base.transformation import Transformation, stateless, transformation
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
+from optaxclip._border.transformation import Transformation, stateless, transformation
 from optaxclip.thresholds.calling import checked_schedule
 from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.fixed import ScalarOrSchedule, without_memory

@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
 from optaxclip._base.states import registered_state
-from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
-from optaxclip._engine.checks import matching_params
+from optaxclip._border.checks import matching_params
+from optaxclip._border.options import Options, PlaceOptions, takes
+from optaxclip._border.transformation import Transformation, transformation
 from optaxclip._engine.clip import groups_of
 from optaxclip._engine.groups import Groups
-from optaxclip._engine.options import Options, PlaceOptions, takes
-from optaxclip._engine.step import norms_of, run
+from optaxclip._engine.step import norms_of
 from optaxclip.methods.moments import dense
 from optaxclip.methods.spheres import steps_along
 from optaxclip.methods.updates import leaves_apart
@@ -149,7 +149,7 @@ def hyperball(
         weights = matching_params(flat, params, checked.name).measured_leaves()
         now = _checked_rate(rate(state.steps), "learning_rate") if is_schedule else rate
         operands = (weights, flat.measured_leaves(), state.radius if keeps else fixed, now, eps)
-        leaves = run(steps_along, *operands, groups=groups)
+        leaves = steps_along(*operands, groups=groups)
         names = groups.grouping.names if keeps else Names()
         return flat.rebuild(leaves), HyperballState(increased(state.steps), state.radius, names)
 

@@ -8,10 +8,10 @@ from jax import Array
 
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
-from optaxclip._base.transformation import Transformation
 from optaxclip._base.types import ClipState, PyTree
+from optaxclip._border.options import NormOptions, ScaleOptions, takes
+from optaxclip._border.transformation import Transformation
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.options import NormOptions, ScaleOptions, takes
 from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.base import FLOOR
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit

@@ -8,19 +8,19 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import check_state, checked_count
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.names import Names
 from optaxclip._base.states import registered_state
-from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ClipInfo, ClipState, PyTree, Threshold
-from optaxclip._engine.checks import params_for
+from optaxclip._border.checks import params_for
+from optaxclip._border.options import Options
+from optaxclip._border.transformation import Transformation, transformation
 from optaxclip._engine.clip import groups_of, known_norm
-from optaxclip._engine.options import Options
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import norms_of
 from optaxclip.methods.judging import judged, kept_where, zero_where

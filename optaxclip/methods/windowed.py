@@ -9,10 +9,10 @@ import jax
 
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
-from optaxclip._base.transformation import Transformation
 from optaxclip._base.types import ClipState
+from optaxclip._border.options import ClipOptions, takes
+from optaxclip._border.transformation import Transformation
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.options import ClipOptions, takes
 from optaxclip.thresholds.base import FLOOR
 
 

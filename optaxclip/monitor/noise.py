@@ -12,8 +12,8 @@ from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import select
 from optaxclip._base.states import registered_state
-from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.types import PyTree
+from optaxclip._border.transformation import Transformation, transformation
 from optaxclip.thresholds.base import as_float
 from optaxclip.thresholds.checks import checked_decay
 

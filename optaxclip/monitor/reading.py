@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax import Array
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
 from optaxclip.methods.skipping import SkipState
 from optaxclip.monitor.noise import NoiseScaleState

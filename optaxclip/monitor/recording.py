@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import (
     FRESH_STATE,
@@ -20,13 +20,13 @@ from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import narrowed
 from optaxclip._base.states import registered_state
-from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
+from optaxclip._border.calls import across
+from optaxclip._border.options import Options, PlaceOptions, takes
+from optaxclip._border.placement import grouped
+from optaxclip._border.transformation import Transformation, transformation
 from optaxclip._engine.clip import groups_of
-from optaxclip._engine.options import Options, PlaceOptions, takes
-from optaxclip._engine.placement import grouped
-from optaxclip._engine.step import run
 from optaxclip.monitor.statistics import STATISTICS, recorded_statistics
 from optaxclip.norms import Norm
 from optaxclip.scopes.leaves import Scope, as_scope
@@ -172,7 +172,7 @@ def record(
                 absent = ~np.array(groups.grouping.present)
         rows = (window, len(found)) if len(found) > 1 else (window,)
         _check_shape(state, (*rows, *jnp.shape(next(iter(found.values())))), name)
-        written = run(_written, state.steps, state.ring, found, absent)
+        written = across(_written, state.steps, state.ring, found, absent, like=_fields)
         return updates, state._replace(names=names, **written)
 
     return transformation(init, update)
@@ -240,13 +240,16 @@ def _checked_scope(scope: Scope | None, per_leaf: bool) -> Scope:
     return as_scope(scope)
 
 
+def _fields(steps: Array, ring: Array, found: dict[str, Array], *_: Any) -> dict[str, Any]:
+    return {"steps": steps, "last": found, "ring": ring}
+
+
 def _written(steps: Array, ring: Array, found: dict[str, Array], absent: Any) -> dict[str, Any]:
     """The fields of the state that change with one more row; groups may have no leaves now."""
     last = {key: narrowed(found[key], ring.dtype) for key in sorted(found)}
     row = devices.stack(list(last.values())) if len(last) > 1 else next(iter(last.values()))
     rows = len(ring)
-    written = devices.gathered(ring).at[steps % rows].set(row)
-    ring = devices.resharded(written, ring)
+    ring = ring.at[steps % rows].set(row)
     if absent is not None:
         last = {key: jnp.where(absent, -jnp.inf, x) for key, x in last.items()}
     return {"steps": increased(steps, period=rows), "last": last, "ring": ring}

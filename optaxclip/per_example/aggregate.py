@@ -14,10 +14,10 @@ from optaxclip._base.calls import makes_transformation
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.numerics import is_real, real_parts
 from optaxclip._base.states import registered_state
-from optaxclip._base.transformation import Transformation, transformation
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import number_of_examples
+from optaxclip._border.transformation import Transformation, transformation
 from optaxclip.per_example.bounds import ExampleLimit
 from optaxclip.per_example.quantile import QuantileLimit, adjusted_noise_multiplier
 from optaxclip.per_example.sums import (

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.types import NormTree
+from optaxclip._border.calls import across
+from optaxclip._border.placement import Placement
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import Measured, measure
-from optaxclip._engine.placement import Placement
 from optaxclip._engine.respond import Multiplier, multiplier
-from optaxclip._engine.step import run
 from optaxclip.norms import l2
 from optaxclip.per_example.weighting import sum_dtype, weighted_sums
 from optaxclip.responses import Response
@@ -66,25 +66,18 @@ def clipped_sums(
     """
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     operands = (leaves, limits, is_padding)
-    return run(_on_any_mesh, *operands, grouping=grouping, response=_Bounded(response))
+    static = {"grouping": grouping, "response": _Bounded(response)}
+    return across(_steps, *operands, like=_results, **static)
 
 
-def _on_any_mesh(leaves: list[Array], *operands: Any, **static: Any) -> Sums:
-    steps = functools.partial(_steps, **static)
-    mesh = devices.explicit_mesh(devices.types_of(leaves))
-    if mesh is not None and not devices.manual_axes():
-        out_specs = _out_specs([devices.spec_of(leaf) for leaf in leaves])
-        steps = devices.with_automatic_axes(steps, mesh, out_specs)
-    return steps(leaves, *operands)
-
-
-def _out_specs(specs: list[PartitionSpec]) -> Sums:
+def _results(leaves: list[Array], *_: Any) -> Sums:
     """How sums are split over an explicit mesh: as the leaves, and norms as the examples."""
+    specs = [devices.spec_of(leaf) for leaf in leaves]
     examples = (spec[0] for spec in specs if len(spec) and spec[0] is not None)
-    leaves: Any = [PartitionSpec(*spec[1:]) for spec in specs]
+    sums: Any = [PartitionSpec(*spec[1:]) for spec in specs]
     everywhere: Any = PartitionSpec()
     norms: Any = PartitionSpec(next(examples, None))
-    return Sums(leaves, everywhere, everywhere, everywhere, norms)
+    return Sums(sums, everywhere, everywhere, everywhere, norms)
 
 
 def _steps(

@@ -229,7 +229,9 @@ def with_automatic_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) ->
 
 
 def spec_of(x: Any) -> PartitionSpec:
-    """How an array is split over an explicit mesh, as its type says."""
+    """How an array is split over an explicit mesh, as its type says; a spec is returned."""
+    if isinstance(x, PartitionSpec):
+        return x
     sharding = explicit_sharding(x)
     return PartitionSpec() if sharding is None else sharding[1]
 
