@@ -10,6 +10,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -113,8 +114,11 @@ def _steps(
     norms = [jnp.where(_beside(is_padding, each.norm), 0, each.norm) for each in measured]
     # The number of examples is passed because a tree without leaves may have no groups to tell it.
     tree = jax.vmap(grouping.tree, axis_size=is_padding.size)
+    sums = weighted_sums(leaves, [_only(counts, by) for by in multipliers], grouping)
+    chex.assert_shape(sums, [leaf.shape[1:] for leaf in leaves])
+    chex.assert_type(sums, [leaf.dtype for leaf in leaves])
     return Sums(
-        leaves=weighted_sums(leaves, [_only(counts, by) for by in multipliers], grouping),
+        leaves=sums,
         num_clipped=jax.tree.map(_count, tree(above)),
         num_unclipped=_count(counts & ~_any(above, is_padding)),
         num_dropped=_count(is_bad & ~is_padding),
