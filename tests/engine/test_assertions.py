@@ -86,8 +86,8 @@ ENDS = {
     "sums, numbers": (sums.ExampleClip, "sums", lambda x: x._replace(num_dropped=x.norms)),
     "aggregate, shapes": (aggregate, "_rounded", lambda leaves: [*map(longer, leaves)]),
     "aggregate, dtypes": (aggregate, "_rounded", each_half),
-    "accumulate, shapes": (loop.lax, "scan", lambda x: (([*map(longer, x[0][0])], x[0][1]), x[1])),
-    "accumulate, dtypes": (loop.lax, "scan", lambda x: ((each_half(x[0][0]), x[0][1]), x[1])),
+    "accumulate, shapes": (loop, "scanned", lambda x: (([*map(longer, x[0][0])], x[0][1]), x[1])),
+    "accumulate, dtypes": (loop, "scanned", lambda x: ((each_half(x[0][0]), x[0][1]), x[1])),
     "accumulate, rows": (loop.Row, "of", lambda row: row._replace(norm=row.norm[None, None])),
 }
 CALLS = {
