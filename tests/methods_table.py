@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,14 +90,12 @@ def avals(tree):
 
 def assert_close(actual, expected, rtol=2e-6, atol=1e-7):
     assert avals(actual) == avals(expected)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), actual, expected
-    )
+    chex.assert_trees_all_close(actual, expected, rtol=rtol, atol=atol)
 
 
 def assert_same(actual, expected):
     assert avals(actual) == avals(expected)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    chex.assert_trees_all_equal(actual, expected)
 
 
 @contextlib.contextmanager
