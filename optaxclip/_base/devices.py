@@ -79,6 +79,16 @@ def vary(x: Array, axes: Axes) -> Array:
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
+def varying_like(batch: PyTree, tree: PyTree) -> PyTree:
+    """`tree`, typed inside `shard_map` as varying over the devices over which the batch varies.
+
+    Otherwise JAX would sum gradients over these devices, because the parameters do not vary: so
+    examples would be added up before they are clipped.
+    """
+    axes = Axes().union(*map(varying_axes, jax.tree.leaves(batch)))
+    return jax.tree.map(lambda x: vary(jnp.asarray(x), axes), tree) if axes else tree
+
+
 def num_devices(axes: Iterable[str]) -> int:
     """The number of devices along these axes."""
     return math.prod(lax.axis_size(axis) for axis in axes)

@@ -66,7 +66,7 @@ def clipped_sums(
     """
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     operands = (leaves, limits, is_padding)
-    return run(_on_any_mesh, *operands, grouping=grouping, response=_Bounded(response))
+    return run(_on_any_mesh, *operands, grouping=grouping, response=response)
 
 
 def _on_any_mesh(leaves: list[Array], *operands: Any, **static: Any) -> Sums:
@@ -102,9 +102,37 @@ def _steps(
     groups = _lifted(grouping, leaves, is_padding.size)
     measured = zip(*map(groups.unpack, measure(leaves, groups, l2, from_above=True)), strict=True)
     measured = [Measured(*fields) for fields in measured]
-    limits = [_for_each(limit, each.norm) for limit, each in zip(limits, measured, strict=True)]
     margin = max((float(jnp.finfo(leaf.dtype).eps) for leaf in leaves), default=0.0)
-    options = {"response": response, "nonfinite": "nan", "strict": True}
+    options = {"margin": margin, "grouping": grouping, "response": response}
+    multipliers, sums = judged(measured, limits, is_padding, **options)
+    return sums._replace(leaves=weighted_sums(leaves, multipliers, grouping))
+
+
+def judged(
+    measured: list[Measured],
+    limits: list[Array],
+    is_padding: Array,
+    *,
+    margin: float,
+    grouping: Grouping,
+    response: Response,
+) -> tuple[list[Multiplier], Sums]:
+    """By what each example is multiplied, and what happened to the examples.
+
+    Args:
+      measured: for each group, norms with a leading axis of examples, and upper bounds of them.
+      limits: for each group of the grouping, the limits of one example.
+      is_padding: bool `[examples]`, which examples are ignored.
+      margin: the epsilon of the dtype in which a leaf is multiplied.
+      grouping: the groups of one example.
+      response: gives the new norms; if one is above its limit, the limit is used.
+
+    Returns:
+      For each group the multipliers, whose ratio is 0 for examples that add nothing; and the sums,
+      without leaves.
+    """
+    limits = [_for_each(limit, each.norm) for limit, each in zip(limits, measured, strict=True)]
+    options = {"response": _Bounded(response), "nonfinite": "nan", "strict": True}
     # A strict clip stays below its limit in spite of rounding. But the limit itself was rounded, up
     # to 3 times, and so is the multiplier of a leaf narrower than its norm: so limits are lowered.
     lowered = [limit * (1 - margin) for limit in limits]
@@ -117,16 +145,27 @@ def _steps(
         (each.norm > limit * (1 + 8 * margin)) & _beside(counts, each.norm)
         for each, limit in zip(measured, limits, strict=True)
     ]
-    norms = [jnp.where(_beside(is_padding, each.norm), 0, each.norm) for each in measured]
-    # The number of examples is passed because a tree without leaves may have no groups to tell it.
-    tree = jax.vmap(grouping.tree, axis_size=is_padding.size)
-    return Sums(
-        leaves=weighted_sums(leaves, [_only(counts, by) for by in multipliers], grouping),
-        num_clipped=jax.tree.map(_count, tree(above)),
+    sums = Sums(
+        leaves=[],
+        num_clipped=jax.tree.map(_count, _tree(above, grouping, is_padding)),
         num_unclipped=_count(counts & ~_any(above, is_padding)),
         num_dropped=_count(is_bad & ~is_padding),
-        norms=tree(norms),
+        norms=norms_of_examples(measured, is_padding, grouping),
     )
+    return [_only(counts, by) for by in multipliers], sums
+
+
+def norms_of_examples(
+    measured: list[Measured], is_padding: Array, grouping: Grouping
+) -> NormTree:
+    """The norms as users see them, with a leading axis of examples; 0 for padding."""
+    norms = [jnp.where(_beside(is_padding, each.norm), 0, each.norm) for each in measured]
+    return _tree(norms, grouping, is_padding)
+
+
+def _tree(arrays: list[Array], grouping: Grouping, is_padding: Array) -> NormTree:
+    # The number of examples is passed because a tree without leaves may have no groups to tell it.
+    return jax.vmap(grouping.tree, axis_size=is_padding.size)(arrays)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,93 @@
+"""A microbatch of examples, measured or clipped without their gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from optaxclip._base.grouping import Grouping
+from optaxclip._base.trees import FlatTree
+from optaxclip._base.types import PyTree
+from optaxclip._engine.measure import Measured
+from optaxclip.per_example.ghost.program import (
+    Plan,
+    differentiate,
+    norm_bounds,
+    weighted_gradients,
+)
+from optaxclip.per_example.lift import Sums, judged, norms_of_examples
+from optaxclip.per_example.losses import Loss
+from optaxclip.per_example.weighting import sum_dtype
+from optaxclip.responses import Response
+
+
+def plan_for(loss: Loss, measured: list[Any], batch: Any) -> Plan:
+    """How the norms of this loss are found, for any number of examples."""
+    plans = []
+
+    def trace(example: Any) -> None:
+        plans.append(Plan.of(loss, measured, example))
+
+    jax.eval_shape(jax.vmap(trace, axis_size=loss.examples), batch)
+    return plans[0]
+
+
+def check_scope(grouping: Grouping, one: FlatTree) -> None:
+    """Refuses groups that are parts of a leaf.
+
+    Raises:
+      ValueError: for such a group.
+    """
+    for name, leaf, axes in zip(one.names(), one.measured_leaves(), grouping.axes, strict=True):
+        if len(axes) < len(jnp.shape(leaf)):
+            raise ValueError(
+                f'method="ghost" has one norm for each leaf, and the scope has several for {name}: '
+                'take scopes.tree(), scopes.leaf() or scopes.group(...), or method="vmap"'
+            )
+
+
+def clipped(
+    plan: Plan,
+    loss: Loss,
+    measured: list[Any],
+    grouping: Grouping,
+    limits: list[Array],
+    response: Response,
+    batch: tuple[Any, Array],
+) -> tuple[Sums, Array, PyTree]:
+    """The clipped sum of a microbatch, with its losses and auxiliary outputs.
+
+    Args:
+      plan: how norms are found.
+      loss: the loss.
+      measured: the parameters.
+      grouping: the groups of one example.
+      limits: for each group.
+      response: gives the new norms.
+      batch: the examples, and which of them are padding.
+    """
+    examples, is_padding = batch
+    backward = differentiate(plan, measured, examples)
+    found = norm_bounds(plan, backward, grouping, is_padding)
+    dtypes = [sum_dtype(leaf.dtype) for leaf in plan.types]
+    margin = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
+    options = {"margin": margin, "grouping": grouping, "response": response}
+    multipliers, sums = judged(
+        [Measured.of(norm, 1.0) for norm in found], limits, is_padding, **options
+    )
+    leaves = weighted_gradients(plan, backward, multipliers, grouping)
+    return sums._replace(leaves=leaves), *loss.split(backward.outputs)
+
+
+def norms(
+    plan: Plan, loss: Loss, measured: list[Any], grouping: Grouping, batch: tuple[Any, Array]
+) -> tuple[Sums, Array, PyTree]:
+    """As `clipped`, but only the norms."""
+    examples, is_padding = batch
+    backward = differentiate(plan, measured, examples)
+    found = norm_bounds(plan, backward, grouping, is_padding)
+    zero = jnp.zeros((), jnp.int32)
+    measured_norms = [Measured.of(norm, 1.0) for norm in found]
+    table = norms_of_examples(measured_norms, is_padding, grouping)
+    return Sums([], zero, zero, zero, table), *loss.split(backward.outputs)

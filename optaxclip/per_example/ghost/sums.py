@@ -1,0 +1,111 @@
+"""Sums over examples of a parameter's gradients, each multiplied by its example's factor.
+
+They are products of the data and of the multiplied cotangents, with the axis of examples among
+those that are summed over. So no example's gradient is computed.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+import optaxclip.per_example.ghost.primitives as primitives
+import optaxclip.per_example.ghost.sites as sites
+from optaxclip._engine.respond import Multiplier
+from optaxclip.per_example.ghost.norms import Part
+from optaxclip.per_example.ghost.sites import Axes, Use
+
+
+def weighted_sum(
+    leaf: Any,
+    parts: Sequence[Part],
+    data: Sequence[Any],
+    cotangents: Sequence[Any],
+    by: Multiplier,
+    dtype: Any,
+) -> Array:
+    """The sum of a parameter's gradients times their multipliers.
+
+    Args:
+      leaf: the parameter, or its type.
+      parts: its uses.
+      data: of all sites of the program.
+      cotangents: likewise.
+      by: the multipliers, `[examples]`. Where the ratio is 0, the example adds nothing, even if it
+        is not finite.
+      dtype: float32 or float64.
+    """
+    total = jnp.zeros(leaf.shape, dtype)
+    for part in parts:
+        for use, _ in part.uses:
+            x, d = data[use.number], cotangents[use.number]
+            total += _sum(use, x, _multiplied(d, by, len(use.loops), dtype), by, leaf, dtype)
+    return total
+
+
+def _sum(use: Use, x: Array, d: Array, by: Multiplier, leaf: Any, dtype: Any) -> Array:
+    example = len(use.loops)
+    if use.site.kind == primitives.ROWS:
+        found = _sum_of_rows(use, x, d)
+    else:
+        x = jnp.where(_beside(by.ratio != 0, x, example), x, jnp.zeros_like(x)).astype(dtype)
+        is_product = use.site.kind == primitives.PRODUCT
+        found = (_sum_of_products if is_product else _sum_of_kernels)(use, x, d)
+    if not use.reference.moves:
+        return found.reshape(leaf.shape)
+    like = jax.ShapeDtypeStruct(leaf.shape, dtype)
+    (total,) = jax.linear_transpose(use.reference.apply, like)(found)
+    return total
+
+
+def _multiplied(d: Array, by: Multiplier, example: int, dtype: Any) -> Array:
+    ratio, power = (_beside(x.astype(dtype), d, example) for x in (by.ratio, by.power))
+    return jnp.where(ratio == 0, jnp.zeros((), dtype), d.astype(dtype) * power * ratio)
+
+
+def _beside(x: Array, like: Array, example: int) -> Array:
+    """Numbers of examples with axes of size 1, so that they broadcast to `like`."""
+    return lax.expand_dims(x, [axis for axis in range(like.ndim) if axis != example])
+
+
+def _sum_of_products(use: Use, x: Array, d: Array) -> Array:
+    """`[*sliced loops, *operand]`, where the operand holds the parameter alone."""
+    x, d = sites.narrowed(use, x, d)
+    axes, example = Axes.of(use), len(use.loops)
+    summed = ((example, *axes.data_positions), (example, *axes.positions))
+    numbers = (summed, (axes.data_groups, axes.groups))
+    options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": x.dtype}
+    found = lax.dot_general(x, d, numbers, **options)
+    return jnp.transpose(found, sites.order_of_sum(use))
+
+
+def _sum_of_kernels(use: Use, x: Array, d: Array) -> Array:
+    eqn = use.site.eqn
+
+    def of_kernel(kernel: Array) -> Array:
+        def fn(x: Array, kernel: Array) -> Array:
+            return primitives.convolve(eqn, x, kernel, x.dtype)
+
+        fn = jax.vmap(fn, (0, None))
+        for is_sliced in reversed(use.loops):
+            fn = jax.vmap(fn, (0, 0 if is_sliced else None))
+        return fn(x, kernel)
+
+    lengths = zip(use.loops, use.site.lengths, strict=True)
+    around = tuple(length for is_sliced, length in lengths if is_sliced)
+    like = jax.ShapeDtypeStruct((*around, *eqn.invars[1].aval.shape), x.dtype)
+    return jax.linear_transpose(of_kernel, like)(d)[0]
+
+
+def _sum_of_rows(use: Use, x: Array, d: Array) -> Array:
+    """`[*sliced loops, rows, ...]`, by one addition of all rows."""
+    ids, d = sites.rows(use, x, d)
+    shape = use.site.eqn.invars[0].aval.shape
+    groups = jnp.arange(ids.shape[1])[:, None]
+    lengths = zip(use.loops, use.site.lengths, strict=True)
+    around = tuple(length for is_sliced, length in lengths if is_sliced)
+    table = jnp.zeros((ids.shape[1], shape[0], math.prod(shape[1:])), d.dtype)
+    return table.at[groups, ids].add(d, mode="drop").reshape(*around, *shape)
