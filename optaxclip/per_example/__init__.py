@@ -31,6 +31,8 @@ from optaxclip.per_example.aggregate import PerExampleState as PerExampleState
 from optaxclip.per_example.aggregate import (
     per_example_clip_and_aggregate as per_example_clip_and_aggregate,
 )
+from optaxclip.per_example.example_norms import explain as explain
+from optaxclip.per_example.example_norms import grad_norms as grad_norms
 from optaxclip.per_example.gradients import ClippedGrad as ClippedGrad
 from optaxclip.per_example.gradients import clipped_grad as clipped_grad
 from optaxclip.per_example.quantile import QuantileLimit as QuantileLimit

@@ -210,7 +210,7 @@ def clipped_grad(
             "pre_clipping_transform must be a function from the gradient of one example to the "
             f"tree that is clipped, got {pre_clipping_transform!r}"
         )
-    method = checked_choice(method, get_args(Method), "method")
+    method = checked_method(method)
     if method == "ghost" and pre_clipping_transform is not None:
         raise ValueError(
             'method="ghost" computes no gradient of an example that pre_clipping_transform could '
@@ -218,6 +218,15 @@ def clipped_grad(
         )
     settings = (argnums, batch_argnums, has_aux, microbatch_size, pre_clipping_transform, method)
     return ClippedGrad(loss_fn, clip, *settings)
+
+
+def checked_method(method: str) -> Method:
+    """`method`, checked to be "vmap" or "ghost".
+
+    Raises:
+      ValueError: if it is neither.
+    """
+    return checked_choice(method, get_args(Method), "method")
 
 
 def _step(

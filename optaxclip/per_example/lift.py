@@ -150,16 +150,14 @@ def judged(
         num_clipped=jax.tree.map(_count, _tree(above, grouping, is_padding)),
         num_unclipped=_count(counts & ~_any(above, is_padding)),
         num_dropped=_count(is_bad & ~is_padding),
-        norms=norms_of_examples(measured, is_padding, grouping),
+        norms=norms_of_examples([each.norm for each in measured], is_padding, grouping),
     )
     return [_only(counts, by) for by in multipliers], sums
 
 
-def norms_of_examples(
-    measured: list[Measured], is_padding: Array, grouping: Grouping
-) -> NormTree:
+def norms_of_examples(norms: list[Array], is_padding: Array, grouping: Grouping) -> NormTree:
     """The norms as users see them, with a leading axis of examples; 0 for padding."""
-    norms = [jnp.where(_beside(is_padding, each.norm), 0, each.norm) for each in measured]
+    norms = [jnp.where(_beside(is_padding, norm), 0, norm) for norm in norms]
     return _tree(norms, grouping, is_padding)
 
 

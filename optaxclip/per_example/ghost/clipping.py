@@ -18,6 +18,7 @@ from optaxclip.per_example.ghost.program import (
 )
 from optaxclip.per_example.lift import Sums, judged, norms_of_examples
 from optaxclip.per_example.losses import Loss
+from optaxclip.per_example.microbatches import RunningSums
 from optaxclip.per_example.weighting import sum_dtype
 from optaxclip.responses import Response
 
@@ -87,7 +88,5 @@ def norms(
     examples, is_padding = batch
     backward = differentiate(plan, measured, examples)
     found = norm_bounds(plan, backward, grouping, is_padding)
-    zero = jnp.zeros((), jnp.int32)
-    measured_norms = [Measured.of(norm, 1.0) for norm in found]
-    table = norms_of_examples(measured_norms, is_padding, grouping)
-    return Sums([], zero, zero, zero, table), *loss.split(backward.outputs)
+    table = norms_of_examples(found, is_padding, grouping)
+    return Sums(*RunningSums.nothing(), table), *loss.split(backward.outputs)
