@@ -4,6 +4,7 @@ Only this file reads them. A parameter of the loss that meets an equation which 
 has its gradient materialized for each example, which is right for every equation.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -42,7 +43,14 @@ def is_literal(atom: Any) -> bool:
 def piece(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> jex.Jaxpr:
     """A program of some equations of another one."""
     effects: Any = frozenset().union(*(eqn.effects for eqn in eqns))
-    return jex.Jaxpr((), list(inputs), list(outputs), list(eqns), effects)
+    lists = {"invars": list(inputs), "outvars": list(outputs), "eqns": list(eqns)}
+    return _empty().replace(**lists, effects=effects)
+
+
+@functools.cache
+def _empty() -> jex.Jaxpr:
+    """A program of no equations: a new one would need information for debuggers (JAX 0.10.2)."""
+    return jax.make_jaxpr(lambda: ())().jaxpr
 
 
 def run(jaxpr: jex.Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
