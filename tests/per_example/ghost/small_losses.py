@@ -182,7 +182,7 @@ IN_STACK = {"w": "direct", "b": "dense"}
 
 def in_layers(p, x, wrap=lambda fn: fn):
     def body(x, layer):
-        return x + jnp.tanh(x @ layer["w"] + layer["b"]), None
+        return x + jnp.tanh(x @ layer["w"] + layer["b"][None]), None
 
     return squares(lax.scan(wrap(body), x, p)[0])
 
@@ -233,7 +233,7 @@ def stacked_tables(p, i):
     return squares(lax.scan(lambda _, w: (None, w[0][w[1]]), None, (p["w"], i))[1])
 
 
-@case({"w": drawn(3, 2, 3, 4)}, batch(3, 4, 5, 3), ways={"w": "direct"})
+@case({"w": drawn(3, 2, 2, 3, 4)}, batch(3, 4, 5, 3), ways={"w": "direct"})
 def stacked_kernels(p, x):
     def body(total, layer):
         return total + squares(convolution(layer[1], layer[0], (1, 1), "SAME")), None
@@ -282,12 +282,13 @@ def concatenated_in_a_loop(p, x):
 
 @case({"w": drawn(4, 6), "g": drawn(6)}, batch(5, 4), ways={"w": "dense", "g": "dense"})
 def weight_norm(p, x):
-    return squares(x @ (p["w"] * p["g"] / jnp.linalg.norm(p["w"], axis=0)))
+    return squares(x @ (p["w"] * (p["g"] / jnp.linalg.norm(p["w"], axis=0))[None]))
 
 
 @case({"w": drawn(4, 6), "t": drawn(4, 6)}, batch(5, 4), ways={"w": "direct", "t": "unused"})
 def stopped_and_unused(p, x):
-    return squares(x @ p["w"]) + squares(lax.stop_gradient(p["w"])) + jnp.sum(p["w"] > 0)
+    positive = jnp.sum(p["w"] > 0).astype(x.dtype)
+    return squares(x @ p["w"]) + squares(lax.stop_gradient(p["w"])) + positive
 
 
 @case({"w": drawn(4, 6)}, batch(4), ways={"w": "dense"})

@@ -41,7 +41,8 @@ def test_norms_of_leaves_are_never_below_the_true_ones(name):
         ratio = np.asarray(found[:, i], np.longdouble) / np.where(norms == 0, 1, norms)
         assert np.all(ratio >= (norms > 0) * (1 - 3e-7)), (leaf, ratio)
         assert np.all(ratio <= (norms > 0) * (1 + 1e-4)), (leaf, ratio)
-    np.testing.assert_allclose(losses, jax.vmap(loss, (None, *(0 for _ in batch)))(params, *batch), rtol=1e-5)
+    expected = jax.jit(jax.vmap(loss, (None, *(0 for _ in batch))))(params, *batch)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -52,11 +53,11 @@ def test_the_sum_is_that_of_the_clipped_gradients(name):
     limit = float(np.median(norms))
     fn = jax.jit(per_example.clipped_grad(loss, limit, method="ghost", microbatch_size=3))
     result = fn(params, *batch)
-    factors = np.minimum(1, limit / norms)
+    factors = limit / np.maximum(limit, norms)
     for leaf, each in grads.items():
         expected = np.tensordot(factors, each, 1)
-        scale = max(np.abs(expected).max(), np.abs(each).max())
-        np.testing.assert_allclose(np.asarray(result.grads[leaf], np.longdouble), expected, atol=2e-5 * scale)
+        found = np.asarray(result.grads[leaf], np.longdouble)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(each).max())
     assert result.num_clipped in (2, 3)
     assert (result.num_dropped, result.num_clipped + result.num_unclipped) == (0, len(norms))
 
