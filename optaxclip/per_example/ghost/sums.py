@@ -4,6 +4,7 @@ They are products of the data and of the multiplied cotangents, with the axis of
 those that are summed over. So no example's gradient is computed.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -38,12 +39,11 @@ def weighted_sum(
         is not finite.
       dtype: float32 or float64.
     """
-    total = jnp.zeros(leaf.shape, dtype)
-    for part in parts:
-        for use, _ in part.uses:
-            x, d = data[use.number], cotangents[use.number]
-            total += _sum(use, x, _multiplied(d, by, len(use.loops), dtype), by, leaf, dtype)
-    return total
+    totals = []
+    for use, _ in (use for part in parts for use in part.uses):
+        d = _multiplied(cotangents[use.number], by, len(use.loops), dtype)
+        totals.append(_sum(use, data[use.number], d, by, leaf, dtype))
+    return functools.reduce(jnp.add, totals) if totals else jnp.zeros(leaf.shape, dtype)
 
 
 def _sum(use: Use, x: Array, d: Array, by: Multiplier, leaf: Any, dtype: Any) -> Array:
