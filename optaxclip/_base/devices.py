@@ -209,6 +209,16 @@ def typed_like(tree: PyTree, like: PyTree) -> PyTree:
     return jax.tree.map(typed, tree)
 
 
+def zeros_like_type(of_type: Any, around: Sequence[int] = ()) -> Array:
+    """Zeros of a type, with more axes before its own; split as it says over an explicit mesh."""
+    zeros = jnp.zeros((*around, *of_type.shape), of_type.dtype)
+    sharding = getattr(of_type, "sharding", None)
+    if sharding is None or sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
+        return zeros
+    spec = PartitionSpec(*(None for _ in around), *sharding.spec)
+    return jax.sharding.reshard(zeros, NamedSharding(sharding.mesh, spec))
+
+
 def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     """Arrays of one shape along a new axis."""
     if not is_on_explicit_mesh(arrays):

@@ -73,13 +73,17 @@ def _on_any_mesh(leaves: list[Array], *operands: Any, **static: Any) -> Sums:
     steps = functools.partial(_steps, **static)
     mesh = devices.explicit_mesh(devices.types_of(leaves))
     if mesh is not None and not devices.manual_axes():
-        out_specs = _out_specs([devices.spec_of(leaf) for leaf in leaves])
-        steps = devices.with_automatic_axes(steps, mesh, out_specs)
+        specs = out_specs([devices.spec_of(leaf) for leaf in leaves])
+        steps = devices.with_automatic_axes(steps, mesh, specs)
     return steps(leaves, *operands)
 
 
-def _out_specs(specs: list[PartitionSpec]) -> Sums:
-    """How sums are split over an explicit mesh: as the leaves, and norms as the examples."""
+def out_specs(specs: list[PartitionSpec]) -> Sums:
+    """How sums are split over an explicit mesh: as the leaves, and norms as the examples.
+
+    Args:
+      specs: those of leaves `[examples, ...]`.
+    """
     examples = (spec[0] for spec in specs if len(spec) and spec[0] is not None)
     leaves: Any = [PartitionSpec(*spec[1:]) for spec in specs]
     everywhere: Any = PartitionSpec()

@@ -1,22 +1,26 @@
 """A microbatch of examples, measured or clipped without their gradients."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
+import optaxclip._base.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
 from optaxclip._engine.measure import Measured
 from optaxclip.per_example.ghost.program import (
+    Backward,
     Plan,
     differentiate,
     norm_bounds,
     weighted_gradients,
 )
-from optaxclip.per_example.lift import Sums, judged, norms_of_examples
+from optaxclip.per_example.lift import Sums, judged, norms_of_examples, out_specs
 from optaxclip.per_example.losses import Loss
 from optaxclip.per_example.microbatches import RunningSums
 from optaxclip.per_example.weighting import sum_dtype
@@ -70,15 +74,20 @@ def clipped(
     """
     examples, is_padding = batch
     backward = differentiate(plan, measured, examples)
-    found = norm_bounds(plan, backward, grouping, is_padding)
-    dtypes = [sum_dtype(leaf.dtype) for leaf in plan.types]
-    margin = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
-    options = {"margin": margin, "grouping": grouping, "response": response}
-    multipliers, sums = judged(
-        [Measured.of(norm, 1.0) for norm in found], limits, is_padding, **options
-    )
-    leaves = weighted_gradients(plan, backward, multipliers, grouping)
-    return sums._replace(leaves=leaves), *loss.split(backward.outputs)
+
+    def sums(backward: Backward, limits: list[Array], is_padding: Array) -> Sums:
+        found = norm_bounds(plan, backward, grouping, is_padding)
+        dtypes = [sum_dtype(leaf.dtype) for leaf in plan.types]
+        margin = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
+        options = {"margin": margin, "grouping": grouping, "response": response}
+        norms = [Measured.of(norm, 1.0) for norm in found]
+        multipliers, judgment = judged(norms, limits, is_padding, **options)
+        leaves = weighted_gradients(plan, backward, multipliers, grouping)
+        return judgment._replace(leaves=leaves)
+
+    operands = (backward.alone(), limits, is_padding)
+    found = _on_any_mesh(sums, operands, examples, [devices.spec_of(x) for x in measured])
+    return found, *loss.split(backward.outputs)
 
 
 def norms(
@@ -87,6 +96,30 @@ def norms(
     """As `clipped`, but only the norms."""
     examples, is_padding = batch
     backward = differentiate(plan, measured, examples)
-    found = norm_bounds(plan, backward, grouping, is_padding)
-    table = norms_of_examples(found, is_padding, grouping)
-    return Sums(*RunningSums.nothing(), table), *loss.split(backward.outputs)
+
+    def table(backward: Backward, is_padding: Array) -> Sums:
+        found = norm_bounds(plan, backward, grouping, is_padding)
+        return Sums(*RunningSums.nothing(), norms_of_examples(found, is_padding, grouping))
+
+    found = _on_any_mesh(table, (backward.alone(), is_padding), examples, [])
+    return found, *loss.split(backward.outputs)
+
+
+def _on_any_mesh(
+    fn: Callable[..., Sums], operands: Any, examples: Any, specs: list[PartitionSpec]
+) -> Sums:
+    """`fn(*operands)`; on an explicit mesh the compiler decides how arrays are split meanwhile.
+
+    Args:
+      fn: the function.
+      operands: its operands.
+      examples: the batch.
+      specs: how the parameters are split over an explicit mesh.
+    """
+    mesh = devices.explicit_mesh(devices.types_of(examples))
+    if mesh is None or devices.manual_axes():
+        return fn(*operands)
+    of_batch = (devices.spec_of(x) for x in jax.tree.leaves(examples))
+    first = next((spec[0] for spec in of_batch if len(spec) and spec[0] is not None), None)
+    found = out_specs([PartitionSpec(first, *spec) for spec in specs])
+    return devices.with_automatic_axes(fn, mesh, found._replace(norms=PartitionSpec(first)))(*operands)

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import eval_jaxpr
 
-MOVES = frozenset(
-    {
-        *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "copy_p"),
-        *("rev", "slice", "split", "sharding_constraint", "reshard", "mesh_cast"),
-        "convert_element_type",
-    }
+STAYS = frozenset(
+    {"convert_element_type", "copy", "copy_p", "sharding_constraint", "reshard", "mesh_cast"}
 )
+"""Primitives that leave entries where they are."""
+
+MOVES = STAYS | {"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "rev"}
+MOVES |= {"slice", "split"}
 """Primitives that only move the entries of their operand, or leave some out."""
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
@@ -82,6 +82,11 @@ def is_real(atom: Any) -> bool:
     return getattr(atom.aval, "dtype", None) in _FLOATS
 
 
+def mesh_of(aval: Any) -> Any:
+    """The mesh in a type, which also says which of its axes are automatic."""
+    return getattr(getattr(aval, "sharding", None), "mesh", None)
+
+
 def has_gradient(eqn: Any) -> bool:
     """Whether a derivative can pass through an equation."""
     dtypes = (getattr(v.aval, "dtype", None) for v in eqn.outvars)
@@ -98,9 +103,9 @@ def is_move(eqn: Any) -> bool:
     return sum(v.aval.size for v in eqn.outvars) == eqn.invars[0].aval.size
 
 
-def is_cast(eqn: Any) -> bool:
-    """Whether a move changes the dtype alone."""
-    return name_of(eqn) == "convert_element_type"
+def stays(eqn: Any) -> bool:
+    """Whether all entries stay where they are."""
+    return name_of(eqn) in STAYS
 
 
 def kept_intervals(eqn: Any, output: int) -> list[tuple[int, int]] | None:
@@ -118,10 +123,9 @@ def kept_intervals(eqn: Any, output: int) -> list[tuple[int, int]] | None:
 
 
 def transposed_axis(eqn: Any, axis: int) -> int | None:
-    """Where a transpose or a cast puts an axis; None for other moves."""
-    if name_of(eqn) == "transpose":
-        return eqn.params["permutation"].index(axis)
-    return axis if is_cast(eqn) else None
+    """Where a transpose puts an axis; None for other moves."""
+    is_transpose = name_of(eqn) == "transpose"
+    return eqn.params["permutation"].index(axis) if is_transpose else None
 
 
 def parts(eqn: Any) -> tuple[int, list[int]]:

@@ -54,12 +54,13 @@ class Plan:
         """
         closed, output = jax.make_jaxpr(loss, return_shape=True)(params, example)
         jaxpr, count = closed.jaxpr, len(params)
+        mesh = primitives.mesh_of(jaxpr.outvars[0].aval)
         dense: dict[int, str] = {}
         for i, variable in enumerate(jaxpr.invars[:count]):
             if not primitives.is_real(variable):
                 dense[i] = f"has dtype {variable.aval.dtype}"
         while True:
-            walk, before = Walk(dense), len(dense)
+            walk, before = Walk(dense, mesh), len(dense)
             data = [()] * (len(jaxpr.invars) - count)
             program, outputs = walk.program(jaxpr, closed.consts, [*_references(count), *data])
             # Of the outputs only the first, the loss, has a derivative.
@@ -76,9 +77,9 @@ class Plan:
 
     def taps(self) -> list[Array]:
         """For each site an array like its output, with an axis for each loop around."""
-        shapes = [(*site.lengths, *site.output.shape) for site in self.program.sites]
-        rows = zip(shapes, self.program.sites, strict=True)
-        return [jnp.zeros(shape, site.output.dtype) for shape, site in rows]
+        return [
+            devices.zeros_like_type(site.output, site.lengths) for site in self.program.sites
+        ]
 
 
     def microbatch_size(self, examples: int) -> int:
@@ -119,6 +120,10 @@ class Backward(NamedTuple):
     dense: dict[int, Array]
     outputs: Any
 
+    def alone(self) -> "Backward":
+        """The same without the loss's outputs."""
+        return self._replace(outputs=None)
+
 
 def differentiate(plan: Plan, params: list[Any], batch: Any) -> Backward:
     """One pass forward and one pass backward over a batch, without gradients of layers.
@@ -134,17 +139,20 @@ def differentiate(plan: Plan, params: list[Any], batch: Any) -> Backward:
         outputs, data = evaluate(plan.program, [*values, *jax.tree.leaves(example)], taps)
         return outputs[0], (data, outputs)
 
-    def one(taps: list[Array], dense: dict[int, Array], example: Any) -> Any:
-        (_, (data, outputs)), found = jax.value_and_grad(loss, (0, 1), has_aux=True)(
-            taps, dense, example
-        )
+    # In full on each device of an explicit mesh: a type cannot say that gradients are split over the
+    # same devices as examples and as their parameter.
+    dense = {i: devices.gathered(params[i]) for i in plan.dense}
+    taps = devices.varying_like(batch, plan.taps())
+
+    def one(example: Any) -> Any:
+        # Taps and parameters are no arguments: `vmap` refuses arguments without an axis of examples
+        # that are split over an axis of an explicit mesh which splits the examples.
+        fn = jax.value_and_grad(loss, (0, 1), has_aux=True)
+        (_, (data, outputs)), found = fn(taps, dense, example)
         return data, *found, outputs
 
-    dense = {i: params[i] for i in plan.dense}
     axes = [len(site.lengths) for site in plan.program.sites]
-    taps = devices.varying_like(batch, plan.taps())
-    found = jax.vmap(one, (None, None, 0), (axes, axes, 0, 0))(taps, dense, batch)
-    data, cotangents, gradients, outputs = found
+    data, cotangents, gradients, outputs = jax.vmap(one, 0, (axes, axes, 0, 0))(batch)
     return Backward(data, cotangents, gradients, jax.tree.unflatten(plan.output, outputs))
 
 

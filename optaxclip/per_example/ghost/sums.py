@@ -6,13 +6,14 @@ those that are summed over. So no example's gradient is computed.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+import optaxclip._base.devices as devices
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
 from optaxclip._engine.respond import Multiplier
@@ -56,9 +57,7 @@ def _sum(use: Use, x: Array, d: Array, by: Multiplier, leaf: Any, dtype: Any) ->
         found = (_sum_of_products if is_product else _sum_of_kernels)(use, x, d)
     if not use.reference.moves:
         return found.reshape(leaf.shape)
-    like = jax.ShapeDtypeStruct(leaf.shape, dtype)
-    (total,) = jax.linear_transpose(use.reference.apply, like)(found)
-    return total
+    return _transposed(use.reference.apply, leaf.shape, found)
 
 
 def _multiplied(d: Array, by: Multiplier, example: int, dtype: Any) -> Array:
@@ -96,8 +95,14 @@ def _sum_of_kernels(use: Use, x: Array, d: Array) -> Array:
 
     lengths = zip(use.loops, use.site.lengths, strict=True)
     around = tuple(length for is_sliced, length in lengths if is_sliced)
-    like = jax.ShapeDtypeStruct((*around, *eqn.invars[1].aval.shape), x.dtype)
-    return jax.linear_transpose(of_kernel, like)(d)[0]
+    return _transposed(of_kernel, (*around, *eqn.invars[1].aval.shape), d)
+
+
+def _transposed(fn: Callable[[Array], Array], shape: Sequence[int], cotangent: Array) -> Array:
+    """The transpose of a linear function of an array of this shape."""
+    # Not `jax.linear_transpose`, whose types know no mesh (JAX 0.10.2).
+    (zeros,) = devices.varying_like([cotangent], [jnp.zeros(shape, cotangent.dtype)])
+    return jax.vjp(fn, zeros)[1](cotangent)[0]
 
 
 def _sum_of_rows(use: Use, x: Array, d: Array) -> Array:

@@ -76,7 +76,7 @@ class Reference:
 
     def moved(self, eqn: Any, output: int) -> "Reference | None":
         """The reference to what this equation moves; None if it cannot be followed."""
-        if primitives.is_cast(eqn):
+        if primitives.stays(eqn):
             return self
         interval = self.interval
         if interval is not None:
@@ -179,10 +179,12 @@ class Walk:
 
     Attributes:
       dense: for each dense leaf, the reason.
+      mesh: the mesh of the program's types.
     """
 
-    def __init__(self, dense: dict[int, str]) -> None:
+    def __init__(self, dense: dict[int, str], mesh: Any) -> None:
         self.dense = dict(dense)
+        self.mesh = mesh
 
     def program(
         self,
@@ -257,6 +259,9 @@ class Walk:
         if name == primitives.SCAN:
             return self._loop(eqn, refs, lengths, is_checkpointed), nothing
         site = _site(eqn, refs, lengths, is_checkpointed)
+        if site is not None and primitives.mesh_of(site.output) != self.mesh:
+            self.materialize(sum(refs, ()), "is used inside of 'auto_axes'")
+            return None, nothing
         if site is None:
             self.materialize(sum(refs, ()), f"is used by '{name}'")
             return None, nothing
