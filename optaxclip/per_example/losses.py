@@ -67,6 +67,8 @@ class Loss:
         """Losses and auxiliary outputs, from what the loss returned for all examples."""
         return found if self.has_aux else (found, None)
 
-    def value_and_grad(self, measured: list[Any], example: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+    def value_and_grad(
+        self, measured: list[Any], example: tuple[Any, ...]
+    ) -> tuple[Any, list[Any]]:
         """What the loss returns for one example, and its gradient."""
         return jax.value_and_grad(self, has_aux=self.has_aux)(measured, example)

@@ -122,4 +122,6 @@ def _on_any_mesh(
     of_batch = (devices.spec_of(x) for x in jax.tree.leaves(examples))
     first = next((spec[0] for spec in of_batch if len(spec) and spec[0] is not None), None)
     found = out_specs([PartitionSpec(first, *spec) for spec in specs])
-    return devices.with_automatic_axes(fn, mesh, found._replace(norms=PartitionSpec(first)))(*operands)
+    return devices.with_automatic_axes(fn, mesh, found._replace(norms=PartitionSpec(first)))(
+        *operands
+    )

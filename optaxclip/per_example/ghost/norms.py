@@ -88,7 +88,11 @@ class Part:
         return self._in_chunks(self._direct, data, cotangents, dtype)
 
     def _in_chunks(
-        self, fn: Callable[..., Estimate], data: Sequence[Any], cotangents: Sequence[Any], dtype: Any
+        self,
+        fn: Callable[..., Estimate],
+        data: Sequence[Any],
+        cotangents: Sequence[Any],
+        dtype: Any,
     ) -> Estimate:
         operands = []
         for use, _ in self.uses:

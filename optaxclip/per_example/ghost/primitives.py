@@ -60,9 +60,7 @@ def run(jaxpr: jex.Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[
 
 def apply(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """The outputs of one equation, from a value for each operand."""
-    known = {
-        v: x for v, x in zip(eqn.invars, values, strict=True) if not is_literal(v)
-    }
+    known = {v: x for v, x in zip(eqn.invars, values, strict=True) if not is_literal(v)}
     return run(piece([eqn], list(known), eqn.outvars), (), list(known.values()))
 
 

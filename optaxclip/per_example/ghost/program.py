@@ -77,10 +77,7 @@ class Plan:
 
     def taps(self) -> list[Array]:
         """For each site an array like its output, with an axis for each loop around."""
-        return [
-            devices.zeros_like_type(site.output, site.lengths) for site in self.program.sites
-        ]
-
+        return [devices.zeros_like_type(site.output, site.lengths) for site in self.program.sites]
 
     def microbatch_size(self, examples: int) -> int:
         """How many examples to take at once, if the user did not say.
@@ -208,9 +205,7 @@ def _again(part: Part, dtype: Any, cheap: Estimate, data: Any, cotangents: Any) 
 
 def _at_least(estimates: list[Estimate], examples: int, dtype: Any) -> Array:
     """What the norms of a group are at least."""
-    each = [
-        jnp.sqrt(jnp.maximum(x.norm - x.lost, 0) * (x.norm + x.lost)) for x in estimates
-    ]
+    each = [jnp.sqrt(jnp.maximum(x.norm - x.lost, 0) * (x.norm + x.lost)) for x in estimates]
     return _norm_of([jnp.where(jnp.isfinite(x), x, 0) for x in each], examples, dtype)
 
 

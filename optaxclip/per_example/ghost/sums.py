@@ -108,9 +108,11 @@ def _transposed(fn: Callable[[Array], Array], shape: Sequence[int], cotangent: A
 def _sum_of_rows(use: Use, x: Array, d: Array) -> Array:
     """`[*sliced loops, rows, ...]`, by one addition of all rows."""
     ids, d = sites.rows(use, x, d)
-    shape = use.site.eqn.invars[0].aval.shape
-    groups = jnp.arange(ids.shape[1])[:, None]
+    count, *entries = use.site.eqn.invars[0].aval.shape
     lengths = zip(use.loops, use.site.lengths, strict=True)
     around = tuple(length for is_sliced, length in lengths if is_sliced)
-    table = jnp.zeros((ids.shape[1], shape[0], math.prod(shape[1:])), d.dtype)
-    return table.at[groups, ids].add(d, mode="drop").reshape(*around, *shape)
+    rows = math.prod(around) * count
+    first = count * jnp.arange(ids.shape[1])[:, None]
+    at = jnp.where(ids < count, ids + first, rows).reshape(-1)
+    table = jnp.zeros((rows, d.shape[-1]), d.dtype)
+    return table.at[at].add(d.reshape(at.size, -1), mode="drop").reshape(*around, count, *entries)

@@ -267,7 +267,9 @@ def concatenated_inputs(p, x):
     return squares(x @ w.T)
 
 
-@case({"a": drawn(1, 3, 4), "b": drawn(2, 3, 4)}, batch(3, 6, 3), ways=dict.fromkeys("ab", "direct"))
+@case(
+    {"a": drawn(1, 3, 4), "b": drawn(2, 3, 4)}, batch(3, 6, 3), ways=dict.fromkeys("ab", "direct")
+)
 def concatenated_experts(p, x):
     return squares(jnp.einsum("etk,ekn->etn", x, jnp.concatenate([p["a"], p["b"]])))
 
