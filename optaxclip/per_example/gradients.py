@@ -28,7 +28,6 @@ from optaxclip.per_example.sums import (
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
 
-
 Method = Literal["vmap", "ghost"]
 
 

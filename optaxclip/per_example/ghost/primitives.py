@@ -53,7 +53,7 @@ def _empty() -> jex.Jaxpr:
     return jax.make_jaxpr(lambda: ())().jaxpr
 
 
-def run(jaxpr: jex.Jaxpr, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+def run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     """The outputs of a program."""
     return eval_jaxpr(jaxpr, consts, *values)
 

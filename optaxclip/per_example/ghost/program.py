@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -15,13 +14,13 @@ import optaxclip._base.devices as devices
 import optaxclip.per_example.ghost.bounds as bounds
 import optaxclip.per_example.ghost.primitives as primitives
 from optaxclip._base.grouping import Group, Grouping
-from optaxclip._base.numerics import accumulation_dtype, norm_dtype
-from optaxclip._base.types import PyTree
-from optaxclip._engine.measure import Measured
+from optaxclip._base.numerics import norm_dtype
 from optaxclip._engine.respond import Multiplier
-from optaxclip.per_example.ghost.norms import Estimate, Part, norms_above, parts_of
+from optaxclip.per_example.ghost.norms import Estimate, Part, norms_above
+from optaxclip.per_example.ghost.parts import parts_of
+from optaxclip.per_example.ghost.references import Reference
 from optaxclip.per_example.ghost.sums import weighted_sum
-from optaxclip.per_example.ghost.walk import Program, Reference, Walk, evaluate
+from optaxclip.per_example.ghost.walk import Program, Walk, evaluate
 from optaxclip.per_example.weighting import sum_dtype, weighted_sums
 
 
@@ -86,12 +85,12 @@ class Plan:
         both 256 MiB and twice the memory of the parameters: gradients of dense parameters, and data
         and cotangents of sites in loops and checkpoints.
         """
-        kept = [_bytes(self.types[i]) for i in self.dense]
+        kept = sum(_bytes(self.types[i]) for i in self.dense)
         for site in self.program.sites:
             if site.lengths or site.is_checkpointed:
-                kept.append(math.prod(site.lengths) * (_bytes(site.data) + _bytes(site.output)))
+                kept += math.prod(site.lengths) * (_bytes(site.data) + _bytes(site.output))
         room = max(2**28, 2 * sum(map(_bytes, self.types)))
-        return max(1, min(examples, room // max(sum(kept), 1)))
+        return max(1, min(examples, room // max(kept, 1)))
 
 
 def _bytes(aval: Any) -> int:
@@ -136,8 +135,8 @@ def differentiate(plan: Plan, params: list[Any], batch: Any) -> Backward:
         outputs, data = evaluate(plan.program, [*values, *jax.tree.leaves(example)], taps)
         return outputs[0], (data, outputs)
 
-    # In full on each device of an explicit mesh: a type cannot say that gradients are split over the
-    # same devices as examples and as their parameter.
+    # In full on each device of an explicit mesh, because a type cannot say that the gradients are
+    # split over the same devices twice, by their examples and as the parameter is.
     dense = {i: devices.gathered(params[i]) for i in plan.dense}
     taps = devices.varying_like(batch, plan.taps())
 
@@ -241,7 +240,8 @@ def weighted_gradients(
     axes = tuple(tuple(range(len(plan.types[i].shape))) for i in numbers)
     leaves = [backward.dense[i].astype(sum_dtype(plan.types[i].dtype)) for i in numbers]
     alone = Grouping(groups, axes, "vector")
-    dense = dict(zip(numbers, weighted_sums(leaves, [by_leaf[i] for i in numbers], alone)))
+    sums = weighted_sums(leaves, [by_leaf[i] for i in numbers], alone)
+    dense = dict(zip(numbers, sums, strict=True))
     return [
         dense[i]
         if i in dense

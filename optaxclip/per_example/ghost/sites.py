@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip.per_example.ghost.primitives as primitives
-from optaxclip.per_example.ghost.walk import Move, Program, Reference, Site
+from optaxclip.per_example.ghost.references import Move, Reference, Site
+from optaxclip.per_example.ghost.walk import Program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ is computed. A parameter that meets anything else is *dense*: it is differentiat
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend.core as jex
@@ -18,124 +18,7 @@ from jax import Array
 
 import optaxclip.per_example.ghost.primitives as primitives
 from optaxclip.per_example.ghost.primitives import Loop
-
-
-class Move(NamedTuple):
-    """An equation that moves entries.
-
-    Attributes:
-      depth: how many loops around it slice the parameter.
-      eqn: the equation.
-      output: which of its outputs holds the entries.
-    """
-
-    depth: int
-    eqn: Any
-    output: int
-
-    def apply(self, x: Array) -> Array:
-        """The moved entries; a leading axis for each loop that slices."""
-
-        def moved(x: Array) -> Array:
-            return primitives.apply(self.eqn, [x])[self.output]
-
-        for _ in range(self.depth):
-            moved = jax.vmap(moved)
-        return moved(x)
-
-
-class Interval(NamedTuple):
-    """Where a parameter lies in a concatenation, along one of its axes."""
-
-    axis: int
-    start: int
-    size: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """Which entries of a parameter a variable holds.
-
-    Attributes:
-      leaf: the parameter's position.
-      moves: how the entries were moved.
-      loops: for each `scan` around, from the outermost, whether it slices the parameter.
-      interval: where the entries lie in the variable, which is a concatenation; else None.
-    """
-
-    leaf: int
-    moves: tuple[Move, ...] = ()
-    loops: tuple[bool, ...] = ()
-    interval: Interval | None = None
-
-    def apply(self, leaf: Array) -> Array:
-        """The entries, from the parameter; a leading axis for each loop that slices it."""
-        for move in self.moves:
-            leaf = move.apply(leaf)
-        return leaf
-
-    def moved(self, eqn: Any, output: int) -> "Reference | None":
-        """The reference to what this equation moves; None if it cannot be followed."""
-        if primitives.stays(eqn):
-            return self
-        interval = self.interval
-        if interval is not None:
-            axis = primitives.transposed_axis(eqn, interval.axis)
-            if axis is None:
-                return None
-            interval = interval._replace(axis=axis)
-        moves = (*self.moves, Move(sum(self.loops), eqn, output))
-        return dataclasses.replace(self, moves=moves, interval=interval)
-
-    def placed(self, axis: int, start: int, size: int) -> "Reference | None":
-        """The reference within a concatenation; None if it is in one already."""
-        if self.interval is not None:
-            return None
-        return dataclasses.replace(self, interval=Interval(axis, start, size))
-
-    def inside(self, is_sliced: bool) -> "Reference | None":
-        """The reference inside of a loop."""
-        interval = self.interval
-        if interval is not None and is_sliced:
-            if interval.axis == 0:
-                return None
-            interval = interval._replace(axis=interval.axis - 1)
-        return dataclasses.replace(self, loops=(*self.loops, is_sliced), interval=interval)
-
-
-References = tuple[Reference, ...]
-"""Those of one variable: several if it is a concatenation, none if it holds data alone."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Site:
-    """Where parameters meet data.
-
-    Attributes:
-      kind: the operation: `primitives.PRODUCT`, `ROWS` or `CONVOLUTION`.
-      eqn: its equation.
-      position: which operand holds the parameters.
-      references: what that operand holds.
-      lengths: those of the loops around, from the outermost.
-      is_checkpointed: whether backpropagation would compute the data again.
-    """
-
-    kind: str
-    eqn: Any
-    position: int
-    references: References
-    lengths: tuple[int, ...]
-    is_checkpointed: bool
-
-    @property
-    def data(self) -> Any:
-        """The type of the data, without loops."""
-        return self.eqn.invars[1 - self.position].aval
-
-    @property
-    def output(self) -> Any:
-        """The type of the output, without loops."""
-        return self.eqn.outvars[0].aval
+from optaxclip.per_example.ghost.references import Reference, References, Site
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -146,14 +29,16 @@ class Step:
       eqn: the equation; None for a run.
       inputs: its operands.
       outputs: the variables that it defines.
-      program: the run, or the program inside of the equation.
+      run: the run of equations.
+      inner: the program inside of the equation.
       site: the site that the equation is.
     """
 
     eqn: Any
     inputs: Sequence[Any]
     outputs: Sequence[Any]
-    program: "jex.Jaxpr | Program | None" = None
+    run: jex.Jaxpr | None = None
+    inner: "Program | None" = None
     site: Site | None = None
 
 
@@ -226,11 +111,11 @@ class Walk:
             steps += _run(plain, last_uses)
             plain = []
             steps.append(step)
-            sites += [step.site] if step.site else step.program.sites
+            sites += step.inner.sites if step.inner else [step.site] if step.site else []
         steps += _run(plain, last_uses)
         return Program(jaxpr, consts, steps, sites), [of(atom) for atom in jaxpr.outvars]
 
-    def materialize(self, references: References, reason: str) -> None:
+    def materialize(self, references: Sequence[Reference], reason: str) -> None:
         """Makes the leaves of these references dense."""
         for reference in references:
             self.dense.setdefault(reference.leaf, reason)
@@ -251,11 +136,11 @@ class Walk:
             return None, [self._followed(olds, news, name)]
         if name in primitives.CALLS:
             program, outputs = self.program(*primitives.inner(eqn), refs, lengths, is_checkpointed)
-            return Step(eqn, eqn.invars, eqn.outvars, program), outputs
+            return Step(eqn, eqn.invars, eqn.outvars, inner=program), outputs
         if name in primitives.CHECKPOINTS:
             program, outputs = self.program(*primitives.inner(eqn), refs, lengths, True)
             self._returned(outputs, name)
-            return Step(eqn, eqn.invars, eqn.outvars, program), nothing
+            return Step(eqn, eqn.invars, eqn.outvars, inner=program), nothing
         if name == primitives.SCAN:
             return self._loop(eqn, refs, lengths, is_checkpointed), nothing
         site = _site(eqn, refs, lengths, is_checkpointed)
@@ -282,7 +167,7 @@ class Walk:
         within = (*lengths, loop.length)
         program, outputs = self.program(*primitives.inner(eqn), inside, within, is_checkpointed)
         self._returned(outputs, primitives.SCAN)
-        return Step(eqn, eqn.invars, eqn.outvars, program)
+        return Step(eqn, eqn.invars, eqn.outvars, inner=program)
 
     def _followed(
         self, olds: References, news: Sequence[Reference | None], name: str
@@ -345,7 +230,7 @@ def _tap(y: Array, z: Array) -> Array:
     return y
 
 
-_tap.defvjp(lambda y, z: (y, None), lambda _, dy: (dy, dy))
+_tap.defvjp(lambda y, _: (y, None), lambda _, dy: (dy, dy))
 
 
 def evaluate(
@@ -373,13 +258,12 @@ def evaluate(
             (output,) = primitives.apply(step.eqn, inputs)
             outputs = [_tap(output, taps[len(data)])]
             data.append(inputs[1 - step.site.position])
-        elif isinstance(step.program, Program):
-            count = len(step.program.sites)
-            inner = taps[len(data) : len(data) + count]
-            outputs, found = _evaluate_inner(step.eqn, step.program, inputs, inner)
+        elif step.inner is not None:
+            inner_taps = taps[len(data) : len(data) + len(step.inner.sites)]
+            outputs, found = _evaluate_inner(step.eqn, step.inner, inputs, inner_taps)
             data += found
         else:
-            outputs = primitives.run(step.program, (), inputs)
+            outputs = primitives.run(step.run, (), inputs)
         known.update(zip(step.outputs, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars], data
 

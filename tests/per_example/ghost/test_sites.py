@@ -7,9 +7,9 @@ import pytest
 from small_losses import CASES
 
 from optaxclip import per_example, scopes
+from optaxclip._batches.roles import Roles
 from optaxclip.per_example.ghost.clipping import plan_for
 from optaxclip.per_example.losses import Loss
-from optaxclip._batches.roles import Roles
 
 
 def in_float64(tree):
