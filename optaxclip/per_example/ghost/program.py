@@ -183,10 +183,9 @@ def norm_bounds(
                     lambda cheap, *_: cheap,
                     *(cheap, backward.data, backward.cotangents),
                 )
-    unit = bounds.unit_roundoff(dtype)
 
     def bound(i: int, k: int) -> Array:
-        estimate = found[i, k]
+        estimate, unit = found[i, k], bounds.unit_roundoff(sum_dtype(plan.types[i].dtype))
         if i in plan.dense:
             return estimate.bound
         part = plan.parts[i][k]

@@ -112,7 +112,7 @@ def _sum_of_rows(use: Use, x: Array, d: Array) -> Array:
     lengths = zip(use.loops, use.site.lengths, strict=True)
     around = tuple(length for is_sliced, length in lengths if is_sliced)
     rows = math.prod(around) * count
-    first = count * jnp.arange(ids.shape[1])[:, None]
+    first = count * jnp.arange(ids.shape[1])[None, :, None]
     at = jnp.where(ids < count, ids + first, rows).reshape(-1)
     table = jnp.zeros((rows, d.shape[-1]), d.dtype)
     return table.at[at].add(d.reshape(at.size, -1), mode="drop").reshape(*around, count, *entries)
