@@ -3,7 +3,7 @@
 Each example of a batch is clipped by any scope and response, and the results are summed: by
 `clip_sum` for gradients with an axis of examples, by `clipped_grad`, which computes these gradients
 a microbatch at a time or, with `method="ghost"`, does without them, and by
-`per_example_clip_and_aggregate`, the first stage of an Optax chain. `grad_norms` tells which example
+`per_example_clip_and_aggregate`, the first stage of an Optax chain. `grad_norms` says which example
 has a large gradient.
 
   from optaxclip import per_example, scopes

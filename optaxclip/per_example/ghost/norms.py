@@ -289,10 +289,9 @@ def norms_above(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:
     if dtype == jnp.float64:
         x = x.astype(dtype)
     kept = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
-    grouping = Grouping((Group(("norms",), (0,), kept),), (axes,), "vector")
+    grouping = Grouping((Group(("norms",), (0,), kept),), (axes,), "scalar")
     placement = Placement((frozenset(),), ((),), in_one_piece=devices.lies_in_one_piece([x]))
-    groups = Groups(grouping, placement, together=False)
-    return measure([x], groups, l2, from_above=True)[0].bound
+    return measure([x], Groups(grouping, placement), l2, from_above=True).bound
 
 
 def in_chunks(fn: Callable[[Any], Estimate], operands: Any, size: int) -> Estimate:

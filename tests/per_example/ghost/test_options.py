@@ -96,7 +96,7 @@ def test_no_examples():
 
 
 def test_what_the_method_cannot_do_is_refused():
-    with pytest.raises(ValueError, match='method="ghost" computes no gradient .* method="vmap"'):
+    with pytest.raises(ValueError, match=r'method="ghost" computes no gradient .* method="vmap"'):
         per_example.clipped_grad(
             loss_fn, 1.0, method="ghost", pre_clipping_transform=lambda tree: tree
         )
