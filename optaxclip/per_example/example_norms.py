@@ -163,13 +163,13 @@ def explain(
 
     Args:
       loss_fn: the loss of one example.
-      *args: its arguments; those in `batch_argnums` with a leading axis of examples. Arrays of
+      args: its arguments; those in `batch_argnums` with a leading axis of examples. Arrays of
         `jax.ShapeDtypeStruct` will do: nothing is computed.
       argnums: which arguments are differentiated.
       batch_argnums: which arguments have a leading axis of examples; if None, all that are not in
         `argnums`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      **keywords: passed to `loss_fn`.
+      keywords: passed to `loss_fn`.
 
     Returns:
       A table with a line for each parameter: its shape; how its norms are found, and why not
@@ -187,8 +187,9 @@ def explain(
       ...     return jnp.sum(jnp.tanh(x @ params["w"] + params["b"]))
       >>> params = {"w": jnp.zeros((30, 20)), "b": jnp.zeros(20)}
       >>> print(per_example.explain(loss_fn, params, jnp.ones((8, 30))))
-      b  (20,)     gradients of examples, as it is used by 'add'     -  80 B
-      w  (30, 20)  norms of its inputs and of their cotangents       1  0 B
+      parameter  shape     norms from                                     positions  memory
+      b          (20,)     gradients of examples, as it is used by 'add'          -    80 B
+      w          (30, 20)  norms of its inputs and of their cotangents            1     0 B
     """
     numbers = argument_numbers(argnums, "argnums")
     if batch_argnums is not None:

@@ -40,9 +40,6 @@ def case(params, *arrays, ways):
     return add
 
 
-W = {"w": drawn(4, 6)}
-
-
 @case({"w": drawn(4, 6), "b": drawn(6)}, batch(4), ways={"w": "vectors", "b": "dense"})
 def layer(p, x):
     return squares(jnp.tanh(x @ p["w"] + p["b"]))
@@ -53,7 +50,7 @@ def tokens(p, x):
     return squares(x @ p["w"])
 
 
-@case(W, batch(9, 4), ways={"w": "direct"})
+@case({"w": drawn(4, 6)}, batch(9, 4), ways={"w": "direct"})
 def many_tokens(p, x):
     return squares(x @ p["w"])
 
@@ -76,11 +73,6 @@ def experts_on_the_left(p, x):
 @case({"w": drawn(4, 2, 3)}, batch(7, 4), ways={"w": "direct"})
 def heads(p, x):
     return squares(jnp.einsum("tk,khd->htd", x, p["w"]))
-
-
-@case({"w": drawn(2, 3, 4)}, batch(7, 2, 3), ways={"w": "direct"})
-def heads_to_entries(p, x):
-    return squares(jnp.einsum("thd,hdk->tk", x, p["w"]))
 
 
 @case({"w": drawn(24)}, batch(5, 4), ways={"w": "direct"})

@@ -35,7 +35,7 @@ PROGRAMS = {
 OTHERS = {
     # Names of other versions, and of calls that only transformations write.
     *("copy_p", "expand_dims", "pjit", "closed_call", "core_call", "checkpoint", "remat"),
-    # On explicit meshes: see test_meshes.py.
+    # On explicit meshes: see test_ghost_meshes.py.
     *("reshard", "mesh_cast"),
 }
 
