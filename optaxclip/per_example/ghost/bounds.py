@@ -29,7 +29,9 @@ computed gradient is off by at most `g(T + PRODUCT) * A = delta * A`.
 **The sum** of the clipped examples has `c d_t` in the place of `d_t`, for the factor `c` of the
 example, as a product with two numbers. So what one example adds to it is off from `c G` by at most
 `g(T + PRODUCT + 2) * c A`, and has at most the norm `c (|G| + delta' A)`. The other examples of a
-batch are added as they are; their sum is rounded, like all floating-point sums.
+batch are added as they are; their sum is rounded, like all floating-point sums. Where there are so
+many positions that `delta'` would matter, the gradient and the sum are added up in `m` pieces one
+after another, and `T / m + m` takes the place of `T`. For kernels of convolutions the sum is not.
 
 So an example is clipped by `bound = (an upper bound of |G|) + delta' A`, never less than its norm:
 with a factor of at most `limit / bound` it adds at most `limit`. Several layers that share a
@@ -37,6 +39,7 @@ parameter are one layer with all of their positions; for stacked layers, `A^2` a
 the norms are sums over the layers, by the inequality of Minkowski.
 """
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -77,3 +80,19 @@ def gamma(positions: int, inputs: int, outputs: int, pieces: int, unit: float) -
     """
     products = (inputs + outputs) // pieces + 2 * (pieces - 1 + PRODUCT)
     return relative_error(products + 2 * positions + 1, unit)
+
+
+def pieces(positions: int, size: int) -> int:
+    """In how many pieces to add up products over positions, so that an ordinary example loses none.
+
+    The norm of an ordinary example is about `A / sqrt(T)`.
+
+    Args:
+      positions: `T`.
+      size: a number that the pieces must divide.
+    """
+    for number in (1, 2, 4, 8, 16, 32, 64):
+        lost = (positions / number + number) * math.sqrt(positions) * 2.0**-24
+        if size % number == 0 and lost < 0.002:
+            return number
+    return next(number for number in (64, 32, 16, 8, 4, 2, 1) if size % number == 0)

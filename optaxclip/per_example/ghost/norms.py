@@ -183,7 +183,12 @@ class Part:
         tables, pairs = _apart(forms)
         x, d = _joined(pairs)
         positions, inputs, outputs = self.sizes[1:]
-        gradient = contract("bgtk,bgtn->bgkn", x, d, dtype)
+        pieces = bounds.pieces(x.shape[2], x.shape[2])
+
+        def product(x: Array, d: Array) -> Array:
+            return contract("bgtk,bgtn->bgkn", x, d, dtype)
+
+        gradient = in_pieces(product, (x, 2), (d, 2), pieces)
         of_x, of_d = norms_above(x, (3,), dtype), norms_above(d, (3,), dtype)
         each = jnp.sum(of_x * of_d, -1)
         unit = bounds.unit_roundoff(dtype, _are_half(x, d))
@@ -193,7 +198,8 @@ class Part:
             each += jnp.sum(norms_above(own, (3,), dtype), -1)
         total = norms_above(each, (1,), dtype) * (1 + bounds.relative_error(positions + 2, unit))
         norm = norms_above(gradient, (1, 2, 3), dtype)
-        off = bounds.relative_error(positions + bounds.PRODUCT, unit) * total
+        added = positions - x.shape[2] + x.shape[2] // pieces + pieces
+        off = bounds.relative_error(added + bounds.PRODUCT, unit) * total
         off += positions * float(jnp.finfo(dtype).tiny) * math.sqrt(inputs * outputs)
         return Estimate(norm, jnp.zeros_like(norm), off, total)
 
@@ -245,6 +251,31 @@ def contract(terms: str, x: Array, y: Array, dtype: Any) -> Array:
     if not _are_half(x, y):
         x, y, precision = x.astype(dtype), y.astype(dtype), lax.Precision.HIGHEST
     return jnp.einsum(terms, x, y, precision=precision, preferred_element_type=dtype)
+
+
+def in_pieces(
+    fn: Callable[[Array, Array], Array], x: tuple[Array, int], y: tuple[Array, int], number: int
+) -> Array:
+    """The sum of `fn` of pieces of two arrays, one after another.
+
+    Args:
+      fn: the function.
+      x: the first array, and the axis along which it is cut.
+      y: the second one, likewise.
+      number: the number of pieces.
+    """
+    if number == 1:
+        return fn(x[0], y[0])
+
+    def cut(x: Array, axis: int) -> Array:
+        shape = (*x.shape[:axis], number, x.shape[axis] // number, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+    both = (cut(*x), cut(*y))
+    zeros = jnp.zeros_like(jax.eval_shape(fn, *jax.tree.map(lambda x: x[0], both)))
+    (zeros,) = devices.varying_like(both, [zeros])
+    total, _ = lax.scan(lambda total, pair: (total + fn(*pair), None), zeros, both)
+    return total
 
 
 def _are_half(x: Array, y: Array) -> bool:

@@ -13,6 +13,7 @@ from jax import Array, lax
 import optaxclip._base.devices as devices
 import optaxclip.per_example.ghost.bounds as bounds
 import optaxclip.per_example.ghost.primitives as primitives
+import optaxclip.per_example.ghost.sites as sites
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.numerics import norm_dtype
 from optaxclip._engine.respond import Multiplier
@@ -189,7 +190,8 @@ def norm_bounds(
         if i in plan.dense:
             return estimate.bound
         part = plan.parts[i][k]
-        roundings = part.sizes.positions + len(part.uses) + bounds.PRODUCT + 4
+        additions = max(sites.cut_of(use).additions for use, _ in part.uses)
+        roundings = additions + len(part.uses) + bounds.PRODUCT + 4
         return estimate.bound + bounds.relative_error(roundings, unit) * estimate.total
 
     rows = [[bound(*key) for key in found if key[0] in group.members] for group in grouping.groups]

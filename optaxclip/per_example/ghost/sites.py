@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+import optaxclip.per_example.ghost.bounds as bounds
 import optaxclip.per_example.ghost.primitives as primitives
 from optaxclip.per_example.ghost.references import Move, Reference, Site
 from optaxclip.per_example.ghost.walk import Program
@@ -307,3 +308,29 @@ def order_of_sum(use: Use) -> list[int]:
     labels = [*axes.weight_batch, *(w for _, w in by_data), *own]
     places = sorted(range(len(labels)), key=labels.__getitem__)
     return [*range(sliced), *(sliced + place for place in places)]
+
+
+class Cut(NamedTuple):
+    """How the sum of a product is added up.
+
+    Attributes:
+      axis: which of the axes of positions is cut.
+      pieces: into how many pieces.
+      additions: in how many additions a term takes part.
+    """
+
+    axis: int
+    pieces: int
+    additions: int
+
+
+def cut_of(use: Use) -> Cut:
+    """Into which pieces the positions of a use are cut for its sum."""
+    positions = sizes_of(use).positions
+    if use.site.kind != primitives.PRODUCT:
+        return Cut(0, 1, positions)
+    axes, sizes = Axes.of(use), (*use.site.lengths, 1, *use.site.data.shape)
+    lengths = [sizes[axis] for axis in axes.data_positions]
+    found = [(bounds.pieces(positions, length), -i) for i, length in enumerate(lengths)]
+    pieces, axis = max(found, default=(1, 0))
+    return Cut(-axis, pieces, positions // pieces + pieces)

@@ -17,7 +17,7 @@ import optaxclip._base.devices as devices
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
 from optaxclip._engine.respond import Multiplier
-from optaxclip.per_example.ghost.norms import Part
+from optaxclip.per_example.ghost.norms import Part, in_pieces
 from optaxclip.per_example.ghost.sites import Axes, Use
 
 
@@ -76,8 +76,15 @@ def _sum_of_products(use: Use, x: Array, d: Array) -> Array:
     axes, example = Axes.of(use), len(use.loops)
     summed = ((example, *axes.data_positions), (example, *axes.positions))
     numbers = (summed, (axes.data_groups, axes.groups))
-    options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": x.dtype}
-    found = lax.dot_general(x, d, numbers, **options)
+
+    def product(x: Array, d: Array) -> Array:
+        options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": x.dtype}
+        return lax.dot_general(x, d, numbers, **options)
+
+    cut, at = sites.cut_of(use), (example, example)
+    if cut.pieces > 1:
+        at = axes.data_positions[cut.axis], axes.positions[cut.axis]
+    found = in_pieces(product, (x, at[0]), (d, at[1]), cut.pieces)
     return jnp.transpose(found, sites.order_of_sum(use))
 
 

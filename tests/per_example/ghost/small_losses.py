@@ -343,11 +343,6 @@ def product_of_parameters(p, x):
     return squares(x @ (p["w"] @ p["w"]))
 
 
-@case({"w": drawn(3, 4)}, batch(4, 3), ways={"w": "vectors"})
-def mapped(p, x):
-    return squares(jax.vmap(lambda x: x @ p["w"])(x[:1]))
-
-
 @case({"w": drawn(3, 4), "i": np.arange(3)}, batch(3), ways={"w": "vectors"})
 def integers(p, x):
     return squares(x[p["i"]] @ p["w"])

@@ -57,6 +57,15 @@ SHAPES = {
 }
 
 
+def test_many_positions_cost_an_ordinary_example_little():
+    x, d = RNG.normal(size=(2, 2, 8192, 8)).astype(np.float32)
+    true = norms_of(np.einsum("btk,btn->bkn", long(x), long(d)))
+    alone, result = each_alone(of_layer, 1.0, np.zeros((8, 8), np.float32), x, d)
+    assert np.all((true <= long(result.norms)) & (long(result.norms) <= 1.01 * true))
+    sizes = norms_of(alone)
+    assert np.all((sizes >= 0.99) & (sizes <= 1))
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e25])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_that_cancel(shape, scale):
