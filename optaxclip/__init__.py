@@ -6,6 +6,7 @@ TensorFlow's clipping functions for any pytree, `per_example` clips each example
 `accumulate` computes gradients by microbatches.
 """
 
+import optaxclip._base.doors as _doors
 from optaxclip import (
     accumulate,
     monitor,
@@ -19,14 +20,14 @@ from optaxclip import (
     tuning,
 )
 from optaxclip._base.types import ClipInfo, ClipState, Limits, Threshold
-from optaxclip._engine.clip import clip_by, clip_tree
-from optaxclip._engine.options import (
+from optaxclip._border.options import (
     ClipOptions,
     NormOptions,
     PlaceOptions,
     ScaleOptions,
     StageOptions,
 )
+from optaxclip._engine.clip import clip_by, clip_tree
 from optaxclip.config import from_config
 from optaxclip.methods.adaptive import adagc, clip_by_ema_norm, clip_by_quantile, zclip
 from optaxclip.methods.attention import clip_attention_logits
@@ -121,3 +122,6 @@ __all__ = [
 def __dir__() -> list[str]:
     """The public names; the packages that they come from are not for users."""
     return __all__
+
+
+_doors.put_signs(__name__)

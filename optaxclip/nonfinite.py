@@ -7,6 +7,12 @@
   `"mask"`  | bad entries 0, the rest clipped by its own norm | a few bad entries
   `"error"` | a `checkify` error that names the leaves | debugging
 
+"error" needs two lines of `checkify` around a step that is compiled; without them JAX refuses to
+compile it::
+
+  error, out = jax.jit(checkify.checkify(step))(*args)
+  error.throw()
+
 "nan" and "zero" hold for all entries of the group, also for the finite ones.
 """
 
@@ -37,6 +43,8 @@ def check(bad: Array, name: str, leaves: list[str]) -> None:
       name: the transformation's name.
       leaves: the names of the group's leaves.
     """
-    checkify.check(
-        ~jnp.any(bad), f"{name}: the gradient norm is not finite; leaves: {', '.join(leaves)}"
-    )
+    fine = ~jnp.any(bad)
+    text = f"{name}: the gradient norm is not finite; leaves: {', '.join(leaves)}"
+    # Without `checkify`, JAX 0.10.2 raises an error of its own where it compiles the check, and no
+    # code of ours runs there. But its traceback shows the next line, with the comment.
+    checkify.check(fine, text)  # error, out = jit(checkify.checkify(step))(*args); error.throw()

@@ -26,8 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+import optaxclip._base.doors as _doors
 from optaxclip._base.arguments import short
+from optaxclip._base.calls import asks
 from optaxclip._base.numerics import is_real, safe_sqrt
+
+_doors.put_signs(__name__)
 
 
 def _abs_squared(x: Array) -> Array:
@@ -99,6 +103,7 @@ average_l2: Norm = Norm("average_l2", _abs_squared, _root_over_count, degree=2)
 _NAMED = {norm.name: norm for norm in (l1, l2, linf, rms, mean_abs, average_l2)}
 
 
+@asks()
 def lp(p: float) -> Norm:
     """The p-norm, `sum(abs(x)**p)**(1/p)`.
 

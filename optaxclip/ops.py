@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-import optaxclip._base.devices as devices
+import optaxclip._base.doors as _doors
+import optaxclip._border.devices as devices
 import optaxclip.methods.elementwise as elementwise
 import optaxclip.scopes as scopes
 from optaxclip._base.trees import flatten
@@ -21,6 +22,8 @@ from optaxclip._base.types import AxisName, ClipInfo, PyTree
 from optaxclip._engine.clip import clip_tree, group_norms
 from optaxclip.norms import Norm, average_l2
 from optaxclip.thresholds.checks import checked_limit
+
+_doors.put_signs(__name__)
 
 
 def global_norm(

@@ -27,8 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+import optaxclip._base.doors as _doors
 from optaxclip._base.arguments import refuse_uncalled
+from optaxclip._base.calls import asks
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import safe_divide
+
+_doors.put_signs(__name__)
 
 Response: TypeAlias = Callable[[Array, Array, Array], Array]
 
@@ -59,6 +64,7 @@ def smooth(norm: Array, trigger: Array, target: Array) -> Array:
     return jnp.where(jnp.isinf(large), small, small / jnp.sqrt(1 + jnp.square(ratio)))
 
 
+@asks()
 def auto_s(gamma: float = 0.01) -> Response:
     """Brings norms close to the target, unless they are small in comparison with `gamma`.
 
@@ -103,6 +109,7 @@ class _AutoS:
         return jnp.where(jnp.isinf(target), norm, new)
 
 
+@asks()
 def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = math.inf) -> Response:
     """Keeps norms between `low` times the target and the target.
 
@@ -188,6 +195,7 @@ class _Band:
         return jnp.where(norm == 0, norm, new)
 
 
+@asks()
 def clip_with_eps(eps: float = 1e-6) -> Response:
     """Multiplies by `target / (norm + eps)` where that is below 1, as PyTorch does.
 
@@ -235,7 +243,7 @@ class _ClipWithEps:
         return jnp.minimum(_quotient(target, divisor), 1)
 
 
-@jax.custom_jvp
+@custom_jvp()
 def _quotient(x: Array, y: Array) -> Array:
     """`x * (1 / y)`, which is what PyTorch computes for a number divided by a tensor.
 

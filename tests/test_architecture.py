@@ -19,6 +19,7 @@ TESTS = pathlib.Path(__file__).parent
 PACKAGES = [
     ("_base",),
     ("norms", "scopes", "responses", "nonfinite", "thresholds"),
+    ("_border",),
     ("_engine",),
     ("_batches",),
     ("per_example",),
@@ -102,6 +103,19 @@ def test_no_two_test_files_have_one_name():
 @pytest.mark.parametrize("name", FILES)
 def test_no_private_modules_of_others(name):
     assert "._src" not in FILES[name].read_text()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_derivatives_of_our_own_hold_inside_loops(name):
+    """Only the class that sees to it may name what JAX loses there."""
+    nodes = ast.walk(ast.parse(FILES[name].read_text()))
+    used = {
+        f"{node.value.id}.{node.attr}"
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    jax_names = {"jax.custom_jvp", "jax.custom_vjp", "jax.custom_derivatives"}
+    assert used & jax_names <= ({"jax.custom_jvp"} if name == "_base.derivatives" else set())
 
 
 def test_what_only_some_need_is_not_imported():

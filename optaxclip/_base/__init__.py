@@ -1,1 +1,1 @@
-"""What all other packages use: types, number formats, trees, groupings, devices."""
+"""What all other packages use: types, number formats, trees, groupings."""

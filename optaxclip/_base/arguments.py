@@ -2,7 +2,7 @@
 
 import difflib
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -124,12 +124,52 @@ FRESH_STATE = (
 )
 
 
-def check_state(state: Any, kind: type, name: str, remedy: str = FRESH_STATE) -> None:
-    """Checks that the state passed to a transformation is of the type that it makes."""
+KEEP_STATE = (
+    "Begin with state = tx.init(params), keep the state that each update returns, and pass it to "
+    "the next: updates, state = tx.update(grads, state, params)"
+)
+
+
+def fresh_if_none(state: Any, init: Callable[[Any], Any], updates: Any) -> Any:
+    """A fresh state in the place of None, if its limit does not depend on earlier steps."""
+    if state is not None:
+        return state
+    fresh = init(updates)
+    return None if jax.tree.leaves(fresh.rule) else fresh
+
+
+def check_state(
+    state: Any, kind: type, name: str, remedy: str = FRESH_STATE, updates: Any = None
+) -> None:
+    """Checks that the state passed to a transformation is of the type that it makes.
+
+    Args:
+      state: what the user passed.
+      kind: the type.
+      name: the transformation's name.
+      remedy: the end of the message.
+      updates: what the user passed for the updates, which may be the state.
+    """
+    if state is None:
+        raise ValueError(
+            f"{name}: got the state None, and with a fresh state at each step it would never learn "
+            f"of earlier steps, on which its results depend. {KEEP_STATE}"
+        )
     if not isinstance(state, kind):
+        refuse_state_as_updates(updates, kind, name)
         raise ValueError(
             f"{name}: the state must be of type {kind.__name__}, got {short(state)} of type "
             f"{type(state).__name__}. {remedy}"
+        )
+
+
+def refuse_state_as_updates(updates: Any, kind: type, name: str) -> None:
+    """Refuses updates that are a state, alone or in a chain: then the arguments were swapped."""
+    nodes = jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, kind))
+    if any(isinstance(node, kind) for node in nodes):
+        raise ValueError(
+            f"{name}: the updates are a {kind.__name__}, so the arguments are in another order: "
+            "call update(grads, state, params)"
         )
 
 

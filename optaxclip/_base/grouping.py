@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import fixed_size, promoted
 from optaxclip._base.types import NormTree
@@ -55,7 +56,7 @@ class Grouping:
     def names(self) -> Names:
         """The names of all entries of a `ClipInfo`."""
         shapes = tuple(group.shape for group in self.groups) if self.layout == "dict" else ()
-        names = (name for group in self.groups for name in group.names)
+        names = tuple(name for group in self.groups for name in group.names)
         return Names(names, shapes, self.has_labels)
 
     @property
@@ -125,7 +126,7 @@ def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """
     # In `jax.export` sizes may be symbolic, and start positions are operands anyway.
     is_symbolic = fixed_size(vector.shape[-1]) is None
-    return _split(vector, shapes) if is_symbolic else _split_up(vector, shapes)
+    return _split(vector, shapes) if is_symbolic else _split_up(vector, tuple(shapes))
 
 
 def _split(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
@@ -138,15 +139,15 @@ def _reshaped(pieces: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> lis
     return [x.reshape(*x.shape[:-1], *shape) for x, shape in rows]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+@custom_jvp(nondiff_argnums=(1,))
+def _split_up(vector: Array, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
     rows = zip(_start_positions(vector, shapes), shapes, strict=True)
     return _reshaped([_piece(vector, starts, math.prod(shape)) for starts, shape in rows], shapes)
 
 
 @_split_up.defjvp
 def _(
-    shapes: Sequence[tuple[int, ...]], primals: tuple[Array], tangents: tuple[Array]
+    shapes: tuple[tuple[int, ...], ...], primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[list[Array], list[Array]]:
     (vector,), (change,) = primals, tangents
     # JAX transposes this to one concatenation, but `_piece` to an array of the vector's size for

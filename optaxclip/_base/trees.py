@@ -4,7 +4,7 @@ import collections
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -53,6 +53,7 @@ class FlatTree(NamedTuple):
       global_shapes: for each measured leaf its whole shape over all devices, or None where that is
         unknown. Empty outside of `shard_map`, `pmap` and `vmap(axis_name=)`, where leaves are
         whole. Scopes find units and layers by these shapes.
+      are_exact: whether names are in Python's notation; None means where two would be equal.
     """
 
     paths: list[Path]
@@ -60,6 +61,7 @@ class FlatTree(NamedTuple):
     treedef: Any
     measured: list[int]
     global_shapes: Sequence[tuple[int, ...] | None] = ()
+    are_exact: bool | None = None
 
     @property
     def is_part(self) -> bool:
@@ -82,10 +84,23 @@ class FlatTree(NamedTuple):
     def names(self) -> list[str]:
         """The names of the measured leaves, all different."""
         paths = [self.paths[i] for i in self.measured]
-        names = [leaf_name(path) for path in paths]
-        if len(set(names)) < len(names):
-            return [jax.tree_util.keystr(path) for path in paths]
-        return names
+        are_exact = self.are_exact
+        if are_exact is None:
+            names = [leaf_name(path) for path in (*self.paths, *self._empty_places())]
+            are_exact = len(set(names)) < len(names)
+        return [jax.tree_util.keystr(path) if are_exact else leaf_name(path) for path in paths]
+
+    def named_like(self, stored: Iterable[str]) -> "FlatTree":
+        """The same with names as in a state: names that would be equal may lack a leaf now."""
+        names = tuple(stored)
+        is_exact = bool(names) and all(name[:1] in ("[", ".") for name in names)
+        return self._replace(are_exact=True) if is_exact else self
+
+    def _empty_places(self) -> list[Path]:
+        """The paths of what is None."""
+        numbered = jax.tree_util.tree_unflatten(self.treedef, list(range(len(self.leaves))))
+        pairs = jax.tree_util.tree_leaves_with_path(numbered, is_leaf=lambda x: x is None)
+        return [path for path, x in pairs if x is None]
 
     def replaced(self, new: Sequence[Any]) -> "FlatTree":
         """The same, with other measured leaves."""

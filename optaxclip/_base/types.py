@@ -9,6 +9,7 @@ from jax import Array
 from jax.tree_util import Partial
 
 from optaxclip._base.names import Names
+from optaxclip._base.states import registered_state
 
 PyTree: TypeAlias = Any
 """Any pytree of arrays."""
@@ -67,6 +68,7 @@ class Threshold:
         return dataclasses.replace(self, init=init, update=update)
 
 
+@registered_state
 class ClipInfo(NamedTuple):
     """What a clip did at the last step.
 
@@ -96,6 +98,7 @@ class ClipInfo(NamedTuple):
     num_nonfinite: Array
 
 
+@registered_state
 class ClipState(NamedTuple):
     """State of a clipping transformation.
 

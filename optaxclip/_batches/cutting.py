@@ -1,19 +1,16 @@
 """Microbatches: a batch is cut so that each device keeps its share of every microbatch."""
 
 import functools
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import PartitionSpec
 
-import optaxclip._base.devices as devices
 from optaxclip._base.trees import FlatTree, is_sparse, leaf_name
 from optaxclip._base.types import PyTree
+from optaxclip._border.calls import split_as
 
 
 def number_of_examples(flat: FlatTree, argument: str) -> int:
@@ -72,7 +69,7 @@ def last_examples(x: Array, rest: int) -> Array:
     def end(x: Array) -> Array:
         return x[x.shape[0] - rest :]
 
-    return _placed(end, lambda split: (split.examples(rest), *split.spec[1:]), x)
+    return split_as(end, lambda split: (split.examples(rest), *split.spec[1:]), x)
 
 
 def in_order_of_batch(x: Array) -> Array:
@@ -86,7 +83,7 @@ def in_order_of_batch(x: Array) -> Array:
         # Not -1, which has no value where the examples are empty arrays.
         return jnp.swapaxes(x, 0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
-    return _placed(in_order, lambda split: split.spec[1:], x)
+    return split_as(in_order, lambda split: split.spec[1:], x)
 
 
 def appended(x: Array, y: Array) -> Array:
@@ -96,39 +93,11 @@ def appended(x: Array, y: Array) -> Array:
         return jnp.concatenate([x, y])
 
     examples = x.shape[0] + y.shape[0]
-    return _placed(both, lambda split: (split.examples(examples), *split.spec[1:]), x, y)
+    return split_as(both, lambda split: (split.examples(examples), *split.spec[1:]), x, y)
 
 
 def _strided(x: Array, *, size: int, number: int) -> Array:
     def strided(x: Array) -> Array:
         return x[: number * size].reshape(size, number, *x.shape[1:])
 
-    return _placed(strided, lambda split: (split.examples(size), None, *split.spec[1:]), x)
-
-
-class _Split(NamedTuple):
-    """How an array is split over an explicit mesh."""
-
-    mesh: Any
-    spec: PartitionSpec
-
-    def examples(self, number: int) -> tuple[str, ...] | None:
-        """The mesh axes over which `number` examples can be split evenly.
-
-        Of those that split the array's first axis, the last are left out until the split is even.
-        """
-        names = devices.spec_names(self.spec[0])
-        while number % math.prod(self.mesh.shape[name] for name in names):
-            names = names[:-1]
-        return names or None
-
-
-def _placed(
-    fn: Callable[..., Array], spec: Callable[[_Split], tuple[Any, ...]], *arrays: Array
-) -> Array:
-    """`fn(*arrays)`, split as `spec` says if one of the arrays is split over an explicit mesh."""
-    sharding = next(filter(None, map(devices.explicit_sharding, arrays)), None)
-    if sharding is None or devices.manual_axes():
-        return fn(*arrays)
-    split = _Split(*sharding)
-    return devices.with_automatic_axes(fn, split.mesh, PartitionSpec(*spec(split)))(*arrays)
+    return split_as(strided, lambda split: (split.examples(size), None, *split.spec[1:]), x)

@@ -2,11 +2,13 @@
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from optaxclip._base.types import PyTree
+
+_Numbers: TypeAlias = int | tuple[int, ...]
 
 
 class Roles(NamedTuple):
@@ -82,7 +84,27 @@ def _positions(numbers: Sequence[int], count: int, argument: str) -> tuple[int, 
     return positions
 
 
-def argument_numbers(given: Any, argument: str) -> int | tuple[int, ...]:
+def checked_roles(argnums: Any, batch_argnums: Any) -> tuple[_Numbers, _Numbers | None]:
+    """The positions of the parameters and of the batch, which must differ.
+
+    Raises:
+      ValueError: if a position is among both.
+      TypeError: if one is not an int.
+    """
+    params = argument_numbers(argnums, "argnums")
+    if batch_argnums is None:
+        return params, None
+    batch = argument_numbers(batch_argnums, "batch_argnums")
+    shared = {*np.atleast_1d(params).tolist()} & {*np.atleast_1d(batch).tolist()}
+    if shared:
+        raise ValueError(
+            f"batch_argnums={batch} and argnums={params} both name the argument {min(shared)}, "
+            "which is either differentiated or a batch: name the other arguments in batch_argnums"
+        )
+    return params, batch
+
+
+def argument_numbers(given: Any, argument: str) -> _Numbers:
     """Positions of arguments as Python ints, from ints of Python or NumPy.
 
     Raises:

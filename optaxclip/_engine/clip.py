@@ -17,12 +17,11 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-import optaxclip._base.devices as devices
-from optaxclip._base.arguments import check_state
+import optaxclip._border.devices as devices
+from optaxclip._base.arguments import check_state, fresh_if_none
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import norm_dtype
-from optaxclip._base.transformation import Transformation, stateless, transformation
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import (
     AxisName,
@@ -34,10 +33,11 @@ from optaxclip._base.types import (
     PyTree,
     Threshold,
 )
-from optaxclip._engine.checks import given_norm, warn_of_many_norms, with_groups_of_state
+from optaxclip._border.checks import given_norm, warn_of_many_norms, with_groups_of_state
+from optaxclip._border.options import ClipOptions, Options, takes
+from optaxclip._border.placement import Placement, grouped, located
+from optaxclip._border.transformation import Transformation, stateless, transformation
 from optaxclip._engine.groups import Groups
-from optaxclip._engine.options import ClipOptions, Options, takes
-from optaxclip._engine.placement import Placement, grouped, located
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import BY_NORM, Method, Start, Technique, clipped, norms_of
 from optaxclip.norms import Norm
@@ -53,7 +53,7 @@ from optaxclip.thresholds.fixed import (
 )
 
 
-@takes(ClipOptions)
+@takes(ClipOptions, once="clip_tree(grads, 1.0, scope=scopes.tree())")
 def clip_by(
     scope: Scope,
     limit: LimitLike,
@@ -80,12 +80,13 @@ def clip_by(
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
-      A transformation whose state is a `ClipState`. An update with the state None begins with a
-      fresh one.
+      A transformation whose state is a `ClipState`. If the limit does not depend on earlier steps,
+      an update with the state None begins with a fresh one.
 
     Raises:
       ValueError: for an unknown name, or a limit that is negative, NaN or not a scalar; when used,
-        where it cannot be known how leaves are split over devices.
+        where it cannot be known how leaves are split over devices, and for the state None if the
+        limit depends on earlier steps.
       TypeError: for a limit that is not a number, or a scope that is not one.
 
     Example:
@@ -150,8 +151,8 @@ def stage(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, ClipState]:
-        state = init(updates) if state is None else state
-        check_state(state, ClipState, options.name)
+        state = fresh_if_none(state, init, updates)
+        check_state(state, ClipState, options.name, updates=updates)
         updates, rule_state, info = step(updates, params, extra_args, state.rule, state.info)
         return updates, ClipState(increased(state.steps), rule_state, info)
 
@@ -165,6 +166,7 @@ def groups_of(
 
     The state has `size` groups, and their names are `stored`.
     """
+    flat = flat if stored is None else flat.named_like(stored)
     grouping = grouped(scope, flat, options)
     placement = located(grouping, flat, options)
     if stored is not None:

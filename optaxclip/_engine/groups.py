@@ -15,7 +15,7 @@ from jax import Array
 
 from optaxclip._base.grouping import Group, Grouping, concatenated, split_up
 from optaxclip._base.types import NormTree
-from optaxclip._engine.placement import Placement
+from optaxclip._border.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-import optaxclip._engine.cpu as cpu
+import optaxclip._border.cpu as cpu
 import optaxclip._engine.powers as powers
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.trees import data_of, is_sparse, with_data
-from optaxclip._engine.entries import not_padding
+from optaxclip._border.entries import not_padding
 from optaxclip._engine.groups import Groups
 
 
@@ -32,7 +32,7 @@ def _is_bad(leaf: Any, axes: tuple[int, ...]) -> Array:
     return jnp.any(~jnp.isfinite(leaf), axes)
 
 
-@jax.custom_jvp
+@custom_jvp()
 def _only_finite(x: Array) -> Array:
     # XLA on CPU (JAX 0.10.2) converts bfloat16 before it selects, which loses subnormal numbers: so
     # its bits are selected.

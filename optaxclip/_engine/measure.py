@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import optaxclip._base.devices as devices
-import optaxclip._engine.cpu as cpu
+import optaxclip._border.cpu as cpu
+import optaxclip._border.leaf_sums as leaf_sums
 import optaxclip._engine.powers as powers
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     broadcast_over,
     fixed_size,
@@ -32,7 +33,7 @@ from optaxclip._base.numerics import (
     select,
     slack_of_norm,
 )
-from optaxclip._engine.entries import entries, measured_axes, times
+from optaxclip._border.entries import entries, measured_axes, times
 from optaxclip._engine.groups import Groups
 from optaxclip.norms import Norm
 
@@ -111,12 +112,9 @@ def slack(leaves: list[Any], groups: Groups, norm: Norm) -> Any:
 
 def _num_entries(leaves: list[Any], groups: Groups) -> list[Any]:
     """For each group how many entries share its norm on all devices; symbolic in `jax.export`."""
-    is_local = bool(devices.manual_axes() or groups.placement.mesh is None)
-    rows = zip(leaves, groups.grouping.axes, groups.placement.reduced, strict=True)
     counts = [
-        math.prod(np.shape(leaf)[axis] for axis in axes)
-        * (devices.num_devices(over) if is_local else 1)
-        for leaf, axes, over in rows
+        math.prod(np.shape(leaf)[axis] for axis in axes) * groups.placement.num_parts(i)
+        for i, (leaf, axes) in enumerate(zip(leaves, groups.grouping.axes, strict=True))
     ]
     return [sum(counts[i] for i in group.members) for group in groups.grouping.groups]
 
@@ -169,16 +167,17 @@ class _Measurement(NamedTuple):
 
     def at_scales(self, leaves: list[Any]) -> Measured:
         """The norms from sums at several scales."""
-        options = {"norm": self.norm, "dtype": self.dtype, "groups": self.groups}
+        in_one_piece = self.groups.placement.in_one_piece
+        options = {"norm": self.norm, "dtype": self.dtype, "in_one_piece": in_one_piece}
         found = [
-            powers.at_scales(leaf, axes=axes, **options) for leaf, axes in self.with_axes(leaves)
+            leaf_sums.at_scales(leaf, axes=axes, **options) for leaf, axes in self.with_axes(leaves)
         ]
-        sums = powers.of_groups(found, self.groups)
+        totals = powers.of_groups(found, self.groups)
         if self.groups.grouping.layout != "scalar":
             # Makes XLA on GPUs store the sums, which it would otherwise concatenate anew for each
             # use (JAX 0.10.2).
-            sums = lax.optimization_barrier(sums)
-        total, unit = powers.in_range(sums)
+            totals = lax.optimization_barrier(totals)
+        total, unit = powers.in_range(totals)
         return Measured.of(self.finished(total, leaves), unit)
 
     def in_float64(self, leaves: list[Any]) -> Measured:
@@ -195,7 +194,7 @@ class _Measurement(NamedTuple):
         # The modulus of a finite complex entry may be infinite; half of it is not.
         unit = 2.0 if any(jnp.iscomplexobj(leaf) for leaf in leaves) else 1.0
         bits = [
-            (powers.largest_bits(leaf, by=1 / unit, axes=axes, dtype=self.dtype),)
+            (leaf_sums.largest_bits(leaf, by=1 / unit, axes=axes, dtype=self.dtype),)
             for leaf, axes in self.with_axes(leaves)
         ]
         (found,) = powers.of_groups(bits, self.groups, by_max=True)
@@ -242,7 +241,7 @@ def _differentiable(measurement: _Measurement, leaves: list[Any]) -> Measured:
     wherever the norm's derivative does.
     """
 
-    @jax.custom_jvp
+    @custom_jvp()
     def norms(leaves: list[Any]) -> Measured:
         return measurement.norms(leaves)
 

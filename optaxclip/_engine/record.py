@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.counters import increased
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.names import Names

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip._engine.cpu as cpu
+import optaxclip._border.cpu as cpu
 from optaxclip._base.numerics import reciprocal_of_power
 from optaxclip._base.types import NonFinite
 from optaxclip._engine.measure import Measured

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip._engine.cpu as cpu
+import optaxclip._border.cpu as cpu
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     accumulation_dtype,
     broadcast_over,
@@ -24,7 +25,7 @@ from optaxclip._base.numerics import (
     promoted,
 )
 from optaxclip._base.trees import data_of, with_data
-from optaxclip._engine.entries import measured_axes
+from optaxclip._border.entries import measured_axes
 from optaxclip._engine.respond import Multiplier
 
 
@@ -69,7 +70,7 @@ def _scaled(
     return match_weak_type(scaled, x)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@custom_jvp(nondiff_argnums=(0, 1))
 def _on_bits(strict: bool, zeroes: bool, x: Array, by: Multiplier, above: Array | None) -> Array:
     product = cpu.scaled_bfloat16(x, *by, strict=strict)
     if zeroes:
@@ -113,7 +114,7 @@ def _product(x: Array, by: Multiplier, *, strict: bool) -> Array:
     return product if product.dtype == x.dtype else _rounded(product, x.dtype, strict)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+@custom_jvp(nondiff_argnums=(1, 2))
 def _rounded(x: Array, dtype: jnp.dtype, toward_zero: bool) -> Array:
     """Converts to `dtype`, to nearest or, with `toward_zero`, never away from zero."""
     y = x.astype(dtype)

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.arguments import check_state, checked_bool, checked_int
+from optaxclip._base.calls import asks
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import AxisName, PyTree, Threshold
 from optaxclip._batches.cutting import Cut, number_of_examples
-from optaxclip._batches.roles import Roles, argument_numbers
+from optaxclip._batches.roles import Roles, checked_roles
 from optaxclip.accumulate.judging import NAME, AccumulateState, Judge
 from optaxclip.accumulate.loop import over_microbatches
 from optaxclip.accumulate.losses import Loss
@@ -23,6 +24,7 @@ from optaxclip.monitor.noise import NoiseSums, known_where, unknown
 from optaxclip.thresholds.fixed import ScalarOrSchedule
 
 
+@asks(num_microbatches="pass microbatch_size=, the number of examples divided by num_microbatches")
 def value_and_grad(
     loss_fn: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
@@ -43,8 +45,8 @@ def value_and_grad(
     The batch is cut along its leading axis: of `k` microbatches the `i`-th has the examples `i`,
     `i + k`, ... The result is the weighted mean over the microbatches that were not rejected. If
     none is rejected or clipped, it is the gradient of the whole batch. Sums are in float32 or
-    wider, and finite if all gradients times their weights are. It takes the memory of the sum and
-    of one gradient, whatever `k` is.
+    wider, and finite if all gradients and weights are. It takes the memory of the sum and of one
+    gradient, whatever `k` is.
 
     Clipping each microbatch is PS-Clip-SGD (Nobile and Grohs, 2026, arXiv 2605.02701). A microbatch
     that is rejected is left out with its weight.
@@ -126,9 +128,7 @@ def value_and_grad(
       >>> print(value, grads, accumulated.weight, accumulated.rejected)
       11.666667 -6.0 [2. 1. 2.] [False False  True]
     """
-    argnums = argument_numbers(argnums, "argnums")
-    if batch_argnums is not None:
-        batch_argnums = argument_numbers(batch_argnums, "batch_argnums")
+    roles = checked_roles(argnums, batch_argnums)
     size = checked_int(microbatch_size, 1, "microbatch_size")
     places, wide = Places.checked(axis_name, specs), _checked_dtype(dtype)
     for argument, fn in (("loss_fn", loss_fn), ("weight", weight)):
@@ -136,7 +136,7 @@ def value_and_grad(
             raise TypeError(f"{argument} must be a function, got {fn!r:.80}")
     loss = Loss(loss_fn, weight, checked_bool(has_aux, "has_aux"), wide, places)
     judge = Judge.checked(clip, reject, measure, places)
-    return ValueAndGrad(loss, judge, argnums, batch_argnums, size)
+    return ValueAndGrad(loss, judge, *roles, size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -171,7 +171,7 @@ class ValueAndGrad:
         means = over_microbatches(loss, self._judge, roles, params, cut, state)
         row, grads = means.row, params.without_gradients().replaced(means.leaves)
         if self._judge.measures:
-            norm, noise = row.norm, row.noise(self._judge.norm(grads))
+            norm, noise = row.norm, row.noise(self._judge.norm(grads), means.unit)
         else:
             # NaN, as nothing is rejected. It is made of outputs of the loop, because for a loop
             # without these XLA (JAX 0.10.2) needs more memory on a GPU.
@@ -179,7 +179,7 @@ class ValueAndGrad:
             noise = NoiseSums(*[unknown(row.total_weight)] * 2)
         value = row.mean(row.loss)
         of_each = Accumulated(
-            norm, row.weight, row.rejected, row.loss, means.aux, means.state, noise
+            norm, means.unit * row.weight, row.rejected, row.loss, means.aux, means.state, noise
         )
         return (value, means.aux) if self._loss.has_aux else value, grads.tree(), of_each
 

@@ -10,10 +10,11 @@ from jax import Array
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import checked_bool, refuse_uncalled
 from optaxclip._base.counters import own_arrays
+from optaxclip._base.states import registered_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
+from optaxclip._border.options import Options
 from optaxclip._engine.clip import norms_by, stage
-from optaxclip._engine.options import Options
 from optaxclip.accumulate.places import Places
 from optaxclip.methods.judging import judged, kept_where
 from optaxclip.thresholds.fixed import as_limit
@@ -23,6 +24,7 @@ NONFINITE = "nonfinite"
 _NORM = "norm_of_microbatch"
 
 
+@registered_state
 class AccumulateState(NamedTuple):
     """What goes from microbatch to microbatch, and with `state=` from step to step.
 

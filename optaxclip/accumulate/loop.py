@@ -4,15 +4,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-import optaxclip._base.devices as devices
-from optaxclip._base.devices import Axes
+import optaxclip._border.devices as devices
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import Cut
 from optaxclip._batches.roles import Roles
-from optaxclip._engine.entries import times
+from optaxclip._border.calls import scanned
+from optaxclip._border.devices import Axes
+from optaxclip._border.entries import times
 from optaxclip.accumulate.judging import AccumulateState, Judge
 from optaxclip.accumulate.losses import Loss
 from optaxclip.accumulate.means import Row
@@ -23,12 +24,14 @@ class Means(NamedTuple):
 
     Attributes:
       leaves: for each measured leaf the weighted mean of the gradients that count.
+      unit: the power of two by which the row's weights are to be multiplied.
       state: after the last microbatch.
       row: what was found of each microbatch.
       aux: what else the losses returned, `[k, ...]`.
     """
 
     leaves: list[Array]
+    unit: Any
     state: AccumulateState
     row: Row
     aux: PyTree
@@ -51,11 +54,13 @@ def over_microbatches(
     dtypes = [loss.dtype_of_sum(x.dtype) for x in params.measured_leaves()]
     measured = [loss.places.vary(x, axes) for x in params.measured_leaves()]
     param_norm = judge.param_norm(roles.params)
+    with devices.on_own_mesh((measured, roles.batch)):
+        loss = loss.with_unit_for(cut)
     found_by = loss.of_this_device if axes else loss.over_devices
     # Where all microbatches count alike and none is left out, the gradient is added as it is: XLA
     # can then put off the sum over devices until after the loop.
     is_plain = loss.weight is None and not judge.measures and not axes
-    part = 1.0 if is_plain else _part(cut.number * devices.num_devices(axes))
+    part = 1.0 if is_plain else _part(4 * cut.number * devices.num_devices(axes))
 
     def like_params(leaves: list[Array]) -> list[Array]:
         """Leaves in the dtypes of the sums, split over devices as the parameters are."""
@@ -83,26 +88,30 @@ def over_microbatches(
         return (totals, judgement.state), (row, found.aux)
 
     start = (like_params([jnp.zeros_like(x) for x in measured]), state)
-    # Otherwise `scan` fails for seeds that `vmap` splits over an explicit mesh (JAX 0.10.2).
-    start = devices.typed_like(start, (measured, roles.batch))
-    with devices.on_own_mesh((measured, roles.batch)):
-        (totals, state), (row, aux) = lax.scan(body, start, jnp.arange(cut.number))
+    beside = (measured, roles.batch)
+    (totals, state), (row, aux) = scanned(body, start, jnp.arange(cut.number), beside)
     unit = cut.size if axes else row.weight[0]
     if axes:
         totals = [devices.sum_over_devices(x, axes) for x in totals]
         row = _over_devices(row, loss.places.axes_of(row.loss))
     divisor = row.total_weight if loss.weight is not None else row.total_weight / unit
     divisor = part * divisor
-    return Means([x / divisor.astype(x.dtype) for x in totals], state, row, aux)
+    leaves = [x / divisor.astype(x.dtype) for x in totals]
+    return Means(leaves, loss.unit, state, row, aux)
 
 
 def _part(number: int) -> float:
-    """The largest power of two that is at most `1 / number`, so that sums stay in the range."""
+    """The largest power of two that is at most `1 / number`, so that sums stay in the range.
+
+    A weight in its unit is below 4.
+    """
     return 0.5 ** (number - 1).bit_length()
 
 
 def _over_devices(row: Row, axes: Axes) -> Row:
     """The losses and weights of all devices, from those of each."""
-    weighted = jnp.where(row.weight == 0, 0, row.weight * row.loss)
+    part = _part(4 * devices.num_devices(axes))
+    weighted = jnp.where(row.weight == 0, 0, part * row.weight * row.loss)
     weight = devices.sum_over_devices(row.weight, axes)
-    return row._replace(weight=weight, loss=devices.sum_over_devices(weighted, axes) / weight)
+    loss = devices.sum_over_devices(weighted, axes) / (part * weight)
+    return row._replace(weight=weight, loss=loss)

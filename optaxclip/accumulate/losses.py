@@ -1,21 +1,31 @@
 """The loss of one microbatch: its value, its weight and its gradient, over all devices."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.core import Tracer
 
-import optaxclip._base.devices as devices
-from optaxclip._base.devices import Axes
-from optaxclip._base.numerics import accumulation_dtype, is_real, norm_dtype
+import optaxclip._border.devices as devices
+from optaxclip._base.numerics import (
+    accumulation_dtype,
+    bits_of,
+    invertible,
+    is_real,
+    leading_bit,
+    norm_dtype,
+    scaled_down,
+)
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
+from optaxclip._batches.cutting import Cut
 from optaxclip._batches.roles import Roles
+from optaxclip._border.devices import Axes
 from optaxclip.accumulate.places import Places
 
 
@@ -45,6 +55,7 @@ class Loss:
       has_aux: whether the loss returns `(loss, aux)`.
       dtype: in which losses and weights are added up.
       places: what is known of devices.
+      unit: a power of two by which weights are divided, so that no sum of them leaves the range.
     """
 
     fn: Callable[..., Any]
@@ -52,6 +63,29 @@ class Loss:
     has_aux: bool
     dtype: jnp.dtype
     places: Places
+    unit: Any = 1
+
+    def with_unit_for(self, cut: Cut) -> "Loss":
+        """The same with a unit near the largest weight of all microbatches and devices."""
+        if self.weight is None:
+            return self
+        found = list[Any]()
+
+        def bits(i: Array) -> Array:
+            found.append(self._weight_of(cut.microbatch(i), cut.size))
+            return bits_of(jnp.asarray(found[0]))
+
+        of_each = lax.map(bits, jnp.arange(cut.number))
+        if not isinstance(found[0], Tracer):
+            return dataclasses.replace(self, unit=_power_below(found[0]))
+        axes = self.places.axes_of(of_each)
+        # As integers: XLA on CPU (JAX 0.10.2) takes subnormal numbers for 0, and loses a NaN.
+        largest = devices.largest(self.places.vary(jnp.max(of_each), axes), axes)
+        weight = lax.bitcast_convert_type(largest, self.dtype)
+        is_usable = (largest > 0) & (weight <= jnp.finfo(self.dtype).max)
+        return dataclasses.replace(
+            self, unit=jnp.where(is_usable, invertible(leading_bit(weight)), 1)
+        )
 
     def widened(self, params: FlatTree) -> "Loss":
         """The same with scalars in the widest dtype of the sums."""
@@ -132,7 +166,7 @@ class Loss:
 
     def _weight_of(self, microbatch: tuple[Any, ...], size: int) -> Any:
         """The weight, checked; a traced one becomes NaN where it is negative."""
-        weight = size if self.weight is None else self.weight(*microbatch)
+        weight = size if self.weight is None else _of_batch(self.weight, microbatch)
         if not is_real(weight):
             raise TypeError(f"weight must return a real number, got {weight!r:.80}")
         if jnp.shape(weight) != ():
@@ -142,13 +176,40 @@ class Loss:
             )
         if isinstance(weight, Tracer):
             weight = weight.astype(self.dtype)
-            return jnp.where(weight >= 0, weight, jnp.nan)
+            weight = jnp.where(weight >= 0, weight, jnp.nan)
+            return scaled_down(weight, self.unit) if isinstance(self.unit, Array) else weight
         if not weight > 0:
             raise ValueError(
                 f"weight must return a number above 0, got {weight!r} for every microbatch"
             )
-        return np.asarray(weight, self.dtype)
+        return np.asarray(weight, self.dtype) / self.unit
+
+
+def _of_batch(weight: Callable[..., Any], microbatch: tuple[Any, ...]) -> Any:
+    """What a user's weight returns, which must take all batch arguments.
+
+    Raises:
+      TypeError: if it does not.
+    """
+    try:
+        inspect.signature(weight).bind(*microbatch)
+    except TypeError as error:
+        raise TypeError(
+            f"weight is called with what batch_argnums names, a part of {len(microbatch)} of the "
+            f"loss's arguments, and must take all of it ({error}): for a mask and tokens, "
+            "batch_argnums=(1, 2) and weight(tokens, mask)"
+        ) from None
+    except ValueError:  # some functions have no signature
+        pass
+    return weight(*microbatch)
 
 
 def _described(value: Any) -> str:
     return f"shape {jnp.shape(value)} and dtype {jnp.result_type(value)}"
+
+
+def _power_below(weight: Any) -> Any:
+    """The largest power of two at most a constant weight whose reciprocal is a normal number."""
+    info = jnp.finfo(weight.dtype)
+    power = np.exp2(np.floor(np.log2(weight)))
+    return np.clip(power, info.tiny, 1 / info.tiny).astype(weight.dtype)

@@ -1,17 +1,19 @@
 """What was added up over microbatches, divided: means over those that count, and noise sums."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.numerics import power_of_two_below
+from optaxclip._base.states import registered_state
 from optaxclip._base.types import PyTree
 from optaxclip.accumulate.judging import AccumulateState, Judgement
 from optaxclip.accumulate.losses import Found
 from optaxclip.monitor.noise import NoiseSums, known_where
 
 
+@registered_state
 class Accumulated(NamedTuple):
     """What became of the `k` microbatches of a batch; the `i`-th has the examples `i`, `i + k`, ...
 
@@ -61,16 +63,19 @@ class Row(NamedTuple):
 
     def mean(self, of: Array) -> Array:
         """The weighted mean over the microbatches that count; NaN if none does."""
-        counts = self.counts
-        return jnp.sum(jnp.where(counts, self.weight * of, 0)) / self.total_weight
+        known = jnp.where(self.counts, of, 0)
+        # Weights are near 1 at most. So are the numbers, divided by a power of two.
+        unit = power_of_two_below(jnp.max(jnp.abs(known)))
+        terms = jnp.where(self.counts, self.weight * (known / unit), 0)
+        return jnp.sum(terms) / self.total_weight * unit
 
     @property
     def total_weight(self) -> Array:
         """The total weight of the microbatches that count."""
         return jnp.sum(jnp.where(self.counts, self.weight, 0))
 
-    def noise(self, norm_of_mean: Array) -> NoiseSums:
-        """The noise sums, from the norm of the mean gradient."""
+    def noise(self, norm_of_mean: Array, weight: Any) -> NoiseSums:
+        """The noise sums, from the norm of the mean gradient and the unit of the weights."""
         norms = jnp.where(self.counts, self.norm_after, 0)
         # The norm of the mean is at most the largest norm. All norms are divided by a power of two
         # near the largest, so that no square and no sum of squares leaves the range.
@@ -85,4 +90,5 @@ class Row(NamedTuple):
         spread = jnp.where(is_known, large - small, 1)
         signal = (large * square_of_mean - small * square) / spread
         variance = (square - square_of_mean) * (small * (large / spread))
-        return NoiseSums(*(known_where(is_known, x * unit * unit) for x in (signal, variance)))
+        sums = (signal, variance * weight)
+        return NoiseSums(*(known_where(is_known, x * unit * unit) for x in sums))

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 from jax import Array
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.arguments import as_axis_names
-from optaxclip._base.devices import Axes
 from optaxclip._base.trees import FlatTree, per_leaf
 from optaxclip._base.types import PyTree
-from optaxclip._engine.placement import as_spec
+from optaxclip._border.devices import Axes
+from optaxclip._border.placement import as_spec
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

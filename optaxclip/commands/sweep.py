@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """Trains, prints the table, writes the picture; returns the exit code."""
     text, out = read_text(args.text), writable(args.out)
     result = train(text, args.limits, args.steps, args.seed, args.seeds)
-    print(result)
+    print(result.table(more_seeds="--seeds 3"))
     path = out / PICTURE
     draw(result, path)
     print(f"curve: {path}")

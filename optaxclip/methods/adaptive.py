@@ -18,15 +18,15 @@ import jax
 
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
-from optaxclip._base.transformation import Transformation
 from optaxclip._base.types import ClipState
+from optaxclip._border.options import ClipOptions, NormOptions, takes
+from optaxclip._border.transformation import Transformation
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.options import ClipOptions, NormOptions, takes
 from optaxclip.thresholds.base import FLOOR, PATIENCE
 from optaxclip.thresholds.moving import Option
 
 
-@takes(ClipOptions)
+@takes(ClipOptions, parts="clip_by(scopes.tree(), thresholds.zscore())")
 def zclip(
     *,
     alpha: jax.typing.ArrayLike = 0.97,
@@ -85,7 +85,7 @@ def zclip(
     return clip_by(scopes.tree(), rule, **options)
 
 
-@takes(NormOptions)
+@takes(NormOptions, parts="clip_by(scopes.leaf(), thresholds.adagc())")
 def adagc(
     *,
     lambda_rel: jax.typing.ArrayLike = 1.05,
@@ -136,7 +136,7 @@ def adagc(
     return clip_by(scopes.leaf(), rule, **options)
 
 
-@takes(ClipOptions)
+@takes(ClipOptions, parts="clip_by(scopes.tree(), thresholds.quantile())")
 def clip_by_quantile(
     *,
     target: jax.typing.ArrayLike = 0.5,
@@ -179,7 +179,7 @@ def clip_by_quantile(
     return clip_by(scopes.tree(), rule, **options)
 
 
-@takes(NormOptions)
+@takes(NormOptions, parts="clip_by(scopes.leaf(), thresholds.ema(skip_steps=1))")
 def clip_by_ema_norm(
     *,
     ratio: jax.typing.ArrayLike = 2.0,

@@ -11,7 +11,8 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import check_state, checked_bool, checked_name
+from optaxclip._base.arguments import check_state, checked_bool, checked_name, fresh_if_none
+from optaxclip._base.calls import makes_transformation
 from optaxclip._base.numerics import (
     accumulation_dtype,
     match_weak_type,
@@ -19,17 +20,18 @@ from optaxclip._base.numerics import (
     promoted,
     safe_divide,
 )
-from optaxclip._base.transformation import Transformation, stateless, transformation
 from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name, per_leaf
 from optaxclip._base.types import ClipState, Path, PyTree
-from optaxclip._engine.checks import matching_params
+from optaxclip._border.checks import matching_params
+from optaxclip._border.entries import entries, times
+from optaxclip._border.placement import as_spec
+from optaxclip._border.transformation import Transformation, stateless, transformation
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.entries import entries, times
-from optaxclip._engine.placement import as_spec
 from optaxclip.methods.heads import Heads, Place, multiplier, placed
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 
 
+@makes_transformation()
 def clip_attention_logits(
     tau: ScalarOrSchedule = 100.0,
     *,
@@ -158,8 +160,8 @@ def clip_attention_logits(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, ClipState]:
-        state = init(updates) if state is None else state
-        check_state(state, ClipState, name)
+        state = fresh_if_none(state, init, updates)
+        check_state(state, ClipState, name, updates=updates)
         return rescaled(updates, state, params, **extra_args)
 
     return transformation(init, update)

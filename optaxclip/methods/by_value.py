@@ -7,14 +7,18 @@ from jax import Array
 
 import optaxclip.methods.elementwise as elementwise
 from optaxclip._base.arguments import check_state, checked_bool
+from optaxclip._base.calls import makes_transformation
 from optaxclip._base.counters import increased
-from optaxclip._base.transformation import Transformation, stateless, transformation
+from optaxclip._base.states import registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
+from optaxclip._border.transformation import Transformation, stateless, transformation
+from optaxclip.thresholds.calling import checked_schedule
 from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.fixed import ScalarOrSchedule, without_memory
 
 
+@registered_state
 class ClipByValueState(NamedTuple):
     """State of elementwise clipping.
 
@@ -25,6 +29,7 @@ class ClipByValueState(NamedTuple):
     steps: Array
 
 
+@makes_transformation("ops.clip_by_value(grads, -1.0, 1.0)")
 def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[ClipByValueState]:
     """Clips each entry to `[-max_delta, max_delta]`, a complex one to the modulus `max_delta`.
 
@@ -52,11 +57,14 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
       >>> print(tx.update(grads, tx.init(grads))[0])
       [nan  2. -2.  2.  1.]
     """
-    if not callable(max_delta):
+    if callable(max_delta):
+        checked_schedule(max_delta, "max_delta", any_shape=True)
+    else:
         max_delta = checked_limit(max_delta, "max_delta", off=True, schedule=True)
     return _clip_by_bounds(None, max_delta, ("max_delta", "max_delta"), record)
 
 
+@makes_transformation("ops.clip_by_value(grads, -1.0, 1.0)")
 def clip_by_value(
     min_value: ScalarOrSchedule, max_value: ScalarOrSchedule, *, record: bool = True
 ) -> Transformation[ClipByValueState]:
@@ -86,7 +94,9 @@ def clip_by_value(
     """
     bounds = (("min_value", min_value), ("max_value", max_value))
     for argument, bound in bounds:
-        if not callable(bound):
+        if callable(bound):
+            checked_schedule(bound, argument, any_shape=True)
+        else:
             elementwise.checked_bound(bound, argument)
     if not callable(min_value) and not callable(max_value):
         elementwise.check_order(min_value, max_value, ("min_value", "max_value"))
@@ -104,8 +114,9 @@ def _clip_by_bounds(
     def clamped(updates: PyTree, smallest: Any, largest: Any) -> PyTree:
         return elementwise.clamp(flatten(updates, "updates"), smallest, largest, arguments)
 
+    is_scheduled = callable(low) or callable(high)
     if not checked_bool(record, "record"):
-        if callable(low) or callable(high):
+        if is_scheduled:
             raise ValueError(without_memory(name))
         return stateless(lambda updates, *_, **__: clamped(updates, low, high))
 
@@ -120,8 +131,8 @@ def _clip_by_bounds(
         **extra_args: Any,
     ) -> tuple[PyTree, ClipByValueState]:
         del params, extra_args
-        state = init(updates) if state is None else state
-        check_state(state, ClipByValueState, name)
+        state = init(updates) if state is None and not is_scheduled else state
+        check_state(state, ClipByValueState, name, updates=updates)
         smallest, largest = (_at_step(bound, state.steps) for bound in (low, high))
         return clamped(updates, smallest, largest), ClipByValueState(increased(state.steps))
 

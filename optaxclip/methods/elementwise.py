@@ -9,7 +9,6 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
-import optaxclip._base.devices as devices
 from optaxclip._base.arguments import short
 from optaxclip._base.numerics import (
     accumulation_dtype,
@@ -20,6 +19,7 @@ from optaxclip._base.numerics import (
 )
 from optaxclip._base.trees import FlatTree, data_of, dtype_of, with_data
 from optaxclip._base.types import PyTree
+from optaxclip._border.calls import across
 
 
 def clamp(
@@ -51,7 +51,7 @@ def clamp(
     dtypes = set(map(_canonical, {dtype_of(leaf) for leaf in leaves}))
     highs = {str(dtype): _in_range(high, dtype) for dtype in dtypes}
     lows = None if low is None else {str(dtype): _in_range(low, dtype) for dtype in dtypes}
-    return flat.rebuild(_clamped_by_dtype(leaves, lows, highs))
+    return flat.rebuild(across(_clamped_by_dtype, leaves, lows, highs, like=_leaves))
 
 
 def checked_bound(bound: Any, argument: str) -> Any:
@@ -123,7 +123,10 @@ def _integer_in_range(bound: Any, dtype: Any) -> jax.typing.ArrayLike:
 _canonical = jax.dtypes.canonicalize_dtype
 
 
-@jax.jit
+def _leaves(leaves: list[Any], *_: Any) -> list[Any]:
+    return leaves
+
+
 def _clamped_by_dtype(
     leaves: list[Any], lows: dict[str, Any] | None, highs: dict[str, Any]
 ) -> list[Any]:
@@ -136,12 +139,8 @@ def _clamped_by_dtype(
 
 def clamp_leaf(leaf: Any, low: Array | None, high: Array) -> Any:
     """`clamp` for a leaf with its own bounds, which broadcast to its entries."""
-    x, bound = jnp.asarray(data_of(leaf)), _bounded
-    sharding = devices.explicit_sharding(x)
-    if sharding is not None:
-        # On an explicit mesh JAX refuses operands that are split differently, as bounds may be.
-        bound = devices.with_automatic_axes(bound, *sharding)
-    return with_data(leaf, match_weak_type(bound(x, low, high), x))
+    x = jnp.asarray(data_of(leaf))
+    return with_data(leaf, match_weak_type(_bounded(x, low, high), x))
 
 
 # Compiled by itself so that it is traced once for leaves that are alike.

@@ -13,14 +13,14 @@ from jax import Array
 import optaxclip.responses as responses
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import refuse_arrays
-from optaxclip._base.transformation import Transformation
 from optaxclip._base.types import ClipState, PyTree
+from optaxclip._border.options import ClipOptions, NormOptions, takes
+from optaxclip._border.transformation import Transformation
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.options import ClipOptions, NormOptions, takes
 from optaxclip.thresholds.fixed import LimitLike, ScalarOrSchedule, as_limit, relative
 
 
-@takes(NormOptions)
+@takes(NormOptions, parts="clip_by(scopes.leaf(), 1.0)", once="ops.clip_by_norm(grads, 1.0)")
 def clip_by_norm(
     max_norm: ScalarOrSchedule,
     axes: int | Sequence[int] | None = None,
@@ -55,7 +55,7 @@ def clip_by_norm(
     return clip_by(scope, limit, **options)
 
 
-@takes(ClipOptions)
+@takes(ClipOptions, parts="clip_by(scopes.tree(), 1.0)", once="ops.clip_by_global_norm(grads, 1.0)")
 def clip_by_global_norm(
     max_norm: ScalarOrSchedule,
     *,
@@ -102,7 +102,12 @@ def clip_by_global_norm(
     )
 
 
-@takes(NormOptions)
+@takes(
+    NormOptions,
+    parts="clip_by(scopes.unit(), thresholds.relative_to_params(0.01))",
+    once="clip_tree(grads, thresholds.relative_to_params(0.01), scope=scopes.unit(), "
+    "params=params)",
+)
 def adaptive_grad_clip(
     clipping: ScalarOrSchedule,
     eps: float = 1e-3,
@@ -153,7 +158,11 @@ def adaptive_grad_clip(
     return clip_by(scope, limit, **options)
 
 
-@takes(NormOptions)
+@takes(
+    NormOptions,
+    parts="clip_by(scopes.group(labels), 1.0)",
+    once="clip_tree(grads, 1.0, scope=scopes.group(labels))",
+)
 def clip_by_group_norm(
     max_norm: LimitLike,
     labels: PyTree | Callable[[str, Array], str],

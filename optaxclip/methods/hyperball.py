@@ -8,25 +8,28 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
-from optaxclip._base.transformation import Transformation, transformation
+from optaxclip._base.states import registered_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
-from optaxclip._engine.checks import matching_params
+from optaxclip._border.checks import matching_params
+from optaxclip._border.options import Options, PlaceOptions, takes
+from optaxclip._border.transformation import Transformation, transformation
 from optaxclip._engine.clip import groups_of
 from optaxclip._engine.groups import Groups
-from optaxclip._engine.options import Options, PlaceOptions, takes
-from optaxclip._engine.step import norms_of, run
+from optaxclip._engine.step import norms_of
 from optaxclip.methods.moments import dense
 from optaxclip.methods.spheres import steps_along
 from optaxclip.methods.updates import leaves_apart
+from optaxclip.thresholds.calling import checked_schedule
 from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.fixed import ScalarOrSchedule
 
 
+@registered_state
 class HyperballState(NamedTuple):
     """State of `hyperball`.
 
@@ -109,7 +112,8 @@ def hyperball(
       >>> adam_h = optax.chain(optax.scale_by_adam(), optaxclip.hyperball(0.01))
     """
     scope, checked = leaves_apart(stacked), Options.checked(**options)
-    rate = learning_rate if callable(learning_rate) else _checked_rate(learning_rate)
+    is_schedule = callable(learning_rate)
+    rate = (checked_schedule if is_schedule else _checked_rate)(learning_rate, "learning_rate")
     fixed = None if isinstance(radius, str) else _checked_radius(radius)
     if isinstance(radius, str) and radius not in ("initial", "current"):
         raise ValueError(f"radius must be 'initial', 'current' or a number, got {radius!r}")
@@ -139,24 +143,24 @@ def hyperball(
                 "update(grads, state, params)"
             )
         state = init(params) if state is None else state
-        check_state(state, HyperballState, checked.name)
+        check_state(state, HyperballState, checked.name, updates=updates)
         of_state = (state.names, state.radius.size) if keeps else (None, 0)
         flat, groups = grouped(updates, "updates", *of_state)
         weights = matching_params(flat, params, checked.name).measured_leaves()
-        now = _checked_rate(rate(state.steps)) if callable(rate) else rate
+        now = _checked_rate(rate(state.steps), "learning_rate") if is_schedule else rate
         operands = (weights, flat.measured_leaves(), state.radius if keeps else fixed, now, eps)
-        leaves = run(steps_along, *operands, groups=groups)
+        leaves = steps_along(*operands, groups=groups)
         names = groups.grouping.names if keeps else Names()
         return flat.rebuild(leaves), HyperballState(increased(state.steps), state.radius, names)
 
     return transformation(init, update)
 
 
-def _checked_rate(rate: Any) -> Any:
-    checked_limit(rate, "learning_rate", allow_any_number=True, schedule=True)
+def _checked_rate(rate: Any, argument: str) -> Any:
+    checked_limit(rate, argument, allow_any_number=True, schedule=True)
     if not isinstance(rate, jax.Array) and not 0 <= rate < math.inf:
         raise ValueError(
-            f"learning_rate must be at least 0 and finite, got {rate!r}; hyperball subtracts the "
+            f"{argument} must be at least 0 and finite, got {rate!r}; hyperball subtracts the "
             "direction itself, so leave out the sign, and optax.scale_by_learning_rate"
         )
     return rate

@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from optaxclip._base.counters import increased
-from optaxclip._base.devices import resharded
 from optaxclip._base.numerics import match_weak_type, narrowed, select
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
+from optaxclip._border.calls import across
 from optaxclip._engine.step import limits_of
 
 
@@ -66,10 +67,16 @@ def judged(
       name: the transformation's name, for messages.
       param_norm: the norm of the parameters, for a rule that is relative to it.
     """
-    limits, state = limits_of(rule, state, number, param_norm, name)
+    operands = (rule, state, number, param_norm)
+    limits, state = across(limits_of, *operands, like=_judgement, name=name)
     is_finite = jnp.isfinite(number)
     is_above = is_finite & (number > limits.trigger.astype(number.dtype))
     return Judged(number, limits.trigger, state, is_above, ~is_finite)
+
+
+def _judgement(rule: Threshold, state: PyTree, *_: Any) -> tuple[PartitionSpec, PyTree]:
+    del rule
+    return PartitionSpec(), state
 
 
 def kept_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
@@ -80,7 +87,7 @@ def kept_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
             return y
         if is_opaque(y):
             return jnp.where(where, x, y)
-        return _chosen(where, x, y)
+        return across(_chosen, where, x, y, like=_new)
 
     return jax.tree.map(choose, new, old)
 
@@ -90,15 +97,19 @@ def zero_where(where: Array, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x if is_opaque(x) else _zeroed(where, x), tree)
 
 
-# Both are compiled by themselves so that they are traced once for leaves that are alike.
+# Compiled by itself so that it is traced once for leaves that are alike.
 @jax.jit
 def _zeroed(where: Array, x: Array) -> Array:
     return match_weak_type(select(where, 0, x), x)
 
 
-@jax.jit
+def _new(where: Array, x: Array, y: Array) -> Array:
+    del where, x
+    return y
+
+
 def _chosen(where: Array, x: Array, y: Array) -> Array:
-    chosen = lax.select(where, resharded(x, y).astype(y.dtype), y)
+    chosen = lax.select(where, x.astype(y.dtype), y)
     # If a state's weak type changed from step to step, the step would be compiled again.
     return match_weak_type(chosen, x) if x.dtype == y.dtype else chosen
 

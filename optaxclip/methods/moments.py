@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.numerics import accumulation_dtype
 from optaxclip._base.trees import FlatTree, flatten, is_sparse
 from optaxclip._base.types import PyTree

@@ -8,16 +8,20 @@ from jax import Array
 
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
-from optaxclip._base.transformation import Transformation
 from optaxclip._base.types import ClipState, PyTree
+from optaxclip._border.options import NormOptions, ScaleOptions, takes
+from optaxclip._border.transformation import Transformation
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.options import NormOptions, ScaleOptions, takes
 from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.base import FLOOR
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 
 
-@takes(ScaleOptions)
+@takes(
+    ScaleOptions,
+    parts='clip_by(scopes.tree(), 1.0, response="normalize")',
+    once='clip_tree(grads, 1.0, scope=scopes.tree(), response="normalize")',
+)
 def normalize_by_global_norm(
     norm: ScalarOrSchedule = 1.0,
     *,
@@ -50,7 +54,10 @@ def normalize_by_global_norm(
     return clip_by(scopes.tree(), limit, response="normalize", known_norm=known_norm, **options)
 
 
-@takes(NormOptions)
+@takes(
+    NormOptions,
+    parts='clip_by(scopes.leaf(), thresholds.mean_over_rms(), response="normalize")',
+)
 def normalize_by_norm_history(
     *,
     mean_decay: jax.typing.ArrayLike = 0.7,

@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import check_state, checked_count
 from optaxclip._base.counters import increased, own_arrays
-from optaxclip._base.transformation import Transformation, transformation
+from optaxclip._base.states import registered_state
 from optaxclip._base.trees import flatten, is_sparse
 from optaxclip._base.types import ClipState, PyTree, Threshold
-from optaxclip._engine.checks import params_for
+from optaxclip._border.checks import params_for
+from optaxclip._border.options import Options, PlaceOptions, takes
+from optaxclip._border.transformation import Transformation, transformation
 from optaxclip._engine.clip import norms_by
-from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.respond import Multiplier
 from optaxclip._engine.scale import scale
@@ -27,6 +28,7 @@ from optaxclip.methods.skipping import as_inner
 from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
 
 
+@registered_state
 class ResetState(NamedTuple):
     """State of `reset_state`.
 
@@ -134,7 +136,7 @@ def reset_state(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, ResetState]:
-        check_state(state, ResetState, checked.name, _WRAP_STATE)
+        check_state(state, ResetState, checked.name, _WRAP_STATE, updates=updates)
         reset, judge_state = jnp.zeros((), bool), state.judge
         if judge is not None:
             reset, judge_state = judge.update(updates, state.judge, params)

@@ -1,23 +1,26 @@
 """How a step is skipped: its norm is judged by a limit, and the old state is selected."""
 
+import warnings
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import check_state, checked_count
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.names import Names
-from optaxclip._base.transformation import Transformation, transformation
-from optaxclip._base.trees import flatten
-from optaxclip._base.types import ClipInfo, PyTree, Threshold
-from optaxclip._engine.checks import params_for
+from optaxclip._base.states import registered_state
+from optaxclip._base.trees import FlatTree, flatten
+from optaxclip._base.types import ClipInfo, ClipState, PyTree, Threshold
+from optaxclip._border.checks import params_for
+from optaxclip._border.options import Options
+from optaxclip._border.transformation import Transformation, transformation
 from optaxclip._engine.clip import groups_of, known_norm
-from optaxclip._engine.options import Options
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import norms_of
 from optaxclip.methods.judging import judged, kept_where, zero_where
@@ -26,6 +29,7 @@ from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
 from optaxclip.thresholds.losses import loss_among
 
 
+@registered_state
 class LossState(NamedTuple):
     """State of a skip's limit for the loss.
 
@@ -38,6 +42,7 @@ class LossState(NamedTuple):
     info: ClipInfo
 
 
+@registered_state
 class SkipState(NamedTuple):
     """State of a wrapper that skips steps.
 
@@ -47,7 +52,8 @@ class SkipState(NamedTuple):
         above the limit, `num_nonfinite` those that were not finite.
       num_skipped: int32[], how many steps were skipped, for any reason.
       consecutive: int32[], how many steps in a row, up to the last, were skipped.
-      leaves: the leaves' names in order; part of the structure, not arrays.
+      leaves: the leaves' names in order; part of the structure, not arrays. A leaf that was None
+        at `init` is added at the first step that has it.
       blamed: bool[leaves], which leaves were the cause of the latest skip: those that were not
         finite; if there are none, those whose own norm was above the limit; if there are none, the
         one with the largest norm. No leaf is blamed if the loss alone was the cause, or if the
@@ -96,15 +102,17 @@ def skipping(
     if max_consecutive is not None:
         max_consecutive = checked_count(max_consecutive, "max_consecutive")
 
-    def norms(tree: PyTree, scope: Scope, argument: str) -> tuple[Array, Names]:
+    def norms(flat: FlatTree, scope: Scope) -> tuple[Array, Names]:
         """The norms of groups, and their names."""
-        flat = flatten(tree, argument)
         groups = groups_of(flat, scope, options)
         return norms_of(flat, groups, options.norm), groups.grouping.names
 
     def init(params: PyTree) -> SkipState:
         flat = flatten(params, "params")
-        leaves = Names(sorted(flat.names()))
+        # In eager mode JAX 0.10.2 cannot make zeros like an array in another memory.
+        inner_state = inner.init(devices.to_device(params))
+        _warn_if_all_are_clips(inner_state, name)
+        leaves = Names(tuple(sorted(flat.names())))
         info = initial_info(name, scopes.tree()(flat))
         rule = rule_for(limit, [("tree", ())])
         return SkipState(
@@ -115,8 +123,7 @@ def skipping(
             leaves=leaves,
             blamed=jnp.zeros(len(leaves), bool),
             loss=() if loss_limit is None else _initial_loss(loss_limit, name),
-            # In eager mode JAX 0.10.2 cannot make zeros like an array in another memory.
-            inner_state=inner.init(devices.to_device(params)),
+            inner_state=inner_state,
         )
 
     def update(
@@ -125,19 +132,20 @@ def skipping(
         params: PyTree | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, SkipState]:
-        check_state(state, SkipState, name, _WRAP_STATE)
+        check_state(state, SkipState, name, _WRAP_STATE, updates=updates)
         rule = rule_for(limit, [("tree", ())])
         norm_now = known_norm(options, extra_args, "scalar")
+        flat = flatten(updates, "updates").named_like(state.leaves)
         of_leaves, names = jnp.zeros(0), Names()
         if norm_now is None:
             # Both take one read, because the compiler sums each leaf once.
-            norm_now, _ = norms(updates, scopes.tree(), "updates")
-            of_leaves, names = norms(updates, scopes.leaf(), "updates")
+            norm_now, _ = norms(flat, scopes.tree())
+            of_leaves, names = norms(flat, scopes.leaf())
             of_leaves = lax.stop_gradient(of_leaves)
         relative_to = params_for(rule, params, name)
         param_norm = None
         if relative_to is not None:
-            param_norm, _ = norms(relative_to, scopes.tree(), "params")
+            param_norm, _ = norms(flatten(relative_to, "params"), scopes.tree())
         of_norm = judged(rule, state.rule, norm_now, name, param_norm)
         is_bad, is_out, of_loss = of_norm.is_bad, of_norm.is_out, None
         if loss_limit is not None:
@@ -151,7 +159,13 @@ def skipping(
         if of_loss is not None:
             loss = LossState(of_loss.rule_state, of_loss.recorded(state.loss.info, skip))
         # A state that has lost its names, as after `optax.tree_map_params`, gets them back.
-        all_leaves = names if len(names) == len(state.blamed) else state.leaves
+        lost = not state.leaves and len(names) == len(state.blamed)
+        known = names if lost else state.leaves
+        # What was None at `init` is named once there is a leaf.
+        is_new = len(known) == len(state.blamed) and not set(names) <= set(known)
+        all_leaves = Names(tuple(sorted({*known, *names}))) if is_new else known
+        before = _among(all_leaves, known, state.blamed) if is_new else state.blamed
+        blamed = _among(all_leaves, names, of_norm.blamed(of_leaves)) if all_leaves else before
         # The optimizer runs on all updates, and its results are dropped later: so norms that it
         # takes of them share their read with ours.
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
@@ -161,14 +175,29 @@ def skipping(
             num_skipped=increased(state.num_skipped, skip),
             consecutive=jnp.where(is_out if gives_up else skip, increased(state.consecutive), 0),
             leaves=all_leaves,
-            blamed=jnp.where(
-                is_out, _among(all_leaves, names, of_norm.blamed(of_leaves)), state.blamed
-            ),
+            blamed=jnp.where(is_out, blamed, before),
             loss=loss,
             inner_state=kept_where(skip, state.inner_state, inner_state),
         )
 
     return transformation(init, update)
+
+
+def _warn_if_all_are_clips(inner_state: PyTree, name: str) -> None:
+    """Warns of a skip that wraps clips alone, as far as their states show it."""
+
+    def is_known(x: Any) -> bool:
+        return isinstance(x, (ClipState, optax.EmptyState))
+
+    # An `EmptyState` may be that of an optimizer, such as `optax.sgd`.
+    nodes = jax.tree.leaves(inner_state, is_leaf=is_known)
+    if nodes and all(isinstance(node, ClipState) for node in nodes):
+        warnings.warn(
+            f"{name} wraps a clip and no optimizer, so a skipped step still moves the weights by "
+            "the moments and the weight decay of an optimizer that comes after it; wrap the "
+            f"optimizer too: {name}(optax.chain(clip, optimizer))",
+            stacklevel=3,
+        )
 
 
 def as_inner(inner: Any) -> optax.GradientTransformationExtraArgs:

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.arguments import checked_choice, checked_int
 from optaxclip._base.numerics import accumulation_dtype, fixed_size, match_weak_type
-from optaxclip._base.transformation import Transformation
 from optaxclip._base.trees import is_sparse
 from optaxclip._base.types import ClipState, PyTree
+from optaxclip._border.options import Options, StageOptions, takes
+from optaxclip._border.transformation import Transformation
 from optaxclip._engine.clip import stage
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import Measured
-from optaxclip._engine.options import Options, StageOptions, takes
 from optaxclip._engine.respond import Multiplier
 from optaxclip._engine.step import Method
 from optaxclip.methods.moments import wide_dtype

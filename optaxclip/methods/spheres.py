@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import (
     bounded,
@@ -27,7 +28,8 @@ from optaxclip._base.numerics import (
     safe_divide,
     safe_sqrt,
 )
-from optaxclip._engine.entries import times
+from optaxclip._border.calls import across
+from optaxclip._border.entries import times
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import measure
 from optaxclip.methods.moments import wide_dtype
@@ -65,10 +67,12 @@ def steps_along(
       eps: a direction with a norm of at most `eps` counts as zeros.
       groups: one group for each matrix.
     """
-    steps = functools.partial(_steps, groups=groups)
-    specs = [devices.spec_of(x) for x in directions]
-    steps = groups.placement.with_automatic_axes(steps, specs)
-    return steps(weights, directions, radius, rate, eps)
+    return across(_steps, weights, directions, radius, rate, eps, like=_directions, groups=groups)
+
+
+def _directions(weights: list[Any], directions: list[Any], *_: Any) -> list[Any]:
+    del weights
+    return directions
 
 
 def _steps(
@@ -88,7 +92,7 @@ def _norms(weights: list[Array], directions: list[Array], groups: Groups) -> "_N
     by_pairs = functools.partial(_by_pairs, groups=groups)
     by_roots = functools.partial(_by_roots, groups=groups)
 
-    @jax.custom_jvp
+    @custom_jvp()
     def norms(weights: list[Array], directions: list[Array]) -> _Norms:
         return lax.platform_dependent(weights, directions, cpu=by_roots, default=by_pairs)
 

@@ -18,27 +18,30 @@ from jax import Array, lax
 import optaxclip.norms as norms
 import optaxclip.thresholds as thresholds
 from optaxclip._base.arguments import check_state, checked_int, checked_name
+from optaxclip._base.calls import makes_transformation
 from optaxclip._base.counters import increased
-from optaxclip._base.devices import resharded
 from optaxclip._base.numerics import (
     multiply,
     root_of_positive,
     select,
 )
-from optaxclip._base.transformation import Transformation, transformation
+from optaxclip._base.states import registered_state
 from optaxclip._base.trees import flatten, is_sparse, with_data
 from optaxclip._base.types import ClipState, PyTree
+from optaxclip._border.calls import across
+from optaxclip._border.entries import entries, sums_of_stored
+from optaxclip._border.options import Options, ScaleOptions, takes
+from optaxclip._border.transformation import Transformation, transformation
 from optaxclip._engine.clip import stage
-from optaxclip._engine.entries import entries, sums_of_stored
-from optaxclip._engine.options import Options, ScaleOptions, takes
 from optaxclip._engine.respond import Multiplier
-from optaxclip._engine.step import ByNorm, Method, run
+from optaxclip._engine.step import ByNorm, Method
 from optaxclip.methods.elementwise import clamp_leaf
 from optaxclip.methods.moments import NamedMoments, dense, zero_moments
 from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.base import FLOOR, at_least, within
 
 
+@registered_state
 class SecondMomentState(NamedTuple):
     """State of `clip_by_second_moment`.
 
@@ -120,6 +123,7 @@ class _OnlyAbove(ByNorm):
         return with_data(leaf, super().scaled(leaf.data, by, (), method))
 
 
+@makes_transformation()
 def clip_by_second_moment(
     *,
     threshold: jax.typing.ArrayLike = 5000.0,
@@ -192,8 +196,7 @@ def clip_by_second_moment(
     ) -> tuple[PyTree, SecondMomentState]:
         del params, extra_args
         flat = dense(flatten(updates, "updates"), name)
-        state = init(updates) if state is None else state
-        check_state(state, SecondMomentState, name)
+        check_state(state, SecondMomentState, name, updates=updates)
         old = NamedMoments.of(state.moments)
         unknown = sorted(set(flat.names()) - set(old.names))
         if unknown:
@@ -202,7 +205,7 @@ def clip_by_second_moment(
                 "did not have"
             )
         operands = (settings, flat.measured_leaves(), old.of_leaves(flat, name), state.steps)
-        clipped, count, moments = run(_clamped, *operands, period=period)
+        clipped, count, moments = across(_clamped, *operands, like=_results, period=period)
         return flat.rebuild(clipped), SecondMomentState(count, old.replaced(flat, moments))
 
     return transformation(init, update)
@@ -212,6 +215,11 @@ class _Settings(NamedTuple):
     threshold: Any
     decay: Any
     warmup_steps: Any
+
+
+def _results(settings: Any, leaves: list[Any], moments: list[Array], count: Array) -> Any:
+    del settings
+    return leaves, count, moments
 
 
 def _clamped(
@@ -239,8 +247,7 @@ def _clamped_by(
     leaf: Any, moment: Array, threshold: Any, decay: Any, is_active: Array
 ) -> tuple[Any, Array]:
     """A leaf, clipped by its average, and the average after that."""
-    bound = resharded(_bound(moment, threshold, is_active), leaf)
-    clipped = clamp_leaf(leaf, None, bound)
+    clipped = clamp_leaf(leaf, None, _bound(moment, threshold, is_active))
     return clipped, _moved(moment, decay, leaf, clipped)
 
 
@@ -257,7 +264,7 @@ def _bound(moment: Array, threshold: Any, is_active: Array) -> Array:
 def _moved(moment: Array, decay: Any, leaf: Any, clipped: Any) -> Array:
     """The average with the square of the clipped entry, where the incoming entry was finite."""
     square = norms.l2.map(entries(jnp.asarray(clipped), moment.dtype))
-    square = resharded(lax.min(square, jnp.finfo(moment.dtype).max), moment)
+    square = lax.min(square, jnp.finfo(moment.dtype).max)
     decay = jnp.asarray(decay).astype(moment.dtype)
     moved = lax.add(multiply(moment, decay), multiply(square, 1 - decay))
-    return lax.select(resharded(jnp.isfinite(leaf), moment), moved, moment)
+    return lax.select(jnp.isfinite(leaf), moved, moment)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 import optaxclip.norms as norms
 from optaxclip._base.arguments import check_state
 from optaxclip._base.counters import increased
@@ -23,20 +23,22 @@ from optaxclip._base.numerics import (
     root_of_positive,
     select,
 )
-from optaxclip._base.transformation import Transformation, transformation
+from optaxclip._base.states import registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipState, NonFinite, PyTree
+from optaxclip._border.calls import across
+from optaxclip._border.entries import times
+from optaxclip._border.options import Options, PlaceOptions, takes
+from optaxclip._border.transformation import Transformation, transformation
 from optaxclip._engine.clip import groups_of, stage
-from optaxclip._engine.entries import times
 from optaxclip._engine.groups import Groups
-from optaxclip._engine.options import Options, PlaceOptions, takes
-from optaxclip._engine.step import run
 from optaxclip.methods.moments import NamedMoments, dense, wide_dtype, zero_moments
 from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.checks import checked_decay, checked_limit
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 
 
+@registered_state
 class StableAdamState(NamedTuple):
     """State of `scale_by_stable_adam`.
 
@@ -130,21 +132,20 @@ def scale_by_stable_adam(
     ) -> tuple[PyTree, StableAdamState]:
         del params, extra_args
         flat = dense(flatten(updates, "updates"), name)
-        state = init(updates) if state is None else state
-        check_state(state, StableAdamState, name)
+        check_state(state, StableAdamState, name, updates=updates)
         groups = groups_of(flat, scope, checked, state.clip.info.names, state.steps.size)
 
         mu, nu = (NamedMoments.of(tree) for tree in (state.mu, state.nu))
         leaves = (flat.measured_leaves(), mu.of_leaves(flat, name), nu.of_leaves(flat, name))
         dtype = norm_dtype(average.dtype for average in leaves[2])
         shares = [_share(beta, increased(state.steps), dtype) for beta in betas]
-        ratios = run(_each, *leaves, shares[1:], eps, of_leaf=_ratio, groups=groups)
+        ratios = across(_each, *leaves, shares[1:], eps, like=_grads, of_leaf=_ratio, groups=groups)
         _, clip_state = clip.update(flat.rebuild(ratios), state.clip)
         taken = jnp.isfinite(clip_state.info.norm) & np.array(groups.grouping.present, bool)
         # A tensor that is not finite counts for nothing in its averages.
         shares = [jnp.where(taken, share, 0) for share in shares]
         columns = [*shares, clip_state.info.factor.astype(dtype)]
-        rows = run(_each, *leaves, columns, eps, of_leaf=_direction, groups=groups)
+        rows = across(_each, *leaves, columns, eps, like=_rows, of_leaf=_direction, groups=groups)
         directions, *new = ([row[k] for row in rows] for k in range(3))
         return flat.rebuild(directions), StableAdamState(
             clip_state,
@@ -154,6 +155,14 @@ def scale_by_stable_adam(
         )
 
     return transformation(init, update)
+
+
+def _grads(grads: list[Any], *_: Any) -> list[Any]:
+    return grads
+
+
+def _rows(grads: list[Any], mus: list[Array], nus: list[Array], *_: Any) -> list[Any]:
+    return list(zip(grads, mus, nus, strict=True))
 
 
 def _each(

@@ -7,14 +7,18 @@ from jax import Array
 
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import refuse_arrays
-from optaxclip._base.transformation import Transformation
 from optaxclip._base.types import ClipState, PyTree
+from optaxclip._border.options import ScaleOptions, takes
+from optaxclip._border.transformation import Transformation
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.options import ScaleOptions, takes
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 
 
-@takes(ScaleOptions)
+@takes(
+    ScaleOptions,
+    parts='clip_by(scopes.leaf(), 1.0, norm="rms")',
+    once='clip_tree(grads, 1.0, scope=scopes.leaf(), norm="rms")',
+)
 def clip_by_block_rms(
     threshold: ScalarOrSchedule,
     *,

@@ -9,14 +9,17 @@ import jax
 
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
-from optaxclip._base.transformation import Transformation
 from optaxclip._base.types import ClipState
+from optaxclip._border.options import ClipOptions, takes
+from optaxclip._border.transformation import Transformation
 from optaxclip._engine.clip import clip_by
-from optaxclip._engine.options import ClipOptions, takes
 from optaxclip.thresholds.base import FLOOR
 
 
-@takes(ClipOptions)
+@takes(
+    ClipOptions,
+    parts="clip_by(scopes.tree(), thresholds.percentile(10.0, inclusive=True, warmup_steps=0))",
+)
 def autoclip(
     percentile: jax.typing.ArrayLike = 10.0,
     window: int = 1000,
@@ -63,7 +66,7 @@ def autoclip(
     return clip_by(scopes.tree(), rule, **options)
 
 
-@takes(ClipOptions)
+@takes(ClipOptions, parts="clip_by(scopes.tree(), thresholds.median())")
 def clip_by_median_norm(
     *,
     scale: jax.typing.ArrayLike = 2.0,
@@ -107,7 +110,7 @@ def clip_by_median_norm(
     return clip_by(scopes.tree(), rule, **options)
 
 
-@takes(ClipOptions)
+@takes(ClipOptions, parts="clip_by(scopes.tree(), thresholds.window())")
 def clip_by_window_norm(
     *,
     num_std: jax.typing.ArrayLike = 3.0,

@@ -16,6 +16,7 @@ host whether to go on. `noise_scale` tells from the gradients of microbatches wh
 is too small.
 """
 
+import optaxclip._base.doors as _doors
 from optaxclip.monitor.histories import history as history
 from optaxclip.monitor.histories import history_names as history_names
 from optaxclip.monitor.lines import json_line as json_line
@@ -28,3 +29,5 @@ from optaxclip.monitor.recording import RecordState as RecordState
 from optaxclip.monitor.recording import record as record
 from optaxclip.monitor.verdicts import bad_leaves as bad_leaves
 from optaxclip.monitor.verdicts import verdict as verdict
+
+_doors.put_signs(__name__)

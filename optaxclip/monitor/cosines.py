@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
+import optaxclip._border.leaf_sums as leaf_sums
 import optaxclip._engine.powers as powers
 from optaxclip._base.numerics import bounded, norm_dtype, real_parts, safe_sqrt, select
 from optaxclip._base.trees import is_sparse
-from optaxclip._engine.entries import not_padding
+from optaxclip._border.entries import not_padding
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import Measured
 from optaxclip.norms import Norm
@@ -51,7 +52,7 @@ def cosines(
         return norms, norms
     pairs, groups = _pairs(leaves, others, groups)
 
-    def local(pairs: list[Any]) -> powers.AtScales:
+    def local(pairs: list[Any]) -> leaf_sums.AtScales:
         rows = zip(pairs, groups.grouping.axes, strict=True)
         is_whole = groups.placement.in_one_piece or bool(devices.manual_axes())
         return powers.of_groups(
@@ -113,10 +114,14 @@ def _both(x: Array) -> Any:
     """The two summands of a pair: the product, and the square of the other's entry.
 
     A product too large for this scale becomes 0, because infinite products of both signs would add
-    up to NaN; then the sum at another scale is used.
+    up to NaN; then the sum at another scale is used. At the scale for large numbers none is.
     """
     product = lax.mul(*(bounded(part) for part in (x.real, x.imag)))
-    is_usable = lax.le(lax.abs(product), product.dtype.type(2 * _highest(product.dtype)))
+    info = jnp.finfo(product.dtype)
+    largest = max(
+        _highest(product.dtype), (float(info.max) / leaf_sums.distance(product.dtype)) ** 2
+    )
+    is_usable = lax.le(lax.abs(product), product.dtype.type(2 * largest))
     return select(is_usable, product, 0), lax.square(x.imag)
 
 
@@ -125,7 +130,8 @@ def _highest(dtype: Any) -> float:
 
     So each scale is used only where products of entries are neither too large nor too small for it.
     """
-    return powers.lowest(dtype) * powers.distance(dtype) ** 2
+    # One factor after the other: in float64 the square of the distance is no number of Python's.
+    return powers.lowest(dtype) * leaf_sums.distance(dtype) * leaf_sums.distance(dtype)
 
 
 def _total(total: Array, count: Array) -> Array:
@@ -139,7 +145,7 @@ _BOTH = Norm("both", _both, _total, degree=2)
 
 # Compiled by itself so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "is_whole"))
-def _sums(pair: Pair, *, axes: tuple[int, ...], is_whole: bool) -> powers.AtScales:
+def _sums(pair: Pair, *, axes: tuple[int, ...], is_whole: bool) -> leaf_sums.AtScales:
     """The sums of products and of the others' squares, in turn, at all scales.
 
     One reduction gives both: if there were two, XLA on GPUs (JAX 0.10.2) would merge the one over
@@ -147,12 +153,12 @@ def _sums(pair: Pair, *, axes: tuple[int, ...], is_whole: bool) -> powers.AtScal
     float64, because XLA would store complex numbers.
     """
     dtype, over_all = pair[0].dtype, is_whole and len(axes) == pair[0].ndim
-    scales = powers.scales(_BOTH, dtype)
+    scales = leaf_sums.scales(_BOTH, dtype)
 
-    def in_own_dtype(pair: Pair, way: Any = powers.one_by_one) -> powers.AtScales:
+    def in_own_dtype(pair: Pair, way: Any = leaf_sums.one_by_one) -> leaf_sums.AtScales:
         return way(lax.complex(*pair), axes=axes, norm=_BOTH, dtype=dtype)
 
-    def in_float64(pair: Pair, *, apart: bool = False) -> powers.AtScales:
+    def in_float64(pair: Pair, *, apart: bool = False) -> leaf_sums.AtScales:
         squared = pair[1]
         if apart:
             pair = lax.optimization_barrier(pair)
@@ -167,7 +173,7 @@ def _sums(pair: Pair, *, axes: tuple[int, ...], is_whole: bool) -> powers.AtScal
 
     if dtype != jnp.float32:
         return in_own_dtype(pair)
-    usual = functools.partial(in_own_dtype, way=powers.at_once) if over_all else in_own_dtype
+    usual = functools.partial(in_own_dtype, way=leaf_sums.at_once) if over_all else in_own_dtype
     on_gpu = usual if over_all else in_float64
     # XLA on CPU (JAX 0.10.2) would store a conversion that several sums share: a barrier keeps
     # them apart.
@@ -176,15 +182,15 @@ def _sums(pair: Pair, *, axes: tuple[int, ...], is_whole: bool) -> powers.AtScal
     return lax.platform_dependent(pair, **ways, default=usual)
 
 
-def _norm(sums: powers.AtScales) -> Array:
+def _norm(sums: leaf_sums.AtScales) -> Array:
     total, unit = powers.in_range(sums)
     return Measured.of(safe_sqrt(total), unit).norm
 
 
-def _cosine(sums: powers.AtScales, norm: Array, other: Array) -> Array:
+def _cosine(sums: leaf_sums.AtScales, norm: Array, other: Array) -> Array:
     """The cosine, from the sum at the scale at which no sum of these products leaves the range."""
     plain, down, up = sums
-    far = powers.distance(plain.dtype)
+    far = leaf_sums.distance(plain.dtype)
     bound = safe_sqrt(norm.astype(plain.dtype)) * safe_sqrt(other.astype(plain.dtype))
     is_finite = jnp.isfinite(bound)
     is_high = bound > _highest(plain.dtype) ** 0.5

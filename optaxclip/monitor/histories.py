@@ -95,6 +95,11 @@ def _only_record(opt_state: PyTree, name: str | None) -> RecordState:
     fitting = [state for state in records.values() if name in (None, name_of(state))]
     if len(fitting) == 1:
         return fitting[0]
+    if not records:
+        raise ValueError(
+            "the state holds no record, and so no history: put monitor.record(window) into the "
+            "chain, in front of the clip for the raw norms, and pass the chain's state"
+        )
     which = "" if name is None else f" named {name!r}"
     raise ValueError(
         f"the state must hold one record{which}, it holds {len(fitting)}; all its records: "

@@ -7,15 +7,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.arguments import check_state
+from optaxclip._base.calls import makes_transformation
 from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import select
-from optaxclip._base.transformation import Transformation, transformation
+from optaxclip._base.states import registered_state
 from optaxclip._base.types import PyTree
+from optaxclip._border.transformation import Transformation, transformation
 from optaxclip.thresholds.base import as_float
 from optaxclip.thresholds.checks import checked_decay
 
 
+@registered_state
 class NoiseSums(NamedTuple):
     """Two estimates from the gradients of the parts of one batch; each is unbiased.
 
@@ -36,6 +39,7 @@ class NoiseSums(NamedTuple):
     variance: Array
 
 
+@registered_state
 class NoiseScaleState(NamedTuple):
     """State of `noise_scale`.
 
@@ -64,6 +68,7 @@ def scale_of(steps: Any, signal: Any, variance: Any, numpy: Any) -> Any:
     return numpy.where(steps > 0, numpy.maximum(ratio, 0), numpy.nan)
 
 
+@makes_transformation()
 def noise_scale(
     decay: jax.typing.ArrayLike = 0.99, *, name: str = "noise_scale"
 ) -> Transformation[NoiseScaleState]:
@@ -117,8 +122,8 @@ def noise_scale(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, NoiseScaleState]:
-        state = init(params) if state is None else state
-        check_state(state, NoiseScaleState, name)
+        del params
+        check_state(state, NoiseScaleState, name, updates=updates)
         noise = NoiseSums(*(as_float(x) for x in _given(extra_args, name)))
         is_finite = jnp.isfinite(noise.signal) & jnp.isfinite(noise.variance)
         steps = increased(state.steps, is_finite)

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax import Array
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
 from optaxclip.methods.skipping import SkipState
 from optaxclip.monitor.noise import NoiseScaleState
@@ -23,7 +24,28 @@ from optaxclip.monitor.summaries import (
 )
 
 
-def read(opt_state: PyTree) -> dict[str, ClipInfo]:
+@jax.tree_util.register_pytree_with_keys_class
+class Records(dict[str, ClipInfo]):
+    """The records under their keys; a lookup takes the end of a key too, if only one has it."""
+
+    def __missing__(self, end: str) -> ClipInfo:
+        fitting = [key for key in self if key.endswith(f"/{end}")]
+        if len(fitting) == 1:
+            return self[fitting[0]]
+        which = "several keys end with it" if fitting else "no key is it or ends with it"
+        raise KeyError(f"{end!r}: {which}; the keys are {list(self)}")
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, ClipInfo]], tuple[str, ...]]:
+        """The records as children, in their order."""
+        return [(jax.tree_util.DictKey(key), info) for key, info in self.items()], tuple(self)
+
+    @classmethod
+    def tree_unflatten(cls, keys: tuple[str, ...], infos: Any) -> "Records":
+        """The same with other records."""
+        return cls(zip(keys, infos, strict=True))
+
+
+def read(opt_state: PyTree) -> Records:
     """What every clip and every skip in an optimizer's state did at the last step.
 
     Nothing is computed and nothing is sent to the host, so it works under `jit` too.
@@ -34,16 +56,19 @@ def read(opt_state: PyTree) -> dict[str, ClipInfo]:
         which Flax keeps no names: there transformations are called "clip" and "skip".
 
     Returns:
-      A dict in the order of the state, with a skip before the states that it wraps. A key is the
-      path in the state and the transformation's name: `0/clip_by_global_norm` for `opt_state[0]`,
-      `inner_state/1/clip_by_norm` for `opt_state.inner_state[1]`. The path makes each key unique,
-      with or without `name=`, and keys are the same at every step. (Should dict keys with a `/`
-      make two keys equal, all paths are in Python's notation: `['a/b'][0]/clip_by_norm`.) A skip
-      that judges the loss has a second entry, under its key and `/loss`, in which `norm` is the
+      A dict in the order of the state, with a skip before the states that it wraps. It also takes
+      the last part of a key where that is unique: `read(state)["clip_by_global_norm"]`. A key is
+      the path in the state and the transformation's name: `0/clip_by_global_norm` for
+      `opt_state[0]`, `inner_state/1/clip_by_norm` for `opt_state.inner_state[1]`. The path makes
+      each key unique, with or without `name=`, and keys are the same at every step. (Should dict
+      keys with a `/` make two keys equal, all paths are in Python's notation:
+      `['a/b'][0]/clip_by_norm`.) A skip that judges the loss has a second entry, under its key and
+      `/loss`, in which `norm` is the
       loss.
 
     Raises:
       ValueError: if there is no clip and no skip that keeps a record.
+      KeyError: from the dict, for a key that is none, or the end of several; it lists the keys.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -52,6 +77,8 @@ def read(opt_state: PyTree) -> dict[str, ClipInfo]:
       >>> for key, info in read(opt_state).items():
       ...     print(key, info.norm, info.factor)
       0/clip_by_global_norm 5.0 0.2
+      >>> print(read(opt_state)["clip_by_global_norm"].norm)
+      5.0
     """
     places, infos = [], []
     for path, state in _records(opt_state, "read"):
@@ -61,7 +88,7 @@ def read(opt_state: PyTree) -> dict[str, ClipInfo]:
             places.append((path, (name_of(state), "loss")))
             infos.append(state.loss.info)
     rows = zip(keys_of(places), infos, strict=True)
-    return {key: ClipInfo(*map(unboxed, info)) for key, info in rows}
+    return Records({key: ClipInfo(*map(unboxed, info)) for key, info in rows})
 
 
 def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:

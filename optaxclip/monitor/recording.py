@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import (
     FRESH_STATE,
@@ -18,19 +19,21 @@ from optaxclip._base.arguments import (
 from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import narrowed
-from optaxclip._base.transformation import Transformation, transformation
+from optaxclip._base.states import registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
+from optaxclip._border.calls import across
+from optaxclip._border.options import Options, PlaceOptions, takes
+from optaxclip._border.placement import grouped
+from optaxclip._border.transformation import Transformation, transformation
 from optaxclip._engine.clip import groups_of
-from optaxclip._engine.options import Options, PlaceOptions, takes
-from optaxclip._engine.placement import grouped
-from optaxclip._engine.step import run
 from optaxclip.monitor.statistics import STATISTICS, recorded_statistics
 from optaxclip.norms import Norm
 from optaxclip.scopes.leaves import Scope, as_scope
 from optaxclip.thresholds.losses import loss_among
 
 
+@registered_state
 class RecordState(NamedTuple):
     """State of `record`.
 
@@ -38,7 +41,8 @@ class RecordState(NamedTuple):
       steps: int32[], steps so far.
       name: the transformation's name, as a tuple of one.
       names: the groups' names in order.
-      last: for each statistic float32[] or, with a scope, float32[groups], of the last step.
+      last: for each statistic float32[] or, with a scope, float32[groups], of the last step; -inf
+        for a group without leaves at that step, because NaN is for one that is not finite.
       ring: float32[window], or float32[window, groups]; of several statistics, in the order of
         their names, float32[window, statistics, ...]. Step n is in row `n % window`.
     """
@@ -154,8 +158,9 @@ def record(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, RecordState]:
         state = init(updates) if state is None else state
-        check_state(state, RecordState, name)
+        check_state(state, RecordState, name, updates=updates)
         _check_same(state, ("loss",) if loss else kept, name)
+        absent = None
         if loss:
             found, names = {"loss": loss_among(extra_args, name)}, state.names
         else:
@@ -163,7 +168,12 @@ def record(
             groups = groups_of(flat, chosen_scope, checked, state.names, size)
             found = recorded_statistics(flat, params, groups, kept, checked)
             names = groups.grouping.names
-        return updates, state._replace(names=names, **run(_written, state.steps, state.ring, found))
+            if groups.grouping.layout != "scalar" and not all(groups.grouping.present):
+                absent = ~np.array(groups.grouping.present)
+        rows = (window, len(found)) if len(found) > 1 else (window,)
+        _check_shape(state, (*rows, *jnp.shape(next(iter(found.values())))), name)
+        written = across(_written, state.steps, state.ring, found, absent, like=_fields)
+        return updates, state._replace(names=names, **written)
 
     return transformation(init, update)
 
@@ -178,6 +188,20 @@ def _check_same(state: RecordState, kept: tuple[str, ...], name: str) -> None:
         raise ValueError(
             f"{name}: the state is that of another record: it holds the statistics "
             f"{sorted(state.last)}, and this record keeps {list(kept)}. {FRESH_STATE}"
+        )
+
+
+def _check_shape(state: RecordState, shape: tuple[int, ...], name: str) -> None:
+    """Checks that a state has a row for each step of the window, and an entry for each group.
+
+    Raises:
+      ValueError: otherwise, naming both.
+    """
+    if state.ring.shape != shape:
+        held, asked = (f"the last {x[0]} steps as {[*x]}" for x in (state.ring.shape, shape))
+        raise ValueError(
+            f"{name}: the state is that of another record: it keeps {held}, and this record keeps "
+            f"{asked}. Pass the window and the scope that it was made with. {FRESH_STATE}"
         )
 
 
@@ -216,11 +240,16 @@ def _checked_scope(scope: Scope | None, per_leaf: bool) -> Scope:
     return as_scope(scope)
 
 
-def _written(steps: Array, ring: Array, found: dict[str, Array]) -> dict[str, Any]:
-    """The fields of the state that change with one more row."""
+def _fields(steps: Array, ring: Array, found: dict[str, Array], *_: Any) -> dict[str, Any]:
+    return {"steps": steps, "last": found, "ring": ring}
+
+
+def _written(steps: Array, ring: Array, found: dict[str, Array], absent: Any) -> dict[str, Any]:
+    """The fields of the state that change with one more row; groups may have no leaves now."""
     last = {key: narrowed(found[key], ring.dtype) for key in sorted(found)}
     row = devices.stack(list(last.values())) if len(last) > 1 else next(iter(last.values()))
     rows = len(ring)
-    written = devices.gathered(ring).at[steps % rows].set(row)
-    ring = devices.resharded(written, ring)
+    ring = ring.at[steps % rows].set(row)
+    if absent is not None:
+        last = {key: jnp.where(absent, -jnp.inf, x) for key, x in last.items()}
     return {"steps": increased(steps, period=rows), "last": last, "ring": ring}

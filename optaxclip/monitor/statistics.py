@@ -10,16 +10,17 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 import optaxclip.norms as norms
 from optaxclip._base.numerics import promoted, safe_divide
 from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip._base.types import PyTree
+from optaxclip._border.calls import across
+from optaxclip._border.options import Options
 from optaxclip._engine.groups import Groups
-from optaxclip._engine.options import Options
-from optaxclip._engine.step import as_arrays, packed_norms, run, weights_beside
+from optaxclip._engine.measure import measure
+from optaxclip._engine.step import as_arrays, weights_beside
 from optaxclip.monitor.cosines import cosines
 from optaxclip.norms import Norm
 
@@ -58,7 +59,7 @@ class Sources:
     def of_leaves(self, norm: Norm) -> Array:
         """The norms of the gradients' groups."""
         if ("leaves", norm) not in self._found:
-            self._found["leaves", norm] = packed_norms(self._leaves, self._groups, norm)
+            self._found["leaves", norm] = measure(self._leaves, self._groups, norm).norm
         return self._found["leaves", norm]
 
     def of_weights(self, norm: Norm) -> Array:
@@ -69,7 +70,7 @@ class Sources:
 
     def _of_weights_at_first(self, norm: Norm) -> Array:
         if not self._with_cosines or norm is not norms.l2 or self._is_sparse:
-            return packed_norms(self._weights, self._of_weights, norm)
+            return measure(self._weights, self._of_weights, norm).norm
         return jnp.where(self._groups.have_leaves(), self._pairs[1], jnp.nan)
 
     def cosines(self) -> Array:
@@ -92,14 +93,10 @@ class Sources:
         placement = dataclasses.replace(placement, in_one_piece=in_one_piece)
         groups = dataclasses.replace(self._groups, placement=placement)
 
-        def steps(leaves: list[Any], weights: list[Any], *found: Array) -> tuple[Array, Array]:
-            return cosines(leaves, weights, groups, *found)
-
-        steps = placement.with_automatic_axes(steps, (PartitionSpec(), PartitionSpec()))
         found = [self.of_leaves(norms.l2)]
         if self._is_sparse:
             found.append(self.of_weights(norms.l2))
-        return steps(self._leaves, self._weights, *found)
+        return cosines(self._leaves, self._weights, groups, *found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +173,7 @@ def recorded_statistics(
             )
         weights, of_weights = weights_beside(flat, params, groups, options)
     static = {"groups": groups, "of_weights": of_weights, "names": names, "norm": options.norm}
-    return run(_statistics, flat.measured_leaves(), weights, **static)
+    return across(_statistics, flat.measured_leaves(), weights, **static)
 
 
 def _statistics(

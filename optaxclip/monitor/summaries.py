@@ -108,12 +108,11 @@ def _of_noise(kept: dict[str, Any], numpy: Any) -> Summary:
 
 
 def _of_largest(rows: Any, numpy: Any) -> Any:
-    """The largest number of each column; NaN (a missing group) only if all are NaN."""
+    """The largest number of each column, NaN if there is one; -inf stands for a missing group."""
     if not rows.size:
         return numpy.zeros(rows.shape[1:], rows.dtype)
-    is_unknown = numpy.isnan(rows)
-    largest = numpy.max(numpy.where(is_unknown, -numpy.inf, rows), axis=0)
-    return numpy.where(numpy.all(is_unknown, axis=0), numpy.nan, largest).astype(rows.dtype)
+    largest = numpy.max(rows, axis=0)
+    return numpy.where(largest == -numpy.inf, numpy.nan, largest).astype(rows.dtype)
 
 
 def _of_worst(columns: dict[str, Any], numpy: Any) -> Summary:

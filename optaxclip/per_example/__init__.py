@@ -29,6 +29,7 @@ This is right if each example enters each batch independently with that probabil
 shuffled data. Pad batches of varying size to one shape, and mark the padding by `is_padding`.
 """
 
+import optaxclip._base.doors as _doors
 from optaxclip.per_example.aggregate import PerExampleState as PerExampleState
 from optaxclip.per_example.aggregate import (
     per_example_clip_and_aggregate as per_example_clip_and_aggregate,
@@ -45,3 +46,5 @@ from optaxclip.per_example.sums import PerExampleResult as PerExampleResult
 from optaxclip.per_example.sums import clip_sum as clip_sum
 from optaxclip.per_example.sums import per_example_global_norm_clip as per_example_global_norm_clip
 from optaxclip.per_example.sums import per_example_layer_norm_clip as per_example_layer_norm_clip
+
+_doors.put_signs(__name__)

@@ -10,12 +10,14 @@ from jax import Array
 from jax.core import Tracer
 
 from optaxclip._base.arguments import check_state, checked_choice, refuse_uncalled
+from optaxclip._base.calls import makes_transformation
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.numerics import is_real, real_parts
-from optaxclip._base.transformation import Transformation, transformation
+from optaxclip._base.states import registered_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import number_of_examples
+from optaxclip._border.transformation import Transformation, transformation
 from optaxclip.per_example.bounds import ExampleLimit
 from optaxclip.per_example.quantile import QuantileLimit, adjusted_noise_multiplier
 from optaxclip.per_example.sums import (
@@ -27,12 +29,14 @@ from optaxclip.per_example.sums import (
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
 from optaxclip.thresholds.base import as_float, at_least
+from optaxclip.thresholds.calling import checked_schedule
 from optaxclip.thresholds.checks import checked_limit, refuse_parts
 
 AggregateLimit: TypeAlias = ExampleLimit | Callable[[Array], jax.typing.ArrayLike] | QuantileLimit
 Reduction = Literal["mean", "sum"]
 
 
+@registered_state
 class PerExampleState(NamedTuple):
     """State of `per_example_clip_and_aggregate`.
 
@@ -51,6 +55,7 @@ class PerExampleState(NamedTuple):
     num_dropped: Array
 
 
+@makes_transformation("per_example.clip_sum(grads, 1.0)")
 def per_example_clip_and_aggregate(
     limit: AggregateLimit,
     noise_multiplier: jax.typing.ArrayLike = 0.0,
@@ -142,7 +147,7 @@ def per_example_clip_and_aggregate(
         **extra_args: Any,
     ) -> tuple[PyTree, PerExampleState]:
         del params, extra_args
-        check_state(state, PerExampleState, "per_example_clip_and_aggregate")
+        check_state(state, PerExampleState, "per_example_clip_and_aggregate", updates=updates)
         flat = flatten(updates, "updates")
         flags = padding_flags(is_padding, number_of_examples(flat, "updates"))
         one = one_of(flat)
@@ -175,6 +180,8 @@ def _fixed(limit: AggregateLimit) -> ExampleLimit:
     """The limit if it is the same at each step, else 0; refuses functions that are no schedules."""
     refuse_uncalled(limit, "optaxclip.per_example", "limit", "per_example")
     refuse_parts(limit, "limit")
+    if callable(limit):
+        checked_schedule(limit, "limit")
     if callable(limit) or isinstance(limit, QuantileLimit):
         return 0.0
     return limit if isinstance(limit, Mapping) else checked_limit(limit, "limit", schedule=True)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.arguments import checked_choice, short
 from optaxclip._base.grouping import Grouping, concatenated
 from optaxclip._base.numerics import norm_dtype, norm_of_all

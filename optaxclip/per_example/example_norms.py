@@ -9,11 +9,12 @@ from typing import Any
 import jax
 from jax import Array
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import checked_bool, checked_int
+from optaxclip._base.calls import asks
 from optaxclip._base.types import PyTree
-from optaxclip._batches.roles import Roles, argument_numbers
+from optaxclip._batches.roles import Roles, checked_roles
 from optaxclip.per_example.ghost.clipping import check_scope, norms, plan_for
 from optaxclip.per_example.ghost.explaining import explained
 from optaxclip.per_example.gradients import Method, checked_method
@@ -65,6 +66,7 @@ class GradNorms:
         return (sums.norms, losses, aux) if self.has_aux else (sums.norms, losses)
 
 
+@asks(num_microbatches="pass microbatch_size=, how many examples are differentiated at once")
 def grad_norms(
     loss_fn: Callable[..., Any],
     *,
@@ -132,12 +134,10 @@ def grad_norms(
     has_aux = checked_bool(has_aux, "has_aux")
     if microbatch_size is not None:
         microbatch_size = checked_int(microbatch_size, 1, "microbatch_size")
-    numbers = argument_numbers(argnums, "argnums")
-    if batch_argnums is not None:
-        batch_argnums = argument_numbers(batch_argnums, "batch_argnums")
+    positions = checked_roles(argnums, batch_argnums)
     scope = scopes.tree() if scope is None else as_scope(scope)
     method = checked_method(method)
-    return GradNorms(loss_fn, numbers, batch_argnums, has_aux, microbatch_size, scope, method)
+    return GradNorms(loss_fn, *positions, has_aux, microbatch_size, scope, method)
 
 
 def _step(
@@ -191,10 +191,7 @@ def explain(
       b          (20,)     gradients of examples, as it is used by 'add'          -    80 B
       w          (30, 20)  norms of its inputs and of their cotangents            1     0 B
     """
-    numbers = argument_numbers(argnums, "argnums")
-    if batch_argnums is not None:
-        batch_argnums = argument_numbers(batch_argnums, "batch_argnums")
-    roles = Roles.of(args, numbers, batch_argnums)
+    roles = Roles.of(args, *checked_roles(argnums, batch_argnums))
     loss = Loss.of(loss_fn, checked_bool(has_aux, "has_aux"), roles, keywords)
     plan = plan_for(loss, loss.params.measured_leaves(), roles.batch)
     return explained(plan, loss.params.names())

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.arguments import checked_bool, checked_choice, checked_int
+from optaxclip._base.calls import asks
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
-from optaxclip._batches.roles import Roles, argument_numbers
+from optaxclip._batches.roles import Roles, checked_roles
 from optaxclip.per_example.bounds import ExampleLimit
 from optaxclip.per_example.ghost.clipping import check_scope, clipped, plan_for
 from optaxclip.per_example.lift import Sums
@@ -119,6 +120,7 @@ class ClippedGrad:
 _TIMES = {"add_or_remove_one": 1, "replace_special": 1, "replace_one": 2}
 
 
+@asks(num_microbatches="pass microbatch_size=, how many examples are differentiated at once")
 def clipped_grad(
     loss_fn: Callable[..., Any],
     limit: ExampleLimit,
@@ -201,9 +203,7 @@ def clipped_grad(
     has_aux = checked_bool(has_aux, "has_aux")
     if microbatch_size is not None:
         microbatch_size = checked_int(microbatch_size, 1, "microbatch_size")
-    argnums = argument_numbers(argnums, "argnums")
-    if batch_argnums is not None:
-        batch_argnums = argument_numbers(batch_argnums, "batch_argnums")
+    roles = checked_roles(argnums, batch_argnums)
     if pre_clipping_transform is not None and not callable(pre_clipping_transform):
         raise TypeError(
             "pre_clipping_transform must be a function from the gradient of one example to the "
@@ -215,8 +215,8 @@ def clipped_grad(
             'method="ghost" computes no gradient of an example that pre_clipping_transform could '
             'change: use method="vmap"'
         )
-    settings = (argnums, batch_argnums, has_aux, microbatch_size, pre_clipping_transform, method)
-    return ClippedGrad(loss_fn, clip, *settings)
+    settings = (has_aux, microbatch_size, pre_clipping_transform, method)
+    return ClippedGrad(loss_fn, clip, *roles, *settings)
 
 
 def checked_method(method: str) -> Method:

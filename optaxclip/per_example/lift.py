@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.types import NormTree
+from optaxclip._border.calls import across
+from optaxclip._border.placement import Placement
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import Measured, measure
-from optaxclip._engine.placement import Placement
 from optaxclip._engine.respond import Multiplier, multiplier
-from optaxclip._engine.step import run
 from optaxclip.norms import l2
 from optaxclip.per_example.weighting import sum_dtype, weighted_sums
 from optaxclip.responses import Response
@@ -66,16 +66,12 @@ def clipped_sums(
     """
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     operands = (leaves, limits, is_padding)
-    return run(_on_any_mesh, *operands, grouping=grouping, response=response)
+    static = {"grouping": grouping, "response": response}
+    return across(_steps, *operands, like=_results, **static)
 
 
-def _on_any_mesh(leaves: list[Array], *operands: Any, **static: Any) -> Sums:
-    steps = functools.partial(_steps, **static)
-    mesh = devices.explicit_mesh(devices.types_of(leaves))
-    if mesh is not None and not devices.manual_axes():
-        specs = out_specs([devices.spec_of(leaf) for leaf in leaves])
-        steps = devices.with_automatic_axes(steps, mesh, specs)
-    return steps(leaves, *operands)
+def _results(leaves: list[Array], *_: Any) -> Sums:
+    return out_specs([devices.spec_of(leaf) for leaf in leaves])
 
 
 def out_specs(specs: list[PartitionSpec]) -> Sums:
@@ -85,10 +81,10 @@ def out_specs(specs: list[PartitionSpec]) -> Sums:
       specs: those of leaves `[examples, ...]`.
     """
     examples = (spec[0] for spec in specs if len(spec) and spec[0] is not None)
-    leaves: Any = [PartitionSpec(*spec[1:]) for spec in specs]
+    sums: Any = [PartitionSpec(*spec[1:]) for spec in specs]
     everywhere: Any = PartitionSpec()
     norms: Any = PartitionSpec(next(examples, None))
-    return Sums(leaves, everywhere, everywhere, everywhere, norms)
+    return Sums(sums, everywhere, everywhere, everywhere, norms)
 
 
 def _steps(

@@ -8,6 +8,7 @@ from jax import Array
 from jax.core import Tracer
 
 from optaxclip._base.arguments import checked_bool
+from optaxclip._base.calls import asks
 from optaxclip._base.numerics import multiplied
 from optaxclip.thresholds.base import as_float, at_least, within
 
@@ -70,6 +71,7 @@ class QuantileLimit(NamedTuple):
         return as_float(self.min_limit), as_float(self.max_limit)
 
 
+@asks()
 def quantile_limit(
     target: jax.typing.ArrayLike = 0.5,
     learning_rate: jax.typing.ArrayLike = 0.2,

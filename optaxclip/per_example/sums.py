@@ -11,6 +11,7 @@ from jax import Array
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import checked_bool
 from optaxclip._base.grouping import Grouping
+from optaxclip._base.states import registered_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import NormTree, PyTree
 from optaxclip._batches.cutting import number_of_examples
@@ -29,6 +30,7 @@ _WHOLE_EXAMPLE = scopes.tree()
 """The default scope: one norm for the whole example."""
 
 
+@registered_state
 class PerExampleResult(NamedTuple):
     """The sum of clipped examples, and what happened to the examples.
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import accumulation_dtype, real_parts
 from optaxclip._engine.respond import Multiplier

@@ -4,6 +4,7 @@ Every function draws on the axes `ax` and returns them. Without `ax` it makes ne
 legend; on axes that you pass you place the legend. Matplotlib is needed: `optaxclip[plot]`.
 """
 
+import optaxclip._base.doors as _doors
 from optaxclip.plots.groups import heatmap as heatmap
 from optaxclip.plots.groups import shares_over_steps as shares_over_steps
 from optaxclip.plots.limits import norm_heatmap as norm_heatmap
@@ -19,3 +20,5 @@ from optaxclip.plots.runs import shared_legend as shared_legend
 from optaxclip.plots.runs import side_by_side as side_by_side
 from optaxclip.plots.style import COLORS as COLORS
 from optaxclip.plots.style import STYLES as STYLES
+
+_doors.put_signs(__name__)

@@ -13,6 +13,7 @@ of each group, and the axes of each leaf over which norms are taken.
   `muon()`       | all leaves that `optax.contrib.muon` trains by Muon, and all others
 """
 
+import optaxclip._base.doors as _doors
 from optaxclip.scopes.leaves import Scope as Scope
 from optaxclip.scopes.leaves import group as group
 from optaxclip.scopes.leaves import leaf as leaf
@@ -21,3 +22,5 @@ from optaxclip.scopes.optimizers import muon as muon
 from optaxclip.scopes.optimizers import muon_labels as muon_labels
 from optaxclip.scopes.slices import axes as axes
 from optaxclip.scopes.slices import unit as unit
+
+_doors.put_signs(__name__)

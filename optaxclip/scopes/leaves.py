@@ -2,16 +2,21 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+import math
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
+import jax
 import numpy as np
+import optax
 from jax import Array
 
 from optaxclip._base.arguments import refuse_uncalled, short
+from optaxclip._base.calls import asks
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
-from optaxclip._base.types import PyTree
+from optaxclip._base.types import Path, PyTree
 
 Scope: TypeAlias = Callable[[FlatTree], Grouping]
 """A function from a tree of gradients to the groups of entries that share a norm."""
@@ -50,6 +55,7 @@ def of_trees(scope: Scope) -> Scope:
 StackedAxes: TypeAlias = PyTree | Callable[[str, Array], int]
 
 
+@asks()
 def tree() -> Scope:
     """One norm for the whole tree.
 
@@ -70,6 +76,7 @@ def tree() -> Scope:
     return assign
 
 
+@asks()
 def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
     """One norm for all leaves that carry the same label.
 
@@ -107,20 +114,23 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
     return assign
 
 
+@asks()
 def leaf(stacked: StackedAxes = 0) -> Scope:
     """One norm for each leaf.
 
     Args:
       stacked: how many leading axes of each leaf stack separate tensors, as `scan` over layers
-        makes them: an int, a pytree prefix of ints, or `fn(path, leaf) -> int`. Each index along
-        them is a group of its own.
+        makes them: an int for all leaves; a dict that names the stacked branches, all others being
+        0, or another pytree prefix of ints; or `fn(path, leaf) -> int`. Each index along them is a
+        group of its own. An embedding `[words, ...]` is no stack, so an int for all leaves gives a
+        warning if it makes more than 4096 groups.
 
     Raises:
       ValueError: (when used) if a leaf has fewer axes than it is said to stack.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
-      >>> tx = optaxclip.clip_by(optaxclip.scopes.leaf(stacked={"layers": 1, "head": 0}), 1.0)
+      >>> tx = optaxclip.clip_by(optaxclip.scopes.leaf(stacked={"layers": 1}), 1.0)
       >>> grads = {"layers": jnp.array([[3.0, 4.0], [0.0, 2.0]]), "head": jnp.array([6.0, 8.0])}
       >>> info = tx.update(grads, tx.init(grads))[1].info
       >>> print(list(info.names), info.norm)
@@ -181,13 +191,64 @@ def _layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     )
 
 
+_MANY_LAYERS = 4096
+"""So many layers and experts a model has at most if one number says what all leaves stack."""
+
+
 def stacked_counts(stacked: StackedAxes, flat: FlatTree) -> list[int]:
     """For each measured leaf, the checked number of leading axes that stack layers."""
-    counts = per_leaf(stacked, flat, "stacked")
+    counts = _of_branches(stacked, flat) if isinstance(stacked, Mapping) else None
+    counts = per_leaf(stacked, flat, "stacked") if counts is None else counts
     for i, (leaf, count) in enumerate(zip(flat.measured_leaves(), counts, strict=True)):
         if not isinstance(count, (int, np.integer)) or not 0 <= count <= np.ndim(leaf):
             raise ValueError(
                 f"stacked must be the number of leading stacked axes, from 0 to {np.ndim(leaf)} "
                 f"for leaf '{flat.names()[i]}' of shape {np.shape(leaf)}, got {count!r}"
             )
+    if isinstance(stacked, (int, np.integer)) and stacked:
+        _warn_of_many(int(stacked), flat)
     return counts
+
+
+def _of_branches(stacked: Mapping[Any, Any], flat: FlatTree) -> list[Any] | None:
+    """For each measured leaf what a dict says of its branch, 0 if it does not name it.
+
+    None if it names a branch that the tree lacks, or holds something other than dicts and ints. A
+    branch may be None, or kept back by a wrapper.
+    """
+
+    def branch_of(path: Path) -> Any:
+        branch: Any = stacked
+        for key in _keys(path):
+            branch = branch.get(key, 0) if isinstance(branch, Mapping) else branch
+        return branch
+
+    def is_empty(x: Any) -> bool:
+        return x is None or isinstance(x, optax.MaskedNode)
+
+    named = [_keys(path) for path, _ in jax.tree.leaves_with_path(stacked)]
+    paths = [_keys(path) for path, _ in jax.tree.leaves_with_path(flat.tree(), is_leaf=is_empty)]
+    for name in named:
+        if not any(name[: len(path)] == path[: len(name)] for path in paths):
+            return None
+    found = [branch_of(flat.paths[i]) for i in flat.measured]
+    return found if all(isinstance(count, (int, np.integer)) for count in found) else None
+
+
+def _keys(path: Path) -> list[Any]:
+    """The keys, attributes and indices along a path."""
+    fields = ("key", "name", "idx")
+    return [next((getattr(x, f) for f in fields if hasattr(x, f)), x) for x in path]
+
+
+def _warn_of_many(stacked: int, flat: FlatTree) -> None:
+    """Warns if the leaves have so many layers that some of them cannot be stacks."""
+    sizes = [math.prod(shape[:stacked]) for shape in flat.shapes()]
+    if sum(size for size in sizes if isinstance(size, int)) > _MANY_LAYERS:
+        name, shape = max(zip(flat.names(), flat.shapes(), strict=True), key=lambda x: x[1][0])
+        warnings.warn(
+            f"stacked={stacked} makes {sum(sizes)} groups of {len(sizes)} leaves, as for '{name}' "
+            f"of shape {shape}, too: name the branches that stack layers, as in "
+            "stacked={'layers': 1}; all others are then 0",
+            stacklevel=2,
+        )

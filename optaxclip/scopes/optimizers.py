@@ -6,12 +6,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from optaxclip._base.calls import asks
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip._base.types import PyTree
 from optaxclip.scopes.leaves import Scope, group, of_trees
 
 
+@asks()
 def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -> Scope:
     """Two norms: of the leaves that `optax.contrib.muon` trains by Muon, and of all others.
 
@@ -48,6 +50,7 @@ def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -
     return assign
 
 
+@asks()
 def muon_labels(
     weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None,
 ) -> Callable[[PyTree], PyTree]:

@@ -8,11 +8,13 @@ import jax
 import numpy as np
 from jax import Array
 
+from optaxclip._base.calls import asks
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip.scopes.leaves import Scope, StackedAxes, of_trees, one_group_per_leaf, stacked_counts
 
 
+@asks()
 def axes(axes: int | Sequence[int]) -> Scope:
     """One norm for each slice of a leaf along the given axes.
 
@@ -41,6 +43,7 @@ def axes(axes: int | Sequence[int]) -> Scope:
     return assign
 
 
+@asks()
 def unit(
     axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int] | None] | None = None,
     stacked: StackedAxes = 0,

@@ -8,6 +8,7 @@ for any scope, because the norms of groups come in the same form whatever the gr
       return Limits(trigger=limits, target=limits), state
 """
 
+import optaxclip._base.doors as _doors
 from optaxclip._base.types import Limits as Limits
 from optaxclip._base.types import Threshold as Threshold
 from optaxclip.thresholds.base import AdaptiveState as AdaptiveState
@@ -25,3 +26,5 @@ from optaxclip.thresholds.history import window as window
 from optaxclip.thresholds.moving import ema as ema
 from optaxclip.thresholds.moving import zscore as zscore
 from optaxclip.thresholds.normalizing import mean_over_rms as mean_over_rms
+
+_doors.put_signs(__name__)

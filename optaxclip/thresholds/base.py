@@ -28,10 +28,12 @@ from jax import Array
 from jax.tree_util import Partial
 
 from optaxclip._base.arguments import checked_bool, checked_choice
+from optaxclip._base.calls import asks
 from optaxclip._base.counters import increased
 from optaxclip._base.grouping import concatenated, split_up
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import narrowed, norm_of_all_in_parts, power_of_two_below, safe_sqrt
+from optaxclip._base.states import registered_state
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.checks import checked_limit
 
@@ -90,6 +92,7 @@ class OfAnySign(Protocol):
     any_sign: bool
 
 
+@registered_state
 class AdaptiveState(NamedTuple):
     """State of a rule that learns from past norms. Arrays have an entry for each group.
 
@@ -129,6 +132,7 @@ class _Options(NamedTuple):
     max_norm: Any
 
 
+@asks()
 def adaptive(
     statistic: Statistic,
     settings: Any,

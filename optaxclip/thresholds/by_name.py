@@ -10,6 +10,7 @@ from jax.tree_util import Partial
 from optaxclip._base.grouping import concatenated, split_up
 from optaxclip._base.names import Names
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
+from optaxclip.thresholds.calling import limits_by
 
 
 def by_name(rules: Mapping[str, Threshold], groups: Names) -> Threshold:
@@ -46,8 +47,9 @@ def _update(
     of_params = {} if param_norms is None else _by_group(param_norms, groups)
     triggers, targets, new = {}, {}, {}
     for name, rule in rules.items():
-        limits, new[name] = rule.update(
-            own[name], state[name], of_params[name] if rule.uses_params else None
+        param_norms = of_params[name] if rule.uses_params else None
+        limits, new[name] = limits_by(
+            rule, own[name], state[name], param_norms, f"the limit of {name!r}"
         )
         triggers[name], targets[name] = limits
     columns = ([column[name] for name in groups] for column in (triggers, targets))

@@ -9,13 +9,16 @@ import numpy as np
 from jax import Array
 
 from optaxclip._base.arguments import checked_bool
+from optaxclip._base.calls import asks
 from optaxclip._base.numerics import averaged, multiplied, reciprocal_of_power, safe_divide
+from optaxclip._base.states import registered_state
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, multiple, within
 from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.moving import Moments, weighted
 
 
+@asks()
 def log_tracker(
     decay: jax.typing.ArrayLike = 0.995,
     num_std: jax.typing.ArrayLike = 4.0,
@@ -69,6 +72,7 @@ def log_tracker(
     )
 
 
+@asks()
 def adagc(
     lambda_rel: jax.typing.ArrayLike = 1.05,
     lambda_abs: jax.typing.ArrayLike = 1.0,
@@ -130,6 +134,7 @@ def adagc(
     )
 
 
+@asks()
 def quantile(
     target: jax.typing.ArrayLike = 0.5,
     learning_rate: jax.typing.ArrayLike = 0.2,
@@ -191,6 +196,7 @@ class _TrackerSettings(NamedTuple):
     min_limit: Any
 
 
+@registered_state
 class _TrackerState(NamedTuple):
     moments: Moments
     weight: Array

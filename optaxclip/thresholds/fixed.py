@@ -10,16 +10,19 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
+from optaxclip._base.calls import asks
 from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.by_name import by_name
+from optaxclip.thresholds.calling import checked_rule, checked_schedule
 from optaxclip.thresholds.checks import checked_limit, refuse_parts
 
 ScalarOrSchedule: TypeAlias = jax.typing.ArrayLike | Callable[[Array], jax.typing.ArrayLike]
 LimitLike: TypeAlias = ScalarOrSchedule | Threshold | Mapping[str, ScalarOrSchedule | Threshold]
 
 
+@asks()
 def constant(limit: jax.typing.ArrayLike) -> Threshold:
     """The same limit at every step.
 
@@ -45,6 +48,7 @@ def constant(limit: jax.typing.ArrayLike) -> Threshold:
     return Threshold(Partial(_no_state), Partial(_constant, limit))
 
 
+@asks()
 def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
     """A limit `fn(count)` that depends on the number of steps so far, from 0 on.
 
@@ -55,8 +59,9 @@ def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
       A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
 
     Raises:
-      ValueError: (when used) if a value of the schedule is not a scalar.
-      TypeError: (when used) if a value of the schedule is not a number.
+      ValueError: if a value of the schedule is not a scalar.
+      TypeError: if `fn` is not a function of a step count to a number. It is called once for that,
+        without a value.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -66,9 +71,16 @@ def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
       >>> print(rule.update(norm, state, None)[0].target)
       1.0
     """
-    return Threshold(Partial(_zero_count), Partial(_scheduled, _Schedule(Partial(fn))))
+    return _rule_of_schedule(fn, "fn")
 
 
+def _rule_of_schedule(fn: Callable[[Array], jax.typing.ArrayLike], argument: str) -> Threshold:
+    """`schedule`; messages call the function by the name `argument`."""
+    checked = Partial(checked_schedule(fn, argument))
+    return Threshold(Partial(_zero_count), Partial(_scheduled, _Schedule(checked)))
+
+
+@asks()
 def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3) -> Threshold:
     """A limit of `ratio * max(norm of the parameters, eps)` for each group.
 
@@ -99,10 +111,12 @@ def relative(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike, argument: str) 
     """`relative_to_params`; messages call `ratio` by the name `argument`."""
     eps = checked_limit(eps, "eps")
     checked = functools.partial(checked_limit, argument=argument, off=True, schedule=True)
-    inner = schedule(ratio) if callable(ratio) else constant(checked(ratio))
+    is_schedule = callable(ratio)
+    inner = _rule_of_schedule(ratio, argument) if is_schedule else constant(checked(ratio))
     return Threshold(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
 
 
+@asks()
 def given(limits: Limits) -> Threshold:
     """The given limits at every step, a trigger and a target for each group.
 
@@ -134,10 +148,10 @@ def as_limit(limit: LimitLike, argument: str = "limit") -> Threshold | dict[str,
 def _checked(limit: ScalarOrSchedule | Threshold, argument: str) -> Any:
     """One limit, checked: as a rule, or as a number."""
     if isinstance(limit, Threshold):
-        return limit
+        return checked_rule(limit, argument)
     refuse_parts(limit, argument)
     if callable(limit):
-        return schedule(limit)
+        return _rule_of_schedule(limit, argument)
     return checked_limit(limit, argument, off=True, schedule=True)
 
 
@@ -168,7 +182,7 @@ def rule_for(
     if not set(names) <= set(limit) or (len(limit) > len(names) and not is_part):
         groups = f"limits are given for the groups {sorted(limit)}, but the groups are {names}"
         raise ValueError(f"{groups}: give one limit for each of these, and no others")
-    groups = Names(names, tuple(shape for _, shape in entries))
+    groups = Names(tuple(names), tuple(shape for _, shape in entries))
     return by_name({name: _as_rule(limit[name]) for name in names}, groups)
 
 

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.arguments import checked_bool, checked_int
+from optaxclip._base.calls import asks
 from optaxclip._base.numerics import power_of_two_below, safe_sqrt
+from optaxclip._base.states import registered_state
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
     FLOOR,
@@ -23,6 +25,7 @@ from optaxclip.thresholds.base import (
 )
 
 
+@asks()
 def percentile(
     percentile: jax.typing.ArrayLike = 95.0,
     window: int = 1000,
@@ -79,6 +82,7 @@ def percentile(
     )
 
 
+@asks()
 def window(
     num_std: jax.typing.ArrayLike = 3.0,
     window: int = 128,
@@ -139,6 +143,7 @@ def window(
     )
 
 
+@asks()
 def median(
     scale: jax.typing.ArrayLike = 2.0,
     window: int = 100,
@@ -270,6 +275,7 @@ class _Window(_Ring):
         return Limits(limit, limit)
 
 
+@registered_state
 class _PeriodicState(NamedTuple):
     ring: Array
     limit: Array

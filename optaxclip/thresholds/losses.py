@@ -13,6 +13,7 @@ from optaxclip._base.counters import increased
 from optaxclip._base.numerics import is_real
 from optaxclip._base.types import Limits, NormTree, Threshold
 from optaxclip.thresholds.base import of_any_sign
+from optaxclip.thresholds.calling import checked_rule, checked_schedule
 from optaxclip.thresholds.checks import checked_limit, refuse_parts
 from optaxclip.thresholds.fixed import ScalarOrSchedule
 
@@ -28,7 +29,9 @@ def loss_among(extra_args: Mapping[str, Any], name: str) -> Array:
     if not given:
         raise ValueError(
             f"{name}: the update needs the loss, and was given neither value= nor loss=; pass it: "
-            "update(grads, state, params, value=loss)"
+            "update(grads, state, params, value=loss). Flax's TrainState.apply_gradients passes "
+            "nothing on: call state.tx.update(grads, state.opt_state, state.params, value=loss), "
+            "as the recipe 'Steps with a bad loss' shows"
         )
     argument, loss = next(iter(given.items()))
     if not is_real(loss):
@@ -56,10 +59,11 @@ def as_loss_limit(limit: ScalarOrSchedule | Threshold, argument: str = "loss_lim
     if isinstance(limit, Threshold):
         if limit.uses_params:
             raise ValueError(f"{argument} cannot be relative to the parameters: pass another rule")
-        return of_any_sign(limit, argument).as_pytree()
+        return of_any_sign(checked_rule(limit, argument), argument).as_pytree()
     refuse_parts(limit, argument)
     if callable(limit):
-        return Threshold(Partial(_no_steps), Partial(_at_step, Partial(limit)))
+        checked = Partial(checked_schedule(limit, argument))
+        return Threshold(Partial(_no_steps), Partial(_at_step, checked))
     number = checked_limit(limit, argument, allow_any_number=True, schedule=True)
     if not isinstance(number, jax.Array) and math.isnan(number):
         raise ValueError(f"{argument} must not be NaN; to judge the norm alone pass None")

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.arguments import checked_bool, checked_choice
+from optaxclip._base.calls import asks
 from optaxclip._base.numerics import averaged, safe_divide, safe_sqrt
+from optaxclip._base.states import registered_state
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
     FLOOR,
@@ -30,6 +32,7 @@ from optaxclip.thresholds.base import (
 Option = Literal["adaptive", "mean", "percentile"]
 
 
+@asks()
 def ema(
     decay: jax.typing.ArrayLike = 0.95,
     ratio: jax.typing.ArrayLike = 2.0,
@@ -102,6 +105,7 @@ def ema(
     )
 
 
+@asks()
 def zscore(
     alpha: jax.typing.ArrayLike = 0.97,
     z_thresh: jax.typing.ArrayLike = 2.5,
@@ -171,6 +175,7 @@ class _EmaSettings(NamedTuple):
     skip_steps: Any
 
 
+@registered_state
 class _EmaState(NamedTuple):
     trigger: Array
     target: Array
@@ -216,6 +221,7 @@ class _ZScoreSettings(NamedTuple):
     warmup_steps: Any
 
 
+@registered_state
 class Moments(NamedTuple):
     """Mean and standard deviation of one value per group, float32."""
 

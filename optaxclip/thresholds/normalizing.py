@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from optaxclip._base.calls import asks
 from optaxclip._base.numerics import averaged, safe_divide, safe_sqrt
+from optaxclip._base.states import registered_state
 from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import (
     FLOOR,
@@ -20,6 +22,7 @@ from optaxclip.thresholds.base import (
 from optaxclip.thresholds.moving import weight
 
 
+@asks()
 def mean_over_rms(
     mean_decay: jax.typing.ArrayLike = 0.7,
     square_decay: jax.typing.ArrayLike = 0.9,
@@ -72,6 +75,7 @@ class _Settings(NamedTuple):
     eps: Any
 
 
+@registered_state
 class _Averages(NamedTuple):
     """Debiased averages of the norms, float32: the mean and the root of the mean square."""
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optaxclip._base.arguments import short
+from optaxclip._base.calls import asks
 from optaxclip.methods.adaptive import zclip
 from optaxclip.methods.windowed import autoclip, clip_by_window_norm
 from optaxclip.tuning.doubts import Limit, Verdict, judged
@@ -147,6 +148,7 @@ class Suggestion:
         return f" from {sizes.min():.3g} to {sizes.max():.3g}"
 
 
+@asks()
 def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = None) -> Suggestion:
     """Suggests the largest limit that leaves ordinary gradients alone and catches the spikes.
 

@@ -15,6 +15,7 @@ from jax import Array
 from numpy.typing import ArrayLike
 
 from optaxclip._base.arguments import checked_bool, checked_int, short
+from optaxclip._base.calls import asks
 from optaxclip._base.types import PyTree
 from optaxclip.tuning.runs import Numbers, Progress, StepFn, all_steps, in_groups
 
@@ -63,6 +64,10 @@ class SweepResult:
 
     def __str__(self) -> str:
         """A table with a row for each limit, over the seeds and at the best learning rate."""
+        return self.table()
+
+    def table(self, more_seeds: str = "seeds=3") -> str:
+        """The same table; `more_seeds` is how more seeds are asked for, where a note says it."""
         diverged, final, clipped = map(
             self.by_limit, (self.diverged, self.final_loss, self.share_clipped.mean(axis=-1))
         )
@@ -76,7 +81,7 @@ class SweepResult:
             rows.append(f"{limit:>10.4g}  {loss:>10}  {noise:>8}  {clipped[i].mean():>8.1%}{mark}")
         rows.append(self._suggested())
         if final.shape[1] == 1:
-            rows.append("other seeds may give other results: pass seeds=3 or more")
+            rows.append(f"other seeds may give other results: pass {more_seeds} or more")
         if diverged.any():
             rows.append("diverged: the final loss is not finite, or above the first loss")
         return "\n".join(rows)
@@ -96,6 +101,7 @@ class SweepResult:
         return f"limit {self.limit:.4g}{rate}: the largest within noise of the best final loss"
 
 
+@asks()
 def sweep(
     init_fn: InitFn,
     step_fn: StepFn,

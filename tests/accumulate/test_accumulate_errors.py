@@ -21,6 +21,7 @@ MADE = {
     "size 0": ({"microbatch_size": 0}, ValueError, "microbatch_size must be an int of at least 1"),
     "size 2.0": ({"microbatch_size": 2.0}, TypeError, "microbatch_size must be an int"),
     "argnums": ({"argnums": "w"}, TypeError, "argnums must be an int or several, got 'w'"),
+    "both": ({"batch_argnums": 0}, ValueError, "batch_argnums=0 and argnums=0 both name the"),
     "no loss": ({"loss_fn": 3}, TypeError, "loss_fn must be a function, got 3"),
     "weight": ({"weight": 2.0}, TypeError, "weight must be a function, got 2.0"),
     "reject": ({"reject": "nan"}, ValueError, "reject must be 'nonfinite', None, or a rule"),
@@ -70,7 +71,7 @@ CALLED = {
     "no batch": ({}, (W,), ValueError, "batch_argnums .* must be positions among 1 arguments"),
     "scalar": ({}, (W, 3.0), ValueError, r"the batch must have leaves \[examples"),
     "uneven": ({}, (W, (X, X[:2])), ValueError, r"the batch must have leaves \[examples"),
-    "argnums": ({"batch_argnums": 0}, (W, X), ValueError, "batch_argnums must name arguments"),
+    "argnums": ({"batch_argnums": -2}, (W, X), ValueError, "batch_argnums must name arguments"),
     "state": (
         {},
         (W, X),

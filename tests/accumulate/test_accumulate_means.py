@@ -215,3 +215,28 @@ def test_a_mean_is_finite_where_the_sum_is_not(number, weight, w):
     _, grads, found = jax.jit(by_parts)(w, jnp.full(number, 3e38))
     np.testing.assert_allclose(grads, w.dtype.type(3e38), rtol=1e-6)
     assert not np.any(found.rejected)
+
+
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("scale", [2e38, 1e-37, 1e-42])
+def test_weights_and_losses_anywhere_in_the_range(scale, constant):
+    """Sums of weights leave the range, their products with losses too, and XLA flushes 1e-42."""
+    weights, x = np.float32([1, 0.5, 0.25, 1]), np.float32([3e38, 1e38, -2e38, 2.5e38])
+    if constant:
+        weights[:] = scale
+
+    def loss(w, x, weight):
+        return jnp.sum(x + w * x)
+
+    def weight(x, weight):
+        return scale if constant else weight[0]
+
+    grad_fn = accumulate.value_and_grad(
+        loss, batch_argnums=(1, 2), microbatch_size=1, weight=weight
+    )
+    given = weights if constant else np.float32(weights * np.float64(scale))
+    value, grads, found = jax.jit(grad_fn)(jnp.float32(0), x, given)
+    expected = np.average(x.astype(np.float64), weights=given.astype(np.float64))
+    np.testing.assert_allclose([value, grads], expected, rtol=1e-6)
+    if scale > 1e-40:
+        np.testing.assert_array_equal(found.weight, given)

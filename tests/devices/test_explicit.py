@@ -116,9 +116,10 @@ def test_bounds_on_entries(is_set, how):
     whole = {"w": np.arange(8.0, dtype=np.float32) - 4, "z": np.array([3 + 4j, 1], np.complex64)}
     grads = jax.device_put(whole, NamedSharding(mesh, P("x")))
     rows = np.linspace(-3, 0, 8, dtype=np.float32)
+    scheduled = clip(lambda count: 1.0 + count)
     functions = {
         "clip": lambda tree: clip(1.0).update(tree, None)[0],
-        "scheduled": lambda tree: clip(lambda count: 1.0 + count).update(tree, None)[0],
+        "scheduled": lambda tree: scheduled.update(tree, scheduled.init(tree))[0],
         "by_value": lambda tree: clip_by_value(-1.0, np.float32(2.0)).update(tree, None)[0],
         "ops": lambda tree: ops.clip_by_value(tree, -1.0, 2.0),
         "array": lambda tree: ops.clip_by_value(tree["w"], rows, 2.0),

@@ -3,8 +3,10 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -88,3 +90,24 @@ def test_ties_over_devices_share_the_derivative(kind):
     found = jax.jit(lambda x: {way: of(x) for way, of in derivatives.items()})(x)
     for way, slope in found.items():
         np.testing.assert_array_equal(slope, [0.5, 0, 0.5, 0], err_msg=way)
+
+
+def test_second_derivatives_in_a_scan():
+    """`lax.pmax` has no derivative; the rule of the largest modulus has to be kept in loops."""
+
+    def total(x, specs=None):
+        def step(x, _):
+            clipped, _ = optaxclip.clip_tree(x, 0.5, scope=scopes.tree(), norm="linf", specs=specs)
+            return x + clipped, None
+
+        return jnp.sum(jnp.sin(lax.scan(step, x, length=2)[0]))
+
+    whole = jax.shard_map(
+        lambda x: lax.psum(total(x, P("i")), "i"), mesh=mesh(), in_specs=P("i"), out_specs=P()
+    )
+    x, direction = WHOLE, jnp.cos(WHOLE)
+
+    def second(fn):
+        return jax.jit(lambda x: jax.jvp(jax.grad(fn), (x,), (direction,))[1])(x)
+
+    np.testing.assert_allclose(second(whole), second(total), rtol=1e-5, atol=1e-6)

@@ -1,5 +1,7 @@
 """`nonfinite="error"` reports to `checkify` through `vmap` and `jit`, in any order."""
 
+import traceback
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +49,20 @@ def test_one_bad_slice_is_reported():
     tx = optaxclip.clip_by(scopes.axes(-1), 1.0, nonfinite="error")
     with pytest.raises(checkify.JaxRuntimeError, match="norm is not finite; leaves: w"):
         tx.update({"w": np.float32([[3.0, 4.0], [jnp.nan, 1.0]])}, None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_checkify_the_traceback_names_the_option_and_what_it_needs(method):
+    """The message is JAX's own; we have no code where JAX raises it."""
+    tx = METHODS[method]
+    with pytest.raises(ValueError, match="which was not functionalized") as raised:
+        jax.jit(tx.update)({"w": jnp.ones((2, 3))}, tx.init({"w": jnp.ones((2, 3))}))
+    shown = "".join(traceback.format_exception(raised.value))
+    for line in (
+        'nonfinite="error" needs checkify',
+        "jit(checkify.checkify(step))(*args); error.th",
+    ):
+        assert line in shown
 
 
 @pytest.mark.usefixtures("platform")

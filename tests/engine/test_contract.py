@@ -304,10 +304,14 @@ def test_a_later_finite_step_is_as_if_nothing_had_been(name):
 
 
 @pytest.mark.parametrize("name", [name for name in DISTINCT if "skip" not in name])
-def test_update_without_a_state_begins_afresh(name):
-    method = METHODS[name].make()
-    fresh = method.update(GRADS, method.init(PARAMS), PARAMS)
-    assert_same(method.update(GRADS, None, PARAMS, value=1.0, grad=None), fresh)
+def test_update_without_a_state_begins_afresh_or_says_that_it_needs_one(name):
+    tx, method = METHODS[name].make(), METHODS[name]
+    begin = functools.partial(tx.update, GRADS, None, PARAMS, value=1.0, grad=None)
+    if method.has_memory or method.counts:
+        with pytest.raises(ValueError, match=r"state None.*pass it to the next: updates, state = "):
+            begin()
+    else:
+        assert_same(begin(), tx.update(GRADS, tx.init(PARAMS), PARAMS))
 
 
 @pytest.mark.parametrize(

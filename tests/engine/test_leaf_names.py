@@ -6,11 +6,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import optaxclip
-from optaxclip import monitor, scopes
+from optaxclip import monitor, scopes, thresholds
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -79,3 +80,32 @@ def test_a_box_has_no_name(box):
     state = tx.init(jax.tree.map(box, params))
     assert list(state.info.names) == list(tx.init(params).info.names) == ["layer/value", "w"]
     assert np.array_equal(tx.update(params, state)[1].info.norm, np.sqrt(np.float32([3, 2])))
+
+
+NAN, ONE = jnp.full(1, jnp.nan), jnp.ones(1)
+
+
+def test_a_skip_names_what_was_none_at_first():
+    tx = optaxclip.skip_above(optax.sgd(0.1), 10.0)
+    state = tx.init({"a": None, "b": ONE})
+    for a, blamed in ((NAN, "a"), (50 * ONE, "a"), ({"w": NAN, "v": ONE}, "a/w"), (ONE, "b")):
+        grads = {"a": a, "b": NAN if blamed == "b" else ONE}
+        _, after = jax.jit(tx.update)(grads, state)
+        assert monitor.bad_leaves(after) == (blamed,)
+        again = tx.update({"a": None, "b": ONE}, after)[1]
+        assert monitor.bad_leaves(again) == (blamed,)
+        assert jax.tree.structure(again) == jax.tree.structure(after)
+
+
+@pytest.mark.parametrize("missing", ["a", "a/b"])
+def test_equal_names_are_told_apart_as_at_first(missing):
+    bad = {"a/b": NAN, "a": {"b": NAN}} | {missing: None}
+    name = "['a/b']" if missing == "a" else "['a']['b']"
+    rules = {"['a/b']": 1.0, "['a']['b']": thresholds.zscore()}
+    for tx in (
+        optaxclip.skip_nonfinite(optax.sgd(0.1)),
+        optaxclip.clip_by_norm(1.0),
+        optaxclip.clip_by(scopes.leaf(), rules),
+    ):
+        _, state = tx.update(bad, tx.init({"a/b": ONE, "a": {"b": ONE}}))
+        assert monitor.bad_leaves(state) == (name,)

@@ -37,7 +37,9 @@ def after(tx, *steps, params=GRADS, **extra):
 
 def everything(inner=None):
     """A chain with each kind of record in it."""
-    last = skip_above(optax.chain(tree_clip(0.5)), 100.0, loss_limit=1.0, name="skip")
+    last = skip_above(
+        optax.chain(tree_clip(0.5), optax.sgd(1.0)), 100.0, loss_limit=1.0, name="skip"
+    )
     return optax.chain(by_label(), optaxclip.clip_by_norm(1.0), tree_clip(), inner or last)
 
 
@@ -263,7 +265,9 @@ def test_scalars_without_entries_and_under_vmap():
 @pytest.mark.parametrize("leaves", [1, 1000])
 def test_one_transfer_a_call(monkeypatch, leaves):
     clip = optaxclip.clip_by_norm(1.0)
-    state = optax.chain(clip, skip_nonfinite(clip)).init({f"{i}": 0.0 for i in range(leaves)})
+    state = optax.chain(clip, skip_nonfinite(optax.chain(clip, optax.sgd(1.0)))).init(
+        {f"{i}": 0.0 for i in range(leaves)}
+    )
     state, calls = jax.tree.map(jnp.copy, state), []  # arrays that share no buffers
     expected, device_get = monitor.scalars(state), jax.device_get
 

@@ -23,7 +23,7 @@ def drawn(seed, scale=1.0, dtype=jnp.float32, zeros=0.3):
 
     def leaf(name, shape):
         x = rng.normal(size=shape) * (rng.random(shape) >= zeros) * sizes[name]
-        if dtype == jnp.complex64:
+        if jnp.issubdtype(dtype, jnp.complexfloating):
             x = x + 1j * rng.normal(size=shape)
         return jnp.asarray(x * scale, dtype)
 
@@ -66,6 +66,22 @@ TREES = {
     "up beside down": (drawn(14, 1e18), drawn(15, 1e-18)),
     "alike": (drawn(16), jax.tree.map(lambda x: -2 * x, drawn(16))),
 }
+with jax.enable_x64(True):
+    WIDE_TREES = {
+        "float64": (drawn(17, dtype=jnp.float64), drawn(18, 10.0, jnp.float64)),
+        "complex128": (drawn(19, dtype=jnp.complex128), drawn(20, dtype=jnp.complex128)),
+        "float64 beside complex64": (drawn(21, dtype=jnp.float64), drawn(22, dtype=jnp.complex64)),
+        "bfloat16 beside float64": (drawn(23, dtype=jnp.bfloat16), drawn(24, dtype=jnp.float64)),
+        "far down in float64": (
+            drawn(25, 1e-280, jnp.float64),
+            drawn(26, 1e-250, jnp.float64),
+        ),
+        "far up in float64": (drawn(27, 1e290, jnp.float64), drawn(28, 1e300, jnp.float64)),
+        "far up in complex128": (
+            drawn(29, 1e300, jnp.complex128),
+            drawn(30, 1e290, jnp.complex128),
+        ),
+    }
 
 
 def reference(stat, grads, params, squares):
@@ -84,12 +100,12 @@ def reference(stat, grads, params, squares):
 
 
 def wide(leaves):
-    """Entries of leaves, one after another."""
-    return np.concatenate([np.asarray(x).astype(np.complex128).ravel() for x in leaves])
+    """Entries of leaves, one after another, in a dtype in which no square leaves the range."""
+    return np.concatenate([np.asarray(x).astype(np.clongdouble).ravel() for x in leaves])
 
 
 @functools.cache
-def recorded():
+def recorded(is_wide):
     """For each tree the state of each scope after a step; trees of equal types share a program."""
     txs = {name: monitor.record(2, scope=scope, stats=STATS) for name, (scope, _) in SCOPES.items()}
 
@@ -97,21 +113,27 @@ def recorded():
     def run(grads, params):
         return {name: tx.update(grads, tx.init(params), params)[1] for name, tx in txs.items()}
 
-    return {tree: run(grads, params) for tree, (grads, params) in TREES.items()}
+    trees = WIDE_TREES if is_wide else TREES
+    with jax.enable_x64(is_wide):
+        return {tree: run(grads, params) for tree, (grads, params) in trees.items()}
 
 
-@pytest.mark.parametrize(("tree", "scope"), [(x, y) for x in TREES for y in SCOPES])
+@pytest.mark.parametrize(("tree", "scope"), [(x, y) for x in TREES | WIDE_TREES for y in SCOPES])
 def test_all_as_in_numpy(tree, scope):
-    state, parts = recorded()[tree][scope], SCOPES[scope][1]
-    grads, params = (parts(x) for x in TREES[tree])
+    is_wide = tree in WIDE_TREES
+    state, parts = recorded(is_wide)[tree][scope], SCOPES[scope][1]
+    of_tree = (WIDE_TREES if is_wide else TREES)[tree]
+    grads, params = (parts(x) for x in of_tree)
     assert monitor.history_names(state) == tuple(grads)
-    squares = np.linalg.norm(wide(jax.tree.leaves(TREES[tree][0]))) ** 2
+    squares = np.linalg.norm(wide(jax.tree.leaves(of_tree[0]))) ** 2
     for stat in STATS:
         rows = [(wide(grads[x]), wide(params[x]), squares) for x in grads]
         expected = [[reference(stat, *row) for row in rows]]
         found = monitor.history(state, stat=stat)
         assert found.shape == ((1,) if scope == "tree" else (1, len(grads)))
         found = found.reshape(np.shape(expected))
+        # A record is in float32.
+        expected = np.minimum(expected, float(jnp.finfo(jnp.float32).max)).astype(np.float32)
         close = {"rtol": 1e-6, "atol": 2e-7 if stat in ("cosine_param", "zero_fraction") else 0}
         np.testing.assert_allclose(found, expected, **close, err_msg=stat)
 

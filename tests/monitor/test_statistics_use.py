@@ -180,3 +180,18 @@ def test_what_tuning_reads_are_still_norms():
         lambda state, x: tx.update({"w": x[None]}, state)[::-1], tx.init({"w": jnp.ones(1)}), steps
     )[0]
     assert optaxclip.tuning.suggest(monitor.history(state)).spikes.tolist() == [150]
+
+
+@pytest.mark.parametrize("scope", [scopes.leaf(), scopes.axes(0)], ids=["leaf", "axes"])
+def test_a_bad_leaf_is_the_worst_and_a_missing_one_is_not_there(scope):
+    stats = ("norm", "max", "mean_abs", "share", "ratio", "cosine_param")
+    tx = monitor.record(2, scope=scope, stats=stats)
+    bad = {"body": GRADS["body"].at[0, 1].set(jnp.nan), "head": GRADS["head"]}
+    state = after(tx, bad)
+    found = monitor.metrics(state)
+    assert all(jnp.isnan(found[f"record/{stat}"]) for stat in stats)
+    np.testing.assert_equal(monitor.scalars(state), {k: float(x) for k, x in found.items()})
+    missing = after(tx, {"body": None, "head": GRADS["head"]})
+    assert monitor.scalars(missing)["record/max"] == 3
+    assert np.isnan(monitor.history(missing, stat="max")[0, 0])
+    assert np.isnan(monitor.scalars(after(tx, {"body": None, "head": None}))["record/max"])

@@ -275,8 +275,10 @@ def test_spikes_among_real_norms(real, seed):
     rng = np.random.default_rng(seed)
     is_spike = np.isin(np.arange(len(settled)), rng.choice(len(settled), 5, replace=False))
     norms = np.where(is_spike, settled * rng.uniform(8.0, 1000.0, len(settled)), settled)
-    recall, precision = recall_and_precision(tuning.suggest(norms), is_spike)
-    assert min(recall, precision) >= 0.95
+    found = set(tuning.suggest(norms).spikes)
+    # The last digits of a run decide whether it has spikes of its own.
+    assert set(np.flatnonzero(is_spike)) <= found
+    assert found <= {*np.flatnonzero(is_spike), *tuning.suggest(settled).spikes}
 
 
 @pytest.mark.slow

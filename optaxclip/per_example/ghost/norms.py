@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 import optaxclip.per_example.ghost.bounds as bounds
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._batches.cutting import Cut, appended, in_order_of_batch, last_examples
+from optaxclip._border.placement import Placement
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import measure
-from optaxclip._engine.placement import Placement
 from optaxclip.norms import l2
 from optaxclip.per_example.ghost.sites import Sizes, Use
 

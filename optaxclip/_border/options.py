@@ -4,10 +4,14 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
-from optaxclip._base.arguments import as_axis_names, checked_bool, checked_name, near_miss
+import optaxclip.scopes as scopes
+import optaxclip.thresholds as thresholds
+from optaxclip._base.arguments import as_axis_names, checked_bool, checked_name, short
+from optaxclip._base.calls import refuse_unknown, takes_no_gradients
+from optaxclip._base.numerics import is_real
 from optaxclip._base.types import AxisName, NonFinite, PyTree
 from optaxclip.nonfinite import as_policy
 from optaxclip.norms import Norm, as_norm
@@ -41,7 +45,8 @@ class StageOptions(PlaceOptions, total=False):
 
     Attributes:
       nonfinite: what becomes of a group whose norm is not finite: "nan" (all NaN), "zero" (all 0),
-        "mask" (bad entries 0, then clipped), "error" (a `checkify` error that names the leaves).
+        "mask" (bad entries 0, then clipped), "error" (a `checkify` error that names the leaves;
+        under `jit`, `error, out = jax.jit(checkify.checkify(step))(*args)` and `error.throw()`).
         No limit learns from such a norm.
       record: whether the state keeps what was done. With False it is an `optax.EmptyState`, and any
         state is accepted and returned as it is. With a limit that depends on earlier steps,
@@ -135,11 +140,17 @@ class Options:
         )
 
 
-def takes(options: type) -> Callable[[Function], Function]:
+def takes(options: type, *, parts: str = "", once: str = "") -> Callable[[Function], Function]:
     """A decorator for a transformation with `**options` of this kind.
 
     It shows them one by one in the signature, where `optax.inject_hyperparams` finds them, and in
     the help; it refuses others, and gives the transformation its own name where none is passed.
+
+    Args:
+      options: the options.
+      parts: the call of `clip_by` that makes the same transformation, for messages about keywords
+        of its parts.
+      once: the call that clips gradients once, for messages about gradients.
     """
 
     def decorate(fn: Function) -> Function:
@@ -153,12 +164,12 @@ def takes(options: type) -> Callable[[Function], Function]:
 
         @functools.wraps(fn)
         def with_options(*args: Any, **keywords: Any) -> Any:
-            if args and not has_positional:
-                raise TypeError(_misread(fn.__name__, args[0], allowed))
-            for keyword in keywords:
-                if keyword not in allowed:
-                    raise TypeError(_unknown(fn.__name__, keyword, allowed))
-            return fn(*args, **({"name": fn.__name__} | keywords))
+            with takes_no_gradients(fn.__name__, args, once):
+                if args and not has_positional:
+                    raise TypeError(_misread(fn.__name__, args[0], allowed))
+                of_parts = _for_parts(parts, keywords, allowed)
+                refuse_unknown(fn.__name__, keywords, allowed, of_parts)
+                return fn(*args, **({"name": fn.__name__} | keywords))
 
         shared = [
             inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=hints[x])
@@ -176,17 +187,35 @@ def takes(options: type) -> Callable[[Function], Function]:
 
 
 def _misread(name: str, value: Any, allowed: list[str]) -> str:
-    cap = f", or pass max_norm={value!r} for a cap on it" if "max_norm" in allowed else ""
+    given = short(value)
+    cap = f", or pass max_norm={given} for a cap on it" if "max_norm" in allowed else ""
+    limit = f"For a limit of {given} take clip_by_global_norm({given}){cap}. "
     return (
-        f"{name}() takes keywords alone, got {value!r}; it computes its limit itself. "
-        f"For a limit of {value!r} take clip_by_global_norm({value!r}){cap}. Its keywords are "
-        f"{allowed}"
+        f"{name}() takes keywords alone, got {given}; it computes its limit itself. "
+        f"{limit if is_real(value) else ''}Its keywords are {allowed}"
     )
 
 
-def _unknown(name: str, keyword: str, allowed: list[str]) -> str:
-    hint = near_miss(keyword, allowed) or "."
-    return f"{name}() got an unexpected keyword argument {keyword!r}{hint} It takes {allowed}"
+def _for_parts(parts: str, keywords: dict[str, Any], allowed: list[str]) -> dict[str, str]:
+    """For each keyword that a part of the method takes, and not the method, how to pass it."""
+    found: dict[str, str] = {}
+    for keyword in (x for x in keywords if parts and x not in allowed):
+        given = f"{keyword}={short(keywords[keyword])}"
+        makers = re.finditer(r"(scopes|thresholds)\.(\w+)\((?=(\))?)", parts)
+        of_maker = [call for call in makers if keyword in _parameters(call[1], call[2])]
+        if of_maker:
+            place, comma = of_maker[0].end(), "" if of_maker[0][3] else ", "
+            found[keyword] = f"{parts[:place]}{given}{comma}{parts[place:]}"
+        elif keyword == "response":
+            found[keyword] = f"{parts[:-1]}, {given})"
+        elif keyword in ("scope", "limit"):
+            found[keyword] = parts
+    return {keyword: f"take the method's parts, {call}" for keyword, call in found.items()}
+
+
+def _parameters(namespace: str, name: str) -> Collection[str]:
+    module = {"scopes": scopes, "thresholds": thresholds}[namespace]
+    return inspect.signature(getattr(module, name)).parameters
 
 
 _PLACE = re.compile(r" {6}\*\*options: .*\n(?: {8}.*\n)*")

@@ -6,7 +6,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import optax
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
+from optaxclip._base.arguments import refuse_state_as_updates
 from optaxclip._base.types import PyTree
 
 State = TypeVar("State", covariant=True)
@@ -83,6 +84,7 @@ def stateless(update: Callable[..., Any]) -> Transformation[Any]:
     def handing_back(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Any, Any]:
+        refuse_state_as_updates(updates, optax.EmptyState, "update")
         return update(updates, params, **extra_args), state
 
     return transformation(init, handing_back)

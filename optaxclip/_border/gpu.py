@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from optaxclip._base.numerics import fixed_size
-from optaxclip._engine.entries import entries
+from optaxclip._border.entries import entries
 from optaxclip.norms import Norm
 
 

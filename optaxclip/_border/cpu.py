@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip._base.devices as devices
+import optaxclip._border.devices as devices
 from optaxclip._base.numerics import leading_bit, next_above, reciprocal_of_power, select
-from optaxclip._engine.entries import entries
+from optaxclip._border.entries import entries
 from optaxclip.norms import Norm
 
 

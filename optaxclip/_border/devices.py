@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.types import PyTree
 
 Axes = frozenset[str]
@@ -99,7 +100,7 @@ def sum_over_devices(x: Array, axes: Axes) -> Array:
     return lax.psum(x, tuple(sorted(axes))) if axes else x
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+@custom_jvp(nondiff_argnums=(1,))
 def largest(x: Array, axes: Axes) -> Array:
     """The maximum over the devices along these axes, of arrays without NaN.
 
@@ -248,7 +249,9 @@ def with_automatic_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) ->
 
 
 def spec_of(x: Any) -> PartitionSpec:
-    """How an array is split over an explicit mesh, as its type says."""
+    """How an array is split over an explicit mesh, as its type says; a spec is returned."""
+    if isinstance(x, PartitionSpec):
+        return x
     sharding = explicit_sharding(x)
     return PartitionSpec() if sharding is None else sharding[1]
 

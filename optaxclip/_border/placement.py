@@ -16,12 +16,12 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-import optaxclip._base.devices as devices
-from optaxclip._base.devices import Axes
+import optaxclip._border.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
 from optaxclip._base.types import PyTree
-from optaxclip._engine.options import Options
+from optaxclip._border.devices import Axes
+from optaxclip._border.options import Options
 from optaxclip.scopes import Scope
 
 Kept = tuple[tuple[str, ...], ...]
@@ -79,11 +79,19 @@ class Placement:
         # current one.
         return self.mesh if self.explicit_mesh is None else devices.current_mesh()
 
-    def with_automatic_axes(self, fn: Callable[..., PyTree], out_specs: PyTree) -> Any:
-        """`fn`; on an explicit mesh, with the mesh's axes made automatic."""
-        if self.explicit_mesh is None:
-            return fn
-        return devices.with_automatic_axes(fn, self.explicit_mesh, out_specs)
+    def together(self, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        """The sums of one leaf, which every device gets in one operation.
+
+        The compiler would leave them split as the leaf is.
+        """
+        if self.automatic_mesh is None or sums[0].ndim == 0:
+            return sums
+        return tuple(self.on_all_devices(devices.stack(sums)))
+
+    def num_parts(self, leaf: int) -> int:
+        """In how many parts, of which only one is at hand here, a leaf's groups are split."""
+        is_whole = self.mesh is not None and not devices.manual_axes()
+        return 1 if is_whole else devices.num_devices(self.reduced[leaf])
 
     def axes_of(self, leaf: int) -> Axes:
         """All mapped axes over which a leaf is split."""

@@ -1,0 +1,1 @@
+"""All that is not mathematics, once, around any update of ours."""

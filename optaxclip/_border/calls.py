@@ -1,0 +1,99 @@
+"""Calls into code that knows neither explicit meshes nor eager mode."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+
+import optaxclip._border.devices as devices
+from optaxclip._base.types import PyTree
+
+
+def everywhere(*operands: Any) -> PartitionSpec:
+    """For results of which every device has all."""
+    del operands
+    return PartitionSpec()
+
+
+def across(
+    fn: Callable[..., Any],
+    *operands: Any,
+    like: Callable[..., PyTree] = everywhere,
+    compiled: bool = True,
+    **static: Any,
+) -> Any:
+    """`fn(*operands, **static)`, wherever the operands lie: `fn` sees arrays that nothing splits.
+
+    In eager mode that is one compiled call, which is cached; in a trace it is a part of the trace.
+    If the types of arrays say that they are split over an explicit mesh, its axes are automatic
+    inside of `fn`: there the compiler decides how arrays are split.
+
+    Args:
+      fn: a module-level function, because it is part of the cache's key.
+      *operands: pytrees of arrays.
+      like: from the operands to what the results are typed like, if there is such a mesh: a pytree
+        of arrays or of `PartitionSpec`s, a prefix of the results.
+      compiled: whether to compile in eager mode.
+      **static: what else `fn` has to know, hashable.
+    """
+    call = _compiled if compiled else _on_any_mesh
+    return call(fn, like, tuple(static.items()), *devices.typed_like(operands, operands))
+
+
+def _on_any_mesh(
+    fn: Callable[..., Any],
+    like: Callable[..., PyTree],
+    static: tuple[tuple[str, Any], ...],
+    *operands: Any,
+) -> Any:
+    fn = functools.partial(fn, **dict(static))
+    mesh = devices.explicit_mesh(devices.types_of(operands))
+    with devices.on_own_mesh(operands):
+        if mesh is not None:
+            specs = jax.tree.map(devices.spec_of, like(*operands))
+            fn = devices.with_automatic_axes(fn, mesh, specs)
+        return fn(*operands)
+
+
+_compiled = jax.jit(_on_any_mesh, static_argnums=(0, 1, 2), inline=True)
+
+
+def scanned(body: Callable[..., Any], start: PyTree, xs: PyTree, beside: PyTree) -> Any:
+    """`lax.scan(body, start, xs)` for a body that also uses `beside`, on any mesh.
+
+    Otherwise it fails for seeds that `vmap` splits over an explicit mesh (JAX 0.10.2).
+    """
+    with devices.on_own_mesh(beside):
+        return lax.scan(body, devices.typed_like(start, beside), xs)
+
+
+class Split(NamedTuple):
+    """How an array is split over an explicit mesh."""
+
+    mesh: Any
+    spec: PartitionSpec
+
+    def examples(self, number: int) -> tuple[str, ...] | None:
+        """The mesh axes over which `number` examples can be split evenly.
+
+        Of those that split the array's first axis, the last are left out until the split is even.
+        """
+        names = devices.spec_names(self.spec[0])
+        while number % math.prod(self.mesh.shape[name] for name in names):
+            names = names[:-1]
+        return names or None
+
+
+def split_as(
+    fn: Callable[..., Array], spec: Callable[[Split], tuple[Any, ...]], *arrays: Array
+) -> Array:
+    """`fn(*arrays)`, split as `spec` says if one of the arrays is split over an explicit mesh."""
+    sharding = next(filter(None, map(devices.explicit_sharding, arrays)), None)
+    if sharding is None or devices.manual_axes():
+        return fn(*arrays)
+    split = Split(*sharding)
+    return devices.with_automatic_axes(fn, split.mesh, PartitionSpec(*spec(split)))(*arrays)

@@ -1,0 +1,157 @@
+"""Rules and schedules are called here, and what users' own ones take and return is checked."""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optaxclip._base.arguments import short
+from optaxclip._base.numerics import is_real
+from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
+
+_OWN_RULE = "a limit that depends on norms is a rule, optaxclip.Threshold(init, update)"
+_CALLS = {"init": ("norms",), "update": ("norms", "state", "param_norms")}
+
+
+def checked_rule(rule: Threshold, argument: str) -> Threshold:
+    """A rule, whose functions are checked to take what they are called with.
+
+    Raises:
+      TypeError: if one does not.
+    """
+    for field, arguments in _CALLS.items():
+        fn = getattr(rule, field)
+        if not callable(fn) or not _takes(fn, arguments):
+            raise TypeError(
+                f"{argument}: the {field} of a rule is called as {field}({', '.join(arguments)}), "
+                f"got {short(fn)}"
+            )
+    return rule
+
+
+def limits_by(
+    rule: Threshold, norms: NormTree, state: PyTree, param_norms: NormTree | None, name: str
+) -> tuple[Limits, PyTree]:
+    """What a rule returns for these norms, checked; under `jit` that costs nothing.
+
+    Raises:
+      TypeError: if it is not a pair of `Limits` and a state, or limits are not real arrays.
+      ValueError: if limits are not of the shapes of the norms, or the state is not like the last.
+    """
+    returned = rule.update(norms, state, param_norms)
+    must = f"{name}: the update of a limit rule must return"
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    if not is_pair or not isinstance(returned[0], Limits):
+        raise TypeError(f"{must} (Limits(trigger, target), state), got {_described(returned)}")
+    limits, new = returned
+    for field, limit in limits._asdict().items():
+        are_arrays = all(hasattr(x, "dtype") and is_real(x) for x in jax.tree.leaves(limit))
+        if not are_arrays or _shapes(limit) != _shapes(norms):
+            raise (ValueError if are_arrays else TypeError)(
+                f"{must} limits like the norms, {_described(norms)}; {field} is "
+                f"{_described(limit)}. For one limit for all groups: jnp.full_like(norms, limit)"
+            )
+    # For a limit without memory, some checkpoints store None.
+    if (state is not None or jax.tree.leaves(new)) and _kinds(new) != _kinds(state):
+        raise ValueError(
+            f"{must} a state with the structure, shapes and kinds of numbers of the last one, "
+            f"{_described(state)}, got {_described(new)}"
+        )
+    return limits, jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), new)
+
+
+def checked_schedule(fn: Any, argument: str, *, any_shape: bool = False) -> Callable[..., Any]:
+    """A function that a user passed for a number, checked to be a schedule.
+
+    It is called once with a step count, by its shape alone; only if it cannot be traced, with 0.
+
+    Args:
+      fn: the function.
+      argument: what it is called in messages.
+      any_shape: whether its values may be arrays.
+
+    Raises:
+      TypeError: if its parameter is named as norms are, if it cannot be called with a step count,
+        or if its value is not a number.
+      ValueError: if its value is not a scalar.
+    """
+    schedule = f"{argument} is a function, so it must be a schedule, a function of the step count"
+    named = _first_parameter(fn)
+    if re.search(r"(^|_)(norms?|grads?|gradients?)$", named):
+        raise TypeError(f"{schedule}, and not of {named!r}; {_OWN_RULE}")
+    try:
+        value = _at_first_step(fn)
+    except NameError:  # the name of an axis that is bound later, inside of `shard_map`
+        return fn
+    except Exception as error:
+        raise TypeError(
+            f"{schedule}; called with one, an int32 scalar, it raised "
+            f"{type(error).__name__}: {error!s:.160}; {_OWN_RULE}"
+        ) from error
+    if not _is_number(value):
+        raise TypeError(f"{schedule} to a number; its value is {_described(value)}")
+    if np.shape(value) != () and not any_shape:
+        raise ValueError(f"{schedule} to a scalar; its value is {_described(value)}")
+    return fn
+
+
+def _at_first_step(fn: Callable[..., Any]) -> Any:
+    # Whether JAX promotes dtypes and ranks may be set otherwise where the schedule is used.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        try:
+            return jax.eval_shape(fn, jax.ShapeDtypeStruct((), jnp.int32))
+        except jax.errors.JAXTypeError:
+            # It decides by the value of the count, which works in eager mode.
+            return fn(jnp.zeros((), jnp.int32))
+
+
+def _first_parameter(fn: Callable[..., Any]) -> str:
+    """The name of a function's first parameter; empty if it is unknown."""
+    try:
+        return next(iter(inspect.signature(fn).parameters), "")
+    except (TypeError, ValueError):
+        return ""
+
+
+def _takes(fn: Callable[..., Any], arguments: tuple[str, ...]) -> bool:
+    try:
+        inspect.signature(fn).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # some functions have no signature
+        return True
+    return True
+
+
+def _is_number(x: Any) -> bool:
+    return is_real(np.zeros(0, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x)
+
+
+def _shapes(tree: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [jnp.shape(x) for x in leaves]
+
+
+def _kinds(state: PyTree) -> tuple[Any, list[Any]]:
+    """The structure and shapes of a state, and which of its arrays have floats."""
+    dtypes = [getattr(x, "dtype", None) or jnp.result_type(x) for x in jax.tree.leaves(state)]
+    return _shapes(state), [jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes]
+
+
+def _described(value: Any) -> str:
+    """What a user's function returned, for a message."""
+    if isinstance(value, Limits):
+        return "Limits alone, without the state"
+    if isinstance(value, tuple) and any(isinstance(x, Limits) for x in value[1:]):
+        return "the two in the other order"
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is not None and dtype is not None:
+        return f"{dtype}{[*shape]}"
+    if isinstance(value, (tuple, list)) and value:
+        parts = [_described(x) for x in value[:3]] + ["..."] * (len(value) > 3)
+        return f"a {type(value).__name__} of {' and '.join(parts)}"
+    return f"{short(value)} of type {type(value).__name__}"

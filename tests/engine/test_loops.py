@@ -1,0 +1,197 @@
+"""Second derivatives of what a loop clips are those of the same steps one after another."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from cases import slow_unless
+from jax import lax
+from methods_table import METHODS
+from parts_table import RULES, SCOPES
+
+import optaxclip
+from optaxclip import norms, responses, scopes
+
+RNG = np.random.default_rng(0)
+SHAPES = {"w": (3, 2), "b": (3,)}
+POINT, *DIRECTIONS, PARAMS, WEIGHTS = (
+    {name: np.float32(RNG.normal(size=shape)) for name, shape in SHAPES.items()} for _ in range(5)
+)
+START, DIRECTION = np.float32([0.9, -0.6]), np.float32([0.7, -0.4])
+
+
+def gradients(at):
+    """A tree that depends on two numbers."""
+    return jax.tree.map(
+        lambda x, y, z: (1 + at[0]) * x + jnp.sin(at[1]) * y + at[0] * at[1] * z, POINT, *DIRECTIONS
+    )
+
+
+def total(tree):
+    terms = jax.tree.map(lambda x, y: jnp.sum(jnp.real(x).astype(y.dtype) * y), tree, WEIGHTS)
+    return sum(jax.tree.leaves(terms))
+
+
+def step_of(tx, dtype=None, spoil=None):
+    """A step that moves the two numbers by what the transformation leaves of the gradients."""
+
+    def cast(tree):
+        return tree if dtype is None else optax.tree.cast(tree, dtype)
+
+    def step(at, state, k):
+        grads = cast(gradients(at))
+        if spoil is not None:
+            grads |= {"b": grads["b"].at[1].set(spoil)}
+        clipped, state = tx.update(grads, state, cast(PARAMS))
+        found = total(clipped)
+        return at - 0.1 * k * jnp.stack([jnp.sin(found), found]), state, found
+
+    return step, tx.init(cast(PARAMS))
+
+
+def in_scan(step, start):
+    def body(carry, k):
+        *carry, found = step(*carry, k)
+        return tuple(carry), found
+
+    return jnp.sum(lax.scan(body, start, jnp.arange(1.0, 3.0))[1])
+
+
+def in_fori_loop(step, start):
+    def body(i, carry):
+        at, state, found = step(*carry[:2], 1.0 + i.astype(jnp.float32))
+        return at, state, carry[2] + found
+
+    return lax.fori_loop(0, 2, body, (*start, jnp.zeros(())))[2]
+
+
+def in_map(step, start):
+    return jnp.sum(lax.map(lambda k: step(start[0] * k, start[1], k)[2], jnp.arange(1.0, 3.0)))
+
+
+def in_sequence(step, start):
+    at, state, first = step(*start, 1.0)
+    return first + step(at, state, 2.0)[2]
+
+
+def one_by_one(step, start):
+    return sum(step(start[0] * k, start[1], k)[2] for k in (1.0, 2.0))
+
+
+def compared(make, loop=in_scan, unrolled=in_sequence, **options):
+    """Second derivatives through a loop, and those through the same steps one after another.
+
+    They are taken along a direction, in both orders, and after a derivative that no clip is part
+    of.
+    """
+
+    def along(fn):
+        return lambda at: jax.jvp(fn, (at,), (DIRECTION,))[1]
+
+    def both():
+        step, state = step_of(make(), **options)
+
+        def total(way, by, at):
+            def scaled(*args):
+                *carry, found = step(*args)
+                return *carry, by * found
+
+            return way(scaled, (at, state))
+
+        def in_loop(at):
+            return jnp.sin(total(loop, 1.0, at))
+
+        def in_turn(at):
+            return jnp.sin(total(unrolled, 1.0, at))
+
+        def beside(at):
+            return jax.grad(functools.partial(total, loop))(1.0, at)
+
+        expected = along(jax.grad(in_turn))(START)
+        return {
+            "forward over reverse": (along(jax.grad(in_loop))(START), expected),
+            "reverse over forward": (jax.grad(along(in_loop))(START), expected),
+            "beside": (along(beside)(START), along(functools.partial(total, unrolled, 1.0))(START)),
+        }
+
+    return both
+
+
+def assert_the_same(both, rtol=1e-4):
+    for way, (found, expected) in jax.jit(both)().items():
+        assert np.any(expected != 0), way
+        np.testing.assert_allclose(found, expected, rtol, rtol, err_msg=way)
+
+
+def clip(scope="tree", **options):
+    return functools.partial(optaxclip.clip_by, SCOPES[scope], 0.5, **options)
+
+
+# For each function of the engine with a derivative of its own, one case.
+QUICK = {
+    "strict": compared(clip("group", strict=True)),
+    "linf": compared(clip(norm="linf")),
+    "mask bfloat16": compared(clip(nonfinite="mask"), dtype=jnp.bfloat16),
+    "strict bfloat16": compared(clip(strict=True), dtype=jnp.bfloat16),
+}
+PARTS = QUICK | {
+    "l1": compared(clip("group", norm="l1")),
+    "rms": compared(clip("leaf", norm="rms")),
+    "mean_abs": compared(clip("axes", norm="mean_abs")),
+    "average_l2": compared(clip("unit", norm="average_l2")),
+    "lp": compared(clip(norm=norms.lp(3), strict=True)),
+    "linf of leaves": compared(clip("leaf", norm="linf")),
+    "normalize": compared(clip("group", response="normalize")),
+    "smooth": compared(clip("unit", response="smooth")),
+    "auto_s": compared(clip("axes", response=responses.auto_s(0.1))),
+    "band": compared(clip("leaf", response=responses.band(0.9))),
+    "clip_with_eps": compared(clip(response=responses.clip_with_eps(0.1))),
+    "mask": compared(clip(nonfinite="mask"), spoil=np.inf),
+    "zero": compared(clip("leaf", nonfinite="zero"), spoil=np.nan),
+    "strict float16": compared(clip(strict=True), dtype=jnp.float16),
+    "complex": compared(clip("leaf"), dtype=jnp.complex64),
+    "fori_loop": compared(clip(norm="linf"), in_fori_loop),
+    "map": compared(clip(strict=True), in_map, one_by_one),
+}
+
+
+def test_derivatives_of_a_limit_for_single_examples():
+    grads = np.float32([[3, 4], [0.1, 0.2], [-1, 2]])
+
+    def both(limit):
+        def step(at, state, k):
+            (clipped,), _ = optaxclip.per_example_global_norm_clip([grads * at], limit)
+            return at - 0.1 * k * clipped, state, jnp.sum(jnp.cos(at - 0.1 * k * clipped))
+
+        start = jnp.array([1.0, -2.0]), ()
+        return in_scan(step, start), in_sequence(step, start)
+
+    found = jax.jit(jax.jacfwd(jax.jacrev(both)))(0.5)
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, PARTS))
+def test_every_part(name):
+    assert_the_same(PARTS[name], rtol=3e-2 if "float16" in name else 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method(name):
+    assert_the_same(compared(METHODS[name].make))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule(name):
+    assert_the_same(compared(lambda: optaxclip.clip_by(scopes.tree(), RULES[name]())))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_float64(norm):
+    assert_the_same(compared(clip(norm=norm, strict=True), dtype=jnp.float64), rtol=1e-6)

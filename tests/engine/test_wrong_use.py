@@ -1,0 +1,178 @@
+"""What is called in a wrong way after it was made right: the message says what to do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from methods_table import GRADS, METHODS, PARAMS
+
+import optaxclip
+from optaxclip import accumulate, monitor, per_example, scopes, skip_above, thresholds
+from optaxclip.tuning import SweepResult
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_state_in_the_place_of_the_gradients(name):
+    if name in ("clip_attention_logits", "hyperball", "skip_above_loss"):
+        pytest.skip("the table wraps its update")
+    tx = METHODS[name].make()
+    state = tx.init(PARAMS)
+    said = (
+        r"the updates are a \w+State, so the arguments are in another order: call update\(grads, "
+    )
+    with pytest.raises(ValueError, match=said):
+        tx.update(state, GRADS, PARAMS)
+    with pytest.raises(ValueError, match=said):
+        tx.update((state, optax.EmptyState()), "b", PARAMS)  # as Optax's chain would pass them
+
+
+def test_it_is_said_of_records_of_clips_without_one_and_of_a_skip_of_the_loss():
+    made = [monitor.record(), monitor.noise_scale(), optaxclip.hyperball(0.1)]
+    made += [optaxclip.clip_by_norm(1.0, record=False), optaxclip.clip(1.0, record=False)]
+    made += [optaxclip.reset_state(optax.adam(1e-3), every=3)]
+    params = {"w": jnp.ones((2, 3))}
+    for tx in made:
+        with pytest.raises(ValueError, match="so the arguments are in another order"):
+            tx.update(tx.init(params), params, params)
+
+
+def test_a_state_of_another_transformation_is_still_told_so():
+    tx = optaxclip.clip_by_global_norm(1.0)
+    with pytest.raises(ValueError, match=r"must be of type ClipState, got .* of another trans"):
+        tx.update(GRADS, optax.adam(1e-3).init(GRADS))
+
+
+def loss_of(params, batch):
+    return jnp.mean((batch - params["w"][None]) ** 2)
+
+
+def test_a_loss_with_flax_train_state():
+    rule = thresholds.window(2.0, 4, warmup_steps=2)
+    tx = skip_above(optax.sgd(0.1), jnp.inf, loss_limit=rule)
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones(3)}, tx=tx)
+    said = (
+        r"neither value= nor loss=; pass it: update\(grads, state, params, value=loss\)\. Flax's "
+        r"TrainState\.apply_gradients passes nothing on: call state\.tx\.update\(grads, state\.opt_"
+    )
+    with pytest.raises(ValueError, match=said):
+        state.apply_gradients(grads=state.params)
+    with pytest.raises(ValueError, match=said):
+        state.apply_gradients(grads=state.params, value=1.0)
+
+    @jax.jit
+    def train_step(state, batch):
+        loss, grads = jax.value_and_grad(loss_of)(state.params, batch)
+        updates, opt_state = state.tx.update(grads, state.opt_state, state.params, value=loss)
+        params = optax.apply_updates(state.params, updates)
+        return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+
+    for size in (0.0, 0.1, 0.0, 30.0):
+        last, state = state, train_step(state, jnp.full((8, 3), size))
+    assert monitor.verdict(state) == "skipped"
+    np.testing.assert_array_equal(state.params["w"], last.params["w"])
+
+
+def test_a_loss_with_flax_nnx():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    tx = skip_above(optax.sgd(0.1), jnp.inf, loss_limit=1.0)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    before = jnp.asarray(model.kernel[...])
+    optimizer.update(model, grads, value=5.0)
+    np.testing.assert_array_equal(model.kernel[...], before)
+    optimizer.update(model, grads, value=0.5)
+    np.testing.assert_allclose(model.kernel[...], before - 0.1, rtol=1e-6)
+
+
+def test_a_history_without_a_record():
+    state = optax.chain(optaxclip.clip_by_norm(1.0), optax.adam(1e-3)).init(GRADS)
+    for ask in (monitor.history, monitor.history_names):
+        with pytest.raises(ValueError, match=r"holds no record.* put monitor\.record\(window\) in"):
+            ask(state)
+
+
+OTHER_RECORDS = {
+    "longer": (
+        {"window": 5},
+        {"window": 6},
+        r"last 5 steps as \[5\], and .* last 6 steps as \[6\]",
+    ),
+    "shorter": ({"window": 6}, {"window": 5}, r"the last 6 steps as .* the last 5 steps as"),
+    "losses": ({"window": 3, "loss": True}, {"window": 4, "loss": True}, "the last 3 .* last 4"),
+    "leaves": ({"window": 5, "per_leaf": True}, {"window": 5}, r"as \[5, 3\], .* steps as \[5\]"),
+    "statistics": (
+        {"window": 5, "stats": ("norm", "max")},
+        {"window": 3, "stats": ("norm", "max")},
+        r"as \[5, 2\], .* steps as \[3, 2\]\. Pass the window and the scope",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RECORDS)
+def test_a_record_with_another_window_on_restore(name):
+    before, after, said = OTHER_RECORDS[name]
+    state = monitor.record(**before).init(GRADS)
+    with pytest.raises(ValueError, match=f"record: the state is that of another record: .*{said}"):
+        monitor.record(**after).update(GRADS, state, value=1.0)
+    monitor.record(**before).update(GRADS, state, value=1.0)
+
+
+def test_a_record_of_a_tree_whose_leaves_are_missing_is_the_same_record():
+    tx = monitor.record(3, scope=scopes.leaf(), stats=("norm", "max"))
+    state = tx.init(GRADS)
+    tx.update(GRADS | {"b": None}, state)
+    unit = monitor.record(3, scope=scopes.unit())
+    unit.update(GRADS, unit.init(GRADS))
+
+
+BATCH = (jnp.ones(2), jnp.ones((6, 2)), jnp.ones((6, 2)))
+
+
+def loss_fn(w, x, y):
+    return jnp.mean((x * w - y) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("batch_argnums", "weight"),
+    [
+        ((1, 2), lambda x: x.sum()),
+        ((1, 2), lambda *, mask: mask.sum()),
+        (1, lambda x, y: x.sum() + y.sum()),
+        ((1, 2), lambda: 1.0),
+    ],
+)
+def test_a_weight_takes_all_of_the_batch(batch_argnums, weight):
+    grad_fn = accumulate.value_and_grad(
+        loss_fn, batch_argnums=batch_argnums, microbatch_size=2, weight=weight
+    )
+    count = np.size(batch_argnums)
+    said = rf"weight is called with what batch_argnums names, a part of {count} of .* weight\(tok"
+    with pytest.raises(TypeError, match=said):
+        grad_fn(*BATCH)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **numbers: accumulate.value_and_grad(loss_fn, microbatch_size=2, **numbers),
+        lambda **numbers: per_example.clipped_grad(loss_fn, 1.0, **numbers),
+    ],
+)
+def test_an_argument_that_is_both_a_parameter_and_a_batch(make):
+    for numbers in ({"argnums": 0}, {"argnums": (0, 1)}, {"argnums": np.int32(0)}):
+        with pytest.raises(ValueError, match=r"batch_argnums=0 and argnums=.* the argument 0, wh"):
+            make(**numbers, batch_argnums=0)
+    with pytest.raises(ValueError, match=r"batch_argnums=\(1, -1\) .* both name the argument -1"):
+        make(argnums=(0, -1), batch_argnums=(1, -1))
+    make(argnums=0, batch_argnums=(1, 2))
+    make(argnums=-1, batch_argnums=(0, 1))
+
+
+def test_more_seeds_are_asked_for_as_each_caller_can_pass_them():
+    row, one = np.ones((1, 10)), np.ones(1)
+    result = SweepResult(one, None, row, row, row, one, one > 2, 0.1, 1.0, None, one)
+    assert "pass seeds=3 or more" in str(result)
+    assert "pass --seeds 3 or more" in result.table(more_seeds="--seeds 3")

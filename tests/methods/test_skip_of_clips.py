@@ -1,0 +1,39 @@
+"""A skip around clips alone does not stop the optimizer behind it, and says so."""
+
+import warnings
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optaxclip
+
+PARAMS = jnp.ones(2)
+ALONE = {
+    "one": optaxclip.clip_by_global_norm(1.0),
+    "chain": optax.chain(optaxclip.zclip(), optaxclip.clip_by_norm(1.0)),
+    "masked": optax.masked(optaxclip.clip_by_norm(1.0), True),
+}
+WITH_OPTIMIZER = {
+    "sgd": optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    "adam": optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(0.1)),
+    "none of ours": optax.sgd(0.1),
+}
+
+
+@pytest.mark.parametrize("inner", ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize("skip", [optaxclip.skip_nonfinite, lambda x: optaxclip.skip_above(x, 9.0)])
+def test_it_warns(skip, inner):
+    tx = optax.chain(skip(inner), optax.sgd(0.1, momentum=0.9))
+    with pytest.warns(UserWarning, match="wraps a clip and no optimizer.*wrap the optimizer too"):
+        state = tx.init(PARAMS)
+    _, state = tx.update(PARAMS, state)
+    updates, _ = tx.update(PARAMS * jnp.nan, state)
+    assert jnp.all(updates != 0)
+
+
+@pytest.mark.parametrize("inner", WITH_OPTIMIZER.values(), ids=WITH_OPTIMIZER)
+def test_beside_an_optimizer_it_does_not(inner):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optaxclip.skip_nonfinite(inner).init(PARAMS)

@@ -1,0 +1,38 @@
+"""Records are found by the end of their key too."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import monitor
+
+TX = optax.chain(
+    optaxclip.clip_by_global_norm(1.0),
+    optaxclip.skip_above(
+        optax.chain(optaxclip.clip_by_norm(1.0), optaxclip.clip_by_norm(2.0), optax.sgd(0.1)),
+        5.0,
+        loss_limit=9.0,
+    ),
+)
+GRADS = jnp.array([3.0, 4.0])
+STATE = TX.update(GRADS, TX.init(GRADS), GRADS, value=7.0)[1]
+
+
+@pytest.mark.parametrize("read", [monitor.read, jax.jit(monitor.read)], ids=["eager", "jit"])
+def test_the_end_of_a_key(read):
+    records = read(STATE)
+    assert records["clip_by_global_norm"].norm == records["0/clip_by_global_norm"].norm == 5
+    assert records["loss"].norm == records["skip_above/loss"].norm == 7
+    assert records["1/clip_by_norm"] is records["1/inner_state/1/clip_by_norm"]
+    assert isinstance(records, dict)
+    assert list(jax.tree.map(lambda x: x, records)) == list(monitor.read(STATE))
+
+
+@pytest.mark.parametrize(
+    ("key", "why"), [("clip_by_norm", "several keys end"), ("zclip", "no key is it"), ("orm", "no")]
+)
+def test_other_keys(key, why):
+    with pytest.raises(KeyError, match=rf"{why}.*0/clip_by_global_norm.*1/skip_above/loss"):
+        monitor.read(STATE)[key]

@@ -1,0 +1,224 @@
+"""Rules and schedules that users write: what they take and return is checked when it is traced."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip import Limits, Threshold, clip_by, ops, scopes, skip_above, thresholds
+
+GRADS = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([1.0])}
+RETURNS = {
+    "norms": (
+        lambda n, s: n,
+        r"must return \(Limits\(trigger, target\), state\), got float32\[2\]",
+    ),
+    "only limits": (lambda n, s: Limits(n, n), "got Limits alone, without the state"),
+    "swapped": (lambda n, s: (s, Limits(n, n)), "got the two in the other order"),
+    "a pair": (
+        lambda n, s: ((n, n), s),
+        r"got a tuple of a tuple of float32\[2\] and float32\[2\]",
+    ),
+    "nothing": (lambda n, s: None, "got None of type NoneType"),
+    "three": (lambda n, s: (Limits(n, n), s, s), "state.*, got a tuple of Limits"),
+    "a dict": (lambda n, s: {"trigger": n}, "got {.* of type dict"),
+    "floats": (lambda n, s: (Limits(1.0, 1.0), s), r"trigger is 1\.0 of .* jnp\.full_like\(norms"),
+    "one float": (lambda n, s: (Limits(n, 1), s), r"like the norms, float32\[2\]; target is 1 of"),
+    "one scalar": (lambda n, s: (Limits(n, jnp.max(n)), s), r"target is float32\[\]\. For one"),
+    "too few": (lambda n, s: (Limits(n[:1], n), s), r"trigger is float32\[1\]"),
+    "a list": (lambda n, s: (Limits(n, [n]), s), r"target is a list of float32\[2\]"),
+    "bools": (lambda n, s: (Limits(n > 1, n), s), r"trigger is bool\[2\]"),
+    "complex": (lambda n, s: (Limits(n, n.astype(complex)), s), r"target is complex64\[2\]"),
+    "no state": (lambda n, s: (Limits(n, n), None), r"last one, int32\[\], got None of type"),
+    "more state": (lambda n, s: (Limits(n, n), (s, n)), r"int32\[\], got a tuple of int32\[\] and"),
+    "wide state": (
+        lambda n, s: (Limits(n, n), s + jnp.zeros(2, int)),
+        r"int32\[\], got int32\[2\]",
+    ),
+    "float state": (lambda n, s: (Limits(n, n), s + 1.0), r"int32\[\], got float32\[\]"),
+}
+
+
+def own(update, state=0):
+    return Threshold(lambda norms: jnp.asarray(state), lambda norms, state, _: update(norms, state))
+
+
+@pytest.mark.parametrize("wrong", RETURNS)
+def test_what_an_update_must_return_is_said(wrong):
+    update, said = RETURNS[wrong]
+    tx = clip_by(scopes.leaf(), own(update))
+    with pytest.raises((TypeError, ValueError), match=f"^clip_by: the update of .* {said}"):
+        jax.jit(tx.update)(GRADS, tx.init(GRADS))
+    by_label = clip_by(scopes.group({"w": "a", "b": "b"}), {"a": 1.0, "b": own(update)})
+    if wrong not in ("floats", "one float", "one scalar", "too few", "bools", "complex"):
+        with pytest.raises((TypeError, ValueError), match=r"^the limit of 'b': the update of "):
+            by_label.update(GRADS, by_label.init(GRADS))
+
+
+@pytest.mark.parametrize("wrap", [skip_above, "loss", "tree"])
+def test_it_is_said_wherever_a_rule_is_used(wrap):
+    rule = own(lambda norms, state: (Limits(1.0, 1.0), state))
+    if wrap == "tree":
+        with pytest.raises(TypeError, match="clip_tree: the update of a limit rule must return"):
+            optaxclip.clip_tree(GRADS, rule, scope=scopes.leaf())
+        return
+    limits = {"limit": rule} if wrap is skip_above else {"limit": 1.0, "loss_limit": rule}
+    tx = skip_above(optax.sgd(1.0), **limits)
+    with pytest.raises(TypeError, match="skip_above: the update of a limit rule must return"):
+        tx.update(GRADS, tx.init(GRADS), value=1.0)
+
+
+@pytest.mark.parametrize(
+    ("update", "expected"),
+    [
+        (lambda n, s: (Limits(jnp.full_like(n, 2), n), s + 1), 2.0),
+        (lambda n, s: (Limits(jnp.where(n > 1, 2, 3), n), s + jnp.int32(1)), 2.0),
+        (lambda n, s: (Limits(n.astype(jnp.bfloat16), n), s), 5.0),
+    ],
+)
+def test_what_is_right_passes(update, expected):
+    tx = clip_by(scopes.leaf(), own(update))
+    state = tx.init(GRADS)
+    for _ in range(2):
+        _, state = jax.jit(tx.update)(GRADS, state)
+    assert state.info.limit[1] == expected
+
+
+def test_a_state_of_a_python_number_becomes_an_array():
+    tx = clip_by(scopes.tree(), own(lambda n, s: (Limits(n, n), 1)))
+    assert tx.update(GRADS, tx.init(GRADS))[1].rule == 1
+
+
+def test_functions_that_take_something_else_are_refused_at_once():
+    calls = {"update": r"update\(norms, state, param_norms\)", "init": r"init\(norms\)"}
+    update, init = (rf"limit: the {x} of a rule is called as {calls[x]}, got " for x in calls)
+    rules = {
+        f"{update}<function": Threshold(lambda norms: (), lambda norms, state: norms),
+        f"{init}<function": Threshold(lambda: (), lambda norms, state, param_norms: norms),
+        f"{init}1.0": Threshold(1.0, lambda *args: args),
+    }
+    for said, rule in rules.items():
+        with pytest.raises(TypeError, match=said):
+            clip_by(scopes.tree(), rule)
+        with pytest.raises(TypeError, match=f"loss_{said}"):
+            skip_above(optax.sgd(1.0), 1.0, loss_limit=rule)
+
+
+MAKERS = {
+    "max_norm": optaxclip.clip_by_global_norm,
+    "limit": functools.partial(clip_by, scopes.leaf()),
+    "limit['a']": lambda fn: clip_by(scopes.group("a"), {"a": fn}),
+    "clipping": optaxclip.adaptive_grad_clip,
+    "ratio": thresholds.relative_to_params,
+    "fn": thresholds.schedule,
+    "loss_limit": lambda fn: skip_above(optax.sgd(1.0), 1.0, loss_limit=fn),
+    "max_delta": optaxclip.clip,
+    "min_value": lambda fn: optaxclip.clip_by_value(fn, 1.0),
+    "learning_rate": optaxclip.hyperball,
+    "clipping_threshold": lambda fn: optaxclip.scale_by_stable_adam(clipping_threshold=fn),
+    "tau": lambda fn: optaxclip.clip_attention_logits(fn, heads=lambda path, leaf: None),
+}
+ANY_SHAPE = ("max_delta", "min_value")
+NO_SCHEDULES = {
+    "of norms": (lambda norms: 0.5 * norms, "of the step count, and not of 'norms'; .* a rule, "),
+    "of a norm": (lambda grad_norm: 0.5, "and not of 'grad_norm'; .* a rule, "),
+    "of gradients": (lambda grads: 0.5, "and not of 'grads'"),
+    "of a tree": (lambda x: x["w"], r"called with one, .* raised TypeError: .*; a limit that dep"),
+    "of two": (lambda count, state: 1.0, "raised TypeError: .* missing 1 required"),
+    "a rule": (lambda x: (Limits(x, x), ()), "to a number; its value is a tuple of Limits"),
+    "of an array": (lambda x: x[0], "raised (IndexError|ValueError|TypeError): "),
+    "a vector": (lambda count: jnp.ones(3), r"to a scalar; its value is float32\[3\]"),
+    "a bool": (lambda count: count > 3, r"to a number; its value is bool\[\]"),
+    "nothing": (lambda count: None, "to a number; its value is None"),
+    "a transformation": (optax.adam, "called with one, .* raised TypeError"),
+    "a branch": (lambda count: "a" if count > 1 else None, "to a number; its value is None"),
+}
+
+
+@pytest.mark.parametrize("wrong", NO_SCHEDULES)
+@pytest.mark.parametrize("argument", MAKERS)
+def test_a_function_that_is_no_schedule_is_refused_at_once(wrong, argument):
+    if wrong == "a vector" and argument in ANY_SHAPE:
+        MAKERS[argument](NO_SCHEDULES[wrong][0])
+        return
+    fn, said = NO_SCHEDULES[wrong]
+    with pytest.raises((TypeError, ValueError)) as raised:
+        MAKERS[argument](fn)
+    assert str(raised.value).startswith(f"{argument} is a function, so it must be a schedule, ")
+    with pytest.raises((TypeError, ValueError), match=f"(?s){said}"):
+        MAKERS[argument](fn)
+
+
+class Warmup(eqx.Module):
+    """A schedule with an array, which is callable and a pytree."""
+
+    top: jax.Array
+
+    def __call__(self, step):
+        return jnp.minimum(step / 10, 1) * self.top
+
+
+SCHEDULES = {
+    "from 0": optax.linear_schedule(0.0, 1.0, 10),
+    "warm-up": optax.warmup_cosine_decay_schedule(0.0, 1.0, 10, 100),
+    "named otherwise": lambda n: 0.1 * n,
+    "norm in a word": lambda normal_step: 1.0,
+    "a step of gradients": lambda grad_step: 1.0,
+    "keywords": lambda step, *, max_norm=1.0: max_norm + step,
+    "a number": lambda count: 2,
+    "integers": lambda count: jnp.where(count < 10, 1, 2),
+    "partial": functools.partial(lambda top, count: top + count, 1.0),
+    "compiled": jax.jit(lambda count: count + 1.0),
+    "a module": Warmup(jnp.float32(1.0)),
+    "eager": lambda count: 1.0 if count < 10 else 2.0,
+    "eager number": lambda count: 1.0 + int(count),
+    "NumPy": lambda count: np.float32(1) + np.asarray(count),
+    "infinite": lambda count: jnp.where(count < 10, jnp.inf, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_is_taken_whatever_it_is_at_first(name):
+    with jax.numpy_dtype_promotion("standard"):
+        tx = optaxclip.clip_by_global_norm(SCHEDULES[name])
+        _, state = tx.update(GRADS, tx.init(GRADS))
+        assert state.info.limit == SCHEDULES[name](jnp.int32(0))
+
+
+def test_a_schedule_of_traced_numbers_and_of_axes_is_taken():
+    def clipped(top):
+        tx = optaxclip.clip_by_global_norm(lambda count: top * 0.9 ** count.astype(float))
+        return ops.global_norm(tx.update(GRADS, tx.init(GRADS))[0])
+
+    found = jax.jit(jax.vmap(clipped))(jnp.array([1.0, 2.0]))
+    np.testing.assert_allclose(found, [1.0, 2.0], rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(clipped)(2.0), 1.0, rtol=1e-6)
+    tx = optaxclip.clip_by_norm(lambda count: jax.lax.axis_index("rows") + 1)
+    rows = jnp.array([[3.0, 4.0], [6.0, 8.0]])
+    clip = jax.vmap(lambda row: tx.update(row, tx.init(row))[0], axis_name="rows")
+    np.testing.assert_allclose(jnp.linalg.norm(clip(rows), axis=1), [1.0, 2.0], rtol=1e-6)
+
+
+def test_a_schedule_is_called_once_without_computing():
+    calls = []
+
+    def schedule(count):
+        calls.append(count)
+        jax.debug.callback(lambda: calls.append("computed"))
+        return 1.0
+
+    optaxclip.clip_by_global_norm(schedule)
+    jax.effects_barrier()
+    assert [count.dtype for count in calls] == [jnp.int32]
+
+
+def test_a_schedule_that_needs_promotion_may_be_made_where_there_is_none():
+    assert jax.config.jax_numpy_dtype_promotion == "strict"
+    tx = optaxclip.clip_by_global_norm(SCHEDULES["warm-up"])
+    with jax.numpy_dtype_promotion("standard"):
+        tx.update(GRADS, tx.init(GRADS))
