@@ -80,6 +80,16 @@ def vary(x: Array, axes: Axes) -> Array:
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
+def varying_like(batch: PyTree, tree: PyTree) -> PyTree:
+    """`tree`, typed inside `shard_map` as varying over the devices over which the batch varies.
+
+    Otherwise JAX would sum gradients over these devices, because the parameters do not vary: so
+    examples would be added up before they are clipped.
+    """
+    axes = Axes().union(*map(varying_axes, jax.tree.leaves(batch)))
+    return jax.tree.map(lambda x: vary(jnp.asarray(x), axes), tree) if axes else tree
+
+
 def num_devices(axes: Iterable[str]) -> int:
     """The number of devices along these axes."""
     return math.prod(lax.axis_size(axis) for axis in axes)
@@ -198,6 +208,16 @@ def typed_like(tree: PyTree, like: PyTree) -> PyTree:
         return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
 
     return jax.tree.map(typed, tree)
+
+
+def zeros_like_type(of_type: Any, around: Sequence[int] = ()) -> Array:
+    """Zeros of a type, with more axes before its own; split as it says over an explicit mesh."""
+    zeros = jnp.zeros((*around, *of_type.shape), of_type.dtype)
+    sharding = getattr(of_type, "sharding", None)
+    if sharding is None or sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
+        return zeros
+    spec = PartitionSpec(*(None for _ in around), *sharding.spec)
+    return jax.sharding.reshard(zeros, NamedSharding(sharding.mesh, spec))
 
 
 def stack(arrays: Sequence[Array], axis: int = 0) -> Array:

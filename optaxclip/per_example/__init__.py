@@ -2,7 +2,9 @@
 
 Each example of a batch is clipped by any scope and response, and the results are summed: by
 `clip_sum` for gradients with an axis of examples, by `clipped_grad`, which computes these gradients
-a microbatch at a time, and by `per_example_clip_and_aggregate`, the first stage of an Optax chain.
+a microbatch at a time or, with `method="ghost"`, does without them, and by
+`per_example_clip_and_aggregate`, the first stage of an Optax chain. `grad_norms` says which example
+has a large gradient.
 
   from optaxclip import per_example, scopes
 
@@ -32,6 +34,9 @@ from optaxclip.per_example.aggregate import PerExampleState as PerExampleState
 from optaxclip.per_example.aggregate import (
     per_example_clip_and_aggregate as per_example_clip_and_aggregate,
 )
+from optaxclip.per_example.example_norms import GradNorms as GradNorms
+from optaxclip.per_example.example_norms import explain as explain
+from optaxclip.per_example.example_norms import grad_norms as grad_norms
 from optaxclip.per_example.gradients import ClippedGrad as ClippedGrad
 from optaxclip.per_example.gradients import clipped_grad as clipped_grad
 from optaxclip.per_example.quantile import QuantileLimit as QuantileLimit

@@ -3,21 +3,22 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 import optaxclip._border.devices as devices
-from optaxclip._base.arguments import checked_bool, checked_int
+from optaxclip._base.arguments import checked_bool, checked_choice, checked_int
 from optaxclip._base.calls import asks
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
-from optaxclip._batches.cutting import number_of_examples
 from optaxclip._batches.roles import Roles, checked_roles
 from optaxclip.per_example.bounds import ExampleLimit
+from optaxclip.per_example.ghost.clipping import check_scope, clipped, plan_for
 from optaxclip.per_example.lift import Sums
+from optaxclip.per_example.losses import Loss
 from optaxclip.per_example.microbatches import RunningSums, in_microbatches
 from optaxclip.per_example.sums import (
     ExampleClip,
@@ -27,6 +28,8 @@ from optaxclip.per_example.sums import (
 )
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
+
+Method = Literal["vmap", "ghost"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,6 +44,7 @@ class ClippedGrad:
       has_aux: whether the loss has an auxiliary output.
       microbatch_size: how many examples are differentiated at once.
       transform: a function that is applied to each gradient before it is clipped.
+      method: "vmap" or "ghost", as in `clipped_grad`.
     """
 
     loss_fn: Callable[..., Any]
@@ -50,21 +54,28 @@ class ClippedGrad:
     has_aux: bool
     microbatch_size: int | None
     transform: Callable[[PyTree], PyTree] | None
+    method: Method
 
     def __call__(
         self, *args: Any, is_padding: jax.typing.ArrayLike | None = None, **keywords: Any
     ) -> PerExampleResult:
         """The sum of the clipped gradients, and what happened to the examples."""
         roles = Roles.of(args, self.argnums, self.batch_argnums)
-        examples = number_of_examples(flatten(roles.batch, "the batch"), "the batch")
-        flags = padding_flags(is_padding, examples)
-        params = flatten(roles.params, "params")
-        batch = (roles.batch, flags)
-        measured = _varying_like(batch, params.measured_leaves())
-        one = self._clipped_tree(params)
-        step = functools.partial(_step, self, roles, params, measured, one, keywords)
-        nothing = _varying_like(batch, RunningSums.zeros(one, self.clip.limits(one)[0]))
-        sums, losses, aux = in_microbatches(step, batch, examples, self.microbatch_size, nothing)
+        loss = Loss.of(self.loss_fn, self.has_aux, roles, keywords)
+        batch = (roles.batch, padding_flags(is_padding, loss.examples))
+        measured = devices.varying_like(batch, loss.params.measured_leaves())
+        one, size = self._clipped_tree(loss.params), self.microbatch_size
+        grouping, limits, _ = self.clip.limits(one)
+        if self.method == "ghost":
+            check_scope(grouping, one)
+            plan = plan_for(loss, measured, roles.batch)
+            size = plan.microbatch_size(loss.examples) if size is None else size
+            groups = (grouping, limits, self.clip.response)
+            step = functools.partial(clipped, plan, loss, measured, *groups)
+        else:
+            step = functools.partial(_step, self, loss, measured, one)
+        nothing = devices.varying_like(batch, RunningSums.zeros(one, grouping))
+        sums, losses, aux = in_microbatches(step, batch, loss.examples, size, nothing)
         result = result_of(sums, one.without_gradients().rebuild(sums.leaves))
         return result._replace(losses=losses, aux=aux)
 
@@ -122,6 +133,7 @@ def clipped_grad(
     response: str | Response = "clip",
     split: Literal["uniform", "size"] = "uniform",
     pre_clipping_transform: Callable[[PyTree], PyTree] | None = None,
+    method: Method = "vmap",
 ) -> ClippedGrad:
     """A function that returns the sum of the examples' clipped gradients.
 
@@ -152,6 +164,11 @@ def clipped_grad(
       pre_clipping_transform: a function of one example's gradient to any tree, such as a
         preconditioner. Its result is clipped instead of the gradient: the bound, the groups
         and the sum are those of the result.
+      method: "vmap" computes the gradient of each example. "ghost" computes their norms and their
+        sum without them, as `grad_norms` does, which is much faster where an example's gradient is
+        larger than its activations. It has norms of whole leaves only, and no
+        `pre_clipping_transform`. Its norms are upper bounds, so an example may be clipped somewhat
+        below the limit; `microbatch_size=None` lets it choose.
 
     Returns:
       A `ClippedGrad`: a function `(*args, is_padding=None, **keywords) -> PerExampleResult` of the
@@ -192,58 +209,46 @@ def clipped_grad(
             "pre_clipping_transform must be a function from the gradient of one example to the "
             f"tree that is clipped, got {pre_clipping_transform!r}"
         )
-    transform = pre_clipping_transform
-    return ClippedGrad(loss_fn, clip, *roles, has_aux, microbatch_size, transform)
+    method = checked_method(method)
+    if method == "ghost" and pre_clipping_transform is not None:
+        raise ValueError(
+            'method="ghost" computes no gradient of an example that pre_clipping_transform could '
+            'change: use method="vmap"'
+        )
+    settings = (has_aux, microbatch_size, pre_clipping_transform, method)
+    return ClippedGrad(loss_fn, clip, *roles, *settings)
+
+
+def checked_method(method: str) -> Method:
+    """`method`, checked to be "vmap" or "ghost".
+
+    Raises:
+      ValueError: if it is neither.
+    """
+    return checked_choice(method, get_args(Method), "method")
 
 
 def _step(
     grad_fn: ClippedGrad,
-    roles: Roles,
-    params: FlatTree,
+    loss: Loss,
     measured: list[Any],
     one: FlatTree,
-    keywords: dict[str, Any],
     batch: tuple[tuple[Any, ...], Array],
 ) -> tuple[Sums, Array, PyTree]:
     """Gradients of a microbatch, clipped and summed."""
     examples, is_padding = batch
 
-    def loss(measured: list[Any], example: tuple[Any, ...]) -> Any:
-        args = roles.with_values(params.rebuild(measured), example)
-        found: Any = grad_fn.loss_fn(*args, **keywords)
-        if grad_fn.has_aux and not (isinstance(found, tuple) and len(found) == 2):
-            raise TypeError(f"with has_aux loss_fn must return (loss, aux), got {found!r:.80}")
-        value: Any = found[0] if grad_fn.has_aux else found
-        shape = jnp.shape(value)
-        if shape != ():
-            raise ValueError(
-                f"loss_fn must return a scalar, the loss of one example, got shape {shape}. It is "
-                "called with one example, without the axis of examples: sum over the other axes"
-            )
-        return found
-
     def of_example(measured: list[Any], example: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        value, leaves = jax.value_and_grad(loss, has_aux=grad_fn.has_aux)(measured, example)
+        value, leaves = loss.value_and_grad(measured, example)
         if grad_fn.transform is not None:
-            made = grad_fn.transform(_gradient(params, leaves))
+            made = grad_fn.transform(_gradient(loss.params, leaves))
             leaves = flatten(made, "what pre_clipping_transform gives").measured_leaves()
         return value, leaves
 
     value, leaves = jax.vmap(of_example, in_axes=(None, 0))(measured, examples)
-    losses, aux = value if grad_fn.has_aux else (value, None)
-    return grad_fn.clip.sums(leaves, one, is_padding), losses, aux
+    return grad_fn.clip.sums(leaves, one, is_padding), *loss.split(value)
 
 
 def _gradient(params: FlatTree, leaves: list[Any]) -> PyTree:
     """The tree of a gradient, as `jax.grad` gives it."""
     return params.without_gradients().rebuild(leaves)
-
-
-def _varying_like(batch: PyTree, tree: PyTree) -> PyTree:
-    """`tree`, typed inside `shard_map` as varying over the devices over which the batch varies.
-
-    Otherwise JAX would sum gradients over these devices, because the parameters do not vary: so
-    examples would be added up before they are clipped.
-    """
-    axes = frozenset[str]().union(*map(devices.varying_axes, jax.tree.leaves(batch)))
-    return jax.tree.map(lambda x: devices.vary(jnp.asarray(x), axes), tree) if axes else tree

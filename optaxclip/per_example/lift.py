@@ -67,13 +67,20 @@ def clipped_sums(
     """
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     operands = (leaves, limits, is_padding)
-    static = {"grouping": grouping, "response": _Bounded(response)}
+    static = {"grouping": grouping, "response": response}
     return across(_steps, *operands, like=_results, **static)
 
 
 def _results(leaves: list[Array], *_: Any) -> Sums:
-    """How sums are split over an explicit mesh: as the leaves, and norms as the examples."""
-    specs = [devices.spec_of(leaf) for leaf in leaves]
+    return out_specs([devices.spec_of(leaf) for leaf in leaves])
+
+
+def out_specs(specs: list[PartitionSpec]) -> Sums:
+    """How sums are split over an explicit mesh: as the leaves, and norms as the examples.
+
+    Args:
+      specs: those of leaves `[examples, ...]`.
+    """
     examples = (spec[0] for spec in specs if len(spec) and spec[0] is not None)
     sums: Any = [PartitionSpec(*spec[1:]) for spec in specs]
     everywhere: Any = PartitionSpec()
@@ -96,9 +103,40 @@ def _steps(
     groups = _lifted(grouping, leaves, is_padding.size)
     measured = zip(*map(groups.unpack, measure(leaves, groups, l2, from_above=True)), strict=True)
     measured = [Measured(*fields) for fields in measured]
-    limits = [_for_each(limit, each.norm) for limit, each in zip(limits, measured, strict=True)]
     margin = max((float(jnp.finfo(leaf.dtype).eps) for leaf in leaves), default=0.0)
-    options = {"response": response, "nonfinite": "nan", "strict": True}
+    options = {"margin": margin, "grouping": grouping, "response": response}
+    multipliers, found = judged(measured, limits, is_padding, **options)
+    sums = weighted_sums(leaves, multipliers, grouping)
+    chex.assert_shape(sums, [leaf.shape[1:] for leaf in leaves])
+    chex.assert_type(sums, [leaf.dtype for leaf in leaves])
+    return found._replace(leaves=sums)
+
+
+def judged(
+    measured: list[Measured],
+    limits: list[Array],
+    is_padding: Array,
+    *,
+    margin: float,
+    grouping: Grouping,
+    response: Response,
+) -> tuple[list[Multiplier], Sums]:
+    """By what each example is multiplied, and what happened to the examples.
+
+    Args:
+      measured: for each group, norms with a leading axis of examples, and upper bounds of them.
+      limits: for each group of the grouping, the limits of one example.
+      is_padding: bool `[examples]`, which examples are ignored.
+      margin: the epsilon of the dtype in which a leaf is multiplied.
+      grouping: the groups of one example.
+      response: gives the new norms; if one is above its limit, the limit is used.
+
+    Returns:
+      For each group the multipliers, whose ratio is 0 for examples that add nothing; and the sums,
+      without leaves.
+    """
+    limits = [_for_each(limit, each.norm) for limit, each in zip(limits, measured, strict=True)]
+    options = {"response": _Bounded(response), "nonfinite": "nan", "strict": True}
     # A strict clip stays below its limit in spite of rounding. But the limit itself was rounded, up
     # to 3 times, and so is the multiplier of a leaf narrower than its norm: so limits are lowered.
     lowered = [limit * (1 - margin) for limit in limits]
@@ -111,19 +149,25 @@ def _steps(
         (each.norm > limit * (1 + 8 * margin)) & _beside(counts, each.norm)
         for each, limit in zip(measured, limits, strict=True)
     ]
-    norms = [jnp.where(_beside(is_padding, each.norm), 0, each.norm) for each in measured]
-    # The number of examples is passed because a tree without leaves may have no groups to tell it.
-    tree = jax.vmap(grouping.tree, axis_size=is_padding.size)
-    sums = weighted_sums(leaves, [_only(counts, by) for by in multipliers], grouping)
-    chex.assert_shape(sums, [leaf.shape[1:] for leaf in leaves])
-    chex.assert_type(sums, [leaf.dtype for leaf in leaves])
-    return Sums(
-        leaves=sums,
-        num_clipped=jax.tree.map(_count, tree(above)),
+    sums = Sums(
+        leaves=[],
+        num_clipped=jax.tree.map(_count, _tree(above, grouping, is_padding)),
         num_unclipped=_count(counts & ~_any(above, is_padding)),
         num_dropped=_count(is_bad & ~is_padding),
-        norms=tree(norms),
+        norms=norms_of_examples([each.norm for each in measured], is_padding, grouping),
     )
+    return [_only(counts, by) for by in multipliers], sums
+
+
+def norms_of_examples(norms: list[Array], is_padding: Array, grouping: Grouping) -> NormTree:
+    """The norms as users see them, with a leading axis of examples; 0 for padding."""
+    norms = [jnp.where(_beside(is_padding, norm), 0, norm) for norm in norms]
+    return _tree(norms, grouping, is_padding)
+
+
+def _tree(arrays: list[Array], grouping: Grouping, is_padding: Array) -> NormTree:
+    # The number of examples is passed because a tree without leaves may have no groups to tell it.
+    return jax.vmap(grouping.tree, axis_size=is_padding.size)(arrays)
 
 
 @dataclasses.dataclass(frozen=True)

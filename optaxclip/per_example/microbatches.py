@@ -29,6 +29,12 @@ class RunningSums(NamedTuple):
         return cls(sums.leaves, sums.num_clipped, sums.num_unclipped, sums.num_dropped)
 
     @classmethod
+    def nothing(cls) -> "RunningSums":
+        """Those of a batch of which only the norms are asked for."""
+        zero = jnp.zeros((), jnp.int32)
+        return cls([], zero, zero, zero)
+
+    @classmethod
     def zeros(cls, params: FlatTree, grouping: Grouping) -> "RunningSums":
         """Zeros; on an explicit mesh the leaves are split as the parameters are."""
         measured = [jnp.asarray(x) for x in params.measured_leaves()]

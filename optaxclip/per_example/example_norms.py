@@ -1,0 +1,197 @@
+"""The norm of each example's gradient, and how it is found."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import Array
+
+import optaxclip._border.devices as devices
+import optaxclip.scopes as scopes
+from optaxclip._base.arguments import checked_bool, checked_int
+from optaxclip._base.calls import asks
+from optaxclip._base.types import PyTree
+from optaxclip._batches.roles import Roles, checked_roles
+from optaxclip.per_example.ghost.clipping import check_scope, norms, plan_for
+from optaxclip.per_example.ghost.explaining import explained
+from optaxclip.per_example.gradients import Method, checked_method
+from optaxclip.per_example.lift import Sums
+from optaxclip.per_example.losses import Loss
+from optaxclip.per_example.microbatches import RunningSums, in_microbatches
+from optaxclip.per_example.sums import ExampleClip, padding_flags
+from optaxclip.scopes.leaves import Scope, as_scope
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GradNorms:
+    """The function that `grad_norms` returns.
+
+    Attributes:
+      loss_fn: the loss of one example.
+      argnums: the positions of the arguments that are differentiated.
+      batch_argnums: the positions of the arguments with an axis of examples.
+      has_aux: whether the loss has an auxiliary output.
+      microbatch_size: how many examples are differentiated at once.
+      scope: which entries of an example share one norm.
+      method: "vmap" or "ghost".
+    """
+
+    loss_fn: Callable[..., Any]
+    argnums: int | tuple[int, ...]
+    batch_argnums: int | tuple[int, ...] | None
+    has_aux: bool
+    microbatch_size: int | None
+    scope: Scope
+    method: Method
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """The norms, the losses, and with `has_aux` the auxiliary outputs."""
+        roles = Roles.of(args, self.argnums, self.batch_argnums)
+        loss = Loss.of(self.loss_fn, self.has_aux, roles, keywords)
+        batch = (roles.batch, padding_flags(None, loss.examples))
+        measured = devices.varying_like(batch, loss.params.measured_leaves())
+        grouping, size = self.scope(loss.params), self.microbatch_size
+        if self.method == "ghost":
+            check_scope(grouping, loss.params)
+            plan = plan_for(loss, measured, roles.batch)
+            size = plan.microbatch_size(loss.examples) if size is None else size
+            step = functools.partial(norms, plan, loss, measured, grouping)
+        else:
+            step = functools.partial(_step, loss, measured, self.scope)
+        nothing = devices.varying_like(batch, RunningSums.nothing())
+        sums, losses, aux = in_microbatches(step, batch, loss.examples, size, nothing)
+        return (sums.norms, losses, aux) if self.has_aux else (sums.norms, losses)
+
+
+@asks(num_microbatches="pass microbatch_size=, how many examples are differentiated at once")
+def grad_norms(
+    loss_fn: Callable[..., Any],
+    *,
+    argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    microbatch_size: int | None = None,
+    scope: Scope | None = None,
+    method: Method = "ghost",
+) -> GradNorms:
+    """A function that returns the norm of each example's gradient: which example is it?
+
+    With the method "ghost" no gradient of an example is computed. The program of the loss is run
+    forward and backward once, as for the gradient of the batch. Where a parameter meets data, as in
+    `x @ w`, the inputs `x` and the cotangents of the outputs are kept; they give the norm. This is
+    done for matrix products, convolutions and rows of tables, inside of `scan`, `jit` and
+    `jax.checkpoint` too. Parameters that meet anything else, such as biases and gains, are
+    differentiated for each example, which is right for every operation, and takes memory for large
+    ones; `explain` says which they are.
+
+    The norms are never below the true ones, by bounds on all rounding. Above them they are by at
+    most 1 % where tokens or pixels of an example do not cancel, and by about 1e-6 where each
+    parameter is used at one position only, as in a perceptron on vectors.
+
+    Sources: Goodfellow, 2015, arXiv 1510.01799; Li, Tramèr, Liang and Hashimoto, 2021, arXiv
+    2110.05679 ("ghost clipping"); Bu, Wang, Zha and Karypis, 2022, arXiv 2210.00038.
+
+    Args:
+      loss_fn: the loss of one example, a scalar: `loss_fn(params, *example)`.
+      argnums: which arguments to differentiate, as in `jax.grad`.
+      batch_argnums: which arguments, pytrees of arrays or of keys, have a leading axis of examples;
+        if None, all that are not in `argnums`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      microbatch_size: how many examples to differentiate at once. If None, all of them with the
+        method "vmap". With "ghost" all of them, unless what is kept for the norms alone exceeds
+        both 256 MiB and twice the memory of the parameters; then as many as that holds.
+      scope: which entries of an example share one norm; all of them if None. With the method
+        "ghost" whole leaves or groups of them.
+      method: "ghost", or "vmap", which computes the gradient of each example.
+
+    Returns:
+      A function `(*args, **keywords) -> (norms, losses)`, or `(norms, losses, aux)`, of the
+      arguments of `loss_fn`; those in `batch_argnums` have a leading axis of examples. Norms are
+      float32 or wider, `[examples]`, or `[examples, groups]` with a scope of several groups, which
+      are in the order of their names; for the scopes `axes` and `unit` a dict of arrays. NaN and
+      infinite norms belong to examples whose gradients are not finite. With microbatches, call it
+      inside of `jax.jit`.
+
+    Raises:
+      ValueError: for a microbatch size below 1 or an unknown method; when called, for arguments
+        that do not share an axis of examples, positions that do not exist or come twice, a loss
+        that is not a scalar, and with "ghost" for a scope with several norms for one leaf.
+      TypeError: for a scope that is not one, and positions or sizes that are not ints.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from optaxclip import per_example
+      >>> def loss_fn(w, x, y):
+      ...     return (jnp.dot(w, x) - y) ** 2
+      >>> x, y = jnp.array([[3.0, 4.0], [0.1, 0.0], [0.0, 2.0]]), jnp.array([1.0, -1.0, 0.5])
+      >>> norms, losses = jax.jit(per_example.grad_norms(loss_fn))(jnp.zeros(2), x, y)
+      >>> print(norms, losses)
+      [10.   0.2  2. ] [1.   1.   0.25]
+    """
+    has_aux = checked_bool(has_aux, "has_aux")
+    if microbatch_size is not None:
+        microbatch_size = checked_int(microbatch_size, 1, "microbatch_size")
+    positions = checked_roles(argnums, batch_argnums)
+    scope = scopes.tree() if scope is None else as_scope(scope)
+    method = checked_method(method)
+    return GradNorms(loss_fn, *positions, has_aux, microbatch_size, scope, method)
+
+
+def _step(
+    loss: Loss, measured: list[Any], scope: Scope, batch: tuple[Any, Array]
+) -> tuple[Sums, Array, PyTree]:
+    """The norms of a microbatch, from the gradients of its examples."""
+    examples, is_padding = batch
+    value, leaves = jax.vmap(loss.value_and_grad, in_axes=(None, 0))(measured, examples)
+    no_limit = ExampleClip.checked(math.inf, scope, "clip", "uniform")
+    sums = no_limit.sums(leaves, loss.params, is_padding)
+    return Sums(*RunningSums.nothing(), sums.norms), *loss.split(value)
+
+
+def explain(
+    loss_fn: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
+    **keywords: Any,
+) -> str:
+    """How the method "ghost" measures each parameter of a loss, and what it costs; as text.
+
+    Args:
+      loss_fn: the loss of one example.
+      args: its arguments; those in `batch_argnums` with a leading axis of examples. Arrays of
+        `jax.ShapeDtypeStruct` will do: nothing is computed.
+      argnums: which arguments are differentiated.
+      batch_argnums: which arguments have a leading axis of examples; if None, all that are not in
+        `argnums`.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+      keywords: passed to `loss_fn`.
+
+    Returns:
+      A table with a line for each parameter: its shape; how its norms are found, and why not
+      without its gradients where they are computed; the number of positions at which an example
+      uses it; the bytes that an example takes for this, beside what it takes to backpropagate.
+
+    Raises:
+      ValueError: as `grad_norms`.
+      TypeError: likewise.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optaxclip import per_example
+      >>> def loss_fn(params, x):
+      ...     return jnp.sum(jnp.tanh(x @ params["w"] + params["b"]))
+      >>> params = {"w": jnp.zeros((30, 20)), "b": jnp.zeros(20)}
+      >>> print(per_example.explain(loss_fn, params, jnp.ones((8, 30))))
+      parameter  shape     norms from                                     positions  memory
+      b          (20,)     gradients of examples, as it is used by 'add'          -    80 B
+      w          (30, 20)  norms of its inputs and of their cotangents            1     0 B
+    """
+    roles = Roles.of(args, *checked_roles(argnums, batch_argnums))
+    loss = Loss.of(loss_fn, checked_bool(has_aux, "has_aux"), roles, keywords)
+    plan = plan_for(loss, loss.params.measured_leaves(), roles.batch)
+    return explained(plan, loss.params.names())

@@ -1,0 +1,98 @@
+"""Bounds on what rounding does to norms and to sums, for any order of summation.
+
+A sum of `n` products in floating point, added up in any order, is `sum_i x_i y_i (1 + e_i)` with
+`|e_i| <= g(n)`, where `g(n) = n u / (1 - n u)` and `u` is the unit roundoff (Higham, 2002, Accuracy
+and Stability of Numerical Algorithms, 3.1). And `(1 + g(m)) (1 + g(n)) <= 1 + g(m + n)`. Where a
+platform builds products of float32 out of products of bfloat16, as a TPU does, a product has a
+larger error than `u`; `PRODUCT` roundings allow for it.
+
+Write `x_t` and `d_t` for the inputs and the cotangents of a layer at position `t` of `T`, `K` and
+`N` for the numbers of their entries, `A = sum_t |x_t| |d_t|`, and `G = sum_t x_t d_t'` for the
+gradient, whose norm is at most `A`.
+
+**From Gram matrices** the square of the norm is `S = sum_ts (x_t . x_s) (d_t . d_s)`. The inner
+products have relative errors of `g(K + PRODUCT)` and `g(N + PRODUCT)`, relative to
+`|x_t| |x_s|` and `|d_t| |d_s|`; their product is rounded once. It is added up along each row, `T`
+terms, and then over the rows, so each of the `T^2` terms takes part in at most `2 T` additions. So
+the computed `S` is off by at most
+
+    g(K + N + 2 T + 2 PRODUCT + 1) * sum_ts |x_t| |x_s| |d_t| |d_s| = gamma * A^2.
+
+An inner product of `K` terms that is computed in `m` parts takes part in `K / m + m` additions.
+Products that underflow are off by `tiny` at most, which adds
+`tiny * (K (sum_t |d_t|)^2 + N (sum_t |x_t|)^2)`, and a multiple of `tiny^2`.
+
+**The gradient itself** has entries `sum_t x_tk d_tn (1 + e_tkn)` with `|e| <= g(T + PRODUCT)`. The
+matrix of the errors of position `t` has at most the norm `g(T + PRODUCT) |x_t| |d_t|`, so the
+computed gradient is off by at most `g(T + PRODUCT) * A = delta * A`.
+
+**The sum** of the clipped examples has `c d_t` in the place of `d_t`, for the factor `c` of the
+example, as a product with two numbers. So what one example adds to it is off from `c G` by at most
+`g(T + PRODUCT + 2) * c A`, and has at most the norm `c (|G| + delta' A)`. The other examples of a
+batch are added as they are; their sum is rounded, like all floating-point sums. Where there are so
+many positions that `delta'` would matter, the gradient and the sum are added up in `m` pieces one
+after another, and `T / m + m` takes the place of `T`. For kernels of convolutions the sum is not.
+
+So an example is clipped by `bound = (an upper bound of |G|) + delta' A`, never less than its norm:
+with a factor of at most `limit / bound` it adds at most `limit`. Several layers that share a
+parameter are one layer with all of their positions; for stacked layers, `A^2` and the squares of
+the norms are sums over the layers, by the inequality of Minkowski.
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+PRODUCT = 8
+"""An allowance for the error of one product, in roundings."""
+
+LOST = 0.1
+"""If the root of what rounding may add exceeds this share of the norm, the norm has lost digits."""
+
+
+def relative_error(count: int, unit: float) -> float:
+    """`g(count)`, the bound on the relative error of `count` roundings."""
+    return count * unit / (1 - count * unit) if count * unit < 0.5 else float("inf")
+
+
+def unit_roundoff(dtype: Any, is_half: bool = False) -> float:
+    """The unit roundoff of sums in `dtype`.
+
+    Args:
+      dtype: float32 or float64.
+      is_half: whether the factors are of 16 bits: units for matrices cut sums of their products off
+        where others round them to nearest.
+    """
+    eps = float(jnp.finfo(dtype).eps)
+    return eps if is_half else eps / 2
+
+
+def gamma(positions: int, inputs: int, outputs: int, pieces: int, unit: float) -> float:
+    """The relative error of a norm's square from Gram matrices, relative to `A^2`.
+
+    Args:
+      positions: `T`.
+      inputs: `K`.
+      outputs: `N`.
+      pieces: in how many pieces the inner products are summed.
+      unit: the unit roundoff.
+    """
+    products = (inputs + outputs) // pieces + 2 * (pieces - 1 + PRODUCT)
+    return relative_error(products + 2 * positions + 1, unit)
+
+
+def pieces(positions: int, size: int) -> int:
+    """In how many pieces to add up products over positions, so that an ordinary example loses none.
+
+    The norm of an ordinary example is about `A / sqrt(T)`.
+
+    Args:
+      positions: `T`.
+      size: a number that the pieces must divide.
+    """
+    for number in (1, 2, 4, 8, 16, 32, 64):
+        lost = (positions / number + number) * math.sqrt(positions) * 2.0**-24
+        if size % number == 0 and lost < 0.002:
+            return number
+    return next(number for number in (64, 32, 16, 8, 4, 2, 1) if size % number == 0)

@@ -1,0 +1,127 @@
+"""A microbatch of examples, measured or clipped without their gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+import optaxclip._border.devices as devices
+from optaxclip._base.grouping import Grouping
+from optaxclip._base.trees import FlatTree
+from optaxclip._base.types import PyTree
+from optaxclip._engine.measure import Measured
+from optaxclip.per_example.ghost.program import (
+    Backward,
+    Plan,
+    differentiate,
+    norm_bounds,
+    weighted_gradients,
+)
+from optaxclip.per_example.lift import Sums, judged, norms_of_examples, out_specs
+from optaxclip.per_example.losses import Loss
+from optaxclip.per_example.microbatches import RunningSums
+from optaxclip.per_example.weighting import sum_dtype
+from optaxclip.responses import Response
+
+
+def plan_for(loss: Loss, measured: list[Any], batch: Any) -> Plan:
+    """How the norms of this loss are found, for any number of examples."""
+    plans = []
+
+    def trace(example: Any) -> None:
+        plans.append(Plan.of(loss, measured, example))
+
+    jax.eval_shape(jax.vmap(trace, axis_size=loss.examples), batch)
+    return plans[0]
+
+
+def check_scope(grouping: Grouping, one: FlatTree) -> None:
+    """Refuses groups that are parts of a leaf.
+
+    Raises:
+      ValueError: for such a group.
+    """
+    for name, leaf, axes in zip(one.names(), one.measured_leaves(), grouping.axes, strict=True):
+        if len(axes) < len(jnp.shape(leaf)):
+            raise ValueError(
+                f'method="ghost" has one norm for each leaf, and the scope has several for {name}: '
+                'take scopes.tree(), scopes.leaf() or scopes.group(...), or method="vmap"'
+            )
+
+
+def clipped(
+    plan: Plan,
+    loss: Loss,
+    measured: list[Any],
+    grouping: Grouping,
+    limits: list[Array],
+    response: Response,
+    batch: tuple[Any, Array],
+) -> tuple[Sums, Array, PyTree]:
+    """The clipped sum of a microbatch, with its losses and auxiliary outputs.
+
+    Args:
+      plan: how norms are found.
+      loss: the loss.
+      measured: the parameters.
+      grouping: the groups of one example.
+      limits: for each group.
+      response: gives the new norms.
+      batch: the examples, and which of them are padding.
+    """
+    examples, is_padding = batch
+    backward = differentiate(plan, measured, examples)
+
+    def sums(backward: Backward, limits: list[Array], is_padding: Array) -> Sums:
+        found = norm_bounds(plan, backward, grouping, is_padding)
+        dtypes = [sum_dtype(leaf.dtype) for leaf in plan.types]
+        margin = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
+        options = {"margin": margin, "grouping": grouping, "response": response}
+        norms = [Measured.of(norm, 1.0) for norm in found]
+        multipliers, judgment = judged(norms, limits, is_padding, **options)
+        leaves = weighted_gradients(plan, backward, multipliers, grouping)
+        return judgment._replace(leaves=leaves)
+
+    operands = (backward.alone(), limits, is_padding)
+    found = _on_any_mesh(sums, operands, examples, [devices.spec_of(x) for x in measured])
+    return found, *loss.split(backward.outputs)
+
+
+def norms(
+    plan: Plan, loss: Loss, measured: list[Any], grouping: Grouping, batch: tuple[Any, Array]
+) -> tuple[Sums, Array, PyTree]:
+    """As `clipped`, but only the norms."""
+    examples, is_padding = batch
+    backward = differentiate(plan, measured, examples)
+
+    def table(backward: Backward, is_padding: Array) -> Sums:
+        found = norm_bounds(plan, backward, grouping, is_padding)
+        return Sums(*RunningSums.nothing(), norms_of_examples(found, is_padding, grouping))
+
+    found = _on_any_mesh(table, (backward.alone(), is_padding), examples, [])
+    return found, *loss.split(backward.outputs)
+
+
+def _on_any_mesh(
+    fn: Callable[..., Sums], operands: Any, examples: Any, specs: list[PartitionSpec]
+) -> Sums:
+    """`fn(*operands)`; on an explicit mesh the compiler decides how arrays are split meanwhile.
+
+    Args:
+      fn: the function.
+      operands: its operands.
+      examples: the batch.
+      specs: how the parameters are split over an explicit mesh.
+    """
+    mesh = devices.explicit_mesh(devices.types_of(examples))
+    if mesh is None or devices.manual_axes():
+        return fn(*operands)
+    of_batch = (devices.spec_of(x) for x in jax.tree.leaves(examples))
+    first = next((spec[0] for spec in of_batch if len(spec) and spec[0] is not None), None)
+    found = out_specs([PartitionSpec(first, *spec) for spec in specs])
+    return devices.with_automatic_axes(fn, mesh, found._replace(norms=PartitionSpec(first)))(
+        *operands
+    )

@@ -1,0 +1,80 @@
+"""Divides the uses of a parameter into parts, and chooses how the norm of each is computed."""
+
+import jax.numpy as jnp
+
+import optaxclip.per_example.ghost.bounds as bounds
+import optaxclip.per_example.ghost.primitives as primitives
+import optaxclip.per_example.ghost.sites as sites
+from optaxclip.per_example.ghost.norms import Part
+from optaxclip.per_example.ghost.sites import Layout, Sizes, Use
+from optaxclip.per_example.ghost.walk import Program
+
+
+def parts_of(program: Program, leaf: int) -> list[Part] | None:
+    """How the norms of a parameter are computed; None if its uses cannot be told apart."""
+    by_layout: dict[Layout, list[tuple[Use, bool]]] = {}
+    for use in sites.uses_of(program, leaf):
+        found, is_flipped = sites.layout(use)
+        by_layout.setdefault(found, []).append((use, is_flipped))
+    classes = list(by_layout.values())
+    tied = _tied(by_layout)
+    if tied is not None:
+        return [tied]
+    pairs = [(a, b) for i, a in enumerate(classes) for b in classes[:i]]
+    if not all(sites.are_apart(a[0][0], b[0][0]) for a, b in pairs):
+        return None
+    return [_part(uses) for uses in classes]
+
+
+def _tied(by_layout: dict[Layout, list[tuple[Use, bool]]]) -> Part | None:
+    """The part of a table that is also a factor of products."""
+    kinds = {found.kind: (found, uses) for found, uses in by_layout.items()}
+    if len(by_layout) != 2 or kinds.keys() != {primitives.ROWS, primitives.PRODUCT}:
+        return None
+    (of_rows, tables), (of_products, products) = (
+        kinds[kind] for kind in (primitives.ROWS, primitives.PRODUCT)
+    )
+    matrix = (0, (), (0,), (1,))
+    if of_rows.moves or of_products.moves or of_products.axes != matrix or len(tables) > 1:
+        return None
+    if any(use.reference.interval or any(use.loops) for use, _ in (*tables, *products)):
+        return None
+    part = _part(products)
+    positions = part.sizes.positions + sites.sizes_of(tables[0][0]).positions
+    sizes = part.sizes._replace(positions=positions)
+    way = "tied" if _saves(sizes) else "direct"
+    return Part(way, (*products, *tables), sizes)
+
+
+def _part(uses: list[tuple[Use, bool]]) -> Part:
+    found = [sites.sizes_of(use) for use, _ in uses]
+    sizes = found[0]._replace(positions=sum(each.positions for each in found))
+    if uses[0][1]:
+        sizes = sizes._replace(inputs=sizes.outputs, outputs=sizes.inputs)
+    if uses[0][0].site.kind == primitives.ROWS:
+        return Part("rows", tuple(uses), sizes)
+    if sizes.positions == 1:
+        return Part("vectors", tuple(uses), sizes)
+    pieces = _pieces(sizes)
+    if _saves(sizes) and pieces is not None:
+        return Part("gram", tuple(uses), sizes, pieces)
+    return Part("direct", tuple(uses), sizes)
+
+
+def _saves(sizes: Sizes) -> bool:
+    """Whether Gram matrices take fewer operations than the gradient."""
+    return sizes.positions * (sizes.inputs + sizes.outputs) < sizes.inputs * sizes.outputs
+
+
+def _pieces(sizes: Sizes) -> int | None:
+    """In how many pieces to sum, so that ordinary examples lose no digits; None if none is enough.
+
+    The positions of an ordinary example are about as far apart as random vectors are: the square of
+    its norm is a `T`-th of `A^2`.
+    """
+    for pieces in (1, 2, 4, 8):
+        gamma = bounds.gamma(*sizes[1:], pieces, bounds.unit_roundoff(jnp.float32))
+        is_whole = sizes.inputs % pieces == sizes.outputs % pieces == 0
+        if is_whole and gamma * sizes.positions < bounds.LOST**2 / 2:
+            return pieces
+    return None

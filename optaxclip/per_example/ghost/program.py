@@ -1,0 +1,253 @@
+"""Reads the program of a loss, runs it with taps, and clips by the norms that it finds."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+import optaxclip._border.devices as devices
+import optaxclip.per_example.ghost.bounds as bounds
+import optaxclip.per_example.ghost.primitives as primitives
+import optaxclip.per_example.ghost.sites as sites
+from optaxclip._base.grouping import Group, Grouping
+from optaxclip._base.numerics import norm_dtype
+from optaxclip._engine.respond import Multiplier
+from optaxclip.per_example.ghost.norms import Estimate, Part, norms_above
+from optaxclip.per_example.ghost.parts import parts_of
+from optaxclip.per_example.ghost.references import Reference
+from optaxclip.per_example.ghost.sums import weighted_sum
+from optaxclip.per_example.ghost.walk import Program, Walk, evaluate
+from optaxclip.per_example.weighting import sum_dtype, weighted_sums
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """How the norms of all parameters are found.
+
+    Attributes:
+      program: the program of one example.
+      output: the structure of what the loss returns.
+      parts: for each parameter its uses; none if it is dense or unused.
+      dense: for each dense parameter, the reason.
+      types: the types of the parameters.
+    """
+
+    program: Program
+    output: Any
+    parts: list[list[Part]]
+    dense: dict[int, str]
+    types: list[Any]
+
+    @classmethod
+    def of(cls, loss: Callable[..., Any], params: list[Any], example: Any) -> "Plan":
+        """The plan for a loss.
+
+        Args:
+          loss: a function of the parameters and an example.
+          params: the parameters.
+          example: one example.
+        """
+        closed, output = jax.make_jaxpr(loss, return_shape=True)(params, example)
+        jaxpr, count = closed.jaxpr, len(params)
+        mesh = primitives.mesh_of(jaxpr.outvars[0].aval)
+        dense: dict[int, str] = {}
+        for i, variable in enumerate(jaxpr.invars[:count]):
+            if not primitives.is_real(variable):
+                dense[i] = f"has dtype {variable.aval.dtype}"
+        while True:
+            walk, before = Walk(dense, mesh), len(dense)
+            data = [()] * (len(jaxpr.invars) - count)
+            program, outputs = walk.program(jaxpr, closed.consts, [*_references(count), *data])
+            # Of the outputs only the first, the loss, has a derivative.
+            walk.materialize(outputs[0], "is the loss")
+            dense = walk.dense
+            if len(dense) == before:
+                found = {i: parts_of(program, i) for i in range(count) if i not in dense}
+                mixed = [i for i, parts in found.items() if parts is None]
+                if not mixed:
+                    parts = [found.get(i) or [] for i in range(count)]
+                    types = [v.aval for v in jaxpr.invars[:count]]
+                    return cls(program, jax.tree.structure(output), parts, dense, types)
+                dense |= dict.fromkeys(mixed, "has uses of several kinds")
+
+    def taps(self) -> list[Array]:
+        """For each site an array like its output, with an axis for each loop around."""
+        return [devices.zeros_like_type(site.output, site.lengths) for site in self.program.sites]
+
+    def microbatch_size(self, examples: int) -> int:
+        """How many examples to take at once, if the user did not say.
+
+        All of them, unless what is kept for norms and plain backpropagation would not keep exceeds
+        both 256 MiB and twice the memory of the parameters: gradients of dense parameters, and data
+        and cotangents of sites in loops and checkpoints.
+        """
+        kept = sum(_bytes(self.types[i]) for i in self.dense)
+        for site in self.program.sites:
+            if site.lengths or site.is_checkpointed:
+                kept += math.prod(site.lengths) * (_bytes(site.data) + _bytes(site.output))
+        room = max(2**28, 2 * sum(map(_bytes, self.types)))
+        return max(1, min(examples, room // max(kept, 1)))
+
+
+def _bytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize
+
+
+def _references(count: int) -> list[Any]:
+    return [(Reference(i),) for i in range(count)]
+
+
+class Backward(NamedTuple):
+    """What backpropagation gives for a batch.
+
+    Attributes:
+      data: for each site its data `[*loops, examples, ...]`.
+      cotangents: for each site those of its output, likewise.
+      dense: for each dense parameter its gradients `[examples, ...]`.
+      outputs: the loss's outputs, with a leading axis of examples.
+    """
+
+    data: list[Array]
+    cotangents: list[Array]
+    dense: dict[int, Array]
+    outputs: Any
+
+    def alone(self) -> "Backward":
+        """The same without the loss's outputs."""
+        return self._replace(outputs=None)
+
+
+def differentiate(plan: Plan, params: list[Any], batch: Any) -> Backward:
+    """One pass forward and one pass backward over a batch, without gradients of layers.
+
+    Args:
+      plan: the plan.
+      params: the parameters, typed as varying where the batch varies.
+      batch: arrays `[examples, ...]`.
+    """
+
+    def loss(taps: list[Array], dense: dict[int, Array], example: Any) -> Any:
+        values = [dense.get(i, x) for i, x in enumerate(params)]
+        outputs, data = evaluate(plan.program, [*values, *jax.tree.leaves(example)], taps)
+        return outputs[0], (data, outputs)
+
+    # In full on each device of an explicit mesh, because a type cannot say that the gradients are
+    # split over the same devices twice, by their examples and as the parameter is.
+    dense = {i: devices.gathered(params[i]) for i in plan.dense}
+    taps = devices.varying_like(batch, plan.taps())
+
+    def one(example: Any) -> Any:
+        # Taps and parameters are no arguments: `vmap` refuses arguments without an axis of examples
+        # that are split over an axis of an explicit mesh which splits the examples.
+        fn = jax.value_and_grad(loss, (0, 1), has_aux=True)
+        (_, (data, outputs)), found = fn(taps, dense, example)
+        return data, *found, outputs
+
+    axes = [len(site.lengths) for site in plan.program.sites]
+    data, cotangents, gradients, outputs = jax.vmap(one, 0, (axes, axes, 0, 0))(batch)
+    return Backward(data, cotangents, gradients, jax.tree.unflatten(plan.output, outputs))
+
+
+def norm_bounds(
+    plan: Plan, backward: Backward, grouping: Grouping, is_padding: Array
+) -> list[Array]:
+    """For each group an upper bound of the norm of each example, `[examples]`.
+
+    They leave room for the rounding of the sum: see `bounds`.
+    """
+    examples, dtype = is_padding.size, _dtype(plan)
+    found = {
+        (i, k): part.estimate(backward.data, backward.cotangents, dtype)
+        for i, parts in enumerate(plan.parts)
+        for k, part in enumerate(parts)
+    }
+    for i, gradient in backward.dense.items():
+        norm = _dense_norms(gradient, dtype)
+        nothing = jnp.zeros_like(norm)
+        found[i, 0] = Estimate(norm, nothing, nothing, norm)
+    for group in grouping.groups:
+        keys = [key for key in found if key[0] in group.members]
+        norms = _at_least([found[key] for key in keys], examples, dtype)
+        for i, k in keys:
+            if i not in plan.dense and plan.parts[i][k].way in ("gram", "tied"):
+                part, cheap = plan.parts[i][k], found[i, k]
+                has_lost = (cheap.lost > bounds.LOST * norms) | ~jnp.isfinite(cheap.norm)
+                has_lost &= jnp.isfinite(cheap.total) & ~is_padding
+                found[i, k] = lax.cond(
+                    jnp.any(has_lost),
+                    functools.partial(_again, part, dtype),
+                    lambda cheap, *_: cheap,
+                    *(cheap, backward.data, backward.cotangents),
+                )
+
+    def bound(i: int, k: int) -> Array:
+        estimate, unit = found[i, k], bounds.unit_roundoff(sum_dtype(plan.types[i].dtype))
+        if i in plan.dense:
+            return estimate.bound
+        part = plan.parts[i][k]
+        additions = max(sites.cut_of(use).additions for use, _ in part.uses)
+        roundings = additions + len(part.uses) + bounds.PRODUCT + 4
+        return estimate.bound + bounds.relative_error(roundings, unit) * estimate.total
+
+    rows = [[bound(*key) for key in found if key[0] in group.members] for group in grouping.groups]
+    return [_norm_of(row, examples, dtype) for row in rows]
+
+
+def _again(part: Part, dtype: Any, cheap: Estimate, data: Any, cotangents: Any) -> Estimate:
+    del cheap
+    return part.materialized(data, cotangents, dtype)
+
+
+def _at_least(estimates: list[Estimate], examples: int, dtype: Any) -> Array:
+    """What the norms of a group are at least."""
+    each = [jnp.sqrt(jnp.maximum(x.norm - x.lost, 0) * (x.norm + x.lost)) for x in estimates]
+    return _norm_of([jnp.where(jnp.isfinite(x), x, 0) for x in each], examples, dtype)
+
+
+def _norm_of(norms: list[Array], examples: int, dtype: Any) -> Array:
+    """An upper bound of the norm of several, each `[examples]`."""
+    if not norms:
+        return jnp.zeros(examples, dtype)
+    return norms[0] if len(norms) == 1 else norms_above(devices.stack(norms, 1), (1,), dtype)
+
+
+def _dense_norms(gradient: Array, dtype: Any) -> Array:
+    return norms_above(gradient, tuple(range(1, gradient.ndim)), dtype)
+
+
+def _dtype(plan: Plan) -> jnp.dtype:
+    return norm_dtype(x.dtype for x in plan.types)
+
+
+def weighted_gradients(
+    plan: Plan, backward: Backward, multipliers: list[Multiplier], grouping: Grouping
+) -> list[Array]:
+    """The sums over examples of the gradients of all parameters, times their multipliers.
+
+    Args:
+      plan: the plan.
+      backward: the batch.
+      multipliers: for each group, `[examples]`.
+      grouping: the groups.
+    """
+    by_leaf = grouping.by_leaf(multipliers)
+    numbers = list(backward.dense)
+    groups = tuple(Group((str(i),), (at,)) for at, i in enumerate(numbers))
+    axes = tuple(tuple(range(len(plan.types[i].shape))) for i in numbers)
+    leaves = [backward.dense[i].astype(sum_dtype(plan.types[i].dtype)) for i in numbers]
+    alone = Grouping(groups, axes, "vector")
+    sums = weighted_sums(leaves, [by_leaf[i] for i in numbers], alone)
+    dense = dict(zip(numbers, sums, strict=True))
+    return [
+        dense[i]
+        if i in dense
+        else weighted_sum(
+            leaf, parts, backward.data, backward.cotangents, by_leaf[i], sum_dtype(leaf.dtype)
+        )
+        for i, (leaf, parts) in enumerate(zip(plan.types, plan.parts, strict=True))
+    ]

@@ -1,0 +1,336 @@
+"""How the parts of a parameter are used, and the data and cotangents of its sites in one form.
+
+The form is `[examples, groups, positions, entries]`: a parameter is `groups` matrices of
+`inputs x outputs` entries, each of which is used at all `positions`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+import optaxclip.per_example.ghost.bounds as bounds
+import optaxclip.per_example.ghost.primitives as primitives
+from optaxclip.per_example.ghost.references import Move, Reference, Site
+from optaxclip.per_example.ghost.walk import Program
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Use:
+    """One parameter at one site.
+
+    Attributes:
+      number: the site's position among those of the program.
+      site: the site.
+      reference: which entries of which parameter are used there.
+    """
+
+    number: int
+    site: Site
+    reference: Reference
+
+    @property
+    def loops(self) -> tuple[bool, ...]:
+        """For each loop around the site, whether it slices the parameter."""
+        return self.reference.loops
+
+
+def uses_of(program: Program, leaf: int) -> list[Use]:
+    """All uses of a parameter."""
+    return [
+        Use(number, site, reference)
+        for number, site in enumerate(program.sites)
+        for reference in site.references
+        if reference.leaf == leaf
+    ]
+
+
+class Sizes(NamedTuple):
+    """The sizes of the common form."""
+
+    groups: int
+    positions: int
+    inputs: int
+    outputs: int
+
+
+class Axes(NamedTuple):
+    """Of a matrix product: which axes of data and cotangents are groups, positions, entries.
+
+    In both, the axes of loops come first, then that of the examples.
+    """
+
+    data_groups: tuple[int, ...]
+    data_positions: tuple[int, ...]
+    data_entries: tuple[int, ...]
+    groups: tuple[int, ...]
+    positions: tuple[int, ...]
+    entries: tuple[int, ...]
+
+    @classmethod
+    def of(cls, use: Use) -> "Axes":
+        """Those of a use; entries are in the order of the parameter's axes."""
+        site, order = use.site, origin(use)[1]
+        axes = _product(use)
+        first, num_batch = len(use.loops) + 1, len(axes.data_batch)
+        free = _others(site.data.ndim, axes.data_sums + axes.data_batch)
+        own = _others(_weights(use).ndim, axes.weight_sums + axes.weight_batch)
+        of_data, of_weights = num_batch, num_batch + len(free)
+        if site.position == 0:
+            of_data, of_weights = num_batch + len(own), num_batch
+        rows = zip(axes.weight_sums, axes.data_sums, strict=True)
+        sums = [i for _, i in sorted((order[w], i) for w, i in rows)]
+        outputs = [i for _, i in sorted((order[w], i) for i, w in enumerate(own))]
+        sliced = tuple(i for i, is_sliced in enumerate(use.loops) if is_sliced)
+        same = tuple(i for i, is_sliced in enumerate(use.loops) if not is_sliced)
+        return cls(
+            (*sliced, *(first + i for i in axes.data_batch)),
+            (*same, *(first + i for i in free)),
+            tuple(first + i for i in sums),
+            (*sliced, *(first + i for i in range(num_batch))),
+            (*same, *(first + of_data + i for i in range(len(free)))),
+            tuple(first + of_weights + i for i in outputs),
+        )
+
+
+def _product(use: Use) -> primitives.Product:
+    found = primitives.product(use.site.eqn, use.site.position)
+    if found is None:
+        raise AssertionError(f"{use.site.eqn} is not a product")
+    return found
+
+
+def _weights(use: Use) -> Any:
+    """The type of the operand that holds the parameter."""
+    return use.site.eqn.invars[use.site.position].aval
+
+
+def _others(ndim: int, axes: Sequence[int]) -> list[int]:
+    return [axis for axis in range(ndim) if axis not in axes]
+
+
+def narrowed(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
+    """The parts of data and cotangents that meet the parameter, if it is part of an operand."""
+    interval = use.reference.interval
+    if interval is None:
+        return x, d
+    axes, first = _product(use), len(use.loops) + 1
+
+    def part(x: Array, axis: int) -> Array:
+        end = interval.start + interval.size
+        return lax.slice_in_dim(x, interval.start, end, axis=first + axis)
+
+    if interval.axis in axes.weight_sums:
+        return part(x, axes.data_sums[axes.weight_sums.index(interval.axis)]), d
+    if interval.axis in axes.weight_batch:
+        number = axes.weight_batch.index(interval.axis)
+        return part(x, axes.data_batch[number]), part(d, number)
+    own = _others(_weights(use).ndim, axes.weight_sums + axes.weight_batch)
+    free = site_free(use)
+    before = len(axes.data_batch) + (free if use.site.position else 0)
+    return x, part(d, before + own.index(interval.axis))
+
+
+def site_free(use: Use) -> int:
+    """The number of axes of the data that are neither summed over nor batch axes."""
+    axes = _product(use)
+    return use.site.data.ndim - len(axes.data_sums) - len(axes.data_batch)
+
+
+def pairs(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
+    """Data `[B, G, T, K]` and cotangents `[B, G, T, N]` of a product or a convolution."""
+    if use.site.kind == primitives.CONVOLUTION:
+        return _pairs_of_convolution(use, x, d)
+    x, d = narrowed(use, x, d)
+    axes, example = Axes.of(use), len(use.loops)
+    x = _arranged(x, example, axes.data_groups, axes.data_positions, axes.data_entries)
+    return x, _arranged(d, example, axes.groups, axes.positions, axes.entries)
+
+
+def _arranged(
+    x: Array, example: int, groups: Sequence[int], positions: Sequence[int], entries: Sequence[int]
+) -> Array:
+    """`[B, G, T, E]`, from which axes are which."""
+    sizes = [math.prod(x.shape[i] for i in axes) for axes in (groups, positions, entries)]
+    x = jnp.transpose(x, (example, *groups, *positions, *entries))
+    return x.reshape(x.shape[0], *sizes)
+
+
+def _pairs_of_convolution(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
+    eqn, lead = use.site.eqn, x.shape[: len(use.loops) + 1]
+    groups = primitives.feature_groups(eqn)
+    x = primitives.patches(eqn, x.reshape(-1, *x.shape[len(lead) :]))
+    d = primitives.outputs_of_convolution(eqn, d.reshape(-1, *d.shape[len(lead) :]))
+    x = x.reshape(*lead, -1, x.shape[-2], groups, x.shape[-1] // groups)
+    x = jnp.moveaxis(x, -2, len(lead))
+    x = x.reshape(*x.shape[:-2], -1)
+    d = d.reshape(*lead, x.shape[-2], groups, d.shape[-1] // groups)
+    d = jnp.moveaxis(d, -2, len(lead))
+    axes = _loop_axes(use.loops)
+    return _arranged(x, *axes), _arranged(d, *axes)
+
+
+def _loop_axes(loops: tuple[bool, ...]) -> tuple[int, list[int], list[int], list[int]]:
+    """Which axes are which in `[*loops, B, groups, positions, entries]`."""
+    example = len(loops)
+    sliced = [i for i, is_sliced in enumerate(loops) if is_sliced]
+    same = [i for i, is_sliced in enumerate(loops) if not is_sliced]
+    return example, [*sliced, example + 1], [*same, example + 2], [example + 3]
+
+
+def rows(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
+    """The row `[B, G, T]` that each position takes of a table, and cotangents `[B, G, T, N]`.
+
+    A position that takes none, because it is out of range, has the number of rows as its row.
+    """
+    count = _weights(use).shape[0]
+    drops = primitives.drops_outside(use.site.eqn)
+    ids = x[..., 0]
+    is_inside = (ids >= 0) & (ids < count)
+    ids = jnp.where(is_inside, ids, count) if drops else jnp.clip(ids, 0, count - 1)
+    lead = d.shape[: len(use.loops) + 1]
+    ids = ids.reshape(*lead, 1, -1, 1).astype(jnp.int32)
+    d = d.reshape(*lead, 1, ids.shape[-2], math.prod(_weights(use).shape[1:]))
+    if drops:
+        d = jnp.where(ids < count, d, jnp.zeros_like(d))
+    axes = _loop_axes(use.loops)
+    return _arranged(ids, *axes)[..., 0], _arranged(d, *axes)
+
+
+def sizes_of(use: Use) -> Sizes:
+    """The sizes of a use in the common form, for one example."""
+    lengths = zip(use.loops, use.site.lengths, strict=True)
+    around = [math.prod(n for is_sliced, n in lengths if is_sliced), 1]
+    around[1] = math.prod(use.site.lengths) // max(around[0], 1)
+    data, output, weights = use.site.data, use.site.output, _weights(use)
+    if use.site.kind == primitives.ROWS:
+        each = (1, math.prod(data.shape[:-1]), 1, math.prod(weights.shape[1:]))
+    elif use.site.kind == primitives.CONVOLUTION:
+        groups = primitives.feature_groups(use.site.eqn)
+        features = output.shape[use.site.eqn.params["dimension_numbers"].out_spec[1]]
+        positions, outputs = output.size // max(features, 1), features // groups
+        each = (groups, positions, weights.size // max(features, 1), outputs)
+    else:
+        each = _sizes_of_product(use)
+    return Sizes(each[0] * around[0], each[1] * around[1], *each[2:])
+
+
+def _sizes_of_product(use: Use) -> tuple[int, int, int, int]:
+    axes, weights = _product(use), list(_weights(use).shape)
+    interval = use.reference.interval
+    if interval is not None:
+        weights[interval.axis] = interval.size
+    groups = math.prod(weights[i] for i in axes.weight_batch)
+    inputs = math.prod(weights[i] for i in axes.weight_sums)
+    outputs = math.prod(weights) // max(groups * inputs, 1)
+    used = axes.data_sums + axes.data_batch
+    positions = math.prod(use.site.data.shape[i] for i in _others(use.site.data.ndim, used))
+    return groups, positions, inputs, outputs
+
+
+def origin(use: Use) -> tuple[tuple[Move, ...], tuple[int, ...]]:
+    """The moves of a reference before its last transposes, and where each axis was before these."""
+    moves, order = use.reference.moves, tuple(range(_weights(use).ndim))
+    depth = sum(use.loops)
+    while moves and primitives.name_of(moves[-1].eqn) == "transpose" and moves[-1].depth == depth:
+        permutation = moves[-1].eqn.params["permutation"]
+        order = tuple(int(permutation[axis]) for axis in order)
+        moves = moves[:-1]
+    return moves, order
+
+
+class Layout(NamedTuple):
+    """Uses of one layout can be joined along their positions.
+
+    Attributes:
+      kind: the operation.
+      moves: how the parameter's entries were moved, as text.
+      axes: which of its axes are batch axes, and which meet the data.
+    """
+
+    kind: str
+    moves: tuple[str, ...]
+    axes: Any
+
+
+def layout(use: Use) -> tuple[Layout, bool]:
+    """The layout of a use, and whether data and cotangents change places in it."""
+    kind, (moves, order) = use.site.kind, origin(use)
+    if kind != primitives.PRODUCT:
+        moves = use.reference.moves
+        around = (sum(use.loops), primitives.layout_of_kernel(use.site.eqn))
+        return Layout(kind, described(moves), around), False
+    axes = _product(use)
+    own = _others(_weights(use).ndim, axes.weight_sums + axes.weight_batch)
+    batch = tuple(order[i] for i in axes.weight_batch)
+    sides = [tuple(sorted(order[i] for i in side)) for side in (axes.weight_sums, own)]
+    is_flipped = sides[0] > sides[1]
+    around = (sum(use.loops), batch, *sorted(sides))
+    return Layout(kind, described(moves), around), is_flipped
+
+
+def described(moves: Sequence[Move]) -> tuple[str, ...]:
+    """Moves as text, equal for moves that do the same."""
+    return tuple(
+        f"{move.depth} {move.eqn.primitive.name} {sorted(move.eqn.params.items(), key=str)} "
+        f"{move.output} {move.eqn.invars[0].aval.shape}"
+        for move in moves
+    )
+
+
+def are_apart(use: Use, other: Use) -> bool:
+    """Whether two uses certainly use different entries of the parameter."""
+    both = list(zip(use.reference.moves, other.reference.moves, strict=False))
+    for move, another in both:
+        if described([move]) == described([another]):
+            continue
+        intervals = [primitives.kept_intervals(x.eqn, x.output) for x in (move, another)]
+        if None in intervals or move.depth != another.depth:
+            return False
+        rows = zip(*intervals, strict=False)
+        shapes = {x.eqn.invars[0].aval.shape for x in (move, another)}
+        return len(shapes) == 1 and any(a[1] <= b[0] or b[1] <= a[0] for a, b in rows)
+    return False
+
+
+def order_of_sum(use: Use) -> list[int]:
+    """The transposition of a `dot_general` over data and cotangents to the parameter's axes.
+
+    It has the sliced loops, then the batch axes, the other axes of the data and those of the
+    cotangents, each in the order in which they lie there.
+    """
+    axes, sliced = _product(use), sum(use.loops)
+    by_data = sorted(zip(axes.data_sums, axes.weight_sums, strict=True))
+    own = _others(_weights(use).ndim, axes.weight_sums + axes.weight_batch)
+    labels = [*axes.weight_batch, *(w for _, w in by_data), *own]
+    places = sorted(range(len(labels)), key=labels.__getitem__)
+    return [*range(sliced), *(sliced + place for place in places)]
+
+
+class Cut(NamedTuple):
+    """How the sum of a product is added up.
+
+    Attributes:
+      axis: which of the axes of positions is cut.
+      pieces: into how many pieces.
+      additions: in how many additions a term takes part.
+    """
+
+    axis: int
+    pieces: int
+    additions: int
+
+
+def cut_of(use: Use) -> Cut:
+    """Into which pieces the positions of a use are cut for its sum."""
+    positions = sizes_of(use).positions
+    if use.site.kind != primitives.PRODUCT:
+        return Cut(0, 1, positions)
+    axes, sizes = Axes.of(use), (*use.site.lengths, 1, *use.site.data.shape)
+    lengths = [sizes[axis] for axis in axes.data_positions]
+    found = [(bounds.pieces(positions, length), -i) for i, length in enumerate(lengths)]
+    pieces, axis = max(found, default=(1, 0))
+    return Cut(-axis, pieces, positions // pieces + pieces)

@@ -1,0 +1,289 @@
+"""Follows the parameters through the program of one example, and finds where they meet data.
+
+A *reference* says which entries of which parameter a variable of the program holds. Where one
+meets data in an operation that is linear in it, there is a *site*. At a site the program hands out
+the data, and its output passes through a tap, an identity with a derivative of its own, whose
+cotangent is that of the output. The parameters themselves are constants, so no gradient of theirs
+is computed. A parameter that meets anything else is *dense*: it is differentiated as usual.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax import Array
+
+import optaxclip.per_example.ghost.primitives as primitives
+from optaxclip.per_example.ghost.primitives import Loop
+from optaxclip.per_example.ghost.references import Reference, References, Site
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """One equation, or a run of equations that parameters do not reach.
+
+    Attributes:
+      eqn: the equation; None for a run.
+      inputs: its operands.
+      outputs: the variables that it defines.
+      run: the run of equations.
+      inner: the program inside of the equation.
+      site: the site that the equation is.
+    """
+
+    eqn: Any
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    run: jex.Jaxpr | None = None
+    inner: "Program | None" = None
+    site: Site | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A program whose sites are known.
+
+    Attributes:
+      jaxpr: the program.
+      consts: its constants.
+      steps: its steps in order.
+      sites: all sites, in the order in which they are met; those of inner programs too.
+    """
+
+    jaxpr: jex.Jaxpr
+    consts: Sequence[Any]
+    steps: list[Step]
+    sites: list[Site]
+
+
+class Walk:
+    """Finds the sites of a program.
+
+    Attributes:
+      dense: for each dense leaf, the reason.
+      mesh: the mesh of the program's types.
+    """
+
+    def __init__(self, dense: dict[int, str], mesh: Any) -> None:
+        self.dense = dict(dense)
+        self.mesh = mesh
+
+    def program(
+        self,
+        jaxpr: jex.Jaxpr,
+        consts: Sequence[Any],
+        references: Sequence[References],
+        lengths: tuple[int, ...] = (),
+        is_checkpointed: bool = False,
+    ) -> tuple[Program, list[References]]:
+        """The program, and what its outputs hold.
+
+        Args:
+          jaxpr: the program.
+          consts: its constants.
+          references: what its inputs hold.
+          lengths: those of the loops around.
+          is_checkpointed: whether a checkpoint is around.
+        """
+        held: dict[Any, References] = dict(zip(jaxpr.invars, references, strict=True))
+        steps: list[Step] = []
+        sites: list[Site] = []
+        plain: list[Any] = []
+        last_uses = _last_uses(jaxpr)
+
+        def of(atom: Any) -> References:
+            found = () if primitives.is_literal(atom) else held.get(atom, ())
+            return tuple(ref for ref in found if ref.leaf not in self.dense)
+
+        for number, eqn in enumerate(jaxpr.eqns):
+            refs = [of(atom) for atom in eqn.invars]
+            around = (lengths, is_checkpointed)
+            step, outputs = None, [()] * len(eqn.outvars)
+            if any(refs) and primitives.has_gradient(eqn):
+                step, outputs = self._step(eqn, refs, *around)
+            held.update(zip(eqn.outvars, outputs, strict=True))
+            if step is None:
+                plain.append((number, eqn))
+                continue
+            steps += _run(plain, last_uses)
+            plain = []
+            steps.append(step)
+            sites += step.inner.sites if step.inner else [step.site] if step.site else []
+        steps += _run(plain, last_uses)
+        return Program(jaxpr, consts, steps, sites), [of(atom) for atom in jaxpr.outvars]
+
+    def materialize(self, references: Sequence[Reference], reason: str) -> None:
+        """Makes the leaves of these references dense."""
+        for reference in references:
+            self.dense.setdefault(reference.leaf, reason)
+
+    def _step(
+        self, eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
+    ) -> tuple[Step | None, list[References]]:
+        """The step of an equation with references among its operands, and what its outputs hold."""
+        name, nothing = primitives.name_of(eqn), [()] * len(eqn.outvars)
+        if primitives.is_move(eqn):
+            rows = [[ref.moved(eqn, i) for ref in refs[0]] for i in range(len(eqn.outvars))]
+            return None, [self._followed(refs[0], row, name) for row in rows]
+        if name == primitives.CONCATENATE:
+            axis, starts = primitives.parts(eqn)
+            rows = zip(refs, starts, (v.aval.shape[axis] for v in eqn.invars), strict=True)
+            placed = [(ref, ref.placed(axis, *at)) for held, *at in rows for ref in held]
+            olds, news = zip(*placed, strict=True)
+            return None, [self._followed(olds, news, name)]
+        if name in primitives.CALLS:
+            program, outputs = self.program(*primitives.inner(eqn), refs, lengths, is_checkpointed)
+            return Step(eqn, eqn.invars, eqn.outvars, inner=program), outputs
+        if name in primitives.CHECKPOINTS:
+            program, outputs = self.program(*primitives.inner(eqn), refs, lengths, True)
+            self._returned(outputs, name)
+            return Step(eqn, eqn.invars, eqn.outvars, inner=program), nothing
+        if name == primitives.SCAN:
+            return self._loop(eqn, refs, lengths, is_checkpointed), nothing
+        site = _site(eqn, refs, lengths, is_checkpointed)
+        if site is not None and primitives.mesh_of(site.output) != self.mesh:
+            self.materialize(sum(refs, ()), "is used inside of 'auto_axes'")
+            return None, nothing
+        if site is None:
+            self.materialize(sum(refs, ()), f"is used by '{name}'")
+            return None, nothing
+        return Step(eqn, eqn.invars, eqn.outvars, site=site), nothing
+
+    def _loop(
+        self, eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
+    ) -> Step:
+        loop = Loop.of(eqn)
+        first, last = loop.num_consts, loop.num_consts + loop.num_carry
+        for held in refs[first:last]:
+            self.materialize(held, f"is carried through '{primitives.SCAN}'")
+        inside: list[References] = []
+        for i, held in enumerate(refs):
+            entered = [ref.inside(i >= last) for ref in held]
+            is_carried = first <= i < last
+            inside.append(() if is_carried else self._followed(held, entered, primitives.SCAN))
+        within = (*lengths, loop.length)
+        program, outputs = self.program(*primitives.inner(eqn), inside, within, is_checkpointed)
+        self._returned(outputs, primitives.SCAN)
+        return Step(eqn, eqn.invars, eqn.outvars, inner=program)
+
+    def _followed(
+        self, olds: References, news: Sequence[Reference | None], name: str
+    ) -> References:
+        """The new references; leaves that could not be followed become dense."""
+        rows = zip(olds, news, strict=True)
+        self.materialize([old for old, new in rows if new is None], f"is used by '{name}'")
+        return tuple(new for new in news if new is not None)
+
+    def _returned(self, outputs: Sequence[References], name: str) -> None:
+        for references in outputs:
+            self.materialize(references, f"is returned by '{name}'")
+
+
+def _site(
+    eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
+) -> Site | None:
+    positions = [i for i, held in enumerate(refs) if held]
+    if len(positions) != 1:
+        return None
+    position = positions[0]
+    is_whole = all(ref.interval is None for ref in refs[position])
+    if primitives.product(eqn, position) is not None:
+        kind = primitives.PRODUCT
+    elif position == 0 and is_whole and primitives.drops_outside(eqn) is not None:
+        kind = primitives.ROWS
+    elif is_whole and primitives.is_convolution(eqn, position):
+        kind = primitives.CONVOLUTION
+    else:
+        return None
+    return Site(kind, eqn, position, refs[position], lengths, is_checkpointed)
+
+
+def _run(numbered: list[tuple[int, Any]], last_uses: dict[Any, int]) -> list[Step]:
+    """The step of equations that follow one another; none if there are no equations."""
+    if not numbered:
+        return []
+    eqns, last = [eqn for _, eqn in numbered], numbered[-1][0]
+    defined = dict.fromkeys(v for eqn in eqns for v in eqn.outvars)
+    used = dict.fromkeys(v for eqn in eqns for v in _variables(eqn.invars))
+    inputs = [v for v in used if v not in defined]
+    outputs = [v for v in defined if last_uses.get(v, -1) > last]
+    return [Step(None, inputs, outputs, primitives.piece(eqns, inputs, outputs))]
+
+
+def _last_uses(jaxpr: jex.Jaxpr) -> dict[Any, int]:
+    """For each variable the number of the last equation that uses it."""
+    found = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in _variables(eqn.invars)}
+    return found | dict.fromkeys(_variables(jaxpr.outvars), len(jaxpr.eqns))
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not primitives.is_literal(atom)]
+
+
+@jax.custom_vjp
+def _tap(y: Array, z: Array) -> Array:
+    """`y`, whose cotangent is also that of `z`; unlike `y + z` it costs nothing."""
+    del z
+    return y
+
+
+_tap.defvjp(lambda y, _: (y, None), lambda _, dy: (dy, dy))
+
+
+def evaluate(
+    program: Program, values: Sequence[Any], taps: Sequence[Array]
+) -> tuple[list[Any], list[Any]]:
+    """The program's outputs, and the data at each site.
+
+    Args:
+      program: the program.
+      values: its inputs.
+      taps: for each site, an array like its output, with an axis for each loop around: the
+        derivatives with respect to it are the cotangents of the output.
+    """
+    jaxpr = program.jaxpr
+    known = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    known |= dict(zip(jaxpr.invars, values, strict=True))
+    data: list[Any] = []
+
+    def read(atom: Any) -> Any:
+        return atom.val if primitives.is_literal(atom) else known[atom]
+
+    for step in program.steps:
+        inputs = [read(atom) for atom in step.inputs]
+        if step.site is not None:
+            (output,) = primitives.apply(step.eqn, inputs)
+            outputs = [_tap(output, taps[len(data)])]
+            data.append(inputs[1 - step.site.position])
+        elif step.inner is not None:
+            inner_taps = taps[len(data) : len(data) + len(step.inner.sites)]
+            outputs, found = _evaluate_inner(step.eqn, step.inner, inputs, inner_taps)
+            data += found
+        else:
+            outputs = primitives.run(step.run, (), inputs)
+        known.update(zip(step.outputs, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars], data
+
+
+def _evaluate_inner(
+    eqn: Any, program: Program, values: list[Any], taps: Sequence[Array]
+) -> tuple[list[Any], list[Any]]:
+    if primitives.name_of(eqn) in primitives.CALLS:
+        return evaluate(program, values, taps)
+    if primitives.name_of(eqn) in primitives.CHECKPOINTS:
+        fn = functools.partial(evaluate, program)
+        return primitives.checkpointed_again(eqn, fn)(values, list(taps))
+    loop = Loop.of(eqn)
+    first, last = loop.num_consts, loop.num_consts + loop.num_carry
+
+    def body(carry: list[Any], sliced: tuple[list[Any], list[Any]]) -> Any:
+        operands, own_taps = sliced
+        outputs, data = evaluate(program, [*values[:first], *carry, *operands], own_taps)
+        return outputs[: loop.num_carry], (outputs[loop.num_carry :], data)
+
+    sliced = (values[last:], list(taps))
+    carry, (rest, data) = primitives.loop_again(eqn, body, values[first:last], sliced)
+    return [*carry, *rest], data

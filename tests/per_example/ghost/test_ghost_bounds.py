@@ -1,0 +1,178 @@
+"""No example adds more than its limit, and no norm is below the true one: against long double."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from optaxclip import per_example
+
+RNG = np.random.default_rng(0)
+DEGREES = np.arange(9)
+
+
+def cancelling(examples, positions, inputs, outputs, dtype=np.float32):
+    """Tokens in pairs that cancel, the more the larger the number of the example."""
+    half = positions // 2
+    x, d = RNG.normal(size=(examples, half, inputs)), RNG.normal(size=(examples, half, outputs))
+    noise = 10.0 ** -DEGREES[np.arange(examples) % 9][:, None, None]
+    x = np.concatenate([x, x], 1)
+    d = np.concatenate([d, -d + noise * RNG.normal(size=d.shape)], 1)
+    d[-1, half:] = -d[-1, :half]
+    order = RNG.permutation(positions)
+    return x[:, order].astype(dtype), d[:, order].astype(dtype)
+
+
+def long(x):
+    return np.asarray(x, np.longdouble)
+
+
+def norms_of(gradients):
+    return np.sqrt(np.sum(np.square(long(gradients).reshape(len(gradients), -1)), 1))
+
+
+def of_layer(w, x, d):
+    return jnp.vdot(x @ w, d)
+
+
+def each_alone(loss, limit, w, *batch, size=None):
+    """For each example what it adds to the sum, and the norms."""
+    fn = per_example.clipped_grad(loss, limit, method="ghost", microbatch_size=size)
+    masks = ~jnp.eye(len(batch[0]), dtype=bool)
+
+    @jax.jit
+    def run(w, *batch):
+        alone = lax.map(lambda mask: fn(w, *batch, is_padding=mask).grads, masks)
+        return alone, fn(w, *batch)
+
+    return run(w, *batch)
+
+
+SHAPES = {
+    "gram": (16, 96, 96),
+    "gram of long inner products": (16, 2048, 64),
+    "direct": (64, 16, 16),
+    "vectors": (1, 50, 60),
+}
+
+
+def test_many_positions_cost_an_ordinary_example_little():
+    x, d = RNG.normal(size=(2, 2, 8192, 8)).astype(np.float32)
+    true = norms_of(np.einsum("btk,btn->bkn", long(x), long(d)))
+    alone, result = each_alone(of_layer, 1.0, np.zeros((8, 8), np.float32), x, d)
+    assert np.all((true <= long(result.norms)) & (long(result.norms) <= 1.01 * true))
+    sizes = norms_of(alone)
+    assert np.all((sizes >= 0.99) & (sizes <= 1))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e25])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_that_cancel(shape, scale):
+    positions, inputs, outputs = SHAPES[shape]
+    x, d = cancelling(20, max(positions, 2), inputs, outputs)
+    x, d = x[:, :positions], d[:, :positions] * np.float32(scale)
+    true = norms_of(np.einsum("btk,btn->bkn", long(x), long(d)))
+    alone, result = each_alone(of_layer, scale, np.zeros((inputs, outputs), np.float32), x, d)
+    assert np.all(long(result.norms) >= true)
+    assert np.all(norms_of(alone) <= np.float32(scale))
+    assert norms_of(alone)[0] >= 0.99 * scale
+    total = np.sum(
+        norms_of(long(x).reshape(-1, inputs)).reshape(20, -1)
+        * norms_of(long(d).reshape(-1, outputs)).reshape(20, -1),
+        1,
+    )
+    assert np.all(long(result.norms) <= 1.01 * true + 1e-4 * total)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tokens_of_16_bits(shape, dtype):
+    positions, inputs, outputs = SHAPES[shape]
+    x, d = cancelling(20, max(positions, 2), inputs, outputs, dtype)
+    x, d = x[:, :positions], d[:, :positions]
+    true = norms_of(np.einsum("btk,btn->bkn", long(x), long(d)))
+    alone, result = each_alone(of_layer, 1.0, np.zeros((inputs, outputs), dtype), x, d)
+    assert result.grads.dtype == np.float32
+    assert np.all(long(result.norms) >= true)
+    assert np.all(norms_of(alone) <= 1)
+    assert norms_of(alone)[0] >= 0.99
+
+
+def of_table(w, i, d):
+    return jnp.vdot(jnp.take(w, i, axis=0, mode="clip"), d)
+
+
+def test_rows_that_are_repeated_and_out_of_range():
+    _, d = cancelling(20, 12, 4, 8)
+    i = RNG.integers(-3, 5, (20, 12)).astype(np.int32)
+    i[10:] = np.repeat(i[10:, :1], 12, 1)
+    gradients = np.zeros((20, 5, 8), np.longdouble)
+    i = np.where(i < 0, i + 5, i)
+    np.add.at(gradients, (np.arange(20)[:, None], np.clip(i, 0, 4)), long(d))
+    alone, result = each_alone(of_table, 1.0, np.zeros((5, 8), np.float32), i, d)
+    assert np.all(long(result.norms) >= norms_of(gradients))
+    assert np.all(norms_of(alone) <= 1)
+    assert norms_of(alone)[0] >= 0.99
+
+
+def tied_loss(w, i, d, x, e):
+    return jnp.vdot(w[i], d) + jnp.vdot(x @ w.T, e)
+
+
+@pytest.mark.parametrize("rows", [30, 300])
+def test_a_table_that_is_also_a_factor(rows):
+    """The table's rows cancel those of the product."""
+    x = RNG.normal(size=(18, 4, 64)).astype(np.float32)
+    e = np.zeros((18, 4, rows), np.float32)
+    i = RNG.integers(0, rows, (18, 4)).astype(np.int32)
+    np.put_along_axis(e, i[..., None], -1, 2)
+    noise = 10.0 ** -DEGREES[np.arange(18) % 9][:, None, None]
+    d = (x + noise * RNG.normal(size=x.shape)).astype(np.float32)
+    gradients = np.einsum("btv,btk->bvk", long(e), long(x))
+    np.add.at(gradients, (np.arange(18)[:, None], i), long(d))
+    alone, result = each_alone(tied_loss, 0.1, np.zeros((rows, 64), np.float32), i, d, x, e)
+    assert np.all(long(result.norms) >= norms_of(gradients))
+    assert np.all(norms_of(alone) <= np.float32(0.1))
+    assert norms_of(alone)[0] >= 0.099
+
+
+def of_kernel(w, x, d):
+    numbers = ("NWC", "WIO", "NWC")
+    y = lax.conv_general_dilated(x[None], w, (1,), "VALID", dimension_numbers=numbers)
+    return jnp.vdot(y[0], d)
+
+
+def test_pixels_that_cancel():
+    x, d = cancelling(20, 64, 5, 7)
+    x, d = np.sort(x, 1), np.sort(d, 1) * np.array([1, -1] * 32, np.float32)[:, None]
+    seen = np.stack([x[:, k : k + 62] for k in range(3)], 2)
+    true = norms_of(np.einsum("btwk,btn->bwkn", long(seen), long(d[:, :62])))
+    alone, result = each_alone(of_kernel, 1.0, np.zeros((3, 5, 7), np.float32), x, d[:, :62])
+    assert np.all(long(result.norms) >= true)
+    assert np.all(norms_of(alone) <= 1)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("of", ["data", "cotangents"])
+@pytest.mark.parametrize("shape", ["gram", "direct"])
+def test_an_example_that_is_not_finite_adds_nothing(shape, of, bad):
+    positions, inputs, outputs = SHAPES[shape]
+    x, d = cancelling(6, positions, inputs, outputs)
+    fn = jax.jit(per_example.clipped_grad(of_layer, 1.0, method="ghost", microbatch_size=4))
+    w = np.zeros((inputs, outputs), np.float32)
+    expected = fn(w, x, d, is_padding=np.arange(6) == 2)
+    (x if of == "data" else d)[2, 1, 3] = bad
+    result = fn(w, x, d)
+    np.testing.assert_array_equal(result.grads, expected.grads)
+    assert (result.num_dropped, expected.num_dropped) == (1, 0)
+    assert not np.isfinite(result.norms[2])
+
+
+def test_zeros_have_the_norm_zero_and_tiny_examples_theirs():
+    x, d = RNG.normal(size=(2, 6, 16, 96)).astype(np.float32)
+    d *= np.float32([1, 0, 1e-12, 1e-20, 1e-30, 0])[:, None, None]
+    true = norms_of(np.einsum("btk,btn->bkn", long(x), long(d)))
+    norms, _ = jax.jit(per_example.grad_norms(of_layer))(np.zeros((96, 96), np.float32), x, d)
+    assert np.all((norms == 0) == (true == 0))
+    np.testing.assert_allclose(norms[:-1], true[:-1].astype(float), rtol=0.02)

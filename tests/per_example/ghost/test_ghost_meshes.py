@@ -1,0 +1,111 @@
+"""The method "ghost" where batches and parameters are split over devices, and over seeds."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from optaxclip import per_example
+
+RNG = np.random.default_rng(0)
+SHAPES = {"w": (40, 64), "b": (64,), "e": (64, 40), "l": (2, 64, 64), "v": (64, 8)}
+PARAMS = {name: RNG.normal(size=x).astype(np.float32) / 8 for name, x in SHAPES.items()}
+BATCH = (RNG.integers(0, 64, (16, 4)), RNG.normal(size=(16, 8)).astype(np.float32))
+SPLIT = {
+    "w": PartitionSpec(None, "data"),
+    "b": PartitionSpec("data"),
+    "e": PartitionSpec("data"),
+    "l": PartitionSpec(None, "data"),
+    "v": PartitionSpec("data"),
+}
+
+
+def loss_fn(params, x, y, *, whole=lambda x: x, rows=lambda e, x: e[x]):
+    params = jax.tree.map(whole, params)
+    h = jnp.tanh(rows(params["e"], x) @ params["w"] + params["b"][None])
+    h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params["l"])
+    return jnp.mean(jnp.square(h @ params["v"] - y[None]))
+
+
+def explicit_loss(*args):
+    """The same, as a program on an explicit mesh says it."""
+
+    def whole(x):
+        return jax.sharding.reshard(x, PartitionSpec())
+
+    def rows(e, x):
+        return e.at[x].get(out_sharding=PartitionSpec())
+
+    return loss_fn(*args, whole=whole, rows=rows)
+
+
+def clipped(loss, size=None):
+    return per_example.clipped_grad(loss, 1.0, method="ghost", microbatch_size=size)
+
+
+@functools.cache
+def expected():
+    return jax.jit(per_example.clipped_grad(loss_fn, 1.0))(PARAMS, *BATCH)
+
+
+def assert_expected(found):
+    np.testing.assert_allclose(found.norms, expected().norms, rtol=1e-4)
+    assert found.num_clipped == expected().num_clipped > 0
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3),
+        found.grads,
+        expected().grads,
+    )
+
+
+def placed(mesh, params):
+    rows = {name: NamedSharding(mesh, spec) for name, spec in params.items()}
+    batch = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for x in BATCH]
+    return jax.device_put(PARAMS, rows), *batch
+
+
+@pytest.mark.parametrize("size", [None, 8, 5])
+def test_the_compiler_splits_parameters_and_batch(size):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    assert_expected(jax.jit(clipped(loss_fn, size))(*placed(mesh, SPLIT)))
+
+
+@pytest.mark.parametrize("size", [None, 8])
+@pytest.mark.parametrize("is_split", [True, False])
+def test_types_say_how_parameters_and_batch_are_split(is_split, size):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    specs = SPLIT if is_split else dict.fromkeys(SPLIT, PartitionSpec())
+    with jax.set_mesh(mesh):
+        params, *batch = placed(mesh, specs)
+        result = jax.jit(clipped(explicit_loss, size))(params, *batch)
+    assert_expected(result)
+    for name, x in result.grads.items():
+        assert x.sharding.is_equivalent_to(params[name].sharding, x.ndim)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map_the_sum_is_that_of_the_shard(check_vma):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def fn(*args):
+        found = clipped(loss_fn, 1)(*args)
+        summed = lax.psum(found._replace(norms=None, losses=None), "data")
+        return summed._replace(norms=found.norms, losses=found.losses)
+
+    whole, split = PartitionSpec(), PartitionSpec("data")
+    specs = per_example.PerExampleResult(whole, whole, whole, split, whole, split, whole)
+    mapped = jax.shard_map(
+        fn, mesh=mesh, in_specs=(whole, split, split), out_specs=specs, check_vma=check_vma
+    )
+    assert_expected(jax.jit(mapped)(PARAMS, *BATCH))
+
+
+def test_over_seeds():
+    seeds = jax.tree.map(lambda x: np.stack([x, x * np.float32(1.5)]), PARAMS)
+    found = jax.jit(jax.vmap(clipped(loss_fn, 8), (0, None, None)))(seeds, *BATCH)
+    assert_expected(jax.tree.map(lambda x: x[0], found))
+    assert np.all(found.norms[0] != found.norms[1])

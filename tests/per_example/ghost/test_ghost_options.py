@@ -1,0 +1,130 @@
+"""What `clipped_grad` takes, with the method "ghost"; `grad_norms` and `explain`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optaxclip import per_example, scopes
+
+RNG = np.random.default_rng(0)
+PARAMS = {"v": RNG.normal(size=(7, 2)), "w": RNG.normal(size=(5, 7)), "b": RNG.normal(size=7)}
+PARAMS = {name: x.astype(np.float32) for name, x in PARAMS.items()}
+X, Y = RNG.normal(size=(10, 5)).astype(np.float32), RNG.normal(size=(10, 2)).astype(np.float32)
+IS_PADDING = np.arange(10) == 7
+
+
+def loss_fn(params, x, y):
+    return jnp.mean(jnp.square(jnp.tanh(x @ params["w"] + params["b"]) @ params["v"] - y))
+
+
+def result_of(method, **options):
+    clip = per_example.clipped_grad(loss_fn, options.pop("limit", 5.0), method=method, **options)
+    return jax.jit(clip)(PARAMS, X, Y, is_padding=IS_PADDING)
+
+
+OPTIONS = {
+    "leaves": {"scope": scopes.leaf(), "split": "size"},
+    "groups": {"scope": scopes.group({"v": "head", "w": "body", "b": "body"}), "limit": 3.0},
+    "limits by name": {"scope": scopes.leaf(), "limit": {"b": 1.0, "v": 4.0, "w": 2.0}},
+    "a small limit": {"limit": 1e-3},
+    "no limit": {"limit": np.inf},
+    "normalize": {"response": "normalize"},
+    "auto_s": {"response": "auto_s"},
+    "smooth": {"response": "smooth"},
+    "microbatches": {"microbatch_size": 4},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_result_is_that_of_the_other_method(name):
+    found, expected = (result_of(method, **OPTIONS[name]) for method in ("ghost", "vmap"))
+    counts = ("num_clipped", "num_unclipped", "num_dropped")
+    for field in counts:
+        np.testing.assert_array_equal(getattr(found, field), getattr(expected, field))
+    for field in ("grads", "norms", "losses"):
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5),
+            getattr(found, field),
+            getattr(expected, field),
+        )
+
+
+def test_keys_aux_and_arguments_in_any_place():
+    def loss(scale, example, params):
+        noise = jax.random.normal(example["key"], ())
+        total = scale * jnp.sum(jnp.tanh(example["x"] @ params["w"]))
+        return total + noise, {"x": example["x"], "noise": noise}
+
+    batch = {"key": jax.random.split(jax.random.key(1), 10), "x": X}
+    options = {"argnums": 2, "batch_argnums": 1, "has_aux": True, "microbatch_size": 3}
+    args = (jnp.float32(0.1), batch, PARAMS)
+    found, expected = (
+        jax.jit(per_example.clipped_grad(loss, 1.0, method=method, **options))(*args)
+        for method in ("ghost", "vmap")
+    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found.aux, expected.aux)
+    norms, losses, aux = jax.jit(per_example.grad_norms(loss, **options))(*args)
+    np.testing.assert_array_equal(norms, found.norms)
+    np.testing.assert_array_equal(losses, found.losses)
+    np.testing.assert_array_equal(aux["x"], X)
+
+
+@pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()])
+def test_both_methods_give_the_same_norms(scope):
+    fns = (per_example.grad_norms(loss_fn, scope=scope, method=way) for way in ("ghost", "vmap"))
+    (found, losses), (expected, _) = (jax.jit(fn)(PARAMS, X, Y) for fn in fns)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(losses, jax.jit(jax.vmap(loss_fn, (None, 0, 0)))(PARAMS, X, Y), 1e-5)
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_where_nothing_has_a_gradient_norms_are_zero(size):
+    params = {"steps": jnp.arange(3), "none": None}
+    clip = per_example.clipped_grad(
+        lambda params, x: jnp.mean(x), 1.0, method="ghost", microbatch_size=size
+    )
+    result = jax.jit(clip)(params, X)
+    np.testing.assert_array_equal(result.norms, np.zeros(10))
+    assert result.num_unclipped == 10
+
+
+def test_no_examples():
+    found = jax.jit(per_example.clipped_grad(loss_fn, 1.0, method="ghost"))(PARAMS, X[:0], Y[:0])
+    jax.tree.map(np.testing.assert_array_equal, found.grads, jax.tree.map(np.zeros_like, PARAMS))
+    assert found.norms.shape == (0,)
+
+
+def test_what_the_method_cannot_do_is_refused():
+    with pytest.raises(ValueError, match=r'method="ghost" computes no gradient .* method="vmap"'):
+        per_example.clipped_grad(
+            loss_fn, 1.0, method="ghost", pre_clipping_transform=lambda tree: tree
+        )
+    for scope in (scopes.unit(), scopes.leaf(stacked={"b": 0, "v": 1, "w": 0})):
+        with pytest.raises(ValueError, match="the scope has several for v"):
+            per_example.clipped_grad(loss_fn, 1.0, method="ghost", scope=scope)(PARAMS, X, Y)
+        with pytest.raises(ValueError, match="the scope has several for v"):
+            per_example.grad_norms(loss_fn, scope=scope)(PARAMS, X, Y)
+    with pytest.raises(ValueError, match="method must be one of"):
+        per_example.grad_norms(loss_fn, method="gost")
+
+
+def test_wrong_losses_are_refused():
+    for make in (per_example.grad_norms, lambda loss: per_example.clipped_grad(loss, 1.0)):
+        with pytest.raises(ValueError, match="must return a scalar"):
+            make(lambda params, x: x @ params["w"])(PARAMS, X)
+    with pytest.raises(TypeError, match=r"must return \(loss, aux\)"):
+        per_example.grad_norms(loss_fn, has_aux=True)(PARAMS, X, Y)
+
+
+def test_explain_says_how_each_parameter_is_measured_and_why():
+    def loss(params, x):
+        return jnp.sum(x @ params["w"] @ params["v"]) + jnp.sum(params["v"] ** 2)
+
+    text = per_example.explain(loss, *jax.eval_shape(lambda: (PARAMS, X)))
+    lines = [line.split() for line in text.splitlines()]
+    assert [line[0] for line in lines] == ["parameter", "b", "v", "w"]
+    assert "not used" in text.splitlines()[1]
+    assert "'integer_pow'" in text.splitlines()[2]
+    assert "56 B" in text.splitlines()[2]
+    assert "inputs and of their cotangents" in text.splitlines()[3]

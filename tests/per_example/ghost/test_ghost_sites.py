@@ -1,0 +1,75 @@
+"""Norms and sums of losses that use parameters in all the ways that are known, and in others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_losses import CASES
+
+from optaxclip import per_example, scopes
+from optaxclip._batches.roles import Roles
+from optaxclip.per_example.ghost.clipping import plan_for
+from optaxclip.per_example.losses import Loss
+
+
+def in_float64(tree):
+    return jax.tree.map(
+        lambda x: np.asarray(x, np.float64) if np.asarray(x).dtype == np.float32 else x, tree
+    )
+
+
+def gradients(name):
+    """Those of all examples, in float64."""
+    loss, params, batch, _ = CASES[name]
+    with jax.enable_x64(True):
+        fn = jax.grad(loss, allow_int=True)
+        axes = (None, *(0 for _ in batch))
+        found = jax.jit(jax.vmap(fn, axes))(in_float64(params), *in_float64(batch))
+        return {k: np.asarray(x, np.longdouble) for k, x in found.items() if x.dtype == np.float64}
+
+
+def norms_of(grads):
+    return {k: np.sqrt(np.sum(np.square(x.reshape(len(x), -1)), 1)) for k, x in grads.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_norms_of_leaves_are_never_below_the_true_ones(name):
+    loss, params, batch, _ = CASES[name]
+    found, losses = jax.jit(per_example.grad_norms(loss, scope=scopes.leaf()))(params, *batch)
+    expected = norms_of(gradients(name))
+    for i, (leaf, norms) in enumerate(sorted(expected.items())):
+        ratio = np.asarray(found[:, i], np.longdouble) / np.where(norms == 0, 1, norms)
+        assert np.all(ratio >= (norms > 0) * (1 - 3e-7)), (leaf, ratio)
+        assert np.all(ratio <= (norms > 0) * (1 + 1e-4)), (leaf, ratio)
+    expected = jax.jit(jax.vmap(loss, (None, *(0 for _ in batch))))(params, *batch)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_sum_is_that_of_the_clipped_gradients(name):
+    loss, params, batch, _ = CASES[name]
+    grads = gradients(name)
+    norms = np.sqrt(sum(np.square(x) for x in norms_of(grads).values()))
+    limit = float(np.median(norms))
+    fn = jax.jit(per_example.clipped_grad(loss, limit, method="ghost", microbatch_size=3))
+    result = fn(params, *batch)
+    factors = limit / np.maximum(limit, norms)
+    for leaf, each in grads.items():
+        expected = np.tensordot(factors, each, 1)
+        found = np.asarray(result.grads[leaf], np.longdouble)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(each).max())
+    assert result.num_clipped in (2, 3)
+    assert (result.num_dropped, result.num_clipped + result.num_unclipped) == (0, len(norms))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_how_parameters_are_measured(name):
+    loss, params, batch, ways = CASES[name]
+    call = Loss.of(loss, False, Roles.of((params, *batch), 0, None), {})
+    plan = plan_for(call, call.params.measured_leaves(), tuple(map(jnp.asarray, batch)))
+    found = {}
+    for i, leaf in enumerate(call.params.names()):
+        parts = {part.way for part in plan.parts[i]}
+        found[leaf] = "dense" if i in plan.dense else parts.pop() if parts else "unused"
+        assert not parts
+    assert found == ways
