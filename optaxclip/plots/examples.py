@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Numbers = np.ndarray[Any, Any]
 HATCHES = ("////", "....", "\\\\\\\\", "xxxx", "++++", "oooo", "----")
+LEAST = 1e-6
+"""Of the largest norm: learned examples have norms of any smallness, which leave others no room."""
 MARKS = tuple(color for i, color in enumerate(COLORS) if i != 1)
 """For marked examples; the second colour is that of the limit."""
 
@@ -29,8 +31,9 @@ def example_norms(
 ) -> "Axes":
     """How many examples have gradients of each norm; the largest are named by their index.
 
-    Both axes are logarithmic, so that one example among thousands is seen. Norms that are 0 or not
-    finite have no place on them: the label of the axis counts them.
+    Both axes are logarithmic, so that one example among thousands is seen. Norms that are not
+    finite, or below a millionth of the largest, have no place on them: the label of the axis counts
+    them.
 
     Args:
       norms: float[examples], as `per_example.grad_norms` and `PerExampleResult.norms` give them.
@@ -58,9 +61,11 @@ def example_norms(
       ['205', '17']
     """
     _, values = curve(norms, None, "norms")
-    is_shown = np.isfinite(values) & (values > 0)
-    if not is_shown.any():
+    finite = values[np.isfinite(values)]
+    if not np.any(finite > 0):
         raise ValueError("norms must have one that is finite and above 0 to draw, got none")
+    least = LEAST * finite.max()
+    is_shown = np.isfinite(values) & (values >= least)
     if limit is not None and not 0 < float(limit) < np.inf:
         raise ValueError(f"limit must be a finite number above 0, got {limit!r}")
     most = checked_int(most, 0, "most")
@@ -75,11 +80,17 @@ def example_norms(
     parts.insert(0, ("others" if groups else "examples", rest, {"color": "0.7"}))
     heights = bars_of_norms(axes, values, edges, parts)
     if limit is not None:
-        share = np.mean(values[np.isfinite(values)] > limit)
+        share = np.mean(finite > limit)
         line_of_limit(axes, limit, f"limit {limit:.3g}, clips {share:.1%}")
     _name_largest(axes, np.where(is_shown, values, 0.0), edges, heights, most)
     axes.set_ylabel("number of examples")
-    return finished(axes, _label(values), legend=ax is None)
+    left_out = {
+        f"below {least:.1g}": np.sum(finite < least),
+        "not finite": len(values) - len(finite),
+    }
+    words = ", ".join(f"{count} {what}" for what, count in left_out.items() if count)
+    label = "norm of an example's gradient" + (f" ({words})" if words else "")
+    return finished(axes, label, legend=ax is None)
 
 
 def _groups(marked: Mapping[str, ArrayLike] | None, examples: int) -> dict[str, Numbers]:
@@ -116,9 +127,3 @@ def _name_largest(ax: "Axes", values: Numbers, edges: Numbers, heights: Numbers,
         ax.annotate(names, (middle, heights[place]), **look, **offset)
     if largest:  # room for what is written
         ax.set_ylim(top=2 * ax.get_ylim()[1])
-
-
-def _label(values: Numbers) -> str:
-    counts = {"are 0": np.sum(values == 0), "are not finite": np.sum(~np.isfinite(values))}
-    words = [f"{count} {what}" for what, count in counts.items() if count]
-    return "norm of an example's gradient" + (f" ({', '.join(words)})" if words else "")

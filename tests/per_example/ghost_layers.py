@@ -106,7 +106,8 @@ def dropout_with_keys_in_the_batch():
 
     def loss(params, x, key):
         hidden = jnp.tanh(x @ params["w"])
-        hidden = jnp.where(jax.random.bernoulli(key, 0.7, hidden.shape), hidden, 0.0)
+        kept = jax.random.bernoulli(key, jnp.float32(0.7), hidden.shape)
+        hidden = jnp.where(kept, hidden, 0.0)
         return jnp.sum(jnp.square(hidden @ params["v"]))
 
     return Model(loss, params, (draw.x(5), jax.random.split(jax.random.key(0), EXAMPLES)))
@@ -175,7 +176,7 @@ def _narrow(dtype, digits):
     def loss(params, x, y):
         return entropy(logits(params, x.astype(dtype)).astype(jnp.float32), y)
 
-    return Model(loss, params, (draw.x(4, 5), draw.ids(3, 4)), digits=digits)
+    return Model(loss, params, (draw.x(4, 5), draw.ids(3, 4)), False, digits, False)
 
 
 @model(quick=True)
@@ -197,7 +198,7 @@ def float32_parameters_and_bfloat16_layers():
         narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
         return entropy(logits(narrow, x.astype(jnp.bfloat16)).astype(jnp.float32), y)
 
-    return Model(loss, params, (draw.x(4, 5), draw.ids(3, 4)), digits=2.0**-7)
+    return Model(loss, params, (draw.x(4, 5), draw.ids(3, 4)), False, 2.0**-7, False)
 
 
 # Branches, loops, and functions inside of the loss

@@ -23,7 +23,8 @@ class Model(NamedTuple):
       params: any tree.
       batch: arrays `[EXAMPLES, ...]`.
       has_aux: whether the loss returns `(loss, aux)`.
-      digits: how many digits its gradients have in the dtype that they are computed in.
+      digits: how exact its gradients are in the dtype that they are computed in.
+      has_float64: whether it can be computed in float64 from the same parameters.
     """
 
     loss: Callable[..., Any]
@@ -31,6 +32,7 @@ class Model(NamedTuple):
     batch: tuple[Any, ...]
     has_aux: bool = False
     digits: float = 1e-5
+    has_float64: bool = True
 
 
 MODELS: dict[str, Callable[[], Model]] = {}

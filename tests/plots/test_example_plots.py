@@ -46,9 +46,9 @@ def test_no_bar_has_norms_on_both_sides_of_the_limit():
 
 
 def test_norms_without_a_place_on_the_axis_are_counted_in_its_label():
-    ax = drawn([1.0, 2.0, 0.0, np.nan, np.inf], most=9)
+    ax = drawn([1.0, 20.0, 0.0, 1e-30, 1.9e-5, np.nan, np.inf], most=9)
     assert counted(ax) == {"examples (2)": 2}
-    assert ax.get_xlabel() == "norm of an example's gradient (1 are 0, 2 are not finite)"
+    assert ax.get_xlabel() == "norm of an example's gradient (3 below 2e-05, 2 not finite)"
     assert sorted(text.get_text() for text in ax.texts) == ["0", "1"]
     assert not ax.lines
 
