@@ -53,7 +53,7 @@ def grouped_convolutions():
         back = lax.conv_transpose(x[None], params["back"], (2, 2), "SAME")
         return jnp.sum(jnp.square(line)) + jnp.sum(jnp.sin(back))
 
-    return Model(loss, params, (draw.x(6, 6, 4),))
+    return Model(loss, params, (draw.x(6, 6, 4),), digits=1e-3)
 
 
 @model

@@ -13,6 +13,8 @@ from optaxclip import per_example, scopes
 
 SCOPES = {"tree": scopes.tree(), "leaf": scopes.leaf()}
 EVERY = slow_unless(lambda name: name in QUICK, MODELS)
+ABOVE = 1e-4
+"""How far above the norm a norm may be: what bounds on all rounding add, for layers this small."""
 BELOW = 1e-6
 """How far below the norm in float64 a norm may be, as the gradient itself is rounded in float32."""
 
@@ -94,7 +96,7 @@ def of_both(name):
 def test_norms_are_those_of_the_gradients(name):
     digits = MODELS[name]().digits
     references = [gradients(name)]
-    if digits <= 1e-5:
+    if MODELS[name]().has_float64:
         with jax.enable_x64(True):
             references.append(gradients(name, wide=True))
     _, found = of_both(name)
@@ -105,7 +107,8 @@ def test_norms_are_those_of_the_gradients(name):
             # A leaf that has hardly any part in the norm has hardly any digits.
             least = 1e-6 * expected["tree"].reshape(-1, *[1] * (norms.ndim - 1))
             above = np.asarray(found[scope][0], float) - norms
-            assert np.all(above <= digits * norms + least), (scope, np.max(above / norms))
+            most = max(ABOVE, digits)
+            assert np.all(above <= most * norms + least), (scope, np.max(above / norms))
             below = max(BELOW, digits if digits > 1e-5 else 0)
             assert np.all(above >= -below * norms - least), (scope, np.min(above / norms))
 
@@ -126,7 +129,7 @@ def test_sums_are_those_of_the_clipped_gradients(name):
         for ours, theirs in zip(*map(floats, (ghost.grads, vmap.grads)), strict=True):
             assert ours.dtype == theirs.dtype
             error = np.linalg.norm(np.ravel(ours - theirs))
-            assert error <= model.digits * limits[scope], scope
+            assert error <= max(ABOVE, model.digits) * limits[scope], scope
 
 
 @pytest.mark.parametrize("name", EVERY)
