@@ -29,7 +29,7 @@ def example_norms(
     *,
     most: int = 5,
 ) -> "Axes":
-    """How many examples have gradients of each norm; the largest are named by their index.
+    """How many examples have gradients of each norm; the largest are listed by index.
 
     Both axes are logarithmic, so that one example among thousands is seen. Norms that are not
     finite, or below a millionth of the largest, have no place on them: the label of the axis counts
@@ -41,7 +41,7 @@ def example_norms(
       marked: for each name the indices of examples that get a colour of their own. An example
         belongs to the first name that has it.
       ax: where to draw.
-      most: how many of the largest are named.
+      most: how many of the largest are listed, with their norms.
 
     Raises:
       ValueError: for norms that are none, not in one axis, or all 0 or not finite; for a limit that
@@ -57,8 +57,9 @@ def example_norms(
       >>> ax = plots.example_norms(norms, limit=2.0, marked={"wrong label": [17, 205]}, most=2)
       >>> print(ax.get_legend_handles_labels()[1][1:])
       ['others (998)', 'wrong label (2)']
-      >>> print([text.get_text() for text in ax.texts])
-      ['205', '17']
+      >>> print(ax.texts[0].get_text())
+      205: 50
+      17: 20
     """
     _, values = curve(norms, None, "norms")
     finite = values[np.isfinite(values)]
@@ -78,11 +79,12 @@ def example_norms(
         parts.append((name, rest & of_name, look))
         rest = rest & ~of_name
     parts.insert(0, ("others" if groups else "examples", rest, {"color": "0.7"}))
-    heights = bars_of_norms(axes, values, edges, parts)
+    bars_of_norms(axes, values, edges, parts)
     if limit is not None:
         share = np.mean(finite > limit)
         line_of_limit(axes, limit, f"limit {limit:.3g}, clips {share:.1%}")
-    _name_largest(axes, np.where(is_shown, values, 0.0), edges, heights, most)
+    _name_largest(axes, np.where(is_shown, values, 0.0), most)
+    _tick(axes)
     axes.set_ylabel("number of examples")
     left_out = {
         f"below {least:.1g}": np.sum(finite < least),
@@ -115,15 +117,22 @@ def _groups(marked: Mapping[str, ArrayLike] | None, examples: int) -> dict[str, 
     return found
 
 
-def _name_largest(ax: "Axes", values: Numbers, edges: Numbers, heights: Numbers, most: int) -> None:
-    """Writes the indices of the largest above their bars, those of one bar over each other."""
+def _name_largest(ax: "Axes", values: Numbers, most: int) -> None:
+    """Lists the largest in the upper right corner, above the low bars that they are in."""
     largest = [i for i in np.argsort(-values, kind="stable")[:most] if values[i] > 0]
-    bins = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, len(heights) - 1)
-    for place in dict.fromkeys(bins[largest]):
-        names = "\n".join(str(i) for i in largest if bins[i] == place)
-        middle = float(np.sqrt(edges[place] * edges[place + 1]))
-        look = {"ha": "center", "va": "bottom", "fontsize": "small"}
-        offset = {"xytext": (0, 2), "textcoords": "offset points"}
-        ax.annotate(names, (middle, heights[place]), **look, **offset)
-    if largest:  # room for what is written
-        ax.set_ylim(top=2 * ax.get_ylim()[1])
+    if largest:
+        lines = "\n".join(f"{i}: {values[i]:.3g}" for i in largest)
+        look = {"ha": "right", "va": "top", "fontsize": "small", "transform": ax.transAxes}
+        ax.text(0.99, 0.98, lines, **look)
+
+
+def _tick(ax: "Axes") -> None:
+    """Ticks with numbers that can be read, also within one power of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = ax.get_xlim()
+    if high < 300 * low:
+        subs = (1.0, 2.0, 5.0) if high > 4 * low else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+        ax.xaxis.set_major_locator(LogLocator(subs=subs))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        ax.xaxis.set_minor_formatter(NullFormatter())

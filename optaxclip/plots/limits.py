@@ -228,8 +228,8 @@ def edges_of_bars(norms: Numbers, limit: float) -> Numbers:
 
 def bars_of_norms(
     ax: "Axes", norms: Numbers, edges: Numbers, parts: Iterable[tuple[str, Numbers, dict[str, Any]]]
-) -> Numbers:
-    """How many norms of each part are in each bin, as bars on top of each other; their heights.
+) -> None:
+    """How many norms of each part are in each bin, as bars on top of each other.
 
     A part has a name, which norms belong to it, and its look; one without norms is left out.
     """
@@ -242,9 +242,8 @@ def bars_of_norms(
             look = {"linewidth": 0, "align": "edge", **look}
             label = f"{name} ({part.sum()})"
             ax.bar(edges[:-1], counts, np.diff(edges), below, label=label, **look)
-            below = below + counts
+            below += counts
     ax.set_ylim(0.5, 1.5 * max(below.max(), 1))  # so that a single one is seen too
-    return below
 
 
 def line_of_limit(ax: "Axes", limit: float, label: str) -> None:
