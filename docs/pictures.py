@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))  # where `benchmarks` is
 
 import batches
+import examples
 import layers
 import matplotlib as mpl
 import numpy as np
@@ -71,6 +72,8 @@ def main() -> None:
     text = demo.read_text(None)
     batches.draw(DOCS / "batch.png", DPI, text, SEED)
     layers.draw(DOCS, LETTERS, DPI, text, SEED)
+    with mpl.rc_context(LETTERS):
+        examples.draw(DOCS / "example.png", DPI)
     norms = draw_demo(text)
     draw_limits(norms, sweep.train(text, sweep.LIMITS, SWEEP_STEPS, SEED))
 

@@ -106,10 +106,8 @@ OTHERS = [
     (optaxclip.skip_above, {"max_consecutive": 20, **L2}),
     (per_example.clip_sum, LIFTED),
     (per_example.clipped_grad, {"argnums": 0, "has_aux": False, **LIFTED}),
-    (
-        per_example.per_example_clip_and_aggregate,
-        {"noise_multiplier": 0.0, "reduction": "mean", **LIFTED},
-    ),
+    (per_example.per_example_clip_and_aggregate, {"reduction": "mean", **LIFTED}),
+    (per_example.noisy_mean, {"relation": "add_or_remove_one"}),
     (per_example.per_example_layer_norm_clip, {"uniform": True}),
     (
         per_example.quantile_limit,

@@ -13,8 +13,8 @@ from optaxclip._base.types import PyTree
 from optaxclip._border.calls import split_as
 
 
-def number_of_examples(flat: FlatTree, argument: str) -> int:
-    """The size of the leading axis, which all leaves must share.
+def number_of_examples(flat: FlatTree, argument: str, remedy: str = "") -> int:
+    """The size of the leading axis, which all leaves must share; `remedy` ends the message.
 
     Raises:
       ValueError: if leaves have no leading axis, or leading axes of different sizes.
@@ -28,7 +28,7 @@ def number_of_examples(flat: FlatTree, argument: str) -> int:
     if len({shape[:1] for shape in sizes.values()}) > 1 or () in sizes.values():
         raise ValueError(
             f"{argument} must have leaves [examples, ...] with the same number of examples; got "
-            f"shapes {sizes}"
+            f"shapes {sizes}{remedy}"
         )
     return next(iter(sizes.values()))[0] if sizes else 0
 

@@ -5,6 +5,7 @@ Each example of a batch is clipped by any scope and response, and the results ar
 a microbatch at a time or, with `method="ghost"`, does without them, and by
 `per_example_clip_and_aggregate`, the first stage of an Optax chain. `grad_norms` says which example
 has a large gradient.
+`noisy_mean` makes a private gradient of a sum.
 
   from optaxclip import per_example, scopes
 
@@ -39,6 +40,7 @@ from optaxclip.per_example.example_norms import explain as explain
 from optaxclip.per_example.example_norms import grad_norms as grad_norms
 from optaxclip.per_example.gradients import ClippedGrad as ClippedGrad
 from optaxclip.per_example.gradients import clipped_grad as clipped_grad
+from optaxclip.per_example.noise import noisy_mean as noisy_mean
 from optaxclip.per_example.quantile import QuantileLimit as QuantileLimit
 from optaxclip.per_example.quantile import adjusted_noise_multiplier as adjusted_noise_multiplier
 from optaxclip.per_example.quantile import quantile_limit as quantile_limit

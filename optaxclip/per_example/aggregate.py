@@ -8,18 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
 
 from optaxclip._base.arguments import check_state, checked_choice, refuse_uncalled
 from optaxclip._base.calls import makes_transformation
 from optaxclip._base.counters import increased, own_arrays
-from optaxclip._base.numerics import is_real, real_parts
+from optaxclip._base.numerics import is_real
 from optaxclip._base.states import registered_state
-from optaxclip._base.trees import FlatTree, flatten
+from optaxclip._base.trees import FlatTree, flatten, leaf_name
 from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import number_of_examples
 from optaxclip._border.transformation import Transformation, transformation
 from optaxclip.per_example.bounds import ExampleLimit
+from optaxclip.per_example.noise import is_key, is_zero, with_noise
 from optaxclip.per_example.quantile import QuantileLimit, adjusted_noise_multiplier
 from optaxclip.per_example.sums import (
     ExampleClip,
@@ -59,7 +59,7 @@ class PerExampleState(NamedTuple):
 @makes_transformation("per_example.clip_sum(grads, 1.0)")
 def per_example_clip_and_aggregate(
     limit: AggregateLimit,
-    noise_multiplier: jax.typing.ArrayLike = 0.0,
+    noise_multiplier: jax.typing.ArrayLike,
     key: jax.typing.ArrayLike | None = None,
     *,
     reduction: Reduction = "mean",
@@ -72,6 +72,8 @@ def per_example_clip_and_aggregate(
 
     It must be the first stage of a chain, and takes gradients with a leading axis of examples, as
     `optax.contrib.differentially_private_aggregate` does. The guarantees are those of `clip_sum`.
+    `optax.MultiSteps` around it is an error, because the mean that it hands on has no examples; in
+    microbatches, `clipped_grad` and `noisy_mean` do the same.
     The noise is Gaussian with a standard deviation of `noise_multiplier` times the limit, drawn and
     added in float32 or wider; results are then rounded to the dtype of the updates.
 
@@ -86,7 +88,8 @@ def per_example_clip_and_aggregate(
         `count -> limit`; or `quantile_limit(...)`, whose limit is in the state. The `count_noise`
         of the latter must exceed half the noise multiplier; the noise on the sum is then larger, by
         `adjusted_noise_multiplier`.
-      noise_multiplier: the ratio of the noise's standard deviation to the limit.
+      noise_multiplier: the ratio of the noise's standard deviation to the limit; 0 for none, which
+        is not private, and so has to be said.
       key: a key from `jax.random`, or an int to make one from; needed for noise. The state keeps it
         in the form in which it came, and one from an int as `jax.random.key` makes it. Flax's
         `to_bytes` cannot store that; if you use it, pass `jax.random.PRNGKey(seed)`. Without a key
@@ -103,7 +106,8 @@ def per_example_clip_and_aggregate(
 
     Raises:
       ValueError: for a limit or a multiplier that is negative or NaN, noise without a key, an
-        unknown name, or a `noise_multiplier` that is not below `2 * count_noise`.
+        unknown name, or a `noise_multiplier` that is not below `2 * count_noise`; in the update,
+        for gradients without an axis of examples.
       TypeError: for a limit or a multiplier that is not a number, or a `key` that is not a key.
 
     Example:
@@ -126,7 +130,7 @@ def per_example_clip_and_aggregate(
         sum_multiplier = adjusted_noise_multiplier(noise_multiplier, rule.count_noise)
     else:
         sum_multiplier = as_float(noise_multiplier)
-    is_noisy = not _is_zero(noise_multiplier) or (rule and not _is_zero(rule.count_noise))
+    is_noisy = not is_zero(noise_multiplier) or (rule and not is_zero(rule.count_noise))
     first_key = _checked_key(key, is_needed=bool(is_noisy))
     reduction = checked_choice(reduction, get_args(Reduction), "reduction")
 
@@ -147,10 +151,11 @@ def per_example_clip_and_aggregate(
         is_padding: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, PerExampleState]:
-        del params, extra_args
+        del extra_args
         check_state(state, PerExampleState, "per_example_clip_and_aggregate", updates=updates)
         flat = flatten(updates, "updates")
-        flags = padding_flags(is_padding, number_of_examples(flat, "updates"))
+        _refuse_one_gradient(flat, params)
+        flags = padding_flags(is_padding, number_of_examples(flat, "updates", f". {_REMEDY}"))
         one = one_of(flat)
         now = state.limit if rule else limit(state.steps) if callable(limit) else checked.limit
         clip = checked._replace(limit=now)
@@ -163,7 +168,7 @@ def per_example_clip_and_aggregate(
         total = sums.leaves
         if for_sum is not None:
             bound = clip.limits(one)[2]
-            total = _with_noise(total, for_sum, sum_multiplier.astype(bound.dtype) * bound)
+            total = with_noise(total, for_sum, sum_multiplier.astype(bound.dtype) * bound)
         divisor = jnp.maximum(as_float(size), 1) if reduction == "mean" else jnp.ones(())
         new_state = PerExampleState(
             steps=increased(state.steps),
@@ -191,27 +196,34 @@ def _fixed(limit: AggregateLimit) -> ExampleLimit:
     return limit if isinstance(limit, Mapping) else checked_limit(limit, "limit", schedule=True)
 
 
-def _with_noise(leaves: list[Array], key: Array, std: Array) -> list[Array]:
-    """The leaves with independent Gaussian noise on all entries, on both parts of complex ones."""
-    noisy = []
-    for leaf, leaf_key in zip(leaves, jax.random.split(key, max(len(leaves), 1)), strict=False):
-        parts = real_parts(leaf)
-        noisy_parts = [
-            part + std.astype(part.dtype) * jax.random.normal(part_key, part.shape, part.dtype)
-            for part, part_key in zip(parts, jax.random.split(leaf_key, len(parts)), strict=True)
-        ]
-        noisy.append(jax.lax.complex(*noisy_parts) if len(parts) > 1 else noisy_parts[0])
-    return noisy
+_REMEDY = (
+    "Pass the gradients of examples, as jax.vmap(jax.grad(loss_fn), (None, 0)) gives them. "
+    "optax.MultiSteps cannot stand around per_example_clip_and_aggregate, because it hands on the "
+    "mean of what it got, in which no example can be clipped: for microbatches take "
+    "per_example.clipped_grad(microbatch_size=) and per_example.noisy_mean"
+)
+
+
+def _refuse_one_gradient(flat: FlatTree, params: PyTree | None) -> None:
+    """Refuses a gradient without examples, whose rows would be taken for examples."""
+    if params is None:
+        return
+    of_params = flatten(params, "params")
+    shapes = {of_params.paths[i]: np.shape(of_params.leaves[i]) for i in of_params.measured}
+    for i in flat.measured:
+        shape = np.shape(flat.leaves[i])
+        if shapes.get(flat.paths[i]) == shape:
+            raise ValueError(
+                "updates must have an axis of examples in front of the axes of the parameters; "
+                f"leaf {leaf_name(flat.paths[i])!r} has the shape {shape} of its parameter. "
+                f"{_REMEDY}"
+            )
 
 
 def _rounded(leaves: list[Array], divisor: Array, one: FlatTree) -> list[Array]:
     """The quotients in the dtypes of the updates."""
     pairs = zip(leaves, one.measured_leaves(), strict=True)
     return [(x / divisor.astype(x.dtype)).astype(like.dtype) for x, like in pairs]
-
-
-def _is_zero(number: Any) -> bool:
-    return not isinstance(number, Tracer) and float(number) == 0
 
 
 def _checked_key(key: Any, *, is_needed: bool) -> Array | None:
@@ -225,8 +237,6 @@ def _checked_key(key: Any, *, is_needed: bool) -> Array | None:
         return None
     if np.shape(key) == () and is_real(key) and jnp.issubdtype(jnp.result_type(key), jnp.integer):
         return jax.random.key(key)
-    dtype, rank = getattr(key, "dtype", None), np.ndim(key)
-    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not (is_typed and rank == 0) and not (dtype == jnp.uint32 and rank == 1):
+    if not is_key(key):
         raise TypeError(f"key must be one key from jax.random, or an int, got {key!r}")
     return jnp.asarray(key)

@@ -76,6 +76,22 @@ def group_limits(
     return [jnp.broadcast_to(bound * root, group.shape) for root, group in rows], bound
 
 
+def change_of(relation: Any) -> int:
+    """By how many limits the sum can change between neighbouring data sets.
+
+    Raises:
+      ValueError: for another relation than those of `ClippedGrad.sensitivity`.
+    """
+    name = getattr(relation, "name", relation)
+    name = name.lower() if isinstance(name, str) else name
+    if name not in _CHANGES:
+        raise ValueError(f"relation must be one of {list(_CHANGES)}, got {relation!r}")
+    return _CHANGES[name]
+
+
+_CHANGES = {"add_or_remove_one": 1, "replace_special": 1, "replace_one": 2}
+
+
 def _limits_by_name(limit: dict[str, Any], grouping: Grouping, dtype: jnp.dtype) -> list[Array]:
     if grouping.layout == "dict":
         entries = [(group.names[0], group.shape) for group in grouping.groups]

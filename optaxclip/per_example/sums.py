@@ -50,6 +50,8 @@ class PerExampleResult(NamedTuple):
       num_unclipped: int32[], examples without a group above its limit.
       losses: `[examples]`, from `clipped_grad`.
       aux: the loss function's auxiliary output, with a leading axis of examples, likewise.
+      bound: float32 or wider, `[]`, the norm that no example's contribution to `grads` exceeds;
+        `noisy_mean` computes its noise from it. None in a result that was made by hand.
     """
 
     grads: PyTree
@@ -59,6 +61,7 @@ class PerExampleResult(NamedTuple):
     num_unclipped: Array
     losses: Array | None = None
     aux: PyTree = None
+    bound: Array | None = None
 
 
 class ExampleClip(NamedTuple):
@@ -145,7 +148,8 @@ def clip_sum(
     clip = ExampleClip.checked(limit, scope, response, split)
     flat = flatten(grads, "grads")
     sums = _summed(flat, clip, is_padding)
-    return result_of(sums, sum_tree(flat, sums.leaves))
+    bound = clip.limits(one_of(flat))[2]
+    return result_of(sums, sum_tree(flat, sums.leaves))._replace(bound=bound)
 
 
 def per_example_global_norm_clip(

@@ -1,6 +1,6 @@
 """Pictures that help to find a limit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ORANGE, BLUE = COLORS[:2]
 PALE_ORANGE = COLORS[5]
+Numbers = np.ndarray[Any, Any]
 BINS = 50
 
 
@@ -115,30 +116,13 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
     spikes = np.isin(np.arange(len(norms)), suggestion.spikes)
     counted = suggestion.counted
     above = norms > suggestion.limit
-    edges = _edges(norms[counted], suggestion.limit)
-    axes.set_xscale("log")
-    axes.set_yscale("log")  # on a linear axis a few spikes among thousands could not be seen
     parts = (
         ("ordinary", counted & ~spikes & ~above, {"color": "0.7"}),
         ("above the limit, no spikes", counted & ~spikes & above, {"color": PALE_ORANGE}),
         ("spikes", spikes, {"color": ORANGE, "hatch": "////", "edgecolor": "white"}),
     )
-    below = np.zeros(len(edges) - 1)
-    for name, part, look in parts:
-        if part.any():
-            counts = np.histogram(norms[part], edges)[0]
-            label = f"{name} ({part.sum()})"
-            look = {"linewidth": 0, "align": "edge", **look}
-            axes.bar(edges[:-1], counts, np.diff(edges), below, label=label, **look)
-            below += counts
-    axes.set_ylim(0.5, 1.5 * below.max())  # so that a single step is seen too
-    axes.axvline(
-        suggestion.limit,
-        color=BLUE,
-        linestyle="--",
-        linewidth=1.6,
-        label=_label(suggestion),
-    )
+    bars_of_norms(axes, norms, edges_of_bars(norms[counted], suggestion.limit), parts)
+    line_of_limit(axes, suggestion.limit, _label(suggestion))
     after = " after the warm-up" if suggestion.warmup_steps else ""
     axes.set_ylabel(f"number of steps{after}")
     return finished(axes, "gradient norm", legend=ax is None)
@@ -233,13 +217,38 @@ def _label(suggestion: Suggestion) -> str:
     return f"{kind}limit {suggestion.limit:g}, clips {suggestion.share_clipped:.1%}"
 
 
-def _edges(norms: np.ndarray[Any, Any], limit: float) -> np.ndarray[Any, Any]:
+def edges_of_bars(norms: Numbers, limit: float) -> Numbers:
     """The edges of equally wide bins. The limit is an edge, so no bin has norms on both sides."""
     low, high = np.log(norms.min() / limit), np.log(norms.max() / limit)
-    width = (high - low) / BINS
+    width = (high - low) / BINS or 0.1
     # A norm equal to its limit is not above it.
     bins = np.arange(np.floor(low / width - 1e-6), np.ceil(high / width) + 1)
     return limit * np.exp(bins * width) * (1 + 1e-9)
+
+
+def bars_of_norms(
+    ax: "Axes", norms: Numbers, edges: Numbers, parts: Iterable[tuple[str, Numbers, dict[str, Any]]]
+) -> None:
+    """How many norms of each part are in each bin, as bars on top of each other.
+
+    A part has a name, which norms belong to it, and its look; one without norms is left out.
+    """
+    ax.set_xscale("log")
+    ax.set_yscale("log")  # on a linear axis a few among thousands could not be seen
+    below = np.zeros(len(edges) - 1)
+    for name, part, look in parts:
+        if part.any():
+            counts = np.histogram(norms[part], edges)[0]
+            look = {"linewidth": 0, "align": "edge", **look}
+            label = f"{name} ({part.sum()})"
+            ax.bar(edges[:-1], counts, np.diff(edges), below, label=label, **look)
+            below += counts
+    ax.set_ylim(0.5, 1.5 * max(below.max(), 1))  # so that a single one is seen too
+
+
+def line_of_limit(ax: "Axes", limit: float, label: str) -> None:
+    """A limit among norms along the horizontal axis."""
+    ax.axvline(limit, color=BLUE, linestyle="--", linewidth=1.6, label=label)
 
 
 def _mark_above(

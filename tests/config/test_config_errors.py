@@ -67,7 +67,11 @@ def test_it_knows_what_is_public_and_nothing_else():
             r"config.limit.a: there is no limit rule 'z_score'; there are \['zscore', ",
         ),
         (
-            {"name": "per_example_clip_and_aggregate", "limit": {"name": "quantile"}},
+            {
+                "name": "per_example_clip_and_aggregate",
+                "limit": {"name": "quantile"},
+                "noise_multiplier": 0.0,
+            },
             r"config.limit: there is no quantile limit 'quantile'; there are \['quantile_limit'\]",
         ),
         (

@@ -188,7 +188,8 @@ def test_it_makes_what_its_data_says(case):
 
 @pytest.mark.parametrize("limit", ["quantile_limit", {"name": "quantile_limit", "init_limit": 2.0}])
 def test_the_limit_of_examples_follows_a_quantile(limit):
-    made = from_config({"name": "per_example_clip_and_aggregate", "limit": limit})
+    name = "per_example_clip_and_aggregate"
+    made = from_config({"name": name, "limit": limit, "noise_multiplier": 0.0})
     first = made.init(PARAMS).limit
     assert first == (0.1 if limit == "quantile_limit" else 2.0)
 

@@ -50,11 +50,11 @@ MISTAKES = {
         r"limit must be a scalar, got an array of shape \(2,\); .* pass a dict",
     ),
     "word for a batch's limit": (
-        lambda: per_example.per_example_clip_and_aggregate("1"),
+        lambda: per_example.per_example_clip_and_aggregate("1", 0.0),
         "^limit must be a number, a scalar array or a schedule, got '1'",
     ),
     "quantile uncalled": (
-        lambda: per_example.per_example_clip_and_aggregate(per_example.quantile_limit),
+        lambda: per_example.per_example_clip_and_aggregate(per_example.quantile_limit, 0.0),
         r"limit must be what quantile_limit returns.* as in per_example\.quantile_limit\(\)",
     ),
     "limits of ops": (

@@ -22,6 +22,10 @@ def _any_parts(schedule):
     return optaxclip.clip_by(scopes.leaf(), schedule, **parts)
 
 
+def _with_noise(limit):
+    return per_example.per_example_clip_and_aggregate(limit, 1.0, key=0)
+
+
 # `test_contract.py` has the methods without a schedule.
 MAKERS = {
     "clip_by_value": lambda: optaxclip.clip_by_value(-1.0, 1.0),
@@ -33,7 +37,7 @@ MAKERS = {
         for make in (
             *(optaxclip.clip_by_global_norm, optaxclip.clip_by_norm, optaxclip.clip_by_block_rms),
             *(optaxclip.adaptive_grad_clip, optaxclip.normalize_by_global_norm, optaxclip.clip),
-            *(_any_parts, per_example.per_example_clip_and_aggregate),
+            *(_any_parts, _with_noise),
         )
     },
     "skip_above scheduled": scheduled(lambda fn: optaxclip.skip_above(optax.identity(), fn)),
@@ -43,7 +47,7 @@ MAKERS = {
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.usefixtures("_as_optax_needs")
 def test_equal_constructions_compile_once(name):
-    grads = random_tree(1, 2) if name.startswith("per_example") else GRADS
+    grads = random_tree(1, 2) if name.startswith(("per_example", "_with_noise")) else GRADS
 
     def two_steps():
         tx = MAKERS[name]()

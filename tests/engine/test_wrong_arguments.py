@@ -44,7 +44,10 @@ MISTAKES = {
         lambda: per_example.clipped_grad(jnp.dot, 1.0, scope=scopes.leaf),
         r"call it, as in scopes\.leaf\(\)",
     ),
-    "zero for a scope": (lambda: AGGREGATE(1.0, scope=0.0), "must be from optaxclip.scopes.* 0.0"),
+    "zero for a scope": (
+        lambda: AGGREGATE(1.0, 0.0, scope=0.0),
+        "must be from optaxclip.scopes.* 0.0",
+    ),
     **{
         f"{name} uncalled": (
             lambda name=name: clip_by(scopes.tree(), 1.0, response=getattr(responses, name)),
@@ -99,9 +102,12 @@ MISTAKES = {
     "half a step": (lambda: optaxclip.skip_above(SGD, 1.0, jnp.float32(2)), "dtype float32"),
     "many": (lambda: optaxclip.skip_above(SGD, 1.0, jnp.ones(2, int)), r"of shape \(2,\)"),
     "traced never": (lambda: optaxclip.skip_above(SGD, 1.0, jnp.int32(0)), "at least 1, got 0"),
-    "empty batch": (lambda: AGGREGATE(1.0, batch_size=0), "batch_size must be from 1 .* got 0"),
-    "negative batch": (lambda: AGGREGATE(1.0, batch_size=-3), "batch_size .* got -3"),
-    "word for a batch": (lambda: AGGREGATE(1.0, batch_size="a"), "batch_size .* of type str"),
+    "empty batch": (
+        lambda: AGGREGATE(1.0, 0.0, batch_size=0),
+        "batch_size must be from 1 .* got 0",
+    ),
+    "negative batch": (lambda: AGGREGATE(1.0, 0.0, batch_size=-3), "batch_size .* got -3"),
+    "word for a batch": (lambda: AGGREGATE(1.0, 0.0, batch_size="a"), "batch_size .* of type str"),
     "labels of others": (
         lambda: optaxclip.clip_by_group_norm(1.0, {"x": "a"}).init(GRADS),
         r"labels has the leaves 'x' \(dict\), the gradients have .* 'layer0', .*, \.\.\. \(dict\)",

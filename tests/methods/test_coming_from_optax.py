@@ -17,7 +17,7 @@ TRANSFORMATIONS = {
     "skip_nonfinite": optaxclip.skip_nonfinite(SGD),
     "skip_above": optaxclip.skip_above(SGD, 1.0),
     "record": monitor.record(2),
-    "per_example_clip_and_aggregate": per_example.per_example_clip_and_aggregate(1.0),
+    "per_example_clip_and_aggregate": per_example.per_example_clip_and_aggregate(1.0, 0.0),
 }
 FOREIGN = [optax.EmptyState(), (), (optax.EmptyState(),), SGD.init(PARAMS), {"count": 0}]
 
@@ -48,7 +48,11 @@ STATIC = [
     (monitor.record, {}, "window"),
     (optaxclip.clip_by_norm, {"max_norm": 1.0, "axes": 0}, "axes"),
     (optaxclip.adaptive_grad_clip, {"clipping": 1.0, "axis": 0}, "axis"),
-    (per_example.per_example_clip_and_aggregate, {"limit": 1.0}, "noise_multiplier"),
+    (
+        per_example.per_example_clip_and_aggregate,
+        {"limit": 1.0, "noise_multiplier": 0.0},
+        "noise_multiplier",
+    ),
 ]
 
 
@@ -57,13 +61,14 @@ NAMES = [factory.__name__ for factory, *_ in STATIC]
 
 @pytest.mark.parametrize(("factory", "arguments", "static"), STATIC, ids=NAMES)
 def test_what_cannot_be_injected_says_what_to_pass(factory, arguments, static):
-    grads = random_tree(0, 2)
+    params = random_tree(0, 2)
+    grads = jax.tree.map(lambda x: x[None], params) if "limit" in arguments else params
     tx = optax.inject_hyperparams(factory)(**arguments)
     with pytest.raises((TypeError, ValueError), match=rf"static_args=\(.{static}.,\)"):
-        jax.eval_shape(tx.update, grads, tx.init(grads), grads)
+        jax.eval_shape(tx.update, grads, tx.init(params), params)
     tx = optax.inject_hyperparams(factory, static_args=(static,))(**arguments)
-    found, _ = jax.eval_shape(tx.update, grads, jax.eval_shape(tx.init, grads), grads)
-    assert jax.tree.structure(found) == jax.tree.structure(grads)
+    found, _ = jax.eval_shape(tx.update, grads, jax.eval_shape(tx.init, params), params)
+    assert jax.tree.structure(found) == jax.tree.structure(params)
 
 
 @pytest.mark.parametrize("key", [0, jax.random.PRNGKey(0)], ids=["int", "array"])

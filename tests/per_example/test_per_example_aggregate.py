@@ -25,9 +25,9 @@ def first_update(*args, grads=GRADS, **kwargs):
 
 def test_mean_and_sum_without_noise():
     expected = jax.jit(per_example.clip_sum)(GRADS, 1.0)
-    mean, state = first_update(1.0)
-    total, _ = first_update(1.0, reduction="sum")
-    by_hand, _ = first_update(1.0, batch_size=16)
+    mean, state = first_update(1.0, 0.0)
+    total, _ = first_update(1.0, 0.0, reduction="sum")
+    by_hand, _ = first_update(1.0, 0.0, batch_size=16)
     theirs = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=0)
     with jax.numpy_dtype_promotion("standard"):
         optaxs, _ = jax.jit(theirs.update)(GRADS, theirs.init(PARAMS))
@@ -40,22 +40,22 @@ def test_mean_and_sum_without_noise():
 
 
 def test_each_example_is_counted_once():
-    tx = aggregate(1.0)
+    tx = aggregate(1.0, 0.0)
     _, state = tx.update(jnp.array([0.5, 3.0, jnp.nan, 2.0, jnp.inf, 4.0]), tx.init(jnp.zeros(())))
     assert (int(state.num_clipped), int(state.num_dropped)) == (3, 2)
 
 
 def test_a_mean_of_one_example_is_the_example():
-    update, _ = first_update(1.0, grads=jnp.array([[0.3, 0.4]]))
+    update, _ = first_update(1.0, 0.0, grads=jnp.array([[0.3, 0.4]]))
     np.testing.assert_allclose(update, [0.3, 0.4], rtol=1e-6)
 
 
 def test_padding():
     flags = np.arange(8) >= 6
-    tx = aggregate(1.0)
+    tx = aggregate(1.0, 0.0)
     update = jax.jit(tx.update)
     updates, state = update(GRADS, tx.init(PARAMS), is_padding=flags)
-    expected, _ = first_update(1.0, grads=jax.tree.map(lambda x: x[:6], GRADS))
+    expected, _ = first_update(1.0, 0.0, grads=jax.tree.map(lambda x: x[:6], GRADS))
     nothing, _ = update(GRADS, state, is_padding=np.full(8, True))
     assert int(state.num_clipped) == 6
     for name in GRADS:
@@ -149,7 +149,7 @@ def test_dtypes_and_one_compilation():
 
 
 def test_a_schedule_counts_the_steps():
-    tx = aggregate(lambda count: 1.0 / (1 + count.astype(jnp.float32)), reduction="sum")
+    tx = aggregate(lambda count: 1.0 / (1 + count.astype(jnp.float32)), 0.0, reduction="sum")
     grads, state, norms = jnp.array([[3.0, 4.0]]), tx.init(jnp.zeros(2)), []
     update = jax.jit(tx.update)
     for _ in range(3):
@@ -170,9 +170,9 @@ def test_errors_say_what_is_wrong():
     with pytest.raises(ValueError, match="noise_multiplier must not be negative"):
         aggregate(1.0, -1.0)
     with pytest.raises(ValueError, match="limit must not be negative or NaN"):
-        aggregate(math.nan)
+        aggregate(math.nan, 0.0)
     with pytest.raises(ValueError, match="reduction must be one of"):
-        aggregate(1.0, reduction="median")
+        aggregate(1.0, 0.0, reduction="median")
     with pytest.raises(ValueError, match=r"noise_multiplier must be below 2 \* count_noise"):
         aggregate(per_example.quantile_limit(count_noise=0.5), 1.0, key=0)
     with pytest.raises(ValueError, match="key must be given for a count_noise"):
@@ -181,7 +181,34 @@ def test_errors_say_what_is_wrong():
         jax.jit(lambda x: per_example.quantile_limit(count_noise=x).update(x, 3, 4))(1.0)
     # The count alone is noisy.
     with pytest.raises(ValueError, match="key must be given for noise"):
-        aggregate(per_example.quantile_limit(count_noise=1.0))
+        aggregate(per_example.quantile_limit(count_noise=1.0), 0.0)
+
+
+def test_the_noise_has_to_be_named():
+    """Also where there is none: `aggregate(1.0)` looked private, and was not."""
+    with pytest.raises(TypeError, match="noise_multiplier"):
+        aggregate(1.0)
+    with pytest.raises(ValueError, match="needs the argument 'noise_multiplier'"):
+        optaxclip.from_config({"name": "per_example_clip_and_aggregate", "limit": 1.0})
+
+
+@pytest.mark.parametrize("size", [(), (8,)], ids=["means", "examples"])
+@pytest.mark.parametrize("with_params", [True, False])
+def test_what_accumulates_around_it_is_refused(with_params, size):
+    """Whatever it is given: its own mean of it has no examples."""
+    grads = jax.tree.map(lambda x: jnp.ones(size + x.shape), PARAMS)
+    for tx in (aggregate(1.0, 0.0), optax.chain(aggregate(1.0, 0.0), optax.sgd(0.1))):
+        around = optax.MultiSteps(tx, 2)
+        with pytest.raises(ValueError, match=r"MultiSteps cannot stand around .*noisy_mean"):
+            around.update(grads, around.init(PARAMS), PARAMS if with_params else None)
+
+
+def test_rows_of_a_parameter_are_not_examples():
+    tx, w = aggregate(1.0, 0.0), jnp.ones((4, 3))
+    with pytest.raises(ValueError, match=r"leaf 'w' has the shape \(4, 3\) of its parameter"):
+        tx.update({"w": w}, tx.init({"w": w}), {"w": w})
+    updates, _ = tx.update({"w": jnp.ones((4, 4, 3))}, tx.init({"w": w}), {"w": w})
+    assert updates["w"].shape == (4, 3)
 
 
 # The limit that follows a quantile
@@ -204,7 +231,7 @@ def test_errors_say_what_is_wrong():
 def test_published_vectors(options, records, limits, sums):
     target, learning_rate, init_limit, geometric = options
     rule = per_example.quantile_limit(target, learning_rate, init_limit, geometric=geometric)
-    tx = aggregate(rule, reduction="sum")
+    tx = aggregate(rule, 0.0, reduction="sum")
     grads, state, update = jnp.array(records), tx.init(jnp.zeros(())), jax.jit(tx.update)
     found = []
     for _ in limits:
@@ -225,7 +252,7 @@ def test_published_vectors(options, records, limits, sums):
 )
 def test_vectors_of_a_batch(init_limit, batch_size, limits):
     """The share is that of the batch's given size."""
-    tx = aggregate(per_example.quantile_limit(0.5, 0.2, init_limit), batch_size=batch_size)
+    tx = aggregate(per_example.quantile_limit(0.5, 0.2, init_limit), 0.0, batch_size=batch_size)
     grads, state, found = jnp.array([0.2, 0.6, 1.0, 2.0]), tx.init(jnp.zeros(())), []
     update = jax.jit(tx.update)
     for _ in limits:
@@ -236,7 +263,7 @@ def test_vectors_of_a_batch(init_limit, batch_size, limits):
 
 def test_an_example_of_several_groups_counts_once():
     grads = {"a": jnp.array([3.0, 0.1]), "b": jnp.array([0.1, 0.1])}
-    tx = aggregate(per_example.quantile_limit(init_limit=1.0), scope=scopes.leaf())
+    tx = aggregate(per_example.quantile_limit(init_limit=1.0), 0.0, scope=scopes.leaf())
     _, state = jax.jit(tx.update)(grads, tx.init(jax.tree.map(lambda x: x[0], grads)))
     assert float(state.limit) == 1.0
     assert int(state.num_clipped) == 1

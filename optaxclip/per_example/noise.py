@@ -1,0 +1,159 @@
+"""Gaussian noise on a sum of clipped examples, and the mean of it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+import optaxclip._border.devices as devices
+from optaxclip._base.arguments import short
+from optaxclip._base.numerics import real_parts
+from optaxclip._base.trees import flatten
+from optaxclip._base.types import PyTree
+from optaxclip.per_example.bounds import change_of
+from optaxclip.per_example.sums import PerExampleResult
+from optaxclip.per_example.weighting import sum_dtype
+from optaxclip.thresholds.base import as_float, at_least
+
+
+def noisy_mean(
+    result: PerExampleResult,
+    noise_multiplier: jax.typing.ArrayLike,
+    key: Array | None,
+    batch_size: jax.typing.ArrayLike,
+    *,
+    relation: Any = "add_or_remove_one",
+) -> PyTree:
+    """The private gradient: the sum of clipped examples, plus noise, over the size of the batch.
+
+    The noise is Gaussian. On every entry of the sum its standard deviation is `noise_multiplier`
+    times the sensitivity, which is the bound that the result brings along (twice that, if
+    neighbours differ by the replacement of an example). Only then is all of it divided by
+    `batch_size`: noise of that size on the mean would be `batch_size` times too large, and the mean
+    of noisy microbatches has too little if each of them got its share.
+
+    Noise is drawn and added in float32 or wider. JAX's random generators are not cryptographic.
+
+    Inside `shard_map` sum over the devices first, and pass the same key on all of them:
+    `noisy_mean(result._replace(grads=jax.lax.psum(result.grads, "x")), ...)`. Where each device
+    keeps a part of the sum instead, as after `psum_scatter`, each needs a key of its own, such as
+    `jax.random.fold_in(key, jax.lax.axis_index("x"))`: with one key all parts get the same noise.
+
+    Source: Abadi et al., 2016, Deep learning with differential privacy, arXiv 1607.00133.
+
+    Args:
+      result: what `clipped_grad` or `clip_sum` returned for the whole batch.
+      noise_multiplier: the ratio of the noise's standard deviation to the sensitivity, which an
+        accountant gets (see `optaxclip.per_example`). 0 gives the mean without noise, which is not
+        private.
+      key: one key from `jax.random`, a new one at each step: the difference of two steps with the
+        same noise has none. Pass it to a compiled function as an argument. It may be None if
+        `noise_multiplier` is the number 0.
+      batch_size: the number of examples that the sum is divided by, at least 1: under Poisson
+        sampling the expected number, because the true one is not private.
+      relation: how two neighbouring data sets differ, as in the method `sensitivity` of what
+        `clipped_grad` returns.
+
+    Returns:
+      The tree of the sum, in float32 or wider. Integer and `float0` leaves, which are zeros, and
+      `None` stay as they are.
+
+    Raises:
+      ValueError: for a noise multiplier that is negative, NaN or infinite, a batch size below 1, or
+        another relation; for noise without a key; for a result without a bound, or whose bound is
+        infinite; and for parts of a sum on several devices with a single key.
+      TypeError: if the result is not a `PerExampleResult`, a number not a number, or the key not a
+        key.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from optaxclip import per_example
+      >>> grads = {"w": jnp.array([[3.0, 4.0], [0.3, 0.4]])}
+      >>> result = per_example.clip_sum(grads, 1.0)
+      >>> print(per_example.noisy_mean(result, 0, None, batch_size=2)["w"].round(5))
+      [0.45 0.6 ]
+      >>> mean = per_example.noisy_mean(result, 1.1, jax.random.key(0), batch_size=2)
+      >>> print(mean["w"].shape, mean["w"].dtype)
+      (2,) float32
+    """
+    if not isinstance(result, PerExampleResult):
+        raise TypeError(
+            "result must be the PerExampleResult that clipped_grad and clip_sum return, whose "
+            f"bound says how much noise there must be; got {short(result)}"
+        )
+    noise_multiplier = at_least(noise_multiplier, 0, "noise_multiplier")
+    batch_size = at_least(batch_size, 1, "batch_size")
+    change = change_of(relation)
+    flat = flatten(result.grads, "result.grads")
+    leaves = [jnp.asarray(leaf) for leaf in flat.measured_leaves()]
+    leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
+    if not is_zero(noise_multiplier):
+        _refuse_unbounded(noise_multiplier, "noise_multiplier")
+        bound = jnp.asarray(_checked_bound(result.bound))
+        std = as_float(noise_multiplier).astype(bound.dtype) * (change * bound)
+        leaves = with_noise(leaves, _checked_key(key, leaves), std)
+    size = as_float(batch_size)
+    return flat.rebuild([leaf / size.astype(leaf.dtype) for leaf in leaves])
+
+
+def with_noise(leaves: list[Array], key: Array, std: Array) -> list[Array]:
+    """The leaves with independent Gaussian noise on all entries, on both parts of complex ones."""
+    noisy = []
+    for leaf, leaf_key in zip(leaves, jax.random.split(key, max(len(leaves), 1)), strict=False):
+        parts = real_parts(leaf)
+        noisy_parts = [
+            part + std.astype(part.dtype) * jax.random.normal(part_key, part.shape, part.dtype)
+            for part, part_key in zip(parts, jax.random.split(leaf_key, len(parts)), strict=True)
+        ]
+        noisy.append(jax.lax.complex(*noisy_parts) if len(parts) > 1 else noisy_parts[0])
+    return noisy
+
+
+def is_zero(number: Any) -> bool:
+    """Whether it is known to be 0."""
+    return not isinstance(number, Tracer) and float(number) == 0
+
+
+def is_key(key: Any) -> bool:
+    """Whether it is one key from `jax.random`, of either kind."""
+    dtype, rank = getattr(key, "dtype", None), np.ndim(key)
+    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return (is_typed and rank == 0) or (dtype == jnp.uint32 and rank == 1)
+
+
+def _checked_bound(bound: Any) -> Any:
+    if bound is None:
+        raise ValueError(
+            "result.bound must be the limit of one example's contribution, from which the size of "
+            "the noise follows, got None: pass on what clipped_grad or clip_sum returned"
+        )
+    _refuse_unbounded(bound, "result.bound")
+    return bound
+
+
+def _refuse_unbounded(number: Any, argument: str) -> None:
+    if not isinstance(number, Tracer) and np.isinf(number):
+        raise ValueError(
+            f"{argument} must be finite for noise, got {number}: no noise hides an example without "
+            "a limit"
+        )
+
+
+def _checked_key(key: Any, leaves: list[Array]) -> Array:
+    """The key, checked to give different noise to different parts of a sum."""
+    if not is_key(key):
+        raise (ValueError if key is None else TypeError)(
+            "key must be one key from jax.random, a new one at each step (None only if "
+            f"noise_multiplier is the number 0), got {short(key)}"
+        )
+    split = frozenset[str]().union(*map(devices.varying_axes, leaves)) - devices.varying_axes(key)
+    if split:
+        raise ValueError(
+            f"the sum differs over the devices along {sorted(split)}, and key is the same on all "
+            "of them. jax.lax.psum(result.grads, ...) first; or, if each device keeps a part of "
+            "the sum, give each a key of its own by jax.random.fold_in(key, jax.lax.axis_index())"
+        )
+    return jnp.asarray(key)

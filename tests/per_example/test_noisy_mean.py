@@ -1,0 +1,213 @@
+"""The private gradient from a sum: the noise that belongs to it, then the mean."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optaxclip import per_example, scopes
+
+RNG = np.random.default_rng(0)
+GRADS = {"w": RNG.normal(size=(8, 30, 4)).astype(np.float32), "b": np.ones((8, 4), np.float32)}
+KEY = jax.random.key(0)
+noisy_mean = per_example.noisy_mean
+
+
+def zeros(limit=1.0, shape=(300, 300), dtype=jnp.float32, **options):
+    """The clipped sum of gradients that are 0: what is added to it is noise."""
+    grads = {name: jnp.zeros((2, *shape), dtype) for name in ("v", "w")}
+    return per_example.clip_sum(grads, limit, **options)
+
+
+def test_without_noise_it_is_the_mean():
+    result = per_example.clip_sum(GRADS, 1.0)
+    for key in (None, KEY):
+        mean = noisy_mean(result, 0, key, 16)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y / 16, 1e-6), mean, result.grads)
+
+
+def test_the_noise_is_that_of_the_sum_whatever_is_divided_by():
+    """Added to the mean it would be a hundred times as large."""
+    noise = jax.jit(noisy_mean)(zeros(limit=2.0), 1.5, KEY, 100)
+    both = np.asarray([noise["v"], noise["w"]])
+    assert np.std(both[0]) == pytest.approx(2.0 * 1.5 / 100, rel=0.01)
+    assert np.std(both[1]) == pytest.approx(2.0 * 1.5 / 100, rel=0.01)
+    assert np.abs(np.mean(both)) < 4 * 0.03 / both.size**0.5
+    assert np.abs(np.corrcoef(both.reshape(2, -1))[0, 1]) < 0.02
+    # As of a Gaussian: 4.55 % are beyond two standard deviations, 0.27 % beyond three.
+    for times, share in ((2, 0.0455), (3, 0.0027)):
+        assert np.mean(np.abs(both) > times * 0.03) == pytest.approx(share, rel=0.1)
+
+
+@pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()])
+def test_the_noise_follows_the_bound_of_all_groups_together(scope):
+    one = noisy_mean(zeros(scope=scope), 1.0, KEY, 1)
+    assert np.std(one["v"]) == pytest.approx(1.0, rel=0.01)
+    by_name = zeros({"v": 3.0, "w": 4.0}, scope=scopes.leaf())
+    assert float(by_name.bound) == pytest.approx(5.0)
+    for leaf in noisy_mean(by_name, 1.0, KEY, 1).values():
+        assert np.std(leaf) == pytest.approx(5.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("relation", "times"), [("add_or_remove_one", 1), ("replace_special", 1), ("replace_one", 2)]
+)
+def test_the_noise_follows_the_relation_as_the_sensitivity_does(relation, times):
+    grad_fn = per_example.clipped_grad(lambda w, x: jnp.sum(w * x), 0.7, microbatch_size=1)
+    result = jax.jit(grad_fn)(jnp.zeros((200, 200)), jnp.zeros((2, 200, 200)))
+    assert float(result.bound) == pytest.approx(0.7)
+    noise = noisy_mean(result, 1.0, KEY, 1, relation=relation)
+    assert np.std(noise) == pytest.approx(grad_fn.sensitivity(relation), rel=0.02)
+    assert np.std(noise) == pytest.approx(times * 0.7, rel=0.02)
+
+
+def test_each_key_has_noise_of_its_own_and_is_used_once():
+    result = zeros()
+    with jax.debug_key_reuse(True):
+        first, second = (
+            noisy_mean(result, 1.0, key, 1)["v"].ravel() for key in jax.random.split(KEY)
+        )
+    assert np.abs(np.corrcoef(first, second)[0, 1]) < 0.02
+    again = noisy_mean(result, 1.0, jax.random.split(KEY)[0], 1)["v"].ravel()
+    np.testing.assert_array_equal(again, first)
+    raw = noisy_mean(result, 1.0, jax.random.PRNGKey(0), 1)["v"]
+    np.testing.assert_array_equal(raw, noisy_mean(result, 1.0, KEY, 1)["v"])
+
+
+def test_it_is_what_a_chain_does():
+    """The same mean as that of `per_example_clip_and_aggregate`, and noise of the same size."""
+    make = functools.partial(per_example.per_example_clip_and_aggregate, 1.0, batch_size=4)
+    grads = {"w": jnp.asarray(np.tile(GRADS["w"], (1, 50, 10)))}
+    found = []
+    for noise_multiplier in (0.0, 2.0):
+        tx = make(noise_multiplier, key=0)
+        updates, _ = jax.jit(tx.update)(grads, tx.init(None))
+        ours = jax.jit(noisy_mean)(per_example.clip_sum(grads, 1.0), noise_multiplier, KEY, 4)
+        found.append((updates["w"], ours["w"]))
+    np.testing.assert_allclose(*found[0], rtol=1e-5)
+    stds = [np.std(noisy - plain) for noisy, plain in zip(found[1], found[0], strict=True)]
+    assert stds == pytest.approx([0.5, 0.5], rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64])
+def test_noise_is_drawn_and_added_in_float32(dtype):
+    result = zeros(dtype=dtype)
+    # Also if someone made the sum narrower: bfloat16 has 256 numbers between 1 and 2.
+    narrow = jax.tree.map(lambda x: x.astype(dtype), result.grads)
+    noise = noisy_mean(result._replace(grads=narrow), 1.0, KEY, 1)["v"]
+    is_complex = dtype == jnp.complex64
+    assert noise.dtype == (dtype if is_complex else jnp.float32)
+    for part in (noise.real, noise.imag) if is_complex else (noise,):
+        assert np.std(part) == pytest.approx(1.0, rel=0.01)
+        assert len(np.unique(part)) > 80_000
+
+
+@pytest.mark.usefixtures("x64")
+def test_wide_sums_stay_wide():
+    noise = noisy_mean(zeros(dtype=np.float64), np.float64(1), KEY, np.int64(2))
+    assert noise["v"].dtype == np.float64
+    assert np.std(noise["v"]) == pytest.approx(0.5, rel=0.01)
+    assert len(np.unique(np.asarray(noise["v"]) % 2.0**-30)) > 80_000
+
+
+def test_leaves_without_gradients_pass():
+    def loss_fn(params, x):
+        return jnp.sum(params["w"] * x) * params["count"].astype(jnp.float32)
+
+    params = {"w": jnp.ones(3), "count": jnp.int32(2), "none": None}
+    result = per_example.clipped_grad(loss_fn, 1.0)(params, jnp.ones((4, 3)))
+    mean = noisy_mean(result, 1.0, KEY, 4)
+    assert (mean["none"], mean["count"].dtype) == (None, jax.dtypes.float0)
+    summed = per_example.clip_sum({"w": jnp.ones((4, 3)), "count": jnp.ones(4, int)}, 1.0)
+    assert int(noisy_mean(summed, 1.0, KEY, 4)["count"]) == 0
+    assert noisy_mean(per_example.clip_sum({}, 1.0), 1.0, KEY, 4) == {}
+
+
+def test_one_compilation_and_traced_numbers():
+    compiled = jax.jit(functools.partial(noisy_mean, relation="replace_one"))
+    result, keys = zeros(shape=(3,)), jax.random.split(KEY, 3)
+    for step, key in enumerate(keys):
+        mean = compiled(result, 0.5 * step, key, 4 + step)
+        expected = noisy_mean(result, step, key, 4 + step)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-6), mean, expected)
+    assert compiled._cache_size() == 1
+    several = jax.jit(jax.vmap(noisy_mean, (None, None, 0, None)))(result, 1.0, keys, 4)
+    assert len(np.unique(several["v"])) == several["v"].size
+
+
+def over_devices(of_device, out_specs):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (jax.P(), jax.P("x"), jax.P()), "out_specs": out_specs}
+    run = jax.jit(jax.shard_map(of_device, mesh=mesh, **specs))
+    return run(jnp.zeros((64, 80)), jnp.zeros((16, 64, 80)), KEY)
+
+
+grad_fn = per_example.clipped_grad(lambda w, x: jnp.sum(w * x), 1.0)
+
+
+def test_a_sum_over_devices_gets_noise_once():
+    def of_device(w, x, key):
+        result = grad_fn(w, x)
+        summed = result._replace(grads=jax.lax.psum(result.grads, "x"))
+        return noisy_mean(summed, 1.0, key, 1)
+
+    assert np.std(over_devices(of_device, jax.P())) == pytest.approx(1.0, rel=0.05)
+
+
+def test_parts_of_a_sum_on_several_devices_need_keys_of_their_own():
+    def of_device(fold, w, x, key):
+        result = grad_fn(w, x)
+        part = jax.lax.psum_scatter(result.grads, "x", tiled=True)
+        key = jax.random.fold_in(key, jax.lax.axis_index("x")) if fold else key
+        return noisy_mean(result._replace(grads=part), 1.0, key, 1)
+
+    with pytest.raises(ValueError, match=r"differs over the devices along \['x'\].*fold_in"):
+        over_devices(functools.partial(of_device, False), jax.P("x"))
+    noise = over_devices(functools.partial(of_device, True), jax.P("x"))
+    assert np.std(noise) == pytest.approx(1.0, rel=0.05)
+    # With one key there would be an eighth as many.
+    assert len(np.unique(noise)) > 0.99 * noise.size
+
+
+def test_on_an_explicit_mesh():
+    mesh = jax.make_mesh((4,), ("x",))
+    with jax.set_mesh(mesh):
+        grads = {"w": jax.device_put(jnp.zeros((8, 400, 30)), jax.P("x", None, None))}
+        split = {"w": jax.device_put(jnp.zeros((8, 400, 30)), jax.P(None, "x", None))}
+        for each in (grads, split):
+            noise = jax.jit(noisy_mean)(jax.jit(per_example.clip_sum)(each, 1.0), 2.0, KEY, 4)
+            assert np.std(noise["w"]) == pytest.approx(0.5, rel=0.05)
+
+
+def test_bad_input():
+    result = zeros(shape=(2,))
+    for number, message in (
+        (-1.0, "noise_multiplier must"),
+        (math.nan, "noise_multiplier must"),
+        (math.inf, "noise_multiplier must be finite for noise"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            noisy_mean(result, number, KEY, 4)
+    for size in (0, -3, math.nan):
+        with pytest.raises(ValueError, match="batch_size must"):
+            noisy_mean(result, 1.0, KEY, size)
+    with pytest.raises(ValueError, match=r"key must be one key from jax.random, a new one"):
+        noisy_mean(result, 1.0, None, 4)
+    for key in (0, jax.random.split(KEY), jnp.ones(2), "key"):
+        with pytest.raises(TypeError, match=r"key must be one key from jax.random, a new one"):
+            noisy_mean(result, 1.0, key, 4)
+    with pytest.raises(ValueError, match="relation must be one of"):
+        noisy_mean(result, 1.0, KEY, 4, relation="neighbours")
+    with pytest.raises(TypeError, match=r"result must be the PerExampleResult .* got {'v'"):
+        noisy_mean(result.grads, 1.0, KEY, 4)
+    with pytest.raises(TypeError, match="noise_multiplier"):
+        noisy_mean(result, "1", KEY, 4)
+    with pytest.raises(ValueError, match=r"result.bound must be the limit"):
+        noisy_mean(result._replace(bound=None), 1.0, KEY, 4)
+    with pytest.raises(ValueError, match=r"result.bound must be finite for noise, got inf"):
+        noisy_mean(zeros(math.inf, shape=(2,)), 1.0, KEY, 4)
+    mean = noisy_mean(zeros(math.inf, shape=(2,)), 0, KEY, 4)
+    assert not np.any(mean["v"])
