@@ -15,7 +15,7 @@ from optaxclip._base.calls import asks
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip._batches.roles import Roles, checked_roles
-from optaxclip.per_example.bounds import ExampleLimit
+from optaxclip.per_example.bounds import ExampleLimit, change_of
 from optaxclip.per_example.ghost.clipping import check_scope, clipped, plan_for
 from optaxclip.per_example.lift import Sums
 from optaxclip.per_example.losses import Loss
@@ -65,7 +65,7 @@ class ClippedGrad:
         batch = (roles.batch, padding_flags(is_padding, loss.examples))
         measured = devices.varying_like(batch, loss.params.measured_leaves())
         one, size = self._clipped_tree(loss.params), self.microbatch_size
-        grouping, limits, _ = self.clip.limits(one)
+        grouping, limits, bound = self.clip.limits(one)
         if self.method == "ghost":
             check_scope(grouping, one)
             plan = plan_for(loss, measured, roles.batch)
@@ -77,7 +77,7 @@ class ClippedGrad:
         nothing = devices.varying_like(batch, RunningSums.zeros(one, grouping))
         sums, losses, aux = in_microbatches(step, batch, loss.examples, size, nothing)
         result = result_of(sums, one.without_gradients().rebuild(sums.leaves))
-        return result._replace(losses=losses, aux=aux)
+        return result._replace(losses=losses, aux=aux, bound=bound)
 
     def sensitivity(
         self, relation: Any = "add_or_remove_one", params: PyTree = None
@@ -94,10 +94,7 @@ class ClippedGrad:
         Raises:
           ValueError: for another relation, or for limits by name without `params`.
         """
-        name = getattr(relation, "name", relation)
-        name = name.lower() if isinstance(name, str) else name
-        if name not in _TIMES:
-            raise ValueError(f"relation must be one of {list(_TIMES)}, got {relation!r}")
+        change = change_of(relation)
         bound: Any = self.clip.limit
         if isinstance(bound, Mapping):
             if params is None:
@@ -106,7 +103,7 @@ class ClippedGrad:
                     "many groups have each name: pass params="
                 )
             bound = self.clip.limits(self._clipped_tree(flatten(params, "params")))[2]
-        return _TIMES[name] * bound
+        return change * bound
 
     def _clipped_tree(self, params: FlatTree) -> FlatTree:
         """The tree of one example that is clipped: like the parameters, or as `transform` gives."""
@@ -115,9 +112,6 @@ class ClippedGrad:
         zeros = [jnp.zeros_like(leaf) for leaf in params.measured_leaves()]
         made = self.transform(_gradient(params, zeros))
         return flatten(made, "what pre_clipping_transform gives")
-
-
-_TIMES = {"add_or_remove_one": 1, "replace_special": 1, "replace_one": 2}
 
 
 @asks(num_microbatches="pass microbatch_size=, how many examples are differentiated at once")

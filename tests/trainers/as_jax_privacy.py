@@ -118,8 +118,12 @@ def clipped_grad(
     pre_clipping_transform=None,
     microbatch_size=None,
     prng_argnum=None,
+    method="vmap",
 ):
-    """The sum of clipped gradients, in the dtypes of the parameters."""
+    """The sum of clipped gradients, in the dtypes of the parameters.
+
+    The method "ghost" is taken where it can be: it has no gradients of examples to transform.
+    """
     batch = _several(batch_argnums)
     of_one = _with_axis(fun, batch) if keep_batch_dim else fun
     mapped = batch if prng_argnum is None else (*batch, prng_argnum)
@@ -131,6 +135,7 @@ def clipped_grad(
         has_aux=has_aux,
         microbatch_size=microbatch_size,
         pre_clipping_transform=pre_clipping_transform,
+        method=method if pre_clipping_transform is None else "vmap",
     )
     scale = _scale(l2_clip_norm, rescale_to_unit_norm, normalize_by)
 

@@ -1,5 +1,6 @@
 """Beside jax_privacy: its functions, and its own tests of them, on ours."""
 
+import functools
 import importlib.util
 import os
 import pathlib
@@ -25,6 +26,16 @@ def halved(grads):
     return jax.tree.map(lambda x: x / 2, grads)
 
 
+METHODS = ["vmap", "ghost"]
+
+
+def ours(method):
+    """Our functions under their names, by one of our methods."""
+    clipped_grad = functools.partial(as_jax_privacy.clipped_grad, method=method)
+    return types.SimpleNamespace(**vars(as_jax_privacy) | {"clipped_grad": clipped_grad})
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -35,11 +46,11 @@ def halved(grads):
         {"keep_batch_dim": False},
     ],
 )
-def test_sums_and_sensitivities_are_theirs(imported, options):
+def test_sums_and_sensitivities_are_theirs(imported, options, method):
     theirs = imported("jax_privacy.clipping")
     accounting = imported("dp_accounting")
     common = {"l2_clip_norm": 1.0, "batch_argnums": (1, 2), **options}
-    fns = [module.clipped_grad(loss_fn, **common) for module in (theirs, as_jax_privacy)]
+    fns = [module.clipped_grad(loss_fn, **common) for module in (theirs, ours(method))]
     is_padding = jnp.arange(6) == 2
     found = [fn(PARAMS, X, Y, is_padding_example=is_padding) for fn in fns]
     expected, own = (jax.tree.leaves(each) for each in found)
@@ -59,15 +70,14 @@ NOT_OURS |= {"test_validate_args_inconsistent_batch_size"}
 FOLDER = os.environ.get("JAX_PRIVACY_TESTS")
 
 
-def _suite(path):
+def _suite(path, method):
     """The tests of a file of theirs, with our functions for `jax_privacy.clipping`."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    ours = types.SimpleNamespace(**vars(as_jax_privacy))
     for name in ("clipping", "gradient_clipping"):
         if hasattr(module, name):
-            setattr(module, name, ours)
+            setattr(module, name, ours(method))
     return unittest.defaultTestLoader.loadTestsFromModule(module)
 
 
@@ -77,13 +87,14 @@ def _cases(suite):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("file", ["gradient_clipping_test.py", "clipping_test.py"])
-def test_its_own_suite_passes(imported, file):
+def test_its_own_suite_passes(imported, file, method):
     if not FOLDER:
         pytest.skip("JAX_PRIVACY_TESTS does not name the folder of its tests, at tag v2.0.0")
     imported("jax_privacy.clipping")
     result = unittest.TestResult()
-    for case in _cases(_suite(pathlib.Path(FOLDER) / file)):
+    for case in _cases(_suite(pathlib.Path(FOLDER) / file, method)):
         if case.id().split(".")[-1] not in NOT_OURS:
             case.run(result)
     assert result.testsRun > 15
