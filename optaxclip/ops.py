@@ -9,9 +9,11 @@ PRNG key raises `TypeError`. In eager mode each call runs one compiled function,
 from collections.abc import Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.core import Tracer
 
 import optaxclip._base.doors as _doors
 import optaxclip._border.devices as devices
@@ -54,7 +56,9 @@ def global_norm(
     """
     _check(tree)
     options = {"axis_name": axis_name, "specs": specs}
-    return group_norms(tree, scope=scopes.tree(), norm=norm, **options)
+    found: Any = group_norms(tree, scope=scopes.tree(), norm=norm, **options)
+    chex.assert_shape(found, ())
+    return found
 
 
 def clip_by_value(
@@ -90,7 +94,7 @@ def clip_by_value(
     homes, integers = devices.memories(tree), "measure" if are_integers else "error"
     flat = flatten(devices.to_device(tree), "tree", integers=integers)
     clamped = elementwise.clamp(flat, low, high, ("clip_value_min", "clip_value_max"))
-    return devices.moved(clamped, homes)
+    return _as_came(devices.moved(clamped, homes), tree)
 
 
 def clip_by_norm(
@@ -207,7 +211,19 @@ def clip_by_global_norm(
 
 def _clip(tree: PyTree, clip_norm: jax.typing.ArrayLike, **options: Any) -> tuple[PyTree, ClipInfo]:
     _check(tree)
-    return clip_tree(tree, _scalar(clip_norm, "clip_norm"), **options)
+    clipped, info = clip_tree(tree, _scalar(clip_norm, "clip_norm"), **options)
+    return _as_came(clipped, tree), info
+
+
+def _as_came(clipped: PyTree, tree: PyTree) -> PyTree:
+    """`clipped`, whose leaves a trace asserts to have the shapes and dtypes of those of `tree`."""
+    found, structure = jax.tree.flatten(clipped)
+    # In eager mode this would take as long as the clip.
+    if any(isinstance(leaf, Tracer) for leaf in found):
+        leaves = structure.flatten_up_to(tree)
+        chex.assert_shape(found, [jnp.shape(leaf) for leaf in leaves])
+        chex.assert_type(found, [jnp.result_type(leaf) for leaf in leaves])
+    return clipped
 
 
 def _check(tree: PyTree) -> None:

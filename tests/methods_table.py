@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,14 +90,12 @@ def avals(tree):
 
 def assert_close(actual, expected, rtol=2e-6, atol=1e-7):
     assert avals(actual) == avals(expected)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), actual, expected
-    )
+    chex.assert_trees_all_close(actual, expected, rtol=rtol, atol=atol)
 
 
 def assert_same(actual, expected):
     assert avals(actual) == avals(expected)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    chex.assert_trees_all_equal(actual, expected)
 
 
 @contextlib.contextmanager
@@ -176,6 +175,17 @@ def _skip_on_loss(limit: Any, **options: Any) -> optax.GradientTransformationExt
     rule = thresholds.window(6.0, 4)
     tx = optaxclip.skip_above(optax.identity(), limit, loss_limit=rule, **options)
     return optax.GradientTransformationExtraArgs(tx.init, functools.partial(tx.update, value=-1.0))
+
+
+def _skip_of_clips(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    inner = optax.chain(optaxclip.clip_by_global_norm(limit), optax.identity())
+    return optaxclip.skip_nonfinite(inner, **options)
+
+
+def _reset_each_step(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    """Moments that are forgotten at once: each step is as the first."""
+    inner = optaxclip.scale_by_stable_adam(clipping_threshold=limit)
+    return optaxclip.reset_state(inner, every=1, **options)
 
 
 def _heads_of_columns(tau: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
@@ -295,6 +305,8 @@ METHODS: dict[str, Method] = {
         keeps_small=False,
         atol=1e-6,  # a difference of weights, which are up to 3
     ),
+    "reset_state": _per_leaf(_reset_each_step, ("limit", 0.7), has_info=False, keeps_small=False),
+    "skip_nonfinite": Method(_skip_of_clips, ("limit", 1.0), {}, "step", has_info=False),
     "skip_above": Method(optaxclip.skip_above, ("limit", 6.0), _SKIP, "step", has_info=False),
     "skip_above_loss": Method(_skip_on_loss, ("limit", 6.0), shares="step", has_info=False),
     "leaf_stacked_strict": _engine("row", scopes.leaf(stacked), strict=True),
@@ -308,6 +320,9 @@ METHODS: dict[str, Method] = {
         "label", scopes.group(label), norm="linf", response=responses.band(0.5, max_factor=3.0)
     ),
     "tree_mean_abs": _engine("tree", scopes.tree(), limit=0.2, norm="mean_abs"),
+    "leaf_average_l2_auto_s": _engine(
+        "leaf", scopes.leaf(), 0.02, norm="average_l2", response="auto_s"
+    ),
 }
 
 # The slow tests leave out what is only another argument of the same code.
@@ -319,6 +334,7 @@ VARIANTS |= {
     "clip_by_group_norm",
     "clip_by_window_norm",
     "unit_z_score",
+    "leaf_average_l2_auto_s",
 }
 DISTINCT = [name for name in METHODS if name not in VARIANTS]
 

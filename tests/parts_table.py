@@ -25,6 +25,7 @@ RULES = {
     "log_tracker": thresholds.log_tracker,
     "adagc": thresholds.adagc,
     "quantile": functools.partial(thresholds.quantile, init_limit=NUMBER),
+    "mean_over_rms": thresholds.mean_over_rms,
     "of a user": lambda: optaxclip.Threshold(
         lambda norms: (norms, norms, NUMBER),
         lambda norms, state, _: (optaxclip.Limits(norms, norms), state),
@@ -36,6 +37,7 @@ SCOPES = {
     "leaf": scopes.leaf(stacked),
     "axes": scopes.axes(0),
     "unit": scopes.unit(),
+    "muon": scopes.muon(),
 }
 QUANTILE = per_example.quantile_limit(init_limit=NUMBER, count_noise=2.0)
 WRAPPERS = {

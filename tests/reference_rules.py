@@ -159,6 +159,18 @@ def lingvo(norms, decay=0.995, num_std=4.0):
     return _traced(rows)
 
 
+def mean_over_rms(norms, mean_decay=0.7, square_decay=0.9, eps=1e-8):
+    mean = square = 0.0
+    rows = []
+    for t, n in enumerate(norms, 1):
+        mean = mean_decay * mean + (1 - mean_decay) * n
+        square = square_decay * square + (1 - square_decay) * n**2
+        means = mean / (1 - mean_decay**t), math.sqrt(square / (1 - square_decay**t))
+        limit = means[0] / (means[1] + eps)
+        rows.append((limit, limit, *means))
+    return _traced(rows)
+
+
 def andrew(norms, target, rate, limit, *, geometric=True):
     rows = []
     for n in norms:
@@ -172,20 +184,26 @@ def andrew(norms, target, rate, limit, *, geometric=True):
 class Case(NamedTuple):
     """A rule of ours and what it follows, from norms to `Trace`."""
 
-    rule: Threshold
+    make: functools.partial[Threshold]
     reference: Callable[[Any], Trace]
+
+    @property
+    def rule(self):
+        """Our rule."""
+        return self.make()
 
 
 _PUBLISHED: Any = {"patience": None, "floor": 0.0}
 
 
 def _autoclip(percent, window=1000):
-    rule = thresholds.percentile(percent, window, inclusive=True, warmup_steps=0, **_PUBLISHED)
+    options = {"inclusive": True, "warmup_steps": 0, **_PUBLISHED}
+    rule = functools.partial(thresholds.percentile, percent, window, **options)
     return Case(rule, lambda n: percentile(n, percent, window, inclusive=True, needed=1))
 
 
 def _trellis(cap=math.inf):
-    rule = thresholds.percentile(95.0, 4, max_norm=cap, **_PUBLISHED)
+    rule = functools.partial(thresholds.percentile, 95.0, 4, max_norm=cap, **_PUBLISHED)
 
     def reference(norms):
         return Trace(*np.minimum(percentile(norms, 95.0, 4, inclusive=False, needed=4)[:2], cap))
@@ -194,36 +212,43 @@ def _trellis(cap=math.inf):
 
 
 def _scaled_adam(period):
-    return Case(thresholds.median(2.0, period, floor=0.0), lambda n: scaled_adam(n, 2.0, period))
+    return Case(
+        functools.partial(thresholds.median, 2.0, period, floor=0.0),
+        lambda n: scaled_adam(n, 2.0, period),
+    )
 
 
 def _zclip(warmup=3, cap=math.inf, **options):
-    rule = thresholds.zscore(warmup_steps=warmup, max_norm=cap, **options, **_PUBLISHED)
+    rule = functools.partial(
+        thresholds.zscore, warmup_steps=warmup, max_norm=cap, **options, **_PUBLISHED
+    )
     return Case(rule, lambda n: zclip(n, warmup, cap, **options))
 
 
 def _adagc(relative, beta):
-    rule = thresholds.adagc(relative, beta=beta, warmup_steps=3, floor=0.0)
+    rule = functools.partial(thresholds.adagc, relative, beta=beta, warmup_steps=3, floor=0.0)
     return Case(rule, lambda n: adagc(n, relative, 1.0, beta, 3))
 
 
 def _window(num_std, size, needed, **options):
-    rule = thresholds.window(num_std, size, warmup_steps=needed, **options, **_PUBLISHED)
+    rule = functools.partial(
+        thresholds.window, num_std, size, warmup_steps=needed, **options, **_PUBLISHED
+    )
     return Case(rule, lambda n: window(n, num_std, size, needed=needed, **options))
 
 
 def _ema(reference, *numbers, **options):
-    return Case(thresholds.ema(*numbers, **options, **_PUBLISHED), reference)
+    return Case(functools.partial(thresholds.ema, *numbers, **options, **_PUBLISHED), reference)
 
 
 def _axlearn_std():
     options: Any = {"option": "percentile", "debias": True, "record": "accepted"}
-    rule = thresholds.zscore(0.9, 2.0, 3, **options, **_PUBLISHED)
+    rule = functools.partial(thresholds.zscore, 0.9, 2.0, 3, **options, **_PUBLISHED)
     return Case(rule, lambda n: axlearn(n, 0.9, 2.0, min_count=3))
 
 
 def _quantile(*numbers, geometric=True):
-    rule = thresholds.quantile(*numbers, geometric=geometric, floor=0.0)
+    rule = functools.partial(thresholds.quantile, *numbers, geometric=geometric, floor=0.0)
     return Case(rule, lambda n: andrew(n, *numbers, geometric=geometric))
 
 
@@ -251,9 +276,10 @@ CASES = {
     ),
     "Levanter": _window(3.0, 4, 2, ddof=0, min_std=1e-6),
     "OLMo-core": _window(2.0, 6, 2, ddof=1, min_std=0.0),
-    "Lingvo": Case(thresholds.log_tracker(floor=0.0), lingvo),
+    "Lingvo": Case(functools.partial(thresholds.log_tracker, floor=0.0), lingvo),
     "axlearn mean": _ema(lambda n: axlearn(n, 0.9, 2.0), 0.9, 2.0, debias=True, record="accepted"),
     "axlearn stddev": _axlearn_std(),
+    "Stable-SPAM": Case(functools.partial(thresholds.mean_over_rms, floor=0.0), mean_over_rms),
     "quantile": _quantile(0.5, 0.2, 1.0),
     "quantile down": _quantile(0.0, 1.0, 10.0, geometric=False),
     "quantile up": _quantile(1.0, 1.0, 0.0, geometric=False),

@@ -2,13 +2,15 @@
 
 import inspect
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from public_names import public
 
 import optaxclip
-from optaxclip import per_example, responses, scopes, thresholds
+from optaxclip import accumulate, monitor, ops, per_example, responses, scopes, thresholds, tuning
 
-FLOOR, PATIENCE = {"floor": 1e-8}, {"patience": 20}
+FLOOR, PATIENCE, L2 = {"floor": 1e-8}, {"patience": 20}, {"norm": "l2"}
 ADAGC = {"lambda_rel": 1.05, "lambda_abs": 1.0, "beta": 0.98, "warmup_steps": 100, **FLOOR}
 ZSCORE = {"alpha": 0.97, "z_thresh": 2.5, "warmup_steps": 25, "option": "adaptive"}
 QUANTILE = {"target": 0.5, "learning_rate": 0.2, "init_limit": 0.1, "geometric": True}
@@ -18,6 +20,7 @@ LIFTED = {"response": "clip", "split": "uniform"}
 
 THRESHOLDS = {
     "adagc": ADAGC,
+    "adaptive": {"warmup_steps": 0, **FLOOR, **PATIENCE},
     "ema": {
         "decay": 0.95,
         "ratio": 2.0,
@@ -55,25 +58,36 @@ THRESHOLDS = {
     "zscore": {**ZSCORE, "debias": False, "record": "clipped", **FLOOR, **PATIENCE},
 }
 METHODS = {
-    "adagc": ADAGC,
-    "adaptive_grad_clip": {"eps": 1e-3, "norm": "l2"},
-    "autoclip": {"percentile": 10.0, "window": 1000, **FLOOR},
-    "clip_by": {"norm": "l2", "response": "clip"},
+    "adagc": ADAGC | L2,
+    "adaptive_grad_clip": {"eps": 1e-3, **L2},
+    "autoclip": {"percentile": 10.0, "window": 1000, **FLOOR, **L2},
+    "clip_by": {**L2, "response": "clip"},
     "clip_by_block_rms": {},
-    "clip_by_ema_norm": {"ratio": 2.0, "decay": 0.95, **FLOOR, **PATIENCE},
-    "clip_by_global_norm": {"norm": "l2"},
-    "clip_by_group_norm": {"norm": "l2"},
-    "clip_by_median_norm": {"scale": 2.0, "window": 100, **FLOOR},
+    "clip_by_ema_norm": {"ratio": 2.0, "decay": 0.95, **FLOOR, **PATIENCE, **L2},
+    "clip_by_global_norm": L2,
+    "clip_by_group_norm": L2,
+    "clip_by_median_norm": {"scale": 2.0, "window": 100, **FLOOR, **L2},
     "clip_by_moving_max": {"decay": 0.999, **FLOOR},
-    "clip_by_norm": {"norm": "l2"},
-    "clip_by_quantile": QUANTILE | FLOOR,
-    "clip_by_window_norm": {"num_std": 3.0, "window": 128, **FLOOR},
-    "clip_tree": {"norm": "l2", "response": "clip"},
+    "clip_by_norm": L2,
+    "clip_by_quantile": QUANTILE | FLOOR | L2,
+    "clip_by_window_norm": {"num_std": 3.0, "window": 128, **FLOOR, **L2},
+    "clip_tree": {**L2, "response": "clip"},
     "normalize_by_global_norm": {"norm": 1.0},
-    "normalize_by_norm_history": HISTORY,
-    "zclip": {**ZSCORE, **FLOOR, **PATIENCE},
+    "normalize_by_norm_history": HISTORY | L2,
+    "zclip": {**ZSCORE, **FLOOR, **PATIENCE, **L2},
 }
 OTHERS = [
+    (
+        accumulate.value_and_grad,
+        {"argnums": 0, "batch_argnums": 1, "dtype": jnp.float32, "reject": "nonfinite"},
+    ),
+    (monitor.metrics, {"prefix": ""}),
+    (monitor.noise_scale, {"decay": 0.99}),
+    (monitor.record, {"window": 1000, "stats": ("norm",), **L2}),
+    (monitor.scalars, {"prefix": ""}),
+    (monitor.verdict, {"roll_back_after": 10}),
+    (ops.global_norm, L2),
+    (optaxclip.skip_nonfinite, {"max_consecutive": None}),
     (optaxclip.clip_attention_logits, {"tau": 100.0}),
     (
         optaxclip.clip_by_second_moment,
@@ -89,7 +103,7 @@ OTHERS = [
         optaxclip.reset_state,
         {"every": None, "when": None, "only": ("mu", "nu"), "warmup": 0},
     ),
-    (optaxclip.skip_above, {"max_consecutive": 20, "norm": "l2"}),
+    (optaxclip.skip_above, {"max_consecutive": 20, **L2}),
     (per_example.clip_sum, LIFTED),
     (per_example.clipped_grad, {"argnums": 0, "has_aux": False, **LIFTED}),
     (
@@ -106,6 +120,7 @@ OTHERS = [
     (responses.band, {"low": 1 / 3, "min_factor": 0.0, "max_factor": np.inf}),
     (scopes.leaf, {"stacked": 0}),
     (scopes.unit, {"axis": None, "stacked": 0}),
+    (tuning.sweep, {"seeds": 1}),
 ]
 CASES = [
     *((getattr(thresholds, name), numbers) for name, numbers in THRESHOLDS.items()),
@@ -118,3 +133,20 @@ CASES = [
 def test_defaults(function, numbers):
     parameters = inspect.signature(function).parameters
     assert {name: parameters[name].default for name in numbers} == numbers
+
+
+def is_plain(default):
+    return default is None or isinstance(default, bool)
+
+
+def test_all_defaults_are_checked():
+    checked = {}
+    for function, numbers in CASES:
+        checked.setdefault(function, set()).update(numbers)
+    for name, function in public().items():
+        if inspect.isfunction(function) and not name.startswith("plots."):  # which change looks
+            parameters = inspect.signature(function).parameters.values()
+            found = {
+                x.name for x in parameters if x.default is not x.empty and not is_plain(x.default)
+            }
+            assert found - checked.get(function, set()) <= {"name"}, name

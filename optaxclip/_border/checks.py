@@ -85,8 +85,8 @@ def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
 
 def _kept(state: PyTree) -> str:
     """The state of a rule, described for a message."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Names))
-    rules = sorted({name for node in nodes if isinstance(node, Names) for name in node})
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(getattr(x, "rule", None), Names))
+    rules = sorted({name for node in nodes for name in getattr(node, "rule", ())})
     if not jax.tree.leaves(state):
         return "nothing, as for a constant"
     arrays = f"arrays of the shapes {_shapes(state)}"

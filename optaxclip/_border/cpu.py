@@ -39,18 +39,24 @@ def added_up(x: Array) -> Array:
     return lax.cumsum(x)[-1]
 
 
-def in_float32(norm: Array, *, from_above: bool) -> tuple[Array, Array, Array]:
+def in_float32(norm: Array, *, from_above: bool) -> tuple[Array, Array, Array, Array]:
     """A norm in float64 as the fields of a `Measured` in float32."""
     tiny, is_zero = float(jnp.finfo(jnp.float32).tiny), norm == 0
     size = select(is_zero, 1, lax.clamp(tiny, leading_bit(norm), 1 / tiny)).astype(jnp.float32)
     # Not a division: `checkify` compares its divisor with 0, and JAX 0.10.2 then warns of float64.
-    exact = norm * reciprocal_of_power(size).astype(norm.dtype)
-    fraction = exact.astype(jnp.float32)
-    divisor = select(is_zero | ~lax.is_finite(fraction), 1, fraction)
+    fraction = norm * reciprocal_of_power(size).astype(norm.dtype)
+    # A norm of 0 or one that is not finite is never a divisor, but derivatives are multiplied by
+    # its reciprocal; so 1 stands in.
+    exact = select(is_zero | ~lax.is_finite(fraction), 1, fraction)
+    nearest = exact.astype(jnp.float32)
+    one = jnp.ones_like(nearest)
     if from_above:
-        is_below = divisor.astype(norm.dtype) < exact
-        divisor = select(is_below, next_above(divisor), divisor)
-    return fraction, divisor, size
+        is_below = nearest.astype(norm.dtype) < exact
+        divisor = select(is_below, next_above(nearest), nearest)
+        return fraction.astype(jnp.float32), one, divisor, size
+    near = (1 / nearest).astype(norm.dtype)
+    inverse = near * (2 - exact * near)
+    return fraction.astype(jnp.float32), inverse.astype(jnp.float32), one, size
 
 
 def quotients(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:

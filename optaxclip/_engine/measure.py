@@ -46,12 +46,16 @@ class Measured(NamedTuple):
 
     Attributes:
       fraction: from 1 to below 2; beyond that only at the ends of the range, and for 0.
-      divisor: the fraction to divide by: for a norm of 0 it is 1, for upper bounds at least the
-        true fraction.
+      inverse: where a CPU summed in float64, the fraction's reciprocal, also computed in float64;
+        else 1. `x / fraction` is computed as `x * inverse / divisor`.
+      divisor: the fraction, or 1 where `inverse` is its reciprocal, so that the quotient is rounded
+        once. For a norm of 0 both are 1. For upper bounds it is at least the true fraction, and the
+        inverse is 1.
       size: a power of two with a reciprocal that is a normal number.
     """
 
     fraction: Array
+    inverse: Array
     divisor: Array
     size: Array
 
@@ -61,7 +65,7 @@ class Measured(NamedTuple):
         is_zero = value == 0
         size = select(is_zero, 1, invertible(leading_bit(value) * unit))
         fraction = value * (unit / size)
-        return cls(fraction, select(is_zero, 1, fraction), size)
+        return cls(fraction, jnp.ones_like(fraction), select(is_zero, 1, fraction), size)
 
     @property
     def norm(self) -> Array:
@@ -79,7 +83,8 @@ class Measured(NamedTuple):
 
     def changed_by(self, change: Array) -> "Measured":
         """The tangents of all fields, from the fraction's; the size is held constant."""
-        return Measured(change, change, jnp.zeros_like(change))
+        zeros = jnp.zeros_like(change)
+        return Measured(change, zeros, change * self.inverse, zeros)
 
     def from_above(self, slack: Any) -> "Measured":
         """The same norms, with upper bounds that allow for a relative error of `slack`."""

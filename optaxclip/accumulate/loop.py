@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -97,6 +98,9 @@ def over_microbatches(
     divisor = row.total_weight if loss.weight is not None else row.total_weight / unit
     divisor = part * divisor
     leaves = [x / divisor.astype(x.dtype) for x in totals]
+    chex.assert_shape(leaves, [x.shape for x in measured])
+    chex.assert_type(leaves, dtypes)
+    chex.assert_shape(list(row), (cut.number,))
     return Means(leaves, loss.unit, state, row, aux)
 
 

@@ -12,6 +12,7 @@ from optaxclip._base.numerics import match_weak_type, narrowed, select
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
 from optaxclip._border.calls import across
 from optaxclip._engine.step import limits_of
+from optaxclip.thresholds.fixed import at_step
 
 
 class Judged(NamedTuple):
@@ -67,7 +68,7 @@ def judged(
       name: the transformation's name, for messages.
       param_norm: the norm of the parameters, for a rule that is relative to it.
     """
-    operands = (rule, state, number, param_norm)
+    operands = (at_step(rule, state), state, number, param_norm)
     limits, state = across(limits_of, *operands, like=_judgement, name=name)
     is_finite = jnp.isfinite(number)
     is_above = is_finite & (number > limits.trigger.astype(number.dtype))

@@ -119,7 +119,8 @@ class _OnlyAbove(ByNorm):
             return super().scaled(leaf, columns, axes, method)
         power, ratio, limit = columns
         is_at_most = jnp.abs(sums_of_stored(leaf, limit.dtype)) <= limit
-        by: Any = (power, ratio, jnp.where(is_at_most, jnp.inf, -1))
+        by: Any = [jnp.broadcast_to(x, is_at_most.shape) for x in (power, ratio)]
+        by.append(jnp.where(is_at_most, jnp.inf, -1).astype(limit.dtype))
         return with_data(leaf, super().scaled(leaf.data, by, (), method))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -171,7 +172,10 @@ def per_example_clip_and_aggregate(
             num_clipped=examples - sums.num_unclipped - sums.num_dropped,
             num_dropped=sums.num_dropped,
         )
-        return sum_tree(flat, _rounded(total, divisor, one)), new_state
+        rounded, like = _rounded(total, divisor, one), one.measured_leaves()
+        chex.assert_shape(rounded, [x.shape for x in like])
+        chex.assert_type(rounded, [x.dtype for x in like])
+        return sum_tree(flat, rounded), new_state
 
     return transformation(init, update)
 

@@ -10,6 +10,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -104,8 +105,11 @@ def _steps(
     measured = [Measured(*fields) for fields in measured]
     margin = max((float(jnp.finfo(leaf.dtype).eps) for leaf in leaves), default=0.0)
     options = {"margin": margin, "grouping": grouping, "response": response}
-    multipliers, sums = judged(measured, limits, is_padding, **options)
-    return sums._replace(leaves=weighted_sums(leaves, multipliers, grouping))
+    multipliers, judgment = judged(measured, limits, is_padding, **options)
+    sums = weighted_sums(leaves, multipliers, grouping)
+    chex.assert_shape(sums, [leaf.shape[1:] for leaf in leaves])
+    chex.assert_type(sums, [leaf.dtype for leaf in leaves])
+    return judgment._replace(leaves=sums)
 
 
 def judged(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -222,6 +223,8 @@ def per_example_layer_norm_clip(
 
 def result_of(sums: Sums, grads: PyTree) -> PerExampleResult:
     """The result for users, from the sums and the tree of the summed gradients."""
+    chex.assert_trees_all_equal_structs(sums.num_clipped, sums.norms)
+    chex.assert_shape([sums.num_dropped, sums.num_unclipped], ())
     return PerExampleResult(
         grads, sums.num_clipped, sums.num_dropped, sums.norms, sums.num_unclipped
     )

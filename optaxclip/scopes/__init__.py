@@ -14,6 +14,9 @@ of each group, and the axes of each leaf over which norms are taken.
 """
 
 import optaxclip._base.doors as _doors
+from optaxclip._base.grouping import Group as Group
+from optaxclip._base.grouping import Grouping as Grouping
+from optaxclip._base.trees import FlatTree as FlatTree
 from optaxclip.scopes.leaves import Scope as Scope
 from optaxclip.scopes.leaves import group as group
 from optaxclip.scopes.leaves import leaf as leaf

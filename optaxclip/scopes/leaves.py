@@ -1,5 +1,6 @@
 """Scopes whose norms span leaves: the tree, groups of leaves, each leaf or each of its layers."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -17,13 +18,14 @@ from optaxclip._base.calls import asks
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
 from optaxclip._base.types import Path, PyTree
+from optaxclip.scopes.own import checked_grouping
 
 Scope: TypeAlias = Callable[[FlatTree], Grouping]
 """A function from a tree of gradients to the groups of entries that share a norm."""
 
 
 def as_scope(scope: Scope) -> Scope:
-    """`scope`, checked to be a function that a maker of scopes returned.
+    """`scope`, checked to be a function; what a user's own returns is checked when it is used.
 
     Raises:
       TypeError: if it is not a function, or is a maker that was not called.
@@ -34,7 +36,18 @@ def as_scope(scope: Scope) -> Scope:
             f"{scope!r:.80} of type {type(scope).__name__}"
         )
     refuse_uncalled(scope, "optaxclip.scopes", "scope", "scopes")
-    return scope
+    is_ours = str(getattr(scope, "__module__", "")).startswith("optaxclip.")
+    return scope if is_ours else _OfUser(scope)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfUser:
+    """A user's scope, whose results are checked; equal for the same function."""
+
+    scope: Scope
+
+    def __call__(self, flat: FlatTree) -> Grouping:
+        return checked_grouping(of_trees(self.scope)(flat), flat)
 
 
 def of_trees(scope: Scope) -> Scope:

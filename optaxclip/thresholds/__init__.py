@@ -6,6 +6,23 @@ for any scope, because the norms of groups come in the same form whatever the gr
   def update(norms, state, param_norms):
       limits = ...                      # a pytree like norms
       return Limits(trigger=limits, target=limits), state
+
+  rule                          | the limit of a group's norm
+  ------------------------------|--------------------------------------------------------
+  `constant(limit)`             | a number
+  `schedule(fn)`                | a number for each step
+  `relative_to_params(ratio)`   | a share of its parameters' norm
+  `zscore()`                    | the moving mean of its norms plus deviations (ZClip)
+  `ema()`                       | a multiple of their moving average
+  `adagc()`                     | a little above their moving average (AdaGC)
+  `percentile()`                | a percentile of its last norms (AutoClip)
+  `window()`                    | the mean of its last norms plus deviations
+  `median()`                    | a multiple of the median of its last norms
+  `quantile()`                  | moves until a chosen share of its norms is below
+  `log_tracker()`               | the mean of the norms' logarithms plus deviations
+  `mean_over_rms()`             | the mean of its norms over their root mean square
+
+`adaptive` makes a rule of another statistic, and `given` one of limits at hand.
 """
 
 import optaxclip._base.doors as _doors

@@ -1,4 +1,4 @@
-"""A wrong shape or dtype inside of the engine is caught, unless Chex's assertions are off."""
+"""A wrong shape or dtype inside is caught, unless Chex's assertions are off."""
 
 import chex
 import jax
@@ -9,7 +9,11 @@ import optaxclip
 import optaxclip._engine.measure as measuring
 import optaxclip._engine.record as record
 import optaxclip._engine.step as step
-from optaxclip import scopes
+import optaxclip.accumulate.loop as loop
+import optaxclip.per_example.aggregate as aggregate
+import optaxclip.per_example.lift as lift
+import optaxclip.per_example.sums as sums
+from optaxclip import accumulate, ops, per_example, scopes
 
 GRADS = {"a": jnp.ones((3, 2)), "b": jnp.ones(4)}
 
@@ -40,16 +44,71 @@ SLIPS = {
 }
 
 
-@pytest.mark.parametrize("slip", SLIPS)
-def test_a_slip_is_caught(slip, monkeypatch):
-    place, name, change = SLIPS[slip]
+def make_slip(monkeypatch, place, name, change):
     right = getattr(place, name)
     monkeypatch.setattr(place, name, lambda *args, **more: change(right(*args, **more)))
+
+
+@pytest.mark.parametrize("slip", SLIPS)
+def test_a_slip_is_caught(slip, monkeypatch):
+    make_slip(monkeypatch, *SLIPS[slip])
     tx = optaxclip.clip_by(scopes.unit(), 1.0)
     state = tx.init(GRADS)
     jax.clear_caches()
     with pytest.raises(AssertionError, match=r"shape|type"):
         jax.eval_shape(tx.update, GRADS, state)
+
+
+def each_half(leaves):
+    return [leaf.astype(jnp.float16) for leaf in leaves]
+
+
+def value_and_grad(tree):
+    def loss(tree, x):
+        return jnp.sum(tree["a"]) * jnp.mean(x)
+
+    return accumulate.value_and_grad(loss, microbatch_size=2)(tree, jnp.ones(4))
+
+
+def noisy(tree):
+    tx = per_example.per_example_clip_and_aggregate(1.0)
+    return tx.update(tree, tx.init(tree))
+
+
+# The ends of functions over trees: what a slip is made in, which, and a call.
+ENDS = {
+    "ops, shapes": (ops, "clip_tree", lambda x: (jax.tree.map(longer, x[0]), x[1])),
+    "ops, dtypes": (ops.devices, "moved", lambda tree: jax.tree.map(jnp.float16, tree)),
+    "ops, norm": (ops, "group_norms", jnp.atleast_1d),
+    "sums, shapes": (lift, "weighted_sums", lambda leaves: [*map(longer, leaves)]),
+    "sums, dtypes": (lift, "weighted_sums", each_half),
+    "sums, groups": (sums.ExampleClip, "sums", lambda x: x._replace(norms=[x.norms])),
+    "sums, numbers": (sums.ExampleClip, "sums", lambda x: x._replace(num_dropped=x.norms)),
+    "aggregate, shapes": (aggregate, "_rounded", lambda leaves: [*map(longer, leaves)]),
+    "aggregate, dtypes": (aggregate, "_rounded", each_half),
+    "accumulate, shapes": (loop, "scanned", lambda x: (([*map(longer, x[0][0])], x[0][1]), x[1])),
+    "accumulate, dtypes": (loop, "scanned", lambda x: ((each_half(x[0][0]), x[0][1]), x[1])),
+    "accumulate, rows": (loop.Row, "of", lambda row: row._replace(norm=row.norm[None, None])),
+}
+CALLS = {
+    "ops, shapes": lambda tree: ops.clip_by_norm(tree, 1.0),
+    "ops, dtypes": lambda tree: ops.clip_by_value(tree, -1.0, 1.0),
+    "ops, norm": ops.global_norm,
+    "sums": lambda tree: per_example.clip_sum(tree, 1.0),
+    "aggregate": noisy,
+    "accumulate": value_and_grad,
+}
+
+
+@pytest.mark.parametrize("slip", ENDS)
+def test_a_slip_at_an_end_is_caught(slip, monkeypatch):
+    call, tree = CALLS.get(slip, CALLS.get(slip.split(",")[0])), {"a": jnp.ones((3, 2))}
+    jax.clear_caches()
+    jax.eval_shape(call, tree)
+    make_slip(monkeypatch, *ENDS[slip])
+    jax.clear_caches()
+    with pytest.raises(AssertionError, match=r"shape|type|struct"):
+        jax.eval_shape(call, tree)
 
 
 def test_assertions_can_be_switched_off(monkeypatch):

@@ -18,6 +18,7 @@ NORMS = {
     "linf": "linf",
     "rms": "rms",
     "mean_abs": "mean_abs",
+    "average_l2": "average_l2",
     "lp(1.5)": norms.lp(1.5),
     "lp(3)": norms.lp(3),
 }
@@ -30,7 +31,7 @@ SCOPES = {
 }
 # Every norm, every scope and every response; compiling all their combinations would take minutes.
 COMBINATIONS = [
-    *[("tree", norm, "clip") for norm in ("l1", "l2", "linf", "lp(1.5)")],
+    *[("tree", norm, "clip") for norm in ("l1", "l2", "linf", "lp(1.5)", "average_l2")],
     ("tree", "l2", "smooth"),
     ("leaf", "mean_abs", "normalize"),
     ("group", "rms", "clip"),
@@ -66,10 +67,12 @@ def clip(x, limit, scope, norm, response, **options):
 
 def true_norm(x, norm):
     powers = {"l1": 1, "l2": 2, "rms": 2, "mean_abs": 1, "lp(1.5)": 1.5, "lp(3)": 3}
+    powers["average_l2"] = 2
     if norm == "linf":
         return np.max(np.abs(x))
     total = np.sum(np.abs(x) ** powers[norm])
-    return (total / (len(x) if norm in ("rms", "mean_abs") else 1)) ** (1 / powers[norm])
+    found = (total / (len(x) if norm in ("rms", "mean_abs") else 1)) ** (1 / powers[norm])
+    return found / len(x) if norm == "average_l2" else found
 
 
 def largest_norm(scope, norm):

@@ -28,7 +28,7 @@ def test_every_kind_of_limit_gives_the_same(name, bits):
         def updates(grads, traced):
             limits = [0.5, traced, *(x for x in LIMITS if schedules_too or not callable(x))]
             methods = [METHODS[name].make(limit) for limit in limits]
-            return [method.update(grads, None, grads)[0] for method in methods]
+            return [method.update(grads, method.init(grads), grads)[0] for method in methods]
 
         expected, *others = updates(grads, jnp.float32(0.5))
         for update in others:

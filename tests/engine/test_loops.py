@@ -163,7 +163,7 @@ def test_derivatives_of_a_limit_for_single_examples():
 
     def both(limit):
         def step(at, state, k):
-            (clipped,), _ = optaxclip.per_example_global_norm_clip([grads * at], limit)
+            (clipped,), _ = optaxclip.per_example_global_norm_clip([grads * at[None]], limit)
             return at - 0.1 * k * clipped, state, jnp.sum(jnp.cos(at - 0.1 * k * clipped))
 
         start = jnp.array([1.0, -2.0]), ()

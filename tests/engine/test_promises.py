@@ -23,7 +23,7 @@ from optaxclip import norms, scopes
 
 pytestmark = pytest.mark.usefixtures("optimized")
 BF16, F16, F32, F64 = jnp.bfloat16, np.float16, np.float32, np.float64
-NORMS = {name: name for name in ("l1", "l2", "linf", "rms", "mean_abs")}
+NORMS = {name: name for name in ("l1", "l2", "linf", "rms", "mean_abs", "average_l2")}
 NORMS |= {"lp(1.5)": norms.lp(1.5), "lp(3)": norms.lp(3)}
 SCOPES = {
     "tree": scopes.tree(),
@@ -60,10 +60,12 @@ def true_norm(leaves, norm="l2", axes=None):
     sizes = [np.abs(wide(leaf)) for leaf in leaves]
     count = sum(size[..., None].size for size in sizes) / sizes[0].max(axes).size
     powers = {"l1": 1, "l2": 2, "rms": 2, "mean_abs": 1, "lp(1.5)": 1.5, "lp(3)": 3}
+    powers["average_l2"] = 2
     if norm == "linf":
         return functools.reduce(np.maximum, [size.max(axes) for size in sizes])
     total = sum((size ** powers[norm]).sum(axes) for size in sizes)
-    return (total / (count if norm in ("rms", "mean_abs") else 1)) ** (1 / powers[norm])
+    found = (total / (count if norm in ("rms", "mean_abs") else 1)) ** (1 / powers[norm])
+    return found / count if norm == "average_l2" else found
 
 
 def clip_each(trees, limits, *, scope="tree", norm="l2", strict=False):

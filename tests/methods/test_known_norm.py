@@ -39,7 +39,7 @@ def update(tx, **extra_args):
         (optaxclip.normalize_by_global_norm(known_norm="grad_norm"), 0.5),
         (skip_above(optax.chain(told(1.0), optax.sgd(1.0)), 60.0), 0.5),
         (skip_above(optax.sgd(1.0), 60.0, known_norm="grad_norm"), 0),
-        (optaxclip.skip_nonfinite(told(1.0)), 0.5),
+        (optaxclip.skip_nonfinite(optax.chain(told(1.0), optax.sgd(1.0))), 0.5),
     ],
 )
 def test_only_a_stage_that_is_told_so_takes_it(tx, expected):

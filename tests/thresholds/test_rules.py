@@ -124,6 +124,8 @@ axlearn mean
   mean     1 1.105263 .992620 .994766 .994766 1.020463
 axlearn stddev
   trigger  3*inf 1.327223 1.276632 1.276632
+Stable-SPAM
+  target   1 1.007102 .966206 .978819 .927950 .831816
 quantile
   trigger  1 .904837 1 .904837 1 1.105171
   factor   1 .754031 1 .904837 .2 1
