@@ -105,11 +105,11 @@ def _steps(
     measured = [Measured(*fields) for fields in measured]
     margin = max((float(jnp.finfo(leaf.dtype).eps) for leaf in leaves), default=0.0)
     options = {"margin": margin, "grouping": grouping, "response": response}
-    multipliers, found = judged(measured, limits, is_padding, **options)
+    multipliers, judgment = judged(measured, limits, is_padding, **options)
     sums = weighted_sums(leaves, multipliers, grouping)
     chex.assert_shape(sums, [leaf.shape[1:] for leaf in leaves])
     chex.assert_type(sums, [leaf.dtype for leaf in leaves])
-    return found._replace(leaves=sums)
+    return judgment._replace(leaves=sums)
 
 
 def judged(

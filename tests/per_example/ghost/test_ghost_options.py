@@ -1,9 +1,12 @@
 """What `clipped_grad` takes, with the method "ghost"; `grad_norms` and `explain`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from optaxclip import per_example, scopes
 
@@ -79,6 +82,50 @@ def test_both_methods_give_the_same_norms(scope):
 
 
 @pytest.mark.parametrize("size", [None, 3])
+def recurrent(params, x):
+    def body(h, x):
+        return jnp.tanh(h @ params["w"] + x), h
+
+    return jnp.sum(jnp.sin(lax.scan(body, x[0], x)[1]))
+
+
+def of_gradients(params, x):
+    each = jax.vmap(jax.grad(recurrent), (None, 0))(params, x)["w"]
+    return jnp.sum(jnp.sqrt(jnp.sum(jnp.square(each), (1, 2))))
+
+
+def of_norms(params, x):
+    return jnp.sum(per_example.grad_norms(recurrent)(params, x)[0])
+
+
+def test_norms_have_derivatives_which_hold_inside_of_loops():
+    x = np.random.default_rng(1).normal(size=(3, 5, 4)).astype(np.float32)
+    params = {"w": np.random.default_rng(2).normal(size=(4, 4)).astype(np.float32) / 3}
+
+    def after_two_steps(penalty, scan, params):
+        def step(params, _):
+            found = jax.grad(penalty)(params, x)
+            return jax.tree.map(lambda w, g: w - 0.01 * g, params, found), None
+
+        return penalty(scan(step, params)[0], x)
+
+    def in_a_loop(step, params):
+        return lax.scan(step, params, None, length=2)
+
+    def unrolled(step, params):
+        return step(step(params, None)[0], None)
+
+    @jax.jit
+    def derivatives(params):
+        ways = ((of_gradients, unrolled), (of_norms, unrolled), (of_norms, in_a_loop))
+        return [jax.grad(functools.partial(after_two_steps, *way))(params)["w"] for way in ways]
+
+    expected, outside, inside = derivatives(params)
+    size = np.abs(expected).max()
+    np.testing.assert_allclose(outside, expected, atol=2e-3 * size)
+    np.testing.assert_allclose(inside, outside, atol=1e-5 * size)
+
+
 def test_where_nothing_has_a_gradient_norms_are_zero(size):
     params = {"steps": jnp.arange(3), "none": None}
     clip = per_example.clipped_grad(
