@@ -72,7 +72,8 @@ def value_and_grad(
         keys; if None, all that are not in `argnums`. A key among the other arguments is the same
         for all microbatches: for noise pass `jax.random.split(key, examples)` as a batch argument.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      microbatch_size: how many examples to differentiate at once; it has to divide the batch.
+      microbatch_size: how many examples to differentiate at once; it has to divide the batch,
+        because norms of microbatches of different sizes cannot be judged by each other.
       weight: a function of the batch arguments that tells how much a microbatch counts, such as its
         number of tokens; if None, its number of examples counts. A microbatch of weight 0 adds
         nothing, whatever its loss is. If a weight is negative or NaN, or all are 0, the results are
@@ -191,10 +192,12 @@ class ValueAndGrad:
         number, rest = divmod(examples, self._size)
         if rest or not number:
             part = " that a device has" if devices.manual_axes() else ""
+            fits = max(n for n in range(1, min(self._size, examples) + 1) if examples % n == 0)
             raise ValueError(
                 f"microbatch_size must divide the batch{part}, got {self._size} for {examples} "
-                "examples; pass a size that does, or fill the batch up with examples that weight= "
-                "does not count"
+                f"examples: pass {fits}, or fill the batch up with examples that weight= does not "
+                "count. Norms of microbatches are judged by each other, so all must have one size; "
+                "per_example.clipped_grad, which judges none, takes any"
             )
         return Cut.of(batch, self._size, number)
 

@@ -63,7 +63,7 @@ CALLED = {
         {"microbatch_size": 4},
         (W, X),
         ValueError,
-        "must divide the batch, got 4 for 6",
+        "must divide the batch, got 4 for 6 examples: pass 3, ",
     ),
     "too large": ({"microbatch_size": 12}, (W, X), ValueError, "must divide the batch, got 12"),
     "empty": ({}, (W, X[:0]), ValueError, "the batch has no examples"),
