@@ -36,7 +36,8 @@ class Docstrings(griffe.Extension):
                 for parameter in getattr(function, "parameters", ()):
                     if isinstance(parameter.default, griffe.ExprName):
                         path = parameter.default.canonical_path.removeprefix(f"{pkg.name}.")
-                        parameter.default = str(pkg[path].value)
+                        if pkg[path].is_attribute:
+                            parameter.default = str(pkg[path].value)
 
 
 def _show_options(function: griffe.Function, pkg: griffe.Module) -> None:
