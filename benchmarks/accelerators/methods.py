@@ -1,5 +1,6 @@
 """The methods: ours in an AdamW step, and what Optax has in its place."""
 
+import functools
 from collections.abc import Callable
 
 import optax
@@ -81,6 +82,10 @@ METHODS: dict[str, tuple[Build, Build]] = {
     ),
     "agc": (
         _before(optaxclip.adaptive_grad_clip, 0.01),
+        _optax(optax.adaptive_grad_clip, 0.01),
+    ),
+    "agc_of_layers": (
+        _before(functools.partial(optaxclip.adaptive_grad_clip, axis=1), 0.01),
         _optax(optax.adaptive_grad_clip, 0.01),
     ),
     "hyperball": (spheres.adam_h, spheres.by_hand),

@@ -26,8 +26,8 @@ def test_narrow_columns_of_narrow_entries_are_not_stored(ours):
     assert moved <= aims.MOVED_BY_AGC_OF_COLUMNS
 
 
-def test_a_record_of_many_norms_reads_them_once(ours):
-    found = ours(H100, "layers8", "bfloat16", method="agc")
+def test_of_stacked_layers_whose_axis_is_named_agc_reads_each_leaf_twice(ours):
+    found = ours(H100, "layers8", "bfloat16", method="agc_of_layers")
     aims.assert_no_branch(found)
     assert found.moved <= aims.MOVED_BY_AGC_OF_LAYERS
 
