@@ -173,8 +173,10 @@ def test_the_proposed_call_clips_as_the_transformation_does(name):
     found = made[0] if isinstance(made, tuple) else made
     limits = {"clip_by_value": (-1.0, 1.0), "adaptive_grad_clip": (0.01,)}
     limits |= {"clip_by_group_norm": (1.0, label), "clip_by": (scopes.tree(), 1.0)}
-    tx = MAKERS[name](*limits.get(name, (1.0,)))
-    expected = tx.update(grads, tx.init(PARAMS), PARAMS)[0]
+    limits |= {"per_example_clip_and_aggregate": (1.0, 0)}
+    tx = MAKERS[name](*limits.get(name.split(".")[-1], (1.0,)))
+    params = PARAMS if grads is GRADS else {"w": PARAMS["w"][0]}
+    expected = tx.update(grads, tx.init(params), params)[0]
     if grads is not GRADS:  # a mean, and not a sum
         expected = jax.tree.map(lambda x: x * 6, expected)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, expected)

@@ -191,7 +191,8 @@ def explain(
       b          (20,)     gradients of examples, as it is used by 'add'          -    80 B
       w          (30, 20)  norms of its inputs and of their cotangents            1     0 B
     """
+    has_aux = checked_bool(has_aux, "has_aux")
     roles = Roles.of(args, *checked_roles(argnums, batch_argnums))
-    loss = Loss.of(loss_fn, checked_bool(has_aux, "has_aux"), roles, keywords)
+    loss = Loss.of(loss_fn, has_aux, roles, keywords)
     plan = plan_for(loss, loss.params.measured_leaves(), roles.batch)
     return explained(plan, loss.params.names())

@@ -73,8 +73,8 @@ def noisy_mean(
       >>> from optaxclip import per_example
       >>> grads = {"w": jnp.array([[3.0, 4.0], [0.3, 0.4]])}
       >>> result = per_example.clip_sum(grads, 1.0)
-      >>> print(per_example.noisy_mean(result, 0, None, batch_size=2)["w"].round(5))
-      [0.45 0.6 ]
+      >>> print(per_example.noisy_mean(result, 0, None, batch_size=2)["w"].tolist())
+      [0.45, 0.6]
       >>> mean = per_example.noisy_mean(result, 1.1, jax.random.key(0), batch_size=2)
       >>> print(mean["w"].shape, mean["w"].dtype)
       (2,) float32

@@ -55,8 +55,9 @@ def limits_by(
                 f"{must} limits like the norms, {_described(norms)}; {field} is "
                 f"{_described(limit)}. For one limit for all groups: jnp.full_like(norms, limit)"
             )
-    # For a limit without memory, some checkpoints store None.
-    if (state is not None or jax.tree.leaves(new)) and _kinds(new) != _kinds(state):
+    # Of a limit without memory the state may be None, as some checkpoints store it, or that of more
+    # groups than this part of a tree has.
+    if jax.tree.leaves((state, new)) and _kinds(new) != _kinds(state):
         raise ValueError(
             f"{must} a state with the structure, shapes and kinds of numbers of the last one, "
             f"{_described(state)}, got {_described(new)}"

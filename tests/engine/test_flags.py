@@ -28,6 +28,8 @@ ARGUMENTS = {
     "clip_by_value": {"min_value": 0.0, "max_value": 1.0},
     "clip_tree": {"tree": ROWS, "limits": 1.0, "scope": scopes.tree()},
     "per_example.clipped_grad": {"loss_fn": jnp.dot, "limit": 1.0},
+    "per_example.explain": {"loss_fn": jnp.dot},
+    "per_example.grad_norms": {"loss_fn": jnp.dot},
     "per_example.per_example_layer_norm_clip": {"grads": ROWS, "global_l2_norm_clip": 1.0},
     "per_example_layer_norm_clip": {"grads": ROWS, "global_l2_norm_clip": 1.0},
     "thresholds.adaptive": {"statistic": None, "settings": 1.0, "record": "raw"},

@@ -98,7 +98,7 @@ def test_a_tree_without_leaves_needs_no_rule(tree):
 def test_once():
     tree, info = optaxclip.clip_tree(at(STEPS, 0), LIMITS, scope=scopes.leaf(), params=PARAMS)
     clip = optaxclip.clip_by(scopes.leaf(), LIMITS)
-    assert_same(tree, clip.update(at(STEPS, 0), None, PARAMS)[0])
+    assert_same(tree, clip.update(at(STEPS, 0), clip.init(PARAMS), PARAMS)[0])
     assert info.limit[NAMES.index("schedule")] == 2.0
 
 
@@ -109,7 +109,8 @@ def test_messages():
     with pytest.raises(ValueError, match=r"given for the groups \['a', 'b'\], but the groups are"):
         tx.init({"w": jnp.ones(2)})
     with pytest.raises(ValueError, match="relative to the parameters"):
-        optaxclip.clip_by(scopes.leaf(), LIMITS).update(PARAMS, None)
+        clip = optaxclip.clip_by(scopes.leaf(), LIMITS)
+        clip.update(PARAMS, clip.init(PARAMS))
 
 
 def test_a_rule_around_a_schedule():

@@ -93,11 +93,11 @@ def test_inside_shard_map_the_sum_is_that_of_the_shard(check_vma):
 
     def fn(*args):
         found = clipped(loss_fn, 1)(*args)
-        summed = lax.psum(found._replace(norms=None, losses=None), "data")
-        return summed._replace(norms=found.norms, losses=found.losses)
+        summed = lax.psum(found._replace(norms=None, losses=None, bound=None), "data")
+        return summed._replace(norms=found.norms, losses=found.losses, bound=found.bound)
 
     whole, split = PartitionSpec(), PartitionSpec("data")
-    specs = per_example.PerExampleResult(whole, whole, whole, split, whole, split, whole)
+    specs = per_example.PerExampleResult(whole, whole, whole, split, whole, split, whole, whole)
     mapped = jax.shard_map(
         fn, mesh=mesh, in_specs=(whole, split, split), out_specs=specs, check_vma=check_vma
     )

@@ -81,7 +81,6 @@ def test_both_methods_give_the_same_norms(scope):
     np.testing.assert_allclose(losses, jax.jit(jax.vmap(loss_fn, (None, 0, 0)))(PARAMS, X, Y), 1e-5)
 
 
-@pytest.mark.parametrize("size", [None, 3])
 def recurrent(params, x):
     def body(h, x):
         return jnp.tanh(h @ params["w"] + x), h
@@ -126,6 +125,7 @@ def test_norms_have_derivatives_which_hold_inside_of_loops():
     np.testing.assert_allclose(inside, outside, atol=1e-5 * size)
 
 
+@pytest.mark.parametrize("size", [None, 3])
 def test_where_nothing_has_a_gradient_norms_are_zero(size):
     params = {"steps": jnp.arange(3), "none": None}
     clip = per_example.clipped_grad(
