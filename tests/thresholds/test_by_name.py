@@ -108,8 +108,8 @@ def test_messages():
     tx = optaxclip.clip_by_group_norm({"a": 1.0, "b": thresholds.zscore()}, {"w": "a"})
     with pytest.raises(ValueError, match=r"given for the groups \['a', 'b'\], but the groups are"):
         tx.init({"w": jnp.ones(2)})
+    clip = optaxclip.clip_by(scopes.leaf(), LIMITS)
     with pytest.raises(ValueError, match="relative to the parameters"):
-        clip = optaxclip.clip_by(scopes.leaf(), LIMITS)
         clip.update(PARAMS, clip.init(PARAMS))
 
 
