@@ -155,17 +155,6 @@ def explicit_mesh(types: Iterable[Any]) -> Any:
     return meshes.pop() if len(meshes) == 1 else None
 
 
-def resharded(x: Array, like: Any) -> Array:
-    """`x`, split like `like`, which has the same shape, if the type of `like` has an explicit mesh.
-
-    JAX refuses to select between arrays that are split differently over such a mesh.
-    """
-    own, wanted = (getattr(jax.typeof(each), "sharding", None) for each in (x, like))
-    if wanted is None or own == wanted or AxisType.Explicit not in wanted.mesh.axis_types:
-        return x
-    return jax.sharding.reshard(x, wanted)
-
-
 def gathered(x: Any) -> Any:
     """`x`, in full on each device of the explicit mesh over which its type says that it is split.
 
