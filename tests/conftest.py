@@ -1,9 +1,11 @@
 """Strict settings for every test: nothing in the library may rely on implicit promotion."""
 
+import collections
 import gc
 import os
 import resource
 import sys
+import zlib
 
 import jax
 import pytest
@@ -13,7 +15,7 @@ import pytest
 # ask for the default with `compiling.AS_USERS`, or for all that they run with `optimized`. With
 # JAX_DISABLE_MOST_OPTIMIZATIONS=0, as every night, all is compiled as users compile it.
 QUICK = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1"
-if QUICK:
+if QUICK and jax.__version_info__ < (0, 11):  # later versions do not know these flags and stop
     FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}"
 jax.config.update("jax_disable_most_optimizations", QUICK)
@@ -53,10 +55,24 @@ LONGEST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items):
-    """The longest files first, so that all end together."""
+    """What `by_day` makes slow, and the longest files first, so that all end together."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("by_day") and not item.get_closest_marker("slow"):
+            cases[item.path, item.originalname].append(item)
+    for found in cases.values():
+        number = found[0].get_closest_marker("by_day").args[0]
+        for item in sorted(found, key=_by_chance)[number:]:
+            item.add_marker(pytest.mark.slow)
     rank = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(LONGEST)))
+
+
+def _by_chance(item):
+    """An order of cases that mixes their parameters, and stays when there are more of them."""
+    return zlib.crc32(item.name.encode())
 
 
 def pytest_deselected(items):

@@ -44,6 +44,7 @@ def batches(name):
     return params, [task.batch(params, jax.random.key(1), jnp.bool_(bad)) for bad in (False, True)]
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", TASKS)
 def test_a_bad_batch_differs_in_its_labels(name):
     task = task_of(name)
@@ -181,6 +182,7 @@ def test_episodes_end_once_and_returns_count_what_is_left():
     np.testing.assert_array_equal(is_up, alive == 1)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", TASKS)
 def test_a_short_run_learns(name):
     task = task_of(name)

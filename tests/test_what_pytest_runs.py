@@ -15,6 +15,7 @@ pythonpath = tests
 addopts = -m "not slow" -p no:cacheprovider
 markers =
     slow
+    by_day
 """
 FILES = {
     "pytest.ini": SETTINGS,
@@ -27,6 +28,10 @@ def test_quick(case): pass
 @pytest.mark.slow
 @pytest.mark.parametrize("case", range(3))
 def test_slow(case): pass
+
+@pytest.mark.by_day(2)
+@pytest.mark.parametrize("case", range(5))
+def test_some(case): pass
 """,
 }
 
@@ -34,8 +39,8 @@ def test_slow(case): pass
 @pytest.mark.parametrize(
     ("arguments", "left_out"),
     [
-        (["-n1"], 3),
-        pytest.param(["tests/test_a.py"], 3, marks=pytest.mark.slow),
+        pytest.param(["-n1"], 6, marks=pytest.mark.slow),
+        (["tests/test_a.py"], 6),
         (["-k", "test_quick"], 0),
         pytest.param(["-m", ""], 0, marks=pytest.mark.slow),
     ],
@@ -48,7 +53,7 @@ def test_it_says_how_many_cases_it_left_out(arguments, left_out, tmp_path):
     shutil.copy(TESTS / "conftest.py", tmp_path / "tests")
     command = [sys.executable, "-m", "pytest", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert f"{13 - left_out} passed" in done.stdout or "-k" in arguments
+    assert f"{18 - left_out} passed" in done.stdout or "-k" in arguments
     said = f"that were left out: {left_out}. To run all: pytest -m ''"
     assert (said in done.stdout) == ("left out" in done.stdout) == bool(left_out)
 

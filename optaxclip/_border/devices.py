@@ -16,11 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
-from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.types import PyTree
+
+try:
+    from jax.experimental.shard_alike import shard_alike
+except ImportError:  # from JAX 0.11 on
+    shard_alike = None
 
 Axes = frozenset[str]
 
@@ -65,7 +69,11 @@ def alike(x: Array, like: Array) -> Array:
     types = () if sharding is None else sharding.mesh.axis_types
     if manual_axes() or any(kind != AxisType.Auto for kind in types):
         return x
-    return shard_alike(like, x)[1]
+    if shard_alike is not None:
+        return shard_alike(like, x)[1]
+    # The choice is never `like`, but the compiler, which must not see that, splits both alike.
+    never = lax.optimization_barrier(jnp.zeros((), bool))
+    return lax.select(never, like.astype(x.dtype), x)
 
 
 def are_tracked() -> bool:

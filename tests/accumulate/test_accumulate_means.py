@@ -54,6 +54,7 @@ def of_the_whole_batch():
     return jax.jit(jax.value_and_grad(loss_fn), compiler_options=AS_USERS)(*task())
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 12])
 def test_the_gradient_of_the_whole_batch_with_unequal_weights(size):
     by_parts = accumulate.value_and_grad(
@@ -161,6 +162,7 @@ def test_leaves_without_a_gradient():
     assert (grads["steps"].dtype, grads["steps"].shape) == (jax.dtypes.float0, (3,))
 
 
+@pytest.mark.by_day(2)
 @where_sums_are_fused
 @pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"reject": None, "measure": False}])
 def test_memory_is_of_few_gradients_whatever_their_number(options):
@@ -204,6 +206,7 @@ def test_noise_sums_are_right_wherever_they_are_numbers(norm):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("number", [3, 4])
 @pytest.mark.parametrize("weight", [None, lambda x: jnp.sum(x != 0)])
 @pytest.mark.parametrize("w", [np.float32(0), np.complex64(0)])

@@ -176,6 +176,7 @@ def three_steps(tx):
 
 
 # Optax's schedules of steps rely on implicit promotion.
+@pytest.mark.by_day(9)
 @jax.numpy_dtype_promotion("standard")
 @pytest.mark.parametrize("case", PAIRS)
 def test_it_makes_what_its_data_says(case):

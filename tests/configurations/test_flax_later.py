@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import jax.numpy as jnp, optaxclip, sys
 tx = optaxclip.clip_by_norm(1.0)
@@ -16,6 +18,7 @@ print("exec_module" in vars(serialization.__loader__))
 """
 
 
+@pytest.mark.slow
 def test_a_state_survives():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["False"], done.stderr

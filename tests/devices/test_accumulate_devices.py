@@ -100,6 +100,7 @@ def of_gradients(found):
     return [kind for kind, shapes in found if any("," in shape for shape in shapes)]
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("judge", slow_unless(lambda judge: judge != "clip", JUDGES))
 def test_under_jit(kind, judge):
@@ -177,6 +178,7 @@ def in_shard_map(loss, check_vma, judge):
     return compiled(*args), collectives_of(compiled)
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize(("loss", "check_vma"), SHARD_MAPS)
 @pytest.mark.parametrize("judge", slow_unless(lambda judge: judge in {"rule", "plain"}, JUDGES))
 def test_in_shard_map(loss, check_vma, judge):

@@ -109,6 +109,7 @@ def test_parameters_split_otherwise_than_gradients_are_not_gathered(specs):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize("is_set", [True, False])
 def test_bounds_on_entries(is_set, how):

@@ -61,6 +61,7 @@ def largest_sent(compiled):
     return max(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("way", ["automatic", "automatic, specs", "explicit"])
 def test_under_jit(way):
     on = mesh(AxisType.Explicit if way == "explicit" else AxisType.Auto)

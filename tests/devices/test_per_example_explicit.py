@@ -43,6 +43,7 @@ def random_grads(examples):
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), grads)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("name", "batch"),
     slow_unless(
@@ -107,6 +108,7 @@ def on_one_device(examples):
 SPLITS = {8: P(("a", "b")), 4: P("a"), 1: P()}
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("size", "ways"),
     slow_unless(lambda size, ways: size == 3 or ways == 8, product((None, 1, 3, 4, 8), SPLITS)),

@@ -97,6 +97,7 @@ def assert_as_on_one_device(names, way, is_mesh_set, fsdp=1):
     jax.tree_util.tree_map_with_path(check, found, expected)
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize(
     ("name", "is_mesh_set"),
     slow_unless(
@@ -114,6 +115,7 @@ with_a_mesh_or_not = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("name", OTHERS)
 @with_a_mesh_or_not
 def test_all_that_is_no_method(name, is_mesh_set):
@@ -140,6 +142,7 @@ def test_seeds_whose_parameters_are_split_too(is_mesh_set):
     assert_as_on_one_device([*ONE_OF_EACH, "zclip"], "jit of vmap", is_mesh_set, fsdp=2)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_other_ways_to_map(way):
     assert_as_on_one_device(ONE_OF_EACH, way, True)

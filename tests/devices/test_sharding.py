@@ -120,6 +120,7 @@ def test_shardings_stay_without_jit():
     assert_same_shardings(clipped, placed)
 
 
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize(
     ("name", "kind"),
     slow_unless(
@@ -140,6 +141,7 @@ def test_under_jit(name, kind):
     assert_same_shardings(updates, placed[0])
 
 
+@pytest.mark.by_day(7)
 @pytest.mark.parametrize(
     ("name", "kind"),
     slow_unless(
@@ -167,6 +169,7 @@ def test_inside_shard_map(name, kind):
     check(name, update, TREES, PARAMS, wanted)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("name", ["global_norm", "block_rms", "masked", "zclip", "skip"])
 def test_replicated_leaves_stay_bitwise_equal(name):
     def everywhere(grads, state):
@@ -255,6 +258,7 @@ def losses(norm):
     return [jax.jit(jax.value_and_grad(fn)) for fn in (loss, split_loss)]
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize("norm", ["l2", "linf", "l1", norms.lp(3)], ids=str)
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
 def test_gradients_and_the_whole_range(norm, scale):

@@ -100,6 +100,7 @@ CALLS = {
 }
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize("slip", ENDS)
 def test_a_slip_at_an_end_is_caught(slip, monkeypatch):
     call, tree = CALLS.get(slip, CALLS.get(slip.split(",")[0])), {"a": jnp.ones((3, 2))}

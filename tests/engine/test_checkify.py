@@ -25,6 +25,7 @@ WAYS = {
 }
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("method", "way"),
     [*[("l2", way) for way in WAYS], *[(name, "checkify(jit(vmap))") for name in METHODS]],

@@ -67,6 +67,7 @@ def test_an_exported_update_survives_bytes_and_gives_the_same(name):
     assert_close(module.call(*leaves), jax.tree.leaves(method.update(*arguments)))
 
 
+@pytest.mark.by_day(10)
 @pytest.mark.parametrize(("name", "shapes"), CASES)
 def test_exports_with_symbolic_shapes(name, shapes):
     tree, method = symbolic_tree(SYMBOLIC[shapes]), METHODS[name].make()
@@ -95,6 +96,7 @@ def exported_symbolic(name):
     return exported(method.update, tree, method.init(GRADS), tree)
 
 
+@pytest.mark.by_day(3)
 @some_methods
 @pytest.mark.parametrize("sizes", [(3, 5), (1, 1)])
 def test_one_export_serves_all_sizes(name, sizes):

@@ -16,6 +16,7 @@ def _states_of_optax():
         export.register_namedtuple_serialization(kind, serialized_name=f"optax.{kind.__name__}")
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     "name",
     slow_unless(lambda name: name in ("adagc", "skip_above_loss", "clip_by_group_norm"), METHODS),

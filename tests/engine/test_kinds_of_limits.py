@@ -17,6 +17,7 @@ LIMITS = [
 ]
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 @pytest.mark.parametrize("bits", [32, 64])
 def test_every_kind_of_limit_gives_the_same(name, bits):

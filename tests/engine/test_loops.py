@@ -173,6 +173,7 @@ def test_derivatives_of_a_limit_for_single_examples():
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, PARTS))
 def test_every_part(name):
     assert_the_same(PARTS[name], rtol=3e-2 if "float16" in name else 1e-4)

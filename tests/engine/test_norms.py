@@ -116,6 +116,7 @@ def test_norms_of_many_leaves(norm, order, count):
     np.testing.assert_allclose(measured, np.linalg.norm(x.ravel(), order), rtol=1e-6)
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("dtype", ["float16", "float8_e5m2", "complex64"])
 @pytest.mark.parametrize("shape", [(1 << 17,), (300, 512), (3, 128, 350), (99, 104)], ids=str)
 def test_large_leaves_that_are_summed_in_another_dtype(dtype, shape):
@@ -208,6 +209,7 @@ def test_clip_by_block_rms():
     np.testing.assert_allclose(state.info.norm, [3.5355339, 0.5], rtol=1e-6)
 
 
+@pytest.mark.by_day(24)
 @pytest.mark.parametrize("norm", ["l1", "l2", "linf", "rms", "mean_abs", norms.lp(3)], ids=str)
 @pytest.mark.parametrize("extreme", [1e-30, 1e30, 3e38, math.inf])
 @pytest.mark.parametrize("scope", ["leaf", "unit"])

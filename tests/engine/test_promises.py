@@ -156,6 +156,7 @@ def mostly_slow(columns, rows):
 DECADES = {F32: (-28, 36), BF16: (-28, 36), F16: (-2, 4)}
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize(
     ("tree", "dtype"),
     mostly_slow([*TREES], {F32: TREES, BF16: NARROW, F16: NARROW}),
@@ -206,6 +207,7 @@ def test_limit_without_strict_is_kept_up_to_rounding(tree, dtype):
 SIZES = [1, 5, 64, 65, 1000, 10_000]
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize(
     ("size", "norm"), mostly_slow(SIZES, {n: SIZES if n == "l2" else [1000] for n in NORMS})
 )
@@ -229,6 +231,7 @@ def test_limit_near_the_smallest_numbers(size):
     assert ratio.min() > 0.9
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("scope", "shape"),
     mostly_slow(
@@ -276,6 +279,7 @@ def bits(dtype):
     return words.map(lambda word: finite(word.view(dtype)))
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("scope", ["tree", "unit"])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["float32", "bfloat16", "float16"])
 def test_below_the_limit_nothing_changes(dtype, scope):
@@ -318,6 +322,7 @@ def normalize_and_keep(tree, norm):
     return normalized, optaxclip.clip_tree(tree, math.inf, **options)
 
 
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize(
     ("norm", "dtype", "size", "repeats"),
     slow_unless(

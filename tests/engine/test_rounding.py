@@ -95,6 +95,7 @@ def name_of(case):
     return case if isinstance(case, str) else "+".join(np.dtype(dtype).name for dtype in case)
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.usefixtures("x64", "platform")
 @pytest.mark.parametrize(("platform", "dtypes"), PLATFORMS, indirect=["platform"], ids=name_of)
 def test_strictly_no_norm_is_above_its_limit_however_near(dtypes):

@@ -173,6 +173,7 @@ WITHOUT = {
 QUICK = ("zscore", "adagc", "log_tracker", "second moment")
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, WITHOUT))
 def test_an_infinite_number_of_a_rule_leaves_derivatives_and_checkify_alone(name):
     def loss(grads):

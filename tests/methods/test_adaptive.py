@@ -213,6 +213,7 @@ def test_a_bad_leaf_does_not_disturb_the_others(name):
     assert states.info.num_nonfinite[-1].tolist() == [10, 0, 0]
 
 
+@pytest.mark.by_day(4)
 @each_method
 def test_vmap_over_trees_and_states_equals_loops(name):
     update, fresh, expected = compiled(name)
@@ -246,6 +247,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.by_day(4)
 @each_method
 def test_numbers_may_change_on_the_fly_without_compiling_again(name):
     factory, usual, _ = METHODS[name]
@@ -297,6 +299,7 @@ COMBINATIONS = {
 }
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(
     ("scope", "rule"), [(scope, rule) for scope in COMBINATIONS for rule in COMBINATIONS[scope]]
 )

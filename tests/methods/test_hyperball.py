@@ -166,6 +166,7 @@ def test_any_range(size):
         np.testing.assert_allclose(new[name] / size, expected[name], rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("on_accelerators", [False, True])
 @pytest.mark.parametrize(
     ("size", "of_direction"), [(1.0, 1e38), (1e-20, 1e38), (1e30, 1e-11), (1e38, 1e38)]

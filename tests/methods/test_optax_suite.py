@@ -62,6 +62,7 @@ privacy = pytest.importorskip("optax.contrib._privacy_test")
 OF_DP_SGD = unittest.defaultTestLoader.getTestCaseNames(privacy.DifferentiallyPrivateAggregateTest)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     "name",
     [

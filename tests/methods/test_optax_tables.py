@@ -24,6 +24,7 @@ def sharding():
     return loaded("_src/sharding_test.py", OPTIMIZERS=table, jax=new_jax).ShardingTest
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("name", methods(FEW))
 def test_sharding(sharding, name):
     """States are made from shapes alone, and keep their shardings on an explicit mesh."""

@@ -143,6 +143,7 @@ def without_reset(name):
     return INSIDE[name](ADAM)
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize("name", INSIDE)
 @pytest.mark.parametrize("around", [True, False])
 def test_in_and_around_other_wrappers(name, around):

@@ -67,6 +67,7 @@ def test_the_printed_matrices(matrix, limit, mode, printed):
     np.testing.assert_allclose(found, printed, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.by_day(3)
 @each_mode
 @pytest.mark.parametrize("shape", [(8, 8), (6, 11), (9, 4)])
 def test_every_condition_at_every_limit(mode, shape):

@@ -94,6 +94,7 @@ def test_chain_of_two(name):
     assert_close(state[2], second)
 
 
+@pytest.mark.by_day(3)
 @some_methods
 @pytest.mark.parametrize("wrapper", ["masked", "partition"])
 def test_part_of_a_tree(name, wrapper):
@@ -111,6 +112,7 @@ def test_part_of_a_tree(name, wrapper):
     assert_close(inner.inner_state.info, alone.info)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.usefixtures("standard_promotion")
 @some_methods
 def test_several_steps_in_one(name):
@@ -149,6 +151,7 @@ def test_apply_if_finite_inside_the_chain(name):
     assert state[1].total_notfinite == 1
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("name", slow_unless(TYPICAL.__contains__, NAMED))
 def test_injected_hyperparameters(name):
     method = METHODS[name]
@@ -208,6 +211,7 @@ TRAINERS = {
 }
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_linen_train_state(kind):
@@ -321,6 +325,7 @@ def two_steps(clip, tree):
     return update, fresh, state, update(grads, state, grads)
 
 
+@pytest.mark.by_day(14)
 @pytest.mark.parametrize(("clip", "tree"), CASES)
 @pytest.mark.parametrize("through", [through_bytes, through_a_state_dict, through_orbax])
 def test_state_survives_a_round_trip(through, clip, tree, tmp_path):

@@ -107,6 +107,7 @@ def test_names_that_collide():
     assert len(numbers) == 3 * len(NAMES)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("where", ["scan", "vmap", "tracked", "untracked", "explicit", "nnx"])
 def test_inside_of_what_is_compiled(where):
     tx, steps = everything(tree_clip(0.5)), jax.tree.map(lambda x: jnp.stack([x, 2 * x]), GRADS)

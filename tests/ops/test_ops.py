@@ -265,6 +265,7 @@ def test_nothing_to_clip(function, tree):
     assert all(map(np.array_equal, jax.tree.leaves(result), jax.tree.leaves(expected)))
 
 
+@pytest.mark.by_day(8)
 @each_clip
 @pytest.mark.parametrize(("tree", "wide", "limit_types"), TREES)
 def test_leaves_keep_their_types_whatever_the_limit(clip, tree, wide, limit_types):

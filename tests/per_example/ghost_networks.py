@@ -239,7 +239,7 @@ def _twice(blocks, x):
     return lax.scan(lambda x, _: (_scanned(blocks, x), None), x, length=2)[0]
 
 
-@model(quick=True)
+@model
 def transformer():
     return _language_model(_unrolled, is_tied=False)
 

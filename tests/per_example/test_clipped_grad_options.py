@@ -42,6 +42,7 @@ def clipped_sum(transform, scope):
     return clip(jax.vmap(transform)(gradients()), 1.0)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("size", [None, 3])
 @pytest.mark.parametrize("transform", [scaled, as_matrix])
 @pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()])

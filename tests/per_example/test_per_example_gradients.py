@@ -58,6 +58,7 @@ def by_tree_and_leaf(quick, sizes):
     )
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("scope", "size"), by_tree_and_leaf([None, 1, 3, 10, 64], [None, 1, 2, 3, 4, 9, 10, 64])
 )
@@ -161,6 +162,7 @@ def test_where_nothing_has_a_gradient_all_examples_count_and_their_norms_are_zer
     assert by_name.sensitivity(params=params) == 0
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("size", [None, 1, 4])
 def test_a_nan_example_and_an_empty_batch(size):
     params, x, y = jax.tree.map(np.array, task())
@@ -246,6 +248,7 @@ def test_all_reduces_of_a_sharded_batch(scope, size):
         assert found == ({"all-reduce": wanted} if wanted else {})
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("size", [None, 8, 1])
 def test_over_devices(size):
     w, x = jnp.ones((6, 80)), jax.random.normal(jax.random.key(0), (16, 6)).at[3].set(jnp.nan)

@@ -36,6 +36,7 @@ def alone(limits, options, example):
     return per_example.clip_sum(batch, limits, **options).grads
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("how", "dtype"),
     slow_unless(
@@ -74,6 +75,7 @@ def test_an_aggregate_with_noise(dtype):
         assert {x.dtype for x in updates.values()} == {np.dtype(dtype)}
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("dtype", [F32, F64, jnp.bfloat16])
 @pytest.mark.parametrize("size", [None, 1])
 def test_batches_of_none_and_one(dtype, size):

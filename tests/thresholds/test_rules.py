@@ -211,6 +211,7 @@ def test_every_table_has_a_rule():
     assert list(TABLES) == list(CASES)
 
 
+@pytest.mark.by_day(30)
 @pytest.mark.parametrize("name", TABLES)
 def test_sequence_as_printed(name):
     case, table = CASES[name], TABLES[name]
@@ -231,6 +232,7 @@ def test_medians_of_few_norms(period):
     np.testing.assert_allclose(ours.trigger, scaled_adam(norms, 2.0, period).trigger, rtol=1e-6)
 
 
+@pytest.mark.by_day(36)
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6])
 @pytest.mark.parametrize("name", CASES)
 def test_follows_the_published_rule_at_every_scale(name, scale):
@@ -258,6 +260,7 @@ def rows(mask, x):
     return mask.reshape(-1, *(1,) * (x.ndim - 1))
 
 
+@pytest.mark.by_day(14)
 @each_rule
 @pytest.mark.parametrize("floor", [{}, {"floor": 0.0}], ids=["usual floor", "no floor"])
 def test_steps_that_are_not_finite_leave_no_trace(name, floor):
@@ -322,6 +325,7 @@ def test_a_bad_group_in_the_warm_up_of_adagc_is_as_one_without_gradient():
     assert states.recorded[-1].tolist() == [5, 0, 5, 5, 5]
 
 
+@pytest.mark.by_day(8)
 @each_rule
 def test_scan_equals_the_loop_and_types_stay(name):
     rule, norms = RULES[name](), random_trees(60)
@@ -335,6 +339,7 @@ def test_scan_equals_the_loop_and_types_stay(name):
     assert {(dtype, weak) for dtype, _, weak in types} <= {("float32", False), ("int32", False)}
 
 
+@pytest.mark.by_day(6)
 @each_rule
 def test_eager_equals_jit(name):
     # In the warm-up of AdaGC the groups share the global norm.

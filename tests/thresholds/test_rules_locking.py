@@ -43,6 +43,7 @@ def multiplied(rule, norms):
 # Options
 
 
+@pytest.mark.by_day(20)
 @each_recording
 @pytest.mark.parametrize("record", ["raw", "clipped", "capped", "accepted"])
 @pytest.mark.parametrize("patience", [None, 1, 3])
@@ -135,6 +136,7 @@ def test_the_log_tracker_rejects_to_zero_whatever_the_floor():
     np.testing.assert_array_equal(updates, [0.0])
 
 
+@pytest.mark.by_day(8)
 @each_rule
 def test_max_norm_caps_the_limits_and_changes_nothing_else(name):
     norms = random_norms(0, 60)
@@ -230,6 +232,7 @@ def test_no_allowed_parameter_gives_nan(rule, options, floor):
     assert no_nan(drive(getattr(thresholds, rule)(**options, floor=floor), norms)[:2])
 
 
+@pytest.mark.by_day(8)
 @each_rule
 def test_checkify_finds_nothing_on_finite_norms(name):
     rule = RULES[name]()
@@ -248,6 +251,7 @@ FURTHER += ("AdaGC .98 1.05", "PDE-Transformer", "axlearn mean", "axlearn stddev
 subject_or_slow = slow_unless(lambda name: name not in FURTHER, SUBJECTS)
 
 
+@pytest.mark.by_day(5)
 @long_loops
 @pytest.mark.parametrize("name", subject_or_slow)
 def test_defaults_recover_from_a_rise_by_five(name):
@@ -257,6 +261,7 @@ def test_defaults_recover_from_a_rise_by_five(name):
     assert (steps <= 3000) == (name != "AdaGC .99 1.04")
 
 
+@pytest.mark.by_day(4)
 @long_loops
 @pytest.mark.parametrize(
     "name", [case for case in subject_or_slow if SUBJECTS[case.values[0]].original]
@@ -282,6 +287,7 @@ def test_the_growth_of_adagc_is_limited_as_published(relative, beta):
     assert np.all(growth[910:1200] > fastest - 1e-6)
 
 
+@pytest.mark.by_day(5)
 @long_loops
 @pytest.mark.parametrize("name", subject_or_slow)
 def test_after_zero_norms_a_normal_signal_passes(name):

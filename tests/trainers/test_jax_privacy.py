@@ -35,6 +35,7 @@ def ours(method):
     return types.SimpleNamespace(**vars(as_jax_privacy) | {"clipped_grad": clipped_grad})
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "options",

@@ -92,6 +92,7 @@ def test_a_log_with_a_warmup_whose_level_moves():
     assert (found.share_clipped, np.sum(norms > found.limit)) == (3 / 264, 17)
 
 
+@pytest.mark.slow
 def test_random_logs():
     found = {check(log_of_a_run(seed)).verdict for seed in range(60)}
     assert found == {"constant", "adaptive", "none"}

@@ -37,6 +37,7 @@ def recall_and_precision(suggestion, is_spike):
     return hits / is_spike[suggestion.warmup_steps :].sum(), hits / len(suggestion.spikes)
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(
     ("spread", "shape"),
     slow_unless(
@@ -51,6 +52,7 @@ def test_known_spikes_are_found(shape, spread):
     assert np.min(np.mean(scores, axis=0)) >= 0.95
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("spread", [0.02, 0.1, 0.3])
 @pytest.mark.parametrize("steps", [300, 5000])
 def test_stationary_norms(spread, steps):

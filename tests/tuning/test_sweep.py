@@ -81,6 +81,7 @@ def expected():
     return swept(FIVE)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("parallel", [1, 2, 3, 9])
 def test_fewer_at_a_time_are_the_same(expected, parallel):
     result = swept(FIVE, parallel=parallel)
@@ -88,6 +89,7 @@ def test_fewer_at_a_time_are_the_same(expected, parallel):
     assert result.limit == expected.limit
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(("cores", "parallel"), [(1, None), (2, None), (64, 1), (3, 2), (2, 5)])
 def test_cores_that_share_the_runs_change_nothing(expected, monkeypatch, cores, parallel):
     monkeypatch.setattr(runs, "_cores", lambda: cores)

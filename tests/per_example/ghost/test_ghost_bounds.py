@@ -66,6 +66,7 @@ def test_many_positions_cost_an_ordinary_example_little():
     assert np.all((sizes >= 0.99) & (sizes <= 1))
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e25])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_that_cancel(shape, scale):
@@ -85,6 +86,7 @@ def test_tokens_that_cancel(shape, scale):
     assert np.all(long(result.norms) <= 1.01 * true + 1e-4 * total)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_of_16_bits(shape, dtype):
@@ -153,6 +155,7 @@ def test_pixels_that_cancel():
     assert np.all(norms_of(alone) <= 1)
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("of", ["data", "cotangents"])
 @pytest.mark.parametrize("shape", ["gram", "direct"])

@@ -39,6 +39,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_result_is_that_of_the_other_method(name):
     found, expected = (result_of(method, **OPTIONS[name]) for method in ("ghost", "vmap"))
