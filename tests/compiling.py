@@ -7,10 +7,11 @@ import jaxlib
 import pytest
 
 AS_USERS = {
-    "xla_cpu_use_fusion_emitters": True,
     "xla_backend_optimization_level": 3,
     "xla_llvm_disable_expensive_passes": False,
 }
+if jaxlib.version.__version_info__ < (0, 11):  # later versions know no other way
+    AS_USERS["xla_cpu_use_fusion_emitters"] = True
 """What `conftest.py` turns off to save time; for `jax.jit(..., compiler_options=AS_USERS)`."""
 
 

@@ -263,7 +263,11 @@ class Loop(NamedTuple):
     @classmethod
     def of(cls, eqn: Any) -> "Loop":
         """That of an equation."""
-        return cls(*(eqn.params[name] for name in ("num_consts", "num_carry", "length")))
+        params = eqn.params
+        if "num_consts" in params:
+            return cls(params["num_consts"], params["num_carry"], params["length"])
+        consts, carry, _ = params["ft_in"].unpack()  # from JAX 0.11 on
+        return cls(len(consts), len(carry), params["length"])
 
 
 def loop_again(eqn: Any, body: Callable[..., Any], carry: Any, sliced: Any) -> Any:
