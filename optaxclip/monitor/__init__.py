@@ -12,8 +12,8 @@ makes a line of JSON::
   wandb.log(monitor.scalars(opt_state), step)           # Weights & Biases
 
 After a step that was skipped, `bad_leaves` names the leaves that caused it, and `verdict` tells the
-host whether to go on. `noise_scale` tells from the gradients of microbatches whether the batch
-is too small.
+host whether to go on; inside of the compiled step `taken` tells what else must stay as it was.
+`noise_scale` tells from the gradients of microbatches whether the batch is too small.
 """
 
 import optaxclip._base.doors as _doors
@@ -27,6 +27,7 @@ from optaxclip.monitor.reading import read as read
 from optaxclip.monitor.reading import scalars as scalars
 from optaxclip.monitor.recording import RecordState as RecordState
 from optaxclip.monitor.recording import record as record
+from optaxclip.monitor.taken_steps import taken as taken
 from optaxclip.monitor.verdicts import bad_leaves as bad_leaves
 from optaxclip.monitor.verdicts import verdict as verdict
 

@@ -13,7 +13,7 @@ from optaxclip._base.types import ClipInfo, Path, PyTree
 from optaxclip.methods.skipping import LossState, SkipState
 
 NAME_FIELDS = {"name", "names", "leaves"}
-OFTEN_EMPTY = {"rule", "loss", "inner_state"}
+OFTEN_EMPTY = {"rule", "loss", "inner_state", "skip_state"}
 """Fields without arrays, which Flax leaves out where it makes dicts of states."""
 
 

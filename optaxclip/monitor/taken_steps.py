@@ -1,0 +1,81 @@
+"""Whether the last step was taken, for what the compiled step keeps beside the parameters."""
+
+import functools
+from collections.abc import Iterator, Mapping
+
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+import optaxclip._border.devices as devices
+from optaxclip._base.types import PyTree
+from optaxclip.methods.skipping import SkipState
+from optaxclip.monitor.states import described, unboxed, walk
+
+
+def taken(opt_state: PyTree) -> Array:
+    """Whether the last step was taken, or skipped; inside of the compiled step too.
+
+    A skip leaves the parameters and the optimizer's state as they were. It does not know what else
+    a step changes: running statistics of BatchNorm, averages of weights, the carried state of a
+    recurrent network. A NaN that gets there stays. So keep the old ones where the step was not
+    taken::
+
+      updates, opt_state = tx.update(grads, opt_state, params)
+      batch_stats = optax.tree.where(monitor.taken(opt_state), new_batch_stats, batch_stats)
+
+    It counts what became of the step, not whether it was good: a step that a skip took after all
+    (`max_consecutive`) was taken. Of several skips all must have taken it. Of skips for parts of
+    the parameters, as in `optax.partition`, pass one part of the state to ask for that part alone.
+
+    Args:
+      opt_state: any pytree that holds the state, as in `optaxclip.monitor.read`, after the update.
+        In `optax.MultiSteps`, a microbatch that was added to the sum counts as taken until the step
+        of the whole batch says otherwise, and one that `should_skip_update_fn` left out does not.
+
+    Returns:
+      bool[]; of states under `vmap` one for each. True before the first step. Nothing is sent to
+      the host, so it works under `jit`, `scan`, `vmap` and `shard_map`.
+
+    Raises:
+      ValueError: if there is no skip in the state.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> tx = optaxclip.skip_nonfinite(optax.sgd(0.1))
+      >>> params, mean = jnp.zeros(2), jnp.zeros(())
+      >>> opt_state = tx.init(params)
+      >>> for batch in (jnp.array([1.0, 3.0]), jnp.array([jnp.nan, 1.0])):
+      ...     updates, opt_state = tx.update(params - batch, opt_state)
+      ...     mean = jnp.where(taken(opt_state), 0.9 * mean + 0.1 * batch.mean(), mean)
+      ...     print(taken(opt_state), mean)
+      True 0.2
+      False 0.2
+    """
+    flags = list(_flags(opt_state))
+    if not flags:
+        raise ValueError(
+            "monitor.taken takes an optimizer's state that holds a skip, and finds none in what it "
+            f"got: {described(opt_state)}. Put skip_nonfinite or skip_above around the optimizer, "
+            "and pass opt_state, a TrainState or an nnx.Optimizer. (The state of "
+            "optax.apply_if_finite does not say whether it took a step.)"
+        )
+    return functools.reduce(jnp.logical_and, flags)
+
+
+def _flags(tree: PyTree) -> Iterator[Array]:
+    """For each skip in a state whether it took the last step, as far as it was asked."""
+    kinds = (SkipState, optax.MultiStepsState, optax.ApplyIfFiniteState)
+    for _, state in walk(tree, kinds):
+        if isinstance(state, SkipState):
+            yield devices.to_device(unboxed(state.info.factor)) > 0
+        elif isinstance(state, optax.ApplyIfFiniteState):
+            # A step that it rejects does not reach the skips inside.
+            was_asked = devices.to_device(unboxed(state.last_finite))
+            yield from (flag & was_asked for flag in _flags(state.inner_state))
+        else:
+            # Between two steps of the optimizer, the skips inside speak of the batch before.
+            waits = devices.to_device(unboxed(state.mini_step)) > 0
+            yield from (flag | waits for flag in _flags(state.inner_opt_state))
+            if isinstance(state.skip_state, Mapping) and "should_skip" in state.skip_state:
+                yield ~devices.to_device(unboxed(state.skip_state["should_skip"]))
