@@ -4,8 +4,11 @@ They are pure functions. Leaves may be `None`, scalars, Python floats, NumPy arr
 complex, or `BCOO` (TensorFlow's `IndexedSlices`), and a tree may be empty; an integer, a bool or a
 PRNG key raises `TypeError`. In eager mode each call runs one compiled function, which is cached.
 `docs/coming.md` has a table of the results that differ from TensorFlow's on purpose.
+
+`clip_cotangent`, which TensorFlow does not have, clips within a backward pass.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +22,12 @@ import optaxclip._base.doors as _doors
 import optaxclip._border.devices as devices
 import optaxclip.methods.elementwise as elementwise
 import optaxclip.scopes as scopes
-from optaxclip._base.trees import flatten
-from optaxclip._base.types import AxisName, ClipInfo, PyTree
+from optaxclip._base.arguments import as_axis_names
+from optaxclip._base.cotangents import Back, with_cotangent
+from optaxclip._base.trees import data_of, flatten, per_leaf, with_data
+from optaxclip._base.types import AxisName, ClipInfo, NonFinite, PyTree
 from optaxclip._engine.clip import clip_tree, group_norms
+from optaxclip.nonfinite import as_policy
 from optaxclip.norms import Norm, average_l2
 from optaxclip.thresholds.checks import checked_limit
 
@@ -207,6 +213,105 @@ def clip_by_global_norm(
     options = {"use_norm": use_norm, "axis_name": axis_name, "specs": specs}
     clipped, info = _clip(tree, clip_norm, scope=scopes.tree(), **options)
     return clipped, info.norm
+
+
+def clip_cotangent(
+    x: PyTree,
+    *,
+    clip_norm: jax.typing.ArrayLike | None = None,
+    clip_value: jax.typing.ArrayLike | None = None,
+    axes: int | Sequence[int] | None = None,
+    nonfinite: NonFinite = "nan",
+    axis_name: AxisName = None,
+    specs: PyTree = None,
+) -> PyTree:
+    """Returns `x` as it is, and clips what comes back through it in a backward pass.
+
+    What comes back is the cotangent: the derivative of the loss with respect to this `x`. In a
+    recurrent network, a deep unrolled solver or a router it can be clipped here, before it goes
+    further back and grows, and not only where all of them have been added up to gradients::
+
+      def step(h, x):
+          h = jnp.tanh(h @ w + x)
+          return ops.clip_cotangent(h, clip_norm=1.0), h
+
+    Each leaf is clipped by itself, as by `clip_by_norm`, because cotangents of different leaves
+    need not come at one time. For one norm of several, concatenate them first. Under `vmap` each
+    example is clipped by itself; to share a norm over the batch, name the axis in `axis_name`.
+    A cotangent is scaled as its loss is: of a mean over `n` examples it is `1 / n` of an example's
+    own, and a loss scale multiplies it, with which the limit is then to be multiplied too.
+
+    In forward mode (`jax.jvp`, `jax.jacfwd`) it is the identity. Derivatives of a gradient, in
+    either mode, are those of the clipped gradient as a function of its arguments. All this holds
+    inside of `scan`, `cond`, `jax.checkpoint` and `shard_map` as outside.
+
+    Source: Graves, 2013, arXiv 1308.0850, section 2.1, where the derivatives with respect to the
+    inputs of LSTM layers are clipped by value.
+
+    Args:
+      x: a pytree of arrays. `None`, integer, bool and PRNG-key leaves have no cotangent, and pass;
+        of a `BCOO` leaf that of the stored entries is clipped.
+      clip_norm: the largest L2 norm of a leaf's cotangent, a scalar; a negative one acts as 0, NaN
+        makes every entry NaN.
+      clip_value: in place of `clip_norm`, the largest absolute value of an entry, a scalar, of
+        which the same is true. As `clip_by_value` it bounds infinite entries and keeps NaN.
+      axes: the axes over which a norm is taken; all axes if None.
+      nonfinite: with `clip_norm`, what becomes of a cotangent whose norm is not finite: "nan",
+        "zero", "mask" or "error", as in `optaxclip.StageOptions`.
+      axis_name: with `clip_norm`, as in `global_norm`.
+      specs: with `clip_norm`, as in `global_norm`, with a prefix of `x`.
+
+    Returns:
+      `x`: the same structure, values, shapes, dtypes and weak types. Cotangents keep shape and
+      dtype too; those at or below the limit stay bit for bit.
+
+    Raises:
+      TypeError: if a leaf is not an array, or a limit is not a number.
+      ValueError: if not just one of `clip_norm` and `clip_value` is given; if it is not a scalar;
+        for a leaf that lacks one of the axes; for an option of `clip_norm` beside `clip_value`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optaxclip
+      >>> def loss(h):
+      ...     for _ in range(8):
+      ...         h = optaxclip.ops.clip_cotangent(10.0 * h, clip_norm=1.0)
+      ...     return h.sum()
+      >>> print(jax.grad(loss)(jnp.array([0.6, 0.8])).round(3))
+      [7.071 7.071]
+    """
+    if (clip_norm is None) == (clip_value is None):
+        given = "neither" if clip_norm is None else "both"
+        raise ValueError(f"pass either clip_norm or clip_value to clip_cotangent, got {given}")
+    options = {"nonfinite": as_policy(nonfinite), "axis_name": as_axis_names(axis_name)}
+    flat = flatten(x, "x")
+    if clip_norm is not None:
+        limit, scope = _scalar(clip_norm, "clip_norm"), scopes.leaf()
+        if axes is not None:
+            scope = scopes.axes(axes)
+            scope(flat)  # which refuses axes that a leaf lacks
+        specs_of = [None] * len(flat.measured) if specs is None else per_leaf(specs, flat, "specs")
+        rows = zip(flat.names(), specs_of, strict=True)
+        backs = [functools.partial(_clip_leaf, *row, scope=scope, **options) for row in rows]
+    else:
+        limit, backs = _scalar(clip_value, "clip_value"), [_clip_entries] * len(flat.measured)
+        options |= {"axes": axes, "specs": specs, "nonfinite": None if nonfinite == "nan" else ""}
+        unused = [name for name, value in options.items() if value is not None]
+        if unused:
+            raise ValueError(f"{', '.join(unused)} can be passed with clip_norm alone")
+
+    def passed(leaf: Any, back: Back) -> Any:
+        return with_data(leaf, with_cotangent(jnp.asarray(data_of(leaf)), back, limit))
+
+    return flat.rebuild(list(map(passed, flat.measured_leaves(), backs)))
+
+
+def _clip_leaf(leaf: str, specs: PyTree, cotangent: Array, limit: Array, **options: Any) -> Array:
+    named = {"specs": None if specs is None else {leaf: specs}, "name": "clip_cotangent"}
+    return clip_tree({leaf: cotangent}, limit, **named, **options)[0][leaf]
+
+
+def _clip_entries(cotangent: Array, limit: Array) -> Array:
+    return elementwise.clamp(flatten(cotangent, "x"), None, limit, ("clip_value", "clip_value"))
 
 
 def _clip(tree: PyTree, clip_norm: jax.typing.ArrayLike, **options: Any) -> tuple[PyTree, ClipInfo]:

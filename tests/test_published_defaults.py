@@ -86,6 +86,7 @@ OTHERS = [
     (monitor.record, {"window": 1000, "stats": ("norm",), **L2}),
     (monitor.scalars, {"prefix": ""}),
     (monitor.verdict, {"roll_back_after": 10}),
+    (ops.clip_cotangent, {"nonfinite": "nan"}),
     (ops.global_norm, L2),
     (optaxclip.skip_nonfinite, {"max_consecutive": None}),
     (optaxclip.clip_attention_logits, {"tau": 100.0}),

@@ -83,6 +83,7 @@ def clipped_tree(tree):
         lambda tree: ops.clip_by_norm(tree, 1.0, axes=0),
         lambda tree: ops.clip_by_average_norm(tree, 0.1),
         lambda tree: ops.clip_by_global_norm(tree, 1.0),
+        lambda tree: jax.vjp(lambda x: ops.clip_cotangent(x, clip_norm=1.0), tree)[1](tree)[0],
     ],
 )
 def test_functions_of_a_tree(function, how):

@@ -59,6 +59,7 @@ OTHERS = {
         ops.clip_by_global_norm(grads, 1.0),
         ops.clip_by_norm(grads, 1.0, axes=-1),
         ops.clip_by_average_norm(grads, 0.1),
+        jax.grad(lambda x: loss(ops.clip_cotangent(x, clip_norm=1.0, axes=-1), 1.0))(grads),
     ),
     "per_example": of_examples,
 }
