@@ -11,12 +11,14 @@ makes a line of JSON::
       writer.add_scalar(name, value, step)              # TensorBoard
   wandb.log(monitor.scalars(opt_state), step)           # Weights & Biases
 
+With `since=`, shares and counts are those of the steps after an earlier state.
 After a step that was skipped, `bad_leaves` names the leaves that caused it, and `verdict` tells the
 host whether to go on; inside of the compiled step `taken` tells what else must stay as it was.
 `noise_scale` tells from the gradients of microbatches whether the batch is too small.
 """
 
 import optaxclip._base.doors as _doors
+from optaxclip.monitor.counting import counts as counts
 from optaxclip.monitor.histories import history as history
 from optaxclip.monitor.histories import history_names as history_names
 from optaxclip.monitor.lines import json_line as json_line

@@ -12,7 +12,7 @@ from optaxclip._base.types import PyTree
 from optaxclip.monitor.reading import scalars
 
 
-def json_line(opt_state: PyTree, /, **more: Any) -> str:
+def json_line(opt_state: PyTree, /, *, since: PyTree | None = None, **more: Any) -> str:
     """What `scalars` gives, as one line of valid JSON.
 
     JSON has no name for NaN and infinities, so they are written as null. `optaxclip.tuning.suggest`
@@ -21,6 +21,7 @@ def json_line(opt_state: PyTree, /, **more: Any) -> str:
 
     Args:
       opt_state: as in `read`.
+      since: as in `metrics`.
       more: what else belongs to the step, in front of the scalars: numbers, arrays of one number,
         strings, bools or None.
 
@@ -39,7 +40,7 @@ def json_line(opt_state: PyTree, /, **more: Any) -> str:
       >>> print(line.split(", ")[:3])
       ['{"step": 7', '"loss": 0.5', '"clip_by_global_norm/norm": null']
     """
-    found = scalars(opt_state)
+    found = scalars(opt_state, since=since)
     if twice := sorted(found.keys() & more.keys()):
         raise ValueError(f"{twice[0]!r} is the name of a scalar: give what is passed another one")
     whole = {name: _plain(value, name) for name, value in (more | found).items()}

@@ -1,6 +1,6 @@
 """What the clips, skips and records in a state did, or saw, at the last step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,11 +8,10 @@ import numpy as np
 from jax import Array
 
 import optaxclip._border.devices as devices
-from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
+from optaxclip._base.types import ClipInfo, PyTree
 from optaxclip.methods.skipping import SkipState
-from optaxclip.monitor.noise import NoiseScaleState
-from optaxclip.monitor.recording import RecordState
-from optaxclip.monitor.states import described, keys_of, name_of, numbered, to_host, unboxed, walk
+from optaxclip.monitor.counting import records_for_log, since_earlier
+from optaxclip.monitor.states import keys_of, name_of, records, to_host, unboxed
 from optaxclip.monitor.summaries import (
     NUMBERS,
     Recorded,
@@ -20,7 +19,6 @@ from optaxclip.monitor.summaries import (
     labels_of,
     summary,
     summary_on_device,
-    wanted,
 )
 
 
@@ -81,7 +79,7 @@ def read(opt_state: PyTree) -> Records:
       5.0
     """
     places, infos = [], []
-    for path, state in _records(opt_state, "read"):
+    for path, state in records(opt_state, "read"):
         places.append((path, (name_of(state),)))
         infos.append(state.info)
         if isinstance(state, SkipState) and state.loss:
@@ -91,7 +89,9 @@ def read(opt_state: PyTree) -> Records:
     return Records({key: ClipInfo(*map(unboxed, info)) for key, info in rows})
 
 
-def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
+def metrics(
+    opt_state: PyTree, prefix: str = "", *, since: PyTree | None = None
+) -> dict[str, Array]:
     """The records as a flat dict of scalars, inside of the compiled step too.
 
     A name is made of the transformation's name, the kind of number, and the label if it is a clip
@@ -102,13 +102,21 @@ def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
       norm             | both | the norm before clipping                   | of the worst one
       limit            | both | the norm above which something is done     | of the worst one
       factor           | both | what the gradient was multiplied by        | of the worst one
+      clipped_norm     | both | norm * factor, the norm that went on       | of the worst one
       clipped_fraction | clip | the share of all steps so far with a clip  | the mean
+      num_clipped      | clip | steps so far with a clip                   | the largest
       num_nonfinite    | both | steps so far with a norm not finite        | the largest
       num_skipped      | skip | steps so far that were skipped             | the largest
       loss, loss_limit | skip | the loss and its limit, where it is judged | furthest above
+      steps            | clip | steps so far                               | the largest
 
     The numbers of `noise_scale` are `scale`, `signal` and `variance`; those of `record` are its
-    statistics of the last step, of leaves or layers the largest.
+    statistics of the last step, of leaves or layers the largest, and `steps`.
+
+    Late in a run the share of all steps so far hardly moves. With `since`, the share and all counts
+    are those of the steps after an earlier state; everything else is of the last step, as without.
+    Without a step between the two the share is 0; it is NaN, and `steps` is below 0, if the earlier
+    state is the later one, as after a roll back.
 
     Each label has numbers of its own (scopes `group` and `muon`). Leaves, units and states under
     `vmap` may be very many, so one number stands for all of them. The worst entry is the one with
@@ -123,13 +131,16 @@ def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
     Args:
       opt_state: as in `read`.
       prefix: the beginning of all names, such as "train/".
+      since: an earlier state of the same optimizer, or `counts` of it, from which on to count; None
+        for the first step. Between two logs keep `counts`: the state itself is gone once a step
+        takes it as a donated argument.
 
     Returns:
       A dict from name to float32[], or int32[] for counts. Nothing is sent to the host.
 
     Raises:
       ValueError: if there is no clip and no skip that keeps a record, nor a `record` or
-        `noise_scale`.
+        `noise_scale`; if `since` holds no record, those of another optimizer, or deleted arrays.
       TypeError: if `prefix` is not a string.
 
     Example:
@@ -145,14 +156,18 @@ def metrics(opt_state: PyTree, prefix: str = "") -> dict[str, Array]:
       >>> print(found["train/clip_by_group_norm/norm/actor"])
       5.0
     """
-    found = [state for _, state in _records(opt_state, "metrics", NoiseScaleState, RecordState)]
-    arrays = devices.to_device([wanted(state) for state in found])
-    rows = zip(arrays, found, strict=True)
-    summaries = [summary_on_device(numbers, bool(labels_of(state))) for numbers, state in rows]
+    found = records_for_log(opt_state, "metrics")
+    arrays = devices.to_device(since_earlier(found, since))
+    rows = zip(arrays, found.values(), strict=True)
+    summaries = [
+        summary_on_device(kept, earlier, bool(labels_of(state))) for (kept, earlier), state in rows
+    ]
     return _named(found, summaries, prefix)
 
 
-def scalars(opt_state: PyTree, prefix: str = "") -> dict[str, float]:
+def scalars(
+    opt_state: PyTree, prefix: str = "", *, since: PyTree | None = None
+) -> dict[str, float]:
     """The same as `metrics`, as Python floats on the host, ready for a log.
 
     The host waits for the step that made the state and then for one `jax.device_get`, of six arrays
@@ -163,13 +178,13 @@ def scalars(opt_state: PyTree, prefix: str = "") -> dict[str, float]:
     Args:
       opt_state: as in `read`.
       prefix: as in `metrics`.
+      since: as in `metrics`.
 
     Returns:
       A dict from name to Python float.
 
     Raises:
-      ValueError: if there is no clip and no skip that keeps a record, nor a `record` or
-        `noise_scale`.
+      ValueError: as `metrics`.
       TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet, and if `prefix` is
         no string.
 
@@ -182,43 +197,31 @@ def scalars(opt_state: PyTree, prefix: str = "") -> dict[str, float]:
       clip_by_global_norm/norm 5.0
       clip_by_global_norm/limit 1.0
       clip_by_global_norm/factor 0.2
+      clip_by_global_norm/clipped_norm 1.0
       clip_by_global_norm/clipped_fraction 1.0
+      clip_by_global_norm/num_clipped 1.0
       clip_by_global_norm/num_nonfinite 0.0
+      clip_by_global_norm/steps 1.0
     """
-    found = [state for _, state in _records(opt_state, "scalars", NoiseScaleState, RecordState)]
-    arrays = to_host([wanted(state) for state in found], "scalars")
-    rows = zip(arrays, found, strict=True)
-    summaries = [summary(numbers, bool(labels_of(state)), np) for numbers, state in rows]
+    found = records_for_log(opt_state, "scalars")
+    arrays = to_host(since_earlier(found, since), "scalars")
+    rows = zip(arrays, found.values(), strict=True)
+    summaries = [
+        summary(kept, earlier, bool(labels_of(state)), np) for (kept, earlier), state in rows
+    ]
     return {name: float(x) for name, x in _named(found, summaries, prefix).items()}
 
 
-def _records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any]]:
-    """The states that hold the record of a clip or a skip, or are of one more kind, with paths.
-
-    Raises:
-      ValueError: if there are none, naming the caller.
-    """
-    found = list(walk(opt_state, (ClipState, SkipState, *more)))
-    if not found:
-        raise ValueError(
-            f"monitor.{caller} takes an optimizer's state that holds the record of a clip or a "
-            f"skip, and finds none in what it got: {described(opt_state)}. Pass opt_state, a "
-            "TrainState or an nnx.Optimizer. (optaxclip.clip, clip_by_value and "
-            "clip_by_second_moment keep no record, nor does anything with record=False; what "
-            "monitor.record keeps is read by monitor.history, and by metrics and scalars.)"
-        )
-    return found
-
-
-def _named(states: Sequence[Recorded], summaries: Sequence[Summary], prefix: str) -> dict[str, Any]:
+def _named(
+    states: Mapping[str, Recorded], summaries: Sequence[Summary], prefix: str
+) -> dict[str, Any]:
     """Numbers under their names."""
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a string such as 'train/', got {prefix!r}")
     flat = {}
-    names = numbered([name_of(state) for state in states])
-    for name, state, numbers in zip(names, states, summaries, strict=True):
+    for (name, state), numbers in zip(states.items(), summaries, strict=True):
         labels = [f"/{label}" for label in labels_of(state)] or [""]
         for field in (field for field in NUMBERS if field in numbers):
-            column = numbers[field]
-            flat |= {f"{prefix}{name}/{field}{x}": column[i] for i, x in enumerate(labels)}
+            column, of_each = numbers[field], [""] if field == "steps" else labels
+            flat |= {f"{prefix}{name}/{field}{x}": column[i] for i, x in enumerate(of_each)}
     return flat

@@ -9,7 +9,7 @@ from jax.tree_util import GetAttrKey, keystr
 
 from optaxclip._base.names import Names
 from optaxclip._base.trees import leaf_name
-from optaxclip._base.types import ClipInfo, Path, PyTree
+from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
 from optaxclip.methods.skipping import LossState, SkipState
 
 NAME_FIELDS = {"name", "names", "leaves"}
@@ -22,6 +22,24 @@ def find(tree: PyTree, *kinds: Any) -> dict[str, Any]:
     found = list(walk(tree, kinds))
     keys = keys_of([(path, (name_of(state),)) for path, state in found])
     return dict(zip(keys, (state for _, state in found), strict=True))
+
+
+def records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any]]:
+    """The states that hold the record of a clip or a skip, or are of one more kind, with paths.
+
+    Raises:
+      ValueError: if there are none, naming the caller.
+    """
+    found = list(walk(opt_state, (ClipState, SkipState, *more)))
+    if not found:
+        raise ValueError(
+            f"monitor.{caller} takes an optimizer's state that holds the record of a clip or a "
+            f"skip, and finds none in what it got: {described(opt_state)}. Pass opt_state, a "
+            "TrainState or an nnx.Optimizer. (optaxclip.clip, clip_by_value and "
+            "clip_by_second_moment keep no record, nor does anything with record=False; what "
+            "monitor.record keeps is read by monitor.history, and by metrics and scalars.)"
+        )
+    return found
 
 
 def keys_of(places: Sequence[tuple[Path, tuple[str, ...]]]) -> list[str]:

@@ -22,12 +22,16 @@ Summary: TypeAlias = dict[str, Any]
 # The numbers of a record that has no entries.
 _NOTHING = {"norm": 0.0, "limit": float("inf"), "factor": 1.0}
 NUMBERS = (
-    *("norm", "limit", "factor", "clipped_fraction", "num_nonfinite"),
-    *("num_skipped", "loss", "loss_limit"),
+    *("norm", "limit", "factor", "clipped_norm", "clipped_fraction", "num_clipped"),
+    *("num_nonfinite", "num_skipped", "loss", "loss_limit"),
     *("scale", "signal", "variance"),
     *(name for name in STATISTICS if name != "norm"),
+    "steps",
 )
 """The kinds, in the order shown; dicts that `jit` returns are sorted."""
+
+COUNTS = ("steps", "num_clipped", "num_nonfinite", "num_skipped")
+"""What is counted from the first step on."""
 
 ROUNDING = 1e-6
 """Positive scores whose relative difference is no larger are equal."""
@@ -61,44 +65,60 @@ def labels_of(state: Recorded) -> tuple[str, ...]:
 
 
 @functools.partial(jax.jit, static_argnames="with_labels", inline=True)
-def summary_on_device(kept: dict[str, Any], with_labels: bool) -> Summary:
+def summary_on_device(kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool) -> Summary:
     """`summary` of arrays that may be traced."""
-    return summary(kept, with_labels, jnp)
+    return summary(kept, earlier, with_labels, jnp)
 
 
-def summary(kept: dict[str, Any], with_labels: bool, numpy: Any) -> Summary:
+def summary(
+    kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool, numpy: Any
+) -> Summary:
     """The numbers of one clip, skip, noise scale or history.
 
     Args:
       kept: what `wanted` gives. States under `vmap` have leading axes, which count as more entries.
+      earlier: the counts of an earlier state, from which on to count; empty for the first step.
       with_labels: whether the entries along the last axis each have numbers of their own.
       numpy: `numpy`, or `jax.numpy`.
     """
     if "signal" in kept:
         return _of_noise(kept, numpy)
+    kept = kept | {count: kept[count] - start for count, start in earlier.items()}
     steps = kept["steps"] if "steps" in kept else kept["num_skipped"]
     states = max(steps.size, 1)
     if "last" in kept:
         shape = (states, -1) if with_labels else (-1, 1)
-        return {name: _of_largest(x.reshape(shape), numpy) for name, x in kept["last"].items()}
+        found = {name: _of_largest(x.reshape(shape), numpy) for name, x in kept["last"].items()}
+        return found | {"steps": _most(steps.reshape(-1, 1), numpy)}
 
     def rows(x: Any) -> Any:
         """`[entries, labels]`, or `[entries, 1]`."""
         return x.reshape(states, x.size // states) if with_labels else x.reshape(-1, 1)
 
     found = _of_worst({field: rows(kept[field]) for field in _NOTHING}, numpy)
+    factor = found["factor"]
+    # Of a norm that is not finite nothing goes on where the factor is 0.
+    found["clipped_norm"] = numpy.where(factor == 0, 0, found["norm"]) * factor
     if "steps" in kept:
         counts = kept["num_clipped"]
         per_step = counts.reshape(states, -1) / numpy.maximum(steps, 1).reshape(states, 1)
         shares = rows(per_step.astype(numpy.float32))
-        found["clipped_fraction"] = numpy.sum(shares, axis=0) / max(len(shares), 1)
-    found["num_nonfinite"] = numpy.max(rows(kept["num_nonfinite"]), axis=0, initial=0)
+        share = numpy.sum(shares, axis=0) / max(len(shares), 1)
+        found["steps"] = _most(steps.reshape(-1, 1), numpy)
+        found["clipped_fraction"] = numpy.where(found["steps"] < 0, numpy.nan, share)
+        found["num_clipped"] = _most(rows(counts), numpy)
+    found["num_nonfinite"] = _most(rows(kept["num_nonfinite"]), numpy)
     if "num_skipped" in kept:
-        found["num_skipped"] = numpy.max(kept["num_skipped"].reshape(-1, 1), axis=0, initial=0)
+        found["num_skipped"] = _most(kept["num_skipped"].reshape(-1, 1), numpy)
     if "loss" in kept:
         loss, limit = (kept[field].reshape(-1, 1) for field in ("loss", "loss_limit"))
         found |= _of_largest_loss(loss, limit, numpy)
     return found
+
+
+def _most(counts: Any, numpy: Any) -> Any:
+    """The largest count of each column, 0 if there is none; those since a later one are below 0."""
+    return numpy.max(counts, axis=0) if counts.size else numpy.zeros(counts.shape[1:], counts.dtype)
 
 
 def _of_noise(kept: dict[str, Any], numpy: Any) -> Summary:

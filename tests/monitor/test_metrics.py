@@ -15,8 +15,9 @@ from optaxclip.methods.skips import skip_above, skip_nonfinite
 GRADS = {"b": jnp.array([2.0]), "w": jnp.array([3.0, 4.0])}
 NORM = np.sqrt(29.0)
 BAD = GRADS | {"b": jnp.array([jnp.nan])}
-NAMES = ["norm", "limit", "factor", "clipped_fraction", "num_nonfinite"]
-SKIP_NAMES = ["norm", "limit", "factor", "num_nonfinite", "num_skipped"]
+NAMES = ["norm", "limit", "factor", "clipped_norm", "clipped_fraction", "num_clipped"]
+NAMES += ["num_nonfinite", "steps"]
+SKIP_NAMES = ["norm", "limit", "factor", "clipped_norm", "num_nonfinite", "num_skipped"]
 CLIP, LEAVES = "clip_by_global_norm", "clip_by_norm"
 
 
@@ -65,8 +66,9 @@ def assert_the_same(state, **options):
 def test_names_and_numbers():
     numbers = assert_the_same(after(everything(), GRADS, value=2.0), prefix="train/")
     first = [
-        f"clip_by_group_norm/{name}/{label}" for name in NAMES for label in ("actor", "critic")
+        f"clip_by_group_norm/{name}/{label}" for name in NAMES[:-1] for label in ("actor", "critic")
     ]
+    first.append("clip_by_group_norm/steps")  # which all labels share
     rest = {LEAVES: NAMES, CLIP: NAMES, "skip": [*SKIP_NAMES, "loss", "loss_limit"]}
     expected = [*first, *(f"{one}/{name}" for one, names in rest.items() for name in names)]
     expected += [f"{CLIP}_1/{name}" for name in NAMES]
@@ -85,10 +87,11 @@ def test_each_label_has_its_own_numbers():
     tx = optaxclip.clip_by(scopes.group({"b": "low", "w": "high"}), {"low": 3.0, "high": 4.0})
     state = after(tx, GRADS, BAD, GRADS | {"b": 2 * GRADS["b"]})
     numbers = assert_the_same(state)
-    found = [numbers[f"clip_by/{name}/low"] for name in NAMES]
-    assert found == pytest.approx([4.0, 3.0, 0.75, 1 / 3, 1.0])
-    found = [numbers[f"clip_by/{name}/high"] for name in NAMES]
-    assert found == pytest.approx([5.0, 4.0, 0.8, 1.0, 0.0])
+    found = [numbers[f"clip_by/{name}/low"] for name in NAMES[:-1]]
+    assert found == pytest.approx([4.0, 3.0, 0.75, 3.0, 1 / 3, 1.0, 1.0])
+    found = [numbers[f"clip_by/{name}/high"] for name in NAMES[:-1]]
+    assert found == pytest.approx([5.0, 4.0, 0.8, 4.0, 1.0, 3.0, 0.0])
+    assert numbers["clip_by/steps"] == 3.0
     assert "clip_by/norm" not in numbers
     muon = optaxclip.clip_by(scopes.muon(), 1.0)
     assert monitor.scalars(after(muon, GRADS))["clip_by/norm/adam"] == pytest.approx(NORM)
@@ -202,14 +205,14 @@ def test_scalars_over_steps():
     tx = optax.chain(tree_clip(4.0), skip_above(optax.trace(0.5), 1.0))
     small = jax.tree.map(lambda x: x / 8, GRADS)
     state = tx.init(GRADS)
-    assert list(monitor.scalars(state).values())[:5] == [0.0, np.inf, 1.0, 0.0, 0.0]
+    assert list(monitor.scalars(state).values())[:4] == [0.0, np.inf, 1.0, 0.0]
     state = after(tx, GRADS, BAD, small, small, GRADS)
     numbers = monitor.scalars(state)
     assert all(type(number) is float for number in numbers.values())
     of_clip = [numbers[f"{CLIP}/{name}"] for name in NAMES]
-    assert of_clip == pytest.approx([NORM, 4.0, 4.0 / NORM, 2 / 5, 1.0])
+    assert of_clip == pytest.approx([NORM, 4.0, 4.0 / NORM, 4.0, 2 / 5, 2.0, 1.0, 5.0])
     of_skip = [numbers[f"skip_above/{name}"] for name in SKIP_NAMES]
-    assert of_skip == pytest.approx([4.0, 1.0, 0.0, 1.0, 3.0])
+    assert of_skip == pytest.approx([4.0, 1.0, 0.0, 0.0, 1.0, 3.0])
 
 
 def per_leaf_state(**columns):
@@ -223,7 +226,7 @@ def per_leaf_state(**columns):
 def test_scalars_of_many_entries():
     measured = {"norm": [8.0, 3.0, 0.1], "limit": [4.0, 1.0, 1.0], "factor": [0.5, 0.25, 1.0]}
     state = per_leaf_state(**measured, num_clipped=[2, 4, 0], num_nonfinite=[0, 1, 3])
-    expected = zip(NAMES, [3.0, 1.0, 0.25, 0.5, 3.0], strict=True)
+    expected = zip(NAMES, [3.0, 1.0, 0.25, 0.75, 0.5, 4.0, 3.0, 4.0], strict=True)
     assert monitor.scalars([state]) == {f"{LEAVES}/{name}": x for name, x in expected}
 
 
@@ -254,7 +257,7 @@ def test_of_ratios_that_differ_by_rounding_the_first_counts():
 
 def test_scalars_without_entries_and_under_vmap():
     empty = monitor.scalars(optaxclip.clip_by_norm(1.0).init({}))
-    assert list(empty.values()) == [0.0, np.inf, 1.0, 0.0, 0.0]
+    assert list(empty.values()) == [0.0, np.inf, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     tx = optaxclip.clip_by_norm(4.5)
     batch = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), GRADS)
     state = jax.jit(jax.vmap(lambda grads: tx.update(grads, tx.init(GRADS))[1]))(batch)

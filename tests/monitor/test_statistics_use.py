@@ -99,15 +99,18 @@ def test_a_log_has_the_last_step():
         "record/norm": 5.0,
         "record/zero_fraction": 6 / 8,
         "record/share": 1.0,
+        "record/steps": 2.0,
         "parts/norm/body": 4.0,
         "parts/norm/head": 3.0,
         "parts/zero_fraction/body": 5 / 6,
         "parts/zero_fraction/head": 0.5,
         "parts/share/body": 16 / 25,
         "parts/share/head": 9 / 25,
+        "parts/steps": 2.0,
         "layers/norm": 4.0,
         "layers/zero_fraction": 1.0,
         "layers/share": 16 / 25,
+        "layers/steps": 2.0,
         "clip_by_global_norm/norm": 5.0,
     }
     of_clip = [name for name in found if name.startswith("clip") and name not in expected]

@@ -1,0 +1,126 @@
+"""What records count, and the difference to an earlier state's counts."""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from optaxclip._base.types import PyTree
+from optaxclip.monitor.noise import NoiseScaleState
+from optaxclip.monitor.recording import RecordState
+from optaxclip.monitor.states import described, name_of, numbered, records
+from optaxclip.monitor.summaries import COUNTS, Recorded, wanted
+
+Counts: TypeAlias = dict[str, dict[str, Any]]
+"""For each record, by its name in `metrics`, its counts from the first step on."""
+
+
+def counts(opt_state: PyTree) -> Counts:
+    """The counts of all records in a state, a few integers, to keep for `since=` of a later log.
+
+    The state itself may be gone by then: a step to which it is donated deletes its arrays, an
+    `nnx.Optimizer` changes in place, and Adam's moments take memory. The counts are plain data,
+    which a checkpoint can hold.
+
+    Args:
+      opt_state: as in `read`.
+
+    Returns:
+      For each clip, skip and `record`, by its name in `metrics`, the counts that it has, of
+      `steps`, `num_clipped`, `num_nonfinite` and `num_skipped`: int32 arrays, with an entry for
+      each leaf or label where the record has such. They are in NumPy, after one `jax.device_get`,
+      or as they are inside of what is compiled.
+
+    Raises:
+      ValueError: as `metrics`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optaxclip
+      >>> from optaxclip import monitor
+      >>> tx = optaxclip.clip_by_global_norm(1.0)
+      >>> step = jax.jit(lambda x, state: tx.update(x, state)[1], donate_argnums=1)
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for size in (3.0, 4.0):
+      ...     state = step(jnp.array([0.0, size]), state)
+      >>> earlier = monitor.counts(state)
+      >>> for size in (0.1, 0.2, 3.0, 0.3):
+      ...     state = step(jnp.array([0.0, size]), state)
+      >>> log = monitor.scalars(state, since=earlier)
+      >>> for number in ("steps", "num_clipped", "clipped_fraction"):
+      ...     print(number, log[f"clip_by_global_norm/{number}"])
+      steps 4.0
+      num_clipped 1.0
+      clipped_fraction 0.25
+    """
+    found = _counts_of(records_for_log(opt_state, "counts"))
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(found)):
+        return found
+    # A view of a device's memory would change, or keep the step from using the memory again.
+    return jax.tree.map(np.array, jax.device_get(found))
+
+
+def records_for_log(opt_state: PyTree, caller: str) -> dict[str, Recorded]:
+    """All records that have numbers for a log, by the names that begin those of the numbers."""
+    found = [state for _, state in records(opt_state, caller, NoiseScaleState, RecordState)]
+    return dict(zip(numbered([name_of(state) for state in found]), found, strict=True))
+
+
+def since_earlier(
+    found: Mapping[str, Recorded], since: PyTree | None
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """For each record what its numbers are made of, and the counts to begin at.
+
+    Raises:
+      ValueError: if `since` is not of the same optimizer, or its arrays are deleted.
+    """
+    kept = [wanted(state) for state in found.values()]
+    if since is None:
+        return [(numbers, {}) for numbers in kept]
+    earlier = _earlier_counts(since)
+    shapes, before = (_shapes(each) for each in (_counts_of(found), earlier))
+    if shapes != before:
+        raise ValueError(
+            f"since must be an earlier state of the same optimizer, or monitor.counts of it: it "
+            f"holds the counts {before}, and the state {shapes}"
+        )
+    if any(isinstance(x, jax.Array) and _is_deleted(x) for x in jax.tree.leaves(earlier)):
+        raise ValueError(
+            "since holds arrays that are deleted, because the state was donated to a later step: "
+            "keep monitor.counts(opt_state) before that step, and pass it as since"
+        )
+    return [(numbers, earlier.get(name, {})) for name, numbers in zip(found, kept, strict=True)]
+
+
+def _counts_of(found: Mapping[str, Recorded]) -> Counts:
+    every = {name: wanted(state) for name, state in found.items()}
+    return {
+        name: {count: numbers[count] for count in COUNTS if count in numbers}
+        for name, numbers in every.items()
+        if not isinstance(found[name], NoiseScaleState)
+    }
+
+
+def _earlier_counts(since: PyTree) -> Counts:
+    """The counts that `since` is, or holds."""
+    are_counts = isinstance(since, Mapping) and all(
+        isinstance(each, Mapping) and set(each) <= {*COUNTS} for each in since.values()
+    )
+    if are_counts and since:
+        return {name: dict(each) for name, each in since.items()}
+    try:
+        return _counts_of(records_for_log(since, "counts"))
+    except ValueError:
+        raise ValueError(
+            "since must be an earlier state of the optimizer, or monitor.counts of it, got "
+            f"{described(since)}"
+        ) from None
+
+
+def _shapes(found: Counts) -> dict[str, dict[str, tuple[int, ...]]]:
+    return {name: {key: np.shape(x) for key, x in each.items()} for name, each in found.items()}
+
+
+def _is_deleted(x: jax.Array) -> bool:
+    return not isinstance(x, Tracer) and x.is_deleted()
