@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 
 from optaxclip._base.arguments import near_miss
-from optaxclip._base.names import GIVE_BACK
 from optaxclip._base.types import PyTree
 from optaxclip.monitor.recording import RecordState
-from optaxclip.monitor.states import find, name_of, to_host, unboxed
+from optaxclip.monitor.states import find, lost_names, name_of, to_host, unboxed
 
 
 def history(
@@ -83,10 +82,7 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
     """
     state = _only_record(opt_state, name)
     if not state.names and unboxed(state.ring).size:
-        raise ValueError(
-            "the record has lost the names of its groups, which Flax and optax.tree_map_params do "
-            f"not keep: pass the nnx.Optimizer in place of its nnx.state, or {GIVE_BACK}"
-        )
+        raise lost_names("the record has lost the names of its groups")
     return tuple(state.names)
 
 

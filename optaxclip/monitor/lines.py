@@ -12,7 +12,9 @@ from optaxclip._base.types import PyTree
 from optaxclip.monitor.reading import scalars
 
 
-def json_line(opt_state: PyTree, /, *, since: PyTree | None = None, **more: Any) -> str:
+def json_line(
+    opt_state: PyTree, /, *, since: PyTree | None = None, top: int = 0, **more: Any
+) -> str:
     """What `scalars` gives, as one line of valid JSON.
 
     JSON has no name for NaN and infinities, so they are written as null. `optaxclip.tuning.suggest`
@@ -22,6 +24,7 @@ def json_line(opt_state: PyTree, /, *, since: PyTree | None = None, **more: Any)
     Args:
       opt_state: as in `read`.
       since: as in `metrics`.
+      top: as in `scalars`.
       more: what else belongs to the step, in front of the scalars: numbers, arrays of one number,
         strings, bools or None.
 
@@ -40,7 +43,7 @@ def json_line(opt_state: PyTree, /, *, since: PyTree | None = None, **more: Any)
       >>> print(line.split(", ")[:3])
       ['{"step": 7', '"loss": 0.5', '"clip_by_global_norm/norm": null']
     """
-    found = scalars(opt_state, since=since)
+    found = scalars(opt_state, since=since, top=top)
     if twice := sorted(found.keys() & more.keys()):
         raise ValueError(f"{twice[0]!r} is the name of a scalar: give what is passed another one")
     whole = {name: _plain(value, name) for name, value in (more | found).items()}

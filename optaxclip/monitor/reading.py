@@ -1,22 +1,25 @@
 """What the clips, skips and records in a state did, or saw, at the last step."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, overload
 
 import jax
 import numpy as np
 from jax import Array
 
 import optaxclip._border.devices as devices
+from optaxclip._base.arguments import checked_int
 from optaxclip._base.types import ClipInfo, PyTree
 from optaxclip.methods.skipping import SkipState
 from optaxclip.monitor.counting import records_for_log, since_earlier
-from optaxclip.monitor.states import keys_of, name_of, records, to_host, unboxed
+from optaxclip.monitor.states import keys_of, lost_names, name_of, records, to_host, unboxed
 from optaxclip.monitor.summaries import (
     NUMBERS,
     Recorded,
     Summary,
+    has_entries,
     labels_of,
+    names_of,
     summary,
     summary_on_device,
 )
@@ -90,7 +93,7 @@ def read(opt_state: PyTree) -> Records:
 
 
 def metrics(
-    opt_state: PyTree, prefix: str = "", *, since: PyTree | None = None
+    opt_state: PyTree, prefix: str = "", *, since: PyTree | None = None, top: int = 0
 ) -> dict[str, Array]:
     """The records as a flat dict of scalars, inside of the compiled step too.
 
@@ -118,6 +121,14 @@ def metrics(
     Without a step between the two the share is 0; it is NaN, and `steps` is below 0, if the earlier
     state is the later one, as after a roll back.
 
+    With `top`, the worst leaves or groups of each clip and record that has several have numbers of
+    their own, the worst first: `clip_by_norm/top/0/norm`, `limit`, `factor` and `clipped_norm`, and
+    all statistics of a record, `record/top/0/share`. Those of a record are in the order of their
+    norms; without norms, of the first statistic that it keeps, in the order of its table.
+    `record/top/0/index` says which leaf it is: `history_names(state)[index]`, and of a clip
+    `read(state)["clip_by_norm"].names[index]`. `scalars` has the name itself, `record/top/0/name`.
+    Of fewer leaves than `top` there are fewer numbers.
+
     Each label has numbers of its own (scopes `group` and `muon`). Leaves, units and states under
     `vmap` may be very many, so one number stands for all of them. The worst entry is the one with
     the largest ratio of norm to limit, of equal ones (to rounding) the first; a norm that is not
@@ -134,14 +145,16 @@ def metrics(
       since: an earlier state of the same optimizer, or `counts` of it, from which on to count; None
         for the first step. Between two logs keep `counts`: the state itself is gone once a step
         takes it as a donated argument.
+      top: of how many of the worst leaves or groups to give the numbers.
 
     Returns:
       A dict from name to float32[], or int32[] for counts. Nothing is sent to the host.
 
     Raises:
       ValueError: if there is no clip and no skip that keeps a record, nor a `record` or
-        `noise_scale`; if `since` holds no record, those of another optimizer, or deleted arrays.
-      TypeError: if `prefix` is not a string.
+        `noise_scale`; if `since` holds no record, those of another optimizer, or deleted arrays; if
+        `top` is below 0, or nothing in the state has numbers of several leaves or groups.
+      TypeError: if `prefix` is not a string, or `top` not an int.
 
     Example:
       >>> import jax, jax.numpy as jnp, optaxclip
@@ -157,17 +170,26 @@ def metrics(
       5.0
     """
     found = records_for_log(opt_state, "metrics")
-    arrays = devices.to_device(since_earlier(found, since))
+    arrays = devices.to_device(_checked(since_earlier(found, since), top))
     rows = zip(arrays, found.values(), strict=True)
     summaries = [
-        summary_on_device(kept, earlier, bool(labels_of(state))) for (kept, earlier), state in rows
+        summary_on_device(*numbers, with_labels=bool(labels_of(state)), top=top)
+        for numbers, state in rows
     ]
     return _named(found, summaries, prefix)
 
 
+@overload
 def scalars(
-    opt_state: PyTree, prefix: str = "", *, since: PyTree | None = None
-) -> dict[str, float]:
+    opt_state: PyTree, prefix: str = "", *, since: PyTree | None = None, top: Literal[0] = 0
+) -> dict[str, float]: ...
+@overload
+def scalars(
+    opt_state: PyTree, prefix: str = "", *, since: PyTree | None = None, top: int
+) -> dict[str, Any]: ...
+def scalars(
+    opt_state: PyTree, prefix: str = "", *, since: PyTree | None = None, top: int = 0
+) -> dict[str, Any]:
     """The same as `metrics`, as Python floats on the host, ready for a log.
 
     The host waits for the step that made the state and then for one `jax.device_get`, of six arrays
@@ -179,14 +201,15 @@ def scalars(
       opt_state: as in `read`.
       prefix: as in `metrics`.
       since: as in `metrics`.
+      top: as in `metrics`.
 
     Returns:
-      A dict from name to Python float.
+      A dict from name to Python float; with `top` also from `.../top/0/name` to the leaf's name, a
+      string, which TensorBoard takes by `add_text`.
 
     Raises:
-      ValueError: as `metrics`.
-      TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet, and if `prefix` is
-        no string.
+      ValueError: as `metrics`; with `top` also for a state that has lost the names of its leaves.
+      TypeError: as `metrics`, and under `jit`, `vmap` or `grad`, where there are no numbers yet.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -202,18 +225,62 @@ def scalars(
       clip_by_global_norm/num_clipped 1.0
       clip_by_global_norm/num_nonfinite 0.0
       clip_by_global_norm/steps 1.0
+      >>> tx = optaxclip.clip_by_norm(1.0)
+      >>> grads = {"w": jnp.array([3.0, 4.0]), "b": jnp.array([0.5]), "v": jnp.array([2.0])}
+      >>> found = scalars(tx.update(grads, tx.init(grads))[1], top=2)
+      >>> for i in range(2):
+      ...     print(found[f"clip_by_norm/top/{i}/name"], found[f"clip_by_norm/top/{i}/norm"])
+      w 5.0
+      v 2.0
     """
     found = records_for_log(opt_state, "scalars")
-    arrays = to_host(since_earlier(found, since), "scalars")
+    arrays = to_host(_checked(since_earlier(found, since), top), "scalars")
     rows = zip(arrays, found.values(), strict=True)
     summaries = [
-        summary(kept, earlier, bool(labels_of(state)), np) for (kept, earlier), state in rows
+        summary(*numbers, with_labels=bool(labels_of(state)), top=top, numpy=np)
+        for numbers, state in rows
     ]
-    return {name: float(x) for name, x in _named(found, summaries, prefix).items()}
+    numbers = _named(found, summaries, prefix, of_entries=_name)
+    return {name: x if isinstance(x, str) else float(x) for name, x in numbers.items()}
+
+
+Numbers: TypeAlias = list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+def _checked(numbers: Numbers, top: int) -> Numbers:
+    """The numbers of all records, of which some have entries if `top` asks for the worst.
+
+    Raises:
+      ValueError: if they have none, or `top` is below 0.
+      TypeError: if `top` is not an int.
+    """
+    if checked_int(top, 0, "top") and not any(has_entries(kept) for kept, _ in numbers):
+        raise ValueError(
+            f"top={top} asks for the worst leaves or groups, and no clip or record in the state "
+            "has numbers of several: put monitor.record(per_leaf=True) in front of the clip"
+        )
+    return numbers
+
+
+def _index(state: Recorded, index: Any) -> dict[str, Any]:
+    """Which entry it is, inside of what is compiled."""
+    del state
+    return {"index": index}
+
+
+def _name(state: Recorded, index: Any) -> dict[str, Any]:
+    """Which entry it is, on the host."""
+    names = names_of(state)
+    if not names:
+        raise lost_names(f"{name_of(state)} has lost the names of its leaves")
+    return {"name": names[int(index)]}
 
 
 def _named(
-    states: Mapping[str, Recorded], summaries: Sequence[Summary], prefix: str
+    states: Mapping[str, Recorded],
+    summaries: Sequence[Summary],
+    prefix: str,
+    of_entries: Callable[[Recorded, Any], dict[str, Any]] = _index,
 ) -> dict[str, Any]:
     """Numbers under their names."""
     if not isinstance(prefix, str):
@@ -224,4 +291,7 @@ def _named(
         for field in (field for field in NUMBERS if field in numbers):
             column, of_each = numbers[field], [""] if field == "steps" else labels
             flat |= {f"{prefix}{name}/{field}{x}": column[i] for i, x in enumerate(of_each)}
+        for i, few in enumerate(numbers.get("top", ())):
+            entry = of_entries(state, few["index"]) | {x: few[x] for x in NUMBERS if x in few}
+            flat |= {f"{prefix}{name}/top/{i}/{field}": x for field, x in entry.items()}
     return flat

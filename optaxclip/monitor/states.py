@@ -7,7 +7,7 @@ import jax
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, keystr
 
-from optaxclip._base.names import Names
+from optaxclip._base.names import GIVE_BACK, Names
 from optaxclip._base.trees import leaf_name
 from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
 from optaxclip.methods.skipping import LossState, SkipState
@@ -118,6 +118,14 @@ def described(tree: PyTree) -> str:
     names = ", ".join(f"'{leaf_name(path)}'" for path in paths[:3])
     of_leaves = f"with the leaves {names}{', ...' if len(paths) > 3 else ''}" if paths else "empty"
     return f"{type(tree).__name__}, {of_leaves}"
+
+
+def lost_names(what: str) -> ValueError:
+    """The error for what has lost its names."""
+    return ValueError(
+        f"{what}, which Flax and optax.tree_map_params do not keep: pass the nnx.Optimizer in "
+        f"place of its nnx.state, or {GIVE_BACK}"
+    )
 
 
 def unboxed(value: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from optaxclip._base.names import Names
 from optaxclip._base.types import ClipState
 from optaxclip.methods.skipping import SkipState
 from optaxclip.monitor.noise import NoiseScaleState, scale_of
@@ -17,7 +18,7 @@ Recorded: TypeAlias = ClipState | SkipState | NoiseScaleState | RecordState
 """The states that have numbers for a log."""
 
 Summary: TypeAlias = dict[str, Any]
-"""For each kind of number an array `[labels]`, or `[1]`."""
+"""For each kind of number an array `[labels]`, or `[1]`; under "top" a dict for each entry."""
 
 # The numbers of a record that has no entries.
 _NOTHING = {"norm": 0.0, "limit": float("inf"), "factor": 1.0}
@@ -58,29 +59,51 @@ def wanted(state: Recorded) -> dict[str, Any]:
 
 def labels_of(state: Recorded) -> tuple[str, ...]:
     """The entries of the record that a user has named, if there are such."""
-    if isinstance(state, NoiseScaleState):
-        return ()
-    names = state.names if isinstance(state, RecordState) else state.info.names
+    names = names_of(state)
     return tuple(names) if names.are_labels else ()
 
 
-@functools.partial(jax.jit, static_argnames="with_labels", inline=True)
-def summary_on_device(kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool) -> Summary:
+def names_of(state: Recorded) -> Names:
+    """The names of the record's entries."""
+    if isinstance(state, NoiseScaleState):
+        return Names()
+    return state.names if isinstance(state, RecordState) else state.info.names
+
+
+def has_entries(kept: dict[str, Any]) -> bool:
+    """Whether a clip or a history has numbers for several leaves or groups."""
+    values = next(iter(kept["last"].values())) if "last" in kept else kept.get("norm")
+    return "steps" in kept and values is not None and values.ndim > kept["steps"].ndim
+
+
+@functools.partial(jax.jit, static_argnames=("with_labels", "top"), inline=True)
+def summary_on_device(
+    kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool, top: int
+) -> Summary:
     """`summary` of arrays that may be traced."""
-    return summary(kept, earlier, with_labels, jnp)
+    return summary(kept, earlier, with_labels, top, jnp)
 
 
 def summary(
-    kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool, numpy: Any
+    kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool, top: int, numpy: Any
 ) -> Summary:
-    """The numbers of one clip, skip, noise scale or history.
+    """The numbers of one clip, skip, noise scale or history, and those of its worst entries.
 
     Args:
-      kept: what `wanted` gives. States under `vmap` have leading axes, which count as more entries.
+      kept: what `wanted` gives.
       earlier: the counts of an earlier state, from which on to count; empty for the first step.
       with_labels: whether the entries along the last axis each have numbers of their own.
+      top: of how many entries to give the numbers.
       numpy: `numpy`, or `jax.numpy`.
     """
+    found = _of_all(kept, earlier, with_labels, numpy)
+    return found | ({"top": _of_few(kept, top, numpy)} if top and has_entries(kept) else {})
+
+
+def _of_all(
+    kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool, numpy: Any
+) -> Summary:
+    """The numbers; states under `vmap` have leading axes, which count as more entries."""
     if "signal" in kept:
         return _of_noise(kept, numpy)
     kept = kept | {count: kept[count] - start for count, start in earlier.items()}
@@ -96,9 +119,6 @@ def summary(
         return x.reshape(states, x.size // states) if with_labels else x.reshape(-1, 1)
 
     found = _of_worst({field: rows(kept[field]) for field in _NOTHING}, numpy)
-    factor = found["factor"]
-    # Of a norm that is not finite nothing goes on where the factor is 0.
-    found["clipped_norm"] = numpy.where(factor == 0, 0, found["norm"]) * factor
     if "steps" in kept:
         counts = kept["num_clipped"]
         per_step = counts.reshape(states, -1) / numpy.maximum(steps, 1).reshape(states, 1)
@@ -137,15 +157,47 @@ def _of_largest(rows: Any, numpy: Any) -> Any:
 
 def _of_worst(columns: dict[str, Any], numpy: Any) -> Summary:
     """For each column the number of the entry whose ratio of norm to limit is the largest."""
-    norm, limit = columns["norm"], columns["limit"]
+    norm = columns["norm"]
     if len(norm) == 0:
         of_none = numpy.ones(norm.shape[1:], norm.dtype)
-        return {field: of_none * x for field, x in _NOTHING.items()}
+        found = {field: of_none * x for field, x in _NOTHING.items()}
+    else:
+        found = _at_largest(_excess(norm, columns["limit"], numpy), columns, numpy)
+    factor = found["factor"]
+    # Of a norm that is not finite nothing goes on where the factor is 0.
+    return found | {"clipped_norm": numpy.where(factor == 0, 0, found["norm"]) * factor}
+
+
+def _excess(norm: Any, limit: Any, numpy: Any) -> Any:
+    """The root of the ratio of norm to limit, which is in the range of float32."""
     is_usable = (limit > 0) & numpy.isfinite(norm)
     norm, limit = numpy.where(is_usable, norm, 0), numpy.where(is_usable, limit, 1)
-    # The root of the ratio, which is in the range of float32.
-    root = numpy.where(is_usable, numpy.sqrt(norm) / numpy.sqrt(limit), numpy.inf)
-    return _at_largest(root, columns, numpy)
+    return numpy.where(is_usable, numpy.sqrt(norm) / numpy.sqrt(limit), numpy.inf)
+
+
+def _of_few(kept: dict[str, Any], top: int, numpy: Any) -> list[dict[str, Any]]:
+    """The numbers of the entries that are worst, or largest, and which these are."""
+    states = max(kept["steps"].size, 1)
+    if "last" in kept:
+        columns = {name: x.reshape(states, -1) for name, x in kept["last"].items()}
+        # The same order for all statistics: that of the norms, or of the first that there is.
+        first = next(x for x in ("norm", *NUMBERS) if x in columns)
+        # A group without leaves is -inf here, and comes last; one that is not finite comes first.
+        largest = numpy.max(columns[first], axis=0)
+        score = numpy.where(numpy.isnan(largest), numpy.inf, largest)
+        found = {name: _of_largest(x, numpy) for name, x in columns.items()}
+    else:
+        found = _of_worst({x: kept[x].reshape(states, -1) for x in _NOTHING}, numpy)
+        score = _excess(found["norm"], found["limit"], numpy)
+    is_taken, few = numpy.zeros(score.shape, bool), []
+    for _ in range(min(top, score.size)):
+        left = numpy.where(is_taken, -numpy.inf, score)
+        where = numpy.argmax(_is_largest(left, numpy) & ~is_taken)
+        is_taken |= numpy.arange(score.size) == where
+        few.append(
+            {"index": where.astype(numpy.int32), **{field: x[where] for field, x in found.items()}}
+        )
+    return few
 
 
 def _of_largest_loss(loss: Any, limit: Any, numpy: Any) -> Summary:
@@ -159,8 +211,14 @@ def _at_largest(score: Any, columns: dict[str, Any], numpy: Any) -> Summary:
     """For each column the number of the first entry whose score is, to rounding, the largest."""
     if len(score) == 1:
         return {field: x[0] for field, x in columns.items()}
-    largest = numpy.max(score, axis=0, keepdims=True)
-    # The device and the host round differently, and must choose the same of equal scores.
-    is_largest = score >= numpy.minimum(largest, largest * (1 - ROUNDING))
-    where = numpy.argmax(is_largest, axis=0, keepdims=True)
+    where = numpy.argmax(_is_largest(score, numpy), axis=0, keepdims=True)
     return {field: numpy.take_along_axis(x, where, axis=0)[0] for field, x in columns.items()}
+
+
+def _is_largest(score: Any, numpy: Any) -> Any:
+    """Which scores of each column are, to rounding, the largest.
+
+    The device and the host round differently, and must choose the same of equal scores.
+    """
+    largest = numpy.max(score, axis=0, keepdims=True)
+    return score >= numpy.minimum(largest, largest * (1 - ROUNDING))

@@ -5,10 +5,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from optaxclip._base.arguments import checked_int
-from optaxclip._base.names import GIVE_BACK
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip.methods.skipping import SkipState
-from optaxclip.monitor.states import find, to_host, unboxed
+from optaxclip.monitor.states import find, lost_names, to_host, unboxed
 
 Verdict: TypeAlias = Literal["ok", "skipped", "roll back"]
 
@@ -56,10 +55,7 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
         else:
             nameless.append(key)
     if not found and nameless:
-        raise ValueError(
-            f"{nameless} have lost the names of their leaves, which Flax and optax.tree_map_params "
-            f"do not keep: pass the nnx.Optimizer in place of its nnx.state, or {GIVE_BACK}"
-        )
+        raise lost_names(f"{nameless} have lost the names of their leaves")
     if not found:
         raise ValueError(
             "no clip and no skip in the state keeps which leaves were bad: put skip_nonfinite or "
