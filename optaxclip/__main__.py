@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import NoReturn, Protocol
 
 from optaxclip import __version__
+from optaxclip._base.extras import remedy
 from optaxclip.commands import demo, suggest, sweep, version
 
 
@@ -77,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(command: Command, args: argparse.Namespace) -> int:
     missing = [package for package in command.NEEDS if find_spec(package) is None]
     if missing:
-        remedy = f'pip install "optaxclip[{command.EXTRA}]"'
-        raise argparse.ArgumentError(None, f"needs {', '.join(missing)}: {remedy}")
+        needs = f"needs {', '.join(missing)}: {remedy(command.EXTRA)}"
+        raise argparse.ArgumentError(None, needs)
     return command.run(args)
 
 

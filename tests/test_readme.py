@@ -14,11 +14,16 @@ BLOCKS = shown_code.blocks("README.md")
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.strip().splitlines()[-1][:40])
 def test_code_runs(block):
-    namespace = shown_code.run(block, "README.md")
-    if "info" in namespace:
-        info = namespace["info"]
-        assert (float(info.norm), float(info.limit), int(info.num_clipped)) == (5.0, 1.0, 1)
-        assert float(info.factor) == pytest.approx(0.2)
+    shown_code.run(block, "README.md")
+
+
+@pytest.mark.parametrize("first", ["", "optaxclip.monitor.record(1000), "])
+def test_what_the_clip_did_is_shown_with_the_record_of_the_next_sentence_too(first):
+    assert "optaxclip.monitor.record(1000)` first in the chain" in README.read_text("utf-8")
+    block = BLOCKS[0].replace("optax.chain(", f"optax.chain({first}")
+    scalars = shown_code.run(block, "README.md")["scalars"]
+    assert scalars["clip_by_global_norm/norm"] == 5.0
+    assert scalars["clip_by_global_norm/factor"] == pytest.approx(0.2)
 
 
 def test_there_is_code():

@@ -8,6 +8,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
+from optaxclip._base.extras import remedy
 from optaxclip.tuning import Suggestion, suggest
 from optaxclip.tuning.files import parse_norms
 
@@ -45,8 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the suggestion, draws it if asked to; returns the exit code."""
     if args.plot and find_spec("matplotlib") is None:
-        remedy = f'pip install "optaxclip[{EXTRA}]"'
-        raise argparse.ArgumentError(None, f"--plot needs matplotlib: {remedy}")
+        raise argparse.ArgumentError(None, f"--plot needs matplotlib: {remedy(EXTRA)}")
     picture = args.plot and _picture(args.plot)
     suggestion = _suggestion(args.file, args.column)
     if picture:

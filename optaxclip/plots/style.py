@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optaxclip._base.arguments import short
+from optaxclip._base.extras import remedy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,8 +32,8 @@ def with_matplotlib() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        remedy = 'pip install "optaxclip[plot]"'
-        raise ModuleNotFoundError(f"optaxclip.plots needs Matplotlib: {remedy}") from error
+        message = f"optaxclip.plots needs Matplotlib: {remedy('plot')}"
+        raise ModuleNotFoundError(message) from error
 
 
 def new_axes(ax: "Axes | None") -> "Axes":

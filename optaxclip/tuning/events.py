@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from optaxclip._base.extras import remedy
 from optaxclip.tuning.columns import Columns
 
 START = b"brain.Event:"
@@ -36,10 +37,8 @@ def _events(data: bytes, source: str) -> Iterator[Any]:
         from google.protobuf.message import DecodeError
         from tensorboardX.proto import event_pb2
     except ModuleNotFoundError as error:
-        remedy = 'pip install "optaxclip[tensorboard]"'
-        raise ValueError(
-            f"{source} is an event file, which tensorboardX reads: {remedy}"
-        ) from error
+        reads = f"which tensorboardX reads: {remedy('tensorboard')}"
+        raise ValueError(f"{source} is an event file, {reads}") from error
     if len(data) >= BEGINNING and START not in data[:BEGINNING]:
         raise ValueError(f"{source} is damaged: it does not begin as an event file; {REMEDY}")
     records = [*_records(data)]

@@ -12,6 +12,7 @@ import pytest
 import optaxclip
 from optaxclip import plots
 from optaxclip.__main__ import COMMANDS, main
+from optaxclip._base import extras
 from optaxclip.commands import demo, sweep
 
 pytest.importorskip("rich")
@@ -168,7 +169,19 @@ def test_git_ignores_what_the_commands_write_here(picture):
 
 def test_missing_packages_are_named_with_the_remedy(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
-    assert_refused(capsys, ["demo"], 'needs rich: pip install "optaxclip[demo]"')
+    assert_refused(capsys, ["demo"], f"needs rich: {extras.remedy('demo')}")
+
+
+def test_the_remedy_works_where_the_package_lies(tmp_path, monkeypatch):
+    """In a checkout the index may not have the package, and the package need not be installed."""
+    monkeypatch.setattr(extras, "CHECKOUT", tmp_path)
+    assert extras.remedy("demo") == 'pip install "optaxclip[demo]"'
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "another"\n')
+    assert extras.remedy("demo") == 'pip install "optaxclip[demo]"'
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "optaxclip"\n')
+    assert extras.remedy("demo") == f'pip install "{tmp_path}[demo]"'
+    monkeypatch.chdir(tmp_path)
+    assert extras.remedy("demo") == 'pip install ".[demo]"'
 
 
 def test_missing_help_topics_are_said(capsys, monkeypatch):

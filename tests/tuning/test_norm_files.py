@@ -299,5 +299,5 @@ def test_a_last_line_that_was_cut_off_is_left_out():
 
 def test_a_missing_package_is_named(monkeypatch, events):
     monkeypatch.setitem(sys.modules, "tensorboardX.proto", None)
-    with pytest.raises(ValueError, match=r"optaxclip\[tensorboard\]"):
+    with pytest.raises(ValueError, match=r"pip install .*\[tensorboard\]"):
         read_norms(events)
