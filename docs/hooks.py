@@ -11,10 +11,13 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-sys.path.append(str(Path(__file__).parent))  # MkDocs runs this file as none of a package
+# MkDocs runs this file as none of a package.
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import links
 import tables
+
+from benchmarks.study import figures
 
 HREF = re.compile(r'(?<=<a href=")[^"]+')
 
@@ -29,7 +32,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """The links of the repository become the site's."""
+    """The links of the repository become the site's; the page of figures gets its tables."""
+    if page.file.src_uri == "evidence_figures.md":
+        markdown = figures.shown(markdown, figures.read(links.ROOT / "docs" / "evidence.csv"))
+        page.meta["hide"] = ["toc"]  # the tables take its place
     return links.rewritten(markdown, _path(page))
 
 

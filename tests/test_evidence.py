@@ -29,6 +29,8 @@ def test_every_row_of_which_method_has_evidence_or_says_that_there_is_none():
 
 def test_the_study_is_linked():
     linked = {
-        anchor for row in rows()[1] for anchor in re.findall(r"evidence\.md#([\w-]+)", row[-1])
+        anchor
+        for row in rows()[1]
+        for anchor in re.findall(r"evidence_figures\.md#([\w-]+)", row[-1])
     }
     assert {"zclip", "adagc", "agc", "skip-above", "reset", "constant-best"} <= linked

@@ -72,8 +72,8 @@ def test_links_lead_to_pages_and_headings_of_the_site(links, inner):
     for page, link in inner:
         if links.site_path(page):
             path, anchor = links.of_site(link, page, names) or ("", "")
-            picture = path.endswith(".png") and (ROOT / "docs" / path).is_file()
-            if not picture and (path not in known or (anchor and anchor not in known[path])):
+            is_file = path.endswith((".png", ".csv")) and (ROOT / "docs" / path).is_file()
+            if not is_file and (path not in known or (anchor and anchor not in known[path])):
                 broken.append((page, link))
     assert not broken
 

@@ -5,13 +5,14 @@ import itertools
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks.study import comparing, inference, methods, rows, runs, summary
+from benchmarks.study import comparing, figures, inference, methods, rows, runs, summary
 from benchmarks.study.comparing import HARMS, HELPS, UNCLEAR, Study
 from benchmarks.study.runs import Pair
 
@@ -189,14 +190,6 @@ def test_methods_come_in_the_order_of_their_table():
     assert Study.of(backwards).pairs == tuple(sorted(PAIRS))
 
 
-def test_every_method_has_words():
-    pytest.importorskip("matplotlib")
-    texts = importlib.import_module("benchmarks.study.page").words()
-    assert not [name for name in methods.METHODS if name not in texts]
-    assert "](../optaxclip/methods/adaptive.py#optaxclip.zclip)" in texts["ZClip"]
-    assert "](cost.md)" in texts["costs"]
-
-
 def test_lines_beside_runs_and_cells_of_one_seed_are_left_out():
     others = [{"settings": {}, "versions": {}}, {"pair": ["text", "adamw"], "found": {}}]
     assert len(runs.cells([*others, *ALL[: SEEDS + 1]])) == 1
@@ -223,57 +216,99 @@ def test_shares_of_runs_and_steps(found):
 
 
 def test_numbers_become_text():
-    assert rows.share(inference.Interval(0.012, -0.0001, 0.5)) == "+1.2 (0.0 to +50.0)"
-    assert rows.loss(inference.Interval(2.41234, 2.39, 2.43)) == "2.412 (2.390 to 2.430)"
-    assert rows.loss(inference.Interval(-150.0, -180.0, -120.0)) == "-150 (-180 to -120)"
-    assert [rows.percent(x) for x in (0.0, 0.001, 0.12, 0.999, 1.0, None)] == [
-        *("0 %", "< 1 %", "12 %", "> 99 %", "100 %", rows.ABSENT)
-    ]
+    share = comparing.Comparison(inference.Interval(0.012, -0.0001, 0.5), 0.01, 2, SEEDS)
+    assert [*rows.share("gain", share).values()] == ["+1.2", "0.0", "+50.0"]
+    assert rows.share("gain", None) == {}
+    loss = rows.loss(inference.Interval(2.41234, 2.39, 2.43))
+    assert loss == {"loss": "2.412", "loss_low": "2.390", "loss_high": "2.430"}
+    loss = rows.loss(inference.Interval(-150.0, -180.0, -120.0))
+    assert [*loss.values()] == ["-150", "-180", "-120"]
+    parts = (0.0, 0.001, 0.12, 0.999, 1.0, None)
+    assert [rows.percent(x) for x in parts] == ["0", "< 1", "12", "> 99", "100", ""]
     shown = (summary.Recovery(60.0, 0.0), summary.Recovery(math.inf, 0.75), None)
-    assert [rows.steps(x) for x in shown] == ["60", "never (75 % never)", rows.ABSENT]
+    assert [[*rows.steps(x).values()] for x in shown] == [["60", ""], ["never", "75"], []]
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The folder with pages and pictures."""
+    """The folder with the page, the data and the pictures."""
     pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("docs")
     lines = [{"settings": {}, "versions": {"jax": "0.99"}}, *ALL]
     (folder / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for name in ("evidence.md", "evidence_figures.md"):
+        shutil.copy(DOCS / name, folder)
     page = importlib.import_module("benchmarks.study.page")
     page.main([str(folder / "results.jsonl"), "--docs", str(folder)])
     return folder
 
 
-def test_the_page_has_each_method_once_and_no_broken_links(written, monkeypatch):
-    monkeypatch.syspath_prepend(DOCS)
-    links = importlib.import_module("links")
-    pages = {name: (written / name).read_text() for name in ("evidence.md", "evidence_tasks.md")}
-    headings = re.findall(r"^### (.*)$", pages["evidence.md"], re.MULTILINE)
-    assert len(set(headings)) == len(headings)
-    assert [title for title in headings if title in WORTH] == list(WORTH)
-    assert pages["evidence.md"].count("It helps nowhere in this study.") == 1
-    anchors = {name: links.anchors(text) for name, text in pages.items()}
-    assert {rows.anchor(method) for method in WORTH} <= anchors["evidence.md"]
-    for name, text in pages.items():
-        for link in filter(lambda link: not links.is_elsewhere(link), links.links(text)):
-            path, _, anchor = link.partition("#")
-            where = path or name
-            is_new = (written / where).is_file()
-            assert is_new or (DOCS / where).is_file(), link
-            assert not anchor or where.endswith(".py") or anchor in anchors[where], link
+def test_the_data_says_what_was_found(written, found):
+    data = figures.read(written / "evidence.csv")
+    (row,) = [
+        x
+        for x in data
+        if (x["tasks"], x["fault"], x["method"]) == (figures.TOGETHER, "spikes", "helper")
+    ]
+    share = found.pooled["spike"]["helper"].share
+    assert float(row["gain"]) == pytest.approx(100 * share.mean, abs=0.05)
+    assert float(row["gain_low"]) < float(row["gain"]) < float(row["gain_high"])
+    assert (row["verdict"], row["beside_best_verdict"]) == ("helps", "better")
+    assert [row[name] for name in ("helps", "harms", "pairs", "lost")] == ["2", "0", "2", "0"]
+    assert (row["back"], row["never_back"], row["clipped"]) == ("0", "", "25")
+    alone = {x["method"]: x for x in data if (x["tasks"], x["fault"]) == ("text, adamw", "spikes")}
+    assert (alone["constant (best)"]["limit"], alone["helper"]["rate"]) == ("0.25", "0.01")
+    times = {x["method"]: x["time"] for x in data if x["time"]}
+    assert times == {"constant (best)": "1.00", "helper": "1.00", "harmer": "2.00", "idle": "1.00"}
 
 
-def test_the_page_says_the_same_in_both_orders(written):
+def test_what_is_marked_on_the_page_is_made_of_the_runs(written):
     text = (written / "evidence.md").read_text()
-    figures = re.findall(r"^\| \[spikes\]\(#spikes\) (\|.*)$", text, re.MULTILINE)
-    by_case = re.findall(r"^\| \[helper\]\(#helper\) (\|.*)$", text, re.MULTILINE)
-    assert sum(any(row == other for other in by_case) for row in figures) == 1
     assert "1,440 runs of 200 steps, 12 seeds of each; jax 0.99." in text
-    assert (written / "evidence_tasks.md").read_text().count("Limits: constant (best) 0.25.") == 3
-    short = text.split("## In short")[1].split("\n## ")[0]
-    assert "[helper](#helper) +" in short
-    assert "**Helps nowhere in this study:** [harmer](#harmer)." in short
+    assert re.search(
+        r"^\| \[spikes\].* \| helper \+9\.., constant .* \| harmer -10", text, re.MULTILINE
+    )
+    assert re.search(r"^\| \[digits, sgd\].* \| 30 \| 0\.01, ", text, re.MULTILINE)
+    assert "**Where nothing goes wrong**" in text  # what is written by hand stays
+
+
+def test_the_page_of_figures_has_a_table_for_each_name(written):
+    data = figures.read(written / "evidence.csv")
+    page = figures.shown("# Figures\n\n## By fault\n\n### Spikes\n\nText.\n\n### helper\n", data)
+    by_fault, by_method = page.split("### helper")
+    assert "Text.\n\n|  | gain, % |" in by_fault
+    (row,) = re.findall(r"^\| \[helper\]\(#helper\) (\|.*)$", by_fault, re.MULTILINE)
+    assert f"| [spikes](#spikes) {row}" in by_method
+    losses = figures.shown("### text, adamw\n", data)
+    assert re.search(r"^\| harmer .*\d −", losses, re.MULTILINE)
+    costs = figures.shown("## What methods cost\n", data)
+    assert "| [harmer](#harmer) | 2.00 (2.00 to 2.00) | 0 % |" in costs
+
+
+DATA = figures.read(DOCS / "evidence.csv")
+
+
+def test_the_page_on_evidence_has_the_figures_of_the_data():
+    pytest.importorskip("matplotlib")
+    page = importlib.import_module("benchmarks.study.page")
+    text = (DOCS / "evidence.md").read_text("utf-8")
+    assert page.filled(text, page.tables(DATA)) == text
+    assert page.filled(text, dict.fromkeys(page.tables(DATA), "")).count("\n| ") == 0
+
+
+def test_every_method_fault_and_task_of_the_data_is_on_the_page_of_figures():
+    text = (DOCS / "evidence_figures.md").read_text("utf-8")
+    headings = [x.lower() for x in re.findall(r"^### (.*)$", text, re.MULTILINE)]
+    pooled = [row for row in DATA if row["tasks"] == figures.TOGETHER]
+    named = [*figures.names(pooled, "method"), *figures.names(pooled, "fault")]
+    named += [name for name in figures.names(DATA, "tasks") if not name.startswith("all")]
+    claims_of = [claim.question.lower() for claim in figures.CLAIMS]
+    assert {*headings} - {*claims_of} - {"agc: do large batches need it?"} == {
+        name.lower() for name in named
+    } - {figures.ANY}
+    assert not [name for name in methods.METHODS if name.lower() not in headings]
+    sections = figures.shown(text, DATA).split("\n### ")[1:]
+    assert not [part.splitlines()[0] for part in sections if "\n|" not in part]
 
 
 def test_pictures_are_made_and_legible(written):

@@ -1,68 +1,50 @@
-"""One claim of each of four papers, tried at the study's scale: the tables of it.
+"""One claim of each of four papers, tried at the study's scale: rows that the others lack.
 
 AutoClip's, that the percentile 10 is the best; ZClip's, that it trains at rates that are too high
 for a constant; AGC's, that without normalization large batches need it; SPAM's, that it beats Adam,
 with a constant too, where there are spikes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.study import comparing, inference, plan, results, rows
-from benchmarks.study.comparing import CASES, Case, Study
-from benchmarks.study.runs import BEST, NONE, Pair
+from benchmarks.study.comparing import CASES, Study
+from benchmarks.study.figures import CLAIMS, OF_BATCHES, WITH_ADAMW, Claim, Row
+from benchmarks.study.runs import BEST, NONE
 from benchmarks.study.summary import together
 
-QUESTIONS = {
-    "AutoClip": "is the percentile 10 the best?",
-    "ZClip": "does it train at rates that are too high for a constant?",
-    "AGC": "do large batches need it?",
-    "SPAM": "is it better than a constant where there are spikes?",
-}
-"""What each paper says yes to."""
-PERCENTILES = ("AutoClip 1", "AutoClip", "AutoClip 25", "AutoClip 50", "AutoClip 90")
-AT_HIGH_RATES = (NONE, BEST, "ZClip", "ZClip (paper)")
-IN_SPIKES = (NONE, BEST, "skip above", "second moment", "SPAM")
+
+def of_papers(study: Study, path: Path) -> Iterator[Row]:
+    """What is compared on AdamW's tasks alone, and AGC's runs, which are at `path`."""
+    for claim in CLAIMS:
+        if claim.tasks == WITH_ADAMW:
+            yield from _with_adamw(study, claim)
+    yield from _of_batches(results.read(path))
 
 
-def tables(study: Study, path: Path) -> dict[str, str]:
-    """By the paper's method, Markdown; empty where the runs are not there."""
-    pairs = together(study.pairs)
-    adamw = [pair for pair in pairs if pair.optimizer == "adamw"]
-    return {
-        "AutoClip": _beside(study, adamw, PERCENTILES, _case("best"), NONE),
-        "ZClip": _beside(study, pairs, AT_HIGH_RATES, _case("past"), BEST),
-        "AGC": _of_batches(results.read(path)),
-        "SPAM": _beside(study, adamw, IN_SPIKES, _case("spike"), BEST),
-    }
-
-
-def _case(name: str) -> Case:
-    return next(case for case in CASES if case.name == name)
-
-
-def _beside(
-    study: Study, pairs: Sequence[Pair], methods: Sequence[str], case: Case, base: str
-) -> str:
-    """For each method its losses, and its difference from the base over all pairs."""
+def _with_adamw(study: Study, claim: Claim) -> Iterator[Row]:
+    pairs = [pair for pair in together(study.pairs) if pair.optimizer == "adamw"]
+    case = next(case for case in CASES if case.title == claim.fault)
+    base = NONE if claim.column == "gain" else BEST
     pooled = comparing.compare(study, pairs, base, case)
-    lines = []
-    for method in methods:
+    for method in claim.methods:
         cells = [study.cell(pair, method, case) for pair in pairs]
-        if None in cells:
-            continue
-        losses = [rows.ABSENT if cell is None else f"{cell.end.mean():.3g}" for cell in cells]
-        lost = np.mean([cell.is_lost.mean() for cell in cells if cell is not None])
-        found = pooled.get(method)
-        differences = rows.share(found.share) if found else rows.ABSENT
-        lines.append([method, *losses, rows.percent(float(lost)), differences])
-    return rows.table(["", *map(str, pairs), "runs lost", f"beside {base}, %"], lines)
+        known = [cell for cell in cells if cell is not None]
+        if known and len(known) == len(cells):
+            yield {
+                "tasks": claim.tasks,
+                "fault": claim.fault,
+                "method": method,
+                **rows.share(claim.column, pooled.get(method)),
+                "lost": rows.percent(float(np.mean([cell.is_lost.mean() for cell in known]))),
+            }
 
 
-def _of_batches(lines: Iterable[dict[str, Any]]) -> str:
+def _of_batches(lines: Iterable[dict[str, Any]]) -> Iterator[Row]:
     """Of each batch and method the best rate, its loss, and the largest rate that trains."""
     found: dict[tuple[int, str], dict[float, dict[int, np.ndarray]]] = {}
     for line in lines:
@@ -70,14 +52,16 @@ def _of_batches(lines: Iterable[dict[str, Any]]) -> str:
             of_rate = found.setdefault((line["batch"], line["clip"]), {})
             of_seed = of_rate.setdefault(line["learning_rate"], {})
             of_seed[line["seed"]] = np.array(line["held_out"], float)
-    texts = []
     for (batch, method), of_rate in sorted(found.items(), key=lambda item: item[0][0]):
         held_out = {rate: np.stack(list(seeds.values())) for rate, seeds in of_rate.items()}
         ends = {rate: plan.final(x) for rate, x in held_out.items()}
         best = min(ends, key=lambda rate: ends[rate].mean())
         trains = [rate for rate, x in held_out.items() if not plan.is_lost(x).any()]
-        most = f"{max(trains):g}" if trains else "none"
-        loss = rows.loss(inference.interval(ends[best]))
-        texts.append([str(batch), method, f"{best:g}", loss, most])
-    head = ["batch", "", "best rate", "its loss", "largest rate at which no run is lost"]
-    return rows.table(head, texts)
+        yield {
+            "tasks": "conv, sgd",
+            "fault": f"{OF_BATCHES}{batch}",
+            "method": method,
+            "rate": f"{best:g}",
+            **rows.loss(inference.interval(ends[best])),
+            "largest_rate": f"{max(trains):g}" if trains else "none",
+        }

@@ -1,0 +1,270 @@
+"""The study's figures, `docs/evidence.csv`, and the tables that the site makes of them.
+
+A row is what came of one method by one fault, on one task with its optimizer or on all of them
+together (`TOGETHER`). Cells are texts, as readers see them, and empty where nothing is known.
+"""
+
+import csv
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+COLUMNS = (
+    *("tasks", "fault", "method", "rate", "limit", "start", "loss", "loss_low", "loss_high"),
+    *("gain", "gain_low", "gain_high", "verdict"),
+    *("beside_best", "beside_best_low", "beside_best_high", "beside_best_verdict"),
+    *("helps", "harms", "pairs", "lost", "back", "never_back", "clipped", "largest_rate"),
+    *("time", "time_least", "time_most"),
+)
+TOGETHER, WITH_ADAMW = "all", "all with adamw"
+HELPS, UNCLEAR, HARMS = "helps", "no difference shown", "harms"
+NONE, BEST, ANY, ABSENT = "none", "constant (best)", "any", "–"
+MOST_NAMES = 3
+"""Methods that the table of the page on evidence names for each fault."""
+
+GAIN, OVER_BEST = "gain, %", "over the best constant, %"
+OF_BATCHES = "no fault, batches of "
+
+
+class Claim(NamedTuple):
+    """What a paper says, and which rows it is seen in.
+
+    Attributes:
+      question: what the paper says yes to, in the words of a heading.
+      tasks: as in the column.
+      fault: the same.
+      methods: those to compare.
+      column: what they differ in.
+    """
+
+    question: str
+    tasks: str
+    fault: str
+    methods: tuple[str, ...]
+    column: str
+
+
+CLAIMS = (
+    Claim(
+        "AutoClip: is the percentile 10 the best?",
+        WITH_ADAMW,
+        "no fault, best rate",
+        ("AutoClip 1", "AutoClip", "AutoClip 25", "AutoClip 50", "AutoClip 90"),
+        "gain",
+    ),
+    Claim(
+        "ZClip: does it train at rates that are too high for a constant?",
+        TOGETHER,
+        "no fault, rate past the edge",
+        (NONE, BEST, "ZClip", "ZClip (paper)"),
+        "beside_best",
+    ),
+    Claim(
+        "SPAM: is it better than a constant where there are spikes?",
+        WITH_ADAMW,
+        "spikes",
+        (NONE, BEST, "skip above", "second moment", "SPAM"),
+        "beside_best",
+    ),
+)
+"""Those of AutoClip's, ZClip's and SPAM's authors; AGC's is about batches of different sizes."""
+
+Row = Mapping[str, str]
+Figures = Sequence[Row]
+
+
+def read(path: Path) -> Figures:
+    """The rows of the file."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write(path: Path, figures: Iterable[Row]) -> None:
+    """The file, with all columns."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(figures)
+
+
+def names(figures: Figures, column: str) -> list[str]:
+    """What a column holds, in the order of the file."""
+    return list(dict.fromkeys(row[column] for row in figures))
+
+
+def shown(page: str, figures: Figures) -> str:
+    """A page's Markdown, with a table under each heading that names a fault, a method or a task."""
+    tables: dict[str, Callable[[], str]] = {
+        "what methods cost": lambda: of_costs(figures),
+        "agc: do large batches need it?": lambda: _of_batches(figures),
+    }
+    for claim in CLAIMS:
+        tables[claim.question.lower()] = lambda claim=claim: _of_claim(figures, claim)
+    of = {"fault": _of_fault, "method": _of_method, "tasks": _of_task}
+    for column, make in of.items():
+        for name in names(figures, column):
+            tables[name.lower()] = lambda make=make, name=name: make(figures, name)
+    first, *sections = re.split(r"^(?=##+ )", page, flags=re.MULTILINE)
+    parts = [first]
+    for section in sections:
+        heading = section.splitlines()[0].lstrip("# ").lower()
+        table = tables[heading]() if heading in tables else ""
+        parts.append(f"{section.rstrip()}\n\n{table}".rstrip() + "\n\n")
+    return "".join(parts)
+
+
+def in_short(figures: Figures) -> str:
+    """For each fault how many methods help and harm, and which ones most."""
+    lines = []
+    for fault in _faults(figures):
+        of_fault = [row for row in _together(figures) if row["fault"] == fault and row["gain"]]
+        of_fault.sort(key=lambda row: -float(row["gain"]))
+        helps = [row for row in of_fault if row["verdict"] == HELPS]
+        harms = [row for row in reversed(of_fault) if row["verdict"] == HARMS]
+        lines.append([_link("evidence_figures.md", fault), _first(helps), _first(harms)])
+    return table(["", "helps", "harms"], lines)
+
+
+def of_rates(figures: Figures) -> str:
+    """The rates, and the losses without a method and without a fault."""
+    rates = ("calm rate", "rate at the edge", "rate past the edge")
+    lines = []
+    for task in _tasks(figures):
+        of_task = {
+            row["fault"]: row for row in figures if (row["tasks"], row["method"]) == (task, NONE)
+        }
+        found = [of_task.get(f"no fault, {rate}", {}) for rate in rates]
+        start = next((row["start"] for row in found if row), ABSENT)
+        each = [f"{row['rate']}, {row['loss']}" if row else ABSENT for row in found]
+        lines.append([_link("evidence_figures.md", task), start, *each])
+    head = ["", "loss at the start", *(f"{rate}: rate, loss" for rate in ("calm", "edge", "past"))]
+    return table(head, lines)
+
+
+def of_costs(figures: Figures) -> str:
+    """The time of a run, beside one without a method."""
+    lines = []
+    for row in _together(figures):
+        if row["time"]:
+            time = _between(row, "time")
+            lines.append([_link("", row["method"]), time, _percent(row["clipped"])])
+    return table(["", "time of a run, none = 1", "steps clipped, no fault"], lines)
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Markdown, without columns of which nothing is known; nothing without lines."""
+    lines = list(lines)
+    known = [i for i in range(len(head)) if any(line[i] != ABSENT for line in lines)]
+    rows = [f"| {' | '.join(line[i] for i in known)} |" for line in (head, *lines)]
+    return "\n".join([rows[0], "|---" * len(known) + "|", *rows[1:]]) if lines else ""
+
+
+def anchor(title: str) -> str:
+    """Of a heading, as hosts of repositories and the site make it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def _of_fault(figures: Figures, fault: str) -> str:
+    rows = [row for row in _together(figures) if row["fault"] == fault]
+    rows.sort(key=lambda row: -float(row["gain"] or "inf"))
+    return _beside((row["method"], row) for row in rows)
+
+
+def _of_method(figures: Figures, method: str) -> str:
+    rows = [row for row in _together(figures) if row["method"] == method]
+    return _beside((row["fault"], row) for row in rows if row["fault"] != ANY)
+
+
+def _beside(rows: Iterable[tuple[str, Row]]) -> str:
+    lines = []
+    for name, row in rows:
+        pairs = f"{row['helps']}, {row['harms']} of {row['pairs']}" if row["pairs"] else ABSENT
+        back = row["back"] or ABSENT
+        if row["never_back"]:
+            back += f" ({_percent(row['never_back'])} never)"
+        verdict = row["verdict"] if row["verdict"] in (HELPS, HARMS) else ABSENT
+        best = " ".join(filter(None, (row["beside_best"] or ABSENT, row["beside_best_verdict"])))
+        share = _between(row, "gain")
+        lost, clipped = _percent(row["lost"]), _percent(row["clipped"])
+        lines.append([_link("", name), share, verdict, best, pairs, lost, back, clipped])
+    head = ["", GAIN, "verdict", OVER_BEST, "tasks: helps, harms"]
+    return table([*head, "runs lost", "steps until back", "steps clipped"], lines)
+
+
+def _of_task(figures: Figures, task: str) -> str:
+    rows = [row for row in figures if row["tasks"] == task]
+    faults = [fault for fault in names(rows, "fault") if fault in _faults(figures)]
+    found = {(row["method"], row["fault"]): row for row in rows}
+    mark = {HELPS: " +", HARMS: " −"}
+    lines = []
+    for method in names(rows, "method"):
+        cells = [found.get((method, fault)) for fault in faults]
+        losses = [row["loss"] + mark.get(row["verdict"], "") if row else ABSENT for row in cells]
+        limit = next((row["limit"] for row in cells if row and row["limit"]), ABSENT)
+        lines.append([method, limit, *losses])
+    return table(["", "limit", *(_short(fault) for fault in faults)], lines)
+
+
+def _of_claim(figures: Figures, claim: Claim) -> str:
+    of = {(row["tasks"], row["method"]): row for row in figures if row["fault"] == claim.fault}
+    methods = [method for method in claim.methods if (claim.tasks, method) in of]
+    ending = ", adamw" if claim.tasks == WITH_ADAMW else ""
+    tasks = [
+        name
+        for name in _tasks(figures)
+        if name.endswith(ending) and all((name, method) in of for method in methods)
+    ]
+    lines = []
+    for method in methods:
+        row = of[claim.tasks, method]
+        losses = [of[name, method]["loss"] for name in tasks]
+        lines.append([method, *losses, _percent(row["lost"]), _between(row, claim.column)])
+    return table(["", *tasks, "runs lost", GAIN if claim.column == "gain" else OVER_BEST], lines)
+
+
+def _of_batches(figures: Figures) -> str:
+    lines = []
+    for row in figures:
+        batch = row["fault"].removeprefix(OF_BATCHES)
+        if batch != row["fault"]:
+            lines.append([batch, row["method"], row["rate"], row["loss"], row["largest_rate"]])
+    head = ["batch", "method", "best rate", "its loss", "largest rate at which no run is lost"]
+    return table(head, lines)
+
+
+def _short(fault: str) -> str:
+    return fault.removeprefix("no fault, ").removeprefix("a ")
+
+
+def _together(figures: Figures) -> list[Row]:
+    return [row for row in figures if row["tasks"] == TOGETHER]
+
+
+def _faults(figures: Figures) -> list[str]:
+    return [name for name in names(_together(figures), "fault") if name != ANY]
+
+
+def _tasks(figures: Figures) -> list[str]:
+    return [name for name in names(figures, "tasks") if not name.startswith(TOGETHER)]
+
+
+def _first(rows: Sequence[Row]) -> str:
+    shown = [f"{row['method']} {row['gain']}" for row in rows[:MOST_NAMES]]
+    more = [f"{len(rows) - MOST_NAMES} more"] if len(rows) > MOST_NAMES else []
+    return ", ".join(shown + more) or "none"
+
+
+def _between(row: Row, name: str) -> str:
+    low, high = ("low", "high") if name != "time" else ("least", "most")
+    return (
+        f"{row[name]} ({row[f'{name}_{low}']} to {row[f'{name}_{high}']})" if row[name] else ABSENT
+    )
+
+
+def _percent(part: str) -> str:
+    return f"{part} %" if part else ABSENT
+
+
+def _link(page: str, title: str) -> str:
+    return f"[{title}]({page}#{anchor(title)})"
