@@ -12,12 +12,15 @@ SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example):$", re.MULTILIN
 # What `::` leads in, and tables with their lines of dashes.
 INDENTED = re.compile(r"(?::(:)\n\n|(?<=\n\n))((?:  .*\n)+(?:\n+(?:  .*\n)+)*)")
 
-# A name in full is a link, where the reference has it.
-NAME = re.compile(r"`(optaxclip(?:\.\w+)+)`")
+# A name in full is a link, where the reference has it, and so is a paper's number.
+# Griffe may hand over a docstring twice.
+NAME = re.compile(r"(?<!optional>)`(optaxclip(?:\.\w+)+)`")
+PAPER = re.compile(r"(?<!\[)\barXiv[:\s]\s*(\d{4}\.\d{4,5})")
+EXAMPLE = re.compile(r"^Example:\n((?:  .*\n|\n)+)", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
-    """Makes of an "Example:" a section of examples, of an indented block one of code."""
+    """Puts the example behind the first sentence, and makes a block of code of what is indented."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrites the docstring of an object that was loaded."""
@@ -63,12 +66,18 @@ def _show_options(function: griffe.Function, pkg: griffe.Module) -> None:
 
 
 def as_markdown(text: str) -> str:
-    """A docstring with `Examples:`, links, and fences where it is indented before all sections."""
+    """A docstring with the example second, links, and fences where it is indented before sections."""
     text = NAME.sub(r'<autoref identifier="\1" optional>`\1`</autoref>', text) + "\n"
+    text = PAPER.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", text)
     section = SECTION.search(text)
     begin = section.start() if section else len(text)
-    head = INDENTED.sub(_fenced, text[:begin])
-    return head + re.sub(r"^Example:$", "Examples:", text[begin:], flags=re.MULTILINE)
+    head, rest = INDENTED.sub(_fenced, text[:begin]), text[begin:]
+    example = EXAMPLE.search(rest)
+    if example:
+        first, blank, others = head.partition("\n\n")
+        head = f"{first}\n\nExamples:\n{example[1].rstrip()}\n{blank}{others}"
+        rest = rest.replace(example[0], "")
+    return f"{head.rstrip()}\n\n{rest}".rstrip() + "\n"
 
 
 def _fenced(block: re.Match[str]) -> str:

@@ -10,15 +10,18 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
 
 # MkDocs runs this file as none of a package.
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
+import annotations
 import links
 import tables
 
 from benchmarks.study import figures
 
+HEADING = re.compile(r"^## (\w+)$", re.MULTILINE)
 HREF = re.compile(r'(?<=<a href=")[^"]+')
 
 
@@ -51,6 +54,15 @@ def on_page_content(content: str, page: Page, files: Files, **_: object) -> str:
         return file.url_relative_to(page.file) if file else match[0]
 
     return HREF.sub(replaced, content)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Types as links, once those that have a place in the reference lead there."""
+    if not page.file.src_uri.startswith("api/"):
+        return output
+    described = (Path(config.docs_dir) / "api" / "types.md").read_text("utf-8")
+    there = get_relative_url("api/types/", page.url)
+    return annotations.linked(output, there, HEADING.findall(described))
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -31,6 +31,19 @@ def test_figures_stay_in_one_line_and_other_tables_as_they_are(responsive):
     assert responsive(between) == between
 
 
+def test_types_of_the_reference_are_links(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    linked = importlib.import_module("annotations").linked
+    ours = '<span title="optaxclip._base.types.PyTree">PyTree</span>'
+    jax = '<span title="jax.Array">Array</span>'
+    plain = '<span title="str">str</span>'
+    assert linked(f"{ours} {jax} {plain}", "../types/", ["PyTree"]) == (
+        '<a href="../types/#pytree" title="optaxclip._base.types.PyTree">PyTree</a>'
+        ' <a href="https://docs.jax.dev/en/latest/_autosummary/jax.Array.html" title="jax.Array">'
+        f"Array</a> {plain}"
+    )
+
+
 def test_the_styles_know_both():
     styles = (DOCS / "extra.css").read_text("utf-8")
     assert "table[data-cards]" in styles
