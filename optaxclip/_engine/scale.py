@@ -23,6 +23,8 @@ from optaxclip._base.numerics import (
     match_weak_type,
     multiply,
     promoted,
+    reciprocal_of_power,
+    select,
 )
 from optaxclip._base.trees import data_of, with_data
 from optaxclip._border.entries import measured_axes
@@ -117,13 +119,7 @@ def _product(x: Array, by: Multiplier, *, strict: bool) -> Array:
 @custom_jvp(nondiff_argnums=(1, 2))
 def _rounded(x: Array, dtype: jnp.dtype, toward_zero: bool) -> Array:
     """Converts to `dtype`, to nearest or, with `toward_zero`, never away from zero."""
-    y = x.astype(dtype)
-    if not toward_zero:
-        return y
-    if jnp.finfo(dtype).bits <= 8:
-        return _cut(x, dtype)
-    over = jnp.abs(y.astype(x.dtype)) > jnp.abs(x)
-    return jnp.where(over, _next_toward_zero(y), y)
+    return (_cut(x, dtype) if toward_zero else x).astype(dtype)
 
 
 @_rounded.defjvp
@@ -134,19 +130,19 @@ def _rounded_jvp(
 
 
 def _cut(x: Array, dtype: jnp.dtype) -> Array:
-    """Converts to a narrow dtype by truncation.
+    """The number of `dtype` that is next to each entry, and no further from zero, in `x.dtype`.
 
-    `_next_toward_zero` cannot be used here, because some formats have NaN in the place of -0.
+    Not the nearest number, lowered where it is larger than the entry: for such comparisons XLA
+    takes what was converted and converted back for the entry itself (on an H100 with JAX 0.11.2).
     """
-    info = jnp.finfo(dtype)
-    smallest = max(float(info.smallest_normal), float(jnp.finfo(x.dtype).tiny))
-    unit = jnp.maximum(leading_bit(jnp.abs(x)), smallest) * float(info.eps)
-    return (jnp.trunc(x / unit) * unit).astype(dtype)
-
-
-def _next_toward_zero(x: Array) -> Array:
-    """The neighbour of each `x != 0` in its dtype that is nearer to zero."""
-    # In sign-magnitude formats that is one less in the bit pattern.
-    integer = getattr(jnp, f"uint{jnp.finfo(x.dtype).bits}")
-    bits = lax.bitcast_convert_type(x, integer)
-    return lax.bitcast_convert_type(bits - jnp.ones((), integer), x.dtype)
+    info, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    if info.nexp == wide.nexp:
+        # The exponents are the same, also of subnormal numbers: the last bits are cut off.
+        integer = jnp.dtype(f"uint{wide.bits}").type
+        kept = integer(2**wide.bits - 2 ** (wide.nmant - info.nmant))
+        cut = lax.bitcast_convert_type(lax.bitcast_convert_type(x, integer) & kept, x.dtype)
+    else:
+        smallest, largest = x.dtype.type(info.smallest_normal), x.dtype.type(info.max)
+        unit = jnp.maximum(leading_bit(jnp.abs(x)), smallest) * float(info.eps)
+        cut = lax.clamp(-largest, jnp.trunc(x * reciprocal_of_power(unit)) * unit, largest)
+    return select(lax.is_finite(x), cut, x)

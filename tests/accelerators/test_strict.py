@@ -1,0 +1,28 @@
+"""Strict rounding in programs that are compiled for an H100 and a TPU v5e."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from optaxclip._engine.respond import Multiplier
+from optaxclip._engine.scale import scale
+
+
+@pytest.mark.parametrize("device", ["h100", "v5e"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_no_compiler_takes_a_rounded_number_for_the_exact_one(device, dtype):
+    """XLA for GPUs did: it compared a product with itself to learn how it had been rounded."""
+    from benchmarks.accelerators.steps import Place
+
+    place = Place(device).everywhere
+    x = jax.ShapeDtypeStruct((64, 256), dtype, sharding=place)
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
+
+    def scaled(x, power, ratio):
+        return scale(x, Multiplier(power, ratio), axes=(0, 1), strict=True)
+
+    text = jax.jit(scaled).lower(x, number, number).compile().as_text()
+    assert re.search(r"= f32\S* multiply\(", text)
+    assert not re.search(r"compare\((%\S+), \1\)", text)
