@@ -70,7 +70,7 @@ def every_method() -> dict[str, Step]:
 
 def nearest(name: str, tx: Step, params: Any) -> tuple[str, Step]:
     """What Optax has in the place of a method: its name and itself."""
-    if name.startswith("skip"):
+    if name.startswith("skip") or name == "scale_loss":
         clip = optax.clip_by_global_norm(1.0) if "zclip" in name else optax.identity()
         inner = optax.chain(clip, optax.sgd(1e-3))
         return "apply_if_finite", optax.apply_if_finite(inner, 5)

@@ -40,6 +40,7 @@ from optaxclip.methods.fixed import (
 )
 from optaxclip.methods.heads import Heads
 from optaxclip.methods.hyperball import HyperballState, hyperball
+from optaxclip.methods.loss_scaling import LossScaleState, scale_loss
 from optaxclip.methods.normalizing import normalize_by_global_norm, normalize_by_norm_history
 from optaxclip.methods.resets import ResetState, reset_state
 from optaxclip.methods.skipping import SkipState
@@ -65,6 +66,7 @@ __all__ = [
     "Heads",
     "HyperballState",
     "Limits",
+    "LossScaleState",
     "NormOptions",
     "PlaceOptions",
     "ResetState",
@@ -110,6 +112,7 @@ __all__ = [
     "reset_state",
     "responses",
     "scale_by_stable_adam",
+    "scale_loss",
     "scopes",
     "skip_above",
     "skip_nonfinite",

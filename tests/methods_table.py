@@ -32,6 +32,7 @@ class Method(NamedTuple):
       has_memory: whether the result depends on the norms of earlier steps.
       counts: whether the result depends on the number of steps.
       keeps_small: whether small gradients come back bit for bit.
+      widens: whether what comes in as float16 comes out as float32 if the weights are.
       atol: by how much results may differ that are summed in another order.
     """
 
@@ -44,6 +45,7 @@ class Method(NamedTuple):
     has_memory: bool = False
     counts: bool = False
     keeps_small: bool = True
+    widens: bool = False
     atol: float = 1e-7
 
     def make(self, limit: Any = None, **options: Any) -> optax.GradientTransformationExtraArgs:
@@ -182,6 +184,12 @@ def _skip_of_clips(limit: Any, **options: Any) -> optax.GradientTransformationEx
     return optaxclip.skip_nonfinite(inner, **options)
 
 
+def _of_scaled_loss(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
+    """By the scale 1: others are in `tests/methods/test_loss_scaling.py`."""
+    inner = optax.chain(optaxclip.clip_by_global_norm(limit), optax.identity())
+    return optaxclip.scale_loss(inner, initial=1.0, **options)
+
+
 def _reset_each_step(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
     """Moments that are forgotten at once: each step is as the first."""
     inner = optaxclip.scale_by_stable_adam(clipping_threshold=limit)
@@ -307,6 +315,7 @@ METHODS: dict[str, Method] = {
     ),
     "reset_state": _per_leaf(_reset_each_step, ("limit", 0.7), has_info=False, keeps_small=False),
     "skip_nonfinite": Method(_skip_of_clips, ("limit", 1.0), {}, "step", has_info=False),
+    "scale_loss": Method(_of_scaled_loss, ("limit", 1.0), {}, "step", has_info=False, widens=True),
     "skip_above": Method(optaxclip.skip_above, ("limit", 6.0), _SKIP, "step", has_info=False),
     "skip_above_loss": Method(_skip_on_loss, ("limit", 6.0), shares="step", has_info=False),
     "leaf_stacked_strict": _engine("row", scopes.leaf(stacked), strict=True),

@@ -45,6 +45,7 @@ WRAPPERS = {
     "skip_above": optaxclip.skip_above(
         optax.sgd(0.1, momentum=0.9), thresholds.quantile(init_limit=NUMBER)
     ),
+    "scale_loss": optaxclip.scale_loss(optax.sgd(0.1, momentum=0.9), initial=1.0),
     "reset_state": optaxclip.reset_state(
         optax.sgd(0.1, momentum=0.9),
         every=2,

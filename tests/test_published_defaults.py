@@ -104,6 +104,16 @@ OTHERS = [
         optaxclip.reset_state,
         {"every": None, "when": None, "only": ("mu", "nu"), "warmup": 0},
     ),
+    (
+        optaxclip.scale_loss,
+        {
+            "initial": 2.0**15,
+            "growth_interval": 2000,
+            "factor": 2.0,
+            "minimum": 1.0,
+            "maximum": 2.0**24,
+        },
+    ),
     (optaxclip.skip_above, {"max_consecutive": 20, **L2}),
     (per_example.clip_sum, LIFTED),
     (per_example.clipped_grad, {"argnums": 0, "has_aux": False, "method": "vmap", **LIFTED}),

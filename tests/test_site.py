@@ -70,9 +70,10 @@ def test_code_runs(page, block):
         assert found["record_of_each"].norm.shape == (4,)
     if "step_taken" in found:
         np.testing.assert_allclose(found["step_taken"], [-0.5, -0.25], rtol=1e-6)
-    if "good_steps" in found:
-        assert found["opt_state"].num_skipped > 0
-        assert found["scale"] == 2.0 ** (20 - found["opt_state"].num_skipped)
+    if "scaled_loss" in block:
+        log = found["log"]
+        assert log["scale_loss/num_skipped"] > 0
+        assert log["scale_loss/loss_scale"] == 2.0 ** (17 - log["scale_loss/num_skipped"])
     if "suggestion" in found:
         assert found["suggestion"].limit > np.median(found["norms"])
     if "epsilon" in found:

@@ -96,6 +96,7 @@ METHODS: dict[str, tuple[Build, Build]] = {
     ),
     "statistics": (_statistics(*OF_GRADIENTS), GLOBAL),
     "statistics_params": (_statistics(*OF_GRADIENTS, *OF_PARAMETERS), GLOBAL),
+    "scale_loss": (_skipping(optaxclip.scale_loss), FINITE),
     "skip_above": (_skipping(optaxclip.skip_above, 1e3), FINITE),
     "skip_nonfinite": (_skipping(optaxclip.skip_nonfinite), FINITE),
     "skip_record_zclip": (

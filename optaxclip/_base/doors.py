@@ -23,6 +23,7 @@ _AGC = "adaptive_grad_clip(clipping) in an optax.chain, whose update needs the p
 _EITHER = f"by the norm of all leaves: {_BY_NORM}; by value: {_BY_VALUE}"
 _TOTAL = "ops.global_norm(grads)"
 _SKIP = "skip_nonfinite(optimizer) or skip_above(optimizer, limit), around the whole optimizer"
+_SCALE = "scale_loss(optimizer), and monitor.loss_scale(opt_state), which multiplies the loss"
 _PRIVATE = "per_example.per_example_clip_and_aggregate(limit, noise_multiplier, key)"
 
 SIGNS: dict[str, str] = {
@@ -67,6 +68,10 @@ SIGNS: dict[str, str] = {
     "differentially_private_aggregate": _PRIVATE,
     "dpsgd": _PRIVATE,
     "l2_norm": _TOTAL,
+    # Flax, jmp, PyTorch
+    "DynamicScale": _SCALE,
+    "DynamicLossScale": _SCALE,
+    "GradScaler": _SCALE,
     # timm, fastai
     "agc": _AGC,
     "adaptive_clip_grad": _AGC,

@@ -14,7 +14,8 @@ makes a line of JSON::
 With `since=`, shares and counts are those of the steps after an earlier state.
 After a step that was skipped, `bad_leaves` names the leaves that caused it, and `verdict` tells the
 host whether to go on; inside of the compiled step `taken` tells what else must stay as it was.
-`noise_scale` tells from the gradients of microbatches whether the batch is too small.
+`loss_scale` is by what a step multiplies its loss. `noise_scale` tells from the gradients of
+microbatches whether the batch is too small.
 """
 
 import optaxclip._base.doors as _doors
@@ -22,6 +23,7 @@ from optaxclip.monitor.counting import counts as counts
 from optaxclip.monitor.histories import history as history
 from optaxclip.monitor.histories import history_names as history_names
 from optaxclip.monitor.lines import json_line as json_line
+from optaxclip.monitor.loss_scales import loss_scale as loss_scale
 from optaxclip.monitor.noise import NoiseScaleState as NoiseScaleState
 from optaxclip.monitor.noise import noise_scale as noise_scale
 from optaxclip.monitor.reading import metrics as metrics

@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from optaxclip._base.types import PyTree
+from optaxclip.methods.loss_scaling import LossScaleState
 from optaxclip.monitor.noise import NoiseScaleState
 from optaxclip.monitor.recording import RecordState
 from optaxclip.monitor.states import described, name_of, numbered, records
@@ -63,7 +64,8 @@ def counts(opt_state: PyTree) -> Counts:
 
 def records_for_log(opt_state: PyTree, caller: str) -> dict[str, Recorded]:
     """All records that have numbers for a log, by the names that begin those of the numbers."""
-    found = [state for _, state in records(opt_state, caller, NoiseScaleState, RecordState)]
+    more = (LossScaleState, NoiseScaleState, RecordState)
+    found = [state for _, state in records(opt_state, caller, *more)]
     return dict(zip(numbered([name_of(state) for state in found]), found, strict=True))
 
 

@@ -111,6 +111,7 @@ def metrics(
       num_nonfinite    | both | steps so far with a norm not finite        | the largest
       num_skipped      | skip | steps so far that were skipped             | the largest
       loss, loss_limit | skip | the loss and its limit, where it is judged | furthest above
+      loss_scale       | skip | of `scale_loss`: that of the next step     | the smallest
       steps            | clip | steps so far                               | the largest
 
     The numbers of `noise_scale` are `scale`, `signal` and `variance`; those of `record` are its
@@ -193,9 +194,10 @@ def scalars(
     """The same as `metrics`, as Python floats on the host, ready for a log.
 
     The host waits for the step that made the state and then for one `jax.device_get`, of six arrays
-    for each clip, however many leaves it has; five for a skip, or seven if it judges the loss;
-    three for a `noise_scale`; and for a `record` its `steps` and one array for each statistic.
-    Nothing is computed on the device, so one of several processes may call it alone.
+    for each clip, however many leaves it has; five for a skip, or seven if it judges the loss; six
+    for a `scale_loss`; three for a `noise_scale`; and for a `record` its `steps` and one array for
+    each statistic. Nothing is computed on the device, so one of several processes may call it
+    alone.
 
     Args:
       opt_state: as in `read`.

@@ -10,6 +10,7 @@ from jax.tree_util import GetAttrKey, keystr
 from optaxclip._base.names import GIVE_BACK, Names
 from optaxclip._base.trees import leaf_name
 from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
+from optaxclip.methods.loss_scaling import LossScaleState
 from optaxclip.methods.skipping import LossState, SkipState
 
 NAME_FIELDS = {"name", "names", "leaves"}
@@ -66,7 +67,10 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def walk(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """All states of the given kinds, with their paths; those inside of a skip come after it."""
+    """All states of the given kinds, with their paths; those inside of a skip come after it.
+
+    The skip that is a part of a `LossScaleState` is not one of its own if both kinds are given.
+    """
     stop = (*kinds, SkipState)
     pairs = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: isinstance(_whole(x, stop), stop)
@@ -75,6 +79,8 @@ def walk(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator[tuple[
         state = _whole(node, stop)
         if isinstance(state, tuple(kinds)):
             yield (*path, *rest), state
+        if isinstance(state, LossScaleState):
+            rest, state = (*rest, GetAttrKey("skip")), state.skip
         if isinstance(state, SkipState):
             inside = (*path, *rest, GetAttrKey("inner_state"))
             yield from walk(state.inner_state, kinds, inside)
@@ -103,6 +109,8 @@ def _put_together(node: Mapping[str, Any], kind: Any, name: Names) -> Any:
         known["info"] = _put_together(known["info"], ClipInfo, name)
     if known.get("loss"):
         known["loss"] = _put_together(known["loss"], LossState, name)
+    if "skip" in known:
+        known["skip"] = _put_together(known["skip"], SkipState, Names(("skip",)))
     known |= {"name": name, "names": Names(), "leaves": Names()}
     return kind(**{field: known.get(field, ()) for field in kind._fields})
 

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 
 from optaxclip._base.names import Names
 from optaxclip._base.types import ClipState
+from optaxclip.methods.loss_scaling import LossScaleState
 from optaxclip.methods.skipping import SkipState
 from optaxclip.monitor.noise import NoiseScaleState, scale_of
 from optaxclip.monitor.recording import RecordState
 from optaxclip.monitor.states import unboxed
 from optaxclip.monitor.statistics import STATISTICS
 
-Recorded: TypeAlias = ClipState | SkipState | NoiseScaleState | RecordState
+Recorded: TypeAlias = ClipState | SkipState | LossScaleState | NoiseScaleState | RecordState
 """The states that have numbers for a log."""
 
 Summary: TypeAlias = dict[str, Any]
@@ -24,7 +25,7 @@ Summary: TypeAlias = dict[str, Any]
 _NOTHING = {"norm": 0.0, "limit": float("inf"), "factor": 1.0}
 NUMBERS = (
     *("norm", "limit", "factor", "clipped_norm", "clipped_fraction", "num_clipped"),
-    *("num_nonfinite", "num_skipped", "loss", "loss_limit"),
+    *("num_nonfinite", "num_skipped", "loss", "loss_limit", "loss_scale"),
     *("scale", "signal", "variance"),
     *(name for name in STATISTICS if name != "norm"),
     "steps",
@@ -46,6 +47,8 @@ def wanted(state: Recorded) -> dict[str, Any]:
     if isinstance(state, RecordState):
         last = {name: unboxed(x) for name, x in state.last.items()}
         return {"steps": unboxed(state.steps), "last": last}
+    if isinstance(state, LossScaleState):
+        return wanted(state.skip) | {"loss_scale": unboxed(state.loss_scale)}
     of_info = ("norm", "limit", "factor", "num_nonfinite")
     found = {field: getattr(state.info, field) for field in of_info}
     if isinstance(state, ClipState):
@@ -133,6 +136,9 @@ def _of_all(
     if "loss" in kept:
         loss, limit = (kept[field].reshape(-1, 1) for field in ("loss", "loss_limit"))
         found |= _of_largest_loss(loss, limit, numpy)
+    if "loss_scale" in kept:
+        scales = kept["loss_scale"].reshape(-1, 1)
+        found["loss_scale"] = numpy.min(scales, axis=0, initial=numpy.inf)
     return found
 
 

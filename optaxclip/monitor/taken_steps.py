@@ -56,8 +56,8 @@ def taken(opt_state: PyTree) -> Array:
     if not flags:
         raise ValueError(
             "monitor.taken takes an optimizer's state that holds a skip, and finds none in what it "
-            f"got: {described(opt_state)}. Put skip_nonfinite or skip_above around the optimizer, "
-            "and pass opt_state, a TrainState or an nnx.Optimizer. (The state of "
+            f"got: {described(opt_state)}. Put skip_nonfinite, skip_above or scale_loss around the "
+            "optimizer, and pass opt_state, a TrainState or an nnx.Optimizer. (The state of "
             "optax.apply_if_finite does not say whether it took a step.)"
         )
     return functools.reduce(jnp.logical_and, flags)

@@ -37,6 +37,8 @@ EQUAL = 1.005
 # One more than the aims, 4, 8 and 12: for the record's factor, which is a product; and for the last
 # norm of `monitor.record`, which a skip keeps or takes.
 KERNELS, KERNELS_WITH_HISTORY, KERNELS_OF_ALL, KERNELS_OF_DEVICES = 5, 9, 13, 6
+# Two more than a skip's: for the scale, and for the good steps.
+KERNELS_OF_SCALE = 14
 
 
 def assert_as_cheap(

@@ -41,6 +41,14 @@ def test_a_skip_a_record_and_a_rule_share_one_read(both):
 
 
 @pytest.mark.parametrize("model", aims.TRANSFORMERS)
+def test_a_scale_of_the_loss_shares_the_read_of_a_clip(both, model):
+    ours, theirs = both(H100, model, method="scale_loss")
+    aims.assert_no_branch(ours)
+    assert ours.moved == pytest.approx(1.0, abs=aims.MORE_MOVED)
+    assert ours.counts.kernels <= theirs.counts.kernels + aims.KERNELS_OF_SCALE
+
+
+@pytest.mark.parametrize("model", aims.TRANSFORMERS)
 @pytest.mark.parametrize("dtype", aims.DTYPES)
 def test_statistics_of_gradients_share_the_read_of_a_clip(ours, model, dtype):
     found = ours(H100, model, dtype=dtype, method="statistics")

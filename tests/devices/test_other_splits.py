@@ -49,6 +49,7 @@ STEPS = {
     "clip_by_second_moment": lambda: optaxclip.clip_by_second_moment(warmup_steps=0),
     "skip_nonfinite": lambda: optaxclip.skip_nonfinite(optax.trace(0.9)),
     "skip_above": lambda: optaxclip.skip_above(optax.trace(0.9), 100.0),
+    "scale_loss": lambda: optaxclip.scale_loss(optax.trace(0.9), initial=1.0),
     "reset_state": lambda: optaxclip.reset_state(optax.trace(0.9), every=2, only=("trace",)),
 }
 

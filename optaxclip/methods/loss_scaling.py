@@ -1,0 +1,279 @@
+"""The scale of a loss whose gradients are computed in float16 or fp8, and what it asks of a step.
+
+The scale is a power of two, so that gradients are divided by it without a rounding error. They are
+divided in float32: in float16 the quotient would underflow where the scaled gradient did not.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.core import Tracer
+
+import optaxclip._border.devices as devices
+from optaxclip._base.arguments import check_state, checked_count, short
+from optaxclip._base.counters import increased
+from optaxclip._base.numerics import (
+    is_real,
+    match_weak_type,
+    narrowed,
+    power_of_two_below,
+    reciprocal_of_power,
+)
+from optaxclip._base.states import registered_state
+from optaxclip._base.trees import data_of, dtype_of, flatten, is_sparse, with_data
+from optaxclip._base.types import ClipInfo, PyTree
+from optaxclip._border.calls import across
+from optaxclip._border.entries import times
+from optaxclip._border.options import Options, PlaceOptions, takes
+from optaxclip._border.transformation import Transformation, transformation
+from optaxclip.methods.skipping import SkipState, as_inner, skipping
+
+
+@registered_state
+class LossScaleState(NamedTuple):
+    """State of `scale_loss`.
+
+    Attributes:
+      loss_scale: float32[], by what the next loss is multiplied, a power of two;
+        `optaxclip.monitor.loss_scale` reads it.
+      good_steps: int32[], steps in a row, up to the last, that did not change the scale and whose
+        gradients were finite.
+      skip: the `SkipState` of the steps that overflowed; its `inner_state` is the optimizer's.
+    """
+
+    loss_scale: Array
+    good_steps: Array
+    skip: SkipState
+
+    @property
+    def info(self) -> ClipInfo:
+        """The record of the last step; its `norm` is that of the gradients without the scale."""
+        return self.skip.info
+
+
+class _Numbers(NamedTuple):
+    """What decides how the scale changes; powers of two, but for the interval."""
+
+    growth_interval: Any
+    factor: Any
+    minimum: Any
+    maximum: Any
+
+
+@takes(PlaceOptions)
+def scale_loss(
+    inner: optax.GradientTransformation,
+    *,
+    initial: float | Array = 2.0**15,
+    growth_interval: int | Array = 2000,
+    factor: float | Array = 2.0,
+    minimum: float | Array = 1.0,
+    maximum: float | Array = 2.0**24,
+    **options: Unpack[PlaceOptions],
+) -> Transformation[LossScaleState]:
+    """Scales the loss, so that float16 and fp8 gradients neither underflow nor overflow for long.
+
+    The step multiplies the loss by `optaxclip.monitor.loss_scale(opt_state)`; the update divides
+    the gradients by the same number before anything is measured. So limits, rules, skips and
+    records inside mean the gradients of the loss itself. A step in which something overflowed is
+    skipped, as by `skip_nonfinite`, and divides the scale by `factor`; after `growth_interval` good
+    steps in a row the scale is multiplied by it. The scale stays between `minimum` and `maximum`:
+    from 0 or infinity it could not come back.
+
+    It goes around everything else. A clip in front of it would measure scaled gradients. Another
+    skip or `optax.MultiSteps` around it would keep its state where the scale has to fall; with
+    `MultiSteps` inside, each microbatch counts as a step. `accumulate.value_and_grad` needs
+    `reject=None`, so that a microbatch that overflowed is not left out unnoticed; its `clip` would
+    measure scaled gradients.
+
+    Source: Micikevicius et al., 2018, Mixed Precision Training, arXiv 1710.03740. The scale is that
+    of jmp's `DynamicLossScale`, but for `maximum`; in Flax's `DynamicScale` it takes one more good
+    step to grow.
+
+    Args:
+      inner: the optimizer, with its clips.
+      initial: the scale of the first step.
+      growth_interval: after how many good steps in a row the scale grows.
+      factor: by what the scale is multiplied, or divided.
+      minimum: the smallest scale. Gradients that are not finite there are so without a scale: the
+        steps are skipped, and `optaxclip.monitor.verdict` becomes "roll back".
+      maximum: the largest scale.
+      **options: those that all transformations share, `optaxclip.PlaceOptions`.
+
+    Returns:
+      A transformation with a `LossScaleState`. Gradients in float16 and fp8, which cannot hold the
+      quotients, go on in float32. Parameters in these formats reach `inner` in float32 too, so its
+      moments are float32. The updates of such parameters are rounded to their format if parameters
+      are passed; else what came in float16 or fp8 comes out in float32. All other dtypes stay. A
+      skipped step gives zero updates. Extra arguments are passed on; a loss or a norm among them
+      must be without the scale.
+
+    Raises:
+      ValueError: if `initial`, `factor`, `minimum` or `maximum` is not a power of two from 2**-126
+        to 2**126, `factor` is not above 1, `initial` not between the other two, or
+        `growth_interval` less than 1.
+      TypeError: if one of these is not a number, or `inner` not a transformation.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optaxclip
+      >>> from optaxclip import monitor
+      >>> tx = optaxclip.scale_loss(optax.sgd(1.0), initial=2.0**16)
+      >>> def loss_fn(params, scale):
+      ...     loss = jnp.mean((params.astype(jnp.float16) * jnp.float16(1e-4)) ** 2)
+      ...     return loss.astype(jnp.float32) * scale
+      >>> params = jnp.ones(4)
+      >>> state = tx.init(params)
+      >>> for _ in range(2):
+      ...     grads = jax.grad(loss_fn)(params, monitor.loss_scale(state))
+      ...     updates, state = tx.update(grads, state, params)
+      ...     print(updates[0], monitor.loss_scale(state), monitor.taken(state))
+      0.0 32768.0 False
+      -5.00e-09 32768.0 True
+
+      In float16 the scale 2**16 is infinite, and without a scale the gradient 5e-9 is 0.
+    """
+    checked = Options.checked(**options)
+    initial = _checked_power(initial, "initial")
+    numbers = _Numbers(
+        growth_interval=checked_count(growth_interval, "growth_interval"),
+        factor=_checked_power(factor, "factor"),
+        minimum=_checked_power(minimum, "minimum"),
+        maximum=_checked_power(maximum, "maximum"),
+    )
+    _check_order(initial, numbers)
+    skip = skipping(as_inner(inner), math.inf, None, options=checked)
+
+    def init(params: PyTree) -> LossScaleState:
+        return LossScaleState(
+            loss_scale=jnp.array(initial, jnp.float32),
+            good_steps=jnp.zeros((), jnp.int32),
+            skip=skip.init(_widened(devices.to_device(params))),
+        )
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, LossScaleState]:
+        check_state(state, LossScaleState, checked.name, _WRAP_STATE, updates=updates)
+        flat, scale = flatten(updates, "updates"), as_power(state.loss_scale)
+        grads = flat.rebuild(across(_unscaled, flat.measured_leaves(), scale, like=_leaves))
+        new, skip_state = skip.update(grads, state.skip, _widened(params), **extra_args)
+        is_good = skip_state.info.factor > 0
+        loss_scale, good_steps = across(_next, numbers, scale, state.good_steps, is_good)
+        return _rounded_like(new, params), LossScaleState(
+            narrowed(loss_scale, jnp.result_type(state.loss_scale)), good_steps, skip_state
+        )
+
+    return transformation(init, update)
+
+
+_WRAP_STATE = (
+    "If the optimizer ran without a scale until now, put its state into a fresh one: "
+    "fresh = tx.init(params); opt_state = fresh._replace(skip=fresh.skip._replace("
+    "inner_state=old_opt_state))"
+)
+
+
+def as_power(loss_scale: Array) -> Array:
+    """The scale in a state, which may come from elsewhere, as a power of two in float32.
+
+    0 and what is not finite become 1.
+    """
+    return power_of_two_below(jnp.asarray(loss_scale).astype(jnp.float32))
+
+
+def _next(
+    numbers: _Numbers, scale: Array, good_steps: Array, is_good: Array
+) -> tuple[Array, Array]:
+    """The scale for the next step, and the good steps since it changed."""
+    interval, *powers = numbers
+    factor, minimum, maximum = (jnp.asarray(x, jnp.float32) for x in powers)
+    good_steps = jnp.where(is_good, increased(good_steps), 0)
+    grows = good_steps >= interval
+    by = jnp.where(grows, factor, jnp.where(is_good, 1, reciprocal_of_power(factor)))
+    return jnp.clip(scale * by, minimum, maximum), jnp.where(grows, 0, good_steps)
+
+
+def _unscaled(leaves: list[Any], scale: Array) -> list[Any]:
+    """The leaves divided by the scale, in float32 or wider."""
+    inverse = reciprocal_of_power(scale)
+    return [with_data(leaf, _product(jnp.asarray(data_of(leaf)), inverse)) for leaf in leaves]
+
+
+# Compiled by itself so that it is traced once for leaves that are alike.
+@jax.jit
+def _product(x: Array, by: Array) -> Array:
+    wide = _wide(x)
+    product = times(wide, by.astype(jnp.finfo(wide.dtype).dtype))
+    return match_weak_type(product, wide)
+
+
+def _leaves(leaves: list[Any], scale: Array) -> list[Any]:
+    del scale
+    return leaves
+
+
+@functools.cache
+def _is_narrow(dtype: Any) -> bool:
+    """Whether a format of floats has a smaller range than float32."""
+    if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return False
+    return jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp
+
+
+def _wide(x: Any) -> Any:
+    """An array, or what describes one, in float32 if its format has a smaller range."""
+    if not _is_narrow(dtype_of(x)):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=jnp.float32)
+    return jnp.asarray(x).astype(jnp.float32)
+
+
+def _widened(params: PyTree) -> PyTree:
+    """Parameters, with float32 in the place of formats of a smaller range."""
+    return jax.tree.map(lambda x: with_data(x, _wide(data_of(x))), params, is_leaf=is_sparse)
+
+
+def _rounded_like(updates: PyTree, params: PyTree) -> PyTree:
+    """Updates, those of parameters of such a format rounded to it."""
+    dtypes = [dtype_of(x) for x in jax.tree.leaves(params)]
+    if not any(map(_is_narrow, dtypes)):
+        return updates
+    flat, given = flatten(updates, "updates"), flatten(params, "params")
+    of_params = {given.paths[i]: given.leaves[i] for i in given.measured}
+
+    def rounded(i: int) -> Any:
+        leaf, dtype = flat.leaves[i], dtype_of(data_of(of_params.get(flat.paths[i])))
+        return with_data(leaf, data_of(leaf).astype(dtype)) if _is_narrow(dtype) else leaf
+
+    return flat.rebuild([rounded(i) for i in flat.measured])
+
+
+def _checked_power(value: Any, argument: str) -> Any:
+    """`value`, checked to be a power of two; a traced one is rounded down to one."""
+    message = f"{argument} must be a power of two from 2.0**-126 to 2.0**126, got {short(value)}"
+    if not is_real(value) or jnp.ndim(value):
+        raise TypeError(message)
+    if isinstance(value, Tracer):
+        return power_of_two_below(value.astype(jnp.float32))
+    number = float(value)
+    if not (2.0**-126 <= number <= 2.0**126 and math.frexp(number)[0] == 0.5):
+        raise ValueError(f"{message}; by such a number gradients are divided without rounding")
+    return value if isinstance(value, Array) else number
+
+
+def _check_order(initial: Any, numbers: _Numbers) -> None:
+    if any(isinstance(x, Tracer) for x in (initial, *numbers)):
+        return
+    if numbers.factor <= 1:
+        raise ValueError(f"factor must be above 1, such as 2.0, got {short(numbers.factor)}")
+    if not numbers.minimum <= initial <= numbers.maximum:
+        raise ValueError(
+            f"initial must be between minimum and maximum, got initial={short(initial)}, minimum="
+            f"{short(numbers.minimum)}, maximum={short(numbers.maximum)}"
+        )
