@@ -2,11 +2,12 @@
 
 import argparse
 import inspect
+import shlex
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import optax
@@ -32,7 +33,7 @@ METHODS = {
     "block_rms": partial(optaxclip.clip_by_block_rms, 0.001),
     "normalize": partial(optaxclip.normalize_by_global_norm, 1.0),
     "autoclip": partial(optaxclip.autoclip),
-    "zclip": partial(optaxclip.zclip),
+    "zclip": partial(optaxclip.zclip, max_norm=LIMIT),
     "adagc": partial(optaxclip.adagc),
     "median": partial(optaxclip.clip_by_median_norm, scale=2.0),
     "quantile": partial(optaxclip.clip_by_quantile, target=0.5),
@@ -77,16 +78,14 @@ def run(args: argparse.Namespace) -> int:
     out = writable(args.out)
     histories = train(text, dict.fromkeys([UNCLIPPED, *args.methods]), args.steps, args.seed)
     print_table(histories)
-    for name in args.methods:
-        if args.steps <= (warmup := warmup_of(name)):
-            print(
-                f"{name}: its warm-up of {warmup} steps, without a limit of its own, is not over "
-                f"after {args.steps} steps; pass --steps {4 * warmup}"
-            )
+    for note in notes(histories):
+        print(note)
     figure = plots.side_by_side()
     draw(histories, figure)
     figure.savefig(out / PICTURE, dpi=150)
     print(f"curves: {out / PICTURE}")
+    text_option = f" --text {shlex.quote(str(args.text))}" if args.text else ""
+    print(f"next: which limit is best here? python -m optaxclip sweep{text_option}")
     return 0
 
 
@@ -102,7 +101,12 @@ def train(text: str, methods: Iterable[str], steps: int, seed: int) -> "dict[str
     with Progress(console=Console(stderr=True)) as progress:
         bars = {name: progress.add_task(name, total=steps) for name in methods}
         for name, bar in bars.items():
-            histories[name] = task.train(METHODS[name](), steps, partial(progress.advance, bar))
+            progress.update(bar, description=f"{name}: compiling")
+
+            def report(done: int, bar: Any = bar, name: str = name) -> None:
+                progress.update(bar, advance=done, description=name)
+
+            histories[name] = task.train(METHODS[name](), steps, report)
     return histories
 
 
@@ -120,11 +124,40 @@ def print_table(histories: "Mapping[str, History]") -> None:
 
     table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("method", no_wrap=True)
-    for title in ("final loss", "best loss", "largest norm", "clipped", "non-finite"):
+    for title in (
+        *("last\nlimit", "final\nloss", "best\nloss", "largest\nraw norm"),
+        *("clipped", "non-finite"),
+    ):
         table.add_column(title, justify="right", no_wrap=True)
     for name, history in histories.items():
-        table.add_row(name, *_cells(history))
+        table.add_row(name, _last_limit(name, history), *_cells(history))
     Console().print(table)
+
+
+def notes(histories: "Mapping[str, History]") -> list[str]:
+    """What a table does not say: methods that were still learning, and runs that were lost."""
+    found = []
+    for name, history in histories.items():
+        steps, bad = len(history.loss), history.nonfinite
+        if steps <= (warmup := warmup_of(name)):
+            found.append(
+                f"{name}: its warm-up of {warmup} steps, without a limit of its own, is not over "
+                f"after {steps} steps; pass --steps {4 * warmup}"
+            )
+        if name != UNCLIPPED and len(bad):
+            limits = history.limit[: bad[0]]
+            bound = f" with a limit of {limits[-1]:.3g}" if np.isfinite(limits[-1:]).any() else ""
+            norms = f", after a raw norm of {history.norm[bad[0] - 1]:.3g}" if bad[0] else ""
+            found.append(f"{name}: lost at step {bad[0] + 1}{norms}{bound}")
+    return found
+
+
+def _last_limit(name: str, history: "History") -> str:
+    """The limit at the last step, which is the same at all for a constant."""
+    if METHODS[name].args:
+        return f"{METHODS[name].args[0]:g}"
+    several = "" if name == UNCLIPPED else "per leaf"
+    return several if np.isnan(history.limit[-1]) else f"{history.limit[-1]:.3g}"
 
 
 def _cells(history: "History") -> tuple[str, ...]:
@@ -151,9 +184,6 @@ def draw(histories: "Mapping[str, History]", figure: "Figure") -> None:
     norms = {name: np.maximum.reduceat(h.norm, evals[:-1] - 1) for name, h in histories.items()}
     plots.norm_curves(norms, evals[1:] - 1, limit, ax=right)
     right.set_ylabel(f"largest raw norm of {evals[1] - 1} steps")
-    for ax in figure.axes:
-        ax.set_xscale("log")  # gradients explode early
-        ax.xaxis.set_major_formatter("{x:g}")
     plots.shared_legend(figure)
 
 
@@ -210,9 +240,13 @@ def integer(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
+def _keywords(make: partial[Any]) -> list[str]:
+    return [f"{name}={value}" for name, value in make.keywords.items()]
+
+
 def _epilog() -> str:
     calls = {
-        name: f"{make.func.__name__}({', '.join(map(str, make.args))})"
+        name: f"{make.func.__name__}({', '.join([*map(str, make.args), *_keywords(make)])})"
         for name, make in METHODS.items()
     }
     table = "\n".join(f"  {name:<12} {call}" for name, call in calls.items())

@@ -16,7 +16,7 @@ from flax import nnx  # noqa: TID253  (only the demo, when it runs, imports this
 from jax import Array, lax
 
 from optaxclip import ops
-from optaxclip._base.types import PyTree
+from optaxclip._base.types import ClipState, PyTree
 from optaxclip.methods.fixed import clip_by_global_norm
 
 HIDDEN = 128
@@ -46,6 +46,7 @@ class History(NamedTuple):
       loss: float32[steps], the loss on the step's batch, before the update.
       norm: float32[steps], the global norm of the raw gradient.
       clipped: bool[steps], whether the gradient was finite and the method changed an entry of it.
+      limit: float32[steps], the method's limit of the global norm; NaN if it has none or several.
       evals: int32[evals], the step, counted from 1, before which each evaluation took place.
       held_out: float32[evals], the loss on held-out text.
     """
@@ -53,6 +54,7 @@ class History(NamedTuple):
     loss: np.ndarray[Any, Any]
     norm: np.ndarray[Any, Any]
     clipped: np.ndarray[Any, Any]
+    limit: np.ndarray[Any, Any]
     evals: np.ndarray[Any, Any]
     held_out: np.ndarray[Any, Any]
 
@@ -126,8 +128,8 @@ class Task:
             evals.append(done + len(starts) + 1)
             held_out.append(self.evaluate(carry[0]))
             on_steps(len(starts))
-        loss, norm, clipped = map(np.concatenate, zip(*records, strict=True))
-        return History(loss, norm, clipped, np.asarray(evals), np.asarray(held_out))
+        loss, norm, clipped, limit = map(np.concatenate, zip(*records, strict=True))
+        return History(loss, norm, clipped, limit, np.asarray(evals), np.asarray(held_out))
 
     def batches(self, steps: int) -> np.ndarray[Any, Any]:
         """Where the windows of each step start: int32[steps, windows]."""
@@ -137,10 +139,10 @@ class Task:
 
     def step_with(
         self, method: optax.GradientTransformationExtraArgs, sgd: optax.GradientTransformation
-    ) -> Callable[[PyTree, Array], tuple[PyTree, tuple[Array, Array, Array]]]:
+    ) -> Callable[[PyTree, Array], tuple[PyTree, tuple[Array, ...]]]:
         """A training step from `(params, method's state, sgd's state)` and its windows' starts."""
 
-        def step(carry: PyTree, starts: Array) -> tuple[PyTree, tuple[Array, Array, Array]]:
+        def step(carry: PyTree, starts: Array) -> tuple[PyTree, tuple[Array, ...]]:
             params, method_state, sgd_state = carry
             batch = _windows(self.train_text, starts)
             loss, grads = jax.value_and_grad(self._loss)(params, batch)
@@ -148,7 +150,8 @@ class Task:
             updates, sgd_state = sgd.update(clipped, sgd_state)
             params = optax.apply_updates(params, updates)
             norm = ops.global_norm(grads)
-            record = (loss, norm, jnp.isfinite(norm) & _differ(grads, clipped))
+            was_clipped = jnp.isfinite(norm) & _differ(grads, clipped)
+            record = (loss, norm, was_clipped, _limit_of(method_state))
             return (params, method_state, sgd_state), record
 
         return step
@@ -173,7 +176,7 @@ def sweep_functions(
 
     def step_fn(state: PyTree, starts: Array, limit: Array) -> tuple[PyTree, Array, Array]:
         step = task.step_with(clip_by_global_norm(limit), sgd)
-        state, (loss, norm, _) = step(state, starts)
+        state, (loss, norm, *_) = step(state, starts)
         return state, loss, norm
 
     return init_fn, step_fn, task.batches(steps)
@@ -186,6 +189,12 @@ def _sgd(steps: int) -> optax.GradientTransformation:
 
 def _windows(text: Array, starts: jax.typing.ArrayLike) -> Array:
     return jax.vmap(lambda start: lax.dynamic_slice(text, (start,), (LENGTH + 1,)))(starts)
+
+
+def _limit_of(state: PyTree) -> Array:
+    """The limit in a clip's state, if it has one for all leaves."""
+    limit = state.info.limit if isinstance(state, ClipState) else jnp.empty(0)
+    return limit if limit.shape == () else jnp.full((), jnp.nan)
 
 
 def _differ(tree: PyTree, other: PyTree) -> Array:

@@ -59,6 +59,10 @@ def run(args: argparse.Namespace) -> int:
     path = out / PICTURE
     draw(result, path)
     print(f"curve: {path}")
+    print(
+        "next: which limit for a training of your own? Log its gradient norms, and "
+        "python -m optaxclip suggest LOG"
+    )
     return 0
 
 

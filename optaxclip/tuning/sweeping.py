@@ -5,7 +5,6 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from importlib.util import find_spec
 
 import jax
@@ -275,7 +274,8 @@ def _reporter(progress: Progress | bool, steps: int) -> Iterator[Progress]:
     from rich.progress import Progress as Bar
 
     with Bar(console=Console(stderr=True)) as bar:
-        yield partial(bar.advance, bar.add_task("sweep", total=steps))
+        task = bar.add_task("sweep: compiling", total=steps)
+        yield lambda done: bar.update(task, advance=done, description="sweep")
 
 
 def _result(

@@ -1,8 +1,11 @@
 """The command line and the demo: what it prints, draws and refuses, and that clipping helps."""
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import ANY
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,8 @@ from optaxclip.__main__ import COMMANDS, main
 from optaxclip._base import extras
 from optaxclip.commands import demo, sweep
 
-pytest.importorskip("rich")
+rich = pytest.importorskip("rich")
+pytest.importorskip("rich.progress")
 Figure = pytest.importorskip("matplotlib.figure").Figure
 task = pytest.importorskip("optaxclip.commands.demo_task")
 
@@ -45,12 +49,85 @@ def small(monkeypatch):
 def test_prints_a_table_and_the_path_of_a_picture(capsys, tmp_path):
     out = tmp_path / "made" / "for it"
     printed = run(capsys, "--steps", 3, "--methods", "none", "agc", "--out", out)
-    rows = [line.split()[0] for line in printed.splitlines() if line.strip()]
-    assert rows[0] == "method"
-    assert rows[2:-1] == ["none", "agc"]
+    lines = [line for line in printed.splitlines() if line.strip()]
+    titles = [re.split(r"\s{2,}", line.strip()) for line in lines[:2]]
+    assert titles[0] == ["last", "final", "best", "largest"]
+    assert titles[1][:5] == ["method", "limit", "loss", "loss", "raw norm"]
+    assert [line.split()[:2] for line in lines[3:-2]] == [["none", ANY], ["agc", "0.01"]]
     path = out / demo.PICTURE
-    assert printed.splitlines()[-1] == f"curves: {path}"
+    assert lines[-2] == f"curves: {path}"
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.usefixtures("small")
+def test_the_last_line_is_a_command_and_bars_say_compiling(capsys, tmp_path, monkeypatch):
+    said = []
+
+    class Bar(rich.progress.Progress):
+        def add_task(self, description, **options):
+            said.append((description, 0))
+            return super().add_task(description, **options)
+
+        def update(self, task_id, **options):
+            said.append((options["description"], options.get("advance", 0)))
+            super().update(task_id, **options)
+
+    def of_bar(name):
+        of_run = [x for x in said if x[0].startswith(name)]
+        done = of_run.index((name, task.CHUNK)) if name == "zclip" else of_run.index((name, 10))
+        assert of_run[done - 1] == (f"{name}: compiling", 0)
+        assert {description for description, _ in of_run[done:]} == {name}
+
+    monkeypatch.setattr(rich.progress, "Progress", Bar)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("a text").write_text("Größe und Gewicht. " * 200, encoding="utf-8")
+    printed = run(capsys, "--text", "a text", "--steps", 11, "--methods", "zclip")
+    of_bar("zclip")
+    assert re.search(r"zclip +1 ", printed)  # its cap
+    _, found, command = printed.splitlines()[-1].partition("next: which limit is best here? python")
+    assert found
+    module, *args = shlex.split(command)[1:]
+    assert (module, *args) == ("optaxclip", "sweep", "--text", "a text")
+    assert main([*args, "--steps", "10", "--limits", "1"]) == 0
+    of_bar("sweep")
+    said_last = capsys.readouterr().out.splitlines()[-1]
+    assert said_last.startswith("next: ")
+    assert said_last.endswith("python -m optaxclip suggest LOG")
+
+
+def history_of(norm, limit):
+    """That of a run which is lost where its norm is not finite."""
+    norm = np.asarray(norm)
+    return task.History(norm, norm, norm > 1, np.broadcast_to(limit, norm.shape), [], [])
+
+
+def test_a_run_that_is_lost_says_what_happened():
+    lost = [1.0, 30.0, np.nan, np.nan]
+    said = demo.notes(
+        {
+            "none": history_of(lost, np.nan),
+            "ema": history_of(lost * 30, 42.0),
+            "median": history_of(lost, np.inf),
+            "norm": history_of([np.inf, 1.0], 0.15),
+            "zclip": history_of(np.ones(26), 1.0),
+        }
+    )
+    assert said == [
+        "ema: lost at step 3, after a raw norm of 30 with a limit of 42",
+        "median: lost at step 3, after a raw norm of 30",
+        "norm: lost at step 1",
+    ]
+
+
+def test_the_steps_are_on_linear_axes_and_the_limit_beside_the_norms(corpus):
+    steps = np.arange(1, 41)
+    record = [np.ones(40), np.linspace(1, 3, 40), steps > 3, np.ones(40)]
+    history = task.History(*record, np.arange(1, 42, 10), np.ones(5))
+    figure = plots.side_by_side()
+    demo.draw({"none": history, "global_norm": history}, figure)
+    assert [ax.get_xscale() for ax in figure.axes] == ["linear", "linear"]
+    assert "limit 1 of global_norm" in labels(figure.axes[1])
 
 
 @pytest.mark.usefixtures("small")
@@ -97,7 +174,8 @@ def test_rare_characters_share_a_number():
 
 
 LIMITED_FROM_THE_START = [
-    *("global_norm", "norm", "value", "agc", "block_rms", "normalize", "adagc", "quantile")
+    *("global_norm", "norm", "value", "agc", "block_rms", "normalize", "adagc", "quantile"),
+    "zclip",
 ]
 
 
@@ -215,6 +293,7 @@ def test_help_needs_no_extra_and_has_an_example():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "example:\n  python -m optaxclip demo" in done.stdout
     assert "agc          adaptive_grad_clip(0.01)" in done.stdout
+    assert "zclip        zclip(max_norm=1.0)" in done.stdout
 
 
 def labels(ax):

@@ -289,7 +289,7 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed[:3]] == ["limit", "1", "3"]
     (picture,) = tmp_path.iterdir()
-    assert printed[-1] == f"curve: {picture}"
+    assert printed[-2] == f"curve: {picture}"
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
 
 
