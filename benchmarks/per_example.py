@@ -2,6 +2,7 @@
 
   python -m benchmarks.per_example                    # some models on this machine
   python -m benchmarks.per_example --models mlp --dtype bfloat16
+  python -m benchmarks.per_example --summary --microbatches 8  # one table; ten minutes
   python -m benchmarks.per_example --device h100 v5e  # bytes and memory, as compiled for those
 
 For each model and way it prints time and temporary memory over those of the plain gradient of the
@@ -19,7 +20,7 @@ import functools
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -114,8 +115,26 @@ def ways(model: Model, sizes: list[int]) -> dict[str, dict[str, Way]]:
     return found
 
 
-def table(name: str, model: Model, sizes: list[int], rounds: int, clock: Any) -> None:
-    """Prints one line for each way."""
+class Row(NamedTuple):
+    """What was measured of a way.
+
+    Attributes:
+      way: its name.
+      kind: the fastest of its microbatches, if there are several.
+      time: over that of the plain gradient; None if it was not run.
+      memory: likewise, the temporary bytes.
+      compile: seconds.
+    """
+
+    way: str
+    kind: str
+    time: float | None
+    memory: float
+    compile: float
+
+
+def measured(model: Model, sizes: list[int], rounds: int, clock: Any) -> tuple[str, list[Row]]:
+    """The plain gradient in words, and a row for each way."""
     arrays = model.arrays()
     calls, memory, seconds, several = {}, {}, {}, ways(model, sizes)
     for way, kinds in several.items():
@@ -134,28 +153,42 @@ def table(name: str, model: Model, sizes: list[int], rounds: int, clock: Any) ->
         if run:
             shortest[way] = min(run, key=lambda kind: np.median(times[kind]))
     times = race({way: calls[way, kind] for way, kind in shortest.items()}, rounds, clock)
-    entries = sum(leaf.size for leaf in jax.tree.leaves(model.params))
-    print(
-        f"\n{name}: {entries:,} parameters, {model.examples} examples; plain gradient "
-        f"{np.median(times[PLAIN]) * 1e3:.1f} ms, {memory[PLAIN, ''] / 2**20:.1f} MiB"
-    )
-    print("| way | time | memory | compile, s |\n|---|---|---|---|")
-    for way, kind in shortest.items():
-        of_plain = ratio(times[way], times[PLAIN])
-        cells = [f"{of_plain.median:.2f}", f"{memory[way, kind] / memory[PLAIN, '']:.2f}"]
-        label = f"{way}, {'microbatches of ' * (kind != 'all')}{kind}" if kind else way
-        print(f"| {label} | {' | '.join(cells)} | {seconds[way, kind]:.1f} |", flush=True)
-    for way in several.keys() - shortest.keys():
-        share = memory[way, next(iter(several[way]))] / memory[PLAIN, ""]
-        print(f"| {way} | not run | {share:.0f} | |", flush=True)
+    entries, least = (sum(leaf.size for leaf in jax.tree.leaves(model.params)), memory[PLAIN, ""])
+    words = f"{entries:,} parameters, {model.examples} examples; plain gradient "
+    words += f"{np.median(times[PLAIN]) * 1e3:.1f} ms, {least / 2**20:.1f} MiB"
+    rows = []
+    for way, kinds in several.items():
+        kind = shortest.get(way, next(iter(kinds)))
+        of_plain = ratio(times[way], times[PLAIN]).median if way in shortest else None
+        rows.append(Row(way, kind, of_plain, memory[way, kind] / least, seconds[way, kind]))
+    return words, rows
+
+
+def print_table(name: str, words: str, rows: list[Row]) -> None:
+    """One line for each way."""
+    print(f"\n{name}: {words}\n| way | time | memory | compile, s |\n|---|---|---|---|")
+    for row in rows:
+        label = f", {'microbatches of ' * (row.kind != 'all')}{row.kind}" if row.kind else ""
+        cells = [row.way + label, "not run" if row.time is None else f"{row.time:.2f}"]
+        print(f"| {' | '.join([*cells, f'{row.memory:.2f}', f'{row.compile:.1f}'])} |", flush=True)
+
+
+def print_summary(name: str, words: str, rows: list[Row], *, is_first: bool) -> None:
+    """One line for each model: time and memory of each way."""
+    if is_first:
+        print(f"| model | plain gradient | {' | '.join(row.way for row in rows[1:])} |")
+        print("|---" * (1 + len(rows)) + "|")
+    plain = words.rsplit("plain gradient ", 1)[1]
+    cells = [f"{'-' if x.time is None else f'{x.time:.2f}'}, {x.memory:.2f}" for x in rows[1:]]
+    print(f"| {name} | {plain} | {' | '.join(cells)} |", flush=True)
 
 
 def _wait(compiled: Any, arrays: Any) -> None:
     jax.block_until_ready(compiled(*arrays))
 
 
-def counted(name: str, model: Model, device: str) -> Iterator[str]:
-    """One line for each way: bytes and temporary memory over those of the plain gradient."""
+def compiled_for(device: str, model: Model, run: Way, turns: int = 1) -> Any:
+    """A way as compiled for a device that is only described."""
     from benchmarks.accelerators.devices import devices
     from benchmarks.accelerators.steps import timed
 
@@ -164,11 +197,15 @@ def counted(name: str, model: Model, device: str) -> Iterator[str]:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         (model.params, *model.batch),
     )
+    return timed(run, shapes, 1, donated=(), turns=turns)
+
+
+def counted(name: str, model: Model, device: str) -> Iterator[str]:
+    """One line for each way: bytes and temporary memory over those of the plain gradient."""
     base = None
-    compared = {way: kinds for way, kinds in ways(model, []).items() if way != "jax-privacy"}
-    for way, kinds in compared.items():
-        turns = model.examples // SIZE if "microbatches" in way else 1
-        found = timed(next(iter(kinds.values())), shapes, 1, donated=(), turns=turns)
+    for way in (PLAIN, "ghost", "vmap"):
+        (run, *_) = ways(model, [])[way].values()
+        found = compiled_for(device, model, run)
         moved = found.counts.read + found.counts.written
         base = base or (moved, found.temporary)
         both = zip((moved, found.temporary), base, strict=True)
@@ -185,12 +222,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default=None, help="float32, on accelerators bfloat16")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--summary", action="store_true", help="a table with a line for a model")
     parser.add_argument("--wall", action="store_true", help="the clock's time")
     parser.add_argument("--device", nargs="+", help="h100, v5e: only described")
     options = parser.parse_args(arguments)
-    models = LARGE if options.device else MODELS
+    models = MODELS | LARGE if options.device else MODELS
+    names = options.models or (LARGE if options.device else MODELS)
     dtype = jnp.dtype(options.dtype or ("bfloat16" if options.device else "float32"))
-    chosen = {name: models[name](dtype) for name in options.models or models}
+    chosen = {name: models[name](dtype) for name in names}
     print(f"JAX {jax.__version__}, Optax {optax.__version__}, {dtype.name}, limit {LIMIT}")
     if options.device:
         print("| device | model | way | bytes | memory | kernels | trace and compile, s |")
@@ -201,8 +240,12 @@ def main(arguments: list[str] | None = None) -> None:
                     print(line, flush=True)
         return
     clock = time.perf_counter if options.wall else time.process_time
-    for name, model in chosen.items():
-        table(name, model, options.microbatches, options.rounds, clock)
+    for number, (name, model) in enumerate(chosen.items()):
+        found = measured(model, options.microbatches, options.rounds, clock)
+        if options.summary:
+            print_summary(name, *found, is_first=number == 0)
+        else:
+            print_table(name, *found)
 
 
 if __name__ == "__main__":

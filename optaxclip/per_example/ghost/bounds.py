@@ -10,17 +10,23 @@ Write `x_t` and `d_t` for the inputs and the cotangents of a layer at position `
 `N` for the numbers of their entries, `A = sum_t |x_t| |d_t|`, and `G = sum_t x_t d_t'` for the
 gradient, whose norm is at most `A`.
 
-**From Gram matrices** the square of the norm is `S = sum_ts (x_t . x_s) (d_t . d_s)`. The inner
-products have relative errors of `g(K + PRODUCT)` and `g(N + PRODUCT)`, relative to
-`|x_t| |x_s|` and `|d_t| |d_s|`; their product is rounded once. It is added up along each row, `T`
-terms, and then over the rows, so each of the `T^2` terms takes part in at most `2 T` additions. So
-the computed `S` is off by at most
+**From Gram matrices** `X_ts = x_t . x_s` and `D_ts = d_t . d_s` the square of the norm is
+`S = sum_ts X_ts D_ts`. Computed as `X'` and `D'`, their entries are off by at most
+`g_K |x_t| |x_s|` and `g_N |d_t| |d_s|`, where `g_K = g(K + PRODUCT)`; an inner product of `K` terms
+that is computed in `m` parts takes part in `K / m + m - 1` additions. As
 
-    g(K + N + 2 T + 2 PRODUCT + 1) * sum_ts |x_t| |x_s| |d_t| |d_s| = gamma * A^2.
+    X D - X' D' = -(X' - X) D' - X' (D' - D) + (X' - X) (D' - D),
 
-An inner product of `K` terms that is computed in `m` parts takes part in `K / m + m` additions.
-Products that underflow are off by `tiny` at most, which adds
-`tiny * (K (sum_t |d_t|)^2 + N (sum_t |x_t|)^2)`, and a multiple of `tiny^2`.
+and as each product is rounded once and added up along its row, `T` terms, and then over the rows of
+all `G` matrices of the parameter, the computed `S` is off by at most
+
+    g_K sum_ts |x_t| |x_s| |D'_ts| + g_N sum_ts |X'_ts| |d_t| |d_s| + g_K g_N A^2
+        + g(T + G T + 1) sum_ts |X'_ts D'_ts|.
+
+Where positions are far from parallel, as in an ordinary example, these sums are a small multiple of
+`S`, while `A^2` is about `T S`. What the rows of a table add that is also a factor is bounded in
+the same way. Products that underflow are off by `tiny` at most, which adds
+`tiny * (K (sum_t |d_t|)^2 + N (sum_t |x_t|)^2 + T^2)`, and a multiple of `tiny^2`.
 
 **The gradient itself** has entries `sum_t x_tk d_tn (1 + e_tkn)` with `|e| <= g(T + PRODUCT)`. The
 matrix of the errors of position `t` has at most the norm `g(T + PRODUCT) |x_t| |d_t|`, so the
@@ -47,7 +53,10 @@ import jax.numpy as jnp
 PRODUCT = 8
 """An allowance for the error of one product, in roundings."""
 
-LOST = 0.1
+REST = 2.0**-16
+"""What two numbers of bfloat16 leave of one of float32 at most: two roundings to 8 digits."""
+
+LOST = 0.135
 """If the root of what rounding may add exceeds this share of the norm, the norm has lost digits."""
 
 
@@ -68,18 +77,15 @@ def unit_roundoff(dtype: Any, is_half: bool = False) -> float:
     return eps if is_half else eps / 2
 
 
-def gamma(positions: int, inputs: int, outputs: int, pieces: int, unit: float) -> float:
-    """The relative error of a norm's square from Gram matrices, relative to `A^2`.
+def additions(size: int, pieces: int) -> int:
+    """In how many roundings a term of an inner product takes part that is summed in pieces."""
+    return size // pieces + pieces - 1 + PRODUCT
 
-    Args:
-      positions: `T`.
-      inputs: `K`.
-      outputs: `N`.
-      pieces: in how many pieces the inner products are summed.
-      unit: the unit roundoff.
-    """
-    products = (inputs + outputs) // pieces + 2 * (pieces - 1 + PRODUCT)
-    return relative_error(products + 2 * positions + 1, unit)
+
+def pieces_of_inner(size: int) -> int:
+    """In how many pieces to sum inner products of this size, so that few digits are lost."""
+    numbers = [n for n in (1, 2, 4, 8, 16, 32, 64) if size % n == 0]
+    return next((n for n in numbers if size <= 8192 * n), numbers[-1])
 
 
 def pieces(positions: int, size: int) -> int:

@@ -19,6 +19,7 @@ from optaxclip.per_example.ghost.program import (
     differentiate,
     norm_bounds,
     weighted_gradients,
+    with_gradients,
 )
 from optaxclip.per_example.lift import Sums, judged, norms_of_examples, out_specs
 from optaxclip.per_example.losses import Loss
@@ -76,6 +77,7 @@ def clipped(
     backward = differentiate(plan, measured, examples)
 
     def sums(backward: Backward, limits: list[Array], is_padding: Array) -> Sums:
+        backward = with_gradients(plan, backward)
         found = norm_bounds(plan, backward, grouping, is_padding)
         dtypes = [sum_dtype(leaf.dtype) for leaf in plan.types]
         margin = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
@@ -98,6 +100,7 @@ def norms(
     backward = differentiate(plan, measured, examples)
 
     def table(backward: Backward, is_padding: Array) -> Sums:
+        backward = with_gradients(plan, backward)
         found = norm_bounds(plan, backward, grouping, is_padding)
         return Sums(*RunningSums.nothing(), norms_of_examples(found, is_padding, grouping))
 

@@ -8,7 +8,8 @@ from optaxclip.per_example.ghost.program import Plan
 _WAYS = {
     "vectors": "norms of its inputs and of their cotangents",
     "gram": "Gram matrices of its inputs and of their cotangents",
-    "direct": "gradients of examples, a few at a time",
+    "direct": "gradients of examples, which are not larger than data and cotangents",
+    "chunks": "gradients of examples, a few at a time",
     "rows": "rows of cotangents, added up where they are of one row",
     "tied": "Gram matrices, and rows of cotangents",
 }
@@ -35,7 +36,7 @@ def _of_part(part: Part) -> list[str]:
     return [
         _WAYS[part.way],
         str(part.sizes.positions),
-        _in_bytes(part.bytes_of(part.way == "direct", itemsize)),
+        _in_bytes(part.bytes_of(False, itemsize)),
     ]
 
 

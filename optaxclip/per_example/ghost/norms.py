@@ -20,6 +20,7 @@ import optaxclip.per_example.ghost.bounds as bounds
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
 from optaxclip._base.grouping import Group, Grouping
+from optaxclip._base.numerics import fixed_size
 from optaxclip._batches.cutting import Cut, appended, in_order_of_batch, last_examples
 from optaxclip._border.placement import Placement
 from optaxclip._engine.groups import Groups
@@ -27,10 +28,13 @@ from optaxclip._engine.measure import measure
 from optaxclip.norms import l2
 from optaxclip.per_example.ghost.sites import Sizes, Use
 
-CHUNK = 8 * 2**20
-"""About how many bytes are materialized at once for norms."""
+CHUNK, CHUNK_OF_ACCELERATORS = 2**23, 2**28
+"""About how many bytes are materialized at once: on a CPU what its caches hold."""
 
-Way = Literal["vectors", "gram", "direct", "rows", "tied"]
+BY_PRODUCT = 256
+"""Up to so many positions rows are added up by a product with zeros and ones; above, in order."""
+
+Way = Literal["vectors", "gram", "direct", "chunks", "rows", "tied"]
 
 
 class Estimate(NamedTuple):
@@ -60,17 +64,18 @@ class Part:
 
     Attributes:
       way: "vectors" where there is one position, "gram" from Gram matrices, "direct" from the
-        gradients, a chunk of examples at a time, "rows" for rows of a table, "tied" for those of a
-        table that is also a factor of products.
+        gradients, which are no larger than data and cotangents, "chunks" from a chunk of larger
+        ones at a time, "rows" for rows of a table, "tied" for those of a table that is also a
+        factor of products.
       uses: the uses, with whether data and cotangents change places.
       sizes: the sizes, with the positions of all uses.
-      pieces: in how many pieces the inner products of Gram matrices are summed.
+      pieces: in how many pieces the inner products of data and of cotangents are summed.
     """
 
     way: Way
     uses: tuple[tuple[Use, bool], ...]
     sizes: Sizes
-    pieces: int = 1
+    pieces: tuple[int, int] = (1, 1)
 
     def estimate(self, data: Sequence[Any], cotangents: Sequence[Any], dtype: Any) -> Estimate:
         """The norms, in the way that is cheap.
@@ -85,6 +90,27 @@ class Part:
     def materialized(self, data: Sequence[Any], cotangents: Sequence[Any], dtype: Any) -> Estimate:
         """The norms of the gradients themselves, which lose no digits."""
         return self._in_chunks(self._direct, data, cotangents, dtype)
+
+    def off(self, data: Sequence[Any], cotangents: Sequence[Any], dtype: Any) -> Array:
+        """How far off gradients may be that were summed over all positions.
+
+        Args:
+          data: of all sites of the program.
+          cotangents: likewise.
+          dtype: float32 or float64.
+        """
+        each, unit = jnp.zeros((), dtype), 0.0
+        for use, _ in self.uses:
+            x, d = data[use.number], cotangents[use.number]
+            unit = max(unit, bounds.unit_roundoff(dtype, _are_half(x, d)))
+            of_x, of_d = _at_positions(use, x, d, dtype)
+            each += jnp.sum(of_x * of_d, -1)
+        groups, positions, inputs, outputs = self.sizes
+        total = norms_above(each, (1,), dtype) * (1 + bounds.relative_error(positions + 2, unit))
+        additions = max(sites.cut_of(use).additions for use, _ in self.uses) + len(self.uses)
+        off = bounds.relative_error(additions + bounds.PRODUCT, unit) * total
+        off += positions * float(jnp.finfo(dtype).tiny) * math.sqrt(groups * inputs * outputs)
+        return jnp.minimum(off, total)
 
     def _in_chunks(
         self,
@@ -111,17 +137,19 @@ class Part:
             return fn(forms, dtype)
 
         bytes_each = self.bytes_of(fn == self._direct, jnp.dtype(dtype).itemsize)
-        return in_chunks(of_chunk, operands, max(1, CHUNK // max(bytes_each, 1)))
+        return in_chunks(of_chunk, operands, bytes_each)
 
     def bytes_of(self, is_direct: bool, itemsize: int) -> int:
         """About how many bytes an example takes for its norm."""
         groups, positions, inputs, outputs = self.sizes
         is_convolution = any(use.site.kind == primitives.CONVOLUTION for use, _ in self.uses)
         each = positions * inputs if is_convolution else 0
-        if is_direct or self.way == "direct":
-            each += inputs * outputs if self.way != "rows" else positions * outputs
+        if self.way in ("direct", "chunks") or (is_direct and self.way != "rows"):
+            each += inputs * outputs
+        elif self.way == "rows":
+            each += positions * (outputs + min(positions, BY_PRODUCT))
         elif self.way in ("gram", "tied"):
-            each += 2 * self.pieces * positions**2
+            each += sum(self.pieces) * positions**2
         return groups * each * itemsize
 
     def _cheap(self, forms: list[Any], dtype: Any) -> Estimate:
@@ -129,14 +157,11 @@ class Part:
             "vectors": self._vectors,
             "gram": self._gram,
             "direct": self._direct,
+            "chunks": self._direct,
             "rows": self._rows,
             "tied": self._tied,
         }
         return ways[self.way](forms, dtype)
-
-    def _unit(self, forms: list[Any], dtype: Any) -> float:
-        is_half = any(_are_half(x, d) for _, x, d in forms)
-        return bounds.unit_roundoff(dtype, is_half)
 
     def _vectors(self, forms: list[Any], dtype: Any) -> Estimate:
         x, d = _joined(forms)
@@ -148,32 +173,40 @@ class Part:
     def _gram(self, forms: list[Any], dtype: Any) -> Estimate:
         return self._of_squares(*_joined(forms), dtype)
 
-    def _of_squares(self, x: Array, d: Array, dtype: Any, more: Any = None) -> Estimate:
+    def _of_squares(self, x: Array, d: Array, dtype: Any, table: Any = None) -> Estimate:
         """The norms from Gram matrices.
 
         Args:
           x: `[B, G, T, K]`.
           d: `[B, G, T, N]`.
           dtype: of the sums.
-          more: what a table adds: the squares, the sums over its positions of the norms of
-            cotangents, and the number of its positions.
+          table: the rows of a table that is also a factor, and their cotangents.
         """
-        groups, positions, inputs, outputs = self.sizes
+        groups, positions, *sizes = self.sizes
         chex.assert_shape([x, d], (None, groups, None, None))
-        products = _gram(x, self.pieces, dtype) * _gram(d, self.pieces, dtype)
-        # Two sums, which XLA would make one, whose additions could take any order.
-        by_row = lax.optimization_barrier(jnp.sum(products, -1))
-        square = jnp.sum(by_row, (1, 2))
-        of_x, of_d = norms_above(x, (3,), dtype), norms_above(d, (3,), dtype)
-        each = jnp.sum(of_x * of_d, -1)
         unit = bounds.unit_roundoff(dtype, _are_half(x, d))
-        square, each, own = more(square, each) if more else (square, each, 0)
-        total = norms_above(each, (1,), dtype) * (1 + bounds.relative_error(positions + 2, unit))
-        gamma = bounds.gamma(positions + own, inputs, outputs, self.pieces, unit)
-        tiny = float(jnp.finfo(dtype).tiny)
-        underflow = math.sqrt(inputs * tiny) * jnp.sum(of_d, (1, 2))
-        underflow += math.sqrt(outputs * tiny) * jnp.sum(of_x, (1, 2))
-        lost = math.sqrt(gamma + groups * unit) * total + underflow
+        of_x, of_d = norms_above(x, (3,), dtype), norms_above(d, (3,), dtype)
+        of_both = jnp.sum(of_x * of_d, -1)
+        grams = [_gram(v, n, dtype) for v, n in zip((x, d), self.pieces, strict=True)]
+        largest = [of[..., :, None] * of[..., None, :] for of in (of_x, of_d)]
+        product = grams[0] * grams[1]
+        sums = [product, *(jnp.abs(a) * b for a, b in zip(grams, largest[::-1], strict=True))]
+        square, with_x, with_d, moduli = _summed_by_rows([*sums, jnp.abs(product)])
+        g = functools.partial(bounds.relative_error, unit=unit)
+        additions = (groups + 1) * positions
+        of_inner = [
+            g(bounds.additions(size, n)) for size, n in zip(sizes, self.pieces, strict=True)
+        ]
+        error = of_inner[1] * with_x + of_inner[0] * with_d + g(additions + 1) * moduli
+        if table:
+            own, square_of_table, error_of_table = _beside_table(x, d, of_d, *table, dtype, unit)
+            square, error, of_both = square + square_of_table, error + error_of_table, of_both + own
+        total = norms_above(of_both, (1,), dtype) * (1 + g(additions))
+        tiny = math.sqrt(jnp.finfo(dtype).tiny)
+        underflow = math.sqrt(sizes[0]) * jnp.sum(of_d, (1, 2)) + additions
+        underflow = tiny * (underflow + math.sqrt(sizes[1]) * jnp.sum(of_x, (1, 2)))
+        error = (1 + g(additions + 8)) * error
+        lost = jnp.sqrt(error) + math.sqrt(of_inner[0] * of_inner[1]) * total + underflow
         norm = jnp.sqrt(jnp.maximum(square, 0))
         return Estimate(norm, jnp.minimum(lost, total), jnp.zeros_like(norm), total)
 
@@ -208,28 +241,46 @@ class Part:
         summed, by_row = _summed_by_row(ids, d, dtype)
         norm = norms_above(summed, (1, 2, 3), dtype)
         total = norms_above(by_row, (1, 2), dtype)
-        unit = bounds.unit_roundoff(dtype)
-        total *= 1 + bounds.relative_error(self.sizes.positions, unit)
-        off = bounds.relative_error(self.sizes.positions, unit) * total
+        positions = self.sizes.positions
+        unit = bounds.unit_roundoff(dtype, d.dtype.itemsize == 2)
+        total *= 1 + bounds.relative_error(positions, unit)
+        off = bounds.relative_error(positions + bounds.PRODUCT, unit) * total
+        off += positions * float(jnp.finfo(dtype).tiny) * math.sqrt(self.sizes.outputs)
         return Estimate(norm, jnp.zeros_like(norm), off, total)
 
     def _tied(self, forms: list[Any], dtype: Any) -> Estimate:
-        tables, pairs = _apart(forms)
-        x, d = _joined(pairs)
-        ((ids, own),) = tables
+        (table,), pairs = _apart(forms)
+        return self._of_squares(*_joined(pairs), dtype, table)
 
-        def with_table(square: Array, each: Array) -> tuple[Array, Array, int]:
-            summed, _ = _summed_by_row(ids, own, dtype)
-            of_table = jnp.sum(jnp.square(summed), (1, 2, 3))
-            # The products' gradient at the rows of the table: `[B, 1, S, T]`.
-            at = jnp.take_along_axis(x, jnp.minimum(ids, x.shape[-1] - 1)[:, :, None, :], -1)
-            between = contract("bgsn,bgtn->bgst", d, own, dtype)
-            by_row = lax.optimization_barrier(jnp.sum(at.astype(dtype) * between, -1))
-            cross = jnp.sum(by_row, (1, 2))
-            each = each + jnp.sum(norms_above(own, (3,), dtype), -1)
-            return square + of_table + 2 * cross, each, 4
 
-        return self._of_squares(x, d, dtype, with_table)
+def _beside_table(
+    x: Array, d: Array, of_d: Array, ids: Array, own: Array, dtype: Any, unit: float
+) -> tuple[Array, Array, Array]:
+    """What the rows of a table add to products of it with data `x`.
+
+    Returns:
+      To the sums of norms, `[B, 1]`; to the squares of the norms, `[B]`; to the errors of these.
+    """
+    of_own = norms_above(own, (3,), dtype)
+    summed, by_row = _summed_by_row(ids, own, dtype)
+    # The products' gradient at the rows of the table: `[B, 1, S, T]`.
+    at = jnp.take_along_axis(x, jnp.minimum(ids, x.shape[-1] - 1)[:, :, None, :], -1)
+    at = at.astype(dtype)
+    cross = at * contract("bgsn,bgtn->bgst", d, own, dtype)
+    moduli = jnp.abs(at) * of_d[..., None] * of_own[:, :, None, :]
+    cross, moduli = _summed_by_rows([cross, moduli])
+    square = jnp.sum(jnp.square(summed), (1, 2, 3)) + 2 * cross
+    positions = d.shape[2] + own.shape[2]
+    g = bounds.relative_error(positions + d.shape[3] + bounds.PRODUCT + 1, unit)
+    error = 2 * g * (jnp.sum(jnp.square(by_row), (1, 2)) + moduli)
+    return jnp.sum(of_own, -1), square, error
+
+
+def _summed_by_rows(arrays: list[Array]) -> list[Array]:
+    """The sums of `[B, G, S, T]` over all but `B`, in two steps that take few additions."""
+    # Without the barrier XLA would make one sum, whose additions could take any order.
+    rows = lax.optimization_barrier([jnp.sum(x, -1) for x in arrays])
+    return [jnp.sum(x, (1, 2)) for x in rows]
 
 
 def _gram(x: Array, pieces: int, dtype: Any) -> Array:
@@ -242,15 +293,23 @@ def _gram(x: Array, pieces: int, dtype: Any) -> Array:
 
 
 def contract(terms: str, x: Array, y: Array, dtype: Any) -> Array:
-    """Sums of products, without rounding of the factors.
+    """Sums of products, without rounding of the factors."""
+    x, y, options = precise(x, y, dtype)
+    return jnp.einsum(terms, x, y, **options)
 
-    Products of two numbers of 16 bits are exact in float32; all others ask for full precision,
-    because by default GPUs and TPUs round the factors.
+
+def precise(x: Array, y: Array, dtype: Any) -> tuple[Array, Array, dict[str, Any]]:
+    """Two factors, and how to ask for the sums of their products without rounding of the factors.
+
+    By default GPUs round factors in float32 to 11 bits (TF32) and TPUs all factors to 8 (bfloat16).
+    Products of two numbers in bfloat16 are exact in float32 as they are.
     """
-    precision = None
+    options: dict[str, Any] = {"preferred_element_type": dtype}
     if not _are_half(x, y):
-        x, y, precision = x.astype(dtype), y.astype(dtype), lax.Precision.HIGHEST
-    return jnp.einsum(terms, x, y, precision=precision, preferred_element_type=dtype)
+        x, y = x.astype(dtype), y.astype(dtype)
+    if x.dtype != jnp.bfloat16:
+        options["precision"] = lax.Precision.HIGHEST
+    return x, y, options
 
 
 def in_pieces(
@@ -282,6 +341,18 @@ def _are_half(x: Array, y: Array) -> bool:
     return x.dtype == y.dtype and x.dtype.itemsize == 2
 
 
+def _at_positions(use: Use, x: Array, d: Array, dtype: Any) -> tuple[Array, Array]:
+    """The norms of data and of cotangents at each position, both `[B, G, T]`."""
+    if use.site.kind == primitives.CONVOLUTION:
+        # Those of pixels first, so that windows have one channel.
+        axis = len(use.loops) + 1 + primitives.axis_of_channels(use.site.eqn)
+        groups = primitives.feature_groups(use.site.eqn)
+        x = x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
+        x = norms_above(x, (axis + 1,), dtype)
+    x, d = sites.pairs(use, x, d)
+    return norms_above(x, (3,), dtype), norms_above(d, (3,), dtype)
+
+
 def _apart(forms: list[Any]) -> tuple[list[tuple[Array, Array]], list[Any]]:
     """Rows of tables, and the uses that are products."""
     is_rows = [use.site.kind == primitives.ROWS for use, _, _ in forms]
@@ -304,6 +375,13 @@ def _concatenated(arrays: list[Array]) -> Array:
 
 def _summed_by_row(ids: Array, d: Array, dtype: Any) -> tuple[Array, Array]:
     """Cotangents of one row added up: in some place `[B, G, T, N]`, and likewise their norms."""
+    norms = norms_above(d, (3,), dtype)
+    if ids.shape[-1] <= BY_PRODUCT:
+        is_same = ids[..., :, None] == ids[..., None, :]
+        is_first = jnp.argmax(is_same, -1) == lax.broadcasted_iota(jnp.int32, ids.shape, 2)
+        of_first = is_same & is_first[..., None]
+        summed = contract("bgts,bgsn->bgtn", of_first.astype(d.dtype), d, dtype)
+        return summed, jnp.sum(jnp.where(of_first, norms[..., None, :], 0), -1)
 
     def one(ids: Array, d: Array, norms: Array) -> tuple[Array, Array]:
         order = jnp.argsort(ids)
@@ -312,7 +390,7 @@ def _summed_by_row(ids: Array, d: Array, dtype: Any) -> tuple[Array, Array]:
         zeros = jnp.zeros(d.shape, dtype)
         return zeros.at[place].add(d.astype(dtype)), jnp.zeros_like(norms).at[place].add(norms)
 
-    return jax.vmap(jax.vmap(one))(ids, d, norms_above(d, (3,), dtype))
+    return jax.vmap(jax.vmap(one))(ids, d, norms)
 
 
 def norms_above(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:
@@ -325,9 +403,28 @@ def norms_above(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:
     return measure([x], Groups(grouping, placement), l2, from_above=True).bound
 
 
-def in_chunks(fn: Callable[[Any], Estimate], operands: Any, size: int) -> Estimate:
-    """`fn` of `[examples, ...]`, of at most `size` examples at once."""
+def in_chunks(fn: Callable[[Any], Any], operands: Any, size: int) -> Any:
+    """`fn` of `[examples, ...]`, of some examples at once.
+
+    Args:
+      fn: the function.
+      operands: arrays.
+      size: about how many bytes it takes for an example.
+    """
     examples = jax.tree.leaves(operands)[0].shape[0]
+    if fixed_size(examples) is None or examples * size <= CHUNK:
+        return fn(operands)
+    cpu, default = (
+        functools.partial(_in_chunks, fn, -(-examples * size // chunk))
+        for chunk in (CHUNK, CHUNK_OF_ACCELERATORS)
+    )
+    return lax.platform_dependent(operands, cpu=cpu, default=default)
+
+
+def _in_chunks(fn: Callable[[Any], Any], number: int, operands: Any) -> Any:
+    """`fn` of about this number of chunks of equal size."""
+    examples = jax.tree.leaves(operands)[0].shape[0]
+    size = -(-examples // number)
     if size >= examples:
         return fn(operands)
     count, rest = divmod(examples, size)

@@ -1,7 +1,5 @@
 """Divides the uses of a parameter into parts, and chooses how the norm of each is computed."""
 
-import jax.numpy as jnp
-
 import optaxclip.per_example.ghost.bounds as bounds
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
@@ -42,8 +40,8 @@ def _tied(by_layout: dict[Layout, list[tuple[Use, bool]]]) -> Part | None:
     part = _part(products)
     positions = part.sizes.positions + sites.sizes_of(tables[0][0]).positions
     sizes = part.sizes._replace(positions=positions)
-    way = "tied" if _saves(sizes) else "direct"
-    return Part(way, (*products, *tables), sizes)
+    way = "tied" if _saves(sizes) else "chunks"
+    return Part(way, (*products, *tables), sizes, _pieces(sizes))
 
 
 def _part(uses: list[tuple[Use, bool]]) -> Part:
@@ -55,10 +53,9 @@ def _part(uses: list[tuple[Use, bool]]) -> Part:
         return Part("rows", tuple(uses), sizes)
     if sizes.positions == 1:
         return Part("vectors", tuple(uses), sizes)
-    pieces = _pieces(sizes)
-    if _saves(sizes) and pieces is not None:
-        return Part("gram", tuple(uses), sizes, pieces)
-    return Part("direct", tuple(uses), sizes)
+    if not _saves(sizes):
+        return Part("direct", tuple(uses), sizes)
+    return Part("gram", tuple(uses), sizes, _pieces(sizes))
 
 
 def _saves(sizes: Sizes) -> bool:
@@ -66,15 +63,6 @@ def _saves(sizes: Sizes) -> bool:
     return sizes.positions * (sizes.inputs + sizes.outputs) < sizes.inputs * sizes.outputs
 
 
-def _pieces(sizes: Sizes) -> int | None:
-    """In how many pieces to sum, so that ordinary examples lose no digits; None if none is enough.
-
-    The positions of an ordinary example are about as far apart as random vectors are: the square of
-    its norm is a `T`-th of `A^2`.
-    """
-    for pieces in (1, 2, 4, 8):
-        gamma = bounds.gamma(*sizes[1:], pieces, bounds.unit_roundoff(jnp.float32))
-        is_whole = sizes.inputs % pieces == sizes.outputs % pieces == 0
-        if is_whole and gamma * sizes.positions < bounds.LOST**2 / 2:
-            return pieces
-    return None
+def _pieces(sizes: Sizes) -> tuple[int, int]:
+    """In how many pieces to sum the inner products of data and of cotangents."""
+    return bounds.pieces_of_inner(sizes.inputs), bounds.pieces_of_inner(sizes.outputs)

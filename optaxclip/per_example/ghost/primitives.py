@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.core import eval_jaxpr
 
@@ -236,10 +237,25 @@ def patches(eqn: Any, x: Array) -> Array:
     return jnp.stack(seen, -2)
 
 
+def as_kernel(eqn: Any, x: Array) -> Array:
+    """`[*any, *kernel]`, from `[*any, groups, window and channels, features of a group]`."""
+    out_axis, in_axis, *spatial = eqn.params["dimension_numbers"].rhs_spec
+    lead, (groups, _, features) = x.shape[:-3], x.shape[-3:]
+    x = jnp.moveaxis(x.reshape(*lead, groups, *window(eqn), -1, features), len(lead), -2)
+    x = x.reshape(*x.shape[:-2], groups * features)
+    order = np.argsort([*spatial, in_axis, out_axis])
+    return jnp.transpose(x, (*range(len(lead)), *(len(lead) + axis for axis in order)))
+
+
 def outputs_of_convolution(eqn: Any, d: Array) -> Array:
     """`[any, n, *output positions, features]`, from `[any, *output]`."""
     batch, features, *spatial = eqn.params["dimension_numbers"].out_spec
     return jnp.transpose(d, (0, batch + 1, *(axis + 1 for axis in spatial), features + 1))
+
+
+def axis_of_channels(eqn: Any) -> int:
+    """The axis of a convolution's input that holds its channels."""
+    return eqn.params["dimension_numbers"].lhs_spec[1]
 
 
 def window(eqn: Any) -> tuple[int, ...]:

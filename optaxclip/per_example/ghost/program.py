@@ -15,12 +15,12 @@ import optaxclip.per_example.ghost.bounds as bounds
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
 from optaxclip._base.grouping import Group, Grouping
-from optaxclip._base.numerics import norm_dtype
+from optaxclip._base.numerics import fixed_size, norm_dtype
 from optaxclip._engine.respond import Multiplier
 from optaxclip.per_example.ghost.norms import Estimate, Part, norms_above
 from optaxclip.per_example.ghost.parts import parts_of
 from optaxclip.per_example.ghost.references import Reference
-from optaxclip.per_example.ghost.sums import weighted_sum
+from optaxclip.per_example.ghost.sums import gradients_of_examples, weighted_sum
 from optaxclip.per_example.ghost.walk import Program, Walk, evaluate
 from optaxclip.per_example.weighting import sum_dtype, weighted_sums
 
@@ -42,6 +42,15 @@ class Plan:
     parts: list[list[Part]]
     dense: dict[int, str]
     types: list[Any]
+
+    @functools.cached_property
+    def whole(self) -> frozenset[int]:
+        """The parameters whose gradients are summed over positions, for each example.
+
+        They are no larger than data and cotangents, and give both the norm and the sum.
+        """
+        rows = enumerate(self.parts)
+        return frozenset(i for i, parts in rows if {part.way for part in parts} == {"direct"})
 
     @classmethod
     def of(cls, loss: Callable[..., Any], params: list[Any], example: Any) -> "Plan":
@@ -83,15 +92,17 @@ class Plan:
         """How many examples to take at once, if the user did not say.
 
         All of them, unless what is kept for norms and plain backpropagation would not keep exceeds
-        both 256 MiB and twice the memory of the parameters: gradients of dense parameters, and data
-        and cotangents of sites in loops and checkpoints.
+        both 256 MiB and twice the memory of the parameters: gradients of examples, and data and
+        cotangents of sites in loops and checkpoints.
         """
-        kept = sum(_bytes(self.types[i]) for i in self.dense)
+        kept = sum(_bytes(self.types[i]) for i in {*self.dense, *self.whole})
         for site in self.program.sites:
             if site.lengths or site.is_checkpointed:
                 kept += math.prod(site.lengths) * (_bytes(site.data) + _bytes(site.output))
         room = max(2**28, 2 * sum(map(_bytes, self.types)))
-        return max(1, min(examples, room // max(kept, 1)))
+        # A symbolic number of examples, in `jax.export`, compares with none.
+        is_known = fixed_size(examples) is not None
+        return max(1, min(examples, room // max(kept, 1))) if is_known else examples
 
 
 def _bytes(aval: Any) -> int:
@@ -108,13 +119,13 @@ class Backward(NamedTuple):
     Attributes:
       data: for each site its data `[*loops, examples, ...]`.
       cotangents: for each site those of its output, likewise.
-      dense: for each dense parameter its gradients `[examples, ...]`.
+      gradients: for some parameters their gradients `[examples, ...]`.
       outputs: the loss's outputs, with a leading axis of examples.
     """
 
     data: list[Array]
     cotangents: list[Array]
-    dense: dict[int, Array]
+    gradients: dict[int, Array]
     outputs: Any
 
     def alone(self) -> "Backward":
@@ -156,6 +167,22 @@ def differentiate(plan: Plan, params: list[Any], batch: Any) -> Backward:
     return Backward(data, cotangents, gradients, jax.tree.unflatten(plan.output, outputs))
 
 
+def with_gradients(plan: Plan, backward: Backward) -> Backward:
+    """The same, with the gradients that are no larger than what they are sums of."""
+    whole = {
+        i: gradients_of_examples(
+            plan.types[i],
+            plan.parts[i],
+            backward.data,
+            backward.cotangents,
+            sum_dtype(plan.types[i].dtype),
+        )
+        for i in plan.whole
+    }
+    # As above: norms and sums must read the same numbers.
+    return backward._replace(gradients=backward.gradients | lax.optimization_barrier(whole))
+
+
 def norm_bounds(
     plan: Plan, backward: Backward, grouping: Grouping, is_padding: Array
 ) -> list[Array]:
@@ -168,42 +195,59 @@ def norm_bounds(
         (i, k): part.estimate(backward.data, backward.cotangents, dtype)
         for i, parts in enumerate(plan.parts)
         for k, part in enumerate(parts)
+        if i not in plan.whole
     }
-    for i, gradient in backward.dense.items():
-        norm = _dense_norms(gradient, dtype)
-        nothing = jnp.zeros_like(norm)
-        found[i, 0] = Estimate(norm, nothing, nothing, norm)
+    for i, gradient in backward.gradients.items():
+        norm = norms_above(gradient, tuple(range(1, gradient.ndim)), dtype)
+        offs = [part.off(backward.data, backward.cotangents, dtype) for part in plan.parts[i]]
+        off = _norm_of(offs, examples, dtype)
+        found[i, 0] = Estimate(norm, jnp.zeros_like(norm), off, norm + off)
+    flags = {}
     for group in grouping.groups:
         keys = [key for key in found if key[0] in group.members]
         norms = _at_least([found[key] for key in keys], examples, dtype)
         for i, k in keys:
-            if i not in plan.dense and plan.parts[i][k].way in ("gram", "tied"):
-                part, cheap = plan.parts[i][k], found[i, k]
-                has_lost = (cheap.lost > bounds.LOST * norms) | ~jnp.isfinite(cheap.norm)
-                has_lost &= jnp.isfinite(cheap.total) & ~is_padding
-                found[i, k] = lax.cond(
-                    jnp.any(has_lost),
-                    functools.partial(_again, part, dtype),
-                    lambda cheap, *_: cheap,
-                    *(cheap, backward.data, backward.cotangents),
-                )
+            if i not in backward.gradients and plan.parts[i][k].way in ("gram", "tied"):
+                has_digits = found[i, k].lost <= bounds.LOST * norms
+                flags[i, k] = ~has_digits & jnp.isfinite(found[i, k].total) & ~is_padding
+    if flags:
+        # One condition for all of them, because a GPU's host waits for each.
+        found |= lax.cond(
+            functools.reduce(jnp.logical_or, map(jnp.any, flags.values())),
+            functools.partial(_again, plan, dtype),
+            lambda cheap, *_: cheap,
+            *({key: found[key] for key in flags}, flags, backward.data, backward.cotangents),
+        )
 
     def bound(i: int, k: int) -> Array:
         estimate, unit = found[i, k], bounds.unit_roundoff(sum_dtype(plan.types[i].dtype))
-        if i in plan.dense:
+        if i in backward.gradients:
             return estimate.bound
         part = plan.parts[i][k]
         additions = max(sites.cut_of(use).additions for use, _ in part.uses)
-        roundings = additions + len(part.uses) + bounds.PRODUCT + 4
-        return estimate.bound + bounds.relative_error(roundings, unit) * estimate.total
+        slack = 0.0
+        if any(use.site.data.dtype == jnp.bfloat16 for use, _ in part.uses):
+            additions, slack = 2 * additions, bounds.REST
+        slack += bounds.relative_error(additions + len(part.uses) + bounds.PRODUCT + 4, unit)
+        return estimate.bound + slack * estimate.total
 
     rows = [[bound(*key) for key in found if key[0] in group.members] for group in grouping.groups]
     return [_norm_of(row, examples, dtype) for row in rows]
 
 
-def _again(part: Part, dtype: Any, cheap: Estimate, data: Any, cotangents: Any) -> Estimate:
-    del cheap
-    return part.materialized(data, cotangents, dtype)
+def _again(
+    plan: Plan, dtype: Any, cheap: dict[Any, Estimate], flags: dict[Any, Array], *sites: Any
+) -> dict[Any, Estimate]:
+    """The estimates, from the gradients themselves where an example's has lost its digits."""
+    return {
+        (i, k): lax.cond(
+            jnp.any(flags[i, k]),
+            lambda _, *sites, part=plan.parts[i][k]: part.materialized(*sites, dtype),
+            lambda cheap, *_: cheap,
+            *(cheap[i, k], *sites),
+        )
+        for i, k in cheap
+    }
 
 
 def _at_least(estimates: list[Estimate], examples: int, dtype: Any) -> Array:
@@ -217,10 +261,6 @@ def _norm_of(norms: list[Array], examples: int, dtype: Any) -> Array:
     if not norms:
         return jnp.zeros(examples, dtype)
     return norms[0] if len(norms) == 1 else norms_above(devices.stack(norms, 1), (1,), dtype)
-
-
-def _dense_norms(gradient: Array, dtype: Any) -> Array:
-    return norms_above(gradient, tuple(range(1, gradient.ndim)), dtype)
 
 
 def _dtype(plan: Plan) -> jnp.dtype:
@@ -239,16 +279,16 @@ def weighted_gradients(
       grouping: the groups.
     """
     by_leaf = grouping.by_leaf(multipliers)
-    numbers = list(backward.dense)
+    numbers = list(backward.gradients)
     groups = tuple(Group((str(i),), (at,)) for at, i in enumerate(numbers))
     axes = tuple(tuple(range(len(plan.types[i].shape))) for i in numbers)
-    leaves = [backward.dense[i].astype(sum_dtype(plan.types[i].dtype)) for i in numbers]
+    leaves = [backward.gradients[i].astype(sum_dtype(plan.types[i].dtype)) for i in numbers]
     alone = Grouping(groups, axes, "vector")
     sums = weighted_sums(leaves, [by_leaf[i] for i in numbers], alone)
-    dense = dict(zip(numbers, sums, strict=True))
+    found = dict(zip(numbers, sums, strict=True))
     return [
-        dense[i]
-        if i in dense
+        found[i]
+        if i in found
         else weighted_sum(
             leaf, parts, backward.data, backward.cotangents, by_leaf[i], sum_dtype(leaf.dtype)
         )

@@ -100,7 +100,7 @@ def rows_twice(p, i):
     return squares(p["w"][i] * 2) + squares(p["w"][i[::2]])
 
 
-@case({"w": drawn(7, 4)}, ids(3, high=7), ways={"w": "direct"})
+@case({"w": drawn(7, 4)}, ids(3, high=7), ways={"w": "chunks"})
 def tied_and_small(p, i):
     return squares(jnp.tanh(p["w"][i]) @ p["w"].T)
 

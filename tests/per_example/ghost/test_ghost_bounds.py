@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 from optaxclip import per_example
+from optaxclip.per_example.ghost.norms import BY_PRODUCT
 
 RNG = np.random.default_rng(0)
 DEGREES = np.arange(9)
@@ -105,10 +106,11 @@ def of_table(w, i, d):
     return jnp.vdot(jnp.take(w, i, axis=0, mode="clip"), d)
 
 
-def test_rows_that_are_repeated_and_out_of_range():
-    _, d = cancelling(20, 12, 4, 8)
-    i = RNG.integers(-3, 5, (20, 12)).astype(np.int32)
-    i[10:] = np.repeat(i[10:, :1], 12, 1)
+@pytest.mark.parametrize("positions", [12, BY_PRODUCT + 2])
+def test_rows_that_are_repeated_and_out_of_range(positions):
+    _, d = cancelling(20, positions, 4, 8)
+    i = RNG.integers(-3, 5, (20, positions)).astype(np.int32)
+    i[10:] = np.repeat(i[10:, :1], positions, 1)
     gradients = np.zeros((20, 5, 8), np.longdouble)
     i = np.where(i < 0, i + 5, i)
     np.add.at(gradients, (np.arange(20)[:, None], np.clip(i, 0, 4)), long(d))

@@ -143,6 +143,16 @@ def test_no_examples():
     assert found.norms.shape == (0,)
 
 
+def test_exported_for_any_number_of_examples():
+    (count,) = jax.export.symbolic_shape("count")
+    clip = per_example.clipped_grad(loss_fn, 5.0, method="ghost")
+    shapes = [jax.ShapeDtypeStruct((count, x.shape[1]), x.dtype) for x in (X, Y)]
+    stored = jax.export.export(jax.jit(clip))(PARAMS, *shapes).serialize()
+    result = jax.export.deserialize(stored).call(PARAMS, X, Y)
+    assert isinstance(result, per_example.PerExampleResult)
+    np.testing.assert_allclose(result.norms, jax.jit(clip)(PARAMS, X, Y).norms, rtol=1e-6)
+
+
 def test_what_the_method_cannot_do_is_refused():
     with pytest.raises(ValueError, match=r'method="ghost" computes no gradient .* method="vmap"'):
         per_example.clipped_grad(

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_losses import CASES
+from small_losses import CASES, squares
 
 from optaxclip import per_example, scopes
 from optaxclip._batches.roles import Roles
@@ -74,3 +74,27 @@ def test_how_parameters_are_measured(name):
         found[leaf] = "dense" if i in plan.dense else parts.pop() if parts else "unused"
         assert not parts
     assert found == ways
+
+
+def test_wide_layers_of_a_transformer_take_gram_matrices():
+    def loss(params, x):
+        return squares(jnp.tanh(x @ params["up"]) @ params["head"])
+
+    params = {"up": jnp.zeros((768, 3072)), "head": jnp.zeros((3072, 50_000))}
+    text = per_example.explain(loss, *jax.eval_shape(lambda: (params, jnp.zeros((2, 128, 768)))))
+    assert text.count("Gram matrices") == 2
+
+
+def test_wide_tokens_that_point_nearly_one_way_keep_their_digits():
+    """Of inner products of a thousand terms rounding may take as much as a clip would notice."""
+    rng = np.random.default_rng(3)
+    x = (rng.normal(size=(2, 32, 1024)) + 0.5).astype(np.float32)
+    d = rng.normal(size=(2, 32, 1024)).astype(np.float32)
+
+    def loss(w, x, d):
+        return jnp.vdot(x @ w, d)
+
+    norms, _ = jax.jit(per_example.grad_norms(loss))(np.zeros((1024, 1024), np.float32), x, d)
+    true = norms_of({"w": np.einsum("btk,btn->bkn", *(v.astype(float) for v in (x, d)))})["w"]
+    ratio = np.asarray(norms, np.longdouble) / true
+    assert np.all((ratio >= 1) & (ratio <= 1 + 2e-4)), ratio

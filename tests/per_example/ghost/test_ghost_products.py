@@ -1,0 +1,85 @@
+"""Products of norms and sums do not round their factors, on any platform."""
+
+import functools
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import slow_unless
+from jax import lax
+from small_losses import CASES
+
+from optaxclip._batches.roles import Roles
+from optaxclip._engine.respond import Multiplier
+from optaxclip.per_example.ghost import bounds
+from optaxclip.per_example.ghost.clipping import plan_for
+from optaxclip.per_example.ghost.program import (
+    differentiate,
+    norm_bounds,
+    weighted_gradients,
+    with_gradients,
+)
+from optaxclip.per_example.ghost.sums import two_parts
+from optaxclip.per_example.losses import Loss
+from optaxclip.scopes import tree
+
+DTYPES = ["float32", "bfloat16", "float16"]
+PRODUCTS = {"dot_general", "conv_general_dilated"}
+
+
+def equations(jaxpr):
+    """Those of a program and of all programs inside of it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()),
+            is_leaf=lambda x: isinstance(x, (jex.Jaxpr, jex.ClosedJaxpr)),
+        ):
+            if isinstance(inner, jex.ClosedJaxpr):
+                yield from equations(inner.jaxpr)
+            elif isinstance(inner, jex.Jaxpr):
+                yield from equations(inner)
+
+
+def own_products(name, dtype):
+    """The products that find norms and sums; those of the loss itself are as its author asks."""
+    loss, params, batch, _ = CASES[name]
+    params, batch = jax.tree.map(
+        lambda x: jnp.asarray(x, dtype) if x.dtype == np.float32 else jnp.asarray(x),
+        (params, batch),
+    )
+    call = Loss.of(loss, False, Roles.of((params, *batch), 0, None), {})
+    measured, grouping = call.params.measured_leaves(), tree()(call.params)
+    plan = plan_for(call, measured, batch)
+    backward = jax.eval_shape(functools.partial(differentiate, plan), measured, batch)
+
+    def norms_and_sums(backward, by):
+        backward = with_gradients(plan, backward)
+        found = norm_bounds(plan, backward, grouping, jnp.zeros(call.examples, bool))
+        return found, weighted_gradients(plan, backward, [by], grouping)
+
+    by = Multiplier(*[jax.ShapeDtypeStruct((call.examples,), jnp.float32)] * 2)
+    program = jax.make_jaxpr(norms_and_sums)(backward.alone(), by)
+    return [eqn for eqn in equations(program.jaxpr) if eqn.primitive.name in PRODUCTS]
+
+
+@pytest.mark.parametrize("dtype", slow_unless(lambda x: x != "float16", DTYPES))
+def test_every_product_is_of_exact_factors(dtype):
+    for name in ("many_tokens", "kernel", "kernel_of_patches", "tied"):
+        found = own_products(name, dtype)
+        assert found, name
+        for eqn in found:
+            assert all(v.aval.dtype in (jnp.float32, jnp.dtype(dtype)) for v in eqn.invars), name
+            assert eqn.outvars[0].aval.dtype == jnp.float32, name
+            are_exact = all(v.aval.dtype == jnp.bfloat16 for v in eqn.invars)
+            highest = (lax.Precision.HIGHEST,) * 2
+            assert are_exact or eqn.params["precision"] == highest, (name, eqn)
+
+
+def test_two_numbers_of_bfloat16_are_nearly_one_of_float32():
+    d = np.random.default_rng(0).normal(size=999).astype(np.float32) * np.float32(1e-20)
+    found = np.asarray(jax.jit(two_parts)(d), float)
+    error = np.abs(found.sum(0) - d.astype(float)) / np.abs(d)
+    assert 1e-7 < np.max(error) <= bounds.REST
