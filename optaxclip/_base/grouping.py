@@ -52,7 +52,7 @@ class Grouping:
     layout: Literal["scalar", "vector", "dict"]
     has_labels: bool = False
 
-    @property
+    @functools.cached_property
     def names(self) -> Names:
         """The names of all entries of a `ClipInfo`."""
         shapes = tuple(group.shape for group in self.groups) if self.layout == "dict" else ()

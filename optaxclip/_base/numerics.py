@@ -1,6 +1,7 @@
 """Number formats: the dtypes of sums, how results stay finite, how they are rounded."""
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ def accumulation_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 def norm_dtype(dtypes: Iterable[Any]) -> jnp.dtype:
     """The dtype of a norm over entries of these dtypes: float64 if one of them is 64-bit."""
-    is_wide = any(accumulation_dtype(dtype) == jnp.float64 for dtype in dtypes)
+    is_wide = jnp.dtype(jnp.float64) in map(accumulation_dtype, dtypes)
     return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
 
 
@@ -33,7 +34,8 @@ def is_real(x: Any) -> bool:
 
 def promoted(arrays: Sequence[Array]) -> list[Array]:
     """The arrays, all converted to the widest of their dtypes."""
-    widest = max((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize, default=None)
+    dtypes = [array.dtype for array in arrays]
+    widest = max(dtypes, key=operator.attrgetter("itemsize"), default=None)
     return [array if array.dtype == widest else array.astype(widest) for array in arrays]
 
 
@@ -61,14 +63,15 @@ def select(flag: Array, x: Array | float, y: Array | float) -> Array:
 
     `jnp.where` would be a nested call (JAX 0.10.2), which takes longer to trace and to compile.
     """
-    like = next(z for z in (x, y) if isinstance(z, Array))
+    if not isinstance(x, Array):
+        x = _full_like(y, x)
+    elif not isinstance(y, Array):
+        y = _full_like(x, y)
+    return lax.select(flag, x, y)
 
-    def full(z: Array | float) -> Any:
-        if isinstance(z, Array):
-            return z
-        return lax.full_like(like, z) if like.shape else like.dtype.type(z)
 
-    return lax.select(flag, full(x), full(y))
+def _full_like(like: Any, number: float) -> Any:
+    return lax.full_like(like, number) if like.shape else like.dtype.type(number)
 
 
 def multiply(x: Array, y: Array | float) -> Array:
@@ -252,8 +255,9 @@ def real_parts(x: Array) -> list[Array]:
 
 def by_parts(fn: Callable[..., Array], *arrays: Array) -> Array:
     """`fn(*arrays)`; for complex arrays `fn` of their real parts, and of their imaginary parts."""
-    parts = [fn(*each) for each in zip(*map(real_parts, arrays), strict=True)]
-    return lax.complex(*parts) if len(parts) > 1 else parts[0]
+    if not any(map(jnp.iscomplexobj, arrays)):
+        return fn(*arrays)
+    return lax.complex(*map(fn, *map(real_parts, arrays)))
 
 
 def match_weak_type(x: Array, like: Array) -> Array:

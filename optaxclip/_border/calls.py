@@ -51,6 +51,8 @@ def _on_any_mesh(
     *operands: Any,
 ) -> Any:
     fn = functools.partial(fn, **dict(static))
+    if not devices.is_on_explicit_mesh(operands):
+        return fn(*operands)
     mesh = devices.explicit_mesh(devices.types_of(operands))
     with devices.on_own_mesh(operands):
         if mesh is not None:

@@ -100,7 +100,7 @@ def varying_like(batch: PyTree, tree: PyTree) -> PyTree:
 
 def num_devices(axes: Iterable[str]) -> int:
     """The number of devices along these axes."""
-    return math.prod(lax.axis_size(axis) for axis in axes)
+    return math.prod(map(lax.axis_size, axes))
 
 
 def sum_over_devices(x: Array, axes: Axes) -> Array:
@@ -133,7 +133,7 @@ def explicit_sharding(x: Any) -> tuple[Any, PartitionSpec] | None:
 
 def _explicit_sharding(of_type: Any) -> tuple[Any, PartitionSpec] | None:
     sharding = getattr(of_type, "sharding", None)
-    if sharding is None or not axes_of(sharding.spec):
+    if sharding is None or sharding.mesh.empty or not axes_of(sharding.spec):
         return None
     return sharding.mesh, sharding.spec
 
@@ -151,9 +151,11 @@ def automatic_mesh(types: Iterable[Any]) -> Any:
 
 
 def _mesh_with(kind: AxisType, types: Iterable[Any]) -> Any:
-    shardings = (getattr(of_type, "sharding", None) for of_type in types)
-    meshes = (sharding.mesh for sharding in shardings if sharding is not None)
-    return next((mesh for mesh in meshes if kind in mesh.axis_types), None)
+    for of_type in types:
+        sharding = getattr(of_type, "sharding", None)
+        if sharding is not None and kind in sharding.mesh.axis_types:
+            return sharding.mesh
+    return None
 
 
 def explicit_mesh(types: Iterable[Any]) -> Any:
@@ -219,9 +221,8 @@ def zeros_like_type(of_type: Any, around: Sequence[int] = ()) -> Array:
 
 def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     """Arrays of one shape along a new axis."""
-    if not is_on_explicit_mesh(arrays):
-        return jnp.stack(arrays, axis)
-    # `jnp.stack` fails (JAX 0.10.2) where `vmap` maps some of the arrays and others not.
+    # On an explicit mesh `jnp.stack` fails (JAX 0.10.2) where `vmap` maps some of the arrays and
+    # others not.
     return lax.concatenate([lax.expand_dims(x, (axis,)) for x in arrays], axis)
 
 
@@ -293,6 +294,22 @@ def _memory(x: Any) -> Any:
         return None if memory == jax.memory.Space.Device else memory
     is_in_host = isinstance(x, Array) and x.sharding.memory_kind == "pinned_host"
     return jax.memory.Space.Host if is_in_host else None
+
+
+def brought(*trees: PyTree) -> tuple[tuple[PyTree, ...], Callable[..., tuple[PyTree, ...]]]:
+    """The trees with all arrays in the default memory of their device, and the way back.
+
+    The way back takes results like the first of the trees, and moves each of their arrays to where
+    the tree's was. A result for a tree that was None stays where it is.
+    """
+    if set(memories(trees)) <= {None}:
+        return trees, lambda *results: results
+
+    def back(*results: PyTree) -> tuple[PyTree, ...]:
+        rows = zip(results, trees, strict=False)
+        return tuple(x if tree is None else moved(x, memories(tree)) for x, tree in rows)
+
+    return tuple(map(to_device, trees)), back
 
 
 def to_device(tree: PyTree) -> PyTree:

@@ -11,6 +11,11 @@ from optaxclip._base.numerics import by_parts, multiply
 from optaxclip._base.trees import is_sparse, with_data
 
 
+def as_arrays(leaves: list[Any]) -> list[Any]:
+    """Leaves, of which some may be numbers, as arrays; a `BCOO` stays as it is."""
+    return [leaf if is_sparse(leaf) else jnp.asarray(leaf) for leaf in leaves]
+
+
 def entries(leaf: Any, dtype: jax.typing.DTypeLike) -> Array:
     """A leaf's entries: real ones in `dtype`, complex ones with parts in it.
 
@@ -44,6 +49,12 @@ def not_padding(leaf: Any) -> Array:
     bounds = jnp.broadcast_to(bounds.astype(leaf.indices.dtype), leaf.indices.shape)
     inside = jnp.all(leaf.indices < bounds, axis=-1)
     return lax.expand_dims(inside, range(inside.ndim, leaf.data.ndim))
+
+
+def any_entry(leaf: Any, flags: Array, axes: tuple[int, ...]) -> Array:
+    """Over some axes of a leaf, whether one of its stored values that is an entry has a flag."""
+    flags = flags & not_padding(leaf) if is_sparse(leaf) else flags
+    return jnp.any(flags, measured_axes(leaf, axes))
 
 
 def measured_axes(leaf: Any, axes: tuple[int, ...]) -> tuple[int, ...]:

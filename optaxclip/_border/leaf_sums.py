@@ -6,6 +6,8 @@ for larger ones by 2**-88.
 """
 
 import functools
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +24,16 @@ from optaxclip.norms import Norm
 
 AtScales = tuple[Array, ...]
 """For each scale the sum of powers of a leaf, of a group, or of an array of groups."""
+
+
+def either(
+    in_float64: Callable[[list[Any]], Any], at_scales: Callable[[list[Any]], Any]
+) -> Callable[[list[Any]], Any]:
+    """One of two functions of leaves: that which sums in float64 where this costs nothing more.
+
+    That is on a CPU. The other sums at several scales.
+    """
+    return functools.partial(lax.platform_dependent, cpu=in_float64, default=at_scales)
 
 
 def distance(dtype: jax.typing.DTypeLike) -> float:
@@ -69,13 +81,13 @@ def _summands(
         # `x * x * (scale * scale)`, whose second product overflows.
         x = devices.stack([x, jnp.zeros_like(x)])
         axes = (0, *(axis + 1 for axis in axes))
-    powers = (norm.map(times(x, by)) for by in scales(norm, dtype))
     # A norm's `map` may return several summands per entry (`monitor/cosines.py`).
-    return tuple(jax.tree.leaves(tuple(powers))), axes
+    powers = [norm.map(times(x, by)) for by in scales(norm, dtype)]
+    return tuple(jax.tree.leaves(powers)), axes
 
 
 def _added(sums: AtScales, more: AtScales) -> AtScales:
-    return tuple(x + y for x, y in zip(sums, more, strict=True))
+    return tuple(map(operator.add, sums, more))
 
 
 def at_scales(

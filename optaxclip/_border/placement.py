@@ -7,6 +7,7 @@ added up over the devices: so norms, limits, multipliers and records are the sam
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
 from optaxclip._base.types import PyTree
 from optaxclip._border.devices import Axes
+from optaxclip._border.leaf_sums import AtScales
 from optaxclip._border.options import Options
 from optaxclip.scopes import Scope
 
@@ -51,18 +53,18 @@ class Placement:
     explicit_mesh: Any = None
     automatic_mesh: Any = None
 
-    def on_each_device(self, fn: Callable[[list[Any]], PyTree], leaves: list[Any]) -> PyTree:
-        """`fn`, applied on each device to what it holds of the leaves, if that is known.
+    def on_each_device(self, fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """`fn` of what each device holds of the leaves, if that is known.
 
-        Else it is applied to the leaves as they are. Its results are the same on all devices.
+        Else it is `fn` of the leaves as they are. Its results are the same on all devices.
         """
         if self.mesh is None:
-            return fn(leaves)
+            return fn
         options = {"in_specs": (list(self.specs),), "out_specs": PartitionSpec()}
         if devices.is_of_both_kinds(self.explicit_mesh):
             # Types do not show automatic axes, over which the compiler may split leaves.
             options["axis_names"] = set().union(*map(devices.axes_of, self.specs))
-        return jax.shard_map(fn, mesh=self._mesh, **options)(leaves)
+        return jax.shard_map(fn, mesh=self._mesh, **options)
 
     def on_all_devices(self, x: Array) -> Array:
         """`x`, of which every device keeps a copy.
@@ -79,41 +81,94 @@ class Placement:
         # current one.
         return self.mesh if self.explicit_mesh is None else devices.current_mesh()
 
-    def together(self, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+    def shares(
+        self, sums: Sequence[AtScales], shapes: Sequence[tuple[int, ...]], *, by_max: bool
+    ) -> Sequence[AtScales]:
+        """What this device adds to sums over devices, or to maxima, for each leaf.
+
+        Where several devices have the same leaf, its sum is divided by their number, and so counts
+        once.
+
+        Args:
+          sums: for each leaf those of the entries that this device holds.
+          shapes: the shapes of sums of the whole leaves.
+          by_max: whether the largest counts, not the sum.
+        """
+        if self.automatic_mesh is not None:
+            sums = list(map(self._together, sums))
+        if not self.all_axes:
+            return sums
+
+        def share(leaf: int) -> AtScales:
+            replicated = self.all_axes - self.axes_of(leaf)
+            replicas = 1 if by_max else devices.num_devices(replicated)
+            spread = (self._spread(leaf, x, shapes[leaf]) for x in sums[leaf])
+            return tuple(x if replicas == 1 else x / replicas for x in spread)
+
+        return list(map(share, range(len(sums))))
+
+    def totals(self, sums: Sequence[Array], *, by_max: bool) -> Sequence[Array]:
+        """The sums over devices, or the maxima, of arrays of one shape, in one collective."""
+        if not self.all_axes:
+            return sums
+        combine = devices.largest if by_max else devices.sum_over_devices
+        varying = self.all_axes & devices.manual_axes()
+        found = combine(devices.stack([devices.vary(x, varying) for x in sums]), self.all_axes)
+        return [found[k] for k in range(len(sums))]
+
+    def _together(self, sums: AtScales) -> AtScales:
         """The sums of one leaf, which every device gets in one operation.
 
         The compiler would leave them split as the leaf is.
         """
-        if self.automatic_mesh is None or sums[0].ndim == 0:
-            return sums
-        return tuple(self.on_all_devices(devices.stack(sums)))
+        return tuple(self.on_all_devices(devices.stack(sums))) if sums[0].ndim else sums
 
     def num_parts(self, leaf: int) -> int:
         """In how many parts, of which only one is at hand here, a leaf's groups are split."""
         is_whole = self.mesh is not None and not devices.manual_axes()
         return 1 if is_whole else devices.num_devices(self.reduced[leaf])
 
+    @functools.cached_property
+    def all_axes(self) -> Axes:
+        """All mapped axes over which some leaf is split."""
+        return Axes().union(*map(self.axes_of, range(len(self.reduced))))
+
     def axes_of(self, leaf: int) -> Axes:
         """All mapped axes over which a leaf is split."""
         return self.reduced[leaf].union(*self.kept[leaf])
 
-    def spread(self, leaf: int, sums: Array, shape: tuple[int, ...]) -> Array:
+    def _spread(self, leaf: int, sums: Array, shape: tuple[int, ...]) -> Array:
         """The sums of a leaf's groups, of which this device has a part, with 0 for all others."""
         if not any(self.kept[leaf]):
             return sums
         start = self._start(leaf, sums.shape)
         return lax.dynamic_update_slice(jnp.zeros(shape, sums.dtype), sums, start)
 
-    def own_part(self, leaf: int, x: Array, shape: tuple[int, ...]) -> Array:
-        """This device's part, of this shape, of an array with an entry for each group of a leaf.
+    def own_parts(
+        self, arrays: Sequence[Array], leaves: Sequence[Any], axes: Sequence[tuple[int, ...]]
+    ) -> list[Array]:
+        """This device's parts of arrays with an entry for each group of a leaf.
 
         Axes before those of the groups are not cut.
+
+        Args:
+          arrays: one for each leaf.
+          leaves: what this device holds of the leaves.
+          axes: for each leaf the axes that its groups lack.
         """
-        if not any(self.kept[leaf]) or not devices.manual_axes():
-            return x
-        front = x.shape[: x.ndim - len(shape)]
-        start = [np.int32(0)] * len(front) + self._start(leaf, shape)
-        return lax.dynamic_slice(x, start, front + shape)
+        if not self.all_axes or not devices.manual_axes():
+            return list(arrays)
+
+        def own_part(leaf: int, x: Array) -> Array:
+            if not any(self.kept[leaf]):
+                return x
+            rows = enumerate(np.shape(leaves[leaf]))
+            shape = tuple(size for axis, size in rows if axis not in axes[leaf])
+            front = x.shape[: x.ndim - len(shape)]
+            start = [np.int32(0)] * len(front) + self._start(leaf, shape)
+            return lax.dynamic_slice(x, start, front + shape)
+
+        return list(map(own_part, range(len(arrays)), arrays))
 
     def _start(self, leaf: int, shape: tuple[int, ...]) -> list[Any]:
         rows = zip(self.kept[leaf], shape, strict=True)

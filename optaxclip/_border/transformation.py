@@ -57,14 +57,9 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
     def update_on_device(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Any, State]:
-        homes = [devices.memories(tree) for tree in (updates, state, params)]
-        if not any(home is not None for some in homes for home in some):
-            return update(updates, state, params, **extra_args)
-        moved = [devices.to_device(tree) for tree in (updates, state, params, extra_args)]
-        new_updates, new_state = update(*moved[:3], **moved[3])
-        if state is not None:
-            new_state = devices.moved(new_state, homes[1])
-        return devices.moved(new_updates, homes[0]), new_state
+        arguments, back = devices.brought(updates, state, params, extra_args)
+        new_updates, new_state = back(*update(*arguments[:3], **arguments[3]))
+        return new_updates, new_state
 
     of_state: Any = Transformation(init_on_mesh, update_on_device)  # pyright: ignore[reportArgumentType]
     return of_state

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 import optaxclip._border.devices as devices
 from optaxclip._base.arguments import check_state, fresh_if_none
-from optaxclip._base.counters import increased, own_arrays
+from optaxclip._base.counters import own_arrays
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import norm_dtype
 from optaxclip._base.trees import FlatTree, flatten
@@ -39,7 +39,7 @@ from optaxclip._border.placement import Placement, grouped, located
 from optaxclip._border.transformation import Transformation, stateless, transformation
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.record import initial_info
-from optaxclip._engine.step import BY_NORM, Method, Start, Technique, clipped, norms_of
+from optaxclip._engine.step import BY_NORM, Method, Technique, clipped, norms_of
 from optaxclip.norms import Norm
 from optaxclip.responses import Response
 from optaxclip.scopes.leaves import Scope, as_scope
@@ -49,7 +49,7 @@ from optaxclip.thresholds.fixed import (
     at_step,
     given,
     rule_for,
-    state_without_memory,
+    state_of_fixed,
 )
 
 
@@ -118,25 +118,6 @@ def stage(
         is_part = isinstance(checked, dict) and flat.is_part
         return rule_for(checked, groups.entries(), is_part)
 
-    def step(
-        updates: PyTree,
-        params: PyTree | None,
-        extra_args: dict[str, Any],
-        rule_state: PyTree,
-        info: ClipInfo | None = None,
-    ) -> tuple[PyTree, PyTree, Any]:
-        flat = flatten(updates, "updates")
-        stored, size = (None, 0) if info is None else (info.names, info.norm.size)
-        groups = groups_of(flat, scope, options, stored, size)
-        norm = known_norm(options, extra_args, groups.grouping.layout)
-        rule = at_step(rule_of(flat, groups), rule_state)
-        start = Start(rule, rule_state, info, norm)
-        return clipped(flat, params, start, groups, method, options)
-
-    if not options.record:
-        always = state_without_memory(checked, options.name)
-        return stateless(lambda updates, params, **extra: step(updates, params, extra, always)[0])
-
     def init(params: PyTree) -> ClipState:
         flat = flatten(params, "params")
         grouping = grouped(scope, flat, options)
@@ -153,10 +134,18 @@ def stage(
     ) -> tuple[PyTree, ClipState]:
         state = fresh_if_none(state, init, updates)
         check_state(state, ClipState, options.name, updates=updates)
-        updates, rule_state, info = step(updates, params, extra_args, state.rule, state.info)
-        return updates, ClipState(increased(state.steps), rule_state, info)
+        flat, info = flatten(updates, "updates"), state.info
+        stored, size = (None, 0) if info is None else (info.names, info.norm.size)
+        groups = groups_of(flat, scope, options, stored, size)
+        norm = known_norm(options, extra_args, groups.grouping.layout)
+        rule = at_step(rule_of(flat, groups), state.rule)
+        return clipped(flat, params, rule, state, norm, groups, method, options)
 
-    return transformation(init, update)
+    if options.record:
+        return transformation(init, update)
+    nothing: Any = None
+    always = ClipState(nothing, state_of_fixed(checked, options.name), nothing)
+    return stateless(lambda updates, params, **extra: update(updates, always, params, **extra)[0])
 
 
 def groups_of(
@@ -238,8 +227,8 @@ def clip_tree(
       >>> print(tree[0], info.norm)
       [0.6 0.8] 5.0
     """
-    homes, params = devices.memories(tree), devices.to_device(params)
-    flat = flatten(devices.to_device(tree), "tree")
+    (tree, params), back = devices.brought(tree, params)
+    flat = flatten(tree, "tree")
     chosen = {"norm": norm, "nonfinite": nonfinite, "strict": strict}
     options = Options.checked(**chosen, axis_name=axis_name, specs=specs, name=name)
     groups = groups_of(flat, as_scope(scope), options)
@@ -247,16 +236,15 @@ def clip_tree(
         rule = given(Limits(*map(groups.from_tree, limits)))
     else:
         rule = rule_for(as_limit(limits, "limits"), groups.entries())
-    method = Method.of(options, response, BY_NORM)
+    method = Method.of(options, response)
     norm_of_tree = None
     if use_norm is not None and groups.grouping.layout == "scalar" and nonfinite != "mask":
         norm_of_tree = given_norm(use_norm, "use_norm")
     dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.measured_leaves())
-    rule_state = rule.init(groups.zeros(dtype))
     info = initial_info(name, groups.grouping, dtype)
-    start = Start(rule, rule_state, info, norm_of_tree)
-    tree, _, info = clipped(flat, params, start, groups, method, options)
-    return devices.moved(tree, homes), info
+    state = ClipState(jnp.zeros((), jnp.int32), rule.init(groups.zeros(dtype)), info)
+    tree, state = clipped(flat, params, rule, state, norm_of_tree, groups, method, options)
+    return *back(tree), state.info
 
 
 def group_norms(

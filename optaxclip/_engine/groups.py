@@ -4,17 +4,20 @@ An operation on it is compiled once, and takes few kernels.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
+import optaxclip._border.devices as devices
 from optaxclip._base.grouping import Group, Grouping, concatenated, split_up
 from optaxclip._base.types import NormTree
+from optaxclip._border.leaf_sums import AtScales
 from optaxclip._border.placement import Placement
 
 
@@ -30,7 +33,7 @@ class Groups:
     grouping: Grouping
     placement: Placement
 
-    @property
+    @functools.cached_property
     def order(self) -> list[int]:
         """The positions of the groups in the order in which they are stored: sorted by shape."""
         groups = self.grouping.groups
@@ -38,32 +41,74 @@ class Groups:
             return list(range(len(groups)))
         return sorted(range(len(groups)), key=lambda n: (groups[n].shape, n))
 
-    @property
+    @functools.cached_property
     def ordered(self) -> list[Group]:
         """The groups in that order."""
         return [self.grouping.groups[n] for n in self.order]
 
-    @property
+    @functools.cached_property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        return [group.shape for group in self.ordered]
+
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of an array with a number for each group: `[groups]`, or `[]` for one tree."""
         if self.grouping.layout == "scalar":
             return self.grouping.groups[0].shape
-        return (sum(math.prod(group.shape) for group in self.grouping.groups),)
+        return (sum(map(math.prod, self._shapes)),)
 
     def pack(self, arrays: Sequence[Array]) -> Array:
         """One array, from an array per group in the grouping's order."""
         ordered = [arrays[n] for n in self.order]
-        chex.assert_shape(ordered, [group.shape for group in self.ordered])
+        chex.assert_shape(ordered, self._shapes)
         return ordered[0] if self.grouping.layout == "scalar" else concatenated(ordered)
 
     def unpack(self, packed: Array) -> list[Array]:
         """An array for each group, in the order of the grouping; undoes `pack`."""
         if self.grouping.layout == "scalar":
             return [packed]
-        pieces = split_up(packed, [group.shape for group in self.ordered])
+        pieces = split_up(packed, self._shapes)
         return [
             x for _, x in sorted(zip(self.order, pieces, strict=True), key=lambda pair: pair[0])
         ]
+
+    def totals(
+        self,
+        parts: Sequence[AtScales],
+        *,
+        by_max: bool = False,
+        add: Callable[[Array], Array] = lambda x: lax.reduce_sum(x, [0]),
+    ) -> AtScales:
+        """From the sums of leaves to those of groups: over a group's leaves, then over devices.
+
+        Args:
+          parts: for each leaf the sums of what this device holds.
+          by_max: whether the largest counts, not the sum.
+          add: how the sums of a group's leaves are added along the first axis.
+
+        Returns:
+          The sums of all groups at all scales.
+        """
+        groups = self.grouping.groups
+        shapes = self.grouping.by_leaf([group.shape for group in groups])
+        parts = self.placement.shares(parts, shapes, by_max=by_max)
+        # A tree without leaves has one sum, of nothing.
+        like = parts[0] if parts else (jnp.zeros(()),)
+
+        def of_group(group: Group, k: int) -> Array:
+            if not group.members:
+                return jnp.zeros(group.shape, like[k].dtype)
+            if len(group.members) == 1:
+                return parts[group.members[0]][k]
+            # In one operation, because XLA (JAX 0.10.2) repeats a chain of additions for each use
+            # of its result.
+            rows = devices.stack([parts[i][k] for i in group.members])
+            return lax.reduce_max(rows, [0]) if by_max else add(rows)
+
+        sums = [self.pack([of_group(group, k) for group in groups]) for k in range(len(like))]
+        sums = self.placement.totals(sums, by_max=by_max)
+        chex.assert_shape(sums, self.shape)
+        return tuple(sums)
 
     def by_leaf(self, packed: Array, leaves: Sequence[Any]) -> list[Array]:
         """For each measured leaf, its group's part of `packed`.
@@ -72,11 +117,7 @@ class Groups:
         those of the groups stay.
         """
         of_leaves = self.grouping.by_leaf(self.unpack(packed))
-        kept = [
-            tuple(size for axis, size in enumerate(np.shape(leaf)) if axis not in axes)
-            for leaf, axes in zip(leaves, self.grouping.axes, strict=True)
-        ]
-        return [self.placement.own_part(i, x, kept[i]) for i, x in enumerate(of_leaves)]
+        return self.placement.own_parts(of_leaves, leaves, self.grouping.axes)
 
     def entries(self) -> list[tuple[str, tuple[int, ...]]]:
         """The name and the shape of each entry that a limit rule sees, in order."""
@@ -93,7 +134,7 @@ class Groups:
         ordered = [of_groups[n] for n in self.order]
         if len(set(ordered)) == 1:
             return ordered[0]
-        sizes = [math.prod(group.shape) for group in self.ordered]
+        sizes = list(map(math.prod, self._shapes))
         if all(isinstance(number, (int, float)) for number in ordered):
             return np.repeat(np.asarray(ordered, np.float64), sizes)
         # In `jax.export` a number may be symbolic.

@@ -6,10 +6,8 @@ import jax.numpy as jnp
 from jax import Array
 
 import optaxclip._border.cpu as cpu
-import optaxclip._engine.powers as powers
-from optaxclip._base.derivatives import custom_jvp
-from optaxclip._base.trees import data_of, is_sparse, with_data
-from optaxclip._border.entries import not_padding
+from optaxclip._base.trees import data_of, with_data
+from optaxclip._border.entries import any_entry
 from optaxclip._engine.groups import Groups
 
 
@@ -18,29 +16,17 @@ def mask(leaves: list[Any], groups: Groups) -> tuple[list[Any], Array]:
 
     def bad_groups(leaves: list[Any]) -> Array:
         rows = zip(leaves, groups.grouping.axes, strict=True)
-        bad = [(_is_bad(leaf, axes).astype(jnp.int32),) for leaf, axes in rows]
-        return powers.of_groups(bad, groups, by_max=True)[0] > 0
+        bad = [(_is_bad(leaf, axes),) for leaf, axes in rows]
+        return groups.totals(bad, by_max=True)[0] > 0
 
-    masked = [with_data(leaf, _only_finite(data_of(leaf))) for leaf in leaves]
-    return masked, groups.placement.on_each_device(bad_groups, leaves)
+    return list(map(_only_finite, leaves)), groups.placement.on_each_device(bad_groups)(leaves)
 
 
 def _is_bad(leaf: Any, axes: tuple[int, ...]) -> Array:
-    """Whether a group has an entry that is not finite."""
-    if is_sparse(leaf):
-        return jnp.any(~jnp.isfinite(leaf.data) & not_padding(leaf))
-    return jnp.any(~jnp.isfinite(leaf), axes)
+    """Which groups have an entry that is not finite."""
+    return any_entry(leaf, ~jnp.isfinite(data_of(leaf)), axes).astype(jnp.int32)
 
 
-@custom_jvp()
-def _only_finite(x: Array) -> Array:
-    # XLA on CPU (JAX 0.10.2) converts bfloat16 before it selects, which loses subnormal numbers: so
-    # its bits are selected.
-    select = cpu.select_bfloat16 if x.dtype == jnp.bfloat16 else jnp.where
-    return select(jnp.isfinite(x), x, jnp.zeros_like(x))
-
-
-@_only_finite.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (x,), (dx,) = primals, tangents
-    return _only_finite(x), jnp.where(jnp.isfinite(x), dx, jnp.zeros_like(dx))
+def _only_finite(leaf: Any) -> Any:
+    x = data_of(leaf)
+    return with_data(leaf, cpu.select_exactly(jnp.isfinite(x), x, jnp.zeros_like(x)))

@@ -11,6 +11,7 @@ leaves are added, then those of devices, in one collective. There is no branch.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -21,7 +22,6 @@ from jax import Array, lax
 
 import optaxclip._border.cpu as cpu
 import optaxclip._border.leaf_sums as leaf_sums
-import optaxclip._engine.powers as powers
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     broadcast_over,
@@ -96,68 +96,93 @@ def measure(leaves: list[Any], groups: Groups, norm: Norm, *, from_above: bool =
 
     With `from_above` they have upper bounds too, which hold despite rounding.
     """
-    local = functools.partial(_measured, groups=groups, norm=norm, from_above=from_above)
+    dtype = norm_dtype([leaf.dtype for leaf in leaves])
+    counts = _num_entries(leaves, groups)
+    measurement = _Measurement(groups, norm, dtype, counts, from_above)
     # Measured on each device, the norms take one collective; otherwise maybe several.
-    found = groups.placement.on_each_device(local, leaves)
+    found = groups.placement.on_each_device(measurement.norms)(leaves)
     chex.assert_shape(list(found), groups.shape)
-    chex.assert_type(list(found), norm_dtype(leaf.dtype for leaf in leaves))
+    chex.assert_type(list(found), dtype)
     return found
 
 
 def slack(leaves: list[Any], groups: Groups, norm: Norm) -> Any:
     """A bound on the relative error of the norms: a number, or one for each group."""
-    eps = float(jnp.finfo(norm_dtype(leaf.dtype for leaf in leaves)).eps)
-    counts = _num_entries(leaves, groups)
-    if not norm.is_max:
-        return groups.repeated([slack_of_norm(count, norm.degree, eps) for count in counts])
-    # The modulus of a complex number is rounded, that of a real one is not.
-    is_rounded = any(map(jnp.iscomplexobj, leaves))
-    return groups.repeated([2 * eps if is_rounded else 0.0] * len(counts))
+    dtype = norm_dtype([leaf.dtype for leaf in leaves])
+    return _Measurement(groups, norm, dtype, _num_entries(leaves, groups)).slack(leaves)
 
 
 def _num_entries(leaves: list[Any], groups: Groups) -> list[Any]:
     """For each group how many entries share its norm on all devices; symbolic in `jax.export`."""
     counts = [
-        math.prod(np.shape(leaf)[axis] for axis in axes) * groups.placement.num_parts(i)
+        math.prod([np.shape(leaf)[axis] for axis in axes]) * groups.placement.num_parts(i)
         for i, (leaf, axes) in enumerate(zip(leaves, groups.grouping.axes, strict=True))
     ]
-    return [sum(counts[i] for i in group.members) for group in groups.grouping.groups]
-
-
-def _measured(leaves: list[Any], *, groups: Groups, norm: Norm, from_above: bool) -> Measured:
-    """The norms of leaves in one piece, or of what each device holds of them."""
-    measurement = _Measurement(groups, norm, norm_dtype(leaf.dtype for leaf in leaves), from_above)
-    if not leaves:
-        found = Measured.of(groups.zeros(measurement.dtype), 1.0)
-    else:
-        found = _differentiable(measurement, leaves)
-    if groups.grouping.layout == "scalar" or all(groups.grouping.present):
-        return found
-    # A group without leaves has the norm NaN, from which no rule learns.
-    return found._replace(fraction=select(groups.have_leaves(), found.fraction, jnp.nan))
+    return [sum([counts[i] for i in group.members]) for group in groups.grouping.groups]
 
 
 class _Measurement(NamedTuple):
     """What is measured of leaves that lie in one piece, or of what one device holds of them.
 
-    The norms have the dtype `dtype`.
+    Attributes:
+      dtype: that of the norms.
+      counts: for each group how many entries share its norm on all devices.
+      from_above: whether upper bounds are needed.
     """
 
     groups: Groups
     norm: Norm
     dtype: jnp.dtype
-    from_above: bool
+    counts: list[Any]
+    from_above: bool = False
 
     def norms(self, leaves: list[Any]) -> Measured:
-        """The norms, without derivatives."""
+        """The norms."""
+        if not leaves:
+            found = Measured.of(self.groups.zeros(self.dtype), 1.0)
+        else:
+            found = self.differentiable()(leaves)
+        if self.groups.grouping.layout == "scalar" or all(self.groups.grouping.present):
+            return found
+        # A group without leaves has the norm NaN, from which no rule learns.
+        return found._replace(fraction=select(self.groups.have_leaves(), found.fraction, jnp.nan))
+
+    def differentiable(self) -> Callable[[list[Any]], Measured]:
+        """Norms with derivatives of their own: those of plain sums or maxima.
+
+        JAX differentiates these in both modes on all platforms. They are computed from entries
+        divided by a power of two near the norm, held constant, so that derivatives of powers stay
+        in range wherever the norm's derivative does.
+        """
+        way = self.in_own_dtype
         if self.dtype == jnp.float32 and not self.norm.is_max and self.norm.degree in SUMMED:
-            return lax.platform_dependent(leaves, cpu=self.in_float64, default=self.in_own_dtype)
-        return self.in_own_dtype(leaves)
+            way = leaf_sums.either(self.in_float64, way)
+        norms = custom_jvp()(way)
+
+        @norms.defjvp
+        def _(primals: tuple[list[Any]], tangents: tuple[list[Any]]) -> Any:
+            found = norms(*primals)
+            size = lax.stop_gradient(found.size)
+            # Entries that are not finite have no derivative.
+            finite = jax.tree.map(_only_finite, primals)
+            _, change = jax.jvp(lambda leaves: self.divided(leaves, size), finite, tangents)
+            return found, found.changed_by(change)
+
+        return norms
 
     def in_own_dtype(self, leaves: list[Any]) -> Measured:
         """The norms, computed in their own dtype."""
         found = self.rounded(leaves)
-        return found.from_above(slack(leaves, self.groups, self.norm)) if self.from_above else found
+        return found.from_above(self.slack(leaves)) if self.from_above else found
+
+    def slack(self, leaves: list[Any]) -> Any:
+        """A bound on the relative error of the norms: a number, or one for each group."""
+        eps, degree = float(jnp.finfo(self.dtype).eps), self.norm.degree
+        if not self.norm.is_max:
+            return self.groups.repeated([slack_of_norm(n, degree, eps) for n in self.counts])
+        # The modulus of a complex number is rounded, that of a real one is not.
+        is_rounded = any(map(jnp.iscomplexobj, leaves))
+        return self.groups.repeated([2 * eps if is_rounded else 0.0] * len(self.counts))
 
     def rounded(self, leaves: list[Any]) -> Measured:
         """The norms, without upper bounds."""
@@ -177,21 +202,21 @@ class _Measurement(NamedTuple):
         found = [
             leaf_sums.at_scales(leaf, axes=axes, **options) for leaf, axes in self.with_axes(leaves)
         ]
-        totals = powers.of_groups(found, self.groups)
+        totals = self.groups.totals(found)
         if self.groups.grouping.layout != "scalar":
             # Makes XLA on GPUs store the sums, which it would otherwise concatenate anew for each
             # use (JAX 0.10.2).
             totals = lax.optimization_barrier(totals)
-        total, unit = powers.in_range(totals)
-        return Measured.of(self.finished(total, leaves), unit)
+        total, unit = in_range(totals)
+        return Measured.of(self.finished(total), unit)
 
     def in_float64(self, leaves: list[Any]) -> Measured:
         """The norms from one sum in float64."""
         rows = [(entries(leaf, self.dtype), axes) for leaf, axes in self.with_axes(leaves)]
         with jax.enable_x64(True):
             found = [(cpu.sum_in_float64(x, axes=axes, norm=self.norm),) for x, axes in rows]
-            (total,) = powers.of_groups(found, self.groups, add=cpu.added_up)
-            norm = self.finished(total, leaves)
+            (total,) = self.groups.totals(found, add=cpu.added_up)
+            norm = self.finished(total)
             return Measured(*cpu.in_float32(norm, from_above=self.from_above))
 
     def largest(self, leaves: list[Any]) -> Measured:
@@ -202,7 +227,7 @@ class _Measurement(NamedTuple):
             (leaf_sums.largest_bits(leaf, by=1 / unit, axes=axes, dtype=self.dtype),)
             for leaf, axes in self.with_axes(leaves)
         ]
-        (found,) = powers.of_groups(bits, self.groups, by_max=True)
+        (found,) = self.groups.totals(bits, by_max=True)
         return Measured.of(lax.bitcast_convert_type(found, self.dtype), unit)
 
     def divided(self, leaves: list[Any], by: Array) -> Array:
@@ -213,19 +238,48 @@ class _Measurement(NamedTuple):
             (_total_of_products(leaf, inverse, axes=axes, **options),)
             for (leaf, axes), inverse in zip(self.with_axes(leaves), inverses, strict=True)
         ]
-        (total,) = powers.of_groups(parts, self.groups, by_max=self.norm.is_max)
-        return self.finished(total, leaves)
+        (total,) = self.groups.totals(parts, by_max=self.norm.is_max)
+        return self.finished(total)
 
-    def finished(self, total: Array, leaves: list[Any]) -> Array:
+    def finished(self, total: Array) -> Array:
         """The norms, from the sums of powers of all groups, or from the largest moduli."""
-        sizes = _num_entries(leaves, self.groups)
-        sizes = [size if fixed_size(size) is None else float(max(size, 1)) for size in sizes]
+        sizes = [n if fixed_size(n) is None else float(max(n, 1)) for n in self.counts]
         return self.norm.finish(total, _constant(self.groups.repeated(sizes), total.dtype))
 
     def with_axes(self, leaves: list[Any]) -> list[tuple[Any, tuple[int, ...]]]:
         """The leaves with the axes of their entries over which they are reduced."""
         pairs = zip(leaves, self.groups.grouping.axes, strict=True)
         return [(leaf, measured_axes(leaf, axes)) for leaf, axes in pairs]
+
+
+def in_range(found: leaf_sums.AtScales) -> tuple[Array, Array]:
+    """The sum of each group at the scale at which it neither overflowed nor lost small summands.
+
+    Returns:
+      The sums, and the powers of two by which to multiply the norms computed from them.
+    """
+    plain, *others = found
+    if not others:
+        return plain, jnp.ones_like(plain)
+    down, *up = others
+    info, scale = jnp.finfo(plain.dtype), leaf_sums.distance(plain.dtype)
+    is_high = ~(plain <= info.max)
+    total = select(is_high, down, plain)
+    unit = select(is_high, scale, jnp.ones_like(plain))
+    if up:
+        is_low = (plain < lowest(plain.dtype)) & (up[0] > 0)
+        total, unit = select(is_low, up[0], total), select(is_low, 1 / scale, unit)
+    return total, unit
+
+
+VERY_MANY = 2.0**40
+"""An upper bound on the number of entries that one sum takes."""
+
+
+def lowest(dtype: jax.typing.DTypeLike) -> float:
+    """The bound below which summands that underflowed may matter to a sum of positive numbers."""
+    info = jnp.finfo(dtype)
+    return VERY_MANY * float(info.tiny) / float(info.eps)
 
 
 # Compiled by itself so that it is traced once for leaves that are alike.
@@ -236,30 +290,6 @@ def _total_of_products(
     """The sum of powers of a leaf's entries times `by`, or the largest of their moduli."""
     mapped = norm.map(times(entries(leaf, dtype), broadcast_over(by, axes)))
     return jnp.max(mapped, axes, initial=0) if norm.is_max else lax.reduce_sum(mapped, axes)
-
-
-def _differentiable(measurement: _Measurement, leaves: list[Any]) -> Measured:
-    """Norms with derivatives of their own: those of plain sums or maxima.
-
-    JAX differentiates these in both modes on all platforms. They are computed from entries divided
-    by a power of two near the norm, held constant, so that derivatives of powers stay in range
-    wherever the norm's derivative does.
-    """
-
-    @custom_jvp()
-    def norms(leaves: list[Any]) -> Measured:
-        return measurement.norms(leaves)
-
-    @norms.defjvp
-    def _(primals: tuple[list[Any]], tangents: tuple[list[Any]]) -> Any:
-        found = norms(*primals)
-        size = lax.stop_gradient(found.size)
-        # Entries that are not finite have no derivative.
-        finite = jax.tree.map(_only_finite, primals)
-        _, change = jax.jvp(lambda leaves: measurement.divided(leaves, size), finite, tangents)
-        return found, found.changed_by(change)
-
-    return norms(leaves)
 
 
 def _only_finite(x: Array) -> Array:

@@ -5,7 +5,6 @@ out  a `Multiplier` of that shape
 """
 
 import functools
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import chex
@@ -108,12 +107,7 @@ def multiplier(
     # operations for each leaf.
     dividends = (jnp.ones_like(ratio), jnp.where(is_bad, replacement, ratio))
     divisors = (jnp.where(is_normal, 1, size), jnp.where(is_normal, unit, 1))
-    quotients = {"cpu": cpu.quotients, "default": _quotients}
-    return Multiplier(*lax.platform_dependent(dividends, divisors, **quotients))
-
-
-def _quotients(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
-    return tuple(x / y for x, y in zip(dividends, divisors, strict=True))
+    return Multiplier(*cpu.quotients(dividends, divisors))
 
 
 def _is_normal(factor: Array) -> Array:

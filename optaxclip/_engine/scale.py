@@ -28,7 +28,6 @@ from optaxclip._base.numerics import (
 )
 from optaxclip._base.trees import data_of, with_data
 from optaxclip._border.entries import measured_axes
-from optaxclip._engine.respond import Multiplier
 
 
 def scale(
@@ -60,58 +59,30 @@ def _scaled(
     x: Array, by: Sequence[Array] | Array, *, axes: tuple[int, ...], strict: bool, zeroes: bool
 ) -> Array:
     columns = list(by)
-    chex.assert_shape(columns, tuple(n for k, n in enumerate(x.shape) if k not in axes))
-    power, ratio, *others = (broadcast_over(column, axes) for column in columns)
-    by, above = Multiplier(power, ratio), others[0] if others else None
-    way = functools.partial(_on_parts, strict, zeroes)
-    if x.dtype == jnp.bfloat16 and by.ratio.dtype == jnp.float32:
-        on_cpu = functools.partial(_on_bits, strict, zeroes)
-        scaled = lax.platform_dependent(x, by, above, cpu=on_cpu, default=way)
-    else:
-        scaled = way(x, by, above)
-    return match_weak_type(scaled, x)
-
-
-@custom_jvp(nondiff_argnums=(0, 1))
-def _on_bits(strict: bool, zeroes: bool, x: Array, by: Multiplier, above: Array | None) -> Array:
-    product = cpu.scaled_bfloat16(x, *by, strict=strict)
+    chex.assert_shape(columns, tuple([n for k, n in enumerate(x.shape) if k not in axes]))
+    power, ratio, *above = [broadcast_over(column, axes) for column in columns]
+    plain = functools.partial(_product, strict=strict)
+    scaled = by_parts(lambda part: cpu.product(part, power, ratio, strict=strict, plain=plain), x)
     if zeroes:
-        product = cpu.select_bfloat16(by.ratio == 0, jnp.zeros_like(x), product)
-    return cpu.select_bfloat16(_stays(x, by, above), x, product)
-
-
-@_on_bits.defjvp
-def _(
-    strict: bool, zeroes: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]
-) -> tuple[Array, Array]:
-    return jax.jvp(functools.partial(_on_parts, strict, zeroes), primals, tangents)
-
-
-def _on_parts(strict: bool, zeroes: bool, x: Array, by: Multiplier, above: Array | None) -> Array:
-    scaled = by_parts(functools.partial(_product, by=by, strict=strict), x)
-    if zeroes:
-        scaled = jnp.where(by.ratio == 0, jnp.zeros_like(scaled), scaled)
-    stays = _stays(x, by, above)
-    # `lax.select` does not broadcast flags of several groups; `jnp.where` does, but it is a nested
-    # call for each leaf, which takes longer to compile.
-    select = lax.select if stays.shape in ((), x.shape) else jnp.where
+        scaled = cpu.select_exactly(ratio == 0, jnp.zeros_like(scaled), scaled)
     # Selected, because a product with 1 may flush subnormal numbers to 0.
-    return select(stays, x, scaled)
+    stays = _stays(x, power, ratio, *above)
+    return match_weak_type(cpu.select_exactly(stays, x, scaled), x)
 
 
-def _stays(x: Array, by: Multiplier, above: Array | None) -> Array:
+def _stays(x: Array, power: Array, ratio: Array, above: Array | None = None) -> Array:
     """Which entries are left as they are, or whether all are."""
     if above is not None:
         modulus, above = promoted([jnp.abs(x).astype(accumulation_dtype(x.dtype)), above])
         return modulus <= above
-    # Not `(by.power == 1) & ...`: an operator is a nested call for each leaf.
-    one = by.power.dtype.type(1)
-    return lax.bitwise_and(lax.eq(by.power, one), lax.eq(by.ratio, one))
+    # Not `(power == 1) & ...`: an operator is a nested call for each leaf.
+    one = power.dtype.type(1)
+    return lax.bitwise_and(lax.eq(power, one), lax.eq(ratio, one))
 
 
-def _product(x: Array, by: Multiplier, *, strict: bool) -> Array:
+def _product(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
     wide = x.astype(accumulation_dtype(x.dtype))
-    wide, power, ratio = promoted([wide, *by])
+    wide, power, ratio = promoted([wide, power, ratio])
     product = multiply(multiply(wide, power), ratio)
     return product if product.dtype == x.dtype else _rounded(product, x.dtype, strict)
 

@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar
 
 import chex
 import jax
@@ -14,11 +14,13 @@ from jax import Array
 
 import optaxclip._border.devices as devices
 import optaxclip.nonfinite as policies
+from optaxclip._base.counters import increased
 from optaxclip._base.numerics import narrowed
-from optaxclip._base.trees import FlatTree, is_sparse
-from optaxclip._base.types import ClipInfo, Limits, NonFinite, NormTree, PyTree, Threshold
+from optaxclip._base.trees import FlatTree
+from optaxclip._base.types import ClipState, Limits, NonFinite, NormTree, PyTree, Threshold
 from optaxclip._border.calls import across
 from optaxclip._border.checks import check_rule_state, matching_params, params_for
+from optaxclip._border.entries import as_arrays
 from optaxclip._border.options import Options
 from optaxclip._border.placement import located
 from optaxclip._engine.groups import Groups
@@ -32,16 +34,24 @@ from optaxclip.responses import Response, as_response
 from optaxclip.thresholds.calling import limits_by
 
 
-class Technique(Protocol):
-    """How leaves are measured and changed; hashable, because it is static."""
+@dataclasses.dataclass(frozen=True)
+class Technique:
+    """How leaves are measured and changed: each group has a norm, and is multiplied by a number.
+
+    Other techniques override what they do otherwise. Hashable, because it is static.
+    """
+
+    names_leaves: ClassVar[bool] = False
+    """Whether `measured` needs the leaves' names, for messages."""
 
     def measured(self, leaves: list[Any], groups: Groups, method: "Method") -> Measured:
         """The norms of all groups."""
-        ...
+        return measure(leaves, groups, method.norm, from_above=method.strict)
 
     def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
         """The numbers per group that `scaled` needs, each array of the shape of the norms."""
-        ...
+        del limits
+        return by
 
     def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], method: "Method") -> Any:
         """The changed leaf.
@@ -49,29 +59,11 @@ class Technique(Protocol):
         `columns` stacks along its first axis what the method `columns` gave; its other axes are the
         leaf's without `axes`.
         """
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class ByNorm:
-    """Measures norms, and multiplies all entries of a group by one number."""
-
-    def measured(self, leaves: list[Any], groups: Groups, method: "Method") -> Measured:
-        """The norms of the groups."""
-        return measure(leaves, groups, method.norm, from_above=method.strict)
-
-    def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
-        """The fields of the multiplier."""
-        del limits
-        return by
-
-    def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], method: "Method") -> Any:
-        """The leaf times its multiplier."""
         zeroes = method.nonfinite == "zero"
         return scale(leaf, columns, axes=axes, strict=method.strict, zeroes=zeroes)
 
 
-BY_NORM = ByNorm()
+BY_NORM = Technique()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,52 +80,57 @@ class Method:
     """The leaves' names, where they are needed for messages."""
 
     @classmethod
-    def of(cls, options: Options, response: str | Response, technique: Technique) -> "Method":
+    def of(
+        cls,
+        options: Options,
+        response: str | Response,
+        technique: Technique = BY_NORM,
+    ) -> "Method":
         """From the checked options, a response and a technique."""
         chosen = (options.norm, as_response(response), options.nonfinite, options.strict)
         return cls(*chosen, options.name, technique)
 
 
-class Start(NamedTuple):
-    """What a step needs besides the leaves and their parameters.
-
-    Attributes:
-      norm_of_tree: the norm of the whole tree, if the caller has it; else it is measured.
-    """
-
-    rule: Threshold
-    rule_state: PyTree
-    info: ClipInfo | None
-    norm_of_tree: Array | None
-
-
 def clipped(
     flat: FlatTree,
     params: PyTree | None,
-    start: Start,
+    rule: Threshold,
+    state: ClipState,
+    norm_of_tree: Array | None,
     groups: Groups,
     method: Method,
     options: Options,
-) -> tuple[PyTree, PyTree, Any]:
-    """The clipped tree, the rule's next state, and the record if there is one."""
-    params = params_for(start.rule, params, method.name)
+) -> tuple[PyTree, ClipState]:
+    """The clipped tree and the next state.
+
+    Args:
+      flat: the tree.
+      params: the parameters, for a limit that is relative to them.
+      rule: the limit.
+      state: the state before the step; where nothing is recorded, its `info` is None.
+      norm_of_tree: the norm of the whole tree, if the caller has it; else it is measured.
+      groups: the groups of the tree.
+      method: all settings but the limit.
+      options: the options, for how the parameters are split over devices.
+    """
+    params = params_for(rule, params, method.name)
     weights, of_weights = None, groups
     if params is not None:
         weights, of_weights = weights_beside(flat, params, groups, options)
     raises = method.nonfinite == "error"
-    if raises or method.technique is not BY_NORM:
+    if raises or method.technique.names_leaves:
         method = dataclasses.replace(method, leaf_names=tuple(flat.names()))
-    operands = (flat.measured_leaves(), weights, start)
+    operands = (flat.measured_leaves(), weights, rule, state, norm_of_tree)
     static = {"groups": groups, "of_weights": of_weights, "method": method}
     # In eager mode `checkify.check` raises at once, but inside of a compiled call it cannot.
-    new, rule_state, info = across(_steps, *operands, like=_results, compiled=not raises, **static)
-    return flat.rebuild(new), rule_state, info
+    new, state = across(_steps, *operands, like=_results, compiled=not raises, **static)
+    return flat.rebuild(new), state
 
 
-def _results(leaves: list[Any], weights: Any, start: Start) -> PyTree:
+def _results(leaves: list[Any], weights: Any, rule: Threshold, state: ClipState, _: Any) -> PyTree:
     """What the results of `_steps` are typed like."""
-    del weights
-    return leaves, start.rule_state, start.info
+    del weights, rule
+    return leaves, state
 
 
 def weights_beside(
@@ -156,46 +153,47 @@ def norms_of(flat: FlatTree, groups: Groups, norm: Norm) -> NormTree:
 def _steps(
     leaves: list[Any],
     weights: list[Any] | None,
-    start: Start,
+    rule: Threshold,
+    state: ClipState,
+    norm_of_tree: Array | None,
     *,
     groups: Groups,
     of_weights: Groups,
     method: Method,
-) -> tuple[list[Any], PyTree, ClipInfo | None]:
+) -> tuple[list[Any], ClipState]:
     """The steps in order: measure, limit, respond, scale, record."""
-    leaves, weight_norms = as_arrays(leaves), None
+    leaves, technique = as_arrays(leaves), method.technique
+    bad, weight_norms = None, None
     if weights is not None:
         weight_norms = measure(as_arrays(weights), of_weights, method.norm).norm
-    bad = None
     if method.nonfinite == "mask":
         leaves, bad = mask(leaves, groups)
-    measured = _measured_or_given(leaves, start.norm_of_tree, groups, method)
+    if norm_of_tree is None:
+        measured = technique.measured(leaves, groups, method)
+    else:
+        measured = Measured.of(norm_of_tree, 1.0)
+        if method.strict:
+            measured = measured.from_above(slack(leaves, groups, method.norm))
     norm = measured.norm
     bad = ~jnp.isfinite(norm) if bad is None else bad
     chex.assert_shape([norm, bad], groups.shape)
     if method.nonfinite == "error":
         _report(bad, groups, method)
-    limits, rule_state = limits_of(start.rule, start.rule_state, norm, weight_norms, method.name)
+    limits, rule_state = limits_of(rule, state.rule, norm, weight_norms, method.name)
     chex.assert_shape(list(limits), groups.shape)
     options = {"response": method.response, "nonfinite": method.nonfinite, "strict": method.strict}
     by = multiplier(measured, *limits, **options)
     chex.assert_shape(list(by), groups.shape)
-    scaled = _scaled(leaves, by, limits.trigger, groups, method)
+    # Stacked, so that each leaf cuts its part out of one array in one operation.
+    columns = devices.stack(technique.columns(by, limits.trigger.astype(by.ratio.dtype)))
+    parts = map(groups.placement.on_all_devices, groups.by_leaf(columns, leaves))
+    rows = zip(leaves, parts, groups.grouping.axes, strict=True)
+    scaled = [technique.scaled(*row, method) for row in rows]
     chex.assert_trees_all_equal_shapes_and_dtypes(leaves, scaled)
-    info = start.info
-    if info is not None:
-        info = updated_info(info, groups, norm, limits.trigger, by.factor, bad)
-    return scaled, rule_state, info
-
-
-def _measured_or_given(
-    leaves: list[Any], norm_of_tree: Array | None, groups: Groups, method: Method
-) -> Measured:
-    """The norms of all groups, or the norm that the caller has, with upper bounds if needed."""
-    if norm_of_tree is None:
-        return method.technique.measured(leaves, groups, method)
-    given = Measured.of(norm_of_tree, 1.0)
-    return given.from_above(slack(leaves, groups, method.norm)) if method.strict else given
+    if state.info is None:
+        return scaled, state
+    info = updated_info(state.info, groups, norm, limits.trigger, by.factor, bad)
+    return scaled, ClipState(increased(state.steps), rule_state, info)
 
 
 def limits_of(
@@ -225,25 +223,5 @@ def _report(bad: Array, groups: Groups, method: Method) -> None:
             policies.check(flags, method.name, names)  # nonfinite="error" needs checkify
 
 
-def _scaled(
-    leaves: list[Any],
-    by: Multiplier,
-    triggers: Array,
-    groups: Groups,
-    method: Method,
-) -> list[Any]:
-    technique, axes = method.technique, groups.grouping.axes
-    # Stacked, so that each leaf cuts its part out of one array in one operation.
-    columns = devices.stack(technique.columns(by, triggers.astype(by.ratio.dtype)))
-    parts = map(groups.placement.on_all_devices, groups.by_leaf(columns, leaves))
-    rows = zip(leaves, parts, axes, strict=True)
-    return [technique.scaled(*row, method) for row in rows]
-
-
 def _norms(leaves: list[Any], *, groups: Groups, norm: Norm) -> NormTree:
     return groups.as_tree(measure(as_arrays(leaves), groups, norm).norm)
-
-
-def as_arrays(leaves: list[Any]) -> list[Any]:
-    """Leaves, of which some may be numbers, as arrays."""
-    return [leaf if is_sparse(leaf) else jnp.asarray(leaf) for leaf in leaves]

@@ -13,9 +13,10 @@ import optaxclip.scopes as scopes
 from optaxclip._base.arguments import check_state, checked_count
 from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.states import registered_state
-from optaxclip._base.trees import flatten, is_sparse
+from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipState, PyTree, Threshold
 from optaxclip._border.checks import params_for
+from optaxclip._border.entries import as_arrays
 from optaxclip._border.options import Options, PlaceOptions, takes
 from optaxclip._border.transformation import Transformation, transformation
 from optaxclip._engine.clip import norms_by
@@ -206,7 +207,7 @@ def _warmed_up(updates: PyTree, state: ResetState, warmup: int | Array) -> PyTre
     # Equal to (1 - cos(pi * share)) / 2, which would lose digits where the cosine is near 1.
     factor = jnp.where(is_over, 1, jnp.square(jnp.sin(0.5 * jnp.pi * share)))
     by, flat = Multiplier(jnp.ones_like(factor), factor), flatten(updates, "updates")
-    leaves = [x if is_sparse(x) else jnp.asarray(x) for x in flat.measured_leaves()]
+    leaves = as_arrays(flat.measured_leaves())
     scaled = [scale(x, by, axes=tuple(range(x.ndim)), strict=False) for x in leaves]
     return flat.rebuild(scaled)
 

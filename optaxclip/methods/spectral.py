@@ -21,7 +21,7 @@ from optaxclip._engine.clip import stage
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import Measured
 from optaxclip._engine.respond import Multiplier
-from optaxclip._engine.step import Method
+from optaxclip._engine.step import Method, Technique
 from optaxclip.methods.moments import wide_dtype
 from optaxclip.methods.singular_values import RESPONSES, Mode, Prepared, clipped, largest
 from optaxclip.methods.updates import leaves_apart
@@ -103,8 +103,10 @@ def clip_by_spectral_norm(
 
 
 @dataclasses.dataclass(frozen=True)
-class _SingularValues:
+class _SingularValues(Technique):
     """Measures the largest singular value of each matrix, and replaces all by their new values."""
+
+    names_leaves = True
 
     mode: Mode
     iterations: int

@@ -34,7 +34,7 @@ from optaxclip._border.options import Options, ScaleOptions, takes
 from optaxclip._border.transformation import Transformation, transformation
 from optaxclip._engine.clip import stage
 from optaxclip._engine.respond import Multiplier
-from optaxclip._engine.step import ByNorm, Method
+from optaxclip._engine.step import Method, Technique
 from optaxclip.methods.elementwise import clamp_leaf
 from optaxclip.methods.moments import NamedMoments, dense, zero_moments
 from optaxclip.methods.updates import leaves_apart
@@ -103,7 +103,7 @@ def clip_by_moving_max(
 
 
 @dataclasses.dataclass(frozen=True)
-class _OnlyAbove(ByNorm):
+class _OnlyAbove(Technique):
     """Shrinks only the entries of a group that are above its limit."""
 
     def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:

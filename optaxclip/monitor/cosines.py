@@ -16,12 +16,11 @@ from jax import Array, lax
 
 import optaxclip._border.devices as devices
 import optaxclip._border.leaf_sums as leaf_sums
-import optaxclip._engine.powers as powers
 from optaxclip._base.numerics import bounded, norm_dtype, real_parts, safe_sqrt, select
 from optaxclip._base.trees import is_sparse
 from optaxclip._border.entries import not_padding
 from optaxclip._engine.groups import Groups
-from optaxclip._engine.measure import Measured
+from optaxclip._engine.measure import Measured, in_range, lowest
 from optaxclip.norms import Norm
 
 Pair: TypeAlias = tuple[Array, Array]
@@ -55,11 +54,9 @@ def cosines(
     def local(pairs: list[Any]) -> leaf_sums.AtScales:
         rows = zip(pairs, groups.grouping.axes, strict=True)
         is_whole = groups.placement.in_one_piece or bool(devices.manual_axes())
-        return powers.of_groups(
-            [_sums(x, axes=axes, is_whole=is_whole) for x, axes in rows], groups
-        )
+        return groups.totals([_sums(x, axes=axes, is_whole=is_whole) for x, axes in rows])
 
-    sums = groups.placement.on_each_device(local, pairs)
+    sums = groups.placement.on_each_device(local)(pairs)
     if of_others is None:
         of_others = _norm(sums[1::2])
     return _cosine(sums[::2], norms, of_others), of_others
@@ -126,12 +123,12 @@ def _both(x: Array) -> Any:
 
 
 def _highest(dtype: Any) -> float:
-    """A larger product of norms stays above `powers.lowest` at the scale for large numbers.
+    """A larger product of norms stays above `lowest` at the scale for large numbers.
 
     So each scale is used only where products of entries are neither too large nor too small for it.
     """
     # One factor after the other: in float64 the square of the distance is no number of Python's.
-    return powers.lowest(dtype) * leaf_sums.distance(dtype) * leaf_sums.distance(dtype)
+    return lowest(dtype) * leaf_sums.distance(dtype) * leaf_sums.distance(dtype)
 
 
 def _total(total: Array, count: Array) -> Array:
@@ -183,7 +180,7 @@ def _sums(pair: Pair, *, axes: tuple[int, ...], is_whole: bool) -> leaf_sums.AtS
 
 
 def _norm(sums: leaf_sums.AtScales) -> Array:
-    total, unit = powers.in_range(sums)
+    total, unit = in_range(sums)
     return Measured.of(safe_sqrt(total), unit).norm
 
 
@@ -194,7 +191,7 @@ def _cosine(sums: leaf_sums.AtScales, norm: Array, other: Array) -> Array:
     bound = safe_sqrt(norm.astype(plain.dtype)) * safe_sqrt(other.astype(plain.dtype))
     is_finite = jnp.isfinite(bound)
     is_high = bound > _highest(plain.dtype) ** 0.5
-    is_low = bound < powers.lowest(plain.dtype) ** 0.5
+    is_low = bound < lowest(plain.dtype) ** 0.5
     total = select(is_high, down, select(is_low, up, plain))
     bound = bound * select(is_high, 1 / far, select(is_low, far, jnp.ones_like(plain)))
     is_usable = is_finite & (bound > 0)

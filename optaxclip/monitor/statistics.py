@@ -17,10 +17,11 @@ from optaxclip._base.numerics import promoted, safe_divide
 from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip._base.types import PyTree
 from optaxclip._border.calls import across
+from optaxclip._border.entries import as_arrays
 from optaxclip._border.options import Options
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import measure
-from optaxclip._engine.step import as_arrays, weights_beside
+from optaxclip._engine.step import weights_beside
 from optaxclip.monitor.cosines import cosines
 from optaxclip.norms import Norm
 

@@ -186,7 +186,7 @@ def rule_for(
     return by_name({name: _as_rule(limit[name]) for name in names}, groups)
 
 
-def state_without_memory(limit: Threshold | dict[str, Any], name: str) -> PyTree:
+def state_of_fixed(limit: Threshold | dict[str, Any], name: str) -> PyTree:
     """The state of a checked limit that keeps none; it is the same at every step.
 
     Raises:

@@ -33,8 +33,8 @@ def each_longer(found):
 
 SLIPS = {
     "norms": (step, "measure", each_longer),
-    "norms of a device": (measuring, "_measured", each_longer),
-    "dtypes of norms": (measuring, "_measured", lambda x: jax.tree.map(jnp.float16, x)),
+    "norms of a device": (measuring._Measurement, "norms", each_longer),
+    "dtypes of norms": (measuring._Measurement, "norms", lambda x: jax.tree.map(jnp.float16, x)),
     "limits": (step, "limits_of", limits_longer),
     "multipliers": (step, "multiplier", each_longer),
     "leaves": (step, "scale", longer),

@@ -16,7 +16,7 @@ def test_every_entry_is_rounded_as_its_conversion_is(strict):
 
     @jax.jit
     def scaled(by):
-        return cpu.scaled_bfloat16(EVERY, jnp.ones_like(by), by, strict=strict)
+        return cpu.product_of_bfloat16(EVERY, jnp.ones_like(by), by, strict=strict)
 
     entries = np.float32(EVERY)
     for by in factors:
