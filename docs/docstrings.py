@@ -66,7 +66,7 @@ def _show_options(function: griffe.Function, pkg: griffe.Module) -> None:
 
 
 def as_markdown(text: str) -> str:
-    """A docstring with the example second, links, and fences around indented blocks."""
+    """A docstring with the example second, links, and fences where its text is indented."""
     text = NAME.sub(r'<autoref identifier="\1" optional>`\1`</autoref>', text) + "\n"
     text = PAPER.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", text)
     section = SECTION.search(text)

@@ -21,6 +21,7 @@ import tables
 
 from benchmarks.study import figures
 
+WIDE = ("evidence_figures.md", "benchmarks/accelerators/README.md")
 HEADING = re.compile(r"^## (\w+)$", re.MULTILINE)
 HREF = re.compile(r'(?<=<a href=")[^"]+')
 
@@ -38,7 +39,8 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """The links of the repository become the site's; the page of figures gets its tables."""
     if page.file.src_uri == "evidence_figures.md":
         markdown = figures.shown(markdown, figures.read(links.ROOT / "docs" / "evidence.csv"))
-        page.meta["hide"] = ["toc"]  # the tables take its place
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc", "navigation"]  # the tables take their place
     return links.rewritten(markdown, _path(page))
 
 

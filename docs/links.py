@@ -18,8 +18,9 @@ BESIDE = (
     "CHANGELOG.md",
     "benchmarks/README.md",
     "benchmarks/accelerators/README.md",
+    "benchmarks/accelerators/aims.csv",
 )
-"""Pages of the site that are not in `docs/`; notebooks are in the same places as here."""
+"""Pages and data of the site that are not in `docs/`; notebooks are in the same places as here."""
 
 TARGET = re.compile(r"(?<=\]\()[^)\s]+(?=\))")
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
