@@ -23,8 +23,8 @@ import numpy as np
 import optax
 from jax import Array
 
-from benchmarks.study.digits import DEEPEST, DIGITS, images
-from benchmarks.study.examples import Examples
+from benchmarks.research.study.digits import DEEPEST, DIGITS, images
+from benchmarks.research.study.examples import Examples
 from optaxclip import ops, per_example
 from optaxclip.commands.demo import read_text
 from optaxclip.commands.demo_task import MAX_SYMBOLS, encode

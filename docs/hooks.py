@@ -19,7 +19,7 @@ import annotations
 import links
 import tables
 
-from benchmarks.study import figures
+from benchmarks.research.study import figures
 
 WIDE = ("evidence_figures.md", "benchmarks/accelerators/README.md")
 HEADING = re.compile(r"^## (\w+)$", re.MULTILINE)

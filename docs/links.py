@@ -19,6 +19,7 @@ BESIDE = (
     "benchmarks/README.md",
     "benchmarks/accelerators/README.md",
     "benchmarks/accelerators/aims.csv",
+    "benchmarks/research/README.md",
 )
 """Pages and data of the site that are not in `docs/`; notebooks are in the same places as here."""
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks import bad_stretch
+from benchmarks.research import bad_stretch
 from optaxclip import plots
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import bad_stretch, curves, hyperball, text_model
-from benchmarks.text_model import Size
+from benchmarks.research import bad_stretch, curves, hyperball, text_model
+from benchmarks.research.text_model import Size
 from optaxclip import thresholds
 
 SIZE = Size(width=8, heads=2, layers=2, context=8, batch=4, held_out=4)

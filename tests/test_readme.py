@@ -79,6 +79,6 @@ def test_a_script_makes_every_picture_of_docs(tmp_path, monkeypatch):
     # With a reader's settings: Optax's Adam needs them.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         pictures.main()
-    of_study = importlib.import_module("benchmarks.study.pictures").NAMES  # made with its page
-    drawn = {path.name for path in docs.glob("*.png")} - set(of_study)
+    of_study = importlib.import_module("benchmarks.research.study.pictures")  # made with its page
+    drawn = {path.name for path in docs.glob("*.png")} - set(of_study.NAMES)
     assert {path.name for path in tmp_path.iterdir()} == drawn

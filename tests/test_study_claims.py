@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from benchmarks.study import claims, figures, results, rows, runs
-from benchmarks.study.comparing import Study
-from benchmarks.study.summary import summarize
+from benchmarks.research.study import claims, figures, results, rows, runs
+from benchmarks.research.study.comparing import Study
+from benchmarks.research.study.summary import summarize
 
 EVALUATIONS, SEEDS = 5, 3
 

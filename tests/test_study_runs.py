@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import optaxclip
-from benchmarks.study import cell, faults, methods, optimizers, plan, results, running
-from benchmarks.study.plan import Cell, Effort, Found
-from benchmarks.study.task import Task
+from benchmarks.research.study import cell, faults, methods, optimizers, plan, results, running
+from benchmarks.research.study.plan import Cell, Effort, Found
+from benchmarks.research.study.task import Task
 
 TINY = Effort(steps=8, every=2, seeds=2, tuning=1, chunk=4)
 LINE = np.linspace(-1.0, 1.0, 8, dtype=np.float32)

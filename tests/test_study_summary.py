@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks.study import comparing, figures, inference, methods, rows, runs, summary
-from benchmarks.study.comparing import HARMS, HELPS, UNCLEAR, Study
-from benchmarks.study.runs import Pair
+from benchmarks.research.study import comparing, figures, inference, methods, rows, runs, summary
+from benchmarks.research.study.comparing import HARMS, HELPS, UNCLEAR, Study
+from benchmarks.research.study.runs import Pair
 
 DOCS = Path(__file__).parents[1] / "docs"
 SEEDS, LOST, EVALUATIONS, EVERY = 12, 8, 21, 10
@@ -238,7 +238,7 @@ def written(tmp_path_factory):
     (folder / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
     for name in ("evidence.md", "evidence_figures.md"):
         shutil.copy(DOCS / name, folder)
-    page = importlib.import_module("benchmarks.study.page")
+    page = importlib.import_module("benchmarks.research.study.page")
     page.main([str(folder / "results.jsonl"), "--docs", str(folder)])
     return folder
 
@@ -290,7 +290,7 @@ DATA = figures.read(DOCS / "evidence.csv")
 
 def test_the_page_on_evidence_has_the_figures_of_the_data():
     pytest.importorskip("matplotlib")
-    page = importlib.import_module("benchmarks.study.page")
+    page = importlib.import_module("benchmarks.research.study.page")
     text = (DOCS / "evidence.md").read_text("utf-8")
     assert page.filled(text, page.tables(DATA)) == text
     assert page.filled(text, dict.fromkeys(page.tables(DATA), "")).count("\n| ") == 0
@@ -312,7 +312,7 @@ def test_every_method_fault_and_task_of_the_data_is_on_the_page_of_figures():
 
 
 def test_pictures_are_made_and_legible(written):
-    from benchmarks.study import pictures
+    from benchmarks.research.study import pictures
 
     for name in pictures.NAMES:
         assert (written / name).stat().st_size > 5000
@@ -321,7 +321,7 @@ def test_pictures_are_made_and_legible(written):
 
 def test_curves_are_lined_up_at_the_spike(found):
     pytest.importorskip("matplotlib")
-    from benchmarks.study import pictures
+    from benchmarks.research.study import pictures
 
     cell = found.study.cell(PAIRS[0], "none", CASES["spike"])
     losses = pictures.aligned(cell)
@@ -332,7 +332,7 @@ def test_curves_are_lined_up_at_the_spike(found):
 
 def test_pictures_of_short_and_of_lost_runs(tmp_path):
     pytest.importorskip("matplotlib")
-    from benchmarks.study import pictures
+    from benchmarks.research.study import pictures
 
     early = [{**x, "onset": 10} for x in ALL if x["fault"] == "spike" or x["fault"] == "none"]
     for x in early:

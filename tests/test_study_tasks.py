@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import text_model
-from benchmarks.study import digits, policy, text
-from benchmarks.study.examples import Examples
-from benchmarks.study.tasks import TASKS
+from benchmarks.research import text_model
+from benchmarks.research.study import digits, policy, text
+from benchmarks.research.study.examples import Examples
+from benchmarks.research.study.tasks import TASKS
 
 LOWER = {"lstm": 0.5, "transformer": 0.5, "conv": 0.8, "policy": 10.0, "private": 1.0}
 """By so much 40 steps lower the loss."""

@@ -4,7 +4,7 @@ Small tasks on data that Python and its packages bring, six kinds of faults, eve
 and the constant that is best in hindsight. Each task, optimizer and method is a cell: one compiled
 program of its runs. Before the cells the edge of the learning rate is found for each task and
 optimizer without a clip. Results are JSON lines, one a run; what is in the file is not run again.
-`python -m benchmarks.study.page` makes the page of them.
+`python -m benchmarks.research.study.page` makes the page of them.
 
   python -m benchmarks.study           # an hour and a quarter on two cores
   python -m benchmarks.study --quick   # a minute, and no more than a sign that it runs
@@ -20,11 +20,11 @@ from typing import Any
 
 from rich.progress import Progress
 
-from benchmarks.study import plan, running
-from benchmarks.study.methods import METHODS, PRIVATE, methods_for
-from benchmarks.study.plan import Cell, Effort, OfBatches
-from benchmarks.study.results import Results
-from benchmarks.study.tasks import TASKS
+from benchmarks.research.study import plan, running
+from benchmarks.research.study.methods import METHODS, PRIVATE, methods_for
+from benchmarks.research.study.plan import Cell, Effort, OfBatches
+from benchmarks.research.study.results import Results
+from benchmarks.research.study.tasks import TASKS
 
 Pair = tuple[str, str]
 ALL = list(METHODS | PRIVATE)

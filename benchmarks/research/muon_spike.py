@@ -1,4 +1,6 @@
-"""What Muon makes of one bad batch, by the limit of its group: `python benchmarks/muon_spike.py`.
+"""What Muon makes of one bad batch, by the limit of its group.
+
+  python benchmarks/research/muon_spike.py
 
 A small regression, 300 steps of `optax.contrib.muon`. The targets of the batch at step 150 are
 noise, a thousand times too large. Printed are the mean losses of good batches before it and after,

@@ -1,6 +1,8 @@
-"""What the study found: `python -m benchmarks.study.summary results.jsonl` prints the verdicts.
+"""What the study found: its verdicts.
 
-The page has all the rest: `benchmarks.study.page`.
+  python -m benchmarks.research.study.summary study.jsonl
+
+The page has all the rest: `benchmarks.research.study.page`.
 """
 
 import argparse
@@ -10,10 +12,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.study import comparing, results
-from benchmarks.study.comparing import CASES, HARMS, HELPS, UNCLEAR, Case, Comparison, Study
-from benchmarks.study.inference import Interval
-from benchmarks.study.runs import BEST, NONE, Cell, Pair, cells
+from benchmarks.research.study import comparing, results
+from benchmarks.research.study.comparing import (
+    CASES,
+    HARMS,
+    HELPS,
+    UNCLEAR,
+    Case,
+    Comparison,
+    Study,
+)
+from benchmarks.research.study.inference import Interval
+from benchmarks.research.study.runs import BEST, NONE, Cell, Pair, cells
 
 PRIVATE = "private"
 """The task in which each example is clipped, so that methods are others. Nothing would not be

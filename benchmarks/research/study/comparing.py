@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.study import inference
-from benchmarks.study.inference import Interval
-from benchmarks.study.methods import METHODS, PRIVATE
-from benchmarks.study.runs import NONE, RATES, Cell, Cells, Key, Pair
+from benchmarks.research.study import inference
+from benchmarks.research.study.inference import Interval
+from benchmarks.research.study.methods import METHODS, PRIVATE
+from benchmarks.research.study.runs import NONE, RATES, Cell, Cells, Key, Pair
 
 HELPS, UNCLEAR, HARMS = "helps", "no difference shown", "harms"
 CHANCE = 0.05
@@ -76,7 +76,7 @@ class Study(NamedTuple):
     Attributes:
       cells: by what was run.
       pairs: sorted.
-      methods: in the order of `benchmarks.study.methods`, and others behind.
+      methods: in the order of `benchmarks.research.study.methods`, and others behind.
       gains: of each pair, the loss that is learned away without a fault and without a method, at
         the best rate; where that is nothing, the most that any method learns away. It is the unit
         in which pairs are put together, as losses of different tasks have different ones. The

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterator
 
-from benchmarks.study import inference
-from benchmarks.study.comparing import HARMS, HELPS, Case, Comparison
-from benchmarks.study.figures import ANY, NONE, TOGETHER, Row
-from benchmarks.study.inference import Interval
-from benchmarks.study.runs import Pair
-from benchmarks.study.summary import Recovery, Summary
+from benchmarks.research.study import inference
+from benchmarks.research.study.comparing import HARMS, HELPS, Case, Comparison
+from benchmarks.research.study.figures import ANY, NONE, TOGETHER, Row
+from benchmarks.research.study.inference import Interval
+from benchmarks.research.study.runs import Pair
+from benchmarks.research.study.summary import Recovery, Summary
 
 BETTER = {HELPS: "better", HARMS: "worse"}
 

@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from benchmarks.study.comparing import HARMS, HELPS, UNCLEAR, Case
-from benchmarks.study.runs import BEST, NONE, RATES, Cell, Pair
-from benchmarks.study.summary import Summary
+from benchmarks.research.study.comparing import HARMS, HELPS, UNCLEAR, Case
+from benchmarks.research.study.runs import BEST, NONE, RATES, Cell, Pair
+from benchmarks.research.study.summary import Summary
 from optaxclip import plots
 from optaxclip.plots.style import COLORS, finished
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import curves
-from benchmarks.study import plan
+from benchmarks.research import curves
+from benchmarks.research.study import plan
 
 NONE, BEST = "none", "constant (best)"
 RATES = tuple(plan.RATES)

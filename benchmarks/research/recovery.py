@@ -6,7 +6,7 @@ at 0.95 of its mean before the rise for a rule that clips more than that by desi
 10th percentile, the quantile at the median). "never" is not within 4000. Published settings are
 `patience=None, floor=0.0`; for those, the figures of methods.md, 5.1, stand beside ours.
 
-  python benchmarks/recovery.py
+  python benchmarks/research/recovery.py
 """
 
 import functools

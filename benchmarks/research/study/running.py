@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.study import cell, digits, plan
-from benchmarks.study.faults import FAULTS
-from benchmarks.study.methods import Method, methods_for
-from benchmarks.study.plan import Cell, Effort, Found, OfBatches
-from benchmarks.study.task import Task
-from benchmarks.study.tasks import TASKS
+from benchmarks.research.study import cell, digits, plan
+from benchmarks.research.study.faults import FAULTS
+from benchmarks.research.study.methods import Method, methods_for
+from benchmarks.research.study.plan import Cell, Effort, Found, OfBatches
+from benchmarks.research.study.task import Task
+from benchmarks.research.study.tasks import TASKS
 from optaxclip import tuning
 
 ENVIRONMENT = {

@@ -1,4 +1,4 @@
-"""A stretch of bad data, and how soon a run's loss is back: `python -m benchmarks.bad_stretch`.
+"""A stretch of bad data, and how soon a run's loss is back.
 
 A small transformer learns text by Adam. In the middle of the run some batches in a row are bad:
 characters drawn by chance, as of a broken file, or one good batch again and again. What guards the
@@ -6,8 +6,8 @@ run is one of: nothing, a clip, a reset of Adam's moments, a skip, a skip with a
 seeds and kinds of a guard are one compiled program, so the checkpoints of the roll back are part of
 it; the page on recovery has the loop on the host.
 
-  python -m benchmarks.bad_stretch           # ten minutes on two cores
-  python -m benchmarks.bad_stretch --quick   # a minute, and no more than a sign that it runs
+  python -m benchmarks.research.bad_stretch           # ten minutes on two cores
+  python -m benchmarks.research.bad_stretch --quick   # a minute, only a sign that it runs
 """
 
 import argparse
@@ -23,9 +23,9 @@ import optax
 from jax import Array
 
 import optaxclip
-from benchmarks import text_model
-from benchmarks.curves import last, steps_to_recover
-from benchmarks.text_model import Size, Text
+from benchmarks.research import text_model
+from benchmarks.research.curves import last, steps_to_recover
+from benchmarks.research.text_model import Size, Text
 from benchmarks.times.timing import race, ratio
 from optaxclip import monitor, thresholds
 

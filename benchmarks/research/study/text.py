@@ -16,9 +16,9 @@ import numpy as np
 import optax
 from jax import Array
 
-from benchmarks import text_model
-from benchmarks.study.examples import Examples, scrambled
-from benchmarks.study.task import Params, Task
+from benchmarks.research import text_model
+from benchmarks.research.study.examples import Examples, scrambled
+from benchmarks.research.study.task import Params, Task
 from optaxclip.commands.demo_task import MAX_SYMBOLS, encode
 
 SIZE = text_model.Size(width=24, heads=2, layers=2, context=24, batch=8, held_out=64)
@@ -55,7 +55,7 @@ def library() -> Text:
 
 @functools.cache
 def transformer() -> Task:
-    """The network of `benchmarks.text_model`."""
+    """The network of `benchmarks.research.text_model`."""
     losses = functools.partial(_losses_of_transformer, size=SIZE)
     initial = functools.partial(text_model.initial, size=SIZE)
     return _task(initial, losses, ("adamw", "muon"))

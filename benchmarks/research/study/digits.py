@@ -15,8 +15,8 @@ import numpy as np
 import optax
 from jax import Array
 
-from benchmarks.study.examples import Examples, scrambled
-from benchmarks.study.task import Params, Task
+from benchmarks.research.study.examples import Examples, scrambled
+from benchmarks.research.study.task import Params, Task
 
 DIGITS, SIDE, DEEPEST = 10, 8, 16.0
 HELD_OUT_SHARE = 0.2

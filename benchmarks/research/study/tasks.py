@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from benchmarks.study import digits, policy, text
-from benchmarks.study.task import Task
+from benchmarks.research.study import digits, policy, text
+from benchmarks.research.study.task import Task
 
 TASKS: dict[str, Callable[[], Task]] = {
     "lstm": text.lstm,

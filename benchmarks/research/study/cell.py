@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from benchmarks.study import faults
-from benchmarks.study.faults import Faults
-from benchmarks.study.methods import Method, Setting, steps_changed
-from benchmarks.study.optimizers import optimizer
-from benchmarks.study.task import Task
+from benchmarks.research.study import faults
+from benchmarks.research.study.faults import Faults
+from benchmarks.research.study.methods import Method, Setting, steps_changed
+from benchmarks.research.study.optimizers import optimizer
+from benchmarks.research.study.task import Task
 from optaxclip import accumulate, ops
 
 

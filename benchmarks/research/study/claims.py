@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.study import comparing, inference, plan, results, rows
-from benchmarks.study.comparing import CASES, Study
-from benchmarks.study.figures import CLAIMS, OF_BATCHES, WITH_ADAMW, Claim, Row
-from benchmarks.study.runs import BEST, NONE
-from benchmarks.study.summary import together
+from benchmarks.research.study import comparing, inference, plan, results, rows
+from benchmarks.research.study.comparing import CASES, Study
+from benchmarks.research.study.figures import CLAIMS, OF_BATCHES, WITH_ADAMW, Claim, Row
+from benchmarks.research.study.runs import BEST, NONE
+from benchmarks.research.study.summary import together
 
 
 def of_papers(study: Study, path: Path) -> Iterator[Row]:

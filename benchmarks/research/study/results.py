@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import optaxclip
-from benchmarks.study import plan
-from benchmarks.study.plan import Cell, Effort, Found, OfBatches
+from benchmarks.research.study import plan
+from benchmarks.research.study.plan import Cell, Effort, Found, OfBatches
 
 PACKAGES = ("jax", "optax", "numpy", "scikit-learn")
 

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import curves
-from benchmarks.study.faults import FAULTS
+from benchmarks.research import curves
+from benchmarks.research.study.faults import FAULTS
 
 RATES = {"calm": 0.25, "edge": 1.0, "past": 4.0}
 """Each rate in multiples of the edge: the largest at which no clip is needed."""

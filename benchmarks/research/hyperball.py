@@ -5,8 +5,8 @@ with AdamW's best one; every rate warms up over the first tenth of the steps and
 cosine. All seeds of a rate are one compiled program. The seeds that choose the rates are others
 than those that are told.
 
-  python -m benchmarks.hyperball           # about half an hour on two cores
-  python -m benchmarks.hyperball --quick   # a minute, and no more than a sign that it runs
+  python -m benchmarks.research.hyperball           # about half an hour on two cores
+  python -m benchmarks.research.hyperball --quick   # a minute, and no more than a sign that it runs
 """
 
 import argparse
@@ -22,8 +22,8 @@ import optax
 from jax import Array
 
 import optaxclip
-from benchmarks import text_model
-from benchmarks.text_model import Size
+from benchmarks.research import text_model
+from benchmarks.research.text_model import Size
 from benchmarks.times.timing import race, ratio, spread
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)

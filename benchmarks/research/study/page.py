@@ -1,8 +1,10 @@
-"""Writes the study's figures from its results: `python -m benchmarks.study.page results.jsonl`.
+"""Writes the study's figures from its results.
+
+  python -m benchmarks.research.study.page study.jsonl
 
 It writes `docs/evidence.csv`, the pictures, and on the page `docs/evidence.md` what stands between
 marks. All else on that page, and what `docs/evidence_figures.md` says of each method, is written by
-hand; the site adds the tables there (`benchmarks.study.figures`).
+hand; the site adds the tables there (`benchmarks.research.study.figures`).
 """
 
 import argparse
@@ -10,13 +12,13 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.study import claims, figures, pictures, rows
-from benchmarks.study.figures import Figures
-from benchmarks.study.summary import Summary, load
+from benchmarks.research.study import claims, figures, pictures, rows
+from benchmarks.research.study.figures import Figures
+from benchmarks.research.study.summary import Summary, load
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 MARKED = re.compile(
-    r"(?<=<!-- made by benchmarks.study.page: )(.+?) -->\n(.*?)(?=<!-- end -->)", re.DOTALL
+    r"(?<=<!-- made by benchmarks.research.study.page: )(.+?) -->\n(.*?)(?=<!-- end -->)", re.DOTALL
 )
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from benchmarks.study.task import Params, Task
+from benchmarks.research.study.task import Params, Task
 
 GRAVITY, CART, POLE, HALF_LENGTH = 9.8, 1.0, 0.1, 0.5
 """In meters per second squared, kilograms, and meters."""

@@ -1,0 +1,1 @@
+"""Whole runs compared: which method, guard or optimizer helps."""
