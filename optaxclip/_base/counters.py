@@ -16,9 +16,9 @@ def increased(count: Array, where: Array | bool = True, *, period: int = 1) -> A
     Args:
       count: signed integers of at least 0.
       where: bool, which of them to increase.
-      period: a counter at the dtype's largest value is lowered by `period - 1`. With 1 it stays
-        there, as Optax's counters do. With the length of a ring buffer, `count % period` continues
-        without a gap.
+      period: a counter at the dtype's largest value does not grow, but falls by `period - 1`. With
+        1 it stays there, as Optax's counters do. With the length of a ring buffer, the place in the
+        buffer, `count % period`, moves on by one as at every other step.
 
     Raises:
       TypeError: for counters of another dtype.

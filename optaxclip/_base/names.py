@@ -25,11 +25,11 @@ class Names:
     It is no tuple, because trainers that go through a state by hand go into tuples, and would find
     the names as leaves where JAX has none. They know dataclasses and leave out static fields.
 
-    Empty names equal all others, because `optax.tree_map_params` calls `init` with parameters
-    without leaves, which have no names, and compares the structure of that state with a real one.
-    A state that lost its names in this way gets them back at the next step, but not inside of a
-    wrapper that keeps the old structure (`optax.MultiSteps`). A function compiled for such a state
-    returns every state without names, because to `jit` both have one structure.
+    No names at all are equal to any names. `optax.tree_map_params` needs that: it calls `init` with
+    a tree that has no leaves, so no names, and compares the structure of this state with that of a
+    real one. What it returns has lost its names, and gets them back at the next step. Two things do
+    not: a wrapper that keeps the old structure (`optax.MultiSteps`), and a function that was
+    compiled for a state without names, as `jit` takes both for one structure.
 
     Attributes:
       entries: the names.

@@ -28,9 +28,9 @@ def across(
 ) -> Any:
     """`fn(*operands, **static)`, wherever the operands lie: `fn` sees arrays that nothing splits.
 
-    In eager mode that is one compiled call, which is cached; in a trace it is a part of the trace.
-    If the types of arrays say that they are split over an explicit mesh, its axes are automatic
-    inside of `fn`: there the compiler decides how arrays are split.
+    In eager mode that is one compiled call, which is cached. Under `jit`, `fn` is traced like the
+    code around it. If the types of arrays say that they are split over an explicit mesh, its axes
+    are automatic inside of `fn`: there the compiler decides how arrays are split.
 
     Args:
       fn: a module-level function, because it is part of the cache's key.

@@ -63,10 +63,11 @@ def in_float32(norm: Array, *, from_above: bool) -> tuple[Array, Array, Array, A
 
 
 def quotients(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
-    """Quotients of arrays of one shape, on a CPU by one division.
+    """Each dividend by its divisor, all of one shape; on a CPU by one division of stacks.
 
-    Callers stack the quotients. XLA on CPU (JAX 0.10.2) would stack separate arrays anew for each
-    leaf: a clip of 200 leaves by their own norms would have a tenth more instructions.
+    Several divisions would give several arrays, which the callers stack. XLA on CPU (JAX 0.10.2)
+    repeats that stacking inside of each leaf's loop: a clip of 200 leaves by their own norms then
+    has a tenth more instructions.
     """
     ways = {"cpu": _by_one_division, "default": _one_by_one}
     return lax.platform_dependent(dividends, divisors, **ways)

@@ -1,11 +1,11 @@
 """Code for XLA on GPUs alone, with what it gains.
 
 Over all axes of a leaf, a variadic reduction is one kernel. Over some axes, XLA (JAX 0.10.2) stores
-the summands of a variadic reduction, and runs three plain sums as several kernels; a leaf that the
-compiler splits over devices it gathers. One sum in float64, which has the range of all three,
-avoids this. As compiled for an H100 (a transformer of 4 layers of 2048) AGC takes 2.02 reads with
-it and 4.05 with three sums; on an automatic mesh of eight, global norm adds 70 kernels (Optax 62),
-and with three sums about 100 more.
+the summands of a variadic reduction, and runs three plain sums as several kernels. If the compiler
+splits the leaf over devices, it first gathers the leaf on each of them. One sum in float64, which
+has the range of all three, avoids all of this. As compiled for an H100 (a transformer of 4 layers
+of 2048) AGC takes 2.02 reads with it and 4.05 with three sums; on an automatic mesh of eight,
+global norm adds 70 kernels (Optax 62), and with three sums about 100 more.
 
 This sum needs fast float64 arithmetic, which GPUs such as the H100 have; on others, such as the
 B300, it may take longer than the read.

@@ -95,9 +95,10 @@ def at_scales(
 ) -> AtScales:
     """The sums of a leaf at all scales, on any platform.
 
-    With norms in float32, a leaf that is summed over all axes, and is whole or a shard inside
-    `shard_map`, takes one variadic reduction. Any other takes one plain sum per scale; on a GPU,
-    one sum in float64. With norms in float64 each leaf takes plain sums.
+    If norms are computed in float32, a leaf that is summed over all of its axes takes one variadic
+    reduction, as long as it is whole, or a shard inside of `shard_map`. Any other leaf takes one
+    plain sum for each scale, or on a GPU one sum in float64. If norms are computed in float64,
+    every leaf takes one plain sum for each scale.
     """
     options = {"axes": axes, "norm": norm, "dtype": dtype}
     if dtype != jnp.float32:

@@ -191,7 +191,7 @@ def _misread(name: str, value: Any, allowed: list[str]) -> str:
     cap = f", or pass max_norm={given} for a cap on it" if "max_norm" in allowed else ""
     limit = f"For a limit of {given} take clip_by_global_norm({given}){cap}. "
     return (
-        f"{name}() takes keywords alone, got {given}; it computes its limit itself. "
+        f"{name}() takes only keyword arguments, got {given}; it computes its limit itself. "
         f"{limit if is_real(value) else ''}Its keywords are {allowed}"
     )
 

@@ -36,7 +36,8 @@ class Placement:
 
     Attributes:
       reduced: for each leaf the mapped axes over which entries that share a norm are split.
-      kept: for each leaf, and each of its axes that is not reduced, the mapped axes that split it.
+      kept: for each leaf a row with an entry for each axis that norms are not taken over: the
+        mapped axes that split this axis over devices. Each device has norms of its own part of it.
       in_one_piece: whether neither types nor arguments say that a leaf is split.
       mesh: the mesh over which norms are measured device by device; None inside of `shard_map`, and
         where only the compiler knows how leaves are split.
@@ -352,7 +353,7 @@ class _Finder:
         return reduced | mapped, kept
 
     def _by_spec(self, i: int, leaf: Any, axes: Axes) -> tuple[Axes, Kept]:
-        """The same, from the leaf's spec (mesh axes that are not in `axes` are ignored)."""
+        """What `axes_of` returns, by the leaf's spec; mesh axes that `axes` lacks are ignored."""
         assert self.specs is not None
         split = [
             tuple(name for name in devices.spec_names(x) if name in axes)
@@ -363,7 +364,7 @@ class _Finder:
         return reduced, tuple(names for axis, names in enumerate(split) if axis not in inside)
 
     def _by_type(self, i: int, leaf: Any, unsplit: Kept) -> tuple[Axes, Kept]:
-        """The same, from the leaf's type, and from its spec if only some axes are reduced."""
+        """What `axes_of` returns, by the leaf's type; by its spec too if not all are reduced."""
         varying = devices.varying_axes(leaf)
         if self.axis_names is not None:
             # Along other axes each device has gradients of its own, as in local SGD.

@@ -45,8 +45,8 @@ class Judgement(NamedTuple):
       norm: the gradient's norm before the clip; 0 if norms are not measured.
       norm_after: the gradient's norm after the clip; 0 if norms are not measured.
       is_out: whether it is rejected.
-      state: the state after it. If the microbatch is rejected, only the clip's part stays as it
-        was; if it has no weight, all of it does.
+      state: the state after it. A rejected microbatch leaves the clip's part as it was, but the
+        rule that rejects learns from it; a microbatch without weight leaves all of it as it was.
     """
 
     leaves: list[Array]

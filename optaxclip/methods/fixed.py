@@ -140,8 +140,8 @@ def adaptive_grad_clip(
       weak types of the gradients.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or no scalar; when used, without `params`, or
-        for a leaf of rank 6 or more without `axis`.
+      ValueError: for a limit that is negative, NaN or an array with axes; when used, without
+        `params`, or for a leaf of rank 6 or more without `axis`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -113,9 +113,9 @@ def record(
       ValueError: if `window` is less than 1, for an unknown norm or statistic, for none, or for one
         that comes twice; for `per_leaf` with `scope`, `ratio` with `stats`, or `loss` with any of
         them; when used, for a statistic that needs `params` without them, or for a missing loss or
-        one that is no scalar.
-      TypeError: if `window` is not an int, `per_leaf`, `loss` or `ratio` neither True nor False, a
-        statistic no string, the scope none, or the loss no number.
+        one that is an array with axes.
+      TypeError: if `window` is not an int; if `per_leaf`, `loss` or `ratio` is neither True nor
+        False; if a statistic is not a string, the scope not a scope, or the loss not a number.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip

@@ -90,8 +90,8 @@ def verdict(opt_state: PyTree, roll_back_after: int = 10) -> Verdict:
     Args:
       opt_state: any pytree that holds the state, as in `optaxclip.monitor.read`, also one restored
         from a checkpoint. Of several skips, and of states under `vmap`, the worst counts.
-      roll_back_after: after how many skipped steps in a row to go back. A skip that takes a step
-        sooner (`max_consecutive`) begins to count anew.
+      roll_back_after: after how many skipped steps in a row to go back. If a skip
+        takes a step before that (`max_consecutive`), the skipped steps are counted from there.
 
     Returns:
       "ok", "skipped" or "roll back". It is "roll back" after `roll_back_after` skipped steps in a

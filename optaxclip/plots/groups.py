@@ -69,8 +69,8 @@ def shares_over_steps(
       most: how many groups have a colour of their own, at most 8.
 
     Raises:
-      ValueError: for shares that do not have two axes, of which none is empty, or are not from 0 to
-        1; for a wrong number of names or steps; for `most` out of range.
+      ValueError: for shares that do not have two axes, for an axis of length 0, and for shares that
+        are not from 0 to 1; for a wrong number of names or steps; for `most` out of range.
       TypeError: for shares that are not real numbers, or rows of different lengths; if `most` is
         not an int.
 
@@ -134,8 +134,8 @@ def heatmap(
       stat: which statistic they are, of those that `monitor.record` keeps.
 
     Raises:
-      ValueError: for values that do not have two axes, of which none is empty; for a wrong number
-        of names or steps; for an unknown statistic.
+      ValueError: for values that do not have two axes, or for an axis of length 0; for a wrong
+        number of names or steps; for an unknown statistic.
       TypeError: for values that are not real numbers, or rows of different lengths.
 
     Example:

@@ -119,10 +119,10 @@ def sweep(
     A limit is a traced number, so one program serves all limits: `vmap` over the runs, `scan` over
     the steps; on a CPU the cores share the runs. All runs get the same batches, and runs of one
     seed have the same initial values. The suggested limit is the largest whose final loss is within
-    noise of the best one. The noise is that of the difference of the two losses, but at most the
-    noise of the best loss, so that an unstable run is not taken for a good one. With several seeds
-    it is two standard errors over the seeds; with one seed, the standard deviation over the last
-    steps.
+    noise of the best one. The noise is the smaller one of two, so that an unstable run is not taken
+    for a good one: the noise of the difference of the two losses, and that of the best loss alone.
+    With several seeds noise is two standard errors over the seeds; with one seed, the standard
+    deviation over the last steps.
 
     Args:
       init_fn: `init_fn(key) -> state`, any pytree of arrays: parameters and optimizer state.

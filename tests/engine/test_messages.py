@@ -138,7 +138,9 @@ WITHOUT_A_LIMIT = (
 
 @pytest.mark.parametrize("name", WITHOUT_A_LIMIT)
 def test_a_number_alone_is_no_limit_of_what_finds_its_own(name):
-    with pytest.raises(TypeError, match=rf"^{name}\(\) takes keywords alone, got 1.0; it computes"):
+    with pytest.raises(
+        TypeError, match=rf"^{name}\(\) takes only keyword arguments, got 1.0; it computes"
+    ):
         getattr(optaxclip, name)(1.0)
     with pytest.raises(TypeError, match="positional"):
         optaxclip.clip_by_second_moment(1.0)
