@@ -29,7 +29,8 @@ def initial(key: Array) -> Params:
     shapes = {"embed": (MAX_SYMBOLS, WIDTH), "hide": (CONTEXT * WIDTH, HIDDEN)}
     shapes["out"] = (HIDDEN, MAX_SYMBOLS)
     return {
-        name: jax.random.normal(key, shape) / np.sqrt(shape[0] if name != "embed" else 1)
+        name: jax.random.normal(key, shape)
+        / np.sqrt(shape[0] if name != "embed" else 1)
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
 
@@ -38,14 +39,22 @@ def loss_fn(params: Params, windows: Array) -> Array:
     """How well each window's last character is told from those before it."""
     context = params["embed"][windows[:, :-1]].reshape(len(windows), -1)
     logits = jax.nn.relu(context @ params["hide"]) @ params["out"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, -1]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits, windows[:, -1]
+    ).mean()
 
 
-def train(text: Array, size: int, steps: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def train(
+    text: Array, size: int, steps: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The loss and the noise scale at each step with batches of this size."""
-    grad_fn = accumulate.value_and_grad(loss_fn, microbatch_size=size // MICROBATCHES)
+    grad_fn = accumulate.value_and_grad(
+        loss_fn, microbatch_size=size // MICROBATCHES
+    )
     tx = optax.chain(monitor.noise_scale(0.99), optax.adam(LEARNING_RATE))
-    starts = np.random.default_rng(seed).integers(len(text) - CONTEXT, size=(steps, size))
+    starts = np.random.default_rng(seed).integers(
+        len(text) - CONTEXT, size=(steps, size)
+    )
 
     def step(carry: Any, starts: Array) -> tuple[Any, tuple[Array, Array]]:
         params, state = carry
@@ -78,7 +87,9 @@ def draw(path: Path, dpi: int, text: str, seed: int) -> None:
         losses, scales = train(learned, size, steps, seed)
         reached = steps_to(GOAL, losses)
         examples = reached and reached * size
-        print(f"batches of {size}: loss {GOAL} after {reached} steps, {examples} examples")
+        print(
+            f"batches of {size}: loss {GOAL} after {reached} steps, {examples} examples"
+        )
         print(
             f"  noise scale then {scales[(reached or steps) - 1]:.0f}, at the end {scales[-1]:.0f}"
         )

@@ -31,14 +31,23 @@ class Docstrings(griffe.Extension):
         """Shows options one by one, and the values of constants that are defaults."""
         modules: list[griffe.Object] = [pkg]
         while modules:
-            members = [found for found in modules.pop().members.values() if not found.is_alias]
+            members = [
+                found
+                for found in modules.pop().members.values()
+                if not found.is_alias
+            ]
             modules += [found for found in members if found.is_module]
             for function in members:
-                if function.docstring and "\n  **options: " in function.docstring.value:
+                if (
+                    function.docstring
+                    and "\n  **options: " in function.docstring.value
+                ):
                     _show_options(function, pkg)
                 for parameter in getattr(function, "parameters", ()):
                     if isinstance(parameter.default, griffe.ExprName):
-                        path = parameter.default.canonical_path.removeprefix(f"{pkg.name}.")
+                        path = parameter.default.canonical_path.removeprefix(
+                            f"{pkg.name}."
+                        )
                         if pkg[path].is_attribute:
                             parameter.default = str(pkg[path].value)
 
@@ -47,7 +56,9 @@ def _show_options(function: griffe.Function, pkg: griffe.Module) -> None:
     """Puts in the place of `**options` what the function says of them once it is imported."""
     live = getattr(importlib.import_module(function.module.path), function.name)
     kinds = (kind for kind in pkg["_border.options"].classes.values() if kind.bases)
-    annotations = {name: x.annotation for kind in kinds for name, x in kind.attributes.items()}
+    annotations = {
+        name: x.annotation for kind in kinds for name, x in kind.attributes.items()
+    }
     own = [x for x in function.parameters if x.name != "options"]
     known = {x.name for x in own}
     keyword = griffe.ParameterKind.keyword_only
@@ -55,7 +66,10 @@ def _show_options(function: griffe.Function, pkg: griffe.Module) -> None:
         *own,
         *(
             griffe.Parameter(
-                name, annotation=annotations[name], kind=keyword, default=repr(x.default)
+                name,
+                annotation=annotations[name],
+                kind=keyword,
+                default=repr(x.default),
             )
             for name, x in inspect.signature(live).parameters.items()
             if name not in known

@@ -27,6 +27,8 @@ def draw(path: Path, dpi: int) -> None:
         if found.texts:
             marked["rules of tables"] = np.flatnonzero(np.array(most_common) >= RULE)
         plots.example_norms(norms, marked=marked, ax=ax, most=4)
-        ax.set_title({"digits": "handwritten digits", "lines": "lines of text"}[task])
+        ax.set_title(
+            {"digits": "handwritten digits", "lines": "lines of text"}[task]
+        )
         legend_below(ax)
     figure.savefig(path, dpi=dpi)

@@ -29,16 +29,22 @@ HREF = re.compile(r'(?<=<a href=")[^"]+')
 @event_priority(100)  # before the plugin that makes pages of notebooks
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages and notebooks under the names that they have in the repository."""
-    notebooks = (path.relative_to(links.ROOT) for path in links.ROOT.glob("notebooks/*.ipynb"))
+    notebooks = (
+        path.relative_to(links.ROOT) for path in links.ROOT.glob("notebooks/*.ipynb")
+    )
     for name in (*links.BESIDE, *sorted(path.as_posix() for path in notebooks)):
-        files.append(File(name, str(links.ROOT), config.site_dir, config.use_directory_urls))
+        files.append(
+            File(name, str(links.ROOT), config.site_dir, config.use_directory_urls)
+        )
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """The links of the repository become the site's; the page of figures gets its tables."""
     if page.file.src_uri == "evidence_figures.md":
-        markdown = figures.shown(markdown, figures.read(links.ROOT / "docs" / "evidence.csv"))
+        markdown = figures.shown(
+            markdown, figures.read(links.ROOT / "docs" / "evidence.csv")
+        )
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["toc", "navigation"]  # the tables take their place
     return links.rewritten(markdown, _path(page))
@@ -51,7 +57,11 @@ def on_page_content(content: str, page: Page, files: Files, **_: object) -> str:
 
     def replaced(match: re.Match[str]) -> str:
         link = html.unescape(match[0])
-        found = None if links.is_elsewhere(link) else links.of_site(link, _path(page), {})
+        found = (
+            None
+            if links.is_elsewhere(link)
+            else links.of_site(link, _path(page), {})
+        )
         file = found and not found[1] and files.get_file_from_path(found[0])
         return file.url_relative_to(page.file) if file else match[0]
 
@@ -70,9 +80,16 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
 def on_post_build(config: MkDocsConfig) -> None:
     """Follows every link of the site; under `--strict` one that leads nowhere is an error."""
     for link in links.broken_of_site(Path(config.site_dir).resolve()):
-        logging.getLogger("mkdocs.hooks.links").warning("A link leads nowhere: %s", link)
+        logging.getLogger("mkdocs.hooks.links").warning(
+            "A link leads nowhere: %s", link
+        )
 
 
 def _path(page: Page) -> str:
     """That of the page's file in the repository."""
-    return Path(page.file.abs_src_path or "").resolve().relative_to(links.ROOT).as_posix()
+    return (
+        Path(page.file.abs_src_path or "")
+        .resolve()
+        .relative_to(links.ROOT)
+        .as_posix()
+    )

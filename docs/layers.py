@@ -37,7 +37,8 @@ def initial(key: Array) -> Params:
     }
     keys = jax.random.split(key, len(shapes))
     return {
-        name: jax.random.normal(key, shape) / np.sqrt(shape[-2] if name != "embed" else 1)
+        name: jax.random.normal(key, shape)
+        / np.sqrt(shape[-2] if name != "embed" else 1)
         for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
 
@@ -52,7 +53,9 @@ def loss_fn(params: Params, windows: Array) -> Array:
 
     x, _ = jax.lax.scan(block, x, (params["up"], params["down"]))
     logits = _normalized(x) @ params["head"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, -1]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits, windows[:, -1]
+    ).mean()
 
 
 def _normalized(x: Array) -> Array:
@@ -66,7 +69,9 @@ def with_noise(grads: Params, step: Array) -> Params:
     def noisy(name: str) -> Array:
         grad, key = grads[name], jax.random.fold_in(jax.random.key(len(name)), step)
         size = NOISE * jnp.sqrt(jnp.mean(grad**2, axis=(1, 2), keepdims=True))
-        return grad + jnp.where(is_bad, size, 0.0) * jax.random.normal(key, grad.shape)
+        return grad + jnp.where(is_bad, size, 0.0) * jax.random.normal(
+            key, grad.shape
+        )
 
     return grads | {name: noisy(name) for name in STACKED}
 
@@ -82,7 +87,9 @@ def train(text: Array, seed: int, *, wrong: bool) -> tuple[np.ndarray, Any]:
         optaxclip.clip_by_global_norm(LIMIT),
         optax.sgd(LEARNING_RATE, 0.9),
     )
-    starts = np.random.default_rng(seed).integers(len(text) - CONTEXT, size=(STEPS, SIZE))
+    starts = np.random.default_rng(seed).integers(
+        len(text) - CONTEXT, size=(STEPS, SIZE)
+    )
 
     def step(carry: Any, now: Any) -> tuple[Any, Array]:
         (params, state), (number, starts) = carry, now
@@ -93,7 +100,9 @@ def train(text: Array, seed: int, *, wrong: bool) -> tuple[np.ndarray, Any]:
 
     params, steps = initial(jax.random.key(seed)), (jnp.arange(STEPS), starts)
     start = (params, tx.init(params))
-    (_, state), losses = jax.jit(lambda *args: jax.lax.scan(step, *args))(start, steps)
+    (_, state), losses = jax.jit(lambda *args: jax.lax.scan(step, *args))(
+        start, steps
+    )
     return np.asarray(losses), state
 
 
@@ -108,8 +117,12 @@ def draw(folder: Path, look: Any, dpi: int, text: str, seed: int) -> None:
         norms = np.linalg.norm(monitor.history(state, stat="norm"), axis=1)
         shares = monitor.history(state, stat="share")[-1]
         names = monitor.history_names(state)
-        largest = ", ".join(f"{names[i]} {shares[i]:.2f}" for i in np.argsort(-shares)[:3])
-        print(f"{name}: loss {losses[-LATEST:].mean():.3f} at the end, norm {norms[-1]:.2f} of")
+        largest = ", ".join(
+            f"{names[i]} {shares[i]:.2f}" for i in np.argsort(-shares)[:3]
+        )
+        print(
+            f"{name}: loss {losses[-LATEST:].mean():.3f} at the end, norm {norms[-1]:.2f} of"
+        )
         print(f"  which most have {largest}")
     with mpl.rc_context(look):
         _draw_log(folder / "layers_log.png", runs, dpi)
@@ -120,7 +133,9 @@ def _draw_log(path: Path, runs: dict[str, tuple[np.ndarray, Any]], dpi: int) -> 
     figure = Figure(figsize=(5.6, 6.4), layout="constrained")
     upper, lower = figure.subplots(2, 1)
     kernel = np.full(10, 0.1)
-    losses = {name: np.convolve(loss, kernel, "valid") for name, (loss, _) in runs.items()}
+    losses = {
+        name: np.convolve(loss, kernel, "valid") for name, (loss, _) in runs.items()
+    }
     plots.loss_curves(losses, ax=upper)
     upper.set_ylabel("loss, mean of 10 steps")
     norms = {
@@ -136,7 +151,9 @@ def _draw_record(path: Path, state: Any, dpi: int) -> None:
     figure = Figure(figsize=(5.6, 8.4), layout="constrained")
     upper, lower = figure.subplots(2, 1)
     names = monitor.history_names(state)
-    plots.shares_over_steps(monitor.history(state, stat="share"), names, ax=upper, most=4)
+    plots.shares_over_steps(
+        monitor.history(state, stat="share"), names, ax=upper, most=4
+    )
     plots.heatmap(monitor.history(state, stat="norm"), names, ax=lower, stat="norm")
     legend_below(upper)
     figure.savefig(path, dpi=dpi)

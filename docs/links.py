@@ -28,9 +28,12 @@ FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.*?)\s*$", re.MULTILINE)
 # A line of the reference: a name, and the file that defines it.
 ITEM = re.compile(
-    r"^- \[`(?P<name>optaxclip[\w.]*)`\]\((?:\.\./)+(?P<path>\S+\.py)#(?P=name)\)$", re.MULTILINE
+    r"^- \[`(?P<name>optaxclip[\w.]*)`\]\((?:\.\./)+(?P<path>\S+\.py)#(?P=name)\)$",
+    re.MULTILINE,
 )
-WITH_TITLE = re.compile(rf"(?:^(?P<title>#+ .*)\n\n)?{ITEM.pattern}\n?", re.MULTILINE)
+WITH_TITLE = re.compile(
+    rf"(?:^(?P<title>#+ .*)\n\n)?{ITEM.pattern}\n?", re.MULTILINE
+)
 OF_MODULE = "    options: {members: false, show_root_heading: false, show_root_toc_entry: false}\n"
 
 
@@ -57,7 +60,9 @@ def places_of_names() -> dict[str, str]:
     """The page of the reference, as the site calls it, for each name."""
     pages = sorted((ROOT / "docs" / "api").glob("*.md"))
     texts = {f"api/{page.name}": page.read_text("utf-8") for page in pages}
-    return {name: page for page, text in texts.items() for name, _ in ITEM.findall(text)}
+    return {
+        name: page for page, text in texts.items() for name, _ in ITEM.findall(text)
+    }
 
 
 def of_site(link: str, page: str, names: dict[str, str]) -> tuple[str, str] | None:
@@ -82,7 +87,9 @@ def rewritten(text: str, page: str) -> str:
             return link
         path, anchor = found
         relative = posixpath.relpath(path, posixpath.dirname(here) or ".")
-        return ("" if path == here and anchor else relative) + (anchor and f"#{anchor}")
+        return ("" if path == here and anchor else relative) + (
+            anchor and f"#{anchor}"
+        )
 
     parts = FENCE.split(text)
     parts[::2] = [TARGET.sub(replaced, part) for part in parts[::2]]
@@ -106,8 +113,13 @@ def links(text: str) -> Iterator[str]:
 
 def anchors(text: str) -> set[str]:
     """Those of a Markdown page's headings, as hosts of repositories and our site make them."""
-    titles = (title for part in FENCE.split(text)[::2] for title in HEADING.findall(part))
-    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", title).lower() for title in titles)
+    titles = (
+        title for part in FENCE.split(text)[::2] for title in HEADING.findall(part)
+    )
+    plain = (
+        re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", title).lower()
+        for title in titles
+    )
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
 
 
@@ -132,7 +144,9 @@ def broken_of_site(folder: Path) -> list[str]:
     pages = {path: _Page(path.read_text("utf-8")) for path in folder.rglob("*.html")}
     broken = []
     for path, page in pages.items():
-        for link in (link for link in page.links if not is_elsewhere(link) and link[0] != "/"):
+        for link in (
+            link for link in page.links if not is_elsewhere(link) and link[0] != "/"
+        ):
             place, anchor = urldefrag(link)
             target = (path.parent / unquote(place)).resolve() if place else path
             target = target / "index.html" if target.is_dir() else target

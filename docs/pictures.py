@@ -36,7 +36,9 @@ DPI = 200
 
 def draw_demo(text: str) -> np.ndarray:
     """The demo's picture; returns the norms that its clip by global norm saw."""
-    histories = demo.train(text, [demo.UNCLIPPED, *demo.DEFAULT_METHODS], STEPS, SEED)
+    histories = demo.train(
+        text, [demo.UNCLIPPED, *demo.DEFAULT_METHODS], STEPS, SEED
+    )
     demo.print_table(histories)
     figure = Figure(figsize=TWO, layout="constrained")
     with mpl.rc_context(LETTERS):
@@ -68,7 +70,9 @@ def main() -> None:
     """Makes all of them."""
     places.draw(DOCS / "places.png", DPI)
     with mpl.rc_context(LETTERS):
-        stretch.draw(DOCS / "recovery.png", Figure(figsize=TWO, layout="constrained"), DPI)
+        stretch.draw(
+            DOCS / "recovery.png", Figure(figsize=TWO, layout="constrained"), DPI
+        )
     text = demo.read_text(None)
     batches.draw(DOCS / "batch.png", DPI, text, SEED)
     layers.draw(DOCS, LETTERS, DPI, text, SEED)

@@ -30,7 +30,9 @@ def draw(path: Path, dpi: int) -> None:
     ax = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     ax.set(xlim=(0, SIZE[0]), ylim=(SIZE[1], 0))
     ax.axis("off")
-    begin, *rows, end = [0.3 + ROW * i for i in (0, *(1.65 + n for n in range(len(STAGES))), 7.9)]
+    begin, *rows, end = [
+        0.3 + ROW * i for i in (0, *(1.65 + n for n in range(len(STAGES))), 7.9)
+    ]
     stops = [begin, *rows, end]
     for above, below in itertools.pairwise(stops):
         _arrow(ax, (MIDDLE, above + BOX[1] / 2), (MIDDLE, below - BOX[1] / 2))
@@ -41,10 +43,18 @@ def draw(path: Path, dpi: int) -> None:
     # A step that is left out goes past all of them.
     past = {"color": AROUND, "linestyle": "--"}
     height = rows[-1] - rows[0] + 1.3 * ROW
-    _box(ax, (CHAIN, rows[0] - 0.65 * ROW), (SIZE[0] - CHAIN - 0.1, height), AROUND, "--")
+    _box(
+        ax,
+        (CHAIN, rows[0] - 0.65 * ROW),
+        (SIZE[0] - CHAIN - 0.1, height),
+        AROUND,
+        "--",
+    )
     ax.plot([MIDDLE - 0.5, BYPASS, BYPASS], [begin, begin, end], **past)
     _arrow(ax, (BYPASS, end), (MIDDLE - 0.45, end), **past)
-    _note(ax, begin, "around: is the step taken?", "skip_nonfinite, skip_above", AROUND)
+    _note(
+        ax, begin, "around: is the step taken?", "skip_nonfinite, skip_above", AROUND
+    )
     for y, name in ((begin, "gradients"), (end, "weights")):
         ax.text(MIDDLE, y, name, ha="center", va="center", weight="bold")
     figure.savefig(path, dpi=dpi)
@@ -56,12 +66,25 @@ def _note(ax: Axes, y: float, sees: str, what: str, color: str) -> None:
 
 
 def _box(
-    ax: Axes, corner: tuple[float, float], size: tuple[float, float], color: str, style: str = "-"
+    ax: Axes,
+    corner: tuple[float, float],
+    size: tuple[float, float],
+    color: str,
+    style: str = "-",
 ) -> None:
-    look = {"edgecolor": color, "linestyle": style, "facecolor": "none", "linewidth": 1.4}
-    ax.add_patch(FancyBboxPatch(corner, *size, "round,pad=0,rounding_size=0.08", **look))
+    look = {
+        "edgecolor": color,
+        "linestyle": style,
+        "facecolor": "none",
+        "linewidth": 1.4,
+    }
+    ax.add_patch(
+        FancyBboxPatch(corner, *size, "round,pad=0,rounding_size=0.08", **look)
+    )
 
 
-def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], **look: str) -> None:
+def _arrow(
+    ax: Axes, start: tuple[float, float], end: tuple[float, float], **look: str
+) -> None:
     arrow = {"arrowstyle": "-|>", "shrinkA": 0, "shrinkB": 0, "color": PLAIN, **look}
     ax.annotate("", end, start, arrowprops=arrow)

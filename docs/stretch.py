@@ -23,15 +23,22 @@ FROM = 15
 
 def draw(path: Path, figure: "Figure", dpi: int) -> None:
     """Two kinds of bad data, one above the other."""
-    found = bad_stretch.compare(EFFORT, {name: bad_stretch.GUARDS[name] for name in SHOWN})
-    for ax, (kind, title) in zip(figure.subplots(2, 1, sharex=True), TITLES.items(), strict=True):
+    found = bad_stretch.compare(
+        EFFORT, {name: bad_stretch.GUARDS[name] for name in SHOWN}
+    )
+    for ax, (kind, title) in zip(
+        figure.subplots(2, 1, sharex=True), TITLES.items(), strict=True
+    ):
         number = bad_stretch.KINDS.index(kind)
         curves = {name: losses[number, 0] for name, (losses, _) in found.items()}
         first = min(FROM, EFFORT.bad[0] // EFFORT.every - 1)
         steps = EFFORT.every * np.arange(1, len(curves["nothing"]) + 1)
         shown = {name: curve[first:] for name, curve in curves.items()}
         plots.loss_curves(shown, steps[first:], ax=ax)
-        ax.set_ylim(min(map(np.min, shown.values())) - 0.1, max(map(np.max, shown.values())) + 0.2)
+        ax.set_ylim(
+            min(map(np.min, shown.values())) - 0.1,
+            max(map(np.max, shown.values())) + 0.2,
+        )
         ax.set_title(title)
         ax.set_ylabel("held-out loss (nats)")
         ax.axvspan(*EFFORT.bad, color="0.9", zorder=0)

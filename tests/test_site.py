@@ -104,6 +104,16 @@ def test_code_runs_in_a_process_of_its_own(name):
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def test_code_fits_the_page():
+    """At 1280 pixels there is room for 85 letters."""
+    shown = {
+        page: "\n".join(shown_code.blocks(page) + shown_code.blocks(page, "text"))
+        for page in ("README.md", *PAGES)
+    }
+    long = [(page, x) for page, code in shown.items() for x in code.splitlines() if len(x) > 85]
+    assert not long
+
+
 def test_there_is_code():
     assert len(BLOCKS) >= 25
 
