@@ -98,6 +98,9 @@ def test_python_proposes_no_other_name_beside_a_sign():
     last = last_line("import optaxclip; optaxclip.clip_grad_norm_")
     assert re.match(f"AttributeError: {said}", last)
     assert re.match(f"ImportError: {said}", last_line("from optaxclip import clip_grad_norm_"))
+    for namespace in ("ops", "thresholds"):
+        last = last_line(f"from optaxclip.{namespace} import clip_grad_norm_")
+        assert re.match(f"ImportError: {said}", last)
     last = last_line("import optaxclip; optaxclip.clip_by_globl_norm")
     assert last.endswith("Did you mean: 'clip_by_global_norm'?")
 

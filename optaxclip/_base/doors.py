@@ -1,5 +1,6 @@
 """Names that people look for in the wrong place, and what is said to them."""
 
+import dis
 import inspect
 import sys
 from typing import Any
@@ -114,10 +115,17 @@ def put_signs(namespace: str) -> None:
 
 
 def _is_from_import() -> bool:
-    """Whether `from optaxclip import name` asks, which drops the text of an AttributeError."""
+    """Whether `from optaxclip import name` asks, which drops the text of an AttributeError.
+
+    For a package Python's import system asks first; for other modules the statement itself does.
+    """
     frame = inspect.currentframe()
     asking = frame and frame.f_back and frame.f_back.f_back
-    return asking is not None and asking.f_globals.get("__name__", "").endswith("_bootstrap")
+    if asking is None:
+        return False
+    instruction = dis.opname[asking.f_code.co_code[asking.f_lasti]]
+    of_package = asking.f_globals.get("__name__", "").endswith("_bootstrap")
+    return of_package or instruction == "IMPORT_FROM"
 
 
 def _sign(namespace: str, name: str) -> str | None:
