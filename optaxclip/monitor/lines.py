@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from optaxclip._base.arguments import short
 from optaxclip._base.types import PyTree
-from optaxclip.monitor.reading import scalars
+from optaxclip.monitor.reading import on_host
 
 
 def json_line(
@@ -43,7 +43,7 @@ def json_line(
       >>> print(line.split(", ")[:3])
       ['{"step": 7', '"loss": 0.5', '"clip_by_global_norm/norm": null']
     """
-    found = scalars(opt_state, since=since, top=top)
+    found = on_host(opt_state, "", since, top, "json_line")
     if twice := sorted(found.keys() & more.keys()):
         raise ValueError(f"{twice[0]!r} is the name of a scalar: give what is passed another one")
     whole = {name: _plain(value, name) for name, value in (more | found).items()}

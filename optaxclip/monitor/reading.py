@@ -235,8 +235,15 @@ def scalars(
       w 5.0
       v 2.0
     """
-    found = records_for_log(opt_state, "scalars")
-    arrays = to_host(_checked(since_earlier(found, since), top), "scalars")
+    return on_host(opt_state, prefix, since, top, "scalars")
+
+
+def on_host(
+    opt_state: PyTree, prefix: str, since: PyTree | None, top: int, caller: str
+) -> dict[str, Any]:
+    """What `scalars` gives to the function of this name, which messages name."""
+    found = records_for_log(opt_state, caller)
+    arrays = to_host(_checked(since_earlier(found, since), top), caller)
     rows = zip(arrays, found.values(), strict=True)
     summaries = [
         summary(*numbers, with_labels=bool(labels_of(state)), top=top, numpy=np)

@@ -71,8 +71,10 @@ def test_what_is_no_value_of_a_step_is_named():
         jax.jit(lambda x: monitor.json_line(state, loss=x) and x)(1.0)
     with pytest.raises(ValueError, match="'clip_by_global_norm/norm' is the name of a scalar"):
         monitor.json_line(state, **{"clip_by_global_norm/norm": 1.0})
-    with pytest.raises(ValueError, match="finds none"):
+    with pytest.raises(ValueError, match=r"monitor\.json_line takes .* finds none"):
         monitor.json_line(optax.sgd(0.1).init(jnp.zeros(2)))
+    with pytest.raises(TypeError, match=r"monitor\.json_line needs numbers, and under jit"):
+        jax.jit(lambda state: monitor.json_line(state) and 0)(state)
 
 
 def test_suggest_reads_a_log_of_such_lines(tmp_path):
