@@ -30,6 +30,7 @@ class Method(NamedTuple):
       needs_params: whether the update needs them.
       has_info: whether the state is a `ClipState`.
       has_memory: whether the result depends on the norms of earlier steps.
+      keeps_first: whether it depends on what `init` measured.
       counts: whether the result depends on the number of steps.
       keeps_small: whether small gradients come back bit for bit.
       widens: whether what comes in as float16 comes out as float32 if the weights are.
@@ -43,6 +44,7 @@ class Method(NamedTuple):
     needs_params: bool = False
     has_info: bool = True
     has_memory: bool = False
+    keeps_first: bool = False
     counts: bool = False
     keeps_small: bool = True
     widens: bool = False
@@ -311,6 +313,7 @@ METHODS: dict[str, Method] = {
         needs_params=True,
         has_info=False,
         keeps_small=False,
+        keeps_first=True,
         atol=1e-6,  # a difference of weights, which are up to 3
     ),
     "reset_state": _per_leaf(_reset_each_step, ("limit", 0.7), has_info=False, keeps_small=False),

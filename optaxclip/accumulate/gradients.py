@@ -15,7 +15,7 @@ from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import AxisName, PyTree, Threshold
 from optaxclip._batches.cutting import Cut, number_of_examples
 from optaxclip._batches.roles import Roles, checked_roles
-from optaxclip.accumulate.judging import NAME, AccumulateState, Judge
+from optaxclip.accumulate.judging import NAME, AccumulateState, Judge, learns
 from optaxclip.accumulate.loop import over_microbatches
 from optaxclip.accumulate.losses import Loss
 from optaxclip.accumulate.means import Accumulated
@@ -100,12 +100,14 @@ def value_and_grad(
       A function `(*args, state=None) -> (value, grads, accumulated)` of the arguments of `loss_fn`,
       with `(value, aux)` for the value if `has_aux`: the mean loss, float[], the tree of gradients,
       and an `Accumulated`. Its `state` is to be passed to the next step; the method `init(*args)`
-      makes the first one, for loops and checkpoints. Call it inside of `jax.jit`: without it, the
+      makes the first one. Without a state each call begins with a fresh one, which is an error
+      where a limit depends on earlier steps. Call it inside of `jax.jit`: without it, the
       loop is compiled anew at each call.
 
     Raises:
       ValueError: for a microbatch size below 1, an unknown name, a limit that is negative or NaN, a
-        narrow dtype, and `measure=False` with a clip or a rule; when called, for a batch that is
+        narrow dtype, and `measure=False` with a clip or a rule; when called, for the state None if
+        a limit depends on earlier microbatches, for a batch that is
         empty or that the size does not divide, arguments that do not share an axis of examples,
         positions that do not exist or come twice, a loss or weight that is not a scalar, a weight
         that is known not to be above 0, a clip that returns another tree, and a missing
@@ -163,9 +165,14 @@ class ValueAndGrad:
         roles = Roles.of(args, self._argnums, self._batch_argnums)
         params = flatten(roles.params, "params")
         params = params.replaced([jnp.asarray(x) for x in params.measured_leaves()])
+        remedy = "Pass accumulated.state of the last step, at the first one grad_fn.init(*args)"
         if state is None:
             state = self._judge.init(self._in_wide(params))
-        remedy = "Pass accumulated.state of the last step, or grad_fn.init(*args)"
+            if learns(state):
+                raise ValueError(
+                    f"{NAME}: got the state None, and with a fresh state at each step what judges "
+                    f"the microbatches would never learn of earlier steps. {remedy}"
+                )
         check_state(state, AccumulateState, NAME, remedy)
         cut = self._cut(roles.batch)
         loss = self._loss.widened(params)

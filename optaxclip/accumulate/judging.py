@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
@@ -12,7 +13,7 @@ from optaxclip._base.arguments import checked_bool, refuse_uncalled
 from optaxclip._base.counters import own_arrays
 from optaxclip._base.states import registered_state
 from optaxclip._base.trees import FlatTree, flatten
-from optaxclip._base.types import ClipInfo, PyTree, Threshold
+from optaxclip._base.types import ClipInfo, ClipState, PyTree, Threshold
 from optaxclip._border.options import Options
 from optaxclip._engine.clip import norms_by, stage
 from optaxclip.accumulate.places import Places
@@ -54,6 +55,13 @@ class Judgement(NamedTuple):
     norm_after: Array
     is_out: Array
     state: AccumulateState
+
+
+def learns(state: AccumulateState) -> bool:
+    """Whether limits depend on earlier steps, of the rule that rejects or of a clip."""
+    nodes = jax.tree.leaves(state.clip, is_leaf=lambda x: isinstance(x, ClipState))
+    rules = [node.rule for node in nodes if isinstance(node, ClipState)]
+    return bool(jax.tree.leaves([state.reject, *rules]))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

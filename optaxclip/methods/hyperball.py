@@ -142,7 +142,8 @@ def hyperball(
                 f"{checked.name}: the step depends on the parameters; pass them: "
                 "update(grads, state, params)"
             )
-        state = init(params) if state is None else state
+        has_memory = keeps or is_schedule
+        state = init(params) if state is None and not has_memory else state
         check_state(state, HyperballState, checked.name, updates=updates)
         of_state = (state.names, state.radius.size) if keeps else (None, 0)
         flat, groups = grouped(updates, "updates", *of_state)

@@ -157,7 +157,6 @@ def record(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, RecordState]:
-        state = init(updates) if state is None else state
         check_state(state, RecordState, name, updates=updates)
         _check_same(state, ("loss",) if loss else kept, name)
         absent = None

@@ -61,7 +61,7 @@ def test_as_a_loop_over_microbatches(clip, rule):
     clip, rule = CLIPS[clip], RULES[rule]
     judged = accumulate.value_and_grad(loss_fn, microbatch_size=1, clip=clip, reject=rule)
     rows = batch_of(NORMS)
-    _, grads, found = jax.jit(judged)(PARAMS, rows)
+    _, grads, found = jax.jit(judged)(PARAMS, rows, state=judged.init(PARAMS, rows))
     mean, rejected, clip_state, rule_state = one_by_one(clip, rule, rows)
     np.testing.assert_allclose(np.append(grads["w"], grads["b"]), mean, rtol=1e-5)
     assert list(found.rejected) == rejected
@@ -77,14 +77,14 @@ def test_the_state_goes_on_from_step_to_step():
     judged = accumulate.value_and_grad(
         loss_fn, microbatch_size=1, clip=CLIPS["zclip"], reject=RULES["zscore"]
     )
-    step = jax.jit(judged)
-    whole = step(PARAMS, rows)[2]
+    step, start = jax.jit(judged), judged.init(PARAMS, rows)
+    whole = step(PARAMS, rows, state=start)[2]
     # The microbatches of a batch are cut in its order where there is one example in each.
-    first = step(PARAMS, rows[:4])[2]
+    first = step(PARAMS, rows[:4], state=start)[2]
     second = step(PARAMS, rows[4:], state=first.state)[2]
     np.testing.assert_array_equal(np.append(first.rejected, second.rejected), whole.rejected)
     jax.tree.map(np.testing.assert_array_equal, second.state, whole.state)
-    alone = step(PARAMS, rows[4:])[2]
+    alone = step(PARAMS, rows[4:], state=start)[2]
     assert int(alone.state.clip.steps) < int(second.state.clip.steps)
 
 
@@ -104,7 +104,7 @@ def test_a_schedule_counts_microbatches():
     judged = accumulate.value_and_grad(
         loss_fn, microbatch_size=1, clip=optax.linear_schedule(1.0, 0.8, 2)
     )
-    grads = jax.jit(judged)(PARAMS, rows)[1]
+    grads = jax.jit(judged)(PARAMS, rows, state=judged.init(PARAMS, rows))[1]
     expected = np.mean(batch_of(np.array([1.0, 0.9, 0.8], np.float32)), axis=0)
     np.testing.assert_allclose(np.append(grads["w"], grads["b"]), expected, rtol=1e-5)
 

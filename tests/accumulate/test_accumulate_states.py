@@ -6,6 +6,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 
@@ -37,6 +38,7 @@ def steps():
 def train(w, state, batches):
     """Plain descent in a loop of Python."""
     step, found = jax.jit(BY_PARTS), []
+    state = BY_PARTS.init(w, batches[0]) if state is None else state
     for x in batches:
         _, grads, each = step(w, x, state=state)
         w, state = w - 0.1 * grads, each.state
@@ -67,9 +69,25 @@ def test_one_compilation_for_all_steps():
     assert len(traced) == 1
 
 
-def test_a_state_that_is_none_is_the_first():
-    w, x, step = jnp.ones(WIDTH), steps()[0], jax.jit(BY_PARTS)
-    assert_equal(step(w, x), step(w, x, state=BY_PARTS.init(w, x)))
+LEARNING = {
+    "rule": {"reject": thresholds.zscore()},
+    "clip": {"clip": optax.chain(optaxclip.zclip(), optax.trace(0.9))},
+    "schedule": {"clip": optax.linear_schedule(1.0, 0.5, 10)},
+}
+
+
+def test_a_state_that_is_none_is_the_first_or_an_error_where_a_limit_learns():
+    w, x = jnp.ones(WIDTH), steps()[0]
+    for options in LEARNING.values():
+        made = accumulate.value_and_grad(loss_fn, microbatch_size=2, **options)
+        for call in (made, lambda w, x: made(w, x, state=None)):  # noqa: B023
+            said = r"got the state None.* at the first one grad_fn\.init\(\*args\)"
+            with pytest.raises(ValueError, match=said):
+                jax.eval_shape(call, w, x)
+    options = {"clip": 1.0, "reject": 5.0}
+    step = jax.jit(accumulate.value_and_grad(loss_fn, microbatch_size=2, **options))
+    first = accumulate.value_and_grad(loss_fn, microbatch_size=2, **options).init(w, x)
+    assert_equal(step(w, x), step(w, x, state=first))
 
 
 def test_a_state_for_parameters_that_are_a_python_number():
@@ -120,10 +138,11 @@ def test_seeds_under_vmap_are_judged_each_by_itself():
     w = jax.random.normal(jax.random.key(1), (3, WIDTH))
     batches = jnp.stack([steps()[i] for i in (0, 1, 3)])
     run, run_one = jax.jit(jax.vmap(BY_PARTS)), jax.jit(BY_PARTS)
-    first = run(w, batches)
+    fresh = jax.vmap(BY_PARTS.init)(w, batches)
+    first = run(w, batches, state=fresh)
     second = run(w, batches[::-1], state=first[2].state)
     for i in range(3):
-        alone = run_one(w[i], batches[i])
+        alone = run_one(w[i], batches[i], state=BY_PARTS.init(w[i], batches[i]))
         then = run_one(w[i], batches[::-1][i], state=alone[2].state)
         assert_equal(jax.tree.map(lambda x, i=i: x[i], (first, second)), (alone, then))
     assert list(np.sum(first[2].rejected, axis=1)) == [0, 1, 1]
@@ -131,14 +150,15 @@ def test_seeds_under_vmap_are_judged_each_by_itself():
 
 def test_an_exported_function_does_the_same():
     args = (jnp.ones(WIDTH), steps()[1])
-    exported = jax.export.export(jax.jit(lambda w, x: BY_PARTS(w, x)[:2]))(*args)
-    loaded = jax.export.deserialize(exported.serialize())
-    assert_equal(loaded.call(*args), jax.jit(BY_PARTS)(*args)[:2])
+    step = jax.jit(lambda w, x: BY_PARTS(w, x, state=BY_PARTS.init(w, x))[:2])
+    loaded = jax.export.deserialize(jax.export.export(step)(*args).serialize())
+    assert_equal(loaded.call(*args), step(*args))
 
 
 def test_eager_and_compiled():
     args = (jnp.ones(WIDTH), steps()[3])
-    assert_equal(jax.jit(BY_PARTS)(*args), BY_PARTS(*args))
+    state = BY_PARTS.init(*args)
+    assert_equal(jax.jit(BY_PARTS)(*args, state=state), BY_PARTS(*args, state=state))
 
 
 UNKNOWN = {

@@ -49,7 +49,8 @@ def weight(x, tokens):
 
 def made(loss=loss_fn, size=EXAMPLES // NUMBER, **options):
     options = {"weight": weight, **options}
-    return accumulate.value_and_grad(loss, batch_argnums=(1, 2), microbatch_size=size, **options)
+    grad_fn = accumulate.value_and_grad(loss, batch_argnums=(1, 2), microbatch_size=size, **options)
+    return lambda *args: grad_fn(*args, state=grad_fn.init(*args))
 
 
 @functools.cache

@@ -317,7 +317,7 @@ WRAPPERS = {"reset_state", "scale_loss", "skip_above", "skip_above_loss", "skip_
 def test_update_without_a_state_begins_afresh_or_says_that_it_needs_one(name):
     tx, method = METHODS[name].make(), METHODS[name]
     begin = functools.partial(tx.update, GRADS, None, PARAMS, value=1.0, grad=None)
-    if method.has_memory or method.counts:
+    if method.has_memory or method.counts or method.keeps_first:
         with pytest.raises(ValueError, match=r"state None.*pass it to the next: updates, state = "):
             begin()
     else:

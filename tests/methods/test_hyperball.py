@@ -40,7 +40,7 @@ def by_hand(weight, direction, rate, radius):
 
 
 def moved(tx, weight, direction, state=None):
-    updates, state = tx.update(direction, state, weight)
+    updates, state = tx.update(direction, state or tx.init(weight), weight)
     return optax.apply_updates(weight, updates), state
 
 
@@ -147,11 +147,22 @@ def test_a_step_that_leaves_no_direction_is_none():
     assert_same(moved(tx, jnp.asarray(WEIGHT), 3 * jnp.asarray(WEIGHT))[0], jnp.asarray(WEIGHT))
 
 
+def test_without_a_state_only_where_none_is_needed():
+    grads, params = {"w": DIRECTION}, {"w": WEIGHT}
+    for options in ({"radius": "current"}, {"radius": 2.0}):
+        tx = optaxclip.hyperball(0.1, **options)
+        assert_same(tx.update(grads, None, params), tx.update(grads, tx.init(params), params))
+    for rate, radius in ((0.1, "initial"), (optax.linear_schedule(0.1, 0.0, 9), 2.0)):
+        with pytest.raises(ValueError, match="hyperball: got the state None"):
+            optaxclip.hyperball(rate, radius=radius).update(grads, None, params)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_bad_direction_costs_its_own_matrix(value):
     params, grads = random_tree(0), random_tree(1)
     grads["layers"] = grads["layers"].at[1, 0, 0].set(value)
-    updates, _ = optaxclip.hyperball(0.1, stacked=STACKED).update(grads, None, params)
+    tx = optaxclip.hyperball(0.1, stacked=STACKED)
+    updates, _ = tx.update(grads, tx.init(params), params)
     assert np.all(np.isnan(updates["layers"][1]))
     assert all(np.all(np.isfinite(updates[name])) for name in ("w", "experts", "conv"))
     assert np.all(np.isfinite(updates["layers"][::2]))
@@ -218,7 +229,8 @@ def test_dtypes_stay_and_are_rounded_once():
     params = random_tree(0, jnp.bfloat16)
     for dtype in (jnp.bfloat16, jnp.float32):
         grads = random_tree(1, dtype)
-        updates, _ = optaxclip.hyperball(0.1, stacked=STACKED).update(grads, None, params)
+        tx = optaxclip.hyperball(0.1, stacked=STACKED)
+        updates, _ = tx.update(grads, tx.init(params), params)
         assert avals(updates) == avals(grads)
         for name in ("w", "conv"):
             w, u = np.float64(params[name]), np.float64(grads[name])
