@@ -115,7 +115,8 @@ def test_the_monitor_reads_states_in_the_hosts_memory():
     )
     state = tx.update(GRADS, tx.init(PARAMS))[1]
     offloaded = all_in_host(state)
-    for function in (monitor.metrics, jax.jit(monitor.metrics), monitor.scalars):
+    numbers = (monitor.metrics, jax.jit(monitor.metrics), monitor.scalars, jax.jit(monitor.taken))
+    for function in numbers:
         assert_same(function(offloaded), function(state))
     assert_same(monitor.history(offloaded), monitor.history(state))
     assert monitor.bad_leaves(offloaded) == ()

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from flax.serialization import from_bytes, to_bytes, to_state_dict
 from flax.training.dynamic_scale import DynamicScale
+from jax.experimental.sparse import BCOO
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from methods_table import avals
@@ -231,6 +232,17 @@ def test_gradients_in_float16_are_divided_in_float32():
     fp8 = jax.tree.map(lambda x: x.astype(jnp.float8_e4m3fn), PARAMS)
     updates, _ = compiled(tx)(fp8, tx.init(PARAMS), PARAMS)
     jax.tree.map(np.testing.assert_array_equal, updates, times(PARAMS, -(2.0**-16)))
+
+
+@pytest.mark.slow
+def test_sparse_gradients():
+    tx, dense = scale_loss(optax.identity(), initial=2.0**4), jnp.float16([[0, 8], [4, 0]])
+    grads = {"w": BCOO.fromdense(dense)}
+    for params, dtype in (({"w": dense}, jnp.float16), (None, jnp.float32)):
+        updates, state = compiled(tx)(grads, tx.init({"w": dense}), params)
+        assert updates["w"].dtype == dtype
+        np.testing.assert_array_equal(updates["w"].todense(), dense / 16)
+        assert state.info.norm == np.float32(80**0.5 / 16)
 
 
 def test_what_a_log_shows():
