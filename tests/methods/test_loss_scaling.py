@@ -235,6 +235,18 @@ def test_gradients_in_float16_are_divided_in_float32():
 
 
 @pytest.mark.slow
+def test_for_some_leaves_alone():
+    """As for fp8 in Flax, where the "gradients" of some leaves are their new values."""
+    labels = {"w": "gradient", "b": "new value"}
+    tx = optax.partition({"gradient": scale_loss(ADAM), "new value": optax.identity()}, labels)
+    updates, state = compiled(tx)(PARAMS | {"w": PARAMS["w"] * jnp.inf}, tx.init(PARAMS), PARAMS)
+    np.testing.assert_array_equal(updates["b"], PARAMS["b"])
+    assert not jnp.any(updates["w"])
+    assert monitor.loss_scale(state) == 2.0**14
+    assert not monitor.taken(state)
+
+
+@pytest.mark.slow
 def test_sparse_gradients():
     tx, dense = scale_loss(optax.identity(), initial=2.0**4), jnp.float16([[0, 8], [4, 0]])
     grads = {"w": BCOO.fromdense(dense)}
