@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.research import bad_stretch, curves, hyperball, text_model
+from benchmarks.research import bad_stretch, cotangents, curves, hyperball, text_model
 from benchmarks.research.text_model import Size
 from optaxclip import thresholds
 
@@ -136,3 +136,27 @@ def test_a_roll_back_undoes_what_bad_data_did(monkeypatch):
     # At the end of the stretch the one has learned noise, the other has not.
     end = RUNS.bad[1] // RUNS.every - 1
     assert np.all(guarded[noise][:, end] < plain[noise][:, end])
+
+
+@pytest.mark.parametrize("name", ["adding", pytest.param("text", marks=pytest.mark.slow)])
+def test_what_comes_back_is_clipped_at_each_step(name):
+    effort = cotangents.Effort(6, 8, 4, 3)
+    task = cotangents.TASKS[name](effort)
+
+    def losses(way, limit):
+        run = cotangents.trainer(task, cotangents.WAYS[way], effort)
+        return run(jnp.float32(limit), jnp.float32(0.3), 0)
+
+    plain = jax.jit(lambda: losses("no clip", math.inf))()
+    assert plain.shape == (effort.steps,)
+    for way in ("global norm", "states by norm", "inputs by value"):
+        off, on = jax.jit(lambda: jax.vmap(lambda x: losses(way, x))(jnp.array([1e9, 1e-4])))()  # noqa: B023
+        np.testing.assert_allclose(off, plain, rtol=1e-4)
+        np.testing.assert_allclose(on[0], plain[0], rtol=1e-4)
+        assert abs(on[-1] - plain[-1]) > 1e-3 * plain[-1], way
+
+
+def test_a_run_that_is_lost_counts_as_infinite():
+    losses = np.ones((2, 20))
+    losses[1, -1] = np.nan
+    np.testing.assert_array_equal(cotangents.finals(losses), [1.0, np.inf])
