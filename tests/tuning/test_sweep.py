@@ -2,6 +2,7 @@
 
 import argparse
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,14 +141,11 @@ def test_steps_that_spread_over_devices(monkeypatch):
 def test_one_compiled_program_whatever_the_steps():
     whole = swept([1.0, 2.0])
     for steps in (1, 24, 53, STEPS):
-        traces, done = [], []
-
-        def step(params, target, limit):
-            traces.append(1)  # noqa: B023
-            return step_fn(params, target, limit)
-
+        done = []
+        chex.clear_trace_counter()
+        # For the check of shapes, and to compile.
+        step = chex.assert_max_traces(step_fn, n=2)
         result = swept([1.0, 2.0], steps, step, progress=done.append)
-        assert len(traces) == 2  # for the check of shapes, and to compile
         assert sum(done) == steps
         np.testing.assert_array_equal(result.loss, whole.loss[:, :steps])
 
