@@ -57,6 +57,13 @@ WRAPPERS = {
     "record_per_leaf": monitor.record(4, per_leaf=True),
     "record_ratio": monitor.record(4, ratio=True),
     "record_stats": monitor.record(4, scope=scopes.leaf(stacked), stats=tuple(STATISTICS)),
+    "events": monitor.events(
+        optaxclip.skip_above(
+            optax.chain(optaxclip.clip_by_norm(0.5), optax.sgd(0.1, momentum=0.9)),
+            thresholds.quantile(init_limit=NUMBER),
+        ),
+        4,
+    ),
     "per_example": per_example.per_example_clip_and_aggregate(1.0, 1.0, jax.random.key(0)),
     "per_example_quantile": per_example.per_example_clip_and_aggregate(QUANTILE, 1.0, key=0),
 }

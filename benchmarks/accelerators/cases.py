@@ -95,7 +95,8 @@ def product(*axes: Iterable[str]) -> Iterator[Case]:
 BOTH, DTYPES = (H100, V5E), (FLOAT32, BFLOAT16)
 NAMED = ("global_norm", "zclip", "autoclip", "block_rms", "adagc", "agc")
 STATISTICS = ("statistics", "statistics_params")
-WRAPPED = ("record", *STATISTICS, "skip_above", "skip_nonfinite", "skip_record_zclip")
+EVENTS = ("events", "events_of_leaves", "events_of_skip")
+WRAPPED = ("record", *EVENTS, *STATISTICS, "skip_above", "skip_nonfinite", "skip_record_zclip")
 GLOBAL_NORM, AGC = ("global_norm",), ("agc",)
 FEW = GLOBAL_NORM + AGC
 AUTO = ("auto",)

@@ -94,6 +94,22 @@ METHODS: dict[str, tuple[Build, Build]] = {
         lambda **told: _recorded(optaxclip.clip_by_global_norm(1.0, **told), **told),
         GLOBAL,
     ),
+    "events": (
+        lambda **told: monitor.events(
+            optax.chain(optaxclip.clip_by_global_norm(1.0, **told), adamw()), **told
+        ),
+        GLOBAL,
+    ),
+    "events_of_leaves": (
+        lambda **told: monitor.events(
+            optax.chain(optaxclip.clip_by_block_rms(1e-3, **told), adamw()), **told
+        ),
+        GLOBAL,
+    ),
+    "events_of_skip": (
+        lambda **told: monitor.events(_skipping(optaxclip.skip_nonfinite)(**told), **told),
+        FINITE,
+    ),
     "statistics": (_statistics(*OF_GRADIENTS), GLOBAL),
     "statistics_params": (_statistics(*OF_GRADIENTS, *OF_PARAMETERS), GLOBAL),
     "scale_loss": (_skipping(optaxclip.scale_loss), FINITE),

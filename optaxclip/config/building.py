@@ -41,7 +41,8 @@ def from_config(config: Config) -> optax.GradientTransformationExtraArgs:
       `{"name": "optax.adamw", ...}`                | `optax.adamw(...)`; also `optax.contrib.muon`
       `{"name": "monitor.record", ...}`             | `optaxclip.monitor.record(...)`
       `[..., ...]`                                  | a chain, in this order; identity, if empty
-      `"inner": {...}` or `[..., ...]`              | the transformation that a skip wraps
+      `"inner": {...}` or `[..., ...]`              | the transformation that a skip, or
+                                                    | `monitor.events`, wraps
       `"max_norm": {"schedule": "linear_schedule",` | a schedule of `optax.schedules`, wherever a
       ` "init_value": 1.0, ...}`                    | schedule may stand
       `"scope": {"name": "leaf"}`, or `"leaf"`      | `scopes.leaf()`

@@ -12,6 +12,7 @@ makes a line of JSON::
   wandb.log(monitor.scalars(opt_state), step)           # Weights & Biases
 
 With `since=`, shares and counts are those of the steps after an earlier state.
+`events` keeps what became of each of the last steps, so that a bad batch is found.
 After a step that was skipped, `bad_leaves` names the leaves that caused it, and `verdict` tells the
 host whether to go on; inside of the compiled step `taken` tells what else must stay as it was.
 `loss_scale` is by what a step multiplies its loss. `noise_scale` tells from the gradients of
@@ -20,6 +21,8 @@ microbatches whether the batch is too small.
 
 import optaxclip._base.doors as _doors
 from optaxclip.monitor.counting import counts as counts
+from optaxclip.monitor.event_rows import EventsState as EventsState
+from optaxclip.monitor.event_rows import events as events
 from optaxclip.monitor.histories import history as history
 from optaxclip.monitor.histories import history_names as history_names
 from optaxclip.monitor.lines import json_line as json_line

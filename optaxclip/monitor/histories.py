@@ -1,4 +1,4 @@
-"""Histories of a run, read out of the states that `record` keeps."""
+"""Histories of a run, read out of the states that `record` and `events` keep."""
 
 from typing import Any
 
@@ -6,28 +6,49 @@ import numpy as np
 
 from optaxclip._base.arguments import near_miss
 from optaxclip._base.types import PyTree
+from optaxclip.monitor.event_rows import NOT_ASKED, VERDICTS, EventsState, Judge, judges_in
 from optaxclip.monitor.recording import RecordState
 from optaxclip.monitor.states import find, lost_names, name_of, to_host, unboxed
 
 
 def history(
     opt_state: PyTree, name: str | None = None, stat: str | None = None
-) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """What `record` kept of the last steps, the oldest first.
+) -> np.ndarray[Any, np.dtype[Any]]:
+    """What `record` or `events` kept of the last steps, the oldest first.
 
     Args:
       opt_state: any pytree that holds the state, as in `read`.
-      name: which record, if there are several: the `name=` that `record` was given.
-      stat: which statistic, if the record keeps several; the norm if None.
+      name: which of them, if there are several: the `name=` that `record` or `events` was given.
+      stat: which statistic, if a record keeps several, the norm if None; or which field of events,
+        all if None.
 
     Returns:
-      float32[steps], or, of a record with a scope, float32[steps, groups] with a column for each of
-      `history_names`: all steps so far, or the last `window` of them. In NumPy, after one
-      `jax.device_get`.
+      All steps so far, or the last `window` of them, in NumPy, after one `jax.device_get`.
+
+      Of a record float32[steps], or with a scope float32[steps, groups] with a column for each of
+      `history_names`.
+
+      Of events a structured array [steps], of which `found["norm"]` is a column, and
+      `found[found["verdict"] == "skipped"]` some rows; also what `pandas.DataFrame` takes. Its
+      fields are
+
+        step     | int64: 0 is the first update since `init`
+        verdict  | "taken", "clipped", "not finite" (and not skipped), or "skipped"
+        norm     | float32, as `metrics` has it: of leaves or groups that of the worst
+        limit    | float32, the norm above which something is done
+        factor   | float32, what the gradient was multiplied by; 0 of a skipped step
+        worst    | the name of the worst leaf or group
+
+      These are the numbers of the first clip or skip in the order of `read`, which is the
+      outermost. Those of the others have its name in front, `clip_by_global_norm/limit`, and are
+      NaN, with an empty name, at steps at which it did not run, as inside of a skip that left the
+      step out. A skip that judges the loss has `loss` and `loss_limit` too. The verdict is that of
+      the whole step.
 
     Raises:
-      ValueError: if no record has the name, or several have; for a statistic that it does not keep,
-        or none where it keeps several without the norm.
+      ValueError: if no record and no events have the name, or several have; for a statistic or a
+        field that is not kept, or none where a record keeps several without the norm; if the state
+        has lost the names of leaves, for what needs them.
       TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet.
 
     Example:
@@ -40,29 +61,78 @@ def history(
       ('b', 'w') [[2. 5.]] [[2. 4.]]
     """
     state = _only_record(opt_state, name)
+    if isinstance(state, EventsState):
+        return _events(state, stat)
     kept = sorted(state.last)
     chosen = _chosen(kept, stat)
-    steps, ring = to_host((unboxed(state.steps), unboxed(state.ring)), "history")
+    _, rows = _rows(state.steps, state.ring)
+    return rows if len(kept) == 1 else rows[:, kept.index(chosen)]
+
+
+def _rows(steps: Any, *rings: Any) -> list[Any]:
+    """How many steps there were, and the rows of the last of them in each ring."""
+    steps, rings = to_host((unboxed(steps), [unboxed(ring) for ring in rings]), "history")
     if np.ndim(steps):
         one = "jax.tree.map(lambda x: x[0], opt_state)"
         raise ValueError(f"history takes one state, got {steps.size} under vmap; pass {one}")
     # The oldest row of a full ring is the one to be written next.
-    rows = np.roll(ring[:steps], -(steps % len(ring)), axis=0)
-    return rows if len(kept) == 1 else rows[:, kept.index(chosen)]
+    return [steps, *(np.roll(ring[:steps], -(steps % len(ring)), axis=0) for ring in rings)]
+
+
+def _fields_of(judges: list[Judge]) -> list[list[str]]:
+    """For each clip, skip and loss of a skip the names of its fields."""
+    found = []
+    for judge in judges:
+        front = "" if judge.name == judges[0].name else f"{judge.name}/"
+        kinds = ("loss", "loss_limit") if judge.is_loss else ("norm", "limit", "factor", "worst")
+        found.append([f"{front}{kind}" for kind in kinds])
+    return found
+
+
+def _events(state: EventsState, stat: str | None) -> np.ndarray[Any, np.dtype[Any]]:
+    """The events, or one field of them."""
+    steps, numbers, marks = _rows(state.steps, state.numbers, state.marks)
+    judges = judges_in(state.inner_state)
+    found: dict[str, Any] = {
+        "step": np.arange(steps - len(marks), steps, dtype=np.int64),
+        "verdict": np.array(VERDICTS)[marks[:, 0]],
+    }
+    for i, (judge, fields) in enumerate(zip(judges, _fields_of(judges), strict=True)):
+        worst = marks[:, 1 + i]
+        names = judge.names if judge.has_entries else state.names
+        for number, field in enumerate(fields):
+            if not field.endswith("worst"):
+                found[field] = np.where(worst == NOT_ASKED, np.nan, numbers[:, i, number])
+            elif stat in (None, field):
+                if not names and len(worst):
+                    raise lost_names(f"the events of {judge.name} have lost the names of leaves")
+                found[field] = np.array(["", *names])[worst]
+    if stat is not None:
+        return found[_known(stat, list(found), "the events have")]
+    table = np.empty(len(marks), [(field, column.dtype) for field, column in found.items()])
+    for field, column in found.items():
+        table[field] = column
+    return table
 
 
 def _chosen(kept: list[str], stat: str | None) -> str:
     """The name of the statistic that the user asks for."""
     if stat is None and (len(kept) == 1 or "norm" in kept):
         return kept[0] if len(kept) == 1 else "norm"
+    return _known(stat, kept, "the record keeps")
+
+
+def _known(stat: str | None, kept: list[str], has: str) -> str:
     if stat not in kept:
         hint = near_miss(stat, kept) if isinstance(stat, str) else ""
-        raise ValueError(f"stat must be one of {kept}, which the record keeps; got {stat!r}{hint}")
+        raise ValueError(f"stat must be one of {kept}, which {has}; got {stat!r}{hint}")
     return stat
 
 
 def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]:
     """The names of the columns in `history`: those of groups or leaves, `("tree",)` or `("loss",)`.
+
+    Of events they are the names of the fields.
 
     Args:
       opt_state: as in `history`.
@@ -81,13 +151,16 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
       ('b', 'w')
     """
     state = _only_record(opt_state, name)
+    if isinstance(state, EventsState):
+        fields = _fields_of(judges_in(state.inner_state))
+        return ("step", "verdict", *(field for each in fields for field in each))
     if not state.names and unboxed(state.ring).size:
         raise lost_names("the record has lost the names of its groups")
     return tuple(state.names)
 
 
-def _only_record(opt_state: PyTree, name: str | None) -> RecordState:
-    records = find(opt_state, RecordState)
+def _only_record(opt_state: PyTree, name: str | None) -> RecordState | EventsState:
+    records = find(opt_state, RecordState, EventsState)
     fitting = [state for state in records.values() if name in (None, name_of(state))]
     if len(fitting) == 1:
         return fitting[0]

@@ -67,7 +67,7 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def walk(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """All states of the given kinds, with their paths; those inside of a skip come after it.
+    """All states of the given kinds, with their paths; those inside of another come after it.
 
     The skip that is a part of a `LossScaleState` is not one of its own if both kinds are given.
     """
@@ -81,7 +81,7 @@ def walk(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator[tuple[
             yield (*path, *rest), state
         if isinstance(state, LossScaleState):
             rest, state = (*rest, GetAttrKey("skip")), state.skip
-        if isinstance(state, SkipState):
+        if hasattr(state, "inner_state"):
             inside = (*path, *rest, GetAttrKey("inner_state"))
             yield from walk(state.inner_state, kinds, inside)
 

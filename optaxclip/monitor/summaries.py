@@ -206,6 +206,12 @@ def _of_few(kept: dict[str, Any], top: int, numpy: Any) -> list[dict[str, Any]]:
     return few
 
 
+def worst_entry(kept: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a clip's worst leaf or group, and its index."""
+    few = _of_few(kept, 1, jnp)
+    return few[0] if few else {x: jnp.asarray(y) for x, y in (_NOTHING | {"index": 0}).items()}
+
+
 def _of_largest_loss(loss: Any, limit: Any, numpy: Any) -> Summary:
     """The loss that is furthest above its limit, and that limit."""
     is_finite = numpy.isfinite(loss)

@@ -19,6 +19,14 @@ TRANSFORMERS = slow_unless(lambda model: model == "transformer2", ["transformer2
 IN_FAST_MEMORY = slow_unless(lambda model: model == "vmem2", ["vmem2", "vmem6"])
 EXAMPLES = slow_unless(lambda size: size == 8, [8, 256])
 SEEDS = slow_unless(lambda method: method == "global_norm", ["global_norm", "agc"])
+EVENTS = slow_unless(
+    lambda method, inner: method == "events",
+    [
+        ("events", "global_norm"),
+        ("events_of_leaves", "block_rms"),
+        ("events_of_skip", "skip_nonfinite"),
+    ],
+)
 EACH, EACH_ON_TPU = (
     slow_unless(lambda *case, quick=quick: case in quick, itertools.product(DTYPES, METHODS))
     for quick in (QUICK, QUICK_ON_TPU)
@@ -39,6 +47,8 @@ EQUAL = 1.005
 KERNELS, KERNELS_WITH_HISTORY, KERNELS_OF_ALL, KERNELS_OF_DEVICES = 5, 9, 13, 6
 # Two more than a skip's: for the scale, and for the good steps.
 KERNELS_OF_SCALE = 14
+# Two rows, the worst leaf, and copies of counts that are donated and compared.
+KERNELS_OF_EVENTS = 12
 
 
 def assert_as_cheap(

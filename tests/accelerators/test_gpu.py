@@ -56,6 +56,14 @@ def test_statistics_of_gradients_share_the_read_of_a_clip(ours, model, dtype):
     assert found.moved == pytest.approx(1.0, abs=aims.MORE_MOVED)
 
 
+@pytest.mark.parametrize(("method", "inner"), aims.EVENTS)
+def test_events_share_the_read_of_what_they_go_around(ours, method, inner):
+    found, without = ours(H100, method=method), ours(H100, method=inner)
+    aims.assert_no_branch(found)
+    assert found.moved <= without.moved + aims.MORE_MOVED
+    assert found.counts.kernels <= without.counts.kernels + aims.KERNELS_OF_EVENTS
+
+
 @pytest.mark.parametrize("model", aims.TRANSFORMERS)
 def test_statistics_with_parameters_take_one_read_of_them_more(ours, model):
     found = ours(H100, model, method="statistics_params")

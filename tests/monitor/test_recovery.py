@@ -7,7 +7,7 @@ import shown_code
 
 pytest.importorskip("orbax.checkpoint")
 PAGE = "docs/recovery.md"
-(BLOCK,) = shown_code.blocks(PAGE)
+BLOCK, EVENTS, GRAIN = shown_code.blocks(PAGE)
 BEFORE, AFTER = 30, 41
 """Evaluations: the last before the stretch, and the first with a good batch behind it."""
 
@@ -51,3 +51,30 @@ def test_without_a_checkpoint_the_error_says_so(page, monkeypatch):
     monkeypatch.setitem(page, "SAVE_EVERY", 10**6)
     with pytest.raises(RuntimeError, match="no checkpoint is left"):
         page["train"](page["skip"], recovers=True)
+
+
+def test_a_bad_batch_is_found_by_its_step():
+    pytest.importorskip("matplotlib")
+    found = shown_code.run(EVENTS, PAGE)
+    assert found["steps"].tolist() == [37, 52]
+    assert np.isnan(found["bad"][37]).sum() == 1
+    assert found["bad"][52].max() == 1e4
+    assert set(found["events"]["verdict"]) == {"taken", "clipped", "skipped"}
+
+
+def test_a_bad_batch_is_found_in_grain():
+    grain = pytest.importorskip("grain")
+    found = shown_code.run(GRAIN, PAGE)
+    examples, batch = found["examples"], found["batch"]
+    np.testing.assert_array_equal(examples[found["indices"]], batch)
+    every = iter(found["data"].to_iter_dataset())
+    np.testing.assert_array_equal([next(every) for _ in range(38)][37], batch)
+    shards = grain.sharding.ShardOptions(0, 1)
+    sampler = grain.samplers.IndexSampler(
+        num_records=1000, shard_options=shards, shuffle=True, num_epochs=1, seed=0
+    )
+    batches = [grain.transforms.Batch(8)]
+    loader = grain.DataLoader(data_source=examples, sampler=sampler, operations=batches)
+    every = iter(loader)
+    keys = [sampler[37 * 8 + i].record_key for i in range(8)]
+    np.testing.assert_array_equal([next(every) for _ in range(38)][37], examples[keys])

@@ -1,0 +1,291 @@
+"""The last steps' events: what the clips and skips inside of a transformation did at each step."""
+
+from typing import Any, NamedTuple, Unpack
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+
+import optaxclip._border.devices as devices
+import optaxclip.scopes as scopes
+from optaxclip._base.arguments import FRESH_STATE, check_state, checked_int
+from optaxclip._base.counters import increased
+from optaxclip._base.names import Names
+from optaxclip._base.numerics import narrowed
+from optaxclip._base.states import registered_state
+from optaxclip._base.trees import flatten
+from optaxclip._base.types import ClipState, Path, PyTree
+from optaxclip._border.calls import across
+from optaxclip._border.options import Options, PlaceOptions, takes
+from optaxclip._border.transformation import Transformation, transformation
+from optaxclip._engine.clip import groups_of
+from optaxclip._engine.step import norms_of
+from optaxclip.methods.skipping import SkipState, as_inner
+from optaxclip.monitor.states import name_of, numbered, unboxed, walk
+from optaxclip.monitor.summaries import has_entries, names_of, wanted, worst_entry
+from optaxclip.norms import Norm
+
+VERDICTS = ("taken", "clipped", "not finite", "skipped")
+"""What became of a step; of several, the last counts."""
+NOT_ASKED = 0
+"""Stands for a clip that did not run at a step; else leaves are numbered from 1."""
+
+_WRAP_STATE = (
+    "If the optimizer ran without events until now, put its state into a fresh one: "
+    "opt_state = tx.init(params)._replace(inner_state=old_opt_state)"
+)
+
+
+@registered_state
+class EventsState(NamedTuple):
+    """State of `events`.
+
+    Attributes:
+      steps: int32[], steps so far.
+      name: the transformation's name, as a tuple of one.
+      names: the leaves' names, among which the worst is found; empty if each clip and skip inside
+        has norms of leaves or groups of its own. A leaf that was None at `init` comes last.
+      numbers: float32[window, judges, 3], norm, limit and factor of each clip and skip inside, in
+        the order of `read`; for the loss of a skip, the loss and its limit. Step n is in row
+        `n % window`.
+      marks: int32[window, 1 + judges], what became of the step, and for each of them which leaf was
+        the worst, numbered from 1, or 0 if it did not run.
+      inner_state: the wrapped transformation's state.
+    """
+
+    steps: Array
+    name: Names
+    names: Names
+    numbers: Array
+    marks: Array
+    inner_state: PyTree
+
+
+@takes(PlaceOptions)
+def events(
+    inner: optax.GradientTransformation,
+    window: int = 1000,
+    *,
+    norm: str | Norm = "l2",
+    **options: Unpack[PlaceOptions],
+) -> Transformation[EventsState]:
+    """Keeps what the clips and skips inside of it did at each of the last steps.
+
+    For each step: the norm, the limit, the factor, what became of the step, and the worst leaf.
+    It goes around whatever clips or skips: a clip, a skip, the whole optimizer. Updates are those
+    of `inner`, bit for bit. `history` reads the events, with the number of each step, by which a
+    bad batch is found in the data; `plots.events_over_steps` draws them. Nothing is sent to the
+    host until then.
+
+    A step costs a row of some numbers, which are taken from the records of the clips and skips. The
+    worst leaf of a clip or a skip that has one norm for the whole tree is that with the largest
+    norm among the updates that come in: on a GPU these norms are had in the read of that clip or
+    skip, if it measures the same updates by the same norm. Clips of leaves, units and groups know
+    their worst themselves.
+
+    Around `optax.MultiSteps` a clip inside is asked only at each k-th step, and has NaN at the
+    others. A skip does not go inside of it, see `skip_nonfinite`.
+
+    Args:
+      inner: the transformation with a clip or a skip in it.
+      window: how many steps to keep.
+      norm: the norm by which the worst leaf is found, as in `optaxclip.clip_by`: that of the clip.
+      **options: those that all transformations share, `optaxclip.PlaceOptions`; `history` chooses
+        among several by their `name`.
+
+    Returns:
+      A transformation with an `EventsState`.
+
+    Raises:
+      ValueError: if `window` is less than 1, or for an unknown norm; when used, if `inner` has no
+        clip and no skip that keeps a record, or a skip inside of `optax.MultiSteps`.
+      TypeError: if `inner` is not a transformation, or `window` not an int.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optaxclip
+      >>> from optaxclip import monitor
+      >>> tx = optax.chain(optaxclip.clip_by_global_norm(2.0), optax.sgd(0.1))
+      >>> tx = monitor.events(optaxclip.skip_nonfinite(tx), window=3)
+      >>> params = {"b": jnp.zeros(1), "w": jnp.zeros(2)}
+      >>> state = tx.init(params)
+      >>> for size in (1.0, 3.0, jnp.nan, 1.5):
+      ...     grads = {"b": jnp.ones(1), "w": jnp.array([0.0, size])}
+      ...     updates, state = tx.update(grads, state, params)
+      >>> for event in monitor.history(state):
+      ...     print(event["step"], event["verdict"], event["norm"].round(1), event["worst"])
+      1 clipped 3.2 w
+      2 skipped nan w
+      3 taken 1.8 w
+    """
+    inner, window = as_inner(inner), checked_int(window, 1, "window")
+    checked = Options.checked(norm=norm, **options)
+    name = checked.name
+
+    def init(params: PyTree) -> EventsState:
+        # In eager mode JAX 0.10.2 cannot make zeros like an array in another memory.
+        inner_state = inner.init(devices.to_device(params))
+        judges, names = _judges(inner_state, name), Names()
+        _refuse_skips_of_sums(inner_state, name)
+        if any(not judge.has_entries for judge in judges):
+            names = Names(tuple(sorted(flatten(params, "params").names())))
+        numbers = jnp.zeros((window, len(judges), 3), jnp.float32)
+        marks = jnp.zeros((window, 1 + len(judges)), jnp.int32)
+        steps = jnp.zeros((), jnp.int32)
+        return EventsState(steps, Names((name,)), names, numbers, marks, inner_state)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, EventsState]:
+        check_state(state, EventsState, name, _WRAP_STATE, updates=updates)
+        before = _judges(state.inner_state, name)
+        _check_shape(state, (window, len(before), 3), name)
+        names, norms, places = state.names, None, None
+        if any(not judge.has_entries for judge in before):
+            flat = flatten(updates, "updates").named_like(state.names)
+            groups = groups_of(flat, scopes.leaf(), checked)
+            norms, found = norms_of(flat, groups, checked.norm), groups.grouping.names
+            names = Names((*names, *(each for each in found if each not in tuple(names))))
+            places = np.array([names.index(each) for each in found], np.int32)
+        new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+        after = _judges(inner_state, name)
+        kept = [[judge.kept for judge in judges] for judges in (before, after)]
+        rings = (state.steps, state.numbers, state.marks)
+        around = tuple(judge.around for judge in after)
+        written = across(_written, *rings, *kept, norms, places, like=_fields, around=around)
+        return new_updates, state._replace(names=names, inner_state=inner_state, **written)
+
+    return transformation(init, update)
+
+
+class Judge(NamedTuple):
+    """A clip, a skip, or the loss of a skip.
+
+    Attributes:
+      name: as in `metrics`; that of a skip for its loss.
+      kept: what `summary` needs of its record, and the share of groups that were clipped.
+      names: those of its entries.
+      is_loss: whether it judges the loss.
+      around: the places of the skips around it.
+    """
+
+    name: str
+    kept: dict[str, Any]
+    names: Names
+    is_loss: bool
+    around: tuple[int, ...]
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether it has numbers for several leaves or groups."""
+        return has_entries(self.kept)
+
+
+def judges_in(inner_state: PyTree) -> list[Judge]:
+    """All clips and skips in a state, in the order of `read`."""
+    found, judges = list(walk(inner_state, (ClipState, SkipState))), []
+    skips: dict[int, Path] = {}
+    names = numbered([name_of(state) for _, state in found])
+    for name, (path, state) in zip(names, found, strict=True):
+        kept = wanted(state) | {"fraction": unboxed(state.info.fraction)}
+        around = tuple(i for i, outer in skips.items() if path[: len(outer)] == outer)
+        if isinstance(state, SkipState):
+            skips[len(judges)] = path
+        judges.append(Judge(name, kept, names_of(state), is_loss=False, around=around))
+        if isinstance(state, SkipState) and state.loss:
+            of_loss = {"norm": kept["loss"], "limit": kept["loss_limit"]}
+            judges.append(Judge(name, kept | of_loss, Names(), is_loss=True, around=around))
+    return judges
+
+
+def _judges(inner_state: PyTree, name: str) -> list[Judge]:
+    judges = judges_in(inner_state)
+    if not judges:
+        raise ValueError(
+            f"{name} goes around a clip or a skip, and inner has none that keeps a record: wrap "
+            f"the chain that has the clip, {name}(optax.chain(clip, optimizer)); clip, "
+            "clip_by_value and clip_by_second_moment keep no record, nor does anything with "
+            "record=False"
+        )
+    return judges
+
+
+def _refuse_skips_of_sums(inner_state: PyTree, name: str) -> None:
+    """Refuses a skip that is not asked at each step, because its record does not say at which."""
+    of_sums = [state for _, state in walk(inner_state, (optax.MultiStepsState,))]
+    if any(True for state in of_sums for _ in walk(state.inner_opt_state, (SkipState,))):
+        raise ValueError(
+            f"{name}: a skip is inside of optax.MultiSteps, where it is not asked at each step; "
+            "put the skip around MultiSteps, skip_nonfinite(optax.MultiSteps(chain, k)"
+            ".gradient_transformation())"
+        )
+
+
+def _check_shape(state: EventsState, shape: tuple[int, ...], name: str) -> None:
+    """Checks that a state has a row for each step of the window, and numbers for each judge.
+
+    Raises:
+      ValueError: otherwise, naming both.
+    """
+    held = tuple(unboxed(state.numbers).shape)
+    if held != shape:
+        raise ValueError(
+            f"{name}: the state is that of other events: it keeps the last {held[0]} steps of "
+            f"{held[1]} clips and skips, and these events keep {shape[0]} of {shape[1]}. Pass the "
+            f"window that it was made with. {FRESH_STATE}"
+        )
+
+
+def _fields(steps: Array, numbers: Array, marks: Array, *_: Any) -> dict[str, Any]:
+    return {"steps": steps, "numbers": numbers, "marks": marks}
+
+
+def _written(
+    steps: Array,
+    numbers: Array,
+    marks: Array,
+    before: list[dict[str, Any]],
+    after: list[dict[str, Any]],
+    norms: Any,
+    places: Any,
+    *,
+    around: tuple[tuple[int, ...], ...],
+) -> dict[str, Array]:
+    """The fields of the state that change with one more row."""
+    of_tree = {} if norms is None else {"index": _worst_leaf(norms, places)}
+    rows, indices, flags = [], [], {verdict: jnp.zeros((), bool) for verdict in VERDICTS[1:]}
+    for old, new, skips in zip(before, after, around, strict=True):
+        found = worst_entry(new) if has_entries(new) else new | of_tree
+        if "num_skipped" in new:
+            # Where a skip left the step out, the record of a skip inside of it is an old one.
+            did_run = jnp.ones((), bool)
+            for i in skips:
+                did_run &= after[i]["factor"] != 0
+            flags["skipped"] |= did_run & (new["factor"] == 0)
+            flags["not finite"] |= did_run & ~jnp.isfinite(new["norm"])
+        else:
+            did_run = new["steps"] != old["steps"]
+            flags["clipped"] |= did_run & jnp.any(new["fraction"] > 0)
+            # The norm itself is finite where bad entries are masked.
+            flags["not finite"] |= jnp.any(new["num_nonfinite"] > old["num_nonfinite"])
+        row = [found[field].astype(jnp.float32) for field in ("norm", "limit", "factor")]
+        rows.append(devices.stack(row))
+        indices.append(jnp.where(did_run, 1 + found["index"], NOT_ASKED).astype(jnp.int32))
+    verdict = jnp.zeros((), jnp.int32)
+    for code, each in enumerate(VERDICTS[1:], 1):
+        verdict = jnp.where(flags[each], jnp.int32(code), verdict)
+    at, marked = steps % len(numbers), devices.stack([verdict, *indices])
+    row = narrowed(devices.stack(rows), numbers.dtype)
+    return {
+        "steps": increased(steps, period=len(numbers)),
+        "numbers": lax.dynamic_update_index_in_dim(numbers, row, at, 0),
+        "marks": lax.dynamic_update_index_in_dim(marks, marked, at, 0),
+    }
+
+
+def _worst_leaf(norms: Array, places: Array) -> Array:
+    """The place of the leaf with the largest norm; NaN is larger than all."""
+    if not norms.size:
+        return jnp.zeros((), jnp.int32)
+    norms = lax.stop_gradient(norms)
+    return places[jnp.argmax(jnp.where(jnp.isnan(norms), jnp.inf, norms))]
