@@ -8,9 +8,10 @@ JAX = "https://docs.jax.dev/en/latest/_autosummary/{}.html"
 NUMPY = "https://numpy.org/doc/stable/reference"
 PYTHON = "https://docs.python.org/3/library/collections.abc.html#{}"
 ELSEWHERE = {
-    **{name: JAX.format(name) for name in ("jax.Array", "jax.typing.ArrayLike")},
+    "jax.Array": JAX.format("jax.Array"),
+    "optaxclip._base.types.ArrayLike": JAX.format("jax.typing.ArrayLike"),
+    "optaxclip._base.host.ArrayLike": f"{NUMPY}/typing.html#numpy.typing.ArrayLike",
     "numpy.ndarray": f"{NUMPY}/generated/numpy.ndarray.html",
-    "numpy.typing.ArrayLike": f"{NUMPY}/typing.html#numpy.typing.ArrayLike",
     "optax.GradientTransformation": (
         "https://optax.readthedocs.io/en/latest/api/transformations.html"
         "#optax.GradientTransformation"

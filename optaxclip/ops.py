@@ -25,7 +25,7 @@ import optaxclip.scopes as scopes
 from optaxclip._base.arguments import as_axis_names
 from optaxclip._base.cotangents import Back, with_cotangent
 from optaxclip._base.trees import data_of, flatten, per_leaf, with_data
-from optaxclip._base.types import AxisName, ClipInfo, NonFinite, PyTree
+from optaxclip._base.types import ArrayLike, AxisName, ClipInfo, NonFinite, PyTree
 from optaxclip._engine.clip import clip_tree, group_norms
 from optaxclip.nonfinite import as_policy
 from optaxclip.norms import Norm, average_l2
@@ -67,9 +67,7 @@ def global_norm(
     return found
 
 
-def clip_by_value(
-    tree: PyTree, clip_value_min: jax.typing.ArrayLike, clip_value_max: jax.typing.ArrayLike
-) -> PyTree:
+def clip_by_value(tree: PyTree, clip_value_min: ArrayLike, clip_value_max: ArrayLike) -> PyTree:
     """Clips each entry to `[clip_value_min, clip_value_max]`.
 
     NaN stays NaN, and infinite entries become the bounds. A complex entry keeps its phase, and its
@@ -105,7 +103,7 @@ def clip_by_value(
 
 def clip_by_norm(
     tree: PyTree,
-    clip_norm: jax.typing.ArrayLike,
+    clip_norm: ArrayLike,
     axes: int | Sequence[int] | None = None,
     *,
     axis_name: AxisName = None,
@@ -141,7 +139,7 @@ def clip_by_norm(
 
 def clip_by_average_norm(
     tree: PyTree,
-    clip_norm: jax.typing.ArrayLike,
+    clip_norm: ArrayLike,
     *,
     axis_name: AxisName = None,
     specs: PyTree = None,
@@ -176,8 +174,8 @@ def clip_by_average_norm(
 
 def clip_by_global_norm(
     tree: PyTree,
-    clip_norm: jax.typing.ArrayLike,
-    use_norm: jax.typing.ArrayLike | None = None,
+    clip_norm: ArrayLike,
+    use_norm: ArrayLike | None = None,
     *,
     axis_name: AxisName = None,
     specs: PyTree = None,
@@ -218,8 +216,8 @@ def clip_by_global_norm(
 def clip_cotangent(
     x: PyTree,
     *,
-    clip_norm: jax.typing.ArrayLike | None = None,
-    clip_value: jax.typing.ArrayLike | None = None,
+    clip_norm: ArrayLike | None = None,
+    clip_value: ArrayLike | None = None,
     axes: int | Sequence[int] | None = None,
     nonfinite: NonFinite = "nan",
     axis_name: AxisName = None,
@@ -314,7 +312,7 @@ def _clip_entries(cotangent: Array, limit: Array) -> Array:
     return elementwise.clamp(flatten(cotangent, "x"), None, limit, ("clip_value", "clip_value"))
 
 
-def _clip(tree: PyTree, clip_norm: jax.typing.ArrayLike, **options: Any) -> tuple[PyTree, ClipInfo]:
+def _clip(tree: PyTree, clip_norm: ArrayLike, **options: Any) -> tuple[PyTree, ClipInfo]:
     _check(tree)
     clipped, info = clip_tree(tree, _scalar(clip_norm, "clip_norm"), **options)
     return _as_came(clipped, tree), info

@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from public_names import public
 
 import optaxclip
 
@@ -65,3 +66,15 @@ def test_what_there_is():
 
 def functions_of_the_top():
     return [name for name in PUBLIC if name.count(".") == 1]
+
+
+def test_help_calls_what_becomes_an_array_by_its_name():
+    """And does not write out the union of all that JAX or NumPy takes for one."""
+    signatures = {
+        name: str(inspect.signature(value))
+        for name, value in public().items()
+        if inspect.isfunction(value)
+    }
+    assert sum("ArrayLike" in text for text in signatures.values()) > 50
+    written_out = ("numpy.bool", "_SupportsArray")
+    assert not [name for name, text in signatures.items() if any(x in text for x in written_out)]

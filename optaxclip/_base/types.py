@@ -1,6 +1,7 @@
 """Shared types: limit rules, and the states and records of clips."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -10,6 +11,14 @@ from jax.tree_util import Partial
 
 from optaxclip._base.names import Names
 from optaxclip._base.states import registered_state
+
+if sys.version_info >= (3, 12):
+    from typing import TypeAliasType
+else:
+    from typing_extensions import TypeAliasType
+
+ArrayLike = TypeAliasType("ArrayLike", jax.typing.ArrayLike)
+"""What JAX takes for an array. `help` calls it by this name, and would write out all of it."""
 
 PyTree: TypeAlias = Any
 """Any pytree of arrays."""

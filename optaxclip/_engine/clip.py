@@ -14,7 +14,6 @@ Three published methods, made of these parts:
 
 from typing import Any, Unpack
 
-import jax
 import jax.numpy as jnp
 
 import optaxclip._border.devices as devices
@@ -24,6 +23,7 @@ from optaxclip._base.names import Names
 from optaxclip._base.numerics import norm_dtype
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import (
+    ArrayLike,
     AxisName,
     ClipInfo,
     ClipState,
@@ -191,7 +191,7 @@ def clip_tree(
     response: str | Response = "clip",
     nonfinite: NonFinite = "nan",
     strict: bool = False,
-    use_norm: jax.typing.ArrayLike | None = None,
+    use_norm: ArrayLike | None = None,
     axis_name: AxisName = None,
     specs: PyTree = None,
     name: str = "clip_tree",

@@ -16,7 +16,7 @@ from flax import nnx  # noqa: TID253  (only the demo, when it runs, imports this
 from jax import Array, lax
 
 from optaxclip import ops
-from optaxclip._base.types import ClipState, PyTree
+from optaxclip._base.types import ArrayLike, ClipState, PyTree
 from optaxclip.methods.fixed import clip_by_global_norm
 
 HIDDEN = 128
@@ -187,7 +187,7 @@ def _sgd(steps: int) -> optax.GradientTransformation:
     return optax.sgd(optax.linear_schedule(0.0, LEARNING_RATE, warmup), MOMENTUM)
 
 
-def _windows(text: Array, starts: jax.typing.ArrayLike) -> Array:
+def _windows(text: Array, starts: ArrayLike) -> Array:
     return jax.vmap(lambda start: lax.dynamic_slice(text, (start,), (LENGTH + 1,)))(starts)
 
 

@@ -27,6 +27,7 @@ def makers(
 
 def parts_of(annotation: Any) -> list[Any]:
     """An annotation, and all types within it: those of a union, and of elements of containers."""
+    annotation = getattr(annotation, "__value__", annotation)  # of an alias that has a name
     if get_origin(annotation) is Callable:
         return [annotation]
     of_elements = get_args(annotation)[1 if get_origin(annotation) is Mapping else 0 :]

@@ -14,11 +14,9 @@ limit.
 
 from typing import Unpack
 
-import jax
-
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
-from optaxclip._base.types import ClipState
+from optaxclip._base.types import ArrayLike, ClipState
 from optaxclip._border.options import ClipOptions, NormOptions, takes
 from optaxclip._border.transformation import Transformation
 from optaxclip._engine.clip import clip_by
@@ -29,10 +27,10 @@ from optaxclip.thresholds.moving import Option
 @takes(ClipOptions, parts="clip_by(scopes.tree(), thresholds.zscore())")
 def zclip(
     *,
-    alpha: jax.typing.ArrayLike = 0.97,
-    z_thresh: jax.typing.ArrayLike = 2.5,
+    alpha: ArrayLike = 0.97,
+    z_thresh: ArrayLike = 2.5,
     warmup_steps: int = 25,
-    max_norm: jax.typing.ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
     option: Option = "adaptive",
     floor: float = FLOOR,
     patience: int | None = PATIENCE,
@@ -88,9 +86,9 @@ def zclip(
 @takes(NormOptions, parts="clip_by(scopes.leaf(), thresholds.adagc())")
 def adagc(
     *,
-    lambda_rel: jax.typing.ArrayLike = 1.05,
-    lambda_abs: jax.typing.ArrayLike = 1.0,
-    beta: jax.typing.ArrayLike = 0.98,
+    lambda_rel: ArrayLike = 1.05,
+    lambda_abs: ArrayLike = 1.0,
+    beta: ArrayLike = 0.98,
     warmup_steps: int = 100,
     floor: float = FLOOR,
     patience: int | None = None,
@@ -149,9 +147,9 @@ def adagc(
 @takes(ClipOptions, parts="clip_by(scopes.tree(), thresholds.quantile())")
 def clip_by_quantile(
     *,
-    target: jax.typing.ArrayLike = 0.5,
-    learning_rate: jax.typing.ArrayLike = 0.2,
-    init_limit: jax.typing.ArrayLike = 0.1,
+    target: ArrayLike = 0.5,
+    learning_rate: ArrayLike = 0.2,
+    init_limit: ArrayLike = 0.1,
     geometric: bool = True,
     floor: float = FLOOR,
     **options: Unpack[ClipOptions],
@@ -192,11 +190,11 @@ def clip_by_quantile(
 @takes(NormOptions, parts="clip_by(scopes.leaf(), thresholds.ema(skip_steps=1))")
 def clip_by_ema_norm(
     *,
-    ratio: jax.typing.ArrayLike = 2.0,
-    decay: jax.typing.ArrayLike = 0.95,
+    ratio: ArrayLike = 2.0,
+    decay: ArrayLike = 0.95,
     floor: float = FLOOR,
     patience: int | None = PATIENCE,
-    max_norm: jax.typing.ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
     """Clips each leaf to a multiple of the moving average of its clipped norms.

@@ -18,14 +18,14 @@ from optaxclip._base.numerics import (
     power_of_two_below,
 )
 from optaxclip._base.trees import FlatTree, data_of, dtype_of, with_data
-from optaxclip._base.types import PyTree
+from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._border.calls import across
 
 
 def clamp(
     flat: FlatTree,
-    low: jax.typing.ArrayLike | None,
-    high: jax.typing.ArrayLike,
+    low: ArrayLike | None,
+    high: ArrayLike,
     arguments: tuple[str, str],
 ) -> PyTree:
     """The tree with real entries clipped to `[low, high]`, complex ones to the modulus `high`.
@@ -80,7 +80,7 @@ def check_order(low: Any, high: Any, names: tuple[str, str]) -> None:
         raise ValueError(f"{names[0]} must be at most {names[1]}, got {low!r} and {high!r}")
 
 
-def _check_fit(bound: jax.typing.ArrayLike, argument: str, flat: FlatTree) -> None:
+def _check_fit(bound: ArrayLike, argument: str, flat: FlatTree) -> None:
     for leaf, name in zip(flat.measured_leaves(), flat.names(), strict=True):
         shape = np.shape(data_of(leaf))
         try:
@@ -94,7 +94,7 @@ def _check_fit(bound: jax.typing.ArrayLike, argument: str, flat: FlatTree) -> No
             )
 
 
-def _in_range(bound: jax.typing.ArrayLike, dtype: Any) -> jax.typing.ArrayLike:
+def _in_range(bound: ArrayLike, dtype: Any) -> ArrayLike:
     """A bound that JAX converts to the dtype of a leaf without an error, a warning or wrapping."""
     if jnp.issubdtype(dtype, jnp.integer):
         return _integer_in_range(bound, dtype)
@@ -107,7 +107,7 @@ def _in_range(bound: jax.typing.ArrayLike, dtype: Any) -> jax.typing.ArrayLike:
     return bound.astype(float) if is_numpy and bound.dtype.kind in "iu" else bound
 
 
-def _integer_in_range(bound: Any, dtype: Any) -> jax.typing.ArrayLike:
+def _integer_in_range(bound: Any, dtype: Any) -> ArrayLike:
     """An integer bound in the dtype of an integer leaf, clipped to the range of that dtype."""
     low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
     if isinstance(bound, int):
@@ -160,7 +160,7 @@ def _bounded(x: Array, low: Array | None, high: Array) -> Array:
     return lax.select(lax.bitwise_or(lax.lt(y, smallest), lax.ne(smallest, smallest)), smallest, y)
 
 
-def _like(x: Array, bound: jax.typing.ArrayLike) -> Array:
+def _like(x: Array, bound: ArrayLike) -> Array:
     """A bound in the shape of an array and the dtype of its real part, and within its range."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.broadcast_to(bound, x.shape)

@@ -14,7 +14,7 @@ from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
 from optaxclip._base.states import registered_state
 from optaxclip._base.trees import FlatTree, flatten
-from optaxclip._base.types import PyTree
+from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._border.checks import matching_params
 from optaxclip._border.options import Options, PlaceOptions, takes
 from optaxclip._border.transformation import Transformation, transformation
@@ -49,9 +49,9 @@ class HyperballState(NamedTuple):
 def hyperball(
     learning_rate: ScalarOrSchedule,
     *,
-    radius: Literal["initial", "current"] | jax.typing.ArrayLike = "initial",
+    radius: Literal["initial", "current"] | ArrayLike = "initial",
     stacked: PyTree | Callable[[str, Array], int] | None = None,
-    eps: jax.typing.ArrayLike = 1e-12,
+    eps: ArrayLike = 1e-12,
     **options: Unpack[PlaceOptions],
 ) -> Transformation[HyperballState]:
     """Keeps each matrix on a sphere, and makes the step's length a share of its radius.

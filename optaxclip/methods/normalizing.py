@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from typing import Unpack
 
-import jax
 from jax import Array
 
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
-from optaxclip._base.types import ClipState, PyTree
+from optaxclip._base.types import ArrayLike, ClipState, PyTree
 from optaxclip._border.options import NormOptions, ScaleOptions, takes
 from optaxclip._border.transformation import Transformation
 from optaxclip._engine.clip import clip_by
@@ -60,9 +59,9 @@ def normalize_by_global_norm(
 )
 def normalize_by_norm_history(
     *,
-    mean_decay: jax.typing.ArrayLike = 0.7,
-    square_decay: jax.typing.ArrayLike = 0.9,
-    eps: jax.typing.ArrayLike = 1e-8,
+    mean_decay: ArrayLike = 0.7,
+    square_decay: ArrayLike = 0.9,
+    eps: ArrayLike = 1e-8,
     stacked: PyTree | Callable[[str, Array], int] | None = None,
     floor: float = FLOOR,
     **options: Unpack[NormOptions],

@@ -27,7 +27,7 @@ from optaxclip._base.numerics import (
 )
 from optaxclip._base.states import registered_state
 from optaxclip._base.trees import flatten, is_sparse, with_data
-from optaxclip._base.types import ClipState, PyTree
+from optaxclip._base.types import ArrayLike, ClipState, PyTree
 from optaxclip._border.calls import across
 from optaxclip._border.entries import entries, sums_of_stored
 from optaxclip._border.options import Options, ScaleOptions, takes
@@ -58,7 +58,7 @@ class SecondMomentState(NamedTuple):
 @takes(ScaleOptions)
 def clip_by_moving_max(
     *,
-    decay: jax.typing.ArrayLike = 0.999,
+    decay: ArrayLike = 0.999,
     stacked: PyTree | Callable[[str, Array], int] | None = None,
     floor: float = FLOOR,
     **options: Unpack[ScaleOptions],
@@ -127,8 +127,8 @@ class _OnlyAbove(Technique):
 @makes_transformation()
 def clip_by_second_moment(
     *,
-    threshold: jax.typing.ArrayLike = 5000.0,
-    decay: jax.typing.ArrayLike = 0.999,
+    threshold: ArrayLike = 5000.0,
+    decay: ArrayLike = 0.999,
     warmup_steps: int = 20,
     reset_every: int | None = None,
     name: str = "clip_by_second_moment",

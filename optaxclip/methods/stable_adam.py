@@ -25,7 +25,7 @@ from optaxclip._base.numerics import (
 )
 from optaxclip._base.states import registered_state
 from optaxclip._base.trees import flatten
-from optaxclip._base.types import ClipState, NonFinite, PyTree
+from optaxclip._base.types import ArrayLike, ClipState, NonFinite, PyTree
 from optaxclip._border.calls import across
 from optaxclip._border.entries import times
 from optaxclip._border.options import Options, PlaceOptions, takes
@@ -57,9 +57,9 @@ class StableAdamState(NamedTuple):
 
 @takes(PlaceOptions)
 def scale_by_stable_adam(
-    b1: jax.typing.ArrayLike = 0.9,
-    b2: jax.typing.ArrayLike = 0.99,
-    eps: jax.typing.ArrayLike = 1e-8,
+    b1: ArrayLike = 0.9,
+    b2: ArrayLike = 0.99,
+    eps: ArrayLike = 1e-8,
     clipping_threshold: ScalarOrSchedule = 1.0,
     *,
     stacked: PyTree | Callable[[str, Array], int] | None = None,

@@ -5,11 +5,9 @@
 
 from typing import Unpack
 
-import jax
-
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
-from optaxclip._base.types import ClipState
+from optaxclip._base.types import ArrayLike, ClipState
 from optaxclip._border.options import ClipOptions, takes
 from optaxclip._border.transformation import Transformation
 from optaxclip._engine.clip import clip_by
@@ -21,11 +19,11 @@ from optaxclip.thresholds.base import FLOOR
     parts="clip_by(scopes.tree(), thresholds.percentile(10.0, inclusive=True, warmup_steps=0))",
 )
 def autoclip(
-    percentile: jax.typing.ArrayLike = 10.0,
+    percentile: ArrayLike = 10.0,
     window: int = 1000,
     *,
     floor: float = FLOOR,
-    max_norm: jax.typing.ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
     """Clips the global norm to a percentile of the last norms, including that of the step itself.
@@ -69,10 +67,10 @@ def autoclip(
 @takes(ClipOptions, parts="clip_by(scopes.tree(), thresholds.median())")
 def clip_by_median_norm(
     *,
-    scale: jax.typing.ArrayLike = 2.0,
+    scale: ArrayLike = 2.0,
     window: int = 100,
     floor: float = FLOOR,
-    max_norm: jax.typing.ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
     """Clips the global norm to a multiple of the median of the last norms.
@@ -113,10 +111,10 @@ def clip_by_median_norm(
 @takes(ClipOptions, parts="clip_by(scopes.tree(), thresholds.window())")
 def clip_by_window_norm(
     *,
-    num_std: jax.typing.ArrayLike = 3.0,
+    num_std: ArrayLike = 3.0,
     window: int = 128,
     floor: float = FLOOR,
-    max_norm: jax.typing.ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
     """Clips the global norm to the mean of the last norms plus some standard deviations.

@@ -12,7 +12,7 @@ from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import select
 from optaxclip._base.states import registered_state
-from optaxclip._base.types import PyTree
+from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._border.transformation import Transformation, transformation
 from optaxclip.thresholds.base import as_float
 from optaxclip.thresholds.checks import checked_decay
@@ -70,7 +70,7 @@ def scale_of(steps: Any, signal: Any, variance: Any, numpy: Any) -> Any:
 
 @makes_transformation()
 def noise_scale(
-    decay: jax.typing.ArrayLike = 0.99, *, name: str = "noise_scale"
+    decay: ArrayLike = 0.99, *, name: str = "noise_scale"
 ) -> Transformation[NoiseScaleState]:
     """Keeps the gradient noise scale: about the batch size above which more examples help little.
 

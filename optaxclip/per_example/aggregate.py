@@ -15,7 +15,7 @@ from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.numerics import is_real
 from optaxclip._base.states import registered_state
 from optaxclip._base.trees import FlatTree, flatten, leaf_name
-from optaxclip._base.types import PyTree
+from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._batches.cutting import number_of_examples
 from optaxclip._border.transformation import Transformation, transformation
 from optaxclip.per_example.bounds import ExampleLimit
@@ -33,7 +33,7 @@ from optaxclip.thresholds.base import as_float, at_least
 from optaxclip.thresholds.calling import checked_schedule
 from optaxclip.thresholds.checks import checked_limit, refuse_parts
 
-AggregateLimit: TypeAlias = ExampleLimit | Callable[[Array], jax.typing.ArrayLike] | QuantileLimit
+AggregateLimit: TypeAlias = ExampleLimit | Callable[[Array], ArrayLike] | QuantileLimit
 Reduction = Literal["mean", "sum"]
 
 
@@ -59,11 +59,11 @@ class PerExampleState(NamedTuple):
 @makes_transformation("per_example.clip_sum(grads, 1.0)")
 def per_example_clip_and_aggregate(
     limit: AggregateLimit,
-    noise_multiplier: jax.typing.ArrayLike,
-    key: jax.typing.ArrayLike | None = None,
+    noise_multiplier: ArrayLike,
+    key: ArrayLike | None = None,
     *,
     reduction: Reduction = "mean",
-    batch_size: jax.typing.ArrayLike | None = None,
+    batch_size: ArrayLike | None = None,
     scope: Scope | None = None,
     response: str | Response = "clip",
     split: Literal["uniform", "size"] = "uniform",
@@ -148,7 +148,7 @@ def per_example_clip_and_aggregate(
         state: Any,
         params: PyTree | None = None,
         *,
-        is_padding: jax.typing.ArrayLike | None = None,
+        is_padding: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, PerExampleState]:
         del extra_args

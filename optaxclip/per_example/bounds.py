@@ -15,12 +15,13 @@ from optaxclip._base.arguments import checked_choice, short
 from optaxclip._base.grouping import Grouping, concatenated
 from optaxclip._base.numerics import norm_dtype, norm_of_all
 from optaxclip._base.trees import FlatTree
+from optaxclip._base.types import ArrayLike
 from optaxclip.per_example.quantile import QuantileLimit
 from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.fixed import rule_for
 
 Split = Literal["uniform", "size"]
-ExampleLimit: TypeAlias = jax.typing.ArrayLike | Mapping[str, jax.typing.ArrayLike]
+ExampleLimit: TypeAlias = ArrayLike | Mapping[str, ArrayLike]
 
 
 def checked_example_limit(limit: Any, argument: str) -> ExampleLimit:

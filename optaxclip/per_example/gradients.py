@@ -13,7 +13,7 @@ import optaxclip._border.devices as devices
 from optaxclip._base.arguments import checked_bool, checked_choice, checked_int
 from optaxclip._base.calls import asks
 from optaxclip._base.trees import FlatTree, flatten
-from optaxclip._base.types import PyTree
+from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._batches.roles import Roles, checked_roles
 from optaxclip.per_example.bounds import ExampleLimit, change_of
 from optaxclip.per_example.ghost.clipping import check_scope, clipped, plan_for
@@ -57,7 +57,7 @@ class ClippedGrad:
     method: Method
 
     def __call__(
-        self, *args: Any, is_padding: jax.typing.ArrayLike | None = None, **keywords: Any
+        self, *args: Any, is_padding: ArrayLike | None = None, **keywords: Any
     ) -> PerExampleResult:
         """The sum of the clipped gradients, and what happened to the examples."""
         roles = Roles.of(args, self.argnums, self.batch_argnums)
@@ -79,9 +79,7 @@ class ClippedGrad:
         result = result_of(sums, one.without_gradients().rebuild(sums.leaves))
         return result._replace(losses=losses, aux=aux, bound=bound)
 
-    def sensitivity(
-        self, relation: Any = "add_or_remove_one", params: PyTree = None
-    ) -> jax.typing.ArrayLike:
+    def sensitivity(self, relation: Any = "add_or_remove_one", params: PyTree = None) -> ArrayLike:
         """The largest L2 norm by which one example can change the sum, to scale noise by.
 
         Args:

@@ -12,7 +12,7 @@ import optaxclip._border.devices as devices
 from optaxclip._base.arguments import short
 from optaxclip._base.numerics import real_parts
 from optaxclip._base.trees import flatten
-from optaxclip._base.types import PyTree
+from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip.per_example.bounds import change_of
 from optaxclip.per_example.sums import PerExampleResult
 from optaxclip.per_example.weighting import sum_dtype
@@ -21,9 +21,9 @@ from optaxclip.thresholds.base import as_float, at_least
 
 def noisy_mean(
     result: PerExampleResult,
-    noise_multiplier: jax.typing.ArrayLike,
+    noise_multiplier: ArrayLike,
     key: Array | None,
-    batch_size: jax.typing.ArrayLike,
+    batch_size: ArrayLike,
     *,
     relation: Any = "add_or_remove_one",
 ) -> PyTree:

@@ -10,6 +10,7 @@ from jax.core import Tracer
 from optaxclip._base.arguments import checked_bool
 from optaxclip._base.calls import asks
 from optaxclip._base.numerics import multiplied
+from optaxclip._base.types import ArrayLike
 from optaxclip.thresholds.base import as_float, at_least, within
 
 
@@ -41,8 +42,8 @@ class QuantileLimit(NamedTuple):
     def update(
         self,
         limit: Array,
-        num_unclipped: jax.typing.ArrayLike,
-        num_examples: jax.typing.ArrayLike,
+        num_unclipped: ArrayLike,
+        num_examples: ArrayLike,
         key: Array | None = None,
     ) -> Array:
         """The limit after a batch.
@@ -73,14 +74,14 @@ class QuantileLimit(NamedTuple):
 
 @asks()
 def quantile_limit(
-    target: jax.typing.ArrayLike = 0.5,
-    learning_rate: jax.typing.ArrayLike = 0.2,
-    init_limit: jax.typing.ArrayLike = 0.1,
+    target: ArrayLike = 0.5,
+    learning_rate: ArrayLike = 0.2,
+    init_limit: ArrayLike = 0.1,
     *,
-    count_noise: jax.typing.ArrayLike = 0.0,
+    count_noise: ArrayLike = 0.0,
     geometric: bool = True,
-    min_limit: jax.typing.ArrayLike = 0.0,
-    max_limit: jax.typing.ArrayLike = float("inf"),
+    min_limit: ArrayLike = 0.0,
+    max_limit: ArrayLike = float("inf"),
 ) -> QuantileLimit:
     """A limit that moves until the wanted share of examples is at or below it.
 
@@ -133,9 +134,7 @@ def quantile_limit(
     )
 
 
-def adjusted_noise_multiplier(
-    noise_multiplier: jax.typing.ArrayLike, count_noise: jax.typing.ArrayLike
-) -> Array:
+def adjusted_noise_multiplier(noise_multiplier: ArrayLike, count_noise: ArrayLike) -> Array:
     """The noise multiplier of the sum, if a noisy count of examples is released too.
 
     It is `(noise_multiplier**-2 - (2 * count_noise)**-2) ** -0.5`. Releasing the sum with it, and

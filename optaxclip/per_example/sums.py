@@ -14,7 +14,7 @@ from optaxclip._base.arguments import checked_bool
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.states import registered_state
 from optaxclip._base.trees import FlatTree, flatten
-from optaxclip._base.types import NormTree, PyTree
+from optaxclip._base.types import ArrayLike, NormTree, PyTree
 from optaxclip._batches.cutting import number_of_examples
 from optaxclip.per_example.bounds import (
     ExampleLimit,
@@ -99,7 +99,7 @@ def clip_sum(
     scope: Scope | None = None,
     response: str | Response = "clip",
     split: Literal["uniform", "size"] = "uniform",
-    is_padding: jax.typing.ArrayLike | None = None,
+    is_padding: ArrayLike | None = None,
 ) -> PerExampleResult:
     """Clips the gradient of each example and sums them.
 
@@ -152,9 +152,7 @@ def clip_sum(
     return result_of(sums, sum_tree(flat, sums.leaves))._replace(bound=bound)
 
 
-def per_example_global_norm_clip(
-    grads: PyTree, l2_norm_clip: jax.typing.ArrayLike
-) -> tuple[PyTree, Array]:
+def per_example_global_norm_clip(grads: PyTree, l2_norm_clip: ArrayLike) -> tuple[PyTree, Array]:
     """Clips each example by its global norm, and sums: Optax's function of this name.
 
     Unlike Optax's function it keeps the bound in every dtype and drops examples that are not
@@ -188,7 +186,7 @@ def per_example_global_norm_clip(
 
 
 def per_example_layer_norm_clip(
-    grads: PyTree, global_l2_norm_clip: jax.typing.ArrayLike, uniform: bool = True
+    grads: PyTree, global_l2_norm_clip: ArrayLike, uniform: bool = True
 ) -> tuple[PyTree, PyTree]:
     """Clips each leaf of each example by its own norm, and sums: Optax's function of this name.
 
@@ -234,7 +232,7 @@ def result_of(sums: Sums, grads: PyTree) -> PerExampleResult:
     )
 
 
-def padding_flags(is_padding: jax.typing.ArrayLike | None, examples: int) -> Array:
+def padding_flags(is_padding: ArrayLike | None, examples: int) -> Array:
     """Which examples are padding, checked; None means none.
 
     Raises:
@@ -252,7 +250,7 @@ def padding_flags(is_padding: jax.typing.ArrayLike | None, examples: int) -> Arr
     return flags
 
 
-def _summed(flat: FlatTree, clip: ExampleClip, is_padding: jax.typing.ArrayLike | None) -> Sums:
+def _summed(flat: FlatTree, clip: ExampleClip, is_padding: ArrayLike | None) -> Sums:
     examples = number_of_examples(flat, "grads")
     return clip.sums(flat.measured_leaves(), one_of(flat), padding_flags(is_padding, examples))
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from optaxclip._base.arguments import checked_int, short
+from optaxclip._base.host import ArrayLike
 from optaxclip.plots.limits import bars_of_norms, edges_of_bars, line_of_limit
 from optaxclip.plots.style import COLORS, curve, finished, new_axes
 

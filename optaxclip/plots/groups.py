@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from optaxclip._base.arguments import checked_int, near_miss, short
+from optaxclip._base.host import ArrayLike
 from optaxclip.plots.style import (
     COLORS,
     crosses_at_the_top,

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
+from optaxclip._base.host import ArrayLike
 from optaxclip.plots.groups import LOOKS, map_of
 from optaxclip.plots.style import (
     COLORS,

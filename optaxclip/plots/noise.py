@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import ArrayLike
 
+from optaxclip._base.host import ArrayLike
 from optaxclip.plots.style import COLORS, curve, finished, new_axes
 
 if TYPE_CHECKING:

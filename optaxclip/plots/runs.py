@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from optaxclip._base.arguments import short
+from optaxclip._base.host import ArrayLike
 from optaxclip._base.numerics import is_real
 from optaxclip.plots.style import (
     crosses_at_the_top,

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from optaxclip._base.arguments import short
 from optaxclip._base.extras import remedy
+from optaxclip._base.host import ArrayLike
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

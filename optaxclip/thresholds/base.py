@@ -34,7 +34,7 @@ from optaxclip._base.grouping import concatenated, split_up
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import narrowed, norm_of_all_in_parts, power_of_two_below, safe_sqrt
 from optaxclip._base.states import registered_state
-from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
+from optaxclip._base.types import ArrayLike, Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.checks import checked_limit
 
 Record = Literal["raw", "clipped", "capped", "accepted"]
@@ -144,7 +144,7 @@ def adaptive(
     warmup_steps: int = 0,
     floor: float = FLOOR,
     patience: int | None = PATIENCE,
-    max_norm: jax.typing.ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
 ) -> Threshold:
     """A rule from a statistic and the shared options, which the module explains.
 

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -12,7 +11,7 @@ from optaxclip._base.arguments import checked_bool
 from optaxclip._base.calls import asks
 from optaxclip._base.numerics import averaged, multiplied, reciprocal_of_power, safe_divide
 from optaxclip._base.states import registered_state
-from optaxclip._base.types import Limits, Threshold
+from optaxclip._base.types import ArrayLike, Limits, Threshold
 from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, multiple, within
 from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.moving import Moments, weighted
@@ -20,13 +19,13 @@ from optaxclip.thresholds.moving import Moments, weighted
 
 @asks()
 def log_tracker(
-    decay: jax.typing.ArrayLike = 0.995,
-    num_std: jax.typing.ArrayLike = 4.0,
+    decay: ArrayLike = 0.995,
+    num_std: ArrayLike = 4.0,
     *,
-    min_limit: jax.typing.ArrayLike = 0.0,
+    min_limit: ArrayLike = 0.0,
     reject: bool = True,
     floor: float = FLOOR,
-    max_norm: jax.typing.ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
 ) -> Threshold:
     """A number of standard deviations above the moving mean of `log(1 + norm)`.
 
@@ -74,14 +73,14 @@ def log_tracker(
 
 @asks()
 def adagc(
-    lambda_rel: jax.typing.ArrayLike = 1.05,
-    lambda_abs: jax.typing.ArrayLike = 1.0,
-    beta: jax.typing.ArrayLike = 0.98,
+    lambda_rel: ArrayLike = 1.05,
+    lambda_abs: ArrayLike = 1.0,
+    beta: ArrayLike = 0.98,
     warmup_steps: int = 100,
     *,
     floor: float = FLOOR,
     patience: int | None = None,
-    max_norm: jax.typing.ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
 ) -> Threshold:
     """A little above the moving average of the clipped norms, after a warm-up by the global norm.
 
@@ -136,13 +135,13 @@ def adagc(
 
 @asks()
 def quantile(
-    target: jax.typing.ArrayLike = 0.5,
-    learning_rate: jax.typing.ArrayLike = 0.2,
-    init_limit: jax.typing.ArrayLike = 0.1,
+    target: ArrayLike = 0.5,
+    learning_rate: ArrayLike = 0.2,
+    init_limit: ArrayLike = 0.1,
     *,
     geometric: bool = True,
     floor: float = FLOOR,
-    max_norm: jax.typing.ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
 ) -> Threshold:
     """A limit that moves until the wanted share of norms is at or below it.
 

@@ -13,17 +13,17 @@ from jax.tree_util import Partial
 from optaxclip._base.calls import asks
 from optaxclip._base.counters import increased
 from optaxclip._base.names import Names
-from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
+from optaxclip._base.types import ArrayLike, Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.by_name import by_name
 from optaxclip.thresholds.calling import checked_rule, checked_schedule
 from optaxclip.thresholds.checks import checked_limit, refuse_parts
 
-ScalarOrSchedule: TypeAlias = jax.typing.ArrayLike | Callable[[Array], jax.typing.ArrayLike]
+ScalarOrSchedule: TypeAlias = ArrayLike | Callable[[Array], ArrayLike]
 LimitLike: TypeAlias = ScalarOrSchedule | Threshold | Mapping[str, ScalarOrSchedule | Threshold]
 
 
 @asks()
-def constant(limit: jax.typing.ArrayLike) -> Threshold:
+def constant(limit: ArrayLike) -> Threshold:
     """The same limit at every step.
 
     Args:
@@ -49,7 +49,7 @@ def constant(limit: jax.typing.ArrayLike) -> Threshold:
 
 
 @asks()
-def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
+def schedule(fn: Callable[[Array], ArrayLike]) -> Threshold:
     """A limit `fn(count)` that depends on the number of steps so far, from 0 on.
 
     Args:
@@ -74,14 +74,14 @@ def schedule(fn: Callable[[Array], jax.typing.ArrayLike]) -> Threshold:
     return _rule_of_schedule(fn, "fn")
 
 
-def _rule_of_schedule(fn: Callable[[Array], jax.typing.ArrayLike], argument: str) -> Threshold:
+def _rule_of_schedule(fn: Callable[[Array], ArrayLike], argument: str) -> Threshold:
     """`schedule`; messages call the function by the name `argument`."""
     checked = Partial(checked_schedule(fn, argument))
     return Threshold(Partial(_zero_count), Partial(_scheduled, _Schedule(checked)))
 
 
 @asks()
-def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3) -> Threshold:
+def relative_to_params(ratio: ScalarOrSchedule, eps: ArrayLike = 1e-3) -> Threshold:
     """A limit of `ratio * max(norm of the parameters, eps)` for each group.
 
     Source: Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171.
@@ -107,7 +107,7 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike = 1e-3
     return relative(ratio, eps, "ratio")
 
 
-def relative(ratio: ScalarOrSchedule, eps: jax.typing.ArrayLike, argument: str) -> Threshold:
+def relative(ratio: ScalarOrSchedule, eps: ArrayLike, argument: str) -> Threshold:
     """`relative_to_params`; messages call `ratio` by the name `argument`."""
     eps = checked_limit(eps, "eps")
     checked = functools.partial(checked_limit, argument=argument, off=True, schedule=True)

@@ -12,7 +12,7 @@ from optaxclip._base.arguments import checked_bool, checked_int
 from optaxclip._base.calls import asks
 from optaxclip._base.numerics import power_of_two_below, safe_sqrt
 from optaxclip._base.states import registered_state
-from optaxclip._base.types import Limits, Threshold
+from optaxclip._base.types import ArrayLike, Limits, Threshold
 from optaxclip.thresholds.base import (
     FLOOR,
     PATIENCE,
@@ -27,7 +27,7 @@ from optaxclip.thresholds.base import (
 
 @asks()
 def percentile(
-    percentile: jax.typing.ArrayLike = 95.0,
+    percentile: ArrayLike = 95.0,
     window: int = 1000,
     *,
     record: Record = "raw",
@@ -35,7 +35,7 @@ def percentile(
     warmup_steps: int | None = None,
     floor: float = FLOOR,
     patience: int | None = PATIENCE,
-    max_norm: jax.typing.ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
 ) -> Threshold:
     """A percentile of the last norms, interpolated linearly.
 
@@ -84,7 +84,7 @@ def percentile(
 
 @asks()
 def window(
-    num_std: jax.typing.ArrayLike = 3.0,
+    num_std: ArrayLike = 3.0,
     window: int = 128,
     *,
     ddof: int = 0,
@@ -94,7 +94,7 @@ def window(
     warmup_steps: int | None = None,
     floor: float = FLOOR,
     patience: int | None = PATIENCE,
-    max_norm: jax.typing.ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
 ) -> Threshold:
     """The mean of the last norms plus a number of standard deviations.
 
@@ -145,12 +145,12 @@ def window(
 
 @asks()
 def median(
-    scale: jax.typing.ArrayLike = 2.0,
+    scale: ArrayLike = 2.0,
     window: int = 100,
     *,
     every_step: bool = False,
     floor: float = FLOOR,
-    max_norm: jax.typing.ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
 ) -> Threshold:
     """A multiple of the median of the last norms.
 

@@ -7,7 +7,6 @@ square and the squared mean would lose its digits to cancellation.
 import dataclasses
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -15,7 +14,7 @@ from optaxclip._base.arguments import checked_bool, checked_choice
 from optaxclip._base.calls import asks
 from optaxclip._base.numerics import averaged, safe_divide, safe_sqrt
 from optaxclip._base.states import registered_state
-from optaxclip._base.types import Limits, Threshold
+from optaxclip._base.types import ArrayLike, Limits, Threshold
 from optaxclip.thresholds.base import (
     FLOOR,
     PATIENCE,
@@ -34,11 +33,11 @@ Option = Literal["adaptive", "mean", "percentile"]
 
 @asks()
 def ema(
-    decay: jax.typing.ArrayLike = 0.95,
-    ratio: jax.typing.ArrayLike = 2.0,
+    decay: ArrayLike = 0.95,
+    ratio: ArrayLike = 2.0,
     *,
-    target_decay: jax.typing.ArrayLike | None = None,
-    target_ratio: jax.typing.ArrayLike | None = None,
+    target_decay: ArrayLike | None = None,
+    target_ratio: ArrayLike | None = None,
     debias: bool = False,
     skip_steps: int = 0,
     inclusive: bool = False,
@@ -46,7 +45,7 @@ def ema(
     warmup_steps: int = 0,
     floor: float = FLOOR,
     patience: int | None = PATIENCE,
-    max_norm: jax.typing.ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
 ) -> Threshold:
     """A multiple of the exponential moving average of the norms, by default of the earlier ones.
 
@@ -107,8 +106,8 @@ def ema(
 
 @asks()
 def zscore(
-    alpha: jax.typing.ArrayLike = 0.97,
-    z_thresh: jax.typing.ArrayLike = 2.5,
+    alpha: ArrayLike = 0.97,
+    z_thresh: ArrayLike = 2.5,
     warmup_steps: int = 25,
     *,
     option: Option = "adaptive",
@@ -116,7 +115,7 @@ def zscore(
     record: Record = "clipped",
     floor: float = FLOOR,
     patience: int | None = PATIENCE,
-    max_norm: jax.typing.ArrayLike | None = None,
+    max_norm: ArrayLike | None = None,
 ) -> Threshold:
     """A number of standard deviations above the moving mean of the norms before this one.
 

@@ -3,14 +3,13 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.calls import asks
 from optaxclip._base.numerics import averaged, safe_divide, safe_sqrt
 from optaxclip._base.states import registered_state
-from optaxclip._base.types import Limits, Threshold
+from optaxclip._base.types import ArrayLike, Limits, Threshold
 from optaxclip.thresholds.base import (
     FLOOR,
     adaptive,
@@ -24,9 +23,9 @@ from optaxclip.thresholds.moving import weight
 
 @asks()
 def mean_over_rms(
-    mean_decay: jax.typing.ArrayLike = 0.7,
-    square_decay: jax.typing.ArrayLike = 0.9,
-    eps: jax.typing.ArrayLike = 1e-8,
+    mean_decay: ArrayLike = 0.7,
+    square_decay: ArrayLike = 0.9,
+    eps: ArrayLike = 1e-8,
     *,
     floor: float = FLOOR,
 ) -> Threshold:

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import ArrayLike
 
 from optaxclip._base.arguments import short
 from optaxclip._base.calls import asks
+from optaxclip._base.host import ArrayLike
 from optaxclip.methods.adaptive import zclip
 from optaxclip.methods.windowed import autoclip, clip_by_window_norm
 from optaxclip.tuning.doubts import Limit, Verdict, judged

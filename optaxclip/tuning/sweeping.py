@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpy.typing import ArrayLike
 
 from optaxclip._base.arguments import checked_bool, checked_int, short
 from optaxclip._base.calls import asks
+from optaxclip._base.host import ArrayLike
 from optaxclip._base.types import PyTree
 from optaxclip.tuning.runs import Numbers, Progress, StepFn, all_steps, in_groups
 
