@@ -84,11 +84,10 @@ def _batched(
     mapped: Any, args: Sequence[Any], axes: Sequence[int | None], *, back: Back, is_tangent: bool
 ) -> tuple[Array, int]:
     (x, *operands), (axis, *others) = args, axes
-    across_mesh = mapped.explicit_mesh_axis
     if axis is None:
         # Else the sum of the examples' cotangents would come back, and not each of them.
-        x, axis = batching.broadcast(x, mapped.size, 0, across_mesh), 0
-    names = (("axis_name", mapped.name), ("spmd_axis_name", mapped.spmd_name or across_mesh))
+        x, axis = batching.broadcast(x, mapped.size, 0, mapped.explicit_mesh_axis), 0
+    names = (("axis_name", mapped.name), ("spmd_axis_name", mapped.spmd_name))
     of_each = _OfEach(back, (axis, *others), names)
     return _identity.bind(x, *operands, back=of_each, is_tangent=is_tangent), axis
 

@@ -162,10 +162,11 @@ def _last_limit(name: str, history: "History") -> str:
 
 def _cells(history: "History") -> tuple[str, ...]:
     final, bad = history.held_out[-1], history.nonfinite
+    norms = history.norm[np.isfinite(history.norm)]
     return (
         f"{final:.4g}" if np.isfinite(final) else "diverged",
         f"{np.nanmin(history.held_out):.4g}",
-        f"{np.max(history.norm):.3g}",
+        f"{norms.max():.3g}" if len(norms) else "not finite",
         f"{np.mean(history.clipped):.0%}",
         f"{len(bad)}, first {bad[0] + 1}" if len(bad) else "0",
     )

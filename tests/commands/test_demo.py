@@ -113,6 +113,8 @@ def test_a_run_that_is_lost_says_what_happened():
             "zclip": history_of(np.ones(26), 1.0),
         }
     )
+    cells = demo._cells(history_of(lost, np.nan)._replace(held_out=np.array([2.0, np.nan])))
+    assert cells == ("diverged", "2", "30", "25%", "2, first 3")
     assert said == [
         "ema: lost at step 3, after a raw norm of 30 with a limit of 42",
         "median: lost at step 3, after a raw norm of 30",

@@ -457,6 +457,9 @@ def test_on_an_explicit_mesh():
             return jnp.sum(jax.vmap(loss)(h))
 
         found = jax.jit(lambda h: (jax.grad(loss)(h), jax.grad(each)(h)))(split)
+        # What is the same for all examples is split as they are, and not copied to all devices.
+        alike = jax.vmap(lambda w, _: clip_cotangent(w, clip_norm=1.0), (None, 0))
+        assert jax.typeof(jax.jit(alike)(jnp.ones(2), split)) == jax.typeof(split)
         d = 2 * np.sin(x)
         norms = np.linalg.norm(d), np.linalg.norm(d, axis=1, keepdims=True)
         for got, norm in zip(found, norms, strict=True):
