@@ -146,8 +146,8 @@ def notes(histories: "Mapping[str, History]") -> list[str]:
             )
         if name != UNCLIPPED and len(bad):
             limits = history.limit[: bad[0]]
-            bound = f" with a limit of {limits[-1]:.3g}" if np.isfinite(limits[-1:]).any() else ""
-            norms = f", after a raw norm of {history.norm[bad[0] - 1]:.3g}" if bad[0] else ""
+            bound = f", with a limit of {limits[-1]:.3g}" if np.isfinite(limits[-1:]).any() else ""
+            norms = f", after raw norms up to {history.norm[: bad[0]].max():.3g}" if bad[0] else ""
             found.append(f"{name}: lost at step {bad[0] + 1}{norms}{bound}")
     return found
 

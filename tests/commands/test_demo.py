@@ -103,7 +103,7 @@ def history_of(norm, limit):
 
 
 def test_a_run_that_is_lost_says_what_happened():
-    lost = [1.0, 30.0, np.nan, np.nan]
+    lost = [30.0, 1.0, np.nan, np.nan]
     said = demo.notes(
         {
             "none": history_of(lost, np.nan),
@@ -116,8 +116,8 @@ def test_a_run_that_is_lost_says_what_happened():
     cells = demo._cells(history_of(lost, np.nan)._replace(held_out=np.array([2.0, np.nan])))
     assert cells == ("diverged", "2", "30", "25%", "2, first 3")
     assert said == [
-        "ema: lost at step 3, after a raw norm of 30 with a limit of 42",
-        "median: lost at step 3, after a raw norm of 30",
+        "ema: lost at step 3, after raw norms up to 30, with a limit of 42",
+        "median: lost at step 3, after raw norms up to 30",
         "norm: lost at step 1",
     ]
 
