@@ -28,7 +28,7 @@ from optaxclip.norms import Norm
 
 VERDICTS = ("taken", "clipped", "not finite", "skipped")
 """What became of a step; of several, the last counts."""
-NOT_ASKED = 0
+NOT_RUN = 0
 """Stands for a clip that did not run at a step; else leaves are numbered from 1."""
 
 _WRAP_STATE = (
@@ -84,8 +84,8 @@ def events(
     skip, if it measures the same updates by the same norm. Clips of leaves, units and groups know
     their worst themselves.
 
-    Around `optax.MultiSteps` a clip inside is asked only at each k-th step, and has NaN at the
-    others. A skip does not go inside of it, see `skip_nonfinite`.
+    Around `optax.MultiSteps` a clip inside runs only at each k-th step, and has NaN at the others.
+    A skip inside of `MultiSteps` is refused: its record does not say at which steps it ran.
 
     Args:
       inner: the transformation with a clip or a skip in it.
@@ -211,11 +211,11 @@ def _judges(inner_state: PyTree, name: str) -> list[Judge]:
 
 
 def _refuse_skips_of_sums(inner_state: PyTree, name: str) -> None:
-    """Refuses a skip that is not asked at each step, because its record does not say at which."""
+    """Refuses a skip that does not run at each step: its record does not say at which it ran."""
     of_sums = [state for _, state in walk(inner_state, (optax.MultiStepsState,))]
     if any(True for state in of_sums for _ in walk(state.inner_opt_state, (SkipState,))):
         raise ValueError(
-            f"{name}: a skip is inside of optax.MultiSteps, where it is not asked at each step; "
+            f"{name}: a skip is inside of optax.MultiSteps, where it does not run at each step; "
             "put the skip around MultiSteps, skip_nonfinite(optax.MultiSteps(chain, k)"
             ".gradient_transformation())"
         )
@@ -270,7 +270,7 @@ def _written(
             flags["not finite"] |= jnp.any(new["num_nonfinite"] > old["num_nonfinite"])
         row = [found[field].astype(jnp.float32) for field in ("norm", "limit", "factor")]
         rows.append(devices.stack(row))
-        indices.append(jnp.where(did_run, 1 + found["index"], NOT_ASKED).astype(jnp.int32))
+        indices.append(jnp.where(did_run, 1 + found["index"], NOT_RUN).astype(jnp.int32))
     verdict = jnp.zeros((), jnp.int32)
     for code, each in enumerate(VERDICTS[1:], 1):
         verdict = jnp.where(flags[each], jnp.int32(code), verdict)

@@ -6,7 +6,7 @@ import numpy as np
 
 from optaxclip._base.arguments import near_miss
 from optaxclip._base.types import PyTree
-from optaxclip.monitor.event_rows import NOT_ASKED, VERDICTS, EventsState, Judge, judges_in
+from optaxclip.monitor.event_rows import NOT_RUN, VERDICTS, EventsState, Judge, judges_in
 from optaxclip.monitor.recording import RecordState
 from optaxclip.monitor.states import find, lost_names, name_of, to_host, unboxed
 
@@ -102,7 +102,7 @@ def _events(state: EventsState, stat: str | None) -> np.ndarray[Any, np.dtype[An
         names = judge.names if judge.has_entries else state.names
         for number, field in enumerate(fields):
             if not field.endswith("worst"):
-                found[field] = np.where(worst == NOT_ASKED, np.nan, numbers[:, i, number])
+                found[field] = np.where(worst == NOT_RUN, np.nan, numbers[:, i, number])
             elif stat in (None, field):
                 if not names and len(worst):
                     raise lost_names(f"the events of {judge.name} have lost the names of leaves")

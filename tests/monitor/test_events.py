@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import orbax.checkpoint
 import pytest
+from cases import slow_unless
 from flax import nnx, serialization
 from methods_table import compilations
 
@@ -166,7 +167,7 @@ def test_bad_entries_that_are_mended_are_told():
     assert_columns(monitor.history(state), verdict=["clipped", "not finite"], norm=[5.0, 9.0])
 
 
-@pytest.mark.parametrize("place", ["inside", "around"])
+@pytest.mark.parametrize("place", slow_unless("around".__eq__, ["inside", "around"]))
 def test_with_multi_steps(place):
     chain = optax.chain(clip(), optax.sgd(0.1))
     with jax.numpy_dtype_promotion("standard"):
@@ -189,6 +190,7 @@ def test_with_multi_steps(place):
         )
 
 
+@pytest.mark.slow
 def test_a_leaf_that_comes_later_and_one_that_is_missing():
     tx = monitor.events(clip())
     state = tx.init(PARAMS | {"a": None, "b": jnp.zeros(1)})
@@ -201,6 +203,7 @@ def test_a_leaf_that_comes_later_and_one_that_is_missing():
     assert monitor.history(state, stat="norm").tolist() == [0.0]
 
 
+@pytest.mark.slow
 def test_one_program_for_all_steps_and_states_under_vmap():
     tx = monitor.events(skip_nonfinite(optax.chain(clip(), optax.sgd(0.1, momentum=0.9))), 3)
     step = jax.jit(tx.update, donate_argnums=1)
@@ -240,6 +243,24 @@ def test_checkpoints_and_names_that_are_lost(tmp_path):
             monitor.history(each)
 
 
+def test_of_a_scaled_loss_the_norms_are_the_true_ones():
+    tx = monitor.events(optaxclip.scale_loss(optax.chain(clip(), optax.sgd(0.1))))
+    state = tx.init(PARAMS)
+    for each in STEPS[1:4]:
+        scale = monitor.loss_scale(state)
+        scaled = jax.tree.map(lambda x, scale=scale: x * scale, each)
+        _, state = jax.jit(tx.update)(scaled, state)
+    found = monitor.history(state)
+    assert_columns(
+        found,
+        verdict=["clipped", "skipped", "clipped"],
+        norm=[5.0, NAN, 5.0],
+        worst=["w", "b", "b"],
+        **{f"{CLIP}/factor": [0.4, NAN, 0.4]},
+    )
+
+
+@pytest.mark.slow
 def test_in_an_nnx_optimizer():
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     tx = monitor.events(optax.chain(clip(), optax.sgd(0.1)))

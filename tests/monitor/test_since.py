@@ -1,5 +1,6 @@
 """Logs of the steps since an earlier state: `since=` of `metrics`, `scalars`, `json_line`."""
 
+import functools
 import json
 import re
 
@@ -20,22 +21,28 @@ LABELS = {"b": "low", "w": "high"}
 COUNTED = ("num_clipped", "clipped_fraction", "num_nonfinite", "num_skipped", "steps")
 
 
-def chain(limit=6.0):
+@functools.cache
+def chain():
     clips = (
         monitor.record(3, scope=optaxclip.scopes.leaf()),
-        optaxclip.clip_by_group_norm(limit, LABELS),
+        optaxclip.clip_by_group_norm(6.0, LABELS),
         optaxclip.clip_by_norm(3.0),
     )
-    inner = optax.chain(optaxclip.clip_by_global_norm(limit), optax.sgd(0.1, momentum=0.9))
+    inner = optax.chain(optaxclip.clip_by_global_norm(6.0), optax.sgd(0.1, momentum=0.9))
     return optax.chain(*clips, optaxclip.skip_nonfinite(inner))
 
 
 def states(tx, *steps):
     """The state before the first step and after each."""
-    found, update = [tx.init(GRADS)], jax.jit(tx.update)
+    found = [tx.init(GRADS)]
     for grads in steps:
-        found.append(update(grads, found[-1], GRADS)[1])
+        found.append(jitted(tx)(grads, found[-1], GRADS)[1])
     return found
+
+
+@functools.cache
+def jitted(tx):
+    return jax.jit(tx.update)
 
 
 def counted(numbers):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import slow_unless
 from flax import serialization
 from jax.sharding import AxisType
 
@@ -98,6 +99,7 @@ def test_what_is_not_finite_comes_first_and_what_is_missing_last():
     assert column(found, "clip_by_norm", "name", 2) == ["c", "d"]
 
 
+@pytest.mark.slow
 def test_of_states_under_vmap_each_leaf_counts_once():
     def step(size):
         tx = optax.chain(monitor.record(2, per_leaf=True), optaxclip.clip_by_norm(1.0))
@@ -110,7 +112,9 @@ def test_of_states_under_vmap_each_leaf_counts_once():
         assert column(found, name, "norm") == [60.0, 25.0, 14.0]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "kind", slow_unless(lambda kind: kind == AxisType.Explicit, [AxisType.Auto, AxisType.Explicit])
+)
 def test_on_a_mesh(kind):
     mesh = jax.make_mesh((2,), ("x",), (kind,))
     tx = optax.chain(monitor.record(2, per_leaf=True), optaxclip.clip_by_norm(1.0))
