@@ -21,7 +21,11 @@ import tables
 
 from benchmarks.research.study import figures
 
-WIDE = ("evidence_figures.md", "benchmarks/accelerators/README.md")
+WIDE = {
+    "evidence_figures.md": ["navigation"],
+    "benchmarks/accelerators/README.md": ["navigation", "toc"],
+}
+"""What leaves its place to tables."""
 HEADING = re.compile(r"^## (\w+)$", re.MULTILINE)
 HREF = re.compile(r'(?<=<a href=")[^"]+')
 
@@ -45,8 +49,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         markdown = figures.shown(
             markdown, figures.read(links.ROOT / "docs" / "evidence.csv")
         )
-    if page.file.src_uri in WIDE:
-        page.meta["hide"] = ["toc", "navigation"]  # the tables take their place
+    page.meta["hide"] = WIDE.get(page.file.src_uri, [])
     return links.rewritten(markdown, _path(page))
 
 
