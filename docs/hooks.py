@@ -12,7 +12,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.utils import get_relative_url
 
-# MkDocs runs this file as none of a package.
+# MkDocs runs this file outside of any package.
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import annotations

@@ -99,10 +99,10 @@ def value_and_grad(
     Returns:
       A function `(*args, state=None) -> (value, grads, accumulated)` of the arguments of `loss_fn`,
       with `(value, aux)` for the value if `has_aux`: the mean loss, float[], the tree of gradients,
-      and an `Accumulated`. Its `state` is to be passed to the next step; the method `init(*args)`
-      makes the first one. Without a state each call begins with a fresh one, which is an error
-      where a limit depends on earlier steps. Call it inside of `jax.jit`: without it, the
-      loop is compiled anew at each call.
+      and an `Accumulated`. Pass its `state` to the next step; the method `init(*args)` makes the
+      first one. Without a state each call begins with a fresh one, which is an error where a limit
+      depends on earlier steps. Call it inside of `jax.jit`: without it, the loop is compiled again
+      at each call.
 
     Raises:
       ValueError: for a microbatch size below 1, an unknown name, a limit that is negative or NaN, a

@@ -65,7 +65,7 @@ def reset_state(
     `partition`, `masked`, `MultiSteps` (where each microbatch counts as a step), or a skip. The
     wrapper may itself be inside of these; it does not count a step that a skip around it drops.
     A field `count` or `steps` beside such a part becomes 0 too, so that bias correction begins
-    anew; counts of schedules go on. Structure, shapes, dtypes and shardings stay.
+    from the start; counts of schedules go on. Structure, shapes, dtypes and shardings stay.
 
     The step before the reset is taken as always. To keep a spike from moving the parameters too,
     wrap a skip, or put a clip in front. After a reset Adam's next step is as long as its first;
@@ -76,7 +76,7 @@ def reset_state(
     progress. A skip keeps most spikes out of the moments in the first place.
 
     Source: Huang et al., 2025, SPAM, arXiv 2501.06842, with `every=500, warmup=150`. There the bias
-    correction does not begin anew, and the warm-up begins at 0.01.
+    correction goes on, and the warm-up begins at 0.01.
 
     Args:
       inner: the optimizer.

@@ -167,7 +167,7 @@ def clipped_grad(
       arguments of `loss_fn`; those in `batch_argnums` have a leading axis of examples. `is_padding`
       is bool `[examples]`. Keywords are passed to `loss_fn`, the same for every example. The method
       `sensitivity` returns how far one example can change the sum. With microbatches, call the
-      function inside of `jax.jit`: without it, the loop is compiled anew at each call.
+      function inside of `jax.jit`: without it, the loop is compiled again at each call.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, a microbatch size below 1, or

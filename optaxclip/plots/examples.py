@@ -44,8 +44,9 @@ def example_norms(
       most: how many of the largest are listed, with their norms.
 
     Raises:
-      ValueError: for norms that are none, not in one axis, or all 0 or not finite; for a limit that
-        is not above 0; for indices of no example, more than 7 names, or `most` below 0.
+      ValueError: for no norms, for norms that do not have one axis, or that are all 0 or not
+        finite; for a limit that is not above 0; for indices of no example, more than 7 names, or
+        `most` below 0.
       TypeError: for norms that are not real numbers, indices or `most` that are not ints, and
         `marked` that is not a dict.
 
