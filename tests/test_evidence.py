@@ -24,7 +24,7 @@ def test_every_row_of_which_method_has_evidence_or_says_that_there_is_none():
     assert head[-1] == "evidence"
     assert len(body) > 20
     for row in body:
-        assert re.search(r"\]\(\w+\.md", row[-1]) or row[-1].startswith("none"), row[0]
+        assert re.search(r"\]\([\w/]+\.md", row[-1]) or row[-1].startswith("none"), row[0]
 
 
 def test_the_study_is_linked():
