@@ -159,7 +159,8 @@ def measured(model: Model, sizes: list[int], rounds: int, clock: Any) -> tuple[s
     rows = []
     for way, kinds in several.items():
         kind = shortest.get(way, next(iter(kinds)))
-        of_plain = ratio(times[way], times[PLAIN]).median if way in shortest else None
+        found = ratio(times[way], times[PLAIN]) if way in shortest else None
+        of_plain = found and found.median
         rows.append(Row(way, kind, of_plain, memory[way, kind] / least, seconds[way, kind]))
     return words, rows
 

@@ -139,6 +139,21 @@ def test_examples_cost_no_more_than_with_jax_privacy(both, dtype, size):
     assert ours.temporary <= theirs.temporary * aims.EQUAL
 
 
+@pytest.mark.parametrize("model", aims.OF_EXAMPLES)
+def test_norms_of_examples_without_gradients_move_few_bytes(model):
+    from benchmarks import per_example
+
+    chosen = per_example.LARGE[model](jax.numpy.bfloat16)
+    plain, ghost = (
+        per_example.compiled_for(H100, chosen, run)
+        for run in (per_example.plain(chosen), per_example.ours(chosen, "ghost", None))
+    )
+    moved = [found.counts.read + found.counts.written for found in (plain, ghost)]
+    assert moved[1] <= aims.MOVED_FOR_EXAMPLES[model] * moved[0]
+    # That which takes norms of gradients where rounding took their digits.
+    assert ghost.counts.branches <= 1
+
+
 def test_microbatches_that_are_judged_cost_one_norm_and_one_gradient():
     from benchmarks.accumulating import per_microbatch
 

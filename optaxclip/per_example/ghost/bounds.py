@@ -85,7 +85,8 @@ def additions(size: int, pieces: int) -> int:
 def pieces_of_inner(size: int) -> int:
     """In how many pieces to sum inner products of this size, so that few digits are lost."""
     numbers = [n for n in (1, 2, 4, 8, 16, 32, 64) if size % n == 0]
-    return next((n for n in numbers if size <= 8192 * n), numbers[-1])
+    longest = size if size <= 4096 else 2048
+    return next((n for n in numbers if size <= longest * n), numbers[-1])
 
 
 def pieces(positions: int, size: int) -> int:

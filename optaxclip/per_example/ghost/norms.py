@@ -199,7 +199,7 @@ class Part:
         ]
         error = of_inner[1] * with_x + of_inner[0] * with_d + g(additions + 1) * moduli
         if table:
-            own, square_of_table, error_of_table = _beside_table(x, d, of_d, *table, dtype, unit)
+            own, square_of_table, error_of_table = _beside_table(x, d, of_d, table, unit)
             square, error, of_both = square + square_of_table, error + error_of_table, of_both + own
         total = norms_above(of_both, (1,), dtype) * (1 + g(additions))
         tiny = math.sqrt(jnp.finfo(dtype).tiny)
@@ -254,13 +254,14 @@ class Part:
 
 
 def _beside_table(
-    x: Array, d: Array, of_d: Array, ids: Array, own: Array, dtype: Any, unit: float
+    x: Array, d: Array, of_d: Array, table: tuple[Array, Array], unit: float
 ) -> tuple[Array, Array, Array]:
     """What the rows of a table add to products of it with data `x`.
 
     Returns:
       To the sums of norms, `[B, 1]`; to the squares of the norms, `[B]`; to the errors of these.
     """
+    (ids, own), dtype = table, of_d.dtype
     of_own = norms_above(own, (3,), dtype)
     summed, by_row = _summed_by_row(ids, own, dtype)
     # The products' gradient at the rows of the table: `[B, 1, S, T]`.
@@ -285,11 +286,11 @@ def _summed_by_rows(arrays: list[Array]) -> list[Array]:
 
 def _gram(x: Array, pieces: int, dtype: Any) -> Array:
     """The inner products `[B, G, T, T]` of all positions."""
-    if pieces == 1:
-        return contract("bgtk,bgsk->bgts", x, x, dtype)
-    x = x.reshape(*x.shape[:-1], pieces, -1)
-    # Without the barrier XLA would make one sum of all pieces.
-    return jnp.sum(lax.optimization_barrier(contract("bgtmk,bgsmk->mbgts", x, x, dtype)), 0)
+    size = x.shape[-1] // pieces
+    parts = [lax.slice_in_dim(x, i * size, (i + 1) * size, axis=-1) for i in range(pieces)]
+    found = [contract("bgtk,bgsk->bgts", part, part, dtype) for part in parts]
+    # Without the barrier XLA might make one sum of all pieces.
+    return functools.reduce(jnp.add, lax.optimization_barrier(found) if pieces > 1 else found)
 
 
 def contract(terms: str, x: Array, y: Array, dtype: Any) -> Array:

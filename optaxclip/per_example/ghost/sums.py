@@ -120,10 +120,11 @@ def _products(use: Use, x: Array, d: Array, dtype: Any, *, summed: bool) -> Arra
         return lax.dot_general(x, d, (positions, groups), **options)
 
     def of_parts(x: Array, d: Array) -> Array:
-        over, among = (
-            tuple(tuple(axis + 1 for axis in side) for side in both) for both in (positions, groups)
-        )
-        numbers = (((0, *over[0]), (0, *over[1])), among)
+        def later(axes: Sequence[int]) -> tuple[int, ...]:
+            return tuple(axis + 1 for axis in axes)
+
+        over = ((0, *later(positions[0])), (0, *later(positions[1])))
+        numbers = (over, (later(groups[0]), later(groups[1])))
         options = {"preferred_element_type": dtype}
         return lax.dot_general(jnp.stack([x, x]), two_parts(d), numbers, **options)
 
@@ -153,7 +154,8 @@ def two_parts(d: Array) -> Array:
 def _kernels(use: Use, x: Array, d: Array, dtype: Any) -> Array:
     """`[examples, *sliced loops, *kernel]`, by products of what each output sees of its input.
 
-    XLA's convolutions of each example alone take twice the bytes on a GPU, and more on a CPU.
+    XLA's convolutions of each example alone take twice the bytes on a GPU, as many on a TPU, and
+    more on a CPU.
     """
     example = len(use.loops)
 
@@ -164,7 +166,7 @@ def _kernels(use: Use, x: Array, d: Array, dtype: Any) -> Array:
     groups, positions, inputs, _ = sites.sizes_of(use)
     operands = [jnp.moveaxis(v, example, 0) for v in (x, d)]
     found = in_chunks(of_chunk, operands, groups * positions * inputs * x.dtype.itemsize)
-    found = found.reshape(len(found), *_around(use), -1, *found.shape[-2:])
+    found = found.reshape(found.shape[0], *_around(use), -1, *found.shape[-2:])
     return primitives.as_kernel(use.site.eqn, found)
 
 
