@@ -181,3 +181,15 @@ def test_zeros_have_the_norm_zero_and_tiny_examples_theirs():
     norms, _ = jax.jit(per_example.grad_norms(of_layer))(np.zeros((96, 96), np.float32), x, d)
     assert np.all((norms == 0) == (true == 0))
     np.testing.assert_allclose(norms[:-1], true[:-1].astype(float), rtol=0.02)
+
+
+@pytest.mark.parametrize("positions", [1, 2])
+def test_norms_and_sums_read_the_same_cotangents_of_bfloat16(positions):
+    """XLA may leave out a rounding to bfloat16 where it fuses: in the sum, and not in the norm."""
+    w, x = (RNG.normal(size=shape) for shape in ((5, 7), (32, positions, 5)))
+
+    def loss(w, x):
+        return jnp.sum(jnp.square(jnp.tanh(x @ w).astype(jnp.float32)))
+
+    alone, _ = each_alone(loss, 1.0, *(jnp.asarray(v, jnp.bfloat16) for v in (w, x)))
+    assert np.all(norms_of(alone) <= 1)

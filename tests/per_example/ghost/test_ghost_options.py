@@ -74,7 +74,15 @@ def test_keys_aux_and_arguments_in_any_place():
     np.testing.assert_array_equal(aux["x"], X)
 
 
-@pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()])
+def by_size(flat):
+    """A scope of a user: small leaves share a norm."""
+    is_small = {
+        name: x.size < 10 for name, x in zip(flat.names(), flat.measured_leaves(), strict=True)
+    }
+    return scopes.group({name: "small" if is_small[name] else "large" for name in is_small})(flat)
+
+
+@pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf(), by_size])
 def test_both_methods_give_the_same_norms(scope):
     fns = (per_example.grad_norms(loss_fn, scope=scope, method=way) for way in ("ghost", "vmap"))
     (found, losses), (expected, _) = (jax.jit(fn)(PARAMS, X, Y) for fn in fns)
