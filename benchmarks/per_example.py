@@ -2,7 +2,7 @@
 
   python -m benchmarks.per_example                    # some models on this machine
   python -m benchmarks.per_example --models mlp --dtype bfloat16
-  python -m benchmarks.per_example --summary --microbatches 8  # one table; ten minutes
+  python -m benchmarks.per_example --summary --ours --microbatches 8  # one table, in minutes
   python -m benchmarks.per_example --device h100 v5e  # bytes and memory, as compiled for those
 
 For each model and way it prints time and temporary memory over those of the plain gradient of the
@@ -38,6 +38,7 @@ SIZE = 8
 """Of the microbatches of the plain gradient and of the ghost method."""
 Way = Callable[..., Any]
 PLAIN = "plain gradient"
+OPTAX, JAX_PRIVACY = OTHERS = ("Optax, vmap(grad)", "jax-privacy")
 
 
 def plain(model: Model) -> Way:
@@ -108,10 +109,10 @@ def ways(model: Model, sizes: list[int]) -> dict[str, dict[str, Way]]:
         "ghost": {"": ours(model, "ghost", None)},
         f"ghost, microbatches of {SIZE}": {"": ours(model, "ghost", SIZE)},
         "vmap": {name: ours(model, "vmap", size) for name, size in cuts.items()},
-        "Optax, vmap(grad)": {"": with_optax(model)},
+        OPTAX: {"": with_optax(model)},
     }
     if importlib.util.find_spec("jax_privacy"):
-        found["jax-privacy"] = {k: with_jax_privacy(model, size) for k, size in cuts.items()}
+        found[JAX_PRIVACY] = {k: with_jax_privacy(model, size) for k, size in cuts.items()}
     return found
 
 
@@ -133,10 +134,12 @@ class Row(NamedTuple):
     compile: float
 
 
-def measured(model: Model, sizes: list[int], rounds: int, clock: Any) -> tuple[str, list[Row]]:
+def measured(
+    model: Model, several: dict[str, dict[str, Way]], rounds: int, clock: Any
+) -> tuple[str, list[Row]]:
     """The plain gradient in words, and a row for each way."""
     arrays = model.arrays()
-    calls, memory, seconds, several = {}, {}, {}, ways(model, sizes)
+    calls, memory, seconds = {}, {}, {}
     for way, kinds in several.items():
         for kind, run in kinds.items():
             start = time.process_time()
@@ -224,6 +227,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--summary", action="store_true", help="a table with a line for a model")
+    parser.add_argument("--ours", action="store_true", help="without Optax and jax-privacy")
     parser.add_argument("--wall", action="store_true", help="the clock's time")
     parser.add_argument("--device", nargs="+", help="h100, v5e: only described")
     options = parser.parse_args(arguments)
@@ -242,7 +246,10 @@ def main(arguments: list[str] | None = None) -> None:
         return
     clock = time.perf_counter if options.wall else time.process_time
     for number, (name, model) in enumerate(chosen.items()):
-        found = measured(model, options.microbatches, options.rounds, clock)
+        compared = ways(model, options.microbatches)
+        if options.ours:
+            compared = {way: kinds for way, kinds in compared.items() if way not in OTHERS}
+        found = measured(model, compared, options.rounds, clock)
         if options.summary:
             print_summary(name, *found, is_first=number == 0)
         else:
