@@ -81,6 +81,7 @@ OTHERS = [
         accumulate.value_and_grad,
         {"argnums": 0, "batch_argnums": 1, "dtype": jnp.float32, "reject": "nonfinite"},
     ),
+    (monitor.events, {"window": 1000, **L2}),
     (monitor.metrics, {"prefix": ""}),
     (monitor.noise_scale, {"decay": 0.99}),
     (monitor.record, {"window": 1000, "stats": ("norm",), **L2}),

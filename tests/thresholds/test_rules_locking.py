@@ -16,7 +16,7 @@ from reference_rules import RULES, assert_same, at, drive, factors, no_nan, rand
 
 from optaxclip import clip_by, scopes, thresholds
 
-_SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "recovery.py"
+_SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "research" / "recovery.py"
 _SPEC = importlib.util.spec_from_file_location("recovery", _SCRIPT)
 recovery = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(recovery)
