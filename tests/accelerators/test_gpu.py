@@ -48,6 +48,7 @@ def test_a_scale_of_the_loss_shares_the_read_of_a_clip(both, model):
     assert ours.counts.kernels <= theirs.counts.kernels + aims.KERNELS_OF_SCALE
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("model", aims.TRANSFORMERS)
 @pytest.mark.parametrize("dtype", aims.DTYPES)
 def test_statistics_of_gradients_share_the_read_of_a_clip(ours, model, dtype):
@@ -87,6 +88,7 @@ def test_a_reset_that_judges_shares_the_read_of_a_clip(both, model):
     assert ours.moved <= clip.moved + aims.MORE_MOVED
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("model", aims.TRANSFORMERS)
 @pytest.mark.parametrize(
     "mesh", slow_unless(lambda mesh: mesh == "auto", ["auto", "explicit", "shard_map"])
@@ -98,6 +100,7 @@ def test_statistics_on_eight_devices(ours, model, mesh):
     assert set(+found.counts.collectives) == {"all-reduce"}
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("model", aims.TRANSFORMERS)
 @pytest.mark.parametrize("mesh", ["auto", "explicit", "shard_map", "auto+specs", "explicit+specs"])
 def test_on_eight_devices(both, model, mesh):
@@ -112,6 +115,7 @@ def test_on_eight_devices(both, model, mesh):
     assert ours.counts.kernels <= like + aims.KERNELS_OF_DEVICES
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("model", aims.TRANSFORMERS)
 @pytest.mark.parametrize("mesh", ["auto", "explicit"])
 def test_a_norm_for_each_unit_on_eight_devices(both, model, mesh):
@@ -123,6 +127,7 @@ def test_a_norm_for_each_unit_on_eight_devices(both, model, mesh):
     assert ours.counts.kernels <= theirs.counts.kernels + aims.kernels("agc")
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("method", aims.SEEDS)
 def test_many_seeds_in_a_scan_wait_for_nothing(both, method):
     ours, theirs = both(H100, "seeds", method=method, whole=True)
@@ -130,6 +135,7 @@ def test_many_seeds_in_a_scan_wait_for_nothing(both, method):
     assert ours.counts.kernels <= theirs.counts.kernels + aims.kernels(method)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("dtype", aims.DTYPES)
 @pytest.mark.parametrize("size", aims.EXAMPLES)
 @pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")  # jax-privacy calls it

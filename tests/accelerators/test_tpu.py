@@ -40,11 +40,13 @@ def test_of_stacked_layers_whose_axis_is_named_agc_reads_each_leaf_twice(ours):
     assert found.moved <= aims.MOVED_BY_AGC_OF_LAYERS_ON_TPU
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("method", aims.SEEDS)
 def test_many_seeds_in_a_scan_wait_for_nothing(ours, method):
     aims.assert_no_branch(ours(V5E, "seeds", method=method, whole=True))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", aims.DTYPES)
 @pytest.mark.parametrize("size", aims.EXAMPLES)
 @pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated")  # jax-privacy calls it

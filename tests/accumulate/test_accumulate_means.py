@@ -220,6 +220,7 @@ def test_a_mean_is_finite_where_the_sum_is_not(number, weight, w):
     assert not np.any(found.rejected)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("scale", [2e38, 1e-37, 1e-42])
 def test_weights_and_losses_anywhere_in_the_range(scale, constant):

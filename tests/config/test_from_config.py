@@ -240,6 +240,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.by_day(9)
 @pytest.mark.parametrize("case", DATA)
 def test_it_reads_what_others_wrote(case):
     expected = PAIRS[case][1]

@@ -73,6 +73,7 @@ def clipped_tree(tree):
     return optaxclip.clip_tree(tree, 1.0, scope=scopes.unit())
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize(
     "function",

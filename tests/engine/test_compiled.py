@@ -145,6 +145,7 @@ def test_a_norm_stores_no_copy_of_the_leaves(dtype):
     assert stored < 0.05 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("tx", "most"),
     [

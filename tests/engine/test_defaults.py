@@ -102,6 +102,7 @@ def test_a_tree_without_entries_keeps_the_shapes_of_its_state(tree):
     assert (after.info.norm, after.info.factor) == (0, 1)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("response", ["clip", "normalize", "smooth", "auto_s", "band"])
 def test_without_a_limit_every_response_lets_gradients_be(response):
     # As while a rule has seen too few norms.

@@ -173,6 +173,7 @@ def test_finite_for_tiny_gradients(scope, norm, response, scale):
         assert all(np.all(np.isfinite(result)) for result in results)
 
 
+@pytest.mark.by_day(4)
 @clips
 def test_identity_at_or_below_the_limit(scope, norm):
     combination = {"scope": scope, "norm": norm, "response": "clip"}
@@ -239,6 +240,7 @@ def loss_at_points(scope, norm, response):
     return jax.value_and_grad(loss, (0, 1)), [(x, jnp.float32(limit)) for x, limit in points]
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("scope", "norm", "response"),
     [
@@ -337,6 +339,7 @@ TRANSFORMATIONS = {
 }
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("make", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
 def test_transformations_of_zeros(make):
     def loss(grads, params, limit):

@@ -52,6 +52,7 @@ def test_three_and_minus_four(norm, value):
     np.testing.assert_allclose(clipped, [3 / value, -4 / value], rtol=2e-6)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("p", [0.5, 1.5, 3, 4.5, 10, 64])
 def test_p_norm_of_several_leaves(p):
     rng = np.random.default_rng(0)
@@ -94,6 +95,7 @@ def test_norm_of_nothing_is_zero(norm):
         assert ops.global_norm(tree, norm=norm) == 0
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("norm", ["l1", "l2", "linf", "rms", "mean_abs", norms.lp(3)], ids=str)
 def test_norm_of_one_entry_is_its_modulus(norm):
     for tree in (jnp.float32(-3), [jnp.full((1, 1), -3.0), None], {"z": jnp.array([1.8 - 2.4j])}):
@@ -108,6 +110,7 @@ def test_sums_of_leaves_do_not_depend_on_how_they_are_cut():
         np.testing.assert_allclose(parts, whole, rtol=1e-6)
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("count", [3, 17, 70])
 @pytest.mark.parametrize(("norm", "order"), [("l1", 1), ("l2", 2), ("linf", math.inf)])
 def test_norms_of_many_leaves(norm, order, count):
@@ -298,6 +301,7 @@ def test_response_of_ones_own():
         np.testing.assert_allclose(info.factor, new / norm, rtol=1e-6)
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize("new", [1, 1.0, np.float64(1.0), jnp.ones(())])
 @pytest.mark.parametrize("scope", [scopes.leaf(), scopes.tree(), scopes.axes(0)])
 def test_response_may_be_any_number(new, scope):
@@ -337,6 +341,7 @@ def measured(x, weights, scale, *, size, response):
     return clipped(x), by_vmap, slopes * scale, gradient * scale, change * scale
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("response", ["clip", "smooth"])
 @pytest.mark.parametrize("scale", [1.0, 1e-15, 1e-25, 1e25])
 def test_zeros_that_make_a_leaf_large_change_nothing(scale, response):

@@ -255,6 +255,7 @@ def test_limit_and_clipping_twice_for_every_scope(scope, shape):
     np.testing.assert_array_equal(np.asarray(twice), np.asarray(once))
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("size", [1, 5, 65, 10_000])
 def test_limit_in_float64(size):
@@ -344,6 +345,7 @@ def test_range_is_rescued(norm, dtype, size, repeats):
         assert np.asarray(new).tobytes() == old.tobytes()
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("scope", ["tree", "leaf", "group", "unit"])
 def test_every_range_pays_for_one_reduction(scope):
     """On CPU; `tests/accelerators` has the others."""

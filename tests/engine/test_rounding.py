@@ -44,6 +44,7 @@ def draw(count, **dtypes):
     return {n: x.astype(d) for (n, d), x in zip(dtypes.items(), parts, strict=True)}
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("dtype", [F32, F64, BF16, F16], ids=lambda dtype: np.dtype(dtype).name)
 def test_no_entry_is_further_from_the_exact_one_than_with_optax(dtype):
@@ -121,6 +122,7 @@ def test_strictly_no_norm_is_above_its_limit_however_near(dtypes):
         jax.tree.map(np.testing.assert_array_equal, twice, once)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("p", [0.25, 0.5, 3])
 @pytest.mark.parametrize("size", [64, 3000])
 def test_strictly_other_powers_are_below_the_limit_by_what_is_said(p, size):

@@ -45,6 +45,7 @@ UNITS = {
 }
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize(("shape", "axes", "norm"), [(k, *v) for k, v in UNITS.items()], ids=str)
 def test_unit_norms_of_ones(shape, axes, norm):
     clipped, info = clip(np.ones(shape, np.float32), 0.5, scopes.unit())
@@ -55,6 +56,7 @@ def test_unit_norms_of_ones(shape, axes, norm):
     np.testing.assert_allclose(clipped, expected(x, axes, 0.5), rtol=2e-6)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("stacked", [1, 2])
 @pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 2, 3, 4)], ids=str)
 def test_stacked_units_are_a_loop_over_layers(shape, stacked):

@@ -64,6 +64,7 @@ def first_steps():
     return jax.jit(lambda *trees: {pair: first_of(pair, *trees) for pair in PAIRS})(GRADS, params)
 
 
+@pytest.mark.by_day(10)
 @pytest.mark.parametrize("pair", PAIRS, ids=", ".join)
 def test_a_group_without_a_limit_stays_and_so_do_its_derivatives(pair):
     (of_grads, of_params), updates, info, forward = first_steps()[pair]
@@ -106,6 +107,7 @@ def slopes_of_sums(response):
     return jax.jit(jax.grad(loss, (0, 1)))
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("response", ["clip", "auto_s"])
 def test_an_example_that_is_dropped_has_no_derivative(response, bad):
@@ -126,6 +128,7 @@ AT_ONCE = {
 }
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("patience", [20, None])
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_nothing_is_judged_before_something_is_recorded(name, patience):

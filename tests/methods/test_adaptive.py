@@ -114,6 +114,7 @@ def compiled(name):
     return update, fresh, run(update, GRADS, fresh)
 
 
+@pytest.mark.by_day(4)
 @each_method
 def test_updates_are_the_gradients_times_the_published_factors(name):
     updates, states = compiled(name)[2]
@@ -320,6 +321,7 @@ def test_any_rule_on_any_scope_is_the_rule_on_each_group(scope, rule):
         np.testing.assert_allclose(updates[leaf], GRADS[leaf] * factor, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("rule", ["percentile", "ema"])
 @pytest.mark.parametrize("scope", SCOPES)
 def test_trees_without_leaves_pass(rule, scope):

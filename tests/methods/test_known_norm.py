@@ -24,6 +24,7 @@ def update(tx, **extra_args):
     return size
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize(
     ("tx", "expected"),
     [

@@ -79,6 +79,7 @@ def test_the_warm_up_rises_from_zero_to_one():
         assert_close(found[i], wanted)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("when", "resets"),
     [
@@ -200,6 +201,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("name", OTHERS)
 def test_parts_of_other_optimizers(name):
     inner, only = OTHERS[name]

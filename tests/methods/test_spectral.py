@@ -61,6 +61,7 @@ PRINTED = [
 ]
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(("matrix", "limit", "mode", "printed"), PRINTED)
 def test_the_printed_matrices(matrix, limit, mode, printed):
     found = clipped(matrix, jnp.float32(limit), mode)[0]
@@ -128,6 +129,7 @@ def test_hard_leaves_alone_what_has_nothing_above_the_limit():
     assert np.all(np.linalg.norm(found, 2, axis=(1, 2)) < largest * 0.9 * (1 + 1e-5))
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("below", [0.0, 1e-6, 1e-4, 1e-3])
 @pytest.mark.parametrize("shape", [(5, 5), (64, 40)])
 def test_hard_leaves_alone_what_is_at_the_limit_or_just_below(shape, below):

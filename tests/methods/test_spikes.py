@@ -153,6 +153,7 @@ def test_the_printed_sequence_of_stable_spam():
     ]
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize(
     "make", [optaxclip.clip_by_moving_max, optaxclip.normalize_by_norm_history]

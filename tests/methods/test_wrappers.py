@@ -69,6 +69,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("wrapper", "inner"), [*(("above", inner) for inner in INNER), ("nonfinite", "adam")]
 )
@@ -276,6 +277,7 @@ ODD = {
 }
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("jit", [False, True])
 def test_every_kind_of_leaf_stays_what_it_is(name, jit):

@@ -118,6 +118,7 @@ def recorded(is_wide):
         return {tree: run(grads, params) for tree, (grads, params) in trees.items()}
 
 
+@pytest.mark.by_day(40)
 @pytest.mark.parametrize(("tree", "scope"), [(x, y) for x in TREES | WIDE_TREES for y in SCOPES])
 def test_all_as_in_numpy(tree, scope):
     is_wide = tree in WIDE_TREES

@@ -24,6 +24,7 @@ def test_a_limit_of_any_dtype_bounds_both_sides(limit, scheduled):
 WHOLE = [2**31, 2**40, np.int64(2**40), np.uint64(2**40), 10**300]
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("limit", [*WHOLE, 1e300, np.float64(1e300)], ids=lambda x: f"{x!r:.12}")
 def test_a_large_limit_is_a_large_limit(limit):
     jax.clear_caches()  # only a program's first call takes numbers through NumPy, which may warn

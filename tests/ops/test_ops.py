@@ -93,6 +93,7 @@ SPARSE = [
 ]
 
 
+@pytest.mark.by_day(16)
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "bfloat16", "i2", "i4", "i8", "u1"])
 @pytest.mark.parametrize(("low", "high", "expected"), BOUNDS)
 @pytest.mark.usefixtures("x64")
@@ -115,6 +116,7 @@ def test_value():
         assert ops.clip_by_value(empty, low, high).shape == (7, 0)
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(("clip", "leaf", "limit", "expected"), ONE_LEAF)
 def test_norm_of_one_leaf(clip, leaf, limit, expected):
     for same_limit in (limit, f32(limit)):
@@ -168,6 +170,7 @@ def test_duplicate_indices_are_summed_before_measuring():
             close(after.data, np.asarray(before.data) / 2)
 
 
+@pytest.mark.by_day(8)
 @each_norm_clip
 @pytest.mark.parametrize(("limit", "to"), [(0, 0), (-1, 0), (INF, 1), (10**12, 1), (NAN, NAN)])
 def test_unusual_limit(clip, limit, to):
@@ -195,6 +198,7 @@ def test_bad_entry(entry, norm):
     close(ops.clip_by_norm(f32([[entry, 0.5], [1, 0.5]]), 1.0, axes=0), [[NAN, 0.5], [NAN, 0.5]])
 
 
+@pytest.mark.by_day(5)
 @each_norm_clip
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_ends_of_the_range(clip, dtype):
@@ -229,6 +233,7 @@ def test_use_norm_is_believed_and_returned_as_float32():
         same_bits(norm, np.float32(use_norm))
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("size", [2, 7, 100, 5000])
 def test_the_norm_that_was_found_anyway_changes_the_last_digit_at_most(size):
     """A norm in float32 has fewer digits than that of which the factor is computed."""
@@ -309,6 +314,7 @@ def test_up_to_the_limit_the_derivative_is_the_identity(clip):
         np.testing.assert_array_equal(second(*args), np.zeros((2, 2)))
 
 
+@pytest.mark.by_day(2)
 @each_clip
 @pytest.mark.usefixtures("x64")
 def test_derivatives_above_the_limit_and_for_it(clip):
@@ -344,6 +350,7 @@ def test_checkify_finds_nothing(clip):
         checked(f32(x), limit)[0].throw()
 
 
+@pytest.mark.by_day(3)
 @each_function
 def test_vmap_is_a_loop(function):
     xs, limits = f32([[3, 4], [0, 0], [300, 1e30], [NAN, 1]]), f32([1, 0, INF, 1])

@@ -245,6 +245,7 @@ FILLED = [  # the entry of four, the limit of their L2 norm: TensorFlow's three 
 ]
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize(("dtype", "entry", "limit", "their_results", "our_result"), FILLED)
 def test_limits_and_range(dtype, entry, limit, their_results, our_result):
     x = jnp.full(4, entry, dtype)

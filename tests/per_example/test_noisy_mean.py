@@ -92,6 +92,7 @@ def test_it_is_what_a_chain_does():
     assert stds == pytest.approx([0.5, 0.5], rel=0.02)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64])
 def test_noise_is_drawn_and_added_in_float32(dtype):
     result = zeros(dtype=dtype)

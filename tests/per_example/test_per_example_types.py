@@ -98,6 +98,7 @@ def test_batches_of_none_and_one(dtype, size):
     assert jax.eval_shape(in_parts, w, np.ones((3, 3), dtype)).grads.dtype == wide
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16, F64, jnp.complex64, jnp.complex128])
 def test_the_functions_of_optax_sum_in_the_dtype_of_the_leaf_if_it_is_wide(dtype):
     wide = {jnp.int8: F32, jnp.bfloat16: F32}.get(dtype, dtype)

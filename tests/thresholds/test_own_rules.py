@@ -48,6 +48,7 @@ def own(update, state=0):
     return Threshold(lambda norms: jnp.asarray(state), lambda norms, state, _: update(norms, state))
 
 
+@pytest.mark.by_day(9)
 @pytest.mark.parametrize("wrong", RETURNS)
 def test_what_an_update_must_return_is_said(wrong):
     update, said = RETURNS[wrong]
@@ -182,6 +183,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_taken_whatever_it_is_at_first(name):
     with jax.numpy_dtype_promotion("standard"):

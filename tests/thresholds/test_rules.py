@@ -225,6 +225,7 @@ def test_sequence_as_printed(name):
             assert_as_printed(column(key, ours, norms), words, FLOAT32 + eps)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("period", [1, 2, 3, 5, 7])
 def test_medians_of_few_norms(period):
     norms = random_norms(period, 40)

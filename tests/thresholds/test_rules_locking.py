@@ -89,6 +89,7 @@ def test_no_limit_until_so_many_norms_are_recorded(name, steps):
     np.testing.assert_array_equal(np.isinf(trigger[before > 0]), before[before > 0] < steps)
 
 
+@pytest.mark.by_day(8)
 @each_rule
 def test_norms_below_the_floor_are_as_if_they_had_not_been(name):
     norms = np.maximum(random_norms(0, 60), np.float32(0.7))
@@ -225,6 +226,7 @@ EXTREME = [
 ]
 
 
+@pytest.mark.by_day(45)
 @pytest.mark.parametrize(("rule", "options"), EXTREME, ids=lambda x: str(x).replace(" ", ""))
 @pytest.mark.parametrize("floor", [0.0, 1e-8])
 def test_no_allowed_parameter_gives_nan(rule, options, floor):

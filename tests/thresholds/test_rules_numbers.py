@@ -116,6 +116,7 @@ GIVEN = {
 WITHOUT_A_CAP = {"mean_over_rms": {"mean_decay": 0.5, "square_decay": 0.5, "eps": 0.5}}
 
 
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("name", GIVEN | WITHOUT_A_CAP)
 def test_numbers_may_have_any_dtype(name):
     given = (GIVEN | WITHOUT_A_CAP)[name]

@@ -31,6 +31,7 @@ def run(tx, norms):
     return found, state
 
 
+@pytest.mark.by_day(6)
 @pytest.mark.parametrize("size", [1e39, 1e300])
 @pytest.mark.parametrize("name", RULES)
 def test_a_finite_norm_is_a_spike_however_large(name, size):
