@@ -16,6 +16,7 @@ def test_in_one_piece(both, model, dtype, method):
     assert ours.counts.kernels <= theirs.counts.kernels + aims.kernels(method)
 
 
+@pytest.mark.slow
 def test_short_columns_of_narrow_entries_are_not_stored(ours):
     moved = ours(H100, "resnet14", "bfloat16", method="agc").moved
     assert moved <= aims.MOVED_BY_AGC_OF_CONVOLUTIONS
@@ -145,6 +146,7 @@ def test_examples_cost_no_more_than_with_jax_privacy(both, dtype, size):
     assert ours.temporary <= theirs.temporary * aims.EQUAL
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("model", aims.OF_EXAMPLES)
 def test_norms_of_examples_without_gradients_move_few_bytes(model):
     from benchmarks import per_example

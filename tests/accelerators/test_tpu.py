@@ -2,7 +2,6 @@
 
 import aims
 import pytest
-from cases import slow_unless
 
 V5E = "v5e"
 
@@ -16,7 +15,8 @@ def test_in_one_piece(both, dtype, method):
     aims.assert_as_cheap(method, dtype, *steps, more_moved=more)
 
 
-@pytest.mark.parametrize("dtype", slow_unless(lambda dtype: dtype == "float32", aims.DTYPES))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", aims.DTYPES)
 @pytest.mark.parametrize("model", aims.IN_FAST_MEMORY)
 def test_where_a_model_fits_into_fast_memory(both, model, dtype):
     ours, theirs = both(V5E, model, dtype, whole=True)
