@@ -84,8 +84,8 @@ def loaded(path: str) -> dict[str, Any]:
 
 def cases(path: str, test: str) -> Any:
     """The values of a test's only parameter."""
-    (mark,) = loaded(path)[test].pytestmark
-    return mark.args[1]
+    (values,) = (x.args[1] for x in loaded(path)[test].pytestmark if x.name == "parametrize")
+    return values
 
 
 def made_by(*makers: Any) -> set[str]:
