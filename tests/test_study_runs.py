@@ -9,7 +9,16 @@ import optax
 import pytest
 
 import optaxclip
-from benchmarks.research.study import cell, faults, methods, optimizers, plan, results, running
+from benchmarks.research.study import (
+    cell,
+    faults,
+    methods,
+    optimizers,
+    plan,
+    results,
+    running,
+    tables,
+)
 from benchmarks.research.study.plan import Cell, Effort, Found
 from benchmarks.research.study.task import Task
 
@@ -127,7 +136,7 @@ def test_a_lost_run_counts_as_untrained():
 @pytest.mark.parametrize("noise", [pytest.param(None, marks=pytest.mark.slow), 0.5])
 def test_a_cell_is_what_a_loop_gives(noise):
     task, of = a_line(noise), Cell("line", "sgd", "constant (best)")
-    method = methods.methods_for(noise is not None, "sgd")[of.method]
+    method = tables.methods_for(noise is not None, "sgd")[of.method]
     runner = running.Runner(task, "sgd", method, TINY)
     names = ("none", "jump", "stretch")
     outcome, seconds = runner([0.1] * 3, names, [5] * 3, 0.5)
@@ -193,10 +202,10 @@ def test_microbatches_leave_out_the_bad_one():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "name"),
-    [(of, name) for of in optimizers.DIRECTIONS for name in methods.methods_for(False, of)],
+    [(of, name) for of in optimizers.DIRECTIONS for name in tables.methods_for(False, of)],
 )
 def test_every_method_runs(optimizer, name):
-    method = methods.methods_for(False, optimizer)[name]
+    method = tables.methods_for(False, optimizer)[name]
     outcome, _ = running.Runner(a_line(), optimizer, method, TINY)([0.01], ["none"], [0], 1.0)
     assert np.isfinite(outcome.held_out).all()
 

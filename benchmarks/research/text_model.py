@@ -100,22 +100,23 @@ def loss_fn(params: Params, tokens: Array, size: Size) -> Array:
 def losses(params: Params, inputs: Array, targets: Array, size: Size) -> Array:
     """The same mean for each window; of int32[windows, context], the targets one place ahead."""
     x = params["embedding"][inputs] + params["positions"][None, : inputs.shape[1]]
-    layer = functools.partial(_layer, heads=size.heads)
-    x, _ = jax.lax.scan(layer, x, params["layers"])
-    logits = _normalized(x, params["gain"]) @ params["head"]
+    x, _ = jax.lax.scan(functools.partial(layer, heads=size.heads), x, params["layers"])
+    logits = normalized(x, params["gain"]) @ params["head"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(-1)
 
 
-def _layer(x: Array, weights: Params, heads: int) -> tuple[Array, None]:
-    h = _normalized(x, weights["attention_gain"]) @ weights["query_key_value"]
+def layer(x: Array, weights: Params, heads: int, is_causal: bool = True) -> tuple[Array, None]:
+    """A layer, as the body of a scan: `x` [..., tokens, width] and its weights."""
+    h = normalized(x, weights["attention_gain"]) @ weights["query_key_value"]
     q, k, v = jnp.split(h.reshape(*h.shape[:2], heads, -1), 3, -1)
-    attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    attended = jax.nn.dot_product_attention(q, k, v, is_causal=is_causal)
     x = x + attended.reshape(x.shape) @ weights["out"]
-    h = _normalized(x, weights["up_gain"]) @ weights["up"]
+    h = normalized(x, weights["up_gain"]) @ weights["up"]
     return x + jax.nn.gelu(h) @ weights["down"], None
 
 
-def _normalized(x: Array, gain: Array) -> Array:
+def normalized(x: Array, gain: Array) -> Array:
+    """Divided by the root of its mean square, and multiplied by the gain."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain
 
 

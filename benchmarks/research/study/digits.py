@@ -49,7 +49,7 @@ def images() -> tuple[Examples, Examples]:
 @functools.cache
 def conv(size: int = BATCH) -> Task:
     """Five convolutions and a linear layer, with batches of `size`."""
-    return _task(_initial_conv, _logits_of_conv, size, ("adamw", "sgd"))
+    return task(_initial_conv, _logits_of_conv, size, ("adamw", "sgd"))
 
 
 def _initial_conv(key: Array) -> Params:
@@ -95,7 +95,7 @@ def _convolved(x: Array, kernel: Array, stride: int) -> Array:
 @functools.cache
 def private() -> Task:
     """One hidden layer, trained with noise, so that none of its examples can be told from it."""
-    return _task(_initial_private, _logits_of_private, PRIVATE_BATCH, ("adamw",), NOISE)
+    return task(_initial_private, _logits_of_private, PRIVATE_BATCH, ("adamw",), NOISE)
 
 
 def _initial_private(key: Array) -> Params:
@@ -113,13 +113,14 @@ def _logits_of_private(params: Params, x: Array) -> Array:
     return x @ params["head"] + params["head_bias"]
 
 
-def _task(
+def task(
     initial: Callable[[Array], Params],
     logits: Callable[[Params, Array], Array],
     size: int,
     optimizers: tuple[str, ...],
     noise: float | None = None,
 ) -> Task:
+    """A network of the digits, from a function of its parameters and images to logits."""
     train, held_out = images()
 
     def batch(params: Params, key: Array, is_bad: Array) -> Examples:

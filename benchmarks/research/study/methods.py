@@ -26,6 +26,7 @@ class Setting(NamedTuple):
       direction: the optimizer's first half, as in `Optimizer`.
       finish: its second half.
       moments: the parts of its state that remember gradients.
+      share: the learning rate of a step over the largest.
       limit: float32[], of a method with a constant.
       noise: the task's; 0 where training is not private.
       key: for the noise.
@@ -35,6 +36,7 @@ class Setting(NamedTuple):
     direction: Step
     finish: Step
     moments: tuple[str, ...]
+    share: optax.Schedule
     limit: Array
     noise: float
     key: Array
@@ -97,21 +99,32 @@ COUNTERS: dict[type, Callable[[Any], Array]] = {
 
 
 def steps_changed(state: Any) -> Array:
-    """At how many steps the method did something: int32[], -1 if that is not known."""
+    """At how many steps the method did something: int32[], -1 if that is not known.
 
-    def is_counted(x: Any) -> bool:
-        return type(x) in COUNTERS
+    What is in a skip is asked first.
+    """
+    for kinds in ((Watched,), COUNTERS):
 
-    parts = [x for x in jax.tree.leaves(state, is_leaf=is_counted) if is_counted(x)]
-    return COUNTERS[type(parts[0])](parts[0]) if parts else jnp.zeros((), jnp.int32)
+        def is_counted(x: Any, kinds: Any = kinds) -> bool:
+            return type(x) in kinds
+
+        for x in jax.tree.leaves(state, is_leaf=is_counted):
+            if is_counted(x):
+                return COUNTERS[type(x)](x)
+    return jnp.zeros((), jnp.int32)
 
 
 def _front(stage: Callable[[Array], Step]) -> Make:
     """A stage before the optimizer."""
-    return lambda of: optax.chain(watched(stage(of.limit)), of.direction, of.finish)
+    return lambda of: chain(of, watched(stage(of.limit)))
 
 
-def _before(stage: Callable[[], Step]) -> Make:
+def chain(of: Setting, stage: Step) -> Step:
+    """A stage, and the optimizer behind it."""
+    return optax.chain(stage, of.direction, of.finish)
+
+
+def before(stage: Callable[[], Step]) -> Make:
     return _front(lambda limit: stage())
 
 
@@ -158,7 +171,7 @@ def _stable_spam() -> Step:
 
 def _autoclip(percentile: float, only: tuple[str, ...] = ()) -> Method:
     clip = functools.partial(optaxclip.autoclip, percentile)
-    return Method(_before(clip), only=only)
+    return Method(before(clip), only=only)
 
 
 METHODS: dict[str, Method] = {
@@ -178,38 +191,38 @@ METHODS: dict[str, Method] = {
     "block RMS": Method(
         _behind(lambda: optaxclip.clip_by_block_rms(1.0)),
     ),
-    "AGC": Method(_before(lambda: optaxclip.adaptive_grad_clip(0.01))),
+    "AGC": Method(before(lambda: optaxclip.adaptive_grad_clip(0.01))),
     "AGC (paper)": Method(
-        _before(lambda: optax.masked(optaxclip.adaptive_grad_clip(0.16), _but_the_head)),
+        before(lambda: optax.masked(optaxclip.adaptive_grad_clip(0.16), _but_the_head)),
     ),
-    "AutoClip": Method(_before(optaxclip.autoclip)),
+    "AutoClip": Method(before(optaxclip.autoclip)),
     "AutoClip 1": _autoclip(1.0, only=("adamw",)),
     "AutoClip 25": _autoclip(25.0, only=("adamw",)),
     "AutoClip 50": _autoclip(50.0, only=("adamw",)),
     "AutoClip 90": _autoclip(90.0),
-    "ZClip": Method(_before(optaxclip.zclip)),
+    "ZClip": Method(before(optaxclip.zclip)),
     "ZClip (paper)": Method(
-        _before(lambda: optaxclip.zclip(max_norm=1.0, patience=None, floor=0.0)),
+        before(lambda: optaxclip.zclip(max_norm=1.0, patience=None, floor=0.0)),
     ),
-    "quantile": Method(_before(optaxclip.clip_by_quantile)),
-    "median": Method(_before(optaxclip.clip_by_median_norm)),
-    "window": Method(_before(optaxclip.clip_by_window_norm)),
+    "quantile": Method(before(optaxclip.clip_by_quantile)),
+    "median": Method(before(optaxclip.clip_by_median_norm)),
+    "window": Method(before(optaxclip.clip_by_window_norm)),
     "log tracker": Method(
-        _before(lambda: optaxclip.clip_by(scopes.tree(), thresholds.log_tracker())),
+        before(lambda: optaxclip.clip_by(scopes.tree(), thresholds.log_tracker())),
     ),
-    "AdaGC": Method(_before(optaxclip.adagc)),
+    "AdaGC": Method(before(optaxclip.adagc)),
     "AdaGC (final)": Method(
-        _before(lambda: optaxclip.adagc(lambda_rel=1.04, beta=0.99)),
+        before(lambda: optaxclip.adagc(lambda_rel=1.04, beta=0.99)),
     ),
-    "EMA": Method(_before(optaxclip.clip_by_ema_norm)),
-    "moving max": Method(_before(optaxclip.clip_by_moving_max)),
-    "second moment": Method(_before(optaxclip.clip_by_second_moment)),
+    "EMA": Method(before(optaxclip.clip_by_ema_norm)),
+    "moving max": Method(before(optaxclip.clip_by_moving_max)),
+    "second moment": Method(before(optaxclip.clip_by_second_moment)),
     "SPAM": Method(_spam),
-    "Stable-SPAM": Method(_before(_stable_spam)),
+    "Stable-SPAM": Method(before(_stable_spam)),
     "stable Adam": Method(_stable_adam, only=("adamw",)),
-    "normalize": Method(_before(optaxclip.normalize_by_global_norm)),
-    "normalize by history": Method(_before(optaxclip.normalize_by_norm_history)),
-    "spectral": Method(_before(lambda: optaxclip.clip_by_spectral_norm(1.0))),
+    "normalize": Method(before(optaxclip.normalize_by_global_norm)),
+    "normalize by history": Method(before(optaxclip.normalize_by_norm_history)),
+    "spectral": Method(before(lambda: optaxclip.clip_by_spectral_norm(1.0))),
     "skip non-finite": Method(_around(optaxclip.skip_nonfinite)),
     "skip above": Method(_around(_skip)),
     "reset": Method(_reset),
@@ -262,11 +275,3 @@ WITH_MUON = (
     *("skip non-finite", "skip above", "microbatches"),
 )
 """One or two of each kind, as Muon hardly minds the size of gradients and takes the longest."""
-
-
-def methods_for(is_private: bool, optimizer: str) -> dict[str, Method]:
-    """Those that go with a task and an optimizer, by name."""
-    table = PRIVATE if is_private else METHODS
-    if optimizer == "muon":
-        return {name: table[name] for name in WITH_MUON}
-    return {name: x for name, x in table.items() if not x.only or optimizer in x.only}

@@ -20,11 +20,13 @@ class Optimizer(NamedTuple):
       direction: from the gradient to the step before the rate, such as `optax.scale_by_adam`.
       finish: weight decay and the learning rate.
       moments: the parts of the direction's state that remember gradients.
+      share: the learning rate of a step over the largest, from 0 to 1.
     """
 
     direction: optax.GradientTransformation
     finish: optax.GradientTransformation
     moments: tuple[str, ...]
+    share: optax.Schedule
 
 
 NOT_MUONS = ("embedding", "positions", "head", "gain", "bias")
@@ -74,4 +76,5 @@ def optimizer(name: str, rate: Array, steps: int) -> Optimizer:
         optax.add_decayed_weights(DECAY),
         optax.scale_by_learning_rate(lambda count: rate * share(count)),
     )
-    return Optimizer(DIRECTIONS[name](), finish, ("trace",) if name == "sgd" else ("mu", "nu"))
+    moments = ("trace",) if name == "sgd" else ("mu", "nu")
+    return Optimizer(DIRECTIONS[name](), finish, moments, share)

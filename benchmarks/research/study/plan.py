@@ -20,7 +20,7 @@ GRID = {
 LIMITS = 2.0 ** np.arange(-6, 4)
 """Constants of the sweep, in multiples of the median norm of a run without a clip."""
 FIRST_TUNING = 1000
-"""The seed from which those are counted that find rates and limits; they are not reported."""
+"""How far the seeds that find rates and limits are from those that are reported."""
 
 
 class Effort(NamedTuple):
@@ -32,6 +32,7 @@ class Effort(NamedTuple):
       seeds: how many are reported.
       tuning: how many find the rates and the best constants.
       chunk: runs of one call of a program; best if it divides those of a rate and fault.
+      first: the first seed that is reported; those that find rates and constants move along.
     """
 
     steps: int = 300
@@ -39,6 +40,17 @@ class Effort(NamedTuple):
     seeds: int = 12
     tuning: int = 3
     chunk: int = 12
+    first: int = 0
+
+    @property
+    def reported(self) -> list[int]:
+        """The seeds of the figures."""
+        return [self.first + i for i in range(self.seeds)]
+
+    @property
+    def finding(self) -> list[int]:
+        """The seeds that find rates and limits, which are not reported."""
+        return [self.first + FIRST_TUNING + i for i in range(self.tuning)]
 
 
 QUICK = Effort(steps=40, every=10, seeds=2, tuning=1, chunk=2)
@@ -123,7 +135,7 @@ def conditions(effort: Effort, best_rate: str | None = None) -> list[tuple[str, 
         pairs = [(rate, "none") for rate in RATES]
     else:
         pairs = [(best_rate, fault) for fault in FAULTS if fault != "none"]
-    return [(*pair, seed) for pair in pairs for seed in range(effort.seeds)]
+    return [(*pair, seed) for pair in pairs for seed in effort.reported]
 
 
 def runs(of: Cell | OfBatches, effort: Effort) -> int:

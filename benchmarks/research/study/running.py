@@ -12,10 +12,11 @@ import numpy as np
 
 from benchmarks.research.study import cell, digits, plan
 from benchmarks.research.study.faults import FAULTS
-from benchmarks.research.study.methods import Method, methods_for
+from benchmarks.research.study.methods import Method
 from benchmarks.research.study.plan import Cell, Effort, Found, OfBatches
+from benchmarks.research.study.tables import methods_for
 from benchmarks.research.study.task import Task
-from benchmarks.research.study.tasks import TASKS
+from benchmarks.research.study.tasks import ALL
 from optaxclip import tuning
 
 ENVIRONMENT = {
@@ -75,10 +76,10 @@ def _beginning(task: Task, effort: Effort) -> tuple[Any, Any]:
 
 def explore(task_name: str, optimizer: str, effort: Effort) -> Found:
     """The edge of the learning rate, and how large norms are there, without a clip."""
-    task, grid = TASKS[task_name](), plan.GRID[optimizer]
+    task, grid = ALL[task_name](), plan.GRID[optimizer]
     method = methods_for(task.noise is not None, optimizer)["none"]
     runner = Runner(task, optimizer, method, effort)
-    seeds = [plan.FIRST_TUNING + i for i in range(effort.tuning)]
+    seeds = effort.finding
     rates = np.repeat(grid, len(seeds))
     outcome, _ = runner(rates, ["none"] * len(rates), seeds * len(grid), 0.0)
     losses = plan.final(outcome.held_out).reshape(len(grid), -1).mean(-1)
@@ -94,7 +95,7 @@ def explore(task_name: str, optimizer: str, effort: Effort) -> Found:
 
 def run_cell(of: Cell, found: Found, effort: Effort) -> list[Row]:
     """A row for each run: without a fault at all rates, then with each fault at the best one."""
-    task = TASKS[of.task]()
+    task = ALL[of.task]()
     method = methods_for(task.noise is not None, of.optimizer)[of.method]
     runner = Runner(task, of.optimizer, method, effort)
     limit = found.suggested if method.limit == "suggest" else None
@@ -115,7 +116,7 @@ def run_batches(of: OfBatches, effort: Effort) -> list[Row]:
     """A row for each rate of the grid and each seed."""
     grid, method = plan.RATES_OF_BATCHES, methods_for(False, "sgd")[of.clip]
     runner = Runner(digits.conv(of.batch), "sgd", method, effort)
-    each = [(float(rate), seed) for rate in grid for seed in range(effort.seeds)]
+    each = [(float(rate), seed) for rate in grid for seed in effort.reported]
     rates, seeds = zip(*each, strict=True)
     outcome, _ = runner(rates, ["none"] * len(seeds), seeds, 0.0)
     jax.clear_caches()
@@ -134,7 +135,7 @@ def run_batches(of: OfBatches, effort: Effort) -> list[Row]:
 def _best_limit(runner: Runner, found: Found, effort: Effort) -> float:
     """The constant with the lowest mean loss at the edge over the faults that it may meet."""
     limits = found.norm * plan.LIMITS
-    seeds = [plan.FIRST_TUNING + i for i in range(effort.tuning)]
+    seeds = effort.finding
     each = [(limit, fault, seed) for limit in limits for fault in SWEPT for seed in seeds]
     of_each, faults, seeds = zip(*each, strict=True)
     outcome, _ = runner(found.edge, faults, seeds, of_each)

@@ -58,7 +58,7 @@ def transformer() -> Task:
     """The network of `benchmarks.research.text_model`."""
     losses = functools.partial(_losses_of_transformer, size=SIZE)
     initial = functools.partial(text_model.initial, size=SIZE)
-    return _task(initial, losses, ("adamw", "muon"))
+    return task(library(), MAX_SYMBOLS, initial, losses, ("adamw", "muon"))
 
 
 def _losses_of_transformer(params: Params, batch: Examples, size: text_model.Size) -> Array:
@@ -68,7 +68,7 @@ def _losses_of_transformer(params: Params, batch: Examples, size: text_model.Siz
 @functools.cache
 def lstm() -> Task:
     """One layer without normalization, its recurrent matrices orthogonal at first."""
-    return _task(_initial_lstm, _losses_of_lstm, ("adamw", "sgd"))
+    return task(library(), MAX_SYMBOLS, _initial_lstm, _losses_of_lstm, ("adamw", "sgd"))
 
 
 def _initial_lstm(key: Array) -> Params:
@@ -102,12 +102,15 @@ def _losses_of_lstm(params: Params, batch: Examples) -> Array:
     return costs.mean(0)
 
 
-def _task(
+def task(
+    text: Text,
+    symbols: int,
     initial: Callable[[Array], Params],
     losses: Callable[[Params, Examples], Array],
     optimizers: tuple[str, ...],
+    unit: str = UNIT,
 ) -> Task:
-    text = library()
+    """A network of a text, whose numbers are below `symbols`."""
     train = jnp.asarray(text.train)
     last = text.held_out.size - SIZE.context - 1
     starts = jnp.linspace(0, last, SIZE.held_out).astype(jnp.int32)
@@ -116,12 +119,12 @@ def _task(
     def batch(params: Params, key: Array, is_bad: Array) -> Examples:
         of_windows, of_labels = jax.random.split(key)
         examples = _examples(text_model.batch(train, of_windows, SIZE))
-        return scrambled(examples, of_labels, is_bad, MAX_SYMBOLS)
+        return scrambled(examples, of_labels, is_bad, symbols)
 
     def held_out_loss(params: Params) -> Array:
         return losses(params, held_out).mean()
 
-    return Task(initial, batch, losses, held_out_loss, SIZE.batch, UNIT, optimizers)
+    return Task(initial, batch, losses, held_out_loss, SIZE.batch, unit, optimizers)
 
 
 def _examples(windows: Array) -> Examples:

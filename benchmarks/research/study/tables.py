@@ -1,0 +1,16 @@
+"""Which methods go with which tasks and optimizers."""
+
+from benchmarks.research.study.guards import CANDIDATES, PARTS
+from benchmarks.research.study.methods import METHODS, PRIVATE, WITH_MUON, Method
+
+APART = PARTS | CANDIDATES
+"""Methods that are run when they are asked for by name."""
+
+
+def methods_for(is_private: bool, optimizer: str) -> dict[str, Method]:
+    """Those that go with a task and an optimizer, by name."""
+    if is_private:
+        return PRIVATE
+    if optimizer == "muon":
+        return {name: METHODS[name] for name in WITH_MUON} | APART
+    return {name: x for name, x in (METHODS | APART).items() if not x.only or optimizer in x.only}
