@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import pathlib
+import re
 import types
 import unittest
 import warnings
@@ -15,6 +16,9 @@ from methods_table import METHODS
 import optaxclip
 
 ROOT = pathlib.Path(optax.__file__).parent
+IS_OLD = tuple(map(int, optax.__version__.split(".")[:3])) < (0, 2, 7)
+"""Whether each of Optax's tests has a case for each of the ways to call it that `chex` knows."""
+WAYS = re.compile("__with(out)?_(jit|device|pmap)$")
 # They take what an update of Optax's suites is not given, or limits for leaves of certain names;
 # one comes last in a chain, and measures the parameters that it begins with.
 WITHOUT = {"clip_attention_logits", "skip_above_loss", "clip_by_group_norm_dict", "muon"}
@@ -93,7 +97,14 @@ class NewJax:
 def cases_of(kind, names=()):
     """The tests of a class, those whose names begin with one of `names` if there are some."""
     found = unittest.defaultTestLoader.getTestCaseNames(kind)
+    # Of several ways to call what is tested, one.
+    found = [name for name in found if name.endswith("__with_jit") or not WAYS.search(name)]
     return [name for name in found if not names or name.startswith(tuple(names))]
+
+
+def plain(case):
+    """The name of a case without the way in which it calls what it tests."""
+    return WAYS.sub("", case)
 
 
 def problems_of(kind, cases):

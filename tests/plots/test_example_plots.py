@@ -66,7 +66,7 @@ def test_ticks_can_be_read(spread):
     shown = [text.get_text() for text in ax.get_xticklabels(which="both")]
     places = ax.get_xticks()
     inside = [text for text, x in zip(shown, places, strict=False) if low <= x <= high and text]
-    assert 1 <= len(inside) <= 8
+    assert 1 <= len(inside) <= 9
     assert len(set(inside)) == len(inside)
 
 

@@ -1,8 +1,8 @@
 """Rules and schedules that users write: what they take and return is checked when it is traced."""
 
+import dataclasses
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -155,8 +155,10 @@ def test_a_function_that_is_no_schedule_is_refused_at_once(wrong, argument):
         MAKERS[argument](fn)
 
 
-class Warmup(eqx.Module):
-    """A schedule with an array, which is callable and a pytree."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Warmup:
+    """A schedule with an array, which is callable and a pytree, as a module of Equinox is."""
 
     top: jax.Array
 
