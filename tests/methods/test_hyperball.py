@@ -134,6 +134,18 @@ def test_zero_directions_leave_weights_bit_for_bit():
     assert np.any(updates["layers"], (1, 2)).tolist() == [True, False, True]
 
 
+@pytest.mark.parametrize(("eps", "options"), [(1.0, {"eps": 1.0}), (1e-12, {})])
+def test_a_direction_of_at_most_eps_counts_as_zeros(eps, options):
+    sizes = np.float32([0, 0.9, 1.1, 1.0])[: 4 if options else 3]  # at 1e-12 the norm is rounded
+    directions = sizes[:, None, None] * np.float32(eps) * DIRECTION / 5
+    weights = np.stack([WEIGHT] * len(sizes))
+    tx = optaxclip.hyperball(0.1, radius=2.0, stacked=1, **options)
+    new, _ = moved(tx, weights, directions)
+    still = sizes != np.float32(1.1)
+    np.testing.assert_array_equal(new[still], weights[still])
+    np.testing.assert_allclose(new[2], by_hand(WEIGHT, DIRECTION, 0.1, 2.0), rtol=1e-6)
+
+
 def test_zero_weights_stay_unless_the_radius_is_a_number():
     zeros = np.zeros_like(WEIGHT)
     assert not np.any(moved(optaxclip.hyperball(0.1), zeros, DIRECTION)[0])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import sparse
 from methods_table import assert_close, assert_same
 
 import optaxclip
@@ -154,6 +155,18 @@ def test_stable_adam_keeps_its_averages_where_a_leaf_is_not_finite():
         assert states[policy].clip.info.num_nonfinite.tolist() == [0, 1]
 
 
+def test_stable_adam_counts_the_steps_that_a_leaf_had():
+    tx, params = optaxclip.scale_by_stable_adam(), {"a": jnp.zeros(2), "b": jnp.zeros(2)}
+    sequence = [
+        {"a": jnp.ones(2), "b": None},
+        {"a": jnp.ones(2).at[0].set(jnp.nan), "b": jnp.array([4.0, -2.0])},
+    ]
+    rows = steps(tx, sequence, params)
+    assert [state.steps.tolist() for _, state in rows] == [[1, 0], [1, 1]]
+    # So the first step of a leaf is not held for its second.
+    np.testing.assert_allclose(rows[1][0]["b"], [1, -1], rtol=1e-6)
+
+
 def test_stable_adam_of_any_range_and_of_zeros():
     tx = optaxclip.scale_by_stable_adam(clipping_threshold=2.0, eps=0.0)
     sequence = [jnp.full(2, jnp.float32(size)) for size in (0.0, 1.0, 1e25, 1e-30, 0.0)]
@@ -216,6 +229,6 @@ def test_leaves_of_another_shape_than_their_averages_are_an_error(make, shape):
 
 
 def test_sparse_leaves_are_an_error():
-    leaf = jax.experimental.sparse.BCOO.fromdense(jnp.ones(2))
+    leaf = sparse.BCOO.fromdense(jnp.ones(2))
     with pytest.raises(TypeError, match=r"leaf 'w' must be dense.*todense"):
         optaxclip.scale_by_stable_adam().init({"w": leaf})

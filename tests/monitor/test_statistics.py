@@ -139,6 +139,18 @@ def test_all_as_in_numpy(tree, scope):
         np.testing.assert_allclose(found, expected, **close, err_msg=stat)
 
 
+def test_no_cosine_leaves_its_bounds():
+    """Along one line they are a rounding away from 1 and -1, and never beyond."""
+    rng = np.random.default_rng(0)
+    params = np.float32(rng.normal(size=(300, 3)))
+    grads = params * np.float32(rng.uniform(0.1, 1, (300, 1)) * rng.choice([-1, 1], (300, 1)))
+    tx = monitor.record(1, scope=scopes.leaf(stacked=1), stats=("cosine_param",))
+    state = jax.jit(tx.update)(grads, tx.init(params), params)[1]
+    found = np.abs(monitor.history(state, stat="cosine_param"))
+    np.testing.assert_allclose(found, 1, rtol=1e-6)
+    assert np.max(found) == 1
+
+
 def test_of_units_each_leaf_has_the_largest():
     tx = monitor.record(2, scope=scopes.axes(0), stats=STATS)
     grads = {"m": jnp.array([[3.0, 0.0], [4.0, -1.0]]), "n": jnp.zeros((2, 0))}

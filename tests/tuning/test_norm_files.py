@@ -96,6 +96,7 @@ REFUSED = {
     ),
     "nothing in it": ("norm,loss\n,1\n,2", "the column 'norm' is empty"),
     "a list": ('{"loss": 1.0, "norm": [1.0, 2.0]}', "has [1.0, 2.0] in row 1"),
+    "true": ('[{"norm": 1.5}, {"norm": true}]', "has true in row 2, which is not a number"),
     "text in an object": ('{"a": {"norm": "no"}}', "'a.norm' has \"no\" in row 1"),
     "pickled": (saved(np.array([None])), "not an array of numbers that np.save wrote"),
     "cut short": (saved(NORMS)[:-5], "not an array of numbers that np.save wrote"),

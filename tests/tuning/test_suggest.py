@@ -10,8 +10,11 @@ import optax
 import pytest
 from cases import slow_unless
 
+import optaxclip
 from optaxclip import monitor, tuning
 from optaxclip.commands import demo
+from optaxclip.tuning import spread as spreads
+from optaxclip.tuning import suggesting
 
 STEPS = 1000
 SHAPES = {
@@ -140,6 +143,41 @@ def test_shares_and_percentiles_leave_out_the_same_steps():
     # AutoClip at the limit's percentile: it sees the large norms of the warm-up, and clips later.
     assert found.adaptive.call.startswith("autoclip")
     assert found.adaptive.share_clipped < 0.06
+
+
+@pytest.mark.parametrize(
+    ("ordinary", "spikes", "limit"),
+    [
+        # A quarter is wrong at both limits: one of four is clipped, or one of four spikes missed.
+        ([1, 1, 1, 10], [5, 20, 21, 22], 14.9),
+        # Two quarters at both, and three at the border.
+        ([1, 1, 6, 10], [5, 7, 8, 20], 6.99),
+    ],
+)
+def test_of_limits_that_are_equally_wrong_it_is_the_largest(ordinary, spikes, limit):
+    norms, is_spike = np.float64([*ordinary, *spikes]), np.arange(8) >= 4
+    shape = spreads.Shape(np.zeros(8), np.log(15), 0.1, is_spike, 0, "stationary")
+    assert suggesting._limit(norms, is_spike, shape).value == limit
+
+
+@pytest.mark.parametrize(("steps", "shape"), [(1200, "stationary"), (1050, "warm-up")])
+def test_of_many_norms_the_rule_is_replayed_on_the_last(steps, shape, monkeypatch):
+    monkeypatch.setattr(suggesting, "MAX_REPLAYED", 1000)
+    norms, _ = synthetic(0, 0.1, shape, steps=steps)
+    norms[:200] *= np.where(np.arange(200) % 10 == 0, 6.0, 1.0)
+    found = tuning.suggest(norms)
+    clip = eval(found.adaptive.call, vars(optaxclip))
+
+    def step(state, norm):
+        state = clip.update(norm, state)[1]
+        return state, state.info.fraction > 0
+
+    replayed = jnp.float32(norms[-1000:])
+    clipped = jax.jit(lambda x: jax.lax.scan(step, clip.init(x[0]), x)[1])(replayed)
+    counted = clipped[max(found.warmup_steps - (steps - 1000), 0) :]
+    assert found.adaptive.share_clipped == np.mean(np.asarray(counted))
+    assert ("of the last 1000 steps" in found.adaptive.why) == (shape == "stationary")
+    assert (found.warmup_steps > 50) == (shape == "warm-up")
 
 
 def test_what_is_no_array_of_norms_is_told_where_they_are():

@@ -199,6 +199,30 @@ def test_an_unstable_run_is_not_as_good_as_the_best(seeds):
     assert ("pass seeds=3 or more" in str(result)) == (seeds == 1)
 
 
+def test_of_several_seeds_the_mean_counts():
+    """Of the larger limit the mean is the best of both, and the worst seed is the worst."""
+    losses = {1.0: (2.0, 2.2), 2.0: (0.0, 3.9)}
+    keys = jax.random.key_data(jax.random.split(KEY, 2))
+
+    def init(key):
+        return jnp.argmax(jnp.all(keys == jax.random.key_data(key)[None], axis=1))
+
+    def step(seed, first, limit):
+        rows = jnp.array(list(losses.values()))
+        return (
+            seed,
+            9.0 * first + rows[(limit > 1).astype(int), seed],
+            limit + seed.astype(limit.dtype),
+        )
+
+    first = np.float32(np.arange(STEPS) == 0)
+    result = tuning.sweep(init, step, [1.0, 2.0], STEPS, key=KEY, data=first, seeds=2)
+    assert result.limit == 2.0
+    rows = [line.split() for line in str(result).splitlines()[1:3]]
+    # The loss, and the share of steps with a norm above the limit, which is that of one seed.
+    assert [(row[1], row[3]) for row in rows] == [("2.1", "50.0%"), ("1.95", "50.0%")]
+
+
 def test_a_worse_limit_is_not_named():
     result = swept([0.01, 50.0])
     assert result.limit == 50.0
