@@ -7,7 +7,6 @@ import pathlib
 import subprocess
 import sys
 
-import pytest
 from public_names import public
 
 import optaxclip
@@ -71,9 +70,9 @@ def test_every_package_has_a_floor():
     assert {name.split(".")[0] for name in FILES} == set(FLOORS)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_imports_go_downwards(name):
-    assert not {other for other in imported(FILES[name]) if floor(other) > floor(name)}
+def test_imports_go_downwards():
+    pairs = [(name, other) for name, path in FILES.items() for other in imported(path)]
+    assert not [(name, other) for name, other in pairs if floor(other) > floor(name)]
 
 
 def test_imports_make_no_circle():
@@ -86,12 +85,10 @@ def test_imports_are_seen():
     assert "thresholds.fixed" in set(imported(FILES["_engine.clip"]))
 
 
-@pytest.mark.parametrize(
-    "path", [*FILES.values(), *sorted(TESTS.rglob("*.py"))], ids=lambda p: p.name
-)
-def test_files_are_small(path):
-    number_of_lines = len(path.read_text().splitlines())
-    assert number_of_lines <= 500
+def test_files_are_small():
+    paths = [*FILES.values(), *TESTS.rglob("*.py")]
+    lines = {path.name: len(path.read_text().splitlines()) for path in paths}
+    assert not {name: number for name, number in lines.items() if number > 500}
 
 
 def test_no_two_test_files_have_one_name():
@@ -100,27 +97,25 @@ def test_no_two_test_files_have_one_name():
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_no_private_modules_of_others(name):
-    assert "._src" not in FILES[name].read_text()
+def test_no_private_modules_of_others():
+    assert not [name for name, path in FILES.items() if "._src" in path.read_text()]
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_derivatives_of_our_own_hold_inside_loops(name):
+def test_derivatives_of_our_own_hold_inside_loops():
     """Only the class that sees to it may name what JAX loses there."""
-    nodes = ast.walk(ast.parse(FILES[name].read_text()))
+    jax_names = {"jax.custom_jvp", "jax.custom_vjp", "jax.custom_derivatives"}
     used = {
-        f"{node.value.id}.{node.attr}"
-        for node in nodes
+        (name, f"{node.value.id}.{node.attr}")
+        for name, path in FILES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
-    jax_names = {"jax.custom_jvp", "jax.custom_vjp", "jax.custom_derivatives"}
     # The taps are differentiated inside of loops in `test_ghost_options.py`.
     allowed = {
-        "_base.derivatives": {"jax.custom_jvp"},
-        "per_example.ghost.walk": {"jax.custom_vjp"},
+        ("_base.derivatives", "jax.custom_jvp"),
+        ("per_example.ghost.walk", "jax.custom_vjp"),
     }
-    assert used & jax_names <= allowed.get(name, set())
+    assert {(name, of_jax) for name, of_jax in used if of_jax in jax_names} == allowed
 
 
 def test_what_only_some_need_is_not_imported():
@@ -140,15 +135,15 @@ WITHOUT_EXAMPLE = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_public_functions_are_documented_with_an_example(name):
-    text = inspect.getdoc(FUNCTIONS[name])
-    assert (">>> " in text) == (name not in WITHOUT_EXAMPLE)
-    if inspect.signature(FUNCTIONS[name]).parameters and name not in WITHOUT_EXAMPLE:
-        assert "Args:\n" in text
-        documented = text.split("Args:\n")[1].split("\n\n")[0]
-        for parameter in inspect.signature(FUNCTIONS[name]).parameters:
-            assert f"  {parameter}: " in documented
+def test_public_functions_are_documented_with_an_example():
+    for name, function in FUNCTIONS.items():
+        text = inspect.getdoc(function)
+        assert (">>> " in text) == (name not in WITHOUT_EXAMPLE), name
+        if inspect.signature(function).parameters and name not in WITHOUT_EXAMPLE:
+            assert "Args:\n" in text, name
+            documented = text.split("Args:\n")[1].split("\n\n")[0]
+            for parameter in inspect.signature(function).parameters:
+                assert f"  {parameter}: " in documented, name
 
 
 def test_all_that_is_imported_is_public():
@@ -159,12 +154,7 @@ def test_all_that_is_imported_is_public():
     assert optaxclip.__all__ == sorted(set(optaxclip.__all__))
 
 
-@pytest.mark.parametrize(
-    "namespace",
-    [
-        *("ops", "norms", "scopes", "thresholds", "responses"),
-        *("accumulate", "monitor", "per_example", "plots", "tuning"),
-    ],
-)
-def test_namespaces_come_with_the_package(namespace):
-    assert inspect.ismodule(vars(optaxclip)[namespace])
+def test_namespaces_come_with_the_package():
+    names = {"ops", "norms", "scopes", "thresholds", "responses"}
+    names |= {"accumulate", "monitor", "per_example", "plots", "tuning"}
+    assert all(inspect.ismodule(vars(optaxclip)[name]) for name in names)
