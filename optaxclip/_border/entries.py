@@ -28,6 +28,19 @@ def entries(leaf: Any, dtype: jax.typing.DTypeLike) -> Array:
     return with_data(leaf, jnp.where(not_padding(leaf), data, 0)).sum_duplicates(nse=leaf.nse).data
 
 
+def entries_of_both(leaf: Any, other: Any, dtype: jax.typing.DTypeLike) -> tuple[Array, Array]:
+    """The entries of two leaves of one shape, in pairs: those that a `BCOO` lacks are left out."""
+    if is_sparse(other):
+        other = other.todense()
+    if is_sparse(leaf):
+        from jax.experimental.sparse import bcoo_extract
+
+        # Products are linear in the leaf, so that duplicates need not be added first.
+        other = bcoo_extract(leaf, other, assume_unique=True).data
+        leaf = jnp.where(not_padding(leaf), leaf.data, 0)
+    return entries(leaf, dtype), entries(other, dtype)
+
+
 def sums_of_stored(leaf: Any, dtype: jax.typing.DTypeLike) -> Array:
     """For each stored value of a `BCOO` the entry that it is a part of; 0 for padding."""
     data = jnp.where(not_padding(leaf), entries(leaf.data, dtype), 0)

@@ -1,4 +1,4 @@
-"""Sums of powers of the entries of one leaf, in the way that is best on each platform.
+"""Sums of powers of a leaf's entries, or of products, in the way that is best on each platform.
 
 In float32 a sum of squares is exact up to rounding for norms from 2**-31 to 2**64, whatever the
 number of entries. For smaller norms the entries are multiplied by 2**88 before they are squared,
@@ -6,6 +6,7 @@ for larger ones by 2**-88.
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +18,10 @@ from jax import Array, lax
 
 import optaxclip._border.devices as devices
 import optaxclip._border.gpu as gpu
-from optaxclip._base.numerics import fixed_size
+from optaxclip._base.numerics import bounded, fixed_size, real_parts, select
 from optaxclip._base.trees import data_of
 from optaxclip._border.entries import entries, times
-from optaxclip.norms import Norm
+from optaxclip.norms import Norm, l2
 
 AtScales = tuple[Array, ...]
 """For each scale the sum of powers of a leaf, of a group, or of an array of groups."""
@@ -41,6 +42,25 @@ def distance(dtype: jax.typing.DTypeLike) -> float:
     return 2.0 ** int(0.6875 * jnp.finfo(dtype).maxexp)
 
 
+VERY_MANY = 2.0**40
+"""An upper bound on the number of entries that one sum takes."""
+
+
+def lowest(dtype: jax.typing.DTypeLike) -> float:
+    """The bound below which summands that underflowed may matter to a sum of positive numbers."""
+    info = jnp.finfo(dtype)
+    return VERY_MANY * float(info.tiny) / float(info.eps)
+
+
+def highest(dtype: jax.typing.DTypeLike) -> float:
+    """A larger product of norms stays above `lowest` at the scale for large numbers.
+
+    So each scale is used only where products of entries are neither too large nor too small for it.
+    """
+    # One factor after the other: in float64 the square of the distance is no number of Python's.
+    return lowest(dtype) * distance(dtype) * distance(dtype)
+
+
 def scales(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
     """The powers of two by which entries are multiplied before the norm maps them.
 
@@ -56,8 +76,7 @@ def scales(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def at_once(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> AtScales:
     """The sums at all scales in one variadic reduction, which a GPU runs as one kernel."""
-    powers, axes = _summands(leaf, axes, norm, dtype)
-    return tuple(lax.reduce(powers, (dtype.type(0),) * len(powers), _added, axes))
+    return _added_at_once(*_powers(leaf, axes, norm, dtype))
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
@@ -67,23 +86,35 @@ def one_by_one(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype
     A TPU computes several in one pass where their results are small, and the compiler can split
     them over devices.
     """
-    powers, axes = _summands(leaf, axes, norm, dtype)
-    return tuple(lax.reduce_sum(x, axes) for x in powers)
+    return _added_one_by_one(*_powers(leaf, axes, norm, dtype))
 
 
-def _summands(
+def _powers(
     leaf: Any, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype
 ) -> tuple[AtScales, tuple[int, ...]]:
     """The summands at each scale, and the axes to sum over."""
-    x = entries(leaf, dtype)
-    if fixed_size(x.size) == 1:
-        # A zero is appended: for a single number XLA (JAX 0.10.2) computes
-        # `x * x * (scale * scale)`, whose second product overflows.
-        x = devices.stack([x, jnp.zeros_like(x)])
-        axes = (0, *(axis + 1 for axis in axes))
-    # A norm's `map` may return several summands per entry (`monitor/cosines.py`).
-    powers = [norm.map(times(x, by)) for by in scales(norm, dtype)]
-    return tuple(jax.tree.leaves(powers)), axes
+    x, axes = _beside_zero(entries(leaf, dtype), axes)
+    return tuple(norm.map(times(x, by)) for by in scales(norm, dtype)), axes
+
+
+def _beside_zero(x: Array, axes: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
+    """A single entry with a zero beside it, and the axes with the new one; other entries stay.
+
+    For a single number XLA (JAX 0.10.2) computes `x * x * (scale * scale)`, whose second product
+    overflows.
+    """
+    if fixed_size(x.size) != 1:
+        return x, axes
+    return devices.stack([x, jnp.zeros_like(x)]), (0, *(axis + 1 for axis in axes))
+
+
+def _added_at_once(summands: AtScales, axes: tuple[int, ...]) -> AtScales:
+    zeros = tuple(x.dtype.type(0) for x in summands)
+    return tuple(lax.reduce(summands, zeros, _added, axes))
+
+
+def _added_one_by_one(summands: AtScales, axes: tuple[int, ...]) -> AtScales:
+    return tuple(lax.reduce_sum(x, axes) for x in summands)
 
 
 def _added(sums: AtScales, more: AtScales) -> AtScales:
@@ -118,6 +149,73 @@ def _by_platform(leaf: Any, axes: tuple[int, ...], norm: Norm, in_one_piece: boo
     on_gpu = functools.partial(gpu.sum_of_columns, axes=axes, norm=norm, **pieces)
     elsewhere = functools.partial(one_by_one, axes=axes, norm=norm, dtype=dtype)
     return lax.platform_dependent(leaf, cuda=on_gpu, rocm=on_gpu, default=elsewhere)
+
+
+# Compiled by itself so that it is traced once for leaves that are alike.
+@functools.partial(jax.jit, static_argnames=("axes", "in_one_piece", "both"))
+def of_products(
+    x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: bool, both: bool
+) -> AtScales:
+    """The sums of the products `x * y`, of the squares of `y`, and with `both` of those of `x`.
+
+    These two or three are given at the first scale, then at the next. One reduction gives all: if
+    there were two, XLA on GPUs (JAX 0.10.2) would merge the one over parameters with AdamW's step,
+    and copy the parameters first. On a CPU, where such a reduction is slow, each is one sum in
+    float64.
+
+    Args:
+      x: entries in the dtype of the norms; complex ones count as pairs of real ones.
+      y: as many.
+      axes: those to sum over.
+      in_one_piece: whether neither may be split over devices.
+      both: whether the squares of `x` are needed.
+    """
+    dtype = jnp.finfo(x.dtype).dtype
+    over_all = (in_one_piece or bool(devices.manual_axes())) and len(axes) == x.ndim
+
+    def squares(x: Array, y: Array) -> list[Array]:
+        return [l2.map(y), l2.map(x)] if both else [l2.map(y)]
+
+    def in_own_dtype(x: Array, y: Array) -> AtScales:
+        (x, over), (y, _) = (_beside_zero(part, axes) for part in (x, y))
+        pairs = [(times(x, by), times(y, by)) for by in scales(l2, dtype)]
+        summands = [[_product(*pair, _usable), *squares(*pair)] for pair in pairs]
+        way = _added_at_once if over_all and dtype == jnp.float32 else _added_one_by_one
+        return way(tuple(itertools.chain(*summands)), over)
+
+    def in_float64(x: Array, y: Array, *, apart: bool = False) -> AtScales:
+        pair = lax.optimization_barrier((x, y)) if apart else (x, y)
+        with jax.enable_x64(True):
+            x, y, *pair = (entries(part, jnp.float64) for part in (x, y, *pair))
+            totals = _added_one_by_one((_product(*pair, lax.mul), *squares(x, y)), axes)
+            rows = [[total * by**2 for total in totals] for by in scales(l2, dtype)]
+            return tuple(total.astype(dtype) for total in itertools.chain(*rows))
+
+    if dtype != jnp.float32:
+        return in_own_dtype(x, y)
+    on_gpu = in_own_dtype if over_all else in_float64
+    # XLA on CPU (JAX 0.10.2) would store a conversion that several sums share: a barrier keeps them
+    # apart.
+    on_cpu = functools.partial(in_float64, apart=True)
+    ways = {"cpu": on_cpu, "cuda": on_gpu, "rocm": on_gpu}
+    return lax.platform_dependent(x, y, **ways, default=in_own_dtype)
+
+
+def _product(x: Array, y: Array, by_parts: Callable[[Array, Array], Array]) -> Array:
+    """The products of entries; of complex ones, those of their parts, added."""
+    # Of a real leaf and a complex one, the real parts alone have a product.
+    return functools.reduce(lax.add, map(by_parts, real_parts(x), real_parts(y)))
+
+
+def _usable(x: Array, y: Array) -> Array:
+    """The products of entries, but 0 for those that are too large for this scale.
+
+    Infinite products of both signs would add up to NaN. Where there are such products, the sum at
+    another scale is used; at the scale for large numbers there are none.
+    """
+    found, info = lax.mul(bounded(x), bounded(y)), jnp.finfo(x.dtype)
+    largest = max(highest(x.dtype), (float(info.max) / distance(x.dtype)) ** 2)
+    return select(lax.le(lax.abs(found), x.dtype.type(2 * largest)), found, 0)
 
 
 # Compiled by itself so that it is traced once for leaves that are alike.

@@ -267,19 +267,9 @@ def in_range(found: leaf_sums.AtScales) -> tuple[Array, Array]:
     total = select(is_high, down, plain)
     unit = select(is_high, scale, jnp.ones_like(plain))
     if up:
-        is_low = (plain < lowest(plain.dtype)) & (up[0] > 0)
+        is_low = (plain < leaf_sums.lowest(plain.dtype)) & (up[0] > 0)
         total, unit = select(is_low, up[0], total), select(is_low, 1 / scale, unit)
     return total, unit
-
-
-VERY_MANY = 2.0**40
-"""An upper bound on the number of entries that one sum takes."""
-
-
-def lowest(dtype: jax.typing.DTypeLike) -> float:
-    """The bound below which summands that underflowed may matter to a sum of positive numbers."""
-    info = jnp.finfo(dtype)
-    return VERY_MANY * float(info.tiny) / float(info.eps)
 
 
 # Compiled by itself so that it is traced once for leaves that are alike.

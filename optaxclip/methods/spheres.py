@@ -5,9 +5,8 @@ of `W - t * unit(u)` follows from the norms of `W` and `u` and their inner produ
 measured at once: with one read, and with one collective over many devices.
 """
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +14,10 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._border.devices as devices
-from optaxclip._base.derivatives import custom_jvp
-from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import (
-    bounded,
     broadcast_over,
-    by_parts,
     match_weak_type,
     power_of_two_below,
-    real_parts,
     reciprocal_of_power,
     safe_divide,
     safe_sqrt,
@@ -31,21 +25,8 @@ from optaxclip._base.numerics import (
 from optaxclip._border.calls import across
 from optaxclip._border.entries import times
 from optaxclip._engine.groups import Groups
-from optaxclip._engine.measure import measure
+from optaxclip._engine.products import products
 from optaxclip.methods.moments import wide_dtype
-from optaxclip.norms import Norm, l2
-
-
-def _product_above_zero(pair: Array) -> Array:
-    return jnp.maximum(bounded(pair.real) * bounded(pair.imag), 0)
-
-
-PRODUCT = Norm("root of the sum of positive products", _product_above_zero, l2.finish, degree=2)
-"""A norm of pairs `(x, y)`, held as complex numbers, which gives inner products.
-
-Of pairs `(x, x)` it is the norm of `x`, and of pairs `(x, y)` its square is the sum of the positive
-products.
-"""
 
 
 def steps_along(
@@ -81,125 +62,10 @@ def _steps(
     if not weights:
         return []
     weights, directions = ([jnp.asarray(x) for x in each] for each in (weights, directions))
-    factors = _factors(*_norms(weights, directions, groups), radius, rate, eps)
+    factors = _factors(*products(weights, directions, groups), radius, rate, eps)
     parts = groups.by_leaf(devices.stack(factors), directions)
     rows = zip(weights, directions, parts, groups.grouping.axes, strict=True)
     return [_sum(*row) for row in rows]
-
-
-def _norms(weights: list[Array], directions: list[Array], groups: Groups) -> "_Norms":
-    """The norms that a step needs, with one read and one collective."""
-    by_pairs = functools.partial(_by_pairs, groups=groups)
-    by_roots = functools.partial(_by_roots, groups=groups)
-
-    @custom_jvp()
-    def norms(weights: list[Array], directions: list[Array]) -> _Norms:
-        return lax.platform_dependent(weights, directions, cpu=by_roots, default=by_pairs)
-
-    @norms.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[_Norms, _Norms]:
-        # The root of a product has no derivative where a factor is 0; the product has one.
-        found = norms(*primals)
-        sizes = [lax.stop_gradient(power_of_two_below(x)) for x in found[:2]]
-        # Both are brought to norms near 1. Otherwise, with weights of 1e30 and directions of 1,
-        # intermediate derivatives of the sums of products would overflow.
-        rows = zip(zip(primals, tangents, strict=True), sizes, strict=True)
-        columns = [[_divided(x, size, groups) for x in pair] for pair, size in rows]
-        scaled, scaled_tangents = zip(*columns, strict=True)
-        changes = jax.jvp(by_pairs, scaled, scaled_tangents)[1]
-        root = jnp.sqrt(sizes[0]) * jnp.sqrt(sizes[1])
-        by = (*sizes, root, root)
-        return found, _Norms(*(x * size for x, size in zip(changes, by, strict=True)))
-
-    return norms(weights, directions)
-
-
-def _divided(leaves: list[Array], sizes: Array, groups: Groups) -> list[Array]:
-    """Leaves, in float32 or wider, divided by powers of two, one for each group."""
-    parts = groups.by_leaf(reciprocal_of_power(sizes), leaves)
-    rows = zip(leaves, parts, groups.grouping.axes, strict=True)
-    return [times(x.astype(wide_dtype(x.dtype)), broadcast_over(by, axes)) for x, by, axes in rows]
-
-
-class _Norms(NamedTuple):
-    """Norms of all groups, each `[groups]`.
-
-    An inner product is twice the square of `above` less the square of `products`. The error of this
-    difference is a rounding of the product of the two norms, because both squares are sums in which
-    nothing cancels.
-
-    Attributes:
-      weight: the norms of the weights.
-      direction: the norms of the directions.
-      products: the roots of the sums of the moduli of all products of their entries.
-      above: the roots of the sums of the positive products alone.
-    """
-
-    weight: Array
-    direction: Array
-    products: Array
-    above: Array
-
-
-def _by_roots(weights: list[Array], directions: list[Array], *, groups: Groups) -> _Norms:
-    """The norms for CPUs, where XLA stores complex numbers; elsewhere it would store the roots."""
-    roots = [_root(*row) for row in zip(weights, directions, strict=True)]
-    above = [_above_zero(root) for root in roots]
-    return _measured([weights, directions, roots, above], groups, l2)
-
-
-def _by_pairs(weights: list[Array], directions: list[Array], *, groups: Groups) -> _Norms:
-    """The norms for accelerators, and for derivatives on every platform."""
-    rows = [_in_one_dtype(*row) for row in zip(weights, directions, strict=True)]
-    columns = [
-        [_paired(x, x) for x, _ in rows],
-        [_paired(y, y) for _, y in rows],
-        [_paired(x, _with_sign_of(x, y)) for x, y in rows],
-        [_paired(x, y) for x, y in rows],
-    ]
-    return _measured(columns, groups, PRODUCT)
-
-
-def _measured(columns: list[list[Array]], groups: Groups, norm: Norm) -> _Norms:
-    """The norms of four lists of leaves, each of which has the leaves of `groups`."""
-    grouping, placement, count = groups.grouping, groups.placement, len(columns[0])
-    leaves = [leaf for column in columns for leaf in column]
-    # Leaves that hold pairs of complex numbers have one axis more than those of the groups.
-    stacks = [len(group.shape) for group in grouping.by_leaf(grouping.groups)]
-    axes = [tuple(range(*row)) for row in zip(stacks, map(jnp.ndim, columns[-1]), strict=True)]
-    fourfold = [
-        dataclasses.replace(group, members=tuple(i + k * count for i in group.members))
-        for k in range(4)
-        for group in grouping.groups
-    ]
-    places = dataclasses.replace(
-        placement,
-        reduced=placement.reduced * 4,
-        kept=placement.kept * 4,
-        specs=placement.specs * 4,
-    )
-    of_all = Groups(Grouping(tuple(fourfold), (*axes,) * 4, "vector"), places)
-    found = measure(leaves, of_all, norm)
-    return _Norms(*found.norm.reshape(4, -1))
-
-
-def _root(x: Array, y: Array) -> Array:
-    """The roots of the moduli of `x * y`, entry by entry, with the signs of the products."""
-    # Not the root of the product, because the product may overflow or underflow.
-    return by_parts(lambda u, v: _signed_root(u) * _signed_root(v), *_in_one_dtype(x, y))
-
-
-def _signed_root(x: Array) -> Array:
-    return jnp.sign(x) * jnp.sqrt(jnp.abs(x))
-
-
-def _above_zero(x: Array) -> Array:
-    return by_parts(lambda part: jnp.maximum(part, 0), x)
-
-
-def _with_sign_of(x: Array, y: Array) -> Array:
-    """`y` with signs that make `x * y` at least 0. Its derivative at 0 is 0, unlike that of abs."""
-    return by_parts(lambda u, v: jnp.sign(u) * jnp.sign(v) * v, x, y)
 
 
 def _in_one_dtype(x: Array, y: Array) -> tuple[Array, Array]:
@@ -208,21 +74,10 @@ def _in_one_dtype(x: Array, y: Array) -> tuple[Array, Array]:
     return x.astype(dtype), y.astype(dtype)
 
 
-def _paired(x: Array, y: Array) -> Array:
-    """Pairs of the entries of two arrays, as complex numbers.
-
-    Of complex arrays, the pairs of real parts and of imaginary parts lie along another axis.
-    """
-    pairs = zip(real_parts(x), real_parts(y), strict=True)
-    parts = [lax.complex(*pair) for pair in pairs]
-    return devices.stack(parts, parts[0].ndim) if len(parts) > 1 else parts[0]
-
-
 def _factors(
     weight: Array,
     direction: Array,
-    products: Array,
-    above: Array,
+    cosine: Array,
     radius: Any,
     rate: Any,
     eps: Any,
@@ -233,10 +88,9 @@ def _factors(
     which brings the direction to a norm near 1, and the rest.
 
     Args:
-      weight: as in `_Norms`.
-      direction: as in `_Norms`.
-      products: as in `_Norms`.
-      above: as in `_Norms`.
+      weight: the norms of the weights.
+      direction: those of the directions.
+      cosine: the cosines between the two.
       radius: as in `steps_along`.
       rate: as in `steps_along`.
       eps: as in `steps_along`.
@@ -247,9 +101,6 @@ def _factors(
     # Both are divided by the longer of the two, so that no square overflows.
     unit = jnp.maximum(weight, length)
     one, other = safe_divide(weight, unit, 0.0), safe_divide(length, unit, 0.0)
-    root = safe_sqrt(weight) * safe_sqrt(direction)
-    of_all, positive = (jnp.square(safe_divide(x, root, 0.0)) for x in (products, above))
-    cosine = 2 * positive - of_all
     square = one * one + other * other - 2 * one * other * cosine
     # A smaller square is nothing but the rounding of its three summands.
     has_direction = square > 64 * jnp.finfo(weight.dtype).eps

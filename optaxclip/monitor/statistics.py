@@ -21,8 +21,8 @@ from optaxclip._border.entries import as_arrays
 from optaxclip._border.options import Options
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import measure
+from optaxclip._engine.products import Products, products
 from optaxclip._engine.step import weights_beside
-from optaxclip.monitor.cosines import cosines
 from optaxclip.norms import Norm
 
 
@@ -72,11 +72,11 @@ class Sources:
     def _of_weights_at_first(self, norm: Norm) -> Array:
         if not self._with_cosines or norm is not norms.l2 or self._is_sparse:
             return measure(self._weights, self._of_weights, norm).norm
-        return jnp.where(self._groups.have_leaves(), self._pairs[1], jnp.nan)
+        return jnp.where(self._groups.have_leaves(), self._products.of_others, jnp.nan)
 
     def cosines(self) -> Array:
         """The cosines of the gradients' groups with the parameters'."""
-        return self._pairs[0]
+        return self._products.cosine
 
     def shares(self) -> Array:
         """The parts that the groups have in the squared norm of all."""
@@ -87,8 +87,8 @@ class Sources:
         return jnp.where(present, safe_divide(squares, jnp.sum(squares), 0.0), norm)
 
     @functools.cached_property
-    def _pairs(self) -> tuple[Array, Array]:
-        """The cosines, and the parameters' norms."""
+    def _products(self) -> Products:
+        """The inner products of gradients and parameters."""
         placement = self._groups.placement
         in_one_piece = placement.in_one_piece and self._of_weights.placement.in_one_piece
         placement = dataclasses.replace(placement, in_one_piece=in_one_piece)
@@ -97,7 +97,7 @@ class Sources:
         found = [self.of_leaves(norms.l2)]
         if self._is_sparse:
             found.append(self.of_weights(norms.l2))
-        return cosines(self._leaves, self._weights, groups, *found)
+        return products(self._leaves, self._weights, groups, *found)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,182 @@
+"""Inner products of two trees, group by group, exact over the range as norms are.
+
+  in   the leaves `[...]` of both trees, and which of their entries share a norm
+  out  `Products`: both norms and the cosine of each group
+
+Products are summed as squares are: at several scales, over a group's leaves and over devices, in
+one read of both trees and one collective. A sum of products may be anything from minus to plus the
+product of both norms, so these say at which scale it neither overflowed nor underflowed. There is
+no branch.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+import optaxclip._border.leaf_sums as leaf_sums
+from optaxclip._base.derivatives import custom_jvp
+from optaxclip._base.numerics import (
+    broadcast_over,
+    norm_dtype,
+    power_of_two_below,
+    real_parts,
+    reciprocal_of_power,
+    safe_divide,
+    safe_sqrt,
+    select,
+)
+from optaxclip._border.entries import entries_of_both, measured_axes, times
+from optaxclip._engine.groups import Groups
+from optaxclip._engine.measure import Measured, in_range
+from optaxclip.norms import l2
+
+_Pairs: TypeAlias = list[tuple[Array, ...]]
+"""For each leaf its entries and those of the other."""
+
+_Known: TypeAlias = tuple[Array | None, ...]
+"""The norms of both trees, where the caller has them."""
+
+
+class Products(NamedTuple):
+    """The inner products of all groups, as three factors, because a product may leave the range.
+
+    Attributes:
+      norm: the L2 norms of the leaves.
+      of_others: the L2 norms of the others.
+      cosine: from -1 to 1; 0 where a norm is 0, NaN where one is not finite.
+    """
+
+    norm: Array
+    of_others: Array
+    cosine: Array
+
+
+def products(
+    leaves: list[Any],
+    others: list[Any],
+    groups: Groups,
+    norm: Array | None = None,
+    of_others: Array | None = None,
+) -> Products:
+    """The products of the groups' entries with the others; of complex ones, their real parts.
+
+    Args:
+      leaves: floating or complex arrays (or `BCOO`), in the order of the grouping.
+      others: as many, of the same shapes.
+      groups: the groups of the leaves.
+      norm: the L2 norms of the leaves, where they are known; their squares are then not summed.
+      of_others: those of the others; required where a leaf is a `BCOO`, because the other leaf is
+        read only where the `BCOO` has entries.
+    """
+    dtype = norm_dtype([leaf.dtype for leaf in (*leaves, *others)])
+    if not leaves:
+        return Products(*[groups.zeros(dtype)] * 3)
+    pairs = [entries_of_both(*pair, dtype) for pair in zip(leaves, others, strict=True)]
+    of_leaves = zip(leaves, groups.grouping.axes, strict=True)
+    axes = tuple(measured_axes(leaf, over) for leaf, over in of_leaves)
+    known = tuple(x if x is None else x.astype(dtype) for x in (norm, of_others))
+    found = _differentiable(groups, axes)(pairs, known)
+    chex.assert_shape(list(found), groups.shape)
+    return found
+
+
+def _differentiable(
+    groups: Groups, axes: tuple[tuple[int, ...], ...]
+) -> Callable[[_Pairs, _Known], Products]:
+    """The products with derivatives of their own: those of plain sums.
+
+    They are computed from entries divided by powers of two near the norms, held constant, so that
+    derivatives of sums stay in range.
+    """
+
+    def divided(pairs: _Pairs, known: _Known, sizes: list[Array]) -> tuple[_Pairs, _Known]:
+        per_size = [reciprocal_of_power(size) for size in sizes]
+        of_leaves = [groups.by_leaf(by, [x for x, _ in pairs]) for by in per_size]
+        rows = zip(pairs, axes, *of_leaves, strict=True)
+        return [
+            tuple(times(x, broadcast_over(by, over)) for x, by in zip(pair, bys, strict=True))
+            for pair, over, *bys in rows
+        ], tuple(x if x is None else x * by for x, by in zip(known, per_size, strict=True))
+
+    @custom_jvp()
+    def found(pairs: _Pairs, known: _Known) -> Products:
+        return _at_scales(pairs, known, groups, axes)
+
+    @found.defjvp
+    def _(primals: tuple[_Pairs, _Known], tangents: tuple[Any, Any]) -> tuple[Products, Products]:
+        result = found(*primals)
+        sizes = [lax.stop_gradient(power_of_two_below(norm)) for norm in result[:2]]
+        plain = functools.partial(_in_plain_sums, groups=groups, axes=axes)
+        _, change = jax.jvp(plain, divided(*primals, sizes), divided(*tangents, sizes))
+        norm, of_others = (x * size for x, size in zip(change[:2], sizes, strict=True))
+        return result, Products(norm, of_others, change.cosine)
+
+    return found
+
+
+def _at_scales(
+    pairs: _Pairs, known: _Known, groups: Groups, axes: tuple[tuple[int, ...], ...]
+) -> Products:
+    """The products from sums at several scales."""
+    kinds = 2 if known[0] is not None else 3
+
+    def local(pairs: _Pairs) -> leaf_sums.AtScales:
+        options = {"in_one_piece": groups.placement.in_one_piece, "both": kinds == 3}
+        rows = zip(pairs, axes, strict=True)
+        return groups.totals([leaf_sums.of_products(*x, axes=over, **options) for x, over in rows])
+
+    found = groups.placement.on_each_device(local)(pairs)
+    sums, *squares = (found[kind::kinds] for kind in range(kinds))
+    of_others = known[1] if known[1] is not None else _norm(squares[0])
+    norm = known[0] if known[0] is not None else _norm(squares[1])
+    return Products(norm, of_others, _cosine(sums, norm, of_others))
+
+
+def _norm(squares: leaf_sums.AtScales) -> Array:
+    total, unit = in_range(squares)
+    return Measured.of(safe_sqrt(total), unit).norm
+
+
+def _cosine(sums: leaf_sums.AtScales, norm: Array, of_others: Array) -> Array:
+    """The cosine, from the sum at the scale at which no sum of these products leaves the range."""
+    plain, down, up = sums
+    far, highest = leaf_sums.distance(plain.dtype), leaf_sums.highest(plain.dtype)
+    bound = safe_sqrt(norm) * safe_sqrt(of_others)
+    is_finite = jnp.isfinite(bound)
+    is_high = bound > highest**0.5
+    is_low = bound < leaf_sums.lowest(plain.dtype) ** 0.5
+    total = select(is_high, down, select(is_low, up, plain))
+    bound = bound * select(is_high, 1 / far, select(is_low, far, jnp.ones_like(plain)))
+    is_usable = is_finite & (bound > 0)
+    bound = select(is_usable, bound, 1)
+    found = jnp.clip(total / bound / bound, -1, 1)
+    return select(is_usable, found, select(is_finite, jnp.zeros_like(found), jnp.nan))
+
+
+def _in_plain_sums(
+    pairs: _Pairs, known: _Known, *, groups: Groups, axes: tuple[tuple[int, ...], ...]
+) -> Products:
+    """The products of trees with norms near 1, in steps that JAX can differentiate."""
+
+    def local(pairs: _Pairs) -> leaf_sums.AtScales:
+        rows = zip(pairs, axes, strict=True)
+        return groups.totals([_plain_sums(*pair, axes=over) for pair, over in rows])
+
+    total, *squares = groups.placement.on_each_device(local)(pairs)
+    norm, of_others = (
+        safe_sqrt(square) if x is None else x for x, square in zip(known, squares, strict=True)
+    )
+    return Products(norm, of_others, safe_divide(total, norm * of_others, 0.0))
+
+
+# Compiled by itself so that it is traced once for leaves that are alike.
+@functools.partial(jax.jit, static_argnames="axes")
+def _plain_sums(x: Array, y: Array, *, axes: tuple[int, ...]) -> leaf_sums.AtScales:
+    parts = zip(real_parts(x), real_parts(y), strict=False)
+    summands = (sum(u * v for u, v in parts), l2.map(x), l2.map(y))
+    return tuple(jnp.sum(each, axes) for each in summands)
