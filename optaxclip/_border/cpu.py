@@ -7,8 +7,7 @@ of them is exact for all norms of float32, so there is no second pass. (All with
 """
 
 import functools
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -62,38 +61,14 @@ def in_float32(norm: Array, *, from_above: bool) -> tuple[Array, Array, Array, A
     return fraction.astype(jnp.float32), inverse.astype(jnp.float32), one, size
 
 
-def quotients(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
-    """Each dividend by its divisor, all of one shape; on a CPU by one division of stacks.
+def by_one_division(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
+    """Each dividend by its divisor, all of one shape, by one division of stacks.
 
     Several divisions would give several arrays, which the callers stack. XLA on CPU (JAX 0.10.2)
     repeats that stacking inside of each leaf's loop: a clip of 200 leaves by their own norms then
     has a tenth more instructions.
     """
-    ways = {"cpu": _by_one_division, "default": _one_by_one}
-    return lax.platform_dependent(dividends, divisors, **ways)
-
-
-def _by_one_division(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
     return tuple(devices.stack(dividends) / devices.stack(divisors))
-
-
-def _one_by_one(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
-    return tuple(map(operator.truediv, dividends, divisors))
-
-
-def product(
-    x: Array, power: Array, ratio: Array, *, strict: bool, plain: Callable[..., Array]
-) -> Array:
-    """`plain(x, power, ratio)`: the product, rounded to nearest or, with `strict`, toward zero."""
-    if x.dtype != jnp.bfloat16 or ratio.dtype != jnp.float32:
-        return plain(x, power, ratio)
-
-    @custom_jvp()
-    def on_bits(x: Array, power: Array, ratio: Array) -> Array:
-        return product_of_bfloat16(x, power, ratio, strict=strict)
-
-    on_bits.defjvp(functools.partial(jax.jvp, plain))
-    return lax.platform_dependent(x, power, ratio, cpu=on_bits, default=plain)
 
 
 def product_of_bfloat16(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
@@ -114,23 +89,16 @@ def product_of_bfloat16(x: Array, power: Array, ratio: Array, *, strict: bool) -
     return lax.bitcast_convert_type((bits >> half).astype(jnp.uint16), jnp.bfloat16)
 
 
-def select_exactly(flag: Array, x: Array, y: Array) -> Array:
-    """`x` where `flag`, which broadcasts to it, is True, else `y`; subnormal numbers stay."""
-    # `lax.select` does not broadcast flags of several groups; `jnp.where` does, but it is a nested
-    # call for each leaf, which takes longer to compile.
-    select = lax.select if flag.shape in ((), x.shape) else jnp.where
-    if x.dtype != jnp.bfloat16:
-        return select(flag, x, y)
-    # XLA on CPU (JAX 0.10.2) converts bfloat16 before it selects, which loses subnormal numbers.
-    return lax.platform_dependent(flag, x, y, cpu=_select_bits, default=select)
-
-
 @custom_jvp()
-def _select_bits(flag: Array, x: Array, y: Array) -> Array:
+def select_bits(flag: Array, x: Array, y: Array) -> Array:
+    """`x` where `flag`, which broadcasts to it, is True, else `y`, both bfloat16.
+
+    XLA on CPU (JAX 0.10.2) converts bfloat16 before it selects, which loses subnormal numbers.
+    """
     bits = [lax.bitcast_convert_type(z, jnp.uint16) for z in (x, y)]
     return lax.bitcast_convert_type(lax.select(jnp.broadcast_to(flag, x.shape), *bits), x.dtype)
 
 
-@_select_bits.defjvp
+@select_bits.defjvp
 def _(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    return _select_bits(*primals), jnp.where(primals[0], *tangents[1:])
+    return select_bits(*primals), jnp.where(primals[0], *tangents[1:])

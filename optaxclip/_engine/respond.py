@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip._border.cpu as cpu
+import optaxclip._border.arithmetic as arithmetic
 from optaxclip._base.numerics import reciprocal_of_power
 from optaxclip._base.types import NonFinite
 from optaxclip._engine.measure import Measured
@@ -107,7 +107,7 @@ def multiplier(
     # operations for each leaf.
     dividends = (jnp.ones_like(ratio), jnp.where(is_bad, replacement, ratio))
     divisors = (jnp.where(is_normal, 1, size), jnp.where(is_normal, unit, 1))
-    return Multiplier(*cpu.quotients(dividends, divisors))
+    return Multiplier(*arithmetic.quotients(dividends, divisors))
 
 
 def _is_normal(factor: Array) -> Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip._border.cpu as cpu
+import optaxclip._border.arithmetic as arithmetic
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     accumulation_dtype,
@@ -61,13 +61,13 @@ def _scaled(
     columns = list(by)
     chex.assert_shape(columns, tuple([n for k, n in enumerate(x.shape) if k not in axes]))
     power, ratio, *above = [broadcast_over(column, axes) for column in columns]
-    plain = functools.partial(_product, strict=strict)
-    scaled = by_parts(lambda part: cpu.product(part, power, ratio, strict=strict, plain=plain), x)
+    factors = {"power": power, "ratio": ratio, "strict": strict}
+    scaled = by_parts(functools.partial(arithmetic.product, plain=_product, **factors), x)
     if zeroes:
-        scaled = cpu.select_exactly(ratio == 0, jnp.zeros_like(scaled), scaled)
+        scaled = arithmetic.select_exactly(ratio == 0, jnp.zeros_like(scaled), scaled)
     # Selected, because a product with 1 may flush subnormal numbers to 0.
     stays = _stays(x, power, ratio, *above)
-    return match_weak_type(cpu.select_exactly(stays, x, scaled), x)
+    return match_weak_type(arithmetic.select_exactly(stays, x, scaled), x)
 
 
 def _stays(x: Array, power: Array, ratio: Array, above: Array | None = None) -> Array:
