@@ -63,15 +63,12 @@ def select(flag: Array, x: Array | float, y: Array | float) -> Array:
 
     `jnp.where` would be a nested call (JAX 0.10.2), which takes longer to trace and to compile.
     """
+    like: Any = x if isinstance(x, Array) else y
     if not isinstance(x, Array):
-        x = _full_like(y, x)
+        x = lax.full_like(like, x) if like.shape else like.dtype.type(x)
     elif not isinstance(y, Array):
-        y = _full_like(x, y)
+        y = lax.full_like(like, y) if like.shape else like.dtype.type(y)
     return lax.select(flag, x, y)
-
-
-def _full_like(like: Any, number: float) -> Any:
-    return lax.full_like(like, number) if like.shape else like.dtype.type(number)
 
 
 def multiply(x: Array, y: Array | float) -> Array:

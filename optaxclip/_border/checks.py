@@ -4,16 +4,14 @@ import math
 import warnings
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.arguments import FRESH_STATE
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.names import GIVE_BACK, Names
 from optaxclip._base.numerics import fixed_size
 from optaxclip._base.trees import FlatTree, flatten, leaf_name
-from optaxclip._base.types import NormTree, PyTree, Threshold
+from optaxclip._base.types import PyTree
 from optaxclip.thresholds.checks import checked_limit
 
 
@@ -65,42 +63,6 @@ def warn_of_many_norms(grouping: Grouping, name: str) -> None:
             UserWarning,
             stacklevel=2,
         )
-
-
-def check_rule_state(rule: Threshold, state: PyTree, norms: NormTree, name: str) -> None:
-    """Checks that a state was made by this limit rule. Under `jit` that costs nothing."""
-    own = jax.eval_shape(rule.init, norms)
-    if not jax.tree.leaves(own) and not jax.tree.leaves(state):
-        return  # such as None, which some checkpoints store for ()
-    if jax.tree.structure(own) != jax.tree.structure(state) or _shapes(own) != _shapes(state):
-        raise ValueError(
-            f"{name}: the state is that of another limit: it holds {_kept(state)}, and this limit "
-            f"keeps {_kept(own)}. {FRESH_STATE}"
-        )
-
-
-def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
-    return [jnp.shape(x) for x in jax.tree.leaves(tree)]
-
-
-def _kept(state: PyTree) -> str:
-    """The state of a rule, described for a message."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(getattr(x, "rule", None), Names))
-    rules = sorted({name for node in nodes for name in getattr(node, "rule", ())})
-    if not jax.tree.leaves(state):
-        return "nothing, as for a constant"
-    arrays = f"arrays of the shapes {_shapes(state)}"
-    return f"the state of {' and '.join(rules)}, {arrays}" if rules else arrays
-
-
-def params_for(rule: Threshold, params: PyTree | None, name: str) -> PyTree | None:
-    """The parameters, if the limit is relative to them; else None."""
-    if rule.uses_params and params is None:
-        raise ValueError(
-            f"{name}: the limit is relative to the parameters; pass them: "
-            "update(grads, state, params)"
-        )
-    return params if rule.uses_params else None
 
 
 def matching_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:

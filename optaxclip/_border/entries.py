@@ -1,5 +1,7 @@
-"""The entries of a leaf, as they are measured."""
+"""The entries of a leaf, as they are measured and changed."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,20 +18,34 @@ def as_arrays(leaves: list[Any]) -> list[Any]:
     return [leaf if is_sparse(leaf) else jnp.asarray(leaf) for leaf in leaves]
 
 
-def entries(leaf: Any, dtype: jax.typing.DTypeLike) -> Array:
-    """A leaf's entries: real ones in `dtype`, complex ones with parts in it.
+def entries(x: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """Real entries in `dtype`, complex ones with parts in it."""
+    wide = jnp.complex128 if dtype == jnp.float64 else jnp.complex64
+    return x.astype(wide if jnp.iscomplexobj(x) else dtype)
 
-    In a `BCOO`, duplicates are added up and padding is 0.
+
+def measured_entries(
+    leaf: Any, axes: tuple[int, ...], dtype: jax.typing.DTypeLike
+) -> tuple[Array, tuple[int, ...]]:
+    """A leaf as one array, and the axes over which its entries share a norm.
+
+    Of a `BCOO` these are the stored values in `dtype`, with duplicates added up and padding 0, and
+    all of their axes.
     """
     if not is_sparse(leaf):
-        wide = jnp.complex128 if dtype == jnp.float64 else jnp.complex64
-        return leaf.astype(wide if jnp.iscomplexobj(leaf) else dtype)
-    data = entries(leaf.data, dtype)
-    return with_data(leaf, jnp.where(not_padding(leaf), data, 0)).sum_duplicates(nse=leaf.nse).data
+        return leaf, axes
+    data = jnp.where(not_padding(leaf), entries(leaf.data, dtype), 0)
+    x = with_data(leaf, data).sum_duplicates(nse=leaf.nse).data
+    return x, tuple(range(x.ndim))
 
 
-def entries_of_both(leaf: Any, other: Any, dtype: jax.typing.DTypeLike) -> tuple[Array, Array]:
-    """The entries of two leaves of one shape, in pairs: those that a `BCOO` lacks are left out."""
+def entries_of_both(
+    leaf: Any, other: Any, axes: tuple[int, ...], dtype: jax.typing.DTypeLike
+) -> tuple[Array, Array, tuple[int, ...]]:
+    """The entries of two leaves of one shape, in pairs, and the axes over which they share a norm.
+
+    Pairs that a `BCOO` lacks are left out.
+    """
     if is_sparse(other):
         other = other.todense()
     if is_sparse(leaf):
@@ -38,7 +54,8 @@ def entries_of_both(leaf: Any, other: Any, dtype: jax.typing.DTypeLike) -> tuple
         # Products are linear in the leaf, so that duplicates need not be added first.
         other = bcoo_extract(leaf, other, assume_unique=True).data
         leaf = jnp.where(not_padding(leaf), leaf.data, 0)
-    return entries(leaf, dtype), entries(other, dtype)
+        axes = tuple(range(leaf.ndim))
+    return entries(leaf, dtype), entries(other, dtype), axes
 
 
 def sums_of_stored(leaf: Any, dtype: jax.typing.DTypeLike) -> Array:
@@ -66,17 +83,18 @@ def not_padding(leaf: Any) -> Array:
 
 def any_entry(leaf: Any, flags: Array, axes: tuple[int, ...]) -> Array:
     """Over some axes of a leaf, whether one of its stored values that is an entry has a flag."""
-    flags = flags & not_padding(leaf) if is_sparse(leaf) else flags
-    return jnp.any(flags, measured_axes(leaf, axes))
+    return jnp.any(flags & not_padding(leaf)) if is_sparse(leaf) else jnp.any(flags, axes)
 
 
-def measured_axes(leaf: Any, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes over which a leaf's entries share a norm; of a sparse leaf all axes of its data."""
-    return tuple(range(leaf.data.ndim)) if is_sparse(leaf) else axes
+def on_data(fn: Callable[..., Array], leaf: Any, axes: tuple[int, ...]) -> Any:
+    """`fn(leaf, axes=axes)`; of a `BCOO` the stored values are changed, which share all axes."""
+    if not is_sparse(leaf):
+        return fn(leaf, axes=axes)
+    return with_data(leaf, fn(leaf.data, axes=tuple(range(leaf.data.ndim))))
 
 
 def times(x: Array, by: Array | float) -> Array:
     """Entries times a real number; complex ones part by part, as 0 times infinity would be NaN."""
     if isinstance(by, float) and by == 1:
         return x
-    return by_parts(lambda part: multiply(part, by), x)
+    return by_parts(functools.partial(multiply, y=by), x)

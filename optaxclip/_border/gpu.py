@@ -12,7 +12,6 @@ B300, it may take longer than the read.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from optaxclip.norms import Norm
 
 
 def sum_of_columns(
-    leaf: Any,
+    leaf: Array,
     *,
     axes: tuple[int, ...],
     norm: Norm,

@@ -13,13 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 import optaxclip._border.devices as devices
 import optaxclip._border.gpu as gpu
 from optaxclip._base.numerics import bounded, fixed_size, real_parts, select
-from optaxclip._base.trees import data_of
 from optaxclip._border.entries import entries, times
 from optaxclip.norms import Norm, l2
 
@@ -74,13 +72,13 @@ def scales(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
 
 # Compiled by themselves so that they are traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
-def at_once(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> AtScales:
+def at_once(leaf: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> AtScales:
     """The sums at all scales in one variadic reduction, which a GPU runs as one kernel."""
     return _added_at_once(*_powers(leaf, axes, norm, dtype))
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
-def one_by_one(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> AtScales:
+def one_by_one(leaf: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> AtScales:
     """The sums at all scales, as one plain sum per scale.
 
     A TPU computes several in one pass where their results are small, and the compiler can split
@@ -90,11 +88,11 @@ def one_by_one(leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype
 
 
 def _powers(
-    leaf: Any, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype
+    leaf: Array, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype
 ) -> tuple[AtScales, tuple[int, ...]]:
     """The summands at each scale, and the axes to sum over."""
     x, axes = _beside_zero(entries(leaf, dtype), axes)
-    return tuple(norm.map(times(x, by)) for by in scales(norm, dtype)), axes
+    return tuple([norm.map(times(x, by)) for by in scales(norm, dtype)]), axes
 
 
 def _beside_zero(x: Array, axes: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
@@ -109,12 +107,12 @@ def _beside_zero(x: Array, axes: tuple[int, ...]) -> tuple[Array, tuple[int, ...
 
 
 def _added_at_once(summands: AtScales, axes: tuple[int, ...]) -> AtScales:
-    zeros = tuple(x.dtype.type(0) for x in summands)
-    return tuple(lax.reduce(summands, zeros, _added, axes))
+    zero = summands[0].dtype.type(0)
+    return tuple(lax.reduce(summands, (zero,) * len(summands), _added, axes))
 
 
 def _added_one_by_one(summands: AtScales, axes: tuple[int, ...]) -> AtScales:
-    return tuple(lax.reduce_sum(x, axes) for x in summands)
+    return tuple([lax.reduce_sum(x, axes) for x in summands])
 
 
 def _added(sums: AtScales, more: AtScales) -> AtScales:
@@ -122,7 +120,7 @@ def _added(sums: AtScales, more: AtScales) -> AtScales:
 
 
 def at_scales(
-    leaf: Any, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype, in_one_piece: bool
+    leaf: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype, in_one_piece: bool
 ) -> AtScales:
     """The sums of a leaf at all scales, on any platform.
 
@@ -134,7 +132,7 @@ def at_scales(
     options = {"axes": axes, "norm": norm, "dtype": dtype}
     if dtype != jnp.float32:
         return one_by_one(leaf, **options)
-    over_all = len(axes) == np.ndim(data_of(leaf))
+    over_all = len(axes) == leaf.ndim
     if over_all and (in_one_piece or devices.manual_axes()):
         return at_once(leaf, **options)
     return _by_platform(leaf, axes, norm, in_one_piece)
@@ -142,7 +140,7 @@ def at_scales(
 
 # Compiled by itself so that all branches are traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _by_platform(leaf: Any, axes: tuple[int, ...], norm: Norm, in_one_piece: bool) -> AtScales:
+def _by_platform(leaf: Array, axes: tuple[int, ...], norm: Norm, in_one_piece: bool) -> AtScales:
     """The float32 sums by `gpu.sum_of_columns` on a GPU, by `one_by_one` elsewhere."""
     dtype = jnp.dtype(jnp.float32)
     pieces = {"scales": scales(norm, dtype), "in_one_piece": in_one_piece}
@@ -220,7 +218,7 @@ def _usable(x: Array, y: Array) -> Array:
 
 # Compiled by itself so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("by", "axes", "dtype"))
-def largest_bits(leaf: Any, *, by: float, axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
+def largest_bits(leaf: Array, *, by: float, axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
     """The largest modulus, times a constant, as an integer.
 
     The bits of floats of at least 0 are in the order of the floats, with NaN above infinity. So the

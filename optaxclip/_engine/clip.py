@@ -115,8 +115,9 @@ def stage(
     method = Method.of(options, response, technique)
 
     def rule_of(flat: FlatTree, groups: Groups) -> Threshold:
-        is_part = isinstance(checked, dict) and flat.is_part
-        return rule_for(checked, groups.entries(), is_part)
+        if isinstance(checked, Threshold):
+            return checked
+        return rule_for(checked, groups.entries(), flat.is_part)
 
     def init(params: PyTree) -> ClipState:
         flat = flatten(params, "params")

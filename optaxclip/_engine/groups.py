@@ -77,14 +77,14 @@ class Groups:
         parts: Sequence[AtScales],
         *,
         by_max: bool = False,
-        add: Callable[[Array], Array] = lambda x: lax.reduce_sum(x, [0]),
+        add: Callable[[Array], Array] | None = None,
     ) -> AtScales:
         """From the sums of leaves to those of groups: over a group's leaves, then over devices.
 
         Args:
           parts: for each leaf the sums of what this device holds.
           by_max: whether the largest counts, not the sum.
-          add: how the sums of a group's leaves are added along the first axis.
+          add: how the sums of a group's leaves are added along the first axis, if not plainly.
 
         Returns:
           The sums of all groups at all scales.
@@ -103,7 +103,9 @@ class Groups:
             # In one operation, because XLA (JAX 0.10.2) repeats a chain of additions for each use
             # of its result.
             rows = devices.stack([parts[i][k] for i in group.members])
-            return lax.reduce_max(rows, [0]) if by_max else add(rows)
+            if by_max:
+                return lax.reduce_max(rows, [0])
+            return add(rows) if add else lax.reduce_sum(rows, [0])
 
         sums = [self.pack([of_group(group, k) for group in groups]) for k in range(len(like))]
         sums = self.placement.totals(sums, by_max=by_max)

@@ -33,7 +33,7 @@ from optaxclip._base.numerics import (
     select,
     slack_of_norm,
 )
-from optaxclip._border.entries import entries, measured_axes, times
+from optaxclip._border.entries import entries, measured_entries, times
 from optaxclip._engine.groups import Groups
 from optaxclip.norms import Norm
 
@@ -97,13 +97,21 @@ def measure(leaves: list[Any], groups: Groups, norm: Norm, *, from_above: bool =
     With `from_above` they have upper bounds too, which hold despite rounding.
     """
     dtype = norm_dtype([leaf.dtype for leaf in leaves])
-    counts = _num_entries(leaves, groups)
-    measurement = _Measurement(groups, norm, dtype, counts, from_above)
-    # Measured on each device, the norms take one collective; otherwise maybe several.
-    found = groups.placement.on_each_device(measurement.norms)(leaves)
+    found = Measured.of(groups.zeros(dtype), 1.0)
+    if leaves:
+        rows = zip(leaves, groups.grouping.axes, strict=True)
+        arrays, axes = zip(*[measured_entries(*row, dtype) for row in rows], strict=True)
+        counts = _num_entries(leaves, groups)
+        measurement = _Measurement(groups, norm, dtype, counts, axes, from_above)
+        # Measured on each device, the norms take one collective; otherwise maybe several.
+        norms = groups.placement.on_each_device(measurement.differentiable())
+        found = norms(list(arrays))
     chex.assert_shape(list(found), groups.shape)
     chex.assert_type(list(found), dtype)
-    return found
+    if groups.grouping.layout == "scalar" or all(groups.grouping.present):
+        return found
+    # A group without leaves has the norm NaN, from which no rule learns.
+    return found._replace(fraction=select(groups.have_leaves(), found.fraction, jnp.nan))
 
 
 def slack(leaves: list[Any], groups: Groups, norm: Norm) -> Any:
@@ -122,11 +130,12 @@ def _num_entries(leaves: list[Any], groups: Groups) -> list[Any]:
 
 
 class _Measurement(NamedTuple):
-    """What is measured of leaves that lie in one piece, or of what one device holds of them.
+    """What is measured of arrays that lie in one piece, or of what one device holds of them.
 
     Attributes:
       dtype: that of the norms.
       counts: for each group how many entries share its norm on all devices.
+      axes: for each array those over which its entries share a norm.
       from_above: whether upper bounds are needed.
     """
 
@@ -134,20 +143,10 @@ class _Measurement(NamedTuple):
     norm: Norm
     dtype: jnp.dtype
     counts: list[Any]
+    axes: tuple[tuple[int, ...], ...] = ()
     from_above: bool = False
 
-    def norms(self, leaves: list[Any]) -> Measured:
-        """The norms."""
-        if not leaves:
-            found = Measured.of(self.groups.zeros(self.dtype), 1.0)
-        else:
-            found = self.differentiable()(leaves)
-        if self.groups.grouping.layout == "scalar" or all(self.groups.grouping.present):
-            return found
-        # A group without leaves has the norm NaN, from which no rule learns.
-        return found._replace(fraction=select(self.groups.have_leaves(), found.fraction, jnp.nan))
-
-    def differentiable(self) -> Callable[[list[Any]], Measured]:
+    def differentiable(self) -> Callable[[list[Array]], Measured]:
         """Norms with derivatives of their own: those of plain sums or maxima.
 
         JAX differentiates these in both modes on all platforms. They are computed from entries
@@ -164,18 +163,18 @@ class _Measurement(NamedTuple):
             found = norms(*primals)
             size = lax.stop_gradient(found.size)
             # Entries that are not finite have no derivative.
-            finite = jax.tree.map(_only_finite, primals)
-            _, change = jax.jvp(lambda leaves: self.divided(leaves, size), finite, tangents)
+            finite = [jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) for x in primals[0]]
+            _, change = jax.jvp(lambda leaves: self.divided(leaves, size), (finite,), tangents)
             return found, found.changed_by(change)
 
         return norms
 
-    def in_own_dtype(self, leaves: list[Any]) -> Measured:
+    def in_own_dtype(self, leaves: list[Array]) -> Measured:
         """The norms, computed in their own dtype."""
         found = self.rounded(leaves)
         return found.from_above(self.slack(leaves)) if self.from_above else found
 
-    def slack(self, leaves: list[Any]) -> Any:
+    def slack(self, leaves: list[Array]) -> Any:
         """A bound on the relative error of the norms: a number, or one for each group."""
         eps, degree = float(jnp.finfo(self.dtype).eps), self.norm.degree
         if not self.norm.is_max:
@@ -184,7 +183,7 @@ class _Measurement(NamedTuple):
         is_rounded = any(map(jnp.iscomplexobj, leaves))
         return self.groups.repeated([2 * eps if is_rounded else 0.0] * len(self.counts))
 
-    def rounded(self, leaves: list[Any]) -> Measured:
+    def rounded(self, leaves: list[Array]) -> Measured:
         """The norms, without upper bounds."""
         if self.norm.is_max:
             return self.largest(leaves)
@@ -195,13 +194,12 @@ class _Measurement(NamedTuple):
             return Measured.of(self.divided(leaves, size), size)
         return self.at_scales(leaves)
 
-    def at_scales(self, leaves: list[Any]) -> Measured:
+    def at_scales(self, leaves: list[Array]) -> Measured:
         """The norms from sums at several scales."""
         in_one_piece = self.groups.placement.in_one_piece
         options = {"norm": self.norm, "dtype": self.dtype, "in_one_piece": in_one_piece}
-        found = [
-            leaf_sums.at_scales(leaf, axes=axes, **options) for leaf, axes in self.with_axes(leaves)
-        ]
+        rows = zip(leaves, self.axes, strict=True)
+        found = [leaf_sums.at_scales(x, axes=axes, **options) for x, axes in rows]
         totals = self.groups.totals(found)
         if self.groups.grouping.layout != "scalar":
             # Makes XLA on GPUs store the sums, which it would otherwise concatenate anew for each
@@ -210,33 +208,33 @@ class _Measurement(NamedTuple):
         total, unit = in_range(totals)
         return Measured.of(self.finished(total), unit)
 
-    def in_float64(self, leaves: list[Any]) -> Measured:
+    def in_float64(self, leaves: list[Array]) -> Measured:
         """The norms from one sum in float64."""
-        rows = [(entries(leaf, self.dtype), axes) for leaf, axes in self.with_axes(leaves)]
+        wide = [entries(x, self.dtype) for x in leaves]
         with jax.enable_x64(True):
+            rows = zip(wide, self.axes, strict=True)
             found = [(cpu.sum_in_float64(x, axes=axes, norm=self.norm),) for x, axes in rows]
             (total,) = self.groups.totals(found, add=cpu.added_up)
             norm = self.finished(total)
             return Measured(*cpu.in_float32(norm, from_above=self.from_above))
 
-    def largest(self, leaves: list[Any]) -> Measured:
+    def largest(self, leaves: list[Array]) -> Measured:
         """The largest moduli."""
         # The modulus of a finite complex entry may be infinite; half of it is not.
         unit = 2.0 if any(jnp.iscomplexobj(leaf) for leaf in leaves) else 1.0
         bits = [
-            (leaf_sums.largest_bits(leaf, by=1 / unit, axes=axes, dtype=self.dtype),)
-            for leaf, axes in self.with_axes(leaves)
+            (leaf_sums.largest_bits(x, by=1 / unit, axes=axes, dtype=self.dtype),)
+            for x, axes in zip(leaves, self.axes, strict=True)
         ]
         (found,) = self.groups.totals(bits, by_max=True)
         return Measured.of(lax.bitcast_convert_type(found, self.dtype), unit)
 
-    def divided(self, leaves: list[Any], by: Array) -> Array:
+    def divided(self, leaves: list[Array], by: Array) -> Array:
         """The norms of entries divided by powers of two, in steps that JAX can differentiate."""
-        inverses = self.groups.by_leaf(1 / by, leaves)
+        rows = zip(leaves, self.groups.by_leaf(1 / by, leaves), self.axes, strict=True)
         options = {"norm": self.norm, "dtype": self.dtype}
         parts = [
-            (_total_of_products(leaf, inverse, axes=axes, **options),)
-            for (leaf, axes), inverse in zip(self.with_axes(leaves), inverses, strict=True)
+            (_total_of_products(x, inverse, axes=axes, **options),) for x, inverse, axes in rows
         ]
         (total,) = self.groups.totals(parts, by_max=self.norm.is_max)
         return self.finished(total)
@@ -245,11 +243,6 @@ class _Measurement(NamedTuple):
         """The norms, from the sums of powers of all groups, or from the largest moduli."""
         sizes = [n if fixed_size(n) is None else float(max(n, 1)) for n in self.counts]
         return self.norm.finish(total, _constant(self.groups.repeated(sizes), total.dtype))
-
-    def with_axes(self, leaves: list[Any]) -> list[tuple[Any, tuple[int, ...]]]:
-        """The leaves with the axes of their entries over which they are reduced."""
-        pairs = zip(leaves, self.groups.grouping.axes, strict=True)
-        return [(leaf, measured_axes(leaf, axes)) for leaf, axes in pairs]
 
 
 def in_range(found: leaf_sums.AtScales) -> tuple[Array, Array]:
@@ -275,16 +268,11 @@ def in_range(found: leaf_sums.AtScales) -> tuple[Array, Array]:
 # Compiled by itself so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def _total_of_products(
-    leaf: Any, by: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype
+    leaf: Array, by: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype
 ) -> Array:
     """The sum of powers of a leaf's entries times `by`, or the largest of their moduli."""
     mapped = norm.map(times(entries(leaf, dtype), broadcast_over(by, axes)))
     return jnp.max(mapped, axes, initial=0) if norm.is_max else lax.reduce_sum(mapped, axes)
-
-
-def _only_finite(x: Array) -> Array:
-    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) if is_float else x
 
 
 def _constant(number: Any, dtype: jnp.dtype) -> Any:

@@ -30,7 +30,7 @@ from optaxclip._base.numerics import (
     safe_sqrt,
     select,
 )
-from optaxclip._border.entries import entries_of_both, measured_axes, times
+from optaxclip._border.entries import entries_of_both, times
 from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import Measured, in_range
 from optaxclip.norms import l2
@@ -76,9 +76,9 @@ def products(
     dtype = norm_dtype([leaf.dtype for leaf in (*leaves, *others)])
     if not leaves:
         return Products(*[groups.zeros(dtype)] * 3)
-    pairs = [entries_of_both(*pair, dtype) for pair in zip(leaves, others, strict=True)]
-    of_leaves = zip(leaves, groups.grouping.axes, strict=True)
-    axes = tuple(measured_axes(leaf, over) for leaf, over in of_leaves)
+    rows = zip(leaves, others, groups.grouping.axes, strict=True)
+    found = [entries_of_both(*row, dtype) for row in rows]
+    pairs, axes = [(x, y) for x, y, _ in found], tuple(over for *_, over in found)
     known = tuple(x if x is None else x.astype(dtype) for x in (norm, of_others))
     found = _differentiable(groups, axes)(pairs, known)
     chex.assert_shape(list(found), groups.shape)

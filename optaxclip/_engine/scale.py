@@ -26,8 +26,7 @@ from optaxclip._base.numerics import (
     reciprocal_of_power,
     select,
 )
-from optaxclip._base.trees import data_of, with_data
-from optaxclip._border.entries import measured_axes
+from optaxclip._border.entries import on_data
 
 
 def scale(
@@ -49,14 +48,13 @@ def scale(
       strict: whether rounding to a narrow dtype may only lower an entry's modulus.
       zeroes: whether entries become 0 where the ratio is 0, also those that are not finite.
     """
-    axes = measured_axes(leaf, axes)
-    return with_data(leaf, _scaled(data_of(leaf), by, axes=axes, strict=strict, zeroes=zeroes))
+    return on_data(functools.partial(_scaled, by=by, strict=strict, zeroes=zeroes), leaf, axes)
 
 
 # Compiled by itself so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "strict", "zeroes"))
 def _scaled(
-    x: Array, by: Sequence[Array] | Array, *, axes: tuple[int, ...], strict: bool, zeroes: bool
+    x: Array, *, by: Sequence[Array] | Array, axes: tuple[int, ...], strict: bool, zeroes: bool
 ) -> Array:
     columns = list(by)
     chex.assert_shape(columns, tuple([n for k, n in enumerate(x.shape) if k not in axes]))

@@ -8,18 +8,16 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import chex
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 import optaxclip._border.devices as devices
 import optaxclip.nonfinite as policies
 from optaxclip._base.counters import increased
-from optaxclip._base.numerics import narrowed
 from optaxclip._base.trees import FlatTree
-from optaxclip._base.types import ClipState, Limits, NonFinite, NormTree, PyTree, Threshold
+from optaxclip._base.types import ClipState, NonFinite, NormTree, PyTree, Threshold
 from optaxclip._border.calls import across
-from optaxclip._border.checks import check_rule_state, matching_params, params_for
+from optaxclip._border.checks import matching_params
 from optaxclip._border.entries import as_arrays
 from optaxclip._border.options import Options
 from optaxclip._border.placement import located
@@ -31,7 +29,7 @@ from optaxclip._engine.respond import Multiplier, multiplier
 from optaxclip._engine.scale import scale
 from optaxclip.norms import Norm
 from optaxclip.responses import Response, as_response
-from optaxclip.thresholds.calling import limits_by
+from optaxclip.thresholds.calling import limits_of, params_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,24 +192,6 @@ def _steps(
         return scaled, state
     info = updated_info(state.info, groups, norm, limits.trigger, by.factor, bad)
     return scaled, ClipState(increased(state.steps), rule_state, info)
-
-
-def limits_of(
-    rule: Threshold, state: PyTree, norms: NormTree, param_norms: NormTree | None, name: str
-) -> tuple[Limits, PyTree]:
-    """A rule's limits for these norms, and its next state, in the dtypes of the state before.
-
-    A trainer may have cast the state to a narrower dtype.
-    """
-    check_rule_state(rule, state, norms, name)
-    limits, new = limits_by(rule, norms, state, param_norms, name)
-    return limits, jax.tree.map(_as_before, new, state) if jax.tree.leaves(state) else new
-
-
-def _as_before(new: Array, old: Any) -> Array:
-    dtype = jnp.result_type(old)
-    is_cast = new.dtype != dtype and jnp.issubdtype(dtype, jnp.floating)
-    return narrowed(new, dtype) if is_cast else new
 
 
 def _report(bad: Array, groups: Groups, method: Method) -> None:

@@ -11,7 +11,7 @@ from optaxclip._base.counters import increased
 from optaxclip._base.numerics import match_weak_type, narrowed, select
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
 from optaxclip._border.calls import across
-from optaxclip._engine.step import limits_of
+from optaxclip.thresholds.calling import limits_of
 from optaxclip.thresholds.fixed import at_step
 
 

@@ -15,7 +15,6 @@ from optaxclip._base.counters import increased, own_arrays
 from optaxclip._base.states import registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipState, PyTree, Threshold
-from optaxclip._border.checks import params_for
 from optaxclip._border.entries import as_arrays
 from optaxclip._border.options import Options, PlaceOptions, takes
 from optaxclip._border.transformation import Transformation, transformation
@@ -26,6 +25,7 @@ from optaxclip._engine.scale import scale
 from optaxclip.methods.judging import judged, zero_where
 from optaxclip.methods.parts import marked, named, names_in
 from optaxclip.methods.skipping import as_inner
+from optaxclip.thresholds.calling import params_for
 from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
 
 

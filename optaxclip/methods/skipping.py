@@ -17,7 +17,6 @@ from optaxclip._base.names import Names
 from optaxclip._base.states import registered_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ClipInfo, ClipState, PyTree, Threshold
-from optaxclip._border.checks import params_for
 from optaxclip._border.options import Options
 from optaxclip._border.transformation import Transformation, transformation
 from optaxclip._engine.clip import groups_of, known_norm
@@ -25,6 +24,7 @@ from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import norms_of
 from optaxclip.methods.judging import judged, kept_where, zero_where
 from optaxclip.scopes import Scope
+from optaxclip.thresholds.calling import params_for
 from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
 from optaxclip.thresholds.losses import loss_among
 

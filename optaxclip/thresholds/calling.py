@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from optaxclip._base.arguments import short
-from optaxclip._base.numerics import is_real
+from optaxclip._base.arguments import FRESH_STATE, short
+from optaxclip._base.names import Names
+from optaxclip._base.numerics import is_real, narrowed
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 
 _OWN_RULE = "a limit that depends on norms is a rule, optaxclip.Threshold(init, update)"
@@ -31,6 +33,46 @@ def checked_rule(rule: Threshold, argument: str) -> Threshold:
                 f"got {short(fn)}"
             )
     return rule
+
+
+def params_for(rule: Threshold, params: PyTree | None, name: str) -> PyTree | None:
+    """The parameters, if the limit is relative to them; else None."""
+    if rule.uses_params and params is None:
+        raise ValueError(
+            f"{name}: the limit is relative to the parameters; pass them: "
+            "update(grads, state, params)"
+        )
+    return params if rule.uses_params else None
+
+
+def limits_of(
+    rule: Threshold, state: PyTree, norms: NormTree, param_norms: NormTree | None, name: str
+) -> tuple[Limits, PyTree]:
+    """A rule's limits for these norms, and its next state, in the dtypes of the state before.
+
+    A trainer may have cast the state to a narrower dtype.
+    """
+    _check_state(rule, state, norms, name)
+    limits, new = limits_by(rule, norms, state, param_norms, name)
+    return limits, jax.tree.map(_as_before, new, state) if jax.tree.leaves(state) else new
+
+
+def _as_before(new: Array, old: Any) -> Array:
+    dtype = jnp.result_type(old)
+    is_cast = new.dtype != dtype and jnp.issubdtype(dtype, jnp.floating)
+    return narrowed(new, dtype) if is_cast else new
+
+
+def _check_state(rule: Threshold, state: PyTree, norms: NormTree, name: str) -> None:
+    """Checks that a state was made by this limit rule. Under `jit` that costs nothing."""
+    own = jax.eval_shape(rule.init, norms)
+    if not jax.tree.leaves(own) and not jax.tree.leaves(state):
+        return  # such as None, which some checkpoints store for ()
+    if _shapes(own) != _shapes(state):
+        raise ValueError(
+            f"{name}: the state is that of another limit: it holds {_kept(state)}, and this limit "
+            f"keeps {_kept(own)}. {FRESH_STATE}"
+        )
 
 
 def limits_by(
@@ -141,6 +183,16 @@ def _kinds(state: PyTree) -> tuple[Any, list[Any]]:
     """The structure and shapes of a state, and which of its arrays have floats."""
     dtypes = [getattr(x, "dtype", None) or jnp.result_type(x) for x in jax.tree.leaves(state)]
     return _shapes(state), [jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes]
+
+
+def _kept(state: PyTree) -> str:
+    """The state of a rule, described for a message."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(getattr(x, "rule", None), Names))
+    rules = sorted({name for node in nodes for name in getattr(node, "rule", ())})
+    if not jax.tree.leaves(state):
+        return "nothing, as for a constant"
+    arrays = f"arrays of the shapes {_shapes(state)[1]}"
+    return f"the state of {' and '.join(rules)}, {arrays}" if rules else arrays
 
 
 def _described(value: Any) -> str:

@@ -136,13 +136,15 @@ def given(limits: Limits) -> Threshold:
 def as_limit(limit: LimitLike, argument: str = "limit") -> Threshold | dict[str, Any]:
     """A limit that a user passed, checked: as a rule, or as a dict of rules and numbers by name.
 
+    A rule is a pytree that can be an argument of `jit`.
+
     Args:
       limit: a number, a schedule, a rule, or a mapping from the names of groups to these.
       argument: what it is called in messages.
     """
     if isinstance(limit, Mapping):
         return {name: _checked(each, f"{argument}[{name!r}]") for name, each in limit.items()}
-    return _as_rule(_checked(limit, argument))
+    return _as_rule(_checked(limit, argument)).as_pytree()
 
 
 def _checked(limit: ScalarOrSchedule | Threshold, argument: str) -> Any:
@@ -164,7 +166,7 @@ def rule_for(
     entries: Sequence[tuple[str, tuple[int, ...]]],
     is_part: bool = False,
 ) -> Threshold:
-    """The rule of a checked limit for these groups, as a pytree that can be an argument of `jit`.
+    """The rule of a checked limit for these groups.
 
     Args:
       limit: from `as_limit`.
@@ -176,7 +178,7 @@ def rule_for(
       ValueError: if limits are given by name, and the names are not those of the groups.
     """
     if isinstance(limit, Threshold):
-        return limit.as_pytree()
+        return limit
     entries = entries or [(name, ()) for name in sorted(limit)]
     names = [name for name, _ in entries]
     if not set(names) <= set(limit) or (len(limit) > len(names) and not is_part):

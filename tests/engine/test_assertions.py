@@ -31,10 +31,18 @@ def each_longer(found):
     return type(found)(*map(longer, found))
 
 
+def with_longer_norms(norms):
+    return lambda leaves: each_longer(norms(leaves))
+
+
+def with_narrow_norms(norms):
+    return lambda leaves: jax.tree.map(jnp.float16, norms(leaves))
+
+
 SLIPS = {
     "norms": (step, "measure", each_longer),
-    "norms of a device": (measuring._Measurement, "norms", each_longer),
-    "dtypes of norms": (measuring._Measurement, "norms", lambda x: jax.tree.map(jnp.float16, x)),
+    "norms of a device": (measuring._Measurement, "differentiable", with_longer_norms),
+    "dtypes of norms": (measuring._Measurement, "differentiable", with_narrow_norms),
     "limits": (step, "limits_of", limits_longer),
     "multipliers": (step, "multiplier", each_longer),
     "leaves": (step, "scale", longer),
