@@ -64,7 +64,8 @@ class Row(NamedTuple):
     def mean(self, of: Array) -> Array:
         """The weighted mean over the microbatches that count; NaN if none does."""
         known = jnp.where(self.counts, of, 0)
-        # Weights are near 1 at most. So are the numbers, divided by a power of two.
+        # No product overflows: weights are near 1 at most, and so are the numbers once they are
+        # divided by a power of two near the largest.
         unit = power_of_two_below(jnp.max(jnp.abs(known)))
         terms = jnp.where(self.counts, self.weight * (known / unit), 0)
         return jnp.sum(terms) / self.total_weight * unit

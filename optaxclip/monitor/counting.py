@@ -58,7 +58,8 @@ def counts(opt_state: PyTree) -> Counts:
     found = _counts_of(records_for_log(opt_state, "counts"))
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(found)):
         return found
-    # A view of a device's memory would change, or keep the step from using the memory again.
+    # Copies: on a CPU these would be views of the device's memory, which change when a step uses it
+    # again, or keep the step from using it.
     return jax.tree.map(np.array, jax.device_get(found))
 
 

@@ -170,7 +170,7 @@ def _of_worst(columns: dict[str, Any], numpy: Any) -> Summary:
     else:
         found = _at_largest(_excess(norm, columns["limit"], numpy), columns, numpy)
     factor = found["factor"]
-    # Of a norm that is not finite nothing goes on where the factor is 0.
+    # Where the factor is 0, nothing went on, and NaN times 0 would be NaN.
     return found | {"clipped_norm": numpy.where(factor == 0, 0, found["norm"]) * factor}
 
 

@@ -70,11 +70,12 @@ def _flags(tree: PyTree) -> Iterator[Array]:
         if isinstance(state, SkipState):
             yield devices.to_device(unboxed(state.info.factor)) > 0
         elif isinstance(state, optax.ApplyIfFiniteState):
-            # A step that it rejects does not reach the skips inside.
+            # A step that `apply_if_finite` rejects does not reach the skips inside of it.
             was_asked = devices.to_device(unboxed(state.last_finite))
             yield from (flag & was_asked for flag in _flags(state.inner_state))
         else:
-            # Between two steps of the optimizer, the skips inside speak of the batch before.
+            # While `MultiSteps` collects microbatches, the skips inside of it hold their verdict on
+            # the batch before.
             waits = devices.to_device(unboxed(state.mini_step)) > 0
             yield from (flag | waits for flag in _flags(state.inner_opt_state))
             if isinstance(state.skip_state, Mapping) and "should_skip" in state.skip_state:
