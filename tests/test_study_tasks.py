@@ -12,13 +12,21 @@ import optax
 import pytest
 
 from benchmarks.research import text_model
-from benchmarks.research.study import digits, policy, text
+from benchmarks.research.study import digits, policy, text, unseen
 from benchmarks.research.study.examples import Examples
-from benchmarks.research.study.tasks import TASKS
+from benchmarks.research.study.tasks import ALL
 
-LOWER = {"lstm": 0.5, "transformer": 0.5, "conv": 0.8, "policy": 10.0, "private": 1.0}
+LOWER = {
+    "lstm": 0.5,
+    "transformer": 0.5,
+    "conv": 0.8,
+    "policy": 10.0,
+    "private": 1.0,
+    "vit": 0.5,
+    "gru": 0.5,
+}
 """By so much 40 steps lower the loss."""
-OF_DIGITS = ("conv", "private")
+OF_DIGITS = ("conv", "private", "vit")
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +40,7 @@ def as_users():
 def task_of(name):
     if name in OF_DIGITS:
         pytest.importorskip("sklearn")
-    task = TASKS[name]()
+    task = ALL[name]()
     return task._replace(batch=jax.jit(task.batch), losses=jax.jit(task.losses))
 
 
@@ -45,7 +53,7 @@ def batches(name):
 
 
 @pytest.mark.by_day(2)
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_bad_batch_differs_in_its_labels(name):
     task = task_of(name)
     params, (good, bad) = batches(name)
@@ -58,7 +66,7 @@ def test_a_bad_batch_differs_in_its_labels(name):
     assert np.any(np.asarray(other[0]) != np.asarray(good[0]))
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", ALL)
 def test_losses_are_those_of_each_example(name):
     task = task_of(name)
     params, (batch, _) = batches(name)
@@ -77,7 +85,7 @@ def test_the_mean_of_losses_is_the_usual_loss():
     assert float(found) == pytest.approx(float(usual), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["lstm", "transformer"])
+@pytest.mark.parametrize("name", ["lstm", "transformer", "gru"])
 def test_text_is_told_from_earlier_characters(name):
     task = task_of(name)
     params, (batch, _) = batches(name)
@@ -88,7 +96,7 @@ def test_text_is_told_from_earlier_characters(name):
         labels = batch.labels.at[:, 4].set(fifth)[:, :count]
         return count * task.losses(params, Examples(batch.inputs[:, :count], labels))[0]
 
-    fifth = jnp.arange(text.MAX_SYMBOLS)
+    fifth = jnp.arange(unseen.SYMBOLS if name == "gru" else text.MAX_SYMBOLS)
     of_four, of_five = (
         jax.jit(jax.vmap(functools.partial(cost, count)))(fifth) for count in (4, 5)
     )
@@ -108,6 +116,35 @@ def test_the_held_out_text_is_the_end():
     spaces, of_text = np.bincount(end).max(), max(Counter(last).values())
     assert spaces == of_text
     assert found.train.tobytes().find(end.tobytes()) < 0
+
+
+def test_tokens_are_the_most_frequent_pairs():
+    # "abababcc": ab -> d, and then, of the run ddd, the first two.
+    letters = np.frombuffer(b"abababcc", np.uint8)
+    assert unseen.paired(letters, 3).tolist() == [0, 1, 0, 1, 0, 1, 2, 2]
+    assert unseen.paired(letters, 4).tolist() == [3, 3, 3, 2, 2]
+    assert unseen.paired(letters, 5).tolist() == [4, 3, 2, 2]
+    assert unseen.paired(np.zeros(5, np.uint8), 2).tolist() == [1, 1, 0]
+    found = unseen.topics()
+    assert found.train.size == pytest.approx(9 * found.held_out.size, rel=1e-3)
+    assert found.train.max() == unseen.SYMBOLS - 1
+
+
+def test_patches_are_squares_of_the_image():
+    pytest.importorskip("sklearn")
+    params = jax.jit(unseen.vit().initial)(jax.random.key(0))
+    seen = []
+    layers = {"layers": jax.tree.map(jnp.zeros_like, params["layers"])}
+    zeros = {"positions": jnp.zeros_like(params["positions"])}
+    logits = jax.jit(lambda p, x: unseen._logits_of_vit({**p, **layers, **zeros}, x))
+    for row, column in ((0, 0), (0, 1), (7, 6)):
+        image = jnp.zeros((1, 8, 8, 1)).at[0, row, column].set(1.0)
+        seen.append(np.asarray(logits(params, image)))
+    # Where in its patch a pixel is matters; which patch it is in does not, without positions.
+    assert not np.allclose(seen[0], seen[1])
+    np.testing.assert_allclose(
+        logits(params, jnp.zeros((1, 8, 8, 1)).at[0, 1, 0].set(1.0)), seen[2], rtol=1e-5
+    )
 
 
 def test_no_image_is_in_both():
@@ -183,7 +220,7 @@ def test_episodes_end_once_and_returns_count_what_is_left():
 
 
 @pytest.mark.by_day(2)
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_short_run_learns(name):
     task = task_of(name)
     tx = optax.adam(1e-2)

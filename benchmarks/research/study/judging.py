@@ -45,6 +45,18 @@ class Judged(NamedTuple):
         return self.price.mean <= PRICE and is_near and self.lost["nan"] == 0
 
 
+def groups(study: Study) -> dict[str, list[Pair]]:
+    """The pairs of each optimizer, and all."""
+    optimizers = sorted({pair.optimizer for pair in study.pairs})
+    found = {name: [pair for pair in study.pairs if pair.optimizer == name] for name in optimizers}
+    return {**found, "all": list(study.pairs)}
+
+
+def holds(study: Study, method: str) -> bool:
+    """Whether the guard holds for each optimizer and for all."""
+    return all(judged(study, pairs, method).holds for pairs in groups(study).values())
+
+
 def judged(study: Study, pairs: Sequence[Pair], method: str) -> Judged:
     """The guard, every pair counting alike."""
     past = next(case for case in CASES if case.name == "past")
@@ -89,10 +101,8 @@ def table(study: Study, methods: Sequence[str]) -> Iterator[str]:
     head = ["guard", "optimizer", CALM, *names, "lost to NaN", "rate too high", "holds"]
     yield f"| {' | '.join(head)} |"
     yield "|---" * len(head) + "|"
-    optimizers = sorted({pair.optimizer for pair in study.pairs})
     for method in methods:
-        for optimizer in (*optimizers, "all"):
-            pairs = [pair for pair in study.pairs if optimizer in (pair.optimizer, "all")]
+        for optimizer, pairs in groups(study).items():
             found = judged(study, pairs, method)
             beside = [found.beside[case.name] for case in FAULTS if case.name != "nan"]
             numbers = [-found.price.mean, *(x.mean for x in beside)]
