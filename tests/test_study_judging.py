@@ -4,9 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
-from benchmarks.research.study import judging, runs
-from benchmarks.research.study.comparing import Study
+from benchmarks.research.study import judging, pictures, runs
+from benchmarks.research.study.comparing import HARMS, HELPS, Study
 from benchmarks.research.study.plan import RATES
 
 PAIRS = (("gru", "adamw"), ("gru", "sgd"), ("vit", "sgd"))
@@ -69,16 +70,34 @@ def test_each_reason_is_enough(study, method, holds):
 def test_figures_are_shares_of_what_is_learned(study):
     found = judging.judged(study, study.pairs, "good")
     # The best constant is behind where nothing goes wrong, which is no matter.
-    assert found.price.mean == pytest.approx(0.009)
+    assert found.gain.mean == pytest.approx(-0.009)
     assert found.beside["jump"].mean == pytest.approx(-0.019)
     assert found.beside["spike"].mean == pytest.approx(0.0, abs=1e-9)
     assert found.past.mean == pytest.approx(-0.5)
-    assert judging.judged(study, study.pairs, "lost").lost["nan"] == 1.0
+    assert judging.judged(study, study.pairs, "lost").lost == 1.0
 
 
-def test_the_table_has_a_row_for_each_optimizer_and_all(study):
-    rows = [row.split(" | ") for row in judging.table(study, ["good", "weak once"])]
-    assert [(row[0].strip("| "), row[1], row[-1].strip("| ")) for row in rows[2:]] == [
-        *[("good", of, "yes") for of in ("adamw", "sgd", "all")],
-        *[("weak once", "adamw", "no"), ("weak once", "sgd", "yes"), ("weak once", "all", "yes")],
+def test_there_is_a_row_for_each_optimizer_and_all(study):
+    rows = [*judging.rows(study, "two tasks")]
+    found = {(row["method"], row["optimizer"]): row for row in rows}
+    assert len(found) == len(rows) == 3 * len(WRONG)
+    assert [found["weak once", of]["holds"] for of in ("adamw", "sgd", "all")] == [
+        False,
+        True,
+        True,
     ]
+    assert found["good", "all"]["nothing wrong"] == "-0.9"
+    assert found["lost", "sgd"]["lost to NaN"] == "100"
+    assert len(judging.table(rows).splitlines()) == 2 + len(rows)
+
+
+def test_files_and_picture(study, tmp_path, monkeypatch):
+    monkeypatch.setattr(judging, "load", lambda path: study)
+    judging.main(["guard.jsonl", "--docs", str(tmp_path)])
+    data = (tmp_path / "guard.csv").read_text().splitlines()
+    assert len(data) == 1 + 3 * len(WRONG)
+    assert (tmp_path / "guard.png").stat().st_size > 10_000
+    tiles = judging.picture(study, ["good", "weak"]).axes[0].patches
+    blue, orange = (pictures.LOOK[verdict][0] for verdict in (HELPS, HARMS))
+    colors = [to_hex(tile.get_facecolor()) for tile in tiles]
+    assert colors == [to_hex(x) for x in [blue] * 5 + [blue, blue, blue, orange, blue]]

@@ -1,31 +1,24 @@
 """Suggests a limit from recorded norms."""
 
 import dataclasses
-import functools
 import math
 import os
 import warnings
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optaxclip._base.arguments import short
 from optaxclip._base.calls import asks
 from optaxclip._base.host import ArrayLike
-from optaxclip.methods.adaptive import zclip
-from optaxclip.methods.windowed import autoclip, clip_by_window_norm
 from optaxclip.tuning.doubts import Limit, Verdict, judged
 from optaxclip.tuning.files import read_norms
+from optaxclip.tuning.replaying import MAX_REPLAYED, UNCHOSEN, WINDOW, beside, replayed
 from optaxclip.tuning.spread import Floats, Regime, Shape, shape_of
 
 MIN_NORMS = 10
 PERCENTILES = (90, 95, 99)
-WINDOW = 100
-"""The window of AutoClip."""
-MAX_REPLAYED = 10_000
-"""Adaptive rules are tried on at most this many of the last norms."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +54,8 @@ class Suggestion:
       num_nonfinite: how many norms were NaN or infinite.
       percentiles: a constant limit at each of a few percentiles of the norms after the warm-up.
       adaptive: the limit rule that fits the regime.
+      unchosen: AdaGC with its last constants, by the global norm: a clip with nothing to choose.
+      unchosen_limit: its limit after the last norm.
       notes: warnings, the doubts first.
       norms: float64[steps], all the norms.
       doubts: the reasons not to trust the limit; empty if there are none.
@@ -80,6 +75,8 @@ class Suggestion:
     num_nonfinite: int
     percentiles: tuple[Alternative, ...]
     adaptive: Alternative
+    unchosen: Alternative
+    unchosen_limit: float
     notes: tuple[str, ...]
     norms: Floats = dataclasses.field(repr=False)
     doubts: tuple[str, ...] = ()
@@ -120,6 +117,7 @@ class Suggestion:
             (_constant(self.limit), self.share_clipped, of_limit),
             *(dataclasses.astuple(other) for other in self.percentiles),
             (self.adaptive.call, self.adaptive.share_clipped, f"{of_rule}, {self.adaptive.why}"),
+            dataclasses.astuple(self.unchosen),
         ]
         width = max(len(call) for call, _, _ in rows)
         table = [f"  {call:<{width}}  clips {share:6.1%}  {why}" for call, share, why in rows]
@@ -135,6 +133,7 @@ class Suggestion:
             "spikes": self.spikes.tolist(),
             "percentiles": [dataclasses.asdict(other) for other in self.percentiles],
             "adaptive": dataclasses.asdict(self.adaptive),
+            "unchosen": dataclasses.asdict(self.unchosen),
             "notes": list(self.notes),
             "doubts": list(self.doubts),
             "num_steps": len(self.norms),
@@ -220,6 +219,7 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
     for doubt in doubts:
         warnings.warn(doubt, stacklevel=2)
     share = float(np.mean(settled > limit.value))
+    unchosen, unchosen_limit = _unchosen(limit.value, values[used], shape.warmup)
     return Suggestion(
         limit=limit.value,
         share_clipped=share,
@@ -231,6 +231,8 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
         num_nonfinite=int(np.sum(~finite)),
         percentiles=tuple(_percentile(percent, settled) for percent in PERCENTILES),
         adaptive=_adaptive(shape.regime, share, values[used], shape.warmup),
+        unchosen=unchosen,
+        unchosen_limit=unchosen_limit,
         notes=(*doubts, *advice),
         norms=values,
         doubts=doubts,
@@ -316,26 +318,16 @@ def _adaptive(regime: Regime, share: float, norms: Floats, warmup: int) -> Alter
         "drifting": "zclip()",
         "stepped": "clip_by_window_norm()",
     }
-    largest = np.finfo(np.float32).max
-    gradients = jnp.asarray(np.minimum(norms[-MAX_REPLAYED:], largest), jnp.float32)
-    clipped = np.asarray(_are_clipped(gradients, jnp.float32(percent), regime=regime))
+    clipped, _ = replayed(norms, regime, percent)
     # The rule learns from the warm-up too, but only clips after it count, as for the others.
-    after = clipped[max(warmup - (len(norms) - len(gradients)), 0) :]
+    after = clipped[max(warmup - (len(norms) - len(clipped)), 0) :]
     basis = "" if len(norms) - warmup <= MAX_REPLAYED else f", of the last {MAX_REPLAYED} steps"
     return Alternative(calls[regime], float(np.mean(after)), f"for {regime} norms{basis}")
 
 
-@functools.partial(jax.jit, static_argnames="regime")
-def _are_clipped(gradients: jax.Array, percent: jax.Array, *, regime: Regime) -> jax.Array:
-    """Which gradients, float32[steps] of one entry each, the rule for this regime clips."""
-    clip = {
-        "stationary": lambda: autoclip(percent, WINDOW),
-        "drifting": zclip,
-        "stepped": clip_by_window_norm,
-    }[regime]()
-
-    def step(state: Any, gradient: jax.Array) -> tuple[Any, jax.Array]:
-        state = clip.update(gradient, state)[1]
-        return state, state.info.fraction > 0
-
-    return jax.lax.scan(step, clip.init(gradients[0]), gradients)[1]
+def _unchosen(limit: float, norms: Floats, warmup: int) -> tuple[Alternative, float]:
+    """AdaGC with its last constants, and its limit after the last norm."""
+    clipped, last = replayed(norms, "unchosen")
+    after = clipped[max(warmup - (len(norms) - len(clipped)), 0) :]
+    why = f"nothing to choose; its limit ends at {last:.3g}, {beside(last, limit)}"
+    return Alternative(UNCHOSEN, float(np.mean(after)), why), last

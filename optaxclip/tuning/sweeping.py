@@ -16,6 +16,7 @@ from optaxclip._base.arguments import checked_bool, checked_int, short
 from optaxclip._base.calls import asks
 from optaxclip._base.host import ArrayLike
 from optaxclip._base.types import PyTree
+from optaxclip.tuning.replaying import UNCHOSEN, beside, replayed
 from optaxclip.tuning.runs import Numbers, Progress, StepFn, all_steps, in_groups
 
 FINAL_SHARE = 0.1
@@ -47,6 +48,8 @@ class SweepResult:
       learning_rate: the learning rate of the best run; None without learning rates.
       noises: float[limits], by how much the final loss of each limit may exceed the best one and
         still count as equal; 0 for the best limit, NaN if all runs diverged.
+      unchosen_limit: the limit after the last step of AdaGC with its last constants, a clip with
+        nothing to choose, for the norms of the first run with the suggested limit; NaN without one.
     """
 
     limits: Numbers
@@ -60,6 +63,7 @@ class SweepResult:
     limit: float
     learning_rate: float | None
     noises: Numbers
+    unchosen_limit: float = math.nan
 
     def __str__(self) -> str:
         """A table with a row for each limit, over the seeds and at the best learning rate."""
@@ -97,7 +101,13 @@ class SweepResult:
             remedy = "try lower limits or a lower learning rate"
             return f"no limit is suggested: runs of each diverged; {remedy}"
         rate = "" if self.learning_rate is None else f", learning rate {self.learning_rate:.4g}"
-        return f"limit {self.limit:.4g}{rate}: the largest within noise of the best final loss"
+        suggested = f"limit {self.limit:.4g}{rate}: the largest within noise of the best final loss"
+        if math.isnan(self.unchosen_limit):
+            return suggested
+        return (
+            f"{suggested}\n{UNCHOSEN}, with nothing to choose: on that run's norms its limit "
+            f"ends at {self.unchosen_limit:.3g}, {beside(self.unchosen_limit, self.limit)}"
+        )
 
 
 @asks()
@@ -293,7 +303,7 @@ def _result(
     each = last.reshape(len(limits), 1 if rates is None else len(rates), seeds, tail)
     means = final.reshape(each.shape[:-1]).mean(axis=-1)
     best = np.unravel_index(np.argmin(means), means.shape)
-    chosen, noise, noises = math.nan, math.nan, np.full(len(limits), math.nan)
+    chosen, noise, unchosen, noises = math.nan, math.nan, math.nan, np.full(len(limits), math.nan)
     if np.isfinite(means[best]):
         # A difference of losses is free of the noise of batches and seeds, which all runs share.
         # But the difference from an unstable run is very noisy: the best loss's noise is its cap.
@@ -302,9 +312,12 @@ def _result(
         near = np.isfinite(means[:, best[1]]) & (means[:, best[1]] <= means[best] + noises)
         index = int(np.flatnonzero(near)[-1])
         chosen, noise = float(limits[index]), float(noises[index])
+        norms = norm.reshape(*each.shape[:-1], -1)[index, best[1], 0].astype(np.float64)
+        norms = norms[np.isfinite(norms) & (norms > 0)]
+        unchosen = replayed(norms, "unchosen")[1] if norms.size else math.nan
     rate = None if rates is None else float(rates[best[1]])
     return SweepResult(
-        limits, rates, loss, norm, share, final, diverged, noise, chosen, rate, noises
+        limits, rates, loss, norm, share, final, diverged, noise, chosen, rate, noises, unchosen
     )
 
 

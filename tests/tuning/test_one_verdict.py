@@ -53,7 +53,7 @@ def check(norms):
     assert f" {len(found.spikes)} spikes" in text
     constant, adaptive = f"clip_by_global_norm({found.limit:g})", found.adaptive.call
     rows = [line for line in text.splitlines() if " clips " in line and line.startswith("  ")]
-    assert len(rows) == 5
+    assert len(rows) == 6
     suggested = [line.split("  clips ")[0].strip() for line in rows if "suggested" in line]
     call = {"constant": [constant], "adaptive": [adaptive], "none": []}[found.verdict]
     assert suggested == call

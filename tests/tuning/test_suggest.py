@@ -13,8 +13,8 @@ from cases import slow_unless
 import optaxclip
 from optaxclip import monitor, tuning
 from optaxclip.commands import demo
+from optaxclip.tuning import replaying, suggesting
 from optaxclip.tuning import spread as spreads
-from optaxclip.tuning import suggesting
 
 STEPS = 1000
 SHAPES = {
@@ -162,22 +162,34 @@ def test_of_limits_that_are_equally_wrong_it_is_the_largest(ordinary, spikes, li
 
 @pytest.mark.parametrize(("steps", "shape"), [(1200, "stationary"), (1050, "warm-up")])
 def test_of_many_norms_the_rule_is_replayed_on_the_last(steps, shape, monkeypatch):
-    monkeypatch.setattr(suggesting, "MAX_REPLAYED", 1000)
+    for module in (suggesting, replaying):
+        monkeypatch.setattr(module, "MAX_REPLAYED", 1000)
     norms, _ = synthetic(0, 0.1, shape, steps=steps)
     norms[:200] *= np.where(np.arange(200) % 10 == 0, 6.0, 1.0)
     found = tuning.suggest(norms)
-    clip = eval(found.adaptive.call, vars(optaxclip))
+    calls = found.adaptive.call, found.unchosen.call
+    clips = [eval(call, vars(optaxclip)) for call in calls]
 
-    def step(state, norm):
-        state = clip.update(norm, state)[1]
-        return state, state.info.fraction > 0
+    def step(states, norm):
+        states = [clip.update(norm, state)[1] for clip, state in zip(clips, states, strict=True)]
+        return states, [(state.info.fraction > 0, state.info.limit) for state in states]
 
     replayed = jnp.float32(norms[-1000:])
-    clipped = jax.jit(lambda x: jax.lax.scan(step, clip.init(x[0]), x)[1])(replayed)
-    counted = clipped[max(found.warmup_steps - (steps - 1000), 0) :]
-    assert found.adaptive.share_clipped == np.mean(np.asarray(counted))
+    started = [clip.init(replayed[0]) for clip in clips]
+    rows = jax.jit(lambda x: jax.lax.scan(step, started, x)[1])(replayed)
+    after = max(found.warmup_steps - (steps - 1000), 0)
+    for alternative, (clipped, _) in zip((found.adaptive, found.unchosen), rows, strict=True):
+        assert alternative.share_clipped == np.mean(np.asarray(clipped[after:]))
+    assert found.unchosen_limit == pytest.approx(rows[1][1].item(-1), rel=1e-5)
+    assert f"ends at {found.unchosen_limit:.3g}" in found.unchosen.why
     assert ("of the last 1000 steps" in found.adaptive.why) == (shape == "stationary")
     assert (found.warmup_steps > 50) == (shape == "warm-up")
+
+
+def test_how_far_a_limit_is_from_another():
+    assert replaying.beside(1.0, 2.5) == "2.5 times below 2.5"
+    assert replaying.beside(5.0, 2.0) == "2.5 times above 2"
+    assert replaying.beside(2.02, 2.0) == "as the limit here"
 
 
 def test_what_is_no_array_of_norms_is_told_where_they_are():
@@ -195,7 +207,7 @@ def test_what_is_printed():
     lines = str(found).splitlines()
     assert lines[0] == f"limit {found.limit:g}"
     assert f"{len(found.spikes)} spikes from " in lines[2]
-    assert sum(" clips " in line for line in lines) == 5
+    assert sum(" clips " in line for line in lines) == 6
     assert json.loads(json.dumps(found.to_dict()))["spikes"] == found.spikes.tolist()
     assert "spikes\n" in str(tuning.suggest(np.geomspace(1.0, 1.1, 200)))
 

@@ -13,7 +13,7 @@ import optaxclip
 from optaxclip import ops, tuning
 from optaxclip.__main__ import main
 from optaxclip.commands import sweep
-from optaxclip.tuning import runs
+from optaxclip.tuning import replaying, runs
 
 STEPS = 60
 KEY = jax.random.key(0)
@@ -70,6 +70,10 @@ def test_learning_rates_and_seeds():
                 np.testing.assert_allclose(result.loss[i, j, k], loss, rtol=1e-3, atol=1e-5)
     assert result.learning_rate in (np.float32(0.1), np.float32(0.3))
     assert f"learning rate {result.learning_rate:.4g}" in str(result)
+    best = int(result.limit == np.float32(50.0)), int(result.learning_rate == np.float32(0.3)), 0
+    unchosen = replaying.replayed(result.norm[best].astype(np.float64), "unchosen")[1]
+    assert result.unchosen_limit == unchosen
+    assert f"ends at {unchosen:.3g}, " in str(result)
     assert swept([0.5, 50.0], seeds=3).loss.shape == (2, 3, STEPS)
 
 
@@ -239,6 +243,7 @@ def test_all_diverged():
     result = swept([1.0, 100.0], step=away)
     assert result.diverged.all()
     assert np.isnan(result.limit)
+    assert np.isnan(result.unchosen_limit)
     remedy = (
         "no limit is suggested: runs of each diverged; try lower limits or a lower learning rate"
     )

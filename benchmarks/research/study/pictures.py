@@ -63,7 +63,7 @@ def verdicts(summary: Summary) -> Figure:
     for y, method in enumerate(methods):
         for x, of_case in enumerate(found[method]):
             if of_case is not None:
-                _tile(ax, x, y, of_case.share.mean, of_case.verdict)
+                tile(ax, x, y, of_case.share.mean, of_case.verdict)
     ax.set_xlim(-0.5, len(cases) - 0.5)
     ax.set_ylim(len(methods) - 0.5, -0.5)
     ax.set_yticks(range(len(methods)), methods)
@@ -80,7 +80,8 @@ def verdicts(summary: Summary) -> Figure:
     return figure
 
 
-def _tile(ax: Any, x: int, y: int, share: float, verdict: str) -> None:
+def tile(ax: Any, x: int, y: int, share: float, verdict: str) -> None:
+    """A share in percent, on the colour of the verdict."""
     color, alpha = LOOK[verdict]
     ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=color, alpha=alpha, edgecolor="w"))
     text = f"{100 * share:+.{1 if abs(share) < 0.0995 else 0}f}"

@@ -1,0 +1,66 @@
+"""Rules that learn, tried on recorded norms."""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optaxclip.methods.adaptive import adagc, zclip
+from optaxclip.methods.windowed import autoclip, clip_by_window_norm
+from optaxclip.tuning.spread import Floats, Regime
+
+WINDOW = 100
+"""The window of AutoClip."""
+MAX_REPLAYED = 10_000
+"""Rules are tried on at most this many of the last norms."""
+FINAL = {"lambda_rel": 1.04, "beta": 0.99}
+UNCHOSEN = "adagc(lambda_rel=1.04, beta=0.99)"
+"""AdaGC with its last constants: the nearest to a clip with nothing to choose, docs/evidence.md."""
+
+Rule = Regime | Literal["unchosen"]
+
+
+def replayed(
+    norms: Floats, rule: Rule, percent: float = 50.0
+) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], float]:
+    """Which of the last norms the rule clips, and its limit after the last.
+
+    Args:
+      norms: float64[steps], finite and positive.
+      rule: the rule for a regime, or that with nothing to choose.
+      percent: AutoClip's percentile.
+    """
+    largest = np.finfo(np.float32).max
+    gradients = jnp.asarray(np.minimum(norms[-MAX_REPLAYED:], largest), jnp.float32)
+    clipped, limits = _replayed(gradients, jnp.float32(percent), rule=rule)
+    return np.asarray(clipped), float(limits[-1])
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def _replayed(
+    gradients: jax.Array, percent: jax.Array, *, rule: Rule
+) -> tuple[jax.Array, jax.Array]:
+    """For gradients of one entry each, [steps]: whether they are clipped, and the limits."""
+    clip = {
+        "stationary": lambda: autoclip(percent, WINDOW),
+        "drifting": zclip,
+        "stepped": clip_by_window_norm,
+        "unchosen": lambda: adagc(**FINAL),
+    }[rule]()
+
+    def step(state: Any, gradient: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+        state = clip.update(gradient, state)[1]
+        info = state.info
+        return state, (info.fraction > 0, jnp.reshape(info.limit, ()))
+
+    return jax.lax.scan(step, clip.init(gradients[0]), gradients)[1]
+
+
+def beside(limit: float, other: float) -> str:
+    """How far a limit is from another, in words."""
+    ratio = other / limit
+    if 0.95 < ratio < 1.05:
+        return "as the limit here"
+    return f"{max(ratio, 1 / ratio):.3g} times {'below' if ratio > 1 else 'above'} {other:g}"
