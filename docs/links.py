@@ -20,6 +20,7 @@ BESIDE = (
     "benchmarks/accelerators/README.md",
     "benchmarks/accelerators/aims.csv",
     "benchmarks/research/README.md",
+    "benchmarks/research/guard.md",
 )
 """Pages and data of the site that are not in `docs/`; notebooks are in the same places as here."""
 

@@ -15,7 +15,6 @@ WINDOW = 100
 """The window of AutoClip."""
 MAX_REPLAYED = 10_000
 """Rules are tried on at most this many of the last norms."""
-FINAL = {"lambda_rel": 1.04, "beta": 0.99}
 UNCHOSEN = "adagc(lambda_rel=1.04, beta=0.99)"
 """AdaGC with its last constants: the nearest to a clip with nothing to choose, docs/evidence.md."""
 
@@ -47,7 +46,7 @@ def _replayed(
         "stationary": lambda: autoclip(percent, WINDOW),
         "drifting": zclip,
         "stepped": clip_by_window_norm,
-        "unchosen": lambda: adagc(**FINAL),
+        "unchosen": lambda: adagc(lambda_rel=1.04, beta=0.99),
     }[rule]()
 
     def step(state: Any, gradient: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
