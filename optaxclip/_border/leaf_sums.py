@@ -55,7 +55,7 @@ def highest(dtype: jax.typing.DTypeLike) -> float:
 
     So each scale is used only where products of entries are neither too large nor too small for it.
     """
-    # One factor after the other: in float64 the square of the distance is no number of Python's.
+    # Not the square of the distance, which for float64 is too large for a float of Python's.
     return lowest(dtype) * distance(dtype) * distance(dtype)
 
 

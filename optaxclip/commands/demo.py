@@ -153,7 +153,7 @@ def notes(histories: "Mapping[str, History]") -> list[str]:
 
 
 def _last_limit(name: str, history: "History") -> str:
-    """The limit at the last step, which is the same at all for a constant."""
+    """The limit at the last step; a constant limit is the same at all steps."""
     if METHODS[name].args:
         return f"{METHODS[name].args[0]:g}"
     several = "" if name == UNCLIPPED else "per leaf"

@@ -52,7 +52,7 @@ def loss_scale(opt_state: PyTree) -> Array:
 
 
 def _refuse_what_keeps_it(opt_state: PyTree) -> None:
-    """Refuses a wrapper around `scale_loss` to which a step that overflowed did not happen."""
+    """Refuses a wrapper around `scale_loss` that would keep the scale where a step overflowed."""
     keepers = (SkipState, optax.MultiStepsState, optax.ApplyIfFiniteState)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, (LossScaleState, *keepers)))
     for node in (node for node in nodes if isinstance(node, keepers)):

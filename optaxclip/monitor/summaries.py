@@ -143,7 +143,7 @@ def _of_all(
 
 
 def _most(counts: Any, numpy: Any) -> Any:
-    """The largest count of each column, 0 if there is none; those since a later one are below 0."""
+    """The largest count of each column, 0 if there is none; since a later state it is below 0."""
     return numpy.max(counts, axis=0) if counts.size else numpy.zeros(counts.shape[1:], counts.dtype)
 
 
