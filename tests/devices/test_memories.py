@@ -31,7 +31,7 @@ def memories(tree):
     return jax.tree.map(lambda x: x.sharding.memory_kind, tree)
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("name", "how"),
     slow_unless(

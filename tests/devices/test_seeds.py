@@ -98,7 +98,7 @@ def assert_as_on_one_device(names, way, is_mesh_set, fsdp=1):
     jax.tree_util.tree_map_with_path(check, found, expected)
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(
     ("name", "is_mesh_set"),
     slow_unless(

@@ -120,7 +120,7 @@ def test_shardings_stay_without_jit():
     assert_same_shardings(clipped, placed)
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize(
     ("name", "kind"),
     slow_unless(

@@ -92,7 +92,7 @@ LIMITS = {"number": 1.0, "NumPy": np.float16(1.0), "bfloat16": jnp.bfloat16, "fl
 QUICK = [(32, "number"), (32, "bfloat16"), (64, "NumPy"), (64, "float")]
 
 
-@pytest.mark.by_day(80)
+@pytest.mark.by_day(50)
 @each_method
 @pytest.mark.parametrize(
     ("bits", "kind"), slow_unless(lambda *case: case in QUICK, itertools.product((32, 64), LIMITS))
@@ -111,6 +111,7 @@ def test_keeps_every_kind_of_leaf_and_its_state(name, bits, kind):
         assert avals(new_state) == avals(state)
 
 
+@pytest.mark.by_day(25)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     slow_unless(
@@ -127,7 +128,7 @@ def test_state_does_not_depend_on_the_dtype_of_the_gradients(name, dtype):
     assert avals(new_state) == avals(state)
 
 
-@pytest.mark.by_day(20)
+@pytest.mark.by_day(12)
 @each_method
 def test_one_compilation_over_all_steps_from_an_eager_init(name):
     _, (updates, states), num_compilations = first_run(name)
@@ -153,7 +154,7 @@ def test_clips_some_and_only_shrinks(name):
         assert np.sum(states[-1].info.num_clipped) > 0
 
 
-@pytest.mark.by_day(16)
+@pytest.mark.by_day(10)
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in DISTINCT, METHODS))
 def test_eager_equals_jit_whatever_the_arrays_and_compiles_only_once(name):
     _, expected, _ = first_run(name)
@@ -199,7 +200,7 @@ def test_scan_equals_the_loop(name):
     assert_close(all_updates, stack(updates))
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.by_day(5)
 @typical_or_slow
 def test_scan_under_vmap_over_limits_trees_and_states_equals_loops(name):
     method, half = METHODS[name].make(), usual_limit(name) / 2
@@ -239,7 +240,7 @@ FORWARD = ["clip", "clip_by_global_norm", "adaptive_grad_clip", "adagc"]
 DERIVATIVES = [(reverse, name) for name in DISTINCT] + [(forward, name) for name in FORWARD]
 
 
-@pytest.mark.by_day(10)
+@pytest.mark.by_day(7)
 @pytest.mark.parametrize(
     ("derivative", "name"), slow_unless(lambda _, name: name in TYPICAL, DERIVATIVES)
 )

@@ -117,7 +117,7 @@ def derivatives(x, limit, **combination):
     return value, jacobian, gradient, hessian
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(4)
 @combinations
 def test_right_where_smooth(scope, norm, response):
     combination = {"scope": scope, "norm": norm, "response": response}

@@ -302,6 +302,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.by_day(9)
 @every_transformation
 @pytest.mark.parametrize("enabled", [False, True], ids=["x32", "x64"])
 def test_dtype_and_weak_type_stay_whatever_the_limit(make, enabled):

@@ -156,7 +156,7 @@ def mostly_slow(columns, rows):
 DECADES = {F32: (-28, 36), BF16: (-28, 36), F16: (-2, 4)}
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(
     ("tree", "dtype"),
     mostly_slow([*TREES], {F32: TREES, BF16: NARROW, F16: NARROW}),
@@ -323,7 +323,7 @@ def normalize_and_keep(tree, norm):
     return normalized, optaxclip.clip_tree(tree, math.inf, **options)
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize(
     ("norm", "dtype", "size", "repeats"),
     slow_unless(

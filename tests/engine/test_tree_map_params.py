@@ -97,6 +97,7 @@ QUICK = [name for name in CASES if name not in METHODS or name in TYPICAL]
 QUICK = [name for name in QUICK if not name.endswith(", zscore") or name.startswith("group")]
 
 
+@pytest.mark.by_day(22)
 @pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, CASES))
 def test_a_state_is_mapped_and_used_as_it_was(name):
     tx, grads = CASES[name](), gradients(name)

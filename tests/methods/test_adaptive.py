@@ -269,7 +269,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(3)
 @each_method
 def test_numbers_may_change_on_the_fly_without_compiling_again(name):
     factory, usual, _ = METHODS[name]

@@ -25,7 +25,7 @@ def sharding():
 
 
 @pytest.mark.skipif(IS_OLD, reason="Optax 0.2.6 has no such tests")
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", methods(FEW))
 def test_sharding(sharding, name):
     """States are made from shapes alone, and keep their shardings on an explicit mesh."""

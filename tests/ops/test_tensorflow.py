@@ -111,7 +111,7 @@ def test_clip_by_value_of_integers(dtype, data):
         agree(ops.clip_by_value(x, low, high), tf.clip_by_value(tensor(x), low, high), dtype, 0)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @each_dtype
 @given(st.data())
 @moderate
@@ -132,7 +132,7 @@ def test_clip_by_average_norm(data):
     agree(ours(x, limit), theirs(tensor(x), limit), "float32")
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @each_dtype
 @given(st.data())
 @moderate

@@ -73,7 +73,7 @@ DECADES = {F32: (-25, 30), BF16: (-25, 30), F16: (-2, 4)}
 SOME = ("1 + 3", "20 x 30 + 30")
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(
     ("dtype", "tree"),
     slow_unless(lambda dtype, tree: dtype == F32 or tree in SOME, product(DECADES, TREES)),
@@ -87,7 +87,7 @@ def test_no_example_contributes_more_than_the_limit(dtype, tree):
     assert ratio.min() > 1 - 2e-6
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize(
     ("scope", "response"),
     [

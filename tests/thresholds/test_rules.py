@@ -211,7 +211,7 @@ def test_every_table_has_a_rule():
     assert list(TABLES) == list(CASES)
 
 
-@pytest.mark.by_day(30)
+@pytest.mark.by_day(16)
 @pytest.mark.parametrize("name", TABLES)
 def test_sequence_as_printed(name):
     case, table = CASES[name], TABLES[name]

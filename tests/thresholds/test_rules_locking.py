@@ -43,7 +43,7 @@ def multiplied(rule, norms):
 # Options
 
 
-@pytest.mark.by_day(20)
+@pytest.mark.by_day(12)
 @each_recording
 @pytest.mark.parametrize("record", ["raw", "clipped", "capped", "accepted"])
 @pytest.mark.parametrize("patience", [None, 1, 3])
@@ -253,7 +253,7 @@ FURTHER += ("AdaGC .98 1.05", "PDE-Transformer", "axlearn mean", "axlearn stddev
 subject_or_slow = slow_unless(lambda name: name not in FURTHER, SUBJECTS)
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(3)
 @long_loops
 @pytest.mark.parametrize("name", subject_or_slow)
 def test_defaults_recover_from_a_rise_by_five(name):
@@ -263,7 +263,7 @@ def test_defaults_recover_from_a_rise_by_five(name):
     assert (steps <= 3000) == (name != "AdaGC .99 1.04")
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(3)
 @long_loops
 @pytest.mark.parametrize(
     "name", [case for case in subject_or_slow if SUBJECTS[case.values[0]].original]
@@ -289,7 +289,7 @@ def test_the_growth_of_adagc_is_limited_as_published(relative, beta):
     assert np.all(growth[910:1200] > fastest - 1e-6)
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(3)
 @long_loops
 @pytest.mark.parametrize("name", subject_or_slow)
 def test_after_zero_norms_a_normal_signal_passes(name):
