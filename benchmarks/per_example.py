@@ -1,13 +1,13 @@
 """Per-example gradients, clipped and summed: both methods of ours, beside what else there is.
 
-  python -m benchmarks.per_example                    # some models on this machine
+  python -m benchmarks.per_example                    # on this machine, larger models on a GPU
   python -m benchmarks.per_example --models mlp --dtype bfloat16
   python -m benchmarks.per_example --summary --ours --microbatches 8  # one table, in minutes
   python -m benchmarks.per_example --device h100 v5e  # bytes and memory, as compiled for those
 
 For each model and way it prints time and temporary memory over those of the plain gradient of the
 batch's mean, and the seconds to compile. Ways take turns, in another order each round, and figures
-are medians of the rounds' ratios. By default times are the processor's, of all threads together,
+are medians of the rounds' ratios. On a CPU times are the processor's, of all threads together,
 which other work on the machine changes little; `--wall` takes the clock's. `clipped_grad` and
 jax-privacy are shown in the microbatch that is fastest for each, of those of `--microbatches`.
 jax-privacy is left out if not installed. For devices that are only described, in the environment
@@ -32,7 +32,7 @@ from benchmarks.times.timing import race, ratio
 from optaxclip import per_example
 
 LIMIT = 1.0
-LARGEST = 2**31
+LARGEST, LARGEST_OF_ACCELERATORS = 2**31, 2**35
 """Ways that would take more temporary bytes than that are not run."""
 SIZE = 8
 """Of the microbatches of the plain gradient and of the ghost method."""
@@ -139,6 +139,7 @@ def measured(
 ) -> tuple[str, list[Row]]:
     """The plain gradient in words, and a row for each way."""
     arrays = model.arrays()
+    largest = LARGEST if jax.default_backend() == "cpu" else LARGEST_OF_ACCELERATORS
     calls, memory, seconds = {}, {}, {}
     for way, kinds in several.items():
         for kind, run in kinds.items():
@@ -146,7 +147,7 @@ def measured(
             compiled = jax.jit(run).lower(*arrays).compile()
             seconds[way, kind] = time.process_time() - start
             memory[way, kind] = compiled.memory_analysis().temp_size_in_bytes
-            if memory[way, kind] <= LARGEST:
+            if memory[way, kind] <= largest:
                 calls[way, kind] = functools.partial(_wait, compiled, arrays)
     # Under one name only the fastest of some calls stays in the race.
     shortest = {}
@@ -231,10 +232,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--wall", action="store_true", help="the clock's time")
     parser.add_argument("--device", nargs="+", help="h100, v5e: only described")
     options = parser.parse_args(arguments)
-    models = MODELS | LARGE if options.device else MODELS
-    names = options.models or (LARGE if options.device else MODELS)
-    dtype = jnp.dtype(options.dtype or ("bfloat16" if options.device else "float32"))
-    chosen = {name: models[name](dtype) for name in names}
+    is_large = bool(options.device) or jax.default_backend() != "cpu"
+    dtype = jnp.dtype(options.dtype or ("bfloat16" if is_large else "float32"))
+    names = options.models or (LARGE if is_large else MODELS)
+    chosen = {name: (MODELS | LARGE)[name](dtype) for name in names}
     print(f"JAX {jax.__version__}, Optax {optax.__version__}, {dtype.name}, limit {LIMIT}")
     if options.device:
         print("| device | model | way | bytes | memory | kernels | trace and compile, s |")
@@ -244,7 +245,9 @@ def main(arguments: list[str] | None = None) -> None:
                 for line in counted(name, model, device):
                     print(line, flush=True)
         return
-    clock = time.perf_counter if options.wall else time.process_time
+    # The processor only waits for an accelerator.
+    is_by_clock = options.wall or jax.default_backend() != "cpu"
+    clock = time.perf_counter if is_by_clock else time.process_time
     for number, (name, model) in enumerate(chosen.items()):
         compared = ways(model, options.microbatches)
         if options.ours:
