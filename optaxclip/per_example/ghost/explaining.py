@@ -8,7 +8,7 @@ from optaxclip.per_example.ghost.program import Plan
 _WAYS = {
     "vectors": "norms of its inputs and of their cotangents",
     "gram": "Gram matrices of its inputs and of their cotangents",
-    "direct": "gradients of examples, which are not larger than data and cotangents",
+    "direct": "gradients of examples, which cost less than Gram matrices",
     "chunks": "gradients of examples, a few at a time",
     "rows": "rows of cotangents, added up where they are of one row",
     "tied": "Gram matrices, and rows of cotangents",

@@ -64,7 +64,7 @@ class Part:
 
     Attributes:
       way: "vectors" where there is one position, "gram" from Gram matrices, "direct" from the
-        gradients, which are no larger than data and cotangents, "chunks" from a chunk of larger
+        gradients, where these cost less than Gram matrices, "chunks" from a chunk of larger
         ones at a time, "rows" for rows of a table, "tied" for those of a table that is also a
         factor of products.
       uses: the uses, with whether data and cotangents change places.

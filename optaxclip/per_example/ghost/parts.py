@@ -49,18 +49,27 @@ def _part(uses: list[tuple[Use, bool]]) -> Part:
     sizes = found[0]._replace(positions=sum(each.positions for each in found))
     if uses[0][1]:
         sizes = sizes._replace(inputs=sizes.outputs, outputs=sizes.inputs)
-    if uses[0][0].site.kind == primitives.ROWS:
+    kind = uses[0][0].site.kind
+    if kind == primitives.ROWS:
         return Part("rows", tuple(uses), sizes)
     if sizes.positions == 1:
         return Part("vectors", tuple(uses), sizes)
-    if not _saves(sizes):
+    # The patches of a convolution are written for its norm, and its sum would read the data again.
+    times = 2 if kind == primitives.CONVOLUTION else 1
+    if not _saves(sizes, times):
         return Part("direct", tuple(uses), sizes)
     return Part("gram", tuple(uses), sizes, _pieces(sizes))
 
 
-def _saves(sizes: Sizes) -> bool:
-    """Whether Gram matrices take fewer operations than the gradient."""
-    return sizes.positions * (sizes.inputs + sizes.outputs) < sizes.inputs * sizes.outputs
+def _saves(sizes: Sizes, times: int = 1) -> bool:
+    """Whether Gram matrices cost less than the gradients of examples.
+
+    Args:
+      sizes: the sizes.
+      times: how often the data counts.
+    """
+    inputs, outputs = sizes.inputs, sizes.outputs
+    return sizes.positions * (times * inputs + outputs) < inputs * outputs
 
 
 def _pieces(sizes: Sizes) -> tuple[int, int]:

@@ -47,7 +47,7 @@ class Plan:
     def whole(self) -> frozenset[int]:
         """The parameters whose gradients are summed over positions, for each example.
 
-        They are no larger than data and cotangents, and give both the norm and the sum.
+        They cost less than Gram matrices, and give both the norm and the sum.
         """
         rows = enumerate(self.parts)
         return frozenset(i for i, parts in rows if {part.way for part in parts} == {"direct"})
@@ -168,7 +168,7 @@ def differentiate(plan: Plan, params: list[Any], batch: Any) -> Backward:
 
 
 def with_gradients(plan: Plan, backward: Backward) -> Backward:
-    """The same, with the gradients that are no larger than what they are sums of."""
+    """The same, with the gradients that cost less than Gram matrices."""
     whole = {
         i: gradients_of_examples(
             plan.types[i],

@@ -156,7 +156,7 @@ def grouped(p, x):
     return squares(convolution(x, p["w"], (1, 1), "SAME", feature_group_count=2))
 
 
-@case({"w": drawn(2, 2, 8, 9)}, batch(4, 4, 8), ways={"w": "gram"})
+@case({"w": drawn(2, 2, 8, 12)}, batch(4, 4, 8), ways={"w": "gram"})
 def kernel_of_patches(p, x):
     return squares(convolution(x, p["w"], (2, 2), "VALID"))
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from small_losses import CASES, squares
 
 from optaxclip import per_example, scopes
@@ -88,6 +89,19 @@ def test_wide_layers_of_a_transformer_take_gram_matrices():
     params = {"up": jnp.zeros((768, 3072)), "head": jnp.zeros((3072, 50_000))}
     text = per_example.explain(loss, *jax.eval_shape(lambda: (params, jnp.zeros((2, 128, 768)))))
     assert text.count("Gram matrices") == 2
+
+
+def test_patches_of_a_convolution_count_twice():
+    """They are written for the norm, while gradients of examples give the sum too."""
+
+    def loss(kernel, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return squares(
+            lax.conv_general_dilated(x[None], kernel, (2, 2), "SAME", dimension_numbers=numbers)
+        )
+
+    args = jax.eval_shape(lambda: (jnp.zeros((3, 3, 64, 64)), jnp.zeros((8, 14, 14, 64))))
+    assert "gradients of examples, which cost less" in per_example.explain(loss, *args)
 
 
 def test_wide_tokens_that_point_nearly_one_way_keep_their_digits():
