@@ -344,14 +344,21 @@ def _are_half(x: Array, y: Array) -> bool:
 
 def _at_positions(use: Use, x: Array, d: Array, dtype: Any) -> tuple[Array, Array]:
     """The norms of data and of cotangents at each position, both `[B, G, T]`."""
-    if use.site.kind == primitives.CONVOLUTION:
-        # Those of pixels first, so that windows have one channel.
-        axis = len(use.loops) + 1 + primitives.axis_of_channels(use.site.eqn)
-        groups = primitives.feature_groups(use.site.eqn)
-        x = x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
-        x = norms_above(x, (axis + 1,), dtype)
-    x, d = sites.pairs(use, x, d)
-    return norms_above(x, (3,), dtype), norms_above(d, (3,), dtype)
+    if use.site.kind != primitives.CONVOLUTION:
+        x, d = sites.pairs(use, x, d)
+        return norms_above(x, (3,), dtype), norms_above(d, (3,), dtype)
+    # Those of pixels first, then sums of their squares in units of the largest one.
+    eqn, example = use.site.eqn, len(use.loops)
+    axis, groups = example + 1 + primitives.axis_of_channels(eqn), primitives.feature_groups(eqn)
+    x = x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
+    x = norms_above(x, (axis + 1,), dtype)
+    largest = jnp.max(x, [i for i in range(x.ndim) if i != example], keepdims=True)
+    squares = jnp.square(x / jnp.where(largest == 0, jnp.ones_like(largest), largest))
+    squares, d = sites.pairs_of_convolution(use, squares, d, primitives.summed_patches)
+    size = math.prod(primitives.window(eqn))
+    slack = 1 + bounds.relative_error(size + bounds.PRODUCT, bounds.unit_roundoff(dtype))
+    of_windows = jnp.sqrt(squares[..., 0] + size * jnp.finfo(dtype).tiny) * slack
+    return of_windows * largest.reshape(-1, 1, 1), norms_above(d, (3,), dtype)
 
 
 def _apart(forms: list[Any]) -> tuple[list[tuple[Array, Array]], list[Any]]:

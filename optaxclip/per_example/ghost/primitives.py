@@ -219,12 +219,7 @@ def patches(eqn: Any, x: Array) -> Array:
     Returns:
       `[any, n, *output positions, window, channels]`.
     """
-    numbers = eqn.params["dimension_numbers"]
-    batch, channels, *spatial = numbers.lhs_spec
-    x = jnp.transpose(x, (0, batch + 1, *(axis + 1 for axis in spatial), channels + 1))
-    edges = zip(eqn.params["padding"], eqn.params["lhs_dilation"], strict=True)
-    around = [(low, high, dilation - 1) for (low, high), dilation in edges]
-    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *around, (0, 0, 0)])
+    x, numbers = _padded(eqn, x), eqn.params["dimension_numbers"]
     sizes = [eqn.outvars[0].aval.shape[axis] for axis in numbers.out_spec[2:]]
     strides, dilations = eqn.params["window_strides"], eqn.params["rhs_dilation"]
     ends = [(size - 1) * stride + 1 for size, stride in zip(sizes, strides, strict=True)]
@@ -235,6 +230,30 @@ def patches(eqn: Any, x: Array) -> Array:
         bounds = ((0, 0, *starts, 0), (*x.shape[:2], *limits, x.shape[-1]), (1, 1, *strides, 1))
         seen.append(lax.slice(x, *bounds))
     return jnp.stack(seen, -2)
+
+
+def summed_patches(eqn: Any, x: Array) -> Array:
+    """As `patches`, with the sum over each window in its place: `[any, n, ..., 1, channels]`."""
+    options = {
+        name: (1, 1, *of_window, 1)
+        for name, of_window in (
+            ("window_dimensions", window(eqn)),
+            ("window_strides", eqn.params["window_strides"]),
+            ("window_dilation", eqn.params["rhs_dilation"]),
+        )
+    }
+    zero = np.zeros((), x.dtype)
+    x = lax.reduce_window(_padded(eqn, x), zero, lax.add, padding="VALID", **options)
+    return jnp.expand_dims(x, -2)
+
+
+def _padded(eqn: Any, x: Array) -> Array:
+    """The input of a convolution with its padding: `[any, n, *spatial, channels]`."""
+    batch, channels, *spatial = eqn.params["dimension_numbers"].lhs_spec
+    x = jnp.transpose(x, (0, batch + 1, *(axis + 1 for axis in spatial), channels + 1))
+    edges = zip(eqn.params["padding"], eqn.params["lhs_dilation"], strict=True)
+    around = [(low, high, dilation - 1) for (low, high), dilation in edges]
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *around, (0, 0, 0)])
 
 
 def as_kernel(eqn: Any, x: Array) -> Array:

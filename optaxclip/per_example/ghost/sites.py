@@ -6,7 +6,7 @@ The form is `[examples, groups, positions, entries]`: a parameter is `groups` ma
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -143,7 +143,7 @@ def site_free(use: Use) -> int:
 def pairs(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
     """Data `[B, G, T, K]` and cotangents `[B, G, T, N]` of a product or a convolution."""
     if use.site.kind == primitives.CONVOLUTION:
-        return _pairs_of_convolution(use, x, d)
+        return pairs_of_convolution(use, x, d, primitives.patches)
     x, d = narrowed(use, x, d)
     axes, example = Axes.of(use), len(use.loops)
     x = _arranged(x, example, axes.data_groups, axes.data_positions, axes.data_entries)
@@ -159,10 +159,20 @@ def _arranged(
     return x.reshape(x.shape[0], *sizes)
 
 
-def _pairs_of_convolution(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
+def pairs_of_convolution(
+    use: Use, x: Array, d: Array, seen: Callable[[Any, Array], Array]
+) -> tuple[Array, Array]:
+    """The same for a convolution.
+
+    Args:
+      use: the use of a kernel.
+      x: its data.
+      d: the cotangents.
+      seen: what each output sees of the data: `primitives.patches`, or `summed_patches`.
+    """
     eqn, lead = use.site.eqn, x.shape[: len(use.loops) + 1]
     groups = primitives.feature_groups(eqn)
-    x = primitives.patches(eqn, x.reshape(-1, *x.shape[len(lead) :]))
+    x = seen(eqn, x.reshape(-1, *x.shape[len(lead) :]))
     d = primitives.outputs_of_convolution(eqn, d.reshape(-1, *d.shape[len(lead) :]))
     x = x.reshape(*lead, -1, x.shape[-2], groups, x.shape[-1] // groups)
     x = jnp.moveaxis(x, -2, len(lead))
