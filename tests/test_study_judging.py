@@ -2,11 +2,13 @@
 
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from benchmarks.research.study import judging, pictures, runs
+from benchmarks.research.study import guards, judging, pictures, runs
 from benchmarks.research.study.comparing import HARMS, HELPS, Study
 from benchmarks.research.study.plan import RATES
 
@@ -89,6 +91,29 @@ def test_there_is_a_row_for_each_optimizer_and_all(study):
     assert found["good", "all"]["nothing wrong"] == "-0.9"
     assert found["lost", "sgd"]["lost to NaN"] == "100"
     assert len(judging.table(rows).splitlines()) == 2 + len(rows)
+
+
+def test_limits_never_rise_or_rise_slowly():
+    norms = jnp.exp(jax.random.normal(jax.random.key(0), (200,))) * jnp.linspace(1.0, 50.0, 200)
+
+    @jax.jit
+    def limits():
+        rules = guards.never_rises(50.0), guards.rises_slowly(lambda _: 1.0, 75.0)
+
+        def step(states, norm):
+            rows = [
+                rule.update(norm, state, None) for rule, state in zip(rules, states, strict=True)
+            ]
+            return [state for _, state in rows], [found.trigger for found, _ in rows]
+
+        return jax.lax.scan(step, [rule.init(norms[0]) for rule in rules], norms)[1]
+
+    fixed, slow = map(np.asarray, limits())
+    assert np.isinf(fixed[0])  # there is no norm before the first
+    assert np.all(fixed[2:] <= np.maximum.accumulate(fixed[1:])[:-1] * (1 + 1e-6))
+    steps = np.arange(2, 201)
+    assert np.all(slow[1:] <= slow[:-1] * (1 + 1 / steps) * (1 + 1e-6))
+    assert slow[-1] > 3 * slow[20]
 
 
 def test_files_and_picture(study, tmp_path, monkeypatch):

@@ -22,19 +22,21 @@ Rule = Regime | Literal["unchosen"]
 
 
 def replayed(
-    norms: Floats, rule: Rule, percent: float = 50.0
-) -> tuple[np.ndarray[Any, np.dtype[np.bool_]], float]:
-    """Which of the last norms the rule clips, and its limit after the last.
+    norms: Floats, rule: Rule, warmup: int = 0, percent: float = 50.0
+) -> tuple[float, float]:
+    """The share of the last norms that the rule clips, and its limit after the last.
 
     Args:
       norms: float64[steps], finite and positive.
       rule: the rule for a regime, or that with nothing to choose.
+      warmup: of how many norms at the start the rule learns, though they do not count.
       percent: AutoClip's percentile.
     """
     largest = np.finfo(np.float32).max
     gradients = jnp.asarray(np.minimum(norms[-MAX_REPLAYED:], largest), jnp.float32)
     clipped, limits = _replayed(gradients, jnp.float32(percent), rule=rule)
-    return np.asarray(clipped), float(limits[-1])
+    counted = np.asarray(clipped)[max(warmup - (len(norms) - len(clipped)), 0) :]
+    return float(np.mean(counted)), float(limits[-1])
 
 
 @functools.partial(jax.jit, static_argnames="rule")

@@ -318,16 +318,13 @@ def _adaptive(regime: Regime, share: float, norms: Floats, warmup: int) -> Alter
         "drifting": "zclip()",
         "stepped": "clip_by_window_norm()",
     }
-    clipped, _ = replayed(norms, regime, percent)
-    # The rule learns from the warm-up too, but only clips after it count, as for the others.
-    after = clipped[max(warmup - (len(norms) - len(clipped)), 0) :]
+    share, _ = replayed(norms, regime, warmup, percent)
     basis = "" if len(norms) - warmup <= MAX_REPLAYED else f", of the last {MAX_REPLAYED} steps"
-    return Alternative(calls[regime], float(np.mean(after)), f"for {regime} norms{basis}")
+    return Alternative(calls[regime], share, f"for {regime} norms{basis}")
 
 
 def _unchosen(limit: float, norms: Floats, warmup: int) -> tuple[Alternative, float]:
     """AdaGC with its last constants, and its limit after the last norm."""
-    clipped, last = replayed(norms, "unchosen")
-    after = clipped[max(warmup - (len(norms) - len(clipped)), 0) :]
+    share, last = replayed(norms, "unchosen", warmup)
     why = f"nothing to choose; its limit ends at {last:.3g}, {beside(last, limit)}"
-    return Alternative(UNCHOSEN, float(np.mean(after)), why), last
+    return Alternative(UNCHOSEN, share, why), last

@@ -20,6 +20,8 @@ from optaxclip.thresholds import Limits, Threshold
 
 FINAL = {"lambda_rel": 1.04, "beta": 0.99}
 """AdaGC's constants in its last version."""
+WINDOW = 100
+"""Norms of which percentiles are taken."""
 
 
 def _adagc() -> Threshold:
@@ -31,18 +33,16 @@ def _average(ratio: float = FINAL["lambda_rel"], **options: Any) -> Threshold:
     return thresholds.ema(FINAL["beta"], ratio, patience=None, **options)
 
 
-def _percentile_that_never_rises(percentile: float, window: int = 100) -> Threshold:
+def never_rises(percentile: float) -> Threshold:
     """A percentile of the norms after their clip, so that no limit is above all earlier ones."""
     return thresholds.percentile(
-        percentile, window, record="clipped", warmup_steps=0, patience=None
+        percentile, WINDOW, record="clipped", warmup_steps=0, patience=None
     )
 
 
-def _rising_slowly(
-    power: Callable[[Array], Any], percentile: float = 50.0, window: int = 100
-) -> Threshold:
+def rises_slowly(power: Callable[[Array], Any], percentile: float) -> Threshold:
     """A percentile of the last norms; in `t` steps a limit rises no faster than `t**power`."""
-    rule = thresholds.percentile(percentile, window, inclusive=True, warmup_steps=0, patience=None)
+    rule = thresholds.percentile(percentile, WINDOW, inclusive=True, warmup_steps=0, patience=None)
 
     def init(norms: Any) -> Any:
         return rule.init(norms), jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), norms), 0
@@ -115,15 +115,15 @@ LEAF, TREE = scopes.leaf(), scopes.tree()
 
 
 def _never_rises(percentile: float) -> Callable[[], Threshold]:
-    return functools.partial(_percentile_that_never_rises, percentile)
+    return functools.partial(never_rises, percentile)
 
 
 def _slowly(power: float, percentile: float) -> Callable[[], Threshold]:
-    return functools.partial(_rising_slowly, lambda _: power, percentile)
+    return functools.partial(rises_slowly, lambda _: power, percentile)
 
 
 def _for_100_steps() -> Threshold:
-    return _rising_slowly(lambda count: jnp.where(count <= 100, 1e6, 0.0))
+    return rises_slowly(lambda count: jnp.where(count <= 100, 1e6, 0.0), 50.0)
 
 
 PARTS: dict[str, Method] = {

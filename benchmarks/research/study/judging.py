@@ -2,7 +2,8 @@
 
   python -m benchmarks.research.study.judging guard.jsonl --parts parts.jsonl
 
-It prints a table, and writes `docs/guard.csv`, all figures, and `docs/guard.png`.
+It prints a table and which guards hold, and writes all figures, `docs/guard.csv` and
+`docs/guard.png`.
 """
 
 import argparse
@@ -27,7 +28,9 @@ both as shares of what training without a guard learns."""
 FAULTS = tuple(case for case in CASES if case.fault != "none")
 JUDGED = tuple(case for case in FAULTS if case.name != "nan")
 """The faults at which guards are compared with the best constant, which a NaN destroys."""
-PAST = next(case for case in CASES if case.name == "past")
+NAN, PAST = (next(case for case in CASES if case.name == name) for name in ("nan", "past"))
+LEAST = (-PRICE, *[-BEHIND] * len(JUDGED))
+"""What the measure asks of the first of `COLUMNS`; the last is told, and not judged."""
 COLUMNS = ("nothing wrong", *(case.short for case in JUDGED), "rate too high")
 NAMES = {"adamw": "AdamW", "muon": "Muon", "sgd": "SGD", "all": "all"}
 
@@ -51,8 +54,8 @@ class Judged(NamedTuple):
     @property
     def holds(self) -> bool:
         """Whether it is as good as the measure asks."""
-        is_near = all(x.mean >= -BEHIND for x in self.beside.values())
-        return self.gain.mean >= -PRICE and is_near and self.lost == 0
+        is_near = [x.mean >= least for x, least in zip(self.columns, LEAST, strict=False)]
+        return all(is_near) and self.lost == 0
 
     @property
     def columns(self) -> tuple[Interval, ...]:
@@ -74,8 +77,7 @@ def holds(study: Study, method: str) -> bool:
 
 def judged(study: Study, pairs: Sequence[Pair], method: str) -> Judged:
     """The guard, every pair counting alike."""
-    nan = next(case for case in FAULTS if case.name == "nan")
-    found = [study.cell(pair, method, nan) for pair in pairs]
+    found = [study.cell(pair, method, NAN) for pair in pairs]
     return Judged(
         gain=_over([_gain(study, pair, method) for pair in pairs]),
         beside={case.name: _beside(study, pairs, method, case) for case in JUDGED},
@@ -135,9 +137,8 @@ def picture(study: Study, guards: Sequence[str]) -> Figure:
         for ax, (optimizer, pairs) in zip(axes, blocks.items(), strict=True):
             for y, method in enumerate(guards):
                 found = judged(study, pairs, method)
-                least = (-PRICE, *[-BEHIND] * len(JUDGED))
-                for x, (share, limit) in enumerate(zip(found.columns, least, strict=False)):
-                    pictures.tile(ax, x, y, share.mean, HELPS if share.mean >= limit else HARMS)
+                for x, (share, least) in enumerate(zip(found.columns, LEAST, strict=False)):
+                    pictures.tile(ax, x, y, share.mean, HELPS if share.mean >= least else HARMS)
             ax.set_xlim(-0.5, len(COLUMNS) - 1.5)
             ax.set_ylim(len(guards) - 0.5, -0.5)
             ax.set_yticks(range(len(guards)), guards)
@@ -177,6 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
         writer.writeheader()
         writer.writerows(found)
     guards = [name for name in study.methods if name != BEST]
+    print(f"holds: {', '.join(name for name in guards if holds(study, name)) or 'none'}")
     picture(study, guards).savefig(options.docs / "guard.png", dpi=pictures.DPI)
 
 
