@@ -37,7 +37,7 @@ from optaxclip._border.checks import given_norm, warn_of_many_norms, with_groups
 from optaxclip._border.options import ClipOptions, Options, takes
 from optaxclip._border.placement import Placement, grouped, located
 from optaxclip._border.transformation import Transformation, stateless, transformation
-from optaxclip._engine.groups import Groups
+from optaxclip._engine.plan import Plan
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import BY_NORM, Method, Technique, clipped, norms_of
 from optaxclip.norms import Norm
@@ -114,19 +114,19 @@ def stage(
     checked = as_limit(limit)
     method = Method.of(options, response, technique)
 
-    def rule_of(flat: FlatTree, groups: Groups) -> Threshold:
+    def rule_of(flat: FlatTree, plan: Plan) -> Threshold:
         if isinstance(checked, Threshold):
             return checked
-        return rule_for(checked, groups.entries(), flat.is_part)
+        return rule_for(checked, plan.entries(), flat.is_part)
 
     def init(params: PyTree) -> ClipState:
         flat = flatten(params, "params")
         grouping = grouped(scope, flat, options)
         warn_of_many_norms(grouping, options.name)
         # Nothing is measured here, so it does not matter where leaves lie.
-        groups = Groups(grouping, Placement((), (), in_one_piece=True))
-        rule = rule_of(flat, groups)
-        rule_state = own_arrays(rule.init(groups.zeros(jnp.dtype(jnp.float32))))
+        plan = Plan(grouping, Placement((), (), in_one_piece=True))
+        rule = rule_of(flat, plan)
+        rule_state = own_arrays(rule.init(plan.zeros(jnp.dtype(jnp.float32))))
         info = initial_info(options.name, grouping)
         return ClipState(jnp.zeros((), jnp.int32), rule_state, info)
 
@@ -137,10 +137,10 @@ def stage(
         check_state(state, ClipState, options.name, updates=updates)
         flat, info = flatten(updates, "updates"), state.info
         stored, size = (None, 0) if info is None else (info.names, info.norm.size)
-        groups = groups_of(flat, scope, options, stored, size)
-        norm = known_norm(options, extra_args, groups.grouping.layout)
-        rule = at_step(rule_of(flat, groups), state.rule)
-        return clipped(flat, params, rule, state, norm, groups, method, options)
+        plan = plan_of(flat, scope, options, stored, size)
+        norm = known_norm(options, extra_args, plan.grouping.layout)
+        rule = at_step(rule_of(flat, plan), state.rule)
+        return clipped(flat, params, rule, state, norm, plan, method, options)
 
     if options.record:
         return transformation(init, update)
@@ -149,19 +149,19 @@ def stage(
     return stateless(lambda updates, params, **extra: update(updates, always, params, **extra)[0])
 
 
-def groups_of(
+def plan_of(
     flat: FlatTree, scope: Scope, options: Options, stored: Names | None = None, size: int = 0
-) -> Groups:
+) -> Plan:
     """The groups of a tree, and empty groups for the names in the state that the tree lacks.
 
-    The state has `size` groups, and their names are `stored`.
+    The state has `size` plan, and their names are `stored`.
     """
     flat = flat if stored is None else flat.named_like(stored)
     grouping = grouped(scope, flat, options)
     placement = located(grouping, flat, options)
     if stored is not None:
         grouping = with_groups_of_state(grouping, stored, size, options.name)
-    return Groups(grouping, placement)
+    return Plan(grouping, placement)
 
 
 def known_norm(options: Options, extra_args: dict[str, Any], layout: str) -> Any:
@@ -232,19 +232,19 @@ def clip_tree(
     flat = flatten(tree, "tree")
     chosen = {"norm": norm, "nonfinite": nonfinite, "strict": strict}
     options = Options.checked(**chosen, axis_name=axis_name, specs=specs, name=name)
-    groups = groups_of(flat, as_scope(scope), options)
+    plan = plan_of(flat, as_scope(scope), options)
     if isinstance(limits, Limits):
-        rule = given(Limits(*map(groups.from_tree, limits)))
+        rule = given(Limits(*map(plan.from_tree, limits)))
     else:
-        rule = rule_for(as_limit(limits, "limits"), groups.entries())
+        rule = rule_for(as_limit(limits, "limits"), plan.entries())
     method = Method.of(options, response)
     norm_of_tree = None
-    if use_norm is not None and groups.grouping.layout == "scalar" and nonfinite != "mask":
+    if use_norm is not None and plan.grouping.layout == "scalar" and nonfinite != "mask":
         norm_of_tree = given_norm(use_norm, "use_norm")
     dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.measured_leaves())
-    info = initial_info(name, groups.grouping, dtype)
-    state = ClipState(jnp.zeros((), jnp.int32), rule.init(groups.zeros(dtype)), info)
-    tree, state = clipped(flat, params, rule, state, norm_of_tree, groups, method, options)
+    info = initial_info(name, plan.grouping, dtype)
+    state = ClipState(jnp.zeros((), jnp.int32), rule.init(plan.zeros(dtype)), info)
+    tree, state = clipped(flat, params, rule, state, norm_of_tree, plan, method, options)
     return *back(tree), state.info
 
 
@@ -272,4 +272,4 @@ def group_norms(
 
 def norms_by(scope: Scope, flat: FlatTree, options: Options) -> NormTree:
     """The norms of a flattened tree's groups, as users see them."""
-    return norms_of(flat, groups_of(flat, scope, options), options.norm)
+    return norms_of(flat, plan_of(flat, scope, options), options.norm)

@@ -8,18 +8,18 @@ from jax import Array
 import optaxclip._border.arithmetic as arithmetic
 from optaxclip._base.trees import data_of, with_data
 from optaxclip._border.entries import any_entry
-from optaxclip._engine.groups import Groups
+from optaxclip._engine.plan import Plan
 
 
-def mask(leaves: list[Any], groups: Groups) -> tuple[list[Any], Array]:
+def mask(leaves: list[Any], plan: Plan) -> tuple[list[Any], Array]:
     """Leaves with their non-finite entries replaced by 0, and which groups had such entries."""
 
     def bad_groups(leaves: list[Any]) -> Array:
-        rows = zip(leaves, groups.grouping.axes, strict=True)
+        rows = zip(leaves, plan.grouping.axes, strict=True)
         bad = [(_is_bad(leaf, axes),) for leaf, axes in rows]
-        return groups.totals(bad, by_max=True)[0] > 0
+        return plan.totals(bad, by_max=True)[0] > 0
 
-    return list(map(_only_finite, leaves)), groups.placement.on_each_device(bad_groups)(leaves)
+    return list(map(_only_finite, leaves)), plan.placement.on_each_device(bad_groups)(leaves)
 
 
 def _is_bad(leaf: Any, axes: tuple[int, ...]) -> Array:

@@ -34,7 +34,7 @@ from optaxclip._base.numerics import (
     slack_of_norm,
 )
 from optaxclip._border.entries import entries, measured_entries, times
-from optaxclip._engine.groups import Groups
+from optaxclip._engine.plan import Plan
 from optaxclip.norms import Norm
 
 SUMMED = (0, 1, 2)
@@ -91,42 +91,42 @@ class Measured(NamedTuple):
         return self._replace(divisor=self.divisor * _constant(1 + slack, self.size.dtype))
 
 
-def measure(leaves: list[Any], groups: Groups, norm: Norm, *, from_above: bool = False) -> Measured:
+def measure(leaves: list[Any], plan: Plan, norm: Norm, *, from_above: bool = False) -> Measured:
     """The norms of all groups, over all devices; float64 if a leaf is, else float32.
 
     With `from_above` they have upper bounds too, which hold despite rounding.
     """
     dtype = norm_dtype([leaf.dtype for leaf in leaves])
-    found = Measured.of(groups.zeros(dtype), 1.0)
+    found = Measured.of(plan.zeros(dtype), 1.0)
     if leaves:
-        rows = zip(leaves, groups.grouping.axes, strict=True)
+        rows = zip(leaves, plan.grouping.axes, strict=True)
         arrays, axes = zip(*[measured_entries(*row, dtype) for row in rows], strict=True)
-        counts = _num_entries(leaves, groups)
-        measurement = _Measurement(groups, norm, dtype, counts, axes, from_above)
+        counts = _num_entries(leaves, plan)
+        measurement = _Measurement(plan, norm, dtype, counts, axes, from_above)
         # Measured on each device, the norms take one collective; otherwise maybe several.
-        norms = groups.placement.on_each_device(measurement.differentiable())
+        norms = plan.placement.on_each_device(measurement.differentiable())
         found = norms(list(arrays))
-    chex.assert_shape(list(found), groups.shape)
+    chex.assert_shape(list(found), plan.shape)
     chex.assert_type(list(found), dtype)
-    if groups.grouping.layout == "scalar" or all(groups.grouping.present):
+    if plan.grouping.layout == "scalar" or all(plan.grouping.present):
         return found
     # A group without leaves has the norm NaN, from which no rule learns.
-    return found._replace(fraction=select(groups.have_leaves(), found.fraction, jnp.nan))
+    return found._replace(fraction=select(plan.have_leaves(), found.fraction, jnp.nan))
 
 
-def slack(leaves: list[Any], groups: Groups, norm: Norm) -> Any:
+def slack(leaves: list[Any], plan: Plan, norm: Norm) -> Any:
     """A bound on the relative error of the norms: a number, or one for each group."""
     dtype = norm_dtype([leaf.dtype for leaf in leaves])
-    return _Measurement(groups, norm, dtype, _num_entries(leaves, groups)).slack(leaves)
+    return _Measurement(plan, norm, dtype, _num_entries(leaves, plan)).slack(leaves)
 
 
-def _num_entries(leaves: list[Any], groups: Groups) -> list[Any]:
+def _num_entries(leaves: list[Any], plan: Plan) -> list[Any]:
     """For each group how many entries share its norm on all devices; symbolic in `jax.export`."""
     counts = [
-        math.prod([np.shape(leaf)[axis] for axis in axes]) * groups.placement.num_parts(i)
-        for i, (leaf, axes) in enumerate(zip(leaves, groups.grouping.axes, strict=True))
+        math.prod([np.shape(leaf)[axis] for axis in axes]) * plan.placement.num_parts(i)
+        for i, (leaf, axes) in enumerate(zip(leaves, plan.grouping.axes, strict=True))
     ]
-    return [sum([counts[i] for i in group.members]) for group in groups.grouping.groups]
+    return [sum([counts[i] for i in group.members]) for group in plan.grouping.groups]
 
 
 class _Measurement(NamedTuple):
@@ -139,7 +139,7 @@ class _Measurement(NamedTuple):
       from_above: whether upper bounds are needed.
     """
 
-    groups: Groups
+    plan: Plan
     norm: Norm
     dtype: jnp.dtype
     counts: list[Any]
@@ -178,10 +178,10 @@ class _Measurement(NamedTuple):
         """A bound on the relative error of the norms: a number, or one for each group."""
         eps, degree = float(jnp.finfo(self.dtype).eps), self.norm.degree
         if not self.norm.is_max:
-            return self.groups.repeated([slack_of_norm(n, degree, eps) for n in self.counts])
+            return self.plan.repeated([slack_of_norm(n, degree, eps) for n in self.counts])
         # The modulus of a complex number is rounded, that of a real one is not.
         is_rounded = any(map(jnp.iscomplexobj, leaves))
-        return self.groups.repeated([2 * eps if is_rounded else 0.0] * len(self.counts))
+        return self.plan.repeated([2 * eps if is_rounded else 0.0] * len(self.counts))
 
     def rounded(self, leaves: list[Array]) -> Measured:
         """The norms, without upper bounds."""
@@ -196,12 +196,12 @@ class _Measurement(NamedTuple):
 
     def at_scales(self, leaves: list[Array]) -> Measured:
         """The norms from sums at several scales."""
-        in_one_piece = self.groups.placement.in_one_piece
+        in_one_piece = self.plan.placement.in_one_piece
         options = {"norm": self.norm, "dtype": self.dtype, "in_one_piece": in_one_piece}
         rows = zip(leaves, self.axes, strict=True)
         found = [leaf_sums.at_scales(x, axes=axes, **options) for x, axes in rows]
-        totals = self.groups.totals(found)
-        if self.groups.grouping.layout != "scalar":
+        totals = self.plan.totals(found)
+        if self.plan.grouping.layout != "scalar":
             # Makes XLA on GPUs store the sums, which it would otherwise concatenate anew for each
             # use (JAX 0.10.2).
             totals = lax.optimization_barrier(totals)
@@ -214,7 +214,7 @@ class _Measurement(NamedTuple):
         with jax.enable_x64(True):
             rows = zip(wide, self.axes, strict=True)
             found = [(cpu.sum_in_float64(x, axes=axes, norm=self.norm),) for x, axes in rows]
-            (total,) = self.groups.totals(found, add=cpu.added_up)
+            (total,) = self.plan.totals(found, add=cpu.added_up)
             norm = self.finished(total)
             return Measured(*cpu.in_float32(norm, from_above=self.from_above))
 
@@ -226,23 +226,23 @@ class _Measurement(NamedTuple):
             (leaf_sums.largest_bits(x, by=1 / unit, axes=axes, dtype=self.dtype),)
             for x, axes in zip(leaves, self.axes, strict=True)
         ]
-        (found,) = self.groups.totals(bits, by_max=True)
+        (found,) = self.plan.totals(bits, by_max=True)
         return Measured.of(lax.bitcast_convert_type(found, self.dtype), unit)
 
     def divided(self, leaves: list[Array], by: Array) -> Array:
         """The norms of entries divided by powers of two, in steps that JAX can differentiate."""
-        rows = zip(leaves, self.groups.by_leaf(1 / by, leaves), self.axes, strict=True)
+        rows = zip(leaves, self.plan.by_leaf(1 / by, leaves), self.axes, strict=True)
         options = {"norm": self.norm, "dtype": self.dtype}
         parts = [
             (_total_of_products(x, inverse, axes=axes, **options),) for x, inverse, axes in rows
         ]
-        (total,) = self.groups.totals(parts, by_max=self.norm.is_max)
+        (total,) = self.plan.totals(parts, by_max=self.norm.is_max)
         return self.finished(total)
 
     def finished(self, total: Array) -> Array:
         """The norms, from the sums of powers of all groups, or from the largest moduli."""
         sizes = [n if fixed_size(n) is None else float(max(n, 1)) for n in self.counts]
-        return self.norm.finish(total, _constant(self.groups.repeated(sizes), total.dtype))
+        return self.norm.finish(total, _constant(self.plan.repeated(sizes), total.dtype))
 
 
 def in_range(found: leaf_sums.AtScales) -> tuple[Array, Array]:

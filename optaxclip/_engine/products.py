@@ -31,8 +31,8 @@ from optaxclip._base.numerics import (
     select,
 )
 from optaxclip._border.entries import entries_of_both, times
-from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import Measured, in_range
+from optaxclip._engine.plan import Plan
 from optaxclip.norms import l2
 
 _Pairs: TypeAlias = list[tuple[Array, ...]]
@@ -59,7 +59,7 @@ class Products(NamedTuple):
 def products(
     leaves: list[Any],
     others: list[Any],
-    groups: Groups,
+    plan: Plan,
     norm: Array | None = None,
     of_others: Array | None = None,
 ) -> Products:
@@ -68,25 +68,25 @@ def products(
     Args:
       leaves: floating or complex arrays (or `BCOO`), in the order of the grouping.
       others: as many, of the same shapes.
-      groups: the groups of the leaves.
+      plan: the groups of the leaves, and where they lie.
       norm: the L2 norms of the leaves, where they are known; their squares are then not summed.
       of_others: those of the others; required where a leaf is a `BCOO`, because the other leaf is
         read only where the `BCOO` has entries.
     """
     dtype = norm_dtype([leaf.dtype for leaf in (*leaves, *others)])
     if not leaves:
-        return Products(*[groups.zeros(dtype)] * 3)
-    rows = zip(leaves, others, groups.grouping.axes, strict=True)
+        return Products(*[plan.zeros(dtype)] * 3)
+    rows = zip(leaves, others, plan.grouping.axes, strict=True)
     found = [entries_of_both(*row, dtype) for row in rows]
     pairs, axes = [(x, y) for x, y, _ in found], tuple(over for *_, over in found)
     known = tuple(x if x is None else x.astype(dtype) for x in (norm, of_others))
-    found = _differentiable(groups, axes)(pairs, known)
-    chex.assert_shape(list(found), groups.shape)
+    found = _differentiable(plan, axes)(pairs, known)
+    chex.assert_shape(list(found), plan.shape)
     return found
 
 
 def _differentiable(
-    groups: Groups, axes: tuple[tuple[int, ...], ...]
+    plan: Plan, axes: tuple[tuple[int, ...], ...]
 ) -> Callable[[_Pairs, _Known], Products]:
     """The products with derivatives of their own: those of plain sums.
 
@@ -96,7 +96,7 @@ def _differentiable(
 
     def divided(pairs: _Pairs, known: _Known, sizes: list[Array]) -> tuple[_Pairs, _Known]:
         per_size = [reciprocal_of_power(size) for size in sizes]
-        of_leaves = [groups.by_leaf(by, [x for x, _ in pairs]) for by in per_size]
+        of_leaves = [plan.by_leaf(by, [x for x, _ in pairs]) for by in per_size]
         rows = zip(pairs, axes, *of_leaves, strict=True)
         return [
             tuple(times(x, broadcast_over(by, over)) for x, by in zip(pair, bys, strict=True))
@@ -105,13 +105,13 @@ def _differentiable(
 
     @custom_jvp()
     def found(pairs: _Pairs, known: _Known) -> Products:
-        return _at_scales(pairs, known, groups, axes)
+        return _at_scales(pairs, known, plan, axes)
 
     @found.defjvp
     def _(primals: tuple[_Pairs, _Known], tangents: tuple[Any, Any]) -> tuple[Products, Products]:
         result = found(*primals)
         sizes = [lax.stop_gradient(power_of_two_below(norm)) for norm in result[:2]]
-        plain = functools.partial(_in_plain_sums, groups=groups, axes=axes)
+        plain = functools.partial(_in_plain_sums, plan=plan, axes=axes)
         _, change = jax.jvp(plain, divided(*primals, sizes), divided(*tangents, sizes))
         norm, of_others = (x * size for x, size in zip(change[:2], sizes, strict=True))
         return result, Products(norm, of_others, change.cosine)
@@ -120,17 +120,17 @@ def _differentiable(
 
 
 def _at_scales(
-    pairs: _Pairs, known: _Known, groups: Groups, axes: tuple[tuple[int, ...], ...]
+    pairs: _Pairs, known: _Known, plan: Plan, axes: tuple[tuple[int, ...], ...]
 ) -> Products:
     """The products from sums at several scales."""
     kinds = 2 if known[0] is not None else 3
 
     def local(pairs: _Pairs) -> leaf_sums.AtScales:
-        options = {"in_one_piece": groups.placement.in_one_piece, "both": kinds == 3}
+        options = {"in_one_piece": plan.placement.in_one_piece, "both": kinds == 3}
         rows = zip(pairs, axes, strict=True)
-        return groups.totals([leaf_sums.of_products(*x, axes=over, **options) for x, over in rows])
+        return plan.totals([leaf_sums.of_products(*x, axes=over, **options) for x, over in rows])
 
-    found = groups.placement.on_each_device(local)(pairs)
+    found = plan.placement.on_each_device(local)(pairs)
     sums, *squares = (found[kind::kinds] for kind in range(kinds))
     of_others = known[1] if known[1] is not None else _norm(squares[0])
     norm = known[0] if known[0] is not None else _norm(squares[1])
@@ -159,15 +159,15 @@ def _cosine(sums: leaf_sums.AtScales, norm: Array, of_others: Array) -> Array:
 
 
 def _in_plain_sums(
-    pairs: _Pairs, known: _Known, *, groups: Groups, axes: tuple[tuple[int, ...], ...]
+    pairs: _Pairs, known: _Known, *, plan: Plan, axes: tuple[tuple[int, ...], ...]
 ) -> Products:
     """The products of trees with norms near 1, in steps that JAX can differentiate."""
 
     def local(pairs: _Pairs) -> leaf_sums.AtScales:
         rows = zip(pairs, axes, strict=True)
-        return groups.totals([_plain_sums(*pair, axes=over) for pair, over in rows])
+        return plan.totals([_plain_sums(*pair, axes=over) for pair, over in rows])
 
-    total, *squares = groups.placement.on_each_device(local)(pairs)
+    total, *squares = plan.placement.on_each_device(local)(pairs)
     norm, of_others = (
         safe_sqrt(square) if x is None else x for x, square in zip(known, squares, strict=True)
     )

@@ -19,7 +19,7 @@ from optaxclip._base.grouping import Grouping
 from optaxclip._base.names import Names
 from optaxclip._base.numerics import narrowed
 from optaxclip._base.types import ClipInfo
-from optaxclip._engine.groups import Groups
+from optaxclip._engine.plan import Plan
 
 Columns: TypeAlias = tuple[Array, ...]
 """Arrays of one shape: norms, limits, factors, and flags for clipped and for non-finite groups.
@@ -44,19 +44,19 @@ def initial_info(name: str, grouping: Grouping, dtype: Any = jnp.float32) -> Cli
 
 
 def updated_info(
-    old: ClipInfo, groups: Groups, norm: Array, limit: Array, factor: Array, bad: Array
+    old: ClipInfo, plan: Plan, norm: Array, limit: Array, factor: Array, bad: Array
 ) -> ClipInfo:
     """The record after a step; groups without leaves at this step keep their record.
 
     Norms are those before the step, limits the norms above which it acts.
     """
-    chex.assert_shape([norm, limit, factor, bad], groups.shape)
-    grouping = groups.grouping
+    chex.assert_shape([norm, limit, factor, bad], plan.shape)
+    grouping = plan.grouping
     if not grouping.groups:
         return old
     columns = _columns(norm, limit, factor, bad)
     if grouping.layout == "dict":
-        columns = _of_worst(groups, columns)
+        columns = _of_worst(plan, columns)
     chex.assert_equal_shape([*columns, old.norm])
     columns = [narrowed(column, old.norm.dtype) for column in columns]
     if grouping.layout != "scalar" and not all(grouping.present):
@@ -82,12 +82,12 @@ def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> Columns:
     return norm, limit, factor, clipped.astype(norm.dtype), bad.astype(norm.dtype)
 
 
-def _of_worst(groups: Groups, columns: Columns) -> Columns:
+def _of_worst(plan: Plan, columns: Columns) -> Columns:
     """Columns with one number for each leaf: those of its worst group."""
-    found = _of_leaves_alike(groups, (_badness(*columns[:2]), *columns))
+    found = _of_leaves_alike(plan, (_badness(*columns[:2]), *columns))
     rows = zip(*found, strict=True)
     columns = tuple(jnp.concatenate([x.reshape(-1) for x in row]) for row in rows)
-    order = np.argsort(groups.order)
+    order = np.argsort(plan.order)
     is_sorted = list(order) == list(range(len(order)))
     return columns if is_sorted else tuple(column[order] for column in columns)
 
@@ -101,13 +101,13 @@ def _badness(norm: Array, limit: Array) -> Array:
     return jnp.where(jnp.isnan(norm), jnp.inf, ratio)
 
 
-def _of_leaves_alike(groups: Groups, columns: Columns) -> list[Columns]:
+def _of_leaves_alike(plan: Plan, columns: Columns) -> list[Columns]:
     """The worst of each leaf; all leaves of a shape share a reduction, so that few are compiled."""
     # Makes XLA store the columns, which it would otherwise compute anew for each reduction
     # (JAX 0.10.2).
     stored = lax.optimization_barrier(devices.stack(columns))
     found, start = [], 0
-    for shape, some in itertools.groupby(groups.ordered, key=lambda group: group.shape):
+    for shape, some in itertools.groupby(plan.ordered, key=lambda group: group.shape):
         count, size = len(list(some)), math.prod(shape)
         part = lax.slice_in_dim(stored, start, start + count * size, axis=1)
         found.append(_in_one_reduction(tuple(part.reshape(len(columns), count, size)), (1,)))

@@ -21,9 +21,9 @@ from optaxclip._border.checks import matching_params
 from optaxclip._border.entries import as_arrays
 from optaxclip._border.options import Options
 from optaxclip._border.placement import located
-from optaxclip._engine.groups import Groups
 from optaxclip._engine.masked import mask
 from optaxclip._engine.measure import Measured, measure, slack
+from optaxclip._engine.plan import Plan
 from optaxclip._engine.record import updated_info
 from optaxclip._engine.respond import Multiplier, multiplier
 from optaxclip._engine.scale import scale
@@ -42,9 +42,9 @@ class Technique:
     names_leaves: ClassVar[bool] = False
     """Whether `measured` needs the leaves' names, for messages."""
 
-    def measured(self, leaves: list[Any], groups: Groups, method: "Method") -> Measured:
+    def measured(self, leaves: list[Any], plan: Plan, method: "Method") -> Measured:
         """The norms of all groups."""
-        return measure(leaves, groups, method.norm, from_above=method.strict)
+        return measure(leaves, plan, method.norm, from_above=method.strict)
 
     def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
         """The numbers per group that `scaled` needs, each array of the shape of the norms."""
@@ -95,7 +95,7 @@ def clipped(
     rule: Threshold,
     state: ClipState,
     norm_of_tree: Array | None,
-    groups: Groups,
+    plan: Plan,
     method: Method,
     options: Options,
 ) -> tuple[PyTree, ClipState]:
@@ -107,19 +107,19 @@ def clipped(
       rule: the limit.
       state: the state before the step; where nothing is recorded, its `info` is None.
       norm_of_tree: the norm of the whole tree, if the caller has it; else it is measured.
-      groups: the groups of the tree.
+      plan: the groups of the tree, and where they lie.
       method: all settings but the limit.
       options: the options, for how the parameters are split over devices.
     """
     params = params_for(rule, params, method.name)
-    weights, of_weights = None, groups
+    weights, of_weights = None, plan
     if params is not None:
-        weights, of_weights = weights_beside(flat, params, groups, options)
+        weights, of_weights = weights_beside(flat, params, plan, options)
     raises = method.nonfinite == "error"
     if raises or method.technique.names_leaves:
         method = dataclasses.replace(method, leaf_names=tuple(flat.names()))
     operands = (flat.measured_leaves(), weights, rule, state, norm_of_tree)
-    static = {"groups": groups, "of_weights": of_weights, "method": method}
+    static = {"plan": plan, "of_weights": of_weights, "method": method}
     # In eager mode `checkify.check` raises at once, but inside of a compiled call it cannot.
     new, state = across(_steps, *operands, like=_results, compiled=not raises, **static)
     return flat.rebuild(new), state
@@ -132,20 +132,20 @@ def _results(leaves: list[Any], weights: Any, rule: Threshold, state: ClipState,
 
 
 def weights_beside(
-    flat: FlatTree, params: PyTree, groups: Groups, options: Options
-) -> tuple[list[Any], Groups]:
+    flat: FlatTree, params: PyTree, plan: Plan, options: Options
+) -> tuple[list[Any], Plan]:
     """The parameters of the measured leaves, and the same groups, placed as the parameters are.
 
     Parameters may be split differently from the updates.
     """
     found = matching_params(flat, params, options.name)
-    placement = located(groups.grouping, found, options)
-    return found.measured_leaves(), dataclasses.replace(groups, placement=placement)
+    placement = located(plan.grouping, found, options)
+    return found.measured_leaves(), dataclasses.replace(plan, placement=placement)
 
 
-def norms_of(flat: FlatTree, groups: Groups, norm: Norm) -> NormTree:
+def norms_of(flat: FlatTree, plan: Plan, norm: Norm) -> NormTree:
     """The norms of all groups, as users see them."""
-    return across(_norms, flat.measured_leaves(), groups=groups, norm=norm)
+    return across(_norms, flat.measured_leaves(), plan=plan, norm=norm)
 
 
 def _steps(
@@ -155,8 +155,8 @@ def _steps(
     state: ClipState,
     norm_of_tree: Array | None,
     *,
-    groups: Groups,
-    of_weights: Groups,
+    plan: Plan,
+    of_weights: Plan,
     method: Method,
 ) -> tuple[list[Any], ClipState]:
     """The steps in order: measure, limit, respond, scale, record."""
@@ -165,43 +165,43 @@ def _steps(
     if weights is not None:
         weight_norms = measure(as_arrays(weights), of_weights, method.norm).norm
     if method.nonfinite == "mask":
-        leaves, bad = mask(leaves, groups)
+        leaves, bad = mask(leaves, plan)
     if norm_of_tree is None:
-        measured = technique.measured(leaves, groups, method)
+        measured = technique.measured(leaves, plan, method)
     else:
         measured = Measured.of(norm_of_tree, 1.0)
         if method.strict:
-            measured = measured.from_above(slack(leaves, groups, method.norm))
+            measured = measured.from_above(slack(leaves, plan, method.norm))
     norm = measured.norm
     bad = ~jnp.isfinite(norm) if bad is None else bad
-    chex.assert_shape([norm, bad], groups.shape)
+    chex.assert_shape([norm, bad], plan.shape)
     if method.nonfinite == "error":
-        _report(bad, groups, method)
+        _report(bad, plan, method)
     limits, rule_state = limits_of(rule, state.rule, norm, weight_norms, method.name)
-    chex.assert_shape(list(limits), groups.shape)
+    chex.assert_shape(list(limits), plan.shape)
     options = {"response": method.response, "nonfinite": method.nonfinite, "strict": method.strict}
     by = multiplier(measured, *limits, **options)
-    chex.assert_shape(list(by), groups.shape)
+    chex.assert_shape(list(by), plan.shape)
     # Stacked, so that each leaf cuts its part out of one array in one operation.
     columns = devices.stack(technique.columns(by, limits.trigger.astype(by.ratio.dtype)))
-    parts = map(groups.placement.on_all_devices, groups.by_leaf(columns, leaves))
-    rows = zip(leaves, parts, groups.grouping.axes, strict=True)
+    parts = map(plan.placement.on_all_devices, plan.by_leaf(columns, leaves))
+    rows = zip(leaves, parts, plan.grouping.axes, strict=True)
     scaled = [technique.scaled(*row, method) for row in rows]
     chex.assert_trees_all_equal_shapes_and_dtypes(leaves, scaled)
     if state.info is None:
         return scaled, state
-    info = updated_info(state.info, groups, norm, limits.trigger, by.factor, bad)
+    info = updated_info(state.info, plan, norm, limits.trigger, by.factor, bad)
     return scaled, ClipState(increased(state.steps), rule_state, info)
 
 
-def _report(bad: Array, groups: Groups, method: Method) -> None:
+def _report(bad: Array, plan: Plan, method: Method) -> None:
     """Reports groups that are not finite to `checkify`."""
-    for flags, group in zip(groups.unpack(bad), groups.grouping.groups, strict=True):
+    for flags, group in zip(plan.unpack(bad), plan.grouping.groups, strict=True):
         if group.members:
             names = [method.leaf_names[i] for i in group.members]
             # JAX shows this line where `checkify` is missing; see there.
             policies.check(flags, method.name, names)  # nonfinite="error" needs checkify
 
 
-def _norms(leaves: list[Any], *, groups: Groups, norm: Norm) -> NormTree:
-    return groups.as_tree(measure(as_arrays(leaves), groups, norm).norm)
+def _norms(leaves: list[Any], *, plan: Plan, norm: Norm) -> NormTree:
+    return plan.as_tree(measure(as_arrays(leaves), plan, norm).norm)

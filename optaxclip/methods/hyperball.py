@@ -18,8 +18,8 @@ from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._border.checks import matching_params
 from optaxclip._border.options import Options, PlaceOptions, takes
 from optaxclip._border.transformation import Transformation, transformation
-from optaxclip._engine.clip import groups_of
-from optaxclip._engine.groups import Groups
+from optaxclip._engine.clip import plan_of
+from optaxclip._engine.plan import Plan
 from optaxclip._engine.step import norms_of
 from optaxclip.methods.moments import dense
 from optaxclip.methods.spheres import steps_along
@@ -121,17 +121,17 @@ def hyperball(
 
     def grouped(tree: PyTree, argument: str, names: Names | None, size: int) -> Any:
         flat = dense(flatten(tree, argument), checked.name)
-        groups = groups_of(flat, scope, checked, names, size)
-        _refuse_vectors(flat, groups, checked.name)
-        return flat, groups
+        plan = plan_of(flat, scope, checked, names, size)
+        _refuse_vectors(flat, plan, checked.name)
+        return flat, plan
 
     def init(params: PyTree) -> HyperballState:
         steps = jnp.zeros((), jnp.int32)
-        flat, groups = grouped(devices.to_device(params), "params", None, 0)
+        flat, plan = grouped(devices.to_device(params), "params", None, 0)
         if not keeps:
             return HyperballState(steps, (), Names())
-        norms = norms_of(flat, groups, checked.norm)
-        return HyperballState(steps, norms, groups.grouping.names)
+        norms = norms_of(flat, plan, checked.norm)
+        return HyperballState(steps, norms, plan.grouping.names)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -146,12 +146,12 @@ def hyperball(
         state = init(params) if state is None and not has_memory else state
         check_state(state, HyperballState, checked.name, updates=updates)
         of_state = (state.names, state.radius.size) if keeps else (None, 0)
-        flat, groups = grouped(updates, "updates", *of_state)
+        flat, plan = grouped(updates, "updates", *of_state)
         weights = matching_params(flat, params, checked.name).measured_leaves()
         now = _checked_rate(rate(state.steps), "learning_rate") if is_schedule else rate
         operands = (weights, flat.measured_leaves(), state.radius if keeps else fixed, now, eps)
-        leaves = steps_along(*operands, groups=groups)
-        names = groups.grouping.names if keeps else Names()
+        leaves = steps_along(*operands, plan=plan)
+        names = plan.grouping.names if keeps else Names()
         return flat.rebuild(leaves), HyperballState(increased(state.steps), state.radius, names)
 
     return transformation(init, update)
@@ -174,13 +174,13 @@ def _checked_radius(radius: Any) -> Any:
     return radius
 
 
-def _refuse_vectors(flat: FlatTree, groups: Groups, name: str) -> None:
+def _refuse_vectors(flat: FlatTree, plan: Plan, name: str) -> None:
     """Checks that each leaf is a matrix or a stack of matrices.
 
     Raises:
       ValueError: if one is not.
     """
-    rows = zip(flat.names(), flat.measured_leaves(), groups.grouping.axes, strict=True)
+    rows = zip(flat.names(), flat.measured_leaves(), plan.grouping.axes, strict=True)
     for path, leaf, axes in rows:
         if len(axes) < 2:
             stack = jnp.ndim(leaf) - len(axes)

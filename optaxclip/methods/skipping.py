@@ -19,7 +19,7 @@ from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ClipInfo, ClipState, PyTree, Threshold
 from optaxclip._border.options import Options
 from optaxclip._border.transformation import Transformation, transformation
-from optaxclip._engine.clip import groups_of, known_norm
+from optaxclip._engine.clip import known_norm, plan_of
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import norms_of
 from optaxclip.methods.judging import judged, kept_where, zero_where
@@ -104,8 +104,8 @@ def skipping(
 
     def norms(flat: FlatTree, scope: Scope) -> tuple[Array, Names]:
         """The norms of groups, and their names."""
-        groups = groups_of(flat, scope, options)
-        return norms_of(flat, groups, options.norm), groups.grouping.names
+        plan = plan_of(flat, scope, options)
+        return norms_of(flat, plan, options.norm), plan.grouping.names
 
     def init(params: PyTree) -> SkipState:
         flat = flatten(params, "params")

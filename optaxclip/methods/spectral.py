@@ -18,8 +18,8 @@ from optaxclip._base.types import ClipState, PyTree
 from optaxclip._border.options import Options, StageOptions, takes
 from optaxclip._border.transformation import Transformation
 from optaxclip._engine.clip import stage
-from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import Measured
+from optaxclip._engine.plan import Plan
 from optaxclip._engine.respond import Multiplier
 from optaxclip._engine.step import Method, Technique
 from optaxclip.methods.moments import wide_dtype
@@ -111,16 +111,16 @@ class _SingularValues(Technique):
     mode: Mode
     iterations: int
 
-    def measured(self, leaves: list[Any], groups: Groups, method: Method) -> Measured:
+    def measured(self, leaves: list[Any], plan: Plan, method: Method) -> Measured:
         """The largest singular values of all matrices."""
-        _refuse_parts(leaves, groups, method)
-        axes = groups.grouping.axes
+        _refuse_parts(leaves, plan, method)
+        axes = plan.grouping.axes
         norms = [_largest(x, x.ndim - len(own)) for x, own in zip(leaves, axes, strict=True)]
         arrays = [
             norms[group.members[0]] if group.members else jnp.full(group.shape, jnp.nan)
-            for group in groups.grouping.groups
+            for group in plan.grouping.groups
         ]
-        return Measured.of(groups.pack(arrays), 1.0)
+        return Measured.of(plan.pack(arrays), 1.0)
 
     def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
         """What becomes of matrices that are not finite, and the limits of the others."""
@@ -133,7 +133,7 @@ class _SingularValues(Technique):
         return _clipped(leaf, limits, ratios, leaf.ndim - len(axes), self)
 
 
-def _refuse_parts(leaves: list[Any], groups: Groups, method: Method) -> None:
+def _refuse_parts(leaves: list[Any], plan: Plan, method: Method) -> None:
     """Refuses leaves whose singular values cannot be computed.
 
     Raises:
@@ -144,7 +144,7 @@ def _refuse_parts(leaves: list[Any], groups: Groups, method: Method) -> None:
         of_leaf = f"{method.name}: leaf '{name}' of shape {leaf.shape}"
         if is_sparse(leaf):
             raise TypeError(f"{of_leaf} is sparse; pass leaf.todense()")
-        axes = groups.placement.axes_of(i)
+        axes = plan.placement.axes_of(i)
         if axes and devices.manual_axes():
             raise ValueError(
                 f"{of_leaf} is split over the devices along {sorted(axes)}, and singular values "

@@ -24,7 +24,7 @@ from optaxclip._base.numerics import (
 )
 from optaxclip._border.calls import across
 from optaxclip._border.entries import times
-from optaxclip._engine.groups import Groups
+from optaxclip._engine.plan import Plan
 from optaxclip._engine.products import products
 from optaxclip.methods.moments import wide_dtype
 
@@ -36,7 +36,7 @@ def steps_along(
     rate: Any,
     eps: Any,
     *,
-    groups: Groups,
+    plan: Plan,
 ) -> list[Array]:
     """The updates of the weights.
 
@@ -46,9 +46,9 @@ def steps_along(
       radius: the radius of each group, one for all, or None for the norms of the weights.
       rate: the length of a step as a share of the radius.
       eps: a direction with a norm of at most `eps` counts as zeros.
-      groups: one group for each matrix.
+      plan: one group for each matrix.
     """
-    return across(_steps, weights, directions, radius, rate, eps, like=_directions, groups=groups)
+    return across(_steps, weights, directions, radius, rate, eps, like=_directions, plan=plan)
 
 
 def _directions(weights: list[Any], directions: list[Any], *_: Any) -> list[Any]:
@@ -57,14 +57,14 @@ def _directions(weights: list[Any], directions: list[Any], *_: Any) -> list[Any]
 
 
 def _steps(
-    weights: list[Any], directions: list[Any], radius: Any, rate: Any, eps: Any, *, groups: Groups
+    weights: list[Any], directions: list[Any], radius: Any, rate: Any, eps: Any, *, plan: Plan
 ) -> list[Array]:
     if not weights:
         return []
     weights, directions = ([jnp.asarray(x) for x in each] for each in (weights, directions))
-    factors = _factors(*products(weights, directions, groups), radius, rate, eps)
-    parts = groups.by_leaf(devices.stack(factors), directions)
-    rows = zip(weights, directions, parts, groups.grouping.axes, strict=True)
+    factors = _factors(*products(weights, directions, plan), radius, rate, eps)
+    parts = plan.by_leaf(devices.stack(factors), directions)
+    rows = zip(weights, directions, parts, plan.grouping.axes, strict=True)
     return [_sum(*row) for row in rows]
 
 

@@ -30,8 +30,8 @@ from optaxclip._border.calls import across
 from optaxclip._border.entries import times
 from optaxclip._border.options import Options, PlaceOptions, takes
 from optaxclip._border.transformation import Transformation, transformation
-from optaxclip._engine.clip import groups_of, stage
-from optaxclip._engine.groups import Groups
+from optaxclip._engine.clip import plan_of, stage
+from optaxclip._engine.plan import Plan
 from optaxclip.methods.moments import NamedMoments, dense, wide_dtype, zero_moments
 from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.checks import checked_decay, checked_limit
@@ -133,19 +133,19 @@ def scale_by_stable_adam(
         del params, extra_args
         flat = dense(flatten(updates, "updates"), name)
         check_state(state, StableAdamState, name, updates=updates)
-        groups = groups_of(flat, scope, checked, state.clip.info.names, state.steps.size)
+        plan = plan_of(flat, scope, checked, state.clip.info.names, state.steps.size)
 
         mu, nu = (NamedMoments.of(tree) for tree in (state.mu, state.nu))
         leaves = (flat.measured_leaves(), mu.of_leaves(flat, name), nu.of_leaves(flat, name))
         dtype = norm_dtype(average.dtype for average in leaves[2])
         shares = [_share(beta, increased(state.steps), dtype) for beta in betas]
-        ratios = across(_each, *leaves, shares[1:], eps, like=_grads, of_leaf=_ratio, groups=groups)
+        ratios = across(_each, *leaves, shares[1:], eps, like=_grads, of_leaf=_ratio, plan=plan)
         _, clip_state = clip.update(flat.rebuild(ratios), state.clip)
-        taken = jnp.isfinite(clip_state.info.norm) & np.array(groups.grouping.present, bool)
+        taken = jnp.isfinite(clip_state.info.norm) & np.array(plan.grouping.present, bool)
         # A tensor that is not finite counts for nothing in its averages.
         shares = [jnp.where(taken, share, 0) for share in shares]
         columns = [*shares, clip_state.info.factor.astype(dtype)]
-        rows = across(_each, *leaves, columns, eps, like=_rows, of_leaf=_direction, groups=groups)
+        rows = across(_each, *leaves, columns, eps, like=_rows, of_leaf=_direction, plan=plan)
         directions, *new = ([row[k] for row in rows] for k in range(3))
         return flat.rebuild(directions), StableAdamState(
             clip_state,
@@ -173,10 +173,10 @@ def _each(
     eps: Any,
     *,
     of_leaf: Callable[..., Any],
-    groups: Groups,
+    plan: Plan,
 ) -> list[Any]:
     """`of_leaf` of each gradient, its averages, the columns' numbers for its tensors, and `eps`."""
-    of_leaves = groups.by_leaf(devices.stack(columns), grads)
+    of_leaves = plan.by_leaf(devices.stack(columns), grads)
     return [of_leaf(*row, eps) for row in zip(grads, mus, nus, of_leaves, strict=True)]
 
 

@@ -19,7 +19,7 @@ from optaxclip._base.types import ClipState, Path, PyTree
 from optaxclip._border.calls import across
 from optaxclip._border.options import Options, PlaceOptions, takes
 from optaxclip._border.transformation import Transformation, transformation
-from optaxclip._engine.clip import groups_of
+from optaxclip._engine.clip import plan_of
 from optaxclip._engine.step import norms_of
 from optaxclip.methods.skipping import SkipState, as_inner
 from optaxclip.monitor.states import name_of, numbered, unboxed, walk
@@ -143,8 +143,8 @@ def events(
         names, norms, places = state.names, None, None
         if any(not judge.has_entries for judge in before):
             flat = flatten(updates, "updates").named_like(state.names)
-            groups = groups_of(flat, scopes.leaf(), checked)
-            norms, found = norms_of(flat, groups, checked.norm), groups.grouping.names
+            plan = plan_of(flat, scopes.leaf(), checked)
+            norms, found = norms_of(flat, plan, checked.norm), plan.grouping.names
             names = Names((*names, *(each for each in found if each not in tuple(names))))
             places = np.array([names.index(each) for each in found], np.int32)
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)

@@ -26,7 +26,7 @@ from optaxclip._border.calls import across
 from optaxclip._border.options import Options, PlaceOptions, takes
 from optaxclip._border.placement import grouped
 from optaxclip._border.transformation import Transformation, transformation
-from optaxclip._engine.clip import groups_of
+from optaxclip._engine.clip import plan_of
 from optaxclip.monitor.statistics import STATISTICS, recorded_statistics
 from optaxclip.norms import Norm
 from optaxclip.scopes.leaves import Scope, as_scope
@@ -97,7 +97,7 @@ def record(
       per_leaf: the same as `scope=scopes.leaf()`.
       scope: which entries belong together, from `optaxclip.scopes`: leaves, layers of leaves that
         stack them, experts, labelled groups; the whole tree if None. With the scopes `axes` and
-        `unit`, which divide a leaf into very many groups, the largest number of each leaf is kept.
+        `unit`, which divide a leaf into very many plan, the largest number of each leaf is kept.
       stats: which statistics to keep, of those in the table: one name, or several.
       loss: whether to keep the loss, given to the update as `value=` or `loss=`, in place of
         statistics.
@@ -164,11 +164,11 @@ def record(
             found, names = {"loss": loss_among(extra_args, name)}, state.names
         else:
             flat, size = flatten(updates, "updates"), next(iter(state.last.values())).size
-            groups = groups_of(flat, chosen_scope, checked, state.names, size)
-            found = recorded_statistics(flat, params, groups, kept, checked)
-            names = groups.grouping.names
-            if groups.grouping.layout != "scalar" and not all(groups.grouping.present):
-                absent = ~np.array(groups.grouping.present)
+            plan = plan_of(flat, chosen_scope, checked, state.names, size)
+            found = recorded_statistics(flat, params, plan, kept, checked)
+            names = plan.grouping.names
+            if plan.grouping.layout != "scalar" and not all(plan.grouping.present):
+                absent = ~np.array(plan.grouping.present)
         rows = (window, len(found)) if len(found) > 1 else (window,)
         _check_shape(state, (*rows, *jnp.shape(next(iter(found.values())))), name)
         written = across(_written, state.steps, state.ring, found, absent, like=_fields)

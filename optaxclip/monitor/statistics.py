@@ -19,8 +19,8 @@ from optaxclip._base.types import PyTree
 from optaxclip._border.calls import across
 from optaxclip._border.entries import as_arrays
 from optaxclip._border.options import Options
-from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import measure
+from optaxclip._engine.plan import Plan
 from optaxclip._engine.products import Products, products
 from optaxclip._engine.step import weights_beside
 from optaxclip.norms import Norm
@@ -33,8 +33,8 @@ class Sources:
         self,
         leaves: list[Any],
         weights: list[Any] | None,
-        groups: Groups,
-        of_weights: Groups,
+        plan: Plan,
+        of_weights: Plan,
         norm: Norm,
         *,
         with_cosines: bool,
@@ -44,15 +44,15 @@ class Sources:
         Args:
           leaves: those of the gradients.
           weights: those of the parameters, if a statistic needs them.
-          groups: those of the gradients.
-          of_weights: the same groups, with the placement of the parameters.
+          plan: the groups of the gradients.
+          of_weights: the same plan, with the placement of the parameters.
           norm: the norm that the user chose.
           with_cosines: whether cosines are needed too, whose pass also gives the parameters' L2
             norms.
         """
         self.norm = norm
         self._leaves, self._weights = leaves, weights or []
-        self._groups, self._of_weights = groups, of_weights
+        self._plan, self._of_weights = plan, of_weights
         self._with_cosines = with_cosines
         self._is_sparse = any(map(is_sparse, leaves))
         self._found: dict[tuple[str, Norm], Array] = {}
@@ -60,7 +60,7 @@ class Sources:
     def of_leaves(self, norm: Norm) -> Array:
         """The norms of the gradients' groups."""
         if ("leaves", norm) not in self._found:
-            self._found["leaves", norm] = measure(self._leaves, self._groups, norm).norm
+            self._found["leaves", norm] = measure(self._leaves, self._plan, norm).norm
         return self._found["leaves", norm]
 
     def of_weights(self, norm: Norm) -> Array:
@@ -72,7 +72,7 @@ class Sources:
     def _of_weights_at_first(self, norm: Norm) -> Array:
         if not self._with_cosines or norm is not norms.l2 or self._is_sparse:
             return measure(self._weights, self._of_weights, norm).norm
-        return jnp.where(self._groups.have_leaves(), self._products.of_others, jnp.nan)
+        return jnp.where(self._plan.have_leaves(), self._products.of_others, jnp.nan)
 
     def cosines(self) -> Array:
         """The cosines of the gradients' groups with the parameters'."""
@@ -80,7 +80,7 @@ class Sources:
 
     def shares(self) -> Array:
         """The parts that the groups have in the squared norm of all."""
-        norm, present = self.of_leaves(norms.l2), self._groups.have_leaves()
+        norm, present = self.of_leaves(norms.l2), self._plan.have_leaves()
         known = jnp.where(present, norm, 0)
         # Relative to the largest, so that no square leaves the range.
         squares = jnp.square(safe_divide(known, jnp.max(known, initial=0), 0.0))
@@ -89,15 +89,15 @@ class Sources:
     @functools.cached_property
     def _products(self) -> Products:
         """The inner products of gradients and parameters."""
-        placement = self._groups.placement
+        placement = self._plan.placement
         in_one_piece = placement.in_one_piece and self._of_weights.placement.in_one_piece
         placement = dataclasses.replace(placement, in_one_piece=in_one_piece)
-        groups = dataclasses.replace(self._groups, placement=placement)
+        plan = dataclasses.replace(self._plan, placement=placement)
 
         found = [self.of_leaves(norms.l2)]
         if self._is_sparse:
             found.append(self.of_weights(norms.l2))
-        return products(self._leaves, self._weights, groups, *found)
+        return products(self._leaves, self._weights, plan, *found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ STATISTICS: dict[str, GroupStatistic] = {
 def recorded_statistics(
     flat: FlatTree,
     params: PyTree | None,
-    groups: Groups,
+    plan: Plan,
     names: tuple[str, ...],
     options: Options,
 ) -> dict[str, Array]:
@@ -157,14 +157,14 @@ def recorded_statistics(
     Args:
       flat: the gradients.
       params: the parameters, if the user has passed them.
-      groups: the groups.
+      plan: the groups, and where they lie.
       names: which statistics.
       options: of the transformation; their norm is that of "norm", "param_norm" and "ratio".
 
     Raises:
       ValueError: if parameters are needed and missing, or do not match.
     """
-    weights, of_weights = None, groups
+    weights, of_weights = None, plan
     needing = [name for name in names if STATISTICS[name].needs_params]
     if needing:
         if params is None:
@@ -172,8 +172,8 @@ def recorded_statistics(
                 f"{options.name}: the statistics {needing} need the parameters; pass them: "
                 "update(updates, state, params)"
             )
-        weights, of_weights = weights_beside(flat, params, groups, options)
-    static = {"groups": groups, "of_weights": of_weights, "names": names, "norm": options.norm}
+        weights, of_weights = weights_beside(flat, params, plan, options)
+    static = {"plan": plan, "of_weights": of_weights, "names": names, "norm": options.norm}
     return across(_statistics, flat.measured_leaves(), weights, **static)
 
 
@@ -181,22 +181,22 @@ def _statistics(
     leaves: list[Any],
     weights: list[Any] | None,
     *,
-    groups: Groups,
-    of_weights: Groups,
+    plan: Plan,
+    of_weights: Plan,
     names: tuple[str, ...],
     norm: Norm,
 ) -> dict[str, Array]:
     weights = None if weights is None else as_arrays(weights)
     chosen = {"norm": norm, "with_cosines": "cosine_param" in names}
-    sources = Sources(as_arrays(leaves), weights, groups, of_weights, **chosen)
-    return {name: _by_name(STATISTICS[name].compute(sources), groups) for name in names}
+    sources = Sources(as_arrays(leaves), weights, plan, of_weights, **chosen)
+    return {name: _by_name(STATISTICS[name].compute(sources), plan) for name in names}
 
 
-def _by_name(packed: Array, groups: Groups) -> Array:
+def _by_name(packed: Array, plan: Plan) -> Array:
     """A number for each name: for a leaf with many groups, the largest of theirs."""
-    if groups.grouping.layout != "dict":
+    if plan.grouping.layout != "dict":
         return packed
-    largest = [_largest(x) for x in groups.unpack(packed)]
+    largest = [_largest(x) for x in plan.unpack(packed)]
     return devices.stack(largest) if largest else jnp.zeros(0)
 
 

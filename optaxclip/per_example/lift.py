@@ -21,8 +21,8 @@ from optaxclip._base.grouping import Grouping
 from optaxclip._base.types import NormTree
 from optaxclip._border.calls import across
 from optaxclip._border.placement import Placement
-from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import Measured, measure
+from optaxclip._engine.plan import Plan
 from optaxclip._engine.respond import Multiplier, multiplier
 from optaxclip.norms import l2
 from optaxclip.per_example.weighting import sum_dtype, weighted_sums
@@ -100,8 +100,8 @@ def _steps(
     leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
     if devices.manual_axes() or devices.lies_in_one_piece(leaves):
         leaves = lax.platform_dependent(leaves, cpu=_in_rows, default=lambda leaves: leaves)
-    groups = _lifted(grouping, leaves, is_padding.size)
-    measured = zip(*map(groups.unpack, measure(leaves, groups, l2, from_above=True)), strict=True)
+    plan = _lifted(grouping, leaves, is_padding.size)
+    measured = zip(*map(plan.unpack, measure(leaves, plan, l2, from_above=True)), strict=True)
     measured = [Measured(*fields) for fields in measured]
     margin = max((float(jnp.finfo(leaf.dtype).eps) for leaf in leaves), default=0.0)
     options = {"margin": margin, "grouping": grouping, "response": response}
@@ -180,7 +180,7 @@ class _Bounded:
         return jnp.minimum(self.response(norm, trigger, target), target)
 
 
-def _lifted(grouping: Grouping, leaves: list[Array], examples: int) -> Groups:
+def _lifted(grouping: Grouping, leaves: list[Array], examples: int) -> Plan:
     """The same groups for each example; the axis of examples comes first in their norms."""
     groups = tuple(
         dataclasses.replace(group, shape=(examples, *group.shape)) for group in grouping.groups
@@ -192,7 +192,7 @@ def _lifted(grouping: Grouping, leaves: list[Array], examples: int) -> Groups:
     lifted = dataclasses.replace(grouping, groups=groups, axes=axes, layout=layout)
     nothing = ((frozenset(),) * len(leaves), ((),) * len(leaves))
     placement = Placement(*nothing, in_one_piece=devices.lies_in_one_piece(leaves))
-    return Groups(lifted, placement)
+    return Plan(lifted, placement)
 
 
 def _only(counts: Array, by: Multiplier) -> Multiplier:

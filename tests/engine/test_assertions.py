@@ -47,7 +47,7 @@ SLIPS = {
     "multipliers": (step, "multiplier", each_longer),
     "leaves": (step, "scale", longer),
     "dtypes of leaves": (step, "scale", lambda x: x.astype(jnp.float16)),
-    "columns of leaves": (step.Groups, "by_leaf", lambda parts: parts[::-1]),
+    "columns of leaves": (step.Plan, "by_leaf", lambda parts: parts[::-1]),
     "record": (record, "_of_worst", lambda columns: tuple(map(longer, columns))),
 }
 

@@ -23,8 +23,8 @@ from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.numerics import fixed_size
 from optaxclip._batches.cutting import Cut, appended, in_order_of_batch, last_examples
 from optaxclip._border.placement import Placement
-from optaxclip._engine.groups import Groups
 from optaxclip._engine.measure import measure
+from optaxclip._engine.plan import Plan
 from optaxclip.norms import l2
 from optaxclip.per_example.ghost.sites import Sizes, Use
 
@@ -408,7 +408,7 @@ def norms_above(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:
     kept = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
     grouping = Grouping((Group(("norms",), (0,), kept),), (axes,), "scalar")
     placement = Placement((frozenset(),), ((),), in_one_piece=devices.lies_in_one_piece([x]))
-    return measure([x], Groups(grouping, placement), l2, from_above=True).bound
+    return measure([x], Plan(grouping, placement), l2, from_above=True).bound
 
 
 def in_chunks(fn: Callable[[Any], Any], operands: Any, size: int) -> Any:

@@ -1,6 +1,7 @@
-"""How norms, limits and factors of groups are stored during a step: all in one array.
+"""What is fixed before there are numbers: the groups, where they lie, how their numbers are stored.
 
-An operation on it is compiled once, and takes few kernels.
+Norms, limits and factors of all groups are each in one array. An operation on it is compiled once,
+and takes few kernels.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from optaxclip._border.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
-class Groups:
+class Plan:
     """Which entries share a norm, and where they lie; static.
 
     Attributes:
