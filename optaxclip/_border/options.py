@@ -15,6 +15,7 @@ from optaxclip._base.numerics import is_real
 from optaxclip._base.types import AxisName, NonFinite, PyTree
 from optaxclip.nonfinite import as_policy
 from optaxclip.norms import Norm, as_norm
+from optaxclip.responses import Response, as_response
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -103,15 +104,20 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of one transformation, checked; the fields are explained above."""
+    """The options of one transformation, checked; the fields are explained above.
+
+    They are static under `jit`. The two that say how leaves lie do not count in comparisons, since
+    a step has beside them what follows from them, a `Placement`; and `specs` may be a dict.
+    """
 
     norm: Norm
+    response: Response
     nonfinite: NonFinite
     strict: bool
     record: bool
     known_norm: str | None
-    axis_names: tuple[str, ...] | None
-    specs: PyTree
+    axis_names: tuple[str, ...] | None = dataclasses.field(compare=False)
+    specs: PyTree = dataclasses.field(compare=False)
     name: str
 
     @classmethod
@@ -130,6 +136,7 @@ class Options:
             raise ValueError("known_norm cannot be used with nonfinite='mask', which changes norms")
         return cls(
             norm=as_norm(chosen["norm"]),
+            response=as_response(chosen.get("response", "clip")),
             nonfinite=as_policy(chosen["nonfinite"]),
             strict=chosen["strict"],
             record=chosen["record"],

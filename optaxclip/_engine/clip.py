@@ -39,7 +39,7 @@ from optaxclip._border.placement import Placement, grouped, located
 from optaxclip._border.transformation import Transformation, stateless, transformation
 from optaxclip._engine.plan import Plan
 from optaxclip._engine.record import initial_info
-from optaxclip._engine.step import BY_NORM, Method, Technique, clipped, norms_of
+from optaxclip._engine.step import BY_NORM, Technique, clipped, norms_of
 from optaxclip.norms import Norm
 from optaxclip.responses import Response
 from optaxclip.scopes.leaves import Scope, as_scope
@@ -99,20 +99,17 @@ def clip_by(
       >>> print(list(state.info.names), state.info.norm)
       ['b', 'w'] [0.5       3.5355341]
     """
-    return stage(as_scope(scope), limit, Options.checked(**options), response=response)
+    return stage(as_scope(scope), limit, Options.checked(response=response, **options))
 
 
 def stage(
     scope: Scope,
     limit: LimitLike,
     options: Options,
-    *,
-    response: str | Response = "clip",
     technique: Technique = BY_NORM,
 ) -> Transformation[ClipState]:
     """Any clip by norms, as a transformation; `clip_by` and most named methods call this."""
     checked = as_limit(limit)
-    method = Method.of(options, response, technique)
 
     def rule_of(flat: FlatTree, plan: Plan) -> Threshold:
         if isinstance(checked, Threshold):
@@ -140,7 +137,7 @@ def stage(
         plan = plan_of(flat, scope, options, stored, size)
         norm = known_norm(options, extra_args, plan.grouping.layout)
         rule = at_step(rule_of(flat, plan), state.rule)
-        return clipped(flat, params, rule, state, norm, plan, method, options)
+        return clipped(flat, params, rule, state, norm, plan, options, technique)
 
     if options.record:
         return transformation(init, update)
@@ -230,21 +227,20 @@ def clip_tree(
     """
     (tree, params), back = devices.brought(tree, params)
     flat = flatten(tree, "tree")
-    chosen = {"norm": norm, "nonfinite": nonfinite, "strict": strict}
+    chosen = {"norm": norm, "response": response, "nonfinite": nonfinite, "strict": strict}
     options = Options.checked(**chosen, axis_name=axis_name, specs=specs, name=name)
     plan = plan_of(flat, as_scope(scope), options)
     if isinstance(limits, Limits):
         rule = given(Limits(*map(plan.from_tree, limits)))
     else:
         rule = rule_for(as_limit(limits, "limits"), plan.entries())
-    method = Method.of(options, response)
     norm_of_tree = None
     if use_norm is not None and plan.grouping.layout == "scalar" and nonfinite != "mask":
         norm_of_tree = given_norm(use_norm, "use_norm")
     dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.measured_leaves())
     info = initial_info(name, plan.grouping, dtype)
     state = ClipState(jnp.zeros((), jnp.int32), rule.init(plan.zeros(dtype)), info)
-    tree, state = clipped(flat, params, rule, state, norm_of_tree, plan, method, options)
+    tree, state = clipped(flat, params, rule, state, norm_of_tree, plan, options)
     return *back(tree), state.info
 
 

@@ -29,10 +29,12 @@ class Plan:
     Attributes:
       grouping: the groups, by their names.
       placement: how the leaves lie on devices.
+      leaf_names: the leaves' names, where they are needed for messages.
     """
 
     grouping: Grouping
     placement: Placement
+    leaf_names: tuple[str, ...] = ()
 
     @functools.cached_property
     def order(self) -> list[int]:

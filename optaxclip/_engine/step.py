@@ -15,7 +15,7 @@ import optaxclip._border.devices as devices
 import optaxclip.nonfinite as policies
 from optaxclip._base.counters import increased
 from optaxclip._base.trees import FlatTree
-from optaxclip._base.types import ClipState, NonFinite, NormTree, PyTree, Threshold
+from optaxclip._base.types import ClipState, NormTree, PyTree, Threshold
 from optaxclip._border.calls import across
 from optaxclip._border.checks import matching_params
 from optaxclip._border.entries import as_arrays
@@ -28,7 +28,6 @@ from optaxclip._engine.record import updated_info
 from optaxclip._engine.respond import Multiplier, multiplier
 from optaxclip._engine.scale import scale
 from optaxclip.norms import Norm
-from optaxclip.responses import Response, as_response
 from optaxclip.thresholds.calling import limits_of, params_for
 
 
@@ -40,53 +39,28 @@ class Technique:
     """
 
     names_leaves: ClassVar[bool] = False
-    """Whether `measured` needs the leaves' names, for messages."""
+    """Whether `norms` needs the leaves' names, for messages."""
 
-    def measured(self, leaves: list[Any], plan: Plan, method: "Method") -> Measured:
+    def norms(self, leaves: list[Any], plan: Plan, options: Options) -> Measured:
         """The norms of all groups."""
-        return measure(leaves, plan, method.norm, from_above=method.strict)
+        return measure(leaves, plan, options.norm, from_above=options.strict)
 
     def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
         """The numbers per group that `scaled` needs, each array of the shape of the norms."""
         del limits
         return by
 
-    def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], method: "Method") -> Any:
+    def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
         """The changed leaf.
 
         `columns` stacks along its first axis what the method `columns` gave; its other axes are the
         leaf's without `axes`.
         """
-        zeroes = method.nonfinite == "zero"
-        return scale(leaf, columns, axes=axes, strict=method.strict, zeroes=zeroes)
+        zeroes = options.nonfinite == "zero"
+        return scale(leaf, columns, axes=axes, strict=options.strict, zeroes=zeroes)
 
 
 BY_NORM = Technique()
-
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """All settings of a clip except its limits; static under `jit`."""
-
-    norm: Norm
-    response: Response
-    nonfinite: NonFinite
-    strict: bool
-    name: str
-    technique: Technique = BY_NORM
-    leaf_names: tuple[str, ...] = ()
-    """The leaves' names, where they are needed for messages."""
-
-    @classmethod
-    def of(
-        cls,
-        options: Options,
-        response: str | Response,
-        technique: Technique = BY_NORM,
-    ) -> "Method":
-        """From the checked options, a response and a technique."""
-        chosen = (options.norm, as_response(response), options.nonfinite, options.strict)
-        return cls(*chosen, options.name, technique)
 
 
 def clipped(
@@ -96,8 +70,8 @@ def clipped(
     state: ClipState,
     norm_of_tree: Array | None,
     plan: Plan,
-    method: Method,
     options: Options,
+    technique: Technique = BY_NORM,
 ) -> tuple[PyTree, ClipState]:
     """The clipped tree and the next state.
 
@@ -108,20 +82,20 @@ def clipped(
       state: the state before the step; where nothing is recorded, its `info` is None.
       norm_of_tree: the norm of the whole tree, if the caller has it; else it is measured.
       plan: the groups of the tree, and where they lie.
-      method: all settings but the limit.
-      options: the options, for how the parameters are split over devices.
+      options: all settings but the limit.
+      technique: how leaves are measured and changed.
     """
-    params = params_for(rule, params, method.name)
+    params = params_for(rule, params, options.name)
     weights, of_weights = None, plan
     if params is not None:
         weights, of_weights = weights_beside(flat, params, plan, options)
-    raises = method.nonfinite == "error"
-    if raises or method.technique.names_leaves:
-        method = dataclasses.replace(method, leaf_names=tuple(flat.names()))
+    raises = options.nonfinite == "error"
+    if raises or technique.names_leaves:
+        plan = dataclasses.replace(plan, leaf_names=tuple(flat.names()))
     operands = (flat.measured_leaves(), weights, rule, state, norm_of_tree)
-    static = {"plan": plan, "of_weights": of_weights, "method": method}
+    fixed = {"plan": plan, "of_weights": of_weights, "options": options, "technique": technique}
     # In eager mode `checkify.check` raises at once, but inside of a compiled call it cannot.
-    new, state = across(_steps, *operands, like=_results, compiled=not raises, **static)
+    new, state = across(_steps, *operands, like=_results, compiled=not raises, **fixed)
     return flat.rebuild(new), state
 
 
@@ -157,36 +131,36 @@ def _steps(
     *,
     plan: Plan,
     of_weights: Plan,
-    method: Method,
+    options: Options,
+    technique: Technique,
 ) -> tuple[list[Any], ClipState]:
     """The steps in order: measure, limit, respond, scale, record."""
-    leaves, technique = as_arrays(leaves), method.technique
-    bad, weight_norms = None, None
+    leaves, bad, weight_norms = as_arrays(leaves), None, None
     if weights is not None:
-        weight_norms = measure(as_arrays(weights), of_weights, method.norm).norm
-    if method.nonfinite == "mask":
+        weight_norms = measure(as_arrays(weights), of_weights, options.norm).norm
+    if options.nonfinite == "mask":
         leaves, bad = mask(leaves, plan)
     if norm_of_tree is None:
-        measured = technique.measured(leaves, plan, method)
+        measured = technique.norms(leaves, plan, options)
     else:
         measured = Measured.of(norm_of_tree, 1.0)
-        if method.strict:
-            measured = measured.from_above(slack(leaves, plan, method.norm))
+        if options.strict:
+            measured = measured.from_above(slack(leaves, plan, options.norm))
     norm = measured.norm
     bad = ~jnp.isfinite(norm) if bad is None else bad
     chex.assert_shape([norm, bad], plan.shape)
-    if method.nonfinite == "error":
-        _report(bad, plan, method)
-    limits, rule_state = limits_of(rule, state.rule, norm, weight_norms, method.name)
+    if options.nonfinite == "error":
+        _report(bad, plan, options.name)
+    limits, rule_state = limits_of(rule, state.rule, norm, weight_norms, options.name)
     chex.assert_shape(list(limits), plan.shape)
-    options = {"response": method.response, "nonfinite": method.nonfinite, "strict": method.strict}
-    by = multiplier(measured, *limits, **options)
+    how = {"response": options.response, "nonfinite": options.nonfinite, "strict": options.strict}
+    by = multiplier(measured, *limits, **how)
     chex.assert_shape(list(by), plan.shape)
     # Stacked, so that each leaf cuts its part out of one array in one operation.
     columns = devices.stack(technique.columns(by, limits.trigger.astype(by.ratio.dtype)))
     parts = map(plan.placement.on_all_devices, plan.by_leaf(columns, leaves))
     rows = zip(leaves, parts, plan.grouping.axes, strict=True)
-    scaled = [technique.scaled(*row, method) for row in rows]
+    scaled = [technique.scaled(*row, options) for row in rows]
     chex.assert_trees_all_equal_shapes_and_dtypes(leaves, scaled)
     if state.info is None:
         return scaled, state
@@ -194,13 +168,13 @@ def _steps(
     return scaled, ClipState(increased(state.steps), rule_state, info)
 
 
-def _report(bad: Array, plan: Plan, method: Method) -> None:
+def _report(bad: Array, plan: Plan, name: str) -> None:
     """Reports groups that are not finite to `checkify`."""
     for flags, group in zip(plan.unpack(bad), plan.grouping.groups, strict=True):
         if group.members:
-            names = [method.leaf_names[i] for i in group.members]
+            names = [plan.leaf_names[i] for i in group.members]
             # JAX shows this line where `checkify` is missing; see there.
-            policies.check(flags, method.name, names)  # nonfinite="error" needs checkify
+            policies.check(flags, name, names)  # nonfinite="error" needs checkify
 
 
 def _norms(leaves: list[Any], *, plan: Plan, norm: Norm) -> NormTree:

@@ -21,7 +21,7 @@ from optaxclip._engine.clip import stage
 from optaxclip._engine.measure import Measured
 from optaxclip._engine.plan import Plan
 from optaxclip._engine.respond import Multiplier
-from optaxclip._engine.step import Method, Technique
+from optaxclip._engine.step import Technique
 from optaxclip.methods.moments import wide_dtype
 from optaxclip.methods.singular_values import RESPONSES, Mode, Prepared, clipped, largest
 from optaxclip.methods.updates import leaves_apart
@@ -98,8 +98,7 @@ def clip_by_spectral_norm(
     mode = checked_choice(mode, get_args(Mode), "mode")
     limit, scope = as_limit(c, "c"), leaves_apart(stacked)
     technique = _SingularValues(mode, checked_int(iterations, 1, "iterations"))
-    checked = Options.checked(**options)
-    return stage(scope, limit, checked, response=RESPONSES[mode], technique=technique)
+    return stage(scope, limit, Options.checked(response=RESPONSES[mode], **options), technique)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +110,9 @@ class _SingularValues(Technique):
     mode: Mode
     iterations: int
 
-    def measured(self, leaves: list[Any], plan: Plan, method: Method) -> Measured:
+    def norms(self, leaves: list[Any], plan: Plan, options: Options) -> Measured:
         """The largest singular values of all matrices."""
-        _refuse_parts(leaves, plan, method)
+        _refuse_parts(leaves, plan, options.name)
         axes = plan.grouping.axes
         norms = [_largest(x, x.ndim - len(own)) for x, own in zip(leaves, axes, strict=True)]
         arrays = [
@@ -126,22 +125,22 @@ class _SingularValues(Technique):
         """What becomes of matrices that are not finite, and the limits of the others."""
         return by.ratio, limits
 
-    def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], method: Method) -> Any:
+    def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
         """The leaf with the singular values of its matrices clipped."""
-        del method
+        del options
         ratios, limits = columns
         return _clipped(leaf, limits, ratios, leaf.ndim - len(axes), self)
 
 
-def _refuse_parts(leaves: list[Any], plan: Plan, method: Method) -> None:
+def _refuse_parts(leaves: list[Any], plan: Plan, transformation: str) -> None:
     """Refuses leaves whose singular values cannot be computed.
 
     Raises:
       TypeError: for a sparse leaf.
       ValueError: inside of `shard_map` or `pmap`, for a leaf that is split over devices.
     """
-    for i, (leaf, name) in enumerate(zip(leaves, method.leaf_names, strict=True)):
-        of_leaf = f"{method.name}: leaf '{name}' of shape {leaf.shape}"
+    for i, (leaf, name) in enumerate(zip(leaves, plan.leaf_names, strict=True)):
+        of_leaf = f"{transformation}: leaf '{name}' of shape {leaf.shape}"
         if is_sparse(leaf):
             raise TypeError(f"{of_leaf} is sparse; pass leaf.todense()")
         axes = plan.placement.axes_of(i)

@@ -34,7 +34,7 @@ from optaxclip._border.options import Options, ScaleOptions, takes
 from optaxclip._border.transformation import Transformation, transformation
 from optaxclip._engine.clip import stage
 from optaxclip._engine.respond import Multiplier
-from optaxclip._engine.step import Method, Technique
+from optaxclip._engine.step import Technique
 from optaxclip.methods.elementwise import clamp_leaf
 from optaxclip.methods.moments import NamedMoments, dense, zero_moments
 from optaxclip.methods.updates import leaves_apart
@@ -99,7 +99,7 @@ def clip_by_moving_max(
     """
     rule = thresholds.ema(decay, 1.0, debias=True, inclusive=True, floor=floor, patience=None)
     checked = Options.checked(norm="linf", **options)
-    return stage(leaves_apart(stacked), rule, checked, technique=_OnlyAbove())
+    return stage(leaves_apart(stacked), rule, checked, _OnlyAbove())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,15 +113,15 @@ class _OnlyAbove(Technique):
         """
         return (*by, select(by.ratio > 0, limits, -1))
 
-    def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], method: Method) -> Any:
+    def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
         """The changed leaf; of a `BCOO`, all that is stored of an entry above the limit."""
         if not is_sparse(leaf) or leaf.unique_indices:
-            return super().scaled(leaf, columns, axes, method)
+            return super().scaled(leaf, columns, axes, options)
         power, ratio, limit = columns
         is_at_most = jnp.abs(sums_of_stored(leaf, limit.dtype)) <= limit
         by: Any = [jnp.broadcast_to(x, is_at_most.shape) for x in (power, ratio)]
         by.append(jnp.where(is_at_most, jnp.inf, -1).astype(limit.dtype))
-        return with_data(leaf, super().scaled(leaf.data, by, (), method))
+        return with_data(leaf, super().scaled(leaf.data, by, (), options))
 
 
 @makes_transformation()
