@@ -27,8 +27,7 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._base.doors as _doors
-from optaxclip._base.arguments import short
-from optaxclip._base.calls import asks
+from optaxclip._base.arguments import asks, short
 from optaxclip._base.numerics import is_real, safe_sqrt
 
 _doors.put_signs(__name__)

@@ -28,8 +28,7 @@ import numpy as np
 from jax import Array
 
 import optaxclip._base.doors as _doors
-from optaxclip._base.arguments import refuse_uncalled
-from optaxclip._base.calls import asks
+from optaxclip._base.arguments import asks, refuse_uncalled
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import safe_divide
 

@@ -1,9 +1,12 @@
-"""Checks of users' arguments and of the states that they pass."""
+"""Checks of the arguments of public functions, and what is said of those they do not take."""
 
+import contextlib
 import difflib
+import functools
+import inspect
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -117,63 +120,97 @@ def near_miss(given: str, names: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-FRESH_STATE = (
-    "If it is from a checkpoint of another transformation, begin with a fresh state for this stage "
-    "and keep the states of the other stages: where this stage is the first of a chain, "
-    "opt_state = (tx.init(params)[0], *old_opt_state[1:])"
-)
-
-
-KEEP_STATE = (
-    "Begin with state = tx.init(params), keep the state that each update returns, and pass it to "
-    "the next: updates, state = tx.update(grads, state, params)"
-)
-
-
-def fresh_if_none(state: Any, init: Callable[[Any], Any], updates: Any) -> Any:
-    """A fresh state in the place of None, if its limit does not depend on earlier steps."""
-    if state is not None:
-        return state
-    fresh = init(updates)
-    return None if jax.tree.leaves(fresh.rule) else fresh
-
-
-def check_state(
-    state: Any, kind: type, name: str, remedy: str = FRESH_STATE, updates: Any = None
-) -> None:
-    """Checks that the state passed to a transformation is of the type that it makes.
-
-    Args:
-      state: what the user passed.
-      kind: the type.
-      name: the transformation's name.
-      remedy: the end of the message.
-      updates: what the user passed for the updates, which may be the state.
-    """
-    if state is None:
-        raise ValueError(
-            f"{name}: got the state None, and with a fresh state at each step it would never learn "
-            f"of earlier steps, on which its results depend. {KEEP_STATE}"
-        )
-    if not isinstance(state, kind):
-        refuse_state_as_updates(updates, kind, name)
-        raise ValueError(
-            f"{name}: the state must be of type {kind.__name__}, got {short(state)} of type "
-            f"{type(state).__name__}. {remedy}"
-        )
-
-
-def refuse_state_as_updates(updates: Any, kind: type, name: str) -> None:
-    """Refuses updates that are a state, alone or in a chain: then the arguments were swapped."""
-    nodes = jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, kind))
-    if any(isinstance(node, kind) for node in nodes):
-        raise ValueError(
-            f"{name}: the updates are a {kind.__name__}, so the arguments are in another order: "
-            "call update(grads, state, params)"
-        )
-
-
 def short(value: Any) -> str:
     """The `repr` of a value for a message: on one line, cut to 80 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def asks(**instead: str) -> Callable[[Function], Function]:
+    """A decorator that refuses keywords that a function lacks, and names the most similar one.
+
+    Args:
+      **instead: what to pass in place of keywords that other libraries have.
+    """
+
+    def decorate(fn: Function) -> Function:
+        allowed = [*inspect.signature(fn).parameters]
+
+        @functools.wraps(fn)
+        def checked(*args: Any, **keywords: Any) -> Any:
+            refuse_unknown(fn.__name__, keywords, allowed, instead)
+            return fn(*args, **keywords)
+
+        of_same_type: Any = checked
+        return of_same_type
+
+    return decorate
+
+
+def makes_transformation(once: str = "") -> Callable[[Function], Function]:
+    """`asks` for a function that makes a transformation; `once` is as in `takes_no_gradients`."""
+
+    def decorate(fn: Function) -> Function:
+        asked = asks()(fn)
+
+        @functools.wraps(fn)
+        def checked(*args: Any, **keywords: Any) -> Any:
+            with takes_no_gradients(fn.__name__, args, once):
+                return asked(*args, **keywords)
+
+        of_same_type: Any = checked
+        return of_same_type
+
+    return decorate
+
+
+def refuse_unknown(
+    name: str,
+    keywords: Iterable[str],
+    allowed: Collection[str],
+    instead: Mapping[str, str],
+) -> None:
+    """Refuses keywords that a function does not take.
+
+    Raises:
+      TypeError: for the first of them.
+    """
+    for keyword in keywords:
+        if keyword not in allowed:
+            hint = instead.get(keyword)
+            hint = f": {hint}." if hint else near_miss(keyword, allowed) or "."
+            raise TypeError(
+                f"{name}() got an unexpected keyword argument {keyword!r}{hint} It takes "
+                f"{[*allowed]}"
+            )
+
+
+@contextlib.contextmanager
+def takes_no_gradients(name: str, given: Iterable[Any], once: str = "") -> Iterator[None]:
+    """Explains an error of a function that makes a transformation, but was given gradients.
+
+    Args:
+      name: the function's name.
+      given: the values of its arguments that were passed without a keyword.
+      once: the call that clips gradients once, if there is one.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if not any(map(_holds_arrays, given)):
+            raise
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"{error}. {name} makes a transformation: for gradients, {f'{once}, or ' * bool(once)}"
+            f"in a training step tx = {name}(...) and tx.update(grads, state, params)"
+        ) from None
+
+
+def _holds_arrays(value: Any) -> bool:
+    """Whether a value is a tree with arrays of floats, as gradients are."""
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: callable(x) or hasattr(x, "init"))
+    dtypes = [leaf.dtype for leaf in leaves if getattr(leaf, "ndim", 0) and hasattr(leaf, "dtype")]
+    return any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)

@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array, lax
 
 from optaxclip._base.derivatives import custom_jvp
-from optaxclip._base.names import Names
 from optaxclip._base.numerics import fixed_size, promoted
+from optaxclip._base.states import Names
 from optaxclip._base.types import NormTree
 
 

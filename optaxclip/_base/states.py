@@ -1,12 +1,88 @@
-"""How classes of states are registered, so that trainers and JAX can treat states as data."""
+"""What states are made of: names, counters, the classes' registration, and checks of states."""
 
+import dataclasses
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import json
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
+from jax import Array
 
-from optaxclip._base.names import Names
+from optaxclip._base.arguments import short
+
+_Shapes = tuple[tuple[int, ...], ...]
+
+GIVE_BACK = "restore the names: state = jax.tree.map(lambda _, x: x, tx.init(params), state)"
+"""What to do about a state that has lost its names, for messages; `tx` is the whole optimizer."""
+
+_STATIC = {"static": True}
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Names:
+    """Names in order, used as a tuple of them, which JAX treats as a node without children.
+
+    It is no tuple, because trainers that go through a state by hand go into tuples, and would find
+    the names as leaves where JAX has none. They know dataclasses and leave out static fields.
+
+    No names at all are equal to any names. `optax.tree_map_params` needs that: it calls `init` with
+    a tree that has no leaves, so no names, and compares the structure of this state with that of a
+    real one. What it returns has lost its names, and gets them back at the next step. Two things do
+    not: a wrapper that keeps the old structure (`optax.MultiSteps`), and a function that was
+    compiled for a state without names, as `jit` takes both for one structure.
+
+    Attributes:
+      entries: the names.
+      shapes: for each name the shape of its groups; empty where each has one group.
+      are_labels: whether the names are labels that a user gave.
+    """
+
+    entries: tuple[str, ...] = dataclasses.field(default=(), metadata=_STATIC)
+    shapes: _Shapes = dataclasses.field(default=(), metadata=_STATIC)
+    are_labels: bool = dataclasses.field(default=False, metadata=_STATIC)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @overload
+    def __getitem__(self, where: int) -> str: ...
+    @overload
+    def __getitem__(self, where: slice) -> tuple[str, ...]: ...
+    def __getitem__(self, where: int | slice) -> str | tuple[str, ...]:
+        return self.entries[where]
+
+    def index(self, name: str) -> int:
+        """The place of a name."""
+        return self.entries.index(name)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, tuple):
+            return self.entries == other
+        if other is None:
+            return True  # a copy of a state's structure that a walk by hand has made
+        if not isinstance(other, Names):
+            return NotImplemented
+        # Shapes do not count: a program of `jax.export` may serve all of them.
+        are_same = self.entries == other.entries and self.are_labels == other.are_labels
+        return are_same or not self or not other
+
+    def __hash__(self) -> int:
+        return hash(Names)
+
+    def __repr__(self) -> str:
+        return repr(self.entries)
+
 
 Kind = TypeVar("Kind", bound=type)
 
@@ -45,3 +121,128 @@ def _to_bytes(names: Sequence[Names]) -> bytes:
 
 def _from_bytes(stored: bytes) -> tuple[Names, ...]:
     return tuple(Names(tuple(names), (), labels) for names, labels in json.loads(stored))
+
+
+@functools.partial(jax.jit, static_argnames="period", inline=True)
+def increased(count: Array, where: Array | bool = True, *, period: int = 1) -> Array:
+    """Counters plus 1 where `where` is True; the largest value of the dtype is never exceeded.
+
+    Args:
+      count: signed integers of at least 0.
+      where: bool, which of them to increase.
+      period: a counter at the dtype's largest value does not grow, but falls by `period - 1`. With
+        1 it stays there, as Optax's counters do. With the length of a ring buffer, the place in the
+        buffer, `count % period`, moves on by one as at every other step.
+
+    Raises:
+      TypeError: for counters of another dtype.
+    """
+    if not jnp.issubdtype(count.dtype, jnp.integer):
+        raise TypeError(
+            f"a counter of the state has the dtype {count.dtype}, in which it would stand still; "
+            "cast only the floating-point leaves of a state"
+        )
+    is_full = count == jnp.iinfo(count.dtype).max
+    step = jnp.where(is_full, 1 - period, 1)
+    # A product, because JAX 0.10.2 cannot `vmap` a select in a `jit` over an explicit mesh.
+    return count + step.astype(count.dtype) * jnp.asarray(where, count.dtype)
+
+
+def own_arrays(state: Any) -> Any:
+    """A copy of the state, which can be donated: no other pytree holds its arrays."""
+    return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, Array) else x, state)
+
+
+FRESH_STATE = (
+    "If it is from a checkpoint of another transformation, begin with a fresh state for this stage "
+    "and keep the states of the other stages: where this stage is the first of a chain, "
+    "opt_state = (tx.init(params)[0], *old_opt_state[1:])"
+)
+
+
+def fresh_if_none(state: Any, init: Callable[[Any], Any], updates: Any) -> Any:
+    """A fresh state in the place of None, if its limit does not depend on earlier steps."""
+    if state is not None:
+        return state
+    fresh = init(updates)
+    return None if jax.tree.leaves(fresh.rule) else fresh
+
+
+def check_state(
+    state: Any, kind: type, name: str, remedy: str = FRESH_STATE, updates: Any = None
+) -> None:
+    """Checks that the state passed to a transformation is of the type that it makes.
+
+    Args:
+      state: what the user passed.
+      kind: the type.
+      name: the transformation's name.
+      remedy: the end of the message.
+      updates: what the user passed for the updates, which may be the state.
+    """
+    if state is None:
+        raise ValueError(
+            f"{name}: got the state None, and with a fresh state at each step it would never learn "
+            "of earlier steps, on which its results depend. Begin with state = tx.init(params), "
+            "keep the state that each update returns, and pass it to the next: "
+            "updates, state = tx.update(grads, state, params)"
+        )
+    if not isinstance(state, kind):
+        refuse_state_as_updates(updates, kind, name)
+        raise ValueError(
+            f"{name}: the state must be of type {kind.__name__}, got {short(state)} of type "
+            f"{type(state).__name__}. {remedy}"
+        )
+
+
+def refuse_state_as_updates(updates: Any, kind: type, name: str) -> None:
+    """Refuses updates that are a state, alone or in a chain: then the arguments were swapped."""
+    nodes = jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, kind))
+    if any(isinstance(node, kind) for node in nodes):
+        raise ValueError(
+            f"{name}: the updates are a {kind.__name__}, so the arguments are in another order: "
+            "call update(grads, state, params)"
+        )
+
+
+def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
+    """Calls `act` with a module: at once if it is imported, else as soon as somebody imports it."""
+    module = sys.modules.get(name)
+    if module is not None:
+        act(module)
+    else:
+        sys.meta_path.insert(0, _Watch(name, act))
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """Lets others find the module, and adds a call to its loading; it is asked once."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]):
+        self.name, self.act = name, act
+
+    def find_spec(
+        self, fullname: str, path: Any, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        del path, target
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        loader: Any = None if spec is None else spec.loader
+
+        def load_and_act(module: ModuleType) -> None:
+            del loader.exec_module  # the method of its class is back
+            loader.exec_module(module)
+            self.act(module)
+
+        if loader is not None:
+            loader.exec_module = load_and_act
+        return spec
+
+
+def _register(serialization: ModuleType) -> None:
+    """Tells Flax's serialization that nothing of `Names` is stored: a restored state keeps its."""
+    serialization.register_serialization_state(Names, lambda _: {}, lambda names, _: names)
+
+
+when_imported("flax.serialization", _register)

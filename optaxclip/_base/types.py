@@ -9,8 +9,7 @@ import jax
 from jax import Array
 from jax.tree_util import Partial
 
-from optaxclip._base.names import Names
-from optaxclip._base.states import registered_state
+from optaxclip._base.states import Names, registered_state
 
 if sys.version_info >= (3, 12):
     from typing import TypeAliasType

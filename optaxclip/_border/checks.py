@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.grouping import Grouping
-from optaxclip._base.names import GIVE_BACK, Names
 from optaxclip._base.numerics import fixed_size
+from optaxclip._base.states import GIVE_BACK, Names
 from optaxclip._base.trees import FlatTree, flatten, leaf_name
 from optaxclip._base.types import PyTree
 from optaxclip.thresholds.checks import checked_limit

@@ -9,8 +9,14 @@ from typing import Any, TypedDict, TypeVar, get_type_hints
 
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
-from optaxclip._base.arguments import as_axis_names, checked_bool, checked_name, short
-from optaxclip._base.calls import refuse_unknown, takes_no_gradients
+from optaxclip._base.arguments import (
+    as_axis_names,
+    checked_bool,
+    checked_name,
+    refuse_unknown,
+    short,
+    takes_no_gradients,
+)
 from optaxclip._base.numerics import is_real
 from optaxclip._base.types import AxisName, NonFinite, PyTree
 from optaxclip.nonfinite import as_policy

@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import optax
 
 import optaxclip._border.devices as devices
-from optaxclip._base.arguments import refuse_state_as_updates
+from optaxclip._base.states import refuse_state_as_updates
 from optaxclip._base.types import PyTree
 
 State = TypeVar("State", covariant=True)

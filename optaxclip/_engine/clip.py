@@ -17,10 +17,8 @@ from typing import Any, Unpack
 import jax.numpy as jnp
 
 import optaxclip._border.devices as devices
-from optaxclip._base.arguments import check_state, fresh_if_none
-from optaxclip._base.counters import own_arrays
-from optaxclip._base.names import Names
 from optaxclip._base.numerics import norm_dtype
+from optaxclip._base.states import Names, check_state, fresh_if_none, own_arrays
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import (
     ArrayLike,

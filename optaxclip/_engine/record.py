@@ -14,10 +14,9 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._border.devices as devices
-from optaxclip._base.counters import increased
 from optaxclip._base.grouping import Grouping
-from optaxclip._base.names import Names
 from optaxclip._base.numerics import narrowed
+from optaxclip._base.states import Names, increased
 from optaxclip._base.types import ClipInfo
 from optaxclip._engine.plan import Plan
 

@@ -13,7 +13,7 @@ from jax import Array
 
 import optaxclip._border.devices as devices
 import optaxclip.nonfinite as policies
-from optaxclip._base.counters import increased
+from optaxclip._base.states import increased
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import ClipState, NormTree, PyTree, Threshold
 from optaxclip._border.calls import across

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 import optaxclip._border.devices as devices
-from optaxclip._base.arguments import check_state, checked_bool, checked_int
-from optaxclip._base.calls import asks
+from optaxclip._base.arguments import asks, checked_bool, checked_int
+from optaxclip._base.states import check_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import AxisName, PyTree, Threshold
 from optaxclip._batches.cutting import Cut, number_of_examples

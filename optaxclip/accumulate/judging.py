@@ -10,8 +10,7 @@ from jax import Array
 
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import checked_bool, refuse_uncalled
-from optaxclip._base.counters import own_arrays
-from optaxclip._base.states import registered_state
+from optaxclip._base.states import own_arrays, registered_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ClipInfo, ClipState, PyTree, Threshold
 from optaxclip._border.options import Options

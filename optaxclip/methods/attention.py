@@ -11,8 +11,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import check_state, checked_bool, checked_name, fresh_if_none
-from optaxclip._base.calls import makes_transformation
+from optaxclip._base.arguments import checked_bool, checked_name, makes_transformation
 from optaxclip._base.numerics import (
     accumulation_dtype,
     match_weak_type,
@@ -20,6 +19,7 @@ from optaxclip._base.numerics import (
     promoted,
     safe_divide,
 )
+from optaxclip._base.states import check_state, fresh_if_none
 from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name, per_leaf
 from optaxclip._base.types import ClipState, Path, PyTree
 from optaxclip._border.checks import matching_params

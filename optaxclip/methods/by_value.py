@@ -6,10 +6,8 @@ import jax.numpy as jnp
 from jax import Array
 
 import optaxclip.methods.elementwise as elementwise
-from optaxclip._base.arguments import check_state, checked_bool
-from optaxclip._base.calls import makes_transformation
-from optaxclip._base.counters import increased
-from optaxclip._base.states import registered_state
+from optaxclip._base.arguments import checked_bool, makes_transformation
+from optaxclip._base.states import check_state, increased, registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
 from optaxclip._border.transformation import Transformation, stateless, transformation

@@ -9,10 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import optaxclip._border.devices as devices
-from optaxclip._base.arguments import check_state
-from optaxclip._base.counters import increased
-from optaxclip._base.names import Names
-from optaxclip._base.states import registered_state
+from optaxclip._base.states import Names, check_state, increased, registered_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._border.checks import matching_params

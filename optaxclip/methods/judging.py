@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from optaxclip._base.counters import increased
 from optaxclip._base.numerics import match_weak_type, narrowed, select
+from optaxclip._base.states import increased
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
 from optaxclip._border.calls import across
 from optaxclip.thresholds.calling import limits_of

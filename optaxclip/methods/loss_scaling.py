@@ -15,8 +15,7 @@ from jax import Array
 from jax.core import Tracer
 
 import optaxclip._border.devices as devices
-from optaxclip._base.arguments import check_state, checked_count, short
-from optaxclip._base.counters import increased
+from optaxclip._base.arguments import checked_count, short
 from optaxclip._base.numerics import (
     is_real,
     match_weak_type,
@@ -24,7 +23,7 @@ from optaxclip._base.numerics import (
     power_of_two_below,
     reciprocal_of_power,
 )
-from optaxclip._base.states import registered_state
+from optaxclip._base.states import check_state, increased, registered_state
 from optaxclip._base.trees import data_of, dtype_of, flatten, is_sparse, with_data
 from optaxclip._base.types import ClipInfo, PyTree
 from optaxclip._border.calls import across

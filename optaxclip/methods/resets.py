@@ -10,9 +10,8 @@ from jax import Array
 
 import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import check_state, checked_count
-from optaxclip._base.counters import increased, own_arrays
-from optaxclip._base.states import registered_state
+from optaxclip._base.arguments import checked_count
+from optaxclip._base.states import check_state, increased, own_arrays, registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipState, PyTree, Threshold
 from optaxclip._border.entries import as_arrays

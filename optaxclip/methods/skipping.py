@@ -10,11 +10,9 @@ from jax import Array, lax
 
 import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import check_state, checked_count
-from optaxclip._base.counters import increased, own_arrays
+from optaxclip._base.arguments import checked_count
 from optaxclip._base.grouping import Group, Grouping
-from optaxclip._base.names import Names
-from optaxclip._base.states import registered_state
+from optaxclip._base.states import Names, check_state, increased, own_arrays, registered_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ClipInfo, ClipState, PyTree, Threshold
 from optaxclip._border.options import Options

@@ -11,8 +11,6 @@ from jax import Array, lax
 
 import optaxclip._border.devices as devices
 import optaxclip.norms as norms
-from optaxclip._base.arguments import check_state
-from optaxclip._base.counters import increased
 from optaxclip._base.numerics import (
     accumulation_dtype,
     broadcast_over,
@@ -23,7 +21,7 @@ from optaxclip._base.numerics import (
     root_of_positive,
     select,
 )
-from optaxclip._base.states import registered_state
+from optaxclip._base.states import check_state, increased, registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ArrayLike, ClipState, NonFinite, PyTree
 from optaxclip._border.calls import across

@@ -6,12 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.arguments import check_state
-from optaxclip._base.calls import makes_transformation
-from optaxclip._base.counters import increased
-from optaxclip._base.names import Names
+from optaxclip._base.arguments import makes_transformation
 from optaxclip._base.numerics import select
-from optaxclip._base.states import registered_state
+from optaxclip._base.states import Names, check_state, increased, registered_state
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._border.transformation import Transformation, transformation
 from optaxclip.thresholds.base import as_float

@@ -9,17 +9,9 @@ from jax import Array
 
 import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import (
-    FRESH_STATE,
-    check_state,
-    checked_bool,
-    checked_int,
-    near_miss,
-)
-from optaxclip._base.counters import increased
-from optaxclip._base.names import Names
+from optaxclip._base.arguments import checked_bool, checked_int, near_miss
 from optaxclip._base.numerics import narrowed
-from optaxclip._base.states import registered_state
+from optaxclip._base.states import FRESH_STATE, Names, check_state, increased, registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
 from optaxclip._border.calls import across

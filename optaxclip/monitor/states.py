@@ -7,7 +7,7 @@ import jax
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, keystr
 
-from optaxclip._base.names import GIVE_BACK, Names
+from optaxclip._base.states import GIVE_BACK, Names
 from optaxclip._base.trees import leaf_name
 from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
 from optaxclip.methods.loss_scaling import LossScaleState

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from optaxclip._base.names import Names
+from optaxclip._base.states import Names
 from optaxclip._base.types import ClipState
 from optaxclip.methods.loss_scaling import LossScaleState
 from optaxclip.methods.skipping import SkipState

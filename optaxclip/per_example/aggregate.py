@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from optaxclip._base.arguments import check_state, checked_choice, refuse_uncalled
-from optaxclip._base.calls import makes_transformation
-from optaxclip._base.counters import increased, own_arrays
+from optaxclip._base.arguments import checked_choice, makes_transformation, refuse_uncalled
 from optaxclip._base.numerics import is_real
-from optaxclip._base.states import registered_state
+from optaxclip._base.states import check_state, increased, own_arrays, registered_state
 from optaxclip._base.trees import FlatTree, flatten, leaf_name
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._batches.cutting import number_of_examples

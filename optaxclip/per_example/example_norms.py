@@ -11,8 +11,7 @@ from jax import Array
 
 import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import checked_bool, checked_int
-from optaxclip._base.calls import asks
+from optaxclip._base.arguments import asks, checked_bool, checked_int
 from optaxclip._base.types import PyTree
 from optaxclip._batches.roles import Roles, checked_roles
 from optaxclip.per_example.ghost.clipping import check_scope, norms, plan_for

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import optaxclip._border.devices as devices
-from optaxclip._base.arguments import checked_bool, checked_choice, checked_int
-from optaxclip._base.calls import asks
+from optaxclip._base.arguments import asks, checked_bool, checked_choice, checked_int
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._batches.roles import Roles, checked_roles

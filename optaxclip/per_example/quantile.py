@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-from optaxclip._base.arguments import checked_bool
-from optaxclip._base.calls import asks
+from optaxclip._base.arguments import asks, checked_bool
 from optaxclip._base.numerics import multiplied
 from optaxclip._base.types import ArrayLike
 from optaxclip.thresholds.base import as_float, at_least, within

@@ -13,8 +13,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from optaxclip._base.arguments import refuse_uncalled, short
-from optaxclip._base.calls import asks
+from optaxclip._base.arguments import asks, refuse_uncalled, short
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
 from optaxclip._base.types import Path, PyTree

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from optaxclip._base.calls import asks
+from optaxclip._base.arguments import asks
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip._base.types import PyTree

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from optaxclip._base.calls import asks
+from optaxclip._base.arguments import asks
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip.scopes.leaves import Scope, StackedAxes, of_trees, one_group_per_leaf, stacked_counts

@@ -27,13 +27,10 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
-from optaxclip._base.arguments import checked_bool, checked_choice
-from optaxclip._base.calls import asks
-from optaxclip._base.counters import increased
+from optaxclip._base.arguments import asks, checked_bool, checked_choice
 from optaxclip._base.grouping import concatenated, split_up
-from optaxclip._base.names import Names
 from optaxclip._base.numerics import narrowed, norm_of_all_in_parts, power_of_two_below, safe_sqrt
-from optaxclip._base.states import registered_state
+from optaxclip._base.states import Names, increased, registered_state
 from optaxclip._base.types import ArrayLike, Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.checks import checked_limit
 

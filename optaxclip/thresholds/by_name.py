@@ -8,7 +8,7 @@ from jax import Array
 from jax.tree_util import Partial
 
 from optaxclip._base.grouping import concatenated, split_up
-from optaxclip._base.names import Names
+from optaxclip._base.states import Names
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.calling import limits_by
 

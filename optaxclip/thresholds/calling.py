@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from optaxclip._base.arguments import FRESH_STATE, short
-from optaxclip._base.names import Names
+from optaxclip._base.arguments import short
 from optaxclip._base.numerics import is_real, narrowed
+from optaxclip._base.states import FRESH_STATE, Names
 from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
 
 _OWN_RULE = "a limit that depends on norms is a rule, optaxclip.Threshold(init, update)"

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from optaxclip._base.arguments import checked_bool
-from optaxclip._base.calls import asks
+from optaxclip._base.arguments import asks, checked_bool
 from optaxclip._base.numerics import averaged, multiplied, reciprocal_of_power, safe_divide
 from optaxclip._base.states import registered_state
 from optaxclip._base.types import ArrayLike, Limits, Threshold

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
-from optaxclip._base.calls import asks
-from optaxclip._base.counters import increased
-from optaxclip._base.names import Names
+from optaxclip._base.arguments import asks
+from optaxclip._base.states import Names, increased
 from optaxclip._base.types import ArrayLike, Limits, NormTree, PyTree, Threshold
 from optaxclip.thresholds.by_name import by_name
 from optaxclip.thresholds.calling import checked_rule, checked_schedule

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.arguments import checked_bool, checked_int
-from optaxclip._base.calls import asks
+from optaxclip._base.arguments import asks, checked_bool, checked_int
 from optaxclip._base.numerics import power_of_two_below, safe_sqrt
 from optaxclip._base.states import registered_state
 from optaxclip._base.types import ArrayLike, Limits, Threshold

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
-from optaxclip._base.counters import increased
 from optaxclip._base.numerics import is_real
+from optaxclip._base.states import increased
 from optaxclip._base.types import Limits, NormTree, Threshold
 from optaxclip.thresholds.base import of_any_sign
 from optaxclip.thresholds.calling import checked_rule, checked_schedule

@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.arguments import checked_bool, checked_choice
-from optaxclip._base.calls import asks
+from optaxclip._base.arguments import asks, checked_bool, checked_choice
 from optaxclip._base.numerics import averaged, safe_divide, safe_sqrt
 from optaxclip._base.states import registered_state
 from optaxclip._base.types import ArrayLike, Limits, Threshold

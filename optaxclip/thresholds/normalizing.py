@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.calls import asks
+from optaxclip._base.arguments import asks
 from optaxclip._base.numerics import averaged, safe_divide, safe_sqrt
 from optaxclip._base.states import registered_state
 from optaxclip._base.types import ArrayLike, Limits, Threshold

@@ -9,8 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from optaxclip._base.arguments import short
-from optaxclip._base.calls import asks
+from optaxclip._base.arguments import asks, short
 from optaxclip._base.host import ArrayLike
 from optaxclip.tuning.doubts import Limit, Verdict, judged
 from optaxclip.tuning.files import read_norms

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from optaxclip._base.arguments import checked_bool, checked_int, short
-from optaxclip._base.calls import asks
+from optaxclip._base.arguments import asks, checked_bool, checked_int, short
 from optaxclip._base.host import ArrayLike
 from optaxclip._base.types import PyTree
 from optaxclip.tuning.replaying import UNCHOSEN, beside, replayed

@@ -20,7 +20,7 @@ from parts_table import RULES, SCOPES, TRANSFORMATIONS
 
 import optaxclip
 from optaxclip import monitor, scopes, thresholds
-from optaxclip._base.names import Names
+from optaxclip._base.states import Names
 
 MOMENTS = {
     "StableAdamState": ("mu", "nu"),

@@ -138,7 +138,7 @@ def test_names_are_used_as_a_tuple_and_are_none():
 
 # What `pickle.dumps(Names(("a", "b"), ((2,), ()), True), 0)` was when names were a tuple.
 OF_A_TUPLE = (
-    b"coptaxclip._base.names\nNames\np0\n((Va\np1\nVb\np2\ntp3\n((I2\ntp4\n(ttp5\nI01\ntp6\nRp7\n."
+    b"coptaxclip._base.states\nNames\np0\n((Va\np1\nVb\np2\ntp3\n((I2\ntp4\n(ttp5\nI01\ntp6\nRp7\n."
 )
 
 
