@@ -270,3 +270,18 @@ def per_leaf(value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument
         ) from None
     values = jax.tree.leaves(broadcast)
     return [values[i] for i in flat.measured]
+
+
+def matching_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
+    """The tree of updates with the parameters in place of its measured leaves."""
+    found = flatten(params, "params")
+    by_path = {found.paths[i]: found.leaves[i] for i in found.measured}
+    for i in flat.measured:
+        path, shape = flat.paths[i], jnp.shape(flat.leaves[i])
+        if path not in by_path or jnp.shape(by_path[path]) != shape:
+            there = f"has shape {jnp.shape(by_path[path])}" if path in by_path else "is missing"
+            raise ValueError(
+                f"{name}: params must match the updates; leaf '{leaf_name(path)}' of shape {shape} "
+                f"{there} in params"
+            )
+    return flat.replaced([by_path[flat.paths[i]] for i in flat.measured])

@@ -10,7 +10,7 @@ from jax import Array, lax
 
 from optaxclip._base.trees import FlatTree, is_sparse, leaf_name
 from optaxclip._base.types import PyTree
-from optaxclip._border.calls import split_as
+from optaxclip._border.crossing import split_as
 
 
 def number_of_examples(flat: FlatTree, argument: str, remedy: str = "") -> int:

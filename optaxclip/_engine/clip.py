@@ -15,10 +15,11 @@ Three published methods, made of these parts:
 from typing import Any, Unpack
 
 import jax.numpy as jnp
+from jax import Array
 
 import optaxclip._border.devices as devices
 from optaxclip._base.numerics import norm_dtype
-from optaxclip._base.states import Names, check_state, fresh_if_none, own_arrays
+from optaxclip._base.states import check_state, fresh_if_none, own_arrays
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import (
     ArrayLike,
@@ -31,16 +32,16 @@ from optaxclip._base.types import (
     PyTree,
     Threshold,
 )
-from optaxclip._border.checks import given_norm, warn_of_many_norms, with_groups_of_state
+from optaxclip._border.crossing import Transformation, stateless, transformation
 from optaxclip._border.options import ClipOptions, Options, takes
-from optaxclip._border.placement import Placement, grouped, located
-from optaxclip._border.transformation import Transformation, stateless, transformation
-from optaxclip._engine.plan import Plan
+from optaxclip._border.placement import Placement, grouped
+from optaxclip._engine.plan import Plan, plan_of, warn_of_many_norms
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import BY_NORM, Technique, clipped, norms_of
 from optaxclip.norms import Norm
 from optaxclip.responses import Response
 from optaxclip.scopes.leaves import Scope, as_scope
+from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.fixed import (
     LimitLike,
     as_limit,
@@ -144,21 +145,6 @@ def stage(
     return stateless(lambda updates, params, **extra: update(updates, always, params, **extra)[0])
 
 
-def plan_of(
-    flat: FlatTree, scope: Scope, options: Options, stored: Names | None = None, size: int = 0
-) -> Plan:
-    """The groups of a tree, and empty groups for the names in the state that the tree lacks.
-
-    The state has `size` plan, and their names are `stored`.
-    """
-    flat = flat if stored is None else flat.named_like(stored)
-    grouping = grouped(scope, flat, options)
-    placement = located(grouping, flat, options)
-    if stored is not None:
-        grouping = with_groups_of_state(grouping, stored, size, options.name)
-    return Plan(grouping, placement)
-
-
 def known_norm(options: Options, extra_args: dict[str, Any], layout: str) -> Any:
     """The norm that the caller passes in the extra argument that `known_norm=` names, or None."""
     argument = options.known_norm
@@ -175,6 +161,15 @@ def known_norm(options: Options, extra_args: dict[str, Any], layout: str) -> Any
             f"not given; pass it: update(grads, state, params, {argument}=norm)"
         )
     return given_norm(extra_args[argument], argument)
+
+
+def given_norm(norm: Any, argument: str) -> Array:
+    """The norm that the caller passes, checked, as a float32 or float64 scalar.
+
+    It may be negative or NaN.
+    """
+    given = jnp.asarray(checked_limit(norm, argument, allow_any_number=True))
+    return given.astype(jnp.float64 if given.dtype == jnp.float64 else jnp.float32)
 
 
 def clip_tree(

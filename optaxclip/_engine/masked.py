@@ -5,9 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-import optaxclip._border.arithmetic as arithmetic
 from optaxclip._base.trees import data_of, with_data
-from optaxclip._border.entries import any_entry
+from optaxclip._border.entries import any_entry, select_exactly
 from optaxclip._engine.plan import Plan
 
 
@@ -29,4 +28,4 @@ def _is_bad(leaf: Any, axes: tuple[int, ...]) -> Array:
 
 def _only_finite(leaf: Any) -> Any:
     x = data_of(leaf)
-    return with_data(leaf, arithmetic.select_exactly(jnp.isfinite(x), x, jnp.zeros_like(x)))
+    return with_data(leaf, select_exactly(jnp.isfinite(x), x, jnp.zeros_like(x)))

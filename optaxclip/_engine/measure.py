@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import optaxclip._border.cpu as cpu
 import optaxclip._border.leaf_sums as leaf_sums
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
@@ -28,8 +27,10 @@ from optaxclip._base.numerics import (
     fixed_size,
     invertible,
     leading_bit,
+    next_above,
     norm_dtype,
     power_of_two_below,
+    reciprocal_of_power,
     select,
     slack_of_norm,
 )
@@ -66,6 +67,26 @@ class Measured(NamedTuple):
         size = select(is_zero, 1, invertible(leading_bit(value) * unit))
         fraction = value * (unit / size)
         return cls(fraction, jnp.ones_like(fraction), select(is_zero, 1, fraction), size)
+
+    @classmethod
+    def of_float64(cls, norm: Array, *, from_above: bool) -> "Measured":
+        """The norms in float32, from those in float64; with upper bounds, if they are needed."""
+        tiny, is_zero = float(jnp.finfo(jnp.float32).tiny), norm == 0
+        size = select(is_zero, 1, lax.clamp(tiny, leading_bit(norm), 1 / tiny)).astype(jnp.float32)
+        # Not a division: `checkify` compares its divisor with 0; JAX 0.10.2 then warns of float64.
+        fraction = norm * reciprocal_of_power(size).astype(norm.dtype)
+        # A norm of 0 or one that is not finite is never a divisor, but derivatives are multiplied
+        # by its reciprocal; so 1 stands in.
+        exact = select(is_zero | ~lax.is_finite(fraction), 1, fraction)
+        nearest = exact.astype(jnp.float32)
+        one = jnp.ones_like(nearest)
+        if from_above:
+            is_below = nearest.astype(norm.dtype) < exact
+            divisor = select(is_below, next_above(nearest), nearest)
+            return cls(fraction.astype(jnp.float32), one, divisor, size)
+        near = (1 / nearest).astype(norm.dtype)
+        inverse = near * (2 - exact * near)
+        return cls(fraction.astype(jnp.float32), inverse.astype(jnp.float32), one, size)
 
     @property
     def norm(self) -> Array:
@@ -213,10 +234,9 @@ class _Measurement(NamedTuple):
         wide = [entries(x, self.dtype) for x in leaves]
         with jax.enable_x64(True):
             rows = zip(wide, self.axes, strict=True)
-            found = [(cpu.sum_in_float64(x, axes=axes, norm=self.norm),) for x, axes in rows]
-            (total,) = self.plan.totals(found, add=cpu.added_up)
-            norm = self.finished(total)
-            return Measured(*cpu.in_float32(norm, from_above=self.from_above))
+            found = [(leaf_sums.sum_in_float64(x, axes=axes, norm=self.norm),) for x, axes in rows]
+            (total,) = self.plan.totals(found, add=leaf_sums.added_up)
+            return Measured.of_float64(self.finished(total), from_above=self.from_above)
 
     def largest(self, leaves: list[Array]) -> Measured:
         """The largest moduli."""

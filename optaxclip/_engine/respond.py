@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip._border.arithmetic as arithmetic
 from optaxclip._base.numerics import reciprocal_of_power
 from optaxclip._base.types import NonFinite
+from optaxclip._border.entries import quotients
 from optaxclip._engine.measure import Measured
 from optaxclip.responses import Response
 
@@ -107,7 +107,7 @@ def multiplier(
     # operations for each leaf.
     dividends = (jnp.ones_like(ratio), jnp.where(is_bad, replacement, ratio))
     divisors = (jnp.where(is_normal, 1, size), jnp.where(is_normal, unit, 1))
-    return Multiplier(*arithmetic.quotients(dividends, divisors))
+    return Multiplier(*quotients(dividends, divisors))
 
 
 def _is_normal(factor: Array) -> Array:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import optaxclip._border.arithmetic as arithmetic
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     accumulation_dtype,
@@ -26,7 +25,7 @@ from optaxclip._base.numerics import (
     reciprocal_of_power,
     select,
 )
-from optaxclip._border.entries import on_data
+from optaxclip._border.entries import on_data, product, select_exactly
 
 
 def scale(
@@ -60,12 +59,12 @@ def _scaled(
     chex.assert_shape(columns, tuple([n for k, n in enumerate(x.shape) if k not in axes]))
     power, ratio, *above = [broadcast_over(column, axes) for column in columns]
     factors = {"power": power, "ratio": ratio, "strict": strict}
-    scaled = by_parts(functools.partial(arithmetic.product, plain=_product, **factors), x)
+    scaled = by_parts(functools.partial(product, plain=_product, **factors), x)
     if zeroes:
-        scaled = arithmetic.select_exactly(ratio == 0, jnp.zeros_like(scaled), scaled)
+        scaled = select_exactly(ratio == 0, jnp.zeros_like(scaled), scaled)
     # Selected, because a product with 1 may flush subnormal numbers to 0.
     stays = _stays(x, power, ratio, *above)
-    return match_weak_type(arithmetic.select_exactly(stays, x, scaled), x)
+    return match_weak_type(select_exactly(stays, x, scaled), x)
 
 
 def _stays(x: Array, power: Array, ratio: Array, above: Array | None = None) -> Array:

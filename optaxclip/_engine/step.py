@@ -16,14 +16,12 @@ import optaxclip.nonfinite as policies
 from optaxclip._base.states import increased
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import ClipState, NormTree, PyTree, Threshold
-from optaxclip._border.calls import across
-from optaxclip._border.checks import matching_params
+from optaxclip._border.crossing import across
 from optaxclip._border.entries import as_arrays
 from optaxclip._border.options import Options
-from optaxclip._border.placement import located
 from optaxclip._engine.masked import mask
 from optaxclip._engine.measure import Measured, measure, slack
-from optaxclip._engine.plan import Plan
+from optaxclip._engine.plan import Plan, weights_beside
 from optaxclip._engine.record import updated_info
 from optaxclip._engine.respond import Multiplier, multiplier
 from optaxclip._engine.scale import scale
@@ -103,18 +101,6 @@ def _results(leaves: list[Any], weights: Any, rule: Threshold, state: ClipState,
     """What the results of `_steps` are typed like."""
     del weights, rule
     return leaves, state
-
-
-def weights_beside(
-    flat: FlatTree, params: PyTree, plan: Plan, options: Options
-) -> tuple[list[Any], Plan]:
-    """The parameters of the measured leaves, and the same groups, placed as the parameters are.
-
-    Parameters may be split differently from the updates.
-    """
-    found = matching_params(flat, params, options.name)
-    placement = located(plan.grouping, found, options)
-    return found.measured_leaves(), dataclasses.replace(plan, placement=placement)
 
 
 def norms_of(flat: FlatTree, plan: Plan, norm: Norm) -> NormTree:

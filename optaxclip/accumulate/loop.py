@@ -12,7 +12,7 @@ from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import Cut
 from optaxclip._batches.roles import Roles
-from optaxclip._border.calls import scanned
+from optaxclip._border.crossing import scanned
 from optaxclip._border.devices import Axes
 from optaxclip._border.entries import times
 from optaxclip.accumulate.judging import AccumulateState, Judge

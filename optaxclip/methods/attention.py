@@ -20,12 +20,11 @@ from optaxclip._base.numerics import (
     safe_divide,
 )
 from optaxclip._base.states import check_state, fresh_if_none
-from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name, per_leaf
+from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name, matching_params, per_leaf
 from optaxclip._base.types import ClipState, Path, PyTree
-from optaxclip._border.checks import matching_params
+from optaxclip._border.crossing import Transformation, stateless, transformation
 from optaxclip._border.entries import entries, times
 from optaxclip._border.placement import as_spec
-from optaxclip._border.transformation import Transformation, stateless, transformation
 from optaxclip._engine.clip import clip_by
 from optaxclip.methods.heads import Heads, Place, multiplier, placed
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit

@@ -10,7 +10,7 @@ from optaxclip._base.arguments import checked_bool, makes_transformation
 from optaxclip._base.states import check_state, increased, registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
-from optaxclip._border.transformation import Transformation, stateless, transformation
+from optaxclip._border.crossing import Transformation, stateless, transformation
 from optaxclip.thresholds.calling import checked_schedule
 from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.fixed import ScalarOrSchedule, without_memory

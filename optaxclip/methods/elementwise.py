@@ -19,7 +19,7 @@ from optaxclip._base.numerics import (
 )
 from optaxclip._base.trees import FlatTree, data_of, dtype_of, with_data
 from optaxclip._base.types import ArrayLike, PyTree
-from optaxclip._border.calls import across
+from optaxclip._border.crossing import across
 
 
 def clamp(

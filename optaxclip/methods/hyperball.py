@@ -10,13 +10,11 @@ from jax import Array
 
 import optaxclip._border.devices as devices
 from optaxclip._base.states import Names, check_state, increased, registered_state
-from optaxclip._base.trees import FlatTree, flatten
+from optaxclip._base.trees import FlatTree, flatten, matching_params
 from optaxclip._base.types import ArrayLike, PyTree
-from optaxclip._border.checks import matching_params
+from optaxclip._border.crossing import Transformation, transformation
 from optaxclip._border.options import Options, PlaceOptions, takes
-from optaxclip._border.transformation import Transformation, transformation
-from optaxclip._engine.clip import plan_of
-from optaxclip._engine.plan import Plan
+from optaxclip._engine.plan import Plan, plan_of
 from optaxclip._engine.step import norms_of
 from optaxclip.methods.moments import dense
 from optaxclip.methods.spheres import steps_along

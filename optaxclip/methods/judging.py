@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from optaxclip._base.numerics import match_weak_type, narrowed, select
 from optaxclip._base.states import increased
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
-from optaxclip._border.calls import across
+from optaxclip._border.crossing import across
 from optaxclip.thresholds.calling import limits_of
 from optaxclip.thresholds.fixed import at_step
 

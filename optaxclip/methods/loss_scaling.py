@@ -26,10 +26,9 @@ from optaxclip._base.numerics import (
 from optaxclip._base.states import check_state, increased, registered_state
 from optaxclip._base.trees import data_of, dtype_of, flatten, is_sparse, with_data
 from optaxclip._base.types import ClipInfo, PyTree
-from optaxclip._border.calls import across
+from optaxclip._border.crossing import Transformation, across, transformation
 from optaxclip._border.entries import times
 from optaxclip._border.options import Options, PlaceOptions, takes
-from optaxclip._border.transformation import Transformation, transformation
 from optaxclip.methods.skipping import SkipState, as_inner, skipping
 
 

@@ -14,9 +14,9 @@ from optaxclip._base.arguments import checked_count
 from optaxclip._base.states import check_state, increased, own_arrays, registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipState, PyTree, Threshold
+from optaxclip._border.crossing import Transformation, transformation
 from optaxclip._border.entries import as_arrays
 from optaxclip._border.options import Options, PlaceOptions, takes
-from optaxclip._border.transformation import Transformation, transformation
 from optaxclip._engine.clip import norms_by
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.respond import Multiplier

@@ -15,8 +15,8 @@ from optaxclip._base.arguments import checked_choice, checked_int
 from optaxclip._base.numerics import accumulation_dtype, fixed_size, match_weak_type
 from optaxclip._base.trees import is_sparse
 from optaxclip._base.types import ClipState, PyTree
+from optaxclip._border.crossing import Transformation
 from optaxclip._border.options import Options, StageOptions, takes
-from optaxclip._border.transformation import Transformation
 from optaxclip._engine.clip import stage
 from optaxclip._engine.measure import Measured
 from optaxclip._engine.plan import Plan

@@ -22,7 +22,7 @@ from optaxclip._base.numerics import (
     safe_divide,
     safe_sqrt,
 )
-from optaxclip._border.calls import across
+from optaxclip._border.crossing import across
 from optaxclip._border.entries import times
 from optaxclip._engine.plan import Plan
 from optaxclip._engine.products import products

@@ -26,10 +26,9 @@ from optaxclip._base.numerics import (
 from optaxclip._base.states import check_state, increased, registered_state
 from optaxclip._base.trees import flatten, is_sparse, with_data
 from optaxclip._base.types import ArrayLike, ClipState, PyTree
-from optaxclip._border.calls import across
+from optaxclip._border.crossing import Transformation, across, transformation
 from optaxclip._border.entries import entries, sums_of_stored
 from optaxclip._border.options import Options, ScaleOptions, takes
-from optaxclip._border.transformation import Transformation, transformation
 from optaxclip._engine.clip import stage
 from optaxclip._engine.respond import Multiplier
 from optaxclip._engine.step import Technique

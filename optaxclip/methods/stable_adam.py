@@ -24,12 +24,11 @@ from optaxclip._base.numerics import (
 from optaxclip._base.states import check_state, increased, registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ArrayLike, ClipState, NonFinite, PyTree
-from optaxclip._border.calls import across
+from optaxclip._border.crossing import Transformation, across, transformation
 from optaxclip._border.entries import times
 from optaxclip._border.options import Options, PlaceOptions, takes
-from optaxclip._border.transformation import Transformation, transformation
-from optaxclip._engine.clip import plan_of, stage
-from optaxclip._engine.plan import Plan
+from optaxclip._engine.clip import stage
+from optaxclip._engine.plan import Plan, plan_of
 from optaxclip.methods.moments import NamedMoments, dense, wide_dtype, zero_moments
 from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.checks import checked_decay, checked_limit

@@ -8,8 +8,8 @@ from typing import Unpack
 import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
 from optaxclip._base.types import ArrayLike, ClipState
+from optaxclip._border.crossing import Transformation
 from optaxclip._border.options import ClipOptions, takes
-from optaxclip._border.transformation import Transformation
 from optaxclip._engine.clip import clip_by
 from optaxclip.thresholds.base import FLOOR
 

@@ -14,10 +14,9 @@ from optaxclip._base.numerics import narrowed
 from optaxclip._base.states import FRESH_STATE, Names, check_state, increased, registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipState, Path, PyTree
-from optaxclip._border.calls import across
+from optaxclip._border.crossing import Transformation, across, transformation
 from optaxclip._border.options import Options, PlaceOptions, takes
-from optaxclip._border.transformation import Transformation, transformation
-from optaxclip._engine.clip import plan_of
+from optaxclip._engine.plan import plan_of
 from optaxclip._engine.step import norms_of
 from optaxclip.methods.skipping import SkipState, as_inner
 from optaxclip.monitor.states import name_of, numbered, unboxed, walk

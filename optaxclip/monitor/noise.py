@@ -10,7 +10,7 @@ from optaxclip._base.arguments import makes_transformation
 from optaxclip._base.numerics import select
 from optaxclip._base.states import Names, check_state, increased, registered_state
 from optaxclip._base.types import ArrayLike, PyTree
-from optaxclip._border.transformation import Transformation, transformation
+from optaxclip._border.crossing import Transformation, transformation
 from optaxclip.thresholds.base import as_float
 from optaxclip.thresholds.checks import checked_decay
 

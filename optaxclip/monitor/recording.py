@@ -14,11 +14,10 @@ from optaxclip._base.numerics import narrowed
 from optaxclip._base.states import FRESH_STATE, Names, check_state, increased, registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
-from optaxclip._border.calls import across
+from optaxclip._border.crossing import Transformation, across, transformation
 from optaxclip._border.options import Options, PlaceOptions, takes
 from optaxclip._border.placement import grouped
-from optaxclip._border.transformation import Transformation, transformation
-from optaxclip._engine.clip import plan_of
+from optaxclip._engine.plan import plan_of
 from optaxclip.monitor.statistics import STATISTICS, recorded_statistics
 from optaxclip.norms import Norm
 from optaxclip.scopes.leaves import Scope, as_scope

@@ -16,13 +16,12 @@ import optaxclip.norms as norms
 from optaxclip._base.numerics import promoted, safe_divide
 from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip._base.types import PyTree
-from optaxclip._border.calls import across
+from optaxclip._border.crossing import across
 from optaxclip._border.entries import as_arrays
 from optaxclip._border.options import Options
 from optaxclip._engine.measure import measure
-from optaxclip._engine.plan import Plan
+from optaxclip._engine.plan import Plan, weights_beside
 from optaxclip._engine.products import Products, products
-from optaxclip._engine.step import weights_beside
 from optaxclip.norms import Norm
 
 

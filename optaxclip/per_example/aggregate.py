@@ -15,7 +15,7 @@ from optaxclip._base.states import check_state, increased, own_arrays, registere
 from optaxclip._base.trees import FlatTree, flatten, leaf_name
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._batches.cutting import number_of_examples
-from optaxclip._border.transformation import Transformation, transformation
+from optaxclip._border.crossing import Transformation, transformation
 from optaxclip.per_example.bounds import ExampleLimit
 from optaxclip.per_example.noise import is_key, is_zero, with_noise
 from optaxclip.per_example.quantile import QuantileLimit, adjusted_noise_multiplier

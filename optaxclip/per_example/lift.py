@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 import optaxclip._border.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.types import NormTree
-from optaxclip._border.calls import across
+from optaxclip._border.crossing import across
 from optaxclip._border.placement import Placement
 from optaxclip._engine.measure import Measured, measure
 from optaxclip._engine.plan import Plan
