@@ -50,22 +50,22 @@ class Limits(NamedTuple):
 class Threshold:
     """A limit rule: an `(init, update)` pair, like Optax's own.
 
-    A rule gets norms as a pytree of arrays with an entry for each group: mostly one array, `[]` for
-    the scope `tree` and `[groups]` for others. The entry of a group without leaves at this step is
-    NaN. The rule returns limits of the same structure and shapes.
+    A rule gets the norms of all groups in one array, `[]` for the scope `tree` and `[groups]` for
+    others. The entry of a group without leaves at this step is NaN. The rule returns limits of the
+    same shape.
 
     `init` and `update` are `jax.tree_util.Partial`s (plain functions are wrapped), so a rule is a
     pytree and its numbers are traced: with another limit, nothing is compiled again.
 
     Attributes:
-      init: `init(norms) -> state`; `norms` are zeros with the structure, shapes and dtypes of the
-        norms to come. The state's structure must be the same for every structure of norms.
+      init: `init(norms) -> state`; `norms` are zeros of the shape and dtype of the norms to come.
+        The state's structure must be the same for every shape of norms.
       update: `update(norms, state, param_norms) -> (Limits, state)`.
       uses_params: whether `update` needs the norms of the parameters; they are None otherwise.
     """
 
-    init: Callable[[NormTree], PyTree]
-    update: Callable[[NormTree, PyTree, NormTree | None], tuple[Limits, PyTree]]
+    init: Callable[[Array], PyTree]
+    update: Callable[[Array, PyTree, Array | None], tuple[Limits, PyTree]]
     uses_params: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def as_pytree(self) -> "Threshold":

@@ -10,9 +10,8 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-import optaxclip._border.devices as devices
 from optaxclip._base.arguments import checked_choice, short
-from optaxclip._base.grouping import Grouping, concatenated
+from optaxclip._base.grouping import Grouping, concatenated, split_up
 from optaxclip._base.numerics import norm_dtype, norm_of_all
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import ArrayLike
@@ -100,13 +99,9 @@ def _limits_by_name(limit: dict[str, Any], grouping: Grouping, dtype: jnp.dtype)
         entries = [(name, ()) for name in grouping.names]
     if not entries:  # a tree without leaves
         return []
-    rule = rule_for(limit, entries)
-    norms = [jnp.zeros(shape, dtype) for _, shape in entries]
+    rule, norms = rule_for(limit, entries), concatenated([jnp.zeros(x, dtype) for _, x in entries])
     limits, _ = rule.update(norms, rule.init(norms), None)
-    if grouping.layout == "dict":
-        return limits.target
-    column = devices.stack(limits.target)
-    return grouping.from_tree(column[0] if grouping.layout == "scalar" else column)
+    return split_up(limits.target, [group.shape for group in grouping.groups])
 
 
 def _shares(grouping: Grouping, sizes: list[int], split: Split) -> list[float]:

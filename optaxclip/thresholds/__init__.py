@@ -1,10 +1,10 @@
 """Limit rules: what the norm of a group may be at this step.
 
 A rule is a `Threshold`, a pair of functions `(init, update)` of the norms of all groups. It works
-for any scope, because the norms of groups come in the same form whatever the groups are:
+for any scope, because these come in one array whatever the groups are:
 
   def update(norms, state, param_norms):
-      limits = ...                      # a pytree like norms
+      limits = ...                      # an array like norms
       return Limits(trigger=limits, target=limits), state
 
   rule                          | the limit of a group's norm

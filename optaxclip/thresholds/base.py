@@ -28,10 +28,9 @@ from jax import Array
 from jax.tree_util import Partial
 
 from optaxclip._base.arguments import asks, checked_bool, checked_choice
-from optaxclip._base.grouping import concatenated, split_up
 from optaxclip._base.numerics import narrowed, norm_of_all_in_parts, power_of_two_below, safe_sqrt
 from optaxclip._base.states import Names, increased, registered_state
-from optaxclip._base.types import ArrayLike, Limits, NormTree, PyTree, Threshold
+from optaxclip._base.types import ArrayLike, Limits, PyTree, Threshold
 from optaxclip.thresholds.checks import checked_limit
 
 Record = Literal["raw", "clipped", "capped", "accepted"]
@@ -256,49 +255,27 @@ def root_of_squares(x: Array, y: Array) -> Array:
     return unit * safe_sqrt(jnp.square(x / unit) + jnp.square(y / unit))
 
 
-def _init(static: _Static, settings: Any, norms: NormTree) -> AdaptiveState:
-    norm = _as_one(norms)
-    zeros = jnp.zeros(norm.shape, jnp.int32)
-    return AdaptiveState(zeros, zeros, static.statistic.init(settings, norm), static.rule)
+def _init(static: _Static, settings: Any, norms: Array) -> AdaptiveState:
+    zeros = jnp.zeros(norms.shape, jnp.int32)
+    return AdaptiveState(zeros, zeros, static.statistic.init(settings, norms), static.rule)
 
 
 def _update(
     static: _Static,
     options: _Options,
     settings: Any,
-    norms: NormTree,
+    norms: Array,
     state: AdaptiveState,
-    param_norms: NormTree | None,
+    param_norms: Array | None,
 ) -> tuple[Limits, AdaptiveState]:
     del param_norms
     # A state that was restored from a checkpoint may hold NumPy arrays.
     state = jax.tree.map(jnp.asarray, state)
-    limits, state = _step(static, options, settings, _as_one(norms), state)
-    return Limits(*(_like(norms, field) for field in limits)), state
-
-
-def _as_one(norms: NormTree) -> Array:
-    """All norms in one array, so that the structure of the state is the same for all groups."""
-    leaves = jax.tree.leaves(norms)
-    return leaves[0] if len(leaves) == 1 else concatenated(leaves)
-
-
-def _like(norms: NormTree, limits: Array) -> NormTree:
-    """Limits in the structure of norms."""
-    leaves, structure = jax.tree.flatten(norms)
-    if len(leaves) == 1:
-        return jax.tree.unflatten(structure, [limits])
-    return jax.tree.unflatten(structure, split_up(limits, [norm.shape for norm in leaves]))
-
-
-def _step(
-    static: _Static, options: _Options, settings: Any, norm: Array, state: AdaptiveState
-) -> tuple[Limits, AdaptiveState]:
     statistic = static.statistic
     period = statistic.window if isinstance(statistic, Windowed) else 1
-    is_finite, largest = jnp.isfinite(norm), float(jnp.finfo(jnp.float32).max)
-    # The state is float32, so a norm in float64 is converted; `exact` is the original.
-    exact, norm = norm, narrowed(jnp.where(is_finite, norm, 0), jnp.dtype(jnp.float32))
+    is_finite, largest = jnp.isfinite(norms), float(jnp.finfo(jnp.float32).max)
+    # The state is float32, so norms in float64 are converted.
+    norm = narrowed(jnp.where(is_finite, norms, 0), jnp.dtype(jnp.float32))
     counts = is_finite & (norm >= as_float(options.floor))
 
     def recorded(x: Array, where: Array) -> tuple[Array, PyTree]:
@@ -331,11 +308,11 @@ def _step(
         if static.record == "accepted":
             counts = counts & (~is_above | gives_in)
         count, kept = recorded(x, counts)
-    if exact.dtype == jnp.float64:
+    if norms.dtype == jnp.float64:
         # Where only the conversion to float32 brought the norm to its limit or below, the limit in
         # float64 is raised to the norm.
-        trigger = trigger.astype(exact.dtype)
-        trigger = jnp.where(is_finite & ~is_above, jnp.maximum(trigger, exact), trigger)
+        trigger = trigger.astype(norms.dtype)
+        trigger = jnp.where(is_finite & ~is_above, jnp.maximum(trigger, norms), trigger)
     if options.max_norm is not None:
         cap = as_float(options.max_norm)
         target = jnp.where(is_above | (norm <= cap), jnp.minimum(target, cap), cap)

@@ -1,7 +1,6 @@
 """One rule for all groups, made of a rule for each group's name."""
 
 from collections.abc import Mapping
-from typing import Any, TypeGuard
 
 import jax.numpy as jnp
 from jax import Array
@@ -9,7 +8,7 @@ from jax.tree_util import Partial
 
 from optaxclip._base.grouping import concatenated, split_up
 from optaxclip._base.states import Names
-from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
+from optaxclip._base.types import Limits, PyTree, Threshold
 from optaxclip.thresholds.calling import limits_by
 
 
@@ -30,7 +29,7 @@ def by_name(rules: Mapping[str, Threshold], groups: Names) -> Threshold:
     )
 
 
-def _init(groups: Names, rules: dict[str, Threshold], norms: NormTree) -> dict[str, PyTree]:
+def _init(groups: Names, rules: dict[str, Threshold], norms: Array) -> dict[str, PyTree]:
     del norms
     shapes = dict(zip(groups, groups.shapes, strict=True))
     return {name: rule.init(jnp.zeros(shapes[name])) for name, rule in rules.items()}
@@ -39,9 +38,9 @@ def _init(groups: Names, rules: dict[str, Threshold], norms: NormTree) -> dict[s
 def _update(
     groups: Names,
     rules: dict[str, Threshold],
-    norms: NormTree,
+    norms: Array,
     state: dict[str, PyTree],
-    param_norms: NormTree | None,
+    param_norms: Array | None,
 ) -> tuple[Limits, dict[str, PyTree]]:
     own = _by_group(norms, groups)
     of_params = {} if param_norms is None else _by_group(param_norms, groups)
@@ -52,28 +51,16 @@ def _update(
             rule, own[name], state[name], param_norms, f"the limit of {name!r}"
         )
         triggers[name], targets[name] = limits
-    columns = ([column[name] for name in groups] for column in (triggers, targets))
-    return Limits(*(_like(norms, column) for column in columns)), new
+    if not norms.size:
+        return Limits(norms, norms), new
+    limits = (concatenated([each[name] for name in groups]) for each in (triggers, targets))
+    return Limits(*(each.astype(norms.dtype).reshape(norms.shape) for each in limits)), new
 
 
-def _by_group(norms: NormTree, groups: Names) -> dict[str, Any]:
-    """The norms of each group, by its name."""
-    if _are_none(norms):
-        norms = [jnp.full(shape, jnp.nan, norms.dtype) for shape in groups.shapes]
-    elif isinstance(norms, Array):
-        norms = [norms] if not norms.ndim else split_up(norms, groups.shapes)
-    return dict(zip(groups, norms, strict=True))
-
-
-def _are_none(norms: Any) -> TypeGuard[Array]:
-    """Whether there are no norms, as of a tree without leaves."""
-    return isinstance(norms, Array) and not norms.size
-
-
-def _like(norms: NormTree, arrays: list[Array]) -> NormTree:
-    """One array for each group, in the structure that `norms` have."""
-    if not isinstance(norms, Array):
-        return arrays
-    if _are_none(norms):
-        return norms
-    return concatenated(arrays).astype(norms.dtype).reshape(norms.shape)
+def _by_group(norms: Array, groups: Names) -> dict[str, Array]:
+    """The norms of each group, by its name; NaN if there are none, as of a tree without leaves."""
+    if not norms.size:
+        pieces = [jnp.full(shape, jnp.nan, norms.dtype) for shape in groups.shapes]
+    else:
+        pieces = split_up(norms, groups.shapes) if norms.ndim else [norms]
+    return dict(zip(groups, pieces, strict=True))

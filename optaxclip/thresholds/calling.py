@@ -13,7 +13,7 @@ from jax import Array
 from optaxclip._base.arguments import short
 from optaxclip._base.numerics import is_real, narrowed
 from optaxclip._base.states import FRESH_STATE, Names
-from optaxclip._base.types import Limits, NormTree, PyTree, Threshold
+from optaxclip._base.types import Limits, PyTree, Threshold
 
 _OWN_RULE = "a limit that depends on norms is a rule, optaxclip.Threshold(init, update)"
 _CALLS = {"init": ("norms",), "update": ("norms", "state", "param_norms")}
@@ -46,7 +46,7 @@ def params_for(rule: Threshold, params: PyTree | None, name: str) -> PyTree | No
 
 
 def limits_of(
-    rule: Threshold, state: PyTree, norms: NormTree, param_norms: NormTree | None, name: str
+    rule: Threshold, state: PyTree, norms: Array, param_norms: Array | None, name: str
 ) -> tuple[Limits, PyTree]:
     """A rule's limits for these norms, and its next state, in the dtypes of the state before.
 
@@ -63,7 +63,7 @@ def _as_before(new: Array, old: Any) -> Array:
     return narrowed(new, dtype) if is_cast else new
 
 
-def _check_state(rule: Threshold, state: PyTree, norms: NormTree, name: str) -> None:
+def _check_state(rule: Threshold, state: PyTree, norms: Array, name: str) -> None:
     """Checks that a state was made by this limit rule. Under `jit` that costs nothing."""
     own = jax.eval_shape(rule.init, norms)
     if not jax.tree.leaves(own) and not jax.tree.leaves(state):
@@ -76,7 +76,7 @@ def _check_state(rule: Threshold, state: PyTree, norms: NormTree, name: str) -> 
 
 
 def limits_by(
-    rule: Threshold, norms: NormTree, state: PyTree, param_norms: NormTree | None, name: str
+    rule: Threshold, norms: Array, state: PyTree, param_norms: Array | None, name: str
 ) -> tuple[Limits, PyTree]:
     """What a rule returns for these norms, checked; under `jit` that costs nothing.
 
@@ -91,9 +91,9 @@ def limits_by(
         raise TypeError(f"{must} (Limits(trigger, target), state), got {_described(returned)}")
     limits, new = returned
     for field, limit in limits._asdict().items():
-        are_arrays = all(hasattr(x, "dtype") and is_real(x) for x in jax.tree.leaves(limit))
-        if not are_arrays or _shapes(limit) != _shapes(norms):
-            raise (ValueError if are_arrays else TypeError)(
+        is_array = hasattr(limit, "dtype") and is_real(limit)
+        if not is_array or jnp.shape(limit) != norms.shape:
+            raise (ValueError if is_array else TypeError)(
                 f"{must} limits like the norms, {_described(norms)}; {field} is "
                 f"{_described(limit)}. For one limit for all groups: jnp.full_like(norms, limit)"
             )

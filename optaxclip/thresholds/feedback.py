@@ -42,7 +42,7 @@ def log_tracker(
       max_norm: a cap on every limit.
 
     Returns:
-      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
       ValueError: if an option is out of its range.
@@ -102,7 +102,7 @@ def adagc(
       max_norm: a cap on every limit.
 
     Returns:
-      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
       ValueError: if an option is out of its range.
@@ -159,7 +159,7 @@ def quantile(
       max_norm: a cap on every limit.
 
     Returns:
-      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
       ValueError: if an option is out of its range.

@@ -12,7 +12,7 @@ from jax.tree_util import Partial
 
 from optaxclip._base.arguments import asks
 from optaxclip._base.states import Names, increased
-from optaxclip._base.types import ArrayLike, Limits, NormTree, PyTree, Threshold
+from optaxclip._base.types import ArrayLike, Limits, PyTree, Threshold
 from optaxclip.thresholds.by_name import by_name
 from optaxclip.thresholds.calling import checked_rule, checked_schedule
 from optaxclip.thresholds.checks import checked_limit, refuse_parts
@@ -29,7 +29,7 @@ def constant(limit: ArrayLike) -> Threshold:
       limit: a scalar.
 
     Returns:
-      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
       ValueError: if `limit` is not a scalar, or is a negative or NaN number. (A traced limit below
@@ -55,7 +55,7 @@ def schedule(fn: Callable[[Array], ArrayLike]) -> Threshold:
       fn: an Optax schedule, or any traceable function from int32[] to a scalar.
 
     Returns:
-      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
       ValueError: if a value of the schedule is not a scalar.
@@ -90,7 +90,7 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: ArrayLike = 1e-3) -> Thresh
       eps: a floor under the parameter norm; without it parameters of zero would stay zero.
 
     Returns:
-      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
       ValueError: if `ratio` or `eps` is not a scalar, or is a negative or NaN number.
@@ -120,14 +120,13 @@ def given(limits: Limits) -> Threshold:
     """The given limits at every step, a trigger and a target for each group.
 
     Args:
-      limits: triggers and targets, pytrees of the structure of the norms.
+      limits: triggers and targets, each one number or an array of the shape of the norms.
 
     Returns:
-      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
-      ValueError: (when used) if a field has another structure than the norms, or its arrays do not
-        broadcast to the norms' shapes.
+      ValueError: (when used) if a field does not broadcast to the shape of the norms.
     """
     return Threshold(Partial(_no_state), Partial(_given, limits))
 
@@ -241,63 +240,54 @@ class _Schedule:
         return checked_limit(self.fn(count), "the schedule's value", allow_any_number=True)
 
 
-def _no_state(norms: NormTree) -> tuple[()]:
+def _no_state(norms: Array) -> tuple[()]:
     del norms
     return ()
 
 
-def _zero_count(norms: NormTree) -> Array:
+def _zero_count(norms: Array) -> Array:
     del norms
     return jnp.zeros((), jnp.int32)
 
 
-def _everywhere(limit: Any, norms: NormTree) -> Limits:
-    """One limit for all groups."""
-    limits = jax.tree.map(functools.partial(_filled, limit), norms)
-    return Limits(limits, limits)
-
-
-def _filled(limit: Any, norm: Array) -> Array:
-    """A limit in the shape and dtype of a norm; a negative one becomes 0."""
-    return jnp.broadcast_to(jnp.maximum(jnp.asarray(limit).astype(norm.dtype), 0), norm.shape)
+def _filled(limit: Any, norms: Array) -> Array:
+    """A limit in the shape and dtype of the norms; a negative one becomes 0."""
+    return jnp.broadcast_to(jnp.maximum(jnp.asarray(limit).astype(norms.dtype), 0), norms.shape)
 
 
 def _constant(
-    limit: Any, norms: NormTree, state: tuple[()], param_norms: NormTree | None
+    limit: Any, norms: Array, state: tuple[()], param_norms: Array | None
 ) -> tuple[Limits, tuple[()]]:
     del param_norms
-    return _everywhere(limit, norms), state
+    limits = _filled(limit, norms)
+    return Limits(limits, limits), state
 
 
 def _given(
-    limits: Limits, norms: NormTree, state: tuple[()], param_norms: NormTree | None
+    limits: Limits, norms: Array, state: tuple[()], param_norms: Array | None
 ) -> tuple[Limits, tuple[()]]:
     del param_norms
-    return Limits(*(jax.tree.map(_filled, field, norms) for field in limits)), state
+    return Limits(*(_filled(field, norms) for field in limits)), state
 
 
 def _scheduled(
-    limit: Any, norms: NormTree, count: Array, param_norms: NormTree | None
+    limit: Any, norms: Array, count: Array, param_norms: Array | None
 ) -> tuple[Limits, Array]:
     del param_norms
-    now = limit(count) if isinstance(limit, _Schedule) else limit
-    return _everywhere(now, norms), increased(count)
+    limits = _filled(limit(count) if isinstance(limit, _Schedule) else limit, norms)
+    return Limits(limits, limits), increased(count)
 
 
 def _relative(
     inner: Callable[..., tuple[Limits, PyTree]],
     eps: Any,
-    norms: NormTree,
+    norms: Array,
     state: PyTree,
-    param_norms: NormTree,
+    param_norms: Array,
 ) -> tuple[Limits, PyTree]:
-    ratios, state = inner(norms, state, None)
-
-    def share(ratio: Array, norm: Array) -> Array:
-        size = jnp.maximum(norm.astype(ratio.dtype), jnp.asarray(eps).astype(ratio.dtype))
-        # Replaced by 0 in the product, as derivatives of the side not selected must be finite too.
-        is_infinite = jnp.isinf(ratio)
-        return jnp.where(is_infinite, ratio, jnp.where(is_infinite, 0, ratio) * size)
-
-    limits = jax.tree.map(share, ratios.target, param_norms)
+    (ratio, _), state = inner(norms, state, None)
+    size = jnp.maximum(param_norms.astype(ratio.dtype), jnp.asarray(eps).astype(ratio.dtype))
+    # Replaced by 0 in the product, as derivatives of the side not selected must be finite too.
+    is_infinite = jnp.isinf(ratio)
+    limits = jnp.where(is_infinite, ratio, jnp.where(is_infinite, 0, ratio) * size)
     return Limits(limits, limits), state

@@ -54,7 +54,7 @@ def percentile(
       max_norm: a cap on every limit.
 
     Returns:
-      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
       ValueError: if an option is out of its range.
@@ -114,7 +114,7 @@ def window(
       max_norm: a cap on every limit.
 
     Returns:
-      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
       ValueError: if an option is out of its range.
@@ -168,7 +168,7 @@ def median(
       max_norm: a cap on every limit.
 
     Returns:
-      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
       ValueError: if an option is out of its range.

@@ -11,7 +11,7 @@ from jax.tree_util import Partial
 
 from optaxclip._base.numerics import is_real
 from optaxclip._base.states import increased
-from optaxclip._base.types import Limits, NormTree, Threshold
+from optaxclip._base.types import Limits, Threshold
 from optaxclip.thresholds.base import of_any_sign
 from optaxclip.thresholds.calling import checked_rule, checked_schedule
 from optaxclip.thresholds.checks import checked_limit, refuse_parts
@@ -70,13 +70,13 @@ def as_loss_limit(limit: ScalarOrSchedule | Threshold, argument: str = "loss_lim
     return Threshold(Partial(_no_steps), Partial(_at_step, number))
 
 
-def _no_steps(losses: NormTree) -> Array:
+def _no_steps(losses: Array) -> Array:
     del losses
     return jnp.zeros((), jnp.int32)
 
 
 def _at_step(
-    limit: Any, loss: Array, count: Array, param_norms: NormTree | None
+    limit: Any, loss: Array, count: Array, param_norms: Array | None
 ) -> tuple[Limits, Array]:
     del param_norms
     now = limit(count) if callable(limit) else limit

@@ -69,7 +69,7 @@ def ema(
       max_norm: a cap on every limit.
 
     Returns:
-      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
       ValueError: if an option is out of its range.
@@ -136,7 +136,7 @@ def zscore(
       max_norm: a cap on every limit, in the warm-up too.
 
     Returns:
-      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
       ValueError: if an option is out of its range.

@@ -44,7 +44,7 @@ def mean_over_rms(
       floor: smaller norms are not recorded, and no limit is smaller.
 
     Returns:
-      A `Threshold`. Its limits are arrays with the shapes and dtypes of the norms.
+      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
       ValueError: if an option is out of its range.

@@ -248,17 +248,7 @@ def test_follows_the_published_rule_at_every_scale(name, scale):
 
 
 each_rule = pytest.mark.parametrize("name", RULES)
-# Norms as the scopes lay them out, of the whole tree and of units, in one: a rule is compiled once.
-LAYOUTS = [(), (2, 2)]
-
-
-def random_trees(steps):
-    return {i: random_norms(i, steps, *shape) for i, shape in enumerate(LAYOUTS)}
-
-
-def rows(mask, x):
-    """A mask of steps, to broadcast against norms."""
-    return mask.reshape(-1, *(1,) * (x.ndim - 1))
+GROUPS = 5
 
 
 @pytest.mark.by_day(14)
@@ -266,18 +256,14 @@ def rows(mask, x):
 @pytest.mark.parametrize("floor", [{}, {"floor": 0.0}], ids=["usual floor", "no floor"])
 def test_steps_that_are_not_finite_leave_no_trace(name, floor):
     # Without a floor even the 0 that stands for a bad norm would count.
-    rule, norms = RULES[name](**floor), random_trees(60)
+    rule, norms = RULES[name](**floor), random_norms(0, 60, GROUPS)
     expected = run(rule, norms)
     assert no_nan(expected)
     for seed in range(3):
         good = np.random.default_rng(seed).permutation(80) < 60
         bad = np.where(np.arange(80) % 3, np.nan, np.inf)
         place = np.maximum(np.cumsum(good) - 1, 0)
-
-        def insert(x, good=good, place=place, bad=bad):
-            return np.where(rows(good, x), x[place], rows(bad, x))
-
-        actual = run(rule, jax.tree.map(insert, norms))
+        actual = run(rule, np.where(good[:, None], norms[place], np.float32(bad)[:, None]))
         assert_same(at(actual, good), expected)
         assert_same(at(actual[2], -1), at(expected[2], -1))
 
@@ -286,29 +272,21 @@ def test_steps_that_are_not_finite_leave_no_trace(name, floor):
 def test_a_group_that_is_not_finite_leaves_the_others_alone(name):
     # In the warm-up of AdaGC the groups share the global norm.
     rule = RULES[name](warmup_steps=0) if name == "adagc" else RULES[name]()
-    norms, bad = random_trees(60), np.random.default_rng(0).random(60) < 0.3
-    order = np.argsort(bad, kind="stable")
-
-    def with_bad(x, order=slice(None)):
-        if x.ndim == 1:  # the whole tree is one group
-            return x
-        first = np.where(rows(bad, x[..., :1]), np.nan, x[..., :1])
-        return np.concatenate([first[order], x[..., 1:]], axis=-1)
-
-    def bad_last(x):
-        return with_bad(x, order)
-
-    runs = [run(rule, jax.tree.map(edit, norms)) for edit in (np.array, with_bad, bad_last)]
-    for trigger, target, _ in runs:
-        assert trigger[0].shape == target[0].shape == (60,)
-    # Which entries of all groups, one after another as in the state, are bad at some steps.
+    norms, bad = random_norms(0, 60, GROUPS), np.random.default_rng(0).random(60) < 0.3
     marked = np.array([False, True, False, True, False])
 
-    def entries(found, mask):
-        *limits, state = found
-        flat = [np.concatenate([x[i].reshape(60, -1) for i in x], axis=1) for x in limits]
-        return jax.tree.map(lambda x: x[..., mask], (*flat, state))
+    def with_bad(order):
+        found = norms.copy()
+        found[:, marked] = np.where(bad[:, None], np.nan, norms[:, marked])[order]
+        return found
 
+    def entries(found, mask):
+        return jax.tree.map(lambda x: x[..., mask], found)
+
+    order = np.argsort(bad, kind="stable")
+    runs = [run(rule, x) for x in (norms, with_bad(slice(None)), with_bad(order))]
+    for trigger, target, _ in runs:
+        assert trigger.shape == target.shape == (60, GROUPS)
     others = [entries(found, ~marked) for found in runs]
     assert_same(others[1], others[0])
     _, mixed, sorted_ = [entries(found, marked) for found in runs]
@@ -316,20 +294,20 @@ def test_a_group_that_is_not_finite_leaves_the_others_alone(name):
 
 
 def test_a_bad_group_in_the_warm_up_of_adagc_is_as_one_without_gradient():
-    rule, norms = RULES["adagc"](), random_trees(5)
-    bad, without = norms[1].copy(), norms[1].copy()
-    bad[:, 0, 0], without[:, 0, 0] = np.nan, 0
-    _, target, states = run(rule, norms | {1: bad})
-    expected = run(rule, norms | {1: without})[1]
-    target[1][:, 0, 0] = expected[1][:, 0, 0] = 0
-    assert_same(target, expected)
+    rule, norms = RULES["adagc"](), random_norms(0, 5, GROUPS)
+    bad, without = norms.copy(), norms.copy()
+    bad[:, 1], without[:, 1] = np.nan, 0
+    _, target, states = run(rule, bad)
+    expected = run(rule, without)[1]
+    others = np.arange(GROUPS) != 1
+    assert_same(target[:, others], expected[:, others])
     assert states.recorded[-1].tolist() == [5, 0, 5, 5, 5]
 
 
 @pytest.mark.by_day(8)
 @each_rule
 def test_scan_equals_the_loop_and_types_stay(name):
-    rule, norms = RULES[name](), random_trees(60)
+    rule, norms = RULES[name](), random_norms(0, 60, GROUPS)
     expected = run(rule, norms)
     assert_close(drive(rule, norms), expected)
     fresh = rule.init(zeros_like_step(norms))
@@ -345,10 +323,10 @@ def test_scan_equals_the_loop_and_types_stay(name):
 def test_eager_equals_jit(name):
     # In the warm-up of AdaGC the groups share the global norm.
     rule = RULES[name](warmup_steps=0) if name == "adagc" else RULES[name]()
-    norms = random_trees(2)
+    norms = random_norms(0, 2, GROUPS)
     trigger, target, states = run(rule, norms)
-    norm, state = norms[0], rule.init(np.zeros(()))
+    state = rule.init(np.zeros(()))
     for i in range(2):
-        limits, state = rule.update(norm[i], state, None)
+        limits, state = rule.update(norms[i, 0], state, None)
         own = jax.tree.map(lambda x: x[..., 0], at(states, i))
-        assert_close((*limits, state), (*at((trigger[0], target[0]), i), own))
+        assert_close((*limits, state), (trigger[i, 0], target[i, 0], own))
