@@ -191,9 +191,11 @@ def takes(options: type, *, parts: str = "", once: str = "") -> Callable[[Functi
         shown: Any = with_options
         shown.__signature__ = own.replace(parameters=[*named, *shared])
         if fn.__doc__:
-            explained = _explanations()
-            text = "".join(f"      {x}: {explained[x]}\n" for x in defaults)
-            shown.__doc__ = _PLACE.sub(lambda _: text, fn.__doc__)
+            # `**options` comes last of the arguments.
+            before, _, rest = inspect.cleandoc(fn.__doc__).partition("  **options: ")
+            _, _, after = rest.partition("\n\n")
+            explained = "".join(map(_explanations().__getitem__, defaults))
+            shown.__doc__ = f"{before}{explained}\n{after}"
         return shown
 
     return decorate
@@ -231,16 +233,13 @@ def _parameters(namespace: str, name: str) -> Collection[str]:
     return inspect.signature(getattr(module, name)).parameters
 
 
-_PLACE = re.compile(r" {6}\*\*options: .*\n(?: {8}.*\n)*")
-"""The paragraph on `**options` in a docstring."""
-
-
 def _explanations() -> dict[str, str]:
-    """What the docstrings above say of each option."""
+    """For each option its lines in the docstrings above."""
     found: dict[str, str] = {}
     for kind in (PlaceOptions, StageOptions, ScaleOptions, NormOptions, ClipOptions):
-        _, _, section = (kind.__doc__ or "").partition("Attributes:\n")
-        for text in re.split(r"^ {6}(?=\w)", section, flags=re.MULTILINE)[1:]:
-            name, _, meaning = text.partition(": ")
-            found[name] = meaning.rstrip()
+        _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
+        name = ""
+        for line in section.splitlines():
+            name = name if line.startswith("    ") else line.strip().partition(":")[0]
+            found[name] = found.get(name, "") + f"{line}\n"
     return found
