@@ -68,8 +68,8 @@ class Grouping:
         """This grouping, and an empty group for each of the names that it lacks."""
         own = set(self.names)
         shapes = names.shapes or ((),) * len(names)
-        rows = zip(names, shapes, strict=True)
-        absent = [Group((name,), (), shape) for name, shape in rows if name not in own]
+        with_shapes = zip(names, shapes, strict=True)
+        absent = [Group((name,), (), shape) for name, shape in with_shapes if name not in own]
         ordered = tuple(sorted([*self.groups, *absent], key=lambda group: group.names))
         return dataclasses.replace(self, groups=ordered)
 
@@ -103,7 +103,7 @@ def concatenated(arrays: Iterable[Array]) -> Array:
     return _concatenated(arrays) if arrays else jnp.zeros(0)
 
 
-# Compiled by itself, so that it is traced once for all rows of the same groups.
+# Compiled by itself, so that it is traced once for all arrays of the same groups.
 @jax.jit
 def _concatenated(arrays: Sequence[Array]) -> Array:
     flat = [x if x.ndim == 1 else lax.reshape(x, (x.size,)) for x in arrays]
@@ -135,14 +135,15 @@ def _split(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
 
 
 def _reshaped(pieces: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    rows = zip(pieces, shapes, strict=True)
-    return [x.reshape(*x.shape[:-1], *shape) for x, shape in rows]
+    with_shapes = zip(pieces, shapes, strict=True)
+    return [x.reshape(*x.shape[:-1], *shape) for x, shape in with_shapes]
 
 
 @custom_jvp(nondiff_argnums=(1,))
 def _split_up(vector: Array, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
-    rows = zip(_start_positions(vector, shapes), shapes, strict=True)
-    return _reshaped([_piece(vector, starts, math.prod(shape)) for starts, shape in rows], shapes)
+    starts, sizes = _start_positions(vector, shapes), map(math.prod, shapes)
+    pieces = [_piece(vector, *where) for where in zip(starts, sizes, strict=True)]
+    return _reshaped(pieces, shapes)
 
 
 @_split_up.defjvp

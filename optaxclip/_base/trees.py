@@ -78,8 +78,8 @@ class FlatTree(NamedTuple):
         own = [np.shape(leaf) for leaf in self.measured_leaves()]
         if not self.global_shapes:
             return own
-        rows = zip(own, self.global_shapes, strict=True)
-        return [shape if of_all is None else of_all for shape, of_all in rows]
+        both = zip(own, self.global_shapes, strict=True)
+        return [shape if of_all is None else of_all for shape, of_all in both]
 
     def names(self) -> list[str]:
         """The names of the measured leaves, all different."""

@@ -306,8 +306,8 @@ def brought(*trees: PyTree) -> tuple[tuple[PyTree, ...], Callable[..., tuple[PyT
         return trees, lambda *results: results
 
     def back(*results: PyTree) -> tuple[PyTree, ...]:
-        rows = zip(results, trees, strict=False)
-        return tuple(x if tree is None else moved(x, memories(tree)) for x, tree in rows)
+        with_homes = zip(results, trees, strict=False)
+        return tuple(x if tree is None else moved(x, memories(tree)) for x, tree in with_homes)
 
     return tuple(map(to_device, trees)), back
 
@@ -329,5 +329,5 @@ def on_device(x: Any) -> Any:
 def moved(tree: PyTree, to: Sequence[Any]) -> PyTree:
     """The tree with each leaf in the memory given for it; a leaf with None stays where it is."""
     leaves, treedef = jax.tree.flatten(tree)
-    rows = zip(leaves, to, strict=True)
-    return treedef.unflatten([x if m is None else jax.device_put(x, m) for x, m in rows])
+    with_homes = zip(leaves, to, strict=True)
+    return treedef.unflatten([x if m is None else jax.device_put(x, m) for x, m in with_homes])

@@ -30,7 +30,7 @@ def entries(x: Array, dtype: jax.typing.DTypeLike) -> Array:
     return x.astype(wide if jnp.iscomplexobj(x) else dtype)
 
 
-def measured_entries(
+def in_one_array(
     leaf: Any, axes: tuple[int, ...], dtype: jax.typing.DTypeLike
 ) -> tuple[Array, tuple[int, ...]]:
     """A leaf as one array, and the axes over which its entries share a norm.

@@ -205,8 +205,8 @@ def of_products(
         with jax.enable_x64(True):
             x, y, *pair = (entries(part, jnp.float64) for part in (x, y, *pair))
             totals = _added_one_by_one((_product(*pair, lax.mul), *squares(x, y)), axes)
-            rows = [[total * by**2 for total in totals] for by in scales(l2, dtype)]
-            return tuple(total.astype(dtype) for total in itertools.chain(*rows))
+            at_each = [[total * by**2 for total in totals] for by in scales(l2, dtype)]
+            return tuple(total.astype(dtype) for total in itertools.chain(*at_each))
 
     if dtype != jnp.float32:
         return in_own_dtype(x, y)
@@ -252,7 +252,7 @@ def largest_bits(leaf: Array, *, by: float, axes: tuple[int, ...], dtype: jnp.dt
 
 # Compiled by itself so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "norm"))
-def sum_in_float64(x: Array, *, axes: tuple[int, ...], norm: Norm) -> Array:
+def sum_in_float64(x: Array, axes: tuple[int, ...], *, norm: Norm) -> Array:
     """The sum of powers of entries; the caller has to enable 64-bit types."""
     if norm.degree != 2:
         # If the program also sums this leaf's squares, XLA would otherwise convert its entries once

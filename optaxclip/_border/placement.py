@@ -8,6 +8,7 @@ added up over the devices: so norms, limits, multipliers and records are the sam
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -163,8 +164,8 @@ class Placement:
         def own_part(leaf: int, x: Array) -> Array:
             if not any(self.kept[leaf]):
                 return x
-            rows = enumerate(np.shape(leaves[leaf]))
-            shape = tuple(size for axis, size in rows if axis not in axes[leaf])
+            sizes = enumerate(np.shape(leaves[leaf]))
+            shape = tuple(size for axis, size in sizes if axis not in axes[leaf])
             front = x.shape[: x.ndim - len(shape)]
             start = [np.int32(0)] * len(front) + self._start(leaf, shape)
             return lax.dynamic_slice(x, start, front + shape)
@@ -172,9 +173,9 @@ class Placement:
         return list(map(own_part, range(len(arrays)), arrays))
 
     def _start(self, leaf: int, shape: tuple[int, ...]) -> list[Any]:
-        rows = zip(self.kept[leaf], shape, strict=True)
+        with_sizes = zip(self.kept[leaf], shape, strict=True)
         # All int32, because 64-bit types may be enabled here.
-        return [lax.axis_index(axes) * size if axes else np.int32(0) for axes, size in rows]
+        return [lax.axis_index(axes) * size if axes else np.int32(0) for axes, size in with_sizes]
 
 
 def grouped(scope: Scope, flat: FlatTree, options: Options) -> Grouping:
@@ -227,10 +228,10 @@ def located(grouping: Grouping, flat: FlatTree, options: Options) -> Placement:
             mesh, found = explicit_mesh, split
     mesh = None if manual or is_hidden else mesh
     find = _Finder(grouping, manual, axis_names, found, mesh)
-    rows = [find.axes_of(i, leaf) for i, leaf in enumerate(leaves)]
+    split_over = [find.axes_of(i, leaf) for i, leaf in enumerate(leaves)]
     return Placement(
-        reduced=tuple(reduced for reduced, _ in rows),
-        kept=tuple(kept for _, kept in rows),
+        reduced=tuple(reduced for reduced, _ in split_over),
+        kept=tuple(kept for _, kept in split_over),
         in_one_piece=not (axis_names or manual) and found is None and automatic_mesh is None,
         mesh=mesh,
         specs=tuple(found) if found and mesh is not None else (),
@@ -244,8 +245,8 @@ def _given_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSpec
     given = per_leaf(specs, flat, "specs")
     sharding = next((spec for spec in given if isinstance(spec, NamedSharding)), None)
     mesh = devices.current_mesh() if sharding is None else sharding.mesh
-    rows = zip(given, flat.measured_leaves(), strict=True)
-    return mesh, [_checked_spec(spec, leaf, mesh) for spec, leaf in rows]
+    with_leaves = zip(given, flat.measured_leaves(), strict=True)
+    return mesh, [_checked_spec(spec, leaf, mesh) for spec, leaf in with_leaves]
 
 
 def _checked_spec(spec: Any, leaf: Any, mesh: Any) -> PartitionSpec:
@@ -292,8 +293,8 @@ def _global_shapes(
 
     def global_shape(leaf: Any, spec: PartitionSpec) -> tuple[int, ...]:
         mapped = devices.varying_axes(leaf) if tracked else manual
-        rows = zip(np.shape(leaf), _by_axis(spec, leaf), strict=True)
-        return tuple(n * devices.num_devices(devices.spec_axes(x) & mapped) for n, x in rows)
+        axes = [devices.spec_axes(entry) & mapped for entry in _by_axis(spec, leaf)]
+        return tuple(map(operator.mul, np.shape(leaf), map(devices.num_devices, axes)))
 
     return [global_shape(*row) for row in zip(leaves, specs, strict=True)]
 

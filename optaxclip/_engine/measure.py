@@ -34,7 +34,8 @@ from optaxclip._base.numerics import (
     select,
     slack_of_norm,
 )
-from optaxclip._border.entries import entries, measured_entries, times
+from optaxclip._base.trees import data_of, with_data
+from optaxclip._border.entries import any_entry, entries, in_one_array, select_exactly, times
 from optaxclip._engine.plan import Plan
 from optaxclip.norms import Norm
 
@@ -102,11 +103,6 @@ class Measured(NamedTuple):
         norm = lax.min(fraction * self.size, jnp.finfo(fraction.dtype).max)
         return select(jnp.isfinite(self.fraction), norm, self.fraction)
 
-    def changed_by(self, change: Array) -> "Measured":
-        """The tangents of all fields, from the fraction's; the size is held constant."""
-        zeros = jnp.zeros_like(change)
-        return Measured(change, zeros, change * self.inverse, zeros)
-
     def from_above(self, slack: Any) -> "Measured":
         """The same norms, with upper bounds that allow for a relative error of `slack`."""
         return self._replace(divisor=self.divisor * _constant(1 + slack, self.size.dtype))
@@ -120,8 +116,8 @@ def measure(leaves: list[Any], plan: Plan, norm: Norm, *, from_above: bool = Fal
     dtype = norm_dtype([leaf.dtype for leaf in leaves])
     found = Measured.of(plan.zeros(dtype), 1.0)
     if leaves:
-        rows = zip(leaves, plan.grouping.axes, strict=True)
-        arrays, axes = zip(*[measured_entries(*row, dtype) for row in rows], strict=True)
+        with_axes = zip(leaves, plan.grouping.axes, strict=True)
+        arrays, axes = zip(*[in_one_array(*row, dtype) for row in with_axes], strict=True)
         counts = _num_entries(leaves, plan)
         measurement = _Measurement(plan, norm, dtype, counts, axes, from_above)
         # Measured on each device, the norms take one collective; otherwise maybe several.
@@ -148,6 +144,21 @@ def _num_entries(leaves: list[Any], plan: Plan) -> list[Any]:
         for i, (leaf, axes) in enumerate(zip(leaves, plan.grouping.axes, strict=True))
     ]
     return [sum([counts[i] for i in group.members]) for group in plan.grouping.groups]
+
+
+def mask(leaves: list[Any], plan: Plan) -> tuple[list[Any], Array]:
+    """For the policy "mask": leaves with 0 for entries that are not finite, and whose groups."""
+
+    def bad_groups(leaves: list[Any]) -> Array:
+        with_axes = zip(leaves, plan.grouping.axes, strict=True)
+        bad = [any_entry(leaf, ~jnp.isfinite(data_of(leaf)), axes) for leaf, axes in with_axes]
+        return plan.totals([(x.astype(jnp.int32),) for x in bad], by_max=True)[0] > 0
+
+    def only_finite(leaf: Any) -> Any:
+        x = data_of(leaf)
+        return with_data(leaf, select_exactly(jnp.isfinite(x), x, jnp.zeros_like(x)))
+
+    return list(map(only_finite, leaves)), plan.placement.on_each_device(bad_groups)(leaves)
 
 
 class _Measurement(NamedTuple):
@@ -186,7 +197,8 @@ class _Measurement(NamedTuple):
             # Entries that are not finite have no derivative.
             finite = [jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) for x in primals[0]]
             _, change = jax.jvp(lambda leaves: self.divided(leaves, size), (finite,), tangents)
-            return found, found.changed_by(change)
+            zeros = jnp.zeros_like(change)
+            return found, Measured(change, zeros, change * found.inverse, zeros)
 
         return norms
 
@@ -219,8 +231,8 @@ class _Measurement(NamedTuple):
         """The norms from sums at several scales."""
         in_one_piece = self.plan.placement.in_one_piece
         options = {"norm": self.norm, "dtype": self.dtype, "in_one_piece": in_one_piece}
-        rows = zip(leaves, self.axes, strict=True)
-        found = [leaf_sums.at_scales(x, axes=axes, **options) for x, axes in rows]
+        with_axes = zip(leaves, self.axes, strict=True)
+        found = [leaf_sums.at_scales(x, axes=axes, **options) for x, axes in with_axes]
         totals = self.plan.totals(found)
         if self.plan.grouping.layout != "scalar":
             # Makes XLA on GPUs store the sums, which it would otherwise concatenate anew for each
@@ -233,8 +245,8 @@ class _Measurement(NamedTuple):
         """The norms from one sum in float64."""
         wide = [entries(x, self.dtype) for x in leaves]
         with jax.enable_x64(True):
-            rows = zip(wide, self.axes, strict=True)
-            found = [(leaf_sums.sum_in_float64(x, axes=axes, norm=self.norm),) for x, axes in rows]
+            with_axes = zip(wide, self.axes, strict=True)
+            found = [(leaf_sums.sum_in_float64(*x, norm=self.norm),) for x in with_axes]
             (total,) = self.plan.totals(found, add=leaf_sums.added_up)
             return Measured.of_float64(self.finished(total), from_above=self.from_above)
 
@@ -251,10 +263,10 @@ class _Measurement(NamedTuple):
 
     def divided(self, leaves: list[Array], by: Array) -> Array:
         """The norms of entries divided by powers of two, in steps that JAX can differentiate."""
-        rows = zip(leaves, self.plan.by_leaf(1 / by, leaves), self.axes, strict=True)
+        factored = zip(leaves, self.plan.by_leaf(1 / by, leaves), self.axes, strict=True)
         options = {"norm": self.norm, "dtype": self.dtype}
         parts = [
-            (_total_of_products(x, inverse, axes=axes, **options),) for x, inverse, axes in rows
+            (_total_of_products(x, inverse, axes=axes, **options),) for x, inverse, axes in factored
         ]
         (total,) = self.plan.totals(parts, by_max=self.norm.is_max)
         return self.finished(total)

@@ -111,10 +111,10 @@ class Plan:
                 return parts[group.members[0]][k]
             # In one operation, because XLA (JAX 0.10.2) repeats a chain of additions for each use
             # of its result.
-            rows = devices.stack([parts[i][k] for i in group.members])
+            members = devices.stack([parts[i][k] for i in group.members])
             if by_max:
-                return lax.reduce_max(rows, [0])
-            return add(rows) if add else lax.reduce_sum(rows, [0])
+                return lax.reduce_max(members, [0])
+            return add(members) if add else lax.reduce_sum(members, [0])
 
         sums = [self.pack([of_group(group, k) for group in groups]) for k in range(len(like))]
         sums = self.placement.totals(sums, by_max=by_max)
@@ -149,8 +149,8 @@ class Plan:
         if all(isinstance(number, (int, float)) for number in ordered):
             return np.repeat(np.asarray(ordered, np.float64), sizes)
         # In `jax.export` a number may be symbolic.
-        rows = zip(ordered, sizes, strict=True)
-        return jnp.concatenate([jnp.broadcast_to(jnp.asarray(x, float), n) for x, n in rows])
+        with_sizes = zip(ordered, sizes, strict=True)
+        return jnp.concatenate([jnp.broadcast_to(jnp.asarray(x, float), n) for x, n in with_sizes])
 
     def zeros(self, dtype: jnp.dtype) -> Array:
         """Zeros in the form in which norms are stored; nothing is concatenated."""

@@ -76,8 +76,8 @@ def products(
     dtype = norm_dtype([leaf.dtype for leaf in (*leaves, *others)])
     if not leaves:
         return Products(*[plan.zeros(dtype)] * 3)
-    rows = zip(leaves, others, plan.grouping.axes, strict=True)
-    found = [entries_of_both(*row, dtype) for row in rows]
+    with_axes = zip(leaves, others, plan.grouping.axes, strict=True)
+    found = [entries_of_both(*row, dtype) for row in with_axes]
     pairs, axes = [(x, y) for x, y, _ in found], tuple(over for *_, over in found)
     known = tuple(x if x is None else x.astype(dtype) for x in (norm, of_others))
     found = _differentiable(plan, axes)(pairs, known)
@@ -97,10 +97,10 @@ def _differentiable(
     def divided(pairs: _Pairs, known: _Known, sizes: list[Array]) -> tuple[_Pairs, _Known]:
         per_size = [reciprocal_of_power(size) for size in sizes]
         of_leaves = [plan.by_leaf(by, [x for x, _ in pairs]) for by in per_size]
-        rows = zip(pairs, axes, *of_leaves, strict=True)
+        with_factors = zip(pairs, axes, *of_leaves, strict=True)
         return [
             tuple(times(x, broadcast_over(by, over)) for x, by in zip(pair, bys, strict=True))
-            for pair, over, *bys in rows
+            for pair, over, *bys in with_factors
         ], tuple(x if x is None else x * by for x, by in zip(known, per_size, strict=True))
 
     @custom_jvp()
@@ -127,8 +127,9 @@ def _at_scales(
 
     def local(pairs: _Pairs) -> leaf_sums.AtScales:
         options = {"in_one_piece": plan.placement.in_one_piece, "both": kinds == 3}
-        rows = zip(pairs, axes, strict=True)
-        return plan.totals([leaf_sums.of_products(*x, axes=over, **options) for x, over in rows])
+        with_axes = zip(pairs, axes, strict=True)
+        sums = [leaf_sums.of_products(*pair, axes=over, **options) for pair, over in with_axes]
+        return plan.totals(sums)
 
     found = plan.placement.on_each_device(local)(pairs)
     sums, *squares = (found[kind::kinds] for kind in range(kinds))
@@ -164,8 +165,8 @@ def _in_plain_sums(
     """The products of trees with norms near 1, in steps that JAX can differentiate."""
 
     def local(pairs: _Pairs) -> leaf_sums.AtScales:
-        rows = zip(pairs, axes, strict=True)
-        return plan.totals([_plain_sums(*pair, axes=over) for pair, over in rows])
+        with_axes = zip(pairs, axes, strict=True)
+        return plan.totals([_plain_sums(*pair, axes=over) for pair, over in with_axes])
 
     total, *squares = plan.placement.on_each_device(local)(pairs)
     norm, of_others = (

@@ -1,6 +1,6 @@
 """Record: what a step did comes in, its `ClipInfo` with running counts goes out.
 
-in   rows of the groups: norms, limits, factors, flags
+in   arrays of the groups: norms, limits, factors, flags
 out  one number for each name of the grouping, `[]` or `[names]`
 """
 
@@ -83,12 +83,21 @@ def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> Columns:
 
 def _of_worst(plan: Plan, columns: Columns) -> Columns:
     """Columns with one number for each leaf: those of its worst group."""
-    found = _of_leaves_alike(plan, (_badness(*columns[:2]), *columns))
-    rows = zip(*found, strict=True)
-    columns = tuple(jnp.concatenate([x.reshape(-1) for x in row]) for row in rows)
+    columns = (_badness(*columns[:2]), *columns)
+    # Makes XLA store the columns, which it would otherwise compute anew for each reduction
+    # (JAX 0.10.2).
+    stored = lax.optimization_barrier(devices.stack(columns))
+    found, start = [], 0
+    # All leaves of a shape share a reduction, so that few are compiled.
+    for shape, alike in itertools.groupby(plan.ordered, key=lambda group: group.shape):
+        count, size = len(list(alike)), math.prod(shape)
+        part = lax.slice_in_dim(stored, start, start + count * size, axis=1)
+        found.append(_in_one_reduction(tuple(part.reshape(len(columns), count, size)), (1,)))
+        start += count * size
+    worst = tuple(map(jnp.concatenate, zip(*found, strict=True)))
     order = np.argsort(plan.order)
     is_sorted = list(order) == list(range(len(order)))
-    return columns if is_sorted else tuple(column[order] for column in columns)
+    return worst if is_sorted else tuple(column[order] for column in worst)
 
 
 def _badness(norm: Array, limit: Array) -> Array:
@@ -98,20 +107,6 @@ def _badness(norm: Array, limit: Array) -> Array:
     ratio = jnp.where(limit > 0, norm / jnp.where(limit > 0, limit, 1), without)
     ratio = jnp.where(jnp.isinf(norm), most, jnp.minimum(ratio, most / 2))
     return jnp.where(jnp.isnan(norm), jnp.inf, ratio)
-
-
-def _of_leaves_alike(plan: Plan, columns: Columns) -> list[Columns]:
-    """The worst of each leaf; all leaves of a shape share a reduction, so that few are compiled."""
-    # Makes XLA store the columns, which it would otherwise compute anew for each reduction
-    # (JAX 0.10.2).
-    stored = lax.optimization_barrier(devices.stack(columns))
-    found, start = [], 0
-    for shape, some in itertools.groupby(plan.ordered, key=lambda group: group.shape):
-        count, size = len(list(some)), math.prod(shape)
-        part = lax.slice_in_dim(stored, start, start + count * size, axis=1)
-        found.append(_in_one_reduction(tuple(part.reshape(len(columns), count, size)), (1,)))
-        start += count * size
-    return found
 
 
 def _in_one_reduction(columns: Columns, axes: tuple[int, ...]) -> Columns:

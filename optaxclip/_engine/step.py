@@ -19,8 +19,7 @@ from optaxclip._base.types import ClipState, NormTree, PyTree, Threshold
 from optaxclip._border.crossing import across
 from optaxclip._border.entries import as_arrays
 from optaxclip._border.options import Options
-from optaxclip._engine.masked import mask
-from optaxclip._engine.measure import Measured, measure, slack
+from optaxclip._engine.measure import Measured, mask, measure, slack
 from optaxclip._engine.plan import Plan, weights_beside
 from optaxclip._engine.record import updated_info
 from optaxclip._engine.respond import Multiplier, multiplier
@@ -145,8 +144,8 @@ def _steps(
     # Stacked, so that each leaf cuts its part out of one array in one operation.
     columns = devices.stack(technique.columns(by, limits.trigger.astype(by.ratio.dtype)))
     parts = map(plan.placement.on_all_devices, plan.by_leaf(columns, leaves))
-    rows = zip(leaves, parts, plan.grouping.axes, strict=True)
-    scaled = [technique.scaled(*row, options) for row in rows]
+    with_parts = zip(leaves, parts, plan.grouping.axes, strict=True)
+    scaled = [technique.scaled(*row, options) for row in with_parts]
     chex.assert_trees_all_equal_shapes_and_dtypes(leaves, scaled)
     if state.info is None:
         return scaled, state
