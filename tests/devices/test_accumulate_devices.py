@@ -207,6 +207,20 @@ def test_in_shard_map(loss, check_vma, judge):
         assert outside == []
 
 
+@pytest.mark.parametrize("options", [{}, PLAIN])
+def test_without_weight_the_examples_of_all_devices_count(options):
+    def loss(w, x):
+        return jnp.mean(jnp.square(x - w))
+
+    x, mesh = jnp.arange(4.0 * DEVICES) ** 2, mesh_of(AxisType.Auto)
+    by_parts = accumulate.value_and_grad(loss, microbatch_size=2, **options)
+    run = jax.shard_map(by_parts, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+    value, grads, found = jax.jit(run)(jnp.float32(1), x)
+    np.testing.assert_allclose(value, loss(1, x), rtol=1e-6)
+    np.testing.assert_allclose(grads, 2 * jnp.mean(1 - x), rtol=1e-6)
+    np.testing.assert_array_equal(found.weight, [2 * DEVICES] * 2)
+
+
 def test_under_vmap_with_the_name_of_its_axis():
     params, *batch = task("default")
     parts = [x.reshape(DEVICES, -1, *x.shape[1:]) for x in batch]
