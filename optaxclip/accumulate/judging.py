@@ -21,7 +21,6 @@ from optaxclip.thresholds.fixed import as_limit
 
 NAME = "accumulate.value_and_grad"
 NONFINITE = "nonfinite"
-_NORM = "norm_of_microbatch"
 
 
 @registered_state
@@ -148,8 +147,7 @@ class Judge:
         self, grads: FlatTree, norm: Array, state: PyTree, params: PyTree
     ) -> tuple[list[Array], Array, PyTree]:
         """The clipped gradient, its norm, and the clip's state."""
-        known = {_NORM: norm}
-        clipped, state = self._transformation().update(grads.tree(), state, params, **known)
+        clipped, state = self._transformation().update(grads.tree(), state, params)
         after = _same_leaves(grads, clipped)
         of_limit = isinstance(self.clip, Threshold)
         norm_after = _norm_after(norm, state.info) if of_limit else self.norm(after)
@@ -162,13 +160,14 @@ class Judge:
         """
         if not isinstance(self.clip, Threshold):
             return self.clip or optax.with_extra_args_support(optax.identity())
-        options = Options.checked(known_norm=_NORM, name=NAME, specs=self.places.specs_of_gradients)
-        return stage(scopes.tree(), self.clip, options)
+        return stage(scopes.tree(), self.clip, self._options())
 
     def norm(self, flat: FlatTree) -> Array:
         """The norm of a tree over all devices."""
-        options = Options.checked(name=NAME, specs=self.places.specs_of_gradients)
-        return norms_by(scopes.tree(), flat, options)
+        return norms_by(scopes.tree(), flat, self._options())
+
+    def _options(self) -> Options:
+        return Options.checked(name=NAME, specs=self.places.specs_of_gradients)
 
 
 def _as_transformation(clip: Any) -> Any:
