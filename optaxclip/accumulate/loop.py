@@ -91,7 +91,7 @@ def over_microbatches(
     start = (like_params([jnp.zeros_like(x) for x in measured]), state)
     beside = (measured, roles.batch)
     (totals, state), (row, aux) = scanned(body, start, jnp.arange(cut.number), beside)
-    unit = cut.size if axes else row.weight[0]
+    unit = row.weight[0]
     if axes:
         totals = [devices.sum_over_devices(x, axes) for x in totals]
         row = _over_devices(row, loss.places.axes_of(row.loss))

@@ -209,7 +209,5 @@ def _described(value: Any) -> str:
 
 
 def _power_below(weight: Any) -> Any:
-    """The largest power of two at most a constant weight whose reciprocal is a normal number."""
-    info = jnp.finfo(weight.dtype)
-    power = np.exp2(np.floor(np.log2(weight)))
-    return np.clip(power, info.tiny, 1 / info.tiny).astype(weight.dtype)
+    """The largest power of two that is at most a constant weight."""
+    return np.exp2(np.floor(np.log2(weight))).astype(weight.dtype)

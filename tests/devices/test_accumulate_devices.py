@@ -221,6 +221,20 @@ def test_without_weight_the_examples_of_all_devices_count(options):
     np.testing.assert_array_equal(found.weight, [2 * DEVICES] * 2)
 
 
+def test_what_is_not_judged_stays_in_the_range_and_needs_no_weight_on_every_device():
+    def loss(w, x):
+        return jnp.sum(w * x) / jnp.sum(jnp.abs(jnp.sign(x)))  # NaN for the first device
+
+    by_parts = accumulate.value_and_grad(
+        loss, microbatch_size=1, weight=lambda x: jnp.sum(x != 0), **PLAIN
+    )
+    x = jnp.full(2 * DEVICES, 3e38).at[:2].set(0)
+    specs = {"in_specs": (P(), P("d")), "out_specs": P()}
+    run = jax.shard_map(by_parts, mesh=mesh_of(AxisType.Auto), **specs)
+    value, grads, _ = jax.jit(run)(jnp.float32(1), x)
+    np.testing.assert_allclose([value, grads], 3e38, rtol=1e-6)
+
+
 def test_under_vmap_with_the_name_of_its_axis():
     params, *batch = task("default")
     parts = [x.reshape(DEVICES, -1, *x.shape[1:]) for x in batch]
