@@ -58,7 +58,7 @@ def checked_limit(
     if abs(value) > float(jnp.finfo(jax.dtypes.canonicalize_dtype(float)).max):
         return math.copysign(math.inf, value)
     # JAX would cut integers of 2**31 or more to 32 bits.
-    return limit if not float.is_integer(value) or abs(value) < 2**31 else value
+    return limit if abs(value) < 2**31 else value
 
 
 def checked_decay(decay: Any, argument: str) -> Any:
