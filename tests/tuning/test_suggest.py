@@ -137,6 +137,8 @@ def test_shares_and_percentiles_leave_out_the_same_steps():
     after = norms[found.warmup_steps :]
     after = after[np.isfinite(after) & (after > 0)]
     assert 50 < found.warmup_steps < 200
+    np.testing.assert_array_equal(norms[found.counted], after)
+    assert found.to_dict()["num_counted"] == len(after)
     assert found.share_clipped == np.mean(after > found.limit)
     for other, percent in zip(found.percentiles, (90, 95, 99), strict=True):
         assert other.share_clipped == pytest.approx(1 - percent / 100, abs=0.003)
