@@ -218,7 +218,7 @@ def _among(all_leaves: Names, names: Names, flags: Array) -> Array:
         return flags
     by_name = dict(zip(names, flags, strict=True))
     column = [by_name.get(name, jnp.zeros((), bool)) for name in all_leaves]
-    return devices.stack(column) if column else jnp.zeros(0, bool)
+    return devices.stack(column)
 
 
 def _initial_loss(rule: Threshold, name: str) -> LossState:

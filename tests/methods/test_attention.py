@@ -167,6 +167,8 @@ def test_logits_that_are_not_finite_or_negative_change_nothing():
     updates, _, info = clipped(moves, logits=logits)
     assert_same(jax.tree.map(np.asarray, updates), moves)
     np.testing.assert_array_equal(info.num_nonfinite, 1)
+    small = {kind: np.full_like(x, 0.5) for kind, x in logits.items()}
+    np.testing.assert_array_equal(clipped(moves, logits=small)[2].norm, 0.5)
 
 
 def one_layer(path, leaf):
