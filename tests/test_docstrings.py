@@ -9,6 +9,7 @@ import pytest
 from public_names import public
 
 import optaxclip
+from optaxclip._border.options import takes
 
 NAMESPACES = ["accumulate", "ops", "thresholds", "responses", "monitor", "per_example", "tuning"]
 
@@ -62,6 +63,23 @@ def test_what_there_is():
     types |= {"SecondMomentState"}
     types |= {f"{kind}Options" for kind in ("Clip", "Norm", "Place", "Scale", "Stage")}
     assert shown == namespaces | types | {name.split(".")[1] for name in functions_of_the_top()}
+
+
+def test_options_are_shown_one_by_one_also_where_docstrings_have_lost_their_indentation():
+    """As on Python 3.13 and later."""
+
+    def clip(limit, **options):
+        del limit, options
+
+    clip.__doc__ = "Clips.\n\nArgs:\n  limit: a number.\n  **options: all.\n\nReturns:\n  A tree."
+    before, after = takes(optaxclip.PlaceOptions)(clip).__doc__.split("\n\nReturns:")
+    assert re.findall(r"^  (\S+): ", before, re.MULTILINE) == [
+        "limit",
+        "axis_name",
+        "specs",
+        "name",
+    ]
+    assert after == "\n  A tree."
 
 
 def functions_of_the_top():

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from jax import Array, lax
 
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import fixed_size, promoted
-from optaxclip._base.states import Names
+from optaxclip._base.states import GIVE_BACK, Names
 from optaxclip._base.types import NormTree
 
 
@@ -64,12 +65,33 @@ class Grouping:
         """For each name, whether its group has leaves at this step."""
         return [bool(group.members) for group in self.groups for _ in group.names]
 
-    def with_groups_for(self, names: Names) -> "Grouping":
-        """This grouping, and an empty group for each of the names that it lacks."""
+    def with_groups_of_state(self, stored: Names, size: int, name: str) -> "Grouping":
+        """This grouping, and an empty group for each name in the state that the tree lacks.
+
+        The state has `size` groups; their names `stored` are empty if the state went through
+        `optax.tree_map_params`.
+        """
+        if self.layout == "scalar" or (not stored and size == len(self.names)):
+            return self
+        if not stored and size:
+            raise ValueError(
+                f"{name}: the state has lost the names of its {size} groups, as after "
+                f"optax.tree_map_params, and the updates have {len(self.names)}; {GIVE_BACK}"
+            )
+        if len(stored) != size:
+            raise ValueError(
+                f"{name}: the state has {size} entries for its {len(stored)} groups, as if it had "
+                "been made under jax.vmap; make the update under jax.vmap too, or begin with a "
+                "fresh state"
+            )
         own = set(self.names)
-        shapes = names.shapes or ((),) * len(names)
-        with_shapes = zip(names, shapes, strict=True)
-        absent = [Group((name,), (), shape) for name, shape in with_shapes if name not in own]
+        if unknown := sorted(own - set(stored)):
+            raise ValueError(
+                f"{name}: the updates have groups {unknown} that the params given to init did not "
+                "have"
+            )
+        with_shapes = zip(stored, stored.shapes or ((),) * size, strict=True)
+        absent = [Group((each,), (), shape) for each, shape in with_shapes if each not in own]
         ordered = tuple(sorted([*self.groups, *absent], key=lambda group: group.names))
         return dataclasses.replace(self, groups=ordered)
 
@@ -81,20 +103,34 @@ class Grouping:
             return {group.names[0]: x for group, x in zip(self.groups, arrays, strict=True)}
         return concatenated(arrays)
 
-    def from_tree(self, tree: NormTree) -> list[Array]:
-        """One array for each group, from norms as `layout` says."""
-        if self.layout == "scalar":
-            return [tree]
-        if self.layout == "dict":
-            return [tree[group.names[0]] for group in self.groups]
-        return split_up(tree, [group.shape for group in self.groups])
-
     def by_leaf(self, arrays: Sequence[Any]) -> list[Any]:
         """For each measured leaf the value of its group, from a value for each group."""
         of_leaf: dict[int, Any] = {}
         for x, group in zip(arrays, self.groups, strict=True):
             of_leaf |= dict.fromkeys(group.members, x)
         return [of_leaf[i] for i in range(len(of_leaf))]
+
+
+MANY_NORMS = 2**24
+"""With more norms than this, a clip's own arrays take a good part of the gradients' memory."""
+
+
+def warn_of_many_norms(grouping: Grouping, name: str) -> None:
+    """Warns where the norms are so many that leaves are likely to be grouped by the wrong axes."""
+    counts = {group.names[0]: math.prod(group.shape) for group in grouping.groups}
+    if any(fixed_size(count) is None for count in counts.values()):
+        return
+    total = sum(counts.values())
+    if total > MANY_NORMS:
+        most = max(counts, key=lambda leaf: counts[leaf])
+        warnings.warn(
+            f"{name}: these leaves have {total:,} norms, of which '{most}' alone has "
+            f"{counts[most]:,}; norms, limits and factors of all are kept in memory. If a norm "
+            "should cover more entries, name its axes (axis=), or say which leaves stack layers: "
+            "scopes.unit(stacked=...)",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def concatenated(arrays: Iterable[Array]) -> Array:

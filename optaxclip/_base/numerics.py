@@ -175,27 +175,6 @@ def invertible(power: Array) -> Array:
     return lax.clamp(tiny, power, 1 / tiny)
 
 
-def scaled_down(x: Array, power: Array) -> Array:
-    """`x / power` for `x >= 0` and a power of two that `invertible` gave.
-
-    Subnormal numbers, which XLA on CPU (JAX 0.10.2) takes for 0, are read from their bits.
-    """
-    info = jnp.finfo(x.dtype)
-    per_power, bits = reciprocal_of_power(power), bits_of(x)
-    of_one, of_largest = (bits_of(x.dtype.type(y)) for y in (1, 1 / info.tiny))
-    # The smallest normal number divided by the power; by a product XLA would multiply constants.
-    share = jnp.maximum(bits_of(per_power) + (of_one - of_largest), 0)
-    share = lax.bitcast_convert_type(share, x.dtype)
-    subnormal = bits.astype(x.dtype) * x.dtype.type(info.eps) * share
-    return jnp.where(bits < bits_of(x.dtype.type(info.tiny)), subnormal, x * per_power)
-
-
-def bits_of(x: Array) -> Array:
-    """Numbers `x >= 0` as integers in the same order, with NaN above infinity."""
-    integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
-    return lax.bitcast_convert_type(x, integer)
-
-
 def reciprocal_of_power(power: Array) -> Array:
     """The reciprocals of powers of two that `invertible` gave, from their bits.
 

@@ -130,10 +130,9 @@ def _on_any_mesh(
     *operands: Any,
 ) -> Any:
     fn = functools.partial(fn, **dict(static))
-    if not devices.is_on_explicit_mesh(operands):
-        return fn(*operands)
-    mesh = devices.explicit_mesh(devices.types_of(operands))
-    with devices.on_own_mesh(operands):
+    types = devices.types_of(operands)
+    with devices.on_own_mesh(types):
+        mesh = devices.explicit_mesh(types)
         if mesh is not None:
             specs = jax.tree.map(devices.spec_of, like(*operands))
             fn = devices.with_automatic_axes(fn, mesh, specs)
@@ -148,7 +147,7 @@ def scanned(body: Callable[..., Any], start: PyTree, xs: PyTree, beside: PyTree)
 
     Otherwise it fails for seeds that `vmap` splits over an explicit mesh (JAX 0.10.2).
     """
-    with devices.on_own_mesh(beside):
+    with devices.on_own_mesh(devices.types_of(beside)):
         return lax.scan(body, devices.typed_like(start, beside), xs)
 
 

@@ -176,17 +176,12 @@ def gathered(x: Any) -> Any:
     return jax.sharding.reshard(x, NamedSharding(sharding[0], PartitionSpec()))
 
 
-def is_on_explicit_mesh(arrays: PyTree) -> bool:
-    """Whether the type of one of these arrays names a mesh with an explicit axis."""
-    return _mesh_with(AxisType.Explicit, types_of(arrays)) is not None
-
-
-def on_own_mesh(arrays: PyTree) -> contextlib.AbstractContextManager[Any]:
-    """If no mesh is set, sets the explicit mesh on which these traced arrays lie.
+def on_own_mesh(types: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """If no mesh is set, sets the explicit mesh on which traced arrays of these types lie, if any.
 
     Otherwise JAX 0.10.2 cannot stack arrays under `vmap` that are split over an explicit mesh.
     """
-    mesh = None if current_mesh() else _mesh_with(AxisType.Explicit, types_of(arrays))
+    mesh = None if current_mesh() else _mesh_with(AxisType.Explicit, types)
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import optaxclip._border.devices as devices
+from optaxclip._base.grouping import warn_of_many_norms
 from optaxclip._base.numerics import norm_dtype
 from optaxclip._base.states import check_state, fresh_if_none, own_arrays
 from optaxclip._base.trees import FlatTree, flatten
@@ -35,7 +36,7 @@ from optaxclip._base.types import (
 from optaxclip._border.crossing import Transformation, stateless, transformation
 from optaxclip._border.options import ClipOptions, Options, takes
 from optaxclip._border.placement import Placement, grouped
-from optaxclip._engine.plan import Plan, plan_of, warn_of_many_norms
+from optaxclip._engine.plan import Plan, plan_of
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import BY_NORM, Technique, clipped, norms_of
 from optaxclip.norms import Norm

@@ -204,7 +204,15 @@ class _Measurement(NamedTuple):
 
     def in_own_dtype(self, leaves: list[Array]) -> Measured:
         """The norms, computed in their own dtype."""
-        found = self.rounded(leaves)
+        if self.norm.is_max:
+            found = self.largest(leaves)
+        elif self.norm.degree in SUMMED:
+            found = self.at_scales(leaves)
+        else:
+            # Other powers overflow easily: entries are divided by the size of the largest first.
+            largest = self.largest(leaves)
+            size = invertible(power_of_two_below(largest.fraction) * largest.size)
+            found = Measured.of(self.divided(leaves, size), size)
         return found.from_above(self.slack(leaves)) if self.from_above else found
 
     def slack(self, leaves: list[Array]) -> Any:
@@ -215,17 +223,6 @@ class _Measurement(NamedTuple):
         # The modulus of a complex number is rounded, that of a real one is not.
         is_rounded = any(map(jnp.iscomplexobj, leaves))
         return self.plan.repeated([2 * eps if is_rounded else 0.0] * len(self.counts))
-
-    def rounded(self, leaves: list[Array]) -> Measured:
-        """The norms, without upper bounds."""
-        if self.norm.is_max:
-            return self.largest(leaves)
-        if self.norm.degree not in SUMMED:
-            # Other powers overflow easily: entries are divided by the size of the largest first.
-            largest = self.largest(leaves)
-            size = invertible(power_of_two_below(largest.fraction) * largest.size)
-            return Measured.of(self.divided(leaves, size), size)
-        return self.at_scales(leaves)
 
     def at_scales(self, leaves: list[Array]) -> Measured:
         """The norms from sums at several scales."""

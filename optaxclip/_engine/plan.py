@@ -7,7 +7,6 @@ and takes few kernels.
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +17,7 @@ from jax import Array, lax
 
 import optaxclip._border.devices as devices
 from optaxclip._base.grouping import Group, Grouping, concatenated, split_up
-from optaxclip._base.numerics import fixed_size
-from optaxclip._base.states import GIVE_BACK, Names
+from optaxclip._base.states import Names
 from optaxclip._base.trees import FlatTree, matching_params
 from optaxclip._base.types import NormTree, PyTree
 from optaxclip._border.leaf_sums import AtScales
@@ -171,7 +169,8 @@ class Plan:
 
     def from_tree(self, tree: NormTree) -> Array:
         """From what users see: a scalar, `[names]`, or a dict of arrays."""
-        return self.pack(self.grouping.from_tree(tree))
+        is_dict = self.grouping.layout == "dict"
+        return self.pack([tree[x.names[0]] for x in self.grouping.groups]) if is_dict else tree
 
 
 def plan_of(
@@ -185,7 +184,7 @@ def plan_of(
     grouping = grouped(scope, flat, options)
     placement = located(grouping, flat, options)
     if stored is not None:
-        grouping = with_groups_of_state(grouping, stored, size, options.name)
+        grouping = grouping.with_groups_of_state(stored, size, options.name)
     return Plan(grouping, placement)
 
 
@@ -199,53 +198,3 @@ def weights_beside(
     found = matching_params(flat, params, options.name)
     placement = located(plan.grouping, found, options)
     return found.measured_leaves(), dataclasses.replace(plan, placement=placement)
-
-
-def with_groups_of_state(grouping: Grouping, stored: Names, size: int, name: str) -> Grouping:
-    """The grouping, with an empty group for each name in the state that the tree lacks.
-
-    The state has `size` groups; their names `stored` are empty if the state went through
-    `optax.tree_map_params`.
-    """
-    if grouping.layout == "scalar":
-        return grouping
-    if not stored and size == len(grouping.names):
-        return grouping
-    if not stored and size:
-        raise ValueError(
-            f"{name}: the state has lost the names of its {size} groups, as after "
-            f"optax.tree_map_params, and the updates have {len(grouping.names)}; {GIVE_BACK}"
-        )
-    if len(stored) != size:
-        raise ValueError(
-            f"{name}: the state has {size} entries for its {len(stored)} groups, as if it had been "
-            "made under jax.vmap; make the update under jax.vmap too, or begin with a fresh state"
-        )
-    unknown = sorted(set(grouping.names) - set(stored))
-    if unknown:
-        raise ValueError(
-            f"{name}: the updates have groups {unknown} that the params given to init did not have"
-        )
-    return grouping.with_groups_for(stored)
-
-
-MANY_NORMS = 2**24
-"""With more norms than this, a clip's own arrays take a good part of the gradients' memory."""
-
-
-def warn_of_many_norms(grouping: Grouping, name: str) -> None:
-    """Warns where the norms are so many that leaves are likely to be grouped by the wrong axes."""
-    counts = {group.names[0]: math.prod(group.shape) for group in grouping.groups}
-    if any(fixed_size(count) is None for count in counts.values()):
-        return
-    total = sum(counts.values())
-    if total > MANY_NORMS:
-        most = max(counts, key=lambda leaf: counts[leaf])
-        warnings.warn(
-            f"{name}: these leaves have {total:,} norms, of which '{most}' alone has "
-            f"{counts[most]:,}; norms, limits and factors of all are kept in memory. If a norm "
-            "should cover more entries, name its axes (axis=), or say which leaves stack layers: "
-            "scopes.unit(stacked=...)",
-            UserWarning,
-            stacklevel=2,
-        )

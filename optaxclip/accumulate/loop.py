@@ -55,7 +55,7 @@ def over_microbatches(
     dtypes = [loss.dtype_of_sum(x.dtype) for x in params.measured_leaves()]
     measured = [loss.places.vary(x, axes) for x in params.measured_leaves()]
     param_norm = judge.param_norm(roles.params)
-    with devices.on_own_mesh((measured, roles.batch)):
+    with devices.on_own_mesh(devices.types_of((measured, roles.batch))):
         loss = loss.with_unit_for(cut)
     found_by = loss.of_this_device if axes else loss.over_devices
     # Where all microbatches count alike and none is left out, the gradient is added as it is: XLA

@@ -14,12 +14,11 @@ from jax.core import Tracer
 import optaxclip._border.devices as devices
 from optaxclip._base.numerics import (
     accumulation_dtype,
-    bits_of,
     invertible,
     is_real,
     leading_bit,
     norm_dtype,
-    scaled_down,
+    reciprocal_of_power,
 )
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
@@ -73,7 +72,7 @@ class Loss:
 
         def bits(i: Array) -> Array:
             found.append(self._weight_of(cut.microbatch(i), cut.size))
-            return bits_of(jnp.asarray(found[0]))
+            return _bits_of(jnp.asarray(found[0]))
 
         of_each = lax.map(bits, jnp.arange(cut.number))
         if not isinstance(found[0], Tracer):
@@ -177,7 +176,7 @@ class Loss:
         if isinstance(weight, Tracer):
             weight = weight.astype(self.dtype)
             weight = jnp.where(weight >= 0, weight, jnp.nan)
-            return scaled_down(weight, self.unit) if isinstance(self.unit, Array) else weight
+            return _scaled_down(weight, self.unit) if isinstance(self.unit, Array) else weight
         if not weight > 0:
             raise ValueError(
                 f"weight must return a number above 0, got {weight!r} for every microbatch"
@@ -211,3 +210,24 @@ def _described(value: Any) -> str:
 def _power_below(weight: Any) -> Any:
     """The largest power of two that is at most a constant weight."""
     return np.exp2(np.floor(np.log2(weight))).astype(weight.dtype)
+
+
+def _scaled_down(x: Array, power: Array) -> Array:
+    """`x / power` for `x >= 0` and a power of two that `invertible` gave.
+
+    Subnormal numbers, which XLA on CPU (JAX 0.10.2) takes for 0, are read from their bits.
+    """
+    info = jnp.finfo(x.dtype)
+    per_power, bits = reciprocal_of_power(power), _bits_of(x)
+    of_one, of_largest = (_bits_of(x.dtype.type(y)) for y in (1, 1 / info.tiny))
+    # The smallest normal number divided by the power; by a product XLA would multiply constants.
+    share = jnp.maximum(_bits_of(per_power) + (of_one - of_largest), 0)
+    share = lax.bitcast_convert_type(share, x.dtype)
+    subnormal = bits.astype(x.dtype) * x.dtype.type(info.eps) * share
+    return jnp.where(bits < _bits_of(x.dtype.type(info.tiny)), subnormal, x * per_power)
+
+
+def _bits_of(x: Array) -> Array:
+    """Numbers `x >= 0` as integers in the same order, with NaN above infinity."""
+    integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
+    return lax.bitcast_convert_type(x, integer)
