@@ -21,6 +21,10 @@ MISTAKES = {
         lambda: clip_by(scopes.leaf(), {"a": 1.0}).init({"b": jnp.ones(1)}),
         r"groups \['a'\], but the groups are \['b'\]: give one",
     ),
+    "limits of more": (
+        lambda: clip_tree({"b": jnp.ones(1)}, {"a": 1.0, "b": 1.0}, scope=scopes.leaf()),
+        r"groups \['a', 'b'\], but the groups are \['b'\]: give one",
+    ),
     "schedule of ops": (
         lambda: ops.clip_by_norm(jnp.ones(1), lambda count: 1.0),
         "clip_norm must be a number or scalar array, got <function",

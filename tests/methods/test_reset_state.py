@@ -287,6 +287,7 @@ def test_the_state_is_mapped_as_that_of_the_optimizer():
         ({"when": -1.0}, ValueError, "when must not be negative"),
         ({"every": 2, "only": "mu"}, TypeError, "only must be a sequence of names"),
         ({"every": 2, "only": ()}, ValueError, "only must hold strings, at least one"),
+        ({"every": 2, "only": ("mu", 3)}, ValueError, "only must hold strings, at least one"),
         ({"every": 2, "inner": 3}, TypeError, "inner must be an Optax transformation"),
     ],
 )
