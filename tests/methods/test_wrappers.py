@@ -96,14 +96,18 @@ def compiled(inner):
 
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_random_key_in_the_state_stays_too(jit):
+    """Beside what has no numbers, which `jit` does not take."""
+    odd = None if jit else np.zeros(2, jax.dtypes.float0)
     inner = optax.GradientTransformation(
-        lambda params: jax.random.key(0), lambda grads, key, params: (grads, jax.random.key(1))
+        lambda params: (jax.random.key(0), odd),
+        lambda grads, state, params: (grads, (jax.random.key(1), odd)),
     )
     tx = skip_nonfinite(inner)
     update = jax.jit(tx.update) if jit else tx.update
     for norm, seed in ((np.nan, 0), (1.0, 1)):
         _, state = update(grads_of_norm(norm), tx.init(PARAMS), PARAMS)
-        assert state.inner_state == jax.random.key(seed)
+        assert state.inner_state[0] == jax.random.key(seed)
+        assert state.inner_state[1] is odd
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
