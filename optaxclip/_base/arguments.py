@@ -5,6 +5,8 @@ import difflib
 import functools
 import inspect
 import operator
+import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -118,6 +120,15 @@ def near_miss(given: str, names: Iterable[str]) -> str:
     """The end of a message about an unknown name: the most similar one, if there is one."""
     near = difflib.get_close_matches(given, list(names), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def warn(message: str) -> None:
+    """Warns, at the user's line: the last one outside of this package, JAX and Optax."""
+    not_users = {"optaxclip", "jax", "optax", "contextlib"}
+    frame, level = sys._getframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in not_users:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def short(value: Any) -> str:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from optaxclip._base.arguments import warn
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import fixed_size, promoted
 from optaxclip._base.states import GIVE_BACK, Names
@@ -123,13 +123,11 @@ def warn_of_many_norms(grouping: Grouping, name: str) -> None:
     total = sum(counts.values())
     if total > MANY_NORMS:
         most = max(counts, key=lambda leaf: counts[leaf])
-        warnings.warn(
+        warn(
             f"{name}: these leaves have {total:,} norms, of which '{most}' alone has "
             f"{counts[most]:,}; norms, limits and factors of all are kept in memory. If a norm "
             "should cover more entries, name its axes (axis=), or say which leaves stack layers: "
-            "scopes.unit(stacked=...)",
-            UserWarning,
-            stacklevel=2,
+            "scopes.unit(stacked=...)"
         )
 
 

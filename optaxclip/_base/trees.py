@@ -3,7 +3,6 @@
 import collections
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optaxclip._base.arguments import warn
 from optaxclip._base.types import Path, PyTree
 
 
@@ -150,10 +150,9 @@ def flatten(
     if not measured and argument in _GRADIENTS:
         dtypes = {str(dtype) for dtype in map(dtype_of, leaves) if dtype != jax.dtypes.float0}
         if dtypes:
-            warnings.warn(
+            warn(
                 f"{argument}: nothing is clipped, because no leaf has floating-point entries; the "
-                f"leaves have the dtypes {sorted(dtypes)}",
-                stacklevel=3,
+                f"leaves have the dtypes {sorted(dtypes)}"
             )
     return FlatTree(paths, leaves, treedef, measured)
 

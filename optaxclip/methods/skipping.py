@@ -1,6 +1,5 @@
 """How a step is skipped: its norm is judged by a limit, and the old state is selected."""
 
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +9,7 @@ from jax import Array, lax
 
 import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import checked_count
+from optaxclip._base.arguments import checked_count, warn
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.states import Names, check_state, increased, own_arrays, registered_state
 from optaxclip._base.trees import FlatTree, flatten
@@ -191,11 +190,10 @@ def _warn_if_all_are_clips(inner_state: PyTree, name: str) -> None:
     # An `EmptyState` may be that of an optimizer, such as `optax.sgd`.
     nodes = jax.tree.leaves(inner_state, is_leaf=is_known)
     if nodes and all(isinstance(node, ClipState) for node in nodes):
-        warnings.warn(
+        warn(
             f"{name} wraps a clip and no optimizer, so a skipped step still moves the weights by "
             "the moments and the weight decay of an optimizer that comes after it; wrap the "
-            f"optimizer too: {name}(optax.chain(clip, optimizer))",
-            stacklevel=3,
+            f"optimizer too: {name}(optax.chain(clip, optimizer))"
         )
 
 

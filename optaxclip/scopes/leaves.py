@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -13,7 +12,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from optaxclip._base.arguments import asks, refuse_uncalled, short
+from optaxclip._base.arguments import asks, refuse_uncalled, short, warn
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
 from optaxclip._base.types import Path, PyTree
@@ -258,9 +257,8 @@ def _warn_of_many(stacked: int, flat: FlatTree) -> None:
     sizes = [math.prod(shape[:stacked]) for shape in flat.shapes()]
     if sum(size for size in sizes if isinstance(size, int)) > _MANY_LAYERS:
         name, shape = max(zip(flat.names(), flat.shapes(), strict=True), key=lambda x: x[1][0])
-        warnings.warn(
+        warn(
             f"stacked={stacked} makes {sum(sizes)} groups of {len(sizes)} leaves, as for '{name}' "
             f"of shape {shape}, too: name the branches that stack layers, as in "
-            "stacked={'layers': 1}; all others are then 0",
-            stacklevel=2,
+            "stacked={'layers': 1}; all others are then 0"
         )

@@ -1,14 +1,13 @@
 """Rules over a window of past norms: percentile, median, mean plus deviations."""
 
 import dataclasses
-import warnings
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.arguments import asks, checked_bool, checked_int
+from optaxclip._base.arguments import asks, checked_bool, checked_int, warn
 from optaxclip._base.numerics import power_of_two_below, safe_sqrt
 from optaxclip._base.states import registered_state
 from optaxclip._base.types import ArrayLike, Limits, Threshold
@@ -198,11 +197,10 @@ def _checked_percentile(percentile: Any) -> Any:
     """A percentile, checked; warns of a number that looks like a share."""
     percentile = within(percentile, 0, 100, "percentile")
     if not isinstance(percentile, jax.Array) and 0 < percentile < 1:
-        warnings.warn(
+        warn(
             f"percentile is a number from 0 to 100, so {percentile!r} means that fewer than 1 in "
             f"100 norms are below the limit; for a share of {percentile!r} pass "
-            f"{100 * percentile:g}",
-            stacklevel=3,
+            f"{100 * percentile:g}"
         )
     return percentile
 

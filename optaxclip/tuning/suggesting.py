@@ -3,13 +3,12 @@
 import dataclasses
 import math
 import os
-import warnings
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from optaxclip._base.arguments import asks, short
+from optaxclip._base.arguments import asks, short, warn
 from optaxclip._base.host import ArrayLike
 from optaxclip.tuning.doubts import Limit, Verdict, judged
 from optaxclip.tuning.files import read_norms
@@ -216,7 +215,7 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
     limit = _limit(settled, is_spike, shape)
     verdict, doubts, advice = judged(values, shape, limit)
     for doubt in doubts:
-        warnings.warn(doubt, stacklevel=2)
+        warn(doubt)
     share = float(np.mean(settled > limit.value))
     unchosen, unchosen_limit = _unchosen(limit.value, values[used], shape.warmup)
     return Suggestion(

@@ -154,8 +154,9 @@ def test_a_number_alone_is_no_limit_of_what_finds_its_own(name):
 def test_a_percentile_that_looks_like_a_share_is_warned_of(number):
     share = f"fewer than 1 in .* for a share of .* pass {100 * number:g}"
     for make in (optaxclip.autoclip, optaxclip.thresholds.percentile):
-        with pytest.warns(UserWarning, match=share):
+        with pytest.warns(UserWarning, match=share) as warned:
             make(percentile=number)
+        assert warned[0].filename == __file__
 
 
 def test_other_percentiles_pass_without_a_warning():
@@ -211,8 +212,9 @@ WHOLE = {"a": jnp.arange(3), "b": np.array([True])}
     ],
 )
 def test_nothing_to_clip_is_said(clip):
-    with pytest.warns(UserWarning, match="no leaf has floating-point entries.* 'int32'"):
+    with pytest.warns(UserWarning, match="no leaf has floating-point entries.* 'int32'") as warned:
         clip(WHOLE)
+    assert warned[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for tree in ({}, None, WHOLE | {"c": jnp.ones(1)}):

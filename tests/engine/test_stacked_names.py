@@ -65,8 +65,9 @@ SAID = (
 
 @pytest.mark.parametrize("scope", [scopes.leaf, lambda stacked: scopes.unit(stacked=stacked)])
 def test_one_number_for_an_embedding_is_warned_of(scope):
-    with pytest.warns(UserWarning, match=SAID):
+    with pytest.warns(UserWarning, match=SAID) as warned:
         clip_by(scope(1), 1.0).init(MODEL)
+    assert warned[0].filename == __file__
     with pytest.warns(UserWarning, match=SAID):
         optaxclip.clip_by_block_rms(1.0, stacked=1).init(MODEL)
     with warnings.catch_warnings():

@@ -119,5 +119,6 @@ def test_so_many_norms_that_their_leaves_may_be_stacked_are_warned_of(tx):
     leaves = {"stacked": jax.ShapeDtypeStruct((2, 4, 2**22 + 1), jnp.float32)}
     few = {"stacked": jax.ShapeDtypeStruct((2, 4, 2**22), jnp.float32)}
     jax.eval_shape(tx.init, few)
-    with pytest.warns(UserWarning, match=r"'stacked'.*axis=.*stacked="):
+    with pytest.warns(UserWarning, match=r"'stacked'.*axis=.*stacked=") as warned:
         jax.eval_shape(tx.init, leaves)
+    assert warned[0].filename == __file__

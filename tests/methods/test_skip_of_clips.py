@@ -26,8 +26,10 @@ WITH_OPTIMIZER = {
 @pytest.mark.parametrize("skip", [optaxclip.skip_nonfinite, lambda x: optaxclip.skip_above(x, 9.0)])
 def test_it_warns(skip, inner):
     tx = optax.chain(skip(inner), optax.sgd(0.1, momentum=0.9))
-    with pytest.warns(UserWarning, match="wraps a clip and no optimizer.*wrap the optimizer too"):
+    said = "wraps a clip and no optimizer.*wrap the optimizer too"
+    with pytest.warns(UserWarning, match=said) as warned:
         state = tx.init(PARAMS)
+    assert warned[0].filename == __file__
     _, state = tx.update(PARAMS, state)
     updates, _ = tx.update(PARAMS * jnp.nan, state)
     assert jnp.all(updates != 0)

@@ -293,7 +293,7 @@ def test_errors_say_what_is_wrong():
         per_example.clip_sum(grads, 1.0, is_padding=jnp.zeros(3, bool))
     with pytest.raises(TypeError, match="limit must be a number"):
         per_example.clip_sum(grads, "1")
-    with pytest.raises(TypeError, match="scope must be from optaxclip.scopes"):
+    with pytest.raises(TypeError, match=r"scope must be from optaxclip\.scopes"):
         per_example.clip_sum(grads, 1.0, scope="leaf")
 
 

@@ -242,8 +242,9 @@ def test_what_are_no_norms():
 
 def test_doubtful_norms_warn():
     norms = synthetic(0, 0.1)[0]
-    with pytest.warns(UserWarning, match="only 40 norms"):
+    with pytest.warns(UserWarning, match="only 40 norms") as warned:
         tuning.suggest(norms[:40])
+    assert warned[0].filename == __file__
     with pytest.warns(UserWarning, match="clipped already"):
         found = tuning.suggest(np.minimum(norms, np.median(norms)))
     assert "clipped already" in str(found)
