@@ -23,6 +23,11 @@ all `G` matrices of the parameter, the computed `S` is off by at most
     g_K sum_ts |x_t| |x_s| |D'_ts| + g_N sum_ts |X'_ts| |d_t| |d_s| + g_K g_N A^2
         + g(T + G T + 1) sum_ts |X'_ts D'_ts|.
 
+The norms `|x_t|` and `|d_t|` are read off the diagonals. As `|x_t|^2 (1 - g_K) <= X'_tt + K tiny`,
+where `tiny` is the least normal number, `|x_t|` is at most `(1 + g_K) sqrt(X'_tt + K tiny)`; this
+leaves `g_K / 2`, so more than 4 roundings, for the computation of the bound itself. Where squares
+overflow, it is infinite, and the norm comes from the gradient.
+
 Where positions are far from parallel, as in an ordinary example, these sums are a small multiple of
 `S`, while `A^2` is about `T S`. What the rows of a table add that is also a factor is bounded in
 the same way. Products that underflow are off by `tiny` at most, which adds
@@ -32,12 +37,13 @@ the same way. Products that underflow are off by `tiny` at most, which adds
 matrix of the errors of position `t` has at most the norm `g(T + PRODUCT) |x_t| |d_t|`, so the
 computed gradient is off by at most `g(T + PRODUCT) * A = delta * A`.
 
-**The sum** of the clipped examples has `c d_t` in the place of `d_t`, for the factor `c` of the
-example, as a product with two numbers. So what one example adds to it is off from `c G` by at most
-`g(T + PRODUCT + 2) * c A`, and has at most the norm `c (|G| + delta' A)`. The other examples of a
-batch are added as they are; their sum is rounded, like all floating-point sums. Where there are so
-many positions that `delta'` would matter, the gradient and the sum are added up in `m` pieces one
-after another, and `T / m + m` takes the place of `T`. For kernels of convolutions the sum is not.
+**The sum** of the clipped examples has `c d_t` in the place of `d_t`, or `c x_t` in that of `x_t`,
+for the factor `c` of the example, as a product with two numbers. So what one example adds to it is
+off from `c G` by at most `g(T + PRODUCT + 2) * c A`, and has at most the norm `c (|G| + delta' A)`.
+The other examples of a batch are added as they are; their sum is rounded, like all floating-point
+sums. Where there are so many positions that `delta'` would matter, the gradient and the sum are
+added up in `m` pieces one after another, and `T / m + m` takes the place of `T`. For kernels of
+convolutions the sum is not.
 
 So an example is clipped by `bound = (an upper bound of |G|) + delta' A`, never less than its norm:
 with a factor of at most `limit / bound` it adds at most `limit`. Several layers that share a

@@ -91,6 +91,25 @@ class Part:
         """The norms of the gradients themselves, which lose no digits."""
         return self._in_chunks(self._direct, data, cotangents, dtype)
 
+    def extremes(self, data: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Array, Array]:
+        """Which examples are finite, and which of these have a gradient of zeros.
+
+        Args:
+          data: of all sites of the program.
+          cotangents: likewise.
+        """
+
+        def each(fn: Callable[[Array], Array], arrays: Sequence[Any]) -> Array:
+            found = []
+            for use, _ in self.uses:
+                flags = fn(arrays[use.number])
+                others = [axis for axis in range(flags.ndim) if axis != len(use.loops)]
+                found.append(jnp.all(flags, others))
+            return functools.reduce(jnp.logical_and, found)
+
+        is_finite = each(jnp.isfinite, data) & each(jnp.isfinite, cotangents)
+        return is_finite, is_finite & each(lambda d: d == 0, cotangents)
+
     def off(self, data: Sequence[Any], cotangents: Sequence[Any], dtype: Any) -> Array:
         """How far off gradients may be that were summed over all positions.
 
@@ -185,18 +204,21 @@ class Part:
         groups, positions, *sizes = self.sizes
         chex.assert_shape([x, d], (None, groups, None, None))
         unit = bounds.unit_roundoff(dtype, _are_half(x, d))
-        of_x, of_d = norms_above(x, (3,), dtype), norms_above(d, (3,), dtype)
-        of_both = jnp.sum(of_x * of_d, -1)
+        g = functools.partial(bounds.relative_error, unit=unit)
+        of_inner = [
+            g(bounds.additions(size, n)) for size, n in zip(sizes, self.pieces, strict=True)
+        ]
         grams = [_gram(v, n, dtype) for v, n in zip((x, d), self.pieces, strict=True)]
+        of_x, of_d = (
+            jnp.sqrt(jnp.diagonal(gram, 0, -2, -1) + size * jnp.finfo(dtype).tiny) * (1 + own)
+            for gram, size, own in zip(grams, sizes, of_inner, strict=True)
+        )
+        of_both = jnp.sum(of_x * of_d, -1)
         largest = [of[..., :, None] * of[..., None, :] for of in (of_x, of_d)]
         product = grams[0] * grams[1]
         sums = [product, *(jnp.abs(a) * b for a, b in zip(grams, largest[::-1], strict=True))]
         square, with_x, with_d, moduli = _summed_by_rows([*sums, jnp.abs(product)])
-        g = functools.partial(bounds.relative_error, unit=unit)
         additions = (groups + 1) * positions
-        of_inner = [
-            g(bounds.additions(size, n)) for size, n in zip(sizes, self.pieces, strict=True)
-        ]
         error = of_inner[1] * with_x + of_inner[0] * with_d + g(additions + 1) * moduli
         if table:
             own, square_of_table, error_of_table = _beside_table(x, d, of_d, table, unit)
@@ -286,11 +308,13 @@ def _summed_by_rows(arrays: list[Array]) -> list[Array]:
 
 def _gram(x: Array, pieces: int, dtype: Any) -> Array:
     """The inner products `[B, G, T, T]` of all positions."""
-    size = x.shape[-1] // pieces
-    parts = [lax.slice_in_dim(x, i * size, (i + 1) * size, axis=-1) for i in range(pieces)]
-    found = [contract("bgtk,bgsk->bgts", part, part, dtype) for part in parts]
+    if pieces == 1:
+        return contract("bgtk,bgsk->bgts", x, x, dtype)
+    # The pieces are further examples: as a further axis XLA would move them for each factor.
+    x = jnp.moveaxis(x.reshape(*x.shape[:-1], pieces, -1), -2, 0)
+    found = contract("bgtk,bgsk->bgts", *[x.reshape(-1, *x.shape[2:])] * 2, dtype)
     # Without the barrier XLA might make one sum of all pieces.
-    return functools.reduce(jnp.add, lax.optimization_barrier(found) if pieces > 1 else found)
+    return jnp.sum(lax.optimization_barrier(found).reshape(*x.shape[:-1], -1), 0)
 
 
 def contract(terms: str, x: Array, y: Array, dtype: Any) -> Array:

@@ -208,8 +208,8 @@ def norm_bounds(
         norms = _at_least([found[key] for key in keys], examples, dtype)
         for i, k in keys:
             if i not in backward.gradients and plan.parts[i][k].way in ("gram", "tied"):
-                has_digits = found[i, k].lost <= bounds.LOST * norms
-                flags[i, k] = ~has_digits & jnp.isfinite(found[i, k].total) & ~is_padding
+                # Also where squares overflow, which norms do not.
+                flags[i, k] = ~(found[i, k].lost <= bounds.LOST * norms) & ~is_padding
     if flags:
         # One condition for all of them, because a GPU's host waits for each.
         found |= lax.cond(
@@ -226,7 +226,8 @@ def norm_bounds(
         part = plan.parts[i][k]
         additions = max(sites.cut_of(use).additions for use, _ in part.uses)
         slack = 0.0
-        if any(use.site.data.dtype == jnp.bfloat16 for use, _ in part.uses):
+        types = (x for use, _ in part.uses for x in (use.site.data, use.site.output))
+        if any(x.dtype == jnp.bfloat16 for x in types):
             additions, slack = 2 * additions, bounds.REST
         slack += bounds.relative_error(additions + len(part.uses) + bounds.PRODUCT + 4, unit)
         return estimate.bound + slack * estimate.total
@@ -239,15 +240,18 @@ def _again(
     plan: Plan, dtype: Any, cheap: dict[Any, Estimate], flags: dict[Any, Array], *sites: Any
 ) -> dict[Any, Estimate]:
     """The estimates, from the gradients themselves where an example's has lost its digits."""
-    return {
-        (i, k): lax.cond(
-            jnp.any(flags[i, k]),
-            lambda _, *sites, part=plan.parts[i][k]: part.materialized(*sites, dtype),
+    found = {}
+    for key, estimate in cheap.items():
+        part = plan.parts[key[0]][key[1]]
+        is_finite, is_zero = part.extremes(*sites)
+        # Of such examples the gradients would tell no more, and would be made for all examples.
+        found[key] = lax.cond(
+            jnp.any(flags[key] & is_finite & ~is_zero),
+            lambda _, *sites, part=part: part.materialized(*sites, dtype),
             lambda cheap, *_: cheap,
-            *(cheap[i, k], *sites),
+            *(Estimate(*(jnp.where(is_zero, 0, x) for x in estimate)), *sites),
         )
-        for i, k in cheap
-    }
+    return found
 
 
 def _at_least(estimates: list[Estimate], examples: int, dtype: Any) -> Array:

@@ -1,7 +1,7 @@
 """Sums over examples of a parameter's gradients, each multiplied by its example's factor.
 
-They are products of the data and of the multiplied cotangents, with the axis of examples among
-those that are summed over. So no example's gradient is computed.
+They are products of data and cotangents, of which the smaller ones are multiplied, with the axis of
+examples among those that are summed over. So no example's gradient is computed.
 """
 
 import functools
@@ -16,6 +16,7 @@ from jax import Array, lax
 import optaxclip._border.devices as devices
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
+from optaxclip._base.numerics import fixed_size
 from optaxclip._engine.respond import Multiplier
 from optaxclip.per_example.ghost.norms import Part, contract, in_chunks, in_pieces, precise
 from optaxclip.per_example.ghost.sites import Axes, Use
@@ -40,27 +41,25 @@ def weighted_sum(
         is not finite.
       dtype: float32 or float64.
     """
-    totals = []
-    for use, _ in (use for part in parts for use in part.uses):
-        d = _multiplied(cotangents[use.number], by, len(use.loops), dtype)
-        totals.append(_sum(use, data[use.number], d, by, leaf, dtype))
+    totals = [
+        _in_leaf(use, _sum(use, data[use.number], cotangents[use.number], by, dtype), leaf.shape)
+        for use, _ in (use for part in parts for use in part.uses)
+    ]
     return functools.reduce(jnp.add, totals) if totals else jnp.zeros(leaf.shape, dtype)
 
 
-def _sum(use: Use, x: Array, d: Array, by: Multiplier, leaf: Any, dtype: Any) -> Array:
+def _sum(use: Use, x: Array, d: Array, by: Multiplier, dtype: Any) -> Array:
     example = len(use.loops)
     if use.site.kind == primitives.ROWS:
-        found = _sum_of_rows(use, x, d)
+        return _sum_of_rows(use, x, _multiplied(d, by, example, dtype))
+    # The multiplied one is written again in a wider dtype, so it is the smaller one.
+    if x.size < d.size:
+        x, d = _multiplied(x, by, example, dtype), _zeroed(d, by, example)
     else:
-        ratio = _beside(by.ratio, x, example)
-        x = jnp.where(ratio == 0, ratio.astype(x.dtype), x)
-        is_product = use.site.kind == primitives.PRODUCT
-        found = (
-            _products(use, x, d, dtype, summed=True)
-            if is_product
-            else _sum_of_kernels(use, x.astype(dtype), d)
-        )
-    return _in_leaf(use, found, leaf.shape)
+        x, d = _zeroed(x, by, example), _multiplied(d, by, example, dtype)
+    if use.site.kind == primitives.PRODUCT:
+        return _products(use, x, d, dtype, summed=True)
+    return _sum_of_kernels(use, x.astype(dtype), d.astype(dtype))
 
 
 def gradients_of_examples(
@@ -99,6 +98,12 @@ def _multiplied(d: Array, by: Multiplier, example: int, dtype: Any) -> Array:
     return jnp.where(ratio == 0, ratio, d.astype(dtype) * power * ratio)
 
 
+def _zeroed(x: Array, by: Multiplier, example: int) -> Array:
+    """Zeros in examples that add nothing, which may have NaN."""
+    ratio = _beside(by.ratio, x, example)
+    return jnp.where(ratio == 0, ratio.astype(x.dtype), x)
+
+
 def _beside(x: Array, like: Array, example: int) -> Array:
     """Numbers of examples with axes of size 1, so that they broadcast to `like`."""
     return lax.expand_dims(x, [axis for axis in range(like.ndim) if axis != example])
@@ -119,20 +124,13 @@ def _products(use: Use, x: Array, d: Array, dtype: Any, *, summed: bool) -> Arra
         x, d, options = precise(x, d, dtype)
         return lax.dot_general(x, d, (positions, groups), **options)
 
-    def of_parts(x: Array, d: Array) -> Array:
-        def later(axes: Sequence[int]) -> tuple[int, ...]:
-            return tuple(axis + 1 for axis in axes)
-
-        over = ((0, *later(positions[0])), (0, *later(positions[1])))
-        numbers = (over, (later(groups[0]), later(groups[1])))
-        options = {"preferred_element_type": dtype}
-        return lax.dot_general(jnp.stack([x, x]), two_parts(d), numbers, **options)
+    in_parts = functools.partial(_product_in_parts, numbers=(positions, groups), dtype=dtype)
 
     def summed_product(x: Array, d: Array) -> Array:
-        if (x.dtype, d.dtype) != (jnp.bfloat16, jnp.float32):
+        if {x.dtype, d.dtype} != {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
             return product(x, d)
         # Accelerators multiply bfloat16 in far less than half of the time of float32.
-        return lax.platform_dependent(x, d, cpu=product, default=of_parts)
+        return lax.platform_dependent(x, d, cpu=product, default=in_parts)
 
     cut, at = sites.cut_of(use), (example, example)
     if cut.pieces > 1:
@@ -140,6 +138,31 @@ def _products(use: Use, x: Array, d: Array, dtype: Any, *, summed: bool) -> Arra
     found = in_pieces(summed_product, (x, at[0]), (d, at[1]), cut.pieces)
     order = [len(kept) + axis for axis in sites.order_of_sum(use)]
     return jnp.transpose(found, [*range(len(kept)), *order])
+
+
+def _product_in_parts(x: Array, d: Array, *, numbers: Any, dtype: Any) -> Array:
+    """`lax.dot_general` of one factor in bfloat16, and two parts of one in float32."""
+    over, groups = numbers
+    is_wide = [v.dtype == jnp.float32 for v in (x, d)]
+    terms = math.prod(x.shape[axis] for axis in over[0])
+    free = [
+        math.prod(size for axis, size in enumerate(v.shape) if axis not in (*sums, *kept))
+        for v, sums, kept in zip((x, d), over, groups, strict=True)
+    ]
+    # The parts are either further terms, for which the other factor is written twice, or columns
+    # beside each other, for which the result is.
+    are_terms = fixed_size(terms) is None or terms <= 4 * min(free)
+    both, axes = [], []
+    for v, flag, *own in zip((x, d), is_wide, over, groups, strict=True):
+        stacked = flag or are_terms
+        sums, kept = (tuple(axis + stacked for axis in some) for some in own)
+        both.append(two_parts(v) if flag else jnp.stack([v, v]) if stacked else v)
+        axes.append(((0, *sums) if are_terms else sums, kept))
+    (over_x, groups_x), (over_d, groups_d) = axes
+    numbers = ((over_x, over_d), (groups_x, groups_d))
+    found = lax.dot_general(*both, numbers, preferred_element_type=dtype)
+    before = len(groups_x) + (0 if is_wide[0] else x.ndim - len(over_x) - len(groups_x))
+    return found if are_terms else jnp.sum(found, before)
 
 
 def two_parts(d: Array) -> Array:

@@ -174,6 +174,19 @@ def test_an_example_that_is_not_finite_adds_nothing(shape, of, bad):
     assert not np.isfinite(result.norms[2])
 
 
+def test_norms_of_others_do_not_feel_examples_without_a_gradient_worth_making():
+    """The gradients of all examples would be made, and their norms differ in the last digits."""
+    x, d = RNG.normal(size=(2, 6, 16, 96)).astype(np.float32)
+    fn, w = jax.jit(per_example.grad_norms(of_layer)), np.zeros((96, 96), np.float32)
+    expected, _ = fn(w, x, d)
+    for bad in (np.nan, np.inf, 0.0):
+        changed = d.copy()
+        changed[2] = bad
+        norms, _ = fn(w, x, changed)
+        np.testing.assert_array_equal(np.delete(norms, 2), np.delete(expected, 2))
+        np.testing.assert_array_equal(norms[2], bad)
+
+
 def test_zeros_have_the_norm_zero_and_tiny_examples_theirs():
     x, d = RNG.normal(size=(2, 6, 16, 96)).astype(np.float32)
     d *= np.float32([1, 0, 1e-12, 1e-20, 1e-30, 0])[:, None, None]
