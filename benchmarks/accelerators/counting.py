@@ -21,7 +21,7 @@ SLICES = {"slice", "dynamic-slice"}
 
 @dataclasses.dataclass
 class Counts:
-    """Of one step, without what is only in the branches of a conditional."""
+    """Of one step, by default without what is only in the branches of a conditional."""
 
     read: float = 0
     written: float = 0
@@ -52,12 +52,15 @@ class Counts:
 NAMES = [field.name for field in dataclasses.fields(Counts)]
 
 
-def count(text: str, in_loop: bool = False, turns: int = 1) -> Counts:
+def count(
+    text: str, in_loop: bool = False, turns: int = 1, cheapest_branches: bool = False
+) -> Counts:
     """Of a compiled program, loops as often as they turn; or of one turn of its longest loop.
 
-    Where the compiler does not say how often a loop turns, it is `turns`.
+    Where the compiler does not say how often a loop turns, it is `turns`. With
+    `cheapest_branches` a conditional counts as its branch that moves least.
     """
-    module = parse(text, turns)
+    module = parse(text, turns, cheapest_branches)
     if not in_loop:
         return _computation(module, module.entry)
     found = (x for x in module.entry.instructions.values() if x.opcode == "while")
@@ -76,7 +79,7 @@ def _instruction(module: Module, inside: Computation, x: Instruction) -> Counts:
     if x.opcode in NO_WORK or x.opcode.endswith(("-done", "-update")):
         return Counts()
     if x.opcode == "conditional":
-        return Counts(branches=1)
+        return Counts(branches=1) + (_cheapest(module, x) if module.cheapest_branches else Counts())
     if x.opcode == "while":
         return _computation(module, module.computations[x.called]).times(
             x.trips or module.turns
@@ -90,6 +93,12 @@ def _instruction(module: Module, inside: Computation, x: Instruction) -> Counts:
     read, written = _traffic(module, inside, x)
     found = COLLECTIVES.match(x.opcode)
     return Counts(read, written, 1, collectives=collections.Counter([found[1]] if found else []))
+
+
+def _cheapest(module: Module, conditional: Instruction) -> Counts:
+    """Of the branch that moves least."""
+    each = [_computation(module, module.computations[name]) for name in conditional.branches]
+    return min(each, key=lambda counts: counts.read + counts.written)
 
 
 def _moved(inside: Computation, x: Instruction) -> Counts:

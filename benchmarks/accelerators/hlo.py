@@ -7,6 +7,9 @@ import re
 
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 CALLED = re.compile(r"(?:calls|to_apply|body)=(%[\w.-]+)")
+BRANCHES = re.compile(
+    r"(?:true_computation|false_computation|branch_computations)=(\{[^}]*\}|%[\w.-]+)"
+)
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 NAMES = re.compile(r"%[\w.-]+")
 
@@ -60,6 +63,11 @@ class Instruction:
         return found and found[1]
 
     @property
+    def branches(self) -> list[str]:
+        """The computations of which a conditional runs one."""
+        return [name for found in BRANCHES.findall(self.rest) for name in NAMES.findall(found)]
+
+    @property
     def trips(self) -> int | None:
         """How often a loop turns, where the compiler knows."""
         found = TRIPS.search(self.rest)
@@ -88,9 +96,10 @@ class Module:
     computations: dict[str, Computation]
     entry: Computation
     turns: int
+    cheapest_branches: bool
 
 
-def parse(text: str, turns: int) -> Module:
+def parse(text: str, turns: int, cheapest_branches: bool = False) -> Module:
     """Reads what `Compiled.as_text()` gives; `turns` are those of loops that it does not say."""
     computations, entry, lines = {}, None, iter(text.splitlines())
     for line in lines:
@@ -108,7 +117,7 @@ def parse(text: str, turns: int) -> Module:
             root = instruction if inner.lstrip().startswith("ROOT ") else root
         computations[name[0]] = Computation(body, root)
         entry = computations[name[0]] if line.startswith("ENTRY") else entry
-    return Module(computations, entry, turns)
+    return Module(computations, entry, turns, cheapest_branches)
 
 
 def _instruction(line: str) -> Instruction:

@@ -91,6 +91,7 @@ def timed(
     *,
     in_loop: bool = False,
     turns: int = 1,
+    cheapest_branches: bool = False,
 ) -> Compiled:
     """Any program."""
     jax.clear_caches()
@@ -101,7 +102,7 @@ def timed(
     end = _processor_seconds()
     text = program.as_text()
     temporary = program.memory_analysis().temp_size_in_bytes
-    counts = count(text, in_loop, turns)
+    counts = count(text, in_loop, turns, cheapest_branches)
     return Compiled(counts, temporary, middle - begin, end - middle, gradients, text)
 
 

@@ -17,9 +17,9 @@ from optaxclip.per_example.ghost.program import (
     Backward,
     Plan,
     differentiate,
-    norm_bounds,
     weighted_gradients,
     with_gradients,
+    with_norms,
 )
 from optaxclip.per_example.lift import Sums, judged, norms_of_examples, out_specs
 from optaxclip.per_example.losses import Loss
@@ -78,14 +78,17 @@ def clipped(
 
     def sums(backward: Backward, limits: list[Array], is_padding: Array) -> Sums:
         backward = with_gradients(plan, backward)
-        found = norm_bounds(plan, backward, grouping, is_padding)
         dtypes = [sum_dtype(leaf.dtype) for leaf in plan.types]
         margin = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
         options = {"margin": margin, "grouping": grouping, "response": response}
-        norms = [Measured.of(norm, 1.0) for norm in found]
-        multipliers, judgment = judged(norms, limits, is_padding, **options)
-        leaves = weighted_gradients(plan, backward, multipliers, grouping)
-        return judgment._replace(leaves=leaves)
+
+        def summed(norms: list[Array], are_finite: bool) -> Sums:
+            measured = [Measured.of(norm, 1.0) for norm in norms]
+            multipliers, judgment = judged(measured, limits, is_padding, **options)
+            leaves = weighted_gradients(plan, backward, multipliers, grouping, are_finite)
+            return judgment._replace(leaves=leaves)
+
+        return with_norms(plan, backward, grouping, is_padding, summed)
 
     operands = (backward.alone(), limits, is_padding)
     found = _on_any_mesh(sums, operands, examples, [devices.spec_of(x) for x in measured])
@@ -100,9 +103,12 @@ def norms(
     backward = differentiate(plan, measured, examples)
 
     def table(backward: Backward, is_padding: Array) -> Sums:
+        def of_examples(norms: list[Array], _: bool) -> Sums:
+            found = norms_of_examples(norms, is_padding, grouping)
+            return Sums(*RunningSums.nothing(), found)
+
         backward = with_gradients(plan, backward)
-        found = norm_bounds(plan, backward, grouping, is_padding)
-        return Sums(*RunningSums.nothing(), norms_of_examples(found, is_padding, grouping))
+        return with_norms(plan, backward, grouping, is_padding, of_examples)
 
     found = _on_any_mesh(table, (backward.alone(), is_padding), examples, [])
     return found, *loss.split(backward.outputs)

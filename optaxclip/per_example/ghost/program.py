@@ -183,12 +183,25 @@ def with_gradients(plan: Plan, backward: Backward) -> Backward:
     return backward._replace(gradients=backward.gradients | lax.optimization_barrier(whole))
 
 
-def norm_bounds(
-    plan: Plan, backward: Backward, grouping: Grouping, is_padding: Array
-) -> list[Array]:
-    """For each group an upper bound of the norm of each example, `[examples]`.
+def with_norms(
+    plan: Plan,
+    backward: Backward,
+    grouping: Grouping,
+    is_padding: Array,
+    fn: Callable[[list[Array], bool], Any],
+) -> Any:
+    """`fn` of an upper bound of the norm of each example for each group, `[examples]`.
 
-    They leave room for the rounding of the sum: see `bounds`.
+    The bounds leave room for the rounding of the sum: see `bounds`. `fn` is also told whether all
+    data and cotangents are known to be finite. It is traced twice if there are Gram matrices: where
+    examples lose digits to them or are not finite, another branch is taken.
+
+    Args:
+      plan: the plan.
+      backward: the batch.
+      grouping: the groups.
+      is_padding: which examples are ignored.
+      fn: what is done with the norms.
     """
     examples, dtype = is_padding.size, _dtype(plan)
     found = {
@@ -197,6 +210,7 @@ def norm_bounds(
         for k, part in enumerate(parts)
         if i not in plan.whole
     }
+    is_bad = [~jnp.isfinite(estimate.total) for estimate in found.values()]
     for i, gradient in backward.gradients.items():
         norm = norms_above(gradient, tuple(range(1, gradient.ndim)), dtype)
         offs = [part.off(backward.data, backward.cotangents, dtype) for part in plan.parts[i]]
@@ -210,48 +224,54 @@ def norm_bounds(
             if i not in backward.gradients and plan.parts[i][k].way in ("gram", "tied"):
                 # Also where squares overflow, which norms do not.
                 flags[i, k] = ~(found[i, k].lost <= bounds.LOST * norms) & ~is_padding
-    if flags:
-        # One condition for all of them, because a GPU's host waits for each.
-        found |= lax.cond(
-            functools.reduce(jnp.logical_or, map(jnp.any, flags.values())),
-            functools.partial(_again, plan, dtype),
-            lambda cheap, *_: cheap,
-            *({key: found[key] for key in flags}, flags, backward.data, backward.cotangents),
-        )
 
-    def bound(i: int, k: int) -> Array:
-        estimate, unit = found[i, k], bounds.unit_roundoff(sum_dtype(plan.types[i].dtype))
-        if i in backward.gradients:
-            return estimate.bound
-        part = plan.parts[i][k]
-        additions = max(sites.cut_of(use).additions for use, _ in part.uses)
-        slack = 0.0
-        types = (x for use, _ in part.uses for x in (use.site.data, use.site.output))
-        if any(x.dtype == jnp.bfloat16 for x in types):
-            additions, slack = 2 * additions, bounds.REST
-        slack += bounds.relative_error(additions + len(part.uses) + bounds.PRODUCT + 4, unit)
-        return estimate.bound + slack * estimate.total
+    def of(found: dict[Any, Estimate], are_finite: bool) -> Any:
+        groups = [[key for key in found if key[0] in group.members] for group in grouping.groups]
+        rows = [[_bound(plan, key, found[key]) for key in keys] for keys in groups]
+        return fn([_norm_of(row, examples, dtype) for row in rows], are_finite)
 
-    rows = [[bound(*key) for key in found if key[0] in group.members] for group in grouping.groups]
-    return [_norm_of(row, examples, dtype) for row in rows]
+    if not flags:
+        return of(found, False)
+    # One condition for all of it, because a GPU's host waits for each. Of data that are finite
+    # nothing has to be masked in the sums.
+    return lax.cond(
+        functools.reduce(jnp.logical_or, map(jnp.any, [*flags.values(), *is_bad])),
+        lambda: of(found | _again(plan, backward, found, flags, dtype), False),
+        lambda: of(found, True),
+    )
 
 
 def _again(
-    plan: Plan, dtype: Any, cheap: dict[Any, Estimate], flags: dict[Any, Array], *sites: Any
+    plan: Plan, backward: Backward, found: dict[Any, Estimate], flags: dict[Any, Array], dtype: Any
 ) -> dict[Any, Estimate]:
-    """The estimates, from the gradients themselves where an example's has lost its digits."""
-    found = {}
-    for key, estimate in cheap.items():
-        part = plan.parts[key[0]][key[1]]
+    """Estimates from the gradients themselves, where an example's has lost its digits."""
+    careful, sites = {}, (backward.data, backward.cotangents)
+    for (i, k), flag in flags.items():
+        part = plan.parts[i][k]
         is_finite, is_zero = part.extremes(*sites)
         # Of such examples the gradients would tell no more, and would be made for all examples.
-        found[key] = lax.cond(
-            jnp.any(flags[key] & is_finite & ~is_zero),
-            lambda _, *sites, part=part: part.materialized(*sites, dtype),
-            lambda cheap, *_: cheap,
-            *(Estimate(*(jnp.where(is_zero, 0, x) for x in estimate)), *sites),
+        careful[i, k] = lax.cond(
+            jnp.any(flag & is_finite & ~is_zero),
+            lambda _, part=part: part.materialized(*sites, dtype),
+            lambda cheap: cheap,
+            Estimate(*(jnp.where(is_zero, 0, x) for x in found[i, k])),
         )
-    return found
+    return careful
+
+
+def _bound(plan: Plan, key: tuple[int, int], estimate: Estimate) -> Array:
+    """An upper bound of the norm, with room for the rounding of the sum."""
+    i, k = key
+    if i in plan.dense or i in plan.whole:
+        return estimate.bound
+    part, unit = plan.parts[i][k], bounds.unit_roundoff(sum_dtype(plan.types[i].dtype))
+    additions = max(sites.cut_of(use).additions for use, _ in part.uses)
+    slack = 0.0
+    types = (x for use, _ in part.uses for x in (use.site.data, use.site.output))
+    if any(x.dtype == jnp.bfloat16 for x in types):
+        additions, slack = 2 * additions, bounds.REST
+    slack += bounds.relative_error(additions + len(part.uses) + bounds.PRODUCT + 4, unit)
+    return estimate.bound + slack * estimate.total
 
 
 def _at_least(estimates: list[Estimate], examples: int, dtype: Any) -> Array:
@@ -272,7 +292,11 @@ def _dtype(plan: Plan) -> jnp.dtype:
 
 
 def weighted_gradients(
-    plan: Plan, backward: Backward, multipliers: list[Multiplier], grouping: Grouping
+    plan: Plan,
+    backward: Backward,
+    multipliers: list[Multiplier],
+    grouping: Grouping,
+    are_finite: bool,
 ) -> list[Array]:
     """The sums over examples of the gradients of all parameters, times their multipliers.
 
@@ -281,6 +305,7 @@ def weighted_gradients(
       backward: the batch.
       multipliers: for each group, `[examples]`.
       grouping: the groups.
+      are_finite: whether all data and cotangents are known to be finite.
     """
     by_leaf = grouping.by_leaf(multipliers)
     numbers = list(backward.gradients)
@@ -294,7 +319,13 @@ def weighted_gradients(
         found[i]
         if i in found
         else weighted_sum(
-            leaf, parts, backward.data, backward.cotangents, by_leaf[i], sum_dtype(leaf.dtype)
+            leaf,
+            parts,
+            backward.data,
+            backward.cotangents,
+            by_leaf[i],
+            sum_dtype(leaf.dtype),
+            are_finite=are_finite,
         )
         for i, (leaf, parts) in enumerate(zip(plan.types, plan.parts, strict=True))
     ]

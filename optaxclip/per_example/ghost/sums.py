@@ -29,6 +29,8 @@ def weighted_sum(
     cotangents: Sequence[Any],
     by: Multiplier,
     dtype: Any,
+    *,
+    are_finite: bool,
 ) -> Array:
     """The sum of a parameter's gradients times their multipliers.
 
@@ -40,23 +42,26 @@ def weighted_sum(
       by: the multipliers, `[examples]`. Where the ratio is 0, the example adds nothing, even if it
         is not finite.
       dtype: float32 or float64.
+      are_finite: whether all data and cotangents are known to be finite.
     """
-    totals = [
-        _in_leaf(use, _sum(use, data[use.number], cotangents[use.number], by, dtype), leaf.shape)
-        for use, _ in (use for part in parts for use in part.uses)
-    ]
+    totals = []
+    for use, _ in (use for part in parts for use in part.uses):
+        x, d = data[use.number], cotangents[use.number]
+        found = _sum(use, x, d, by, dtype, are_finite)
+        totals.append(_in_leaf(use, found, leaf.shape))
     return functools.reduce(jnp.add, totals) if totals else jnp.zeros(leaf.shape, dtype)
 
 
-def _sum(use: Use, x: Array, d: Array, by: Multiplier, dtype: Any) -> Array:
+def _sum(use: Use, x: Array, d: Array, by: Multiplier, dtype: Any, are_finite: bool) -> Array:
     example = len(use.loops)
     if use.site.kind == primitives.ROWS:
         return _sum_of_rows(use, x, _multiplied(d, by, example, dtype))
     # The multiplied one is written again in a wider dtype, so it is the smaller one.
-    if x.size < d.size:
-        x, d = _multiplied(x, by, example, dtype), _zeroed(d, by, example)
-    else:
-        x, d = _zeroed(x, by, example), _multiplied(d, by, example, dtype)
+    is_of_data = x.size < d.size
+    smaller, larger = (x, d) if is_of_data else (d, x)
+    smaller = _multiplied(smaller, by, example, dtype)
+    larger = larger if are_finite else _zeroed(larger, by, example)
+    x, d = (smaller, larger) if is_of_data else (larger, smaller)
     if use.site.kind == primitives.PRODUCT:
         return _products(use, x, d, dtype, summed=True)
     return _sum_of_kernels(use, x.astype(dtype), d.astype(dtype))

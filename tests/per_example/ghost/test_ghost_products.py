@@ -17,9 +17,9 @@ from optaxclip.per_example.ghost import bounds
 from optaxclip.per_example.ghost.clipping import plan_for
 from optaxclip.per_example.ghost.program import (
     differentiate,
-    norm_bounds,
     weighted_gradients,
     with_gradients,
+    with_norms,
 )
 from optaxclip.per_example.ghost.sums import two_parts
 from optaxclip.per_example.losses import Loss
@@ -57,8 +57,11 @@ def own_products(name, dtype):
 
     def norms_and_sums(backward, by):
         backward = with_gradients(plan, backward)
-        found = norm_bounds(plan, backward, grouping, jnp.zeros(call.examples, bool))
-        return found, weighted_gradients(plan, backward, [by], grouping)
+
+        def summed(norms, are_finite):
+            return norms, weighted_gradients(plan, backward, [by], grouping, are_finite)
+
+        return with_norms(plan, backward, grouping, jnp.zeros(call.examples, bool), summed)
 
     by = Multiplier(*[jax.ShapeDtypeStruct((call.examples,), jnp.float32)] * 2)
     program = jax.make_jaxpr(norms_and_sums)(backward.alone(), by)
