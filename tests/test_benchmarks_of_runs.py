@@ -12,6 +12,8 @@ from benchmarks.research import bad_stretch, cotangents, curves, hyperball, text
 from benchmarks.research.text_model import Size
 from optaxclip import thresholds
 
+pytestmark = pytest.mark.slow  # research, which no user runs
+
 SIZE = Size(width=8, heads=2, layers=2, context=8, batch=4, held_out=4)
 RUNS = bad_stretch.Effort(
     steps=80, bad=(48, 64), every=4, save_every=8, roll_back_after=3, past=16, seeds=2, size=SIZE
@@ -100,7 +102,6 @@ def test_the_matrices_of_layers_are_labelled():
     assert set(labels.values()) == {"others"}
 
 
-@pytest.mark.slow
 def test_hyperball_beside_others(monkeypatch, capsys):
     tiny = hyperball.Effort(4, 2, (3e-3, 1e-2), (100, 101), (0, 1), 2, SIZE)
     ways = {name: hyperball.WAYS[name] for name in ("AdamW", "MuonH")}
@@ -115,7 +116,6 @@ def test_hyperball_beside_others(monkeypatch, capsys):
         assert float(row[4]) > 0
 
 
-@pytest.mark.slow
 def test_a_roll_back_undoes_what_bad_data_did(monkeypatch):
     # In so short a run losses fall all the time, and the spread of many would hide the noise.
     rule = functools.partial(thresholds.window, 4.0, 16, record="accepted")

@@ -48,6 +48,7 @@ def skip_without_packages(block):
         pytest.skip(f"not installed: {', '.join(sorted(missing))}")
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(
     ("page", "block"),
     slow_unless(lambda page, block: "/recipes/" not in page, BLOCKS),

@@ -22,6 +22,8 @@ from benchmarks.research.study import (
 from benchmarks.research.study.plan import Cell, Effort, Found
 from benchmarks.research.study.task import Task
 
+pytestmark = pytest.mark.slow  # research, which no user runs
+
 TINY = Effort(steps=8, every=2, seeds=2, tuning=1, chunk=4)
 LINE = np.linspace(-1.0, 1.0, 8, dtype=np.float32)
 
@@ -133,7 +135,7 @@ def test_a_lost_run_counts_as_untrained():
     assert plan.final(held_out).tolist() == [1.0, 3.0, 3.0]
 
 
-@pytest.mark.parametrize("noise", [pytest.param(None, marks=pytest.mark.slow), 0.5])
+@pytest.mark.parametrize("noise", [None, 0.5])
 def test_a_cell_is_what_a_loop_gives(noise):
     task, of = a_line(noise), Cell("line", "sgd", "constant (best)")
     method = tables.methods_for(noise is not None, "sgd")[of.method]
@@ -199,7 +201,6 @@ def test_microbatches_leave_out_the_bad_one():
     assert guarded.changed.tolist() == [-1, -1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "name"),
     [(of, name) for of in optimizers.DIRECTIONS for name in tables.methods_for(False, of)],

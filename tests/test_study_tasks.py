@@ -16,6 +16,8 @@ from benchmarks.research.study import digits, policy, text, unseen
 from benchmarks.research.study.examples import Examples
 from benchmarks.research.study.tasks import ALL
 
+pytestmark = pytest.mark.slow  # research, which no user runs
+
 LOWER = {
     "lstm": 0.5,
     "transformer": 0.5,
@@ -52,7 +54,7 @@ def batches(name):
     return params, [task.batch(params, jax.random.key(1), jnp.bool_(bad)) for bad in (False, True)]
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ALL)
 def test_a_bad_batch_differs_in_its_labels(name):
     task = task_of(name)
@@ -66,6 +68,7 @@ def test_a_bad_batch_differs_in_its_labels(name):
     assert np.any(np.asarray(other[0]) != np.asarray(good[0]))
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", ALL)
 def test_losses_are_those_of_each_example(name):
     task = task_of(name)
@@ -85,6 +88,7 @@ def test_the_mean_of_losses_is_the_usual_loss():
     assert float(found) == pytest.approx(float(usual), rel=1e-5)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["lstm", "transformer", "gru"])
 def test_text_is_told_from_earlier_characters(name):
     task = task_of(name)
@@ -159,6 +163,7 @@ def test_no_image_is_in_both():
     assert not seen & unseen
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("stride", [1, 2])
 def test_convolutions_are_those_of_jax(stride):
     x = jax.random.normal(jax.random.key(0), (2, 8, 8, 3))
@@ -219,7 +224,7 @@ def test_episodes_end_once_and_returns_count_what_is_left():
     np.testing.assert_array_equal(is_up, alive == 1)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ALL)
 def test_a_short_run_learns(name):
     task = task_of(name)

@@ -168,7 +168,7 @@ NAMES = {"clip_tree": clip_tree, "clip_by": optaxclip.clip_by, "ops": ops, "scop
 NAMES |= {"thresholds": thresholds, "per_example": per_example, "labels": label}
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ONCE)
 def test_the_proposed_call_clips_as_the_transformation_does(name):
     grads = GRADS
@@ -200,7 +200,7 @@ PARTS += ["clip_by_block_rms", "zclip", "adagc", "clip_by_quantile", "clip_by_em
 PARTS += ["autoclip", "clip_by_median_norm", "clip_by_window_norm"]
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", PARTS)
 def test_the_proposed_parts_make_the_same_method(name):
     made = eval(parts(name), NAMES)

@@ -112,7 +112,7 @@ def test_when_called(name):
         jax.jit(make)(*args, **({"state": 3} if name == "state" else {}))
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("weights", [[0.0, 0.0, 0.0], [1.0, -1.0, 1.0], [1.0, np.nan, 1.0]])
 @pytest.mark.parametrize("options", [{}, {"reject": None, "measure": False}])
 def test_weights_that_are_known_too_late_give_nan(weights, options):

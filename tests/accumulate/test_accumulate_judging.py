@@ -56,6 +56,7 @@ RULES = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("clip", "rule"), list(zip(CLIPS, RULES, strict=True)))
 def test_as_a_loop_over_microbatches(clip, rule):
     clip, rule = CLIPS[clip], RULES[rule]
@@ -109,6 +110,7 @@ def test_a_schedule_counts_microbatches():
     np.testing.assert_allclose(np.append(grads["w"], grads["b"]), expected, rtol=1e-5)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_one_bad_microbatch_does_not_cost_the_others(bad):
     rows = batch_of(NORMS[:6])

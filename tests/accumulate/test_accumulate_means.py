@@ -54,7 +54,7 @@ def of_the_whole_batch():
     return jax.jit(jax.value_and_grad(loss_fn), compiler_options=AS_USERS)(*task())
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [1, 2, 3, 12])
 def test_the_gradient_of_the_whole_batch_with_unequal_weights(size):
     by_parts = accumulate.value_and_grad(
@@ -118,6 +118,7 @@ def test_all_that_is_no_parameter_is_the_batch_if_none_is_named():
     assert_same(jax.jit(others)(*args)[1], jax.jit(named)(*args)[1])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_gradients_are_added_up_in_float32(dtype):
     """In bfloat16 a sum of 512 ones ends at 256."""
@@ -162,7 +163,7 @@ def test_leaves_without_a_gradient():
     assert (grads["steps"].dtype, grads["steps"].shape) == (jax.dtypes.float0, (3,))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @where_sums_are_fused
 @pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"reject": None, "measure": False}])
 def test_memory_is_of_few_gradients_whatever_their_number(options):
@@ -189,6 +190,7 @@ def test_memory_is_of_few_gradients_whatever_their_number(options):
     assert many - few < 0.05 * gradients
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", [6e-20, 1e17, 1e20])
 def test_noise_sums_are_right_wherever_they_are_numbers(norm):
     """Squares of norms, or their products with weights, leave the range before the sums do."""
@@ -206,7 +208,7 @@ def test_noise_sums_are_right_wherever_they_are_numbers(norm):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("number", [3, 4])
 @pytest.mark.parametrize("weight", [None, lambda x: jnp.sum(x != 0)])
 @pytest.mark.parametrize("w", [np.float32(0), np.complex64(0)])
@@ -220,7 +222,7 @@ def test_a_mean_is_finite_where_the_sum_is_not(number, weight, w):
     assert not np.any(found.rejected)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("scale", [2e38, 1e-37, 1e-42])
 def test_weights_and_losses_anywhere_in_the_range(scale, constant):

@@ -168,7 +168,7 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("options", [*UNKNOWN.values(), {"microbatch_size": 2, "clip": 1.0}])
 def test_debug_nans_does_not_stop_at_what_is_unknown(options):
     by_parts, tx = accumulate.value_and_grad(loss_fn, **options), monitor.noise_scale()

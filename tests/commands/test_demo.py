@@ -59,6 +59,7 @@ def test_prints_a_table_and_the_path_of_a_picture(capsys, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_the_last_line_is_a_command_and_bars_say_compiling(capsys, tmp_path, monkeypatch):
     said = []
@@ -132,6 +133,7 @@ def test_the_steps_are_on_linear_axes_and_the_limit_beside_the_norms(corpus):
     assert "limit 1 of global_norm" in labels(figure.axes[1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_same_seed_same_numbers_on_a_text_of_ones_own(capsys, tmp_path):
     text = tmp_path / "text"
@@ -145,6 +147,7 @@ def test_another_seed_another_start(corpus):
     assert first.evaluate(first.params) != second.evaluate(second.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_clipping_helps(corpus, seed, monkeypatch):
     for name, value in {"LENGTH": 80, "BATCH": 4, "HELD_OUT_WINDOWS": 8}.items():
@@ -158,6 +161,7 @@ def test_clipping_helps(corpus, seed, monkeypatch):
     assert not plain.clipped.any()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_an_incomplete_last_chunk(corpus):
     history = trained(corpus, "normalize", steps=task.CHUNK + 3)
@@ -302,6 +306,7 @@ def labels(ax):
     return ax.get_legend_handles_labels()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_a_run_within_a_warm_up_says_so(capsys, tmp_path):
     said = run(capsys, "--steps", 20, "--methods", "zclip", "value", "--out", tmp_path)
@@ -326,6 +331,7 @@ def test_loss_curves_cut_explosions_off_and_cross_them_out():
     assert crosses[0].get_color() == ax.lines[0].get_color() != ax.lines[1].get_color()
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("limits", [{"ylim": (0.02, 2.0), "yscale": "log"}, {"xlim": (0.0, 0.1)}])
 def test_crosses_stay_at_the_edge_of_axes_whose_limits_are_set_later(limits):
     figure = plots.side_by_side()

@@ -176,7 +176,7 @@ def three_steps(tx):
 
 
 # Optax's schedules of steps rely on implicit promotion.
-@pytest.mark.by_day(9)
+@pytest.mark.by_day(2)
 @jax.numpy_dtype_promotion("standard")
 @pytest.mark.parametrize("case", PAIRS)
 def test_it_makes_what_its_data_says(case):
@@ -187,6 +187,7 @@ def test_it_makes_what_its_data_says(case):
     assert isinstance(made, optax.GradientTransformationExtraArgs)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("limit", ["quantile_limit", {"name": "quantile_limit", "init_limit": 2.0}])
 def test_the_limit_of_examples_follows_a_quantile(limit):
     name = "per_example_clip_and_aggregate"

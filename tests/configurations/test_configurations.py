@@ -76,6 +76,7 @@ def assert_close(found, expected):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow
 def test_the_methods_act(expected):
     updates, _, sums, norms = expected
     clipped = np.sqrt(
@@ -110,6 +111,7 @@ SLOW = {"matmul in bfloat16", "no jit"}
 marked = slow_unless(lambda name: name not in SLOW, SETTINGS)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", marked)
 def test_settings(name, expected):
     arguments = jax.device_put(ARGUMENTS)
@@ -118,6 +120,7 @@ def test_settings(name, expected):
     assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_no_tracer_is_kept():
     jax.clear_caches()
     with jax.checking_leaks():
@@ -161,6 +164,7 @@ def in_two_threads(*args):
 WAYS = [eagerly_with_nans_as_errors, checkpointed, exported, in_two_threads]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", [ahead_of_time, *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS)]
 )

@@ -101,7 +101,7 @@ def of_gradients(found):
     return [kind for kind, shapes in found if any("," in shape for shape in shapes)]
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("judge", slow_unless(lambda judge: judge != "clip", JUDGES))
 def test_under_jit(kind, judge):
@@ -117,6 +117,7 @@ def test_under_jit(kind, judge):
     assert outside == []
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("judge", slow_unless(lambda judge: judge == "rule", JUDGES))
 def test_sums_are_split_as_parameters_are(kind, judge):
@@ -179,7 +180,6 @@ def in_shard_map(loss, check_vma, judge):
     return compiled(*args), collectives_of(compiled)
 
 
-@pytest.mark.by_day(5)
 @pytest.mark.parametrize(("loss", "check_vma"), SHARD_MAPS)
 @pytest.mark.parametrize("judge", slow_unless(lambda judge: judge in {"rule", "plain"}, JUDGES))
 def test_in_shard_map(loss, check_vma, judge):
@@ -243,6 +243,7 @@ def test_under_vmap_with_the_name_of_its_axis():
     assert_as_on_one_device(jax.jit(run)(params, *parts), "default")
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("judge", slow_unless(lambda judge: judge == "rule", JUDGES))
 @pytest.mark.parametrize("is_mesh_set", [False, True])
 def test_seeds_that_are_split_over_an_explicit_mesh(judge, is_mesh_set):
@@ -265,6 +266,7 @@ def test_a_batch_of_a_device_that_the_size_does_not_divide():
         run(*task("plain"))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("options", [{}, PLAIN])
 def test_where_nothing_tells_how_the_batch_is_split(options):
     run = jax.shard_map(
@@ -278,6 +280,7 @@ def test_where_nothing_tells_how_the_batch_is_split(options):
         run(*task("plain"))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("options", [{}, PLAIN])
 def test_specs_that_hold_something_else(options):
     run = jax.shard_map(

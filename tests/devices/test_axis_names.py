@@ -161,6 +161,7 @@ def test_names_are_a_sequence_of_names(axis_name):
         optaxclip.clip_by(scopes.tree(), 1.0, axis_name=axis_name)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_axes_that_are_not_named_have_gradients_of_their_own(check_vma):
     """Four workers, of which each splits its gradient over two devices."""

@@ -65,6 +65,7 @@ WAYS = [(AxisType.Auto, True), (AxisType.Auto, False), (AxisType.Explicit, False
 WAYS = slow_unless(lambda kind, told: kind == AxisType.Explicit, WAYS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "told"), WAYS)
 def test_on_a_mesh(kind, told):
     mesh, specs, stacked = on(kind)

@@ -75,7 +75,7 @@ def gathered(compiled):
     return max((np.prod([int(n) for n in shape.split(",")]) for shape in shapes), default=0)
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "Auto, specs"])
 def test_under_jit(name, kind):
@@ -92,7 +92,7 @@ def test_under_jit(name, kind):
     assert gathered(update) <= (3 * EXPERTS if name == "each" else 0)
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("tracked", [True, False])
 def test_inside_shard_map(name, tracked):
@@ -133,7 +133,7 @@ def on_one_device(name):
     return state, *after_three_steps(jax.jit(tx.update), state)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", WITH_MEMORY)
 @pytest.mark.parametrize("tracked", [True, False])
 def test_each_expert_has_its_own_history_inside_shard_map(name, tracked):

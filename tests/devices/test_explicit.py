@@ -90,6 +90,7 @@ def test_every_rule_response_and_policy(name):
             assert updates[x].sharding.is_equivalent_to(place, updates[x].ndim), case
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("specs", [(P(), P("x")), (P("x"), P(None, "x"))])
 def test_parameters_split_otherwise_than_gradients_are_not_gathered(specs):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
@@ -109,7 +110,7 @@ def test_parameters_split_otherwise_than_gradients_are_not_gathered(specs):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize("is_set", [True, False])
 def test_bounds_on_entries(is_set, how):
@@ -134,6 +135,7 @@ def test_bounds_on_entries(is_set, how):
             assert all(x.sharding.spec == P("x") for x in jax.tree.leaves(found)), name
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("spec", "how"),
     slow_unless(

@@ -60,7 +60,7 @@ def largest_sent(compiled):
     return max(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("way", ["automatic", "automatic, specs", "explicit"])
 def test_under_jit(way):
     on = mesh(AxisType.Explicit if way == "explicit" else AxisType.Auto)
@@ -82,6 +82,7 @@ def test_under_jit(way):
     assert_as_on_one_device(found)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("tracked", [True, False])
 def test_in_shard_map(tracked):
     run = jax.shard_map(

@@ -53,7 +53,7 @@ WAYS = {
 }
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_policy_acts_on_one_bad_entry(way):
     run = WAYS[way]()
@@ -80,6 +80,7 @@ def truth(grads, policy, axis):
     return clipped, worst, replacement
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "tracked"])
 def test_ties_over_devices_share_the_derivative(kind):
     x, norm = np.array([3, 1, 3, 2], np.float32), functools.partial(ops.global_norm, norm="linf")
@@ -93,6 +94,7 @@ def test_ties_over_devices_share_the_derivative(kind):
         np.testing.assert_array_equal(slope, [0.5, 0, 0.5, 0], err_msg=way)
 
 
+@pytest.mark.slow
 def test_second_derivatives_in_a_scan():
     """`lax.pmax` has no derivative; the rule of the largest modulus has to be kept in loops."""
 

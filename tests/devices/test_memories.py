@@ -31,7 +31,7 @@ def memories(tree):
     return jax.tree.map(lambda x: x.sharding.memory_kind, tree)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "how"),
     slow_unless(
@@ -60,6 +60,7 @@ def test_all_is_as_in_one_memory_and_comes_back_where_it_was(name, how):
     assert_same(tx.init(in_host(PARAMS)), states[0])
 
 
+@pytest.mark.slow
 def test_a_key_in_a_state_in_the_hosts_memory():
     tx, grads = TRANSFORMATIONS["per_example"], random_tree(2, 2)
     state = tx.init(PARAMS)
@@ -73,7 +74,7 @@ def clipped_tree(tree):
     return optaxclip.clip_tree(tree, 1.0, scope=scopes.unit())
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize(
     "function",
@@ -96,6 +97,7 @@ def test_functions_of_a_tree(function, how):
         assert memories(clipped) == memories(in_host(GRADS))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh_shardings_stay_too(kind):
     mesh = jax.make_mesh((2,), ("data",), (kind,))
@@ -110,6 +112,7 @@ def test_on_a_mesh_shardings_stay_too(kind):
         assert all(found[name].sharding == mixed[name].sharding for name in mixed)
 
 
+@pytest.mark.slow
 def test_the_monitor_reads_states_in_the_hosts_memory():
     tx = optax.chain(
         monitor.record(3), optaxclip.clip_by_norm(1.0), optaxclip.skip_nonfinite(optax.sgd(0.1))

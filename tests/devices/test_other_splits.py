@@ -30,7 +30,7 @@ def gradients(*shape):
     return {"w": rng.normal(size=shape).astype(np.float32)}
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", CLIPS)
 @pytest.mark.parametrize("kinds", [KINDS, KINDS[::-1]], ids=["explicit first", "automatic first"])
 def test_leaves_that_are_split_over_axes_of_both_kinds_are_not_gathered(name, kinds):
@@ -57,7 +57,7 @@ STEPS = {
 }
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("specs", [(P(), P("x")), (P("x"), P())], ids=["gradients", "state"])
 def test_gradients_and_states_may_be_split_differently(name, specs):
@@ -84,7 +84,7 @@ HISTORIES = {
 }
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", HISTORIES)
 def test_a_history_may_be_split_over_a_mesh(name):
     mesh, tx, grads = jax.make_mesh((8,), ("x",)), HISTORIES[name](), gradients(16, 4)

@@ -43,7 +43,7 @@ def random_grads(examples):
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), grads)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "batch"),
     slow_unless(
@@ -68,6 +68,7 @@ def test_sums_are_those_of_one_device(name, batch):
             assert norms.sharding.is_equivalent_to(like, norms.ndim)
 
 
+@pytest.mark.slow
 def test_an_aggregate_with_noise():
     tx = optaxclip.per_example_clip_and_aggregate(
         per_example.quantile_limit(init_limit=2.0, count_noise=1.0), 0.5, jax.random.key(1)
@@ -108,7 +109,7 @@ def on_one_device(examples):
 SPLITS = {8: P(("a", "b")), 4: P("a"), 1: P()}
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("size", "ways"),
     slow_unless(lambda size, ways: size == 3 or ways == 8, product((None, 1, 3, 4, 8), SPLITS)),
@@ -129,6 +130,7 @@ def test_microbatches_that_divide_and_do_not(size, ways):
         assert leaf.sharding.is_equivalent_to(NamedSharding(mesh(), spec), leaf.ndim)
 
 
+@pytest.mark.slow
 def test_microbatches_where_no_mesh_is_set():
     params, x = {"w": jnp.ones((4, 6)), "b": jnp.ones(6)}, jnp.linspace(-1, 1, 64).reshape(16, 4)
     specs = {"w": P(None, "b"), "b": P()}
@@ -182,6 +184,7 @@ BOTH, DATA, MODEL = P(("data", "model"), None), P("data", None), P(None, "model"
 GRID = P("data", "model")
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("split", "size", "parts", "each"),
     [

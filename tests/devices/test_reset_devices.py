@@ -63,6 +63,7 @@ def specs_of_state(on=None):
     )
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_under_jit(kind):
     on = mesh(kind)
@@ -79,6 +80,7 @@ def test_under_jit(kind):
     assert_as_on_one_device(found)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("tracked", [True, False])
 def test_in_shard_map(tracked):
     run = jax.shard_map(

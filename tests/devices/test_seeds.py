@@ -98,7 +98,7 @@ def assert_as_on_one_device(names, way, is_mesh_set, fsdp=1):
     jax.tree_util.tree_map_with_path(check, found, expected)
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "is_mesh_set"),
     slow_unless(
@@ -116,13 +116,14 @@ with_a_mesh_or_not = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", OTHERS)
 @with_a_mesh_or_not
 def test_all_that_is_no_method(name, is_mesh_set):
     assert_as_on_one_device([name], "jit of vmap", is_mesh_set)
 
 
+@pytest.mark.slow
 @with_a_mesh_or_not
 def test_leaves_that_are_the_same_for_all_seeds(is_mesh_set):
     mesh, same = jax.make_mesh((SEEDS,), ("seeds",)), random_tree(1)
@@ -138,12 +139,13 @@ def test_leaves_that_are_the_same_for_all_seeds(is_mesh_set):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-5, 2e-6), found, expected)
 
 
+@pytest.mark.slow
 @with_a_mesh_or_not
 def test_seeds_whose_parameters_are_split_too(is_mesh_set):
     assert_as_on_one_device([*ONE_OF_EACH, "zclip"], "jit of vmap", is_mesh_set, fsdp=2)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_other_ways_to_map(way):
     assert_as_on_one_device(ONE_OF_EACH, way, True)

@@ -120,7 +120,7 @@ def test_shardings_stay_without_jit():
     assert_same_shardings(clipped, placed)
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "kind"),
     slow_unless(
@@ -141,7 +141,7 @@ def test_under_jit(name, kind):
     assert_same_shardings(updates, placed[0])
 
 
-@pytest.mark.by_day(7)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("name", "kind"),
     slow_unless(
@@ -169,7 +169,7 @@ def test_inside_shard_map(name, kind):
     check(name, update, TREES, PARAMS, wanted)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["global_norm", "block_rms", "masked", "zclip", "skip"])
 def test_replicated_leaves_stay_bitwise_equal(name):
     def everywhere(grads, state):
@@ -210,6 +210,7 @@ def test_partly_manual_regions():
     assert_close(clip(placed), ops.clip_by_global_norm(tree, 1.0))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("mapped", ["pmap", "vmap"])
 def test_an_axis_name_says_that_every_leaf_is_split(mapped):
     tree = {"w": TREES[0]["w"][:8], "v": TREES[0]["v"]}
@@ -258,7 +259,7 @@ def losses(norm):
     return [jax.jit(jax.value_and_grad(fn)) for fn in (loss, split_loss)]
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", ["l2", "linf", "l1", norms.lp(3)], ids=str)
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
 def test_gradients_and_the_whole_range(norm, scale):
@@ -269,6 +270,7 @@ def test_gradients_and_the_whole_range(norm, scale):
         np.testing.assert_allclose(slopes[x] * scale, expected[x] * scale, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_all_devices_skip_or_none(bad):
     tree = TREES[0] | {"w": TREES[0]["w"].at[5, 3].set(bad)}
@@ -324,6 +326,7 @@ def test_no_more_collectives_than_optax_where_only_the_compiler_knows():
     assert 1 <= count(optaxclip.clip_by_global_norm(1.0)) <= count(optax.clip_by_global_norm(1.0))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("shape", [(512, 256), (48, 250)], ids=str)
 @pytest.mark.parametrize("spec", [P("a", "b"), P(("a", "b"))], ids=str)
 def test_large_float16_leaves_stay_where_they_are(spec, shape):
@@ -336,6 +339,7 @@ def test_large_float16_leaves_stay_where_they_are(spec, shape):
     np.testing.assert_allclose(jax.jit(local)(leaf), norm(placed), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_adaptive_units_keep_their_state_where_the_units_are():
     tx = optaxclip.clip_by(scopes.unit(), thresholds.zscore(warmup_steps=1))
     placed = [jax.device_put(tree, shardings("Explicit")) for tree in TREES]

@@ -70,6 +70,7 @@ MESHES = slow_unless(
 )
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("kind", "told"), MESHES)
 def test_on_a_mesh(kind, told):
     mesh, places = on(kind)
@@ -87,6 +88,7 @@ def test_on_a_mesh(kind, told):
     assert all(x.is_fully_replicated for x in jax.tree.leaves(found))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["automatic", "explicit"])
 def test_parameters_may_be_split_otherwise(kind):
     mesh, of_grads = on(kind)
@@ -97,6 +99,7 @@ def test_parameters_may_be_split_otherwise(kind):
     assert_as_in_one_piece(found)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("way", ["tracked", "untracked"])
 def test_in_shard_map(way):
     mesh, _ = on("shard_map")
@@ -114,6 +117,7 @@ def test_types_alone_tell_what_is_split():
     assert_as_in_one_piece(jax.jit(inside)(*trees()))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("way", ["shard_map", "vmap"])
 def test_names_of_axes_say_that_all_leaves_are_split(way):
     split = [{"m": x["m"].T, "w": x["w"]} for x in trees()]

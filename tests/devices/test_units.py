@@ -33,12 +33,14 @@ def over_devices(fn, spec, **options):
     return jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, **options)
 
 
+@pytest.mark.by_day(1)
 @each_method
 def test_specs_give_the_columns_of_the_whole(method):
     run = jax.jit(over_devices(functools.partial(clip, method, specs=P("i")), P("i")))
     np.testing.assert_allclose(run(WHOLE), WHOLE * (0.5 / COLUMNS), rtol=1e-5)
 
 
+@pytest.mark.by_day(1)
 @each_method
 def test_without_specs_it_is_an_error(method):
     with pytest.raises(ValueError, match="pass specs="):
@@ -50,6 +52,7 @@ def test_without_specs_it_is_an_error(method):
         jax.pmap(named, axis_name="i")(WHOLE[:, None])
 
 
+@pytest.mark.by_day(1)
 @each_method
 def test_a_replicated_leaf_needs_none(method):
     run = jax.jit(over_devices(functools.partial(clip, method), P()))
@@ -70,6 +73,7 @@ def mesh(kind="Auto"):
     return jax.make_mesh((4, 2), ("a", "b"), axis_types=(getattr(AxisType, kind),) * 2)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_units_stay_where_they_are(kind):
     """Where only the compiler knows how leaves are split, norms are gathered, but no leaf."""

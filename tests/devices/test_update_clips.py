@@ -59,6 +59,7 @@ def assert_as_on_one_device(found):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found, on_one_device())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_under_jit(kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
@@ -73,6 +74,7 @@ def test_under_jit(kind):
     assert_as_on_one_device(found)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("tracked", [True, False])
 def test_in_shard_map(tracked):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

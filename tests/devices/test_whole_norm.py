@@ -45,7 +45,7 @@ def assert_as_by_global_norm(updates, tree=TREE):
     )
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25])
 @pytest.mark.parametrize("scope", SCOPES)
 def test_the_warm_up_clips_by_the_norm_of_all_groups(scope, scale):
@@ -65,11 +65,13 @@ def spread(check_vma, scope):
     )
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", ["axes", "unit"])
 def test_groups_on_other_devices_count(scope):
     assert_as_by_global_norm(spread(check_vma=True, scope=scope)(TREE))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", ["tree", "group", "unit"])
 def test_groups_on_other_devices_count_without_tracking(scope):
     assert_as_by_global_norm(spread(check_vma=False, scope=scope)(TREE))

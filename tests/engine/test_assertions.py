@@ -57,6 +57,7 @@ def make_slip(monkeypatch, place, name, change):
     monkeypatch.setattr(place, name, lambda *args, **more: change(right(*args, **more)))
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("slip", SLIPS)
 def test_a_slip_is_caught(slip, monkeypatch):
     make_slip(monkeypatch, *SLIPS[slip])
@@ -108,7 +109,7 @@ CALLS = {
 }
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("slip", ENDS)
 def test_a_slip_at_an_end_is_caught(slip, monkeypatch):
     call, tree = CALLS.get(slip, CALLS.get(slip.split(",")[0])), {"a": jnp.ones((3, 2))}

@@ -71,6 +71,7 @@ def test_aggc_of_two_groups():
     close(found, [1, 1.2, 0.8, 1, 1.499882, 1.1, 0.505861])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("low", "high"), [(0.0, 10.0), (0.5, 2.0), (1.0, 1.0)])
 def test_lamb_with_a_bounded_trust_ratio(low, high):
     rng = np.random.default_rng(0)

@@ -10,6 +10,7 @@ from optaxclip._border.entries import product_of_bfloat16
 EVERY = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.bfloat16)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("strict", [False, True])
 def test_every_entry_is_rounded_as_its_conversion_is(strict):
     factors = np.float32([1 + 2**-8, 1 + 3 * 2**-8, 0.3, 2**-20])

@@ -19,7 +19,7 @@ TRANSFORMATIONS = {name: method.make() for name, method in METHODS.items()} | {
 }
 
 
-@pytest.mark.by_day(18)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_a_state_that_was_cast_keeps_its_dtypes(name, dtype):

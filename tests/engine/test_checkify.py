@@ -25,7 +25,7 @@ WAYS = {
 }
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("method", "way"),
     [*[("l2", way) for way in WAYS], *[(name, "checkify(jit(vmap))") for name in METHODS]],
@@ -52,6 +52,7 @@ def test_one_bad_slice_is_reported():
         tx.update({"w": np.float32([[3.0, 4.0], [jnp.nan, 1.0]])}, None)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_without_checkify_the_traceback_names_the_option_and_what_it_needs(method):
     """The message is JAX's own; we have no code where JAX raises it."""
@@ -66,6 +67,7 @@ def test_without_checkify_the_traceback_names_the_option_and_what_it_needs(metho
         assert line in shown
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.usefixtures("platform")
 def test_products_with_weights_report_nothing():
     """At the scales of sums that are not used they are infinite, of both signs, or `inf * 0`."""

@@ -26,6 +26,7 @@ def _renamed(block):
     return re.sub(r"%[\w.-]+", lambda name: f"%{names.setdefault(name[0], len(names))}", block)
 
 
+@pytest.mark.slow
 def test_leaves_of_one_shape_share_what_is_compiled():
     """Else it would take XLA long to compile many of them."""
     tx = optaxclip.clip_by_global_norm(1.0)
@@ -38,6 +39,7 @@ def test_leaves_of_one_shape_share_what_is_compiled():
     assert kernels(40) <= kernels(20) + 4
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("tx", "most"),
     [
@@ -59,6 +61,7 @@ def test_a_leaf_more_takes_few_kernels_more(tx, most):
     assert kernels(16) <= kernels(12) + 4 * most
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "tx",
     [
@@ -91,6 +94,7 @@ def jits(jaxpr):
             yield from jits(eqn.params["jaxpr"])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "tx",
     [
@@ -108,6 +112,7 @@ def test_groups_of_all_leaves_are_handled_at_once(tx):
     assert list(jits(jaxpr)).count("multiplier") == 1
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf(), scopes.unit()])
 def test_leaves_alike_are_traced_once(scope):
     """Else most of the seconds that JAX needs to trace and lower a clip go into equal sums."""
@@ -136,6 +141,7 @@ def test_every_platform_measures_in_one_reduction():
     assert reductions("cpu") == [(1, "[0, 1]", True)]
 
 
+@pytest.mark.by_day(1)
 @where_sums_are_fused
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_norm_stores_no_copy_of_the_leaves(dtype):
@@ -145,7 +151,7 @@ def test_a_norm_stores_no_copy_of_the_leaves(dtype):
     assert stored < 0.05 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("tx", "most"),
     [

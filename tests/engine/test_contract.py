@@ -128,7 +128,7 @@ def test_state_does_not_depend_on_the_dtype_of_the_gradients(name, dtype):
     assert avals(new_state) == avals(state)
 
 
-@pytest.mark.by_day(12)
+@pytest.mark.by_day(2)
 @each_method
 def test_one_compilation_over_all_steps_from_an_eager_init(name):
     _, (updates, states), num_compilations = first_run(name)
@@ -140,6 +140,7 @@ def test_one_compilation_over_all_steps_from_an_eager_init(name):
     assert avals(updates[-1]) == avals(GRADS)
 
 
+@pytest.mark.by_day(3)
 @each_method
 def test_clips_some_and_only_shrinks(name):
     _, (updates, states), _ = first_run(name)
@@ -154,7 +155,7 @@ def test_clips_some_and_only_shrinks(name):
         assert np.sum(states[-1].info.num_clipped) > 0
 
 
-@pytest.mark.by_day(10)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in DISTINCT, METHODS))
 def test_eager_equals_jit_whatever_the_arrays_and_compiles_only_once(name):
     _, expected, _ = first_run(name)
@@ -191,6 +192,7 @@ def scan(name):
     return steps
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["clip", "unit_smooth", "zclip", "adagc"])
 def test_scan_equals_the_loop(name):
     _, (updates, states), _ = first_run(name)
@@ -200,7 +202,7 @@ def test_scan_equals_the_loop(name):
     assert_close(all_updates, stack(updates))
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(1)
 @typical_or_slow
 def test_scan_under_vmap_over_limits_trees_and_states_equals_loops(name):
     method, half = METHODS[name].make(), usual_limit(name) / 2
@@ -240,7 +242,7 @@ FORWARD = ["clip", "clip_by_global_norm", "adaptive_grad_clip", "adagc"]
 DERIVATIVES = [(reverse, name) for name in DISTINCT] + [(forward, name) for name in FORWARD]
 
 
-@pytest.mark.by_day(7)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("derivative", "name"), slow_unless(lambda _, name: name in TYPICAL, DERIVATIVES)
 )
@@ -340,6 +342,7 @@ def test_gradients_may_be_none_where_params_are_arrays(name, missing):
     assert avals(new_state) == avals(state)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "name", ["clip_by_norm", "clip_by_group_norm_dict", "adaptive_grad_clip", "clip"]
 )

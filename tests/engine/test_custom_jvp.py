@@ -51,6 +51,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("loop", slow_unless({"scan", "map"}.__contains__, LOOPS))
 def test_second_and_third_derivatives(loop):
     def fn(x):

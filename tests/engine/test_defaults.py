@@ -93,6 +93,7 @@ def test_a_layer_that_is_not_finite_is_counted_and_its_factor_is_zero():
     np.testing.assert_array_equal(updates["a"], [0, 0])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("tree", [{}, {"w": None}, jnp.zeros(0)], ids=str)
 def test_a_tree_without_entries_keeps_the_shapes_of_its_state(tree):
     tx = optaxclip.clip_by_global_norm(1.0)
@@ -102,7 +103,7 @@ def test_a_tree_without_entries_keeps_the_shapes_of_its_state(tree):
     assert (after.info.norm, after.info.factor) == (0, 1)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("response", ["clip", "normalize", "smooth", "auto_s", "band"])
 def test_without_a_limit_every_response_lets_gradients_be(response):
     # As while a rule has seen too few norms.

@@ -117,7 +117,7 @@ def derivatives(x, limit, **combination):
     return value, jacobian, gradient, hessian
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @combinations
 def test_right_where_smooth(scope, norm, response):
     combination = {"scope": scope, "norm": norm, "response": response}
@@ -140,6 +140,7 @@ def test_right_where_smooth(scope, norm, response):
         np.testing.assert_allclose(hessian, second, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.by_day(2)
 @combinations
 def test_finite_everywhere(scope, norm, response):
     combination = {"scope": scope, "norm": norm, "response": response}
@@ -173,7 +174,7 @@ def test_finite_for_tiny_gradients(scope, norm, response, scale):
         assert all(np.all(np.isfinite(result)) for result in results)
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @clips
 def test_identity_at_or_below_the_limit(scope, norm):
     combination = {"scope": scope, "norm": norm, "response": "clip"}
@@ -211,6 +212,7 @@ def test_right_where_squares_leave_the_range(scope, norm, response, scale):
     np.testing.assert_allclose(far[2], gradient, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("response", ["clip", "smooth"])
 def test_under_vmap(response):
     def loss(x, limit):
@@ -240,7 +242,7 @@ def loss_at_points(scope, norm, response):
     return jax.value_and_grad(loss, (0, 1)), [(x, jnp.float32(limit)) for x, limit in points]
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("scope", "norm", "response"),
     [
@@ -265,6 +267,7 @@ def test_debug_nans_reports_nothing_one_operation_at_a_time():
             gradient(x, limit)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda x: x.__name__
 )
@@ -288,6 +291,7 @@ def test_strict_keeps_the_gradients(dtype):
     np.testing.assert_allclose(dlimit, expected, rtol=10 * float(jnp.finfo(dtype).eps))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("response", ["clip", "smooth"])
 def test_float64_to_full_precision(response):
@@ -306,6 +310,7 @@ def test_float64_to_full_precision(response):
     )
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [70, 300])
 def test_large_groups(size):
     """Those above 64 entries are measured in another way."""
@@ -339,7 +344,7 @@ TRANSFORMATIONS = {
 }
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("make", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
 def test_transformations_of_zeros(make):
     def loss(grads, params, limit):

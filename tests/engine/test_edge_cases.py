@@ -94,6 +94,7 @@ def test_value(mode, dtype, entries, limit, expected):
         np.testing.assert_allclose(np.asarray(clipped, np.float64), expected, **rounding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_bfloat16_many_leaves_of_1000(count):
     rng = np.random.default_rng(0)
@@ -119,6 +120,7 @@ def clip_in_every_way(limit):
     return [update(make(limit), grads)[0][0] for make in NORMED.values()]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("limit", "expected"), [(-1.0, 0), (math.nan, math.nan)], ids=str)
 def test_limit_that_is_negative_or_nan_when_traced(limit, expected):
     np.testing.assert_array_equal(clip_in_every_way(limit), np.full((8, 2), expected, f32))
@@ -156,6 +158,7 @@ def test_nonfinite_leaf_leaves_the_others_alone(bad, policy):
     assert list(info.num_nonfinite) == [1, 0]
 
 
+@pytest.mark.by_day(1)
 @policies
 def test_nonfinite_unit_leaves_the_others_alone(policy):
     grads = np.float32([[inf, 3.0, 0.3], [1.0, 4.0, 0.4]])
@@ -166,6 +169,7 @@ def test_nonfinite_unit_leaves_the_others_alone(policy):
     assert list(info.num_nonfinite) == [1]
 
 
+@pytest.mark.by_day(1)
 @bad_leaves
 def test_nonfinite_entries_masked(bad):
     finite = np.where(np.isfinite(bad), bad, 0)
@@ -181,6 +185,7 @@ def test_nonfinite_entries_masked(bad):
         assert np.sum(info.num_nonfinite) == 1
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("bad", [[inf, 1.0], [-inf, nan]], ids=["inf", "-inf and nan"])
 @pytest.mark.parametrize(
     ("make", "leaves"),
@@ -201,6 +206,7 @@ def test_nonfinite_error(bad, make, leaves):
     np.testing.assert_allclose(clipped["a"][0]["bad"], [0.5**0.5, -(0.5**0.5)], rtol=1e-6)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("policy", ["nan", "zero", "mask"])
 def test_huge_finite_entries_are_not_nonfinite(policy):
     tx = optaxclip.clip_by_global_norm(1.0, nonfinite=policy)
@@ -225,6 +231,7 @@ def test_nothing_to_clip(make, tree):
     assert not any(np.any(norm) for norm in jax.tree.leaves(info.norm if info else ()))
 
 
+@pytest.mark.by_day(2)
 @every_transformation
 def test_leaves_of_other_types(make):
     grads = {
@@ -243,6 +250,7 @@ def test_leaves_of_other_types(make):
         assert np.all((np.asarray(actual) > 0) & (np.asarray(actual) < np.asarray(leaf)))
 
 
+@pytest.mark.by_day(2)
 @every_transformation
 def test_complex_leaves(make):
     """The modulus counts; elementwise clipping keeps the phase."""
@@ -261,6 +269,7 @@ def test_complex_leaves(make):
     np.testing.assert_allclose(clipped, np.asarray(z) * factors.get(make, 0.5 / norm), rtol=1e-6)
 
 
+@pytest.mark.by_day(2)
 @every_transformation
 def test_other_leaves_pass_uncounted(make):
     others = {
@@ -302,7 +311,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.by_day(9)
+@pytest.mark.by_day(2)
 @every_transformation
 @pytest.mark.parametrize("enabled", [False, True], ids=["x32", "x64"])
 def test_dtype_and_weak_type_stay_whatever_the_limit(make, enabled):

@@ -41,6 +41,7 @@ def symbolic_tree(shapes):
 
 
 # The symbolic shapes are exported for all platforms too.
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     "name", slow_unless(lambda name: name in ("clip", STACKED[0]) or name not in DISTINCT, METHODS)
 )
@@ -53,6 +54,7 @@ def test_exports_for_all_platforms(name):
     assert avals(out) == avals((GRADS, arguments[1]))
 
 
+@pytest.mark.by_day(1)
 @some_methods
 def test_an_exported_update_survives_bytes_and_gives_the_same(name):
     pytest.importorskip("flatbuffers", reason="JAX needs it to serialize")
@@ -68,7 +70,7 @@ def test_an_exported_update_survives_bytes_and_gives_the_same(name):
     assert_close(module.call(*leaves), jax.tree.leaves(method.update(*arguments)))
 
 
-@pytest.mark.by_day(10)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("name", "shapes"), CASES)
 def test_exports_with_symbolic_shapes(name, shapes):
     tree, method = symbolic_tree(SYMBOLIC[shapes]), METHODS[name].make()
@@ -97,7 +99,7 @@ def exported_symbolic(name):
     return exported(method.update, tree, method.init(GRADS), tree)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @some_methods
 @pytest.mark.parametrize("sizes", [(3, 5), (1, 1)])
 def test_one_export_serves_all_sizes(name, sizes):
@@ -131,7 +133,7 @@ def _states_of_optax():
         export.register_namedtuple_serialization(kind, serialized_name=f"optax.{kind.__name__}")
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "name",
     slow_unless(lambda name: name in ("adagc", "skip_above_loss", "clip_by_group_norm"), METHODS),

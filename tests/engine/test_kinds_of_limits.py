@@ -17,7 +17,7 @@ LIMITS = [
 ]
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 @pytest.mark.parametrize("bits", [32, 64])
 def test_every_kind_of_limit_gives_the_same(name, bits):
@@ -36,6 +36,7 @@ def test_every_kind_of_limit_gives_the_same(name, bits):
             assert_same(update, expected)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["clip", "clip_by_global_norm", "clip_by_group_norm_dict"])
 @pytest.mark.usefixtures("x64")
 def test_a_64_bit_limit_is_not_rounded(name):

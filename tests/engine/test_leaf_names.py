@@ -41,6 +41,7 @@ def test_each_has_its_own_parameter():
     np.testing.assert_allclose(norms, [1, 2, 5], rtol=1e-6)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", [scopes.leaf(), scopes.axes(0)])
 def test_each_has_its_own_entry_in_the_record(scope):
     tx = optaxclip.clip_by(scope, 4.0)
@@ -62,6 +63,7 @@ class Attention(NamedTuple):
     value: Any
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("query", [np.ones(2, np.float32), None])
 def test_a_field_called_value_has_its_name(query):
     grads = {"attn": Attention(query, np.ones(3, np.float32)), "head": np.ones(4, np.float32)}
@@ -97,6 +99,7 @@ def test_a_skip_names_what_was_none_at_first():
         assert jax.tree.structure(again) == jax.tree.structure(after)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("missing", ["a", "a/b"])
 def test_equal_names_are_told_apart_as_at_first(missing):
     bad = {"a/b": NAN, "a": {"b": NAN}} | {missing: None}

@@ -164,6 +164,7 @@ PARTS = QUICK | {
 }
 
 
+@pytest.mark.slow
 def test_derivatives_of_a_limit_for_single_examples():
     grads = np.float32([[3, 4], [0.1, 0.2], [-1, 2]])
 

@@ -203,6 +203,7 @@ def test_all_that_is_a_key(key):
 WHOLE = {"a": jnp.arange(3), "b": np.array([True])}
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "clip",
     [

@@ -17,7 +17,7 @@ def numbers_of(dtype):
     return np.unique(numbers[np.isfinite(numbers)])
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("dtype", FORMATS)
@@ -42,7 +42,7 @@ def test_each_entry_is_rounded_once(dtype, strict, how):
 BOUNDS = [1e3, 1e4, np.inf, np.float32(1e6), np.int32(1000), jnp.asarray(1e30)]
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [*FORMATS, "float8_e4m3fnuz", "float16"])
 def test_bounds_beyond_a_format_leave_its_numbers(dtype):
     x = jnp.asarray(numbers_of(dtype), dtype)

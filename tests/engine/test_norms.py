@@ -27,6 +27,7 @@ def clip_tree(tree, limit, **options):
     return optaxclip.clip_tree(tree, limit, scope=scopes.tree(), **options)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("norm", "value"),
     [
@@ -89,13 +90,14 @@ def test_norm_that_is_none():
         optaxclip.clip_by_global_norm(1.0, norm=2)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", ["l1", "l2", "linf", "rms", "mean_abs", norms.lp(3)], ids=str)
 def test_norm_of_nothing_is_zero(norm):
     for tree in ({}, [None], [jnp.zeros((0, 3))], [jnp.zeros(4)]):
         assert ops.global_norm(tree, norm=norm) == 0
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", ["l1", "l2", "linf", "rms", "mean_abs", norms.lp(3)], ids=str)
 def test_norm_of_one_entry_is_its_modulus(norm):
     for tree in (jnp.float32(-3), [jnp.full((1, 1), -3.0), None], {"z": jnp.array([1.8 - 2.4j])}):
@@ -110,7 +112,7 @@ def test_sums_of_leaves_do_not_depend_on_how_they_are_cut():
         np.testing.assert_allclose(parts, whole, rtol=1e-6)
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("count", [3, 17, 70])
 @pytest.mark.parametrize(("norm", "order"), [("l1", 1), ("l2", 2), ("linf", math.inf)])
 def test_norms_of_many_leaves(norm, order, count):
@@ -119,7 +121,7 @@ def test_norms_of_many_leaves(norm, order, count):
     np.testing.assert_allclose(measured, np.linalg.norm(x.ravel(), order), rtol=1e-6)
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", ["float16", "float8_e5m2", "complex64"])
 @pytest.mark.parametrize("shape", [(1 << 17,), (300, 512), (3, 128, 350), (99, 104)], ids=str)
 def test_large_leaves_that_are_summed_in_another_dtype(dtype, shape):
@@ -148,6 +150,7 @@ def test_large_leaves_that_are_summed_in_another_dtype(dtype, shape):
 # Leaves of pairs and of indices
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_complex_leaves_beside_others(dtype):
@@ -162,6 +165,7 @@ def test_complex_leaves_beside_others(dtype):
             np.testing.assert_allclose(actual, leaf * (0.5 / norm), rtol=1e-6)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("make", "factor"),
     [
@@ -238,6 +242,7 @@ FORMULAS = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("response", "factors"),
     [
@@ -301,7 +306,7 @@ def test_response_of_ones_own():
         np.testing.assert_allclose(info.factor, new / norm, rtol=1e-6)
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("new", [1, 1.0, np.float64(1.0), jnp.ones(())])
 @pytest.mark.parametrize("scope", [scopes.leaf(), scopes.tree(), scopes.axes(0)])
 def test_response_may_be_any_number(new, scope):
@@ -341,7 +346,7 @@ def measured(x, weights, scale, *, size, response):
     return clipped(x), by_vmap, slopes * scale, gradient * scale, change * scale
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("response", ["clip", "smooth"])
 @pytest.mark.parametrize("scale", [1.0, 1e-15, 1e-25, 1e25])
 def test_zeros_that_make_a_leaf_large_change_nothing(scale, response):

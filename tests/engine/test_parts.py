@@ -22,6 +22,7 @@ def test_auto_s_without_gamma_is_normalize():
     np.testing.assert_array_equal(found, responses.normalize(SIZES, limit, limit))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", [norms.lp(0.5), norms.lp(3), norms.l2], ids=repr)
 def test_powers_of_two_are_entries_like_others(norm):
     for size in (0.5, 1.0, 4.0):
@@ -29,6 +30,7 @@ def test_powers_of_two_are_entries_like_others(norm):
         np.testing.assert_allclose(norm.finish(norm.map(jnp.float32(size)), jnp.float32(1)), size)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", [norms.lp(0.5), norms.lp(3), norms.rms], ids=repr)
 def test_zeros_have_the_derivative_zero(norm):
     slope = jax.grad(lambda x: norm.finish(jnp.sum(norm.map(x)), jnp.float32(1)))

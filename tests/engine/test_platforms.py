@@ -56,6 +56,7 @@ def truth(tree, scope, norm, limit):
     return clipped
 
 
+@pytest.mark.by_day(1)
 def test_at_every_scale(platform):
     # One after the other: `vmap` would take both branches of each.
     @jax.jit
@@ -80,6 +81,7 @@ def test_at_every_scale(platform):
             )
 
 
+@pytest.mark.by_day(1)
 def test_bad_entries_and_derivatives(platform):
     @jax.jit
     def clip(x):
@@ -102,6 +104,7 @@ def test_bad_entries_and_derivatives(platform):
     np.testing.assert_allclose(derivative[:, 0], expected, rtol=1e-5)
 
 
+@pytest.mark.by_day(1)
 def test_sums_over_examples(platform):
     rows = np.float32([[3.0, 4.0], [0.3, 0.4], [jnp.nan, 1.0], [3e25, 4e25]])
     found = jax.jit(
@@ -115,6 +118,7 @@ def test_sums_over_examples(platform):
     assert (int(found.num_dropped), int(found.num_unclipped)) == (1, 1)
 
 
+@pytest.mark.by_day(1)
 def test_columns_of_narrow_entries(platform):
     """Of which a GPU sums some by themselves: where their number is a multiple of eight times 8."""
     rng = np.random.default_rng(0)
@@ -130,6 +134,7 @@ def test_columns_of_narrow_entries(platform):
         np.testing.assert_allclose(found[str(i)], expected, rtol=1e-6)
 
 
+@pytest.mark.by_day(1)
 def test_columns_at_the_ends_of_the_range(platform):
     """That of one complex entry is beyond it: the largest number stands for it."""
     columns = np.array([[3e38 + 3e38j, 3, 3e-30], [0, 4j, 4e-30]], np.complex64)
@@ -140,6 +145,7 @@ def test_columns_at_the_ends_of_the_range(platform):
     np.testing.assert_allclose(found["leaf"], [5e200, 5e-200], rtol=1e-14)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.usefixtures("platform")
 def test_what_is_zeroed_has_the_derivative_0():
     """The others have theirs, as if it were not there."""

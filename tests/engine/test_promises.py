@@ -111,6 +111,7 @@ def norms_of(stacked, norm="l2"):
 # Norms accumulate in float32
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("dtype", "count", "size"),
     [
@@ -156,7 +157,7 @@ def mostly_slow(columns, rows):
 DECADES = {F32: (-28, 36), BF16: (-28, 36), F16: (-2, 4)}
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("tree", "dtype"),
     mostly_slow([*TREES], {F32: TREES, BF16: NARROW, F16: NARROW}),
@@ -178,6 +179,7 @@ def test_limit_figures(tree, dtype, figure):
 CONSTANT = [(shapes, "l2") for shapes in TREES.values()] + [([(1000,)], "l1")]
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("shapes", "norm"), CONSTANT, ids=str)
 def test_limit_for_constant_entries(shapes, norm):
     """In which the rounding errors of a sum do not average out."""
@@ -191,6 +193,7 @@ def test_limit_for_constant_entries(shapes, norm):
     assert ratio[limits > 1e-3 * true].min() > 1 - 2e-6
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("tree", "dtype"),
     mostly_slow(["1 entries", "64 entries", "20 x 30 + 30 + 1"], {BF16: NARROW, F16: NARROW}),
@@ -207,7 +210,7 @@ def test_limit_without_strict_is_kept_up_to_rounding(tree, dtype):
 SIZES = [1, 5, 64, 65, 1000, 10_000]
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("size", "norm"), mostly_slow(SIZES, {n: SIZES if n == "l2" else [1000] for n in NORMS})
 )
@@ -231,7 +234,7 @@ def test_limit_near_the_smallest_numbers(size):
     assert ratio.min() > 0.9
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("scope", "shape"),
     mostly_slow(
@@ -255,7 +258,7 @@ def test_limit_and_clipping_twice_for_every_scope(scope, shape):
     np.testing.assert_array_equal(np.asarray(twice), np.asarray(once))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("size", [1, 5, 65, 10_000])
 def test_limit_in_float64(size):
@@ -280,7 +283,7 @@ def bits(dtype):
     return words.map(lambda word: finite(word.view(dtype)))
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", ["tree", "unit"])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["float32", "bfloat16", "float16"])
 def test_below_the_limit_nothing_changes(dtype, scope):
@@ -323,7 +326,7 @@ def normalize_and_keep(tree, norm):
     return normalized, optaxclip.clip_tree(tree, math.inf, **options)
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("norm", "dtype", "size", "repeats"),
     slow_unless(
@@ -345,7 +348,7 @@ def test_range_is_rescued(norm, dtype, size, repeats):
         assert np.asarray(new).tobytes() == old.tobytes()
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", ["tree", "leaf", "group", "unit"])
 def test_every_range_pays_for_one_reduction(scope):
     """On CPU; `tests/accelerators` has the others."""

@@ -65,7 +65,7 @@ def test_limits_of_orders_below_one():
         assert np.all(found > 1 - 1e-3), p
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", ["l2", norms.lp(3)], ids=str)
 @pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()], ids=["tree", "leaf"])
 @pytest.mark.parametrize("size", [5, 7])
@@ -103,7 +103,7 @@ def test_the_smallest_entries_beside_large_ones_are_enlarged_too():
     np.testing.assert_allclose(found, 100 * grads, rtol=2e-6)
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64])
 @pytest.mark.parametrize("norm", ["l1", "l2", "linf"])
 def test_subnormal_numbers_on_a_cpu_are_as_the_docs_say(x64, dtype, norm):

@@ -44,7 +44,7 @@ def draw(count, **dtypes):
     return {n: x.astype(d) for (n, d), x in zip(dtypes.items(), parts, strict=True)}
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("dtype", [F32, F64, BF16, F16], ids=lambda dtype: np.dtype(dtype).name)
 def test_no_entry_is_further_from_the_exact_one_than_with_optax(dtype):
@@ -96,7 +96,7 @@ def name_of(case):
     return case if isinstance(case, str) else "+".join(np.dtype(dtype).name for dtype in case)
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.usefixtures("x64", "platform")
 @pytest.mark.parametrize(("platform", "dtypes"), PLATFORMS, indirect=["platform"], ids=name_of)
 def test_strictly_no_norm_is_above_its_limit_however_near(dtypes):
@@ -122,7 +122,7 @@ def test_strictly_no_norm_is_above_its_limit_however_near(dtypes):
         jax.tree.map(np.testing.assert_array_equal, twice, once)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("p", [0.25, 0.5, 3])
 @pytest.mark.parametrize("size", [64, 3000])
 def test_strictly_other_powers_are_below_the_limit_by_what_is_said(p, size):
@@ -145,6 +145,7 @@ def test_strictly_what_is_exactly_at_its_limit_stays():
     jax.tree.map(np.testing.assert_array_equal, tx.update(grads, None)[0], grads)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [5, 300])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["float32", "bfloat16", "float16"])
 def test_every_entry_is_multiplied_and_rounded_once(dtype, size):

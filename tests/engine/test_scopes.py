@@ -45,7 +45,7 @@ UNITS = {
 }
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("shape", "axes", "norm"), [(k, *v) for k, v in UNITS.items()], ids=str)
 def test_unit_norms_of_ones(shape, axes, norm):
     clipped, info = clip(np.ones(shape, np.float32), 0.5, scopes.unit())
@@ -56,7 +56,7 @@ def test_unit_norms_of_ones(shape, axes, norm):
     np.testing.assert_allclose(clipped, expected(x, axes, 0.5), rtol=2e-6)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("stacked", [1, 2])
 @pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 2, 3, 4)], ids=str)
 def test_stacked_units_are_a_loop_over_layers(shape, stacked):
@@ -67,6 +67,7 @@ def test_stacked_units_are_a_loop_over_layers(shape, stacked):
     np.testing.assert_allclose(clipped, np.reshape(alone, x.shape), rtol=1e-6)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "axis",
     [(0, 1, 2, 3), (-1,), 5, (2, -1), lambda path, leaf: (0, leaf.ndim - 1)],
@@ -139,6 +140,7 @@ def test_agc_is_the_unit_scope_with_weight_norms():
         np.testing.assert_allclose(actual, clipped, rtol=2e-6)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("norm", "update", "factor"), [(5, 10, 0.15), (0, 1, 3e-4)])
 def test_agc_per_tensor_as_in_dreamer(norm, update, factor):
     limit = optaxclip.thresholds.relative_to_params(0.3, eps=1e-3)
@@ -167,6 +169,7 @@ def test_leaf():
         np.testing.assert_allclose(actual, x * 0.7 / np.linalg.norm(x), rtol=1e-6)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("norm", "response"), [("l2", "clip"), ("rms", "smooth"), ("linf", "normalize")]
 )
@@ -198,6 +201,7 @@ def test_stacked_forms_are_equivalent():
         jax.tree.map(np.testing.assert_array_equal, other, results[0])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("axes", [0, -1, (-2, 0), [0, 1, 2], ()], ids=str)
 def test_axes(axes):
     x = normal(3, 4, 5)
@@ -207,6 +211,7 @@ def test_axes(axes):
     )
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("axis", "clipped"),
     [(0, [[-2.4, 0, 0], [3.2, 0, 3]]), (1, [[-3, 0, 0], [3.2, 0, 2.4]])],
@@ -240,6 +245,7 @@ def label(path, leaf):
 GROUPED = {"encoder": {"w": normal(3, 4), "b": normal(4, seed=1)}, "head": [normal(2, seed=2)]}
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "labels",
     [
@@ -373,6 +379,7 @@ def test_part_of_a_sparse_leaf(scope):
         clip({"w": sparse}, 1.0, scope)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("shapes", [{"a": (3, 0)}, {"a": (3, 0), "b": (2, 0), "c": (3, 4)}])
 def test_a_leaf_without_units_is_recorded_as_not_clipped(shapes):
     grads = {name: jnp.ones(shape) for name, shape in shapes.items()}

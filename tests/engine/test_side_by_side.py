@@ -42,6 +42,7 @@ def test_very_many_units_of_several_leaves():
         np.testing.assert_allclose(found, leaf * share, rtol=2e-6)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "axes"), [("leaf", lambda x: None), ("unit", lambda x: 0 if x.ndim > 1 else None)]
 )

@@ -63,6 +63,7 @@ SAID = (
 )
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", [scopes.leaf, lambda stacked: scopes.unit(stacked=stacked)])
 def test_one_number_for_an_embedding_is_warned_of(scope):
     with pytest.warns(UserWarning, match=SAID) as warned:

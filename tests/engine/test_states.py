@@ -129,6 +129,7 @@ def test_a_record_of_more_steps_than_can_be_counted():
     np.testing.assert_array_equal(monitor.history(state), range(8, 13))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", [scopes.leaf(), scopes.unit()], ids=["leaf", "unit"])
 def test_a_group_that_a_step_lacks_keeps_its_record(scope):
     tx = optaxclip.clip_by(scope, {"a": 1.0, "b": 0.5})
@@ -178,6 +179,7 @@ WITHOUT_KEYS |= {
 
 
 # `test_contract.py` has the methods. A skip does the same with the state of each rule.
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     "name",
     slow_unless(

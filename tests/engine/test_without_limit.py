@@ -64,7 +64,7 @@ def first_steps():
     return jax.jit(lambda *trees: {pair: first_of(pair, *trees) for pair in PAIRS})(GRADS, params)
 
 
-@pytest.mark.by_day(10)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("pair", PAIRS, ids=", ".join)
 def test_a_group_without_a_limit_stays_and_so_do_its_derivatives(pair):
     (of_grads, of_params), updates, info, forward = first_steps()[pair]
@@ -75,6 +75,7 @@ def test_a_group_without_a_limit_stays_and_so_do_its_derivatives(pair):
     np.testing.assert_allclose(forward, sum(np.sum(np.cos(x)) for x in GRADS.values()), rtol=1e-6)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("response", ["normalize", "clip_with_eps"])
 def test_derivatives_are_finite_far_from_the_limit(response):
     """Those of the factor leave the range, those of what comes out do not."""
@@ -107,7 +108,7 @@ def slopes_of_sums(response):
     return jax.jit(jax.grad(loss, (0, 1)))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("response", ["clip", "auto_s"])
 def test_an_example_that_is_dropped_has_no_derivative(response, bad):
@@ -128,7 +129,7 @@ AT_ONCE = {
 }
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("patience", [20, None])
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_nothing_is_judged_before_something_is_recorded(name, patience):
@@ -142,6 +143,7 @@ def test_nothing_is_judged_before_something_is_recorded(name, patience):
     np.testing.assert_allclose(update(jnp.float32(2.9), state, None)[0].trigger, 3, rtol=1e-5)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["zscore", "window", "percentile"])
 def test_no_step_is_skipped_before_a_loss_is_recorded(name):
     rule = AT_ONCE[name](warmup_steps=0)
@@ -176,7 +178,7 @@ WITHOUT = {
 QUICK = ("zscore", "adagc", "log_tracker", "second moment")
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, WITHOUT))
 def test_an_infinite_number_of_a_rule_leaves_derivatives_and_checkify_alone(name):
     def loss(grads):

@@ -103,6 +103,7 @@ def test_the_worst_of_very_many_units():
     assert list(info.num_clipped) == [1, 0]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("columns", [2**17, 2**18 + 1])
 def test_norms_of_columns_are_one_array_however_many_there_are(columns):
     leaves = [jax.ShapeDtypeStruct((2, columns), jnp.float32)] * 20

@@ -111,6 +111,7 @@ OTHER_RECORDS = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", OTHER_RECORDS)
 def test_a_record_with_another_window_on_restore(name):
     before, after, said = OTHER_RECORDS[name]

@@ -188,6 +188,7 @@ WHERE = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("where", WHERE)
 def test_where_logits_are_found(where):
     clip = optaxclip.clip_attention_logits(1.0, heads=one_layer)
@@ -259,6 +260,7 @@ def kernels(path, leaf):
     return Heads(1) if path in ("query/kernel", "key/kernel") else None
 
 
+@pytest.mark.slow
 def test_logits_explode_without_and_not_with():
     x = jnp.asarray(np.random.default_rng(1).normal(size=(4, 6, 8)), jnp.float32)
     graph, start = nnx.split(Attention(nnx.Rngs(0)))

@@ -108,6 +108,7 @@ def test_float32_stays_within_a_millionth_for_1000_steps():
         )
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_within_its_rounding_without_drift():
     start, _, history = long_run(jnp.bfloat16)
     for name, radius in start.items():
@@ -116,6 +117,7 @@ def test_bfloat16_stays_within_its_rounding_without_drift():
         assert np.max(error[-100:]) < 1.5 * np.max(error[100:200]) + 2**-10
 
 
+@pytest.mark.slow
 def test_without_a_radius_in_the_state_bfloat16_drifts():
     # What the test above would not see if the radius were not the initial one.
     start, _, history = long_run(jnp.bfloat16, "current")
@@ -134,6 +136,7 @@ def test_zero_directions_leave_weights_bit_for_bit():
     assert np.any(updates["layers"], (1, 2)).tolist() == [True, False, True]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("eps", "options"), [(1.0, {"eps": 1.0}), (1e-12, {})])
 def test_a_direction_of_at_most_eps_counts_as_zeros(eps, options):
     sizes = np.float32([0, 0.9, 1.1, 1.0])[: 4 if options else 3]  # at 1e-12 the norm is rounded
@@ -169,6 +172,7 @@ def test_without_a_state_only_where_none_is_needed():
             optaxclip.hyperball(rate, radius=radius).update(grads, None, params)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_bad_direction_costs_its_own_matrix(value):
     params, grads = random_tree(0), random_tree(1)
@@ -189,7 +193,7 @@ def test_any_range(size):
         np.testing.assert_allclose(new[name] / size, expected[name], rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("on_accelerators", [False, True])
 @pytest.mark.parametrize(
     ("size", "of_direction"), [(1.0, 1e38), (1e-20, 1e38), (1e30, 1e-11), (1e38, 1e38)]

@@ -24,7 +24,7 @@ def update(tx, **extra_args):
     return size
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("tx", "expected"),
     [

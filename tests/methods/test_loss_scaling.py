@@ -375,6 +375,7 @@ def test_on_eight_devices(way):
     assert np.log2(expected[1]).tolist() == [15, 16, 15, 15, 16]
 
 
+@pytest.mark.slow
 def test_where_it_would_be_kept_an_error_says_so():
     tx = scale_loss(ADAM)
     for wrong, kept in (

@@ -46,6 +46,7 @@ def left_out(inner, k):
     return optax.MultiSteps(inner, k, should_skip_update_fn=optax.skip_not_finite)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("make", "k", "bad_entry"),
     slow_unless(
@@ -82,6 +83,7 @@ WRONG = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "k"),
     slow_unless(
@@ -107,6 +109,7 @@ def test_nothing_inside_of_multi_steps_gets_rid_of_a_nan(name, k):
         assert verdict == "roll back"  # so a loop that asks comes to know
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("make", [around, left_out])
 def test_a_limit_inside_judges_the_mean(make):
     grads = microbatches(np.nan)

@@ -107,6 +107,7 @@ def test_an_error_says_what_does_not_fit():
             scopes.muon_labels(wrong)(PARAMS)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_the_page_runs(number):
     namespace = {}

@@ -48,6 +48,7 @@ def run(kind, name):
     assert result.wasSuccessful(), (result.failures + result.errors)[0][1]
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("ours_for_theirs")
 def test_passes_with_our_functions(name):
@@ -62,7 +63,7 @@ privacy = pytest.importorskip("optax.contrib._privacy_test")
 OF_DP_SGD = unittest.defaultTestLoader.getTestCaseNames(privacy.DifferentiallyPrivateAggregateTest)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "name",
     [

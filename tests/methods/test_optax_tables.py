@@ -25,7 +25,7 @@ def sharding():
 
 
 @pytest.mark.skipif(IS_OLD, reason="Optax 0.2.6 has no such tests")
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", methods(FEW))
 def test_sharding(sharding, name):
     """States are made from shapes alone, and keep their shardings on an explicit mesh."""
@@ -40,6 +40,7 @@ def float64():
     return loaded("_src/float64_test.py", ALL_MODULES=table).Float64Test
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", methods(FEW))
 def test_float64(float64, name):
     """States and updates keep their dtypes beside 64-bit types."""

@@ -98,7 +98,7 @@ def is_quick(case):
     return case not in NOT_OURS and not case.startswith(AT_NIGHT)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.filterwarnings("ignore:updates. nothing is clipped, because no leaf has floating")
 @pytest.mark.parametrize("file", slow_unless(lambda file: file not in LENGTHY, BEFORE))
 def test_with_a_clip_that_remembers_before_each_optimizer(file):
@@ -115,6 +115,7 @@ def test_the_long_ones_too(file, stage):
     assert not problems_of_file(file, lambda case: case not in NOT_OURS, **values)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("file", INSTEAD)
 def test_with_ours_for_the_clips_of_optax(file):
     assert not problems_of_file(file, is_quick, **{INSTEAD[file]: OURS})

@@ -96,6 +96,7 @@ def test_an_error_names_eps(eps):
 EXTREMES = np.float32([[1, 3e38], [1e30, 1e37], [1, 1e20], [1e-30, 1e20], [1e10, 1e-30]])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 def test_norms_and_limits_at_the_ends_of_the_range(eps):
     """Neither the factor nor its derivatives become 0 or NaN."""

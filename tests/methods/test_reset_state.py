@@ -79,7 +79,7 @@ def test_the_warm_up_rises_from_zero_to_one():
         assert_close(found[i], wanted)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("when", "resets"),
     [
@@ -101,6 +101,7 @@ def test_after_a_spike_nothing_of_it_is_left(when, resets):
     assert states[-1].judge.steps == len(trees)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_is_forgotten_where_a_rule_judges(value):
     bad = GRADS | {"b": GRADS["b"].at[0].set(value)}
@@ -144,7 +145,7 @@ def without_reset(name):
     return INSIDE[name](ADAM)
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", INSIDE)
 @pytest.mark.parametrize("around", [True, False])
 def test_in_and_around_other_wrappers(name, around):
@@ -201,7 +202,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", OTHERS)
 def test_parts_of_other_optimizers(name):
     inner, only = OTHERS[name]

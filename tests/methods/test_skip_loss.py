@@ -72,6 +72,7 @@ def judged(x, past, num_std, ddof, window, need):
 PUBLISHED = {"OLMo-core, MaxText": (olmo_core, 1, 63), "Levanter": (levanter, 0, 64)}
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_rules_skip_when_either_is_out(name):
     make, ddof, need = PUBLISHED[name]
@@ -97,6 +98,7 @@ RULES = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", RULES)
 def test_shifted_losses_have_shifted_limits(name):
     tx = skip_above(optax.sgd(1.0), np.inf, loss_limit=RULES[name])
@@ -107,6 +109,7 @@ def test_shifted_losses_have_shifted_limits(name):
     np.testing.assert_allclose(down, up - 10, rtol=0, atol=2e-5)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("rule", "limit"), [(thresholds.ema(0.5, 1.5), -1), (thresholds.median(1.5, 12), 0)]
 )

@@ -21,7 +21,7 @@ WITH_OPTIMIZER = {
 }
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("inner", ALONE.values(), ids=ALONE)
 @pytest.mark.parametrize("skip", [optaxclip.skip_nonfinite, lambda x: optaxclip.skip_above(x, 9.0)])
 def test_it_warns(skip, inner):

@@ -61,14 +61,14 @@ PRINTED = [
 ]
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("matrix", "limit", "mode", "printed"), PRINTED)
 def test_the_printed_matrices(matrix, limit, mode, printed):
     found = clipped(matrix, jnp.float32(limit), mode)[0]
     np.testing.assert_allclose(found, printed, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @each_mode
 @pytest.mark.parametrize("shape", [(8, 8), (6, 11), (9, 4)])
 def test_every_condition_at_every_limit(mode, shape):
@@ -90,6 +90,7 @@ def test_fewer_iterations_do_for_fewer_decades():
         assert error(tx.update(x, None)[0], exact(x, limit, "soft")) < 1e-3
 
 
+@pytest.mark.by_day(1)
 @each_mode
 def test_at_both_ends_of_the_range(mode):
     x, scales = B, np.float32([1e-30, 1e-10, 1, 1e18, 1e37])
@@ -105,6 +106,7 @@ def test_at_both_ends_of_the_range(mode):
     assert np.all(np.isnan(clipped(x, jnp.float32(jnp.nan), mode)[0]))
 
 
+@pytest.mark.by_day(1)
 @each_mode
 def test_a_limit_that_underflows_beside_the_matrix(mode):
     x = np.random.default_rng(0).normal(size=(24, 16))
@@ -129,7 +131,7 @@ def test_hard_leaves_alone_what_has_nothing_above_the_limit():
     assert np.all(np.linalg.norm(found, 2, axis=(1, 2)) < largest * 0.9 * (1 + 1e-5))
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("below", [0.0, 1e-6, 1e-4, 1e-3])
 @pytest.mark.parametrize("shape", [(5, 5), (64, 40)])
 def test_hard_leaves_alone_what_is_at_the_limit_or_just_below(shape, below):
@@ -141,6 +143,7 @@ def test_hard_leaves_alone_what_is_at_the_limit_or_just_below(shape, below):
     np.testing.assert_array_equal(found, x)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [4, 40])
 def test_what_is_at_the_limit_hides_nothing_above(size):
     # A block whose singular values are 1, beside one of a single singular value above.
@@ -160,6 +163,7 @@ def test_the_recorded_norm_is_that_of_the_largest_block():
     np.testing.assert_allclose(clipped(x, jnp.float32(9), "soft")[1].norm, 3, rtol=3e-2)
 
 
+@pytest.mark.by_day(1)
 @each_mode
 def test_what_is_no_ordinary_matrix(mode):
     rng = np.random.default_rng(0)
@@ -189,6 +193,7 @@ def test_vectors_at_or_below_the_limit_come_back():
     np.testing.assert_array_equal(clipped(x, jnp.float32(5), "hard")[0], x)
 
 
+@pytest.mark.by_day(1)
 @each_mode
 def test_layers_of_a_stack_are_matrices_of_their_own(mode):
     x = np.stack(list(matrices((5, 4), [10, 100, 1000])))
@@ -204,6 +209,7 @@ def test_layers_of_a_stack_are_matrices_of_their_own(mode):
 SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("float16", "float64", "complex128")]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64", *SLOW])
 def test_other_dtypes(dtype):
     with jax.enable_x64(dtype in ("float64", "complex128")):
@@ -215,6 +221,7 @@ def test_other_dtypes(dtype):
         assert error(found, exact(x, 0.1, "hard")) < digits
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite(bad):
     tree = {"w": np.float32([[3, 4], [bad, 0]]), "v": np.float32([bad, 1]), "ok": np.ones(1, "f")}
@@ -262,6 +269,7 @@ def test_derivatives_are_those_of_the_decomposition():
     np.testing.assert_allclose(by_limit, (limits[0] - limits[1]) / (2 * step), atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "kind"),
     [("hard", "Auto"), pytest.param("soft", "Explicit", marks=pytest.mark.slow)],

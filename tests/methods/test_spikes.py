@@ -104,6 +104,7 @@ def test_entries_whose_squares_leave_float32():
     close(updates[2:, 2] / np.sqrt(largest), 2 * np.sqrt([0.75, 0.875]))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64"])
 def test_spam_of_other_dtypes(dtype):
     phase = (0.6 + 0.8j) if dtype == "complex64" else 1
@@ -153,7 +154,7 @@ def test_the_printed_sequence_of_stable_spam():
     ]
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize(
     "make", [optaxclip.clip_by_moving_max, optaxclip.normalize_by_norm_history]
@@ -176,6 +177,7 @@ def test_an_entry_at_the_limit_stays_in_a_leaf_that_is_clipped():
     assert at_limit == limit
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("policy", "expected"), [("nan", np.nan), ("zero", 0.0)])
 def test_all_entries_of_a_leaf_that_is_not_finite_change(policy, expected):
     tx = made(optaxclip.clip_by_moving_max, nonfinite=policy)
@@ -192,7 +194,7 @@ INDICES = {
 }
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("case", INDICES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_of_a_sparse_leaf_entries_are_the_sums_of_what_is_stored(case, dtype):

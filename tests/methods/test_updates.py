@@ -107,6 +107,7 @@ def test_stable_adam_of_other_dtypes():
         np.testing.assert_allclose(found, last * turned[dtype], rtol=rtol)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("dtype", "rtol"), [(jnp.bfloat16, 2e-2), (jnp.float16, 3e-3)])
 def test_stable_adam_keeps_the_dtypes_of_a_state_that_was_cast(dtype, rtol):
     tx = optaxclip.scale_by_stable_adam()

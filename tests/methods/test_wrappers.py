@@ -69,7 +69,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("wrapper", "inner"), [*(("above", inner) for inner in INNER), ("nonfinite", "adam")]
 )
@@ -94,6 +94,7 @@ def compiled(inner):
     return jax.jit(INNER[inner].update)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_random_key_in_the_state_stays_too(jit):
     """Beside what has no numbers, which `jit` does not take."""
@@ -141,6 +142,7 @@ def test_after_how_many_skipped_steps_one_is_taken(tx, norm, taken):
     assert states.num_skipped[-1] == 50 - len(taken)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("most", "taken"), [(1, [2, 5, 7]), (3, [5])])
 def test_skip_above_never_takes_a_step_that_is_not_finite(most, taken):
     norms = [5.0, np.nan, 5.0, np.nan, np.inf, 5.0, 5.0, 5.0, 5.0]
@@ -171,6 +173,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", LIMITS)
 def test_every_kind_of_limit(name):
     limit, norms, skipped = LIMITS[name]
@@ -213,6 +216,7 @@ def test_a_norm_that_the_caller_has_is_used(given, taken):
     assert np.any(updates["w"] != 0) == taken
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("inner", ["adam", "chain"])
 def test_one_compilation(inner):
     update = jax.jit(skip_nonfinite(INNER[inner]).update)
@@ -260,6 +264,7 @@ def test_the_optimizer_is_handed_everything():
     tx.update(grads_of_norm(0.5), tx.init(PARAMS), PARAMS, value=2.0)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("limit", [2.0, thresholds.percentile(50.0, 4, warmup_steps=1)])
 @pytest.mark.parametrize("jit", [False, True])
 def test_debug_nans_has_nothing_to_report(limit, jit):
@@ -281,7 +286,7 @@ ODD = {
 }
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("jit", [False, True])
 def test_every_kind_of_leaf_stays_what_it_is(name, jit):
@@ -294,6 +299,7 @@ def test_every_kind_of_leaf_stays_what_it_is(name, jit):
         assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, tree)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_a_huge_gradient_is_finite(dtype):
     with jax.enable_x64(True):
@@ -311,6 +317,7 @@ NESTED = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", NESTED)
 def test_inside_and_around_other_wrappers(name):
     norms, skipped = [1.0, np.nan, 0.5, 3.0, 1.0], np.array([0, 1, 0, 1, 0], bool)

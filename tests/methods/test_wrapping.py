@@ -82,6 +82,7 @@ def only_w(tree):
     return {"w": tree["w"]}
 
 
+@pytest.mark.by_day(1)
 @some_methods
 def test_chain_of_two(name):
     tx = optax.chain(METHODS[name].make(), optax.scale(0.5), METHODS[name].make())
@@ -94,7 +95,7 @@ def test_chain_of_two(name):
     assert_close(state[2], second)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @some_methods
 @pytest.mark.parametrize("wrapper", ["masked", "partition"])
 def test_part_of_a_tree(name, wrapper):
@@ -112,7 +113,7 @@ def test_part_of_a_tree(name, wrapper):
     assert_close(inner.inner_state.info, alone.info)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.usefixtures("standard_promotion")
 @some_methods
 def test_several_steps_in_one(name):
@@ -126,6 +127,7 @@ def test_several_steps_in_one(name):
     assert_close(state.inner_opt_state, alone, rtol=1e-5)
 
 
+@pytest.mark.by_day(1)
 @some_methods
 def test_apply_if_finite_around_the_clip(name):
     tx = optax.apply_if_finite(METHODS[name].make(), max_consecutive_errors=3)
@@ -137,6 +139,7 @@ def test_apply_if_finite_around_the_clip(name):
     assert state.total_notfinite == 1
 
 
+@pytest.mark.by_day(1)
 @some_methods
 def test_apply_if_finite_inside_the_chain(name):
     inner = optax.apply_if_finite(optax.trace(0.9), max_consecutive_errors=3)
@@ -151,7 +154,7 @@ def test_apply_if_finite_inside_the_chain(name):
     assert state[1].total_notfinite == 1
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", slow_unless(TYPICAL.__contains__, NAMED))
 def test_injected_hyperparameters(name):
     method = METHODS[name]
@@ -211,7 +214,7 @@ TRAINERS = {
 }
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_linen_train_state(kind):
@@ -249,6 +252,7 @@ class Model(nnx.Module):
         return self.last(nnx.relu(self.first(x)))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_nnx_optimizer(kind):
     model = Model(nnx.Rngs(0))
@@ -325,7 +329,7 @@ def two_steps(clip, tree):
     return update, fresh, state, update(grads, state, grads)
 
 
-@pytest.mark.by_day(14)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("clip", "tree"), CASES)
 @pytest.mark.parametrize("through", [through_bytes, through_a_state_dict, through_orbax])
 def test_state_survives_a_round_trip(through, clip, tree, tmp_path):

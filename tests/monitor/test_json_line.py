@@ -26,7 +26,7 @@ def chain():
     return optaxclip.skip_nonfinite(optax.chain(*clips, optax.sgd(0.1)))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("gradient", [3.0, np.nan, np.inf, -np.inf])
 def test_a_line_is_valid_json_with_null_for_what_is_not_finite(gradient):
     tx = chain()

@@ -16,6 +16,7 @@ BAD = 20
 """The step with the NaN batch, but where weights are averaged."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless("recurrent".__eq__, BLOCKS))
 def test_a_bad_batch_ruins_what_is_not_kept(name):
     block = BLOCKS[name]

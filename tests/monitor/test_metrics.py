@@ -110,7 +110,7 @@ def test_names_that_collide():
     assert len(numbers) == 3 * len(NAMES)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("where", ["scan", "vmap", "tracked", "untracked", "explicit", "nnx"])
 def test_inside_of_what_is_compiled(where):
     tx, steps = everything(tree_clip(0.5)), jax.tree.map(lambda x: jnp.stack([x, 2 * x]), GRADS)
@@ -266,6 +266,7 @@ def test_scalars_without_entries_and_under_vmap():
     assert numbers[f"{LEAVES}/clipped_fraction"] == 0.5
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("leaves", [1, 1000])
 def test_one_transfer_a_call(monkeypatch, leaves):
     clip = optaxclip.clip_by_norm(1.0)

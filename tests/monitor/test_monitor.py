@@ -80,6 +80,7 @@ NESTINGS = {
 }
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("nesting", NESTINGS)
 def test_read_finds_all(nesting):
     make, keys, norm = NESTINGS[nesting]
@@ -187,6 +188,7 @@ def sizes(steps, seed=0):
     return stacked, np.hypot(*leaves), np.stack(leaves, axis=1)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("per_leaf", [False, True])
 def test_history_is_the_last_norms(per_leaf):
     steps, *norms = sizes(13)
@@ -204,6 +206,7 @@ def test_history_is_the_last_norms(per_leaf):
     assert update._cache_size() == 1
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("per_leaf", [False, True])
 def test_record_in_scan_and_vmap(per_leaf):
     steps, *norms = sizes(8)

@@ -46,6 +46,7 @@ def after_steps(tokens, decay=0.999, steps=STEPS, **options):
     return jax.jit(lambda: jax.lax.scan(step, tx.init(w), keys))()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unequal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_within_three_percent_of_what_is_known(unequal):
     tokens = jnp.ones(LARGE)

@@ -39,6 +39,7 @@ def test_of_any_range_and_of_what_is_not_finite():
     np.testing.assert_allclose(found, [[np.nan, 1e3, 1e-3]], rtol=1e-6)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("per_leaf", [True, False])
 def test_of_leaves_that_are_split(per_leaf):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))

@@ -50,6 +50,7 @@ def counted(numbers):
     return {x: number for x, number in numbers.items() if re.search("|".join(COUNTED), x)}
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kept", ["state", "counts"])
 def test_counts_and_shares_are_those_of_the_steps_between(kept):
     tx = chain()

@@ -133,7 +133,7 @@ def is_as_in_numpy(state, of_tree, parts):
         np.testing.assert_allclose(found, expected, **close, err_msg=stat)
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", TREES | WIDE_TREES)
 def test_all_as_in_numpy(name):
     is_wide = name in WIDE_TREES
@@ -269,6 +269,7 @@ def test_sparse_gradients_beside_dense_parameters():
         np.testing.assert_allclose(found[stat], expected[stat], rtol=1e-6, err_msg=stat)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("names", [("zero_fraction",), ("share", "ratio"), STATS])
 def test_in_scan_vmap_and_one_program(names):
     params = {"a": jnp.ones((2, 3)), "b": jnp.ones(4)}
@@ -470,6 +471,7 @@ def test_what_tuning_reads_are_still_norms():
     assert optaxclip.tuning.suggest(monitor.history(state)).spikes.tolist() == [150]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", [scopes.leaf(), scopes.axes(0)], ids=["leaf", "axes"])
 def test_a_bad_leaf_is_the_worst_and_a_missing_one_is_not_there(scope):
     stats = ("norm", "max", "mean_abs", "share", "ratio", "cosine_param")

@@ -42,7 +42,7 @@ STEPS = {
 }
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", ["l2", "l1", "linf", norms.lp(3)], ids=["l2", "l1", "linf", "l3"])
 def test_the_leaves_that_a_step_was_skipped_for(norm):
     tx = skip_above(optax.sgd(1.0), 7.5 if norm == "l1" else 5.95, norm=norm)
@@ -159,6 +159,7 @@ RUNS = {
 }
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_verdicts(name):
     make, trees, expected = RUNS[name]

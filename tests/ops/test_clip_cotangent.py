@@ -110,6 +110,7 @@ CASES = [("scan", "norm"), *((loop, "norm") for loop in LOOPS if loop != "scan")
 CASES += [("scan", "value"), ("scan", "axes"), ("vmap", "axes")]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("loop", "kind"), slow_unless(lambda loop, kind: loop == "scan" and kind != "axes", CASES)
 )
@@ -384,6 +385,7 @@ def test_nested_vmap_in_a_scan():
     np.testing.assert_allclose(total, expected.sum((0, 1)), rtol=1e-5)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("method", ["vmap", "ghost"])
 def test_in_losses_of_single_examples(method):
     def loss(params, x):

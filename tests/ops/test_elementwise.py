@@ -24,7 +24,7 @@ def test_a_limit_of_any_dtype_bounds_both_sides(limit, scheduled):
 WHOLE = [2**31, 2**40, np.int64(2**40), np.uint64(2**40), 10**300]
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("limit", [*WHOLE, 1e300, np.float64(1e300)], ids=lambda x: f"{x!r:.12}")
 def test_a_large_limit_is_a_large_limit(limit):
     jax.clear_caches()  # only a program's first call takes numbers through NumPy, which may warn
@@ -35,6 +35,7 @@ def test_a_large_limit_is_a_large_limit(limit):
         np.testing.assert_allclose(np.asarray(updates)[1], expected, rtol=1e-5)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("x64", [False, True])
 def test_a_limit_that_only_float64_holds(x64):
     with jax.enable_x64(x64):
@@ -59,6 +60,7 @@ BOUNDS = [(-300, 300), (-1, 50), (-(2**70), 2**70), (3, 10**400), (20, 100), (-7
 KINDS = [jnp.int32, jnp.int16, np.int64, np.int16]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", ENTRIES, ids=lambda dtype: dtype.__name__)
 def test_whole_bounds_beyond_the_range_of_a_leaf(dtype):
     tree, compiled = jnp.array(ENTRIES[dtype], dtype), jax.jit(ops.clip_by_value)

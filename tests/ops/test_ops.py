@@ -116,7 +116,7 @@ def test_value():
         assert ops.clip_by_value(empty, low, high).shape == (7, 0)
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("clip", "leaf", "limit", "expected"), ONE_LEAF)
 def test_norm_of_one_leaf(clip, leaf, limit, expected):
     for same_limit in (limit, f32(limit)):
@@ -124,6 +124,7 @@ def test_norm_of_one_leaf(clip, leaf, limit, expected):
         close(clip(f32(ZEROS), same_limit), ZEROS)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("axes", "factors"), [(0, [0.8, 1, 1]), ([-1], [[1], [0.8]]), ((), 1)])
 def test_norm_over_axes(axes, factors):
     x = np.array([[-3.0, 0, 0], [4, 0, 3]])
@@ -131,6 +132,7 @@ def test_norm_over_axes(axes, factors):
     close(ops.clip_by_norm(f32(x), 6.0, axes=axes), x)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_global_norm_of_two_leaves_among_none(is_sparse):
     vector = BCOO((f32(VECTOR), np.int32([[3], [4]])), shape=(9,)) if is_sparse else f32(VECTOR)
@@ -142,6 +144,7 @@ def test_global_norm_of_two_leaves_among_none(is_sparse):
         close(clipped[2].data if is_sparse else clipped[2], VECTOR * factor)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("clip", "limit", "expected"), SPARSE)
 def test_sparse_in_sparse_out(clip, limit, expected):
     order = {"indices_sorted": True, "unique_indices": True}
@@ -179,6 +182,7 @@ def test_unusual_limit(clip, limit, to):
             same_bits(result, x) if to == 1 else np.testing.assert_array_equal(result, x * to)
 
 
+@pytest.mark.by_day(1)
 @each_norm_clip
 def test_norm_equal_to_the_limit_comes_back_bit_for_bit(clip):
     x, limit = f32([3, -4, -0.0, 0]), np.float32(1.25 if clip is average_clip else 5)
@@ -186,6 +190,7 @@ def test_norm_equal_to_the_limit_comes_back_bit_for_bit(clip):
     assert not np.array_equal(clip(x, np.nextafter(limit, np.float32(0))), x)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("entry", "norm"), [(INF, INF), (-INF, INF), (NAN, NAN)])
 def test_bad_entry(entry, norm):
     tree = [f32([entry, 1]), f32([1])]
@@ -198,7 +203,7 @@ def test_bad_entry(entry, norm):
     close(ops.clip_by_norm(f32([[entry, 0.5], [1, 0.5]]), 1.0, axes=0), [[NAN, 0.5], [NAN, 0.5]])
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(1)
 @each_norm_clip
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_ends_of_the_range(clip, dtype):
@@ -215,6 +220,7 @@ def test_ends_of_the_range(clip, dtype):
             close(ops.global_norm(beside_wide), true_norm(beside_wide))
 
 
+@pytest.mark.by_day(1)
 @each_norm_clip
 def test_results_are_exact_to_rounding(clip):
     rng, clip_each = np.random.default_rng(0), jax.jit(jax.vmap(clip))
@@ -233,7 +239,7 @@ def test_use_norm_is_believed_and_returned_as_float32():
         same_bits(norm, np.float32(use_norm))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [2, 7, 100, 5000])
 def test_the_norm_that_was_found_anyway_changes_the_last_digit_at_most(size):
     """A norm in float32 has fewer digits than that of which the factor is computed."""
@@ -270,7 +276,7 @@ def test_nothing_to_clip(function, tree):
     assert all(map(np.array_equal, jax.tree.leaves(result), jax.tree.leaves(expected)))
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.by_day(2)
 @each_clip
 @pytest.mark.parametrize(("tree", "wide", "limit_types"), TREES)
 def test_leaves_keep_their_types_whatever_the_limit(clip, tree, wide, limit_types):
@@ -304,6 +310,7 @@ def test_limit_that_is_no_scalar(argument, value):
         ARGUMENTS[argument](value)
 
 
+@pytest.mark.by_day(1)
 @each_norm_clip
 def test_up_to_the_limit_the_derivative_is_the_identity(clip):
     first = jax.jit(jax.jacobian(clip))
@@ -314,7 +321,7 @@ def test_up_to_the_limit_the_derivative_is_the_identity(clip):
         np.testing.assert_array_equal(second(*args), np.zeros((2, 2)))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @each_clip
 @pytest.mark.usefixtures("x64")
 def test_derivatives_above_the_limit_and_for_it(clip):
@@ -334,6 +341,7 @@ def test_derivative_of_the_norm():
         close(jax.jit(jax.grad(ops.global_norm))(f32(x)), slope)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("bounds", [(-4.0, 4.0), (f32([-4] * 5), f32([4] * 5))])
 def test_derivative_at_a_bound_belongs_to_the_entry(bounds):
     gradient = jax.grad(lambda *args: ops.clip_by_value(*args).sum(), (0, 1, 2))
@@ -342,6 +350,7 @@ def test_derivative_at_a_bound_belongs_to_the_entry(bounds):
     close([by_low.sum(), by_high.sum()], [1, 1])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("clip", [norm_clip, average_clip])
 def test_checkify_finds_nothing(clip):
     gradients = jax.grad(lambda x, limit: clip(x, limit).sum(), (0, 1))
@@ -350,7 +359,7 @@ def test_checkify_finds_nothing(clip):
         checked(f32(x), limit)[0].throw()
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @each_function
 def test_vmap_is_a_loop(function):
     xs, limits = f32([[3, 4], [0, 0], [300, 1e30], [NAN, 1]]), f32([1, 0, INF, 1])

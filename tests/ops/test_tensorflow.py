@@ -89,6 +89,7 @@ def limits(dtype):
 # Where they agree.
 
 
+@pytest.mark.by_day(1)
 @each_dtype
 @given(st.data())
 @moderate
@@ -101,6 +102,7 @@ def test_clip_by_value(dtype, data):
     agree(clipped, tf.clip_by_value(*map(tensor, (x, low, high))), dtype, 0)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", ["int16", "int32", "int64", "uint8"])
 @given(st.data())
 @moderate
@@ -157,6 +159,7 @@ def test_global_norm_of_nothing(tree):
     assert tf.clip_by_global_norm(tree, 1.0) == ops.clip_by_global_norm(tree, 1.0) == (tree, 0)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["clip_by_value", "clip_by_norm", "clip_by_global_norm"])
 @given(arrays("float32", (3, 2)), st.permutations(range(6)), limits("float32"))
 @moderate
@@ -197,6 +200,7 @@ SMALL = hnp.arrays(np.float64, (2, 3), elements=st.integers(-4, 4).map(float))
 clips_of = functools.cache(clips)  # what is compiled of them is found again
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", NORM_CLIPS[::2])
 @given(SMALL, SMALL, st.sampled_from([0.5, 2.1, 7.1, 50.0]))
 @moderate
@@ -205,6 +209,7 @@ def test_derivatives_of_norm_clips(name, x, cotangent, limit):
     same_derivatives(*clips_of(name), cotangent, x, np.float64(limit))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 @given(SMALL, SMALL, st.data())
 @moderate
@@ -214,6 +219,7 @@ def test_derivatives_of_clip_by_value_also_at_the_bounds(shape, x, cotangent, da
     same_derivatives(ops.clip_by_value, tf.clip_by_value, cotangent, x, low, high)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", NORM_CLIPS)
 @pytest.mark.parametrize("entries", [[0, 0], [3, 4]])
 def test_derivative_at_zero_and_at_the_limit(name, entries):
@@ -245,7 +251,7 @@ FILLED = [  # the entry of four, the limit of their L2 norm: TensorFlow's three 
 ]
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("dtype", "entry", "limit", "their_results", "our_result"), FILLED)
 def test_limits_and_range(dtype, entry, limit, their_results, our_result):
     x = jnp.full(4, entry, dtype)
@@ -261,6 +267,7 @@ def test_limits_and_range(dtype, entry, limit, their_results, our_result):
             close(np.asarray(theirs(tensor(x), share), np.float64), their_result)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", NORM_CLIPS)
 def test_an_infinite_entry_makes_its_whole_group_nan(name):
     x = np.float32([INF, 1])
@@ -270,6 +277,7 @@ def test_an_infinite_entry_makes_its_whole_group_nan(name):
     np.testing.assert_array_equal(ours(x, 1.0), [NAN, NAN])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", NORM_CLIPS)
 def test_float32_results_are_as_near_to_the_exact_ones(name):
     ours, theirs = clips(name)
@@ -315,6 +323,7 @@ def test_duplicate_indices_are_summed_before_measuring():
         np.testing.assert_allclose(ours(sparse, 3.0).data, rows / 2, 1e-6)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", NORM_CLIPS)
 def test_complex_leaves(name):
     ours, theirs = clips(name)
@@ -344,6 +353,7 @@ def test_limit_that_is_no_scalar(name):
         ours(x, share)
 
 
+@pytest.mark.slow
 def test_any_pytree():
     tree = {"w": np.float32([3, 4])}
     with pytest.raises(TypeError, match="should be a sequence of tensors"):

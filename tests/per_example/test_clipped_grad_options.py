@@ -42,7 +42,7 @@ def clipped_sum(transform, scope):
     return clip(jax.vmap(transform)(gradients()), 1.0)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [None, 3])
 @pytest.mark.parametrize("transform", [scaled, as_matrix])
 @pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()])
@@ -90,6 +90,7 @@ def test_a_transform_that_is_none_is_refused(transform):
         per_example.clipped_grad(loss_fn, 1.0, pre_clipping_transform=transform)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [None, 3])
 def test_keywords_reach_the_loss_as_they_are(size):
     fn = per_example.clipped_grad(loss_fn, 1e6, microbatch_size=size)
@@ -114,6 +115,7 @@ def with_last(x, row):
     return np.append(x[:-1], np.broadcast_to(row, x[-1:].shape), axis=0).astype(x.dtype)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_one_example_moves_the_sum_by_the_sensitivity_at_most(relation):
     fn = per_example.clipped_grad(loss_fn, 0.5)

@@ -92,6 +92,7 @@ def of_both(name):
     return limits, jax.jit(run)(model.params, *model.batch)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", EVERY)
 def test_norms_are_those_of_the_gradients(name):
     digits = MODELS[name]().digits

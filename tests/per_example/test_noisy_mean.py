@@ -42,6 +42,7 @@ def test_the_noise_is_that_of_the_sum_whatever_is_divided_by():
         assert np.mean(np.abs(both) > times * 0.03) == pytest.approx(share, rel=0.1)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()])
 def test_the_noise_follows_the_bound_of_all_groups_together(scope):
     one = noisy_mean(zeros(scope=scope), 1.0, KEY, 1)
@@ -52,6 +53,7 @@ def test_the_noise_follows_the_bound_of_all_groups_together(scope):
         assert np.std(leaf) == pytest.approx(5.0, rel=0.01)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("relation", "times"), [("add_or_remove_one", 1), ("replace_special", 1), ("replace_one", 2)]
 )
@@ -92,7 +94,7 @@ def test_it_is_what_a_chain_does():
     assert stds == pytest.approx([0.5, 0.5], rel=0.02)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64])
 def test_noise_is_drawn_and_added_in_float32(dtype):
     result = zeros(dtype=dtype)

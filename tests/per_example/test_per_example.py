@@ -73,7 +73,7 @@ DECADES = {F32: (-25, 30), BF16: (-25, 30), F16: (-2, 4)}
 SOME = ("1 + 3", "20 x 30 + 30")
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("dtype", "tree"),
     slow_unless(lambda dtype, tree: dtype == F32 or tree in SOME, product(DECADES, TREES)),
@@ -87,7 +87,7 @@ def test_no_example_contributes_more_than_the_limit(dtype, tree):
     assert ratio.min() > 1 - 2e-6
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("scope", "response"),
     [
@@ -114,7 +114,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "among"),
     slow_unless(lambda name, among: among == 1 or name == "30 of 20", product(EQUAL, [1, 5])),
@@ -172,6 +172,7 @@ def test_sums_are_accumulated_in_float32():
 # What is dropped
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("scope", ["tree", "leaf", "unit"])
 def test_examples_that_are_not_finite_contribute_nothing(bad, scope):
@@ -205,6 +206,7 @@ def test_concrete_limits_that_are_none(limit, limits):
         per_example.clip_sum(grads, limits(limit), scope=scopes.leaf())
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", ["tree", "leaf"])
 @pytest.mark.parametrize("limit", [-1.0, math.nan])
 def test_traced_limits_that_are_none_let_nothing_through(limit, scope):
@@ -215,6 +217,7 @@ def test_traced_limits_that_are_none_let_nothing_through(limit, scope):
     assert int(result.num_dropped) == (2 if math.isnan(limit) else 0)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("response", ["clip", "normalize", "auto_s"])
 def test_zero_examples_and_no_examples(response):
     with jax.debug_nans(True):
@@ -313,6 +316,7 @@ def test_vectors_of_the_whole_tree():
     assert int(result.num_clipped) == 2
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("limit", "uniform", "sums", "counts"),
     [(2**0.5, True, (1.5, 0.942809), (3, 4)), (19**0.5, False, (1.5, 4.0), (3, 0))],
@@ -332,6 +336,7 @@ def test_counts_of_layers_are_in_the_order_of_the_tree():
     assert list(map(int, counts)) == list(range(12))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("gamma", "factors"),
     [

@@ -85,6 +85,7 @@ def test_noise_is_that_of_all_limits_together():
         assert np.std(leaf) == pytest.approx(5, rel=0.03)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("unit", [2.0**-83, 2.0**66])
 def test_limits_whose_squares_leave_float32_get_their_noise(unit):
     by_name = [
@@ -214,6 +215,7 @@ def test_rows_of_a_parameter_are_not_examples():
 # The limit that follows a quantile
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("options", "records", "limits", "sums"),
     [
@@ -242,6 +244,7 @@ def test_published_vectors(options, records, limits, sums):
     np.testing.assert_allclose(found, limits, rtol=1e-5)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("init_limit", "batch_size", "limits"),
     [
@@ -308,6 +311,7 @@ def test_noise_below_zero(numbers):
         per_example.adjusted_noise_multiplier(*numbers)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("count_noise", "adjusted"), [(5.0, 1.0050378), (0.6, 1.8090681)])
 def test_adjusted_noise_multiplier(count_noise, adjusted):
     assert float(per_example.adjusted_noise_multiplier(1.0, count_noise)) == pytest.approx(adjusted)

@@ -58,7 +58,7 @@ def by_tree_and_leaf(quick, sizes):
     )
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("scope", "size"), by_tree_and_leaf([None, 1, 3, 10, 64], [None, 1, 2, 3, 4, 9, 10, 64])
 )
@@ -71,6 +71,7 @@ def test_microbatches_give_the_same_sum(scope, size):
     np.testing.assert_allclose(result.losses, losses, rtol=1e-5)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [None, 1, 2])
 def test_params_that_are_a_python_number(size):
     clipped = per_example.clipped_grad(lambda w, x: w * x, 1.0, microbatch_size=size)
@@ -78,6 +79,7 @@ def test_params_that_are_a_python_number(size):
     np.testing.assert_allclose(found, 1.5, rtol=2e-6)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [None, 3])
 def test_aux_keys_and_arguments_in_any_place(size):
     params, x, _ = task()
@@ -162,7 +164,7 @@ def test_where_nothing_has_a_gradient_all_examples_count_and_their_norms_are_zer
     assert by_name.sensitivity(params=params) == 0
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [None, 1, 4])
 def test_a_nan_example_and_an_empty_batch(size):
     params, x, y = jax.tree.map(np.array, task())
@@ -196,6 +198,7 @@ def test_memory_grows_with_the_microbatch_and_not_with_the_batch():
     assert memory(256, 256) > 200 * one
 
 
+@pytest.mark.slow
 def test_traced_limits_and_vmap_over_limits():
     args = task()
 
@@ -223,6 +226,7 @@ def test_errors_say_what_is_wrong():
         per_example.clipped_grad(loss_fn, 1.0, batch_argnums=3)(params, x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scope", "size"), by_tree_and_leaf([3], [None, 2, 3]))
 def test_all_reduces_of_a_sharded_batch(scope, size):
     """None but those of the `psum`: one for the floats, one for the counts."""
@@ -248,7 +252,7 @@ def test_all_reduces_of_a_sharded_batch(scope, size):
         assert found == ({"all-reduce": wanted} if wanted else {})
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [None, 8, 1])
 def test_over_devices(size):
     w, x = jnp.ones((6, 80)), jax.random.normal(jax.random.key(0), (16, 6)).at[3].set(jnp.nan)

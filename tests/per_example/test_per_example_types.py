@@ -36,7 +36,7 @@ def alone(limits, options, example):
     return per_example.clip_sum(batch, limits, **options).grads
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("how", "dtype"),
     slow_unless(
@@ -66,6 +66,7 @@ def test_the_bound_where_dtypes_differ(how, dtype):
             assert np.all(norms > bound * (1 - (1e-12 if dtype == F64 else 2e-6)))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_an_aggregate_with_noise(dtype):
     grads = trees(8, dtype)
@@ -75,7 +76,7 @@ def test_an_aggregate_with_noise(dtype):
         assert {x.dtype for x in updates.values()} == {np.dtype(dtype)}
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [F32, F64, jnp.bfloat16])
 @pytest.mark.parametrize("size", [None, 1])
 def test_batches_of_none_and_one(dtype, size):
@@ -98,7 +99,7 @@ def test_batches_of_none_and_one(dtype, size):
     assert jax.eval_shape(in_parts, w, np.ones((3, 3), dtype)).grads.dtype == wide
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16, F64, jnp.complex64, jnp.complex128])
 def test_the_functions_of_optax_sum_in_the_dtype_of_the_leaf_if_it_is_wide(dtype):
     wide = {jnp.int8: F32, jnp.bfloat16: F32}.get(dtype, dtype)

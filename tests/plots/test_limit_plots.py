@@ -94,6 +94,7 @@ def norms_with_spikes(spikes=(10.0, 50.0)):
     return norms
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("spikes", [(), (10.0, 50.0)])
 def test_histogram_counts_every_norm(spikes):
     suggestion = tuning.suggest(np.append(norms_with_spikes(spikes), [np.nan, 0.0]))
@@ -211,6 +212,7 @@ def test_a_legend_of_large_letters_fits_in_the_figure():
     assert box.y1 <= figure.axes[0].xaxis.label.get_window_extent().y0 + 1
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("columns", [1, 2])
 def test_a_shared_legend_of_many_runs_fits_in_the_figure(columns):
     figure = plots.side_by_side(columns)

@@ -8,6 +8,7 @@ import pytest
 from optaxclip import thresholds
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("constants", "doubles_in", "share"),
     [({}, 694, 0.42), ({"lambda_rel": 1.04, "beta": 0.99}, 1734, 0.49)],

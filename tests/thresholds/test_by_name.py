@@ -55,6 +55,7 @@ def alone(name):
     return limits_and_updates(tx, STEPS[name], PARAMS[name])[1]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", [scopes.leaf(), scopes.axes(-1)], ids=["vector", "dict"])
 def test_each_group_has_its_own_rule(scope):
     state, (updates, info) = limits_and_updates(optaxclip.clip_by(scope, LIMITS), STEPS, PARAMS)
@@ -83,6 +84,7 @@ def test_a_group_that_a_step_lacks_keeps_its_state():
     assert_same(after.rule, before.rule)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("tree", [{}, (), {"w": None}])
 def test_a_tree_without_leaves_needs_no_rule(tree):
     rules = {"a": 1.0, "b": thresholds.zscore(), "c": thresholds.relative_to_params(0.1)}
@@ -129,6 +131,7 @@ def test_a_rule_around_a_schedule():
     assert (state.info.limit, state.rule["inner"]) == (np.float32(1.9), 2)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("value", [-1.0, jnp.float32(-1)], ids=["python", "jax"])
 def test_a_schedule_below_0_acts_as_0(value):
     tx = optaxclip.clip_by(scopes.tree(), lambda count: value)

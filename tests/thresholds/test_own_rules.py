@@ -61,6 +61,7 @@ def test_what_an_update_must_return_is_said(wrong):
             by_label.update(GRADS, by_label.init(GRADS))
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("wrap", [skip_above, "loss", "tree"])
 def test_it_is_said_wherever_a_rule_is_used(wrap):
     rule = own(lambda norms, state: (Limits(1.0, 1.0), state))
@@ -74,6 +75,7 @@ def test_it_is_said_wherever_a_rule_is_used(wrap):
         tx.update(GRADS, tx.init(GRADS), value=1.0)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("update", "expected"),
     [
@@ -185,7 +187,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_taken_whatever_it_is_at_first(name):
     with jax.numpy_dtype_promotion("standard"):

@@ -211,7 +211,7 @@ def test_every_table_has_a_rule():
     assert list(TABLES) == list(CASES)
 
 
-@pytest.mark.by_day(16)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("name", TABLES)
 def test_sequence_as_printed(name):
     case, table = CASES[name], TABLES[name]
@@ -225,7 +225,7 @@ def test_sequence_as_printed(name):
             assert_as_printed(column(key, ours, norms), words, FLOAT32 + eps)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("period", [1, 2, 3, 5, 7])
 def test_medians_of_few_norms(period):
     norms = random_norms(period, 40)
@@ -251,7 +251,7 @@ each_rule = pytest.mark.parametrize("name", RULES)
 GROUPS = 5
 
 
-@pytest.mark.by_day(14)
+@pytest.mark.by_day(2)
 @each_rule
 @pytest.mark.parametrize("floor", [{}, {"floor": 0.0}], ids=["usual floor", "no floor"])
 def test_steps_that_are_not_finite_leave_no_trace(name, floor):
@@ -304,7 +304,7 @@ def test_a_bad_group_in_the_warm_up_of_adagc_is_as_one_without_gradient():
     assert states.recorded[-1].tolist() == [5, 0, 5, 5, 5]
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.by_day(2)
 @each_rule
 def test_scan_equals_the_loop_and_types_stay(name):
     rule, norms = RULES[name](), random_norms(0, 60, GROUPS)
@@ -318,7 +318,7 @@ def test_scan_equals_the_loop_and_types_stay(name):
     assert {(dtype, weak) for dtype, _, weak in types} <= {("float32", False), ("int32", False)}
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(1)
 @each_rule
 def test_eager_equals_jit(name):
     # In the warm-up of AdaGC the groups share the global norm.

@@ -66,6 +66,7 @@ def test_record_and_patience_say_what_the_statistic_learns(name, record, patienc
     assert_same(at(state.statistic, kept), raw[2].statistic)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", ["percentile", "window"])
 def test_inclusive_limits_come_one_step_earlier(name):
     norms = random_norms(0, 40)
@@ -112,6 +113,7 @@ def parameters(make):
     return inspect.signature(make).parameters
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "make",
     [
@@ -137,7 +139,7 @@ def test_the_log_tracker_rejects_to_zero_whatever_the_floor():
     np.testing.assert_array_equal(updates, [0.0])
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.by_day(2)
 @each_rule
 def test_max_norm_caps_the_limits_and_changes_nothing_else(name):
     norms = random_norms(0, 60)
@@ -152,6 +154,7 @@ def test_max_norm_caps_the_limits_and_changes_nothing_else(name):
     np.testing.assert_array_equal(actual, brought_to)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "rule",
     [
@@ -170,6 +173,7 @@ def test_a_cap_above_the_limit_does_not_change_what_normalize_aims_at(rule):
 # Arithmetic
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["zscore", "debiased", "window"])
 def test_the_variance_of_nearly_constant_norms_does_not_cancel(kind):
     norms = np.float32(1e4 + 0.1 * np.random.default_rng(0).normal(size=500))
@@ -234,7 +238,7 @@ def test_no_allowed_parameter_gives_nan(rule, options, floor):
     assert no_nan(drive(getattr(thresholds, rule)(**options, floor=floor), norms)[:2])
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.by_day(2)
 @each_rule
 def test_checkify_finds_nothing_on_finite_norms(name):
     rule = RULES[name]()
@@ -253,7 +257,7 @@ FURTHER += ("AdaGC .98 1.05", "PDE-Transformer", "axlearn mean", "axlearn stddev
 subject_or_slow = slow_unless(lambda name: name not in FURTHER, SUBJECTS)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @long_loops
 @pytest.mark.parametrize("name", subject_or_slow)
 def test_defaults_recover_from_a_rise_by_five(name):
@@ -263,7 +267,7 @@ def test_defaults_recover_from_a_rise_by_five(name):
     assert (steps <= 3000) == (name != "AdaGC .99 1.04")
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.slow
 @long_loops
 @pytest.mark.parametrize(
     "name", [case for case in subject_or_slow if SUBJECTS[case.values[0]].original]
@@ -279,6 +283,7 @@ def test_published_settings_recover_as_the_originals_do(name):
             assert abs(ours - theirs) <= max(30, 0.05 * theirs)
 
 
+@pytest.mark.by_day(1)
 @long_loops
 @pytest.mark.parametrize(("relative", "beta"), [(1.05, 0.98), (1.04, 0.99)])
 def test_the_growth_of_adagc_is_limited_as_published(relative, beta):
@@ -289,7 +294,7 @@ def test_the_growth_of_adagc_is_limited_as_published(relative, beta):
     assert np.all(growth[910:1200] > fastest - 1e-6)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @long_loops
 @pytest.mark.parametrize("name", subject_or_slow)
 def test_after_zero_norms_a_normal_signal_passes(name):
@@ -305,6 +310,7 @@ def test_after_zero_norms_a_normal_signal_passes(name):
         assert np.all(ones[when + 40 :] >= least)
 
 
+@pytest.mark.by_day(1)
 @long_loops
 @pytest.mark.parametrize("name", ["ZClip", "AdaGC .98 1.05"])
 def test_published_settings_pass_nothing_for_ever_after_zeros_in_the_warm_up(name):
@@ -312,6 +318,7 @@ def test_published_settings_pass_nothing_for_ever_after_zeros_in_the_warm_up(nam
     assert np.all(multiplied(SUBJECTS[name].published(), norms)[200:] == 0)
 
 
+@pytest.mark.by_day(1)
 @long_loops
 @pytest.mark.parametrize("option", ["adaptive", "mean", "percentile"])
 def test_constant_norms_in_the_warm_up_do_not_lock_the_zscore(option):

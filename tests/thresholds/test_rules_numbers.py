@@ -117,7 +117,7 @@ GIVEN = {
 WITHOUT_A_CAP = {"mean_over_rms": {"mean_decay": 0.5, "square_decay": 0.5, "eps": 0.5}}
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", GIVEN | WITHOUT_A_CAP)
 def test_numbers_may_have_any_dtype(name):
     given = (GIVEN | WITHOUT_A_CAP)[name]
@@ -173,6 +173,7 @@ def test_a_limit_by_name_for_the_whole_tree_and_for_units():
         assert np.ravel(state.info.limit) == 1
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", GIVEN | WITHOUT_A_CAP)
 def test_every_rule_has_a_floor_and_a_cap(name):
     options, limit = ({}, 2.0) if name in WITHOUT_A_CAP else ({"max_norm": 0.5}, 0.5)
@@ -199,6 +200,7 @@ def test_a_window_warms_up_for_half_of_its_length():
     np.testing.assert_allclose(shortest[1], 1 + 3e-6, rtol=1e-7)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_of_a_quantile_over_examples_may_have_any_dtype(kind):
     names = ("target", "learning_rate", "init_limit", "count_noise", "min_limit", "max_limit")
@@ -242,6 +244,7 @@ def test_a_quantile_that_is_added_to_falls_to_zero_at_most():
     np.testing.assert_array_equal(limits_of(NORMS, make)[0], [1, 0, 2, 0, 2])
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("rise", [False, True])
 def test_a_quantile_comes_back_from_the_ends_of_the_range(rise):
     """Each step multiplies by about e; 200 of them one way, then 200 the other way."""

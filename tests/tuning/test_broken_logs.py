@@ -51,6 +51,7 @@ def test_what_can_be_read_of_a_broken_log_is_read():
     assert parse_norms(letter[:-1], "norm", "log").norms.tolist() == [1.0, 2.0]
 
 
+@pytest.mark.slow
 def test_an_event_file_of_zeros_is_named(tmp_path, capsys):
     pytest.importorskip("tensorboardX")
     path = tmp_path / "events.out.tfevents.1"

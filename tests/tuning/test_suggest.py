@@ -40,7 +40,7 @@ def recall_and_precision(suggestion, is_spike):
     return hits / is_spike[suggestion.warmup_steps :].sum(), hits / len(suggestion.spikes)
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("spread", "shape"),
     slow_unless(
@@ -55,7 +55,7 @@ def test_known_spikes_are_found(shape, spread):
     assert np.min(np.mean(scores, axis=0)) >= 0.95
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("spread", [0.02, 0.1, 0.3])
 @pytest.mark.parametrize("steps", [300, 5000])
 def test_stationary_norms(spread, steps):
@@ -70,6 +70,7 @@ def test_stationary_norms(spread, steps):
         assert found.typical_norm == pytest.approx(1.0, rel=0.1)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("shape", ["stationary", "drifting", "stepped"])
 def test_the_regime_and_its_rule(shape):
     rules = {"stationary": "autoclip(", "drifting": "zclip(", "stepped": "clip_by_window_norm("}
@@ -111,6 +112,7 @@ def test_steps_that_are_not_finite_are_counted_and_left_out():
     assert tuning.suggest(np.append([np.nan, 0.0], norms)).warmup_steps == clean.warmup_steps == 0
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("below", [0, 40], ids=["equal", "never above their level"])
 def test_ordinary_norms_that_are_equal_hide_no_spikes(below):
     norms = np.ones(200)
@@ -162,6 +164,7 @@ def test_of_limits_that_are_equally_wrong_it_is_the_largest(ordinary, spikes, li
     assert suggesting._limit(norms, is_spike, shape).value == limit
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("steps", "shape"), [(1200, "stationary"), (1050, "warm-up")])
 def test_of_many_norms_the_rule_is_replayed_on_the_last(steps, shape, monkeypatch):
     for module in (suggesting, replaying):
@@ -274,6 +277,7 @@ LOST = {
 }
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", LOST)
 def test_norms_of_a_lost_run_are_doubted(name):
     norms, doubt = LOST[name]

@@ -86,7 +86,7 @@ def expected():
     return swept(FIVE)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("parallel", [1, 2, 3, 9])
 def test_fewer_at_a_time_are_the_same(expected, parallel):
     result = swept(FIVE, parallel=parallel)
@@ -94,7 +94,7 @@ def test_fewer_at_a_time_are_the_same(expected, parallel):
     assert result.limit == expected.limit
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("cores", "parallel"), [(1, None), (2, None), (64, 1), (3, 2), (2, 5)])
 def test_cores_that_share_the_runs_change_nothing(expected, monkeypatch, cores, parallel):
     monkeypatch.setattr(runs, "_cores", lambda: cores)
@@ -114,6 +114,7 @@ def test_an_accelerator_has_all_at_once(monkeypatch):
         assert at_once == parallel
 
 
+@pytest.mark.slow
 def test_64_bits_and_errors_on_several_cores(monkeypatch, x64):
     monkeypatch.setattr(runs, "_cores", lambda: 2)
     wide = lambda key: jax.random.normal(key, (3,), jnp.float64)  # noqa: E731
@@ -142,6 +143,7 @@ def test_steps_that_spread_over_devices(monkeypatch):
     assert swept([0.5, 50.0, 60.0], step=step).loss.shape == (3, STEPS)
 
 
+@pytest.mark.slow
 def test_one_compiled_program_whatever_the_steps():
     whole = swept([1.0, 2.0])
     for steps in (1, 24, 53, STEPS):
@@ -177,6 +179,7 @@ def test_the_largest_limit_within_noise_of_the_best():
     assert next(line for line in table.splitlines() if "<- suggested" in line).split()[0] == "10"
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_an_unstable_run_is_not_as_good_as_the_best(seeds):
     # A user's RNN: under the largest limit the loss is ten times the best, and swings by as much.
@@ -337,6 +340,7 @@ def test_the_command_refuses_limits_outside_of_float32(capsys, limit):
     assert f"'{limit}' is outside of the range of float32" in line
 
 
+@pytest.mark.slow
 def test_the_command_takes_the_range_of_float32_and_infinity():
     parser = argparse.ArgumentParser()
     sweep.add_arguments(parser)

@@ -67,7 +67,7 @@ def test_many_positions_cost_an_ordinary_example_little():
     assert np.all((sizes >= 0.99) & (sizes <= 1))
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e25])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_that_cancel(shape, scale):
@@ -87,7 +87,7 @@ def test_tokens_that_cancel(shape, scale):
     assert np.all(long(result.norms) <= 1.01 * true + 1e-4 * total)
 
 
-@pytest.mark.by_day(3)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_of_16_bits(shape, dtype):
@@ -106,6 +106,7 @@ def of_table(w, i, d):
     return jnp.vdot(jnp.take(w, i, axis=0, mode="clip"), d)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("positions", [12, BY_PRODUCT + 2])
 def test_rows_that_are_repeated_and_out_of_range(positions):
     _, d = cancelling(20, positions, 4, 8)
@@ -124,6 +125,7 @@ def tied_loss(w, i, d, x, e):
     return jnp.vdot(w[i], d) + jnp.vdot(x @ w.T, e)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("rows", [30, 300])
 def test_a_table_that_is_also_a_factor(rows):
     """The table's rows cancel those of the product."""
@@ -157,7 +159,7 @@ def test_pixels_that_cancel():
     assert np.all(norms_of(alone) <= 1)
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("of", ["data", "cotangents"])
 @pytest.mark.parametrize("shape", ["gram", "direct"])
@@ -196,6 +198,7 @@ def test_zeros_have_the_norm_zero_and_tiny_examples_theirs():
     np.testing.assert_allclose(norms[:-1], true[:-1].astype(float), rtol=0.02)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("positions", [1, 2])
 def test_norms_and_sums_read_the_same_cotangents_of_bfloat16(positions):
     """XLA may leave out a rounding to bfloat16 where it fuses: in the sum, and not in the norm."""

@@ -68,14 +68,14 @@ def placed(mesh, params):
     return jax.device_put(PARAMS, rows), *batch
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [None, 8, 5])
 def test_the_compiler_splits_parameters_and_batch(size):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     assert_expected(jax.jit(clipped(loss_fn, size))(*placed(mesh, SPLIT)))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [None, 8])
 @pytest.mark.parametrize("is_split", [True, False])
 def test_types_say_how_parameters_and_batch_are_split(is_split, size):
@@ -89,6 +89,7 @@ def test_types_say_how_parameters_and_batch_are_split(is_split, size):
         assert x.sharding.is_equivalent_to(params[name].sharding, x.ndim)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map_the_sum_is_that_of_the_shard(check_vma):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -39,7 +39,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.by_day(5)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_result_is_that_of_the_other_method(name):
     found, expected = (result_of(method, **OPTIONS[name]) for method in ("ghost", "vmap"))
@@ -82,6 +82,7 @@ def by_size(flat):
     return scopes.group({name: "small" if is_small[name] else "large" for name in is_small})(flat)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf(), by_size])
 def test_both_methods_give_the_same_norms(scope):
     fns = (per_example.grad_norms(loss_fn, scope=scope, method=way) for way in ("ghost", "vmap"))
@@ -106,6 +107,7 @@ def of_norms(params, x):
     return jnp.sum(per_example.grad_norms(recurrent)(params, x)[0])
 
 
+@pytest.mark.slow
 def test_norms_have_derivatives_which_hold_inside_of_loops():
     x = np.random.default_rng(1).normal(size=(3, 5, 4)).astype(np.float32)
     params = {"w": np.random.default_rng(2).normal(size=(4, 4)).astype(np.float32) / 3}
@@ -134,6 +136,7 @@ def test_norms_have_derivatives_which_hold_inside_of_loops():
     np.testing.assert_allclose(inside, outside, atol=1e-5 * size)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [None, 3])
 def test_where_nothing_has_a_gradient_norms_are_zero(size):
     params = {"steps": jnp.arange(3), "none": None}
@@ -151,6 +154,7 @@ def test_no_examples():
     assert found.norms.shape == (0,)
 
 
+@pytest.mark.slow
 def test_exported_for_any_number_of_examples():
     (count,) = jax.export.symbolic_shape("count")
     clip = per_example.clipped_grad(loss_fn, 5.0, method="ghost")

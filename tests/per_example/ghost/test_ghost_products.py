@@ -68,6 +68,7 @@ def own_products(name, dtype):
     return [eqn for eqn in equations(program.jaxpr) if eqn.primitive.name in PRODUCTS]
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", slow_unless(lambda x: x != "float16", DTYPES))
 def test_every_product_is_of_exact_factors(dtype):
     for name in ("many_tokens", "kernel", "kernel_of_patches", "tied"):

@@ -37,7 +37,7 @@ def norms_of(grads):
     return {k: np.sqrt(np.sum(np.square(x.reshape(len(x), -1)), 1)) for k, x in grads.items()}
 
 
-@pytest.mark.by_day(24)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("name", CASES)
 def test_norms_of_leaves_are_never_below_the_true_ones(name):
     loss, params, batch, _ = CASES[name]
@@ -51,7 +51,7 @@ def test_norms_of_leaves_are_never_below_the_true_ones(name):
     np.testing.assert_allclose(losses, exact_losses, rtol=1e-5)
 
 
-@pytest.mark.by_day(12)
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_sum_is_that_of_the_clipped_gradients(name):
     loss, params, batch, _ = CASES[name]
