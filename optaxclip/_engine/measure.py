@@ -151,8 +151,11 @@ def mask(leaves: list[Any], plan: Plan) -> tuple[list[Any], Array]:
 
     def bad_groups(leaves: list[Any]) -> Array:
         with_axes = zip(leaves, plan.grouping.axes, strict=True)
-        bad = [any_entry(leaf, ~jnp.isfinite(data_of(leaf)), axes) for leaf, axes in with_axes]
-        return plan.totals([(x.astype(jnp.int32),) for x in bad], by_max=True)[0] > 0
+        bad = [
+            (any_entry(leaf, ~jnp.isfinite(data_of(leaf)), axes).astype(jnp.int32),)
+            for leaf, axes in with_axes
+        ]
+        return plan.totals(bad, by_max=True)[0] > 0
 
     def only_finite(leaf: Any) -> Any:
         x = data_of(leaf)
