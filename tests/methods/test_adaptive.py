@@ -161,27 +161,6 @@ def test_defaults_are_those_of_the_papers(name):
     assert defaults.get("patience", 20) == (None if name == "adagc" else 20)
 
 
-def test_no_norm_below_a_floor_is_recorded():
-    """Of each method that has a floor, beside one at the norm and one above it."""
-    functions = {name: getattr(optaxclip, name) for name in optaxclip.__all__}
-    functions = {name: fn for name, fn in functions.items() if inspect.isfunction(fn)}
-    takes = [name for name, fn in functions.items() if "floor" in inspect.signature(fn).parameters]
-    assert {*takes} == {*METHODS, "clip_by_moving_max", "normalize_by_norm_history"}
-
-    @jax.jit
-    @jax.vmap
-    def recorded(floor):
-        numbers = {}
-        for name in takes:
-            tx = functions[name](floor=floor)
-            _, state = tx.update(jnp.ones(1), tx.init(jnp.ones(1)))
-            numbers[name] = jnp.max(state.rule.recorded)
-        return numbers
-
-    for name, found in recorded(jnp.array([1.0, 1.01])).items():
-        assert found.tolist() == [1, 0], name
-
-
 def test_zclip_is_no_clip_by_a_constant_where_norms_exceed_one():
     rng = np.random.default_rng(0)
     norms = np.float32(20.0 * np.exp(0.2 * rng.normal(size=200)))
