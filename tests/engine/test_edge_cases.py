@@ -204,6 +204,7 @@ def test_nonfinite_error(bad, make, leaves):
     error, clipped = checked(tree_of([3e38, -3e38]))
     assert error.get() is None
     np.testing.assert_allclose(clipped["a"][0]["bad"], [0.5**0.5, -(0.5**0.5)], rtol=1e-6)
+    assert update(tx, {"Python float": 3.0})[0]["Python float"] == 1
 
 
 @pytest.mark.by_day(1)
