@@ -112,7 +112,7 @@ def across(
     are automatic inside of `fn`: there the compiler decides how arrays are split.
 
     Args:
-      fn: a module-level function, because it is part of the cache's key.
+      fn: a function; a module-level one if compiled, because it is part of the cache's key.
       *operands: pytrees of arrays.
       like: from the operands to what the results are typed like, if there is such a mesh: a pytree
         of arrays or of `PartitionSpec`s, a prefix of the results.

@@ -1,6 +1,6 @@
 """A microbatch of examples, measured or clipped without their gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import optaxclip._border.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
+from optaxclip._border.crossing import across
 from optaxclip._engine.measure import Measured
 from optaxclip.per_example.ghost.program import (
     Backward,
@@ -91,7 +92,7 @@ def clipped(
         return with_norms(plan, backward, grouping, is_padding, summed)
 
     operands = (backward.alone(), limits, is_padding)
-    found = _on_any_mesh(sums, operands, examples, [devices.spec_of(x) for x in measured])
+    found = _across(sums, operands, examples, measured)
     return found, *loss.split(backward.outputs)
 
 
@@ -110,27 +111,19 @@ def norms(
         backward = with_gradients(plan, backward)
         return with_norms(plan, backward, grouping, is_padding, of_examples)
 
-    found = _on_any_mesh(table, (backward.alone(), is_padding), examples, [])
+    found = _across(table, (backward.alone(), is_padding), examples, [])
     return found, *loss.split(backward.outputs)
 
 
-def _on_any_mesh(
-    fn: Callable[..., Sums], operands: Any, examples: Any, specs: list[PartitionSpec]
+def _across(
+    fn: Callable[..., Sums], operands: Sequence[Any], examples: Any, params: list[Any]
 ) -> Sums:
-    """`fn(*operands)`; on an explicit mesh the compiler decides how arrays are split meanwhile.
+    """`fn(*operands)` on any mesh: sums are split as the parameters, norms as the examples."""
 
-    Args:
-      fn: the function.
-      operands: its operands.
-      examples: the batch.
-      specs: how the parameters are split over an explicit mesh.
-    """
-    mesh = devices.explicit_mesh(devices.types_of(examples))
-    if mesh is None or devices.manual_axes():
-        return fn(*operands)
-    of_batch = (devices.spec_of(x) for x in jax.tree.leaves(examples))
-    first = next((spec[0] for spec in of_batch if len(spec) and spec[0] is not None), None)
-    found = out_specs([PartitionSpec(first, *spec) for spec in specs])
-    return devices.with_automatic_axes(fn, mesh, found._replace(norms=PartitionSpec(first)))(
-        *operands
-    )
+    def like(*_: Any) -> Sums:
+        of_batch = map(devices.spec_of, jax.tree.leaves(examples))
+        first = next((spec[0] for spec in of_batch if len(spec) and spec[0] is not None), None)
+        found = out_specs([PartitionSpec(first, *devices.spec_of(x)) for x in params])
+        return found._replace(norms=PartitionSpec(first))
+
+    return across(fn, *operands, like=like, compiled=False)
