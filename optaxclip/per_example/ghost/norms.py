@@ -124,12 +124,24 @@ class Part:
             unit = max(unit, bounds.unit_roundoff(dtype, _are_half(x, d)))
             of_x, of_d = _at_positions(use, x, d, dtype)
             each += jnp.sum(of_x * of_d, -1)
-        groups, positions, inputs, outputs = self.sizes
-        total = norms_above(each, (1,), dtype) * (1 + bounds.relative_error(positions + 2, unit))
         additions = max(sites.cut_of(use).additions for use, _ in self.uses) + len(self.uses)
-        off = bounds.relative_error(additions + bounds.PRODUCT, unit) * total
-        off += positions * float(jnp.finfo(dtype).tiny) * math.sqrt(groups * inputs * outputs)
+        off, total = self._off(each, additions, unit)
         return jnp.minimum(off, total)
+
+    def _off(self, each: Array, additions: int, unit: float) -> tuple[Array, Array]:
+        """How far off a sum over all positions is at most, and `A` of the bounds.
+
+        Args:
+          each: for each matrix the sum over positions of `|x| |d|`, `[B, groups]`.
+          additions: in how many a term takes part.
+          unit: the unit roundoff.
+        """
+        groups, positions, inputs, outputs = self.sizes
+        slack = 1 + bounds.relative_error(positions + 2, unit)
+        total = norms_above(each, (1,), each.dtype) * slack
+        tiny = float(jnp.finfo(each.dtype).tiny) * math.sqrt(groups * inputs * outputs)
+        off = bounds.relative_error(additions + bounds.PRODUCT, unit) * total
+        return off + (positions + 1) * tiny, total
 
     def _in_chunks(
         self,
@@ -163,7 +175,7 @@ class Part:
         groups, positions, inputs, outputs = self.sizes
         is_convolution = any(use.site.kind == primitives.CONVOLUTION for use, _ in self.uses)
         each = positions * inputs if is_convolution else 0
-        if self.way in ("direct", "chunks") or (is_direct and self.way != "rows"):
+        if is_direct or self.way in ("direct", "chunks"):
             each += inputs * outputs
         elif self.way == "rows":
             each += positions * (outputs + min(positions, BY_PRODUCT))
@@ -233,11 +245,8 @@ class Part:
         return Estimate(norm, jnp.minimum(lost, total), jnp.zeros_like(norm), total)
 
     def _direct(self, forms: list[Any], dtype: Any) -> Estimate:
-        if self.way == "rows":
-            return self._rows(forms, dtype)
         tables, pairs = _apart(forms)
         x, d = _joined(pairs)
-        positions, inputs, outputs = self.sizes[1:]
         pieces = bounds.pieces(x.shape[2], x.shape[2])
 
         def product(x: Array, d: Array) -> Array:
@@ -251,24 +260,17 @@ class Part:
             at = jnp.arange(ids.shape[0])[:, None, None], jnp.arange(ids.shape[1])[:, None], ids
             gradient = gradient.at[at].add(own.astype(dtype), mode="drop")
             each += jnp.sum(norms_above(own, (3,), dtype), -1)
-        total = norms_above(each, (1,), dtype) * (1 + bounds.relative_error(positions + 2, unit))
         norm = norms_above(gradient, (1, 2, 3), dtype)
-        added = positions - x.shape[2] + x.shape[2] // pieces + pieces
-        off = bounds.relative_error(added + bounds.PRODUCT, unit) * total
-        off += positions * float(jnp.finfo(dtype).tiny) * math.sqrt(inputs * outputs)
-        return Estimate(norm, jnp.zeros_like(norm), off, total)
+        additions = self.sizes.positions - x.shape[2] + x.shape[2] // pieces + pieces
+        return Estimate(norm, jnp.zeros_like(norm), *self._off(each, additions, unit))
 
     def _rows(self, forms: list[Any], dtype: Any) -> Estimate:
         ids, d = _joined(forms)
         summed, by_row = _summed_by_row(ids, d, dtype)
         norm = norms_above(summed, (1, 2, 3), dtype)
-        total = norms_above(by_row, (1, 2), dtype)
-        positions = self.sizes.positions
         unit = bounds.unit_roundoff(dtype, d.dtype.itemsize == 2)
-        total *= 1 + bounds.relative_error(positions, unit)
-        off = bounds.relative_error(positions + bounds.PRODUCT, unit) * total
-        off += positions * float(jnp.finfo(dtype).tiny) * math.sqrt(self.sizes.outputs)
-        return Estimate(norm, jnp.zeros_like(norm), off, total)
+        each = by_row.reshape(by_row.shape[0], -1)
+        return Estimate(norm, jnp.zeros_like(norm), *self._off(each, self.sizes.positions, unit))
 
     def _tied(self, forms: list[Any], dtype: Any) -> Estimate:
         (table,), pairs = _apart(forms)
@@ -312,9 +314,10 @@ def _gram(x: Array, pieces: int, dtype: Any) -> Array:
         return contract("bgtk,bgsk->bgts", x, x, dtype)
     # The pieces are further examples: as a further axis XLA would move them for each factor.
     x = jnp.moveaxis(x.reshape(*x.shape[:-1], pieces, -1), -2, 0)
-    found = contract("bgtk,bgsk->bgts", *[x.reshape(-1, *x.shape[2:])] * 2, dtype)
+    flat = x.reshape(-1, *x.shape[2:])
+    found = contract("bgtk,bgsk->bgts", flat, flat, dtype)
     # Without the barrier XLA might make one sum of all pieces.
-    return jnp.sum(lax.optimization_barrier(found).reshape(*x.shape[:-1], -1), 0)
+    return jnp.sum(lax.optimization_barrier(found).reshape(*x.shape[:-1], x.shape[-2]), 0)
 
 
 def contract(terms: str, x: Array, y: Array, dtype: Any) -> Array:

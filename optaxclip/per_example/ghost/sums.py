@@ -165,7 +165,7 @@ def _product_in_parts(x: Array, d: Array, *, numbers: Any, dtype: Any) -> Array:
         axes.append(((0, *sums) if are_terms else sums, kept))
     (over_x, groups_x), (over_d, groups_d) = axes
     numbers = ((over_x, over_d), (groups_x, groups_d))
-    found = lax.dot_general(*both, numbers, preferred_element_type=dtype)
+    found = lax.dot_general(both[0], both[1], numbers, preferred_element_type=dtype)
     before = len(groups_x) + (0 if is_wide[0] else x.ndim - len(over_x) - len(groups_x))
     return found if are_terms else jnp.sum(found, before)
 
