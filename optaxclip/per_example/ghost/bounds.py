@@ -35,7 +35,8 @@ the same way. Products that underflow are off by `tiny` at most, which adds
 
 **The gradient itself** has entries `sum_t x_tk d_tn (1 + e_tkn)` with `|e| <= g(T + PRODUCT)`. The
 matrix of the errors of position `t` has at most the norm `g(T + PRODUCT) |x_t| |d_t|`, so the
-computed gradient is off by at most `g(T + PRODUCT) * A = delta * A`.
+computed gradient is off by at most `g(T + PRODUCT) * A = delta * A`. One that is kept in bfloat16,
+for its norm and for the sum, is off by another `ROUNDED` of its norm.
 
 **The sum** of the clipped examples has `c d_t` in the place of `d_t`, or `c x_t` in that of `x_t`,
 for the factor `c` of the example, as a product with two numbers. So what one example adds to it is
@@ -61,6 +62,9 @@ PRODUCT = 8
 
 REST = 2.0**-16
 """What two numbers of bfloat16 leave of one of float32 at most: two roundings to 8 digits."""
+
+ROUNDED = 2.0**-8 + 2.0**-15
+"""By what share of numbers rounded to bfloat16 they are off at most."""
 
 LOST = 0.135
 """If the root of what rounding may add exceeds this share of the norm, the norm has lost digits."""

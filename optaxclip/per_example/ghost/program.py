@@ -168,17 +168,15 @@ def differentiate(plan: Plan, params: list[Any], batch: Any) -> Backward:
 
 
 def with_gradients(plan: Plan, backward: Backward) -> Backward:
-    """The same, with the gradients that cost less than Gram matrices."""
-    whole = {
-        i: gradients_of_examples(
-            plan.types[i],
-            plan.parts[i],
-            backward.data,
-            backward.cotangents,
-            sum_dtype(plan.types[i].dtype),
-        )
-        for i in plan.whole
-    }
+    """The same, with the gradients that cost less than Gram matrices.
+
+    For parameters of bfloat16 they are in bfloat16, as backpropagation gives them: half the bytes.
+    """
+    sites, whole = (backward.data, backward.cotangents), {}
+    for i in plan.whole:
+        leaf = plan.types[i]
+        found = gradients_of_examples(leaf, plan.parts[i], *sites, sum_dtype(leaf.dtype))
+        whole[i] = found.astype(leaf.dtype) if leaf.dtype == jnp.bfloat16 else found
     # As above: norms and sums must read the same numbers.
     return backward._replace(gradients=backward.gradients | lax.optimization_barrier(whole))
 
@@ -215,6 +213,8 @@ def with_norms(
         norm = norms_above(gradient, tuple(range(1, gradient.ndim)), dtype)
         offs = [part.off(backward.data, backward.cotangents, dtype) for part in plan.parts[i]]
         off = _norm_of(offs, examples, dtype)
+        if i in plan.whole and gradient.dtype == jnp.bfloat16:
+            off += bounds.ROUNDED * norm
         found[i, 0] = Estimate(norm, jnp.zeros_like(norm), off, norm + off)
     flags = {}
     for group in grouping.groups:
