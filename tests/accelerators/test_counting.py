@@ -1,5 +1,6 @@
 """Counts of programs that are known in advance."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -18,3 +19,20 @@ def test_adamw_reads_four_times_and_writes_three(device, kind):
     assert moved == pytest.approx(ADAMW, abs=1e-3)
     assert run.counts.branches == run.counts.loops == 0
     assert not run.counts.collectives
+
+
+def test_of_two_branches_the_cheaper_one_counts_if_asked():
+    from benchmarks.accelerators.steps import Place, timed
+
+    everywhere = Place("h100").everywhere
+    flag, x = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
+        for shape, dtype in (((), jnp.bool_), ((1024, 1024), jnp.float32))
+    )
+
+    def step(flag, x, y):
+        return jax.lax.cond(flag, lambda: x, lambda: x @ y)
+
+    runs = [timed(step, (flag, x, x), 1, (), cheapest_branches=asked) for asked in (False, True)]
+    assert [run.counts.branches for run in runs] == [1, 1]
+    assert [run.counts.read for run in runs] == pytest.approx([0, 4 * x.size], abs=99)
