@@ -216,9 +216,9 @@ def with_norms(
         if i in plan.whole and gradient.dtype == jnp.bfloat16:
             off += bounds.ROUNDED * norm
         found[i, 0] = Estimate(norm, jnp.zeros_like(norm), off, norm + off)
+    groups = [[key for key in found if key[0] in group.members] for group in grouping.groups]
     flags = {}
-    for group in grouping.groups:
-        keys = [key for key in found if key[0] in group.members]
+    for keys in groups:
         norms = _at_least([found[key] for key in keys], examples, dtype)
         for i, k in keys:
             if i not in backward.gradients and plan.parts[i][k].way in ("gram", "tied"):
@@ -226,7 +226,6 @@ def with_norms(
                 flags[i, k] = ~(found[i, k].lost <= bounds.LOST * norms) & ~is_padding
 
     def of(found: dict[Any, Estimate], are_finite: bool) -> Any:
-        groups = [[key for key in found if key[0] in group.members] for group in grouping.groups]
         rows = [[_bound(plan, key, found[key]) for key in keys] for keys in groups]
         return fn([_norm_of(row, examples, dtype) for row in rows], are_finite)
 

@@ -1,5 +1,7 @@
 """No example adds more than its limit, and no norm is below the true one: against long double."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -174,6 +176,15 @@ def test_an_example_that_is_not_finite_adds_nothing(shape, of, bad):
     np.testing.assert_array_equal(result.grads, expected.grads)
     assert (result.num_dropped, expected.num_dropped) == (1, 0)
     assert not np.isfinite(result.norms[2])
+
+
+def test_padding_that_is_not_finite_adds_nothing_to_ordinary_examples():
+    x, d = RNG.normal(size=(2, 6, 16, 96)).astype(np.float32)
+    fn, w = per_example.clipped_grad(of_layer, 1.0, method="ghost"), np.zeros((96, 96), np.float32)
+    fn = jax.jit(functools.partial(fn, is_padding=np.arange(6) == 2))
+    expected = fn(w, x, d).grads
+    x[2, 1], d[2, 3] = np.nan, np.inf
+    np.testing.assert_allclose(fn(w, x, d).grads, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_norms_of_others_do_not_feel_examples_without_a_gradient_worth_making():
