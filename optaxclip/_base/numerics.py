@@ -245,3 +245,9 @@ def match_weak_type(x: Array, like: Array) -> Array:
     for _ in range(x.ndim):
         fill = jax.vmap(fill)
     return fill(like, x)
+
+
+def entries(x: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """Real entries in `dtype`, complex ones with parts in it."""
+    wide = jnp.complex128 if dtype == jnp.float64 else jnp.complex64
+    return x.astype(wide if jnp.iscomplexobj(x) else dtype)

@@ -1,6 +1,6 @@
 """The entries of a leaf, as they are measured and changed, in the way that is best on a platform.
 
-What is for XLA on CPU alone says what it gains.
+The tricks for one backend are in its own file, with what they gain.
 """
 
 import functools
@@ -13,21 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import optaxclip._border.devices as devices
+import optaxclip._border.cpu as cpu
 from optaxclip._base.derivatives import custom_jvp
-from optaxclip._base.numerics import by_parts, multiply
+from optaxclip._base.numerics import by_parts, entries, multiply
 from optaxclip._base.trees import is_sparse, with_data
 
 
 def as_arrays(leaves: list[Any]) -> list[Any]:
     """Leaves, of which some may be numbers, as arrays; a `BCOO` stays as it is."""
     return [leaf if is_sparse(leaf) else jnp.asarray(leaf) for leaf in leaves]
-
-
-def entries(x: Array, dtype: jax.typing.DTypeLike) -> Array:
-    """Real entries in `dtype`, complex ones with parts in it."""
-    wide = jnp.complex128 if dtype == jnp.float64 else jnp.complex64
-    return x.astype(wide if jnp.iscomplexobj(x) else dtype)
 
 
 def in_one_array(
@@ -124,28 +118,10 @@ def product(
 
     @custom_jvp()
     def on_bits(x: Array, power: Array, ratio: Array) -> Array:
-        return product_of_bfloat16(x, power, ratio, strict=strict)
+        return cpu.product_of_bfloat16(x, power, ratio, strict=strict)
 
     on_bits.defjvp(functools.partial(jax.jvp, plain))
     return lax.platform_dependent(x, power, ratio, cpu=on_bits, default=plain)
-
-
-def product_of_bfloat16(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
-    """`x * power * ratio` on the bit patterns of bfloat16.
-
-    XLA on CPU (JAX 0.10.2) stores an array that it converts, but fuses operations on bits with what
-    comes before and after them. Without this a clip in a step of AdamW takes twice as long, and
-    longer than Optax's.
-    """
-    wide = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << jnp.uint32(16)
-    product = lax.bitcast_convert_type(wide, jnp.float32) * power * ratio
-    bits, half = lax.bitcast_convert_type(product, jnp.uint32), jnp.uint32(16)
-    if not strict:
-        # Rounds to nearest, and ties to even.
-        bits = bits + jnp.uint32(0x7FFF) + ((bits >> half) & jnp.uint32(1))
-    # A NaN whose payload is in the bits that are cut off would become infinity.
-    bits = jnp.where(jnp.isnan(product), jnp.uint32(0x7FC00000), bits)
-    return lax.bitcast_convert_type((bits >> half).astype(jnp.uint16), jnp.bfloat16)
 
 
 def select_exactly(flag: Array, x: Array, y: Array) -> Array:
@@ -155,39 +131,14 @@ def select_exactly(flag: Array, x: Array, y: Array) -> Array:
     select = lax.select if flag.shape in ((), x.shape) else jnp.where
     if x.dtype != jnp.bfloat16:
         return select(flag, x, y)
-    return lax.platform_dependent(flag, x, y, cpu=_select_bits, default=select)
-
-
-@custom_jvp()
-def _select_bits(flag: Array, x: Array, y: Array) -> Array:
-    """`x` where `flag`, which broadcasts to it, is True, else `y`, both bfloat16.
-
-    XLA on CPU (JAX 0.10.2) converts bfloat16 before it selects, which loses subnormal numbers.
-    """
-    bits = [lax.bitcast_convert_type(z, jnp.uint16) for z in (x, y)]
-    return lax.bitcast_convert_type(lax.select(jnp.broadcast_to(flag, x.shape), *bits), x.dtype)
-
-
-@_select_bits.defjvp
-def _(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    return _select_bits(*primals), jnp.where(primals[0], *tangents[1:])
+    return lax.platform_dependent(flag, x, y, cpu=cpu.select_bits, default=select)
 
 
 def quotients(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
     """Each dividend by its divisor, all of one shape."""
-    ways = {"cpu": _by_one_division, "default": _one_by_one}
+    ways = {"cpu": cpu.by_one_division, "default": _one_by_one}
     return lax.platform_dependent(dividends, divisors, **ways)
 
 
 def _one_by_one(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
     return tuple(map(operator.truediv, dividends, divisors))
-
-
-def _by_one_division(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
-    """Each dividend by its divisor, all of one shape, by one division of stacks.
-
-    Several divisions would give several arrays, which the callers stack. XLA on CPU (JAX 0.10.2)
-    repeats that stacking inside of each leaf's loop: a clip of 200 leaves by their own norms then
-    has a tenth more instructions.
-    """
-    return tuple(devices.stack(dividends) / devices.stack(divisors))

@@ -3,25 +3,10 @@
 In float32 a sum of squares is exact up to rounding for norms from 2**-31 to 2**64, whatever the
 number of entries. For smaller norms the entries are multiplied by 2**88 before they are squared,
 for larger ones by 2**-88.
-
-On accelerators memory limits a pass, so sums at three scales take no longer than one. On a CPU, XLA
-calls a library for plain sums, and compiles all other reductions itself; those take 5 to 10 times
-as long. The library's sums in float64 take one and a half times to twice as long as in float32. One
-of them is exact for all norms of float32, so there is no second pass.
-
-On a GPU a variadic reduction over all axes of a leaf is one kernel. Over some axes, XLA stores
-the summands of a variadic reduction, and runs three plain sums as several kernels. If the compiler
-splits the leaf over devices, it first gathers the leaf on each of them. One sum in float64, which
-has the range of all three, avoids all of this. As compiled for an H100 (a transformer of 4 layers
-of 2048) AGC takes 2.02 reads with it and 4.05 with three sums; on an automatic mesh of eight,
-global norm adds 70 kernels (Optax 62), and with three sums about 100 more. This sum needs fast
-float64 arithmetic, which GPUs such as the H100 have; on others, such as the B300, it may take
-longer than the read. (All with JAX 0.10.2.)
 """
 
 import functools
 import itertools
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -31,13 +16,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip._border.devices as devices
+import optaxclip._border.gpu as gpu
 from optaxclip._base.numerics import (
     bounded,
+    entries,
     fixed_size,
     real_parts,
     select,
 )
-from optaxclip._border.entries import entries, times
+from optaxclip._border.entries import times
 from optaxclip.norms import Norm, l2
 
 AtScales = tuple[Array, ...]
@@ -160,10 +147,10 @@ def at_scales(
 # Compiled by itself so that all branches are traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _by_platform(leaf: Array, axes: tuple[int, ...], norm: Norm, in_one_piece: bool) -> AtScales:
-    """The float32 sums by `_sum_of_columns` on a GPU, by `one_by_one` elsewhere."""
+    """The float32 sums by `gpu.sum_of_columns` on a GPU, by `one_by_one` elsewhere."""
     dtype = jnp.dtype(jnp.float32)
     pieces = {"scales": scales(norm, dtype), "in_one_piece": in_one_piece}
-    on_gpu = functools.partial(_sum_of_columns, axes=axes, norm=norm, **pieces)
+    on_gpu = functools.partial(gpu.sum_of_columns, axes=axes, norm=norm, **pieces)
     elsewhere = functools.partial(one_by_one, axes=axes, norm=norm, dtype=dtype)
     return lax.platform_dependent(leaf, cuda=on_gpu, rocm=on_gpu, default=elsewhere)
 
@@ -248,83 +235,3 @@ def largest_bits(leaf: Array, *, by: float, axes: tuple[int, ...], dtype: jnp.dt
     # The mask clears the sign bit, which a NaN may have.
     bits = lax.bitcast_convert_type(jnp.abs(x), integer) & integer.type(jnp.iinfo(integer).max)
     return lax.reduce(bits, integer.type(0), lax.max, axes)
-
-
-# Compiled by itself so that it is traced once for leaves that are alike.
-@functools.partial(jax.jit, static_argnames=("axes", "norm"))
-def sum_in_float64(x: Array, axes: tuple[int, ...], *, norm: Norm) -> Array:
-    """The sum of powers of entries; the caller has to enable 64-bit types."""
-    if norm.degree != 2:
-        # If the program also sums this leaf's squares, XLA would otherwise convert its entries once
-        # for both sums, and store them (JAX 0.10.2).
-        x = lax.optimization_barrier(x)
-    return lax.reduce_sum(norm.map(entries(x, jnp.float64)), axes)
-
-
-def added_up(x: Array) -> Array:
-    """The sum along the first axis, as the last entry of a cumulative sum.
-
-    XLA on CPU (JAX 0.10.2) repeats a plain sum, with all of its summands, in each of its uses: then
-    a clip of 200 leaves by their global norm takes twice as long to compile.
-    """
-    return lax.cumsum(x)[-1]
-
-
-def _sum_of_columns(
-    leaf: Array,
-    *,
-    axes: tuple[int, ...],
-    norm: Norm,
-    scales: tuple[float, ...],
-    in_one_piece: bool,
-) -> tuple[Array, ...]:
-    """The float32 sums of a leaf, float32 or narrower, at all scales, from one sum in float64.
-
-    `scales` are the powers of two by which entries would be multiplied; `in_one_piece` says that no
-    axis may be split over devices.
-    """
-    with jax.enable_x64(True):
-        if leaf.dtype == jnp.float32:
-            # `abs` changes no power, but without it XLA stores more intermediate results
-            # (JAX 0.10.2, H100, 256 per-example gradients at once: 29.6 reads and writes with it,
-            # 31.8 without).
-            x = jnp.abs(entries(leaf, jnp.float32)).astype(jnp.float64)
-        else:
-            x = entries(leaf, jnp.float64)
-        powers = norm.map(x)
-        if jnp.finfo(leaf.dtype).bits < 32:
-            powers = _folded(powers, axes, in_one_piece)
-        wide = lax.reduce_sum(powers, axes)
-        return tuple((wide * by**norm.degree).astype(jnp.float32) for by in scales)
-
-
-def _folded(x: Array, axes: tuple[int, ...], in_one_piece: bool) -> Array:
-    """Partial sums of up to 256 entries along the last summed axes, if the columns are few.
-
-    Without them XLA (JAX 0.10.2) stores the converted entries of narrow dtypes, and AGC of matrices
-    `[4096, 1024]` in bfloat16 moves 18 times the gradients; with them it moves 2.1 times these.
-    """
-    last = max(axes, default=-1)
-    columns = x.shape[last + 1 :]
-    if fixed_size(x.size) is None or not (axes and columns) or math.prod(columns) >= _MANY_COLUMNS:
-        return x
-    first = last
-    # Adjacent axes count as one, because the kernels of a convolution have few channels: AGC of a
-    # ResNet-50 moves 2.28 times the gradients, and 2.46 times with the last axis alone. If one of
-    # these axes were split over devices, the parts would have to be gathered.
-    while in_one_piece and first - 1 in axes:
-        first -= 1
-    front, count = x.shape[:first], math.prod(x.shape[first : last + 1])
-    # With fewer than 64 entries per sum there would be too many sums to store. A leaf that eight
-    # devices may share needs a multiple of eight sums.
-    least, sums = (min(count, 64), 1) if in_one_piece else (8, 8)
-    fold = max((n for n in range(least, 257) if count % (sums * n) == 0), default=1)
-    if fold == 1:
-        return x
-    rows = lax.reduce_sum(x.reshape(*front, count // fold, fold, *columns), [first + 1])
-    ones = (1,) * (last - first)
-    return lax.optimization_barrier(rows.reshape(*front, *ones, count // fold, *columns))
-
-
-_MANY_COLUMNS = 1536
-"""With this many columns or more, XLA stores no converted entries (JAX 0.10.2, for an H100)."""

@@ -20,10 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+import optaxclip._border.cpu as cpu
 import optaxclip._border.leaf_sums as leaf_sums
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
     broadcast_over,
+    entries,
     fixed_size,
     invertible,
     leading_bit,
@@ -35,7 +37,7 @@ from optaxclip._base.numerics import (
     slack_of_norm,
 )
 from optaxclip._base.trees import data_of, with_data
-from optaxclip._border.entries import any_entry, entries, in_one_array, select_exactly, times
+from optaxclip._border.entries import any_entry, in_one_array, select_exactly, times
 from optaxclip._engine.plan import Plan
 from optaxclip.norms import Norm
 
@@ -246,8 +248,8 @@ class _Measurement(NamedTuple):
         wide = [entries(x, self.dtype) for x in leaves]
         with jax.enable_x64(True):
             with_axes = zip(wide, self.axes, strict=True)
-            found = [(leaf_sums.sum_in_float64(*x, norm=self.norm),) for x in with_axes]
-            (total,) = self.plan.totals(found, add=leaf_sums.added_up)
+            found = [(cpu.sum_in_float64(*x, norm=self.norm),) for x in with_axes]
+            (total,) = self.plan.totals(found, add=cpu.added_up)
             return Measured.of_float64(self.finished(total), from_above=self.from_above)
 
     def largest(self, leaves: list[Array]) -> Measured:

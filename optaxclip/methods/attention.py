@@ -14,6 +14,7 @@ import optaxclip.scopes as scopes
 from optaxclip._base.arguments import checked_bool, checked_name, makes_transformation
 from optaxclip._base.numerics import (
     accumulation_dtype,
+    entries,
     match_weak_type,
     norm_dtype,
     promoted,
@@ -23,7 +24,7 @@ from optaxclip._base.states import check_state, fresh_if_none
 from optaxclip._base.trees import FlatTree, flatten, is_sparse, leaf_name, matching_params, per_leaf
 from optaxclip._base.types import ClipState, Path, PyTree
 from optaxclip._border.crossing import Transformation, stateless, transformation
-from optaxclip._border.entries import entries, times
+from optaxclip._border.entries import times
 from optaxclip._border.placement import as_spec
 from optaxclip._engine.clip import clip_by
 from optaxclip.methods.heads import Heads, Place, multiplier, placed

@@ -19,6 +19,7 @@ import optaxclip.norms as norms
 import optaxclip.thresholds as thresholds
 from optaxclip._base.arguments import checked_int, checked_name, makes_transformation
 from optaxclip._base.numerics import (
+    entries,
     multiply,
     root_of_positive,
     select,
@@ -27,7 +28,7 @@ from optaxclip._base.states import check_state, increased, registered_state
 from optaxclip._base.trees import flatten, is_sparse, with_data
 from optaxclip._base.types import ArrayLike, ClipState, PyTree
 from optaxclip._border.crossing import Transformation, across, transformation
-from optaxclip._border.entries import entries, sums_of_stored
+from optaxclip._border.entries import sums_of_stored
 from optaxclip._border.options import Options, ScaleOptions, takes
 from optaxclip._engine.clip import stage
 from optaxclip._engine.respond import Multiplier

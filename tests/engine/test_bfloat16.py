@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optaxclip._border.entries import product_of_bfloat16
+from optaxclip._border.cpu import product_of_bfloat16
 
 EVERY = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.bfloat16)
 
