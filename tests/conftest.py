@@ -8,6 +8,7 @@ import shutil
 import sys
 import zlib
 
+import chex
 import jax
 import pytest
 
@@ -137,6 +138,12 @@ def _forget_what_was_compiled():
     unit = 2**10 if sys.platform == "darwin" else 1
     if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > GIGABYTES * unit * 2**20:
         jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def _count_traces_anew():
+    """`chex.assert_max_traces` takes functions that are defined at one place for one function."""
+    chex.clear_trace_counter()
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,6 @@ QUICK = [name for name in QUICK if not name.endswith(", zscore") or name.startsw
 @pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, CASES))
 def test_a_state_is_mapped_and_used_as_it_was(name):
     tx, grads = CASES[name](), gradients(name)
-    chex.clear_trace_counter()
     step = jax.jit(chex.assert_max_traces(update_of(tx), n=1))
     with jax.numpy_dtype_promotion("standard"):  # which MultiSteps needs
         _, state = step.eval_shape(grads, jax.eval_shape(tx.init, PARAMS))

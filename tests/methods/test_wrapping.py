@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import flax.linen
 import flax.serialization
 import flax.training.train_state
@@ -61,10 +62,8 @@ def run_alone(name, sequence, params=PARAMS):
 
 def run_once_compiled(tx, sequence):
     """As `run`, with a check that the steps share one compilation, from an eager init on."""
-    update = jax.jit(tx.update)
-    results = run(update, tx.init(PARAMS), sequence)
-    assert update._cache_size() == 1
-    return results
+    once = chex.assert_max_traces(tx.update, n=1)
+    return run(jax.jit(once), tx.init(PARAMS), sequence)
 
 
 @pytest.fixture
