@@ -220,7 +220,8 @@ class Part:
         of_inner = [
             g(bounds.additions(size, n)) for size, n in zip(sizes, self.pieces, strict=True)
         ]
-        grams = [_gram(v, n, dtype) for v, n in zip((x, d), self.pieces, strict=True)]
+        is_sliced = any(any(use.loops) for use, _ in self.uses)
+        grams = [_gram(v, n, dtype, is_sliced) for v, n in zip((x, d), self.pieces, strict=True)]
         of_x, of_d = (
             jnp.sqrt(jnp.diagonal(gram, 0, -2, -1) + size * jnp.finfo(dtype).tiny) * (1 + own)
             for gram, size, own in zip(grams, sizes, of_inner, strict=True)
@@ -308,8 +309,11 @@ def _summed_by_rows(arrays: list[Array]) -> list[Array]:
     return [jnp.sum(x, (1, 2)) for x in rows]
 
 
-def _gram(x: Array, pieces: int, dtype: Any) -> Array:
+def _gram(x: Array, pieces: int, dtype: Any, is_sliced: bool = False) -> Array:
     """The inner products `[B, G, T, T]` of all positions."""
+    if is_sliced:
+        # The data of loops lie so; XLA would move them, not the inner products (JAX 0.10.2).
+        return jnp.swapaxes(_gram(jnp.swapaxes(x, 0, 1), pieces, dtype), 0, 1)
     if pieces == 1:
         return contract("bgtk,bgsk->bgts", x, x, dtype)
     # The pieces are further examples: as a further axis XLA would move them for each factor.
