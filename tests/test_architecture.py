@@ -97,6 +97,30 @@ def test_no_two_test_files_have_one_name():
     assert len(set(names)) == len(names)
 
 
+BORDER_ALONE = {"reshard", "auto_axes", "typed_like", "use_abstract_mesh"}
+KNOWS_PRIMITIVES = "per_example.ghost.primitives"
+"""It tells JAX's primitives by their names."""
+
+
+def names_in(path):
+    """What the code of a file names; words of its docstrings are no names."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        yield from (x for x in vars(node).values() if isinstance(x, str) and x.isidentifier())
+
+
+def test_the_border_alone_knows_meshes_memories_and_sparse_leaves():
+    inside = {name: set(names_in(path)) for name, path in FILES.items()}
+    assert BORDER_ALONE & inside["_border.devices"]
+    others = set(inside) - {KNOWS_PRIMITIVES, *(x for x in inside if x.startswith("_border"))}
+    assert not [(name, found) for name in others if (found := BORDER_ALONE & inside[name])]
+    engine = [
+        (name, word) for name in others if name.startswith("_engine") for word in inside[name]
+    ]
+    assert engine
+    words = {"mesh", "platform", "sparse", "memory"}
+    assert not [(name, word) for name, word in engine if words & {*word.lower().split("_")}]
+
+
 def test_no_private_modules_of_others():
     assert not [name for name, path in FILES.items() if "._src" in path.read_text()]
 
