@@ -197,6 +197,14 @@ def test_a_step_without_all_groups_needs_their_names():
         tx.update(GRADS | {"u": jnp.ones(1)}, tx.init(PARAMS))
 
 
+def test_a_skip_without_names_waits_for_a_step_with_all_leaves():
+    tx = optaxclip.skip_nonfinite(optax.identity())
+    state = optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS))
+    for grads, names in ((GRADS | {"v": None}, []), (GRADS, ["b", "v", "w"])):
+        _, state = tx.update(grads, state)
+        assert (list(state.leaves), state.blamed.shape) == (names, (3,))
+
+
 # Limits that fall to nothing let nothing come anywhere.
 TRAINED = [name for name, method in METHODS.items() if method.shares and not method.counts]
 

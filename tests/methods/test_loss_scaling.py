@@ -135,6 +135,7 @@ def test_a_scale_from_outside_of_the_bounds_comes_back():
     np.testing.assert_array_equal(scale, is_read_as)
     np.testing.assert_array_equal(updates, -1)
     np.testing.assert_array_equal(then, np.minimum(is_read_as, 2.0**16))
+    assert monitor.loss_scale(tx.init(jnp.ones(2))._replace(loss_scale=8.0)) == 8
 
 
 @functools.cache

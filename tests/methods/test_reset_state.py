@@ -3,6 +3,7 @@
 import functools
 import math
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -290,6 +291,7 @@ def test_the_state_is_mapped_as_that_of_the_optimizer():
         ({"every": 2, "only": ()}, ValueError, "only must hold strings, at least one"),
         ({"every": 2, "only": ("mu", 3)}, ValueError, "only must hold strings, at least one"),
         ({"every": 2, "inner": 3}, TypeError, "inner must be an Optax transformation"),
+        ({"every": 2, "inner": nn.Dense(3)}, TypeError, "inner must be an Optax transformation"),
     ],
 )
 def test_bad_arguments(arguments, kind, message):
