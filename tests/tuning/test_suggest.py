@@ -129,6 +129,7 @@ def test_shares_are_those_of_the_steps():
     norms, _ = synthetic(3, 0.2)
     found = tuning.suggest(norms)
     assert found.share_clipped == np.mean(norms > found.limit)
+    assert found.typical_norm == np.median(np.delete(norms, found.spikes)) < np.median(norms)
     for other, share in zip(found.percentiles, (0.1, 0.05, 0.01), strict=True):
         assert other.share_clipped == pytest.approx(share, abs=0.01)
 
@@ -248,8 +249,10 @@ def test_doubtful_norms_warn():
     with pytest.warns(UserWarning, match="only 40 norms") as warned:
         tuning.suggest(norms[:40])
     assert warned[0].filename == __file__
+    assert tuning.suggest(norms[:100]).doubts == ()
+    rounded = np.linspace(0.9995, 1.0, len(norms))
     with pytest.warns(UserWarning, match="clipped already"):
-        found = tuning.suggest(np.minimum(norms, np.median(norms)))
+        found = tuning.suggest(np.minimum(norms, np.median(norms)) * rounded)
     assert "clipped already" in str(found)
 
 
@@ -298,6 +301,9 @@ def test_a_level_that_falls_by_decades_is_doubted_and_can_be_followed():
     with pytest.warns(UserWarning, match="falls by a factor"):
         found = tuning.suggest(STEADY * np.geomspace(1, 1e-3, 500))
     assert "adaptive rule follows" in found.notes[-2]
+    with_spike = np.insert(STEADY * np.geomspace(1, 1e-3, 500), 300, 50.0)
+    with pytest.warns(UserWarning, match="falls by a factor"):
+        assert tuning.suggest(with_spike).verdict == "adaptive"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -313,6 +319,13 @@ def test_a_limit_above_all_norms_is_said_to_change_nothing():
         "no norm is above the limit, which would have changed nothing in this run",
     )
     assert tuning.suggest(np.append(STEADY, 50.0)).notes == ()
+    falling = tuning.suggest(STEADY * np.exp(np.linspace(2.0, 0.0, len(STEADY))))
+    assert falling.verdict == "adaptive"
+    assert "is above all norms of this run" in falling.notes[0]
+
+
+def test_a_run_that_ends_by_one_bad_step_is_not_lost():
+    assert tuning.suggest(np.append(STEADY, np.nan)).doubts == ()
 
 
 @pytest.fixture(scope="module")
