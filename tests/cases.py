@@ -1,6 +1,11 @@
 """Which cases of a test are slow: even a package by itself leaves them to CI."""
 
+import jax
 import pytest
+
+NEEDS_JAX_0_10_2 = pytest.mark.skipif(
+    jax.__version_info__ < (0, 10, 2), reason="earlier versions of JAX mix up memories and meshes"
+)
 
 
 def slow_unless(quick, cases):

@@ -99,8 +99,7 @@ def over_microbatches(
     divisor = part * divisor
     leaves = [x / divisor.astype(x.dtype) for x in totals]
     chex.assert_shape(leaves, [x.shape for x in measured])
-    # Not of the arrays: JAX 0.10.0 warns when Chex lets NumPy 2.4 find an array's type.
-    chex.assert_type([x.dtype for x in leaves], dtypes)
+    chex.assert_type(leaves, dtypes)
     chex.assert_shape(list(row), (cut.number,))
     return Means(leaves, loss.unit, state, row, aux)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import slow_unless
+from cases import NEEDS_JAX_0_10_2, slow_unless
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -243,6 +243,7 @@ def test_under_vmap_with_the_name_of_its_axis():
     assert_as_on_one_device(jax.jit(run)(params, *parts), "default")
 
 
+@NEEDS_JAX_0_10_2
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("judge", slow_unless(lambda judge: judge == "rule", JUDGES))
 @pytest.mark.parametrize("is_mesh_set", [False, True])

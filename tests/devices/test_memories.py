@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from cases import slow_unless
+from cases import NEEDS_JAX_0_10_2, slow_unless
 from jax.sharding import AxisType
 from methods_table import GRADS, PARAMS, SHAPES, assert_same, random_tree
 from parts_table import TRANSFORMATIONS
@@ -31,6 +31,7 @@ def memories(tree):
     return jax.tree.map(lambda x: x.sharding.memory_kind, tree)
 
 
+@NEEDS_JAX_0_10_2
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "how"),
@@ -97,6 +98,7 @@ def test_functions_of_a_tree(function, how):
         assert memories(clipped) == memories(in_host(GRADS))
 
 
+@NEEDS_JAX_0_10_2
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh_shardings_stay_too(kind):

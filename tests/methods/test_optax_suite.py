@@ -1,6 +1,7 @@
 """Optax's own tests of clips, norms and projections, which its wheel ships, on our functions."""
 
 import importlib
+import re
 import unittest
 
 import jax
@@ -67,10 +68,8 @@ OF_DP_SGD = unittest.defaultTestLoader.getTestCaseNames(privacy.DifferentiallyPr
 @pytest.mark.parametrize(
     "name",
     [
-        # These want 2e-7, for limits that clip; the fifth clips nothing.
-        pytest.param(
-            name, marks=BELOW if name.startswith("test_clipping_norm") and name[-1] != "4" else ()
-        )
+        # These want 2e-7, for limits that clip; the fifth clips nothing. Optax 0.2.6 wants less.
+        pytest.param(name, marks=BELOW if re.fullmatch("test_clipping_norm[^4(]+", name) else ())
         for name in OF_DP_SGD
     ],
 )

@@ -193,6 +193,9 @@ def test_the_noise_has_to_be_named():
         optaxclip.from_config({"name": "per_example_clip_and_aggregate", "limit": 1.0})
 
 
+@pytest.mark.skipif(
+    optax.__version__ < "0.2.8", reason="MultiSteps itself fails for means of another shape"
+)
 @pytest.mark.parametrize("size", [(), (8,)], ids=["means", "examples"])
 @pytest.mark.parametrize("with_params", [True, False])
 def test_what_accumulates_around_it_is_refused(with_params, size):
