@@ -178,7 +178,7 @@ def plan_of(
 ) -> Plan:
     """The groups of a tree, and empty groups for the names in the state that the tree lacks.
 
-    The state has `size` plan, and their names are `stored`.
+    The state has `size` groups, and their names are `stored`.
     """
     flat = flat if stored is None else flat.named_like(stored)
     grouping = grouped(scope, flat, options)

@@ -179,3 +179,20 @@ def test_nothing_is_read_from_a_part_of_a_number():
     for cell in ("1,234.5", "12ms", "1.2.3", "0x1", "1e", "nans"):
         lines = f"norm: {cell}\nnorm: 2.5\n"
         assert parse_norms(lines.encode(), None, "log").norms.tolist() == [2.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "norms"),
+    [
+        # Weights & Biases draws means, minima and maxima of what has any name.
+        ("Step,run - size,run - size__MIN,run - size__MAX\n1,1.5,1,2\n2,2.5,2,3\n", [1.5, 2.5]),
+        ("phase,size\nwarm,1.5\nwarm,2.5\n", [1.5, 2.5]),
+        # Cells, of which each row has one that names a number.
+        ("grad_norm,note\n1.5,lr: 0.1\n2.5,lr: 0.2\n", [1.5, 2.5]),
+        # A line of words may hold what is no JSON; only one that begins as JSON must be JSON.
+        ('a {"norm": 1.5}\nb {"norm" 7\nc {"norm": 2.5}\n', [1.5, 2.5]),
+        ('{"tests": [{"norm": 7}], "log": [{"norm": 1.5}, {"norm": 2.5}]}', [1.5, 2.5]),
+    ],
+)
+def test_what_holds_the_norms_is_found_beside_what_does_not(text, norms):
+    assert parse_norms(text.encode(), None, "log").norms.tolist() == norms

@@ -158,6 +158,9 @@ def test_event_files_of_tensorflow():
             value = event.summary.value.add(tag="norm")
             value.tensor.dtype = 1 + step % 2
             value.tensor.tensor_content = np.array(step, ("<f4", "<f8")[step % 2]).tobytes()
+            several = event.summary.value.add(tag="norm").tensor  # a histogram, for example
+            several.tensor_shape.dim.add(size=2)
+            several.dtype, several.tensor_content = 1, np.full(2, 7, "<f4").tobytes()
         record = event.SerializeToString()
         data += len(record).to_bytes(8, "little") + bytes(4) + record + bytes(4)
     assert parse_norms(data, None, "events").norms.tolist() == [0.0, 1.0, 2.0]
