@@ -108,3 +108,9 @@ def test_the_functions_of_optax_sum_in_the_dtype_of_the_leaf_if_it_is_wide(dtype
         total, _ = clip(grads, 2.5)
         assert total["w"].dtype == wide
         np.testing.assert_allclose(total["w"], [1.5, 2], rtol=3e-6)
+
+
+@pytest.mark.parametrize("leaf", [jnp.ones((2, 3), bool), jax.random.split(jax.random.key(0))])
+def test_leaves_that_are_no_numbers_are_refused(leaf):
+    with pytest.raises(TypeError, match="grads must have floating-point leaves; its leaf '0' has"):
+        optaxclip.per_example_global_norm_clip([leaf], 1.0)  # which measures integers
