@@ -97,7 +97,6 @@ def test_norm_of_nothing_is_zero(norm):
         assert ops.global_norm(tree, norm=norm) == 0
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", ["l1", "l2", "linf", "rms", "mean_abs", norms.lp(3)], ids=str)
 def test_norm_of_one_entry_is_its_modulus(norm):
     for tree in (jnp.float32(-3), [jnp.full((1, 1), -3.0), None], {"z": jnp.array([1.8 - 2.4j])}):
