@@ -5,38 +5,11 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
-from public_names import public
+from public_names import GIVEN, public
 
-import optaxclip
-from optaxclip import Threshold, scopes
+from optaxclip import Threshold
 from optaxclip.per_example.aggregate import PerExampleState
 
-INNER = {"inner": optaxclip.scale_by_stable_adam()}
-# What has no default, and what other options need in order to act.
-GIVEN = {
-    "adaptive_grad_clip": {"clipping": 0.1},
-    "clip": {"max_delta": 1.0},
-    "clip_attention_logits": {"heads": lambda path, leaf: optaxclip.Heads(-1)},
-    "clip_by": {"scope": scopes.tree(), "limit": 1.0},
-    "clip_by_block_rms": {"threshold": 1.0},
-    "clip_by_global_norm": {"max_norm": 1.0},
-    "clip_by_group_norm": {"max_norm": 1.0, "labels": "a"},
-    "clip_by_norm": {"max_norm": 1.0},
-    "clip_by_spectral_norm": {"c": 1.0},
-    "clip_by_value": {"min_value": -1.0, "max_value": 1.0},
-    "hyperball": {"learning_rate": 0.1},
-    "per_example_clip_and_aggregate": {
-        "limit": 1.0,
-        "noise_multiplier": 1.0,
-        "key": 0,
-        "scope": scopes.leaf(),
-    },
-    "reset_state": INNER | {"every": 5},
-    "scale_loss": INNER,
-    "skip_above": INNER | {"limit": 1.0},
-    "skip_nonfinite": INNER,
-    "thresholds.relative_to_params": {"ratio": 0.1},
-}
 OTHER = {
     "axes": 0,
     "axis": lambda path, leaf: 1,

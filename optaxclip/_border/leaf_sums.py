@@ -17,13 +17,7 @@ from jax import Array, lax
 
 import optaxclip._border.devices as devices
 import optaxclip._border.gpu as gpu
-from optaxclip._base.numerics import (
-    bounded,
-    entries,
-    fixed_size,
-    real_parts,
-    select,
-)
+from optaxclip._base.numerics import bounded, entries, fixed_size, real_parts, select
 from optaxclip._border.entries import times
 from optaxclip.norms import Norm, l2
 

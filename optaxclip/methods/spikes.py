@@ -18,12 +18,7 @@ from jax import Array, lax
 import optaxclip.norms as norms
 import optaxclip.thresholds as thresholds
 from optaxclip._base.arguments import checked_int, checked_name, makes_transformation
-from optaxclip._base.numerics import (
-    entries,
-    multiply,
-    root_of_positive,
-    select,
-)
+from optaxclip._base.numerics import entries, multiply, root_of_positive, select
 from optaxclip._base.states import check_state, increased, registered_state
 from optaxclip._base.trees import flatten, is_sparse, with_data
 from optaxclip._base.types import ArrayLike, ClipState, PyTree

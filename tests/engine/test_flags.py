@@ -6,26 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from public_names import public
+from public_names import GIVEN, public
 
 import optaxclip
 from optaxclip import monitor, scopes
 
 ROWS = jnp.ones((2, 3))
 
-# What functions with a flag must be given beside it.
-ARGUMENTS = {
+# What other functions with a flag must be given beside it.
+ARGUMENTS = GIVEN | {
     "accumulate.value_and_grad": {"loss_fn": jnp.dot, "microbatch_size": 1},
-    "adaptive_grad_clip": {"clipping": 1.0},
-    "clip": {"max_delta": 1.0},
-    "clip_attention_logits": {"heads": lambda path, leaf: None},
-    "clip_by": {"scope": scopes.tree(), "limit": 1.0},
-    "clip_by_block_rms": {"threshold": 1.0},
-    "clip_by_global_norm": {"max_norm": 1.0},
-    "clip_by_group_norm": {"max_norm": 1.0, "labels": "a"},
-    "clip_by_norm": {"max_norm": 1.0},
-    "clip_by_spectral_norm": {"c": 1.0},
-    "clip_by_value": {"min_value": 0.0, "max_value": 1.0},
     "clip_tree": {"tree": ROWS, "limits": 1.0, "scope": scopes.tree()},
     "per_example.clipped_grad": {"loss_fn": jnp.dot, "limit": 1.0},
     "per_example.explain": {"loss_fn": jnp.dot},
