@@ -220,3 +220,14 @@ def test_norms_and_sums_read_the_same_cotangents_of_bfloat16(positions):
 
     alone, _ = each_alone(loss, 1.0, *(jnp.asarray(v, jnp.bfloat16) for v in (w, x)))
     assert np.all(norms_of(alone) <= 1)
+
+
+def test_a_gradient_that_is_kept_in_bfloat16_is_not_less_than_it_was():
+    def loss_fn(w, x):
+        return jnp.sum(x @ w.astype(jnp.float32))
+
+    # Each entry of the gradient is 1 + 2**-8, which bfloat16 rounds to 1.
+    x = jnp.full((3, 64, 2), (1 + 2**-8) / 64)
+    norms, *_ = per_example.grad_norms(loss_fn)(jnp.ones((2, 2), jnp.bfloat16), x)
+    true = 2 * (1 + 2**-8)
+    assert np.all((norms >= true) & (norms < 1.01 * true))
