@@ -3,20 +3,20 @@
 Every clip and every skip keeps a record of its last step in its own state, wherever that is held:
 in `chain`, `masked`, `partition`, `MultiSteps`, `apply_if_finite`, `inject_hyperparams`, a Flax
 `TrainState`, an `nnx.Optimizer`, lists, dicts. (`clip`, `clip_by_value` and
-`clip_by_second_moment` have no norm and keep no record.) For a log, `metrics` makes flat numbers of
-the records inside of the compiled step, and `scalars` the same on the host, which `json_line`
-makes a line of JSON::
+`clip_by_second_moment` have no norm and keep no record.) For a log, `metrics` turns the records
+into a flat dict of numbers inside of the compiled step, `scalars` gives the same numbers as floats
+on the host, and `json_line` writes them as a line of JSON::
 
   for name, value in monitor.scalars(opt_state).items():
       writer.add_scalar(name, value, step)              # TensorBoard
   wandb.log(monitor.scalars(opt_state), step)           # Weights & Biases
 
-With `since=`, shares and counts are those of the steps after an earlier state.
-`events` keeps what became of each of the last steps, so that a bad batch is found.
-After a step that was skipped, `bad_leaves` names the leaves that caused it, and `verdict` tells the
-host whether to go on; inside of the compiled step `taken` tells what else must stay as it was.
-`loss_scale` is by what a step multiplies its loss. `noise_scale` tells from the gradients of
-microbatches whether the batch is too small.
+With `since=`, shares and counts are of the steps after an earlier state. `events` keeps what became
+of each of the last steps, so that a bad batch can be found. After a step that was skipped,
+`bad_leaves` names the leaves that caused it, and `verdict` tells the host whether to go on; inside
+of the compiled step `taken` tells what else must stay as it was. `loss_scale` is the number by
+which a step multiplies its loss. `noise_scale` tells from the gradients of microbatches whether the
+batch is too small.
 """
 
 import optaxclip._base.doors as _doors

@@ -1,4 +1,4 @@
-"""What records count, and the difference to an earlier state's counts."""
+"""The counts that records keep, and their difference from those of an earlier state."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ Counts: TypeAlias = dict[str, dict[str, Any]]
 
 
 def counts(opt_state: PyTree) -> Counts:
-    """The counts of all records in a state, a few integers, to keep for `since=` of a later log.
+    """The counts of all records in a state: a few integers, for `since=` of a later log.
 
     The state itself may be gone by then: a step to which it is donated deletes its arrays, an
     `nnx.Optimizer` changes in place, and Adam's moments take memory. The counts are plain data,
@@ -29,10 +29,10 @@ def counts(opt_state: PyTree) -> Counts:
       opt_state: as in `read`.
 
     Returns:
-      For each clip, skip and `record`, by its name in `metrics`, the counts that it has, of
-      `steps`, `num_clipped`, `num_nonfinite` and `num_skipped`: int32 arrays, with an entry for
-      each leaf or label where the record has such. They are in NumPy, after one `jax.device_get`,
-      or as they are inside of what is compiled.
+      A dict from the name of each clip, skip and `record` in `metrics` to its counts: those of
+      `steps`, `num_clipped`, `num_nonfinite` and `num_skipped` that it has. They are int32 arrays,
+      with an entry for each leaf or label if the record has several. Outside of `jit` they are in
+      NumPy, after one `jax.device_get`.
 
     Raises:
       ValueError: as `metrics`.
@@ -58,13 +58,13 @@ def counts(opt_state: PyTree) -> Counts:
     found = _counts_of(records_for_log(opt_state, "counts"))
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(found)):
         return found
-    # Copies: on a CPU these would be views of the device's memory, which change when a step uses it
-    # again, or keep the step from using it.
+    # Copied, because on a CPU `device_get` gives views of the device's memory. A later step could
+    # change what they show, or could not reuse that memory.
     return jax.tree.map(np.array, jax.device_get(found))
 
 
 def records_for_log(opt_state: PyTree, caller: str) -> dict[str, Recorded]:
-    """All records that have numbers for a log, by the names that begin those of the numbers."""
+    """All records that have numbers for a log; their names begin with the record's key."""
     more = (LossScaleState, NoiseScaleState, RecordState)
     found = [state for _, state in records(opt_state, caller, *more)]
     return dict(zip(numbered([name_of(state) for state in found]), found, strict=True))
@@ -73,10 +73,10 @@ def records_for_log(opt_state: PyTree, caller: str) -> dict[str, Recorded]:
 def since_earlier(
     found: Mapping[str, Recorded], since: PyTree | None
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """For each record what its numbers are made of, and the counts to begin at.
+    """For each record, the arrays that its numbers are made of, and the counts to begin at.
 
     Raises:
-      ValueError: if `since` is not of the same optimizer, or its arrays are deleted.
+      ValueError: if `since` is of another optimizer, or its arrays are deleted.
     """
     kept = [wanted(state) for state in found.values()]
     if since is None:
@@ -86,7 +86,7 @@ def since_earlier(
     if shapes != before:
         raise ValueError(
             f"since must be an earlier state of the same optimizer, or monitor.counts of it: it "
-            f"holds the counts {before}, and the state {shapes}"
+            f"holds the counts {before}, and the state holds {shapes}"
         )
     if any(isinstance(x, jax.Array) and _is_deleted(x) for x in jax.tree.leaves(earlier)):
         raise ValueError(
@@ -106,7 +106,7 @@ def _counts_of(found: Mapping[str, Recorded]) -> Counts:
 
 
 def _earlier_counts(since: PyTree) -> Counts:
-    """The counts that `since` is, or holds."""
+    """The counts in `since`, which is a state, or counts already."""
     are_counts = isinstance(since, Mapping) and all(
         isinstance(each, Mapping) and set(each) <= {*COUNTS} for each in since.values()
     )

@@ -24,9 +24,9 @@ from optaxclip.monitor.summaries import has_entries, names_of, wanted, worst_ent
 from optaxclip.norms import Norm
 
 VERDICTS = ("taken", "clipped", "not finite", "skipped")
-"""What became of a step; of several, the last counts."""
+"""What may become of a step; if several are true, the last of them stands."""
 NOT_RUN = 0
-"""Stands for a clip that did not run at a step; else leaves are numbered from 1."""
+"""Marks a clip that did not run at a step; the numbers of leaves begin at 1."""
 
 _WRAP_STATE = (
     "If the optimizer ran without events until now, put its state into a fresh one: "
@@ -46,8 +46,8 @@ class EventsState(NamedTuple):
       numbers: float32[window, judges, 3], norm, limit and factor of each clip and skip inside, in
         the order of `read`; for the loss of a skip, the loss and its limit. Step n is in row
         `n % window`.
-      marks: int32[window, 1 + judges], what became of the step, and for each of them which leaf was
-        the worst, numbered from 1, or 0 if it did not run.
+      marks: int32[window, 1 + judges], what became of the step, and for each clip and skip the
+        number of its worst leaf, from 1, or 0 if it did not run.
       inner_state: the wrapped transformation's state.
     """
 
@@ -67,27 +67,25 @@ def events(
     norm: str | Norm = "l2",
     **options: Unpack[PlaceOptions],
 ) -> Transformation[EventsState]:
-    """Keeps what the clips and skips inside of it did at each of the last steps.
+    """Keeps what the clips and skips in `inner` did at each of the last steps.
 
-    For each step: the norm, the limit, the factor, what became of the step, and the worst leaf.
-    It goes around whatever clips or skips: a clip, a skip, the whole optimizer. Updates are those
-    of `inner`, bit for bit. `history` reads the events, with the number of each step, by which a
-    bad batch is found in the data; `plots.events_over_steps` draws them. Nothing is sent to the
-    host until then.
+    It keeps for each step the norm, the limit, the factor, what became of the step, and the worst
+    leaf. It wraps a clip, a skip, or the whole optimizer. Updates are those of `inner`, bit for
+    bit. `history` reads the events, with the number of each step, by which a bad batch is found in
+    the data; `plots.events_over_steps` draws them. Nothing is sent to the host until then.
 
-    A step costs a row of some numbers, which are taken from the records of the clips and skips. The
-    worst leaf of a clip or a skip that has one norm for the whole tree is that with the largest
-    norm among the updates that come in: on a GPU these norms are had in the read of that clip or
-    skip, if it measures the same updates by the same norm. Clips of leaves, units and groups know
-    their worst themselves.
+    A step writes one row of numbers, taken from the records of the clips and skips. If a clip or a
+    skip has one norm for the whole tree, its worst leaf is the one with the largest norm among the
+    incoming updates. On a GPU these norms share the read of that clip or skip, if it measures the
+    same updates by the same norm. Clips of leaves, units and groups know their worst one already.
 
-    Around `optax.MultiSteps` a clip inside runs only at each k-th step, and has NaN at the others.
-    A skip inside of `MultiSteps` is refused: its record does not say at which steps it ran.
+    Around `optax.MultiSteps`, a clip inside runs only at each k-th step; its numbers are NaN at the
+    others. A skip inside of `MultiSteps` is refused: its record does not say at which steps it ran.
 
     Args:
       inner: the transformation with a clip or a skip in it.
       window: how many steps to keep.
-      norm: the norm by which the worst leaf is found, as in `optaxclip.clip_by`: that of the clip.
+      norm: the norm by which the worst leaf is found, as in `optaxclip.clip_by`: pass the clip's.
       **options: those that all transformations share, `optaxclip.PlaceOptions`; `history` chooses
         among several by their `name`.
 
@@ -159,9 +157,9 @@ class Judge(NamedTuple):
     """A clip, a skip, or the loss of a skip.
 
     Attributes:
-      name: as in `metrics`; that of a skip for its loss.
+      name: as in `metrics`; the loss of a skip has the skip's name.
       kept: what `summary` needs of its record, and the share of groups that were clipped.
-      names: those of its entries.
+      names: the names of its entries.
       is_loss: whether it judges the loss.
       around: the places of the skips around it.
     """
@@ -227,7 +225,7 @@ def _check_shape(state: EventsState, shape: tuple[int, ...], name: str) -> None:
     held = tuple(unboxed(state.numbers).shape)
     if held != shape:
         raise ValueError(
-            f"{name}: the state is that of other events: it keeps the last {held[0]} steps of "
+            f"{name}: the state was made by other events: it keeps the last {held[0]} steps of "
             f"{held[1]} clips and skips, and these events keep {shape[0]} of {shape[1]}. Pass the "
             f"window that it was made with. {FRESH_STATE}"
         )
@@ -254,7 +252,7 @@ def _written(
     for old, new, skips in zip(before, after, around, strict=True):
         found = worst_entry(new) if has_entries(new) else new | of_tree
         if "num_skipped" in new:
-            # Where a skip left the step out, the record of a skip inside of it is an old one.
+            # When a skip leaves a step out, a skip inside of it keeps its record of an older step.
             did_run = jnp.ones((), bool)
             for i in skips:
                 did_run &= after[i]["factor"] != 0

@@ -18,37 +18,37 @@ def history(
 
     Args:
       opt_state: any pytree that holds the state, as in `read`.
-      name: which of them, if there are several: the `name=` that `record` or `events` was given.
-      stat: which statistic, if a record keeps several, the norm if None; or which field of events,
-        all if None.
+      name: which one, if there are several: the `name=` that `record` or `events` was given.
+      stat: which statistic of a record that keeps several, None for the norm; or which field of
+        events, None for all.
 
     Returns:
       All steps so far, or the last `window` of them, in NumPy, after one `jax.device_get`.
 
-      Of a record float32[steps], or with a scope float32[steps, groups] with a column for each of
+      For a record, float32[steps]; with a scope, float32[steps, groups], with a column for each of
       `history_names`.
 
-      Of events a structured array [steps], of which `found["norm"]` is a column, and
-      `found[found["verdict"] == "skipped"]` some rows; also what `pandas.DataFrame` takes. Its
+      For events, a structured array [steps]: `found["norm"]` is a column, and
+      `found[found["verdict"] == "skipped"]` selects rows. `pandas.DataFrame` takes it too. Its
       fields are
 
         step     | int64: 0 is the first update since `init`
         verdict  | "taken", "clipped", "not finite" (and not skipped), or "skipped"
-        norm     | float32, as `metrics` has it: of leaves or groups that of the worst
+        norm     | float32, as `metrics` has it: of leaves or groups, the worst one's
         limit    | float32, the norm above which something is done
         factor   | float32, what the gradient was multiplied by; 0 of a skipped step
         worst    | the name of the worst leaf or group
 
-      These are the numbers of the first clip or skip in the order of `read`, which is the
-      outermost. Those of the others have its name in front, `clip_by_global_norm/limit`, and are
-      NaN, with an empty name, at steps at which it did not run, as inside of a skip that left the
-      step out. A skip that judges the loss has `loss` and `loss_limit` too. The verdict is that of
-      the whole step.
+      These numbers are of the first clip or skip in the order of `read`, which is the outermost.
+      The fields of each other one begin with its name, `clip_by_global_norm/limit`. They are NaN,
+      and its `worst` is empty, at steps at which it did not run, for example because a skip around
+      it left the step out. A skip that judges the loss has `loss` and `loss_limit` too. The verdict
+      is on the whole step.
 
     Raises:
       ValueError: if no record and no events have the name, or several have; for a statistic or a
-        field that is not kept, or none where a record keeps several without the norm; if the state
-        has lost the names of leaves, for what needs them.
+        field that is not kept; without `stat`, if a record keeps several and not the norm; if the
+        names of leaves are needed, and the state has lost them.
       TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet.
 
     Example:
@@ -132,7 +132,7 @@ def _known(stat: str | None, kept: list[str], has: str) -> str:
 def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]:
     """The names of the columns in `history`: those of groups or leaves, `("tree",)` or `("loss",)`.
 
-    Of events they are the names of the fields.
+    For events they are the names of the fields.
 
     Args:
       opt_state: as in `history`.

@@ -18,21 +18,21 @@ def json_line(
     """What `scalars` gives, as one line of valid JSON.
 
     JSON has no name for NaN and infinities, so they are written as null. `optaxclip.tuning.suggest`
-    and `python -m optaxclip suggest` read a file of such lines; a norm that is null counts there
-    as that of a step that was not finite. The host waits for the device, as in `scalars`.
+    and `python -m optaxclip suggest` read a file of such lines, and take a norm that is null for
+    one that was not finite. The host waits for the device, as in `scalars`.
 
     Args:
       opt_state: as in `read`.
       since: as in `metrics`.
       top: as in `scalars`.
-      more: what else belongs to the step, in front of the scalars: numbers, arrays of one number,
-        strings, bools or None.
+      more: what else belongs to the step; it comes before the scalars: numbers, arrays of one
+        number, strings, bools or None.
 
     Returns:
       A JSON object, without a line break.
 
     Raises:
-      ValueError: as `scalars`, and if a name is that of a scalar.
+      ValueError: as `scalars`, and if a name in `more` is the name of a scalar.
       TypeError: as `scalars`, and for a value of another type.
 
     Example:

@@ -1,4 +1,4 @@
-"""The scale of the loss, for the compiled step that multiplies by it."""
+"""The number by which the compiled step multiplies the loss."""
 
 import jax
 import optax
@@ -12,9 +12,9 @@ from optaxclip.monitor.states import described, unboxed, walk
 
 
 def loss_scale(opt_state: PyTree) -> Array:
-    """By what the next loss is multiplied, if `scale_loss` is around the optimizer.
+    """The number to multiply the next loss by, if `scale_loss` is around the optimizer.
 
-    It is to be read from the state that the update of the same step gets::
+    Read it from the state that you pass to the update of the same step::
 
       def scaled_loss(params):
           return loss_fn(params, batch).astype(jnp.float32) * monitor.loss_scale(opt_state)
@@ -26,11 +26,11 @@ def loss_scale(opt_state: PyTree) -> Array:
       opt_state: any pytree that holds the state, as in `optaxclip.monitor.read`.
 
     Returns:
-      float32[], a power of two; of states under `vmap` one for each. Nothing is sent to the host.
+      float32[], a power of two; under `vmap` one for each state. Nothing is sent to the host.
 
     Raises:
-      ValueError: if there is no state of `scale_loss`, or several; or if it is inside of a wrapper
-        that would keep it where something overflows, so that the scale could never fall.
+      ValueError: if there is no state of `scale_loss`, or several; or if a wrapper around
+        `scale_loss` hides overflows from it, so that the scale could never fall.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -52,7 +52,7 @@ def loss_scale(opt_state: PyTree) -> Array:
 
 
 def _refuse_what_keeps_it(opt_state: PyTree) -> None:
-    """Refuses a wrapper around `scale_loss` that would keep the scale where a step overflowed."""
+    """Refuses a wrapper around `scale_loss` that would not let it see a step that overflowed."""
     keepers = (SkipState, optax.MultiStepsState, optax.ApplyIfFiniteState)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, (LossScaleState, *keepers)))
     for node in (node for node in nodes if isinstance(node, keepers)):

@@ -1,4 +1,4 @@
-"""The gradient noise scale: from sums of single steps to the batch size that would be enough."""
+"""The gradient noise scale: averages over the steps tell which batch size would be enough."""
 
 from typing import Any, NamedTuple
 
@@ -25,11 +25,10 @@ class NoiseSums(NamedTuple):
     Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, 2018, arXiv 1812.06162, appendix A.
 
     Attributes:
-      signal: float[], an estimate of the squared norm of the true gradient; that of one step may be
+      signal: float[], an estimate of the squared norm of the true gradient; from one step it may be
         negative.
-      variance: float[], an estimate of the trace of the covariance of the gradients of single
-        examples (or of whatever else is counted), so that the gradient of a batch of `n` has
-        `variance / n`.
+      variance: float[], an estimate of the trace of the covariance of single examples' gradients
+        (or of whatever else is counted). For the gradient of a batch of `n` it is `variance / n`.
     """
 
     signal: Array
@@ -41,7 +40,7 @@ class NoiseScaleState(NamedTuple):
     """State of `noise_scale`.
 
     Attributes:
-      steps: int32[], steps so far whose sums were finite.
+      steps: int32[], how many steps so far had finite sums.
       name: the transformation's name, as a tuple of one.
       signal: float32[], the average of the signals of these steps.
       variance: float32[], the average of their variances.
@@ -54,7 +53,7 @@ class NoiseScaleState(NamedTuple):
 
     @property
     def scale(self) -> Array:
-        """The noise scale; NaN before the first step, infinite while no signal shows."""
+        """The noise scale; NaN before the first step, infinite while the signal is not positive."""
         return scale_of(self.steps, self.signal, self.variance, jnp)
 
 
@@ -72,15 +71,15 @@ def noise_scale(
     """Keeps the gradient noise scale: about the batch size above which more examples help little.
 
     It averages the two sums of `optaxclip.accumulate` over the steps and then divides the averages:
-    `variance / signal`, the simple noise scale. In a much smaller batch the gradient is mostly
-    noise; a much larger batch spends examples on digits that the step does not need. Updates pass
-    through untouched, so it may stand anywhere in a chain.
+    `variance / signal`, the simple noise scale. The gradient of a much smaller batch is mostly
+    noise; a much larger batch makes the gradient more exact than the step needs. Updates pass
+    through untouched, so `noise_scale` may stand anywhere in a chain.
 
     Source: McCandlish, Kaplan, Amodei and the OpenAI Dota team, 2018, arXiv 1812.06162.
 
     Args:
-      decay: how much of the averages stays at a step, at least 0 and below 1; the first steps are
-        averaged evenly. Sums of single steps are noisy: their ratio needs some hundred of them.
+      decay: the share of an average that stays at a step, at least 0 and below 1; the first steps
+        are averaged evenly. Sums of single steps are noisy: their ratio needs some hundred of them.
       name: what the transformation is called in messages and by `optaxclip.monitor`.
 
     Returns:
@@ -91,7 +90,7 @@ def noise_scale(
 
     Raises:
       ValueError: if `decay` is not in its range; when used, without `noise=`.
-      TypeError: if `decay` is not a number, or `noise` no `NoiseSums`.
+      TypeError: if `decay` is not a number, or `noise` is not a `NoiseSums`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -129,7 +128,7 @@ def noise_scale(
         share = jnp.expm1(jnp.log(as_float(decay))) / jnp.expm1(number * jnp.log(as_float(decay)))
 
         def averaged(old: Array, new: Array) -> Array:
-            # Replaced before the sum, because `jax_debug_nans` would stop at a sum that is NaN.
+            # A new sum that is not finite is replaced first: `jax_debug_nans` stops at a NaN.
             return old + share * (jnp.where(is_finite, new, old) - old)
 
         signal, variance = map(averaged, (state.signal, state.variance), noise)
@@ -156,13 +155,13 @@ def _given(extra_args: dict[str, Any], name: str) -> NoiseSums:
 def known_where(known: Array, x: Array) -> Array:
     """`x`, or NaN where `known` is False.
 
-    In eager mode `jax_debug_nans` does not stop here, because a number that is unknown is no error.
+    `jax_debug_nans` does not stop here in eager mode, because an unknown number is not an error.
     """
     with jax.debug_nans(False):
         return select(known, x, jnp.nan)
 
 
 def unknown(like: Array) -> Array:
-    """NaN in the shape and dtype of `like`; `jax_debug_nans` does not stop in eager mode."""
+    """NaN, shaped and typed as `like`; `jax_debug_nans` does not stop at it in eager mode."""
     with jax.debug_nans(False):
         return jnp.full_like(like, jnp.nan)

@@ -1,4 +1,4 @@
-"""What the clips, skips and records in a state did, or saw, at the last step."""
+"""What the clips, skips and records in a state did or measured at the last step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, overload
@@ -27,7 +27,7 @@ from optaxclip.monitor.summaries import (
 
 @jax.tree_util.register_pytree_with_keys_class
 class Records(dict[str, ClipInfo]):
-    """The records under their keys; a lookup takes the end of a key too, if only one has it."""
+    """The records under their keys; the end of a key is enough if only one key has that end."""
 
     def __missing__(self, end: str) -> ClipInfo:
         fitting = [key for key in self if key.endswith(f"/{end}")]
@@ -42,7 +42,7 @@ class Records(dict[str, ClipInfo]):
 
     @classmethod
     def tree_unflatten(cls, keys: tuple[str, ...], infos: Any) -> "Records":
-        """The same with other records."""
+        """The records under their keys, from what `tree_flatten_with_keys` took apart."""
         return cls(zip(keys, infos, strict=True))
 
 
@@ -57,19 +57,18 @@ def read(opt_state: PyTree) -> Records:
         which Flax keeps no names: there transformations are called "clip" and "skip".
 
     Returns:
-      A dict in the order of the state, with a skip before the states that it wraps. It also takes
-      the last part of a key where that is unique: `read(state)["clip_by_global_norm"]`. A key is
-      the path in the state and the transformation's name: `0/clip_by_global_norm` for
-      `opt_state[0]`, `inner_state/1/clip_by_norm` for `opt_state.inner_state[1]`. The path makes
-      each key unique, with or without `name=`, and keys are the same at every step. (Should dict
-      keys with a `/` make two keys equal, all paths are in Python's notation:
-      `['a/b'][0]/clip_by_norm`.) A skip that judges the loss has a second entry, under its key and
-      `/loss`, in which `norm` is the
-      loss.
+      A dict in the order of the state, with a skip before the states that it wraps. The last part
+      of a key is enough if it is unique: `read(state)["clip_by_global_norm"]`. A key is the path in
+      the state and the transformation's name: `0/clip_by_global_norm` for `opt_state[0]`,
+      `inner_state/1/clip_by_norm` for `opt_state.inner_state[1]`. The path makes each key unique,
+      with or without `name=`, and keys are the same at every step. (Should dict keys with a `/`
+      make two keys equal, all paths are in Python's notation: `['a/b'][0]/clip_by_norm`.) A skip
+      that judges the loss has a second entry, under its key with `/loss` behind it, in which `norm`
+      is the loss.
 
     Raises:
       ValueError: if there is no clip and no skip that keeps a record.
-      KeyError: from the dict, for a key that is none, or the end of several; it lists the keys.
+      KeyError: from the dict, for what is no key and not the end of exactly one; it lists the keys.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -95,7 +94,7 @@ def read(opt_state: PyTree) -> Records:
 def metrics(
     opt_state: PyTree, prefix: str = "", *, since: PyTree | None = None, top: int = 0
 ) -> dict[str, Array]:
-    """The records as a flat dict of scalars, inside of the compiled step too.
+    """The records as a flat dict of scalars; it works inside of the compiled step too.
 
     A name is made of the transformation's name, the kind of number, and the label if it is a clip
     by labels: `clip_by_global_norm/limit`, `clip_by_group_norm/norm/actor`.
@@ -114,47 +113,47 @@ def metrics(
       loss_scale       | skip | of `scale_loss`: that of the next step     | the smallest
       steps            | clip | steps so far                               | the largest
 
-    The numbers of `noise_scale` are `scale`, `signal` and `variance`; those of `record` are its
-    statistics of the last step, of leaves or layers the largest, and `steps`.
+    The numbers of `noise_scale` are `scale`, `signal` and `variance`. The numbers of `record` are
+    its statistics of the last step, of leaves or layers the largest, and `steps`.
 
     Late in a run the share of all steps so far hardly moves. With `since`, the share and all counts
-    are those of the steps after an earlier state; everything else is of the last step, as without.
-    Without a step between the two the share is 0; it is NaN, and `steps` is below 0, if the earlier
-    state is the later one, as after a roll back.
+    are of the steps after an earlier state; all other numbers are still of the last step. If there
+    was no step between the two states, the share is 0. If `since` is the later one, as after a roll
+    back, the share is NaN and `steps` is below 0.
 
-    With `top`, the worst leaves or groups of each clip and record that has several have numbers of
-    their own, the worst first: `clip_by_norm/top/0/norm`, `limit`, `factor` and `clipped_norm`, and
-    all statistics of a record, `record/top/0/share`. Those of a record are in the order of their
-    norms; without norms, of the first statistic that it keeps, in the order of its table.
-    `record/top/0/index` says which leaf it is: `history_names(state)[index]`, and of a clip
-    `read(state)["clip_by_norm"].names[index]`. `scalars` has the name itself, `record/top/0/name`.
-    Of fewer leaves than `top` there are fewer numbers.
+    With `top`, each clip and record that has several leaves or groups shows numbers of the worst of
+    them too, the worst first: `clip_by_norm/top/0/norm`, `limit`, `factor` and `clipped_norm`, and
+    all statistics of a record, `record/top/0/share`. A record sorts them by their norms, or, if it
+    keeps none, by the first of its statistics in the order of its table. `record/top/0/index` says
+    which leaf it is: its name is `history_names(state)[index]`, for a clip
+    `read(state)["clip_by_norm"].names[index]`. `scalars` gives the name itself, as
+    `record/top/0/name`. If there are fewer leaves than `top`, there are fewer numbers.
 
-    Each label has numbers of its own (scopes `group` and `muon`). Leaves, units and states under
-    `vmap` may be very many, so one number stands for all of them. The worst entry is the one with
-    the largest ratio of norm to limit, of equal ones (to rounding) the first; a norm that is not
-    finite and a limit of 0 are worse than all others. Before the first step the limit is inf, and
-    for `skip_nonfinite` it always is.
+    Each label has numbers of its own (scopes `group` and `muon`). There may be very many leaves,
+    units, or states under `vmap`, so one number stands for all of them. The worst entry is the one
+    with the largest ratio of norm to limit, of equal ones (to rounding) the first; a norm that is
+    not finite and a limit of 0 are worse than all others. The limit is inf before the first step,
+    and always for `skip_nonfinite`.
 
     The names depend on the transformations alone and are the same at every step. If several
-    transformations have one name, the second and later ones get a number behind it, in the order of
-    `read`: `clip_by_norm_1/norm`. Give them names of their own with `name=`.
+    transformations share a name, the second and later ones, in the order of `read`, get a number
+    behind it: `clip_by_norm_1/norm`. Give them names of their own with `name=`.
 
     Args:
       opt_state: as in `read`.
       prefix: the beginning of all names, such as "train/".
-      since: an earlier state of the same optimizer, or `counts` of it, from which on to count; None
-        for the first step. Between two logs keep `counts`: the state itself is gone once a step
-        takes it as a donated argument.
-      top: of how many of the worst leaves or groups to give the numbers.
+      since: an earlier state of the same optimizer, or `counts` of it: only later steps are
+        counted. None counts from the first step. Between two logs keep `counts`, because a step
+        that takes the state as a donated argument deletes it.
+      top: how many of the worst leaves or groups to show.
 
     Returns:
       A dict from name to float32[], or int32[] for counts. Nothing is sent to the host.
 
     Raises:
       ValueError: if there is no clip and no skip that keeps a record, nor a `record` or
-        `noise_scale`; if `since` holds no record, those of another optimizer, or deleted arrays; if
-        `top` is below 0, or nothing in the state has numbers of several leaves or groups.
+        `noise_scale`; if `since` holds no records, records of another optimizer, or deleted arrays;
+        if `top` is below 0, or given where nothing in the state has several leaves or groups.
       TypeError: if `prefix` is not a string, or `top` not an int.
 
     Example:
@@ -191,13 +190,13 @@ def scalars(
 def scalars(
     opt_state: PyTree, prefix: str = "", *, since: PyTree | None = None, top: int = 0
 ) -> dict[str, Any]:
-    """The same as `metrics`, as Python floats on the host, ready for a log.
+    """The numbers of `metrics` as Python floats on the host, ready for a log.
 
-    The host waits for the step that made the state and then for one `jax.device_get`, of six arrays
-    for each clip, however many leaves it has; five for a skip, or seven if it judges the loss; six
-    for a `scale_loss`; three for a `noise_scale`; and for a `record` its `steps` and one array for
-    each statistic. Nothing is computed on the device, so one of several processes may call it
-    alone.
+    The host waits for the step that made the state, and then for one `jax.device_get`. It gets six
+    arrays for each clip, however many leaves the clip has; five for a skip, or seven if it judges
+    the loss; six for a `scale_loss`; three for a `noise_scale`; and for a `record` its `steps` and
+    one array for each statistic. Nothing is computed on the device, so one of several processes may
+    call `scalars` alone.
 
     Args:
       opt_state: as in `read`.
@@ -206,8 +205,8 @@ def scalars(
       top: as in `metrics`.
 
     Returns:
-      A dict from name to Python float; with `top` also from `.../top/0/name` to the leaf's name, a
-      string, which TensorBoard takes by `add_text`.
+      A dict from name to Python float. With `top`, `.../top/0/name` is the leaf's name, a string,
+      which TensorBoard takes by `add_text`.
 
     Raises:
       ValueError: as `metrics`; with `top` also for a state that has lost the names of its leaves.
@@ -241,7 +240,7 @@ def scalars(
 def on_host(
     opt_state: PyTree, prefix: str, since: PyTree | None, top: int, caller: str
 ) -> dict[str, Any]:
-    """What `scalars` gives to the function of this name, which messages name."""
+    """What `scalars` gives; messages name the `caller`."""
     found = records_for_log(opt_state, caller)
     arrays = to_host(_checked(since_earlier(found, since), top), caller)
     rows = zip(arrays, found.values(), strict=True)
@@ -257,10 +256,10 @@ Numbers: TypeAlias = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def _checked(numbers: Numbers, top: int) -> Numbers:
-    """The numbers of all records, of which some have entries if `top` asks for the worst.
+    """The numbers of all records, after a check that some have entries if `top` asks for the worst.
 
     Raises:
-      ValueError: if they have none, or `top` is below 0.
+      ValueError: if none has entries, or `top` is below 0.
       TypeError: if `top` is not an int.
     """
     if checked_int(top, 0, "top") and not any(has_entries(kept) for kept, _ in numbers):
@@ -272,13 +271,13 @@ def _checked(numbers: Numbers, top: int) -> Numbers:
 
 
 def _index(state: Recorded, index: Any) -> dict[str, Any]:
-    """Which entry it is, inside of what is compiled."""
+    """The index of an entry, for use inside of compiled functions."""
     del state
     return {"index": index}
 
 
 def _name(state: Recorded, index: Any) -> dict[str, Any]:
-    """Which entry it is, on the host."""
+    """The name of an entry, which only the host can show."""
     names = names_of(state)
     if not names:
         raise lost_names(f"{name_of(state)} has lost the names of its leaves")

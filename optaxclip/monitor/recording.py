@@ -32,10 +32,11 @@ class RecordState(NamedTuple):
       steps: int32[], steps so far.
       name: the transformation's name, as a tuple of one.
       names: the groups' names in order.
-      last: for each statistic float32[] or, with a scope, float32[groups], of the last step; -inf
-        for a group without leaves at that step, because NaN is for one that is not finite.
-      ring: float32[window], or float32[window, groups]; of several statistics, in the order of
-        their names, float32[window, statistics, ...]. Step n is in row `n % window`.
+      last: for each statistic, of the last step, float32[] or, with a scope, float32[groups]. It is
+        -inf for a group without leaves at that step, because NaN means that it was not finite.
+      ring: float32[window], or float32[window, groups]; if there are several statistics,
+        float32[window, statistics, ...], in the order of their names. Step n is in row
+        `n % window`.
     """
 
     steps: Array
@@ -59,14 +60,14 @@ def record(
 ) -> Transformation[RecordState]:
     """Keeps statistics of the last steps on the device; updates pass through untouched.
 
-    As the first stage of a chain it records the raw gradients, also those that are not finite;
-    inside a skip it records only the steps that were taken. Nothing is sent to the host until
-    `history` asks for it; `metrics` and `scalars` have the last step. It works under `jit`, in
-    `scan` and under `vmap`.
+    As the first stage of a chain it records the raw gradients, even if they are not finite; inside
+    a skip it records only the steps that were taken. Nothing is sent to the host until `history`
+    asks for it; `metrics` and `scalars` have the last step. It works under `jit`, in `scan` and
+    under `vmap`.
 
-    As the last stage of a chain the statistics are those of the step that the weights take. Its
-    `ratio` is how far the step moves them, as a share of their own norm; usual is about 1e-3, and
-    spikes of it come before spikes of the loss.
+    As the last stage of a chain it records the step that the weights take. Then `ratio` is how far
+    the step moves them, as a share of their own norm: usually about 1e-3. Its spikes come before
+    spikes of the loss.
 
       statistic     | what it is of each group                          | not finite
       --------------|---------------------------------------------------|----------------------
@@ -85,15 +86,15 @@ def record(
 
     Args:
       window: how many steps to keep.
-      per_leaf: the same as `scope=scopes.leaf()`.
+      per_leaf: True means `scope=scopes.leaf()`.
       scope: which entries belong together, from `optaxclip.scopes`: leaves, layers of leaves that
         stack them, experts, labelled groups; the whole tree if None. With the scopes `axes` and
-        `unit`, which divide a leaf into very many plan, the largest number of each leaf is kept.
+        `unit`, which divide a leaf into very many groups, the largest number of each leaf is kept.
       stats: which statistics to keep, of those in the table: one name, or several.
-      loss: whether to keep the loss, given to the update as `value=` or `loss=`, in place of
-        statistics.
+      loss: whether to keep the loss in place of statistics; the update takes it as `value=` or
+        `loss=`.
       norm: the norm of "norm", "param_norm" and "ratio", as in `optaxclip.clip_by`.
-      ratio: the same as `stats="ratio"`.
+      ratio: True means `stats="ratio"`.
       **options: those that all transformations share, `optaxclip.PlaceOptions`; `history` chooses
         among several records by their `name`.
 
@@ -101,12 +102,13 @@ def record(
       A transformation with a `RecordState`. Its update returns the updates as they are.
 
     Raises:
-      ValueError: if `window` is less than 1, for an unknown norm or statistic, for none, or for one
-        that comes twice; for `per_leaf` with `scope`, `ratio` with `stats`, or `loss` with any of
-        them; when used, for a statistic that needs `params` without them, or for a missing loss or
-        one that is an array with axes.
+      ValueError: if `window` is less than 1; for an unknown norm or statistic, for no statistic, or
+        for one that comes twice; for `per_leaf` with `scope`, `ratio` with `stats`, or `loss` with
+        any of them; when used, without `params` if a statistic needs them, or for a loss that is
+        missing or has axes.
       TypeError: if `window` is not an int; if `per_leaf`, `loss` or `ratio` is neither True nor
-        False; if a statistic is not a string, the scope not a scope, or the loss not a number.
+        False; if a statistic is not a string, if the scope is not a scope, or if the loss is not a
+        number.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -176,7 +178,7 @@ def _check_same(state: RecordState, kept: tuple[str, ...], name: str) -> None:
     """
     if sorted(state.last) != list(kept):
         raise ValueError(
-            f"{name}: the state is that of another record: it holds the statistics "
+            f"{name}: the state was made by another record: it holds the statistics "
             f"{sorted(state.last)}, and this record keeps {list(kept)}. {FRESH_STATE}"
         )
 
@@ -190,7 +192,7 @@ def _check_shape(state: RecordState, shape: tuple[int, ...], name: str) -> None:
     if state.ring.shape != shape:
         held, asked = (f"the last {x[0]} steps as {[*x]}" for x in (state.ring.shape, shape))
         raise ValueError(
-            f"{name}: the state is that of another record: it keeps {held}, and this record keeps "
+            f"{name}: the state was made by another record: it keeps {held}, and this record keeps "
             f"{asked}. Pass the window and the scope that it was made with. {FRESH_STATE}"
         )
 
@@ -235,7 +237,7 @@ def _fields(steps: Array, ring: Array, found: dict[str, Array], *_: Any) -> dict
 
 
 def _written(steps: Array, ring: Array, found: dict[str, Array], absent: Any) -> dict[str, Any]:
-    """The fields of the state that change with one more row; groups may have no leaves now."""
+    """The fields of the state that one more row changes; `absent` groups have no leaves now."""
     last = {key: narrowed(found[key], ring.dtype) for key in sorted(found)}
     row = devices.stack(list(last.values())) if len(last) > 1 else next(iter(last.values()))
     rows = len(ring)

@@ -44,7 +44,7 @@ def records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any
 
 
 def keys_of(places: Sequence[tuple[Path, tuple[str, ...]]]) -> list[str]:
-    """A key for each path and the names behind it, all different."""
+    """A key for each path and the names that belong to it; all keys are different."""
     simple, exact = [], []
     for path, names in places:
         simple.append("/".join(filter(None, (keystr(path, simple=True, separator="/"), *names))))
@@ -55,7 +55,7 @@ def keys_of(places: Sequence[tuple[Path, tuple[str, ...]]]) -> list[str]:
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """The names, all different: those after the first of a kind have a number behind them."""
+    """The names, made different: the second and later ones of equal names get a number."""
     given: dict[str, None] = {}
     for name in names:
         chosen, number = name, 0
@@ -67,9 +67,9 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def walk(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """All states of the given kinds, with their paths; those inside of another come after it.
+    """All states of the given kinds, with their paths; a state comes before those inside of it.
 
-    The skip that is a part of a `LossScaleState` is not one of its own if both kinds are given.
+    If both kinds are asked for, the skip inside of a `LossScaleState` does not come a second time.
     """
     stop = (*kinds, SkipState)
     pairs = jax.tree_util.tree_leaves_with_path(
@@ -87,7 +87,7 @@ def walk(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator[tuple[
 
 
 def _whole(node: Any, kinds: Sequence[Any]) -> Any:
-    """The state that Flax has made a dict of, if it is of one of these kinds; else `node`."""
+    """The state of one of these kinds, if Flax has turned it into the dict `node`; else `node`."""
     for kind in kinds:
         if _has_fields(node, kind) and ("info" not in node or _has_fields(node["info"], ClipInfo)):
             name = kind.__name__.removesuffix("State").lower()
@@ -137,7 +137,7 @@ def lost_names(what: str) -> ValueError:
 
 
 def unboxed(value: Any) -> Any:
-    """The array inside of a box, or else the value itself.
+    """The array inside of a box; any other value as it is.
 
     An `nnx.Optimizer` puts boxes around the fields of states.
     """

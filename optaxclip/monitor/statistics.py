@@ -26,7 +26,7 @@ from optaxclip.norms import Norm
 
 
 class Sources:
-    """What statistics are made of, each measured at its first use."""
+    """The norms and products that statistics are made of; each is measured at its first use."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Sources:
           plan: the groups of the gradients.
           of_weights: the same plan, with the placement of the parameters.
           norm: the norm that the user chose.
-          with_cosines: whether cosines are needed too, whose pass also gives the parameters' L2
-            norms.
+          with_cosines: whether cosines are needed too; the pass for them also gives the parameters'
+            L2 norms.
         """
         self.norm = norm
         self._leaves, self._weights = leaves, weights or []
@@ -78,10 +78,10 @@ class Sources:
         return self._products.cosine
 
     def shares(self) -> Array:
-        """The parts that the groups have in the squared norm of all."""
+        """For each group, its share of the squared norm of the whole tree."""
         norm, present = self.of_leaves(norms.l2), self._plan.have_leaves()
         known = jnp.where(present, norm, 0)
-        # Relative to the largest, so that no square leaves the range.
+        # Norms are divided by the largest, so that no square leaves the range.
         squares = jnp.square(safe_divide(known, jnp.max(known, initial=0), 0.0))
         return jnp.where(present, safe_divide(squares, jnp.sum(squares), 0.0), norm)
 
@@ -104,7 +104,7 @@ class GroupStatistic:
     """A number for each group of a tree.
 
     Attributes:
-      compute: from the sources to the number for each group.
+      compute: makes the number for each group from the sources.
       needs_params: whether it needs the parameters.
     """
 
@@ -117,7 +117,7 @@ def _is_not_zero(x: Array) -> Array:
 
 
 NOT_ZERO = Norm("not_zero", _is_not_zero, norms.mean_abs.finish, degree=0)
-"""The share of entries that are not 0, as a norm whose powers are all 0 or 1."""
+"""The share of entries that are not 0: a norm for which each entry counts as 0 or 1."""
 
 
 def _zero_fraction(source: Sources) -> Array:
@@ -151,14 +151,14 @@ def recorded_statistics(
     names: tuple[str, ...],
     options: Options,
 ) -> dict[str, Array]:
-    """The statistics of these names: for each one number per group, or one for the tree.
+    """The statistics of these names: each has a number per group, or one for the tree.
 
     Args:
       flat: the gradients.
       params: the parameters, if the user has passed them.
       plan: the groups, and where they lie.
       names: which statistics.
-      options: of the transformation; their norm is that of "norm", "param_norm" and "ratio".
+      options: those of the transformation; "norm", "param_norm" and "ratio" take their norm.
 
     Raises:
       ValueError: if parameters are needed and missing, or do not match.
@@ -192,7 +192,7 @@ def _statistics(
 
 
 def _by_name(packed: Array, plan: Plan) -> Array:
-    """A number for each name: for a leaf with many groups, the largest of theirs."""
+    """A number for each name: a leaf with many groups gets their largest."""
     if plan.grouping.layout != "dict":
         return packed
     largest = [_largest(x) for x in plan.unpack(packed)]
@@ -200,7 +200,7 @@ def _by_name(packed: Array, plan: Plan) -> Array:
 
 
 def _largest(x: Array) -> Array:
-    """The largest number; 0 if there is none, NaN if one is NaN, on whichever device it lies."""
+    """The largest number over all devices; 0 if there is none, NaN if one is NaN."""
     is_unknown = jnp.isnan(x)
     least = jnp.asarray(-jnp.inf, x.dtype)
     largest = jnp.max(jnp.where(is_unknown, least, x), initial=least)

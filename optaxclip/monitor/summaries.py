@@ -19,7 +19,7 @@ Recorded: TypeAlias = ClipState | SkipState | LossScaleState | NoiseScaleState |
 """The states that have numbers for a log."""
 
 Summary: TypeAlias = dict[str, Any]
-"""For each kind of number an array `[labels]`, or `[1]`; under "top" a dict for each entry."""
+"""An array `[labels]`, or `[1]`, for each kind of number; "top" has a dict for each entry."""
 
 # The numbers of a record that has no entries.
 _NOTHING = {"norm": 0.0, "limit": float("inf"), "factor": 1.0}
@@ -30,13 +30,13 @@ NUMBERS = (
     *(name for name in STATISTICS if name != "norm"),
     "steps",
 )
-"""The kinds, in the order shown; dicts that `jit` returns are sorted."""
+"""The kinds of numbers, in the order shown, because `jit` sorts the dicts that it returns."""
 
 COUNTS = ("steps", "num_clipped", "num_nonfinite", "num_skipped")
 """What is counted from the first step on."""
 
 ROUNDING = 1e-6
-"""Positive scores whose relative difference is no larger are equal."""
+"""Positive scores count as equal if their relative difference is no larger."""
 
 
 def wanted(state: Recorded) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def wanted(state: Recorded) -> dict[str, Any]:
 
 
 def labels_of(state: Recorded) -> tuple[str, ...]:
-    """The entries of the record that a user has named, if there are such."""
+    """The entries of the record that a user has named; empty if there are none."""
     names = names_of(state)
     return tuple(names) if names.are_labels else ()
 
@@ -83,7 +83,7 @@ def has_entries(kept: dict[str, Any]) -> bool:
 def summary_on_device(
     kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool, top: int
 ) -> Summary:
-    """`summary` of arrays that may be traced."""
+    """`summary` with `jax.numpy`, for arrays that may be traced."""
     return summary(kept, earlier, with_labels, top, jnp)
 
 
@@ -94,9 +94,9 @@ def summary(
 
     Args:
       kept: what `wanted` gives.
-      earlier: the counts of an earlier state, from which on to count; empty for the first step.
-      with_labels: whether the entries along the last axis each have numbers of their own.
-      top: of how many entries to give the numbers.
+      earlier: the counts of an earlier state, which are subtracted; empty to count all steps.
+      with_labels: whether each entry along the last axis has numbers of its own.
+      top: how many of the worst entries to show.
       numpy: `numpy`, or `jax.numpy`.
     """
     found = _of_all(kept, earlier, with_labels, numpy)
@@ -106,7 +106,7 @@ def summary(
 def _of_all(
     kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool, numpy: Any
 ) -> Summary:
-    """The numbers; states under `vmap` have leading axes, which count as more entries."""
+    """The numbers of the whole record; leading axes, from `vmap`, count as more entries."""
     if "signal" in kept:
         return _of_noise(kept, numpy)
     kept = kept | {count: kept[count] - start for count, start in earlier.items()}
@@ -143,7 +143,7 @@ def _of_all(
 
 
 def _most(counts: Any, numpy: Any) -> Any:
-    """The largest count of each column, 0 if there is none; since a later state it is below 0."""
+    """The largest count of each column, 0 if it is empty; below 0 if `since` is a later state."""
     return numpy.max(counts, axis=0) if counts.size else numpy.zeros(counts.shape[1:], counts.dtype)
 
 
@@ -154,7 +154,7 @@ def _of_noise(kept: dict[str, Any], numpy: Any) -> Summary:
 
 
 def _of_largest(rows: Any, numpy: Any) -> Any:
-    """The largest number of each column, NaN if there is one; -inf stands for a missing group."""
+    """The largest number of each column, NaN if one is NaN; -inf stands for a missing group."""
     if not rows.size:
         return numpy.zeros(rows.shape[1:], rows.dtype)
     largest = numpy.max(rows, axis=0)
@@ -170,25 +170,25 @@ def _of_worst(columns: dict[str, Any], numpy: Any) -> Summary:
     else:
         found = _at_largest(_excess(norm, columns["limit"], numpy), columns, numpy)
     factor = found["factor"]
-    # Where the factor is 0, nothing went on, and NaN times 0 would be NaN.
+    # Where the factor is 0, nothing went on; a norm that is NaN times 0 would be NaN.
     return found | {"clipped_norm": numpy.where(factor == 0, 0, found["norm"]) * factor}
 
 
 def _excess(norm: Any, limit: Any, numpy: Any) -> Any:
-    """The root of the ratio of norm to limit, which is in the range of float32."""
+    """The square root of norm / limit: unlike the ratio, it is always in the range of float32."""
     is_usable = (limit > 0) & numpy.isfinite(norm)
     norm, limit = numpy.where(is_usable, norm, 0), numpy.where(is_usable, limit, 1)
     return numpy.where(is_usable, numpy.sqrt(norm) / numpy.sqrt(limit), numpy.inf)
 
 
 def _of_few(kept: dict[str, Any], top: int, numpy: Any) -> list[dict[str, Any]]:
-    """The numbers of the entries that are worst, or largest, and which these are."""
+    """The numbers and the indices of the entries that are worst, or largest."""
     states = max(kept["steps"].size, 1)
     if "last" in kept:
         columns = {name: x.reshape(states, -1) for name, x in kept["last"].items()}
-        # The same order for all statistics: that of the norms, or of the first that there is.
+        # One order for all statistics: that of the norms, or else of the first statistic.
         first = next(x for x in ("norm", *NUMBERS) if x in columns)
-        # A group without leaves is -inf here, and comes last; one that is not finite comes first.
+        # A group without leaves is -inf here and comes last; what is not finite comes first.
         largest = numpy.max(columns[first], axis=0)
         score = numpy.where(numpy.isnan(largest), numpy.inf, largest)
         found = {name: _of_largest(x, numpy) for name, x in columns.items()}
@@ -220,7 +220,7 @@ def _of_largest_loss(loss: Any, limit: Any, numpy: Any) -> Summary:
 
 
 def _at_largest(score: Any, columns: dict[str, Any], numpy: Any) -> Summary:
-    """For each column the number of the first entry whose score is, to rounding, the largest."""
+    """For each column, the number of the first entry with the largest score, up to rounding."""
     if len(score) == 1:
         return {field: x[0] for field, x in columns.items()}
     where = numpy.argmax(_is_largest(score, numpy), axis=0, keepdims=True)
@@ -228,9 +228,9 @@ def _at_largest(score: Any, columns: dict[str, Any], numpy: Any) -> Summary:
 
 
 def _is_largest(score: Any, numpy: Any) -> Any:
-    """Which scores of each column are, to rounding, the largest.
+    """Which scores of each column are the largest, up to rounding.
 
-    The device and the host round differently, and must choose the same of equal scores.
+    The device and the host round differently, and must choose the same entry of several equal ones.
     """
     largest = numpy.max(score, axis=0, keepdims=True)
     return score >= numpy.minimum(largest, largest * (1 - ROUNDING))

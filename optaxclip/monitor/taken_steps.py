@@ -1,4 +1,4 @@
-"""Whether the last step was taken, for what the compiled step keeps beside the parameters."""
+"""Whether the last step was taken: for all else that the compiled step changes."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -14,19 +14,20 @@ from optaxclip.monitor.states import described, unboxed, walk
 
 
 def taken(opt_state: PyTree) -> Array:
-    """Whether the last step was taken, or skipped; inside of the compiled step too.
+    """Whether the last step was taken, not skipped; it works inside of the compiled step too.
 
     A skip leaves the parameters and the optimizer's state as they were. It does not know what else
     a step changes: running statistics of BatchNorm, averages of weights, the carried state of a
-    recurrent network. A NaN that gets there stays. So keep the old ones where the step was not
-    taken::
+    recurrent network. A NaN that gets there stays there. So keep their old values if the step was
+    not taken::
 
       updates, opt_state = tx.update(grads, opt_state, params)
       batch_stats = optax.tree.where(monitor.taken(opt_state), new_batch_stats, batch_stats)
 
-    It counts what became of the step, not whether it was good: a step that a skip took after all
-    (`max_consecutive`) was taken. Of several skips all must have taken it. Of skips for parts of
-    the parameters, as in `optax.partition`, pass one part of the state to ask for that part alone.
+    `taken` says what became of the step, not whether it was good: a step that a skip took after all
+    (`max_consecutive`) was taken. If there are several skips, all must have taken it. If they are
+    for parts of the parameters, as in `optax.partition`, pass one part of the state to ask for that
+    part.
 
     Args:
       opt_state: any pytree that holds the state, as in `optaxclip.monitor.read`, after the update.
@@ -34,8 +35,8 @@ def taken(opt_state: PyTree) -> Array:
         of the whole batch says otherwise, and one that `should_skip_update_fn` left out does not.
 
     Returns:
-      bool[]; of states under `vmap` one for each. True before the first step. Nothing is sent to
-      the host, so it works under `jit`, `scan`, `vmap` and `shard_map`.
+      bool[]; under `vmap` one for each state. True before the first step. Nothing is sent to the
+      host, so it works under `jit`, `scan`, `vmap` and `shard_map`.
 
     Raises:
       ValueError: if there is no skip in the state.
@@ -64,7 +65,7 @@ def taken(opt_state: PyTree) -> Array:
 
 
 def _flags(tree: PyTree) -> Iterator[Array]:
-    """For each skip in a state whether it took the last step, as far as it was asked."""
+    """For each skip in a state, whether it took the last step that reached it."""
     kinds = (SkipState, optax.MultiStepsState, optax.ApplyIfFiniteState)
     for _, state in walk(tree, kinds):
         if isinstance(state, SkipState):

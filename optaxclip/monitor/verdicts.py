@@ -1,4 +1,4 @@
-"""For the loop on the host: which leaves were the cause of a skip, and whether to go on."""
+"""Which leaves caused a skip, and whether to go on: for the loop on the host."""
 
 from typing import Literal, TypeAlias
 
@@ -13,24 +13,25 @@ Verdict: TypeAlias = Literal["ok", "skipped", "roll back"]
 
 
 def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
-    """The leaves that were the cause of a skipped step, or not finite where they were clipped.
+    """The leaves that caused a skipped step, or that were not finite when they were clipped.
 
-    A skip keeps the leaves that were the cause of the latest step that it skipped: those that were
-    not finite; if there are none, those whose own norm was above the limit; if there are none, the
-    one with the largest norm; and no leaf if the loss alone was the cause. It finds them in the
-    same read of the gradients as the norm. A clip of single leaves (the scopes `leaf`, `axes`,
-    `unit`) keeps which leaves were not finite at the last step, except those that
-    `nonfinite="mask"` had mended; a clip of labelled groups keeps the labels.
+    A skip keeps the leaves that caused the latest step that it skipped: the leaves that were not
+    finite; if all were finite, those whose own norm was above the limit; if none was, the one with
+    the largest norm; and no leaf if the loss alone was the cause. It finds them in the same read of
+    the gradients as the norm. A clip of single leaves (the scopes `leaf`, `axes`, `unit`) keeps
+    which leaves were not finite at the last step, except those that `nonfinite="mask"` had mended;
+    a clip of labelled groups keeps the labels.
 
     Args:
       opt_state: any pytree that holds the state, as in `optaxclip.monitor.read`, also one restored
-        from a checkpoint. Of states under `vmap` it names the leaves of any.
+        from a checkpoint. For states under `vmap`, a leaf is named if any state names it.
 
     Returns:
       The names, such as `encoder/0/kernel`, each once; empty if there were none.
 
     Raises:
-      ValueError: if no clip and no skip in the state keeps leaves, as a clip with one norm for all.
+      ValueError: if no clip and no skip in the state keeps leaves; a clip with one norm for all
+        keeps none.
       TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet.
 
     Example:
@@ -72,7 +73,7 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
 
 
 def verdict(opt_state: PyTree, roll_back_after: int = 10) -> Verdict:
-    """Whether the last step was taken or skipped, and whether the run should go back.
+    """Whether the last step was taken or skipped, and whether to go back to a checkpoint.
 
     It is for the loop on the host, which alone can load a checkpoint and go past the bad data::
 
@@ -84,7 +85,7 @@ def verdict(opt_state: PyTree, roll_back_after: int = 10) -> Verdict:
               case "roll back":
                   params, opt_state = restore_last_checkpoint()
 
-    The host waits for the step that made the state and then for one `jax.device_get`, of three
+    The host waits for the step that made the state, and then for one `jax.device_get` of three
     numbers for each skip (four if it judges the loss). Nothing is computed on the device.
 
     Args:

@@ -1,4 +1,4 @@
-"""Rules and schedules are called here, and what users' own ones take and return is checked."""
+"""Calls rules and schedules, and checks what the users' own ones take and return."""
 
 import inspect
 import re
@@ -20,10 +20,10 @@ _CALLS = {"init": ("norms",), "update": ("norms", "state", "param_norms")}
 
 
 def checked_rule(rule: Threshold, argument: str) -> Threshold:
-    """A rule, whose functions are checked to take what they are called with.
+    """A rule, after a check that its functions take the arguments that they will be called with.
 
     Raises:
-      TypeError: if one does not.
+      TypeError: if one of them does not.
     """
     for field, arguments in _CALLS.items():
         fn = getattr(rule, field)
@@ -50,7 +50,7 @@ def limits_of(
 ) -> tuple[Limits, PyTree]:
     """A rule's limits for these norms, and its next state, in the dtypes of the state before.
 
-    A trainer may have cast the state to a narrower dtype.
+    They are the dtypes of that state because a trainer may have cast it to a narrower dtype.
     """
     _check_state(rule, state, norms, name)
     limits, new = limits_by(rule, norms, state, param_norms, name)
@@ -70,7 +70,7 @@ def _check_state(rule: Threshold, state: PyTree, norms: Array, name: str) -> Non
         return  # such as None, which some checkpoints store for ()
     if _shapes(own) != _shapes(state):
         raise ValueError(
-            f"{name}: the state is that of another limit: it holds {_kept(state)}, and this limit "
+            f"{name}: the state was made by another limit: it holds {_kept(state)}, and this limit "
             f"keeps {_kept(own)}. {FRESH_STATE}"
         )
 
@@ -82,7 +82,7 @@ def limits_by(
 
     Raises:
       TypeError: if it is not a pair of `Limits` and a state, or limits are not real arrays.
-      ValueError: if limits are not of the shapes of the norms, or the state is not like the last.
+      ValueError: if limits are not shaped as the norms, or the state is not like the one before.
     """
     returned = rule.update(norms, state, param_norms)
     must = f"{name}: the update of a limit rule must return"
@@ -97,8 +97,8 @@ def limits_by(
                 f"{must} limits like the norms, {_described(norms)}; {field} is "
                 f"{_described(limit)}. For one limit for all groups: jnp.full_like(norms, limit)"
             )
-    # Of a limit without memory the state may be None, as some checkpoints store it, or that of more
-    # groups than this part of a tree has.
+    # The state of a limit without memory may be None, as some checkpoints store it, or may have
+    # entries for groups that are not in this part of the tree.
     if jax.tree.leaves((state, new)) and _kinds(new) != _kinds(state):
         raise ValueError(
             f"{must} a state with the structure, shapes and kinds of numbers of the last one, "
@@ -108,9 +108,9 @@ def limits_by(
 
 
 def checked_schedule(fn: Any, argument: str, *, any_shape: bool = False) -> Callable[..., Any]:
-    """A function that a user passed for a number, checked to be a schedule.
+    """A function that a user passed in place of a number, checked to be a schedule.
 
-    It is called once with a step count, by its shape alone; only if it cannot be traced, with 0.
+    It is traced once with an abstract step count; if it cannot be traced, it is called with 0.
 
     Args:
       fn: the function.
@@ -118,8 +118,8 @@ def checked_schedule(fn: Any, argument: str, *, any_shape: bool = False) -> Call
       any_shape: whether its values may be arrays.
 
     Raises:
-      TypeError: if its parameter is named as norms are, if it cannot be called with a step count,
-        or if its value is not a number.
+      TypeError: if its parameter has a name that norms have, if it cannot be called with a step
+        count, or if its value is not a number.
       ValueError: if its value is not a scalar.
     """
     schedule = f"{argument} is a function, so it must be a schedule, a function of the step count"
@@ -143,12 +143,12 @@ def checked_schedule(fn: Any, argument: str, *, any_shape: bool = False) -> Call
 
 
 def _at_first_step(fn: Callable[..., Any]) -> Any:
-    # Whether JAX promotes dtypes and ranks may be set otherwise where the schedule is used.
+    # The schedule may be used under other settings of JAX's promotion of dtypes and ranks.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         try:
             return jax.eval_shape(fn, jax.ShapeDtypeStruct((), jnp.int32))
         except jax.errors.JAXTypeError:
-            # It decides by the value of the count, which works in eager mode.
+            # The schedule branches on the value of the count, which works in eager mode.
             return fn(jnp.zeros((), jnp.int32))
 
 

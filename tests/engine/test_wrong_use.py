@@ -116,7 +116,7 @@ OTHER_RECORDS = {
 def test_a_record_with_another_window_on_restore(name):
     before, after, said = OTHER_RECORDS[name]
     state = monitor.record(**before).init(GRADS)
-    with pytest.raises(ValueError, match=f"record: the state is that of another record: .*{said}"):
+    with pytest.raises(ValueError, match=f"record: the state was made by another record: .*{said}"):
         monitor.record(**after).update(GRADS, state, value=1.0)
     monitor.record(**before).update(GRADS, state, value=1.0)
 
