@@ -40,78 +40,76 @@ def value_and_grad(
     axis_name: AxisName = None,
     specs: PyTree = None,
 ) -> "ValueAndGrad":
-    """`jax.value_and_grad` of a batch, a microbatch at a time; each microbatch is judged.
+    """`jax.value_and_grad` of a batch, one microbatch at a time; each microbatch is judged.
 
-    The batch is cut along its leading axis: of `k` microbatches the `i`-th has the examples `i`,
+    The batch is cut along its leading axis: the `i`-th of `k` microbatches has the examples `i`,
     `i + k`, ... The result is the weighted mean over the microbatches that were not rejected. If
     none is rejected or clipped, it is the gradient of the whole batch. Sums are in float32 or
-    wider, and finite if all gradients and weights are. It takes the memory of the sum and of one
-    gradient, whatever `k` is.
+    wider, and finite if all gradients and weights are. The memory needed is that of the sum and of
+    one gradient, whatever `k` is.
 
-    Clipping each microbatch is PS-Clip-SGD (Nobile and Grohs, 2026, arXiv 2605.02701). A microbatch
-    that is rejected is left out with its weight.
+    Clipping each microbatch is PS-Clip-SGD (Nobile and Grohs, 2026, arXiv 2605.02701). A rejected
+    microbatch is left out of the mean, and so is its weight.
 
     Under `jit`, a batch that is split over devices stays split if the number of devices divides the
     microbatch size: each device has its share of each microbatch, nothing of the batch is gathered,
-    and the sum is split as the parameters are. A microbatch takes one all-reduce or reduce-scatter
-    of its gradient, because its norm is that over all devices. With `measure=False` and without
-    `weight` XLA on GPUs postpones this until after the last microbatch.
+    and the sum is split as the parameters are. Each microbatch needs one all-reduce or
+    reduce-scatter of its gradient, because its norm is taken over all devices. With `measure=False`
+    and without `weight`, XLA on GPUs does this only once, after the last microbatch.
 
-    Inside `shard_map` sizes and weights count what one device holds, and a loss that differs
-    between devices is averaged over them by its weights: a device whose part of a microbatch has no
-    weight needs a finite loss too, or the whole microbatch is rejected. With `measure=False` there
-    is one all-reduce after the last microbatch, with or without `weight`, for parameters that every
-    device holds in full.
+    Inside `shard_map`, sizes and weights count what one device holds, and a loss that differs
+    between devices is averaged over them by its weights. Even a device whose part of a microbatch
+    has weight 0 needs a finite loss, or the whole microbatch is rejected. With `measure=False`,
+    parameters that every device holds in full need one all-reduce after the last microbatch, with
+    or without `weight`.
 
     Args:
       loss_fn: the mean loss of a microbatch, a scalar: the mean over its examples, or over what
         `weight` counts.
       argnums: which arguments to differentiate, as in `jax.grad`. Their integer leaves get `float0`
         zeros.
-      batch_argnums: which arguments have a leading axis of examples, pytrees of arrays or of PRNG
-        keys; if None, all that are not in `argnums`. A key among the other arguments is the same
-        for all microbatches: for noise pass `jax.random.split(key, examples)` as a batch argument.
+      batch_argnums: which arguments have a leading axis of examples: pytrees of arrays or of PRNG
+        keys; if None, all that are not in `argnums`. All microbatches get the same key if it is in
+        another argument: for noise pass `jax.random.split(key, examples)` as a batch argument.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       microbatch_size: how many examples to differentiate at once; it has to divide the batch,
         because norms of microbatches of different sizes cannot be judged by each other.
-      weight: a function of the batch arguments that tells how much a microbatch counts, such as its
-        number of tokens; if None, its number of examples counts. A microbatch of weight 0 adds
-        nothing, whatever its loss is. If a weight is negative or NaN, or all are 0, the results are
-        NaN.
+      weight: a function of the batch arguments that returns how much a microbatch counts, such as
+        its number of tokens; if None, its number of examples. A microbatch of weight 0 adds
+        nothing, whatever its loss is. If a weight is negative or NaN, or all weights are 0, the
+        results are NaN.
       clip: a transformation of each microbatch's gradient, whose state goes from one microbatch to
-        the next and does not change at rejected ones; or a limit of the global norm, as
+        the next, and which rejected microbatches do not change; or a limit of the global norm, as
         `optaxclip.clip_by` takes it.
       reject: which microbatches are left out. "nonfinite": those whose loss or gradient norm is not
         finite. A number, schedule or rule of `optaxclip.thresholds`: also those with a norm above
         it. None: none. If all are rejected, loss and gradients are NaN, so that
         `optaxclip.skip_nonfinite` skips the step.
-      measure: whether norms are measured; if not, `clip` and `reject` must be None, and `norm` and
-        `noise` are NaN. Because `jax_debug_nans` checks all that a compiled function returns, it
-        stops at a `jit` that returns these. Without `weight` gradients are then added as they are,
-        so their sum must be finite too, not only their mean.
-      dtype: of sums and gradients, float32 or wider; those of float64 and complex leaves are
+      measure: whether norms are measured. If False, `clip` and `reject` must be None, and `norm`
+        and `noise` are NaN; `jax_debug_nans` stops at a `jit` that returns these. Without `weight`,
+        gradients are then added as they are, so their sum must be finite, not only their mean.
+      dtype: of sums and gradients, float32 or wider; for float64 and complex leaves they are
         float64 and complex.
       axis_name: inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of
         the mapped axes over which the batch is split.
-      specs: how parameters are split over devices where their types do not say it, as in
-        `optaxclip.PlaceOptions`; where `axis_name` is needed, None means that they are not split.
+      specs: how parameters are split over devices, as in `optaxclip.PlaceOptions`, if their types
+        do not say it; where `axis_name` is needed, None means that they are not split.
 
     Returns:
-      A function `(*args, state=None) -> (value, grads, accumulated)` of the arguments of `loss_fn`,
-      with `(value, aux)` for the value if `has_aux`: the mean loss, float[], the tree of gradients,
-      and an `Accumulated`. Pass its `state` to the next step; the method `init(*args)` makes the
-      first one. Without a state each call begins with a fresh one, which is an error where a limit
-      depends on earlier steps. Call it inside of `jax.jit`: without it, the loop is compiled again
-      at each call.
+      A function `(*args, state=None) -> (value, grads, accumulated)` of the arguments of `loss_fn`.
+      `value` is the mean loss, float[], or with `has_aux` the pair `(value, aux)`; `grads` is the
+      tree of gradients, `accumulated` an `Accumulated`. Pass its `state` to the next step; the
+      method `init(*args)` makes the first one. Without a state each call begins with a fresh one,
+      which is an error if a limit depends on earlier steps. Call the function inside of `jax.jit`:
+      otherwise the loop is compiled again at each call.
 
     Raises:
       ValueError: for a microbatch size below 1, an unknown name, a limit that is negative or NaN, a
         narrow dtype, and `measure=False` with a clip or a rule; when called, for the state None if
-        a limit depends on earlier microbatches, for a batch that is
-        empty or that the size does not divide, arguments that do not share an axis of examples,
-        positions that do not exist or come twice, a loss or weight that is not a scalar, a weight
-        that is known not to be above 0, a clip that returns another tree, and a missing
-        `axis_name`.
+        a limit depends on earlier steps, a batch that is empty or that the size does not divide,
+        arguments that do not share an axis of examples, positions that do not exist or come twice,
+        a loss or weight that is not a scalar, a weight that is known not to be above 0, a clip that
+        returns another tree, and a missing `axis_name`.
       TypeError: if `loss_fn` or `weight` is not a function, `clip` neither a transformation nor a
         limit, `reject` not a rule, or a position or size not an int; when called, for a loss or a
         weight that is not a real number, or `specs` that hold something other than specs.
@@ -153,14 +151,14 @@ class ValueAndGrad:
     _size: int
 
     def init(self, *args: Any) -> AccumulateState:
-        """The state before the first step, where a loop or a checkpoint needs it beforehand."""
+        """The state before the first step, for a loop or a checkpoint."""
         roles = Roles.of(args, self._argnums, self._batch_argnums)
         return self._judge.init(self._in_wide(flatten(roles.params, "params")))
 
     def __call__(
         self, *args: Any, state: AccumulateState | None = None
     ) -> tuple[Any, PyTree, Accumulated]:
-        """The mean loss (and aux), the mean gradient, and what became of the microbatches."""
+        """The mean loss (and aux), the mean gradient, and an `Accumulated`."""
         self._loss.places.check(NAME)
         roles = Roles.of(args, self._argnums, self._batch_argnums)
         params = flatten(roles.params, "params")
@@ -181,8 +179,8 @@ class ValueAndGrad:
         if self._judge.measures:
             norm, noise = row.norm, row.noise(self._judge.norm(grads), means.unit)
         else:
-            # NaN, as nothing is rejected. It is made of outputs of the loop, because for a loop
-            # without these XLA (JAX 0.10.2) needs more memory on a GPU.
+            # NaN, because nothing was measured. It is made from outputs of the loop, because XLA on
+            # a GPU (JAX 0.10.2) needs more memory for a loop that does not return them.
             norm = known_where(row.rejected, row.norm)
             noise = NoiseSums(*[unknown(row.total_weight)] * 2)
         value = row.mean(row.loss)
@@ -192,7 +190,7 @@ class ValueAndGrad:
         return (value, means.aux) if self._loss.has_aux else value, grads.tree(), of_each
 
     def _cut(self, batch: tuple[Any, ...]) -> Cut:
-        """The batch in microbatches."""
+        """The batch, cut into microbatches."""
         examples = number_of_examples(flatten(batch, "the batch"), "the batch")
         if not examples:
             raise ValueError("the batch has no examples, so it has no gradient; pass at least one")
@@ -209,7 +207,7 @@ class ValueAndGrad:
         return Cut.of(batch, self._size, number)
 
     def _in_wide(self, params: FlatTree) -> PyTree:
-        """The parameters in the dtypes of the sums, in which clips get the gradients."""
+        """The parameters in the dtypes of the sums, which the clip's gradients have too."""
         arrays = [jnp.asarray(x) for x in params.measured_leaves()]
         return params.rebuild([x.astype(self._loss.dtype_of_sum(x.dtype)) for x in arrays])
 

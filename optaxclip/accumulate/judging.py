@@ -1,4 +1,4 @@
-"""Judging a microbatch by its norm: what it adds to the sum, and what the next one learns of it."""
+"""Judges a microbatch by its norm: what it adds to the sum, and what the state learns of it."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ NONFINITE = "nonfinite"
 
 @registered_state
 class AccumulateState(NamedTuple):
-    """What goes from microbatch to microbatch, and with `state=` from step to step.
+    """What is handed from microbatch to microbatch, and with `state=` from step to step.
 
     Attributes:
       clip: the clip's own state, with its record of the last microbatch; empty without one.
@@ -37,7 +37,7 @@ class AccumulateState(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """What was found of a microbatch.
+    """What was found for a microbatch.
 
     Attributes:
       leaves: its gradient, clipped.
@@ -56,7 +56,7 @@ class Judgement(NamedTuple):
 
 
 def learns(state: AccumulateState) -> bool:
-    """Whether limits depend on earlier steps, of the rule that rejects or of a clip."""
+    """Whether the limits of the rule that rejects, or of the clip, depend on earlier steps."""
     nodes = jax.tree.leaves(state.clip, is_leaf=lambda x: isinstance(x, ClipState))
     rules = [node.rule for node in nodes if isinstance(node, ClipState)]
     return bool(jax.tree.leaves([state.reject, *rules]))
@@ -82,7 +82,7 @@ class Judge:
 
     @classmethod
     def checked(cls, clip: Any, reject: Any, measure: bool, places: Places) -> "Judge":
-        """From what a user passed."""
+        """A `Judge` for what a user passed."""
         if not checked_bool(measure, "measure") and not (clip is None and reject is None):
             raise ValueError(
                 "measure=False leaves nothing to judge microbatches by: pass clip=None and "
@@ -136,8 +136,8 @@ class Judge:
         norm_after = norm
         if self.clip is not None:
             leaves, norm_after, clip_state = self._clipped(grads, norm, state.clip, params)
-            # A clip learns nothing from a rejected microbatch; the rule that rejects must, or norms
-            # at a new level would be rejected for ever.
+            # A clip learns nothing from a rejected microbatch. The rule that rejects must learn, or
+            # it would reject norms at a new level for ever.
             new = new._replace(clip=kept_where(is_out, state.clip, clip_state))
         has_weight = weight != 0
         state = kept_where(~has_weight, state, new)
@@ -156,7 +156,8 @@ class Judge:
     def _transformation(self) -> optax.GradientTransformationExtraArgs:
         """The clip as a transformation.
 
-        For a limit it is made at each call, because its `specs` depend on the mapped axes there.
+        A clip for a limit is made at each call, because its `specs` depend on the mapped axes
+        there.
         """
         if not isinstance(self.clip, Threshold):
             return self.clip or optax.with_extra_args_support(optax.identity())
@@ -188,7 +189,7 @@ def _as_transformation(clip: Any) -> Any:
 
 
 def _as_rule(reject: Any) -> Threshold | None:
-    """The rule of a checked `reject`, if it has one."""
+    """`reject`, checked, as a rule; None if it is not a rule."""
     if reject is None:
         return None
     if isinstance(reject, str):
@@ -208,8 +209,8 @@ def _as_rule(reject: Any) -> Threshold | None:
 def _norm_after(norm: Array, info: ClipInfo) -> Array:
     """The norm after a clip with a limit of the global norm, from the clip's record.
 
-    The clip multiplies all entries by one factor, and so the norm too. Where that factor is too
-    small for the record's dtype, the clip has brought the norm to its limit.
+    The clip multiplies all entries by one factor, and so the norm too. If that factor is 0 in the
+    record's dtype, the norm after the clip is the limit.
     """
     tiny = float(jnp.finfo(info.factor.dtype).tiny)
     limit, factor = info.limit.astype(norm.dtype), info.factor.astype(norm.dtype)

@@ -1,4 +1,4 @@
-"""The loop over microbatches: the gradient of each, judged, weighted and added to the sum."""
+"""The loop over microbatches: judges, weights and adds up their gradients."""
 
 from typing import Any, NamedTuple
 
@@ -25,9 +25,9 @@ class Means(NamedTuple):
 
     Attributes:
       leaves: for each measured leaf the weighted mean of the gradients that count.
-      unit: the power of two by which the row's weights are to be multiplied.
+      unit: the power of two that the row's weights were divided by.
       state: after the last microbatch.
-      row: what was found of each microbatch.
+      row: what was found for each microbatch.
       aux: what else the losses returned, `[k, ...]`.
     """
 
@@ -44,12 +44,12 @@ def over_microbatches(
     """The means over all microbatches and devices.
 
     Args:
-      loss: the user's.
+      loss: the user's loss and weight.
       judge: judges each gradient.
-      roles: the arguments.
+      roles: the arguments of the loss.
       params: the parameters, as arrays.
       cut: the batch.
-      state: before the first microbatch.
+      state: the state before the first microbatch.
     """
     axes = Axes() if judge.measures else loss.places.axes_summed_last(params, roles.batch)
     dtypes = [loss.dtype_of_sum(x.dtype) for x in params.measured_leaves()]
@@ -58,8 +58,8 @@ def over_microbatches(
     with devices.on_own_mesh(devices.types_of((measured, roles.batch))):
         loss = loss.with_unit_for(cut)
     found_by = loss.of_this_device if axes else loss.over_devices
-    # Where all microbatches count alike and none is left out, the gradient is added as it is: XLA
-    # can then put off the sum over devices until after the loop.
+    # If all microbatches count alike and none is left out, the gradient is added as it is: XLA can
+    # then sum over devices once, after the loop.
     is_plain = loss.weight is None and not judge.measures and not axes
     part = 1.0 if is_plain else _part(4 * cut.number * devices.num_devices(axes))
 
@@ -107,7 +107,7 @@ def over_microbatches(
 def _part(number: int) -> float:
     """The largest power of two that is at most `1 / number`, so that sums stay in the range.
 
-    A weight in its unit is below 4.
+    A weight that is divided by its unit is below 4.
     """
     return 0.5 ** (number - 1).bit_length()
 

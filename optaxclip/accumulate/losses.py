@@ -29,7 +29,7 @@ from optaxclip.accumulate.places import Places
 
 
 class Found(NamedTuple):
-    """What one microbatch gives.
+    """The loss, weight and gradient of one microbatch.
 
     Attributes:
       value: the loss, a scalar.
@@ -50,9 +50,9 @@ class Loss:
 
     Attributes:
       fn: the loss of a microbatch.
-      weight: how much a microbatch counts; None for as many examples as it has.
+      weight: a function that returns how much a microbatch counts; None for its number of examples.
       has_aux: whether the loss returns `(loss, aux)`.
-      dtype: in which losses and weights are added up.
+      dtype: the dtype in which losses and weights are added up.
       places: what is known of devices.
       unit: a power of two by which weights are divided, so that no sum of them leaves the range.
     """
@@ -65,7 +65,7 @@ class Loss:
     unit: Any = 1
 
     def with_unit_for(self, cut: Cut) -> "Loss":
-        """The same with a unit near the largest weight of all microbatches and devices."""
+        """This loss, with a unit near the largest weight of all microbatches and devices."""
         if self.weight is None:
             return self
         found = list[Any]()
@@ -78,7 +78,8 @@ class Loss:
         if not isinstance(found[0], Tracer):
             return dataclasses.replace(self, unit=_power_below(found[0]))
         axes = self.places.axes_of(of_each)
-        # As integers: XLA on CPU (JAX 0.10.2) takes subnormal numbers for 0, and loses a NaN.
+        # Compared as integers, because XLA on CPU (JAX 0.10.2) takes subnormal numbers for 0, and
+        # its maximum can lose a NaN.
         largest = devices.largest(self.places.vary(jnp.max(of_each), axes), axes)
         weight = lax.bitcast_convert_type(largest, self.dtype)
         is_usable = (largest > 0) & (weight <= jnp.finfo(self.dtype).max)
@@ -87,7 +88,7 @@ class Loss:
         )
 
     def widened(self, params: FlatTree) -> "Loss":
-        """The same with scalars in the widest dtype of the sums."""
+        """This loss, with losses and weights in the widest dtype of the sums."""
         dtypes = [self.dtype_of_sum(x.dtype) for x in params.measured_leaves()]
         return dataclasses.replace(self, dtype=norm_dtype([self.dtype, *dtypes]))
 
@@ -105,7 +106,7 @@ class Loss:
         """Loss, weight and gradient of a microbatch over all devices.
 
         Args:
-          roles: the arguments.
+          roles: the arguments of the loss.
           params: the parameters.
           size: how many examples of the microbatch one device has.
           measured: the measured leaves of the parameters.
@@ -140,7 +141,7 @@ class Loss:
         return Found(value.astype(self.dtype), weight, leaves, aux)
 
     def _total(self, x: Any, axes: Axes) -> Any:
-        """The sum over devices; for a constant weight a product, without a collective."""
+        """The sum over devices; a constant is multiplied by their number, without a collective."""
         if not isinstance(x, Tracer):
             return x * devices.num_devices(axes)
         return devices.sum_over_devices(self.places.vary(x, axes), axes)
@@ -164,7 +165,7 @@ class Loss:
         return jnp.asarray(value), found[1] if self.has_aux else None
 
     def _weight_of(self, microbatch: tuple[Any, ...], size: int) -> Any:
-        """The weight, checked; a traced one becomes NaN where it is negative."""
+        """The weight, checked; a traced weight that is negative becomes NaN."""
         weight = size if self.weight is None else _of_batch(self.weight, microbatch)
         if not is_real(weight):
             raise TypeError(f"weight must return a real number, got {weight!r:.80}")
@@ -215,12 +216,13 @@ def _power_below(weight: Any) -> Any:
 def _scaled_down(x: Array, power: Array) -> Array:
     """`x / power` for `x >= 0` and a power of two that `invertible` gave.
 
-    Subnormal numbers, which XLA on CPU (JAX 0.10.2) takes for 0, are read from their bits.
+    It reads subnormal numbers from their bits, because XLA on CPU (JAX 0.10.2) takes them for 0.
     """
     info = jnp.finfo(x.dtype)
     per_power, bits = reciprocal_of_power(power), _bits_of(x)
     of_one, of_largest = (_bits_of(x.dtype.type(y)) for y in (1, 1 / info.tiny))
-    # The smallest normal number divided by the power; by a product XLA would multiply constants.
+    # The smallest normal number / power. It is made from bits, because XLA would multiply the
+    # constants of a product, `tiny * eps`, and get a subnormal number.
     share = jnp.maximum(_bits_of(per_power) + (of_one - of_largest), 0)
     share = lax.bitcast_convert_type(share, x.dtype)
     subnormal = bits.astype(x.dtype) * x.dtype.type(info.eps) * share
@@ -228,6 +230,6 @@ def _scaled_down(x: Array, power: Array) -> Array:
 
 
 def _bits_of(x: Array) -> Array:
-    """Numbers `x >= 0` as integers in the same order, with NaN above infinity."""
+    """Integers in the same order as the numbers `x >= 0`, with NaN above infinity."""
     integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
     return lax.bitcast_convert_type(x, integer)

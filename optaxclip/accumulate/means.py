@@ -1,4 +1,4 @@
-"""What was added up over microbatches, divided: means over those that count, and noise sums."""
+"""Means over the microbatches that count, and noise sums."""
 
 from typing import Any, NamedTuple
 
@@ -18,18 +18,18 @@ class Accumulated(NamedTuple):
     """What became of the `k` microbatches of a batch; the `i`-th has the examples `i`, `i + k`, ...
 
     Attributes:
-      norm: float[k], of each gradient before it was clipped, over all leaves and devices; NaN with
-        `measure=False`.
-      weight: float[k], how much each counts: how many examples it has, or what `weight=` says.
-      rejected: bool[k], which were left out. A microbatch of weight 0, which adds nothing, does not
-        count as rejected.
-      loss: float[k].
+      norm: float[k], the norm of each gradient before the clip, over all leaves and devices; NaN
+        with `measure=False`.
+      weight: float[k], how much each one counts: its number of examples, or what `weight=` returns.
+      rejected: bool[k], which ones were left out. A microbatch of weight 0 adds nothing, but does
+        not count as rejected.
+      loss: float[k], the loss of each one.
       aux: what else the losses returned, `[k, ...]`; None without `has_aux`.
-      state: an `AccumulateState`, to be passed on to the next step. In it is the clip's own state,
+      state: an `AccumulateState`, to be passed to the next step. It holds the clip's own state,
         with the record of the last microbatch that was not rejected.
-      noise: for `optaxclip.monitor.noise_scale`, in units of the weights; NaN with less than two
-        microbatches that count, and with `measure=False`. Because `jax_debug_nans` checks all that
-        a compiled function returns, it stops at a `jit` that returns such a NaN.
+      noise: for `optaxclip.monitor.noise_scale`, in units of the weights; NaN with `measure=False`,
+        and if fewer than two microbatches count. `jax_debug_nans` stops at a `jit` that returns
+        such a NaN, because it checks all that a compiled function returns.
     """
 
     norm: Array
@@ -64,8 +64,8 @@ class Row(NamedTuple):
     def mean(self, of: Array) -> Array:
         """The weighted mean over the microbatches that count; NaN if none does."""
         known = jnp.where(self.counts, of, 0)
-        # No product overflows: weights are near 1 at most, and so are the numbers once they are
-        # divided by a power of two near the largest.
+        # No product overflows: weights are at most near 1, and the numbers are divided by a power
+        # of two near the largest of them.
         unit = power_of_two_below(jnp.max(jnp.abs(known)))
         terms = jnp.where(self.counts, self.weight * (known / unit), 0)
         return jnp.sum(terms) / self.total_weight * unit
@@ -84,7 +84,7 @@ class Row(NamedTuple):
         square = self.mean(jnp.square(norms / unit))
         square_of_mean = jnp.square(norm_of_mean / unit)
         # The weighted mean of the squared norms estimates `signal + variance / small` without bias,
-        # also if weights differ.
+        # even if weights differ.
         large = self.total_weight
         small = large / jnp.sum(self.counts, dtype=large.dtype)
         is_known = large > small

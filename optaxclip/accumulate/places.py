@@ -1,8 +1,8 @@
-"""Over which devices the gradient of a microbatch has to be added up, and how that is done.
+"""The devices over which a microbatch's gradient has to be added up, and how that is done.
 
-A device's result counts with the weight of its part of the microbatch. The axes to sum over are in
-the types of values where JAX tracks which values differ between devices (`check_vma=True`);
-elsewhere the user names them by `axis_name=`.
+A device's result counts with the weight of its part of the microbatch. If JAX tracks which values
+differ between devices (`check_vma=True`), their types tell over which axes to sum; otherwise the
+user names these axes by `axis_name=`.
 """
 
 import dataclasses
@@ -33,14 +33,14 @@ class Places:
 
     @classmethod
     def checked(cls, axis_name: Any, specs: PyTree) -> "Places":
-        """From what a user passed."""
+        """A `Places` for what a user passed."""
         return cls(as_axis_names(axis_name), specs)
 
     def check(self, name: str) -> None:
-        """Checks that it is known where a batch is split.
+        """Checks that the axes over which a batch is split are known.
 
         Raises:
-          ValueError: if it is not known.
+          ValueError: if they are not known.
         """
         if devices.manual_axes() and not devices.are_tracked() and self.axis_names is None:
             raise ValueError(
@@ -52,7 +52,7 @@ class Places:
 
     @property
     def specs_of_gradients(self) -> PyTree:
-        """How gradients are split after they have been added up, where their types do not say."""
+        """How the sums of gradients are split, if their types do not say."""
         is_unknown = self.specs is None and devices.manual_axes() and not devices.are_tracked()
         return jax.P() if is_unknown and self.axis_names is not None else self.specs
 
@@ -73,7 +73,7 @@ class Places:
     def still_to_add(self, params: FlatTree, axes: Axes) -> list[Axes]:
         """For each measured leaf, the axes over which its gradient must still be summed.
 
-        Over an axis that splits a leaf, its gradient is summed where the leaf is gathered.
+        Axes that split the leaf are left out: what gathers the leaf sums its gradient over them.
         """
         if devices.are_tracked():
             return [axes - devices.varying_axes(x) for x in params.measured_leaves()]
@@ -85,8 +85,8 @@ class Places:
     def axes_summed_last(self, params: FlatTree, batch: PyTree) -> Axes:
         """The axes over which gradients can be added up once, after the last microbatch.
 
-        Empty where a leaf is split over one of them, because its gradient is summed where the leaf
-        is gathered.
+        There are none if a leaf is split over one of the batch's axes, because what gathers that
+        leaf in each microbatch also sums its gradient.
         """
         axes = self.axes_of_batch(batch)
         if all(over == axes for over in self.still_to_add(params, axes)):
@@ -94,7 +94,7 @@ class Places:
         return Axes()
 
     def added(self, leaves: list[Array], params: FlatTree, axes: Axes) -> list[Array]:
-        """Each device's gradients, summed over devices where JAX has not done so."""
+        """The gradients, summed over devices unless JAX has done so."""
         if devices.are_tracked() or not axes:
             return leaves
         pairs = zip(leaves, self.still_to_add(params, axes), strict=True)

@@ -5,7 +5,7 @@
   norms = optaxclip.monitor.history(opt_state)
   print(optaxclip.tuning.suggest(norms))
 
-`sweep` trains with several limits, and names the largest of those that are as good as the best.
+`sweep` trains with several limits, and names the largest one that is as good as the best.
 """
 
 import optaxclip._base.doors as _doors

@@ -15,26 +15,26 @@ Columns: TypeAlias = dict[str, Floats | str]
 
 MAX_LISTED = 10
 LONGEST_NAME = 200
-"""Of longer names only the end is searched, so that it does not take long."""
+"""If a name is longer, only its end is searched, so that the search does not take long."""
 COMMAS = "has decimal commas"
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+([eE][+-]?\d+)?")
 STEP = re.compile(
     r"(global_)?steps?|epoch|iter(ation)?|(wall_|relative_)?time.*|runtime|index|(unnamed:_\d+)?"
 )
-"""Columns that are no norms. pandas gives its index no name, and reads it as "Unnamed: 0"."""
+"""Columns that are not norms. pandas writes its index without a name, read as "Unnamed: 0"."""
 OF_A_CHART = re.compile(r"__(MIN|MAX)$")
-"""Weights & Biases exports three columns for each that it draws: of means, minima and maxima."""
+"""Weights & Biases exports three columns for each curve: its means, minima and maxima."""
 NORM = re.compile(r"(.*_)?(g|grad)?norms?(_.*)?")
 GRADIENT_NORM = re.compile(r"(.*_)?(g|grads?|gradients?)(_?norms?|_.*norms?)(_.*)?")
 OTHER = re.compile(
     r"(.*_)?(clipped|after|post|num|limit|ratio|min|max|mean|std|var|ema|layer|batch|rms"
     r"|(param(eter)?|weight|update)s?)(_.*)?"
 )
-"""Norms of something else, and what else is told of norms."""
+"""Columns with norms of other things than gradients, and with other facts about norms."""
 
 
 def numbers(cells: Sequence[Any], rows: Sequence[int]) -> Floats | str:
-    """The numbers in a column's cells without the blank ones, or why there are none.
+    """The numbers in a column's cells, without the blank ones; or why they cannot be read.
 
     Args:
       cells: stripped text, or what JSON holds. Its null stands for a number that is not finite,
@@ -68,7 +68,7 @@ def is_number(cell: Any) -> bool:
 
 
 def chosen(columns: Columns, source: str) -> str:
-    """The column to read if the user named none: plainly the norm, or the only one of numbers.
+    """The column to read if the user named none: plainly the norm, or the only one with numbers.
 
     If the only column of norms cannot be read, it is chosen all the same, so that the error says
     why; no loss or step is read in its place.
@@ -101,7 +101,7 @@ def numeric_among(columns: Columns) -> list[str]:
 
 
 def listed(names: list[str]) -> str:
-    """The names for a message: ten of them, those of norms first, and how many more there are."""
+    """The names for a message: ten of them, norms first, and how many more there are."""
     ordered = sorted(names, key=lambda name: "norm" not in name.lower())
     more = len(names) - MAX_LISTED
     return f"{ordered[:MAX_LISTED]}" + (f" and {more} more" if more > 0 else "")
@@ -129,4 +129,4 @@ KINDS: tuple[Callable[[str], bool], ...] = (
     _is_norm,
     lambda name: "norm" in name.lower(),
 )
-"""Ways to be plainly the norm: the first that fits a column decides."""
+"""Tests for the name of a gradient's norm: the first one that fits any column decides."""

@@ -11,13 +11,13 @@ ENOUGH_NORMS = 100
 SHARE_AT_LIMIT = 0.1
 """If a larger share of norms is within a thousandth of the largest, they were probably clipped."""
 LARGE_FACTOR = 20.0
-"""In a run that learns, the level varies by less, and ordinary norms exceed it by less."""
+"""In a run that learns, the level changes by less, and ordinary norms exceed it by less."""
 LAST = 3
 """If this many norms at the end are not finite, the run is lost."""
 
 FITS = 0.05
 """A constant limit fits a level that moves if it clips anything, and if the share of ordinary norms
-that it clips, plus the share of spikes that it misses, is no larger."""
+that it clips plus the share of spikes that it misses is at most this."""
 
 Lines = tuple[str, ...]
 Verdict: TypeAlias = Literal["constant", "adaptive", "none"]
@@ -30,7 +30,7 @@ class Limit(NamedTuple):
       value: the limit.
       clipped: the share of ordinary norms above it.
       missed: the share of spikes that are not above it.
-      is_reached: whether any norm is above it.
+      is_reached: whether any norm is above the limit.
     """
 
     value: float
@@ -58,7 +58,7 @@ def judged(norms: Floats, shape: Shape, limit: Limit) -> Judgement:
 
     Args:
       norms: float64[steps], all norms.
-      shape: what was found in those that are finite and positive.
+      shape: what was found in the norms that are finite and positive.
       limit: the limit.
     """
     signs = _signs_of_loss(norms, shape)
@@ -87,7 +87,7 @@ def _about_the_record(norms: Floats, shape: Shape) -> Lines:
     fall = _fall(shape)
     if fall > LARGE_FACTOR:
         doubts.append(
-            f"the level of the norms falls by a factor of {fall:.3g}: no limit fits both its ends"
+            f"the level of the norms falls by a factor of {fall:.3g}: no limit fits start and end"
         )
     return tuple(doubts)
 

@@ -11,13 +11,13 @@ from optaxclip._base.extras import remedy
 from optaxclip.tuning.columns import Columns
 
 START = b"brain.Event:"
-"""Every event file has this in its first record, which is among its first bytes."""
+"""The first record of every event file holds this, within the file's first bytes."""
 BEGINNING = 64
 REMEDY = "copy the file anew, or take it out of its directory"
 
 
 def scalars(files: dict[str, bytes]) -> Columns:
-    """The scalars by tag, in the order of the steps, of the event files of one run."""
+    """The scalars in the event files of one run, by tag, in the order of the steps."""
     found: dict[str, list[tuple[int, float]]] = {}
     for source, data in files.items():
         for event in _events(data, source):
@@ -32,7 +32,7 @@ def scalars(files: dict[str, bytes]) -> Columns:
 
 
 def _events(data: bytes, source: str) -> Iterator[Any]:
-    """The events of one file, without a last one that is incomplete."""
+    """The events of one file; an incomplete last event is left out."""
     try:
         from google.protobuf.message import DecodeError
         from tensorboardX.proto import event_pb2
@@ -59,7 +59,7 @@ def _records(data: bytes) -> Iterator[bytes]:
     while at + 12 <= len(data):
         (length,) = struct.unpack_from("<Q", data, at)
         start, end = at + 12, at + 12 + length
-        if end + 4 > len(data):  # the run still writes, or was stopped
+        if end + 4 > len(data):  # the run still writes the file, or was stopped
             return
         yield data[start:end]
         at = end + 4

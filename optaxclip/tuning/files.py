@@ -21,7 +21,7 @@ class Column(NamedTuple):
     """What was read from a file.
 
     Attributes:
-      name: the column's name; None if the file has no other.
+      name: the column's name; None if the file has only one column.
       norms: float64[rows], its numbers, without empty rows.
     """
 
@@ -33,8 +33,8 @@ def read_norms(path: str | os.PathLike[str], column: str | None = None) -> Colum
     """One column of a file.
 
     The last line or record of a file is left out if it is incomplete, because the run still writes
-    or was stopped. If a number in text was cut and a shorter number is left, such as 11 of 112.5,
-    nothing tells it from a whole one, and it is read.
+    the file or was stopped. A number in text that was cut short, such as 112.5 to 11, is read as
+    the shorter number, because nothing tells it from a whole one.
 
     Args:
       path: a log that is text, an event file, an array that `np.save` wrote, or a directory whose
@@ -79,8 +79,8 @@ def _columns(data: bytes, source: str) -> Columns:
     is_utf_16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     decoder = codecs.getincrementaldecoder("utf-16" if is_utf_16 else "utf-8-sig")()
     try:
-        # Without a last character that is incomplete, and without the zeros that take the place of
-        # what was not written yet when a machine went down.
+        # Left out are an incomplete last character, and zeros at the end: a machine that went down
+        # leaves them in place of what was not yet written.
         text = decoder.decode(data, final=is_utf_16).rstrip("\0")
     except UnicodeDecodeError as error:
         kinds = "CSV, JSON lines, a TensorBoard event file or an array of np.save"
@@ -94,7 +94,7 @@ def _from_npy(data: bytes, source: str) -> Columns:
     """An array of norms, or one with a column for each leaf or field."""
     try:
         array = np.load(io.BytesIO(data), allow_pickle=False)
-    except Exception as error:  # a damaged header raises what NumPy's and Python's parsers raise
+    except Exception as error:  # a damaged header may raise any error of the parsers
         message = f"{source} is not an array of numbers that np.save wrote: {error}"
         raise ValueError(message) from error
     if array.dtype.names:

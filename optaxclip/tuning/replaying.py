@@ -16,7 +16,7 @@ WINDOW = 100
 MAX_REPLAYED = 10_000
 """Rules are tried on at most this many of the last norms."""
 UNCHOSEN = "adagc(lambda_rel=1.04, beta=0.99)"
-"""AdaGC with its last constants: the nearest to a clip with nothing to choose, docs/evidence.md."""
+"""AdaGC with its last constants: nearly a clip with nothing to choose (docs/evidence.md)."""
 
 Rule = Regime | Literal["unchosen"]
 
@@ -24,12 +24,12 @@ Rule = Regime | Literal["unchosen"]
 def replayed(
     norms: Floats, rule: Rule, warmup: int = 0, percent: float = 50.0
 ) -> tuple[float, float]:
-    """The share of the last norms that the rule clips, and its limit after the last.
+    """The share of the last norms that the rule clips, and its limit after the last norm.
 
     Args:
       norms: float64[steps], finite and positive.
-      rule: the rule for a regime, or that with nothing to choose.
-      warmup: of how many norms at the start the rule learns, though they do not count.
+      rule: the rule for a regime, or the one with nothing to choose.
+      warmup: how many norms at the start do not count; the rule learns from them too.
       percent: AutoClip's percentile.
     """
     largest = np.finfo(np.float32).max
@@ -43,7 +43,7 @@ def replayed(
 def _replayed(
     gradients: jax.Array, percent: jax.Array, *, rule: Rule
 ) -> tuple[jax.Array, jax.Array]:
-    """For gradients of one entry each, [steps]: whether they are clipped, and the limits."""
+    """Whether each step is clipped, and its limit, for gradients [steps] of one entry each."""
     clip = {
         "stationary": lambda: autoclip(percent, WINDOW),
         "drifting": zclip,
@@ -60,7 +60,7 @@ def _replayed(
 
 
 def beside(limit: float, other: float) -> str:
-    """How far a limit is from another, in words."""
+    """How far a limit is from the other, in words."""
     ratio = other / limit
     if 0.95 < ratio < 1.05:
         return "as the limit here"

@@ -1,4 +1,4 @@
-"""The runs of a sweep: many at once under `vmap`, the others in turns, in groups on a CPU."""
+"""The runs of a sweep: many at once under `vmap`, the rest after them; on a CPU, in groups."""
 
 import math
 import os
@@ -31,8 +31,8 @@ Record = tuple[Array, Array, Array]
 def in_groups(count: int, parallel: int | None) -> tuple[list[Numbers], int | None]:
     """The runs of each group, and how many runs of a group go at once (None: all).
 
-    On a CPU, XLA computes small operations on one core, and a `vmap` over runs is hardly faster
-    than one run after the other. So each core gets a group of runs. All groups have one size: the
+    On a CPU, XLA computes small operations on one core, so a `vmap` over runs is hardly faster than
+    one run after the other. Therefore each core gets a group of runs. All groups have one size: the
     last one is filled up with copies of the last run.
     """
     if jax.default_backend() != "cpu":
@@ -63,7 +63,8 @@ def all_steps(
 ) -> list[Numbers]:
     """Runs all steps of all groups; returns the records, [runs of all groups, steps].
 
-    Steps are compiled in chunks of one size; surplus steps of the last chunk are dropped.
+    All chunks of steps have one size, so that one program serves all; surplus steps of the last
+    chunk are dropped.
     """
     size = math.ceil(steps / math.ceil(steps / CHUNK))
     chunk = jax.jit(partial(_chunk, step, at_once), donate_argnums=0)
@@ -83,13 +84,13 @@ def all_steps(
 def _over_groups(
     chunk: Any, states: Sequence[PyTree], rest: tuple[Runs, PyTree], pool: ThreadPoolExecutor
 ) -> Callable[..., Iterable[tuple[PyTree, Sequence[Numbers]]]]:
-    """A function like `map` that runs a chunk for each group, in threads if on one device."""
+    """A function like `map` that runs a chunk for each group, in threads if there is one device."""
     if len(states) == 1:
         return partial(map, partial(_fetched, chunk))
     # Compiled in this thread, because other threads lack its settings, such as 64-bit types.
     compiled = chunk.lower(states[0], *rest).compile()
     if any(len(s.device_set) > 1 for s in jax.tree.leaves(compiled.output_shardings)):
-        # In threads, programs with collectives could wait for each other for ever.
+        # No threads here: programs with collectives could wait for each other for ever.
         return partial(map, partial(_fetched, chunk))
     return partial(pool.map, partial(_fetched, compiled))
 

@@ -1,6 +1,6 @@
 """The level, spread, spikes and regime of a sequence of gradient norms.
 
-All are computed of logarithms, so that results do not depend on the norms' scale, and by medians,
+All are computed from logarithms, so that results do not depend on the norms' scale, and by medians,
 so that spikes do not change the level that they are compared with.
 """
 
@@ -14,13 +14,13 @@ Regime: TypeAlias = Literal["stationary", "drifting", "stepped"]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 WINDOW_SHARE, SMALLEST_WINDOW, LARGEST_WINDOW = 0.1, 11, 201
-"""The level at a step is the median over a window around it, of this share of all steps."""
+"""The level at a step is the median over a window around it, this share of all steps long."""
 SPURIOUS = 0.01
-"""How many ordinary norms, if they are lognormal, are taken for spikes on average."""
+"""How many ordinary norms of a run are taken for spikes on average, if they are lognormal."""
 SMALLEST_RATIO = 1.5
-"""A norm below this multiple of its level is never a spike, however steady the others are."""
+"""A norm below this multiple of its level is never a spike, however steady other norms are."""
 SMALLEST_SIDE = 0.25
-"""The spread is estimated from a side of the level only if a larger share of norms lies there."""
+"""A side of the level is used to estimate the spread only if more than this share lies there."""
 LONGEST_WARMUP = 0.25
 MAD_TO_STD = 1 / NormalDist().inv_cdf(0.75)
 
@@ -46,7 +46,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(logs: Floats) -> Shape:
-    """The shape of float64[steps] finite logarithms of norms."""
+    """The shape of the logarithms of norms, float64[steps], all finite."""
     window = _window(len(logs))
     level = _rolling_median(logs, window)
     spread, reach = _spread_and_reach(logs - level)
@@ -63,7 +63,7 @@ def _rolling_median(values: Floats, window: int) -> Floats:
     from scipy.ndimage import median_filter  # slow to import, and seldom needed
 
     level = median_filter(values, size=window, mode="mirror")
-    # The first windows are smaller, so that their steps are in the middle: norms may fall steeply.
+    # The first windows are smaller, with their steps in the middle, because norms may fall steeply.
     for step in range(min(window // 2, len(values) // 2)):
         level[step] = np.median(values[: 2 * max(step, 1) + 1])
     return level
@@ -72,7 +72,7 @@ def _rolling_median(values: Floats, window: int) -> Floats:
 def _spread_and_reach(deviations: Floats) -> tuple[float, float]:
     """The standard deviation of ordinary norms, and the largest deviation that chance explains.
 
-    The spread is estimated from upward and from downward deviations; the larger one counts.
+    The spread is the larger one of two estimates, from upward and from downward deviations.
     """
     up, down = (side[side > 0] for side in (deviations, -deviations))
     # About half of all norms are on each side of a median. Where most norms equal their level, the
@@ -89,7 +89,7 @@ def _warmup(level: Floats, spread: float) -> int:
     longest = int(len(level) * LONGEST_WARMUP)
     low, high = level[longest:].min(), level[longest:].max()
     beyond = np.maximum(low - level[:longest], level[:longest] - high)
-    # A steady drift also begins outside of the later range, by a third of it.
+    # The start of a steady drift is also outside of the later range, by a third of that range.
     clearly = max((high - low) / 2, spread, math.log(SMALLEST_RATIO))
     if not (beyond[:1] > clearly).any():
         return 0

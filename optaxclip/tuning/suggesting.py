@@ -40,7 +40,7 @@ class Suggestion:
     """A limit for recorded norms, and why; `print` it to read it all.
 
     Attributes:
-      limit: the suggested limit; where the verdict is another, the best constant limit.
+      limit: the best constant limit, which is suggested if the verdict is "constant".
       share_clipped: the share of steps with a norm above it, among those after the warm-up with a
         finite positive norm.
       typical_norm: the median after the warm-up, without spikes.
@@ -50,17 +50,17 @@ class Suggestion:
       warmup_steps: how many steps at the start have norms unlike all later ones.
       spikes: int[spikes], the steps after the warm-up, counted from 0, whose norms are spikes.
       num_nonfinite: how many norms were NaN or infinite.
-      percentiles: a constant limit at each of a few percentiles of the norms after the warm-up.
+      percentiles: constant limits at a few percentiles of the norms after the warm-up.
       adaptive: the limit rule that fits the regime.
       unchosen: AdaGC with its last constants, by the global norm: a clip with nothing to choose.
-      unchosen_limit: its limit after the last norm.
-      notes: warnings, the doubts first.
+      unchosen_limit: the limit of `unchosen` after the last norm.
+      notes: the doubts, then advice.
       norms: float64[steps], all the norms.
-      doubts: the reasons not to trust the limit; empty if there are none.
-      verdict: "constant" for the limit; "adaptive" for the rule, if the level moves and no constant
-        limit fits, because each clips ordinary norms, misses spikes or is above all norms; "none"
-        for a run that was lost.
-      column: the column of the file that was read; None if the file has no other, and for an array.
+      doubts: reasons not to trust the limit; empty if there are none.
+      verdict: what is suggested. "constant": the limit. "adaptive": the rule, because the level
+        moves, and every constant limit clips ordinary norms, misses spikes or is above all norms.
+        "none": nothing, because the run was lost.
+      column: the column of the file that was read; None for an array, or a file of one column.
     """
 
     limit: float
@@ -83,7 +83,7 @@ class Suggestion:
 
     @property
     def counted(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """bool[steps]: the steps that all shares and spikes are of.
+        """bool[steps]: the steps that are counted in all shares, and searched for spikes.
 
         They are those after the warm-up with a finite positive norm.
         """
@@ -124,7 +124,7 @@ class Suggestion:
         return "\n".join([title, *doubts, *found, *table, *notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields but the norms in Python's own types, ready for JSON."""
+        """All fields except the norms, in Python's own types, ready for JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["norms"]
         return fields | {
@@ -152,28 +152,29 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
     A norm is a spike if it is at least 1.5 times the median of the steps around it, and if chance
     does not explain it, judged by the median deviation of the norms' logarithms. The limit is the
     border between ordinary norms and spikes, so that it also catches future spikes. If the level of
-    the norms moves, no single limit separates all spikes from all other norms. The limit then makes
-    the share of ordinary norms above it plus the share of spikes below it as small as possible; of
-    several it is the largest. If these shares are more than 5 % together, or if no norm is above
-    the limit, the verdict for a level that moves is that no constant limit fits, and the rule that
-    follows the level is suggested. What is counted, printed and marked in pictures are the steps
-    after the warm-up. Record the norms before any clip, as `optaxclip.monitor.record` does as the
-    first stage of a chain. The limit is proportional to the norms.
+    the norms moves, no single limit separates all spikes from all other norms. The limit then is
+    the largest one that makes the share of ordinary norms above it plus the share of spikes below
+    it as small as possible. If the level moves, and these shares are more than 5 % together or no
+    norm is above the limit, the verdict is that no constant limit fits, and a rule that follows the
+    level is suggested. Only steps after the warm-up are counted, printed and marked in pictures.
+    Record the norms before any clip, as `optaxclip.monitor.record` does as the first stage of a
+    chain. The limit is proportional to the norms.
 
     Args:
       norms: float[steps], the norms of the raw gradients in the order of the steps, as
         `optaxclip.monitor.history` gives them; or the path of a log: CSV, JSON, the lines of
-        `optaxclip.monitor.json_line`, lines with `name: value` or dicts amid others as trainers
-        print them, an array that `np.save` wrote, a TensorBoard event file or a directory of event
-        files (which needs `optaxclip[tensorboard]`). Of a JSON object, such as the file
-        `trainer_state.json` of Transformers, the rows are its longest list of objects. Norms that
-        are NaN or infinite, or null in JSON, are counted, and then left out. A last line or record
-        that is incomplete is left out, too; but a number at the end of a text that was cut to a
-        shorter number is read as that, because nothing tells it from a whole one.
+        `optaxclip.monitor.json_line`, the lines with `name: value` or dicts that trainers print
+        amid other lines, an array that `np.save` wrote, a TensorBoard event file or a directory of
+        event files (which need `optaxclip[tensorboard]`). The rows of a JSON object, such as the
+        file `trainer_state.json` of Transformers, are its longest list of objects. Norms that are
+        NaN or infinite, or null in JSON, are counted, and then left out. An incomplete last line or
+        record is left out too. A number at the end of a text that was cut short is read as the
+        shorter number, because nothing tells it from a whole one.
       column: the column, key or tag of a file; `train.grad_norm` is the key `grad_norm` of the
-        object `train`. Not needed if one column of the file is plainly the norm by its name, such
-        as `train/grad_norm` or `record/norm`, or is the only one that holds numbers other than
-        steps and times, such as `Value` in TensorBoard's CSV files. The suggestion says which.
+        object `train`. It is not needed if the name of one column is plainly that of the norm, such
+        as `train/grad_norm` or `record/norm`, or if only one column holds numbers other than steps
+        and times, such as `Value` in TensorBoard's CSV files. The suggestion says which column was
+        read.
 
     Returns:
       A `Suggestion`.
@@ -186,9 +187,9 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
       OSError: for files that cannot be read.
 
     Warns:
-      UserWarning: for each doubt: fewer than 100 norms; many norms equal to the largest, as if
-        clipped already; a level that rises or falls by a factor of 20; ordinary norms of 20 times
-        their level; last norms that are not finite.
+      UserWarning: for each doubt: fewer than 100 norms; many norms equal to the largest, as if they
+        were clipped already; a level that rises or falls by a factor of 20; ordinary norms that are
+        20 times their level; last norms that are not finite.
 
     Example:
       >>> import numpy as np
@@ -275,7 +276,7 @@ def _checked(norms: ArrayLike) -> Floats:
 
 
 def _limit(norms: Floats, is_spike: np.ndarray[Any, np.dtype[np.bool_]], shape: Shape) -> Limit:
-    """The largest limit with the least share of clipped ordinary norms plus missed spikes."""
+    """The largest limit with the least sum of two shares: ordinary norms clipped, spikes missed."""
     levels = shape.level[shape.warmup :]
     level = np.median(levels) if shape.regime == "stationary" else levels.max()
     border = math.exp(level + shape.reach)
@@ -292,7 +293,7 @@ def _limit(norms: Floats, is_spike: np.ndarray[Any, np.dtype[np.bool_]], shape: 
 
 
 def _below(value: float) -> float:
-    """The largest number of three digits below a positive one."""
+    """The largest number of three digits below a positive number."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
     rounded = float(f"{(math.ceil(value / unit) - 1) * unit:.3g}")
     return rounded if 0 < rounded < value else value * (1 - 2**-20)
@@ -309,7 +310,7 @@ def _constant(limit: float) -> str:
 
 
 def _adaptive(regime: Regime, share: float, norms: Floats, warmup: int) -> Alternative:
-    # With the percentile of the suggested limit, AutoClip clips as often as the limit does.
+    # AutoClip gets the percentile of the suggested limit, so that it clips as often as that limit.
     percent = float(np.clip(round(100 * (1 - share), 1), PERCENTILES[0], PERCENTILES[-1]))
     calls: dict[Regime, str] = {
         "stationary": f"autoclip({percent:g}, window={WINDOW})",

@@ -20,7 +20,7 @@ from optaxclip.tuning.runs import Numbers, Progress, StepFn, all_steps, in_group
 
 FINAL_SHARE = 0.1
 NOISE = 2.0
-"""How many standard errors count as noise."""
+"""The noise is this many standard errors."""
 
 InitFn = Callable[[Array], PyTree]
 
@@ -35,20 +35,21 @@ class SweepResult:
     Attributes:
       limits: float32[limits], ascending.
       learning_rates: float32[learning_rates], or None.
-      loss: float32[runs..., steps], as the step function returned it.
-      norm: float32[runs..., steps], the raw norm; for several groups the root of the sum of their
-        squares.
+      loss: float32[runs..., steps], the losses that the step function returned.
+      norm: float32[runs..., steps], the raw norm; for several groups, the root of the sum of their
+        squared norms.
       share_clipped: float32[runs..., steps], the share of groups with a norm above the limit.
       final_loss: float32[runs...], the mean over the last tenth of the steps; inf if diverged.
       diverged: bool[runs...], whether the final loss is not finite, or above the first loss.
-      noise: the entry of `noises` for the suggested limit; NaN if none is suggested.
-      limit: the largest limit whose final loss is within noise of the best; NaN if runs of each
-        limit diverged.
+      noise: the entry of `noises` for the suggested limit; NaN if no limit is suggested.
+      limit: the largest limit whose final loss is within noise of the best; NaN if for each limit a
+        run diverged.
       learning_rate: the learning rate of the best run; None without learning rates.
-      noises: float[limits], by how much the final loss of each limit may exceed the best one and
+      noises: float[limits], by how much the final loss of each limit may exceed the best loss and
         still count as equal; 0 for the best limit, NaN if all runs diverged.
-      unchosen_limit: the limit after the last step of AdaGC with its last constants, a clip with
-        nothing to choose, for the norms of the first run with the suggested limit; NaN without one.
+      unchosen_limit: the limit at which AdaGC with its last constants, a clip with nothing to
+        choose, ends on the norms of the first run with the suggested limit; NaN without such a
+        limit.
     """
 
     limits: Numbers
@@ -69,7 +70,7 @@ class SweepResult:
         return self.table()
 
     def table(self, more_seeds: str = "seeds=3") -> str:
-        """The same table; `more_seeds` is how more seeds are asked for, where a note says it."""
+        """The table of `print`; its note on seeds says that `more_seeds` asks for more of them."""
         diverged, final, clipped = map(
             self.by_limit, (self.diverged, self.final_loss, self.share_clipped.mean(axis=-1))
         )
@@ -125,12 +126,13 @@ def sweep(
 ) -> SweepResult:
     """Trains the same model with many limits at once, and names the best of them.
 
-    A limit is a traced number, so one program serves all limits: `vmap` over the runs, `scan` over
-    the steps; on a CPU the cores share the runs. All runs get the same batches, and runs of one
-    seed have the same initial values. The suggested limit is the largest whose final loss is within
-    noise of the best one. The noise is the smaller one of two, so that an unstable run is not taken
-    for a good one: the noise of the difference of the two losses, and that of the best loss alone.
-    With several seeds noise is two standard errors over the seeds; with one seed, the standard
+    A limit is a traced number, so one program serves all limits: it has a `vmap` over the runs and
+    a `scan` over the steps; on a CPU the cores share the runs. All runs get the same batches, and
+    runs with the same seed have the same initial values. The suggested limit is the largest whose
+    final loss is within noise of the best one. The noise is the smaller one of two numbers: the
+    noise of the difference between the two losses, and the noise of the best loss alone. The second
+    one keeps an unstable run, whose difference is very noisy, from passing as a good one. With
+    several seeds, noise is two standard errors over the seeds; with one seed, it is the standard
     deviation over the last steps.
 
     Args:
@@ -143,24 +145,24 @@ def sweep(
       steps: how many steps each run takes.
       key: a PRNG key, or an int to make one from; the keys of the seeds are split from it.
       data: the batches, a pytree whose leaves have a first axis of at least `steps`. If the data
-        does not fit into memory, pass indices, and look them up in the step.
+        does not fit into memory, pass indices, and let the step look up the batch.
       learning_rates: float[learning_rates]; each limit is tried with each of them.
       seeds: how many runs for each limit and learning rate.
-      parallel: how many runs at a time; the others wait. By default all runs go at once under
-        `vmap`, but on a CPU one on each core. Pass fewer if they do not fit into memory, and on a
-        CPU more if the model is too small to keep a core busy.
+      parallel: how many runs go at a time; the others wait. By default all runs go at once under
+        `vmap`; on a CPU, one on each core. Pass fewer if they do not fit into memory, and on a CPU
+        more if the model is too small to keep a core busy.
       progress: whether to show a progress bar, which needs Rich and a terminal; or a function that
-        is called with the number of steps that have just been done.
+        is called with the number of steps just done.
 
     Returns:
       A `SweepResult`.
 
     Raises:
-      ValueError: for limits or learning rates that are not positive or not in one axis, for
-        `steps`, `seeds` or `parallel` below 1, and for data of fewer steps or none.
-      TypeError: if `step_fn` does not return a state like the one that it got, a loss and a norm,
-        if `key` is not a key, `steps`, `seeds` or `parallel` is not an int, or `progress` is
-        neither True, False nor a function.
+      ValueError: for limits or learning rates that are not positive or not in one axis; for
+        `steps`, `seeds` or `parallel` below 1; and for data of fewer steps, or without arrays.
+      TypeError: if `step_fn` does not return a state like the one that it got, a loss and a norm;
+        if `key` is not a key; if `steps`, `seeds` or `parallel` is not an int; or if `progress` is
+        not True, False or a function.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optaxclip
@@ -247,7 +249,7 @@ def _check_step(step: StepFn, states: PyTree, data: PyTree, runs: tuple[Array, .
     """Checks what `step` returns, by its shapes; nothing is computed.
 
     Raises:
-      TypeError: if it is not a state like that before, a scalar loss and a norm.
+      TypeError: if it is not a state like the one before the step, a scalar loss and a norm.
     """
     one = jax.tree.map(lambda x: x[0], (states, data, *runs))
     out = jax.eval_shape(step, *one)
@@ -304,8 +306,8 @@ def _result(
     best = np.unravel_index(np.argmin(means), means.shape)
     chosen, noise, unchosen, noises = math.nan, math.nan, math.nan, np.full(len(limits), math.nan)
     if np.isfinite(means[best]):
-        # A difference of losses is free of the noise of batches and seeds, which all runs share.
-        # But the difference from an unstable run is very noisy: the best loss's noise is its cap.
+        # All runs share batches and seeds, so their noise cancels in a difference of losses. But
+        # the difference from an unstable run is very noisy: the noise of the best loss is its cap.
         of_differences = [_noise(losses - each[best]) for losses in each[:, best[1]]]
         noises = np.minimum(of_differences, _noise(each[best]))
         near = np.isfinite(means[:, best[1]]) & (means[:, best[1]] <= means[best] + noises)

@@ -11,13 +11,13 @@ from typing import Any
 from optaxclip.tuning.columns import Columns, is_number, numbers
 
 LINE_BREAK = re.compile(r"\r\n|\n|\r")
-"""`str.splitlines` also splits at characters that a line may hold, such as U+2028."""
+"""Not `str.splitlines`, which also splits at characters inside of lines, such as U+2028."""
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 TWICE = "is there more than once: give each its own name"
 SAMPLE = 1000
-"""As many lines tell CSV from other text."""
+"""This many lines are enough to tell CSV from other text."""
 
-# Names have a largest length, so that a search in a long line without numbers does not take long.
+# Names have a largest length, so that the search of a long line without numbers is quick.
 NUMBER = (
     r"(?:[\w.]{1,20}\()?'?"  # as in tensor(1.5), np.float32(1.5) and '1.5'
     r"([+-]?(?:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|nan|inf(?:inity)?))(?![\w.]|,\d)"
@@ -81,7 +81,7 @@ def _is_cell(cell: str) -> bool:
 
 
 def _delimiter(line: str) -> str:
-    # Where there is another delimiter, a comma may be a decimal comma.
+    # Other delimiters come first, because a comma beside them may be a decimal comma.
     return next((sign for sign in "\t;" if sign in line), ",")
 
 
@@ -112,7 +112,7 @@ def _from_csv(lines: list[str], *, is_ended: bool) -> Columns:
 def _is_cut(row: list[str], cells: int) -> bool:
     """Whether a row lacks some of its cells, or ends with the beginning of a number."""
     last = row[-1].strip().lower()
-    rests = ("0", "an", "n", "nf", "f")  # they complete "1e-", "n", "na", "i" and "in"
+    rests = ("0", "an", "n", "nf", "f")  # these complete "1e-", "n", "na", "i" and "in"
     begins = any(is_number(last + rest) for rest in rests)
     return len(row) < cells or (last != "" and not is_number(last) and begins)
 
@@ -144,7 +144,7 @@ def _rows(lines: list[str], source: str) -> Iterator[_Object]:
     """The rows of lines that hold JSON objects or named numbers, amid others."""
     for at, line in enumerate(lines, start=1):
         row, start = None, OBJECT.search(line)
-        is_last = at == len(lines)  # it may be cut, as the run still writes or was stopped
+        is_last = at == len(lines)  # it may be cut, as the run still writes it or was stopped
         if start:
             try:
                 row = DECODER.decode(line[start.start() :])
