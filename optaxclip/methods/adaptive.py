@@ -3,13 +3,12 @@
 Each is one call of `clip_by` with a rule and a scope. Any rule works on any scope:
 `clip_by(scopes.leaf(), thresholds.zscore())` is ZClip for each leaf.
 
-Two defaults differ from the published code. After a lasting rise of the norms the rules recover
-(except AdaGC, whose limits grow slowly by design), and `zclip` has no cap. `patience=None,
-floor=0.0`, and for `zclip` also `max_norm=1.0`, give the published rules.
+Two defaults differ from the published code: after a lasting rise of the norms the rules recover
+(except AdaGC, whose limits grow slowly by design), and `zclip` has no cap.
+`patience=None, floor=0.0`, and for `zclip` also `max_norm=1.0`, give the published rules.
 
 All arguments must be passed by name, because a number alone, as in `zclip(1.0)`, would look like a
-limit.
-`floor` and `patience` are explained in `optaxclip.thresholds.base`.
+limit. `floor` and `patience` are explained in `optaxclip.thresholds.base`.
 """
 
 from typing import Unpack
@@ -39,16 +38,16 @@ def zclip(
     """Clips spikes of the global norm, which it recognizes by their z-score.
 
     Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507. The published rule
-    never recovers from a lasting rise of the norms, because it learns from clipped norms; with
-    `patience` it does. The published code also caps every limit at 1, so it acts as
-    `clip_by_global_norm(1.0)` wherever ordinary norms exceed 1. Here only `max_norm` sets a cap,
-    and without one nothing is clipped in the warm-up.
+      never recovers from a lasting rise of the norms, because it learns from clipped norms; with
+      `patience` it recovers. The published code also caps every limit at 1, so it acts as
+      `clip_by_global_norm(1.0)` if ordinary norms exceed 1. Here only `max_norm` sets a cap;
+      without it, nothing is clipped in the warm-up.
 
     Args:
       alpha: the decay of mean and variance.
       z_thresh: a norm more than `z_thresh` standard deviations above the mean is a spike.
       warmup_steps: how many norms are recorded before there is a limit.
-      max_norm: a cap on every limit, in the warm-up too; none if None, 1.0 in the published code.
+      max_norm: a cap on every limit, in the warm-up too; None: no cap. It is 1.0 in published code.
       option: which norm a spike is given, as in `optaxclip.thresholds.zscore`.
       floor: smaller norms are not recorded, and no limit is smaller.
       patience: after this many norms in a row above their limit the raw norm is recorded.
@@ -97,11 +96,11 @@ def adagc(
     """Clips each leaf a little above the moving average of its clipped norms.
 
     Source: Wang et al., 2025, AdaGC, arXiv 2502.11034. In the warm-up the whole tree is clipped by
-    its global norm. By design limits rise slowly: after a lasting rise of the norms recovery takes
-    thousands of steps, unless `patience` is given.
+    its global norm. Its limits rise slowly by design: after a lasting rise of the norms, recovery
+    takes thousands of steps unless `patience` is given.
 
-    The defaults are the constants of the paper's first version, and `lambda_rel=1.04, beta=0.99`
-    those of its last:
+    The defaults are the constants of the paper's first version; those of its last version are
+    `lambda_rel=1.04, beta=0.99`:
 
       what is counted                                    | first | last
       ---------------------------------------------------|-------|-----
@@ -109,16 +108,16 @@ def adagc(
       steps until limits follow norms that have doubled  | 649   | 1703
       steps clipped, if log-norms vary by 0.1            | 42 %  | 49 %
 
-    Take the last ones to follow the paper, and in long runs in which norms are steady or fall; the
-    defaults if norms rise during a run, and in short runs.
+    Take the constants of the last version to follow the paper, and in long runs in which norms are
+    steady or fall. Take the defaults if norms rise during a run, and in short runs.
 
     Args:
       lambda_rel: the limit, divided by the average; 1.04 in the revised paper.
       lambda_abs: the global norm to clip to in the warm-up.
       beta: the decay of the average; 0.99 in the revised paper.
       warmup_steps: how many norms the warm-up lasts.
-      floor: smaller norms are not recorded, and no limit is smaller. With 0 a leaf whose
-        gradient is zero in the warm-up never moves again, as published.
+      floor: smaller norms are not recorded, and no limit is smaller. With 0, a leaf whose gradient
+        is zero in the warm-up never moves again, as in the published rule.
       patience: after this many norms in a row above their limit the raw norm is recorded.
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
@@ -199,7 +198,7 @@ def clip_by_ema_norm(
 ) -> Transformation[ClipState]:
     """Clips each leaf to a multiple of the moving average of its clipped norms.
 
-    Source: allenai/OLMo (`max_grad_norm_ratio`), where the decay is the larger of Adam's two.
+    Source: allenai/OLMo (`max_grad_norm_ratio`); its decay is the larger of Adam's two.
 
     Args:
       ratio: the limit, divided by the average.

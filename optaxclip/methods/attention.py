@@ -1,4 +1,4 @@
-"""QK-Clip: shrinks the weights of attention heads whose logits grew too large."""
+"""QK-Clip: shrinks the weights of attention heads with logits that are too large."""
 
 import functools
 from collections.abc import Callable
@@ -44,8 +44,8 @@ def clip_attention_logits(
 
     Let `S` be the largest logit of a head in this step's batch, after the division by the root of
     the head's size and before the softmax. The head's factor is `min(1, tau / S)`. This must be the
-    last stage of a chain: it changes the update `u` of weights `w` so that they become
-    `factor**power * (w + u)`, with which the logits of the same batch would be at most about
+    last stage of a chain: it changes the update `u` of weights `w` so that the weights become
+    `factor**power * (w + u)`. With these, the logits of the same batch would be at most about
     `tau`. A head below the limit is left alone, bit for bit.
 
     `heads` says how the factor is divided between the weights of queries and of keys:
@@ -58,28 +58,28 @@ def clip_attention_logits(
       ... with rotary positions        | power 1                | left alone: heads share them
 
     Biases of queries and keys must be scaled too: `axis=-2` finds the heads of both a kernel
-    `[in, heads, entries]` and a bias `[heads, entries]`. Where queries and keys are normalized
+    `[in, heads, entries]` and a bias `[heads, entries]`. If queries and keys are normalized
     (QK-norm), their weights do not scale logits, and there is nothing to clip.
 
     The update takes `max_logits=`: a pytree of arrays `[heads]`, each at the path of its attention
     in the tree of parameters, such as `{"layers/0/attention": S}`. What Flax's `sow` collects under
-    the name `max_logits` is such a tree. A single array holds for all attentions. Pass the largest
-    logits over the whole batch: over all microbatches (`optax.MultiSteps` passes on only those of
-    the last one), and inside `shard_map` over all devices (`jax.lax.pmax`). A logit that is not
-    finite changes no weight. In bfloat16 weights a factor within 0.2 % of 1 is lost to rounding.
+    the name `max_logits` is such a tree. A single array serves all. Pass the largest logits over
+    the whole batch: over all microbatches (`optax.MultiSteps` passes on only those of the last
+    one), and inside `shard_map` over all devices (`jax.lax.pmax`). A logit that is not finite
+    changes no weight. In bfloat16 weights a factor within 0.2 % of 1 is lost to rounding.
 
     Source: Kimi Team, 2025, arXiv 2507.20534.
 
     Args:
       tau: the largest logit.
       heads: `fn(path, leaf) -> Heads`, or None for leaves that are left alone; the path is text
-        such as `layers/0/attention/query/kernel`. It is a function but not a schedule, so
+        such as `layers/0/attention/query/kernel`. Because it is a function but not a schedule,
         `optax.inject_hyperparams` needs `static_args=("heads",)`.
-      specs: inside `shard_map`, how the weights are split over devices, if heads are split; as in
-        `optaxclip.clip_by`.
-      record: whether the state keeps what was done. With False it is an `optax.EmptyState`, and any
-        state is accepted and returned as it is. With a schedule, which needs the step count,
-        `record=False` is an error.
+      specs: how the weights are split over devices, as in `optaxclip.clip_by`; needed inside
+        `shard_map` if heads are split.
+      record: whether the state keeps what was done. With False the state is an `optax.EmptyState`,
+        and any state is accepted and returned as it is. A schedule needs the step count, so
+        `record=False` is an error with it.
       name: the name in messages.
 
     Returns:
@@ -121,7 +121,7 @@ def clip_attention_logits(
     def init(params: PyTree) -> ClipState:
         flat = flatten(params, "params")
         weights = _weights(flat, heads)
-        # `optax.tree_map_params` makes a state from a tree without leaves.
+        # A tree without leaves is no error: `optax.tree_map_params` makes a state from one.
         if flat.measured and not weights:
             raise ValueError(
                 f"{name}: heads must give optaxclip.Heads for some leaf, and gave None for all of "
@@ -154,7 +154,7 @@ def clip_attention_logits(
         return only.rebuild(leaves), state
 
     if not checked_bool(record, "record"):
-        clip()  # which refuses a limit that remembers
+        clip()  # refuses a limit that depends on earlier steps
         return stateless(lambda updates, params, **extra: rescaled(updates, (), params, **extra)[0])
 
     def update(
@@ -207,7 +207,7 @@ def _parts(path: Path) -> tuple[str, ...]:
 
 
 def _specs_of(weights: list[_Weight], specs: PyTree, flat: FlatTree) -> PyTree:
-    """How the logits are split over devices, which follows from how the weights are."""
+    """How the logits are split over devices: as the heads of the weights are."""
     if specs is None or not weights:
         return None
 
@@ -271,7 +271,7 @@ def _rescaled(
     *,
     places: tuple[Place, ...],
 ) -> list[Array]:
-    """New updates: with them the weights become those of the given updates times the factors."""
+    """Updates that lead to the weights of the given updates times the factors."""
     rescaled = []
     for u, w, before, after, place in zip(updates, weights, logits, clipped, places, strict=True):
         u, w = jnp.asarray(u), jnp.asarray(w)

@@ -35,17 +35,17 @@ def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[
 
     Args:
       max_delta: the largest absolute value, or a schedule of it.
-      record: whether the state counts the steps. With False it is an `optax.EmptyState`, and any
-        state is accepted and returned as it is. With a schedule, which needs the step count,
-        `record=False` is an error.
+      record: whether the state counts the steps. With False the state is an `optax.EmptyState`, and
+        any state is accepted and returned as it is. A schedule needs the step count, so
+        `record=False` is an error with it.
 
     Returns:
       A transformation with a `ClipByValueState`. It does not record what was clipped, because that
       would read the gradients more often than the clip does.
 
     Raises:
-      ValueError: if `max_delta` is negative, NaN or not a scalar, or is a schedule although
-        `record` is False.
+      ValueError: if `max_delta` is negative, NaN or not a scalar, or is a schedule while `record`
+        is False.
       TypeError: if it is not a number.
 
     Example:
@@ -76,11 +76,11 @@ def clip_by_value(
       record: as in `clip`.
 
     Returns:
-      A transformation with a `ClipByValueState`, which like `clip` records only the steps.
+      A transformation with a `ClipByValueState`, which counts only the steps.
 
     Raises:
-      ValueError: if a minimum exceeds its maximum (traced values are not compared), a bound does
-        not broadcast to the shape of a leaf, or one is a schedule although `record` is False.
+      ValueError: if a minimum exceeds its maximum (traced values are not compared), if a bound does
+        not broadcast to the shape of a leaf, or if one is a schedule while `record` is False.
       TypeError: if a bound is not a number.
 
     Example:

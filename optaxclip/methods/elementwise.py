@@ -30,7 +30,7 @@ def clamp(
 ) -> PyTree:
     """The tree with real entries clipped to `[low, high]`, complex ones to the modulus `high`.
 
-    NaN stays NaN; infinite entries become the bounds. Where `low` is above `high`, entries become
+    NaN stays NaN; infinite entries become the bounds. If `low` is above `high`, entries become
     `low`.
 
     Args:
@@ -38,7 +38,7 @@ def clamp(
       low: a scalar, or an array that broadcasts to every leaf. If None, it is `-high`, and a
         negative `high` acts as 0.
       high: a scalar, or an array that broadcasts to every leaf.
-      arguments: what the bounds are called in messages.
+      arguments: the names of the bounds in messages.
 
     Raises:
       ValueError: if a bound does not broadcast to the shape of a leaf.
@@ -47,7 +47,7 @@ def clamp(
     for bound, argument in zip((low, high), arguments, strict=True):
         if bound is not None and np.shape(bound):
             _check_fit(bound, argument, flat)
-    # One bound per dtype, not per leaf, because passing operands to a compiled function takes time.
+    # One bound for each dtype, not for each leaf: each operand of a compiled call takes time.
     dtypes = set(map(_canonical, {dtype_of(leaf) for leaf in leaves}))
     highs = {str(dtype): _in_range(high, dtype) for dtype in dtypes}
     lows = None if low is None else {str(dtype): _in_range(low, dtype) for dtype in dtypes}
@@ -72,7 +72,7 @@ def check_order(low: Any, high: Any, names: tuple[str, str]) -> None:
     """Checks that no minimum exceeds its maximum and no bound is NaN; skips traced bounds.
 
     Raises:
-      ValueError: if one does or is.
+      ValueError: if a minimum exceeds its maximum, or a bound is NaN.
     """
     if any(isinstance(bound, Tracer) for bound in (low, high)):
         return
@@ -95,7 +95,7 @@ def _check_fit(bound: ArrayLike, argument: str, flat: FlatTree) -> None:
 
 
 def _in_range(bound: ArrayLike, dtype: Any) -> ArrayLike:
-    """A bound that JAX converts to the dtype of a leaf without an error, a warning or wrapping."""
+    """A bound that JAX can convert to a leaf's dtype without an error, a warning or wrapping."""
     if jnp.issubdtype(dtype, jnp.integer):
         return _integer_in_range(bound, dtype)
     if isinstance(bound, (int, float)):
@@ -112,14 +112,14 @@ def _integer_in_range(bound: Any, dtype: Any) -> ArrayLike:
     low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
     if isinstance(bound, int):
         return np.asarray(min(max(bound, low), high), dtype)
-    # Clipped in the dtype of the bound, whose range may be smaller or larger than the leaf's.
+    # Clipped in the bound's own dtype, whose range may be smaller or larger than the leaf's.
     own = jnp.iinfo(bound.dtype)
     low, high = (bound.dtype.type(min(max(x, own.min), own.max)) for x in (low, high))
     library = jnp if isinstance(bound, jax.Array) else np
     return library.minimum(library.maximum(bound, low), high).astype(dtype)
 
 
-# JAX makes float32 of NumPy's float64.
+# JAX turns NumPy's float64 into float32.
 _canonical = jax.dtypes.canonicalize_dtype
 
 
@@ -143,7 +143,7 @@ def clamp_leaf(leaf: Any, low: Array | None, high: Array) -> Any:
     return with_data(leaf, match_weak_type(_bounded(x, low, high), x))
 
 
-# Compiled by itself so that it is traced once for leaves that are alike.
+# A compiled function of its own, so that it is traced once for leaves that are alike.
 _clamped = jax.jit(clamp_leaf)
 
 
@@ -154,8 +154,8 @@ def _bounded(x: Array, low: Array | None, high: Array) -> Array:
     if jnp.iscomplexobj(x):
         return _bound_modulus(x, largest)
     smallest = lax.neg(largest) if low is None else _like(x, low)
-    # An entry at a bound keeps the derivative 1. Where a bound is NaN, the entry becomes NaN.
-    # Operators, as `x > largest`, would be nested calls, which take longer to trace.
+    # An entry at a bound keeps the derivative 1. If a bound is NaN, the entry becomes NaN.
+    # Operators such as `x > largest` would be nested calls, which take longer to trace.
     y = lax.select(lax.bitwise_or(lax.gt(x, largest), lax.ne(largest, largest)), largest, x)
     return lax.select(lax.bitwise_or(lax.lt(y, smallest), lax.ne(smallest, smallest)), smallest, y)
 
@@ -171,10 +171,10 @@ def _like(x: Array, bound: ArrayLike) -> Array:
 
 
 def _bound_modulus(z: Array, high: Array) -> Array:
-    """Complex entries; a modulus above `high` becomes `high`, and phases stay."""
+    """Complex entries with moduli of at most `high` and the same phases."""
     high = jnp.maximum(high, 0)
     is_infinite = jnp.isinf(z.real) | jnp.isinf(z.imag)
-    # Entries are divided by a power of two near them, as the modulus of a finite one may overflow.
+    # Entries are divided by a power of two near them: the modulus of a finite entry may overflow.
     top = jnp.maximum(jnp.abs(z.real), jnp.abs(z.imag))
     unit = lax.stop_gradient(power_of_two_below(top))
 

@@ -1,4 +1,4 @@
-"""The named methods whose limit the user gives, with the names of Optax and of the papers.
+"""The methods whose limit the user gives, under the names that Optax and the papers use.
 
 Every limit may be a number, a scalar array of any dtype (traced or not) or a schedule.
 `optax.inject_hyperparams` works with all of them; its `static_args` must hold `axes`, `axis`, and
@@ -62,7 +62,7 @@ def clip_by_global_norm(
     eps: float | None = None,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Clips the whole tree by its norm, which keeps the gradient's direction.
+    """Clips the whole tree by its norm, so that the gradient keeps its direction.
 
     Beside Muon, use `optaxclip.scopes.muon` instead (`docs/muon.md`): with one norm for all leaves,
     the gradients of Muon's large matrices would decide how far Adam's are clipped, although Muon's
@@ -72,8 +72,8 @@ def clip_by_global_norm(
 
     Args:
       max_norm: the largest norm of the tree.
-      eps: if given, the factor is `max_norm / (norm + eps)` where that is below 1. With 1e-6 this
-        is PyTorch's factor to the last digit; see `optaxclip.responses.clip_with_eps`.
+      eps: if given, the factor is `max_norm / (norm + eps)` if that is below 1. With 1e-6 it is
+        PyTorch's factor to the last digit; see `optaxclip.responses.clip_with_eps`.
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
     Returns:
@@ -82,7 +82,7 @@ def clip_by_global_norm(
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, an unknown name, or an `eps`
-        that is negative or no Python number.
+        that is negative or not a Python number.
       TypeError: if the limit is not a number.
 
     Example:
@@ -120,10 +120,10 @@ def adaptive_grad_clip(
     `clipping * max(norm of the unit's weights, eps)`. The update needs `params`.
 
     The default for `axis` finds the units of `[in, out]` and `[height, width, in, out]`, as in
-    Flax, Haiku and Keras. It does not for weights with the output first, as in Equinox
-    (`[out, in]`), where it takes one norm for each *input*, nor for convolutions over one dimension
-    (`[width, in, out]`), where it takes one for each pair of input and output. Neither raises an
-    error: pass `axis` there (`docs/recipes/wrappers.md` shows how).
+    Flax, Haiku and Keras. For other layouts it takes wrong units without an error: if the output
+    comes first, as in Equinox (`[out, in]`), one for each *input*; for convolutions over one
+    dimension (`[width, in, out]`), one for each pair of input and output. Pass `axis` for these
+    (`docs/recipes/wrappers.md` shows how).
 
     Source: Brock, De, Smith and Simonyan, 2021, arXiv 2102.06171. The authors do not clip the last
     layer's weights: wrap this transformation in `optax.masked` to leave them out.

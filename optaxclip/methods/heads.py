@@ -1,4 +1,4 @@
-"""Attention heads: where they are in a weight, and the weight's multiplier from their factors."""
+"""Attention heads: where they are in a weight, and the multiplier that their factors give it."""
 
 import dataclasses
 import operator
@@ -12,15 +12,16 @@ from jax import Array, lax
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """Where the heads of an attention weight are, and by which power of a head's factor it shrinks.
+    """The place of the heads in an attention weight, and the power of the factor that shrinks it.
 
     A head's logits are products of its queries and keys, so the powers of the two must sum to 1.
 
     Attributes:
-      axis: the axis of the weight that runs over the heads. Where layers are stacked, the axes for
-        all axes of `max_logits`, in their order, such as `(0, -2)` for layers and heads.
+      axis: the axis of the weight that runs over the heads. If layers are stacked, the axes that
+        run over the axes of `max_logits`, in their order, such as `(0, -2)` for layers and heads.
       power: the power of the factor, for the whole weight; or pairs `(entries, power)`, which
-        divide a head's entries on the axis `along` into parts with a power each, in this order.
+        divide a head's entries along the axis `along`, in this order, into parts that each have a
+        power.
       along: the axis of those entries. If it is the last of `axis`, that axis holds the entries of
         one head after another, as in a kernel `[in, heads * entries]`.
 
@@ -48,7 +49,7 @@ class Heads:
             ) from None
         if not all(count >= 1 and 0 <= power <= 1 for count, power in pairs):
             raise ValueError(f"power must be from 0 to 1, for 1 entry or more, got {self.power!r}")
-        # Tuples, so that it is hashable: compiled functions take it as a static argument.
+        # Tuples make it hashable, because compiled functions take it as a static argument.
         object.__setattr__(self, "axis", axes)
         object.__setattr__(self, "along", along)
         if isinstance(self.power, Sequence):
@@ -93,7 +94,7 @@ def placed(heads: Heads, shape: tuple[int, ...], name: str) -> tuple[Place, tupl
     sizes = [shape[axis] for axis in axes]
     if not is_divided:
         others = [axis for axis in range(rank) if axis not in axes]
-        # Any other axis may be that of the entries; if there is none, each head has one entry.
+        # Any other axis serves as that of the entries; if there is none, a head has one entry.
         return Place(rank, axes, (others or axes)[-1], pairs), tuple(sizes)
     along, entries = heads.along % rank, sum(count for count, _ in pairs)
     if along == axes[-1] and sizes[-1] % entries == 0:
@@ -107,7 +108,7 @@ def placed(heads: Heads, shape: tuple[int, ...], name: str) -> tuple[Place, tupl
 
 
 def multiplier(factor: Array, place: Place) -> Array:
-    """The multiplier of a weight, from the factors of its heads; it broadcasts to the weight."""
+    """The multiplier of a weight from the factors of its heads, broadcastable to the weight."""
     factor = jnp.transpose(factor, [int(i) for i in np.argsort(place.axes)])
     factor = lax.expand_dims(factor, [i for i in range(place.rank) if i not in place.axes])
     counts, powers = zip(*place.pairs, strict=True)
@@ -132,7 +133,7 @@ def _pairs(power: float | Sequence[tuple[int, float]]) -> tuple[tuple[int, float
 
 
 def _power(x: Array, powers: np.ndarray[Any, Any]) -> Array:
-    """Powers of numbers from 0 to 1; powers of 1, and the power 0, are exactly 1."""
+    """Powers of numbers from 0 to 1; those of 1, and those with exponent 0, are exactly 1."""
     exponents = jnp.asarray(powers, x.dtype)
     between = (x > 0) & (x < 1)
     power = jnp.where(between, x, 1) ** exponents

@@ -30,8 +30,8 @@ class HyperballState(NamedTuple):
 
     Attributes:
       steps: int32[], steps so far.
-      radius: float32[matrices] (float64 if a parameter is), the norms that the matrices had at
-        `init`, in the order of their names; `()` unless `radius="initial"`.
+      radius: float32[matrices] (float64 if a parameter is float64), the norms that the matrices had
+        at `init`, in the order of their names; `()` unless `radius="initial"`.
       names: the matrices' names in order; part of the structure, not arrays.
     """
 
@@ -52,22 +52,22 @@ def hyperball(
     """Keeps each matrix on a sphere, and makes the step's length a share of its radius.
 
     It must be the last stage of a chain, behind `optax.scale_by_adam` (AdamH) or Muon's direction
-    (MuonH). It replaces the learning rate, with its minus sign, and weight decay: neither may be in
+    (MuonH). It replaces the learning rate with its minus sign, and weight decay: neither may be in
     the chain. A matrix `W` for which the chain proposes the direction `u` becomes
 
         R * unit(W - learning_rate * R * unit(u)),  where unit(x) = x / sqrt(sum(abs(x)**2)).
 
     So each step is the same share of every matrix, whatever the direction's length, and no norm
-    grows or shrinks during training. It is for matrices; train embeddings, biases and gains with
-    another optimizer (`optax.partition`).
+    grows or shrinks during training. Hyperball is for matrices; train embeddings, biases and gains
+    with another optimizer (`optax.partition`).
 
     Guarantees, with `radius="initial"` or a number and a learning rate up to 0.5: after every step
     the norm of a matrix is within a relative 1e-6 of its radius in float32, and within the rounding
-    of its entries in a narrower dtype; neither error adds up over steps. With a direction of zeros
-    a matrix stays bit for bit. A matrix of zeros has radius 0 and stays 0, unless the radius is a
-    number: then its first step leads onto the sphere. So for matrices that begin at 0, such as
-    LoRA's second, pass a number, or use another optimizer. A direction that is not finite gives
-    updates of NaN for its matrix alone. No intermediate norm overflows or underflows.
+    of its entries in a narrower dtype; neither error adds up over steps. A direction of zeros
+    leaves its matrix as it is, bit for bit. A matrix of zeros has radius 0 and stays 0, unless the
+    radius is a number: then its first step leads onto the sphere. So for matrices that begin at 0,
+    such as LoRA's second matrix, pass a number, or use another optimizer. A direction that is not
+    finite gives updates of NaN for its matrix alone. No intermediate norm overflows or underflows.
 
     Source: Wen et al., 2026, arXiv 2606.16899; used in Levanter, Paddle, Emerging-Optimizers and
     modded-nanogpt.
@@ -75,15 +75,15 @@ def hyperball(
     Args:
       learning_rate: the step's length as a share of the radius, at least 0, or a schedule of it.
       radius: "initial" is the norm that each matrix had at `init`, which the state keeps; "current"
-        is the norm that it has at this step, so that rounding errors add up; or a number above 0
-        for all matrices.
+        is the norm that it has at this step, so that rounding errors add up; a number above 0 is
+        the radius of all matrices.
       stacked: how many leading axes of each leaf stack separate matrices (layers, experts), each
-        with its own radius; as in `optaxclip.scopes.leaf`. With None no axis does.
+        with its own radius, as in `optaxclip.scopes.leaf`; with None no axis does.
       eps: a direction with a norm of at most `eps` counts as zeros.
       **options: those that all transformations share, `optaxclip.PlaceOptions`.
 
     Returns:
-      A transformation with a `HyperballState`. Its update needs the parameters and gives what
+      A transformation with a `HyperballState`. Its update needs the parameters, and returns what
       `optax.apply_updates` adds to them, computed in float32 (float64 for 64-bit leaves) and
       rounded once to the dtype of `u`. Integer and other leaves pass untouched.
 

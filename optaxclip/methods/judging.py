@@ -1,4 +1,4 @@
-"""Judging a number by a limit rule, and selecting what a step keeps after it."""
+"""Judges a number by a limit rule, and selects what a step keeps after the judgement."""
 
 from typing import Any, NamedTuple
 
@@ -16,12 +16,12 @@ from optaxclip.thresholds.fixed import at_step
 
 
 class Judged(NamedTuple):
-    """A number as a limit rule judges it.
+    """A number, and how a limit rule judges it.
 
     Attributes:
       number: the number, `[]`.
       limit: its limit.
-      rule_state: the rule's state after it.
+      rule_state: the rule's state after this number.
       is_above: whether the number is finite and above its limit.
       is_bad: whether the number is not finite.
     """
@@ -38,14 +38,14 @@ class Judged(NamedTuple):
         return self.is_above | self.is_bad
 
     def blamed(self, parts: Array) -> Array:
-        """Which parts of a norm, given by their own norms, are the reason to skip."""
+        """Which parts are the reason to skip, from the norm of each part."""
         is_above = parts > self.limit.astype(parts.dtype)
         is_largest = parts == jnp.max(parts, initial=0)
         is_above = jnp.where(jnp.any(is_above), is_above, is_largest)
         return jnp.where(self.is_bad, ~jnp.isfinite(parts), is_above & self.is_above)
 
     def recorded(self, info: ClipInfo, skip: Array) -> ClipInfo:
-        """The record after this step, which was skipped where `skip` is True."""
+        """The record after this step, which was skipped if `skip` is True."""
         return info._replace(
             norm=narrowed(self.number, info.norm.dtype),
             limit=narrowed(self.limit, info.limit.dtype),
@@ -98,7 +98,7 @@ def zero_where(where: Array, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x if is_opaque(x) else _zeroed(where, x), tree)
 
 
-# Compiled by itself so that it is traced once for leaves that are alike.
+# A compiled function of its own, so that it is traced once for leaves that are alike.
 @jax.jit
 def _zeroed(where: Array, x: Array) -> Array:
     return match_weak_type(select(where, 0, x), x)
@@ -111,7 +111,7 @@ def _new(where: Array, x: Array, y: Array) -> Array:
 
 def _chosen(where: Array, x: Array, y: Array) -> Array:
     chosen = lax.select(where, x.astype(y.dtype), y)
-    # If a state's weak type changed from step to step, the step would be compiled again.
+    # The weak type stays: if a state's type changed, the next step would be compiled again.
     return match_weak_type(chosen, x) if x.dtype == y.dtype else chosen
 
 

@@ -1,7 +1,7 @@
-"""The scale of a loss whose gradients are computed in float16 or fp8, and what it asks of a step.
+"""Scales a loss whose gradients are computed in float16 or fp8, and adapts the scale.
 
-The scale is a power of two, so that gradients are divided by it without a rounding error. They are
-divided in float32: in float16 the quotient would underflow where the scaled gradient did not.
+The scale is a power of two, so that dividing gradients by it makes no rounding error. They are
+divided in float32: in float16 a quotient could underflow although the scaled gradient did not.
 """
 
 import functools
@@ -37,11 +37,11 @@ class LossScaleState(NamedTuple):
     """State of `scale_loss`.
 
     Attributes:
-      loss_scale: float32[], by what the next loss is multiplied, a power of two;
+      loss_scale: float32[], the power of two that the next loss is multiplied by;
         `optaxclip.monitor.loss_scale` reads it.
-      good_steps: int32[], steps in a row, up to the last, that did not change the scale and whose
-        gradients were finite.
-      skip: the `SkipState` of the steps that overflowed; its `inner_state` is the optimizer's.
+      good_steps: int32[], how many steps in a row, up to the latest, had finite gradients and did
+        not change the scale.
+      skip: the `SkipState` of the skip around the optimizer; its `inner_state` is the optimizer's.
     """
 
     loss_scale: Array
@@ -50,12 +50,12 @@ class LossScaleState(NamedTuple):
 
     @property
     def info(self) -> ClipInfo:
-        """The record of the last step; its `norm` is that of the gradients without the scale."""
+        """The record of the last step; its `norm` is of the gradients without the scale."""
         return self.skip.info
 
 
 class _Numbers(NamedTuple):
-    """What decides how the scale changes; powers of two, but for the interval."""
+    """The numbers that say how the scale changes; all but the interval are powers of two."""
 
     growth_interval: Any
     factor: Any
@@ -78,44 +78,44 @@ def scale_loss(
 
     The step multiplies the loss by `optaxclip.monitor.loss_scale(opt_state)`; the update divides
     the gradients by the same number before anything is measured. So limits, rules, skips and
-    records inside mean the gradients of the loss itself. A step in which something overflowed is
-    skipped, as by `skip_nonfinite`, and divides the scale by `factor`; after `growth_interval` good
-    steps in a row the scale is multiplied by it. The scale stays between `minimum` and `maximum`:
-    from 0 or infinity it could not come back.
+    records in `inner` see the gradients of the unscaled loss. If a gradient overflowed, the step is
+    skipped, as by `skip_nonfinite`, and the scale is divided by `factor`; after `growth_interval`
+    good steps in a row it is multiplied by `factor`. The scale stays between `minimum` and
+    `maximum`, because it could not come back from 0 or infinity.
 
-    It goes around everything else. A clip in front of it would measure scaled gradients. Another
-    skip or `optax.MultiSteps` around it would keep its state where the scale has to fall; with
-    `MultiSteps` inside, each microbatch counts as a step. `accumulate.value_and_grad` needs
-    `reject=None`, so that a microbatch that overflowed is not left out unnoticed; its `clip` would
-    measure scaled gradients.
+    `scale_loss` must be the outermost wrapper. A clip in front of it would measure scaled
+    gradients. Another skip or `optax.MultiSteps` around it would keep its state unchanged when the
+    scale has to fall; with `MultiSteps` inside, each microbatch counts as a step.
+    `accumulate.value_and_grad` needs `reject=None`, so that a microbatch that overflowed is not
+    left out unnoticed, and no `clip`, which would measure scaled gradients.
 
-    Source: Micikevicius et al., 2018, Mixed Precision Training, arXiv 1710.03740. The scale is that
-    of jmp's `DynamicLossScale`, but for `maximum`; in Flax's `DynamicScale` it takes one more good
-    step to grow.
+    Source: Micikevicius et al., 2018, Mixed Precision Training, arXiv 1710.03740. Except for
+      `maximum`, the scale changes as in jmp's `DynamicLossScale`; in Flax's `DynamicScale` it takes
+      one more good step to grow.
 
     Args:
       inner: the optimizer, with its clips.
       initial: the scale of the first step.
       growth_interval: after how many good steps in a row the scale grows.
-      factor: by what the scale is multiplied, or divided.
-      minimum: the smallest scale. Gradients that are not finite there are so without a scale: the
-        steps are skipped, and `optaxclip.monitor.verdict` becomes "roll back".
+      factor: the number that the scale is multiplied or divided by.
+      minimum: the smallest scale. Gradients that are not finite at this scale would not be finite
+        without one: the steps are skipped, and `optaxclip.monitor.verdict` becomes "roll back".
       maximum: the largest scale.
       **options: those that all transformations share, `optaxclip.PlaceOptions`.
 
     Returns:
-      A transformation with a `LossScaleState`. Gradients in float16 and fp8, which cannot hold the
-      quotients, go on in float32. Parameters in these formats reach `inner` in float32 too, so its
-      moments are float32. The updates of such parameters are rounded to their format if parameters
-      are passed; else what came in float16 or fp8 comes out in float32. All other dtypes stay. A
-      skipped step gives zero updates. Extra arguments are passed on; a loss or a norm among them
-      must be without the scale.
+      A transformation with a `LossScaleState`. Gradients in float16 and fp8 go on in float32,
+      because these formats cannot hold the quotients. Parameters in these formats reach `inner` in
+      float32 too, so its moments are float32. If parameters are passed, the updates of such
+      parameters are rounded to their format; otherwise updates that came in float16 or fp8 leave in
+      float32. All other dtypes stay. A skipped step gives zero updates. Extra arguments are passed
+      on; a loss or a norm among them must not be scaled.
 
     Raises:
       ValueError: if `initial`, `factor`, `minimum` or `maximum` is not a power of two from 2**-126
-        to 2**126, `factor` is not above 1, `initial` not between the other two, or
-        `growth_interval` less than 1.
-      TypeError: if one of these is not a number, or `inner` not a transformation.
+        to 2**126, if `factor` is not above 1, if `initial` is not between `minimum` and `maximum`,
+        or if `growth_interval` is less than 1.
+      TypeError: if one of these is not a number, or `inner` is not a transformation.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optaxclip
@@ -177,9 +177,9 @@ _WRAP_STATE = (
 
 
 def as_power(loss_scale: Array) -> Array:
-    """The scale in a state, which may come from elsewhere, as a power of two in float32.
+    """The scale in a state, made a power of two in float32, because it may come from other code.
 
-    0 and what is not finite become 1.
+    Scales of 0, and scales that are not finite, become 1.
     """
     return power_of_two_below(jnp.asarray(loss_scale).astype(jnp.float32))
 
@@ -187,7 +187,7 @@ def as_power(loss_scale: Array) -> Array:
 def _next(
     numbers: _Numbers, scale: Array, good_steps: Array, is_good: Array
 ) -> tuple[Array, Array]:
-    """The scale for the next step, and the good steps since it changed."""
+    """The scale for the next step, and how many good steps there were since the scale changed."""
     interval, *powers = numbers
     factor, minimum, maximum = (jnp.asarray(x, jnp.float32) for x in powers)
     good_steps = jnp.where(is_good, increased(good_steps), 0)
@@ -202,7 +202,7 @@ def _unscaled(leaves: list[Any], scale: Array) -> list[Any]:
     return [with_data(leaf, _product(jnp.asarray(data_of(leaf)), inverse)) for leaf in leaves]
 
 
-# Compiled by itself so that it is traced once for leaves that are alike.
+# A compiled function of its own, so that it is traced once for leaves that are alike.
 @jax.jit
 def _product(x: Array, by: Array) -> Array:
     wide = _wide(x)
@@ -217,14 +217,14 @@ def _leaves(leaves: list[Any], scale: Array) -> list[Any]:
 
 @functools.cache
 def _is_narrow(dtype: Any) -> bool:
-    """Whether a format of floats has a smaller range than float32."""
+    """Whether a float format has a smaller range than float32."""
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         return False
     return jnp.finfo(dtype).minexp > jnp.finfo(jnp.float32).minexp
 
 
 def _wide(x: Any) -> Any:
-    """An array, or what describes one, in float32 if its format has a smaller range."""
+    """An array or its description, in float32 if its format has a smaller range."""
     if not _is_narrow(dtype_of(x)):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -233,12 +233,12 @@ def _wide(x: Any) -> Any:
 
 
 def _widened(params: PyTree) -> PyTree:
-    """Parameters, with float32 in the place of formats of a smaller range."""
+    """Parameters, in float32 if their format has a smaller range."""
     return jax.tree.map(lambda x: with_data(x, _wide(data_of(x))), params, is_leaf=is_sparse)
 
 
 def _rounded_like(updates: PyTree, params: PyTree) -> PyTree:
-    """Updates, those of parameters of such a format rounded to it."""
+    """Updates, rounded to the format of their parameters if that has a smaller range."""
     dtypes = [dtype_of(x) for x in jax.tree.leaves(params)]
     if not any(map(_is_narrow, dtypes)):
         return updates
@@ -253,7 +253,7 @@ def _rounded_like(updates: PyTree, params: PyTree) -> PyTree:
 
 
 def _checked_power(value: Any, argument: str) -> Any:
-    """`value`, checked to be a power of two; a traced one is rounded down to one."""
+    """`value`, checked to be a power of two; a traced value is rounded down to one."""
     message = f"{argument} must be a power of two from 2.0**-126 to 2.0**126, got {short(value)}"
     if not is_real(value) or jnp.ndim(value):
         raise TypeError(message)

@@ -1,4 +1,4 @@
-"""Moving averages of entries, which states keep in a tree like the parameters."""
+"""Moving averages of entries, which states keep in trees like the parameters."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,19 +15,19 @@ from optaxclip._base.types import PyTree
 
 
 class NamedMoments(NamedTuple):
-    """The averages in a state; the gradients of a step may lack some of their leaves."""
+    """The averages in a state; a step's gradients may lack leaves that have an average."""
 
     flat: FlatTree
     names: list[str]
 
     @classmethod
     def of(cls, tree: PyTree) -> "NamedMoments":
-        """From the tree in a state."""
+        """The averages in the tree of a state."""
         flat = flatten(tree, "state")
         return cls(flat, flat.names())
 
     def of_leaves(self, gradients: FlatTree, name: str) -> list[Array]:
-        """For each leaf of the gradients its average.
+        """The average of each leaf of the gradients.
 
         Args:
           gradients: the tree of this step.
@@ -55,7 +55,7 @@ class NamedMoments(NamedTuple):
 
 
 def dense(flat: FlatTree, name: str) -> FlatTree:
-    """The same tree, checked to have no sparse leaf.
+    """`flat`, checked to have no sparse leaf.
 
     Raises:
       TypeError: if a leaf is sparse.
@@ -69,7 +69,7 @@ def dense(flat: FlatTree, name: str) -> FlatTree:
 
 
 def zero_moments(flat: FlatTree, *, real: bool = False) -> PyTree:
-    """The averages before the first step: zeros, and None for leaves that are not measured."""
+    """Averages before the first step: zeros, and None in place of leaves that are not measured."""
     leaves: list[Any] = [None] * len(flat.leaves)
     for i, leaf in zip(flat.measured, flat.measured_leaves(), strict=True):
         dtype = wide_dtype(jnp.result_type(leaf), real=real)

@@ -1,4 +1,4 @@
-"""Transformations that bring every norm to its target, small norms too."""
+"""Transformations that bring every norm to its target, even small norms."""
 
 from collections.abc import Callable
 from typing import Unpack
@@ -27,7 +27,7 @@ def normalize_by_global_norm(
     known_norm: str | None = None,
     **options: Unpack[ScaleOptions],
 ) -> Transformation[ClipState]:
-    """Brings the L2 norm of the whole tree to `norm`, whatever it was; zeros stay zeros.
+    """Scales the whole tree so that its L2 norm becomes `norm`; a tree of zeros stays zeros.
 
     Args:
       norm: the norm of every update.
@@ -70,9 +70,9 @@ def normalize_by_norm_history(
 
     Both means are moving averages, and the norm of the step counts in them. There is no limit to
     choose: the new norm is about 1, and smaller after a jump of the norm. The scale of the gradient
-    is lost, so this suits optimizers whose updates do not depend on it: Adam, Lion, Muon. For
-    other groups than leaves use, for example,
-    `clip_by(scopes.tree(), thresholds.mean_over_rms(), response="normalize")`.
+      is lost, so use it with optimizers whose updates do not depend on that scale: Adam, Lion,
+      Muon. For other groups than leaves use, for example,
+      `clip_by(scopes.tree(), thresholds.mean_over_rms(), response="normalize")`.
 
     Source: Huang et al., 2025, Stable-SPAM's AdaGN, arXiv 2502.17055, later GradientStabilizer
     (published code, TianjinYellow/StableSPAM). Here a norm that is not finite is never recorded;

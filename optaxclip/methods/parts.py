@@ -1,4 +1,4 @@
-"""Finds the named parts of an optimizer's state, such as `mu` of Adam.
+"""Finds the named parts of an optimizer's state, such as Adam's `mu`.
 
 A path into a state ends with a path into the parameters: `mu` in `0/mu/layers/kernel` is the name
 of a part, and `layers` is not.
@@ -17,12 +17,12 @@ COUNTERS = ("count", "steps")
 
 
 def marked(state: PyTree, only: Sequence[str], like: PyTree) -> tuple[list[bool], list[Any], Any]:
-    """Which leaves of a state belong to parts with these names, or count the steps of such a part.
+    """Which leaves of a state belong to the named parts, or count the steps of such a part.
 
     Args:
       state: the state of an optimizer.
       only: the names of the parts.
-      like: trees of parameters, whose own names are not names of parts.
+      like: trees of parameters; the names inside of them are not names of parts.
 
     Returns:
       A flag for each leaf, the leaves, and the structure of the state.
@@ -64,12 +64,12 @@ def _own_names(path: Path, of_params: set[Path]) -> tuple[Any, ...]:
     """The keys of a leaf's path in a state, without its path in the parameters."""
     start = next((i for i in range(len(path)) if path[i:] in of_params), len(path))
     names = tuple(_name(key) for key in path[:start])
-    # `optax.inject_hyperparams` keeps arguments under `hyperparams`; their names are not of parts.
+    # `optax.inject_hyperparams` keeps arguments under `hyperparams`; these are not parts either.
     return names[: names.index("hyperparams")] if "hyperparams" in names else names
 
 
 def _name(key: Any) -> Any:
-    """The name of a field, or a key of a dict that is a string; other keys as they are."""
+    """The name of a field, or a dict's key if that is a string; other keys as they are."""
     if isinstance(key, GetAttrKey):
         return key.name
     return key.key if isinstance(key, DictKey) and isinstance(key.key, str) else key

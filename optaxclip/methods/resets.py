@@ -35,8 +35,8 @@ class ResetState(NamedTuple):
     Attributes:
       since: int32[], steps since the latest reset, or since the first step.
       num_resets: int32[], resets so far.
-      judge: a `ClipState` of the rule `when`, which `optaxclip.monitor` reads; its `num_clipped`
-        counts norms above the limit. `()` without a rule.
+      judge: the `ClipState` of the rule `when`, for `optaxclip.monitor`; its `num_clipped` counts
+        norms above the limit. It is `()` without a rule.
       inner_state: the wrapped optimizer's state.
     """
 
@@ -60,29 +60,29 @@ def reset_state(
 
     A clip bounds what one gradient adds to the moments; a reset removes what is in them already.
     After every `every` steps, and after each step whose gradient a rule finds too large, the named
-    parts of the optimizer's state become 0, wherever they are in it: inside of a chain,
-    `partition`, `masked`, `MultiSteps` (where each microbatch counts as a step), or a skip. The
-    wrapper may itself be inside of these; it does not count a step that a skip around it drops.
-    A field `count` or `steps` beside such a part becomes 0 too, so that bias correction begins
-    from the start; counts of schedules go on. Structure, shapes, dtypes and shardings stay.
+    parts of the optimizer's state become 0, even inside of a chain, `partition`, `masked`,
+    `MultiSteps` (where each microbatch counts as a step), or a skip. The wrapper may itself be
+    inside of these; it does not count a step that a skip around it drops. A field `count` or
+    `steps` beside such a part becomes 0 too, so that bias correction starts again; counts of
+    schedules go on. Structure, shapes, dtypes and shardings stay.
 
-    The step before the reset is taken as always. To keep a spike from moving the parameters too,
-    wrap a skip, or put a clip in front. After a reset Adam's next step is as long as its first;
-    `warmup` shortens it.
+    The step that causes a reset is taken all the same. To keep a spike from moving the parameters
+    too, wrap a skip, or put a clip in front. After a reset, Adam's next step is as long as its
+    first step; `warmup` shortens it.
 
     When not to use it: the published gains are from runs with many spikes and many resets. In a
     calm run each reset throws away what the second moment has learned, which costs some steps of
     progress. A skip keeps most spikes out of the moments in the first place.
 
-    Source: Huang et al., 2025, SPAM, arXiv 2501.06842, with `every=500, warmup=150`. There the bias
-    correction goes on, and the warm-up begins at 0.01.
+    Source: Huang et al., 2025, SPAM, arXiv 2501.06842, with `every=500, warmup=150`. In that code
+      the bias correction does not start again, and the warm-up begins at 0.01.
 
     Args:
       inner: the optimizer.
       every: how many steps from one reset to the next; if None, there are no regular resets.
       when: a limit of the incoming gradient's global norm: a number, a schedule, or a rule from
-        `optaxclip.thresholds`, whose trigger counts. After a step with a norm above it, or with one
-        that is not finite, there is a reset. If None, no gradient causes one.
+        `optaxclip.thresholds`, whose trigger counts. There is a reset after a step with a norm
+        above the limit, or one that is not finite. If None, no gradient causes a reset.
       only: the names of the parts: fields or keys of the state, such as "trace" of
         `optax.sgd(momentum=)`. Each must be in the state. They are not looked for among the names
         of parameters and hyperparameters.
@@ -116,7 +116,7 @@ def reset_state(
       >>> tx = optaxclip.reset_state(optax.adam(0.1), every=500, when=rule, warmup=150)
     """
     if every is None and when is None:
-        raise ValueError("every or when must be given, as they say when to reset; got neither")
+        raise ValueError("every or when must be given, because they say when to reset; got neither")
     inner, checked = as_inner(inner), Options.checked(**options)
     every = None if every is None else checked_count(every, "every")
     warmup, only = checked_count(warmup, "warmup", minimum=0), _checked_names(only)
@@ -165,7 +165,7 @@ _WRAP_STATE = (
 
 
 class _Judge(NamedTuple):
-    """Decides by the gradient's norm whether to reset."""
+    """Decides from the gradient's norm whether to reset."""
 
     limit: Threshold | dict[str, Any]
     options: Options
@@ -203,7 +203,7 @@ def _warmed_up(updates: PyTree, state: ResetState, warmup: int | Array) -> PyTre
     """The updates, shortened if the last reset was less than `warmup` steps ago."""
     share = state.since.astype(jnp.float32) / jnp.maximum(warmup, 1).astype(jnp.float32)
     is_over = (state.num_resets == 0) | (state.since >= warmup)
-    # Equal to (1 - cos(pi * share)) / 2, which would lose digits where the cosine is near 1.
+    # This is (1 - cos(pi * share)) / 2, which would lose digits if the cosine is near 1.
     factor = jnp.where(is_over, 1, jnp.square(jnp.sin(0.5 * jnp.pi * share)))
     by, flat = Multiplier(jnp.ones_like(factor), factor), flatten(updates, "updates")
     leaves = as_arrays(flat.measured_leaves())
@@ -220,7 +220,7 @@ def _checked_names(only: Any) -> tuple[str, ...]:
 
 
 def _check_parts(only: Sequence[str], state: PyTree, params: PyTree, name: str) -> None:
-    """Checks that each named part is in the optimizer's state, unless there are no parameters.
+    """Checks that the optimizer's state has each named part, unless there are no parameters.
 
     Raises:
       ValueError: if one is not.

@@ -1,16 +1,16 @@
-"""Clipping of the singular values of a matrix, by matrix products alone.
+"""Clips the singular values of a matrix by matrix products alone.
 
 Let `X` have the singular values `s`, and let `c` be the limit. Then `[X, c I]` has the singular
 values `sqrt(s**2 + c**2)`, none of them below `c`. Newton-Schulz iterations turn it into `[W, C]`,
 whose rows are orthogonal to each other and of length 1. `W` and `C` have the singular vectors of
 `X`; the singular values of `W` are the sines `s / sqrt(s**2 + c**2)`, those of `C` the cosines
-`c / sqrt(s**2 + c**2)`. So `c W` is the soft clip. Where `s >= c` a sine is at least its cosine, so
+`c / sqrt(s**2 + c**2)`. So `c W` is the soft clip. If `s >= c`, the sine is at least the cosine, so
 `W` divided by the larger of the two is the hard clip: `min(s, c) / c = sine / max(sine, cosine)`,
 where `max**2 = (1 + |sine**2 - cosine**2|) / 2`.
 
-For singular values of 1e4 times the limit, the eigenvalues of `I + X X' / c**2` differ by more than
-float32 has digits. The method still works in float32, because it neither inverts such a matrix nor
-takes its root.
+If singular values are 1e4 times the limit, the eigenvalues of `I + X X' / c**2` span a wider range
+than float32 has digits for. The method still works in float32, because it neither inverts such a
+matrix nor takes its root.
 """
 
 import functools
@@ -33,7 +33,7 @@ Mode = Literal["soft", "hard"]
 
 
 class Prepared(NamedTuple):
-    """A matrix, transposed if it is tall, at a scale at which products neither overflow nor vanish.
+    """A matrix, transposed if it is tall, and scaled so that products neither overflow nor vanish.
 
     Attributes:
       rows: `[m, n]` with `m <= n` (unless sizes are symbolic), the entries divided by `unit`.
@@ -47,10 +47,10 @@ class Prepared(NamedTuple):
 
     @classmethod
     def of(cls, x: Array) -> "Prepared":
-        """From a finite matrix `[rows, columns]`, float32 or wider."""
+        """Prepares a finite matrix `[rows, columns]`, float32 or wider."""
         top = jnp.max(jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)), initial=0)
         unit = lax.stop_gradient(power_of_two_below(top))
-        # Not divided: XLA merges divisions (JAX 0.10.2), and the divisors' product may overflow.
+        # Not divided: XLA (JAX 0.10.2) merges divisions, and the divisors' product may overflow.
         rows = (x.T if _is_tall(x) else x) * reciprocal_of_power(unit).astype(x.dtype)
         return cls(rows, _product(rows, rows.T.conj()), unit)
 
@@ -58,7 +58,7 @@ class Prepared(NamedTuple):
 def largest(prepared: Prepared) -> Array:
     """An estimate of the largest singular value, `[]`, from the Gram matrix.
 
-    It is never above the true one, mostly at most 3 % below it, and exact for a single row.
+    It is never above the true value, is mostly at most 3 % below it, and is exact for one row.
     """
     if fixed_size(prepared.gram.shape[0]) == 1:
         return prepared.unit * safe_sqrt(prepared.gram[0, 0].real)
@@ -72,7 +72,7 @@ def clipped(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
       x: `[rows, columns]`, finite, float32 or wider.
       limit: `[]`, of the real part of its dtype, at least 0.
       mode: "soft", `s / sqrt(1 + (s / limit)**2)`; or "hard", `min(s, limit)`.
-      iterations: how many to make, each of two steps on one Gram matrix.
+      iterations: how many iterations to make, each of two steps on one Gram matrix.
     """
     prepared = Prepared.of(x)
     is_open = jnp.isinf(limit)
@@ -81,7 +81,7 @@ def clipped(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
         row, is_kept = _clipped_row(prepared, limit, mode)
         return jnp.where(is_open | is_kept, x, row.T if _is_tall(x) else row)
     top, scaled = _largest_at_most(prepared.gram), limit / prepared.unit
-    # A smaller limit is beyond the reach of the iterations; a larger one changes no digit.
+    # The iterations cannot reach a smaller limit; a larger one changes no digit.
     c = jnp.clip(scaled, 1e-7 * (1 + top), 1e6 * (1 + top))
     bound = lax.stop_gradient(1.001 * jnp.sqrt(jnp.square(top) + jnp.square(c)))
     eye = jnp.eye(prepared.gram.shape[0], dtype=prepared.gram.dtype)
@@ -93,8 +93,8 @@ def clipped(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
         signed = _product(sines, sines.T.conj()) - _product(cosines, cosines.T.conj())
         (signs,) = _orthogonal((signed,), jnp.full_like(c, _LOWEST_SIGN), _SIGN_ITERATIONS)
         sines = _product(_root_of_larger(_product(signed, signs), eye), sines)
-        # The sign matrix has the eigenvalue 1 for each singular value above the limit, -1 for those
-        # below it, and numbers near 0 for those that are at the limit.
+        # For each singular value the sign matrix has an eigenvalue: 1 if it is above the limit, -1
+        # if it is below, and a number near 0 if it is at the limit.
         keep |= _largest_eigenvalue(eye + signs) < _MOST_SIGN
     # In the units of `prepared` a limit may underflow.
     result = jnp.minimum(limit, c * prepared.unit).astype(sines.dtype) * sines
@@ -127,7 +127,7 @@ def _is_tall(x: Array) -> bool:
 
 
 def _clipped_row(prepared: Prepared, limit: Array, mode: Mode) -> tuple[Array, Array]:
-    """A matrix with a single row, whose singular value is its length, and whether it stays."""
+    """A clipped matrix of one row, whose singular value is its length, and whether it stays."""
     rows, gram, unit = prepared
     length, scaled = safe_sqrt(gram[0, 0].real), limit / unit
     # A smaller limit, which may underflow, changes no digit of a row of length 1.
@@ -156,7 +156,7 @@ def _orthogonal(blocks: tuple[Array, ...], low: Array, iterations: int) -> tuple
         gram = functools.reduce(jnp.add, (_product(block, block.T.conj()) for block in blocks))
         (a1, b1), low = _cubic(low)
         (a2, b2), low = _cubic(low)
-        # (a1 + b1 t) (a2 + b2 t (a1 + b1 t)**2), where t is the Gram matrix, by two products.
+        # Two products give (a1 + b1 t) (a2 + b2 t (a1 + b1 t)**2), where t is the Gram matrix.
         cube = [a1**3, 3 * a1**2 * b1, 3 * a1 * b1**2, b1**3]
         k = [a1 * a2, b1 * a2 + b2 * cube[0], *(b2 * x for x in cube[1:])]
         k = [x.astype(gram.dtype) for x in k]
@@ -208,7 +208,7 @@ def _largest_eigenvalue(matrix: Array) -> Array:
         return vector / _or_one(safe_sqrt(_squares(vector))).astype(vector.dtype)
 
     # The longest row is usually near the eigenvector, but may be orthogonal to it. So a vector
-    # without structure is added, which is not.
+    # without structure is added, which is not orthogonal to it.
     lengths = jnp.diagonal(fixed).real
     longest = (lengths == jnp.max(lengths, initial=0)).astype(matrix.dtype)
     squares = jnp.square(jnp.arange(matrix.shape[0])).astype(lengths.dtype)
@@ -222,5 +222,5 @@ def _or_one(x: Array) -> Array:
 
 
 def _product(x: Array, y: Array) -> Array:
-    # By default accelerators multiply with fewer digits than float32 has.
+    # Accelerators by default multiply with fewer digits than float32 has.
     return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)

@@ -1,4 +1,4 @@
-"""How a step is skipped: its norm is judged by a limit, and the old state is selected."""
+"""Skips a step: judges its norm by a limit, and selects the old state if the norm is above."""
 
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from optaxclip.thresholds.losses import loss_among
 
 @registered_state
 class LossState(NamedTuple):
-    """State of a skip's limit for the loss.
+    """State of the limit that a skip has for the loss.
 
     Attributes:
       rule: the limit rule's state.
@@ -49,13 +49,12 @@ class SkipState(NamedTuple):
       info: the record of the last step; `factor` is 0 if it was skipped. `num_clipped` counts norms
         above the limit, `num_nonfinite` those that were not finite.
       num_skipped: int32[], how many steps were skipped, for any reason.
-      consecutive: int32[], how many steps in a row, up to the last, were skipped.
+      consecutive: int32[], how many steps in a row, up to the latest, were skipped.
       leaves: the leaves' names in order; part of the structure, not arrays. A leaf that was None
         at `init` is added at the first step that has it.
-      blamed: bool[leaves], which leaves were the cause of the latest skip: those that were not
-        finite; if there are none, those whose own norm was above the limit; if there are none, the
-        one with the largest norm. No leaf is blamed if the loss alone was the cause, or if the
-        caller gave the norm.
+      blamed: bool[leaves], which leaves caused the latest skip: those that were not finite; if all
+        were finite, those whose own norm was above the limit; if none was, the one with the largest
+        norm. No leaf is blamed if the loss alone was the cause, or if the caller gave the norm.
       loss: a `LossState`, or `()` if there is no limit for the loss.
       inner_state: the wrapped optimizer's state.
     """
@@ -93,7 +92,7 @@ def skipping(
       max_consecutive: after this many skipped steps in a row the next is taken.
       loss_limit: a rule; a step with a loss above its limit is skipped.
       options: the checked options.
-      gives_up: whether steps that are not finite are taken then, until one is finite.
+      gives_up: whether, after that, even steps that are not finite are taken, until one is finite.
     """
     limit, name = as_limit(limit, "limit"), options.name
     inner = as_inner(inner)
@@ -107,7 +106,7 @@ def skipping(
 
     def init(params: PyTree) -> SkipState:
         flat = flatten(params, "params")
-        # In eager mode JAX 0.10.2 cannot make zeros like an array in another memory.
+        # JAX 0.10.2 cannot make zeros like an array in another memory in eager mode.
         inner_state = inner.init(devices.to_device(params))
         _warn_if_all_are_clips(inner_state, name)
         leaves = Names(tuple(sorted(flat.names())))
@@ -136,7 +135,7 @@ def skipping(
         flat = flatten(updates, "updates").named_like(state.leaves)
         of_leaves, names = jnp.zeros(0), Names()
         if norm_now is None:
-            # Both take one read, because the compiler sums each leaf once.
+            # The two norms take one read, because the compiler sums each leaf once.
             norm_now, _ = norms(flat, scopes.tree())
             of_leaves, names = norms(flat, scopes.leaf())
             of_leaves = lax.stop_gradient(of_leaves)
@@ -156,16 +155,16 @@ def skipping(
         loss = state.loss
         if of_loss is not None:
             loss = LossState(of_loss.rule_state, of_loss.recorded(state.loss.info, skip))
-        # A state that has lost its names, as after `optax.tree_map_params`, gets them back.
+        # A state that has lost its names, for example by `optax.tree_map_params`, gets them back.
         lost = not state.leaves and len(names) == len(state.blamed)
         known = names if lost else state.leaves
-        # What was None at `init` is named once there is a leaf.
+        # A leaf that was None at `init` gets its name at the first step that has it.
         is_new = len(known) == len(state.blamed) and not set(names) <= set(known)
         all_leaves = Names(tuple(sorted({*known, *names}))) if is_new else known
         before = _among(all_leaves, known, state.blamed) if is_new else state.blamed
         blamed = _among(all_leaves, names, of_norm.blamed(of_leaves)) if all_leaves else before
-        # The optimizer runs on all updates, and its results are dropped later: so norms that it
-        # takes of them share their read with ours.
+        # The optimizer runs at every step, and its results may be dropped after it: so the norms
+        # that it takes of the updates share a read with these.
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         return zero_where(skip, new_updates), SkipState(
             rule=of_norm.rule_state,
@@ -182,7 +181,7 @@ def skipping(
 
 
 def _warn_if_all_are_clips(inner_state: PyTree, name: str) -> None:
-    """Warns of a skip that wraps clips alone, as far as their states show it."""
+    """Warns of a skip that wraps only clips, as far as their states show it."""
 
     def is_known(x: Any) -> bool:
         return isinstance(x, (ClipState, optax.EmptyState))

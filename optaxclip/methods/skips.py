@@ -32,16 +32,16 @@ def skip_nonfinite(
     `optaxclip.monitor.bad_leaves` then names the leaves, and `optaxclip.monitor.verdict` tells the
     host whether to go on.
 
-    It goes around `optax.MultiSteps`,
-    `skip_nonfinite(optax.MultiSteps(chain, k).gradient_transformation())`, and not inside of it:
-    Optax 0.2.8 keeps a NaN of one microbatch in its sum for ever, so that a skip inside would skip
-    every later step.
+    Put it around `optax.MultiSteps`,
+    `skip_nonfinite(optax.MultiSteps(chain, k).gradient_transformation())`, not inside of it: Optax
+    0.2.8 keeps a NaN of one microbatch in its sum for ever, so that a skip inside would skip every
+    later step.
 
     Args:
       inner: the optimizer.
-      max_consecutive: after this many skipped steps in a row steps are taken even if they are not
-        finite, until one is, as in `optax.apply_if_finite`; so one sees that the run is lost. With
-        None such a step is never taken.
+      max_consecutive: after this many skipped steps in a row, steps are taken even if they are not
+        finite, until one is finite, as in `optax.apply_if_finite`; this shows that the run is lost.
+        With None, a step that is not finite is never taken.
       **options: those that all transformations share, `optaxclip.PlaceOptions`.
 
     Returns:
@@ -49,7 +49,7 @@ def skip_nonfinite(
 
     Raises:
       ValueError: if `max_consecutive` is less than 1.
-      TypeError: if `inner` is not a transformation, or `max_consecutive` not an int.
+      TypeError: if `inner` is not a transformation, or `max_consecutive` is not an int.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -76,49 +76,50 @@ def skip_above(
 ) -> Transformation[SkipState]:
     """Skips the steps whose global gradient norm, or loss, exceeds a limit or is not finite.
 
-    With a constant this is paxml's and Megatron-LM's rule, and with
-    `thresholds.ema(0.99, 20.0, record="accepted", debias=True)` axlearn's. The following projects
-    also judge the loss, by its own past; pass their rule twice,
+    With a constant this is the rule of paxml and Megatron-LM; with
+    `thresholds.ema(0.99, 20.0, record="accepted", debias=True)` it is axlearn's. The following
+    projects judge the loss by its own past too; pass their rule twice,
     `skip_above(inner, rule, loss_limit=rule)`:
 
       project           | rule
       ------------------|-----------------------------------------------------------------
       OLMo-core         | `thresholds.window(6.0, 128, ddof=1, min_std=0.0, warmup_steps=63)`
       Levanter          | `thresholds.window(6.0, 128)`
-      MaxText           | OLMo-core's, applied to gradients that were clipped before:
+      MaxText           | OLMo-core's rule, behind a clip of the gradients:
                         | `optax.chain(clip_by_global_norm(1.0), skip_above(...))`
 
     Source: allenai/OLMo-core, marin-community/levanter, AI-Hypercomputer/maxtext, apple/axlearn.
 
     The published rules may skip any number of steps in a row; pass `max_consecutive=None` for that.
-    `optaxclip.monitor.bad_leaves` names the leaves that were the cause, and
+    `optaxclip.monitor.bad_leaves` names the leaves that caused a skip, and
     `optaxclip.monitor.verdict` tells the host whether to go on.
 
     Args:
       inner: the optimizer.
       limit: a number, a schedule, or a rule from `optaxclip.thresholds`, whose trigger counts;
         `math.inf` to judge the loss alone.
-      max_consecutive: after this many skipped steps in a row the next finite step is taken, so that
-        a limit cannot stop a run for good. With None the limit always holds. Steps that are not
-        finite are always skipped.
+      max_consecutive: after this many skipped steps in a row, the next finite step is taken, so
+        that a limit cannot stop a run for good. With None the limit always holds. Steps that are
+        not finite are always skipped.
       loss_limit: the limit of the loss, which may be negative: a number, a schedule, or
         `thresholds.window`, `zscore`, `percentile`, `median` or `ema`, whose `floor` is not used.
         (For a negative average `m` the multiple `k` is `m + (k - 1) * abs(m)`.)
       norm: which norm of the tree is compared with `limit`.
       known_norm: the name of an extra argument of the update, such as "grad_norm", that holds the
-        norm of the incoming tree; it is then not measured, and no leaf can be blamed.
+        norm of the incoming tree. That norm is then not measured, and no leaf can be blamed.
       **options: those that all transformations share, `optaxclip.PlaceOptions`.
 
     Returns:
-      A transformation with a `SkipState`. A skipped step gives zero updates. Its update with
-      `loss_limit` needs the loss: `value=`, as Optax calls it, or `loss=`, which is used if both
-      are given. It must be a scalar, the same on all devices; `optax.MultiSteps` passes on only
-      that of the last microbatch. A step whose loss is not finite is skipped, and its loss never
-      recorded. All extra arguments are passed on to the optimizer. Inside of `optax.MultiSteps` it
-      judges means, and needs one of the guards against NaN that `docs/recipes/wrappers.md` shows.
+      A transformation with a `SkipState`. A skipped step gives zero updates. With `loss_limit`, its
+      update needs the loss: `value=`, as Optax calls it, or `loss=`, which is used if both are
+      given. The loss must be a scalar, the same on all devices; `optax.MultiSteps` passes on only
+      the loss of the last microbatch. A step whose loss is not finite is skipped, and that loss is
+      never recorded. All extra arguments are passed on to the optimizer. Inside of
+      `optax.MultiSteps` the skip judges means of microbatches, and needs one of the guards against
+      NaN that `docs/recipes/wrappers.md` shows.
 
     Raises:
-      ValueError: for a limit that is negative, NaN or not a scalar (that of the loss may be
+      ValueError: for a limit that is negative, NaN or not a scalar (a `loss_limit` may be
         negative), and for a `loss_limit` that is a rule for norms alone; when used, for a loss that
         is missing or not a scalar.
       TypeError: if `inner` is not a transformation, or a limit or a loss is not a number.

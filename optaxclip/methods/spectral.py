@@ -37,26 +37,26 @@ def clip_by_spectral_norm(
     iterations: int = 10,
     **options: Unpack[StageOptions],
 ) -> Transformation[ClipState]:
-    """Clips the singular values of each matrix, in gradients or in updates behind an optimizer.
+    """Clips the singular values of each matrix, in gradients or in an optimizer's updates.
 
     The singular vectors stay. With "soft" a singular value `s` becomes `s / sqrt(1 + (s / c)**2)`,
-    which is always below `c`; with "hard" it becomes `min(s, c)`. There a matrix without singular
-    values above `c` comes back bit for bit, and so may one whose largest is above `c` by less than
-    the error below. Vectors and scalars are clipped by their L2 norm in the same way. A leaf with
-    more than two axes counts as a matrix `[all but the last, last]`, as convolutions are laid out;
-    `stacked` excepts leading axes, along which each index has a matrix of its own.
+    which is always below `c`; with "hard" it becomes `min(s, c)`. With "hard", a matrix without
+    singular values above `c` comes back bit for bit, and so may one whose largest is above `c` by
+    less than the error below. Vectors and scalars are clipped by their L2 norm in the same way. A
+    leaf with more than two axes counts as a matrix `[all but the last, last]`, which fits
+    convolutions; along the leading axes that `stacked` counts, each index has a matrix of its own.
 
     Everything is computed by matrix products in float32 of full precision (float64 for 64-bit
     leaves), without a decomposition. The error, measured against NumPy's SVD, is below 1e-3 of the
-    result's largest singular value if the matrix's largest is at most 1e4 times `c` (2e-3 if half
-    of 512 singular values are that large, which is due to the digits of float32), and below 5e-5 if
-    it is at most 100 times `c`.
+    result's largest singular value if the matrix's largest is at most 1e4 times `c`, and below 5e-5
+    if it is at most 100 times `c`. (In float32 the first becomes 2e-3 if half of 512 singular
+    values are that large.)
 
-    For a matrix `[m, n]` with `m <= n` an iteration takes two products with `[m, n]` and four with
-    `[m, m]`; at the end "hard" takes two more with `[m, n]` and 29 with `[m, m]`. Each of Muon's 5
-    iterations takes two with `[m, n]` and one with `[m, m]`. On a CPU a square matrix takes about
-    twice as long as with Muon (`optax.contrib.scale_by_muon`), with "hard" about three times as
-    long, and with 5 iterations as long as with Muon (`benchmarks/spectral.py`).
+    For a matrix `[m, n]` with `m <= n`, an iteration takes two products with `[m, n]` and four with
+    `[m, m]`; at the end, "hard" takes two more with `[m, n]` and 29 with `[m, m]`. Each of Muon's 5
+    iterations takes two products with `[m, n]` and one with `[m, m]`. On a CPU a square matrix
+    takes about twice as long as with Muon (`optax.contrib.scale_by_muon`), with "hard" about three
+    times as long, and with 5 iterations as long as with Muon (`benchmarks/spectral.py`).
 
     Source: SPECTRA, 2026, arXiv 2603.14315 (mlolab/llm-spectral-clipping); for the hard form
     NVIDIA-NeMo/Emerging-Optimizers.
@@ -71,8 +71,8 @@ def clip_by_spectral_norm(
       **options: those that all transformations share, `optaxclip.StageOptions`.
 
     Returns:
-      A transformation with a `ClipState`; in its record `norm` is the largest singular value, up to
-      a few per cent below the true one, and `factor` is what it was multiplied by. Its update
+      A transformation with a `ClipState`. In its record, `norm` is the largest singular value,
+      estimated up to a few per cent too low, and `factor` is what it was multiplied by. Its update
       returns a tree with the shapes, dtypes and weak types of the gradients. Under `jit` leaves may
       be split over devices.
 
@@ -122,7 +122,7 @@ class _SingularValues(Technique):
         return Measured.of(plan.pack(arrays), 1.0)
 
     def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
-        """What becomes of matrices that are not finite, and the limits of the others."""
+        """The numbers for matrices that are not finite, and the limits of the others."""
         return by.ratio, limits
 
     def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
@@ -152,10 +152,10 @@ def _refuse_parts(leaves: list[Any], plan: Plan, transformation: str) -> None:
             )
 
 
-# Both are compiled by themselves, so that they are traced once for leaves of one shape.
+# Both are compiled functions of their own, so that they are traced once for leaves of one shape.
 @functools.partial(jax.jit, static_argnames="stack")
 def _largest(x: Array, stack: int) -> Array:
-    """The largest singular values of a leaf's matrices; not finite where an entry is not."""
+    """The largest singular value of each matrix of a leaf; not finite if an entry is not."""
     axes, real = tuple(range(stack, x.ndim)), accumulation_dtype(x.dtype)
     finite = jnp.isfinite(x)
     bad = ~jnp.all(finite, axes)
@@ -163,7 +163,7 @@ def _largest(x: Array, stack: int) -> Array:
         return jnp.zeros(bad.shape, real)
     norm = _each(stack, lambda matrix: largest(Prepared.of(matrix)))(_matrices(x, stack))
     worst = jnp.max(jnp.where(finite, 0, jnp.abs(x)).astype(real), axes, initial=0)
-    # A finite norm that the dtype cannot hold is its largest number.
+    # A finite norm that is too large for the dtype becomes the dtype's largest number.
     return jnp.where(bad, worst, jnp.minimum(norm, jnp.finfo(real).max))
 
 
@@ -195,5 +195,5 @@ def _matrices(x: Array, stack: int) -> Array:
 
 
 def _each(stack: int, fn: Callable[..., Array]) -> Callable[..., Array]:
-    """`fn`, which takes one matrix, for all matrices behind `stack` leading axes."""
+    """`fn` of one matrix, made to work on all matrices behind `stack` leading axes."""
     return functools.reduce(lambda fn, _: jax.vmap(fn), range(stack), fn)

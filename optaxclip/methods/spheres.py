@@ -1,8 +1,8 @@
-"""Steps along spheres: the updates of weights, from directions and radii.
+"""Steps along spheres: makes the updates of weights from directions and radii.
 
 The new weight is `R * unit(W - t * unit(u))`, where `unit(x)` is `x` divided by its norm. The norm
 of `W - t * unit(u)` follows from the norms of `W` and `u` and their inner product. So everything is
-measured at once: with one read, and with one collective over many devices.
+measured at once: with one read, and over many devices with one collective.
 """
 
 import functools
@@ -42,8 +42,8 @@ def steps_along(
 
     Args:
       weights: the matrices.
-      directions: for each weight the direction that is subtracted.
-      radius: the radius of each group, one for all, or None for the norms of the weights.
+      directions: for each weight, the direction that is subtracted.
+      radius: the radius of each group, one radius for all, or None for the norms of the weights.
       rate: the length of a step as a share of the radius.
       eps: a direction with a norm of at most `eps` counts as zeros.
       plan: one group for each matrix.
@@ -82,14 +82,14 @@ def _factors(
     rate: Any,
     eps: Any,
 ) -> tuple[Array, Array, Array]:
-    """The factors of weights and of directions, whose sum is the update, for each group.
+    """The factors by which a group's weight and direction are multiplied; the update is their sum.
 
-    That of directions is in two parts, because it may leave the range of its dtype: a power of two,
-    which brings the direction to a norm near 1, and the rest.
+    The factor of a direction is in two parts, because it may leave the range of its dtype: a power
+    of two, which brings the direction to a norm near 1, and the rest.
 
     Args:
       weight: the norms of the weights.
-      direction: those of the directions.
+      direction: the norms of the directions.
       cosine: the cosines between the two.
       radius: as in `steps_along`.
       rate: as in `steps_along`.
@@ -98,11 +98,11 @@ def _factors(
     rate, eps = (jnp.asarray(x).astype(weight.dtype) for x in (rate, eps))
     radius = weight if radius is None else jnp.asarray(radius).astype(weight.dtype)
     length = rate * radius
-    # Both are divided by the longer of the two, so that no square overflows.
+    # Both lengths are divided by the larger one, so that no square overflows.
     unit = jnp.maximum(weight, length)
     one, other = safe_divide(weight, unit, 0.0), safe_divide(length, unit, 0.0)
     square = one * one + other * other - 2 * one * other * cosine
-    # A smaller square is nothing but the rounding of its three summands.
+    # A smaller square is only the rounding error of its three summands.
     has_direction = square > 64 * jnp.finfo(weight.dtype).eps
     moves = (direction > eps) & has_direction
     ratio = safe_divide(radius, unit * safe_sqrt(jnp.where(has_direction, square, 1)), 0.0)
@@ -113,10 +113,10 @@ def _factors(
     return jnp.where(bad, jnp.nan, of_weight), power, jnp.where(bad, jnp.nan, of_direction)
 
 
-# Compiled by itself, so that it is traced once for leaves of one shape.
+# A compiled function of its own, so that it is traced once for leaves of one shape.
 @functools.partial(jax.jit, static_argnames="axes")
 def _sum(weight: Any, direction: Any, by: Array, axes: tuple[int, ...]) -> Array:
-    """The sum of both, times their factors, rounded once to the direction's dtype."""
+    """Weight and direction, each times its factor, added, and rounded to the direction's dtype."""
     direction = jnp.asarray(direction)
     x, y = _in_one_dtype(weight, direction)
     of_x, power, of_y = broadcast_over(by.astype(x.real.dtype), [1 + axis for axis in axes])

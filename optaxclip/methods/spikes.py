@@ -1,4 +1,4 @@
-"""Clipping of single entries, by their own past or by the past of their leaf's largest entry.
+"""Clips single entries, by their own past or by the past of their leaf's largest entry.
 
 These are the stages that SPAM and Stable-SPAM put in front of Adam. Stable-SPAM is::
 
@@ -58,13 +58,13 @@ def clip_by_moving_max(
 ) -> Transformation[ClipState]:
     """Shrinks the entries of a leaf that exceed the moving average of its largest entries.
 
-    The average is debiased, and the step itself counts in it. Entries above the average, and no
-    others, are multiplied by the average and divided by the leaf's largest modulus.
+    The average is debiased, and this step counts in it. Only entries above the average are changed:
+    they are multiplied by the average and divided by the leaf's largest modulus.
 
-    Source: Huang et al., 2025, Stable-SPAM's AdaClip, arXiv 2502.17055. There a NaN stays in the
-    average for ever; here a modulus that is not finite is never recorded. The published code also
-    restarts its count of steps, but not the average, at each reset of Adam's moments, which
-    switches clipping off for a long time; here neither is reset.
+    Source: Huang et al., 2025, Stable-SPAM's AdaClip, arXiv 2502.17055. In the published code a NaN
+      stays in the average for ever; here a modulus that is not finite is never recorded. At each
+      reset of Adam's moments, that code also restarts its count of steps, but not the average,
+      which switches clipping off for a long time; here neither is reset.
 
     Args:
       decay: the decay of the average.
@@ -100,14 +100,14 @@ class _OnlyAbove(Technique):
     """Shrinks only the entries of a group that are above its limit."""
 
     def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
-        """The fields of the multiplier, and the moduli above which entries are multiplied.
+        """The fields of the multiplier, and the modulus above which entries are multiplied.
 
-        In a group that is not finite all entries are, so there the third number is -1.
+        In a group that is not finite, all entries are multiplied, so that modulus is -1.
         """
         return (*by, select(by.ratio > 0, limits, -1))
 
     def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
-        """The changed leaf; of a `BCOO`, all that is stored of an entry above the limit."""
+        """The changed leaf; of a `BCOO`, all summands of an entry above the limit are changed."""
         if not is_sparse(leaf) or leaf.unique_indices:
             return super().scaled(leaf, columns, axes, options)
         power, ratio, limit = columns
@@ -128,24 +128,24 @@ def clip_by_second_moment(
 ) -> Transformation[SecondMomentState]:
     """Clips each entry to a multiple of the root of its own second moment.
 
-    Let `v` be the moving average of an entry's squares before this step. Where
-    `|g|**2 > threshold * v`, the entry's modulus becomes `sqrt(threshold * v)`, and `v` takes up
-    the clipped entry. NaN stays NaN, and infinite entries become their bounds.
+    Let `v` be the moving average of an entry's squares before this step. If
+    `|g|**2 > threshold * v`, the entry's modulus becomes `sqrt(threshold * v)`, and the clipped
+    entry counts in `v`. NaN stays NaN, and infinite entries become their bounds.
 
-    Source: Huang et al., 2025, SPAM, arXiv 2501.06842. There an entry that was always zero, such as
-    the row of a word that has not come yet, is kept at zero until the next reset; here entries with
-    `v = 0` are left alone, and entries that are not finite never enter `v`. As in the paper, `v` is
-    not debiased, so clipping is stricter in the first steps.
+    Source: Huang et al., 2025, SPAM, arXiv 2501.06842. In SPAM an entry that was always zero, such
+      as one in the row of a word that has not come yet, is kept at zero until the next reset; here
+      entries with `v = 0` are left alone, and entries that are not finite never count in `v`. As in
+      the paper, `v` is not debiased, so clipping is stricter in the first steps.
 
-    Squares leave the range of float32. Where entries stay below about `1e-19 / sqrt(1 - decay)`,
+    Squares may leave the range of float32. If entries stay below about `1e-19 / sqrt(1 - decay)`,
     `v` is 0 and nothing is clipped, not even a spike. Entries above 1.8e19 count in `v` as 1.8e19,
     so no bound is above `1.8e19 * sqrt(threshold)`, and entries above that are clipped at every
-    step behind the warm-up. With 64-bit leaves the range is that of float64.
+    step after the warm-up. With 64-bit leaves the range is that of float64.
 
     Args:
       threshold: the largest ratio of an entry's square to its second moment.
-      decay: the decay of the second moment; use that of the Adam that follows.
-      warmup_steps: in this many steps at the beginning, and after each reset, nothing is clipped.
+      decay: the decay of the second moment; use `b2` of the Adam that follows.
+      warmup_steps: nothing is clipped in this many steps at the beginning and after each reset.
         Steps that are not finite count too.
       reset_every: after how many steps `v` is set to zero, as SPAM does every 500 steps with Adam's
         moments; with None it never is. Static, also in `optax.inject_hyperparams`.
@@ -157,8 +157,8 @@ def clip_by_second_moment(
       not record what was clipped.
 
     Raises:
-      ValueError: if an option is out of its range; when used, for updates with leaves that the
-        parameters passed to `init` lacked.
+      ValueError: if an option is out of its range; when used, for updates with leaves that were not
+        in the parameters at `init`.
       TypeError: if an option is not a number; when used, if a leaf is sparse.
 
     Example:
@@ -235,12 +235,12 @@ def _clamped(
     return clipped, increased(count, period=period or 1), moments
 
 
-# Compiled by itself, so that it is traced once for leaves of one shape.
+# A compiled function of its own, so that it is traced once for leaves of one shape.
 @jax.jit
 def _clamped_by(
     leaf: Any, moment: Array, threshold: Any, decay: Any, is_active: Array
 ) -> tuple[Any, Array]:
-    """A leaf, clipped by its average, and the average after that."""
+    """A leaf, clipped by its average, and the average after this step."""
     clipped = clamp_leaf(leaf, None, _bound(moment, threshold, is_active))
     return clipped, _moved(moment, decay, leaf, clipped)
 
@@ -248,7 +248,7 @@ def _clamped_by(
 def _bound(moment: Array, threshold: Any, is_active: Array) -> Array:
     threshold = jnp.asarray(threshold).astype(moment.dtype)
     is_limited = lax.ne(threshold, threshold.dtype.type(jnp.inf))
-    # The derivative of a product with infinity would be NaN.
+    # An infinite threshold becomes 1: a product with infinity would have the derivative NaN.
     of_threshold = lax.sqrt(select(is_limited, threshold, 1))
     is_positive, root = root_of_positive(moment)
     is_bound = lax.bitwise_and(is_positive, lax.bitwise_and(is_active, is_limited))
@@ -256,7 +256,7 @@ def _bound(moment: Array, threshold: Any, is_active: Array) -> Array:
 
 
 def _moved(moment: Array, decay: Any, leaf: Any, clipped: Any) -> Array:
-    """The average with the square of the clipped entry, where the incoming entry was finite."""
+    """The average after the square of the clipped entry, if the incoming entry was finite."""
     square = norms.l2.map(entries(jnp.asarray(clipped), moment.dtype))
     square = lax.min(square, jnp.finfo(moment.dtype).max)
     decay = jnp.asarray(decay).astype(moment.dtype)

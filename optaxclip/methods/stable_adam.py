@@ -1,4 +1,4 @@
-"""StableAdamW's direction: Adam's, shortened where the second moment lags behind."""
+"""StableAdamW's direction: Adam's direction, shortened if the second moment lags behind."""
 
 import math
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class StableAdamState(NamedTuple):
       clip: the state of the clip; its record's `norm` is the root mean square of `g / sqrt(nu)`.
       steps: int32[tensors], how many steps of each tensor were finite.
       mu: the unbiased average of the gradients, a pytree like the parameters, float32 or wider.
-      nu: the unbiased average of their squares, likewise.
+      nu: the unbiased average of their squares, in a tree of the same kind.
     """
 
     clip: ClipState
@@ -65,24 +65,25 @@ def scale_by_stable_adam(
 ) -> Transformation[StableAdamState]:
     """Adam's direction, shortened in each leaf whose second moment lags behind its gradient.
 
-    Let `m` be the unbiased average of the gradients `g` and `v` that of their squares; both include
-    this step. Each leaf's update is `m / (sqrt(v) + eps) / max(1, RMS / clipping_threshold)`, where
-    `RMS = sqrt(mean(g**2 / max(v, eps**2)))`. The `RMS` is far above 1 when gradients are much
-    larger than `v` says, which happens before most spikes of a loss. Weight decay must not be
-    shortened, so its stage comes behind this one in the chain.
+    Let `m` be the unbiased average of the gradients `g`, and `v` that of their squares; both
+    include this step. Each leaf's update is
+    `m / (sqrt(v) + eps) / max(1, RMS / clipping_threshold)`, where
+    `RMS = sqrt(mean(g**2 / max(v, eps**2)))`. `RMS` is far above 1 if gradients are much larger
+    than `v` says, which happens before most spikes of a loss. Weight decay must not be shortened,
+    so its stage comes after this one in the chain.
 
-    A leaf that is not finite keeps its averages, as if there was no step. Averages are float32
+    A leaf that is not finite keeps its averages, as if there were no step. Averages are float32
     (float64 for float64 leaves); if a trainer casts the state, they keep the dtypes that it chose,
     and are rounded to these after each step. Entries beyond ±1.3e19 (real and imaginary parts of
     complex ones) count as that bound, because in float32 the sum of two such squares would
     overflow. Integer and other leaves pass untouched.
 
     Source: Wortsman, Dettmers, Zettlemoyer, Morcos, Farhadi and Schmidt, 2023, arXiv 2304.13013;
-    the clip is that of Shazeer and Stern, 2018, arXiv 1804.04235.
+    the clip is by Shazeer and Stern, 2018, arXiv 1804.04235.
 
     Args:
       b1: the decay of the average of gradients, at least 0 and below 1.
-      b2: the decay of the average of their squares, likewise.
+      b2: the decay of the average of their squares, at least 0 and below 1.
       eps: added to the root of the second moment.
       clipping_threshold: a leaf with a larger `RMS` is shortened.
       stacked: how many leading axes of each leaf stack separate tensors, as in
@@ -139,7 +140,7 @@ def scale_by_stable_adam(
         ratios = across(_each, *leaves, shares[1:], eps, like=_grads, of_leaf=_ratio, plan=plan)
         _, clip_state = clip.update(flat.rebuild(ratios), state.clip)
         taken = jnp.isfinite(clip_state.info.norm) & np.array(plan.grouping.present, bool)
-        # A tensor that is not finite counts for nothing in its averages.
+        # A tensor that is not finite does not count in its averages.
         shares = [jnp.where(taken, share, 0) for share in shares]
         columns = [*shares, clip_state.info.factor.astype(dtype)]
         rows = across(_each, *leaves, columns, eps, like=_rows, of_leaf=_direction, plan=plan)
@@ -172,18 +173,18 @@ def _each(
     of_leaf: Callable[..., Any],
     plan: Plan,
 ) -> list[Any]:
-    """`of_leaf` of each gradient, its averages, the columns' numbers for its tensors, and `eps`."""
+    """Calls `of_leaf` with each gradient, its averages, its tensors' columns, and `eps`."""
     of_leaves = plan.by_leaf(devices.stack(columns), grads)
     return [of_leaf(*row, eps) for row in zip(grads, mus, nus, of_leaves, strict=True)]
 
 
-# Both are compiled by themselves, so that they are traced once for leaves that are alike.
+# Both are compiled functions of their own, so that they are traced once for leaves that are alike.
 @jax.jit
 def _ratio(grad: Any, mu: Array, nu: Array, columns: Array, eps: Any) -> Array:
     """The gradient divided by the root of the average of its squares, this step included."""
     g, nu = _entries(grad, mu), _wide(nu)
-    # Non-finite entries may stay: their ratio is not finite anyway. Replacing them as `_direction`
-    # does would make XLA (JAX 0.10.2) share and store an array for each leaf.
+    # Non-finite entries stay: their ratio is not finite anyway. If they were replaced, as in
+    # `_direction`, XLA (JAX 0.10.2) would store an array for each leaf.
     nu = _average(nu, norms.l2.map(by_parts(_held, g)), columns[0])
     return _over_root(g, nu, eps, lax.max)
 
@@ -204,24 +205,24 @@ def _direction(
 
 
 def _average(before: Array, new: Array, share: Array) -> Array:
-    """The average with new numbers, which count with this share: one for each tensor of a leaf."""
+    """The average after new numbers of this weight: `share` has a number for each tensor."""
     return lax.add(before, times(lax.sub(new, before), _beside(share, new)))
 
 
 def _beside(of_tensors: Array, entries: Array) -> Array:
-    """A number for each tensor of a leaf, as it broadcasts to the entries."""
+    """A number for each tensor of a leaf, in a shape that broadcasts to the entries."""
     of_tensors = of_tensors.astype(accumulation_dtype(entries.dtype))
     return broadcast_over(of_tensors, tuple(range(of_tensors.ndim, entries.ndim)))
 
 
 def _entries(grad: Any, mu: Array) -> Array:
-    """A gradient as it is averaged: for real parameters it is real, also if it was complex."""
+    """A gradient in the form that is averaged: the real part, if the parameter is real."""
     g = jnp.asarray(grad)
     return (g if jnp.iscomplexobj(mu) else g.real).astype(wide_dtype(mu.dtype))
 
 
 def _wide(average: Array) -> Array:
-    """An average in the dtype to compute with; a trainer may have cast the state to another."""
+    """An average in the dtype to compute with, because a trainer may have cast the state."""
     return average.astype(wide_dtype(average.dtype))
 
 
@@ -230,7 +231,7 @@ def _narrowed(average: Array, dtype: jnp.dtype) -> Array:
 
 
 def _share(beta: Any, count: Array, dtype: Any) -> Array:
-    """The weight of the newest of `count` numbers in their unbiased average."""
+    """The weight that the newest of `count` numbers has in their unbiased average."""
     beta = _as(beta, dtype)
     share = (1 - beta) / -jnp.expm1(count.astype(dtype) * jnp.log(beta))
     return jnp.where(count <= 1, 1, share)

@@ -1,4 +1,4 @@
-"""Clips of updates, for a place behind an optimizer or its division by a second moment."""
+"""Clips of updates, to be put after an optimizer or after its division by a second moment."""
 
 from collections.abc import Callable
 from typing import Unpack
@@ -29,8 +29,8 @@ def clip_by_block_rms(
 
     Adafactor clips its update in this way, with a threshold of 1, after dividing the gradient by
     the root of its second moment. With any other optimizer that divides like this, put the clip
-    behind its `scale_by_...` and in front of the learning rate. (`scale_by_stable_adam` clips by
-    the root mean square of the gradient without its momentum.)
+    after its `scale_by_...` and before the learning rate. (`scale_by_stable_adam` clips by the root
+    mean square of the gradient without its momentum.)
 
     Source: Shazeer and Stern, 2018, arXiv 1804.04235.
 

@@ -26,10 +26,10 @@ def autoclip(
     max_norm: ArrayLike | None = None,
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Clips the global norm to a percentile of the last norms, including that of the step itself.
+    """Clips the global norm to a percentile of the last norms, among them this step's.
 
-    Until the window is full, the percentile is that of all norms so far. The rule clips about
-    `100 - percentile` % of all steps, so a percentile above 90 catches spikes alone.
+    Until the window is full, it is the percentile of all norms so far. The rule clips about
+    `100 - percentile` % of all steps, so a percentile above 90 catches only spikes.
 
     Source: Seetharaman, Wichern, Pardo and Le Roux, 2020, AutoClip, arXiv 2007.14469, where the
     history is unbounded.
@@ -120,7 +120,7 @@ def clip_by_window_norm(
     """Clips the global norm to the mean of the last norms plus some standard deviations.
 
     Source: marin-community/levanter (`clip_update_by_historical_norm`), which clips the
-    updates behind Adam; in `optax.chain` this can stand there too. There is no limit until the
+    updates after Adam; in `optax.chain` this clip can stand there too. There is no limit until the
     window is half full.
 
     Args:

@@ -1,7 +1,7 @@
-"""Limit rules: what the norm of a group may be at this step.
+"""Limit rules: the largest norm that a group may have at this step.
 
 A rule is a `Threshold`, a pair of functions `(init, update)` of the norms of all groups. It works
-for any scope, because these come in one array whatever the groups are:
+for any scope, because the norms come in one array whatever the groups are:
 
   def update(norms, state, param_norms):
       limits = ...                      # an array like norms
@@ -22,7 +22,7 @@ for any scope, because these come in one array whatever the groups are:
   `log_tracker()`               | the mean of the norms' logarithms plus deviations
   `mean_over_rms()`             | the mean of its norms over their root mean square
 
-`adaptive` makes a rule of another statistic, and `given` one of limits at hand.
+`adaptive` makes a rule from another statistic, and `given` makes one from limits that you have.
 """
 
 import optaxclip._base.doors as _doors

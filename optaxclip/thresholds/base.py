@@ -1,6 +1,6 @@
-"""What all rules that learn from past norms share: a statistic, and six options.
+"""The rules that learn from past norms share a statistic and six options.
 
-Such a rule has a `Statistic` of the norms so far, and these options, which mean the same in all:
+Such a rule has a `Statistic` of the norms so far. Its options mean the same in all rules:
 
   option         | meaning
   ---------------|------------------------------------------------------------------------------
@@ -8,12 +8,12 @@ Such a rule has a `Statistic` of the norms so far, and these options, which mean
                  | was clipped to ("clipped"), its limit ("capped"), or nothing ("accepted")
   `inclusive`    | whether a norm counts in the statistic that judges it
   `warmup_steps` | how many norms must have been recorded before there is a limit
-  `floor`        | norms below it are not recorded, and no limit falls below it
+  `floor`        | smaller norms are not recorded, and no limit falls below it
   `patience`     | after this many norms in a row above their limit the raw norm is recorded, until
                  | a norm is at or below its limit; with None it never is
   `max_norm`     | a cap on every limit, in the warm-up too
 
-The published rules have neither a floor nor patience: `patience=None, floor=0.0`. Without patience
+The published rules have neither a floor nor patience: `patience=None, floor=0.0`. Without patience,
 a rule that records clipped norms may clip for ever after a lasting rise of the norms. A norm that
 is not finite leaves the state exactly as it was.
 """
@@ -36,18 +36,18 @@ from optaxclip.thresholds.checks import checked_limit
 Record = Literal["raw", "clipped", "capped", "accepted"]
 
 FLOOR = 1e-8
-"""The default floor: a gradient with a smaller norm is practically zero."""
+"""The default floor; a gradient with a smaller norm is practically zero."""
 
 PATIENCE = 20
-"""The default patience: a rise of the norms that lasts longer is not a spike."""
+"""The default patience; a rise of the norms that lasts longer is not a spike."""
 
 
 class Statistic(Protocol):
     """A statistic of past norms, for one group or for an array of groups.
 
-    Statistics are hashable, because they are static under `jit`; `settings` are the numbers that
-    they compute with, which are traced. Because the square of a norm may overflow in float32, a
-    statistic keeps a deviation and not a variance.
+    Statistics are hashable, because they are static under `jit`; the numbers that they compute with
+    are traced, and come as `settings`. A statistic keeps a deviation and not a variance, because
+    the square of a norm may overflow in float32.
     """
 
     def init(self, settings: Any, like: Array) -> PyTree:
@@ -55,20 +55,20 @@ class Statistic(Protocol):
         ...
 
     def observe(self, settings: Any, state: PyTree, norm: Array, count: Array) -> PyTree:
-        """The state with one finite norm more; `count` norms were recorded before it."""
+        """The state after one more finite norm; `count` norms were recorded before it."""
         ...
 
     def limits(self, settings: Any, state: PyTree, norm: Array, count: Array) -> Limits:
-        """The limits for this norm; infinite as long as nothing was recorded."""
+        """The limits for this norm; they are infinite until a norm was recorded."""
         ...
 
 
 @runtime_checkable
 class Windowed(Protocol):
-    """A statistic that keeps the last values in a ring; the next place is `count % window`.
+    """A statistic that keeps the last values in a ring; the next value goes to `count % window`.
 
-    When the count of norms reaches the largest int32, it is set back by a multiple of `window`, so
-    that the place is still right.
+    When the count of norms reaches the largest int32, it falls by a multiple of `window`, so that
+    this place stays right.
 
     Attributes:
       window: the number of values.
@@ -79,7 +79,7 @@ class Windowed(Protocol):
 
 @runtime_checkable
 class OfAnySign(Protocol):
-    """A statistic that can also be taken of numbers below 0, such as losses.
+    """A statistic that allows numbers below 0, such as losses.
 
     Attributes:
       any_sign: True.
@@ -94,7 +94,7 @@ class AdaptiveState(NamedTuple):
 
     Attributes:
       recorded: int32, how many norms were recorded.
-      streak: int32, how many norms in a row, up to the last, were above their limit.
+      streak: int32, how many norms in a row, up to the latest, were above their limit.
       statistic: the state of the statistic.
       rule: the rule's name, as a tuple of one; part of the structure, not an array.
     """
@@ -142,17 +142,17 @@ def adaptive(
     patience: int | None = PATIENCE,
     max_norm: ArrayLike | None = None,
 ) -> Threshold:
-    """A rule from a statistic and the shared options, which the module explains.
+    """A rule from a statistic and the shared options of `optaxclip.thresholds.base`.
 
     Args:
       statistic: what the rule keeps of past norms.
       settings: a pytree of numbers for the statistic.
       record: what a norm above its limit adds to the statistic.
       inclusive: whether a norm counts in the statistic that judges it.
-      reject: whether a norm above its limit is brought to 0 and not to its target.
+      reject: whether a norm above its limit is brought to 0 instead of to its target.
       by_norm_of_all: whether the statistic's `limits` gets `(settings, root, unit)` in place of
-        `settings`, where `root * unit`, which may overflow, is the L2 norm of all groups that are
-        finite, and `unit` a power of two.
+        `settings`. The product `root * unit`, which may overflow, is the L2 norm of all groups that
+        are finite; `unit` is a power of two.
       warmup_steps: how many norms must have been recorded before there is a limit.
       floor: smaller norms are not recorded, and no limit is smaller.
       patience: how many norms in a row may exceed their limit before the raw norm is recorded.
@@ -163,7 +163,7 @@ def adaptive(
 
     Raises:
       ValueError: if an option is out of its range.
-      TypeError: if an option is not a number, or a flag neither True nor False.
+      TypeError: if an option is not a number, or a flag is neither True nor False.
     """
     record = checked_choice(record, get_args(Record), "record")
     options = _Options(
@@ -183,11 +183,11 @@ def adaptive(
 
 
 def of_any_sign(rule: Threshold, argument: str) -> Threshold:
-    """The same rule without a floor, for numbers that may be negative, such as losses.
+    """The rule without its floor, for numbers that may be negative, such as losses.
 
     Args:
       rule: a rule made by `adaptive`; any other is returned as it is.
-      argument: what it is called in messages.
+      argument: the rule's name in messages.
 
     Raises:
       ValueError: for a rule whose statistic is for norms alone.
@@ -197,7 +197,7 @@ def of_any_sign(rule: Threshold, argument: str) -> Threshold:
     static, options, settings = rule.update.args
     if not isinstance(static.statistic, OfAnySign):
         raise ValueError(
-            f"{argument} must be a rule that allows negative numbers, as a loss may be negative, "
+            f"{argument} must allow negative numbers, because a loss may be negative, "
             "and got one for norms alone: use thresholds.window, zscore, percentile, median or "
             "ema, or a number"
         )
@@ -223,7 +223,7 @@ def as_float(number: Any) -> Array:
 def multiple(number: Any, of: Array) -> Array:
     """`of + (number - 1) * abs(of)`, which is `number * of` unless `of` is negative.
 
-    It is infinite if either is infinite, even where the other is 0.
+    It is infinite if one of the two is infinite, even if the other is 0.
     """
     number = as_float(number)
     infinite = jnp.isinf(number) | jnp.isinf(of)
@@ -245,12 +245,12 @@ def within(value: Any, low: float, high: float, argument: str) -> Any:
 
 
 def select_tree(where: Array, new: PyTree, old: PyTree) -> PyTree:
-    """`new` where `where` is True, else `old`; the arrays may have more leading axes than it."""
+    """`new` where `where` is True, else `old`; arrays may have further axes behind its axes."""
     return jax.tree.map(lambda x, y: jnp.where(jnp.broadcast_to(where, y.shape), x, y), new, old)
 
 
 def root_of_squares(x: Array, y: Array) -> Array:
-    """`sqrt(x**2 + y**2)`, also where a square overflows or underflows."""
+    """`sqrt(x**2 + y**2)`, even if a square overflows or underflows."""
     unit = jax.lax.stop_gradient(power_of_two_below(jnp.maximum(jnp.abs(x), jnp.abs(y))))
     return unit * safe_sqrt(jnp.square(x / unit) + jnp.square(y / unit))
 
@@ -309,8 +309,8 @@ def _update(
             counts = counts & (~is_above | gives_in)
         count, kept = recorded(x, counts)
     if norms.dtype == jnp.float64:
-        # Where only the conversion to float32 brought the norm to its limit or below, the limit in
-        # float64 is raised to the norm.
+        # The conversion to float32 may have rounded a norm down to its limit. Then the limit is
+        # raised to the float64 norm, so that the rule and the clip agree.
         trigger = trigger.astype(norms.dtype)
         trigger = jnp.where(is_finite & ~is_above, jnp.maximum(trigger, norms), trigger)
     if options.max_norm is not None:

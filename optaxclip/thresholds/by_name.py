@@ -1,4 +1,4 @@
-"""One rule for all groups, made of a rule for each group's name."""
+"""One rule for all groups, made from a rule for each group's name."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ from optaxclip.thresholds.calling import limits_by
 
 
 def by_name(rules: Mapping[str, Threshold], groups: Names) -> Threshold:
-    """One rule, which applies to each group the rule that was given for it.
+    """One rule that applies to each group the rule of that group's name.
 
     Args:
       rules: a rule for each name.
@@ -58,7 +58,7 @@ def _update(
 
 
 def _by_group(norms: Array, groups: Names) -> dict[str, Array]:
-    """The norms of each group, by its name; NaN if there are none, as of a tree without leaves."""
+    """The norms of each group, by its name; NaN if there are none, as in a tree without leaves."""
     if not norms.size:
         pieces = [jnp.full(shape, jnp.nan, norms.dtype) for shape in groups.shapes]
     else:

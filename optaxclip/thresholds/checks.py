@@ -64,10 +64,10 @@ def checked_limit(
 def checked_decay(decay: Any, argument: str) -> Any:
     """`decay`, checked to be a number; unless it is an array, it must be from 0 to below 1.
 
-    For a decay of 1 the weights of an average that is divided by their sum are 0 / 0.
+    A decay of 1 gives all values the weight 0, so that a debiased average would be 0 / 0.
 
     Raises:
-      ValueError: if it is outside of that range, also as a float32, which is what it becomes.
+      ValueError: if it is outside of that range, as it is or after rounding to float32.
       TypeError: if it is not a number.
     """
     checked_limit(decay, argument, allow_any_number=True)
@@ -84,7 +84,7 @@ def checked_decay(decay: Any, argument: str) -> Any:
 
 
 def refuse_parts(limit: Any, argument: str) -> None:
-    """Refuses functions that are not schedules: a scope, and functions of this package.
+    """Refuses a scope and functions of this package, which are not schedules.
 
     Raises:
       TypeError: for one of these.

@@ -30,8 +30,8 @@ def log_tracker(
 
     Source: Chen et al., 2018, arXiv 1804.09849, the gradient norm tracker of tensorflow/lingvo.
     There is no limit until the weights of the averages sum to 0.75, which with the default decay
-    takes 277 norms. In the place of a norm above the limit the limit is recorded, so that the rule
-    can follow a lasting rise.
+    takes 277 norms. If a norm is above the limit, the limit is recorded in its place, so that the
+    rule can follow a lasting rise.
 
     Args:
       decay: the decay of mean and variance.
@@ -84,8 +84,8 @@ def adagc(
     """A little above the moving average of the clipped norms, after a warm-up by the global norm.
 
     Source: Wang et al., 2025, AdaGC, arXiv 2502.11034, where each leaf is a group. In the warm-up
-    all groups are multiplied by `min(lambda_abs / global norm, 1)`, and the average begins as the
-    smallest of a group's norms after that. The revised paper has `lambda_rel=1.04, beta=0.99`.
+      all groups are multiplied by `min(lambda_abs / global norm, 1)`, and a group's average begins
+      as the smallest of its norms after that. The revised paper has `lambda_rel=1.04, beta=0.99`.
 
     The rule records clipped norms, so a limit grows by a factor of at most
     `1 + (1 - beta) * (lambda_rel - 1)` a step, and needs 694 steps to double. This is intended, so
@@ -96,8 +96,8 @@ def adagc(
       lambda_abs: the global norm to clip to in the warm-up.
       beta: the decay of the average.
       warmup_steps: how many norms the warm-up lasts.
-      floor: smaller norms are not recorded, and no limit is smaller. With 0 a group whose norm is
-        zero in the warm-up never moves again, as published.
+      floor: smaller norms are not recorded, and no limit is smaller. With 0, a group whose norm is
+        zero in the warm-up never moves again, as in the published rule.
       patience: after this many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit.
 
@@ -152,8 +152,8 @@ def quantile(
       target: the share of norms at or below the limit, from 0 to 1.
       learning_rate: how fast the limit moves.
       init_limit: the limit at the first step.
-      geometric: whether each step multiplies the limit by that factor; otherwise the factor's
-        exponent is added to the limit, which never falls below 0. A limit that is multiplied stays
+      geometric: whether each step multiplies the limit by that factor; if False, it adds the
+        factor's exponent to the limit, which never falls below 0. A limit that is multiplied stays
         within the normal numbers of float32, unless it begins as 0 or infinity.
       floor: smaller norms are not recorded, and no limit is smaller.
       max_norm: a cap on every limit.
@@ -222,14 +222,14 @@ class _LogTracker:
     ) -> Limits:
         del norm, count
         log_limit = _log_limit(settings, state)
-        # The derivative of an infinite `expm1` is infinite, so that of 0 stands in.
+        # `expm1` gets 0 where its value would be infinite, because its derivative would be too.
         is_limited = (state.weight > 0.75) & ~(log_limit >= _LARGEST_LOG)
         limit = jnp.where(is_limited, jnp.expm1(jnp.where(is_limited, log_limit, 0)), jnp.inf)
         return Limits(limit, limit)
 
 
 _LARGEST_LOG = np.log1p(np.finfo(np.float32).max)
-"""From this number on `expm1` is infinite in float32."""
+"""`expm1` of this number, and of larger ones, is infinite in float32."""
 
 
 def _log_limit(settings: _TrackerSettings, state: _TrackerState) -> Array:
@@ -260,12 +260,12 @@ class _Adagc:
         self, settings: tuple[_AdaGCSettings, Array, Array], state: Array, norm: Array, count: Array
     ) -> Limits:
         own, root, unit = settings
-        # The norm is divided first, as `lambda_abs / global_norm` may be no normal number.
+        # First norm / global norm: `lambda_abs / global_norm` may overflow or become subnormal.
         largest = as_float(own.lambda_abs)
-        # Not divided: XLA merges divisions (JAX 0.10.2), and the divisors' product may overflow.
+        # Not divided: XLA (JAX 0.10.2) merges divisions, and the divisors' product may overflow.
         per_unit = reciprocal_of_power(unit)
         share = safe_divide(norm * per_unit, root, 1)
-        # Where `largest` is infinite, the product is not selected, and needs finite derivatives.
+        # Derivatives of the product must be finite even if it is not selected.
         product = jnp.where(jnp.isinf(largest), 1, largest) * share
         shrunk = jnp.where(root > largest * per_unit, product, norm)
         later = jnp.where(count == 0, jnp.inf, multiple(own.lambda_rel, state))

@@ -49,7 +49,7 @@ def constant(limit: ArrayLike) -> Threshold:
 
 @asks()
 def schedule(fn: Callable[[Array], ArrayLike]) -> Threshold:
-    """A limit `fn(count)` that depends on the number of steps so far, from 0 on.
+    """A limit `fn(count)`, where `count` is the number of steps so far: 0 at the first step.
 
     Args:
       fn: an Optax schedule, or any traceable function from int32[] to a scalar.
@@ -59,8 +59,8 @@ def schedule(fn: Callable[[Array], ArrayLike]) -> Threshold:
 
     Raises:
       ValueError: if a value of the schedule is not a scalar.
-      TypeError: if `fn` is not a function of a step count to a number. It is called once for that,
-        without a value.
+      TypeError: if `fn` is not a function from a step count to a number. To check this, it is
+        traced once.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -74,7 +74,7 @@ def schedule(fn: Callable[[Array], ArrayLike]) -> Threshold:
 
 
 def _rule_of_schedule(fn: Callable[[Array], ArrayLike], argument: str) -> Threshold:
-    """`schedule`; messages call the function by the name `argument`."""
+    """`schedule`, with `argument` as the function's name in messages."""
     checked = Partial(checked_schedule(fn, argument))
     return Threshold(Partial(_zero_count), Partial(_scheduled, _Schedule(checked)))
 
@@ -87,7 +87,7 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: ArrayLike = 1e-3) -> Thresh
 
     Args:
       ratio: the largest allowed ratio of gradient norm to parameter norm, or a schedule of it.
-      eps: a floor under the parameter norm; without it parameters of zero would stay zero.
+      eps: a floor under the parameter norm; without it, parameters of zero would stay zero.
 
     Returns:
       A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
@@ -107,7 +107,7 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: ArrayLike = 1e-3) -> Thresh
 
 
 def relative(ratio: ScalarOrSchedule, eps: ArrayLike, argument: str) -> Threshold:
-    """`relative_to_params`; messages call `ratio` by the name `argument`."""
+    """`relative_to_params`, with `argument` as the name of `ratio` in messages."""
     eps = checked_limit(eps, "eps")
     checked = functools.partial(checked_limit, argument=argument, off=True, schedule=True)
     is_schedule = callable(ratio)
@@ -120,7 +120,7 @@ def given(limits: Limits) -> Threshold:
     """The given limits at every step, a trigger and a target for each group.
 
     Args:
-      limits: triggers and targets, each one number or an array of the shape of the norms.
+      limits: triggers and targets: each is one number or an array of the shape of the norms.
 
     Returns:
       A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
@@ -134,11 +134,11 @@ def given(limits: Limits) -> Threshold:
 def as_limit(limit: LimitLike, argument: str = "limit") -> Threshold | dict[str, Any]:
     """A limit that a user passed, checked: as a rule, or as a dict of rules and numbers by name.
 
-    A rule is a pytree that can be an argument of `jit`.
+    A rule is a pytree, so it can be an argument of `jit`.
 
     Args:
       limit: a number, a schedule, a rule, or a mapping from the names of groups to these.
-      argument: what it is called in messages.
+      argument: the limit's name in messages.
     """
     if isinstance(limit, Mapping):
         return {name: _checked(each, f"{argument}[{name!r}]") for name, each in limit.items()}
@@ -170,7 +170,7 @@ def rule_for(
       limit: from `as_limit`.
       entries: the name and the shape of each entry of the norms, in order. If it is empty, as for
         parameters without leaves, the names are those of the limit.
-      is_part: whether the rest of the tree may have the other groups of the limit.
+      is_part: whether groups of the limit may be missing here, because this is a part of a tree.
 
     Raises:
       ValueError: if limits are given by name, and the names are not those of the groups.
@@ -187,7 +187,7 @@ def rule_for(
 
 
 def state_of_fixed(limit: Threshold | dict[str, Any], name: str) -> PyTree:
-    """The state of a checked limit that keeps none; it is the same at every step.
+    """The state of a checked limit without memory, which is the same at every step.
 
     Raises:
       ValueError: if the limit depends on earlier steps.
@@ -213,12 +213,12 @@ def without_memory(name: str) -> str:
 
 
 def at_step(rule: Threshold, state: PyTree) -> Threshold:
-    """The same rule, with each schedule replaced by its value at this step.
+    """The rule, with each schedule replaced by its value at this step.
 
-    So one compiled program serves all steps and all schedules. Rules that contain other rules
+    Thus one compiled program serves all steps and all schedules. Rules that contain other rules
     evaluate their schedules themselves, and are returned as they are.
     """
-    # A state of any other shape is that of another rule, which is refused later.
+    # A state of any other shape belongs to another rule; a later check refuses it.
     is_count = getattr(state, "shape", None) == ()
     if getattr(rule.update, "func", None) not in (_scheduled, _relative) or not is_count:
         return rule
@@ -232,7 +232,7 @@ def at_step(rule: Threshold, state: PyTree) -> Threshold:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Schedule:
-    """A schedule within a rule whose state is the number of steps."""
+    """A schedule inside of a rule whose state is the number of steps."""
 
     fn: Callable[[Array], Any]
 
@@ -287,7 +287,7 @@ def _relative(
 ) -> tuple[Limits, PyTree]:
     (ratio, _), state = inner(norms, state, None)
     size = jnp.maximum(param_norms.astype(ratio.dtype), jnp.asarray(eps).astype(ratio.dtype))
-    # Replaced by 0 in the product, as derivatives of the side not selected must be finite too.
+    # The product gets 0 for an infinite ratio: even unselected, its derivatives must be finite.
     is_infinite = jnp.isinf(ratio)
     limits = jnp.where(is_infinite, ratio, jnp.where(is_infinite, 0, ratio) * size)
     return Limits(limits, limits), state

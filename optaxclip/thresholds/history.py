@@ -1,4 +1,4 @@
-"""Rules over a window of past norms: percentile, median, mean plus deviations."""
+"""Rules over a window of past norms: a percentile, the median, the mean plus deviations."""
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
@@ -37,13 +37,13 @@ def percentile(
 ) -> Threshold:
     """A percentile of the last norms, interpolated linearly.
 
-    With the defaults this is TRELLIS's rule (microsoft/TRELLIS), which judges a norm by earlier
-    norms alone. AutoClip (Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469) is
-    `percentile(10.0, window, inclusive=True, warmup_steps=0)`.
+    With the defaults this is the rule of TRELLIS (microsoft/TRELLIS), which judges a norm by
+    earlier norms alone. AutoClip (Seetharaman, Wichern, Pardo and Le Roux, 2020, arXiv 2007.14469)
+    is `percentile(10.0, window, inclusive=True, warmup_steps=0)`.
 
     Args:
-      percentile: from 0 to 100; a number between 0 and 1 gives a warning, as it may be meant as a
-        share.
+      percentile: from 0 to 100; a number between 0 and 1 gives a warning, because a share may have
+        been meant.
       window: how many norms to keep; static, also in `optax.inject_hyperparams`.
       record: explained in `optaxclip.thresholds.base`, like the options that follow.
       inclusive: whether a norm counts in the window that judges it.
@@ -97,13 +97,13 @@ def window(
     """The mean of the last norms plus a number of standard deviations.
 
     With the defaults this is Levanter's rule (marin-community/levanter), which it applies to
-    updates. `optaxclip.skip_above` skips whole steps by such a rule, also by the loss; its
+    updates. `optaxclip.skip_above` skips whole steps by such a rule for the norm or the loss; its
     documentation has the arguments of OLMo-core, MaxText and Levanter.
 
     Args:
       num_std: how many standard deviations above the mean.
       window: how many norms to keep; static, also in `optax.inject_hyperparams`.
-      ddof: 0 for the deviation of the window itself, 1 for an estimate from a sample.
+      ddof: 0 for the deviation of the window itself, 1 for an estimate from it as a sample.
       min_std: a floor under the standard deviation.
       record: explained in `optaxclip.thresholds.base`, like the options that follow.
       inclusive: whether a norm counts in the window that judges it.
@@ -153,15 +153,14 @@ def median(
     """A multiple of the median of the last norms.
 
     As in ScaledAdam (Povey et al., k2-fsa/icefall; Zipformer, arXiv 2310.11230) the limit is set
-    every `window` steps, and also at steps 10, 20 and 40, then to twice the multiple. The norm of a
-    step counts in the limit of that step; the norm of the first step never counts. With
-    `every_step` the limit is set at each step, from the first on, and all norms in the window
-    count.
+    every `window` steps, and at steps 10, 20 and 40 to twice the multiple. A step's norm counts in
+    the limit of that step, but the norm of the first step never counts. With `every_step` the limit
+    is set at each step, from the first one, and all norms in the window count.
 
     Args:
       scale: the multiple.
       window: how many norms to keep; static, also in `optax.inject_hyperparams`.
-      every_step: whether to set the limit anew at every step.
+      every_step: whether to set the limit at every step.
       floor: smaller norms are not recorded, and no limit is smaller. The rule needs no patience,
         because it records raw norms and so follows every lasting rise.
       max_norm: a cap on every limit.
@@ -225,7 +224,7 @@ class _Ring:
         return jnp.broadcast_to(column, (self.window, *like.shape))
 
     def held(self, count: Array) -> tuple[Array, Array]:
-        """Which places hold a norm after `count` norms, and how many places these are."""
+        """Which places hold a norm after `count` norms, and how many of them do."""
         number = jnp.minimum(count, self.window)
         return self.places(count) < number[None], number
 

@@ -1,4 +1,4 @@
-"""Limits for losses, which unlike limits for norms may be negative, and have no floor."""
+"""Limits for losses; unlike limits for norms, they may be negative and have no floor."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from optaxclip.thresholds.fixed import ScalarOrSchedule
 
 
 def loss_among(extra_args: Mapping[str, Any], name: str) -> Array:
-    """The loss among an update's extra arguments, `loss` or `value`, in float32 or float64.
+    """The loss, `loss` or `value` among an update's extra arguments, in float32 or float64.
 
     Raises:
       ValueError: if there is none, or it is not a scalar.
@@ -46,11 +46,11 @@ def loss_among(extra_args: Mapping[str, Any], name: str) -> Array:
 
 
 def as_loss_limit(limit: ScalarOrSchedule | Threshold, argument: str = "loss_limit") -> Threshold:
-    """A limit of the loss, checked, as a rule.
+    """A checked limit of the loss, as a rule.
 
     Args:
       limit: a number of any sign, a schedule, or a rule; the floor of a rule is not used.
-      argument: what it is called in messages.
+      argument: the limit's name in messages.
 
     Raises:
       ValueError: if it is NaN or not a scalar, or a rule that does not allow negative numbers.

@@ -1,7 +1,7 @@
 """Rules over moving averages: a multiple of the mean, the mean plus deviations.
 
-A variance is an average of squared deviations from the mean. In float32 the difference of the mean
-square and the squared mean would lose its digits to cancellation.
+A variance is computed as an average of squared deviations from the mean. In float32, the difference
+between the mean square and the squared mean would lose its digits to cancellation.
 """
 
 import dataclasses
@@ -56,12 +56,12 @@ def ema(
     Args:
       decay: the decay of the average that decides whether a norm is clipped.
       ratio: a norm above `ratio` times that average is clipped.
-      target_decay: the decay of the average that a clipped norm is set by; `decay` if None.
+      target_decay: the decay of the average that sets a clipped norm; `decay` if None.
       target_ratio: a clipped norm becomes `target_ratio` times that average; `ratio` if None.
       debias: whether the average starts from zero and is divided by the sum of its weights, as in
-        Adam; otherwise it starts from the first norm.
+        Adam; if False, it starts from the first norm.
       skip_steps: how many norms are ignored before the first is recorded.
-      inclusive: whether a norm counts in the average that judges it; it is then recorded raw.
+      inclusive: whether a norm counts in the average that judges it; if so, it is recorded raw.
       record: explained in `optaxclip.thresholds.base`, like the options that follow.
       warmup_steps: norms to record before there is a limit.
       floor: smaller norms are not recorded, and no limit is smaller.
@@ -123,13 +123,13 @@ def zscore(
     Args:
       alpha: the decay of mean and variance.
       z_thresh: a norm more than `z_thresh` standard deviations above the mean is a spike.
-      warmup_steps: norms to record before there is a limit; the moving mean and variance start
-        from the plain ones of these norms.
+      warmup_steps: norms to record before there is a limit; the moving mean and variance start from
+        the plain mean and variance of these norms.
       option: which norm a spike of z-score `z` is given: "adaptive" gives it
         `mean + z_thresh**2 / z * std`, which is lower for larger spikes; "mean" gives it the mean;
         "percentile" gives it the limit, `mean + z_thresh * std`.
       debias: whether mean and variance are debiased averages from the first norm on, as in axlearn
-        (apple/axlearn); otherwise they start from those of the warm-up.
+        (apple/axlearn); if False, they start from those of the warm-up.
       record: explained in `optaxclip.thresholds.base`, like the options that follow.
       floor: smaller norms are not recorded, and no limit is smaller.
       patience: after this many norms in a row above their limit the raw norm is recorded.
@@ -255,7 +255,7 @@ class _ZScore:
         self, settings: _ZScoreSettings, state: Moments, norm: Array, count: Array
     ) -> Limits:
         z_thresh, std = as_float(settings.z_thresh), state.std
-        # There is no limit before a norm was recorded.
+        # Until a norm was recorded, there is no limit.
         distance = jnp.where(count == 0, jnp.inf, multiple(z_thresh, std))
         trigger = state.mean + distance
         if self.option == "percentile":
@@ -265,8 +265,8 @@ class _ZScore:
         if self.option == "mean":
             return Limits(trigger, jnp.where(count == 0, jnp.inf, state.mean))
         z = (norm - state.mean) / (std + 1e-6)
-        # The quotient of two infinities would be NaN. The square of the largest number must be
-        # finite, because XLA rewrites quotients of quotients (JAX 0.10.2).
+        # Bounded, because the quotient of two infinities would be NaN, and because XLA (JAX 0.10.2)
+        # rewrites quotients of quotients, for which even the square must be finite.
         z_thresh = jnp.minimum(z_thresh, 1e18)
         harder = safe_divide(jnp.maximum(z, z_thresh), z_thresh, 1)
         is_open = jnp.isinf(distance)
@@ -275,7 +275,7 @@ class _ZScore:
 
 
 def weight(decay: Any, count: Array, debias: bool) -> Array:
-    """The weight of a new value in the moving average of `count` earlier ones; 1 for the first."""
+    """The weight of a new value in a moving average of `count` earlier values; 1 for the first."""
     rest = 1 - as_float(decay)
     if not debias:
         return jnp.where(count == 0, 1, rest)
@@ -284,6 +284,6 @@ def weight(decay: Any, count: Array, debias: bool) -> Array:
 
 
 def weighted(moments: Moments, value: Array, weight: Array) -> Moments:
-    """Mean and deviation with one more value, which has this weight."""
+    """Mean and deviation after one more value with this weight."""
     std = root_of_squares(moments.std, safe_sqrt(weight) * (value - moments.mean))
     return Moments(averaged(moments.mean, value, weight), safe_sqrt(1 - weight) * std)

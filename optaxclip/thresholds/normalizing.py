@@ -1,4 +1,4 @@
-"""Rules for the response "normalize", which brings every norm to its target, small norms too."""
+"""Rules for the response "normalize", which brings every norm to its target, even small norms."""
 
 import dataclasses
 from typing import Any, NamedTuple
