@@ -1,7 +1,7 @@
 """optaxclip: gradient clipping for JAX.
 
-The top level has Optax transformations with the names of Optax and of the papers. Most of them are
-calls of `clip_by` with parts from `scopes`, `norms`, `thresholds` and `responses`. `ops` has
+The top level has Optax transformations under the names that Optax and the papers use. Most of them
+are calls of `clip_by` with parts from `scopes`, `norms`, `thresholds` and `responses`. `ops` has
 TensorFlow's clipping functions for any pytree, `per_example` clips each example of a batch, and
 `accumulate` computes gradients by microbatches.
 """

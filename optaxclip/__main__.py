@@ -12,11 +12,11 @@ from optaxclip.commands import demo, suggest, sweep, version
 
 
 class Command(Protocol):
-    """What a module with a command has.
+    """The names that a module with a command has.
 
     Attributes:
       HELP: one line for `--help`.
-      NEEDS: the optional packages that it imports.
+      NEEDS: the optional packages that the command imports.
       EXTRA: the extra of this package that installs them.
     """
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-      argv: the arguments, those of the process if None.
+      argv: the arguments; if None, those of the process.
 
     Returns:
       The exit code: 0, or 130 after Ctrl-C.

@@ -1,4 +1,4 @@
-"""Policies: what becomes of a group whose norm is not finite.
+"""Policies: what a group becomes if its norm is not finite.
 
   policy    | the group becomes | use it for
   ----------|-----------|--------------------------------------------------------------
@@ -13,7 +13,7 @@ compile it::
   error, out = jax.jit(checkify.checkify(step))(*args)
   error.throw()
 
-"nan" and "zero" hold for all entries of the group, also for the finite ones.
+"nan" and "zero" change all entries of the group, even finite ones.
 """
 
 from typing import get_args
@@ -27,7 +27,7 @@ from optaxclip._base.types import NonFinite
 
 
 def as_policy(policy: str) -> NonFinite:
-    """`policy`, checked to be one of these.
+    """`policy`, checked to be one of the policies.
 
     Raises:
       ValueError: for an unknown policy.
@@ -45,6 +45,6 @@ def check(bad: Array, name: str, leaves: list[str]) -> None:
     """
     fine = ~jnp.any(bad)
     text = f"{name}: the gradient norm is not finite; leaves: {', '.join(leaves)}"
-    # Without `checkify`, JAX 0.10.2 raises an error of its own where it compiles the check, and no
-    # code of ours runs there. But its traceback shows the next line, with the comment.
+    # Without `checkify`, JAX 0.10.2 raises its own error when it compiles the check, and no code of
+    # ours can change that message. But the traceback shows the next line, with its comment.
     checkify.check(fine, text)  # error, out = jit(checkify.checkify(step))(*args); error.throw()

@@ -2,8 +2,8 @@
 
 A `Norm` has two functions. `map` turns each entry into a summand; the engine adds up the summands
 of a group (or takes the largest); `finish` turns that total into the norm. Every norm here is
-absolutely homogeneous, `norm(a * x) == abs(a) * norm(x)`. So where powers of the entries overflow
-or underflow, the engine measures the entries at another scale.
+absolutely homogeneous, `norm(a * x) == abs(a) * norm(x)`. So if powers of the entries overflow or
+underflow, the engine measures the entries at another scale.
 
   norm          | of entries x with n = len(x)    | name
   --------------|---------------------------------|-----------
@@ -45,8 +45,8 @@ def _total(total: Array, count: Array) -> Array:
 
 
 def _divided(total: Array, count: Any) -> Array:
-    # Not a division in float64: `checkify.float_checks` compares its divisor with 0, and JAX 0.10.2
-    # then warns of float64 where 64-bit types are not enabled.
+    # Not a division in float64: `checkify.float_checks` compares the divisor with 0, and JAX 0.10.2
+    # then warns of float64 if 64-bit types are not enabled.
     if total.dtype == jnp.float64 and isinstance(count, (np.ndarray, np.generic)):
         return total * np.reciprocal(count)
     return total / count
@@ -71,7 +71,7 @@ def _root_over_count(total: Array, count: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Norm:
-    """A norm: what happens to entries before they are summed over a group, and to the sum.
+    """A norm: a function of each entry, and a function of the sum over a group.
 
     Attributes:
       name: the name in messages.
@@ -79,7 +79,7 @@ class Norm:
       finish: from the total of a group and its number of entries (at least 1, an array of the same
         dtype) to the norm.
       is_max: whether the total is the largest summand, not their sum.
-      degree: the power to which `map` raises entries; totals overflow or underflow accordingly.
+      degree: the power to which `map` raises entries; it tells which totals overflow or underflow.
     """
 
     name: str
@@ -106,13 +106,13 @@ _NAMED = {norm.name: norm for norm in (l1, l2, linf, rms, mean_abs, average_l2)}
 def lp(p: float) -> Norm:
     """The p-norm, `sum(abs(x)**p)**(1/p)`.
 
-    Powers lose digits, so a `strict` clip leaves more room for rounding: where `p` is not 1, 2 or
+    Powers lose digits, so a `strict` clip leaves more room for rounding. If `p` is not 1, 2 or
     infinity, its results are below the limit by up to `1 + (1 + log2(n) / 4) / p` millionths for
-    `n` entries in float32, and by up to 2 millionths with the other norms.
+    `n` entries in float32; with all other norms, by up to 2 millionths.
 
     Args:
-      p: the order, above 0 and at most 64, or infinity. Below 1 it is not a norm in the strict
-        sense, but it is homogeneous.
+      p: the order, above 0 and at most 64, or infinity. Below 1 it does not give a norm in the
+        strict sense, but still a homogeneous function.
 
     Raises:
       ValueError: if `p` is outside that range.
@@ -139,7 +139,7 @@ def lp(p: float) -> Norm:
 
 @functools.cache
 def _power_norm(p: float) -> Norm:
-    """The norm for `p`, the same object each time, so that clips by it compile once."""
+    """The norm for `p`; each call returns the same object, so that clips by it compile once."""
 
     def power(x: Array) -> Array:
         size = jnp.abs(x)
@@ -155,7 +155,7 @@ def _power_norm(p: float) -> Norm:
 
 
 def as_norm(norm: str | Norm) -> Norm:
-    """The norm of that name, or `norm` itself.
+    """The norm with this name, or `norm` itself.
 
     Raises:
       ValueError: for an unknown name.

@@ -3,7 +3,7 @@
 They are pure functions. Leaves may be `None`, scalars, Python floats, NumPy arrays, of size zero,
 complex, or `BCOO` (TensorFlow's `IndexedSlices`), and a tree may be empty; an integer, a bool or a
 PRNG key raises `TypeError`. In eager mode each call runs one compiled function, which is cached.
-`docs/coming.md` has a table of the results that differ from TensorFlow's on purpose.
+A table in `docs/coming.md` has the results that differ from TensorFlow's on purpose.
 
 `clip_cotangent`, which TensorFlow does not have, clips within a backward pass.
 """
@@ -39,8 +39,8 @@ def global_norm(
 ) -> Array:
     """The norm of all leaves together.
 
-    It is summed in float32 or wider, and no intermediate overflows: it is infinite only if the true
-    norm is, and NaN only if an entry is. Its derivative at a zero tree is 0.
+    The norm is summed in float32 or wider, and no intermediate overflows: it is infinite only if
+    the true norm is, and NaN only if an entry is. Its derivative at a zero tree is 0.
 
     Args:
       tree: a pytree of floating or complex arrays.
@@ -71,11 +71,11 @@ def clip_by_value(tree: PyTree, clip_value_min: ArrayLike, clip_value_max: Array
     """Clips each entry to `[clip_value_min, clip_value_max]`.
 
     NaN stays NaN, and infinite entries become the bounds. A complex entry keeps its phase, and its
-    modulus becomes at most `clip_value_max`. Where the minimum is above the maximum, entries become
+    modulus becomes at most `clip_value_max`. If the minimum is above the maximum, entries become
     the minimum, as in TensorFlow.
 
     Args:
-      tree: a pytree of arrays; integer leaves are allowed where both bounds are integers.
+      tree: a pytree of arrays; integer leaves are allowed if both bounds are integers.
       clip_value_min: a scalar, or an array that broadcasts to every leaf.
       clip_value_max: a scalar, or an array that broadcasts to every leaf.
 
@@ -187,7 +187,7 @@ def clip_by_global_norm(
     Args:
       tree: a pytree of floating or complex arrays.
       clip_norm: a scalar; a negative one acts as 0, NaN makes every entry NaN.
-      use_norm: the norm of the tree, if the caller has it; it is then not computed.
+      use_norm: the norm of the tree, if the caller knows it; it is then not computed.
       axis_name: as in `global_norm`.
       specs: as in `global_norm`.
 
@@ -223,41 +223,41 @@ def clip_cotangent(
     axis_name: AxisName = None,
     specs: PyTree = None,
 ) -> PyTree:
-    """Returns `x` as it is, and clips what comes back through it in a backward pass.
+    """Returns `x` as it is, and clips the cotangent that comes back through it.
 
-    What comes back is the cotangent: the derivative of the loss with respect to this `x`. In a
-    recurrent network, a deep unrolled solver or a router it can be clipped here, before it goes
-    further back and grows, and not only where all of them have been added up to gradients::
+    The cotangent is the derivative of the loss with respect to this `x`. In a recurrent network, a
+    deep unrolled solver or a router, this function clips it before it goes further back and grows;
+    a clip of gradients acts only after all cotangents have been added up::
 
       def step(h, x):
           h = jnp.tanh(h @ w + x)
           return ops.clip_cotangent(h, clip_norm=1.0), h
 
-    Each leaf is clipped by itself, as by `clip_by_norm`, because cotangents of different leaves
-    need not come at one time. For one norm of several, concatenate them first. Under `vmap` each
-    example is clipped by itself; to share a norm over the batch, name the axis in `axis_name`.
-    A cotangent is scaled as its loss is: of a mean over `n` examples it is `1 / n` of an example's
-    own, and a loss scale multiplies it, with which the limit is then to be multiplied too.
+    Each leaf is clipped by itself, as by `clip_by_norm`, because cotangents of different leaves may
+    come at different times. To give several leaves one norm, concatenate them first. Under `vmap`
+    each example is clipped by itself; to share a norm over the batch, name the axis in `axis_name`.
+    A cotangent is scaled as its loss is: if the loss is a mean over `n` examples, it is `1 / n` of
+    the example's own. A loss scale multiplies it; multiply the limit by that scale too.
 
-    In forward mode (`jax.jvp`, `jax.jacfwd`) it is the identity. Derivatives of a gradient, in
-    either mode, are those of the clipped gradient as a function of its arguments. All this holds
-    inside of `scan`, `cond`, `jax.checkpoint` and `shard_map` as outside.
+    In forward mode (`jax.jvp`, `jax.jacfwd`) the function is the identity. Derivatives of a
+    gradient, in either mode, are derivatives of the clipped gradient. All this holds inside of
+    `scan`, `cond`, `jax.checkpoint` and `shard_map` too.
 
     Source: Graves, 2013, arXiv 1308.0850, section 2.1, where the derivatives with respect to the
     inputs of LSTM layers are clipped by value.
 
     Args:
       x: a pytree of arrays. `None`, integer, bool and PRNG-key leaves have no cotangent, and pass;
-        of a `BCOO` leaf that of the stored entries is clipped.
+        for a `BCOO` leaf, the cotangent of the stored entries is clipped.
       clip_norm: the largest L2 norm of a leaf's cotangent, a scalar; a negative one acts as 0, NaN
         makes every entry NaN.
-      clip_value: in place of `clip_norm`, the largest absolute value of an entry, a scalar, of
-        which the same is true. As `clip_by_value` it bounds infinite entries and keeps NaN.
+      clip_value: in place of `clip_norm`, the largest absolute value of an entry, a scalar;
+        negative and NaN as for `clip_norm`. Infinite entries become the bounds, and NaN stays.
       axes: the axes over which a norm is taken; all axes if None.
       nonfinite: with `clip_norm`, what becomes of a cotangent whose norm is not finite: "nan",
         "zero", "mask" or "error", as in `optaxclip.StageOptions`.
       axis_name: with `clip_norm`, as in `global_norm`.
-      specs: with `clip_norm`, as in `global_norm`, with a prefix of `x`.
+      specs: with `clip_norm`, as in `global_norm`: a pytree prefix of `x`.
 
     Returns:
       `x`: the same structure, values, shapes, dtypes and weak types. Cotangents keep shape and
@@ -265,7 +265,7 @@ def clip_cotangent(
 
     Raises:
       TypeError: if a leaf is not an array, or a limit is not a number.
-      ValueError: if not just one of `clip_norm` and `clip_value` is given; if it is not a scalar;
+      ValueError: unless just one of `clip_norm` and `clip_value` is given; if it is not a scalar;
         for a leaf that lacks one of the axes; for an option of `clip_norm` beside `clip_value`.
 
     Example:
@@ -286,7 +286,7 @@ def clip_cotangent(
         limit, scope = _scalar(clip_norm, "clip_norm"), scopes.leaf()
         if axes is not None:
             scope = scopes.axes(axes)
-            scope(flat)  # which refuses axes that a leaf lacks
+            scope(flat)  # refuses axes that a leaf lacks
         specs_of = [None] * len(flat.measured) if specs is None else per_leaf(specs, flat, "specs")
         rows = zip(flat.names(), specs_of, strict=True)
         backs = [functools.partial(_clip_leaf, *row, scope=scope, **options) for row in rows]
@@ -319,9 +319,9 @@ def _clip(tree: PyTree, clip_norm: ArrayLike, **options: Any) -> tuple[PyTree, C
 
 
 def _as_came(clipped: PyTree, tree: PyTree) -> PyTree:
-    """`clipped`, whose leaves a trace asserts to have the shapes and dtypes of those of `tree`."""
+    """`clipped`; in a trace, its leaves are asserted to have the shapes and dtypes of `tree`."""
     found, structure = jax.tree.flatten(clipped)
-    # In eager mode this would take as long as the clip.
+    # Not in eager mode, where this check would take as long as the clip.
     if any(isinstance(leaf, Tracer) for leaf in found):
         leaves = structure.flatten_up_to(tree)
         chex.assert_shape(found, [jnp.shape(leaf) for leaf in leaves])
@@ -334,5 +334,5 @@ def _check(tree: PyTree) -> None:
 
 
 def _scalar(value: Any, argument: str) -> Array:
-    """`value` as a scalar array, for which negative numbers and NaN are no errors."""
+    """`value` as a scalar array; negative numbers and NaN are allowed."""
     return jnp.asarray(checked_limit(value, argument, allow_any_number=True, off=True))

@@ -1,16 +1,16 @@
 """Responses: the new norm of a group, from its norm and its limits.
 
 A `Response` is a function from `(norm, trigger, target)`, arrays of one shape, to the new norm. The
-engine multiplies the group by `new / norm`; where the two are equal, the group stays bit for bit.
+engine multiplies the group by `new / norm`; if the two are equal, the group stays bit for bit.
 
   response    | new norm
   ------------|---------------------------------------------------------------
-  `clip`      | `min(norm, target)` where the norm exceeds the trigger
+  `clip`      | `min(norm, target)` if the norm exceeds the trigger
   `normalize` | `target`, whatever the norm was
   `smooth`    | `norm / sqrt(1 + (norm / target)**2)`, always below the target
   `auto_s()`  | `target * norm / (norm + gamma)`, always below the target
-  `band()`    | `clip`, but at least a share of the target, whatever the norm was
-  `clip_with_eps()` | `norm * target / (norm + eps)` where that is less than the norm
+  `band()`    | as `clip`, but at least a share of the target
+  `clip_with_eps()` | `norm * target / (norm + eps)` if that is less than the norm
 
 A response may also have a method `factor(norm, trigger, target)`. The engine then multiplies the
 group by what this method returns, not by `new / norm`, except where the factor or its derivative is
@@ -43,20 +43,20 @@ def clip(norm: Array, trigger: Array, target: Array) -> Array:
 
 
 def normalize(norm: Array, trigger: Array, target: Array) -> Array:
-    """Brings every norm but zero to the target; with an infinite target norms stay."""
+    """Brings every norm except 0 to the target; if the target is infinite, norms stay."""
     del trigger
     return jnp.where(jnp.isinf(target), norm, target)
 
 
 def smooth(norm: Array, trigger: Array, target: Array) -> Array:
-    """Brings norms below the target; large norms come close to it.
+    """Brings every norm below the target; large norms come close to the target.
 
-    Small norms change in second order only, and the derivative is continuous everywhere. Cf. Zhang,
+    Small norms change only in second order, and the derivative is continuous everywhere. Cf. Zhang,
     He, Sra and Jadbabaie, 2019, arXiv 1905.11881.
     """
     del trigger
-    # The formula is symmetric in norm and target. The smaller is divided by the larger, because the
-    # square of that quotient cannot overflow.
+    # The formula is symmetric in norm and target. The smaller of the two is divided by the larger,
+    # because the square of that quotient cannot overflow.
     is_below = norm <= target
     small, large = jnp.where(is_below, norm, target), jnp.where(is_below, target, norm)
     ratio = safe_divide(small, jnp.where(jnp.isinf(large), 1, large), 0)
@@ -65,13 +65,13 @@ def smooth(norm: Array, trigger: Array, target: Array) -> Array:
 
 @asks()
 def auto_s(gamma: float = 0.01) -> Response:
-    """Brings norms close to the target, unless they are small in comparison with `gamma`.
+    """Brings norms close to the target, unless they are small compared with `gamma`.
 
     The group is multiplied by `target / (norm + gamma)`, so its new norm is below the target, and
     zeros stay zeros. With `gamma=0` (AUTO-V) this is `normalize`.
 
-    Source: Bu, Wang, Zha and Karypis, 2022, Automatic clipping, arXiv 2206.07136, for the gradients
-    of single examples, with a `gamma` of 0.01.
+    Source: Bu, Wang, Zha and Karypis, 2022, Automatic clipping, arXiv 2206.07136; the paper applies
+      it to gradients of single examples, with a `gamma` of 0.01.
 
     Args:
       gamma: a norm of this size is brought to half the target.
@@ -96,7 +96,7 @@ def auto_s(gamma: float = 0.01) -> Response:
 
 @dataclasses.dataclass(frozen=True)
 class _AutoS:
-    """The response of `auto_s`. As a dataclass it has equality, so equal ones are compiled once."""
+    """The response of `auto_s`; a dataclass, so that equal responses are compiled once."""
 
     gamma: float
 
@@ -112,8 +112,8 @@ class _AutoS:
 def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = math.inf) -> Response:
     """Keeps norms between `low` times the target and the target.
 
-    A norm above the trigger is reduced to the target, and one below `low * target` is raised to
-    `low * target`. A zero group stays zero. With an infinite target norms stay. No group is
+    A norm above the trigger is reduced to the target, and a norm below `low * target` is raised to
+    `low * target`. A zero group stays zero. If the target is infinite, norms stay. No group is
     multiplied by more than `max_factor` or by less than `min_factor`, even if its new norm is then
     outside of the band.
 
@@ -176,7 +176,7 @@ def band(low: float = 1 / 3, *, min_factor: float = 0.0, max_factor: float = mat
 
 @dataclasses.dataclass(frozen=True)
 class _Band:
-    """The response of `band`. As a dataclass it has equality, so equal ones are compiled once."""
+    """The response of `band`; a dataclass, so that equal responses are compiled once."""
 
     low: float
     min_factor: float
@@ -196,7 +196,7 @@ class _Band:
 
 @asks()
 def clip_with_eps(eps: float = 1e-6) -> Response:
-    """Multiplies by `target / (norm + eps)` where that is below 1, as PyTorch does.
+    """Multiplies by `target / (norm + eps)` if that is below 1, as PyTorch does.
 
     A group at its limit, or a little below it, is shrunk too. Use it for runs that must match
     PyTorch's `clip_grad_norm_`: with PyTorch's `eps` of 1e-6, the factor is PyTorch's to the last
@@ -225,7 +225,7 @@ def clip_with_eps(eps: float = 1e-6) -> Response:
 
 @dataclasses.dataclass(frozen=True)
 class _ClipWithEps:
-    """The response of `clip_with_eps`; as a dataclass it has equality, so it is compiled once."""
+    """The response of `clip_with_eps`; a dataclass, so that equal responses are compiled once."""
 
     eps: float
 
@@ -236,7 +236,7 @@ class _ClipWithEps:
         """The factors of the groups."""
         del trigger
         divisor = norm + jnp.asarray(self.eps).astype(norm.dtype)
-        # Far below the limit the factor is 1, whatever the quotient, which may overflow.
+        # Far below the limit the factor is 1; the quotient may overflow there.
         is_far_below = divisor < target / 2
         target, divisor = (jnp.where(is_far_below, 1, x) for x in (target, divisor))
         return jnp.minimum(_quotient(target, divisor), 1)
@@ -246,7 +246,7 @@ class _ClipWithEps:
 def _quotient(x: Array, y: Array) -> Array:
     """`x * (1 / y)`, which is what PyTorch computes for a number divided by a tensor.
 
-    Derivatives are taken of `x / y`, because those of `1 / y` may overflow.
+    Its derivatives are those of `x / y`, because derivatives of `1 / y` may overflow.
     """
     return safe_divide(jnp.ones_like(y), y, 1) * x
 
@@ -265,8 +265,7 @@ def _number(value: Any, low: float, high: float, argument: str) -> float:
     """`value` as a float, checked to be a Python number from `low` to `high`.
 
     Raises:
-      ValueError: if it is not, or is an array, which a response cannot have because programs are
-        compiled for its numbers.
+      ValueError: if it is not, or is an array; a program is compiled for each value of the number.
     """
     if isinstance(value, jax.Array):
         raise ValueError(
@@ -289,11 +288,11 @@ _NAMED: dict[str, Response] = {
 
 
 def as_response(response: str | Response) -> Response:
-    """The response of that name, or `response` itself.
+    """The response with this name, or `response` itself.
 
     Raises:
       ValueError: for an unknown name.
-      TypeError: for a maker of responses that was not called.
+      TypeError: for a function that makes responses, such as `band`, in place of its result.
     """
     if callable(response):
         if response not in _NAMED.values():

@@ -111,7 +111,7 @@ def train(text: str, methods: Iterable[str], steps: int, seed: int) -> "dict[str
 
 
 def warmup_of(name: str) -> int:
-    """How many steps a method learns from before it has limits of its own."""
+    """From how many steps a method learns before it has a limit."""
     parameters = inspect.signature(METHODS[name]).parameters
     return parameters["warmup_steps"].default if "warmup_steps" in parameters else 0
 
@@ -135,7 +135,7 @@ def print_table(histories: "Mapping[str, History]") -> None:
 
 
 def notes(histories: "Mapping[str, History]") -> list[str]:
-    """What a table does not say: methods that were still learning, and runs that were lost."""
+    """What the table does not say: which methods were still learning, and which runs were lost."""
     found = []
     for name, history in histories.items():
         steps, bad = len(history.loss), history.nonfinite
@@ -153,7 +153,7 @@ def notes(histories: "Mapping[str, History]") -> list[str]:
 
 
 def _last_limit(name: str, history: "History") -> str:
-    """The limit at the last step; a constant limit is the same at all steps."""
+    """The limit at the last step; a constant limit comes from the method's arguments."""
     if METHODS[name].args:
         return f"{METHODS[name].args[0]:g}"
     several = "" if name == UNCLIPPED else "per leaf"
@@ -181,7 +181,7 @@ def draw(histories: "Mapping[str, History]", figure: "Figure") -> None:
     plots.loss_curves({name: h.held_out for name, h in histories.items()}, evals, ax=left)
     left.set_ylabel("held-out loss (nats)")
     limit = {"global_norm": LIMIT} if "global_norm" in histories else None
-    # Only the largest norm between two evaluations, because noisy lines would hide each other.
+    # Only the largest norm between two evaluations is drawn: noisy lines would hide each other.
     norms = {name: np.maximum.reduceat(h.norm, evals[:-1] - 1) for name, h in histories.items()}
     plots.norm_curves(norms, evals[1:] - 1, limit, ax=right)
     right.set_ylabel(f"largest raw norm of {evals[1] - 1} steps")
@@ -215,7 +215,7 @@ def _help_topics() -> str:
 
 
 def writable(directory: Path) -> Path:
-    """The directory, created if need be; checked before the training, not after it."""
+    """The directory, created if need be; called before the training, so that no result is lost."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()

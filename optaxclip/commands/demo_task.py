@@ -45,7 +45,7 @@ class History(NamedTuple):
     Attributes:
       loss: float32[steps], the loss on the step's batch, before the update.
       norm: float32[steps], the global norm of the raw gradient.
-      clipped: bool[steps], whether the gradient was finite and the method changed an entry of it.
+      clipped: bool[steps], whether the gradient was finite and the method changed any entry.
       limit: float32[steps], the method's limit of the global norm; NaN if it has none or several.
       evals: int32[evals], the step, counted from 1, before which each evaluation took place.
       held_out: float32[evals], the loss on held-out text.
@@ -65,7 +65,7 @@ class History(NamedTuple):
 
 
 class CharRNN(nnx.Module):
-    """A ReLU recurrent network from characters to the logits of the next one."""
+    """A ReLU recurrent network from characters to the logits of the next character."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.embed = nnx.Embed(MAX_SYMBOLS, HIDDEN, rngs=rngs)
@@ -132,7 +132,7 @@ class Task:
         return History(loss, norm, clipped, limit, np.asarray(evals), np.asarray(held_out))
 
     def batches(self, steps: int) -> np.ndarray[Any, Any]:
-        """Where the windows of each step start: int32[steps, windows]."""
+        """The places where the windows of each step start: int32[steps, windows]."""
         rng = np.random.default_rng(self.seed)
         last = len(self.train_text) - LENGTH
         return rng.integers(last, size=(steps, BATCH), dtype=np.int32)
@@ -140,7 +140,7 @@ class Task:
     def step_with(
         self, method: optax.GradientTransformationExtraArgs, sgd: optax.GradientTransformation
     ) -> Callable[[PyTree, Array], tuple[PyTree, tuple[Array, ...]]]:
-        """A training step from `(params, method's state, sgd's state)` and its windows' starts."""
+        """A training step from `(params, method's state, sgd's state)` and starts of windows."""
 
         def step(carry: PyTree, starts: Array) -> tuple[PyTree, tuple[Array, ...]]:
             params, method_state, sgd_state = carry

@@ -91,7 +91,7 @@ def draw(result: "SweepResult", path: Path) -> None:
 
 
 def _positive(text: str) -> float:
-    """A number that is positive and finite in float32, as a sweep takes it, or infinity."""
+    """A number that is positive in float32; it may be infinite."""
     try:
         number = float(text)
     except ValueError:

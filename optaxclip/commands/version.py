@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report() -> dict[str, str]:
-    """What the command prints, by name.
+    """The facts that the command prints, by name.
 
     Returns:
       The versions of optaxclip, Python and other packages, the system, the devices, and the values
@@ -55,6 +55,6 @@ def _installed(package: str) -> str:
 def _devices() -> str:
     try:
         kinds = Counter(f"{device.platform}: {device.device_kind}" for device in jax.devices())
-    except RuntimeError as error:  # where no backend starts, the report says so
+    except RuntimeError as error:  # if no backend starts, the report says so
         return f"none: {error}"
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())

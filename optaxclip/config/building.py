@@ -1,8 +1,8 @@
-"""Builds transformations from plain data, by the signatures of the functions that it names.
+"""Builds transformations from plain data, by the signatures of the functions named there.
 
-The names are those of public functions of the package and of Optax: a function whose annotation
-says that it returns a transformation makes a transformation, one that returns a `Threshold` makes a
-limit rule, and so on. What may be passed for an argument is read from the argument's annotation.
+Names are of public functions of this package and of Optax. The return annotation of a function says
+what it makes: a transformation, a `Threshold`, and so on. The annotation of an argument says what
+may be passed for it.
 """
 
 import inspect
@@ -40,7 +40,7 @@ def from_config(config: Config) -> optax.GradientTransformationExtraArgs:
       `{"name": "zclip", "z_thresh": 3.0}`          | `optaxclip.zclip(z_thresh=3.0)`
       `{"name": "optax.adamw", ...}`                | `optax.adamw(...)`; also `optax.contrib.muon`
       `{"name": "monitor.record", ...}`             | `optaxclip.monitor.record(...)`
-      `[..., ...]`                                  | a chain, in this order; identity, if empty
+      `[..., ...]`                                  | a chain, in this order; if empty, the identity
       `"inner": {...}` or `[..., ...]`              | the transformation that a skip, or
                                                     | `monitor.events`, wraps
       `"max_norm": {"schedule": "linear_schedule",` | a schedule of `optax.schedules`, wherever a
@@ -54,22 +54,22 @@ def from_config(config: Config) -> optax.GradientTransformationExtraArgs:
       `"max_norm": {"a": ..., "b": ...}`            | one of the above for each label, wherever a
                                                     | mapping may stand, as in `optax.partition`
 
-    The key `name` chooses the function. So the transformation's own argument `name=`, by which
-    messages and `optaxclip.monitor` call it, has the key `as`. Values that are not plain data, such
-    as a function or an optimizer, are passed on as they are.
+    The key `name` chooses the function. So the key `as` stands for the argument `name=`, by which
+    messages and `optaxclip.monitor` call a transformation. Values that are not plain data, such as
+    a function or an optimizer, are passed on as they are.
 
     Args:
-      config: a mapping or a list: `dict`, `ml_collections.ConfigDict`, what a YAML, TOML or JSON
-        file holds. It is not changed. In schedules, keys that are integers may be strings, because
-        JSON and TOML have only such keys.
+      config: a mapping or a list: a `dict`, an `ml_collections.ConfigDict`, the content of a YAML,
+        TOML or JSON file. It is not changed. In schedules, integer keys may be written as strings,
+        because JSON and TOML have only keys that are strings.
 
     Returns:
       The transformation, which takes extra arguments.
 
     Raises:
       ValueError: for an unknown name or argument (the message lists the known ones, the most
-        similar first), and for a missing argument. Errors of the function that is called get a
-        note on where in `config` it is.
+        similar first), and for a missing argument. An error of a function that is called gets a
+        note that says which part of `config` called it.
       TypeError: for a value that is neither a mapping nor a list.
 
     Example:
@@ -93,9 +93,9 @@ class _Kind(NamedTuple):
     """A kind of value that arguments may have, such as a limit rule.
 
     Attributes:
-      what: what messages call it.
-      makers: gives the functions that make such values, by name.
-      owns: whether a part of an argument's annotation stands for this kind.
+      what: the kind's name in messages.
+      makers: returns the functions that make such values, by name.
+      owns: whether a part of an argument's annotation belongs to this kind.
       is_one: whether a value is already of this kind.
     """
 
@@ -197,7 +197,7 @@ def _is_transformation(annotation: Any) -> bool:
 
 
 def _transformations() -> dict[str, Callable[..., Any]]:
-    # Looked up when called: the package imports this module before it has all of its functions.
+    # Looked up at each call, because the package imports this module before its functions exist.
     own = makers(sys.modules[__name__.partition(".")[0]], _is_transformation)
     own |= makers(monitor, _is_transformation, "monitor.")
     theirs = makers(optax, _is_transformation, "optax.")

@@ -1,4 +1,4 @@
-"""Plain data: mappings and lists of any type, as dicts and lists."""
+"""Plain data: turns mappings and lists of any type into dicts and lists."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def with_integer_keys(mapping: dict[Any, Any]) -> dict[Any, Any]:
-    """The same mapping, with ints for the keys that are strings of digits."""
+    """The mapping, with ints in place of the keys that are strings of digits."""
     return {
         int(key) if isinstance(key, str) and key.isdecimal() else key: value
         for key, value in mapping.items()
@@ -14,7 +14,7 @@ def with_integer_keys(mapping: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def plain(config: Any) -> Any:
-    """The same data with dicts for all mappings and lists for all sequences; tuples stay."""
+    """The data, with dicts for all mappings and lists for all sequences; tuples stay."""
     if hasattr(config, "keys") and hasattr(config, "__getitem__"):
         return {key: plain(config[key]) for key in config.keys()}  # noqa: SIM118
     if type(config) is tuple:

@@ -26,8 +26,8 @@ def makers(
 
 
 def parts_of(annotation: Any) -> list[Any]:
-    """An annotation, and all types within it: those of a union, and of elements of containers."""
-    annotation = getattr(annotation, "__value__", annotation)  # of an alias that has a name
+    """An annotation, and all types within it: members of a union, elements of containers."""
+    annotation = getattr(annotation, "__value__", annotation)  # what a named alias stands for
     if get_origin(annotation) is Callable:
         return [annotation]
     of_elements = get_args(annotation)[1 if get_origin(annotation) is Mapping else 0 :]
@@ -41,7 +41,7 @@ def unknown(name: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     near += [other for other in close if other not in near]
     rest = [other for other in names if other not in near]
-    # Optax has more than a hundred names, which its documentation lists.
+    # Optax's more than a hundred names are not listed, because its documentation has them.
     is_theirs = name.startswith("optax.")
     listed = [other for other in rest if other.startswith("optax.") == is_theirs]
     others = "" if is_theirs or listed == rest else ", and those of Optax, such as 'optax.adamw'"

@@ -1,4 +1,4 @@
-"""The picture of a run's events: which steps were clipped, and which were skipped."""
+"""A picture of a run's events: which steps were clipped, and which were skipped."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +13,15 @@ ORANGE, BLUE, GREEN, PINK = COLORS[:4]
 
 
 def events_over_steps(events: np.ndarray[Any, Any], ax: "Axes | None" = None) -> "Axes":
-    """The norms and limits of a run's last steps, with what was clipped and skipped marked.
+    """Draws the norms and limits of a run's last steps, and marks clipped and skipped steps.
 
-    The axis is logarithmic. Triangles mark the clipped steps, squares the skipped ones, and crosses
-    at the top those whose norm is not finite. The dashed limit is that of the outermost clip or
-    skip, whose norms these are; limits of those inside are drawn if they judge the same norms. An
-    infinite limit is not drawn.
+    The axis of norms is logarithmic. Triangles mark clipped steps, squares skipped steps, and
+    crosses at the top steps whose norm is not finite. The norms and the dashed limit are those of
+    the outermost clip or skip; the limits of other clips and skips are drawn if they judge the same
+    norms. An infinite limit is not drawn.
 
     Args:
-      events: what `monitor.history` returns of `monitor.events`.
+      events: what `monitor.history` returns for `monitor.events`.
       ax: where to draw.
 
     Raises:

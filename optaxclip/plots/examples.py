@@ -1,4 +1,4 @@
-"""The picture of the norms of examples: which of them stand out."""
+"""A picture of the norms of examples: which of them stand out."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 Numbers = np.ndarray[Any, Any]
 HATCHES = ("////", "....", "\\\\\\\\", "xxxx", "++++", "oooo", "----")
 LEAST = 1e-6
-"""Of the largest norm: learned examples have norms of any smallness, which leave others no room."""
+"""The smallest share of the largest norm that is drawn: learned examples have tiny norms."""
 MARKS = tuple(color for i, color in enumerate(COLORS) if i != 1)
-"""For marked examples; the second colour is that of the limit."""
+"""The colours of marked examples; the limit has the second colour."""
 
 
 def example_norms(
@@ -29,19 +29,19 @@ def example_norms(
     *,
     most: int = 5,
 ) -> "Axes":
-    """How many examples have gradients of each norm; the largest are listed by index.
+    """Draws how many examples have gradients of each norm, and lists the largest by index.
 
-    Both axes are logarithmic, so that one example among thousands is seen. Norms that are not
-    finite, or below a millionth of the largest, have no place on them: the label of the axis counts
+    Both axes are logarithmic, so that one example among thousands is visible. Norms that are not
+    finite, or below a millionth of the largest norm, are not drawn: the label of the axis counts
     them.
 
     Args:
-      norms: float[examples], as `per_example.grad_norms` and `PerExampleResult.norms` give them.
+      norms: float[examples], from `per_example.grad_norms` or `PerExampleResult.norms`.
       limit: the limit of an example, drawn as a line.
-      marked: for each name the indices of examples that get a colour of their own. An example
-        belongs to the first name that has it.
+      marked: for each name, the indices of the examples that get the colour of that name. An
+        example belongs to the first name that has it.
       ax: where to draw.
-      most: how many of the largest are listed, with their norms.
+      most: how many of the largest norms are listed.
 
     Raises:
       ValueError: for no norms, for norms that do not have one axis, or that are all 0 or not
@@ -97,7 +97,7 @@ def example_norms(
 
 
 def _groups(marked: Mapping[str, ArrayLike] | None, examples: int) -> dict[str, Numbers]:
-    """For each name which examples belong to it."""
+    """For each name, which examples belong to it."""
     if marked is not None and not isinstance(marked, Mapping):
         wanted = "a dict from names to the indices of examples"
         raise TypeError(f"marked must be {wanted}, got {short(marked)}")
@@ -119,7 +119,7 @@ def _groups(marked: Mapping[str, ArrayLike] | None, examples: int) -> dict[str, 
 
 
 def _name_largest(ax: "Axes", values: Numbers, most: int) -> None:
-    """Lists the largest in the upper right corner, above the low bars that they are in."""
+    """Lists the largest norms in the upper right corner, above their bars, which are low."""
     largest = [i for i in np.argsort(-values, kind="stable")[:most] if values[i] > 0]
     if largest:
         lines = "\n".join(f"{i}: {values[i]:.3g}" for i in largest)
@@ -128,7 +128,7 @@ def _name_largest(ax: "Axes", values: Numbers, most: int) -> None:
 
 
 def _tick(ax: "Axes") -> None:
-    """Ticks with numbers that can be read, also within one power of ten."""
+    """Makes ticks with readable numbers, even within one power of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = ax.get_xlim()

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 Numbers = np.ndarray[Any, Any]
 MAX_LABELS = 40
-"""More names than that would overlap beside a heat map."""
+"""Beside a heat map, more names than this would overlap."""
 
 
 class Look(NamedTuple):
-    """How a statistic is shown as a colour: its label, and the ends of the scale if they are fixed.
+    """How a statistic is shown by colours: its label, and the ends of the scale if they are fixed.
 
     Without fixed ends the scale is logarithmic, from the smallest to the largest number.
     """
@@ -54,15 +54,15 @@ def shares_over_steps(
     *,
     most: int = 6,
 ) -> "Axes":
-    """What part of the squared norm each leaf, layer or group has, as areas on top of each other.
+    """Draws each group's share of the squared norm, as areas on top of each other.
 
-    The groups with the highest peaks have colours of their own, the highest at the bottom; all
-    others share one. Steps whose gradient is not finite have no shares: they stay empty, with a
-    cross at the top.
+    A group is a leaf, a layer or a set of leaves. The groups with the highest peaks have colours of
+    their own, the highest at the bottom; all others share one colour. Steps whose gradient is not
+    finite have no shares: they stay empty, with a cross at the top.
 
     Args:
       shares: float[n, groups], as `monitor.history(state, stat="share")` gives them. A group that
-        is missing at a step, NaN beside numbers, counts as 0.
+        is missing at a step, which is NaN beside numbers, counts as 0.
       names: the names of the groups, as `monitor.history_names` gives them.
       steps: the step of each row, int[n], ascending; 1, 2, ... if None.
       ax: where to draw.
@@ -91,7 +91,7 @@ def shares_over_steps(
     known = np.isfinite(values).any(axis=1)
     values = np.where(np.isfinite(values), values, 0.0)
     order = np.argsort(-values.max(axis=0), kind="stable")
-    # A single group that is left keeps its own colour: "others" would take one too.
+    # If only one group is left, it keeps its own colour, because "others" would need one too.
     count = len(order) if len(order) <= most + 1 and len(order) <= len(COLORS) else most
     labels = [str(i) for i in range(len(order))] if names is None else list(names)
     bands = [(labels[i], values[:, i], COLORS[n]) for n, i in enumerate(order[:count])]
@@ -99,7 +99,7 @@ def shares_over_steps(
         rest = values[:, order[count:]].sum(axis=1)
         bands.append((f"{len(order) - count} others", rest, "0.8"))
     axes = new_axes(ax)
-    # Each step reaches from half-way to the one before it to half-way to the one after it.
+    # The area of a step begins half-way to the step before and ends half-way to the step after.
     edges = _edges(x)
     ends, where = np.repeat(edges, 2)[1:-1], np.repeat(known, 2)
     below = np.zeros(len(ends))
@@ -122,7 +122,7 @@ def heatmap(
     *,
     stat: str = "norm",
 ) -> "Axes":
-    """A statistic of every leaf, layer or group at every step, as a colour; red if not finite.
+    """Draws a statistic of every leaf, layer or group at every step as a colour; red: not finite.
 
     Shares are shown from 0 to 1, cosines from -1 to 1, all others logarithmically.
 
@@ -131,7 +131,7 @@ def heatmap(
       names: the names of the groups, as `monitor.history_names` gives them.
       steps: the step of each row, int[n], ascending; 1, 2, ... if None.
       ax: where to draw.
-      stat: which statistic they are, of those that `monitor.record` keeps.
+      stat: the name of the statistic, one of those that `monitor.record` keeps.
 
     Raises:
       ValueError: for values that do not have two axes, or for an axis of length 0; for a wrong
@@ -158,7 +158,7 @@ def map_of(
     look: Look,
     argument: str,
 ) -> "Axes":
-    """A heat map with this look, of values that messages call by the name of an argument."""
+    """A heat map with this look; `argument` is the name of the values in messages."""
     with with_matplotlib():
         from matplotlib import colormaps
         from matplotlib.colors import LogNorm, Normalize
@@ -170,7 +170,7 @@ def map_of(
         positive = shown[shown > 0]
         low, high = (positive.min(), positive.max()) if positive.size else (0.1, 1.0)
         scale = LogNorm(low, high if high > low else 2 * low, clip=True)
-        # A norm of zero has no logarithm: it gets the lowest colour.
+        # A norm of zero has no logarithm, so it gets the lowest colour.
         shown = np.maximum(shown, low)
     else:
         scale = Normalize(*look.ends, clip=True)

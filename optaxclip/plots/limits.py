@@ -33,21 +33,21 @@ def norms_over_steps(
     steps: ArrayLike | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """The norms of one run on a logarithmic axis, with the steps above a limit.
+    """Draws the norms of one run on a logarithmic axis, and marks the steps above a limit.
 
-    Triangles mark the norms above the limit, and crosses at the top those that are not finite. Of a
-    suggestion, the triangles are the steps that it counts, which are those after the warm-up.
+    Triangles mark the norms above the limit, and crosses at the top those that are not finite. For
+    a suggestion, triangles mark only steps after the warm-up, because only these are counted.
 
     Args:
       norms: the raw norms, float[n]; or what `optaxclip.tuning.suggest` returned, with its limit.
-      limit: one limit, or the limit of each step, float[n]: the run's own limit, or any other. An
+      limit: one limit, or the limit of each step, float[n]; it need not be the run's own limit. An
         infinite limit is not drawn.
       steps: the step of each norm, int[n]; 1, 2, ... if None.
       ax: where to draw.
 
     Raises:
-      ValueError: for no norms, for more than one axis, for a wrong number of limits or steps, and
-        for a limit beside a suggestion.
+      ValueError: for no norms, for more than one axis, for a wrong number of limits or steps, or
+        for a suggestion and a limit.
       TypeError: for norms that are not real numbers.
 
     Example:
@@ -89,10 +89,10 @@ def norms_over_steps(
 
 
 def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
-    """How often norms of each size came after the warm-up, with the suggested limit.
+    """Draws how often norms of each size came after the warm-up, with the suggested limit.
 
-    Spikes, which stick out of the steps around them, have a colour of their own. So have norms
-    above the limit that are no spikes, which come where the level of the norms moves.
+    Spikes, whose norms stick out among the steps around them, have a colour of their own. So do
+    norms above the limit that are not spikes; there are such norms if the level of the norms moves.
 
     Args:
       suggestion: what `optaxclip.tuning.suggest` returned.
@@ -134,10 +134,10 @@ def norm_heatmap(
     steps: ArrayLike | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """The norm of every leaf at every step, as a colour: `heatmap` of norms.
+    """Draws the norm of every leaf at every step as a colour: `heatmap` of norms.
 
     Args:
-      norms: float[n, leaves], as `monitor.history` gives those of `monitor.record(per_leaf=True)`.
+      norms: float[n, leaves], from `monitor.history` of a `monitor.record(per_leaf=True)`.
       names: the names of the leaves, as `monitor.history_names` gives them.
       steps: the step of each row, int[n], ascending; 1, 2, ... if None.
       ax: where to draw.
@@ -156,11 +156,11 @@ def norm_heatmap(
 
 
 def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
-    """Final loss against limit, at the best learning rate, a dot for each seed.
+    """Draws the final loss for each limit, at the best learning rate, with a dot for each seed.
 
-    Crosses at the top are diverged runs, whose loss ended not finite, or above its first value. The
-    dotted line is the best loss. A bar is the noise within which a loss counts as equal to it: the
-    suggested limit is the largest whose bar reaches down to the line.
+    Crosses at the top are diverged runs: at the end their loss was not finite, or above its first
+    value. The dotted line is the best loss. A bar is the noise within which a loss counts as equal
+    to the best loss: the suggested limit is the largest whose bar reaches down to the line.
 
     Args:
       result: what `optaxclip.tuning.sweep` returned.
@@ -212,13 +212,13 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
 
 
 def _label(suggestion: Suggestion) -> str:
-    """The limit, as the suggestion's own verdict calls it."""
+    """The label of a suggestion's limit, by its verdict."""
     kind = {"constant": "", "adaptive": "best constant ", "none": "doubtful "}[suggestion.verdict]
     return f"{kind}limit {suggestion.limit:g}, clips {suggestion.share_clipped:.1%}"
 
 
 def edges_of_bars(norms: Numbers, limit: float) -> Numbers:
-    """The edges of equally wide bins. The limit is an edge, so no bin has norms on both sides."""
+    """The edges of equally wide bins. The limit is an edge, so no bin lies on both sides of it."""
     low, high = np.log(norms.min() / limit), np.log(norms.max() / limit)
     width = (high - low) / BINS or 0.1
     # A norm equal to its limit is not above it.
@@ -231,10 +231,10 @@ def bars_of_norms(
 ) -> None:
     """How many norms of each part are in each bin, as bars on top of each other.
 
-    A part has a name, which norms belong to it, and its look; one without norms is left out.
+    A part has a name, a flag for each norm, and a look; a part without norms is left out.
     """
     ax.set_xscale("log")
-    ax.set_yscale("log")  # on a linear axis a few among thousands could not be seen
+    ax.set_yscale("log")  # on a linear axis, a few norms among thousands would be invisible
     below = np.zeros(len(edges) - 1)
     for name, part, look in parts:
         if part.any():
@@ -243,11 +243,11 @@ def bars_of_norms(
             label = f"{name} ({part.sum()})"
             ax.bar(edges[:-1], counts, np.diff(edges), below, label=label, **look)
             below += counts
-    ax.set_ylim(0.5, 1.5 * max(below.max(), 1))  # so that a single one is seen too
+    ax.set_ylim(0.5, 1.5 * max(below.max(), 1))  # so that even a single norm is visible
 
 
 def line_of_limit(ax: "Axes", limit: float, label: str) -> None:
-    """A limit among norms along the horizontal axis."""
+    """Draws a limit as a line across the horizontal axis of norms."""
     ax.axvline(limit, color=BLUE, linestyle="--", linewidth=1.6, label=label)
 
 

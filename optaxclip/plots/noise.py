@@ -19,14 +19,14 @@ def noise_scale_over_steps(
     steps: ArrayLike | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """The gradient noise scale over the steps, with the batch size beside it.
+    """Draws the gradient noise scale over the steps, with the batch size beside it.
 
-    The part of the curve above the batch size is shaded: there steps are mostly noise. Scales that
-    are not above 0, or not finite, which come while no signal shows, are left out.
+    The part of the curve above the batch size is shaded: there, steps are mostly noise. Scales that
+    are not positive or not finite are left out; they come while the signal is not positive.
 
     Args:
-      scales: the scales, float[n], as the states of `optaxclip.monitor.noise_scale` have them.
-      batch_size: one for all steps, or one for each, float[n], in the units of the scales.
+      scales: float[n], the `scale` of the states of `optaxclip.monitor.noise_scale`.
+      batch_size: one size for all steps, or one for each, float[n], in the units of the scales.
       steps: the step of each scale, int[n]; 1, 2, ... if None.
       ax: where to draw.
 

@@ -1,4 +1,4 @@
-"""Pictures of training runs: losses, norms, before and after."""
+"""Pictures of training runs: losses, norms, a run without clipping and with it."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 Curves = Mapping[str, ArrayLike]
 Numbers = np.ndarray[Any, Any]
 LEAST_WIDTH, WIDER = 1.4, 0.25
-"""In points: the width of the line on top, and by how much each line below is wider."""
+"""The width of the line on top, and by how much each line below it is wider, in points."""
 MAX_LABELS_IN_A_ROW = 6
-"""More labels than this are found sooner in two short rows than in a long one."""
+"""If there are more labels than this, two short rows are easier to read than one long row."""
 
 
 def loss_curves(
@@ -37,13 +37,13 @@ def loss_curves(
     steps: ArrayLike | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Losses over the steps, a line for each run.
+    """Draws losses over the steps, a line for each run.
 
-    The axis ends a little above the largest first loss. Higher losses are cut off, as one exploded
-    run would flatten all others. A cross at the top marks where a loss is not finite.
+    The axis ends a little above the largest first loss. Higher losses are cut off, because one
+    exploded run would flatten all others. A cross at the top marks where a loss is not finite.
 
     Args:
-      losses: for each run's name its losses, float[n].
+      losses: a dict from each run's name to its losses, float[n].
       steps: the step of each loss, int[n]; 1, 2, ... if None.
       ax: where to draw.
 
@@ -75,20 +75,20 @@ def norm_curves(
     limit: float | Mapping[str, float] | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Gradient norms over the steps on a logarithmic axis, a line for each run.
+    """Draws gradient norms over the steps on a logarithmic axis, a line for each run.
 
     A cross at the top marks where a norm is not finite.
 
     Args:
-      norms: for each run's name its norms, float[n].
+      norms: a dict from each run's name to its norms, float[n].
       steps: the step of each norm, int[n]; 1, 2, ... if None.
       limit: a norm to mark by a horizontal line, or a dict with the limits of some runs. A limit
         that changes from step to step is drawn by `norms_over_steps`.
       ax: where to draw.
 
     Raises:
-      ValueError: for no runs, a run without norms, norms or steps of other shapes, and a limit of a
-        run that is not there.
+      ValueError: for no runs, a run without norms, norms or steps of other shapes, and a limit for
+        a run that is not in `norms`.
       TypeError: if `norms` is not a dict, or holds anything but real numbers; for a limit that is
         not a real number, such as an array of one for each step.
 
@@ -120,11 +120,11 @@ def before_after(
     steps: ArrayLike | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """The losses of a run without clipping and of the same run with it, as `loss_curves`.
+    """Draws the losses of a run without clipping and of the run with it, as `loss_curves` does.
 
     Args:
-      before: without clipping, float[n].
-      after: with clipping, float[n].
+      before: the losses without clipping, float[n].
+      after: the losses with clipping, float[n].
       steps: the step of each loss, int[n]; 1, 2, ... if None.
       ax: where to draw.
 
@@ -184,7 +184,7 @@ def _checked(
 
 
 def _checked_limits(limit: Any) -> tuple[dict[str, float], float | None]:
-    """The limits of some runs, and the one of all runs."""
+    """The limits for single runs, and the limit for all runs."""
     if isinstance(limit, Mapping):
         return {name: _number(each, f"limit of {name!r}") for name, each in limit.items()}, None
     return {}, None if limit is None else _number(limit, "limit")
@@ -204,7 +204,7 @@ def _lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> "dict[s
     for depth, (name, (x, y)) in enumerate(curves.items()):
         color, style = look_of(depth)
         line = ax.plot(x, np.where(np.isfinite(y), y, np.nan), style, color=color, label=name)[0]
-        # The first is on top; the others are wider, to be seen where they lie below an equal one.
+        # The first line is on top; lines below it are wider, so that equal ones stay visible.
         line.set(zorder=3 - depth / len(curves), linewidth=LEAST_WIDTH + WIDER * depth)
         drawn[name] = line
     for name, (x, y) in curves.items():
@@ -215,9 +215,9 @@ def _lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> "dict[s
 
 
 def _cross_out(ax: "Axes", x: Numbers, y: Numbers, like: "Line2D") -> None:
-    """Leads a line up to a cross on the upper edge wherever it stops being finite.
+    """Leads a line up to a cross on the upper edge at each point where it stops being finite.
 
-    The edge is that of the axes when they are drawn, whichever limits they have by then.
+    The edge is found when the axes are drawn, so their range may change until then.
     """
     from matplotlib.patches import ConnectionPatch
 

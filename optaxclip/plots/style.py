@@ -1,4 +1,4 @@
-"""The look that all pictures share, and the numbers that they can show."""
+"""The look that all pictures share, and checks of the numbers that they show."""
 
 import contextlib
 import functools
@@ -21,14 +21,14 @@ COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#00
 """Okabe and Ito's palette, which colour-blind readers can tell apart; a violet in place of its
 yellow, which is too pale on white."""
 STYLES = ("-", "--", "-.", ":")
-"""Line styles beside the colours, for print in grey and readers who cannot tell colours apart."""
+"""Line styles, for print in grey and for readers who cannot tell the colours apart."""
 LONGEST_BESIDE = 32
-"""The length of the longest label that leaves room beside it, for axes or another label."""
+"""A longer label leaves no room beside it for axes or another label."""
 
 
 @contextlib.contextmanager
 def with_matplotlib() -> Iterator[None]:
-    """If Matplotlib is missing, the error says how to install it."""
+    """If Matplotlib is missing, turns the error into one that says how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -37,7 +37,7 @@ def with_matplotlib() -> Iterator[None]:
 
 
 def new_axes(ax: "Axes | None") -> "Axes":
-    """The axes given, or new ones."""
+    """`ax`, or new axes if it is None."""
     if ax is not None:
         return ax
     with with_matplotlib():
@@ -48,8 +48,8 @@ def new_axes(ax: "Axes | None") -> "Axes":
 def look_of(number: int) -> tuple[str, str]:
     """The colour and the line style of curve `number`, from 0.
 
-    In each further round of the colours every colour gets the next style, so a pair comes again
-    only after `len(COLORS) * len(STYLES)` curves.
+    After each round through the colours the next style is used, so a pair comes again only after
+    `len(COLORS) * len(STYLES)` curves.
     """
     again, color = divmod(number, len(COLORS))
     return COLORS[color], STYLES[(color + again) % len(STYLES)]
@@ -58,7 +58,7 @@ def look_of(number: int) -> tuple[str, str]:
 def curve(
     values: ArrayLike, steps: ArrayLike | None, name: str
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, np.dtype[np.float64]]]:
-    """Steps and values of one line, [n] each; `name` is that of the values in messages."""
+    """The steps and values of one line, [n] each; messages call the values by `name`."""
     try:
         y = np.asarray(values, np.float64)
     except (TypeError, ValueError) as error:
@@ -78,7 +78,7 @@ def curve(
 
 
 def instance(value: Any, kind: type, argument: str, maker: str) -> None:
-    """Checks that a picture is given what it draws.
+    """Checks that a value has the type that a picture needs.
 
     Raises:
       TypeError: otherwise.
@@ -91,7 +91,7 @@ def instance(value: Any, kind: type, argument: str, maker: str) -> None:
 
 
 def finished(ax: "Axes", xlabel: str = "step", *, legend: bool) -> "Axes":
-    """The axes with what every picture has."""
+    """Adds to the axes what every picture has, and returns them."""
     ax.set_xlabel(xlabel)
     ax.grid(color="0.9")
     ax.set_axisbelow(True)
@@ -104,10 +104,10 @@ def finished(ax: "Axes", xlabel: str = "step", *, legend: bool) -> "Axes":
 
 
 def crosses_at_the_top(ax: "Axes", x: ArrayLike, **look: Any) -> None:
-    """Crosses on the upper edge of the axes, wherever that edge is when they are drawn.
+    """Draws crosses on the upper edge that the axes have when the figure is drawn.
 
-    The edge cuts no cross in half. A cross far beside the axes is not drawn: it would leave no room
-    for them in the figure.
+    The edge cuts no cross in half. A cross far beside the axes is not drawn, because the figure
+    would have to shrink the axes for it.
     """
     from matplotlib.transforms import Bbox, TransformedBbox
 
@@ -122,7 +122,7 @@ def legend_below(ax: "Axes") -> None:
     from matplotlib import rcParams
     from matplotlib.transforms import ScaledTranslation
 
-    # Ticks, their labels and that of the axis take three lines.
+    # The ticks, their labels and the label of the axis take three lines.
     inches = 3.0 * rcParams["font.size"] / 72
     below = ax.transAxes + ScaledTranslation(0.0, -inches, ax.figure.dpi_scale_trans)
     look = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "bbox_transform": below}

@@ -10,7 +10,7 @@ of each group, and the axes of each leaf over which norms are taken.
   `leaf()`       | each leaf; with `stacked`, each layer of a leaf that stacks layers
   `axes(axes)`   | each slice of a leaf along these axes
   `unit()`       | each output unit of a weight (Brock et al., 2021, arXiv 2102.06171)
-  `muon()`       | all leaves that `optax.contrib.muon` trains by Muon, and all others
+  `muon()`       | all leaves that `optax.contrib.muon` trains by Muon; a second for all others
 """
 
 import optaxclip._base.doors as _doors

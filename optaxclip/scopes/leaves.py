@@ -1,4 +1,4 @@
-"""Scopes whose norms span leaves: the tree, groups of leaves, each leaf or each of its layers."""
+"""Scopes of whole leaves: the tree, groups of leaves, each leaf or each of its layers."""
 
 import dataclasses
 import functools
@@ -23,10 +23,10 @@ Scope: TypeAlias = Callable[[FlatTree], Grouping]
 
 
 def as_scope(scope: Scope) -> Scope:
-    """`scope`, checked to be a function; what a user's own returns is checked when it is used.
+    """`scope`, checked to be a function; the result of a user's own scope is checked at each use.
 
     Raises:
-      TypeError: if it is not a function, or is a maker that was not called.
+      TypeError: if it is not a function, or is a function that makes scopes, such as `leaf`.
     """
     if not callable(scope):
         raise TypeError(
@@ -40,7 +40,7 @@ def as_scope(scope: Scope) -> Scope:
 
 @dataclasses.dataclass(frozen=True)
 class _OfUser:
-    """A user's scope, whose results are checked; equal for the same function."""
+    """A user's scope, whose results are checked; two with the same function are equal."""
 
     scope: Scope
 
@@ -89,7 +89,7 @@ def tree() -> Scope:
 
 @asks()
 def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
-    """One norm for all leaves that carry the same label.
+    """One norm for all leaves with the same label.
 
     Args:
       labels: a pytree prefix of the gradients with strings for leaves, or `fn(path, leaf) -> str`,
@@ -131,13 +131,13 @@ def leaf(stacked: StackedAxes = 0) -> Scope:
 
     Args:
       stacked: how many leading axes of each leaf stack separate tensors, as `scan` over layers
-        makes them: an int for all leaves; a dict that names the stacked branches, all others being
-        0, or another pytree prefix of ints; or `fn(path, leaf) -> int`. Each index along them is a
-        group of its own. An embedding `[words, ...]` is no stack, so an int for all leaves gives a
-        warning if it makes more than 4096 groups.
+        makes them: an int for all leaves; a dict that gives it for branches, 0 for those that it
+        does not name; another pytree prefix of ints; or `fn(path, leaf) -> int`. Each index along
+        these axes is a group of its own. An embedding `[words, ...]` is not a stack, so an int for
+        all leaves gives a warning if it makes more than 4096 groups.
 
     Raises:
-      ValueError: (when used) if a leaf has fewer axes than it is said to stack.
+      ValueError: (when used) if a leaf has fewer axes than `stacked` says.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -190,7 +190,7 @@ def one_group_per_leaf(
 
 
 def _layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """`name/00`, `name/01`, ... for a leaf of several layers; zeros in front make them sort."""
+    """`name/00`, `name/01`, ... for a leaf of several layers; the zeros keep them in order."""
     if not shape:
         return (name,)
     if not all(isinstance(size, int) for size in shape):
@@ -203,7 +203,7 @@ def _layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 _MANY_LAYERS = 4096
-"""So many layers and experts a model has at most if one number says what all leaves stack."""
+"""If one number is given for all leaves, more groups than this are unlikely to be layers."""
 
 
 def stacked_counts(stacked: StackedAxes, flat: FlatTree) -> list[int]:
@@ -222,10 +222,10 @@ def stacked_counts(stacked: StackedAxes, flat: FlatTree) -> list[int]:
 
 
 def _of_branches(stacked: Mapping[Any, Any], flat: FlatTree) -> list[Any] | None:
-    """For each measured leaf what a dict says of its branch, 0 if it does not name it.
+    """For each measured leaf, the dict's number for its branch; 0 if the dict does not name it.
 
-    None if it names a branch that the tree lacks, or holds something other than dicts and ints. A
-    branch may be None, or kept back by a wrapper.
+    The result is None if the dict names a branch that the tree lacks, or holds anything but dicts
+    and ints. A branch may be None, or be kept back by a wrapper.
     """
 
     def branch_of(path: Path) -> Any:

@@ -15,17 +15,17 @@ from optaxclip.scopes.leaves import Scope, group, of_trees
 
 @asks()
 def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -> Scope:
-    """Two norms: of the leaves that `optax.contrib.muon` trains by Muon, and of all others.
+    """Two norms: one for the leaves that `optax.contrib.muon` trains by Muon, one for all others.
 
     Muon's updates do not depend on the scale of its gradients, so these gradients should not count
-    in the norm that clips Adam's. Muon needs a limit only against spikes, which its momentum
-    remembers for about a hundred steps; `docs/muon.md` has more.
+    in the norm by which Adam's gradients are clipped. Muon needs a limit only against spikes, which
+    its momentum remembers for about a hundred steps; `docs/muon.md` has more.
 
     Args:
       weight_dimension_numbers: the argument `muon_weight_dimension_numbers` of Muon: a pytree
         prefix of the parameters, with `MuonDimensionNumbers` for leaves that Muon trains and None
-        for those that Adam trains; or a function from the parameters to one. If None, Muon trains
-        all matrices.
+        for those that Adam trains; or a function from the parameters to such a prefix. If None,
+        Muon trains all matrices.
 
     Raises:
       ValueError: (when used) if the dimension numbers do not fit the tree.
@@ -54,9 +54,9 @@ def muon(weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None) -
 def muon_labels(
     weight_dimension_numbers: PyTree | Callable[[PyTree], PyTree] = None,
 ) -> Callable[[PyTree], PyTree]:
-    """A function that labels each leaf by what `optax.contrib.muon` trains it with: Muon or Adam.
+    """A function that labels each leaf "muon" or "adam", by how `optax.contrib.muon` trains it.
 
-    The function may be passed to `optax.partition`. The scope with these labels is `muon`.
+    The function may be passed to `optax.partition`. The scope `muon` has these labels.
 
     Args:
       weight_dimension_numbers: as in `muon`.

@@ -1,4 +1,4 @@
-"""What a user's own scope returns, checked."""
+"""Checks what a user's own scope returns."""
 
 from typing import Any, get_args, get_type_hints
 

@@ -1,4 +1,4 @@
-"""Scopes that divide leaves: into slices along axes, or into the output units of weights."""
+"""Scopes that divide leaves into slices along axes, or into the output units of weights."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ def axes(axes: int | Sequence[int]) -> Scope:
     """One norm for each slice of a leaf along the given axes.
 
     Args:
-      axes: the axes over which a norm is taken; negative ones count from the end.
+      axes: the axes over which a norm is taken; negative numbers count from the end.
 
     Raises:
       ValueError: (when used) if a leaf lacks one of the axes.
@@ -48,11 +48,11 @@ def unit(
     axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int] | None] | None = None,
     stacked: StackedAxes = 0,
 ) -> Scope:
-    """One norm for each output unit of a weight: for all weights that lead into one unit.
+    """One norm for each output unit of a layer: for all weights that lead into that unit.
 
     The output axis of a weight must be the last one, as in Flax, Haiku and Keras. Pass `axis` for
     weights `[out, in]`, as Equinox has, and for convolutions over one dimension, which are
-    `[width, in, out]`: the table would take them for other layers, without an error.
+    `[width, in, out]`: the table would take these for other layers, without an error.
 
       leaf                                       | axes of a norm
       -------------------------------------------|---------------------
@@ -64,8 +64,8 @@ def unit(
     Args:
       axis: the axes of a norm in place of those in the table, for every leaf; or
         `fn(path, leaf) -> axes`, with None for those in the table.
-      stacked: the number of leading stacked axes, as in `leaf`; the table and `axis` then count
-        from the first axis that follows them.
+      stacked: the number of leading stacked axes, as in `leaf`; the axes in the table and in `axis`
+        are counted from the first axis behind these.
 
     Raises:
       ValueError: (when used) for a leaf of another rank without `axis`; the message names its path.
@@ -122,8 +122,8 @@ def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_part: bool) -> tuple[i
     """The axes of a unit's norm, by the shape of its layer.
 
     Args:
-      shape: of the layer; with `is_part`, of what this device holds of it.
-      name: of the leaf.
+      shape: the shape of the layer; with `is_part`, of the part that this device holds.
+      name: the name of the leaf.
       is_part: whether the shape of the whole layer is unknown.
     """
     rank = len(shape)
