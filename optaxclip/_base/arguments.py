@@ -1,4 +1,4 @@
-"""Checks of the arguments of public functions, and what is said of those they do not take."""
+"""Checks the arguments of public functions, and explains those that they do not take."""
 
 import contextlib
 import difflib
@@ -106,7 +106,7 @@ def refuse_uncalled(value: Any, package: str, argument: str, namespace: str) -> 
       namespace: where users find the function, such as `optaxclip`.
 
     Raises:
-      TypeError: for such a function.
+      TypeError: if `value` is such a function.
     """
     if is_uncalled(value, package):
         name = getattr(value, "__name__", "")
@@ -123,7 +123,7 @@ def near_miss(given: str, names: Iterable[str]) -> str:
 
 
 def warn(message: str) -> None:
-    """Warns, at the user's line: the last one outside of this package, JAX and Optax."""
+    """Warns at the user's line: the innermost one outside of this package, JAX and Optax."""
     not_users = {"optaxclip", "jax", "optax", "contextlib"}
     frame, level = sys._getframe(), 1
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in not_users:
@@ -141,10 +141,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def asks(**instead: str) -> Callable[[Function], Function]:
-    """A decorator that refuses keywords that a function lacks, and names the most similar one.
+    """A decorator that refuses keywords that a function lacks, and names the most similar keyword.
 
     Args:
-      **instead: what to pass in place of keywords that other libraries have.
+      **instead: for keywords of other libraries, what to pass in their place.
     """
 
     def decorate(fn: Function) -> Function:
@@ -187,7 +187,7 @@ def refuse_unknown(
     """Refuses keywords that a function does not take.
 
     Raises:
-      TypeError: for the first of them.
+      TypeError: for the first such keyword.
     """
     for keyword in keywords:
         if keyword not in allowed:
@@ -201,7 +201,7 @@ def refuse_unknown(
 
 @contextlib.contextmanager
 def takes_no_gradients(name: str, given: Iterable[Any], once: str = "") -> Iterator[None]:
-    """Explains an error of a function that makes a transformation, but was given gradients.
+    """Explains the error of a function that makes transformations but was given gradients.
 
     Args:
       name: the function's name.

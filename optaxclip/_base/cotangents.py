@@ -1,12 +1,12 @@
 """The identity whose cotangent goes through a function.
 
-It is a primitive of JAX, because no function of JAX's makes one (JAX 0.10.2): a `jax.custom_vjp`
-forbids forward mode, and `jax.custom_derivatives.linear_call` takes the function for a linear one,
-so that derivatives of the cotangent are wrong, and has no rule for `vmap`. A primitive keeps its
-rules inside loops, where JAX loses those of a `jax.custom_jvp`.
+The identity is a primitive of its own, because no function of JAX 0.10.2 makes one:
+`jax.custom_vjp` forbids forward mode; `jax.custom_derivatives.linear_call` takes the function for
+linear, so that derivatives of the cotangent are wrong, and has no rule for `vmap`; and a
+`jax.custom_jvp` loses its rules inside loops.
 
-The rule for forward mode returns `x` itself, and changes tangents only where these are transposed
-next, as reverse mode does. So derivatives of a cotangent are those of the function alone, as with
+The rule for forward mode returns `x` itself, and changes tangents only for reverse mode, which
+transposes them next. So derivatives of a cotangent are derivatives of the function alone, as with
 `jax.custom_vjp`, and derivatives of a derivative in forward mode are those of the identity.
 """
 
@@ -20,19 +20,19 @@ from jax import Array
 from jax.interpreters import ad, batching, mlir
 
 Back = Callable[..., Array]
-"""`back(cotangent, *operands) -> cotangent`, in operations that JAX can differentiate."""
+"""`back(cotangent, *operands) -> cotangent`, made of operations that JAX can differentiate."""
 
 
 def with_cotangent(x: Array, back: Back, *operands: Array) -> Array:
     """`x`, whose cotangent becomes `back(cotangent, *operands)`.
 
-    In forward mode it is the identity. Under `vmap`, `back` sees each example by itself, also where
-    `x` is the same for all.
+    In forward mode it is the identity. Under `vmap`, `back` sees each example by itself, even if
+    `x` is the same for all examples.
 
     Args:
       x: an array of floating or complex entries.
       back: the function; it keeps shape and dtype.
-      *operands: further arrays for it, which may be traced.
+      *operands: further arrays for `back`, which may be traced.
     """
     return _identity.bind(x, *operands, back=back, is_tangent=False)
 
@@ -67,7 +67,7 @@ class _OfEach:
 
     Attributes:
       back: the function.
-      axes: the examples' axes, of the cotangent and of the operands.
+      axes: the axis of the examples in the cotangent and in each operand.
       names: the names of the mapped axis, as keywords of `jax.vmap`.
     """
 
@@ -85,7 +85,7 @@ def _batched(
 ) -> tuple[Array, int]:
     (x, *operands), (axis, *others) = args, axes
     if axis is None:
-        # Else the sum of the examples' cotangents would come back, and not each of them.
+        # Broadcast, because otherwise only the sum of the examples' cotangents would come back.
         x, axis = batching.broadcast(x, mapped.size, 0, mapped.explicit_mesh_axis), 0
     names = (("axis_name", mapped.name), ("spmd_axis_name", mapped.spmd_name))
     of_each = _OfEach(back, (axis, *others), names)

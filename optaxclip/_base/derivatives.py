@@ -10,10 +10,10 @@ Result = TypeVar("Result", covariant=True)
 
 
 class CustomJvp(Protocol[Arguments, Result]):
-    """A function with a derivative of its own; arguments go by position."""
+    """A function with a derivative of its own; it is called with positional arguments."""
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """What the function returns."""
+        """Calls the function."""
         ...
 
     def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,18 +24,18 @@ class CustomJvp(Protocol[Arguments, Result]):
 def custom_jvp(
     *, nondiff_argnums: tuple[int, ...] = ()
 ) -> Callable[[Callable[Arguments, Result]], CustomJvp[Arguments, Result]]:
-    """`jax.custom_jvp`, whose rule is not lost where a loop is differentiated a second time.
+    """`jax.custom_jvp` with a rule that is not lost if a loop is differentiated a second time.
 
     When JAX (0.10.2) differentiates a `scan` in reverse mode, it moves out of the loop what is the
-    same in all steps, and replaces each `custom_jvp` function in what is left by the operations
-    inside. A second derivative is then that of these operations: wrong, and often 0, where a rule
-    is needed. JAX leaves a function inside of `jax.checkpoint` as it is. With a policy that saves
-    all values, `jax.checkpoint` repeats nothing, and the compiled program is the same.
+    same in all steps, and replaces each `jax.custom_jvp` function in the rest by the operations
+    inside of it. A second derivative is then the derivative of these operations, which is wrong,
+    and often 0, if the rule is needed. JAX does not replace functions inside of `jax.checkpoint`.
+    With a policy that saves all values, it repeats nothing, and the compiled program is the same.
 
-    A rule has to call the decorated function, not what is inside.
+    A rule has to call the decorated function, not the undecorated one.
 
     Args:
-      nondiff_argnums: the positions of arguments that are not differentiated, which are hashable.
+      nondiff_argnums: the positions of hashable arguments that are not differentiated.
     """
 
     def decorate(fn: Callable[Arguments, Result]) -> CustomJvp[Arguments, Result]:

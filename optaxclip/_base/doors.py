@@ -1,4 +1,4 @@
-"""Names that people look for in the wrong place, and what is said to them."""
+"""Messages for names that people look for in the wrong place."""
 
 import dis
 import inspect
@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 _NAMESPACES: list[str] = []
-"""The full names of the modules that have signs."""
+"""The full names of the modules that give such messages."""
 
 _BY_NORM = (
     "clip_by_global_norm(max_norm) in an optax.chain, or ops.clip_by_global_norm(grads, max_norm) "
@@ -79,24 +79,24 @@ SIGNS: dict[str, str] = {
     "adaptive_gradient_clipping": _AGC,
     "dispatch_clip_grad": f"{_EITHER}; relative to the weights: {_AGC}",
     "gradient_clip": _BY_NORM,
-    # Rules that have another name than the method which uses them.
+    # Rules whose name differs from that of the method which uses them.
     "thresholds.zclip": "thresholds.zscore(), a rule; zclip() is a transformation",
     "thresholds.autoclip": "thresholds.percentile(), a rule; autoclip() is a transformation",
     "thresholds.agc": "thresholds.relative_to_params(ratio), a rule; for a transformation " + _AGC,
     "thresholds.adaptive_grad_clip": "thresholds.relative_to_params(ratio), a rule; "
     "adaptive_grad_clip(clipping) is a transformation",
 }
-"""What has another name here: names of other libraries, and of namespaces of this package.
+"""What to use in place of a name from another library, or from another namespace of this package.
 
-Compared without case and underscores, so `ClipGradByNorm` and `clip_grad_norm_` are found too.
+Case and underscores do not count, so `ClipGradByNorm` and `clip_grad_norm_` are found too.
 """
 
 
 def put_signs(namespace: str) -> None:
-    """Makes a module say where names are that people look for in it.
+    """Makes a module's `AttributeError` say where the name is that the user looks for.
 
-    Its `__getattr__`, which Python calls for names that a module lacks, is set here and not in the
-    module, because type checkers would then believe that the module has every name.
+    Python calls a module's `__getattr__` for names that the module lacks. It is set from here,
+    because type checkers that saw it in the module would believe that the module has every name.
     """
 
     def look_up(name: str) -> Any:
@@ -107,7 +107,7 @@ def put_signs(namespace: str) -> None:
         text = f"{text}; here it is {sign}"
         if _is_from_import():
             raise ImportError(text, name=namespace)
-        # With `obj=None`, Python does not propose the most similar name, which would be wrong.
+        # With `obj=None`, Python does not propose the most similar name, which would mislead.
         raise AttributeError(text, name=name, obj=None)
 
     _NAMESPACES.append(namespace)
@@ -115,9 +115,9 @@ def put_signs(namespace: str) -> None:
 
 
 def _is_from_import() -> bool:
-    """Whether `from optaxclip import name` asks, which drops the text of an AttributeError.
+    """Whether `from optaxclip import name` asks; it drops the text of an `AttributeError`.
 
-    For a package Python's import system asks first; for other modules the statement itself does.
+    Python's import system asks a package first; other modules are asked by the statement itself.
     """
     frame = inspect.currentframe()
     asking = frame and frame.f_back and frame.f_back.f_back
@@ -129,14 +129,14 @@ def _is_from_import() -> bool:
 
 
 def _sign(namespace: str, name: str) -> str | None:
-    """What to use in place of a name, or None if nobody knows it."""
+    """What to use in place of a name; None if that is unknown."""
     known = {_folded(key): sign for key, sign in SIGNS.items()}
     here = f"{namespace.rpartition('.')[2]}.{name}"
     return known.get(_folded(here)) or known.get(_folded(name)) or _elsewhere(namespace, name)
 
 
 def _elsewhere(here: str, name: str) -> str | None:
-    """The place of a name in the package, also if case or underscores differ."""
+    """The place of a name in the package, even if case or underscores differ."""
     for namespace in (here, __name__.partition(".")[0], *_NAMESPACES):
         module = sys.modules[namespace]
         for offered in vars(module):
@@ -146,7 +146,7 @@ def _elsewhere(here: str, name: str) -> str | None:
 
 
 def _offers(module: Any, name: str) -> bool:
-    """Whether a name in a module is a public one of it, and not one that it imports."""
+    """Whether a module's name is public, and not one that the module imports."""
     owner = getattr(vars(module)[name], "__module__", None)
     is_own = owner == module.__name__
     if hasattr(module, "__path__"):

@@ -1,15 +1,15 @@
-"""How to install the packages that a part of the library needs beside its own."""
+"""How to install the optional packages that a part of the library needs."""
 
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[2]
-"""The folder that the package lies in: a checkout, or where packages are installed."""
+"""The folder with the package: a checkout, or the folder where packages are installed."""
 
 
 def remedy(extra: str) -> str:
     """The command that installs what an extra asks for.
 
-    A checkout is named by its path. It need not be installed itself, and the package index may not
+    A checkout is named by its path, because it may not be installed, and the package index may not
     have it.
     """
     project = CHECKOUT / "pyproject.toml"

@@ -1,4 +1,4 @@
-"""Which entries of a tree share a norm, as a scope finds it for one tree."""
+"""Groups: which entries of a tree share a norm, as a scope finds for one tree."""
 
 import dataclasses
 import functools
@@ -21,13 +21,13 @@ from optaxclip._base.types import NormTree
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Entries that share a norm; or an array of such groups, which together make up one leaf.
+    """Entries that share a norm; or an array of such groups that together make up one leaf.
 
     Attributes:
-      names: the name of the group; for an array of groups the name of each, or, in the layout
-        "dict", the leaf's name alone.
-      members: the positions of the group's leaves among the measured leaves; empty if this step's
-        tree lacks them.
+      names: the name of the group; for an array of groups, the name of each, or in the layout
+        "dict" only the leaf's name.
+      members: the positions of the group's leaves among the measured leaves; empty if the tree of
+        this step lacks them.
       shape: the shape of the groups' norms, counted over all devices; `()` for a single group.
     """
 
@@ -41,10 +41,10 @@ class Grouping:
     """The groups of a tree; hashable, because compiled functions take it as a static argument.
 
     Attributes:
-      groups: sorted by their names; the names of all groups, one after another, are sorted too.
+      groups: the groups, in an order in which all of their names, one after another, are sorted.
       axes: for each measured leaf, the axes over which its norms are taken.
-      layout: how limit rules see the norms: "scalar", one number for the whole tree; "vector", an
-        array with one entry for each name; "dict", one array for each leaf.
+      layout: the form in which users see norms: "scalar", one number for the whole tree; "vector",
+        an array with one entry for each name; "dict", one array for each leaf.
       has_labels: whether the names are labels that a user gave.
     """
 
@@ -66,7 +66,7 @@ class Grouping:
         return [bool(group.members) for group in self.groups for _ in group.names]
 
     def with_groups_of_state(self, stored: Names, size: int, name: str) -> "Grouping":
-        """This grouping, and an empty group for each name in the state that the tree lacks.
+        """This grouping, with an empty group for each name in the state that the tree lacks.
 
         The state has `size` groups; their names `stored` are empty if the state went through
         `optax.tree_map_params`.
@@ -104,7 +104,7 @@ class Grouping:
         return concatenated(arrays)
 
     def by_leaf(self, arrays: Sequence[Any]) -> list[Any]:
-        """For each measured leaf the value of its group, from a value for each group."""
+        """For each measured leaf, the value of its group, from a value for each group."""
         of_leaf: dict[int, Any] = {}
         for x, group in zip(arrays, self.groups, strict=True):
             of_leaf |= dict.fromkeys(group.members, x)
@@ -112,11 +112,11 @@ class Grouping:
 
 
 MANY_NORMS = 2**24
-"""With more norms than this, a clip's own arrays take a good part of the gradients' memory."""
+"""With more norms than this, a clip's own arrays take much memory beside the gradients."""
 
 
 def warn_of_many_norms(grouping: Grouping, name: str) -> None:
-    """Warns where the norms are so many that leaves are likely to be grouped by the wrong axes."""
+    """Warns if there are so many norms that leaves are probably grouped by the wrong axes."""
     counts = {group.names[0]: math.prod(group.shape) for group in grouping.groups}
     if any(fixed_size(count) is None for count in counts.values()):
         return
@@ -132,12 +132,12 @@ def warn_of_many_norms(grouping: Grouping, name: str) -> None:
 
 
 def concatenated(arrays: Iterable[Array]) -> Array:
-    """The entries of all arrays in one vector, whose dtype is the widest of theirs."""
+    """The entries of all arrays in one vector, in the widest of the arrays' dtypes."""
     arrays = tuple(arrays)
     return _concatenated(arrays) if arrays else jnp.zeros(0)
 
 
-# Compiled by itself, so that it is traced once for all arrays of the same groups.
+# A compiled function of its own, so that it is traced once for all arrays of the same groups.
 @jax.jit
 def _concatenated(arrays: Sequence[Array]) -> Array:
     flat = [x if x.ndim == 1 else lax.reshape(x, (x.size,)) for x in arrays]
@@ -147,8 +147,8 @@ def _concatenated(arrays: Sequence[Array]) -> Array:
 def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """The arrays that a vector holds one after another; undoes `concatenated`.
 
-    Start positions are operands, not constants, so that XLA compiles code for arrays of one shape
-    only once. For block RMS over 200 leaves of two shapes it compiles 14 kernels; slices at
+    Start positions are operands, not constants, so that XLA compiles one kernel for all arrays of
+    one shape. For block RMS over 200 leaves of two shapes it compiles 14 kernels; slices at
     constant positions take 211 and, on a CPU, eight times as long to compile.
 
     Args:
@@ -158,7 +158,7 @@ def split_up(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     Returns:
       Arrays `[..., *shape]`.
     """
-    # In `jax.export` sizes may be symbolic, and start positions are operands anyway.
+    # In `jax.export` sizes may be symbolic; then start positions are operands in any case.
     is_symbolic = fixed_size(vector.shape[-1]) is None
     return _split(vector, shapes) if is_symbolic else _split_up(vector, tuple(shapes))
 
@@ -185,8 +185,8 @@ def _(
     shapes: tuple[tuple[int, ...], ...], primals: tuple[Array], tangents: tuple[Array]
 ) -> tuple[list[Array], list[Array]]:
     (vector,), (change,) = primals, tangents
-    # JAX transposes this to one concatenation, but `_piece` to an array of the vector's size for
-    # each piece: a derivative of 200 leaves with a norm each would compile 2.3 seconds longer.
+    # JAX transposes this to one concatenation, but each `_piece` to an array of the vector's size:
+    # with these, a derivative for 200 leaves with a norm each takes 2.3 seconds longer to compile.
     return _split_up(vector, shapes), _split(change, shapes)
 
 
@@ -198,7 +198,7 @@ def _start_positions(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[n
         rows = np.arange(count)[:, None] * length
         return [np.asarray(rows + start, np.int32) for start in starts]
     # XLA (JAX 0.10.2) turns a single start position into a constant, so each array gets a second
-    # one, which is ignored.
+    # start position, which is ignored.
     last_starts = [max(length - math.prod(shape), 0) for shape in shapes]
     return [
         np.array([[start], [0 if start else last]], np.int32)
@@ -206,7 +206,7 @@ def _start_positions(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[n
     ]
 
 
-# Compiled by itself, so that it is traced once for all pieces of one size.
+# A compiled function of its own, so that it is traced once for all pieces of one size.
 @functools.partial(jax.jit, static_argnums=2)
 def _piece(vector: Array, starts: Array, size: int) -> Array:
     gathered, sliced = (functools.partial(way, size=size) for way in (_gathered, _sliced))

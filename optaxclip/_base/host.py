@@ -10,4 +10,4 @@ else:
     from typing_extensions import TypeAliasType
 
 ArrayLike = TypeAliasType("ArrayLike", numpy.typing.ArrayLike)
-"""What NumPy takes for an array. `help` calls it by this name, and would write out all of it."""
+"""What NumPy takes for an array; a type of its own, because `help` shows its name alone."""

@@ -1,4 +1,4 @@
-"""Number formats: the dtypes of sums, how results stay finite, how they are rounded."""
+"""Number formats: the dtypes of sums, and functions that keep results finite and round them."""
 
 import math
 import operator
@@ -33,7 +33,7 @@ def is_real(x: Any) -> bool:
 
 
 def promoted(arrays: Sequence[Array]) -> list[Array]:
-    """The arrays, all converted to the widest of their dtypes."""
+    """The arrays, converted to the widest of their dtypes."""
     dtypes = [array.dtype for array in arrays]
     widest = max(dtypes, key=operator.attrgetter("itemsize"), default=None)
     return [array if array.dtype == widest else array.astype(widest) for array in arrays]
@@ -42,7 +42,7 @@ def promoted(arrays: Sequence[Array]) -> list[Array]:
 def narrowed(x: Array, dtype: jnp.dtype) -> Array:
     """`x` converted to `dtype`; finite entries beyond its range become its largest numbers.
 
-    So do infinite entries where `dtype` has no infinity.
+    If `dtype` has no infinity, infinite entries become these numbers too.
     """
     info = jnp.finfo(dtype)
     if jnp.finfo(x.dtype).max <= info.max:
@@ -53,13 +53,13 @@ def narrowed(x: Array, dtype: jnp.dtype) -> Array:
 
 
 def bounded(x: Array) -> Array:
-    """`x` with the largest numbers in place of infinities, because infinity times 0 is NaN."""
+    """`x` with the largest numbers in place of infinities, because infinity * 0 is NaN."""
     largest = x.dtype.type(jnp.finfo(x.dtype).max)
     return lax.clamp(-largest, x, largest)
 
 
 def select(flag: Array, x: Array | float, y: Array | float) -> Array:
-    """`jnp.where` for arrays of one shape, or an array and a number that takes the array's dtype.
+    """`jnp.where` for arrays of one shape, or for an array and a number, which gets its dtype.
 
     `jnp.where` would be a nested call (JAX 0.10.2), which takes longer to trace and to compile.
     """
@@ -72,7 +72,7 @@ def select(flag: Array, x: Array | float, y: Array | float) -> Array:
 
 
 def multiply(x: Array, y: Array | float) -> Array:
-    """`x * y`, which is one operation where `y` is a scalar.
+    """`x * y`, in one operation if `y` is a scalar.
 
     The operator `*` would be a nested call (JAX 0.10.2), which takes ten times as long to trace.
     """
@@ -91,23 +91,23 @@ def safe_sqrt(x: Array) -> Array:
 def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,), (dx,) = primals, tangents
     is_positive, root = root_of_positive(x)
-    # A division by the root, not a product with its reciprocal, and in reverse mode the last step:
-    # XLA on CPU (JAX 0.10.2) stores what a division gives, and repeats other steps for each leaf.
-    # For 200 leaves a derivative of their global norm then compiles in 3 seconds, not in 8.
+    # Not `dx * (0.5 / root)`: XLA on CPU (JAX 0.10.2) stores the result of a division, but repeats
+    # a product for each leaf. With a division, which is the last step in reverse mode, a derivative
+    # of the global norm of 200 leaves compiles in 3 seconds instead of 8.
     return safe_sqrt(x), select(is_positive, dx / (2 * root), 0)
 
 
 def root_of_positive(x: Array) -> tuple[Array, Array]:
-    """Whether each `x` is above 0, and its square root, or 1 where `x` is not above 0.
+    """Whether each `x` is above 0, and its square root; 1 in place of the root if it is not.
 
-    The derivative of the root would be infinite at 0.
+    It is 1, because the derivative of the root would be infinite at 0.
     """
     is_positive = lax.gt(x, jnp.zeros_like(x))
     return is_positive, lax.sqrt(select(is_positive, x, 1))
 
 
 def norm_of_all(norms: Array) -> Array:
-    """The L2 norm of all groups, from their norms, whose squares may overflow or underflow."""
+    """The L2 norm of all groups, from their norms; no square overflows or underflows."""
     root, unit = norm_of_all_in_parts(norms)
     return unit * root
 
@@ -119,10 +119,10 @@ def norm_of_all_in_parts(norms: Array) -> tuple[Array, Array]:
 
 
 def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:
-    """`x / y`, or `otherwise` where `y` is 0; never divides by 0.
+    """`x / y`, or `otherwise` if `y` is 0, without any division by 0.
 
-    Both are first divided by a power of two near `y`, because the derivatives contain powers of
-    `1 / y`, which may overflow although the derivatives do not.
+    First `x` and `y` are divided by a power of two near `y`, because the derivatives contain powers
+    of `1 / y`, which may overflow although the derivatives do not.
     """
     zero = y == 0
     unit = lax.stop_gradient(power_of_two_below(jnp.abs(y)))
@@ -130,19 +130,19 @@ def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:
 
 
 def averaged(old: Array, new: Array, share: Array) -> Array:
-    """The average `old`, moved toward `new` by this share of their distance.
+    """`old`, moved toward `new` by this share of their difference.
 
-    With a share of 1 it is `new` itself, because the sum would lose a `new` that is tiny beside
-    `old`.
+    With a share of 1 it is `new` itself, because rounding of the sum would lose a `new` that is
+    tiny beside `old`.
     """
     return jnp.where(share == 1, new, old + share * (new - old))
 
 
 def multiplied(x: Array, log_factor: Array) -> Array:
-    """`x * exp(log_factor)`, within the normal numbers of the dtype of `x >= 0`.
+    """`x * exp(log_factor)` for `x >= 0`, kept within the normal numbers of the dtype.
 
-    0 and infinity stay as they are. No other number becomes 0 or infinity, because from there no
-    factor leads back.
+    Zero and infinity stay as they are. No other number becomes 0 or infinity, because no factor
+    leads back from these.
     """
     info = jnp.finfo(jnp.result_type(x))
     product = jnp.clip(x * jnp.exp(log_factor), float(info.tiny), float(info.max))
@@ -150,15 +150,15 @@ def multiplied(x: Array, log_factor: Array) -> Array:
 
 
 def power_of_two_below(x: Array) -> Array:
-    """The largest power of two at most `x > 0` whose reciprocal is a normal number.
+    """The largest power of two that is at most `x > 0` and whose reciprocal is a normal number.
 
-    A product with it or with its reciprocal is exact. Zero and non-finite values give 1.
+    A product with this power or its reciprocal is exact. For 0 and non-finite values it is 1.
     """
     return select((x > 0) & (x <= jnp.finfo(x.dtype).max), invertible(leading_bit(x)), 1)
 
 
 def leading_bit(x: Array) -> Array:
-    """The largest power of two at most `x >= 0`.
+    """The largest power of two that is at most `x >= 0`.
 
     It is 0 for subnormal numbers, and infinity for infinity and NaN.
     """
@@ -178,7 +178,7 @@ def invertible(power: Array) -> Array:
 def reciprocal_of_power(power: Array) -> Array:
     """The reciprocals of powers of two that `invertible` gave, from their bits.
 
-    That is faster than a division.
+    This is faster than a division.
     """
     info = jnp.finfo(power.dtype)
     integer = jnp.dtype(f"int{info.bits}").type
@@ -188,7 +188,7 @@ def reciprocal_of_power(power: Array) -> Array:
 
 
 def fixed_size(count: Any) -> int | None:
-    """`count`, or None where it is symbolic (in `jax.export`)."""
+    """`count`, or None if it is symbolic (in `jax.export`)."""
     return count if isinstance(count, int) else None
 
 
@@ -199,7 +199,7 @@ def slack_of_norm(count: Any, degree: float, eps: float) -> float:
     follows divides it by `degree`.
 
     Args:
-      count: number of entries of the group, possibly symbolic.
+      count: the number of entries in the group; it may be symbolic.
       degree: the power that was summed.
       eps: the epsilon of the dtype of the sum.
 
@@ -208,7 +208,7 @@ def slack_of_norm(count: Any, degree: float, eps: float) -> float:
     """
     size = fixed_size(count)
     depth = 40 if size is None else math.log2(max(size, 1))
-    # Powers other than 1 and 2 are computed by logarithms, which loses digits.
+    # Powers other than 1 and 2 are computed by logarithms, which lose digits.
     digits = 1 if degree in (1, 2) else 4
     return (min(degree, 2) + digits * (2 + depth) / degree) * eps / 2
 
@@ -220,7 +220,7 @@ def next_above(x: Array) -> Array:
 
 
 def broadcast_over(x: Array, axes: Sequence[int]) -> Array:
-    """`x` with axes of size 1 inserted at `axes`, so that it broadcasts to a leaf; scalars stay."""
+    """`x`, with axes of size 1 inserted at `axes` so that it broadcasts to a leaf; scalars stay."""
     return lax.expand_dims(x, axes) if x.ndim else x
 
 
@@ -230,17 +230,17 @@ def real_parts(x: Array) -> list[Array]:
 
 
 def by_parts(fn: Callable[..., Array], *arrays: Array) -> Array:
-    """`fn(*arrays)`; for complex arrays `fn` of their real parts, and of their imaginary parts."""
+    """`fn(*arrays)`; for complex arrays, `fn` of the real parts and `fn` of the imaginary parts."""
     if not any(map(jnp.iscomplexobj, arrays)):
         return fn(*arrays)
     return lax.complex(*map(fn, *map(real_parts, arrays)))
 
 
 def match_weak_type(x: Array, like: Array) -> Array:
-    """`x`, weakly typed if `like`, which has the same shape and dtype, is."""
+    """`x`, weakly typed if `like` is; both have the same shape and dtype."""
     if not jax.typeof(like).weak_type:
         return x
-    # The only public way to make a weakly typed array of traced values.
+    # No other public function makes a weakly typed array from traced values (JAX 0.10.2).
     fill = lax.full_like
     for _ in range(x.ndim):
         fill = jax.vmap(fill)
@@ -248,6 +248,6 @@ def match_weak_type(x: Array, like: Array) -> Array:
 
 
 def entries(x: Array, dtype: jax.typing.DTypeLike) -> Array:
-    """Real entries in `dtype`, complex ones with parts in it."""
+    """Real entries in `dtype`; complex entries with parts in `dtype`."""
     wide = jnp.complex128 if dtype == jnp.float64 else jnp.complex64
     return x.astype(wide if jnp.iscomplexobj(x) else dtype)

@@ -1,4 +1,4 @@
-"""What states are made of: names, counters, the classes' registration, and checks of states."""
+"""The parts of states: names, counters, the registration of classes, and checks of states."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from optaxclip._base.arguments import short
 _Shapes = tuple[tuple[int, ...], ...]
 
 GIVE_BACK = "restore the names: state = jax.tree.map(lambda _, x: x, tx.init(params), state)"
-"""What to do about a state that has lost its names, for messages; `tx` is the whole optimizer."""
+"""For messages: how to give a state its lost names back; `tx` is the whole optimizer."""
 
 _STATIC = {"static": True}
 
@@ -28,20 +28,20 @@ _STATIC = {"static": True}
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Names:
-    """Names in order, used as a tuple of them, which JAX treats as a node without children.
+    """Names in order, used like a tuple, and for JAX a node without children.
 
-    It is no tuple, because trainers that go through a state by hand go into tuples, and would find
-    the names as leaves where JAX has none. They know dataclasses and leave out static fields.
+    It is not a tuple: trainers that walk through a state by themselves would go into a tuple, and
+    take the names for leaves. They know dataclasses, and leave out static fields.
 
-    No names at all are equal to any names. `optax.tree_map_params` needs that: it calls `init` with
-    a tree that has no leaves, so no names, and compares the structure of this state with that of a
-    real one. What it returns has lost its names, and gets them back at the next step. Two things do
-    not: a wrapper that keeps the old structure (`optax.MultiSteps`), and a function that was
-    compiled for a state without names, as `jit` takes both for one structure.
+    An empty `Names` is equal to every other, because `optax.tree_map_params` calls `init` with a
+    tree that has no leaves, and so no names, and compares the structure of this state with that of
+    a real state. The state that it returns has lost its names, and gets them back at the next step.
+    They stay lost in a wrapper that keeps the old structure (`optax.MultiSteps`), and in a function
+    that was compiled for a state without names, because `jit` takes both structures for one.
 
     Attributes:
       entries: the names.
-      shapes: for each name the shape of its groups; empty where each has one group.
+      shapes: for each name, the shape of its groups; empty if each name has one group.
       are_labels: whether the names are labels that a user gave.
     """
 
@@ -70,10 +70,10 @@ class Names:
         if isinstance(other, tuple):
             return self.entries == other
         if other is None:
-            return True  # a copy of a state's structure that a walk by hand has made
+            return True  # a copy that a trainer's own walk through a state has made
         if not isinstance(other, Names):
             return NotImplemented
-        # Shapes do not count: a program of `jax.export` may serve all of them.
+        # Shapes do not count, because one program of `jax.export` may serve all of them.
         are_same = self.entries == other.entries and self.are_labels == other.are_labels
         return are_same or not self or not other
 
@@ -90,9 +90,9 @@ Kind = TypeVar("Kind", bound=type)
 def registered_state(kind: Kind) -> Kind:
     """Registers a named tuple that is a state, or part of one.
 
-    Its fields of type `Names` belong to the structure: JAX sees no node there, not even one without
-    leaves, which Levanter's checkpointer could not restore. `jax.export` serializes the class by
-    its public name, without the underscore that it may begin with.
+    Its fields of type `Names` belong to the structure and are not nodes, because Levanter's
+    checkpointer cannot restore nodes without leaves. `jax.export` serializes the class under its
+    name without a leading underscore.
     """
     name = f"optaxclip.{kind.__name__.lstrip('_')}"
     fields: tuple[str, ...] = kind._fields
@@ -115,7 +115,7 @@ def registered_state(kind: Kind) -> Kind:
 
 
 def _to_bytes(names: Sequence[Names]) -> bytes:
-    # Sizes may be symbolic, and do not count where structures are compared.
+    # Only the names: sizes may be symbolic, and do not count when structures are compared.
     return json.dumps([(each.entries, each.are_labels) for each in names]).encode()
 
 
@@ -125,14 +125,14 @@ def _from_bytes(stored: bytes) -> tuple[Names, ...]:
 
 @functools.partial(jax.jit, static_argnames="period", inline=True)
 def increased(count: Array, where: Array | bool = True, *, period: int = 1) -> Array:
-    """Counters plus 1 where `where` is True; the largest value of the dtype is never exceeded.
+    """Counters plus 1 where `where` is True; they never exceed the largest value of the dtype.
 
     Args:
       count: signed integers of at least 0.
-      where: bool, which of them to increase.
-      period: a counter at the dtype's largest value does not grow, but falls by `period - 1`. With
-        1 it stays there, as Optax's counters do. With the length of a ring buffer, the place in the
-        buffer, `count % period`, moves on by one as at every other step.
+      where: bool, which counters to increase.
+      period: a counter at the dtype's largest value falls by `period - 1` instead of growing. With
+        1 it stays at that value, as Optax's counters do. If `period` is the length of a ring
+        buffer, the place in the buffer, `count % period`, moves on by one as at any other step.
 
     Raises:
       TypeError: for counters of another dtype.
@@ -144,12 +144,12 @@ def increased(count: Array, where: Array | bool = True, *, period: int = 1) -> A
         )
     is_full = count == jnp.iinfo(count.dtype).max
     step = jnp.where(is_full, 1 - period, 1)
-    # A product, because JAX 0.10.2 cannot `vmap` a select in a `jit` over an explicit mesh.
+    # Not `jnp.where`: JAX 0.10.2 cannot `vmap` a select in a `jit` over an explicit mesh.
     return count + step.astype(count.dtype) * jnp.asarray(where, count.dtype)
 
 
 def own_arrays(state: Any) -> Any:
-    """A copy of the state, which can be donated: no other pytree holds its arrays."""
+    """A copy of the state that can be donated, because no other pytree holds its arrays."""
     return jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, Array) else x, state)
 
 
@@ -161,7 +161,7 @@ FRESH_STATE = (
 
 
 def fresh_if_none(state: Any, init: Callable[[Any], Any], updates: Any) -> Any:
-    """A fresh state in the place of None, if its limit does not depend on earlier steps."""
+    """A fresh state in place of None, unless the limit depends on earlier steps."""
     if state is not None:
         return state
     fresh = init(updates)
@@ -178,7 +178,7 @@ def check_state(
       kind: the type.
       name: the transformation's name.
       remedy: the end of the message.
-      updates: what the user passed for the updates, which may be the state.
+      updates: what the user passed as updates; it may be the state by mistake.
     """
     if state is None:
         raise ValueError(
@@ -196,7 +196,7 @@ def check_state(
 
 
 def refuse_state_as_updates(updates: Any, kind: type, name: str) -> None:
-    """Refuses updates that are a state, alone or in a chain: then the arguments were swapped."""
+    """Refuses updates that are a state, alone or in a chain, because the arguments were swapped."""
     nodes = jax.tree.leaves(updates, is_leaf=lambda x: isinstance(x, kind))
     if any(isinstance(node, kind) for node in nodes):
         raise ValueError(
@@ -206,7 +206,7 @@ def refuse_state_as_updates(updates: Any, kind: type, name: str) -> None:
 
 
 def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Calls `act` with a module: at once if it is imported, else as soon as somebody imports it."""
+    """Calls `act` with a module: at once if it is imported, otherwise when it gets imported."""
     module = sys.modules.get(name)
     if module is not None:
         act(module)
@@ -215,7 +215,7 @@ def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Lets others find the module, and adds a call to its loading; it is asked once."""
+    """A finder that lets others find the module, and adds a call to its loading; it acts once."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]):
         self.name, self.act = name, act
@@ -231,7 +231,7 @@ class _Watch(importlib.abc.MetaPathFinder):
         loader: Any = None if spec is None else spec.loader
 
         def load_and_act(module: ModuleType) -> None:
-            del loader.exec_module  # the method of its class is back
+            del loader.exec_module  # restores the method of the class
             loader.exec_module(module)
             self.act(module)
 
@@ -241,7 +241,7 @@ class _Watch(importlib.abc.MetaPathFinder):
 
 
 def _register(serialization: ModuleType) -> None:
-    """Tells Flax's serialization that nothing of `Names` is stored: a restored state keeps its."""
+    """Tells Flax's serialization not to store `Names`: a restored state keeps its own names."""
     serialization.register_serialization_state(Names, lambda _: {}, lambda names, _: names)
 
 

@@ -1,4 +1,4 @@
-"""Flattened trees: which leaves a clip measures and changes, and which it leaves alone."""
+"""Flattens trees, and finds which leaves a clip measures and changes, and which it leaves alone."""
 
 import collections
 import functools
@@ -17,18 +17,18 @@ from optaxclip._base.types import Path, PyTree
 
 def is_sparse(leaf: Any) -> bool:
     """Whether a leaf is a batched-coordinate sparse array."""
-    # The module is not imported for this, which would take 0.1 seconds: whoever has such an array
-    # has imported it.
+    # The module is not imported for this check, which would take 0.1 seconds: a user who has such
+    # an array has imported it.
     return isinstance(leaf, getattr(sys.modules.get("jax.experimental.sparse"), "BCOO", ()))
 
 
 def data_of(leaf: Any) -> Any:
-    """The stored values of a sparse array; any other leaf itself."""
+    """The stored values of a sparse array; any other leaf as it is."""
     return leaf.data if is_sparse(leaf) else leaf
 
 
 def with_data(leaf: Any, data: Any) -> Any:
-    """`data` in the place of `leaf`; for a sparse array, in the place of its stored values."""
+    """`data` in place of `leaf`; for a sparse array, in place of its stored values."""
     if not is_sparse(leaf):
         return data
     order = {"indices_sorted": leaf.indices_sorted, "unique_indices": leaf.unique_indices}
@@ -44,16 +44,16 @@ class FlatTree(NamedTuple):
     """A tree as a list of leaves.
 
     Attributes:
-      paths: the key path of every leaf, without the boxes that Flax puts around arrays. All are
-        different: if a custom node gives several children the same key, the second and later ones
-        get a number behind it.
+      paths: the key path of every leaf, without the boxes that Flax puts around arrays. All paths
+        are different: if a custom node gives several children the same key, the second and later
+        ones get a number behind it.
       leaves: every leaf; a `BCOO` is one leaf.
       treedef: the structure.
-      measured: the positions of the leaves to measure, those with floating or complex entries.
-      global_shapes: for each measured leaf its whole shape over all devices, or None where that is
-        unknown. Empty outside of `shard_map`, `pmap` and `vmap(axis_name=)`, where leaves are
-        whole. Scopes find units and layers by these shapes.
-      are_exact: whether names are in Python's notation; None means where two would be equal.
+      measured: the positions of the leaves to measure, which have floating or complex entries.
+      global_shapes: for each measured leaf, its whole shape over all devices; None if that is
+        unknown. It is empty outside of `shard_map`, `pmap` and `vmap(axis_name=)`, because leaves
+        are whole there. Scopes find units and layers by these shapes.
+      are_exact: whether names are in Python's notation; None means only if two would be equal.
     """
 
     paths: list[Path]
@@ -65,7 +65,7 @@ class FlatTree(NamedTuple):
 
     @property
     def is_part(self) -> bool:
-        """Whether a wrapper such as `optax.masked` or `optax.partition` keeps leaves back."""
+        """Whether a wrapper such as `optax.masked` or `optax.partition` keeps some leaves back."""
         nodes = jax.tree.leaves(self.tree(), is_leaf=_is_kept_back)
         return any(map(_is_kept_back, nodes))
 
@@ -74,7 +74,7 @@ class FlatTree(NamedTuple):
         return [self.leaves[i] for i in self.measured]
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the measured leaves; the whole shapes where `global_shapes` has them."""
+        """The shapes of the measured leaves; the whole shapes if `global_shapes` has them."""
         own = [np.shape(leaf) for leaf in self.measured_leaves()]
         if not self.global_shapes:
             return own
@@ -91,19 +91,19 @@ class FlatTree(NamedTuple):
         return [jax.tree_util.keystr(path) if are_exact else leaf_name(path) for path in paths]
 
     def named_like(self, stored: Iterable[str]) -> "FlatTree":
-        """The same with names as in a state: names that would be equal may lack a leaf now."""
+        """This tree, with names in the notation of a state, even if no two would be equal now."""
         names = tuple(stored)
         is_exact = bool(names) and all(name[:1] in ("[", ".") for name in names)
         return self._replace(are_exact=True) if is_exact else self
 
     def _empty_places(self) -> list[Path]:
-        """The paths of what is None."""
+        """The paths at which the tree has None."""
         numbered = jax.tree_util.tree_unflatten(self.treedef, list(range(len(self.leaves))))
         pairs = jax.tree_util.tree_leaves_with_path(numbered, is_leaf=lambda x: x is None)
         return [path for path, x in pairs if x is None]
 
     def replaced(self, new: Sequence[Any]) -> "FlatTree":
-        """The same, with other measured leaves."""
+        """This `FlatTree` with other measured leaves."""
         leaves = list(self.leaves)
         for i, leaf in zip(self.measured, new, strict=True):
             leaves[i] = leaf
@@ -118,7 +118,7 @@ class FlatTree(NamedTuple):
         return jax.tree_util.tree_unflatten(self.treedef, self.leaves)
 
     def without_gradients(self) -> "FlatTree":
-        """The same with `float0` zeros for all leaves, as `jax.grad` gives for integers."""
+        """This tree with `float0` zeros for all leaves, as `jax.grad` gives for integers."""
         zeros = [np.zeros(np.shape(leaf), jax.dtypes.float0) for leaf in self.leaves]
         return self._replace(leaves=zeros)
 
@@ -136,7 +136,7 @@ def flatten(
       tree: any pytree.
       argument: what the tree is called in messages.
       integers: whether integer leaves are left alone ("skip"), refused ("error"), or measured like
-        the others ("measure"). Bool and PRNG-key leaves are refused unless it is "skip".
+        floats ("measure"). Bool and PRNG-key leaves are refused unless it is "skip".
 
     Raises:
       TypeError: if a leaf is neither an array nor a number, or is refused because of `integers`.
@@ -158,13 +158,13 @@ def flatten(
 
 
 _GRADIENTS = ("updates", "tree")
-"""The names of arguments that hold what is clipped."""
+"""The names of the arguments that are clipped."""
 
 
 def _without_boxes(paths: list[Path], tree: PyTree) -> list[Path]:
-    """The paths, which end at the box where an array is in one.
+    """The paths of leaves; the path of an array in a box ends at the box.
 
-    Flax NNX passes variables to `init` and their arrays to `update`; the names must be the same.
+    Flax NNX passes variables to `init` and their arrays to `update`; both must have the same names.
     """
     if not any(path and path[-1] == _IN_BOX for path in paths):
         return paths
@@ -215,7 +215,7 @@ def _is_measured(leaf: Any, path: Path, argument: str, integers: str) -> bool:
 
 
 def dtype_of(leaf: Any) -> Any:
-    """The dtype of a number, or of an array with a dtype of JAX's; None for anything else."""
+    """The dtype of a number, or of an array with one of JAX's dtypes; None for anything else."""
     dtype = getattr(leaf, "dtype", None)
     if dtype is None:
         is_number = isinstance(leaf, (bool, int, float, complex))
@@ -249,7 +249,7 @@ def per_leaf(value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument
       value: `fn(path, leaf) -> value`, where the path is text such as `encoder/0/kernel`; or a
         pytree prefix of the tree whose leaves are the values.
       flat: the tree.
-      argument: what `value` is called in messages.
+      argument: the name of `value` in messages.
 
     Raises:
       ValueError: if `value` is not a prefix of the tree.
@@ -272,7 +272,7 @@ def per_leaf(value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument
 
 
 def matching_params(flat: FlatTree, params: PyTree, name: str) -> FlatTree:
-    """The tree of updates with the parameters in place of its measured leaves."""
+    """The tree of updates, with the parameters in place of its measured leaves."""
     found = flatten(params, "params")
     by_path = {found.paths[i]: found.leaves[i] for i in found.measured}
     for i in flat.measured:

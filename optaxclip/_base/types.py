@@ -17,7 +17,7 @@ else:
     from typing_extensions import TypeAliasType
 
 ArrayLike = TypeAliasType("ArrayLike", jax.typing.ArrayLike)
-"""What JAX takes for an array. `help` calls it by this name, and would write out all of it."""
+"""What JAX takes for an array; a type of its own, because `help` shows its name alone."""
 
 PyTree: TypeAlias = Any
 """Any pytree of arrays."""
@@ -33,13 +33,13 @@ Path: TypeAlias = tuple[Any, ...]
 """A leaf's key path, as `jax.tree_util.tree_flatten_with_path` gives it."""
 
 AxisName: TypeAlias = str | Sequence[str] | None
-"""One or several names of mapped axes."""
+"""The name of a mapped axis, or several names."""
 
 NonFinite: TypeAlias = Literal["nan", "zero", "mask", "error"]
 
 
 class Limits(NamedTuple):
-    """Two norms for each group: above `trigger` the group is clipped, to the norm `target`."""
+    """Two norms for each group: if its norm is above `trigger`, it is clipped to `target`."""
 
     trigger: NormTree
     target: NormTree
@@ -51,15 +51,15 @@ class Threshold:
     """A limit rule: an `(init, update)` pair, like Optax's own.
 
     A rule gets the norms of all groups in one array, `[]` for the scope `tree` and `[groups]` for
-    others. The entry of a group without leaves at this step is NaN. The rule returns limits of the
-    same shape.
+    other scopes. A group without leaves at this step has the norm NaN. The rule returns limits of
+    the same shape.
 
     `init` and `update` are `jax.tree_util.Partial`s (plain functions are wrapped), so a rule is a
-    pytree and its numbers are traced: with another limit, nothing is compiled again.
+    pytree and its numbers are traced: another limit does not compile anything again.
 
     Attributes:
-      init: `init(norms) -> state`; `norms` are zeros of the shape and dtype of the norms to come.
-        The state's structure must be the same for every shape of norms.
+      init: `init(norms) -> state`; `norms` are zeros of the shape and dtype that norms have. The
+        state's structure must be the same for every shape of norms.
       update: `update(norms, state, param_norms) -> (Limits, state)`.
       uses_params: whether `update` needs the norms of the parameters; they are None otherwise.
     """
@@ -69,7 +69,7 @@ class Threshold:
     uses_params: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def as_pytree(self) -> "Threshold":
-        """The same rule with plain functions wrapped, so that it can be an argument under `jit`."""
+        """The rule with plain functions wrapped, so that it can be an argument under `jit`."""
         init, update = (
             fn if isinstance(fn, Partial) else Partial(fn) for fn in (self.init, self.update)
         )
@@ -80,14 +80,14 @@ class Threshold:
 class ClipInfo(NamedTuple):
     """What a clip did at the last step.
 
-    Every array is `[]` for the scope `tree` and `[entries]` for the others, with one entry per
-    group. Scopes with very many groups (`axes`, `unit`) have one entry per leaf: norm, limit and
-    factor are those of the leaf's group with the largest ratio of norm to limit. For a tree with
-    float64 leaves, `clip_tree` returns float64 instead of float32.
+    Every array is `[]` for the scope `tree`, and `[entries]` for other scopes, with one entry for
+    each group. Scopes with very many groups (`axes`, `unit`) have one entry for each leaf: its
+    norm, limit and factor are those of the leaf's group with the largest ratio of norm to limit.
+    For a tree with float64 leaves, `clip_tree` returns float64 instead of float32.
 
     Attributes:
       name: the transformation's name, as a tuple of one.
-      names: the entries' names in order. Both fields are part of the structure, not arrays.
+      names: the entries' names in order. Like `name`, they are part of the structure, not arrays.
       norm: float32, the norm before clipping.
       limit: float32, the norm above which the group is clipped.
       factor: float32, what the group was multiplied by.

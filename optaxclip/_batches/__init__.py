@@ -1,1 +1,1 @@
-"""What a loss takes: its parameters, its batch, and the parts that a batch is cut into."""
+"""The arguments of a loss: its parameters, its batch, and the parts that a batch is cut into."""

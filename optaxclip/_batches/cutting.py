@@ -1,4 +1,4 @@
-"""Microbatches: a batch is cut so that each device keeps its share of every microbatch."""
+"""Cuts a batch into microbatches so that each device keeps its share of every microbatch."""
 
 import functools
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from optaxclip._border.crossing import split_as
 
 
 def number_of_examples(flat: FlatTree, argument: str, remedy: str = "") -> int:
-    """The size of the leading axis, which all leaves must share; `remedy` ends the message.
+    """The size of the leading axis, which must be the same for all leaves; `remedy` ends messages.
 
     Raises:
       ValueError: if leaves have no leading axis, or leading axes of different sizes.
@@ -73,14 +73,14 @@ def last_examples(x: Array, rest: int) -> Array:
 
 
 def in_order_of_batch(x: Array) -> Array:
-    """`[count * size, ...]` in the order of the batch, from one row for each microbatch.
+    """The examples `[count * size, ...]` in the order of the batch, from rows of microbatches.
 
     Args:
       x: `[count, size, ...]`.
     """
 
     def in_order(x: Array) -> Array:
-        # Not -1, which has no value where the examples are empty arrays.
+        # Not -1, which is undefined if the examples are empty arrays.
         return jnp.swapaxes(x, 0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
     return split_as(in_order, lambda split: split.spec[1:], x)

@@ -1,4 +1,4 @@
-"""Which arguments of a loss are parameters, which are the batch, and which are neither."""
+"""Tells which arguments of a loss are parameters, which are the batch, and which are neither."""
 
 import operator
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Roles(NamedTuple):
         argnums: int | Sequence[int],
         batch_argnums: int | Sequence[int] | None,
     ) -> "Roles":
-        """From what a user passed; with `batch_argnums=None` all but the parameters are batch.
+        """The roles of arguments; with `batch_argnums=None`, all but the parameters are batch.
 
         Raises:
           ValueError: for positions that do not exist or come twice, and if no argument is batch.
@@ -51,7 +51,7 @@ class Roles(NamedTuple):
 
     @property
     def params(self) -> PyTree:
-        """The arguments that are differentiated: a tuple, or one if `argnums` is an int."""
+        """The arguments that are differentiated: a tuple, or only one if `argnums` is an int."""
         if isinstance(self.argnums, int):
             return self.args[self.argnums]
         return tuple(self.args[i] for i in self.argnums)
@@ -85,7 +85,7 @@ def _positions(numbers: Sequence[int], count: int, argument: str) -> tuple[int, 
 
 
 def checked_roles(argnums: Any, batch_argnums: Any) -> tuple[_Numbers, _Numbers | None]:
-    """The positions of the parameters and of the batch, which must differ.
+    """The positions of the parameters and of the batch, which must have none in common.
 
     Raises:
       ValueError: if a position is among both.

@@ -1,1 +1,1 @@
-"""All that is not mathematics, once, around any update of ours."""
+"""The border: what is not mathematics is done here, once, around each update."""

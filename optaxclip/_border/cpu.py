@@ -1,9 +1,10 @@
-"""Code for XLA on CPU alone; each function says what it gains.
+"""Code for XLA on CPU alone; each function says what it saves.
 
-On accelerators memory limits a pass, so sums at three scales take no longer than one. On a CPU, XLA
-calls a library for plain sums, and compiles all other reductions itself; those take 5 to 10 times
-as long. The library's sums in float64 take one and a half times to twice as long as in float32. One
-of them is exact for all norms of float32, so there is no second pass. (All with JAX 0.10.2.)
+On accelerators memory limits a pass, so sums at three scales take no longer than one sum. On a CPU,
+XLA calls a library for plain sums, and compiles all other reductions itself; these take 5 to 10
+times as long. The library takes one and a half times to twice as long for a sum in float64 as for
+one in float32. A sum in float64 is exact for all norms of float32, so there is no second pass. (All
+with JAX 0.10.2.)
 """
 
 import functools
@@ -20,13 +21,13 @@ from optaxclip._base.numerics import entries
 from optaxclip.norms import Norm
 
 
-# Compiled by itself so that it is traced once for leaves that are alike.
+# A compiled function of its own, so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "norm"))
 def sum_in_float64(x: Array, axes: tuple[int, ...], *, norm: Norm) -> Array:
     """The sum of powers of entries; the caller has to enable 64-bit types."""
     if norm.degree != 2:
-        # If the program also sums this leaf's squares, XLA would otherwise convert its entries once
-        # for both sums, and store them (JAX 0.10.2).
+        # Without the barrier, XLA (JAX 0.10.2) would convert the entries once for this sum and for
+        # a sum of the leaf's squares in the same program, and store them.
         x = lax.optimization_barrier(x)
     return lax.reduce_sum(norm.map(entries(x, jnp.float64)), axes)
 
@@ -34,16 +35,16 @@ def sum_in_float64(x: Array, axes: tuple[int, ...], *, norm: Norm) -> Array:
 def added_up(x: Array) -> Array:
     """The sum along the first axis, as the last entry of a cumulative sum.
 
-    XLA on CPU (JAX 0.10.2) repeats a plain sum, with all of its summands, in each of its uses: then
-    a clip of 200 leaves by their global norm takes twice as long to compile.
+    XLA on CPU (JAX 0.10.2) repeats a plain sum, with all of its summands, at each use: with
+    `jnp.sum` a clip of 200 leaves by their global norm takes twice as long to compile.
     """
     return lax.cumsum(x)[-1]
 
 
 def by_one_division(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
-    """Each dividend by its divisor, all of one shape, by one division of stacks.
+    """Each dividend divided by its divisor, all of one shape, in one division of stacked arrays.
 
-    Several divisions would give several arrays, which the callers stack. XLA on CPU (JAX 0.10.2)
+    The callers would have to stack the results of several divisions. XLA on CPU (JAX 0.10.2)
     repeats that stacking inside of each leaf's loop: a clip of 200 leaves by their own norms then
     has a tenth more instructions.
     """
@@ -53,9 +54,9 @@ def by_one_division(dividends: Sequence[Array], divisors: Sequence[Array]) -> tu
 def product_of_bfloat16(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
     """`x * power * ratio` on the bit patterns of bfloat16.
 
-    XLA on CPU (JAX 0.10.2) stores an array that it converts, but fuses operations on bits with what
-    comes before and after them. Without this a clip in a step of AdamW takes twice as long, and
-    longer than Optax's.
+    XLA on CPU (JAX 0.10.2) stores the result of a conversion such as `x.astype(jnp.float32)`, but
+    fuses operations on bits with what comes before and after them. With conversions, a clip in a
+    step of AdamW takes twice as long, and longer than Optax's.
     """
     wide = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << jnp.uint32(16)
     product = lax.bitcast_convert_type(wide, jnp.float32) * power * ratio
@@ -70,9 +71,9 @@ def product_of_bfloat16(x: Array, power: Array, ratio: Array, *, strict: bool) -
 
 @custom_jvp()
 def select_bits(flag: Array, x: Array, y: Array) -> Array:
-    """`x` where `flag`, which broadcasts to it, is True, else `y`, both bfloat16.
+    """`x` where `flag`, which broadcasts to `x`, is True, else `y`; both are bfloat16.
 
-    XLA on CPU (JAX 0.10.2) converts bfloat16 before it selects, which loses subnormal numbers.
+    XLA on CPU (JAX 0.10.2) converts bfloat16 for a `lax.select`, which loses subnormal numbers.
     """
     bits = [lax.bitcast_convert_type(z, jnp.uint16) for z in (x, y)]
     return lax.bitcast_convert_type(lax.select(jnp.broadcast_to(flag, x.shape), *bits), x.dtype)

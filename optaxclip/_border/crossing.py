@@ -1,6 +1,6 @@
-"""How an update crosses the border: transformations of arrays in any memory, calls on any mesh.
+"""Makes transformations work for arrays in any memory, and calls work on any mesh.
 
-The code that is called knows neither memories nor explicit meshes nor eager mode.
+The code that is called from here knows nothing of memories, explicit meshes and eager mode.
 """
 
 import functools
@@ -39,12 +39,12 @@ class Update(Protocol[State]):
 
 
 class Transformation(optax.GradientTransformationExtraArgs, Generic[State]):
-    """Optax's transformation with the type of its state, which Optax only calls a pytree.
+    """Optax's transformation with the type of its state, for which Optax says only "pytree".
 
-    So an editor knows the fields of `state` after `updates, state = tx.update(...)`.
+    With it, an editor knows the fields of `state` after `updates, state = tx.update(...)`.
     """
 
-    # A field of a named tuple is never assigned, so it may be narrower than the parent's.
+    # A field of a named tuple is never assigned, so its type may be narrower than in the parent.
     init: Init[State]  # pyright: ignore[reportIncompatibleVariableOverride]
     update: Update[State]  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -93,7 +93,7 @@ def stateless(update: Callable[..., Any]) -> Transformation[Any]:
 
 
 def everywhere(*operands: Any) -> PartitionSpec:
-    """For results of which every device has all."""
+    """The spec of results that every device holds in full."""
     del operands
     return PartitionSpec()
 
@@ -105,19 +105,19 @@ def across(
     compiled: bool = True,
     **static: Any,
 ) -> Any:
-    """`fn(*operands, **static)`, wherever the operands lie: `fn` sees arrays that nothing splits.
+    """`fn(*operands, **static)` for operands that lie anywhere: `fn` sees arrays as if unsplit.
 
-    In eager mode that is one compiled call, which is cached. Under `jit`, `fn` is traced like the
-    code around it. If the types of arrays say that they are split over an explicit mesh, its axes
-    are automatic inside of `fn`: there the compiler decides how arrays are split.
+    In eager mode it is one compiled call, which is cached. Under `jit`, `fn` is traced like the
+    code around it. If the types of arrays say that they are split over an explicit mesh, the axes
+    of this mesh are automatic inside of `fn`: there the compiler decides how arrays are split.
 
     Args:
-      fn: a function; a module-level one if compiled, because it is part of the cache's key.
+      fn: a function; if compiled, of a module's top level, because it is part of the cache's key.
       *operands: pytrees of arrays.
-      like: from the operands to what the results are typed like, if there is such a mesh: a pytree
-        of arrays or of `PartitionSpec`s, a prefix of the results.
+      like: a function of the operands that gives the types of the results on such a mesh, as a
+        pytree prefix of the results with arrays or `PartitionSpec`s.
       compiled: whether to compile in eager mode.
-      **static: what else `fn` has to know, hashable.
+      **static: hashable keyword arguments of `fn`.
     """
     call = _compiled if compiled else _on_any_mesh
     return call(fn, like, tuple(static.items()), *devices.typed_like(operands, operands))
@@ -145,7 +145,7 @@ _compiled = jax.jit(_on_any_mesh, static_argnums=(0, 1, 2), inline=True)
 def scanned(body: Callable[..., Any], start: PyTree, xs: PyTree, beside: PyTree) -> Any:
     """`lax.scan(body, start, xs)` for a body that also uses `beside`, on any mesh.
 
-    Otherwise it fails for seeds that `vmap` splits over an explicit mesh (JAX 0.10.2).
+    A plain `lax.scan` fails for seeds that `vmap` splits over an explicit mesh (JAX 0.10.2).
     """
     with devices.on_own_mesh(devices.types_of(beside)):
         return lax.scan(body, devices.typed_like(start, beside), xs)
@@ -160,7 +160,8 @@ class Split(NamedTuple):
     def examples(self, number: int) -> tuple[str, ...] | None:
         """The mesh axes over which `number` examples can be split evenly.
 
-        Of those that split the array's first axis, the last are left out until the split is even.
+        Of the axes that split the array's first axis, the last are left out until the split is
+        even.
         """
         names = devices.spec_names(self.spec[0])
         while number % math.prod(self.mesh.shape[name] for name in names):

@@ -1,9 +1,9 @@
-"""Meshes, axes and memories, as JAX's types describe them; the only file that asks JAX for them.
+"""Meshes, axes and memories, as JAX's types describe them; no other file asks JAX for these.
 
 Inside `shard_map` some axes of the mesh are manual: an array is what one device holds. With
-`check_vma=True`, JAX tracks over which manual axes an array varies, and its type says so; without
-it, and inside `pmap`, the type says nothing. Outside of `shard_map`, the type says how an array is
-split over an explicit mesh.
+`check_vma=True`, JAX tracks over which manual axes an array varies, and the array's type says so;
+otherwise, and inside `pmap`, the type does not say it. Outside of `shard_map`, the type says how an
+array is split over an explicit mesh.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ Axes = frozenset[str]
 
 
 def manual_axes() -> Axes:
-    """The axes of the mesh that are manual here; inside `pmap`, its axis."""
+    """The axes of the mesh that are manual here; inside `pmap`, the axis of the `pmap`."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
@@ -42,7 +42,7 @@ def varying_axes(x: Any) -> Axes:
 def types_of(arrays: PyTree) -> list[Any]:
     """The types of these arrays, each once.
 
-    Callers pass them on, because `jax.typeof` is slow.
+    Callers pass the types on, because `jax.typeof` is slow.
     """
     return list(dict.fromkeys(map(jax.typeof, jax.tree.leaves(arrays))))
 
@@ -61,9 +61,9 @@ def refuse_partial_sums(types: Iterable[Any]) -> None:
 
 
 def alike(x: Array, like: Array) -> Array:
-    """`x`, split over devices as the compiler splits `like`.
+    """`x`, which the compiler splits over devices in the same way as `like`.
 
-    Nothing is done where types or the user decide how arrays are split, not the compiler.
+    If types or the user decide how arrays are split, `x` is returned unchanged.
     """
     sharding = getattr(jax.typeof(like), "sharding", None)
     types = () if sharding is None else sharding.mesh.axis_types
@@ -71,7 +71,7 @@ def alike(x: Array, like: Array) -> Array:
         return x
     if shard_alike is not None:
         return shard_alike(like, x)[1]
-    # The choice is never `like`, but the compiler, which must not see that, splits both alike.
+    # `x` is always chosen. The barrier hides that from the compiler, which so splits both alike.
     never = lax.optimization_barrier(jnp.zeros((), bool))
     return lax.select(never, like.astype(x.dtype), x)
 
@@ -89,10 +89,10 @@ def vary(x: Array, axes: Axes) -> Array:
 
 
 def varying_like(batch: PyTree, tree: PyTree) -> PyTree:
-    """`tree`, typed inside `shard_map` as varying over the devices over which the batch varies.
+    """`tree`, typed inside `shard_map` as varying over the same devices as the batch.
 
-    Otherwise JAX would sum gradients over these devices, because the parameters do not vary: so
-    examples would be added up before they are clipped.
+    Without this, JAX would sum gradients over these devices, because the parameters do not vary
+    over them: examples would be added up before they are clipped.
     """
     axes = Axes().union(*map(varying_axes, jax.tree.leaves(batch)))
     return jax.tree.map(lambda x: vary(jnp.asarray(x), axes), tree) if axes else tree
@@ -112,7 +112,7 @@ def sum_over_devices(x: Array, axes: Axes) -> Array:
 def largest(x: Array, axes: Axes) -> Array:
     """The maximum over the devices along these axes, of arrays without NaN.
 
-    `lax.pmax` loses a NaN on a CPU (JAX 0.10.2).
+    Arrays with NaN cannot use it, because `lax.pmax` loses a NaN on a CPU (JAX 0.10.2).
     """
     return lax.pmax(x, tuple(sorted(axes))) if axes else x
 
@@ -146,7 +146,7 @@ def lies_in_one_piece(arrays: PyTree) -> bool:
 
 
 def automatic_mesh(types: Iterable[Any]) -> Any:
-    """The mesh that one of these types of arrays names, if the compiler splits arrays over it."""
+    """The mesh in one of these types over which the compiler splits arrays, if there is one."""
     return _mesh_with(AxisType.Auto, types)
 
 
@@ -159,16 +159,16 @@ def _mesh_with(kind: AxisType, types: Iterable[Any]) -> Any:
 
 
 def explicit_mesh(types: Iterable[Any]) -> Any:
-    """The one explicit mesh over which arrays of these types are split; else None."""
+    """The explicit mesh over which arrays of these types are split; None if there is none."""
     shardings = map(_explicit_sharding, types)
     meshes = {sharding[0] for sharding in shardings if sharding}
     return meshes.pop() if len(meshes) == 1 else None
 
 
 def gathered(x: Any) -> Any:
-    """`x`, in full on each device of the explicit mesh over which its type says that it is split.
+    """`x`, in full on each device of the explicit mesh in its type.
 
-    JAX 0.10.2 neither sorts an array along an axis that is split, nor writes a row into the array.
+    JAX 0.10.2 can neither sort an array along an axis that is split, nor write a row into it.
     """
     sharding = explicit_sharding(x)
     if sharding is None:
@@ -177,19 +177,19 @@ def gathered(x: Any) -> Any:
 
 
 def on_own_mesh(types: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """If no mesh is set, sets the explicit mesh on which traced arrays of these types lie, if any.
+    """Sets the explicit mesh on which traced arrays of these types lie, if no mesh is set.
 
-    Otherwise JAX 0.10.2 cannot stack arrays under `vmap` that are split over an explicit mesh.
+    Without it, JAX 0.10.2 cannot stack arrays under `vmap` that are split over an explicit mesh.
     """
     mesh = None if current_mesh() else _mesh_with(AxisType.Explicit, types)
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 
 
 def typed_like(tree: PyTree, like: PyTree) -> PyTree:
-    """`tree`, whose arrays are typed as lying on all devices of the explicit mesh of `like`.
+    """`tree`, with its arrays typed as lying on all devices of the explicit mesh of `like`.
 
-    Otherwise JAX 0.10.2, under `vmap` over an axis of the mesh, can neither join mapped arrays with
-    unmapped ones, nor carry through `scan` what starts unmapped. In eager mode nothing is done.
+    Without it, JAX 0.10.2 under `vmap` over an axis of the mesh can neither join mapped arrays with
+    unmapped ones, nor carry through `scan` what starts unmapped. In eager mode nothing changes.
     """
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(like))
     mesh = _mesh_with(AxisType.Explicit, types_of(like)) if is_traced else None
@@ -205,7 +205,7 @@ def typed_like(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def zeros_like_type(of_type: Any, around: Sequence[int] = ()) -> Array:
-    """Zeros of a type, with more axes before its own; split as it says over an explicit mesh."""
+    """Zeros of a type, with the axes `around` in front, split over an explicit mesh as it says."""
     zeros = jnp.zeros((*around, *of_type.shape), of_type.dtype)
     sharding = getattr(of_type, "sharding", None)
     if sharding is None or sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
@@ -215,9 +215,9 @@ def zeros_like_type(of_type: Any, around: Sequence[int] = ()) -> Array:
 
 
 def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
-    """Arrays of one shape along a new axis."""
-    # On an explicit mesh `jnp.stack` fails (JAX 0.10.2) where `vmap` maps some of the arrays and
-    # others not.
+    """Stacks arrays of one shape along a new axis."""
+    # Not `jnp.stack`, which fails on an explicit mesh (JAX 0.10.2) if `vmap` maps only some of the
+    # arrays.
     return lax.concatenate([lax.expand_dims(x, (axis,)) for x in arrays], axis)
 
 
@@ -227,7 +227,7 @@ def is_of_both_kinds(mesh: Any) -> bool:
 
 
 def with_automatic_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[..., Any]:
-    """`fn` with the mesh's explicit axes made automatic: the compiler decides how to split.
+    """`fn` with the mesh's explicit axes made automatic, so that the compiler splits arrays.
 
     Args:
       fn: a function of pytrees.
@@ -237,12 +237,12 @@ def with_automatic_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) ->
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), out_specs)
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in types if kind == AxisType.Explicit)
-    # Without `jit`, `auto_axes` fails in eager mode inside of `shard_map` (JAX 0.10.2).
+    # In `jit`, because `auto_axes` alone fails in eager mode inside of `shard_map` (JAX 0.10.2).
     return jax.jit(jax.sharding.auto_axes(fn, out_sharding=shardings, axes=axes))
 
 
 def spec_of(x: Any) -> PartitionSpec:
-    """How an array is split over an explicit mesh, as its type says; a spec is returned."""
+    """The spec by which an array is split over an explicit mesh; a spec is returned as it is."""
     if isinstance(x, PartitionSpec):
         return x
     sharding = explicit_sharding(x)
@@ -267,7 +267,7 @@ def axes_of(spec: PartitionSpec) -> Axes:
 
 
 def current_mesh() -> Any:
-    """The mesh that was set, or that of the surrounding `shard_map`; None if there is none."""
+    """The mesh that was set, or the mesh of the surrounding `shard_map`; None if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
 
@@ -278,7 +278,7 @@ def replicated(x: Array, mesh: Any) -> Array:
 
 
 def memories(tree: PyTree) -> list[Any]:
-    """For each leaf: the memory that holds it, or None if that is the device's default memory."""
+    """For each leaf, the memory that holds it; None for the device's default memory."""
     return [_memory(x) for x in jax.tree.leaves(tree)]
 
 
@@ -292,10 +292,10 @@ def _memory(x: Any) -> Any:
 
 
 def brought(*trees: PyTree) -> tuple[tuple[PyTree, ...], Callable[..., tuple[PyTree, ...]]]:
-    """The trees with all arrays in the default memory of their device, and the way back.
+    """The trees with all arrays in the default memory of their device, and a function back.
 
-    The way back takes results like the first of the trees, and moves each of their arrays to where
-    the tree's was. A result for a tree that was None stays where it is.
+    That function takes results like the first of the trees, and moves each array of a result to the
+    memory that the tree's array was in. A result for a tree that was None stays where it is.
     """
     if set(memories(trees)) <= {None}:
         return trees, lambda *results: results

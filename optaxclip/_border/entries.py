@@ -1,6 +1,6 @@
-"""The entries of a leaf, as they are measured and changed, in the way that is best on a platform.
+"""Measures and changes the entries of a leaf in the way that is best on a platform.
 
-The tricks for one backend are in its own file, with what they gain.
+The tricks for one backend are in a file of its own, with what they save.
 """
 
 import functools
@@ -20,7 +20,7 @@ from optaxclip._base.trees import is_sparse, with_data
 
 
 def as_arrays(leaves: list[Any]) -> list[Any]:
-    """Leaves, of which some may be numbers, as arrays; a `BCOO` stays as it is."""
+    """Leaves as arrays, even if they are numbers; a `BCOO` stays as it is."""
     return [leaf if is_sparse(leaf) else jnp.asarray(leaf) for leaf in leaves]
 
 
@@ -29,8 +29,8 @@ def in_one_array(
 ) -> tuple[Array, tuple[int, ...]]:
     """A leaf as one array, and the axes over which its entries share a norm.
 
-    Of a `BCOO` these are the stored values in `dtype`, with duplicates added up and padding 0, and
-    all of their axes.
+    For a `BCOO` these are the stored values in `dtype`, with duplicates added up and 0 for padding,
+    and all of their axes.
     """
     if not is_sparse(leaf):
         return leaf, axes
@@ -42,16 +42,16 @@ def in_one_array(
 def entries_of_both(
     leaf: Any, other: Any, axes: tuple[int, ...], dtype: jax.typing.DTypeLike
 ) -> tuple[Array, Array, tuple[int, ...]]:
-    """The entries of two leaves of one shape, in pairs, and the axes over which they share a norm.
+    """Pairs of entries of two leaves of one shape, and the axes over which they share a norm.
 
-    Pairs that a `BCOO` lacks are left out.
+    Entries that a `BCOO` does not store are left out of both.
     """
     if is_sparse(other):
         other = other.todense()
     if is_sparse(leaf):
         from jax.experimental.sparse import bcoo_extract
 
-        # Products are linear in the leaf, so that duplicates need not be added first.
+        # Products are linear in the leaf, so duplicates need not be added first.
         other = bcoo_extract(leaf, other, assume_unique=True).data
         leaf = jnp.where(not_padding(leaf), leaf.data, 0)
         axes = tuple(range(leaf.ndim))
@@ -59,7 +59,7 @@ def entries_of_both(
 
 
 def sums_of_stored(leaf: Any, dtype: jax.typing.DTypeLike) -> Array:
-    """For each stored value of a `BCOO` the entry that it is a part of; 0 for padding."""
+    """For each stored value of a `BCOO`, the entry that it is a summand of; 0 for padding."""
     data = jnp.where(not_padding(leaf), entries(leaf.data, dtype), 0)
     sums = _sums_of_equal
     for _ in range(leaf.n_batch):
@@ -74,7 +74,7 @@ def _sums_of_equal(data: Array, indices: Array) -> Array:
 
 
 def not_padding(leaf: Any) -> Array:
-    """Which stored values of a `BCOO` are entries, not padding; broadcasts to its data."""
+    """Which stored values of a `BCOO` are not padding; the flags broadcast to its data."""
     bounds = np.asarray(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse])
     bounds = jnp.broadcast_to(bounds.astype(leaf.indices.dtype), leaf.indices.shape)
     inside = jnp.all(leaf.indices < bounds, axis=-1)
@@ -82,19 +82,19 @@ def not_padding(leaf: Any) -> Array:
 
 
 def any_entry(leaf: Any, flags: Array, axes: tuple[int, ...]) -> Array:
-    """Over some axes of a leaf, whether one of its stored values that is an entry has a flag."""
+    """Whether any entry has its flag set, over some axes of a leaf; padding does not count."""
     return jnp.any(flags & not_padding(leaf)) if is_sparse(leaf) else jnp.any(flags, axes)
 
 
 def on_data(fn: Callable[..., Array], leaf: Any, axes: tuple[int, ...]) -> Any:
-    """`fn(leaf, axes=axes)`; of a `BCOO` the stored values are changed, which share all axes."""
+    """`fn(leaf, axes=axes)`; for a `BCOO`, `fn` of its stored values with all of their axes."""
     if not is_sparse(leaf):
         return fn(leaf, axes=axes)
     return with_data(leaf, fn(leaf.data, axes=tuple(range(leaf.data.ndim))))
 
 
 def times(x: Array, by: Array | float) -> Array:
-    """Entries times a real number; complex ones part by part, as 0 times infinity would be NaN."""
+    """Entries times a real number; complex ones part by part, because 0 * infinity is NaN."""
     if isinstance(by, float) and by == 1:
         return x
     return by_parts(functools.partial(multiply, y=by), x)
@@ -109,8 +109,8 @@ def product(
       x: real entries.
       power: a power of two, which broadcasts to them.
       ratio: the other factor, of the same shape.
-      strict: whether to round toward zero, not to the nearest number.
-      plain: the function of these that computes the product where no trick is needed.
+      strict: whether to round toward zero instead of to the nearest number.
+      plain: the function of these arguments for platforms that need no trick.
     """
     plain = functools.partial(plain, strict=strict)
     if x.dtype != jnp.bfloat16 or ratio.dtype != jnp.float32:
@@ -125,9 +125,9 @@ def product(
 
 
 def select_exactly(flag: Array, x: Array, y: Array) -> Array:
-    """`x` where `flag`, which broadcasts to it, is True, else `y`; subnormal numbers stay."""
-    # `lax.select` does not broadcast flags of several groups; `jnp.where` does, but it is a nested
-    # call for each leaf, which takes longer to compile.
+    """`x` where `flag`, which broadcasts to `x`, is True, else `y`; subnormal numbers stay."""
+    # `lax.select` does not broadcast the flags of several groups. `jnp.where` does, but is a nested
+    # call for each leaf (JAX 0.10.2), which takes longer to compile.
     select = lax.select if flag.shape in ((), x.shape) else jnp.where
     if x.dtype != jnp.bfloat16:
         return select(flag, x, y)
@@ -135,7 +135,7 @@ def select_exactly(flag: Array, x: Array, y: Array) -> Array:
 
 
 def quotients(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
-    """Each dividend by its divisor, all of one shape."""
+    """Each dividend divided by its divisor; all have one shape."""
     ways = {"cpu": cpu.by_one_division, "default": _one_by_one}
     return lax.platform_dependent(dividends, divisors, **ways)
 

@@ -1,8 +1,8 @@
-"""Sums of powers of a leaf's entries, or of products, in the way that is best on each platform.
+"""Sums powers of a leaf's entries, or products, in the way that is best on each platform.
 
 In float32 a sum of squares is exact up to rounding for norms from 2**-31 to 2**64, whatever the
 number of entries. For smaller norms the entries are multiplied by 2**88 before they are squared,
-for larger ones by 2**-88.
+for larger norms by 2**-88.
 """
 
 import functools
@@ -22,26 +22,26 @@ from optaxclip._border.entries import times
 from optaxclip.norms import Norm, l2
 
 AtScales = tuple[Array, ...]
-"""For each scale the sum of powers of a leaf, of a group, or of an array of groups."""
+"""For each scale, the sum of powers of a leaf, of a group, or of an array of groups."""
 
 
 def either(
     in_float64: Callable[[list[Any]], Any], at_scales: Callable[[list[Any]], Any]
 ) -> Callable[[list[Any]], Any]:
-    """One of two functions of leaves: that which sums in float64 where this costs nothing more.
+    """Calls one of two functions of leaves: on a CPU, where sums in float64 are cheap, the first.
 
-    That is on a CPU. The other sums at several scales.
+    On other platforms it calls the second, which sums at several scales.
     """
     return functools.partial(lax.platform_dependent, cpu=in_float64, default=at_scales)
 
 
 def distance(dtype: jax.typing.DTypeLike) -> float:
-    """The power of two between two scales: 2**88 in float32, 2**704 in float64."""
+    """The ratio of two neighbouring scales: 2**88 in float32, 2**704 in float64."""
     return 2.0 ** int(0.6875 * jnp.finfo(dtype).maxexp)
 
 
 VERY_MANY = 2.0**40
-"""An upper bound on the number of entries that one sum takes."""
+"""An upper bound on the number of entries in one sum."""
 
 
 def lowest(dtype: jax.typing.DTypeLike) -> float:
@@ -51,26 +51,26 @@ def lowest(dtype: jax.typing.DTypeLike) -> float:
 
 
 def highest(dtype: jax.typing.DTypeLike) -> float:
-    """A larger product of norms stays above `lowest` at the scale for large numbers.
+    """A product of norms above this bound is above `lowest` at the scale for large numbers.
 
-    So each scale is used only where products of entries are neither too large nor too small for it.
+    So each scale is used only if products of entries are neither too large nor too small for it.
     """
-    # Not the square of the distance, which for float64 is too large for a float of Python's.
+    # Not the square of the distance: for float64 it is too large for a Python float.
     return lowest(dtype) * distance(dtype) * distance(dtype)
 
 
 def scales(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
     """The powers of two by which entries are multiplied before the norm maps them.
 
-    The first is 1; the second keeps sums from overflow; a third keeps squares from underflow.
-    Counts of entries (degree 0) need only the scale 1.
+    The first scale is 1; the second keeps sums from overflow; the third keeps squares from
+    underflow. Counts of entries (degree 0) need only the scale 1.
     """
     up = distance(dtype)
     by_degree: dict[float, tuple[float, ...]] = {0: (1.0,), 1: (1.0, 1 / up), 2: (1.0, 1 / up, up)}
     return by_degree[norm.degree]
 
 
-# Compiled by themselves so that they are traced once for leaves that are alike.
+# Compiled functions of their own, so that they are traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def at_once(leaf: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> AtScales:
     """The sums at all scales in one variadic reduction, which a GPU runs as one kernel."""
@@ -79,10 +79,10 @@ def at_once(leaf: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype)
 
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def one_by_one(leaf: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> AtScales:
-    """The sums at all scales, as one plain sum per scale.
+    """The sums at all scales, as one plain sum for each scale.
 
-    A TPU computes several in one pass where their results are small, and the compiler can split
-    them over devices.
+    A TPU computes several plain sums in one pass if their results are small, and the compiler can
+    split plain sums over devices.
     """
     return _added_one_by_one(*_powers(leaf, axes, norm, dtype))
 
@@ -96,10 +96,10 @@ def _powers(
 
 
 def _beside_zero(x: Array, axes: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
-    """A single entry with a zero beside it, and the axes with the new one; other entries stay.
+    """Puts a zero beside a single entry, along a new axis; arrays of other sizes stay.
 
-    For a single number XLA (JAX 0.10.2) computes `x * x * (scale * scale)`, whose second product
-    overflows.
+    For a single number, XLA (JAX 0.10.2) computes `(x * scale)**2` as `x * x * (scale * scale)`,
+    and the second product overflows.
     """
     if fixed_size(x.size) != 1:
         return x, axes
@@ -125,9 +125,9 @@ def at_scales(
     """The sums of a leaf at all scales, on any platform.
 
     If norms are computed in float32, a leaf that is summed over all of its axes takes one variadic
-    reduction, as long as it is whole, or a shard inside of `shard_map`. Any other leaf takes one
-    plain sum for each scale, or on a GPU one sum in float64. If norms are computed in float64,
-    every leaf takes one plain sum for each scale.
+    reduction if it is whole, or a shard inside of `shard_map`. Any other leaf takes one plain sum
+    for each scale, or on a GPU one sum in float64. If norms are computed in float64, every leaf
+    takes one plain sum for each scale.
     """
     options = {"axes": axes, "norm": norm, "dtype": dtype}
     if dtype != jnp.float32:
@@ -138,7 +138,7 @@ def at_scales(
     return _by_platform(leaf, axes, norm, in_one_piece)
 
 
-# Compiled by itself so that all branches are traced once for leaves that are alike.
+# A compiled function of its own, so that all branches are traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _by_platform(leaf: Array, axes: tuple[int, ...], norm: Norm, in_one_piece: bool) -> AtScales:
     """The float32 sums by `gpu.sum_of_columns` on a GPU, by `one_by_one` elsewhere."""
@@ -149,23 +149,23 @@ def _by_platform(leaf: Array, axes: tuple[int, ...], norm: Norm, in_one_piece: b
     return lax.platform_dependent(leaf, cuda=on_gpu, rocm=on_gpu, default=elsewhere)
 
 
-# Compiled by itself so that it is traced once for leaves that are alike.
+# A compiled function of its own, so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "in_one_piece", "both"))
 def of_products(
     x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: bool, both: bool
 ) -> AtScales:
     """The sums of the products `x * y`, of the squares of `y`, and with `both` of those of `x`.
 
-    These two or three are given at the first scale, then at the next. One reduction gives all: if
-    there were two, XLA on GPUs (JAX 0.10.2) would merge the one over parameters with AdamW's step,
-    and copy the parameters first. On a CPU, where such a reduction is slow, each is one sum in
-    float64.
+    The result has these two or three sums at the first scale, then at the next. One reduction gives
+    all of them: if there were two reductions, XLA on GPUs (JAX 0.10.2) would merge the one over
+    parameters with AdamW's step, and copy the parameters first. On a CPU, where such a reduction is
+    slow, each of the sums is one sum in float64.
 
     Args:
-      x: entries in the dtype of the norms; complex ones count as pairs of real ones.
-      y: as many.
-      axes: those to sum over.
-      in_one_piece: whether neither may be split over devices.
+      x: entries in the dtype of the norms; a complex entry counts as a pair of real entries.
+      y: as many entries.
+      axes: the axes to sum over.
+      in_one_piece: whether it is certain that neither array is split over devices.
       both: whether the squares of `x` are needed.
     """
     dtype = jnp.finfo(x.dtype).dtype
@@ -192,36 +192,35 @@ def of_products(
     if dtype != jnp.float32:
         return in_own_dtype(x, y)
     on_gpu = in_own_dtype if over_all else in_float64
-    # XLA on CPU (JAX 0.10.2) would store a conversion that several sums share: a barrier keeps them
-    # apart.
+    # Without `apart`, several sums would share a conversion, which XLA on CPU (JAX 0.10.2) stores.
     on_cpu = functools.partial(in_float64, apart=True)
     ways = {"cpu": on_cpu, "cuda": on_gpu, "rocm": on_gpu}
     return lax.platform_dependent(x, y, **ways, default=in_own_dtype)
 
 
 def _product(x: Array, y: Array, by_parts: Callable[[Array, Array], Array]) -> Array:
-    """The products of entries; of complex ones, those of their parts, added."""
-    # Of a real leaf and a complex one, the real parts alone have a product.
+    """The products of entries; for complex entries, the products of both parts, added."""
+    # If one leaf is real and the other complex, only the real parts have a product.
     return functools.reduce(lax.add, map(by_parts, real_parts(x), real_parts(y)))
 
 
 def _usable(x: Array, y: Array) -> Array:
-    """The products of entries, but 0 for those that are too large for this scale.
+    """The products of entries, with 0 for products that are too large for this scale.
 
-    Infinite products of both signs would add up to NaN. Where there are such products, the sum at
-    another scale is used; at the scale for large numbers there are none.
+    Infinite products of both signs would add up to NaN. If there are such products, the sum at the
+    scale for large numbers is used, at which there are none.
     """
     found, info = lax.mul(bounded(x), bounded(y)), jnp.finfo(x.dtype)
     largest = max(highest(x.dtype), (float(info.max) / distance(x.dtype)) ** 2)
     return select(lax.le(lax.abs(found), x.dtype.type(2 * largest)), found, 0)
 
 
-# Compiled by itself so that it is traced once for leaves that are alike.
+# A compiled function of its own, so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("by", "axes", "dtype"))
 def largest_bits(leaf: Array, *, by: float, axes: tuple[int, ...], dtype: jnp.dtype) -> Array:
     """The largest modulus, times a constant, as an integer.
 
-    The bits of floats of at least 0 are in the order of the floats, with NaN above infinity. So the
+    The bits of floats of at least 0 are in the order of the floats, with NaN above infinity. So a
     maximum over devices keeps a NaN, which `lax.pmax` of floats loses on a CPU (JAX 0.10.2).
     """
     x = times(entries(leaf, dtype), by)

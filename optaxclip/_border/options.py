@@ -1,4 +1,4 @@
-"""The keywords that all transformations share: what they mean, and how they are checked."""
+"""The keywords that all transformations share: their meaning, and checks of them."""
 
 import dataclasses
 import functools
@@ -32,14 +32,14 @@ class PlaceOptions(TypedDict, total=False):
     Attributes:
       axis_name: inside `pmap`, `vmap(axis_name=)` and `shard_map(check_vma=False)`, the names of
         the mapped axes over which every leaf is split. Inside `shard_map(check_vma=True)`, norms
-        are shared along all axes over which a leaf varies; if names are given, along these alone,
-        and each device along another axis has gradients of its own.
-      specs: how the leaves are split over devices where their types do not say it: a pytree prefix
-        of the gradients with `PartitionSpec`s or `NamedSharding`s for leaves, `PartitionSpec()` for
-        leaves that are the same on all devices. Under `jit` the norm then takes one collective,
-        where the compiler might use several.
-      name: what the transformation is called in messages and by `optaxclip.monitor`; its own name
-        if not given.
+        are shared along all axes over which a leaf varies. If names are given, norms are shared
+        only along these, and each device along another axis has gradients of its own.
+      specs: how the leaves are split over devices, if their types do not say it: a pytree prefix of
+        the gradients with a `PartitionSpec` or `NamedSharding` for each leaf, `PartitionSpec()` for
+        leaves that are the same on all devices. Under `jit`, the norm then takes one collective;
+        without `specs` the compiler might use several.
+      name: what the transformation is called in messages and by `optaxclip.monitor`; by default,
+        its own name.
     """
 
     axis_name: AxisName
@@ -48,15 +48,15 @@ class PlaceOptions(TypedDict, total=False):
 
 
 class StageOptions(PlaceOptions, total=False):
-    """Options of every stage of a chain, and those of `PlaceOptions`.
+    """Options of every stage of a chain: those of `PlaceOptions`, and two more.
 
     Attributes:
       nonfinite: what becomes of a group whose norm is not finite: "nan" (all NaN), "zero" (all 0),
         "mask" (bad entries 0, then clipped), "error" (a `checkify` error that names the leaves;
         under `jit`, `error, out = jax.jit(checkify.checkify(step))(*args)` and `error.throw()`).
         No limit learns from such a norm.
-      record: whether the state keeps what was done. With False it is an `optax.EmptyState`, and any
-        state is accepted and returned as it is. With a limit that depends on earlier steps,
+      record: whether the state keeps what was done. With False the state is an `optax.EmptyState`,
+        and any state is accepted and returned as it is. If the limit depends on earlier steps,
         `record=False` is an error.
     """
 
@@ -65,18 +65,17 @@ class StageOptions(PlaceOptions, total=False):
 
 
 class ScaleOptions(StageOptions, total=False):
-    """Options of clips that multiply each group by a number, and those of `StageOptions`.
+    """Options of clips that multiply each group by a number: those of `StageOptions`, and one more.
 
     Attributes:
-      strict: whether no result may exceed its limit, not even by rounding. Otherwise a result may
-        exceed its limit by a rounding error.
+      strict: whether no result may exceed its limit, not even by a rounding error.
     """
 
     strict: bool
 
 
 class NormOptions(ScaleOptions, total=False):
-    """Options of clips that leave the choice of the norm to the user, and those of `ScaleOptions`.
+    """Options of clips for which the user chooses the norm: those of `ScaleOptions`, and `norm`.
 
     Attributes:
       norm: "l2", "l1", "linf", "rms", "mean_abs", "average_l2", or a norm from `optaxclip.norms`.
@@ -86,12 +85,12 @@ class NormOptions(ScaleOptions, total=False):
 
 
 class ClipOptions(NormOptions, total=False):
-    """Options of clips of the whole tree, and those of `NormOptions`.
+    """Options of clips of the whole tree: those of `NormOptions`, and one more.
 
     Attributes:
       known_norm: the name of an extra argument of the update, such as "grad_norm", that holds the
-        norm of the incoming tree; the norm is then not measured. With None it is measured. Behind
-        a stage that changes the gradients, a norm from before that stage would be wrong.
+        norm of the incoming tree; the norm is then not measured. With None it is measured. After a
+        stage that changes the gradients, a norm from before that stage would be wrong.
     """
 
     known_norm: str | None
@@ -112,8 +111,8 @@ _DEFAULTS: dict[str, Any] = {
 class Options:
     """The options of one transformation, checked; the fields are explained above.
 
-    They are static under `jit`. The two that say how leaves lie do not count in comparisons, since
-    a step has beside them what follows from them, a `Placement`; and `specs` may be a dict.
+    They are static under `jit`. `axis_name` and `specs` do not count in comparisons, because a step
+    also gets a `Placement` that follows from them, and because `specs` may be a dict.
     """
 
     norm: Norm
@@ -128,7 +127,7 @@ class Options:
 
     @classmethod
     def checked(cls, **given: Any) -> "Options":
-        """Options from what a user passed."""
+        """The options that a user passed, checked."""
         chosen = _DEFAULTS | given
         for argument in ("strict", "record"):
             checked_bool(chosen[argument], argument)
@@ -156,14 +155,15 @@ class Options:
 def takes(options: type, *, parts: str = "", once: str = "") -> Callable[[Function], Function]:
     """A decorator for a transformation with `**options` of this kind.
 
-    It shows them one by one in the signature, where `optax.inject_hyperparams` finds them, and in
-    the help; it refuses others, and gives the transformation its own name where none is passed.
+    The decorator shows the options one by one in the signature, where `optax.inject_hyperparams`
+    finds them, and in the help. It refuses other keywords. If the user passes no `name`, the
+    function's name is passed.
 
     Args:
       options: the options.
-      parts: the call of `clip_by` that makes the same transformation, for messages about keywords
-        of its parts.
-      once: the call that clips gradients once, for messages about gradients.
+      parts: the call of `clip_by` that makes the same transformation; messages about keywords of
+        its parts show this call.
+      once: the call that clips gradients once; messages about gradients show it.
     """
 
     def decorate(fn: Function) -> Function:
@@ -191,7 +191,7 @@ def takes(options: type, *, parts: str = "", once: str = "") -> Callable[[Functi
         shown: Any = with_options
         shown.__signature__ = own.replace(parameters=[*named, *shared])
         if fn.__doc__:
-            # `**options` comes last of the arguments.
+            # `**options` is the last argument.
             before, _, rest = inspect.cleandoc(fn.__doc__).partition("  **options: ")
             _, _, after = rest.partition("\n\n")
             explained = "".join(map(_explanations().__getitem__, defaults))
@@ -212,7 +212,7 @@ def _misread(name: str, value: Any, allowed: list[str]) -> str:
 
 
 def _for_parts(parts: str, keywords: dict[str, Any], allowed: list[str]) -> dict[str, str]:
-    """For each keyword that a part of the method takes, and not the method, how to pass it."""
+    """How to pass each keyword that a part of the method takes, but the method does not."""
     found: dict[str, str] = {}
     for keyword in (x for x in keywords if parts and x not in allowed):
         given = f"{keyword}={short(keywords[keyword])}"
@@ -234,7 +234,7 @@ def _parameters(namespace: str, name: str) -> Collection[str]:
 
 
 def _explanations() -> dict[str, str]:
-    """For each option its lines in the docstrings above."""
+    """For each option, its lines in the docstrings above."""
     found: dict[str, str] = {}
     for kind in (PlaceOptions, StageOptions, ScaleOptions, NormOptions, ClipOptions):
         _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")

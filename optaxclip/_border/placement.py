@@ -1,9 +1,9 @@
-"""Where the entries of an update lie: which leaves are split over devices, and how.
+"""Finds where the entries of an update lie: which leaves are split over devices, and how.
 
 This is found once for an update, from what the user says (`axis_name=`, `specs=`) and from the
 types of the leaves. Inside of `shard_map` and `pmap` a leaf is what one device holds. There each
 device writes the sums of its leaves into an array with places for all groups, and these arrays are
-added up over the devices: so norms, limits, multipliers and records are the same on all of them.
+added up over the devices: so norms, limits, multipliers and records are the same on all devices.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from optaxclip._border.options import Options
 from optaxclip.scopes import Scope
 
 Kept = tuple[tuple[str, ...], ...]
-"""For each axis of an array of norms the mapped axes that split it."""
+"""For each axis of an array of norms, the mapped axes that split it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +36,15 @@ class Placement:
     """How the leaves of one update lie on devices; static, part of a compiled function's key.
 
     Attributes:
-      reduced: for each leaf the mapped axes over which entries that share a norm are split.
-      kept: for each leaf a row with an entry for each axis that norms are not taken over: the
-        mapped axes that split this axis over devices. Each device has norms of its own part of it.
+      reduced: for each leaf, the mapped axes over which entries that share a norm are split.
+      kept: for each leaf, the mapped axes that split each axis over which norms are not taken, in
+        the order of these axes. A device measures only the norms of its own part of such an axis.
       in_one_piece: whether neither types nor arguments say that a leaf is split.
       mesh: the mesh over which norms are measured device by device; None inside of `shard_map`, and
-        where only the compiler knows how leaves are split.
-      specs: with a mesh, for each leaf how it is split over it.
+        if only the compiler knows how leaves are split.
+      specs: for each leaf, how it is split over `mesh`, if that is not None.
       explicit_mesh: the mesh on which the leaves' types say that they are split.
-      automatic_mesh: the mesh over which the compiler may split leaves, which types do not show.
+      automatic_mesh: the mesh over which the compiler may split leaves without showing it in types.
     """
 
     reduced: tuple[Axes, ...]
@@ -56,9 +56,9 @@ class Placement:
     automatic_mesh: Any = None
 
     def on_each_device(self, fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """`fn` of what each device holds of the leaves, if that is known.
+        """`fn`, called with what each device holds of the leaves, if that is known.
 
-        Else it is `fn` of the leaves as they are. Its results are the same on all devices.
+        Otherwise it gets the leaves as they are. Its results are the same on all devices.
         """
         if self.mesh is None:
             return fn
@@ -71,30 +71,30 @@ class Placement:
     def on_all_devices(self, x: Array) -> Array:
         """`x`, of which every device keeps a copy.
 
-        Otherwise XLA splits the multipliers of all leaves as it splits one leaf, so devices send
-        each other the parts that others need: AGC on eight H100s takes 82 collective permutes.
+        Without this, XLA splits the multipliers of all leaves as it splits one leaf, so devices
+        send each other the parts that others need: AGC on eight H100s takes 82 collective permutes.
         """
         mesh = self.automatic_mesh if self.mesh is None else self._mesh
         return x if mesh is None else devices.replicated(x, mesh)
 
     @property
     def _mesh(self) -> Any:
-        # On an explicit mesh the step runs with its axes made automatic, and that mesh is the
-        # current one.
+        # A step on an explicit mesh runs with the mesh's axes made automatic, and with this mesh as
+        # the current one.
         return self.mesh if self.explicit_mesh is None else devices.current_mesh()
 
     def shares(
         self, sums: Sequence[AtScales], shapes: Sequence[tuple[int, ...]], *, by_max: bool
     ) -> Sequence[AtScales]:
-        """What this device adds to sums over devices, or to maxima, for each leaf.
+        """For each leaf, what this device adds to the sums, or the maxima, over devices.
 
-        Where several devices have the same leaf, its sum is divided by their number, and so counts
+        If several devices hold the same leaf, its sum is divided by their number, so that it counts
         once.
 
         Args:
-          sums: for each leaf those of the entries that this device holds.
-          shapes: the shapes of sums of the whole leaves.
-          by_max: whether the largest counts, not the sum.
+          sums: for each leaf, the sums of the entries that this device holds.
+          shapes: the shapes that the sums of the whole leaves have.
+          by_max: whether the results are maxima instead of sums.
         """
         if self.automatic_mesh is not None:
             sums = list(map(self._together, sums))
@@ -110,7 +110,7 @@ class Placement:
         return list(map(share, range(len(sums))))
 
     def totals(self, sums: Sequence[Array], *, by_max: bool) -> Sequence[Array]:
-        """The sums over devices, or the maxima, of arrays of one shape, in one collective."""
+        """The sums or maxima over devices of arrays of one shape, in one collective."""
         if not self.all_axes:
             return sums
         combine = devices.largest if by_max else devices.sum_over_devices
@@ -121,12 +121,12 @@ class Placement:
     def _together(self, sums: AtScales) -> AtScales:
         """The sums of one leaf, which every device gets in one operation.
 
-        The compiler would leave them split as the leaf is.
+        Without this, the compiler would leave the sums split as the leaf is.
         """
         return tuple(self.on_all_devices(devices.stack(sums))) if sums[0].ndim else sums
 
     def num_parts(self, leaf: int) -> int:
-        """In how many parts, of which only one is at hand here, a leaf's groups are split."""
+        """How many parts the groups of a leaf are split into; a device holds one part."""
         is_whole = self.mesh is not None and not devices.manual_axes()
         return 1 if is_whole else devices.num_devices(self.reduced[leaf])
 
@@ -140,7 +140,7 @@ class Placement:
         return self.reduced[leaf].union(*self.kept[leaf])
 
     def _spread(self, leaf: int, sums: Array, shape: tuple[int, ...]) -> Array:
-        """The sums of a leaf's groups, of which this device has a part, with 0 for all others."""
+        """The sums of all groups of a leaf, with 0 for groups that this device does not hold."""
         if not any(self.kept[leaf]):
             return sums
         start = self._start(leaf, sums.shape)
@@ -151,12 +151,12 @@ class Placement:
     ) -> list[Array]:
         """This device's parts of arrays with an entry for each group of a leaf.
 
-        Axes before those of the groups are not cut.
+        Axes in front of the groups' axes are not cut.
 
         Args:
           arrays: one for each leaf.
           leaves: what this device holds of the leaves.
-          axes: for each leaf the axes that its groups lack.
+          axes: for each leaf, the axes that its groups lack.
         """
         if not self.all_axes or not devices.manual_axes():
             return list(arrays)
@@ -174,7 +174,7 @@ class Placement:
 
     def _start(self, leaf: int, shape: tuple[int, ...]) -> list[Any]:
         with_sizes = zip(self.kept[leaf], shape, strict=True)
-        # All int32, because 64-bit types may be enabled here.
+        # int32 throughout, because with 64-bit types enabled the dtypes would be mixed.
         return [lax.axis_index(axes) * size if axes else np.int32(0) for axes, size in with_sizes]
 
 
@@ -205,13 +205,13 @@ def located(grouping: Grouping, flat: FlatTree, options: Options) -> Placement:
 
     Raises:
       TypeError: as `grouped`.
-      ValueError: as `grouped`; if it cannot be known how leaves are split; if one is a partial sum.
+      ValueError: as `grouped`; if it is unknown how leaves are split; if a leaf is a partial sum.
     """
     leaves, manual = flat.measured_leaves(), devices.manual_axes()
     axis_names, specs = options.axis_names, options.specs
     types = devices.types_of(leaves)
     devices.refuse_partial_sums(types)
-    # Types show neither how a sparse array is split nor the axis of a surrounding `vmap`.
+    # Types show neither how a sparse array is split, nor the axis of a surrounding `vmap`.
     is_hidden = bool(axis_names) or any(map(is_sparse, leaves))
     typed_mesh = devices.explicit_mesh(types)
     automatic_mesh = None if manual else devices.automatic_mesh(types)
@@ -241,7 +241,7 @@ def located(grouping: Grouping, flat: FlatTree, options: Options) -> Placement:
 
 
 def _given_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSpec]]:
-    """How leaves are split, as the user says, and over which mesh, if there is one."""
+    """The mesh, if there is one, and how leaves are split over it, as the user says."""
     given = per_leaf(specs, flat, "specs")
     sharding = next((spec for spec in given if isinstance(spec, NamedSharding)), None)
     mesh = devices.current_mesh() if sharding is None else sharding.mesh
@@ -281,10 +281,10 @@ def as_spec(spec: Any) -> PartitionSpec:
 def _global_shapes(
     leaves: Sequence[Any], names: Axes, specs: Sequence[PartitionSpec] | None
 ) -> list[tuple[int, ...] | None]:
-    """The shapes of what all devices together hold of each leaf; None where it is unknown."""
+    """The shape of each whole leaf over all devices; None if it is unknown."""
     manual, tracked = devices.manual_axes(), devices.are_tracked()
     if specs is None:
-        # A leaf that does not vary is the same on all devices: nothing of it lies elsewhere.
+        # A leaf that does not vary is whole on every device.
         types_tell = tracked and not names - manual
         return [
             np.shape(leaf) if types_tell and not devices.varying_axes(leaf) else None
@@ -300,17 +300,17 @@ def _global_shapes(
 
 
 def _by_axis(spec: PartitionSpec, leaf: Any) -> list[Any]:
-    """What a spec says of each axis of a leaf; None for the last ones, which it may leave out."""
+    """A spec's entry for each axis of a leaf; None for last axes that it leaves out."""
     return [*spec, *[None] * (np.ndim(leaf) - len(spec))]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Finder:
-    """Over which mapped axes a leaf's entries are split: those that share a norm, and the others.
+    """Finds the mapped axes that split a leaf's entries: within a norm, and between norms.
 
     Attributes:
       axis_names: the axes over which every leaf is split, if the user says so.
-      specs: for each leaf how it is split, if the user or the leaf's type says so.
+      specs: for each leaf, how it is split, if the user or the leaf's type says so.
       mesh: the mesh over which norms are measured device by device.
     """
 
@@ -321,10 +321,10 @@ class _Finder:
     mesh: Any
 
     def axes_of(self, i: int, leaf: Any) -> tuple[Axes, Kept]:
-        """The mapped axes that split the leaf's reduced axes, and those that split the others."""
+        """The mapped axes that split the leaf's reduced axes, and those that split other axes."""
         unsplit = ((),) * (np.ndim(leaf) - len(self.grouping.axes[i]))
         names = frozenset(self.axis_names or ())
-        # Types do not show the axis of a surrounding `vmap`.
+        # Only `axis_name` can name the axis of a surrounding `vmap`, which types do not show.
         mapped = names - self.manual
         if self.mesh is not None:
             return self._by_spec(i, leaf, frozenset(self.mesh.axis_names))
@@ -354,7 +354,7 @@ class _Finder:
         return reduced | mapped, kept
 
     def _by_spec(self, i: int, leaf: Any, axes: Axes) -> tuple[Axes, Kept]:
-        """What `axes_of` returns, by the leaf's spec; mesh axes that `axes` lacks are ignored."""
+        """The result of `axes_of` from the leaf's spec; only mesh axes among `axes` count."""
         assert self.specs is not None
         split = [
             tuple(name for name in devices.spec_names(x) if name in axes)
@@ -365,10 +365,10 @@ class _Finder:
         return reduced, tuple(names for axis, names in enumerate(split) if axis not in inside)
 
     def _by_type(self, i: int, leaf: Any, unsplit: Kept) -> tuple[Axes, Kept]:
-        """What `axes_of` returns, by the leaf's type; by its spec too if not all are reduced."""
+        """The result of `axes_of` from the leaf's type, and its spec if it has several norms."""
         varying = devices.varying_axes(leaf)
         if self.axis_names is not None:
-            # Along other axes each device has gradients of its own, as in local SGD.
+            # Along axes that are not named, each device has its own gradients, as in local SGD.
             varying &= frozenset(self.axis_names)
         if self.specs is None:
             if not varying or not unsplit or self.axis_names is not None:

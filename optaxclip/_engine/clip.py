@@ -1,6 +1,6 @@
 """The engine: every clip is a scope, a norm, a limit rule, a response and a non-finite policy.
 
-Three published methods, made of these parts:
+Three published methods, written with these parts:
 
   Clipping by global norm (Pascanu, Mikolov and Bengio, 2013, arXiv 1211.5063) limits the norm of
   the whole tree. Adaptive gradient clipping (Brock et al., 2021, arXiv 2102.06171) limits the norm
@@ -61,20 +61,20 @@ def clip_by(
     response: str | Response = "clip",
     **options: Unpack[ClipOptions],
 ) -> Transformation[ClipState]:
-    """Any clipping method, as an Optax transformation.
+    """Makes any clipping method, as an Optax transformation.
 
-    Guarantees, for every scope, norm and limit: norms accumulate in float32 or wider and are right
-    whatever the range; a group at or below its limit comes back bit for bit; the new norm of any
-    other group is the limit up to rounding, and with `strict` never above it; dtype, weak type,
-    shape and tree structure stay; value and derivatives are finite wherever the gradients are.
-    `None`, integer, bool, `float0` and PRNG-key leaves pass untouched and do not count in norms.
+    Guarantees, for every scope, norm and limit: norms are summed in float32 or wider, and no square
+    overflows or underflows; a group at or below its limit comes back bit for bit; the new norm of
+    any other group is the limit up to rounding, and with `strict` never above it; dtype, weak type,
+    shape and tree structure stay; value and derivatives are finite if the gradients are. `None`,
+    integer, bool, `float0` and PRNG-key leaves pass untouched and do not count in norms.
 
     Args:
-      scope: which entries share a norm, from `optaxclip.scopes`. It is a function but not a
-        schedule, so `optax.inject_hyperparams` needs `static_args=("scope",)`.
+      scope: which entries share a norm, from `optaxclip.scopes`. Because it is a function but not a
+        schedule, `optax.inject_hyperparams` needs `static_args=("scope",)`.
       limit: a number, a scalar array (traced or not), a schedule `count -> limit`, or a rule from
-        `optaxclip.thresholds`; or a dict from group name to one of these, for all groups. Inside
-        `optax.masked` or `optax.partition` it may also name groups of the other leaves.
+        `optaxclip.thresholds`; or a dict from the name of each group to one of these. Inside
+        `optax.masked` or `optax.partition` the dict may also name groups of the other leaves.
       response: "clip", "normalize", "smooth", "auto_s", "band", or a function (see
         `optaxclip.responses`).
       **options: those that all transformations share, `optaxclip.ClipOptions`.
@@ -85,9 +85,9 @@ def clip_by(
 
     Raises:
       ValueError: for an unknown name, or a limit that is negative, NaN or not a scalar; when used,
-        where it cannot be known how leaves are split over devices, and for the state None if the
-        limit depends on earlier steps.
-      TypeError: for a limit that is not a number, or a scope that is not one.
+        if it cannot be known how leaves are split over devices, and for the state None if the limit
+        depends on earlier steps.
+      TypeError: for a limit that is not a number, or a scope that is not a scope.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -108,7 +108,7 @@ def stage(
     options: Options,
     technique: Technique = BY_NORM,
 ) -> Transformation[ClipState]:
-    """Any clip by norms, as a transformation; `clip_by` and most named methods call this."""
+    """Makes a transformation of any clip by norms, for `clip_by` and most named methods."""
     checked = as_limit(limit)
 
     def rule_of(flat: FlatTree, plan: Plan) -> Threshold:
@@ -120,7 +120,7 @@ def stage(
         flat = flatten(params, "params")
         grouping = grouped(scope, flat, options)
         warn_of_many_norms(grouping, options.name)
-        # Nothing is measured here, so it does not matter where leaves lie.
+        # Nothing is measured here, so the plan does not have to say where leaves lie.
         plan = Plan(grouping, Placement((), (), in_one_piece=True))
         rule = rule_of(flat, plan)
         rule_state = own_arrays(rule.init(plan.zeros(jnp.dtype(jnp.float32))))
@@ -188,22 +188,22 @@ def clip_tree(
     specs: PyTree = None,
     name: str = "clip_tree",
 ) -> tuple[PyTree, ClipInfo]:
-    """Clips a tree once; `clip_by` without state.
+    """Clips a tree once: `clip_by` without a state.
 
     Args:
       tree: a pytree of floating or complex arrays; other leaves pass untouched.
-      limits: as in `clip_by`, where a rule acts as at its first step; or `optaxclip.Limits`, with a
-        norm above which to act and a norm to reach.
+      limits: as in `clip_by`; a rule acts as at its first step. Or `optaxclip.Limits`: a norm above
+        which to act, and a norm to reach.
       scope: as in `clip_by`, like the arguments that follow.
       params: the parameters, for a limit that is relative to them.
       norm: how a group is measured.
       response: what becomes of a group.
       nonfinite: the policy for groups that are not finite.
       strict: whether no result may exceed its limit, not even by rounding.
-      use_norm: the norm of the whole tree, if the caller has it; for the scope `tree`.
+      use_norm: the norm of the whole tree, if the caller knows it; only for the scope `tree`.
       axis_name: as in `clip_by`.
       specs: as in `clip_by`.
-      name: what the operation is called in messages.
+      name: the name of the operation in messages.
 
     Returns:
       The clipped tree, and a `ClipInfo` of what was done, in which counts are 0 or 1.

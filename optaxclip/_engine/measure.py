@@ -1,12 +1,12 @@
-"""Measure: leaves come in, the norms of their groups go out, exact over the dtype's whole range.
+"""Measure: takes leaves, and gives the norms of their groups over the dtype's whole range.
 
   in   leaves `[...]`, floating or complex (or `BCOO`), and which of their entries share a norm
   out  a `Measured` with the norms of all groups
 
-Powers of entries leave float32's range long before norms do. On accelerators one pass over a leaf
-sums its powers at several scales; the sum that neither overflowed nor underflowed is used. On a CPU
-norms in float32 take one sum in float64, whose range covers all scales. The sums of a group's
-leaves are added, then those of devices, in one collective. There is no branch.
+Powers of entries leave float32's range long before norms do. On accelerators, one pass over a leaf
+sums its powers at several scales; the sum that neither overflowed nor underflowed is used. On a
+CPU, a float32 norm takes one sum in float64, whose range covers all scales. Then the sums of a
+group's leaves are added, and the sums of all devices, in one collective. There is no branch.
 """
 
 import functools
@@ -42,19 +42,19 @@ from optaxclip._engine.plan import Plan
 from optaxclip.norms import Norm
 
 SUMMED = (0, 1, 2)
-"""The powers that are summed at a few scales; whatever the entries, one sum is in range."""
+"""The powers that are summed at a few scales, of which one is in range for any entries."""
 
 
 class Measured(NamedTuple):
     """Norms as products `fraction * size`, because a norm may leave the range of its dtype.
 
     Attributes:
-      fraction: from 1 to below 2; beyond that only at the ends of the range, and for 0.
-      inverse: where a CPU summed in float64, the fraction's reciprocal, also computed in float64;
-        else 1. `x / fraction` is computed as `x * inverse / divisor`.
-      divisor: the fraction, or 1 where `inverse` is its reciprocal, so that the quotient is rounded
-        once. For a norm of 0 both are 1. For upper bounds it is at least the true fraction, and the
-        inverse is 1.
+      fraction: from 1 to below 2, except at the ends of the range and for 0.
+      inverse: if a CPU summed in float64, the fraction's reciprocal, computed in float64 too;
+        otherwise 1. `x / fraction` is computed as `x * inverse / divisor`.
+      divisor: the fraction; or 1 if `inverse` is its reciprocal, so that the quotient is rounded
+        once. For a norm of 0 both are 1. For upper bounds, the divisor is at least the true
+        fraction, and the inverse is 1.
       size: a power of two with a reciprocal that is a normal number.
     """
 
@@ -73,13 +73,13 @@ class Measured(NamedTuple):
 
     @classmethod
     def of_float64(cls, norm: Array, *, from_above: bool) -> "Measured":
-        """The norms in float32, from those in float64; with upper bounds, if they are needed."""
+        """Float32 norms from norms in float64, with upper bounds if `from_above`."""
         tiny, is_zero = float(jnp.finfo(jnp.float32).tiny), norm == 0
         size = select(is_zero, 1, lax.clamp(tiny, leading_bit(norm), 1 / tiny)).astype(jnp.float32)
-        # Not a division: `checkify` compares its divisor with 0; JAX 0.10.2 then warns of float64.
+        # Not divided: `checkify` compares a divisor with 0, and JAX 0.10.2 then warns of float64.
         fraction = norm * reciprocal_of_power(size).astype(norm.dtype)
-        # A norm of 0 or one that is not finite is never a divisor, but derivatives are multiplied
-        # by its reciprocal; so 1 stands in.
+        # Norms that are 0 or not finite are never divisors, but derivatives are multiplied by their
+        # reciprocals; so they are replaced by 1.
         exact = select(is_zero | ~lax.is_finite(fraction), 1, fraction)
         nearest = exact.astype(jnp.float32)
         one = jnp.ones_like(nearest)
@@ -93,7 +93,7 @@ class Measured(NamedTuple):
 
     @property
     def norm(self) -> Array:
-        """The norms; a finite one that the dtype cannot hold is its largest number."""
+        """The norms; a finite norm too large for the dtype becomes the dtype's largest number."""
         return self._times_size(self.fraction)
 
     @property
@@ -111,9 +111,9 @@ class Measured(NamedTuple):
 
 
 def measure(leaves: list[Any], plan: Plan, norm: Norm, *, from_above: bool = False) -> Measured:
-    """The norms of all groups, over all devices; float64 if a leaf is, else float32.
+    """The norms of all groups, over all devices: float64 if a leaf is 64-bit, else float32.
 
-    With `from_above` they have upper bounds too, which hold despite rounding.
+    With `from_above` they also have upper bounds, which hold despite rounding.
     """
     dtype = norm_dtype([leaf.dtype for leaf in leaves])
     found = Measured.of(plan.zeros(dtype), 1.0)
@@ -122,7 +122,7 @@ def measure(leaves: list[Any], plan: Plan, norm: Norm, *, from_above: bool = Fal
         arrays, axes = zip(*[in_one_array(*row, dtype) for row in with_axes], strict=True)
         counts = _num_entries(leaves, plan)
         measurement = _Measurement(plan, norm, dtype, counts, axes, from_above)
-        # Measured on each device, the norms take one collective; otherwise maybe several.
+        # Measured on each device, the norms take one collective; the compiler might take several.
         norms = plan.placement.on_each_device(measurement.differentiable())
         found = norms(list(arrays))
     chex.assert_shape(list(found), plan.shape)
@@ -140,7 +140,7 @@ def slack(leaves: list[Any], plan: Plan, norm: Norm) -> Any:
 
 
 def _num_entries(leaves: list[Any], plan: Plan) -> list[Any]:
-    """For each group how many entries share its norm on all devices; symbolic in `jax.export`."""
+    """For each group, how many entries share its norm on all devices; symbolic in `jax.export`."""
     counts = [
         math.prod([np.shape(leaf)[axis] for axis in axes]) * plan.placement.num_parts(i)
         for i, (leaf, axes) in enumerate(zip(leaves, plan.grouping.axes, strict=True))
@@ -149,7 +149,7 @@ def _num_entries(leaves: list[Any], plan: Plan) -> list[Any]:
 
 
 def mask(leaves: list[Any], plan: Plan) -> tuple[list[Any], Array]:
-    """For the policy "mask": leaves with 0 for entries that are not finite, and whose groups."""
+    """For the policy "mask": leaves with 0 for bad entries, and which groups had bad entries."""
 
     def bad_groups(leaves: list[Any]) -> Array:
         with_axes = zip(leaves, plan.grouping.axes, strict=True)
@@ -167,12 +167,12 @@ def mask(leaves: list[Any], plan: Plan) -> tuple[list[Any], Array]:
 
 
 class _Measurement(NamedTuple):
-    """What is measured of arrays that lie in one piece, or of what one device holds of them.
+    """How arrays are measured that lie in one piece, or of which this device holds a part.
 
     Attributes:
-      dtype: that of the norms.
-      counts: for each group how many entries share its norm on all devices.
-      axes: for each array those over which its entries share a norm.
+      dtype: the dtype of the norms.
+      counts: for each group, how many entries share its norm on all devices.
+      axes: for each array, the axes over which its entries share a norm.
       from_above: whether upper bounds are needed.
     """
 
@@ -184,11 +184,11 @@ class _Measurement(NamedTuple):
     from_above: bool = False
 
     def differentiable(self) -> Callable[[list[Array]], Measured]:
-        """Norms with derivatives of their own: those of plain sums or maxima.
+        """Norms with a rule for derivatives, which differentiates plain sums or maxima.
 
-        JAX differentiates these in both modes on all platforms. They are computed from entries
-        divided by a power of two near the norm, held constant, so that derivatives of powers stay
-        in range wherever the norm's derivative does.
+        JAX differentiates plain sums in both modes on all platforms. They are sums of entries
+        divided by a constant power of two near the norm, so that derivatives of powers stay in
+        range if the norm's derivative does.
         """
         way = self.in_own_dtype
         if self.dtype == jnp.float32 and not self.norm.is_max and self.norm.degree in SUMMED:
@@ -214,7 +214,7 @@ class _Measurement(NamedTuple):
         elif self.norm.degree in SUMMED:
             found = self.at_scales(leaves)
         else:
-            # Other powers overflow easily: entries are divided by the size of the largest first.
+            # Other powers overflow easily, so entries are first divided by the size of the largest.
             largest = self.largest(leaves)
             size = invertible(power_of_two_below(largest.fraction) * largest.size)
             found = Measured.of(self.divided(leaves, size), size)
@@ -225,7 +225,7 @@ class _Measurement(NamedTuple):
         eps, degree = float(jnp.finfo(self.dtype).eps), self.norm.degree
         if not self.norm.is_max:
             return self.plan.repeated([slack_of_norm(n, degree, eps) for n in self.counts])
-        # The modulus of a complex number is rounded, that of a real one is not.
+        # The modulus of a complex number is rounded; the modulus of a real number is exact.
         is_rounded = any(map(jnp.iscomplexobj, leaves))
         return self.plan.repeated([2 * eps if is_rounded else 0.0] * len(self.counts))
 
@@ -237,8 +237,8 @@ class _Measurement(NamedTuple):
         found = [leaf_sums.at_scales(x, axes=axes, **options) for x, axes in with_axes]
         totals = self.plan.totals(found)
         if self.plan.grouping.layout != "scalar":
-            # Makes XLA on GPUs store the sums, which it would otherwise concatenate anew for each
-            # use (JAX 0.10.2).
+            # The barrier makes XLA on GPUs (JAX 0.10.2) store the sums; without it, XLA
+            # concatenates them again for each use.
             totals = lax.optimization_barrier(totals)
         total, unit = in_range(totals)
         return Measured.of(self.finished(total), unit)
@@ -254,7 +254,7 @@ class _Measurement(NamedTuple):
 
     def largest(self, leaves: list[Array]) -> Measured:
         """The largest moduli."""
-        # The modulus of a finite complex entry may be infinite; half of it is not.
+        # Half of it: the modulus of a finite complex entry may be infinite, half of that is finite.
         unit = 2.0 if any(jnp.iscomplexobj(leaf) for leaf in leaves) else 1.0
         bits = [
             (leaf_sums.largest_bits(x, by=1 / unit, axes=axes, dtype=self.dtype),)
@@ -280,7 +280,7 @@ class _Measurement(NamedTuple):
 
 
 def in_range(found: leaf_sums.AtScales) -> tuple[Array, Array]:
-    """The sum of each group at the scale at which it neither overflowed nor lost small summands.
+    """For each group, the sum at a scale at which it neither overflowed nor lost small summands.
 
     Returns:
       The sums, and the powers of two by which to multiply the norms computed from them.
@@ -299,18 +299,18 @@ def in_range(found: leaf_sums.AtScales) -> tuple[Array, Array]:
     return total, unit
 
 
-# Compiled by itself so that it is traced once for leaves that are alike.
+# A compiled function of its own, so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def _total_of_products(
     leaf: Array, by: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype
 ) -> Array:
-    """The sum of powers of a leaf's entries times `by`, or the largest of their moduli."""
+    """The sum of powers, or the largest modulus, of a leaf's entries times `by`."""
     mapped = norm.map(times(entries(leaf, dtype), broadcast_over(by, axes)))
     return jnp.max(mapped, axes, initial=0) if norm.is_max else lax.reduce_sum(mapped, axes)
 
 
 def _constant(number: Any, dtype: jnp.dtype) -> Any:
-    """A number, or one for each group, in this dtype; a symbolic one is an array of JAX."""
+    """A number, or one for each group, in this dtype; a symbolic number becomes a JAX array."""
     if isinstance(number, (int, float, np.ndarray)):
         return np.asarray(number, dtype)
     return jnp.asarray(number, dtype)

@@ -1,7 +1,7 @@
-"""What is fixed before there are numbers: the groups, where they lie, how their numbers are stored.
+"""The plan of a step: its groups, where these lie, and how their numbers are stored.
 
-Norms, limits and factors of all groups are each in one array. An operation on it is compiled once,
-and takes few kernels.
+The plan is fixed before there are numbers. The norms of all groups are in one array, and so are
+limits and factors. An operation on such an array is compiled once, and takes few kernels.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class Plan:
     Attributes:
       grouping: the groups, by their names.
       placement: how the leaves lie on devices.
-      leaf_names: the leaves' names, where they are needed for messages.
+      leaf_names: the leaves' names, if messages need them.
     """
 
     grouping: Grouping
@@ -65,7 +65,7 @@ class Plan:
         return (sum(map(math.prod, self._shapes)),)
 
     def pack(self, arrays: Sequence[Array]) -> Array:
-        """One array, from an array per group in the grouping's order."""
+        """One array, made from an array for each group in the grouping's order."""
         ordered = [arrays[n] for n in self.order]
         chex.assert_shape(ordered, self._shapes)
         return ordered[0] if self.grouping.layout == "scalar" else concatenated(ordered)
@@ -86,12 +86,12 @@ class Plan:
         by_max: bool = False,
         add: Callable[[Array], Array] | None = None,
     ) -> AtScales:
-        """From the sums of leaves to those of groups: over a group's leaves, then over devices.
+        """The sums of groups, from the sums of leaves: over a group's leaves, then over devices.
 
         Args:
-          parts: for each leaf the sums of what this device holds.
-          by_max: whether the largest counts, not the sum.
-          add: how the sums of a group's leaves are added along the first axis, if not plainly.
+          parts: for each leaf, the sums over what this device holds.
+          by_max: whether to take the largest instead of the sum.
+          add: adds the sums of a group's leaves along the first axis; None for a plain sum.
 
         Returns:
           The sums of all groups at all scales.
@@ -99,7 +99,7 @@ class Plan:
         groups = self.grouping.groups
         shapes = self.grouping.by_leaf([group.shape for group in groups])
         parts = self.placement.shares(parts, shapes, by_max=by_max)
-        # A tree without leaves has one sum, of nothing.
+        # A tree without leaves has one sum, which is empty.
         like = parts[0] if parts else (jnp.zeros(()),)
 
         def of_group(group: Group, k: int) -> Array:
@@ -107,8 +107,8 @@ class Plan:
                 return jnp.zeros(group.shape, like[k].dtype)
             if len(group.members) == 1:
                 return parts[group.members[0]][k]
-            # In one operation, because XLA (JAX 0.10.2) repeats a chain of additions for each use
-            # of its result.
+            # One operation, because XLA (JAX 0.10.2) repeats a chain of additions for each use of
+            # its result.
             members = devices.stack([parts[i][k] for i in group.members])
             if by_max:
                 return lax.reduce_max(members, [0])
@@ -122,8 +122,8 @@ class Plan:
     def by_leaf(self, packed: Array, leaves: Sequence[Any]) -> list[Array]:
         """For each measured leaf, its group's part of `packed`.
 
-        Inside `shard_map`, that is the part for what this device holds of the leaf. Axes before
-        those of the groups stay.
+        Inside `shard_map`, it is the part for what this device holds of the leaf. Axes in front of
+        the groups' axes stay.
         """
         of_leaves = self.grouping.by_leaf(self.unpack(packed))
         return self.placement.own_parts(of_leaves, leaves, self.grouping.axes)
@@ -135,7 +135,7 @@ class Plan:
         return [(name, ()) for name in self.grouping.names]
 
     def repeated(self, of_groups: Sequence[Any]) -> Any:
-        """The numbers of all groups in the shape of `pack`, or one number if all are the same.
+        """The numbers of all groups in the shape of `pack`; one number, if all are the same.
 
         Args:
           of_groups: a number for each group, in the order of the grouping.
@@ -151,24 +151,24 @@ class Plan:
         return jnp.concatenate([jnp.broadcast_to(jnp.asarray(x, float), n) for x, n in with_sizes])
 
     def zeros(self, dtype: jnp.dtype) -> Array:
-        """Zeros in the form in which norms are stored; nothing is concatenated."""
+        """Zeros in the form in which norms are stored, made without concatenating."""
         return jnp.zeros(self.shape, dtype)
 
     def have_leaves(self) -> Array:
         """Which groups have leaves at this step.
 
-        The single group of the scope `tree` always counts as having some.
+        The single group of the scope `tree` always counts as having leaves.
         """
         groups, is_tree = self.grouping.groups, self.grouping.layout == "scalar"
         return self.pack([jnp.full(x.shape, bool(x.members) or is_tree) for x in groups])
 
     def as_tree(self, packed: Array) -> NormTree:
-        """What users see: a scalar, `[names]`, or a dict of arrays."""
+        """The form that users see: a scalar, `[names]`, or a dict of arrays."""
         is_dict = self.grouping.layout == "dict"
         return self.grouping.tree(self.unpack(packed)) if is_dict else packed
 
     def from_tree(self, tree: NormTree) -> Array:
-        """From what users see: a scalar, `[names]`, or a dict of arrays."""
+        """One array, from the form that users see: a scalar, `[names]`, or a dict of arrays."""
         is_dict = self.grouping.layout == "dict"
         return self.pack([tree[x.names[0]] for x in self.grouping.groups]) if is_dict else tree
 
@@ -176,7 +176,7 @@ class Plan:
 def plan_of(
     flat: FlatTree, scope: Scope, options: Options, stored: Names | None = None, size: int = 0
 ) -> Plan:
-    """The groups of a tree, and empty groups for the names in the state that the tree lacks.
+    """The plan of a tree, with empty groups for names in the state that the tree lacks.
 
     The state has `size` groups, and their names are `stored`.
     """
@@ -191,7 +191,7 @@ def plan_of(
 def weights_beside(
     flat: FlatTree, params: PyTree, plan: Plan, options: Options
 ) -> tuple[list[Any], Plan]:
-    """The parameters of the measured leaves, and the same groups, placed as the parameters are.
+    """The parameters of the measured leaves, and the plan with the parameters' placement.
 
     Parameters may be split differently from the updates.
     """

@@ -1,12 +1,11 @@
-"""Inner products of two trees, group by group, exact over the range as norms are.
+"""Inner products of two trees, group by group, over the dtype's whole range.
 
   in   the leaves `[...]` of both trees, and which of their entries share a norm
   out  `Products`: both norms and the cosine of each group
 
 Products are summed as squares are: at several scales, over a group's leaves and over devices, in
-one read of both trees and one collective. A sum of products may be anything from minus to plus the
-product of both norms, so these say at which scale it neither overflowed nor underflowed. There is
-no branch.
+one read of both trees and one collective. The two norms bound a sum of products, so they tell at
+which scale it neither overflowed nor underflowed. There is no branch.
 """
 
 import functools
@@ -36,19 +35,19 @@ from optaxclip._engine.plan import Plan
 from optaxclip.norms import l2
 
 _Pairs: TypeAlias = list[tuple[Array, ...]]
-"""For each leaf its entries and those of the other."""
+"""For each leaf, its entries and those of the other tree's leaf."""
 
 _Known: TypeAlias = tuple[Array | None, ...]
-"""The norms of both trees, where the caller has them."""
+"""The norms of both trees, if the caller has them."""
 
 
 class Products(NamedTuple):
-    """The inner products of all groups, as three factors, because a product may leave the range.
+    """The inner products of all groups: each is in three factors, because it may leave the range.
 
     Attributes:
-      norm: the L2 norms of the leaves.
-      of_others: the L2 norms of the others.
-      cosine: from -1 to 1; 0 where a norm is 0, NaN where one is not finite.
+      norm: the L2 norms of `leaves`.
+      of_others: the L2 norms of `others`.
+      cosine: from -1 to 1; 0 if a norm is 0, NaN if a norm is not finite.
     """
 
     norm: Array
@@ -63,14 +62,14 @@ def products(
     norm: Array | None = None,
     of_others: Array | None = None,
 ) -> Products:
-    """The products of the groups' entries with the others; of complex ones, their real parts.
+    """The inner products of each group's entries with the others; the real part, if complex.
 
     Args:
       leaves: floating or complex arrays (or `BCOO`), in the order of the grouping.
-      others: as many, of the same shapes.
+      others: as many arrays, of the same shapes.
       plan: the groups of the leaves, and where they lie.
-      norm: the L2 norms of the leaves, where they are known; their squares are then not summed.
-      of_others: those of the others; required where a leaf is a `BCOO`, because the other leaf is
+      norm: the L2 norms of `leaves`, if they are known; their squares are then not summed.
+      of_others: the L2 norms of `others`; required if a leaf is a `BCOO`, because the other leaf is
         read only where the `BCOO` has entries.
     """
     dtype = norm_dtype([leaf.dtype for leaf in (*leaves, *others)])
@@ -88,10 +87,10 @@ def products(
 def _differentiable(
     plan: Plan, axes: tuple[tuple[int, ...], ...]
 ) -> Callable[[_Pairs, _Known], Products]:
-    """The products with derivatives of their own: those of plain sums.
+    """The products with a rule for derivatives, which differentiates plain sums.
 
-    They are computed from entries divided by powers of two near the norms, held constant, so that
-    derivatives of sums stay in range.
+    They are sums of entries divided by constant powers of two near the norms, so that derivatives
+    of sums stay in range.
     """
 
     def divided(pairs: _Pairs, known: _Known, sizes: list[Array]) -> tuple[_Pairs, _Known]:
@@ -144,7 +143,7 @@ def _norm(squares: leaf_sums.AtScales) -> Array:
 
 
 def _cosine(sums: leaf_sums.AtScales, norm: Array, of_others: Array) -> Array:
-    """The cosine, from the sum at the scale at which no sum of these products leaves the range."""
+    """The cosine, from the sum at a scale at which no sum of these products leaves the range."""
     plain, down, up = sums
     far, highest = leaf_sums.distance(plain.dtype), leaf_sums.highest(plain.dtype)
     bound = safe_sqrt(norm) * safe_sqrt(of_others)
@@ -175,7 +174,7 @@ def _in_plain_sums(
     return Products(norm, of_others, safe_divide(total, norm * of_others, 0.0))
 
 
-# Compiled by itself so that it is traced once for leaves that are alike.
+# A compiled function of its own, so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames="axes")
 def _plain_sums(x: Array, y: Array, *, axes: tuple[int, ...]) -> leaf_sums.AtScales:
     parts = zip(real_parts(x), real_parts(y), strict=False)

@@ -1,4 +1,4 @@
-"""Record: what a step did comes in, its `ClipInfo` with running counts goes out.
+"""Record: takes what a step did, and gives its `ClipInfo` with running counts.
 
 in   arrays of the groups: norms, limits, factors, flags
 out  one number for each name of the grouping, `[]` or `[names]`
@@ -23,12 +23,12 @@ from optaxclip._engine.plan import Plan
 Columns: TypeAlias = tuple[Array, ...]
 """Arrays of one shape: norms, limits, factors, and flags for clipped and for non-finite groups.
 
-While the worst group is being looked for, the groups' scores (`_badness`) come first.
+During the search for the worst group, the groups' scores (`_badness`) come first.
 """
 
 
 def initial_info(name: str, grouping: Grouping, dtype: Any = jnp.float32) -> ClipInfo:
-    """The record before the first step, with norms in `dtype`: no limit, nothing clipped."""
+    """The record before the first step: no limit, and nothing clipped; norms are in `dtype`."""
     shape = () if grouping.layout == "scalar" else (len(grouping.names),)
     return ClipInfo(
         name=Names((name,)),
@@ -47,7 +47,7 @@ def updated_info(
 ) -> ClipInfo:
     """The record after a step; groups without leaves at this step keep their record.
 
-    Norms are those before the step, limits the norms above which it acts.
+    Norms are those before the clip, limits the norms above which it acts.
     """
     chex.assert_shape([norm, limit, factor, bad], plan.shape)
     grouping = plan.grouping
@@ -82,13 +82,13 @@ def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> Columns:
 
 
 def _of_worst(plan: Plan, columns: Columns) -> Columns:
-    """Columns with one number for each leaf: those of its worst group."""
+    """Columns with one number for each leaf: the number of its worst group."""
     columns = (_badness(*columns[:2]), *columns)
-    # Makes XLA store the columns, which it would otherwise compute anew for each reduction
-    # (JAX 0.10.2).
+    # The barrier makes XLA (JAX 0.10.2) store the columns; without it, XLA computes them again for
+    # each reduction.
     stored = lax.optimization_barrier(devices.stack(columns))
     found, start = [], 0
-    # All leaves of a shape share a reduction, so that few are compiled.
+    # All leaves of one shape share a reduction, so that few reductions are compiled.
     for shape, alike in itertools.groupby(plan.ordered, key=lambda group: group.shape):
         count, size = len(list(alike)), math.prod(shape)
         part = lax.slice_in_dim(stored, start, start + count * size, axis=1)
@@ -101,7 +101,7 @@ def _of_worst(plan: Plan, columns: Columns) -> Columns:
 
 
 def _badness(norm: Array, limit: Array) -> Array:
-    """Norms over their limits, to find the worst: NaN, then infinity, then a limit of 0."""
+    """Norm / limit, to find the worst group: NaN is worst, then infinity, then a limit of 0."""
     most = jnp.finfo(norm.dtype).max
     without = jnp.where(norm > 0, most, 0).astype(norm.dtype)
     ratio = jnp.where(limit > 0, norm / jnp.where(limit > 0, limit, 1), without)
@@ -110,19 +110,19 @@ def _badness(norm: Array, limit: Array) -> Array:
 
 
 def _in_one_reduction(columns: Columns, axes: tuple[int, ...]) -> Columns:
-    """The worst of the groups along these axes, from the badness and the columns of all."""
+    """The columns of the worst group along these axes; the first column holds the scores."""
     # The result for a leaf without groups.
     nothing = tuple(columns[0].dtype.type(x) for x in (-1, 0, jnp.inf, 1, 0, 0))
     found = lax.reduce(lax.stop_gradient(columns), nothing, _worse, axes)
     _, norm, limit, factor, clipped, bad = found
-    # The share of groups that were clipped, instead of their number.
+    # The number of clipped groups becomes their share.
     size = math.prod(columns[0].shape[axis] for axis in axes)
     return norm, limit, factor, clipped / max(size, 1), bad
 
 
 def _worse(some: Columns, others: Columns) -> Columns:
-    """The worse of two groups, how many were clipped, and whether one is bad."""
-    # Ties go to the larger norm, so that the order of groups does not matter.
+    """The worse of two groups, how many of them were clipped, and whether one is bad."""
+    # Of equal scores the larger norm wins, so that the order of groups does not matter.
     is_worse = (some[0] > others[0]) | ((some[0] == others[0]) & (some[1] >= others[1]))
     worse = [lax.select(is_worse, *pair) for pair in zip(some[:4], others[:4], strict=True)]
     # With the policy "mask", a group with bad entries need not be the worst.

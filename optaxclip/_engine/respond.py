@@ -1,4 +1,4 @@
-"""Respond: norms and their limits come in, what the groups are multiplied by goes out.
+"""Respond: takes norms and their limits, and gives what the groups are multiplied by.
 
 in   norms, triggers and targets, all of one shape
 out  a `Multiplier` of that shape
@@ -20,13 +20,13 @@ from optaxclip.responses import Response
 
 
 class Multiplier(NamedTuple):
-    """The groups' factors, as products of two numbers: a factor may leave its dtype's range.
+    """The groups' factors, each a product of two numbers, because it may leave its dtype's range.
 
-    Where both are 1 the group is left as it is, bit for bit.
+    If both are 1, the group is left as it is, bit for bit.
 
     Attributes:
-      power: nearly always 1. Where the factor or its derivative would not be a normal number, a
-        power of two near the norm's reciprocal.
+      power: nearly always 1; if the factor or its derivative would not be a normal number, a power
+        of two near the norm's reciprocal.
       ratio: the rest of the factor; NaN or 0 for a group that is not finite.
     """
 
@@ -41,18 +41,17 @@ class Multiplier(NamedTuple):
 
 @runtime_checkable
 class ExactFactor(Protocol):
-    """A response that also gives the factors themselves.
+    """A response that can also return factors instead of new norms.
 
-    They are used in place of the new norms, except where a factor or its derivative is no normal
-    number.
+    The factors are used, unless a factor or its derivative is not a normal number.
     """
 
     def factor(self, norm: Array, trigger: Array, target: Array) -> Array:
-        """The multipliers, of the shape of the norms."""
+        """The factors, in the shape of the norms."""
         ...
 
 
-# Compiled by itself so that it is traced once for norms of one shape.
+# A compiled function of its own, so that it is traced once for norms of one shape.
 @functools.partial(jax.jit, static_argnames=("response", "nonfinite", "strict"))
 def multiplier(
     measured: Measured,
@@ -63,16 +62,16 @@ def multiplier(
     nonfinite: NonFinite,
     strict: bool,
 ) -> Multiplier:
-    """From norms and their limits to what the groups are multiplied by.
+    """What the groups are multiplied by, from their norms and limits.
 
     Args:
       measured: the norms.
       trigger: the norms above which to act.
-      target: the norms to reach. Where one is infinite there is no limit, and the group stays.
-      response: the new norms from these three. For a group that is not finite or has no limit it
-        gets ones.
+      target: the norms to reach. An infinite target means no limit, and the group stays.
+      response: computes the new norms from these three. It gets ones for a group that is not finite
+        or has no limit.
       nonfinite: what becomes of groups whose norm is not finite.
-      strict: whether no rounding may take a group above its new norm; then `measured` must hold
+      strict: whether rounding must not take a group above its new norm; then `measured` must hold
         upper bounds.
     """
     chex.assert_equal_shape([*measured, trigger, target])
@@ -81,7 +80,7 @@ def multiplier(
     is_judged = ~is_bad & ~jnp.isinf(target)
 
     def of_judged(x: Array) -> Array:
-        # The side that is not selected must have finite derivatives too.
+        # Derivatives must be finite even on the side that is not selected.
         return jnp.where(is_judged, x.astype(norm.dtype), 1.0)
 
     old = of_judged(norm)
@@ -89,22 +88,22 @@ def multiplier(
     replacement = 0.0 if nonfinite == "zero" else jnp.nan
     lowered = 1 - _ROUNDINGS * float(jnp.finfo(norm.dtype).eps) / 2 if strict else 1
     new = jnp.asarray(response(*arguments)).astype(norm.dtype)
-    # A zero group stays zero under any limit, but a NaN limit still shows.
+    # A zero group stays zero under any limit except NaN.
     is_changed = is_judged & (new != old) & ((old != 0) | jnp.isnan(new))
     quotient = new * lowered * of_judged(measured.inverse) / of_judged(measured.divisor)
     ratio = jnp.where(is_changed, quotient, 1)
     size = lax.stop_gradient(jnp.where(is_changed, measured.size, 1))
     per_size = reciprocal_of_power(size)
     factor = jnp.abs(ratio * per_size)
-    # Its derivative is about as large as the factor over the norm.
+    # The derivative of the factor is about as large as factor / norm.
     is_normal = _is_normal(factor) & _is_normal(factor * per_size)
     unit = size
     if isinstance(response, ExactFactor):
         exact = of_judged(response.factor(*arguments))
         exact = jnp.where(exact == 1, exact, exact * lowered)
         ratio, unit = jnp.where(is_normal, exact, ratio), jnp.ones_like(size)
-    # Divisions come last, because XLA (JAX 0.10.2) stores their results, and repeats cheaper
-    # operations for each leaf.
+    # Divisions come last: XLA (JAX 0.10.2) stores the result of a division, but repeats cheaper
+    # operations, such as a product with a reciprocal, for each leaf.
     dividends = (jnp.ones_like(ratio), jnp.where(is_bad, replacement, ratio))
     divisors = (jnp.where(is_normal, 1, size), jnp.where(is_normal, unit, 1))
     return Multiplier(*quotients(dividends, divisors))
@@ -115,10 +114,10 @@ def _is_normal(factor: Array) -> Array:
 
 
 _ROUNDINGS = 7
-"""A bound on the number of roundings, each by half an epsilon at most, from a norm to an entry.
+"""From a norm to an entry there are at most so many roundings, each by half an epsilon at most.
 
-It leaves room for clipping twice.
+The bound leaves room for clipping twice.
 """
 
 _SMALLEST = 2.0**-120
-"""Factors from here to its reciprocal are normal numbers of float32."""
+"""Factors from this number to its reciprocal are normal numbers of float32."""

@@ -1,4 +1,4 @@
-"""Scale: a leaf and its group's multiplier come in, the leaf goes out, each entry rounded once.
+"""Scale: takes a leaf and its group's multiplier, and gives the leaf, rounded once.
 
 in   a leaf `[...]`, and a `Multiplier` of the shape of the axes over which it was not reduced
 out  the leaf, in its own dtype and weak type
@@ -40,17 +40,17 @@ def scale(
 
     Args:
       leaf: a floating or complex array, or a `BCOO`, whose data is scaled.
-      by: the two fields of the group's multiplier, in a sequence or stacked in one array; where it
-        is 1, entries stay as they are. With a third array, exactly the entries with a modulus of at
-        most its value stay.
+      by: the two fields of the group's multiplier, in a sequence or stacked in one array; if both
+        are 1, entries stay as they are. If there is a third array, entries stay if their modulus is
+        at most its value, and only these.
       axes: the leaf's axes that the multiplier lacks.
       strict: whether rounding to a narrow dtype may only lower an entry's modulus.
-      zeroes: whether entries become 0 where the ratio is 0, also those that are not finite.
+      zeroes: whether a ratio of 0 makes entries 0 even if they are not finite.
     """
     return on_data(functools.partial(_scaled, by=by, strict=strict, zeroes=zeroes), leaf, axes)
 
 
-# Compiled by itself so that it is traced once for leaves that are alike.
+# A compiled function of its own, so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames=("axes", "strict", "zeroes"))
 def _scaled(
     x: Array, *, by: Sequence[Array] | Array, axes: tuple[int, ...], strict: bool, zeroes: bool
@@ -62,17 +62,17 @@ def _scaled(
     scaled = by_parts(functools.partial(product, plain=_product, **factors), x)
     if zeroes:
         scaled = select_exactly(ratio == 0, jnp.zeros_like(scaled), scaled)
-    # Selected, because a product with 1 may flush subnormal numbers to 0.
+    # Entries that stay are selected: a product with 1 may flush subnormal numbers to 0.
     stays = _stays(x, power, ratio, *above)
     return match_weak_type(select_exactly(stays, x, scaled), x)
 
 
 def _stays(x: Array, power: Array, ratio: Array, above: Array | None = None) -> Array:
-    """Which entries are left as they are, or whether all are."""
+    """Which entries are left as they are; one flag if it is the same for all."""
     if above is not None:
         modulus, above = promoted([jnp.abs(x).astype(accumulation_dtype(x.dtype)), above])
         return modulus <= above
-    # Not `(power == 1) & ...`: an operator is a nested call for each leaf.
+    # Not `(power == 1) & ...`, because operators are nested calls for each leaf (JAX 0.10.2).
     one = power.dtype.type(1)
     return lax.bitwise_and(lax.eq(power, one), lax.eq(ratio, one))
 
@@ -88,15 +88,15 @@ def _product(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
 
 @custom_jvp(nondiff_argnums=(1,))
 def _cut(x: Array, dtype: jnp.dtype) -> Array:
-    """The number of `dtype` that is next to each entry, and no further from zero, in `x.dtype`.
+    """Each entry rounded toward zero to a number of `dtype`, still in `x.dtype`.
 
-    Not the nearest number, lowered where it is larger than the entry: for such comparisons XLA
-    takes what was converted and converted back for the entry itself (on an H100 with JAX 0.11.2).
-    The derivative is that of the identity, as that of rounding is.
+    Rounding to nearest, then lowering what became larger than the entry, would fail: in such a
+    comparison XLA takes an entry that was converted and converted back for the entry itself (on an
+    H100 with JAX 0.11.2). The derivative is that of the identity, as for any rounding in JAX.
     """
     info, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
     if info.nexp == wide.nexp:
-        # The exponents are the same, also of subnormal numbers: the last bits are cut off.
+        # Both dtypes have the same exponents, even for subnormal numbers: the last bits are cut.
         integer = jnp.dtype(f"uint{wide.bits}").type
         kept = integer(2**wide.bits - 2 ** (wide.nmant - info.nmant))
         cut = lax.bitcast_convert_type(lax.bitcast_convert_type(x, integer) & kept, x.dtype)

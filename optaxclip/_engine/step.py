@@ -1,6 +1,6 @@
-"""One step: leaves and limits come in, clipped leaves, the rule's state and the record go out.
+"""One step: takes leaves and limits, and gives clipped leaves, the rule's state and the record.
 
-`clipped` and `norms_of` check and compile, on any mesh; `_steps` runs the steps in order.
+`clipped` and `norms_of` check and compile, on any mesh; `_steps` runs the stages in order.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from optaxclip.thresholds.calling import limits_of, params_for
 class Technique:
     """How leaves are measured and changed: each group has a norm, and is multiplied by a number.
 
-    Other techniques override what they do otherwise. Hashable, because it is static.
+    Other techniques override what they do differently. All are hashable, because they are static.
     """
 
     names_leaves: ClassVar[bool] = False
@@ -43,15 +43,15 @@ class Technique:
         return measure(leaves, plan, options.norm, from_above=options.strict)
 
     def columns(self, by: Multiplier, limits: Array) -> Sequence[Array]:
-        """The numbers per group that `scaled` needs, each array of the shape of the norms."""
+        """The numbers for each group that `scaled` needs, in arrays of the shape of the norms."""
         del limits
         return by
 
     def scaled(self, leaf: Any, columns: Array, axes: tuple[int, ...], options: Options) -> Any:
         """The changed leaf.
 
-        `columns` stacks along its first axis what the method `columns` gave; its other axes are the
-        leaf's without `axes`.
+        The argument `columns` stacks the results of the method `columns` along its first axis; its
+        other axes are the leaf's axes without `axes`.
         """
         zeroes = options.nonfinite == "zero"
         return scale(leaf, columns, axes=axes, strict=options.strict, zeroes=zeroes)
@@ -76,10 +76,10 @@ def clipped(
       flat: the tree.
       params: the parameters, for a limit that is relative to them.
       rule: the limit.
-      state: the state before the step; where nothing is recorded, its `info` is None.
-      norm_of_tree: the norm of the whole tree, if the caller has it; else it is measured.
+      state: the state before the step; if nothing is recorded, its `info` is None.
+      norm_of_tree: the norm of the whole tree, if the caller knows it; if None, it is measured.
       plan: the groups of the tree, and where they lie.
-      options: all settings but the limit.
+      options: all settings except the limit.
       technique: how leaves are measured and changed.
     """
     params = params_for(rule, params, options.name)
@@ -91,13 +91,14 @@ def clipped(
         plan = dataclasses.replace(plan, leaf_names=tuple(flat.names()))
     operands = (flat.measured_leaves(), weights, rule, state, norm_of_tree)
     fixed = {"plan": plan, "of_weights": of_weights, "options": options, "technique": technique}
-    # In eager mode `checkify.check` raises at once, but inside of a compiled call it cannot.
+    # Not compiled for "error" in eager mode: `checkify.check` can raise at once there, but not
+    # inside of a compiled call.
     new, state = across(_steps, *operands, like=_results, compiled=not raises, **fixed)
     return flat.rebuild(new), state
 
 
 def _results(leaves: list[Any], weights: Any, rule: Threshold, state: ClipState, _: Any) -> PyTree:
-    """What the results of `_steps` are typed like."""
+    """The arrays whose types the results of `_steps` get."""
     del weights, rule
     return leaves, state
 
@@ -119,7 +120,7 @@ def _steps(
     options: Options,
     technique: Technique,
 ) -> tuple[list[Any], ClipState]:
-    """The steps in order: measure, limit, respond, scale, record."""
+    """Runs the stages in order: measure, limit, respond, scale, record."""
     leaves, bad, weight_norms = as_arrays(leaves), None, None
     if weights is not None:
         weight_norms = measure(as_arrays(weights), of_weights, options.norm).norm
@@ -141,7 +142,7 @@ def _steps(
     how = {"response": options.response, "nonfinite": options.nonfinite, "strict": options.strict}
     by = multiplier(measured, *limits, **how)
     chex.assert_shape(list(by), plan.shape)
-    # Stacked, so that each leaf cuts its part out of one array in one operation.
+    # Stacked, so that one operation cuts a leaf's part out of one array.
     columns = devices.stack(technique.columns(by, limits.trigger.astype(by.ratio.dtype)))
     parts = map(plan.placement.on_all_devices, plan.by_leaf(columns, leaves))
     with_parts = zip(leaves, parts, plan.grouping.axes, strict=True)
@@ -158,7 +159,7 @@ def _report(bad: Array, plan: Plan, name: str) -> None:
     for flags, group in zip(plan.unpack(bad), plan.grouping.groups, strict=True):
         if group.members:
             names = [plan.leaf_names[i] for i in group.members]
-            # JAX shows this line where `checkify` is missing; see there.
+            # If `checkify` is missing, JAX's error shows this line (see `nonfinite.check`).
             policies.check(flags, name, names)  # nonfinite="error" needs checkify
 
 
