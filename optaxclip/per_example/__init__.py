@@ -1,11 +1,10 @@
-"""Per-example clipping, on which private training (DP-SGD) rests.
+"""Per-example clipping, the basis of private training (DP-SGD).
 
-Each example of a batch is clipped by any scope and response, and the results are summed: by
-`clip_sum` for gradients with an axis of examples, by `clipped_grad`, which computes these gradients
-a microbatch at a time or, with `method="ghost"`, does without them, and by
-`per_example_clip_and_aggregate`, the first stage of an Optax chain. `grad_norms` says which example
-has a large gradient.
-`noisy_mean` makes a private gradient of a sum.
+Each example of a batch is clipped by any scope and response, and the results are summed. `clip_sum`
+takes gradients with an axis of examples. `clipped_grad` computes these gradients one microbatch at
+a time, or with `method="ghost"` does without them. `per_example_clip_and_aggregate` is the first
+stage of an Optax chain. `grad_norms` says which example has a large gradient. `noisy_mean` makes a
+private gradient from a sum.
 
   from optaxclip import per_example, scopes
 
@@ -14,7 +13,7 @@ has a large gradient.
   per_example.clip_sum(grads, 1.0, response="auto_s")                   # Bu et al., 2022
 
 No example ever contributes more than the limit. How private a run is depends on the noise
-multiplier, on the share of the data in a batch and on the number of steps; an accountant such as
+multiplier, the share of the data in a batch, and the number of steps; an accountant such as
 `dp_accounting` computes it::
 
   import dp_accounting
@@ -26,7 +25,7 @@ multiplier, on the share of the data in a batch and on the number of steps; an a
       accountant = pld.PLDAccountant().compose(step, steps)
       return accountant.get_epsilon(delta)
 
-This is right if each example enters each batch independently with that probability, and wrong for
+It is right if each example enters each batch independently with that probability, and wrong for
 shuffled data. Pad batches of varying size to one shape, and mark the padding by `is_padding`.
 """
 

@@ -42,7 +42,7 @@ class PerExampleState(NamedTuple):
     Attributes:
       steps: int32[], steps so far.
       key: the key of the next step's noise; None without noise.
-      limit: float32[], the limit of the next step, if it follows a quantile; otherwise None.
+      limit: float32[], the limit of the next step if it follows a quantile; otherwise None.
       num_clipped: int32[], how many examples of the last step were above their limit. Not private.
       num_dropped: int32[], how many examples of the last step were not finite. Not private.
     """
@@ -70,10 +70,10 @@ def per_example_clip_and_aggregate(
 
     It must be the first stage of a chain, and takes gradients with a leading axis of examples, as
     `optax.contrib.differentially_private_aggregate` does. The guarantees are those of `clip_sum`.
-    `optax.MultiSteps` around it is an error, because the mean that it hands on has no examples; in
-    microbatches, `clipped_grad` and `noisy_mean` do the same.
-    The noise is Gaussian with a standard deviation of `noise_multiplier` times the limit, drawn and
-    added in float32 or wider; results are then rounded to the dtype of the updates.
+    `optax.MultiSteps` around it is an error, because `MultiSteps` hands on a mean, which has no
+    examples; for microbatches, use `clipped_grad` and `noisy_mean`. The noise is Gaussian with a
+    standard deviation of `noise_multiplier` times the limit, drawn and added in float32 or wider;
+    results are then rounded to the dtype of the updates.
 
     How private a run is depends on how batches are sampled and on the number of steps; an
     accountant computes it (see `optaxclip.per_example`). JAX's random generators are not
@@ -83,15 +83,15 @@ def per_example_clip_and_aggregate(
 
     Args:
       limit: the largest L2 norm of one example's contribution, as in `clip_sum`; a schedule
-        `count -> limit`; or `quantile_limit(...)`, whose limit is in the state. The `count_noise`
-        of the latter must exceed half the noise multiplier; the noise on the sum is then larger, by
-        `adjusted_noise_multiplier`.
-      noise_multiplier: the ratio of the noise's standard deviation to the limit; 0 for none, which
-        is not private, and so has to be said.
-      key: a key from `jax.random`, or an int to make one from; needed for noise. The state keeps it
-        in the form in which it came, and one from an int as `jax.random.key` makes it. Flax's
-        `to_bytes` cannot store that; if you use it, pass `jax.random.PRNGKey(seed)`. Without a key
-        `optax.inject_hyperparams` needs `static_args=("noise_multiplier",)`.
+        `count -> limit`; or `quantile_limit(...)`, whose limit is in the state. Its `count_noise`
+        must exceed half the noise multiplier; the noise on the sum then follows
+        `adjusted_noise_multiplier`, which is larger.
+      noise_multiplier: the ratio of the noise's standard deviation to the limit. It has no default:
+        0 means no noise, which is not private.
+      key: a key from `jax.random`, or an int to make one from; needed for noise. The state keeps a
+        key in the form in which it came; from an int, it is made by `jax.random.key`. Flax's
+        `to_bytes` cannot store such a key; if you use it, pass `jax.random.PRNGKey(seed)`. Without
+        a key `optax.inject_hyperparams` needs `static_args=("noise_multiplier",)`.
       reduction: "mean" or "sum".
       batch_size: the number that a mean divides by; if None, the number of examples that are not
         padding. Under Poisson sampling pass the expected number: the true one is not private.
@@ -184,7 +184,7 @@ def per_example_clip_and_aggregate(
 
 
 def _fixed(limit: AggregateLimit) -> ExampleLimit:
-    """The limit if it is the same at each step, else 0; refuses functions that are no schedules."""
+    """The limit if it is the same at each step, else 0; refuses functions other than schedules."""
     refuse_uncalled(limit, "optaxclip.per_example", "limit", "per_example")
     refuse_parts(limit, "limit")
     if callable(limit):
@@ -203,7 +203,7 @@ _REMEDY = (
 
 
 def _refuse_one_gradient(flat: FlatTree, params: PyTree | None) -> None:
-    """Refuses a gradient without examples, whose rows would be taken for examples."""
+    """Refuses a gradient without examples, because its rows would be taken for examples."""
     if params is None:
         return
     of_params = flatten(params, "params")
@@ -219,7 +219,7 @@ def _refuse_one_gradient(flat: FlatTree, params: PyTree | None) -> None:
 
 
 def _rounded(leaves: list[Array], divisor: Array, one: FlatTree) -> list[Array]:
-    """The quotients in the dtypes of the updates."""
+    """The leaves divided by `divisor`, in the dtypes of the updates."""
     pairs = zip(leaves, one.measured_leaves(), strict=True)
     return [(x / divisor.astype(x.dtype)).astype(like.dtype) for x, like in pairs]
 

@@ -1,4 +1,4 @@
-"""The limits of an example's groups, from the limit of its whole contribution."""
+"""The limits of an example's groups, from the limit of the whole example."""
 
 import math
 from collections.abc import Mapping
@@ -60,14 +60,14 @@ def group_limits(
         of all `D` entries `limit * sqrt(D_i / D)`.
 
     Returns:
-      For each group, or array of groups, limits of its shape, and the limit of the whole example's
-      norm, `[]`; all float64 if a leaf is, else float32.
+      For each group, or array of groups, limits of its shape; and the limit of the whole example's
+      norm, `[]`. All are float64 if a leaf is 64-bit, else float32.
     """
     dtype = norm_dtype({jnp.result_type(leaf) for leaf in one.measured_leaves()})
     if isinstance(limit, Mapping):
         limits = _limits_by_name(dict(limit), grouping, dtype)
         return limits, norm_of_all(concatenated(limits))
-    # A traced limit may be negative, and then acts as 0.
+    # A traced limit may be negative; then it acts as 0.
     bound = jnp.maximum(jnp.asarray(limit).astype(dtype), 0)
     sizes = [math.prod(np.shape(leaf)) for leaf in one.measured_leaves()]
     shares = _shares(grouping, sizes, split)
@@ -77,10 +77,10 @@ def group_limits(
 
 
 def change_of(relation: Any) -> int:
-    """By how many limits the sum can change between neighbouring data sets.
+    """How many limits the sum can change by between neighbouring data sets.
 
     Raises:
-      ValueError: for another relation than those of `ClippedGrad.sensitivity`.
+      ValueError: for a relation that `ClippedGrad.sensitivity` does not list.
     """
     name = getattr(relation, "name", relation)
     name = name.lower() if isinstance(name, str) else name
@@ -109,7 +109,7 @@ def _shares(grouping: Grouping, sizes: list[int], split: Split) -> list[float]:
     groups = [math.prod(group.shape) for group in grouping.groups]
     if split == "uniform":
         return [1 / max(sum(groups), 1)] * len(groups)
-    # At least 1, so that an empty tree, or an array without groups, does not divide by 0.
+    # At least 1, so that nothing is divided by 0 for an empty tree or an array without groups.
     counts = [max(count, 1) * max(sum(sizes), 1) for count in groups]
     return [own / count for own, count in zip(_entries(grouping, sizes), counts, strict=True)]
 
@@ -127,7 +127,7 @@ def _check_number(limit: Any, argument: str) -> Any:
             "quantile_limit()"
         )
     limit = checked_limit(limit, argument, by_name=True)
-    # Privacy depends on this number, so it is also checked if it is an array on a device.
+    # Privacy depends on this number, so it is checked even if it is an array on a device.
     if (
         isinstance(limit, jax.Array)
         and not isinstance(limit, Tracer)

@@ -1,4 +1,4 @@
-"""The norm of each example's gradient, and how it is found."""
+"""Computes the norm of each example's gradient, and explains how."""
 
 import dataclasses
 import functools
@@ -76,25 +76,26 @@ def grad_norms(
     scope: Scope | None = None,
     method: Method = "ghost",
 ) -> GradNorms:
-    """A function that returns the norm of each example's gradient: which example is it?
+    """Makes a function that returns the norm of each example's gradient: which example is it?
 
-    With the method "ghost" no gradient of an example is computed. The program of the loss is run
-    forward and backward once, as for the gradient of the batch. Where a parameter meets data, as in
-    `x @ w`, the inputs `x` and the cotangents of the outputs are kept; they give the norm. This is
-    done for matrix products, convolutions and rows of tables, inside of `scan`, `jit` and
-    `jax.checkpoint` too. Parameters that meet anything else, such as biases and gains, are
-    differentiated for each example, which is right for every operation, and takes memory for large
-    ones; `explain` says which they are.
+    The method "ghost" computes no gradient of an example. It runs the program of the loss forward
+    and backward once, as for the gradient of the batch. Where a parameter meets data, as in
+    `x @ w`, it keeps the inputs `x` and the cotangents of the outputs, which give the norm. It does
+    so for matrix products, convolutions and rows of tables, even inside of `scan`, `jit` and
+    `jax.checkpoint`. Parameters that meet anything else, such as biases and gains, are
+    differentiated for each example. That is right for every operation, but takes memory if they are
+    large; `explain` says which parameters these are.
 
-    The norms are never below the true ones, by bounds on all rounding that hold for any order of
-    summation. So they are above them by what such an order might have lost: about 1e-6 where each
-    parameter is used at one position only, as in a perceptron on vectors; with many positions,
-    tokens or pixels, 1e-4 (16 of them) to 4e-3 (4096), and at most 1 % where these do not cancel.
+    The norms are never below the true norms, because they include bounds on all rounding, which
+    hold for any order of summation. These bounds make the norms larger: by about 1e-6 if each
+    parameter is used at only one position, as in a perceptron on vectors; with many positions
+    (tokens or pixels), by 1e-4 (16 of them) to 4e-3 (4096), and by at most 1 % if positions do not
+    cancel.
 
-    On GPUs and TPUs all products that find norms and sums ask for the highest precision, because by
-    default these round the factors (TF32, bfloat16), or are of numbers in bfloat16, whose products
-    are exact in float32. Those of the loss itself are as precise as it asks for: the norms are
-    those of the gradients that it gives.
+    By default GPUs and TPUs round the factors of products (to TF32 or bfloat16). All products for
+    norms and sums ask for the highest precision, unless their factors are in bfloat16, whose
+    products are exact in float32. The products of the loss itself have the precision that it asks
+    for, so the norms are those of the gradients that the loss gives.
 
     Sources: Goodfellow, 2015, arXiv 1510.01799; Li, Tramèr, Liang and Hashimoto, 2021, arXiv
     2110.05679 ("ghost clipping"); Bu, Wang, Zha and Karypis, 2022, arXiv 2210.00038.
@@ -105,26 +106,26 @@ def grad_norms(
       batch_argnums: which arguments, pytrees of arrays or of keys, have a leading axis of examples;
         if None, all that are not in `argnums`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      microbatch_size: how many examples to differentiate at once. If None, all of them with the
-        method "vmap". With "ghost" all of them, unless what is kept for the norms alone exceeds
-        both 256 MiB and twice the memory of the parameters; then as many as that holds.
-      scope: which entries of an example share one norm; all of them if None. With the method
-        "ghost" whole leaves or groups of them.
-      method: "ghost", or "vmap", which computes the gradient of each example.
+      microbatch_size: how many examples to differentiate at once; if None, all of them. With
+        "ghost", None means fewer if what is kept for norms alone would exceed both 256 MiB and
+        twice the memory of the parameters: then as many examples as fit into the larger of these.
+      scope: which entries of an example share one norm; all of them if None. With "ghost", a group
+        has to consist of whole leaves.
+      method: "ghost"; or "vmap", which computes the gradient of each example.
 
     Returns:
       A function `(*args, **keywords) -> (norms, losses)`, or `(norms, losses, aux)`, of the
       arguments of `loss_fn`; those in `batch_argnums` have a leading axis of examples. Norms are
-      float32 or wider, `[examples]`, or `[examples, groups]` with a scope of several groups, which
-      are in the order of their names; for the scopes `axes` and `unit` a dict of arrays. NaN and
-      infinite norms belong to examples whose gradients are not finite. With microbatches, call it
+      float32 or wider, `[examples]`, or for a scope of several groups `[examples, groups]`, in the
+      order of the groups' names; for the scopes `axes` and `unit`, a dict of arrays. Norms are NaN
+      or infinite for examples whose gradients are not finite. With microbatches, call the function
       inside of `jax.jit`.
 
     Raises:
       ValueError: for a microbatch size below 1 or an unknown method; when called, for arguments
         that do not share an axis of examples, positions that do not exist or come twice, a loss
         that is not a scalar, and with "ghost" for a scope with several norms for one leaf.
-      TypeError: for a scope that is not one, and positions or sizes that are not ints.
+      TypeError: for a scope that is not a scope, and positions or sizes that are not ints.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -164,26 +165,26 @@ def explain(
     has_aux: bool = False,
     **keywords: Any,
 ) -> str:
-    """How the method "ghost" measures each parameter of a loss, and what it costs; as text.
+    """Explains how the method "ghost" measures each parameter of a loss, and what it costs.
 
     Args:
       loss_fn: the loss of one example.
-      args: its arguments; those in `batch_argnums` with a leading axis of examples. Arrays of
-        `jax.ShapeDtypeStruct` will do: nothing is computed.
+      args: the loss's arguments; those in `batch_argnums` have a leading axis of examples. A
+        `jax.ShapeDtypeStruct` can stand for an array, because nothing is computed.
       argnums: which arguments are differentiated.
       batch_argnums: which arguments have a leading axis of examples; if None, all that are not in
         `argnums`.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
-      keywords: passed to `loss_fn`.
+      keywords: keyword arguments of `loss_fn`.
 
     Returns:
-      A table with a line for each parameter: its shape; how its norms are found, and why not
-      without its gradients where they are computed; the number of positions at which an example
-      uses it; the bytes that an example takes for this, beside what it takes to backpropagate.
+      A text with a line for each parameter: its shape; how its norms are found, and if its
+      gradients are computed, why; the number of positions at which an example uses it; and the
+      bytes that an example takes for its norm, beside those for backpropagation.
 
     Raises:
       ValueError: as `grad_norms`.
-      TypeError: likewise.
+      TypeError: as `grad_norms`.
 
     Example:
       >>> import jax.numpy as jnp

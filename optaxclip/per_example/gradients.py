@@ -1,4 +1,4 @@
-"""Computes, clips and sums the gradients of examples, a microbatch at a time."""
+"""Computes, clips and sums the gradients of examples, one microbatch at a time."""
 
 import dataclasses
 import functools
@@ -79,14 +79,14 @@ class ClippedGrad:
         return result._replace(losses=losses, aux=aux, bound=bound)
 
     def sensitivity(self, relation: Any = "add_or_remove_one", params: PyTree = None) -> ArrayLike:
-        """The largest L2 norm by which one example can change the sum, to scale noise by.
+        """The largest L2 norm by which one example can change the sum: noise is scaled by it.
 
         Args:
-          relation: how two neighbouring data sets differ: by an example that one of them lacks
-            ("add_or_remove_one"), by an example that one of them has blank ("replace_special"), or
-            by two different examples ("replace_one"), which doubles the change; or a member of
-            `dp_accounting.NeighboringRelation`.
-          params: the parameters, which limits by name need, to count the groups of each name.
+          relation: how two neighbouring data sets differ. One of them lacks an example
+            ("add_or_remove_one"), has a blank example in its place ("replace_special"), or has a
+            different example in its place ("replace_one"), which doubles the change. A member of
+            `dp_accounting.NeighboringRelation` will do too.
+          params: the parameters; limits by name need them, to count the groups of each name.
 
         Raises:
           ValueError: for another relation, or for limits by name without `params`.
@@ -103,7 +103,7 @@ class ClippedGrad:
         return change * bound
 
     def _clipped_tree(self, params: FlatTree) -> FlatTree:
-        """The tree of one example that is clipped: like the parameters, or as `transform` gives."""
+        """The tree that is clipped for one example: like the parameters, or from `transform`."""
         if self.transform is None:
             return params
         zeros = [jnp.zeros_like(leaf) for leaf in params.measured_leaves()]
@@ -126,16 +126,16 @@ def clipped_grad(
     pre_clipping_transform: Callable[[PyTree], PyTree] | None = None,
     method: Method = "vmap",
 ) -> ClippedGrad:
-    """A function that returns the sum of the examples' clipped gradients.
+    """Makes a function that returns the sum of the examples' clipped gradients.
 
     The guarantees are those of `clip_sum`. The gradients of at most `microbatch_size` examples are
-    in memory at the same time: microbatches follow one another in a `scan`, and a smaller one comes
-    last. A microbatch takes its examples from all over the batch, so that each device has a part of
-    it if the batch is sharded. Norms, losses and aux are in the order of the batch.
+    in memory at the same time: microbatches follow one another in a `scan`, and the last one may be
+    smaller. A microbatch takes its examples from all over the batch, so that each device has a part
+    of it if the batch is sharded. Norms, losses and aux are in the order of the batch.
 
-    Under `jit` the sum is that of the whole batch, also if it is sharded, with all-reduces for each
-    microbatch; on an explicit mesh a microbatch is split over as many of the devices as divide it.
-    Inside `shard_map` sums and counts are those of the shard, without communication: `psum` them
+    Under `jit` the sum is over the whole batch, even if it is sharded, with all-reduces for each
+    microbatch; on an explicit mesh, a microbatch is split over as many devices as divide it evenly.
+    Inside `shard_map`, sums and counts are those of the shard, without communication: `psum` them
     afterwards, which takes one all-reduce for each dtype, however many microbatches there are.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
@@ -155,11 +155,11 @@ def clipped_grad(
       pre_clipping_transform: a function of one example's gradient to any tree, such as a
         preconditioner. Its result is clipped instead of the gradient: the bound, the groups
         and the sum are those of the result.
-      method: "vmap" computes the gradient of each example. "ghost" computes their norms and their
-        sum without them, as `grad_norms` does, which is much faster where an example's gradient is
-        larger than its activations. It has norms of whole leaves only, and no
+      method: "vmap" computes the gradient of each example. "ghost" computes norms and sum without
+        these gradients, as `grad_norms` does, which is much faster if an example's gradient is
+        larger than its activations. It has only norms of whole leaves, and no
         `pre_clipping_transform`. Its norms are upper bounds, so an example may be clipped somewhat
-        below the limit; `microbatch_size=None` lets it choose.
+        below the limit. With `microbatch_size=None` it chooses the size.
 
     Returns:
       A `ClippedGrad`: a function `(*args, is_padding=None, **keywords) -> PerExampleResult` of the
@@ -172,8 +172,8 @@ def clipped_grad(
       ValueError: for a limit that is negative, NaN or not a scalar, a microbatch size below 1, or
         an unknown name; when called, for arguments that do not share an axis of examples, positions
         that do not exist or come twice, and a loss that is not a scalar.
-      TypeError: for a limit that is not a number, a scope that is not one, and positions or sizes
-        that are not ints.
+      TypeError: for a limit that is not a number, a scope that is not a scope, and positions or
+        sizes that are not ints.
 
     Example:
       >>> import jax, jax.numpy as jnp

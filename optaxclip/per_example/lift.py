@@ -1,8 +1,8 @@
 """Clips each example of a batch, and sums the results.
 
-There is no `vmap` over the examples. Each group of the tree becomes an array of groups, one for
-each example, and the engine measures these as it measures any groups. So the norms of all examples
-take one reduction of each leaf.
+There is no `vmap` over the examples: each group of the tree becomes an array of groups, one for
+each example, and the engine measures these like any other groups. So the norms of all examples take
+one reduction of each leaf.
 """
 
 import dataclasses
@@ -34,10 +34,10 @@ class Sums(NamedTuple):
 
     Attributes:
       leaves: the sums of the measured leaves, float32 or wider.
-      num_clipped: int32, for each group the number of examples in which it exceeded its limit, in
-        the form that limit rules get norms in.
+      num_clipped: int32, for each group, the number of examples in which it exceeded its limit, in
+        the form in which users see norms.
       num_unclipped: int32[], the number of finite examples without a group above its limit.
-      num_dropped: int32[], the number of examples that were not finite, padding not counted.
+      num_dropped: int32[], the number of examples that were not finite, without padding.
       norms: like `num_clipped`, with a leading axis of examples; 0 for padding.
     """
 
@@ -63,7 +63,7 @@ def clipped_sums(
       limits: for each group of the grouping, the limits of one example.
       is_padding: bool `[examples]`, which examples are ignored.
       grouping: the groups of one example.
-      response: gives the new norms; if one is above its limit, the limit is used.
+      response: gives the new norms; a new norm above its limit becomes the limit.
     """
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     operands = (leaves, limits, is_padding)
@@ -129,7 +129,7 @@ def judged(
       is_padding: bool `[examples]`, which examples are ignored.
       margin: the epsilon of the dtype in which a leaf is multiplied.
       grouping: the groups of one example.
-      response: gives the new norms; if one is above its limit, the limit is used.
+      response: gives the new norms; a new norm above its limit becomes the limit.
 
     Returns:
       For each group the multipliers, whose ratio is 0 for examples that add nothing; and the sums,

@@ -44,10 +44,10 @@ class Loss:
         return number_of_examples(flatten(self.roles.batch, "the batch"), "the batch")
 
     def __call__(self, measured: list[Any], example: tuple[Any, ...]) -> Any:
-        """What the loss returns for one example: a scalar, or with `has_aux` a pair.
+        """Returns the loss of one example: a scalar, or with `has_aux` a pair.
 
         Raises:
-          TypeError: if `has_aux` promises a pair and there is none.
+          TypeError: if the loss does not return a pair in spite of `has_aux`.
           ValueError: if the loss is not a scalar.
         """
         args = self.roles.with_values(self.params.rebuild(measured), example)
@@ -64,7 +64,7 @@ class Loss:
         return found
 
     def split(self, found: Any) -> tuple[Any, PyTree]:
-        """Losses and auxiliary outputs, from what the loss returned for all examples."""
+        """The losses and the auxiliary outputs, from what the loss returned for all examples."""
         return found if self.has_aux else (found, None)
 
     def value_and_grad(

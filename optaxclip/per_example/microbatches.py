@@ -1,4 +1,4 @@
-"""Sums over a batch that is processed a microbatch at a time."""
+"""Sums over a batch that is processed one microbatch at a time."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from optaxclip.per_example.weighting import sum_dtype
 
 
 class RunningSums(NamedTuple):
-    """The fields of `Sums` that are added up over microbatches; `norms` are not."""
+    """The fields of `Sums` that are added up over microbatches: all but `norms`."""
 
     leaves: list[Array]
     num_clipped: NormTree
@@ -30,7 +30,7 @@ class RunningSums(NamedTuple):
 
     @classmethod
     def nothing(cls) -> "RunningSums":
-        """Those of a batch of which only the norms are asked for."""
+        """The sums of a batch for which only the norms are wanted."""
         zero = jnp.zeros((), jnp.int32)
         return cls([], zero, zero, zero)
 
@@ -41,7 +41,7 @@ class RunningSums(NamedTuple):
         leaves = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in measured]
         zero = jnp.zeros((), jnp.int32)
         counts = grouping.tree([jnp.zeros(group.shape, jnp.int32) for group in grouping.groups])
-        # Without groups the vector of the tree is an empty one of floats.
+        # Without groups, the tree of norms is an empty vector of floats.
         counts = jax.tree.map(lambda x: x.astype(jnp.int32), counts)
         return cls(leaves, counts, zero, zero)
 

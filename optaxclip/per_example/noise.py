@@ -1,4 +1,4 @@
-"""Gaussian noise on a sum of clipped examples, and the mean of it."""
+"""Gaussian noise on a sum of clipped examples, and the noisy mean."""
 
 from typing import Any
 
@@ -27,33 +27,33 @@ def noisy_mean(
     *,
     relation: Any = "add_or_remove_one",
 ) -> PyTree:
-    """The private gradient: the sum of clipped examples, plus noise, over the size of the batch.
+    """The private gradient: the sum of clipped examples, plus noise, divided by the batch size.
 
-    The noise is Gaussian. On every entry of the sum its standard deviation is `noise_multiplier`
-    times the sensitivity, which is the bound that the result brings along (twice that, if
-    neighbours differ by the replacement of an example). Only then is all of it divided by
-    `batch_size`: noise of that size on the mean would be `batch_size` times too large, and the mean
-    of noisy microbatches has too little if each of them got its share.
+    The noise is Gaussian. Its standard deviation, on every entry of the sum, is `noise_multiplier`
+    times the sensitivity, which is the bound in `result` (twice that bound, if neighbours differ by
+    the replacement of an example). The sum is divided by `batch_size` only afterwards: noise of
+    that size on the mean would be `batch_size` times too large, and a mean of noisy microbatches
+    would have too little noise if each of them got its share.
 
     Noise is drawn and added in float32 or wider. JAX's random generators are not cryptographic.
 
     Inside `shard_map` sum over the devices first, and pass the same key on all of them:
-    `noisy_mean(result._replace(grads=jax.lax.psum(result.grads, "x")), ...)`. Where each device
-    keeps a part of the sum instead, as after `psum_scatter`, each needs a key of its own, such as
-    `jax.random.fold_in(key, jax.lax.axis_index("x"))`: with one key all parts get the same noise.
+    `noisy_mean(result._replace(grads=jax.lax.psum(result.grads, "x")), ...)`. If each device keeps
+    a part of the sum, as after `psum_scatter`, each needs a key of its own, such as
+    `jax.random.fold_in(key, jax.lax.axis_index("x"))`: with one key, all parts get the same noise.
 
     Source: Abadi et al., 2016, Deep learning with differential privacy, arXiv 1607.00133.
 
     Args:
       result: what `clipped_grad` or `clip_sum` returned for the whole batch.
-      noise_multiplier: the ratio of the noise's standard deviation to the sensitivity, which an
-        accountant gets (see `optaxclip.per_example`). 0 gives the mean without noise, which is not
-        private.
-      key: one key from `jax.random`, a new one at each step: the difference of two steps with the
-        same noise has none. Pass it to a compiled function as an argument. It may be None if
-        `noise_multiplier` is the number 0.
-      batch_size: the number of examples that the sum is divided by, at least 1: under Poisson
-        sampling the expected number, because the true one is not private.
+      noise_multiplier: the ratio of the noise's standard deviation to the sensitivity. The
+        accountant needs it (see `optaxclip.per_example`). 0 gives the mean without noise, which is
+        not private.
+      key: one key from `jax.random`, a new one at each step: if two steps have the same noise, it
+        cancels in their difference. Pass the key to a compiled function as an argument. It may be
+        None if `noise_multiplier` is the number 0.
+      batch_size: the number of examples that the sum is divided by, at least 1. Under Poisson
+        sampling pass the expected number, because the true number is not private.
       relation: how two neighbouring data sets differ, as in the method `sensitivity` of what
         `clipped_grad` returns.
 
@@ -65,8 +65,8 @@ def noisy_mean(
       ValueError: for a noise multiplier that is negative, NaN or infinite, a batch size below 1, or
         another relation; for noise without a key; for a result without a bound, or whose bound is
         infinite; and for parts of a sum on several devices with a single key.
-      TypeError: if the result is not a `PerExampleResult`, a number not a number, or the key not a
-        key.
+      TypeError: if `result` is not a `PerExampleResult`, `noise_multiplier` or `batch_size` is not
+        a number, or `key` is not a key.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -100,7 +100,7 @@ def noisy_mean(
 
 
 def with_noise(leaves: list[Array], key: Array, std: Array) -> list[Array]:
-    """The leaves with independent Gaussian noise on all entries, on both parts of complex ones."""
+    """The leaves with independent Gaussian noise on all entries, and on both parts if complex."""
     noisy = []
     for leaf, leaf_key in zip(leaves, jax.random.split(key, max(len(leaves), 1)), strict=False):
         parts = real_parts(leaf)
@@ -113,12 +113,12 @@ def with_noise(leaves: list[Array], key: Array, std: Array) -> list[Array]:
 
 
 def is_zero(number: Any) -> bool:
-    """Whether it is known to be 0."""
+    """Whether a number is known to be 0."""
     return not isinstance(number, Tracer) and float(number) == 0
 
 
 def is_key(key: Any) -> bool:
-    """Whether it is one key from `jax.random`, of either kind."""
+    """Whether a value is one key from `jax.random`, of either kind."""
     dtype, rank = getattr(key, "dtype", None), np.ndim(key)
     is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return (is_typed and rank == 0) or (dtype == jnp.uint32 and rank == 1)
@@ -143,7 +143,7 @@ def _refuse_unbounded(number: Any, argument: str) -> None:
 
 
 def _checked_key(key: Any, leaves: list[Array]) -> Array:
-    """The key, checked to give different noise to different parts of a sum."""
+    """The key, checked; different parts of a sum must not get the same noise."""
     if not is_key(key):
         raise (ValueError if key is None else TypeError)(
             "key must be one key from jax.random, a new one at each step (None only if "

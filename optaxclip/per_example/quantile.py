@@ -1,4 +1,4 @@
-"""A limit that follows a quantile of the examples' norms, with noise for privacy."""
+"""A limit that follows a quantile of the examples' norms, with noise on the count for privacy."""
 
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ class QuantileLimit(NamedTuple):
       learning_rate: how fast the limit moves.
       init_limit: the limit at the first step.
       count_noise: the standard deviation of the noise on the count of these examples.
-      geometric: whether each batch multiplies the limit; otherwise each batch adds to it.
+      geometric: whether each batch multiplies the limit; if False, each batch adds to it.
       min_limit: the smallest limit.
       max_limit: the largest limit.
     """
@@ -49,7 +49,7 @@ class QuantileLimit(NamedTuple):
 
         Args:
           limit: float32[], the limit that the batch was clipped with.
-          num_unclipped: how many of its examples were at or below the limit, from
+          num_unclipped: how many examples of the batch were at or below the limit, from
             `PerExampleResult`.
           num_examples: the size of the batch; under Poisson sampling the expected size.
           key: a key for the noise on the count; None only if `count_noise` is the number 0.
@@ -86,19 +86,19 @@ def quantile_limit(
 
     Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, Differentially private learning with
     adaptive clipping, arXiv 1905.03871. After each batch the limit is multiplied by
-    `exp(-learning_rate * (share - target))`. The `share` of examples at or below the limit is their
-    count, plus noise, divided by the number of examples and clipped to `[0, 1]`. The count costs
-    privacy too, so the noise on the sum must be larger: `adjusted_noise_multiplier` computes how
-    large, and `per_example_clip_and_aggregate` adds it.
+    `exp(-learning_rate * (share - target))`. To get the `share`, noise is added to the count of
+    examples at or below the limit, and the sum is divided by the number of examples and clipped to
+    `[0, 1]`. The count costs privacy too, so the noise on the sum of gradients must be larger:
+    `adjusted_noise_multiplier` computes how large, and `per_example_clip_and_aggregate` adds it.
 
     Args:
-      target: the share, from 0 to 1.
+      target: the wanted share, from 0 to 1.
       learning_rate: how fast the limit moves.
       init_limit: the limit at the first step.
       count_noise: the standard deviation of the noise on the count; the paper takes a twentieth of
         the examples in a batch.
-      geometric: whether each batch multiplies the limit by that factor; otherwise the factor's
-        exponent is added to the limit.
+      geometric: whether each batch multiplies the limit by that factor; if False, it adds the
+        factor's exponent to the limit.
       min_limit: the smallest limit. With `geometric`, an `init_limit` of 0 stays 0, and any other
         limit stays above 0 and finite, within the normal numbers of float32.
       max_limit: the largest limit.
@@ -108,7 +108,7 @@ def quantile_limit(
 
     Raises:
       ValueError: if an option is out of its range.
-      TypeError: if `geometric` is neither True nor False, or another option not a number.
+      TypeError: if `geometric` is neither True nor False, or another option is not a number.
 
     Example:
       >>> import jax.numpy as jnp
@@ -136,8 +136,8 @@ def quantile_limit(
 def adjusted_noise_multiplier(noise_multiplier: ArrayLike, count_noise: ArrayLike) -> Array:
     """The noise multiplier of the sum, if a noisy count of examples is released too.
 
-    It is `(noise_multiplier**-2 - (2 * count_noise)**-2) ** -0.5`. Releasing the sum with it, and
-    the count with `count_noise`, is as private as releasing the sum alone with `noise_multiplier`.
+    It is `(noise_multiplier**-2 - (2 * count_noise)**-2) ** -0.5`. To release the sum with it, and
+    the count with `count_noise`, is as private as to release the sum alone with `noise_multiplier`.
     The factor is 2 because one example changes the count by as little as 1/2, if each example adds
     `+1/2` or `-1/2` to it.
 
@@ -148,7 +148,7 @@ def adjusted_noise_multiplier(noise_multiplier: ArrayLike, count_noise: ArrayLik
       count_noise: the standard deviation of the noise on the count.
 
     Returns:
-      float32[]: infinite where a traced `noise_multiplier` is not below `2 * count_noise`.
+      float32[]; infinite if a traced `noise_multiplier` is not below `2 * count_noise`.
 
     Raises:
       ValueError: if `noise_multiplier` is not below `2 * count_noise`, unless it is 0.

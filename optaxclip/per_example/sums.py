@@ -28,28 +28,28 @@ from optaxclip.responses import Response, as_response
 from optaxclip.scopes.leaves import Scope, as_scope
 
 _WHOLE_EXAMPLE = scopes.tree()
-"""The default scope: one norm for the whole example."""
+"""The default scope, with one norm for the whole example."""
 
 
 @registered_state
 class PerExampleResult(NamedTuple):
     """The sum of clipped examples, and what happened to the examples.
 
-    Only `grads` is bounded. Noise on the sum does not protect the other fields, not even the
-    counts: they are not private.
+    Only `grads` is bounded. Noise on the sum does not protect the other fields, which are not
+    private; even the counts are not.
 
     Attributes:
       grads: the tree of the sum, in float32 or wider.
-      num_clipped: int32, in how many examples a group exceeded its limit by more than rounding:
-        `[]` for the scope `tree`, `[groups]` for labels and leaves, a dict of arrays for `axes`
-        and `unit`.
+      num_clipped: int32, for each group, in how many examples it exceeded its limit by more than
+        rounding: `[]` for the scope `tree`, `[groups]` for labels and leaves, a dict of arrays for
+        `axes` and `unit`.
       num_dropped: int32[], examples that contributed nothing because something in them (or the
         limit) was not finite. They count neither as clipped nor as unclipped.
-      norms: float32 or wider, each example's norms before clipping: as `num_clipped`, with a
-        leading axis of examples; 0 for padding.
+      norms: float32 or wider, each example's norms before clipping, in the form of `num_clipped`
+        with a leading axis of examples; 0 for padding.
       num_unclipped: int32[], examples without a group above its limit.
       losses: `[examples]`, from `clipped_grad`.
-      aux: the loss function's auxiliary output, with a leading axis of examples, likewise.
+      aux: the loss's auxiliary output, with a leading axis of examples, from `clipped_grad`.
       bound: float32 or wider, `[]`, the norm that no example's contribution to `grads` exceeds;
         `noisy_mean` computes its noise from it. None in a result that was made by hand.
     """
@@ -76,7 +76,7 @@ class ExampleClip(NamedTuple):
     def checked(
         cls, limit: ExampleLimit, scope: Scope | None, response: str | Response, split: str
     ) -> "ExampleClip":
-        """A clip from what a user passed."""
+        """The clip that a user asked for."""
         limit = checked_example_limit(limit, "limit")
         scope = _WHOLE_EXAMPLE if scope is None else as_scope(scope)
         return cls(limit, scope, as_response(response), checked_split(split))
@@ -108,11 +108,11 @@ def clip_sum(
 
     Guarantees: the L2 norm of one example's contribution to the sum is never above `limit`, in any
     dtype of the gradients. Norms, products and the sum are in float32 (float64 for 64-bit leaves).
-    A group that exceeds its limit, or might by rounding, is brought below it, in float32 by a
-    relative 2e-6 at most. An example with a NaN or infinite entry adds exactly nothing. Other
+    A group that exceeds its limit, or might exceed it by rounding, is brought below it, in float32
+    by a relative 2e-6 at most. An example with a NaN or infinite entry adds exactly nothing. Other
     examples below their limit are summed as they are.
 
-    The sum over many examples is rounded, like all floating-point sums.
+    Like all floating-point sums, the sum over many examples is rounded.
     `per_example_clip_and_aggregate` adds noise, and explains what the bound means for privacy.
 
     Args:
@@ -127,7 +127,7 @@ def clip_sum(
         If its new norm is above the limit, the limit is used.
       split: "uniform", `limit / sqrt(K)` for each of `K` groups, or "size",
         `limit * sqrt(D_i / D)` for a group of `D_i` of all `D` entries.
-      is_padding: bool `[examples]`, which examples are padding, and add nothing; none if None.
+      is_padding: bool `[examples]`, which examples are padding and add nothing; None for none.
 
     Returns:
       The sum, and what happened to the examples.
@@ -155,8 +155,8 @@ def clip_sum(
 def per_example_global_norm_clip(grads: PyTree, l2_norm_clip: ArrayLike) -> tuple[PyTree, Array]:
     """Clips each example by its global norm, and sums: Optax's function of this name.
 
-    Unlike Optax's function it keeps the bound in every dtype and drops examples that are not
-    finite. `clip_sum` explains the guarantees, and also tells how many were dropped.
+    Unlike Optax's function it keeps the bound in every dtype, and drops examples that are not
+    finite. `clip_sum` explains the guarantees, and also tells how many examples were dropped.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
@@ -195,16 +195,16 @@ def per_example_layer_norm_clip(
     Args:
       grads: leaves `[examples, ...]`; integers are summed as float32.
       global_l2_norm_clip: the largest norm `C` of one example.
-      uniform: whether each of `K` leaves may have the norm `C / sqrt(K)`; otherwise a leaf of `D_i`
+      uniform: whether each of `K` leaves may have the norm `C / sqrt(K)`; if False, a leaf of `D_i`
         of all `D` entries may have `C * sqrt(D_i / D)`.
 
     Returns:
-      The sum in float32 or wider, and for each leaf, int32[], how many examples were above its
-      limit.
+      The sum in float32 or wider, and for each leaf how many examples were above its limit,
+      int32[].
 
     Raises:
       ValueError: as in `per_example_global_norm_clip`.
-      TypeError: likewise.
+      TypeError: as in `per_example_global_norm_clip`.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
@@ -236,7 +236,7 @@ def padding_flags(is_padding: ArrayLike | None, examples: int) -> Array:
     """Which examples are padding, checked; None means none.
 
     Raises:
-      ValueError: if there is not one flag for each example.
+      ValueError: unless there is one flag for each example.
       TypeError: if they are not bool.
     """
     flags = jnp.zeros(examples, bool) if is_padding is None else jnp.asarray(is_padding)
@@ -278,7 +278,7 @@ def _nothing(leaf: Any) -> Any:
 
 
 def _measurable(grads: PyTree) -> FlatTree:
-    """The tree with integers as float32, as in Optax."""
+    """The flattened tree, with integers as float32, as in Optax."""
     flat = flatten(grads, "grads", integers="measure")
     number_of_examples(flat, "grads")
     return flat._replace(leaves=[_as_floating(leaf) for leaf in flat.leaves])

@@ -1,4 +1,4 @@
-"""Sums over examples of gradients, each multiplied by its example's factor."""
+"""Sums of gradients over examples, each multiplied by its example's factor."""
 
 import functools
 
@@ -14,7 +14,7 @@ from optaxclip._engine.scale import scale
 
 
 def sum_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype in which leaves are summed: their own if complex, else float32 or float64."""
+    """The dtype in which leaves are summed: complex leaves' own dtype, else float32 or float64."""
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     return jnp.dtype(dtype) if is_complex else accumulation_dtype(dtype)
 
@@ -26,8 +26,8 @@ def weighted_sums(
 
     Args:
       leaves: `[examples, ...]`, in the dtypes in which they are summed.
-      multipliers: for each group of the grouping, one with an axis of examples. Where its ratio is
-        0, the example adds nothing, even if it is not finite.
+      multipliers: for each group of the grouping, a multiplier with an axis of examples. If its
+        ratio is 0, the example adds nothing, even if it is not finite.
       grouping: the groups of one example.
     """
     if not leaves or leaves[0].shape[0] == 0:
@@ -35,8 +35,8 @@ def weighted_sums(
     by_leaf, axes = grouping.by_leaf(multipliers), grouping.axes
     if not devices.manual_axes() and not devices.lies_in_one_piece(leaves):
         return _fused(leaves, by_leaf, axes=axes)
-    # On accelerators XLA fuses product and sum. On a CPU a matrix product takes a quarter of the
-    # time of these two and, in bfloat16, two thirds of the memory.
+    # On accelerators XLA fuses product and sum. On a CPU, a matrix product takes a quarter of the
+    # time of product and sum and, in bfloat16, two thirds of the memory.
     return lax.platform_dependent(
         leaves,
         by_leaf,
@@ -77,7 +77,7 @@ def _on_cpu(
 def _products(
     leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
 ) -> list[Array]:
-    """The sums as matrix products, which are right if all factors are finite normal numbers."""
+    """The sums as matrix products; they are right if all factors are finite normal numbers."""
     return [
         _product(leaf, by.factor, reduced)
         for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True)
@@ -103,7 +103,7 @@ def _product(leaf: Array, factor: Array, reduced: tuple[int, ...]) -> Array:
 def _one_by_one(
     leaves: list[Array], multipliers: list[Multiplier], *, axes: tuple[tuple[int, ...], ...]
 ) -> list[Array]:
-    """The sums one example after another, which needs no second copy of the batch."""
+    """The sums, one example after another, without a second copy of the batch."""
 
     def scaled(i: Array | int) -> list[Array]:
         example, by_leaf = jax.tree.map(

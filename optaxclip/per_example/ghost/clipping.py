@@ -1,4 +1,4 @@
-"""A microbatch of examples, measured or clipped without their gradients."""
+"""Measures or clips a microbatch of examples without their gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ from optaxclip.responses import Response
 
 
 def plan_for(loss: Loss, measured: list[Any], batch: Any) -> Plan:
-    """How the norms of this loss are found, for any number of examples."""
+    """The plan for the norms of this loss, for any number of examples."""
     plans = []
 
     def trace(example: Any) -> None:
@@ -70,7 +70,7 @@ def clipped(
       loss: the loss.
       measured: the parameters.
       grouping: the groups of one example.
-      limits: for each group.
+      limits: the limits of each group.
       response: gives the new norms.
       batch: the examples, and which of them are padding.
     """
@@ -99,7 +99,7 @@ def clipped(
 def norms(
     plan: Plan, loss: Loss, measured: list[Any], grouping: Grouping, batch: tuple[Any, Array]
 ) -> tuple[Sums, Array, PyTree]:
-    """As `clipped`, but only the norms."""
+    """The norms of a microbatch, with its losses and auxiliary outputs."""
     examples, is_padding = batch
     backward = differentiate(plan, measured, examples)
 
@@ -118,7 +118,7 @@ def norms(
 def _across(
     fn: Callable[..., Sums], operands: Sequence[Any], examples: Any, params: list[Any]
 ) -> Sums:
-    """`fn(*operands)` on any mesh: sums are split as the parameters, norms as the examples."""
+    """`fn(*operands)` on any mesh: sums are split like the parameters, norms like the examples."""
 
     def like(*_: Any) -> Sums:
         of_batch = map(devices.spec_of, jax.tree.leaves(examples))

@@ -1,4 +1,4 @@
-"""Norms of a parameter's gradients, without the gradients.
+"""The norm of a parameter's gradient for each example, without the gradient.
 
 in   data and cotangents of the sites of one parameter
 out  an `Estimate` for each example
@@ -29,22 +29,22 @@ from optaxclip.norms import l2
 from optaxclip.per_example.ghost.sites import Sizes, Use
 
 CHUNK, CHUNK_OF_ACCELERATORS = 2**23, 2**28
-"""About how many bytes are materialized at once: on a CPU what its caches hold."""
+"""About how many bytes are materialized at once; on a CPU, as many as its caches hold."""
 
 BY_PRODUCT = 256
-"""Up to so many positions rows are added up by a product with zeros and ones; above, in order."""
+"""Rows are added up by a product with zeros and ones for so many positions; for more, in order."""
 
 Way = Literal["vectors", "gram", "direct", "chunks", "rows", "tied"]
 
 
 class Estimate(NamedTuple):
-    """Norms of examples, each `[examples]`, and how far off they may be.
+    """Norms `[examples]`, and how far off they may be.
 
     Attributes:
       norm: the computed norm.
-      lost: the root of what rounding may have taken from its square.
-      off: a bound on what else it may be off by.
-      total: an upper bound on the sum over positions of `|x| |d|`; the norm is at most this.
+      lost: the root of what rounding may have taken from the square of `norm`.
+      off: a bound on the other errors of `norm`.
+      total: an upper bound on the sum over positions of `|x| |d|`, which the norm does not exceed.
     """
 
     norm: Array
@@ -63,13 +63,13 @@ class Part:
     """Uses of the same entries of a parameter, and how their norm is computed.
 
     Attributes:
-      way: "vectors" where there is one position, "gram" from Gram matrices, "direct" from the
-        gradients, where these cost less than Gram matrices, "chunks" from a chunk of larger
-        ones at a time, "rows" for rows of a table, "tied" for those of a table that is also a
+      way: "vectors": there is one position; "gram": from Gram matrices; "direct": from the
+        gradients, which cost less than Gram matrices; "chunks": from gradients, a chunk of examples
+        at a time; "rows": from rows of a table; "tied": as "rows", for a table that is also a
         factor of products.
-      uses: the uses, with whether data and cotangents change places.
-      sizes: the sizes, with the positions of all uses.
-      pieces: in how many pieces the inner products of data and of cotangents are summed.
+      uses: the uses, each with a flag: whether data and cotangents change places.
+      sizes: the sizes in the common form, with the positions of all uses.
+      pieces: how many pieces the inner products of data, and of cotangents, are summed in.
     """
 
     way: Way
@@ -78,7 +78,7 @@ class Part:
     pieces: tuple[int, int] = (1, 1)
 
     def estimate(self, data: Sequence[Any], cotangents: Sequence[Any], dtype: Any) -> Estimate:
-        """The norms, in the way that is cheap.
+        """The norms, computed in the cheap way.
 
         Args:
           data: of all sites of the program.
@@ -88,11 +88,11 @@ class Part:
         return self._in_chunks(self._cheap, data, cotangents, dtype)
 
     def materialized(self, data: Sequence[Any], cotangents: Sequence[Any], dtype: Any) -> Estimate:
-        """The norms of the gradients themselves, which lose no digits."""
+        """The norms, computed from the gradients themselves, which loses no digits."""
         return self._in_chunks(self._direct, data, cotangents, dtype)
 
     def extremes(self, data: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Array, Array]:
-        """Which examples are finite, and which of these have a gradient of zeros.
+        """Which examples are finite, and which of the finite ones have a gradient of zeros.
 
         Args:
           data: of all sites of the program.
@@ -111,7 +111,7 @@ class Part:
         return is_finite, is_finite & each(lambda d: d == 0, cotangents)
 
     def off(self, data: Sequence[Any], cotangents: Sequence[Any], dtype: Any) -> Array:
-        """How far off gradients may be that were summed over all positions.
+        """How far off the gradients may be after their sum over all positions.
 
         Args:
           data: of all sites of the program.
@@ -129,11 +129,11 @@ class Part:
         return jnp.minimum(off, total)
 
     def _off(self, each: Array, additions: int, unit: float) -> tuple[Array, Array]:
-        """How far off a sum over all positions is at most, and `A` of the bounds.
+        """The largest error of a sum over all positions, and `A` of the bounds.
 
         Args:
-          each: for each matrix the sum over positions of `|x| |d|`, `[B, groups]`.
-          additions: in how many a term takes part.
+          each: for each matrix, the sum over positions of `|x| |d|`, `[B, groups]`.
+          additions: how many additions a term takes part in.
           unit: the unit roundoff.
         """
         groups, positions, inputs, outputs = self.sizes
@@ -210,7 +210,7 @@ class Part:
         Args:
           x: `[B, G, T, K]`.
           d: `[B, G, T, N]`.
-          dtype: of the sums.
+          dtype: the dtype of the sums.
           table: the rows of a table that is also a factor, and their cotangents.
         """
         groups, positions, *sizes = self.sizes
@@ -281,10 +281,10 @@ class Part:
 def _beside_table(
     x: Array, d: Array, of_d: Array, table: tuple[Array, Array], unit: float
 ) -> tuple[Array, Array, Array]:
-    """What the rows of a table add to products of it with data `x`.
+    """What the rows of a table add, if the table is also a factor of products with data `x`.
 
     Returns:
-      To the sums of norms, `[B, 1]`; to the squares of the norms, `[B]`; to the errors of these.
+      Terms of the sums of norms, `[B, 1]`, of the squared norms, `[B]`, and of the squares' errors.
     """
     (ids, own), dtype = table, of_d.dtype
     of_own = norms_above(own, (3,), dtype)
@@ -304,7 +304,7 @@ def _beside_table(
 
 def _summed_by_rows(arrays: list[Array]) -> list[Array]:
     """The sums of `[B, G, S, T]` over all but `B`, in two steps that take few additions."""
-    # Without the barrier XLA would make one sum, whose additions could take any order.
+    # The barrier keeps XLA from making one sum, whose additions could take any order.
     rows = lax.optimization_barrier([jnp.sum(x, -1) for x in arrays])
     return [jnp.sum(x, (1, 2)) for x in rows]
 
@@ -312,15 +312,15 @@ def _summed_by_rows(arrays: list[Array]) -> list[Array]:
 def _gram(x: Array, pieces: int, dtype: Any, is_sliced: bool = False) -> Array:
     """The inner products `[B, G, T, T]` of all positions."""
     if is_sliced:
-        # The data of loops lie so; XLA would move them, not the inner products (JAX 0.10.2).
+        # The data of loops lie so in memory: XLA (JAX 0.10.2) would transpose them.
         return jnp.swapaxes(_gram(jnp.swapaxes(x, 0, 1), pieces, dtype), 0, 1)
     if pieces == 1:
         return contract("bgtk,bgsk->bgts", x, x, dtype)
-    # The pieces are further examples: as a further axis XLA would move them for each factor.
+    # Pieces are treated as examples, because XLA would transpose both factors for another axis.
     x = jnp.moveaxis(x.reshape(*x.shape[:-1], pieces, -1), -2, 0)
     flat = x.reshape(-1, *x.shape[2:])
     found = contract("bgtk,bgsk->bgts", flat, flat, dtype)
-    # Without the barrier XLA might make one sum of all pieces.
+    # The barrier keeps XLA from making one sum of all pieces.
     return jnp.sum(lax.optimization_barrier(found).reshape(*x.shape[:-1], x.shape[-2]), 0)
 
 
@@ -331,10 +331,10 @@ def contract(terms: str, x: Array, y: Array, dtype: Any) -> Array:
 
 
 def precise(x: Array, y: Array, dtype: Any) -> tuple[Array, Array, dict[str, Any]]:
-    """Two factors, and how to ask for the sums of their products without rounding of the factors.
+    """Two factors, and options with which sums of their products do not round the factors.
 
-    By default GPUs round factors in float32 to 11 bits (TF32) and TPUs all factors to 8 (bfloat16).
-    Products of two numbers in bfloat16 are exact in float32 as they are.
+    By default GPUs round factors in float32 to 11 bits (TF32), and TPUs round all factors to 8 bits
+    (bfloat16). Products of two numbers in bfloat16 are exact in float32 without such options.
     """
     options: dict[str, Any] = {"preferred_element_type": dtype}
     if not _are_half(x, y):
@@ -347,12 +347,12 @@ def precise(x: Array, y: Array, dtype: Any) -> tuple[Array, Array, dict[str, Any
 def in_pieces(
     fn: Callable[[Array, Array], Array], x: tuple[Array, int], y: tuple[Array, int], number: int
 ) -> Array:
-    """The sum of `fn` of pieces of two arrays, one after another.
+    """The sum of `fn` over pieces of two arrays, added one after another.
 
     Args:
       fn: the function.
       x: the first array, and the axis along which it is cut.
-      y: the second one, likewise.
+      y: the second array, and the axis along which it is cut.
       number: the number of pieces.
     """
     if number == 1:
@@ -378,7 +378,7 @@ def _at_positions(use: Use, x: Array, d: Array, dtype: Any) -> tuple[Array, Arra
     if use.site.kind != primitives.CONVOLUTION:
         x, d = sites.pairs(use, x, d)
         return norms_above(x, (3,), dtype), norms_above(d, (3,), dtype)
-    # Those of pixels first, then sums of their squares in units of the largest one.
+    # First the norms of pixels, then the sums of their squares, in units of the largest norm.
     eqn, example = use.site.eqn, len(use.loops)
     axis, groups = example + 1 + primitives.axis_of_channels(eqn), primitives.feature_groups(eqn)
     x = x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
@@ -393,27 +393,27 @@ def _at_positions(use: Use, x: Array, d: Array, dtype: Any) -> tuple[Array, Arra
 
 
 def _apart(forms: list[Any]) -> tuple[list[tuple[Array, Array]], list[Any]]:
-    """Rows of tables, and the uses that are products."""
+    """The uses that are rows of tables, and the uses that are products."""
     is_rows = [use.site.kind == primitives.ROWS for use, _, _ in forms]
     tables = [(x, d) for (_, x, d), flag in zip(forms, is_rows, strict=True) if flag]
     return tables, [form for form, flag in zip(forms, is_rows, strict=True) if not flag]
 
 
 def _joined(forms: list[Any]) -> tuple[Array, Array]:
-    """Data and cotangents of uses of one layout, with all their positions."""
+    """Data and cotangents of uses of one layout, joined along their positions."""
     if len(forms) == 1:
         return forms[0][1:]
     return _concatenated([x for _, x, _ in forms]), _concatenated([d for _, _, d in forms])
 
 
 def _concatenated(arrays: list[Array]) -> Array:
-    """Along the positions, in the widest dtype."""
+    """The arrays, joined along the positions, in the widest dtype."""
     widest = functools.reduce(jnp.promote_types, (x.dtype for x in arrays))
     return jnp.concatenate([x.astype(widest) for x in arrays], 2)
 
 
 def _summed_by_row(ids: Array, d: Array, dtype: Any) -> tuple[Array, Array]:
-    """Cotangents of one row added up: in some place `[B, G, T, N]`, and likewise their norms."""
+    """Sums of the cotangents of each row, and of their norms, at one of the row's positions."""
     norms = norms_above(d, (3,), dtype)
     if ids.shape[-1] <= BY_PRODUCT:
         is_same = ids[..., :, None] == ids[..., None, :]
@@ -433,7 +433,7 @@ def _summed_by_row(ids: Array, d: Array, dtype: Any) -> tuple[Array, Array]:
 
 
 def norms_above(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:
-    """Upper bounds of the norms over some axes, over the whole range of the dtype."""
+    """Upper bounds of the norms over some axes, right for the whole range of the dtype."""
     if dtype == jnp.float64:
         x = x.astype(dtype)
     kept = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
@@ -443,12 +443,12 @@ def norms_above(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:
 
 
 def in_chunks(fn: Callable[[Any], Any], operands: Any, size: int) -> Any:
-    """`fn` of `[examples, ...]`, of some examples at once.
+    """`fn(operands)`, computed for some of the examples at once.
 
     Args:
       fn: the function.
-      operands: arrays.
-      size: about how many bytes it takes for an example.
+      operands: arrays `[examples, ...]`.
+      size: about how many bytes `fn` takes for an example.
     """
     examples = jax.tree.leaves(operands)[0].shape[0]
     if fixed_size(examples) is None or examples * size <= CHUNK:
@@ -461,7 +461,7 @@ def in_chunks(fn: Callable[[Any], Any], operands: Any, size: int) -> Any:
 
 
 def _in_chunks(fn: Callable[[Any], Any], number: int, operands: Any) -> Any:
-    """`fn` of about this number of chunks of equal size."""
+    """`fn(operands)`, computed in about this number of chunks of equal size."""
     examples = jax.tree.leaves(operands)[0].shape[0]
     size = -(-examples // number)
     if size >= examples:

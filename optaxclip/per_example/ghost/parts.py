@@ -9,7 +9,7 @@ from optaxclip.per_example.ghost.walk import Program
 
 
 def parts_of(program: Program, leaf: int) -> list[Part] | None:
-    """How the norms of a parameter are computed; None if its uses cannot be told apart."""
+    """The parts of a parameter; None if its uses cannot be told apart."""
     by_layout: dict[Layout, list[tuple[Use, bool]]] = {}
     for use in sites.uses_of(program, leaf):
         found, is_flipped = sites.layout(use)
@@ -54,7 +54,7 @@ def _part(uses: list[tuple[Use, bool]]) -> Part:
         return Part("rows", tuple(uses), sizes)
     if sizes.positions == 1:
         return Part("vectors", tuple(uses), sizes)
-    # The patches of a convolution are written for its norm, and its sum would read the data again.
+    # A convolution's patches are stored for its norm, and its sum would read the data again.
     times = 2 if kind == primitives.CONVOLUTION else 1
     if not _saves(sizes, times):
         return Part("direct", tuple(uses), sizes)
@@ -62,16 +62,16 @@ def _part(uses: list[tuple[Use, bool]]) -> Part:
 
 
 def _saves(sizes: Sizes, times: int = 1) -> bool:
-    """Whether Gram matrices cost less than the gradients of examples.
+    """Whether Gram matrices cost less than gradients of examples.
 
     Args:
       sizes: the sizes.
-      times: how often the data counts.
+      times: how often the data is counted in the cost.
     """
     inputs, outputs = sizes.inputs, sizes.outputs
     return sizes.positions * (times * inputs + outputs) < inputs * outputs
 
 
 def _pieces(sizes: Sizes) -> tuple[int, int]:
-    """In how many pieces to sum the inner products of data and of cotangents."""
+    """How many pieces to sum the inner products of data, and of cotangents, in."""
     return bounds.pieces_of_inner(sizes.inputs), bounds.pieces_of_inner(sizes.outputs)

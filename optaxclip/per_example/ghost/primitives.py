@@ -1,7 +1,7 @@
 """What this package knows of JAX's primitives: the names and parameters of equations (JAX 0.10).
 
-Only this file reads them. A parameter of the loss that meets an equation which is not known here
-has its gradient materialized for each example, which is right for every equation.
+No other file reads these. If a parameter of the loss meets an equation that this file does not
+know, its gradient is materialized for each example, which is right for every equation.
 """
 
 import functools
@@ -23,7 +23,7 @@ STAYS = frozenset(
 
 MOVES = STAYS | {"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "rev"}
 MOVES |= {"slice", "split"}
-"""Primitives that only move the entries of their operand, or leave some out."""
+"""Primitives that only move entries of their operand, or leave some entries out."""
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 CHECKPOINTS = frozenset({"remat2", "checkpoint", "remat"})
@@ -37,12 +37,12 @@ _FLOATS = frozenset(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether an operand is a constant that is written into the program."""
+    """Whether an operand is a constant inside of the program."""
     return isinstance(atom, jex.Literal)
 
 
 def piece(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> jex.Jaxpr:
-    """A program of some equations of another one."""
+    """A program with some of the equations of another program."""
     effects: Any = frozenset().union(*(eqn.effects for eqn in eqns))
     lists = {"invars": list(inputs), "outvars": list(outputs), "eqns": list(eqns)}
     return _empty().replace(**lists, effects=effects)
@@ -50,7 +50,7 @@ def piece(eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) ->
 
 @functools.cache
 def _empty() -> jex.Jaxpr:
-    """A program of no equations: a new one would need information for debuggers (JAX 0.10.2)."""
+    """A traced program without equations; to construct one takes debug info (JAX 0.10.2)."""
     return jax.make_jaxpr(lambda: ())().jaxpr
 
 
@@ -94,7 +94,7 @@ def has_gradient(eqn: Any) -> bool:
 
 
 def is_move(eqn: Any) -> bool:
-    """Whether each output's entries are entries of the one operand, none of them twice."""
+    """Whether each output has only entries of the one operand, and none of them twice."""
     if name_of(eqn) not in MOVES or len(eqn.invars) != 1 or not all(map(is_real, eqn.outvars)):
         return False
     if name_of(eqn) == "slice":
@@ -108,7 +108,7 @@ def stays(eqn: Any) -> bool:
 
 
 def kept_intervals(eqn: Any, output: int) -> list[tuple[int, int]] | None:
-    """For each axis of the operand which entries a slice keeps; None for other moves."""
+    """For each axis of the operand, which entries a slice keeps; None for other moves."""
     shape = eqn.invars[0].aval.shape
     if name_of(eqn) == "slice":
         rows = zip(eqn.params["start_indices"], eqn.params["limit_indices"], strict=True)
@@ -122,7 +122,7 @@ def kept_intervals(eqn: Any, output: int) -> list[tuple[int, int]] | None:
 
 
 def transposed_axis(eqn: Any, axis: int) -> int | None:
-    """Where a transpose puts an axis; None for other moves."""
+    """The place to which a transpose moves an axis; None for other moves."""
     is_transpose = name_of(eqn) == "transpose"
     return eqn.params["permutation"].index(axis) if is_transpose else None
 
@@ -139,9 +139,9 @@ class Product(NamedTuple):
 
     Attributes:
       data_sums: the axes of the data that are summed over, in the order of `weight_sums`.
-      weight_sums: those of the parameter.
+      weight_sums: the axes of the parameter that are summed over.
       data_batch: the batch axes of the data.
-      weight_batch: those of the parameter.
+      weight_batch: the batch axes of the parameter.
     """
 
     data_sums: tuple[int, ...]
@@ -162,9 +162,9 @@ def product(eqn: Any, position: int) -> Product | None:
 
 
 def drops_outside(eqn: Any) -> bool | None:
-    """For a gather of whole rows: whether rows out of range have no gradient; else None.
+    """For a gather of whole rows, whether rows out of range have no gradient; otherwise None.
 
-    Otherwise they are moved to the nearest row. The rows are the operand's first axis.
+    False means that the nearest row is taken instead. Rows are along the operand's first axis.
     """
     if name_of(eqn) != ROWS or not is_real(eqn.invars[0]):
         return None
@@ -198,7 +198,7 @@ _OF_CONVOLUTIONS = (
 
 
 def convolve(eqn: Any, x: Array, kernel: Array, dtype: Any) -> Array:
-    """The same convolution with full precision in `dtype`."""
+    """The convolution of an equation, with full precision in `dtype`."""
     options = {name: eqn.params[name] for name in _OF_CONVOLUTIONS}
     return lax.conv_general_dilated(
         x.astype(dtype),
@@ -210,7 +210,7 @@ def convolve(eqn: Any, x: Array, kernel: Array, dtype: Any) -> Array:
 
 
 def patches(eqn: Any, x: Array) -> Array:
-    """What each output of a convolution sees of its input.
+    """For each output of a convolution, the part of the input that it is computed from.
 
     Args:
       eqn: the convolution.
@@ -233,7 +233,7 @@ def patches(eqn: Any, x: Array) -> Array:
 
 
 def summed_patches(eqn: Any, x: Array) -> Array:
-    """As `patches`, with the sum over each window in its place: `[any, n, ..., 1, channels]`."""
+    """The sums of `patches` over each window, `[any, n, *output positions, 1, channels]`."""
     options = {
         name: (1, 1, *of_window, 1)
         for name, of_window in (
@@ -248,7 +248,7 @@ def summed_patches(eqn: Any, x: Array) -> Array:
 
 
 def _padded(eqn: Any, x: Array) -> Array:
-    """The input of a convolution with its padding: `[any, n, *spatial, channels]`."""
+    """The padded input of a convolution, `[any, n, *spatial, channels]`."""
     batch, channels, *spatial = eqn.params["dimension_numbers"].lhs_spec
     x = jnp.transpose(x, (0, batch + 1, *(axis + 1 for axis in spatial), channels + 1))
     edges = zip(eqn.params["padding"], eqn.params["lhs_dilation"], strict=True)
@@ -284,12 +284,12 @@ def window(eqn: Any) -> tuple[int, ...]:
 
 
 def feature_groups(eqn: Any) -> int:
-    """The number of groups of channels that a convolution takes apart."""
+    """The number of groups of channels that a convolution keeps apart."""
     return eqn.params["feature_group_count"]
 
 
 class Loop(NamedTuple):
-    """A `scan`: its operands are constants, then what is carried, then what is sliced."""
+    """A `scan`, whose operands are constants, then carried values, then sliced arrays."""
 
     num_consts: int
     num_carry: int
@@ -297,7 +297,7 @@ class Loop(NamedTuple):
 
     @classmethod
     def of(cls, eqn: Any) -> "Loop":
-        """That of an equation."""
+        """The `Loop` of an equation."""
         params = eqn.params
         if "num_consts" in params:
             return cls(params["num_consts"], params["num_carry"], params["length"])
@@ -306,19 +306,19 @@ class Loop(NamedTuple):
 
 
 def loop_again(eqn: Any, body: Callable[..., Any], carry: Any, sliced: Any) -> Any:
-    """The same `scan` with another body."""
+    """The `scan` of an equation, with another body."""
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     return lax.scan(body, carry, sliced, **options)
 
 
 def checkpointed_again(eqn: Any, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, with the same rule about what is kept for the derivative."""
+    """`fn` as a checkpoint, with the equation's rule about what to keep for the derivative."""
     options = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
     return jax.checkpoint(fn, **options)
 
 
 def layout_of_kernel(eqn: Any) -> Any:
-    """What two convolutions must share to be uses of one kernel, and two gathers of one table."""
+    """What two uses of a kernel, or of a table, must share to be joined."""
     if name_of(eqn) == CONVOLUTION:
         return tuple(eqn.params["dimension_numbers"].rhs_spec), feature_groups(eqn)
     return ()

@@ -1,4 +1,4 @@
-"""Reads the program of a loss, runs it with taps, and clips by the norms that it finds."""
+"""Reads the program of a loss, runs it with taps, and computes norms and clipped sums."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ class Plan:
     Attributes:
       program: the program of one example.
       output: the structure of what the loss returns.
-      parts: for each parameter its uses; none if it is dense or unused.
+      parts: for each parameter, the parts of its uses; empty if it is dense or unused.
       dense: for each dense parameter, the reason.
       types: the types of the parameters.
     """
@@ -45,9 +45,9 @@ class Plan:
 
     @functools.cached_property
     def whole(self) -> frozenset[int]:
-        """The parameters whose gradients are summed over positions, for each example.
+        """The parameters whose gradients are computed for each example by products.
 
-        They cost less than Gram matrices, and give both the norm and the sum.
+        These gradients cost less than Gram matrices, and give both the norm and the sum.
         """
         rows = enumerate(self.parts)
         return frozenset(i for i, parts in rows if {part.way for part in parts} == {"direct"})
@@ -72,7 +72,7 @@ class Plan:
             walk, before = Walk(dense, mesh), len(dense)
             data = [()] * (len(jaxpr.invars) - count)
             program, outputs = walk.program(jaxpr, closed.consts, [*_references(count), *data])
-            # Of the outputs only the first, the loss, has a derivative.
+            # Only the first output, which is the loss, has a derivative.
             walk.materialize(outputs[0], "is the loss")
             dense = walk.dense
             if len(dense) == before:
@@ -85,22 +85,22 @@ class Plan:
                 dense |= dict.fromkeys(mixed, "has uses of several kinds")
 
     def taps(self) -> list[Array]:
-        """For each site an array like its output, with an axis for each loop around."""
+        """For each site, an array like its output, with an axis for each loop around it."""
         return [devices.zeros_like_type(site.output, site.lengths) for site in self.program.sites]
 
     def microbatch_size(self, examples: int) -> int:
-        """How many examples to take at once, if the user did not say.
+        """How many examples to take at once if the user does not say it.
 
-        All of them, unless what is kept for norms and plain backpropagation would not keep exceeds
-        both 256 MiB and twice the memory of the parameters: gradients of examples, and data and
-        cotangents of sites in loops and checkpoints.
+        Norms need gradients of examples, and data and cotangents of sites in loops and checkpoints,
+        which plain backpropagation would not keep. All examples are taken unless this exceeds both
+        256 MiB and twice the memory of the parameters.
         """
         kept = sum(_bytes(self.types[i]) for i in {*self.dense, *self.whole})
         for site in self.program.sites:
             if site.lengths or site.is_checkpointed:
                 kept += math.prod(site.lengths) * (_bytes(site.data) + _bytes(site.output))
         room = max(2**28, 2 * sum(map(_bytes, self.types)))
-        # A symbolic number of examples, in `jax.export`, compares with none.
+        # A symbolic number of examples, in `jax.export`, cannot be compared with a number.
         is_known = fixed_size(examples) is not None
         return max(1, min(examples, room // max(kept, 1))) if is_known else examples
 
@@ -114,12 +114,12 @@ def _references(count: int) -> list[Any]:
 
 
 class Backward(NamedTuple):
-    """What backpropagation gives for a batch.
+    """The results of backpropagation for a batch.
 
     Attributes:
-      data: for each site its data `[*loops, examples, ...]`.
-      cotangents: for each site those of its output, likewise.
-      gradients: for some parameters their gradients `[examples, ...]`.
+      data: for each site, its data `[*loops, examples, ...]`.
+      cotangents: for each site, the cotangents of its output, `[*loops, examples, ...]`.
+      gradients: for some parameters, their gradients `[examples, ...]`.
       outputs: the loss's outputs, with a leading axis of examples.
     """
 
@@ -129,7 +129,7 @@ class Backward(NamedTuple):
     outputs: Any
 
     def alone(self) -> "Backward":
-        """The same without the loss's outputs."""
+        """These results without the loss's outputs."""
         return self._replace(outputs=None)
 
 
@@ -147,37 +147,37 @@ def differentiate(plan: Plan, params: list[Any], batch: Any) -> Backward:
         outputs, data = evaluate(plan.program, [*values, *jax.tree.leaves(example)], taps)
         return outputs[0], (data, outputs)
 
-    # In full on each device of an explicit mesh, because a type cannot say that the gradients are
-    # split over the same devices twice, by their examples and as the parameter is.
+    # In full on each device of an explicit mesh: gradients would be split by examples and like the
+    # parameter, and a type cannot name the same devices twice.
     dense = {i: devices.gathered(params[i]) for i in plan.dense}
     taps = devices.varying_like(batch, plan.taps())
 
     def one(example: Any) -> Any:
-        # Taps and parameters are no arguments: `vmap` refuses arguments without an axis of examples
-        # that are split over an axis of an explicit mesh which splits the examples.
+        # Taps and parameters are not arguments: `vmap` refuses an argument without an axis of
+        # examples if the mesh axis that splits the examples splits it too.
         fn = jax.value_and_grad(loss, (0, 1), has_aux=True)
         (_, (data, outputs)), found = fn(taps, dense, example)
         return data, *found, outputs
 
     axes = [len(site.lengths) for site in plan.program.sites]
     data, cotangents, gradients, outputs = jax.vmap(one, 0, (axes, axes, 0, 0))(batch)
-    # Norms and sums must read the same numbers. XLA drops the rounding of bfloat16 in one of two
-    # fusions and not in the other, and an example was up to 0.2 % above its limit (JAX 0.10.2).
+    # Norms and sums must read the same numbers. Without the barrier, XLA (JAX 0.10.2) drops the
+    # rounding to bfloat16 in one of two fusions, and an example was up to 0.2 % above its limit.
     data, cotangents, gradients = lax.optimization_barrier((data, cotangents, gradients))
     return Backward(data, cotangents, gradients, jax.tree.unflatten(plan.output, outputs))
 
 
 def with_gradients(plan: Plan, backward: Backward) -> Backward:
-    """The same, with the gradients that cost less than Gram matrices.
+    """The results, with the gradients that cost less than Gram matrices.
 
-    For parameters of bfloat16 they are in bfloat16, as backpropagation gives them: half the bytes.
+    Gradients of bfloat16 parameters are in bfloat16, as backpropagation gives them: half the bytes.
     """
     sites, whole = (backward.data, backward.cotangents), {}
     for i in plan.whole:
         leaf = plan.types[i]
         found = gradients_of_examples(leaf, plan.parts[i], *sites, sum_dtype(leaf.dtype))
         whole[i] = found.astype(leaf.dtype) if leaf.dtype == jnp.bfloat16 else found
-    # As above: norms and sums must read the same numbers.
+    # A barrier as above, because norms and sums must read the same numbers.
     return backward._replace(gradients=backward.gradients | lax.optimization_barrier(whole))
 
 
@@ -188,18 +188,18 @@ def with_norms(
     is_padding: Array,
     fn: Callable[[list[Array], bool], Any],
 ) -> Any:
-    """`fn` of an upper bound of the norm of each example for each group, `[examples]`.
+    """Calls `fn` with an upper bound of the norm of each example, `[examples]` for each group.
 
-    The bounds leave room for the rounding of the sum: see `bounds`. `fn` is also told whether all
-    data and cotangents are known to be finite. It is traced twice if there are Gram matrices: where
-    examples lose digits to them or are not finite, another branch is taken.
+    The bounds leave room for the rounding of the sum (see `bounds`). `fn` also gets a flag: whether
+    all data and cotangents are known to be finite. If there are Gram matrices, `fn` is traced
+    twice, because another branch is taken if examples lose digits to them or are not finite.
 
     Args:
       plan: the plan.
       backward: the batch.
       grouping: the groups.
       is_padding: which examples are ignored.
-      fn: what is done with the norms.
+      fn: the function of the norms and the flag.
     """
     examples, dtype = is_padding.size, _dtype(plan)
     found = {
@@ -222,7 +222,7 @@ def with_norms(
         norms = _at_least([found[key] for key in keys], examples, dtype)
         for i, k in keys:
             if i not in backward.gradients and plan.parts[i][k].way in ("gram", "tied"):
-                # Also where squares overflow, which norms do not.
+                # This is also true if squares overflow, although the norms do not.
                 flags[i, k] = ~(found[i, k].lost <= bounds.LOST * norms) & ~is_padding
 
     def of(found: dict[Any, Estimate], are_finite: bool) -> Any:
@@ -231,8 +231,8 @@ def with_norms(
 
     if not flags:
         return of(found, False)
-    # One condition for all of it, because a GPU's host waits for each. Of data that are finite
-    # nothing has to be masked in the sums.
+    # There is one condition for all, because the host of a GPU waits for each condition. If all
+    # data are finite, nothing has to be masked in the sums.
     return lax.cond(
         functools.reduce(jnp.logical_or, map(jnp.any, [*flags.values(), *is_bad])),
         lambda: of(found | _again(plan, backward, found, flags, dtype), False),
@@ -243,12 +243,12 @@ def with_norms(
 def _again(
     plan: Plan, backward: Backward, found: dict[Any, Estimate], flags: dict[Any, Array], dtype: Any
 ) -> dict[Any, Estimate]:
-    """Estimates from the gradients themselves, where an example's has lost its digits."""
+    """Estimates from the gradients themselves, for parts whose estimate lost digits."""
     careful, sites = {}, (backward.data, backward.cotangents)
     for (i, k), flag in flags.items():
         part = plan.parts[i][k]
         is_finite, is_zero = part.extremes(*sites)
-        # Of such examples the gradients would tell no more, and would be made for all examples.
+        # Zero or non-finite gradients would tell nothing new, but be computed for all examples.
         careful[i, k] = lax.cond(
             jnp.any(flag & is_finite & ~is_zero),
             lambda _, part=part: part.materialized(*sites, dtype),
@@ -274,13 +274,13 @@ def _bound(plan: Plan, key: tuple[int, int], estimate: Estimate) -> Array:
 
 
 def _at_least(estimates: list[Estimate], examples: int, dtype: Any) -> Array:
-    """What the norms of a group are at least."""
+    """Lower bounds of the norms of a group."""
     each = [jnp.sqrt(jnp.maximum(x.norm - x.lost, 0) * (x.norm + x.lost)) for x in estimates]
     return _norm_of([jnp.where(jnp.isfinite(x), x, 0) for x in each], examples, dtype)
 
 
 def _norm_of(norms: list[Array], examples: int, dtype: Any) -> Array:
-    """An upper bound of the norm of several, each `[examples]`."""
+    """An upper bound of the norm of several parts together, from the norms `[examples]` of each."""
     if not norms:
         return jnp.zeros(examples, dtype)
     return norms[0] if len(norms) == 1 else norms_above(devices.stack(norms, 1), (1,), dtype)

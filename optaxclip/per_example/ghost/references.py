@@ -1,4 +1,4 @@
-"""Which entries of which parameter a variable of a program holds, and where it meets data."""
+"""References: which entries of which parameter a variable of a program holds."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -13,9 +13,9 @@ class Move(NamedTuple):
     """An equation that moves entries.
 
     Attributes:
-      depth: how many loops around it slice the parameter.
+      depth: how many of the loops around the equation slice the parameter.
       eqn: the equation.
-      output: which of its outputs holds the entries.
+      output: which output of the equation holds the entries.
     """
 
     depth: int
@@ -23,7 +23,7 @@ class Move(NamedTuple):
     output: int
 
     def apply(self, x: Array) -> Array:
-        """The moved entries; a leading axis for each loop that slices."""
+        """The moved entries, with a leading axis for each loop that slices the parameter."""
 
         def moved(x: Array) -> Array:
             return primitives.apply(self.eqn, [x])[self.output]
@@ -34,7 +34,7 @@ class Move(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Where a parameter lies in a concatenation, along one of its axes."""
+    """Where a parameter lies in a concatenation, along the axis of the concatenation."""
 
     axis: int
     start: int
@@ -43,13 +43,13 @@ class Interval(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Which entries of a parameter a variable holds.
+    """Says which entries of a parameter a variable holds.
 
     Attributes:
       leaf: the parameter's position.
       moves: how the entries were moved.
       loops: for each `scan` around, from the outermost, whether it slices the parameter.
-      interval: where the entries lie in the variable, which is a concatenation; else None.
+      interval: where the entries lie in the variable, if that is a concatenation; otherwise None.
     """
 
     leaf: int
@@ -58,13 +58,13 @@ class Reference:
     interval: Interval | None = None
 
     def apply(self, leaf: Array) -> Array:
-        """The entries, from the parameter; a leading axis for each loop that slices it."""
+        """The entries, from the parameter, with a leading axis for each loop that slices it."""
         for move in self.moves:
             leaf = move.apply(leaf)
         return leaf
 
     def moved(self, eqn: Any, output: int) -> "Reference | None":
-        """The reference to what this equation moves; None if it cannot be followed."""
+        """The reference of this equation's output; None if the entries cannot be followed."""
         if primitives.stays(eqn):
             return self
         interval = self.interval
@@ -77,7 +77,7 @@ class Reference:
         return dataclasses.replace(self, moves=moves, interval=interval)
 
     def placed(self, axis: int, start: int, size: int) -> "Reference | None":
-        """The reference within a concatenation; None if it is in one already."""
+        """The reference inside of a concatenation; None if it is inside of one already."""
         if self.interval is not None:
             return None
         return dataclasses.replace(self, interval=Interval(axis, start, size))
@@ -93,19 +93,19 @@ class Reference:
 
 
 References = tuple[Reference, ...]
-"""Those of one variable: several if it is a concatenation, none if it holds data alone."""
+"""The references of a variable: several for a concatenation, none if it holds only data."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Site:
-    """Where parameters meet data.
+    """An operation in which parameters meet data.
 
     Attributes:
       kind: the operation: `primitives.PRODUCT`, `ROWS` or `CONVOLUTION`.
-      eqn: its equation.
-      position: which operand holds the parameters.
-      references: what that operand holds.
-      lengths: those of the loops around, from the outermost.
+      eqn: the equation of the operation.
+      position: the position of the operand that holds the parameters.
+      references: the references of that operand.
+      lengths: the lengths of the loops around, from the outermost.
       is_checkpointed: whether backpropagation would compute the data again.
     """
 
@@ -118,10 +118,10 @@ class Site:
 
     @property
     def data(self) -> Any:
-        """The type of the data, without loops."""
+        """The type of the data, without axes for loops."""
         return self.eqn.invars[1 - self.position].aval
 
     @property
     def output(self) -> Any:
-        """The type of the output, without loops."""
+        """The type of the output, without axes for loops."""
         return self.eqn.outvars[0].aval

@@ -1,4 +1,4 @@
-"""How the parts of a parameter are used, and the data and cotangents of its sites in one form.
+"""Brings the data and cotangents of all sites of a parameter into one form.
 
 The form is `[examples, groups, positions, entries]`: a parameter is `groups` matrices of
 `inputs x outputs` entries, each of which is used at all `positions`.
@@ -20,12 +20,12 @@ from optaxclip.per_example.ghost.walk import Program
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Use:
-    """One parameter at one site.
+    """The use of one parameter at one site.
 
     Attributes:
       number: the site's position among those of the program.
       site: the site.
-      reference: which entries of which parameter are used there.
+      reference: says which entries of which parameter are used there.
     """
 
     number: int
@@ -58,9 +58,9 @@ class Sizes(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """Of a matrix product: which axes of data and cotangents are groups, positions, entries.
+    """For a matrix product, which axes of data and cotangents are groups, positions and entries.
 
-    In both, the axes of loops come first, then that of the examples.
+    In both arrays the axes of loops come first, then the axis of the examples.
     """
 
     data_groups: tuple[int, ...]
@@ -72,7 +72,7 @@ class Axes(NamedTuple):
 
     @classmethod
     def of(cls, use: Use) -> "Axes":
-        """Those of a use; entries are in the order of the parameter's axes."""
+        """The axes of a use; axes of entries are in the order of the parameter's axes."""
         site, order = use.site, origin(use)[1]
         axes = _product(use)
         first, num_batch = len(use.loops) + 1, len(axes.data_batch)
@@ -153,7 +153,7 @@ def pairs(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
 def _arranged(
     x: Array, example: int, groups: Sequence[int], positions: Sequence[int], entries: Sequence[int]
 ) -> Array:
-    """`[B, G, T, E]`, from which axes are which."""
+    """`x` in the form `[B, G, T, E]`, from the axes that are groups, positions and entries."""
     sizes = [math.prod(x.shape[i] for i in axes) for axes in (groups, positions, entries)]
     x = jnp.transpose(x, (example, *groups, *positions, *entries))
     return x.reshape(x.shape[0], *sizes)
@@ -162,13 +162,13 @@ def _arranged(
 def pairs_of_convolution(
     use: Use, x: Array, d: Array, seen: Callable[[Any, Array], Array]
 ) -> tuple[Array, Array]:
-    """The same for a convolution.
+    """Data and cotangents, as from `pairs`, for a convolution.
 
     Args:
       use: the use of a kernel.
-      x: its data.
+      x: the data.
       d: the cotangents.
-      seen: what each output sees of the data: `primitives.patches`, or `summed_patches`.
+      seen: gives what each output sees: `primitives.patches`, or `summed_patches`.
     """
     eqn, lead = use.site.eqn, x.shape[: len(use.loops) + 1]
     groups = primitives.feature_groups(eqn)
@@ -184,7 +184,7 @@ def pairs_of_convolution(
 
 
 def _loop_axes(loops: tuple[bool, ...]) -> tuple[int, list[int], list[int], list[int]]:
-    """Which axes are which in `[*loops, B, groups, positions, entries]`."""
+    """The axis of `B`, and the axes of groups, positions and entries in `[*loops, B, ...]`."""
     example = len(loops)
     sliced = [i for i, is_sliced in enumerate(loops) if is_sliced]
     same = [i for i, is_sliced in enumerate(loops) if not is_sliced]
@@ -192,9 +192,9 @@ def _loop_axes(loops: tuple[bool, ...]) -> tuple[int, list[int], list[int], list
 
 
 def rows(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
-    """The row `[B, G, T]` that each position takes of a table, and cotangents `[B, G, T, N]`.
+    """The row `[B, G, T]` of a table that each position takes, and cotangents `[B, G, T, N]`.
 
-    A position that takes none, because it is out of range, has the number of rows as its row.
+    If a position takes no row, because its index is out of range, its row is the number of rows.
     """
     count = _weights(use).shape[0]
     drops = primitives.drops_outside(use.site.eqn)
@@ -242,7 +242,7 @@ def _sizes_of_product(use: Use) -> tuple[int, int, int, int]:
 
 
 def origin(use: Use) -> tuple[tuple[Move, ...], tuple[int, ...]]:
-    """The moves of a reference before its last transposes, and where each axis was before these."""
+    """A reference's moves before its last transposes, and where each axis was before these."""
     moves, order = use.reference.moves, tuple(range(_weights(use).ndim))
     depth = sum(use.loops)
     while moves and primitives.name_of(moves[-1].eqn) == "transpose" and moves[-1].depth == depth:
@@ -253,12 +253,12 @@ def origin(use: Use) -> tuple[tuple[Move, ...], tuple[int, ...]]:
 
 
 class Layout(NamedTuple):
-    """Uses of one layout can be joined along their positions.
+    """The layout of a use: uses of the same layout can be joined along their positions.
 
     Attributes:
       kind: the operation.
       moves: how the parameter's entries were moved, as text.
-      axes: which of its axes are batch axes, and which meet the data.
+      axes: which axes of the parameter are batch axes, and which meet the data.
     """
 
     kind: str
@@ -283,7 +283,7 @@ def layout(use: Use) -> tuple[Layout, bool]:
 
 
 def described(moves: Sequence[Move]) -> tuple[str, ...]:
-    """Moves as text, equal for moves that do the same."""
+    """Moves as text; moves that do the same have the same text."""
     return tuple(
         f"{move.depth} {move.eqn.primitive.name} {sorted(move.eqn.params.items(), key=str)} "
         f"{move.output} {move.eqn.invars[0].aval.shape}"
@@ -309,8 +309,8 @@ def are_apart(use: Use, other: Use) -> bool:
 def order_of_sum(use: Use) -> list[int]:
     """The transposition of a `dot_general` over data and cotangents to the parameter's axes.
 
-    It has the sliced loops, then the batch axes, the other axes of the data and those of the
-    cotangents, each in the order in which they lie there.
+    The result of that `dot_general` has the axes of sliced loops, then the batch axes, then the
+    other axes of the data and of the cotangents, each in their own order.
     """
     axes, sliced = _product(use), sum(use.loops)
     by_data = sorted(zip(axes.data_sums, axes.weight_sums, strict=True))
@@ -321,12 +321,12 @@ def order_of_sum(use: Use) -> list[int]:
 
 
 class Cut(NamedTuple):
-    """How the sum of a product is added up.
+    """The pieces in which the sum of a product is added up.
 
     Attributes:
-      axis: which of the axes of positions is cut.
-      pieces: into how many pieces.
-      additions: in how many additions a term takes part.
+      axis: the axis of positions that is cut.
+      pieces: the number of pieces.
+      additions: how many additions a term takes part in.
     """
 
     axis: int
@@ -335,7 +335,7 @@ class Cut(NamedTuple):
 
 
 def cut_of(use: Use) -> Cut:
-    """Into which pieces the positions of a use are cut for its sum."""
+    """The pieces into which the positions of a use are cut for its sum."""
     positions = sizes_of(use).positions
     if use.site.kind != primitives.PRODUCT:
         return Cut(0, 1, positions)

@@ -1,7 +1,7 @@
-"""Sums over examples of a parameter's gradients, each multiplied by its example's factor.
+"""Sums of a parameter's gradients over examples, each multiplied by its example's factor.
 
-They are products of data and cotangents, of which the smaller ones are multiplied, with the axis of
-examples among those that are summed over. So no example's gradient is computed.
+They are products of data and cotangents, summed over the examples too, so no example's gradient is
+computed. The factor multiplies the smaller of data and cotangents.
 """
 
 import functools
@@ -39,8 +39,8 @@ def weighted_sum(
       parts: its uses.
       data: of all sites of the program.
       cotangents: likewise.
-      by: the multipliers, `[examples]`. Where the ratio is 0, the example adds nothing, even if it
-        is not finite.
+      by: the multipliers, `[examples]`. If the ratio is 0, the example adds nothing, even if it is
+        not finite.
       dtype: float32 or float64.
       are_finite: whether all data and cotangents are known to be finite.
     """
@@ -56,7 +56,7 @@ def _sum(use: Use, x: Array, d: Array, by: Multiplier, dtype: Any, are_finite: b
     example = len(use.loops)
     if use.site.kind == primitives.ROWS:
         return _sum_of_rows(use, x, _multiplied(d, by, example, dtype))
-    # The multiplied one is written again in a wider dtype, so it is the smaller one.
+    # The array that is multiplied is written again in a wider dtype, so the smaller one is taken.
     is_of_data = x.size < d.size
     smaller, larger = (x, d) if is_of_data else (d, x)
     smaller = _multiplied(smaller, by, example, dtype)
@@ -70,7 +70,7 @@ def _sum(use: Use, x: Array, d: Array, by: Multiplier, dtype: Any, are_finite: b
 def gradients_of_examples(
     leaf: Any, parts: Sequence[Part], data: Sequence[Any], cotangents: Sequence[Any], dtype: Any
 ) -> Array:
-    """The gradient of each example, `[examples, *parameter]`, by products and convolutions alone.
+    """The gradient of each example, `[examples, *parameter]`, from products and convolutions alone.
 
     Args:
       leaf: the parameter, or its type.
@@ -91,7 +91,7 @@ def gradients_of_examples(
 
 
 def _in_leaf(use: Use, found: Array, shape: tuple[int, ...]) -> Array:
-    """What belongs to the entries that are used, where these lie in the parameter."""
+    """A gradient of the used entries, put where these entries lie in the parameter."""
     if not use.reference.moves:
         return found.reshape(shape)
     return _transposed(use.reference.apply, shape, found)
@@ -99,23 +99,23 @@ def _in_leaf(use: Use, found: Array, shape: tuple[int, ...]) -> Array:
 
 def _multiplied(d: Array, by: Multiplier, example: int, dtype: Any) -> Array:
     ratio, power = (_beside(x.astype(dtype), d, example) for x in (by.ratio, by.power))
-    # No constant 0: on a GPU XLA stored an array of zeros, which others used too (JAX 0.10.2).
+    # Not a constant 0, for which XLA on a GPU (JAX 0.10.2) stores an array of zeros.
     return jnp.where(ratio == 0, ratio, d.astype(dtype) * power * ratio)
 
 
 def _zeroed(x: Array, by: Multiplier, example: int) -> Array:
-    """Zeros in examples that add nothing, which may have NaN."""
+    """`x` with zeros for examples that add nothing, because these may hold NaN."""
     ratio = _beside(by.ratio, x, example)
     return jnp.where(ratio == 0, ratio.astype(x.dtype), x)
 
 
 def _beside(x: Array, like: Array, example: int) -> Array:
-    """Numbers of examples with axes of size 1, so that they broadcast to `like`."""
+    """A number for each example, with axes of size 1, so that they broadcast to `like`."""
     return lax.expand_dims(x, [axis for axis in range(like.ndim) if axis != example])
 
 
 def _products(use: Use, x: Array, d: Array, dtype: Any, *, summed: bool) -> Array:
-    """`[*sliced loops, *operand]`, where the operand holds the parameter alone.
+    """The sum `[*sliced loops, *operand]`, if the operand holds only the parameter.
 
     Unless the examples are `summed`, their axis comes first.
     """
@@ -134,7 +134,7 @@ def _products(use: Use, x: Array, d: Array, dtype: Any, *, summed: bool) -> Arra
     def summed_product(x: Array, d: Array) -> Array:
         if {x.dtype, d.dtype} != {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
             return product(x, d)
-        # Accelerators multiply bfloat16 in far less than half of the time of float32.
+        # Two products in bfloat16 take accelerators far less time than one in float32.
         return lax.platform_dependent(x, d, cpu=product, default=in_parts)
 
     cut, at = sites.cut_of(use), (example, example)
@@ -146,7 +146,7 @@ def _products(use: Use, x: Array, d: Array, dtype: Any, *, summed: bool) -> Arra
 
 
 def _product_in_parts(x: Array, d: Array, *, numbers: Any, dtype: Any) -> Array:
-    """`lax.dot_general` of one factor in bfloat16, and two parts of one in float32."""
+    """`lax.dot_general` of a factor in bfloat16, and a float32 factor in two parts of bfloat16."""
     over, groups = numbers
     is_wide = [v.dtype == jnp.float32 for v in (x, d)]
     terms = math.prod(x.shape[axis] for axis in over[0])
@@ -154,8 +154,8 @@ def _product_in_parts(x: Array, d: Array, *, numbers: Any, dtype: Any) -> Array:
         math.prod(size for axis, size in enumerate(v.shape) if axis not in (*sums, *kept))
         for v, sums, kept in zip((x, d), over, groups, strict=True)
     ]
-    # The parts are either further terms, for which the other factor is written twice, or columns
-    # beside each other, for which the result is.
+    # Either the two parts are more terms of the sum, which writes the other factor twice; or they
+    # are columns beside each other, which writes the result twice.
     are_terms = fixed_size(terms) is None or terms <= 4 * min(free)
     both, axes = [], []
     for v, flag, *own in zip((x, d), is_wide, over, groups, strict=True):
@@ -171,18 +171,18 @@ def _product_in_parts(x: Array, d: Array, *, numbers: Any, dtype: Any) -> Array:
 
 
 def two_parts(d: Array) -> Array:
-    """Two numbers of bfloat16 for each one of float32, `[2, ...]`.
+    """Two bfloat16 numbers for each float32 number, `[2, ...]`.
 
-    What their sum leaves of it is at most `bounds.REST` of it.
+    The relative error of their sum is at most `bounds.REST`.
     """
     high = lax.reduce_precision(d, 8, 7)
     return jnp.stack([high, lax.reduce_precision(d - high, 8, 7)]).astype(jnp.bfloat16)
 
 
 def _kernels(use: Use, x: Array, d: Array, dtype: Any) -> Array:
-    """`[examples, *sliced loops, *kernel]`, by products of what each output sees of its input.
+    """Gradients `[examples, *sliced loops, *kernel]`, from products with the patches of the input.
 
-    XLA's convolutions of each example alone take twice the bytes on a GPU, as many on a TPU, and
+    A convolution by XLA for each example would move twice the bytes on a GPU, as many on a TPU, and
     more on a CPU.
     """
     example = len(use.loops)
@@ -221,13 +221,13 @@ def _around(use: Use) -> tuple[int, ...]:
 
 def _transposed(fn: Callable[[Array], Array], shape: Sequence[int], cotangent: Array) -> Array:
     """The transpose of a linear function of an array of this shape."""
-    # Not `jax.linear_transpose`, whose types know no mesh (JAX 0.10.2).
+    # Not `jax.linear_transpose`, which loses the mesh in types (JAX 0.10.2).
     (zeros,) = devices.varying_like([cotangent], [jnp.zeros(shape, cotangent.dtype)])
     return jax.vjp(fn, zeros)[1](cotangent)[0]
 
 
 def _sum_of_rows(use: Use, x: Array, d: Array) -> Array:
-    """`[*sliced loops, rows, ...]`, by one addition of all rows."""
+    """The sum `[*sliced loops, rows, ...]`, from one addition of all rows."""
     ids, d = sites.rows(use, x, d)
     count, *entries = use.site.eqn.invars[0].aval.shape
     around = _around(use)

@@ -1,10 +1,10 @@
 """Follows the parameters through the program of one example, and finds where they meet data.
 
-A *reference* says which entries of which parameter a variable of the program holds. Where one
-meets data in an operation that is linear in it, there is a *site*. At a site the program hands out
-the data, and its output passes through a tap, an identity with a derivative of its own, whose
-cotangent is that of the output. The parameters themselves are constants, so no gradient of theirs
-is computed. A parameter that meets anything else is *dense*: it is differentiated as usual.
+A *reference* says which entries of which parameter a variable of the program holds. An operation in
+which a parameter meets data, and which is linear in the parameter, is a *site*. There the program
+returns the data, and the output passes through a *tap*, an identity that also gives out the
+cotangent of the output. The parameters themselves are constants, so no gradients of theirs are
+computed. A parameter that meets anything else is *dense*: it is differentiated as usual.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ from optaxclip.per_example.ghost.references import Reference, References, Site
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """One equation, or a run of equations that parameters do not reach.
+    """One equation, or several in a row that parameters do not reach.
 
     Attributes:
-      eqn: the equation; None for a run.
-      inputs: its operands.
-      outputs: the variables that it defines.
-      run: the run of equations.
-      inner: the program inside of the equation.
-      site: the site that the equation is.
+      eqn: the equation; None for several.
+      inputs: the operands.
+      outputs: the variables that the step defines.
+      run: the several equations.
+      inner: the program inside of the equation, if it has one.
+      site: the site, if the equation is one.
     """
 
     eqn: Any
@@ -50,7 +50,7 @@ class Program:
       jaxpr: the program.
       consts: its constants.
       steps: its steps in order.
-      sites: all sites, in the order in which they are met; those of inner programs too.
+      sites: all sites, also those of inner programs, in the order in which they are met.
     """
 
     jaxpr: jex.Jaxpr
@@ -79,14 +79,14 @@ class Walk:
         lengths: tuple[int, ...] = (),
         is_checkpointed: bool = False,
     ) -> tuple[Program, list[References]]:
-        """The program, and what its outputs hold.
+        """The program, and the references of its outputs.
 
         Args:
           jaxpr: the program.
           consts: its constants.
-          references: what its inputs hold.
-          lengths: those of the loops around.
-          is_checkpointed: whether a checkpoint is around.
+          references: the references of its inputs.
+          lengths: the lengths of the loops around.
+          is_checkpointed: whether the program is inside of a checkpoint.
         """
         held: dict[Any, References] = dict(zip(jaxpr.invars, references, strict=True))
         steps: list[Step] = []
@@ -123,7 +123,7 @@ class Walk:
     def _step(
         self, eqn: Any, refs: list[References], lengths: tuple[int, ...], is_checkpointed: bool
     ) -> tuple[Step | None, list[References]]:
-        """The step of an equation with references among its operands, and what its outputs hold."""
+        """The step of an equation that uses parameters, and the references of its outputs."""
         name, nothing = primitives.name_of(eqn), [()] * len(eqn.outvars)
         if primitives.is_move(eqn):
             rows = [[ref.moved(eqn, i) for ref in refs[0]] for i in range(len(eqn.outvars))]
@@ -172,7 +172,7 @@ class Walk:
     def _followed(
         self, olds: References, news: Sequence[Reference | None], name: str
     ) -> References:
-        """The new references; leaves that could not be followed become dense."""
+        """The new references; a leaf that cannot be followed becomes dense."""
         rows = zip(olds, news, strict=True)
         self.materialize([old for old, new in rows if new is None], f"is used by '{name}'")
         return tuple(new for new in news if new is not None)
@@ -202,7 +202,7 @@ def _site(
 
 
 def _run(numbered: list[tuple[int, Any]], last_uses: dict[Any, int]) -> list[Step]:
-    """The step of equations that follow one another; none if there are no equations."""
+    """One step for equations in a row; an empty list if there are none."""
     if not numbered:
         return []
     eqns, last = [eqn for _, eqn in numbered], numbered[-1][0]
@@ -214,7 +214,7 @@ def _run(numbered: list[tuple[int, Any]], last_uses: dict[Any, int]) -> list[Ste
 
 
 def _last_uses(jaxpr: jex.Jaxpr) -> dict[Any, int]:
-    """For each variable the number of the last equation that uses it."""
+    """For each variable, the number of the last equation that uses it."""
     found = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in _variables(eqn.invars)}
     return found | dict.fromkeys(_variables(jaxpr.outvars), len(jaxpr.eqns))
 
@@ -225,7 +225,7 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 @jax.custom_vjp
 def _tap(y: Array, z: Array) -> Array:
-    """`y`, whose cotangent is also that of `z`; unlike `y + z` it costs nothing."""
+    """Returns `y`, and gives its cotangent to `z` too; unlike `y + z` it costs nothing."""
     del z
     return y
 
@@ -241,8 +241,8 @@ def evaluate(
     Args:
       program: the program.
       values: its inputs.
-      taps: for each site, an array like its output, with an axis for each loop around: the
-        derivatives with respect to it are the cotangents of the output.
+      taps: for each site, an array like its output, with an axis for each loop around; derivatives
+        with respect to it are the cotangents of the output.
     """
     jaxpr = program.jaxpr
     known = dict(zip(jaxpr.constvars, program.consts, strict=True))
