@@ -160,8 +160,7 @@ class Split(NamedTuple):
     def examples(self, number: int) -> tuple[str, ...] | None:
         """The mesh axes over which `number` examples can be split evenly.
 
-        Of the axes that split the array's first axis, the last are left out until the split is
-        even.
+        Of the axes that split the first axis, the last are left out until the split is even.
         """
         names = devices.spec_names(self.spec[0])
         while number % math.prod(self.mesh.shape[name] for name in names):

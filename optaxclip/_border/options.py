@@ -156,8 +156,8 @@ def takes(options: type, *, parts: str = "", once: str = "") -> Callable[[Functi
     """A decorator for a transformation with `**options` of this kind.
 
     The decorator shows the options one by one in the signature, where `optax.inject_hyperparams`
-    finds them, and in the help. It refuses other keywords. If the user passes no `name`, the
-    function's name is passed.
+    finds them, and in the help. It refuses other keywords, and passes the function's own name if
+    the user passes none.
 
     Args:
       options: the options.

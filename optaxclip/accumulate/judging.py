@@ -156,8 +156,7 @@ class Judge:
     def _transformation(self) -> optax.GradientTransformationExtraArgs:
         """The clip as a transformation.
 
-        A clip for a limit is made at each call, because its `specs` depend on the mapped axes
-        there.
+        A limit's clip is made at each call, because its `specs` depend on the mapped axes there.
         """
         if not isinstance(self.clip, Threshold):
             return self.clip or optax.with_extra_args_support(optax.identity())

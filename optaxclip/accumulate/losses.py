@@ -78,8 +78,8 @@ class Loss:
         if not isinstance(found[0], Tracer):
             return dataclasses.replace(self, unit=_power_below(found[0]))
         axes = self.places.axes_of(of_each)
-        # Compared as integers, because XLA on CPU (JAX 0.10.2) takes subnormal numbers for 0, and
-        # its maximum can lose a NaN.
+        # As integers: for floats, XLA on CPU (JAX 0.10.2) takes subnormal numbers for 0, and loses
+        # NaN.
         largest = devices.largest(self.places.vary(jnp.max(of_each), axes), axes)
         weight = lax.bitcast_convert_type(largest, self.dtype)
         is_usable = (largest > 0) & (weight <= jnp.finfo(self.dtype).max)

@@ -20,8 +20,7 @@ class Heads:
       axis: the axis of the weight that runs over the heads. If layers are stacked, the axes that
         run over the axes of `max_logits`, in their order, such as `(0, -2)` for layers and heads.
       power: the power of the factor, for the whole weight; or pairs `(entries, power)`, which
-        divide a head's entries along the axis `along`, in this order, into parts that each have a
-        power.
+        divide a head's entries along the axis `along`, in this order, into parts with a power each.
       along: the axis of those entries. If it is the last of `axis`, that axis holds the entries of
         one head after another, as in a kernel `[in, heads * entries]`.
 

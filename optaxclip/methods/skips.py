@@ -115,8 +115,8 @@ def skip_above(
       given. The loss must be a scalar, the same on all devices; `optax.MultiSteps` passes on only
       the loss of the last microbatch. A step whose loss is not finite is skipped, and that loss is
       never recorded. All extra arguments are passed on to the optimizer. Inside of
-      `optax.MultiSteps` the skip judges means of microbatches, and needs one of the guards against
-      NaN that `docs/recipes/wrappers.md` shows.
+      `optax.MultiSteps` the skip judges means, and needs one of the guards against NaN that
+      `docs/recipes/wrappers.md` shows.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar (a `loss_limit` may be

@@ -68,9 +68,9 @@ def scale_by_stable_adam(
     Let `m` be the unbiased average of the gradients `g`, and `v` that of their squares; both
     include this step. Each leaf's update is
     `m / (sqrt(v) + eps) / max(1, RMS / clipping_threshold)`, where
-    `RMS = sqrt(mean(g**2 / max(v, eps**2)))`. `RMS` is far above 1 if gradients are much larger
-    than `v` says, which happens before most spikes of a loss. Weight decay must not be shortened,
-    so its stage comes after this one in the chain.
+    `RMS = sqrt(mean(g**2 / max(v, eps**2)))`. It is far above 1 if gradients are much larger than
+    `v` says, as before most spikes of a loss. Weight decay must not be shortened, so its stage
+    comes after this one in the chain.
 
     A leaf that is not finite keeps its averages, as if there were no step. Averages are float32
     (float64 for float64 leaves); if a trainer casts the state, they keep the dtypes that it chose,

@@ -107,7 +107,7 @@ def record(
         any of them; when used, without `params` if a statistic needs them, or for a loss that is
         missing or has axes.
       TypeError: if `window` is not an int; if `per_leaf`, `loss` or `ratio` is neither True nor
-        False; if a statistic is not a string, if the scope is not a scope, or if the loss is not a
+        False; if a statistic is not a string, the scope is not a scope, or the loss is not a
         number.
 
     Example:

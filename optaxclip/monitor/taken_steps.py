@@ -26,7 +26,7 @@ def taken(opt_state: PyTree) -> Array:
 
     `taken` says what became of the step, not whether it was good: a step that a skip took after all
     (`max_consecutive`) was taken. If there are several skips, all must have taken it. If they are
-    for parts of the parameters, as in `optax.partition`, pass one part of the state to ask for that
+    for parts of the parameters, as in `optax.partition`, pass a part of the state to ask for that
     part.
 
     Args:

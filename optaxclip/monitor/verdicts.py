@@ -30,8 +30,7 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
       The names, such as `encoder/0/kernel`, each once; empty if there were none.
 
     Raises:
-      ValueError: if no clip and no skip in the state keeps leaves; a clip with one norm for all
-        keeps none.
+      ValueError: if nothing in the state keeps leaves; a clip with one norm for all keeps none.
       TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet.
 
     Example:

@@ -197,8 +197,8 @@ def of_any_sign(rule: Threshold, argument: str) -> Threshold:
     static, options, settings = rule.update.args
     if not isinstance(static.statistic, OfAnySign):
         raise ValueError(
-            f"{argument} must allow negative numbers, because a loss may be negative, "
-            "and got one for norms alone: use thresholds.window, zscore, percentile, median or "
+            f"{argument} must be a rule that allows negative numbers, as losses may be negative; "
+            "got a rule for norms alone: use thresholds.window, zscore, percentile, median or "
             "ema, or a number"
         )
     options = options._replace(floor=-jnp.inf)

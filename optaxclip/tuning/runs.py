@@ -63,8 +63,7 @@ def all_steps(
 ) -> list[Numbers]:
     """Runs all steps of all groups; returns the records, [runs of all groups, steps].
 
-    All chunks of steps have one size, so that one program serves all; surplus steps of the last
-    chunk are dropped.
+    Chunks of steps have one size, so one program serves all; the last drops surplus steps.
     """
     size = math.ceil(steps / math.ceil(steps / CHUNK))
     chunk = jax.jit(partial(_chunk, step, at_once), donate_argnums=0)

@@ -173,8 +173,7 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
       column: the column, key or tag of a file; `train.grad_norm` is the key `grad_norm` of the
         object `train`. It is not needed if the name of one column is plainly that of the norm, such
         as `train/grad_norm` or `record/norm`, or if only one column holds numbers other than steps
-        and times, such as `Value` in TensorBoard's CSV files. The suggestion says which column was
-        read.
+        and times, such as `Value` in TensorBoard's CSV files. The suggestion names it.
 
     Returns:
       A `Suggestion`.

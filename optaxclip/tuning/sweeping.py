@@ -47,9 +47,8 @@ class SweepResult:
       learning_rate: the learning rate of the best run; None without learning rates.
       noises: float[limits], by how much the final loss of each limit may exceed the best loss and
         still count as equal; 0 for the best limit, NaN if all runs diverged.
-      unchosen_limit: the limit at which AdaGC with its last constants, a clip with nothing to
-        choose, ends on the norms of the first run with the suggested limit; NaN without such a
-        limit.
+      unchosen_limit: the limit at which AdaGC with its last constants, which has nothing to choose,
+        ends on the norms of the first run with the suggested limit; NaN without one.
     """
 
     limits: Numbers
