@@ -13,7 +13,7 @@ engine multiplies the group by `new / norm`; if the two are equal, the group sta
   `clip_with_eps()` | `norm * target / (norm + eps)` if that is less than the norm
 
 A response may also have a method `factor(norm, trigger, target)`. The engine then multiplies the
-group by what this method returns, not by `new / norm`, except where the factor or its derivative is
+group by the result of this method instead of `new / norm`, unless the factor or its derivative is
 too small or too large to be a normal number.
 """
 
@@ -71,7 +71,7 @@ def auto_s(gamma: float = 0.01) -> Response:
     zeros stay zeros. With `gamma=0` (AUTO-V) this is `normalize`.
 
     Source: Bu, Wang, Zha and Karypis, 2022, Automatic clipping, arXiv 2206.07136; the paper applies
-      it to gradients of single examples, with a `gamma` of 0.01.
+    it to gradients of single examples, with a `gamma` of 0.01.
 
     Args:
       gamma: a norm of this size is brought to half the target.

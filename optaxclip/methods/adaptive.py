@@ -38,10 +38,10 @@ def zclip(
     """Clips spikes of the global norm, which it recognizes by their z-score.
 
     Source: Kumar, Owen, Roy Chowdhury and Güra, 2025, ZClip, arXiv 2504.02507. The published rule
-      never recovers from a lasting rise of the norms, because it learns from clipped norms; with
-      `patience` it recovers. The published code also caps every limit at 1, so it acts as
-      `clip_by_global_norm(1.0)` if ordinary norms exceed 1. Here only `max_norm` sets a cap;
-      without it, nothing is clipped in the warm-up.
+    never recovers from a lasting rise of the norms, because it learns from clipped norms; with
+    `patience` it recovers. The published code also caps every limit at 1, so it acts as
+    `clip_by_global_norm(1.0)` if ordinary norms exceed 1. Here only `max_norm` sets a cap; without
+    it, nothing is clipped in the warm-up.
 
     Args:
       alpha: the decay of mean and variance.

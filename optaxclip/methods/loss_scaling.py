@@ -90,8 +90,8 @@ def scale_loss(
     left out unnoticed, and no `clip`, which would measure scaled gradients.
 
     Source: Micikevicius et al., 2018, Mixed Precision Training, arXiv 1710.03740. Except for
-      `maximum`, the scale changes as in jmp's `DynamicLossScale`; in Flax's `DynamicScale` it takes
-      one more good step to grow.
+    `maximum`, the scale changes as in jmp's `DynamicLossScale`; in Flax's `DynamicScale` it takes
+    one more good step to grow.
 
     Args:
       inner: the optimizer, with its clips.

@@ -70,9 +70,9 @@ def normalize_by_norm_history(
 
     Both means are moving averages, and the norm of the step counts in them. There is no limit to
     choose: the new norm is about 1, and smaller after a jump of the norm. The scale of the gradient
-      is lost, so use it with optimizers whose updates do not depend on that scale: Adam, Lion,
-      Muon. For other groups than leaves use, for example,
-      `clip_by(scopes.tree(), thresholds.mean_over_rms(), response="normalize")`.
+    is lost, so use it with optimizers whose updates do not depend on that scale: Adam, Lion, Muon.
+    For other groups than leaves use, for example,
+    `clip_by(scopes.tree(), thresholds.mean_over_rms(), response="normalize")`.
 
     Source: Huang et al., 2025, Stable-SPAM's AdaGN, arXiv 2502.17055, later GradientStabilizer
     (published code, TianjinYellow/StableSPAM). Here a norm that is not finite is never recorded;

@@ -75,7 +75,7 @@ def reset_state(
     progress. A skip keeps most spikes out of the moments in the first place.
 
     Source: Huang et al., 2025, SPAM, arXiv 2501.06842, with `every=500, warmup=150`. In that code
-      the bias correction does not start again, and the warm-up begins at 0.01.
+    the bias correction does not start again, and the warm-up begins at 0.01.
 
     Args:
       inner: the optimizer.

@@ -62,9 +62,9 @@ def clip_by_moving_max(
     they are multiplied by the average and divided by the leaf's largest modulus.
 
     Source: Huang et al., 2025, Stable-SPAM's AdaClip, arXiv 2502.17055. In the published code a NaN
-      stays in the average for ever; here a modulus that is not finite is never recorded. At each
-      reset of Adam's moments, that code also restarts its count of steps, but not the average,
-      which switches clipping off for a long time; here neither is reset.
+    stays in the average for ever; here a modulus that is not finite is never recorded. At each
+    reset of Adam's moments, that code also restarts its count of steps, but not the average, which
+    switches clipping off for a long time; here neither is reset.
 
     Args:
       decay: the decay of the average.
@@ -133,9 +133,9 @@ def clip_by_second_moment(
     entry counts in `v`. NaN stays NaN, and infinite entries become their bounds.
 
     Source: Huang et al., 2025, SPAM, arXiv 2501.06842. In SPAM an entry that was always zero, such
-      as one in the row of a word that has not come yet, is kept at zero until the next reset; here
-      entries with `v = 0` are left alone, and entries that are not finite never count in `v`. As in
-      the paper, `v` is not debiased, so clipping is stricter in the first steps.
+    as one in the row of a word that has not come yet, is kept at zero until the next reset; here
+    entries with `v = 0` are left alone, and entries that are not finite never count in `v`. As in
+    the paper, `v` is not debiased, so clipping is stricter in the first steps.
 
     Squares may leave the range of float32. If entries stay below about `1e-19 / sqrt(1 - decay)`,
     `v` is 0 and nothing is clipped, not even a spike. Entries above 1.8e19 count in `v` as 1.8e19,

@@ -74,7 +74,7 @@ def bad_leaves(opt_state: PyTree) -> tuple[str, ...]:
 def verdict(opt_state: PyTree, roll_back_after: int = 10) -> Verdict:
     """Whether the last step was taken or skipped, and whether to go back to a checkpoint.
 
-    It is for the loop on the host, which alone can load a checkpoint and go past the bad data::
+    It is for the loop on the host, because only that can load a checkpoint and skip the bad data::
 
       for batch in batches:
           params, opt_state = train_step(params, opt_state, batch)

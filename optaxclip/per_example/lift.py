@@ -76,10 +76,10 @@ def _results(leaves: list[Array], *_: Any) -> Sums:
 
 
 def out_specs(specs: list[PartitionSpec]) -> Sums:
-    """How sums are split over an explicit mesh: as the leaves, and norms as the examples.
+    """How `Sums` are split over an explicit mesh: sums like the leaves, norms like the examples.
 
     Args:
-      specs: those of leaves `[examples, ...]`.
+      specs: the specs of leaves `[examples, ...]`.
     """
     examples = (spec[0] for spec in specs if len(spec) and spec[0] is not None)
     sums: Any = [PartitionSpec(*spec[1:]) for spec in specs]
@@ -96,7 +96,7 @@ def _steps(
     grouping: Grouping,
     response: Response,
 ) -> Sums:
-    # Converted to a wider dtype, as rounding could bring an example above its limit otherwise.
+    # Converted to a wider dtype, because rounding could bring an example above its limit.
     leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
     if devices.manual_axes() or devices.lies_in_one_piece(leaves):
         leaves = lax.platform_dependent(leaves, cpu=_in_rows, default=lambda leaves: leaves)
@@ -121,7 +121,7 @@ def judged(
     grouping: Grouping,
     response: Response,
 ) -> tuple[list[Multiplier], Sums]:
-    """By what each example is multiplied, and what happened to the examples.
+    """The multiplier of each example, and what happened to the examples.
 
     Args:
       measured: for each group, norms with a leading axis of examples, and upper bounds of them.
@@ -132,13 +132,13 @@ def judged(
       response: gives the new norms; a new norm above its limit becomes the limit.
 
     Returns:
-      For each group the multipliers, whose ratio is 0 for examples that add nothing; and the sums,
-      without leaves.
+      For each group, the multipliers, with a ratio of 0 for examples that add nothing; and the
+      sums, without leaves.
     """
     limits = [_for_each(limit, each.norm) for limit, each in zip(limits, measured, strict=True)]
     options = {"response": _Bounded(response), "nonfinite": "nan", "strict": True}
     # A strict clip stays below its limit in spite of rounding. But the limit itself was rounded, up
-    # to 3 times, and so is the multiplier of a leaf narrower than its norm: so limits are lowered.
+    # to 3 times, and a leaf narrower than its norm rounds its multiplier: so limits are lowered.
     lowered = [limit * (1 - margin) for limit in limits]
     rows = zip(measured, lowered, lowered, strict=True)
     multipliers = [multiplier(*row, **options) for row in rows]
@@ -166,13 +166,13 @@ def norms_of_examples(norms: list[Array], is_padding: Array, grouping: Grouping)
 
 
 def _tree(arrays: list[Array], grouping: Grouping, is_padding: Array) -> NormTree:
-    # The number of examples is passed because a tree without leaves may have no groups to tell it.
+    # The number of examples is passed, because a tree without leaves may have no groups.
     return jax.vmap(grouping.tree, axis_size=is_padding.size)(arrays)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Bounded:
-    """A response whose new norms are cut off at the targets."""
+    """A response whose new norms are at most the targets."""
 
     response: Response
 
@@ -181,13 +181,13 @@ class _Bounded:
 
 
 def _lifted(grouping: Grouping, leaves: list[Array], examples: int) -> Plan:
-    """The same groups for each example; the axis of examples comes first in their norms."""
+    """A plan with these groups for each example; the first axis of the norms is the examples'."""
     groups = tuple(
         dataclasses.replace(group, shape=(examples, *group.shape)) for group in grouping.groups
     )
     axes = tuple(tuple(axis + 1 for axis in reduced) for reduced in grouping.axes)
-    # Not "dict", in which groups are sorted by shape. The whole tree stays "scalar", so that its
-    # norm is 0 if it has no leaves.
+    # Not the layout "dict", for which groups are sorted by shape. The whole tree stays "scalar", so
+    # that its norm is 0 if it has no leaves.
     layout = "scalar" if grouping.layout == "scalar" else "vector"
     lifted = dataclasses.replace(grouping, groups=groups, axes=axes, layout=layout)
     nothing = ((frozenset(),) * len(leaves), ((),) * len(leaves))
@@ -202,10 +202,10 @@ def _only(counts: Array, by: Multiplier) -> Multiplier:
 
 
 def _in_rows(leaves: list[Array]) -> list[Array]:
-    """The same leaves, stored one example after another.
+    """The leaves, stored one example after another.
 
-    Otherwise XLA on CPU stores gradients of weights, which are outer products, with another order
-    of axes, and copies them in each branch that reads them.
+    Without this, XLA on CPU (JAX 0.10.2) stores gradients of weights, which are outer products,
+    with another order of axes, and copies them in each branch that reads them.
     """
     rows = [leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:])) for leaf in leaves]
     rows = lax.optimization_barrier(rows)

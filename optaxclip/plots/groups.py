@@ -62,7 +62,7 @@ def shares_over_steps(
 
     Args:
       shares: float[n, groups], as `monitor.history(state, stat="share")` gives them. A group that
-        is missing at a step, which is NaN beside numbers, counts as 0.
+        is missing at a step, NaN among numbers, counts as 0.
       names: the names of the groups, as `monitor.history_names` gives them.
       steps: the step of each row, int[n], ascending; 1, 2, ... if None.
       ax: where to draw.

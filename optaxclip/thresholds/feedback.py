@@ -84,8 +84,8 @@ def adagc(
     """A little above the moving average of the clipped norms, after a warm-up by the global norm.
 
     Source: Wang et al., 2025, AdaGC, arXiv 2502.11034, where each leaf is a group. In the warm-up
-      all groups are multiplied by `min(lambda_abs / global norm, 1)`, and a group's average begins
-      as the smallest of its norms after that. The revised paper has `lambda_rel=1.04, beta=0.99`.
+    all groups are multiplied by `min(lambda_abs / global norm, 1)`, and a group's average begins as
+    the smallest of its norms after that. The revised paper has `lambda_rel=1.04, beta=0.99`.
 
     The rule records clipped norms, so a limit grows by a factor of at most
     `1 + (1 - beta) * (lambda_rel - 1)` a step, and needs 694 steps to double. This is intended, so

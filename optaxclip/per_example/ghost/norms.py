@@ -81,8 +81,8 @@ class Part:
         """The norms, computed in the cheap way.
 
         Args:
-          data: of all sites of the program.
-          cotangents: likewise.
+          data: the data of all sites of the program.
+          cotangents: the cotangents of all sites of the program.
           dtype: float32 or float64.
         """
         return self._in_chunks(self._cheap, data, cotangents, dtype)
@@ -95,8 +95,8 @@ class Part:
         """Which examples are finite, and which of the finite ones have a gradient of zeros.
 
         Args:
-          data: of all sites of the program.
-          cotangents: likewise.
+          data: the data of all sites of the program.
+          cotangents: the cotangents of all sites of the program.
         """
 
         def each(fn: Callable[[Array], Array], arrays: Sequence[Any]) -> Array:
@@ -114,8 +114,8 @@ class Part:
         """How far off the gradients may be after their sum over all positions.
 
         Args:
-          data: of all sites of the program.
-          cotangents: likewise.
+          data: the data of all sites of the program.
+          cotangents: the cotangents of all sites of the program.
           dtype: float32 or float64.
         """
         each, unit = jnp.zeros((), dtype), 0.0

@@ -37,8 +37,8 @@ def weighted_sum(
     Args:
       leaf: the parameter, or its type.
       parts: its uses.
-      data: of all sites of the program.
-      cotangents: likewise.
+      data: the data of all sites of the program.
+      cotangents: the cotangents of all sites of the program.
       by: the multipliers, `[examples]`. If the ratio is 0, the example adds nothing, even if it is
         not finite.
       dtype: float32 or float64.
@@ -75,8 +75,8 @@ def gradients_of_examples(
     Args:
       leaf: the parameter, or its type.
       parts: its uses.
-      data: of all sites of the program.
-      cotangents: likewise.
+      data: the data of all sites of the program.
+      cotangents: the cotangents of all sites of the program.
       dtype: float32 or float64.
     """
     totals = []
