@@ -92,6 +92,23 @@ def test_the_warmup_is_told_from_what_follows():
         assert found.limit < 2.0 < norms[0]
 
 
+def test_a_level_is_a_median_of_as_many_steps_before_as_after():
+    logs = np.log(synthetic(0, 0.2, "drifting", steps=200)[0])
+    assert spreads.shape_of(logs).level[100] == np.median(logs[90:111])
+
+
+def test_fewer_than_three_windows_say_nothing_of_a_regime():
+    for steps, regime in (32, "stationary"), (33, "drifting"):
+        assert spreads.shape_of(np.linspace(0, np.log(4), steps)).regime == regime
+
+
+def test_the_limit_of_a_level_that_hardly_moves_is_above_its_middle():
+    wave = np.exp(0.15 * np.sin(np.linspace(0, 9, STEPS)))
+    found = tuning.suggest(wave * np.exp(0.02 * np.random.default_rng(0).normal(size=STEPS)))
+    assert found.regime == "stationary"
+    assert found.limit == pytest.approx(1.5 * found.typical_norm, rel=0.01)
+
+
 def test_scale_free_and_deterministic():
     norms, _ = synthetic(0, 0.2)
     first, again, scaled = (tuning.suggest(x) for x in (norms, norms, 1e-12 * norms))
@@ -117,7 +134,7 @@ def test_steps_that_are_not_finite_are_counted_and_left_out():
 def test_ordinary_norms_that_are_equal_hide_no_spikes(below):
     norms = np.ones(200)
     norms[100 : 100 + below] = 0.99
-    norms[[50, 60, 180]] = 10.0, 50.0, 1e10
+    norms[[50, 60, 180]] = 10.0, 50.0, 1e40  # beyond float32
     found = tuning.suggest(norms)
     assert found.spikes.tolist() == [50, 60, 180]
     assert 1.0 < found.limit < 2.0
@@ -163,6 +180,11 @@ def test_of_limits_that_are_equally_wrong_it_is_the_largest(ordinary, spikes, li
     norms, is_spike = np.float64([*ordinary, *spikes]), np.arange(8) >= 4
     shape = spreads.Shape(np.zeros(8), np.log(15), 0.1, is_spike, 0, "stationary")
     assert suggesting._limit(norms, is_spike, shape).value == limit
+
+
+def test_a_limit_is_below_the_spike_that_it_catches():
+    for spike in np.arange(100, 1000) / 100:  # 1.11 / 0.01 is above 111
+        assert 0.98 * spike < suggesting._below(spike) < spike
 
 
 @pytest.mark.by_day(1)
