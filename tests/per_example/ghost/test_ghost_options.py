@@ -9,6 +9,9 @@ import pytest
 from jax import lax
 
 from optaxclip import per_example, scopes
+from optaxclip._batches.roles import Roles
+from optaxclip.per_example.ghost.clipping import plan_for
+from optaxclip.per_example.losses import Loss
 
 RNG = np.random.default_rng(0)
 PARAMS = {"v": RNG.normal(size=(7, 2)), "w": RNG.normal(size=(5, 7)), "b": RNG.normal(size=7)}
@@ -146,6 +149,59 @@ def test_where_nothing_has_a_gradient_norms_are_zero(size):
     result = jax.jit(clip)(params, X)
     np.testing.assert_array_equal(result.norms, np.zeros(10))
     assert result.num_unclipped == 10
+
+
+def shapes(examples, x, **params):
+    """The shapes of parameters and of a batch."""
+    return jax.eval_shape(
+        lambda: ({name: jnp.zeros(n) for name, n in params.items()}, jnp.zeros((examples, x)))
+    )
+
+
+def chosen(loss, *args):
+    call = Loss.of(loss, False, Roles.of(args, 0, None), {})
+    return plan_for(call, call.params.measured_leaves(), args[1:]).microbatch_size(call.examples)
+
+
+def test_examples_are_taken_at_once_as_far_as_what_is_kept_for_them_has_room():
+    def dense(params, x):
+        return jnp.sum(jnp.sin(params["b"]) * x)
+
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    def in_checkpoint(params, x):
+        return jnp.sum(jax.checkpoint(layer)(params["w"], x))
+
+    def in_loop(params, x):
+        return jnp.sum(lax.scan(lambda x, _: (layer(params["w"], x), None), x, None, 7)[0])
+
+    # 256 MiB hold 256 gradients of 1 MiB each; so do twice the parameters, where these are larger.
+    size = 2**18
+    assert chosen(dense, *shapes(100, size, b=(size,))) == 100
+    assert chosen(dense, *shapes(1024, size, b=(size,))) == 256
+    assert chosen(dense, *shapes(1024, size, b=(size,), w=(255, size))) == 512
+    # Data and output of the layer have 4 KiB each.
+    size = 2**10
+    assert chosen(in_checkpoint, *shapes(2**16, size, w=(size, size))) == 2**15
+    assert chosen(in_loop, *shapes(2**16, size, w=(size, size))) == 2**15 // 7
+
+
+def test_examples_are_differentiated_in_the_microbatches_that_have_room():
+    def loss(params, x):
+        return jnp.vdot(jnp.sin(params["b"]), x)
+
+    for fn in per_example.grad_norms(loss), per_example.clipped_grad(loss, 1.0, method="ghost"):
+        eqns = jax.make_jaxpr(fn)(*shapes(1024, 2**18, b=(2**18,))).eqns
+        assert [eqn.params["length"] for eqn in eqns if "length" in eqn.params] == [4]
+
+
+def test_of_many_positions_the_rows_are_not_compared_in_pairs():
+    def loss(params, ids):
+        return jnp.sum(jnp.sin(params["w"][ids]))
+
+    args = jax.eval_shape(lambda: ({"w": jnp.zeros((50, 8))}, jnp.zeros((2, 300), int)))
+    assert "300,300" not in str(jax.make_jaxpr(per_example.grad_norms(loss))(*args))
 
 
 def test_no_examples():
