@@ -110,6 +110,12 @@ def tied(p, i):
     return squares(jnp.tanh(p["w"][i]) @ p["w"].T)
 
 
+@case({"w": drawn(5, 4)}, ids(5, 2, high=4), batch(5), ways={"w": "dense"})
+def tied_and_sliced_in_a_loop(p, i, x):
+    entries = lax.scan(lambda _, row: (None, row[0][row[1]]), None, (p["w"], i))[1]
+    return squares(entries) + squares(x @ p["w"])
+
+
 @case({"w": drawn(30, 20)}, batch(2, 30), ways={"w": "gram"})
 def autoencoder(p, x):
     return squares(jnp.tanh(x @ p["w"]) @ p["w"].T)

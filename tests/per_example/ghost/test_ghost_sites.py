@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow_unless
 from jax import lax
 from small_losses import CASES, squares
 
@@ -13,6 +14,11 @@ from optaxclip import per_example, scopes
 from optaxclip._batches.roles import Roles
 from optaxclip.per_example.ghost.clipping import plan_for
 from optaxclip.per_example.losses import Loss
+
+
+def quick_cases(*names):
+    """All cases, of which these run by day: few that use parameters in several ways at once."""
+    return pytest.mark.parametrize("name", slow_unless(lambda name: name in names, CASES))
 
 
 def in_float64(tree):
@@ -37,8 +43,7 @@ def norms_of(grads):
     return {k: np.sqrt(np.sum(np.square(x.reshape(len(x), -1)), 1)) for k, x in grads.items()}
 
 
-@pytest.mark.by_day(3)
-@pytest.mark.parametrize("name", CASES)
+@quick_cases("autoencoder", "concatenated_outputs", "recurrent_in_layers")
 def test_norms_of_leaves_are_never_below_the_true_ones(name):
     loss, params, batch, _ = CASES[name]
     found, losses = jax.jit(per_example.grad_norms(loss, scope=scopes.leaf()))(params, *batch)
@@ -51,8 +56,7 @@ def test_norms_of_leaves_are_never_below_the_true_ones(name):
     np.testing.assert_allclose(losses, exact_losses, rtol=1e-5)
 
 
-@pytest.mark.by_day(2)
-@pytest.mark.parametrize("name", CASES)
+@quick_cases("concatenated_experts", "recurrent_in_layers")
 def test_the_sum_is_that_of_the_clipped_gradients(name):
     loss, params, batch, _ = CASES[name]
     _, grads = exact(name)
