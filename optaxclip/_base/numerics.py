@@ -229,11 +229,9 @@ def real_parts(x: Array) -> list[Array]:
     return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
 
 
-def by_parts(fn: Callable[..., Array], *arrays: Array) -> Array:
-    """`fn(*arrays)`; for complex arrays, `fn` of the real parts and `fn` of the imaginary parts."""
-    if not any(map(jnp.iscomplexobj, arrays)):
-        return fn(*arrays)
-    return lax.complex(*map(fn, *map(real_parts, arrays)))
+def by_parts(fn: Callable[[Array], Array], x: Array) -> Array:
+    """`fn(x)`; for a complex array, `fn` of its real part and `fn` of its imaginary part."""
+    return lax.complex(*map(fn, real_parts(x))) if jnp.iscomplexobj(x) else fn(x)
 
 
 def match_weak_type(x: Array, like: Array) -> Array:
