@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from small_losses import CASES
 
 from optaxclip import per_example, scopes
 from optaxclip._batches.roles import Roles
@@ -254,3 +255,18 @@ def test_explain_says_how_each_parameter_is_measured_and_why():
     assert "'integer_pow'" in text.splitlines()[2]
     assert "56 B" in text.splitlines()[2]
     assert "inputs and of their cotangents" in text.splitlines()[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [
+        ("tokens", "72 B"),  # two Gram matrices of 3 positions
+        ("many_tokens", "96 B"),  # a gradient
+        ("tied_and_small", "112 B"),  # likewise
+        ("rows", "240 B"),  # for 6 positions a row of 4 entries, and which of them have one row
+        ("layers_of_layers", "0 B"),
+    ],
+)
+def test_explain_says_how_many_bytes_an_example_takes(name, memory):
+    loss, params, batch, _ = CASES[name]
+    assert per_example.explain(loss, params, *batch).endswith(f"  {memory}")

@@ -71,7 +71,8 @@ def own_products(name, dtype):
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", slow_unless(lambda x: x != "float16", DTYPES))
 def test_every_product_is_of_exact_factors(dtype):
-    for name in ("many_tokens", "kernel", "kernel_of_patches", "tied"):
+    in_loops = ("stacked_kernels", "stacked_wide_layers")
+    for name in ("many_tokens", "kernel", "kernel_of_patches", "tied", *in_loops):
         found = own_products(name, dtype)
         assert found, name
         for eqn in found:
