@@ -10,6 +10,7 @@ import pytest
 from compiling import AS_USERS, where_sums_are_fused
 
 import optaxclip
+import optaxclip._border.leaf_sums as leaf_sums
 from optaxclip import norms, scopes
 
 
@@ -149,6 +150,15 @@ def test_a_norm_stores_no_copy_of_the_leaves(dtype):
     norm = jax.jit(optaxclip.ops.global_norm, compiler_options=AS_USERS)
     stored = norm.lower(leaves).compile().memory_analysis().temp_size_in_bytes
     assert stored < 0.05 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def test_products_of_gradients_and_parameters_store_no_copy_of_them_on_a_cpu():
+    def products(x, y):
+        return leaf_sums.of_products(x, y, axes=(0, 1), in_one_piece=True, both=True)
+
+    leaf = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    compiled = jax.jit(products, compiler_options=AS_USERS).lower(leaf, leaf).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * 4 * leaf.size
 
 
 @pytest.mark.by_day(1)
