@@ -19,7 +19,7 @@ def _mlp(draw):
     return logits, params
 
 
-@model(quick=True)
+@model(quick="leaf")
 def mlp():
     draw = Draw()
     logits, params = _mlp(draw)
@@ -63,7 +63,7 @@ def parameters_that_are_unused_or_integers():
     return Model(loss, params, (draw.x(5),))
 
 
-@model(quick=True)
+@model(quick="tree")
 def one_matrix_three_times():
     draw = Draw()
 
@@ -131,7 +131,7 @@ def _soft_jvp(primals, tangents):
     return _soft(*primals), jax.nn.sigmoid(primals[0]) * tangents[0]
 
 
-@model(quick=True)
+@model(quick="leaf")
 def activations_with_derivatives_of_their_own():
     """One of them is also given a parameter."""
     draw = Draw()
@@ -179,7 +179,7 @@ def _narrow(dtype, digits):
     return Model(loss, params, (draw.x(4, 5), draw.ids(3, 4)), False, digits, False)
 
 
-@model(quick=True)
+@model(quick="leaf")
 def bfloat16():
     return _narrow(jnp.bfloat16, 2.0**-7)
 
@@ -222,7 +222,7 @@ def branches():
     return Model(loss, params, (draw.x(4, 5), draw.ids(3)))
 
 
-@model(quick=True)
+@model(quick="tree")
 def loops():
     """A `fori_loop` with a layer in it, and a `while_loop` that no parameter goes through."""
     draw = Draw()

@@ -19,7 +19,7 @@ def _conv(x, w, stride=1, padding="SAME", **options):
     return found[0]
 
 
-@model(quick=True)
+@model(quick="tree")
 def convolutions():
     draw = Draw()
     shapes = {"first": (3, 3, 2, 4), "strided": (3, 3, 4, 4), "dilated": (2, 3, 4, 3)}

@@ -36,10 +36,11 @@ class Model(NamedTuple):
 
 
 MODELS: dict[str, Callable[[], Model]] = {}
-QUICK: set[str] = set()
+QUICK: dict[str, str] = {}
+"""With which scope a model is tested by day: "tree" or "leaf"."""
 
 
-def model(make=None, *, quick=False):
+def model(make=None, *, quick=None):
     """Adds a function that makes a model to the table."""
     if make is None:
         return functools.partial(model, quick=quick)
@@ -53,7 +54,7 @@ def model(make=None, *, quick=False):
 
     MODELS[make.__name__] = made
     if quick:
-        QUICK.add(make.__name__)
+        QUICK[make.__name__] = quick
     return made
 
 

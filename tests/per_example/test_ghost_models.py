@@ -1,6 +1,7 @@
 """Norms and sums without the gradients of examples, over many models: those of the gradients."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from ghost_models import MODELS, QUICK
 from optaxclip import per_example, scopes
 
 SCOPES = {"tree": scopes.tree(), "leaf": scopes.leaf()}
-EVERY = slow_unless(lambda name: name in QUICK, MODELS)
+EVERY = slow_unless(lambda name, scope: QUICK.get(name) == scope, itertools.product(MODELS, SCOPES))
 ABOVE = 1e-4
 """How far above the norm a norm may be: what bounds on all rounding add, for layers this small."""
 BELOW = 1e-6
@@ -58,97 +59,91 @@ def _widened(x):
 
 
 @functools.cache
-def of_both(name):
-    """For each scope, what comes of the model with a limit that clips half of the examples.
+def norms_by_leaf(name):
+    return norms_of(gradients(name))
 
-    The norms; the result of either method; and, of the ghost method, what each example adds.
+
+@functools.cache
+def both_methods(name, scope):
+    """What comes of a model with a limit that clips half of the examples.
+
+    The limit; the result of either method; and, of the ghost method, what each example adds.
     """
-    model, found = MODELS[name](), {}
-    norms = norms_of(gradients(name))
+    model, norms = MODELS[name](), norms_by_leaf(name)
     limits = {
         "tree": float(np.median(np.linalg.norm(norms, axis=1))),
         "leaf": float(np.median(norms.max(1)) * norms.shape[1] ** 0.5),
     }
+    ghost, vmap = (
+        per_example.clipped_grad(
+            model.loss, limits[scope], method=method, scope=SCOPES[scope], has_aux=model.has_aux
+        )
+        for method in ("ghost", "vmap")
+    )
 
     def run(params, *batch):
-        for scope, limit in limits.items():
-            options = {"scope": SCOPES[scope], "has_aux": model.has_aux}
-            norms, *_ = per_example.grad_norms(model.loss, **options)(params, *batch)
-            by = {
-                method: per_example.clipped_grad(model.loss, limit, method=method, **options)
-                for method in ("ghost", "vmap")
-            }
-            padding = ~np.eye(len(jax.tree.leaves(batch)[0]), dtype=bool)
-            alone = jax.lax.map(
-                lambda flags, ghost=by["ghost"]: floats(
-                    ghost(params, *batch, is_padding=flags).grads
-                ),
-                padding,
-            )
-            results = {method: by[method](params, *batch) for method in by}
-            found[scope] = norms, results, alone
-        return found
+        # Without padding, and with all padding but one example: one program for all of these.
+        size = len(jax.tree.leaves(batch)[0])
+        padding = np.concatenate([np.zeros((1, size), bool), ~np.eye(size, dtype=bool)])
+        found = jax.lax.map(lambda flags: ghost(params, *batch, is_padding=flags), padding)
+        results = {"ghost": jax.tree.map(lambda x: x[0], found), "vmap": vmap(params, *batch)}
+        return results, [x[1:] for x in floats(found.grads)]
 
-    return limits, jax.jit(run)(model.params, *model.batch)
+    return limits[scope], *jax.jit(run)(model.params, *model.batch)
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.parametrize("name", EVERY)
-def test_norms_are_those_of_the_gradients(name):
-    digits = MODELS[name]().digits
+@pytest.mark.parametrize(("name", "scope"), EVERY)
+def test_norms_are_those_of_the_gradients(name, scope):
+    model = MODELS[name]()
     references = [gradients(name)]
-    if MODELS[name]().has_float64:
+    if model.has_float64:
         with jax.enable_x64(True):
             references.append(gradients(name, wide=True))
-    _, found = of_both(name)
+    norms_fn = per_example.grad_norms(model.loss, scope=SCOPES[scope], has_aux=model.has_aux)
+    found, *_ = jax.jit(norms_fn)(model.params, *model.batch)
     for leaves in references:
         by_leaf = norms_of(leaves)
-        expected = {"leaf": by_leaf, "tree": np.linalg.norm(by_leaf, axis=1)}
-        for scope, norms in expected.items():
-            # A leaf that has hardly any part in the norm has hardly any digits.
-            least = 1e-6 * expected["tree"].reshape(-1, *[1] * (norms.ndim - 1))
-            above = np.asarray(found[scope][0], float) - norms
-            most = max(ABOVE, digits)
-            assert np.all(above <= most * norms + least), (scope, np.max(above / norms))
-            below = max(BELOW, digits if digits > 1e-5 else 0)
-            assert np.all(above >= -below * norms - least), (scope, np.min(above / norms))
+        of_tree = np.linalg.norm(by_leaf, axis=1)
+        norms = by_leaf if scope == "leaf" else of_tree
+        # A leaf that has hardly any part in the norm has hardly any digits.
+        least = 1e-6 * of_tree.reshape(-1, *[1] * (norms.ndim - 1))
+        above = np.asarray(found, float) - norms
+        most = max(ABOVE, model.digits)
+        assert np.all(above <= most * norms + least), np.max(above / norms)
+        below = max(BELOW, model.digits if model.digits > 1e-5 else 0)
+        assert np.all(above >= -below * norms - least), np.min(above / norms)
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_sums_are_those_of_the_clipped_gradients(name):
-    model = MODELS[name]()
-    limits, found = of_both(name)
-    for scope, (_, results, _) in found.items():
-        ghost, vmap = results["ghost"], results["vmap"]
-        assert ghost.losses.shape == vmap.losses.shape
-        np.testing.assert_allclose(ghost.losses, vmap.losses, rtol=1e-5, atol=1e-6)
-        assert jax.tree.structure(ghost) == jax.tree.structure(vmap)
-        for ours, theirs in zip(*map(jax.tree.leaves, (ghost.aux, vmap.aux)), strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-        assert int(ghost.num_unclipped) == int(vmap.num_unclipped)
-        assert int(ghost.num_dropped) == 0
-        for ours, theirs in zip(*map(floats, (ghost.grads, vmap.grads)), strict=True):
-            assert ours.dtype == theirs.dtype
-            error = np.linalg.norm(np.ravel(ours - theirs))
-            assert error <= max(ABOVE, model.digits) * limits[scope], scope
+@pytest.mark.parametrize(("name", "scope"), EVERY)
+def test_sums_are_those_of_the_clipped_gradients(name, scope):
+    limit, results, _ = both_methods(name, scope)
+    ghost, vmap = results["ghost"], results["vmap"]
+    assert ghost.losses.shape == vmap.losses.shape
+    np.testing.assert_allclose(ghost.losses, vmap.losses, rtol=1e-5, atol=1e-6)
+    assert jax.tree.structure(ghost) == jax.tree.structure(vmap)
+    for ours, theirs in zip(*map(jax.tree.leaves, (ghost.aux, vmap.aux)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert int(ghost.num_unclipped) == int(vmap.num_unclipped)
+    assert int(ghost.num_dropped) == 0
+    for ours, theirs in zip(*map(floats, (ghost.grads, vmap.grads)), strict=True):
+        assert ours.dtype == theirs.dtype
+        error = np.linalg.norm(np.ravel(np.asarray(ours) - np.asarray(theirs)))
+        assert error <= max(ABOVE, MODELS[name]().digits) * limit
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_no_example_adds_more_than_the_limit_and_ordinary_ones_reach_it(name):
-    model = MODELS[name]()
-    limits, found = of_both(name)
-    true = norms_of(gradients(name))
-    for scope, (_, _, alone) in found.items():
-        added, bound = norms_of(alone), limits[scope]
-        if scope == "leaf":
-            bound = bound / true.shape[1] ** 0.5
-            unclipped = true
-        else:
-            added, unclipped = (np.linalg.norm(x, axis=1) for x in (added, true))
-        assert np.all(added <= bound * (1 + 1e-15)), scope
-        assert np.any(unclipped > bound), "a test that clips nothing"
-        least = min(0.99, 1 - model.digits) * np.minimum(unclipped, bound)
-        assert np.all(added >= least - 1e-6 * bound), (scope, np.min(added / least))
+@pytest.mark.parametrize(("name", "scope"), EVERY)
+def test_no_example_adds_more_than_the_limit_and_ordinary_ones_reach_it(name, scope):
+    bound, _, alone = both_methods(name, scope)
+    unclipped, added = norms_by_leaf(name), norms_of(alone)
+    if scope == "leaf":
+        bound = bound / unclipped.shape[1] ** 0.5
+    else:
+        added, unclipped = (np.linalg.norm(x, axis=1) for x in (added, unclipped))
+    assert np.all(added <= bound * (1 + 1e-15))
+    assert np.any(unclipped > bound), "a test that clips nothing"
+    least = min(0.99, 1 - MODELS[name]().digits) * np.minimum(unclipped, bound)
+    assert np.all(added >= least - 1e-6 * bound), np.min(added / least)
 
 
 def test_there_are_enough_models():
