@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from event_files import tensorboard
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -268,12 +269,11 @@ def read_events(path, event_type):
 
 
 def test_tensorboard_event_files(tmp_path):
-    tensorboard = pytest.importorskip("tensorboardX")
-    event_type = pytest.importorskip("tensorboardX.proto.event_pb2").Event
+    event_type = tensorboard().proto.event_pb2.Event
     inner = optax.chain(optaxclip.clip_by_norm(1.0), optax.sgd(0.1))
     tx = optax.chain(tree_clip(4.0), skip_nonfinite(inner))
     state, expected = tx.init(GRADS), {}
-    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+    with tensorboard().SummaryWriter(str(tmp_path)) as writer:
         for step in range(4):
             for name, value in monitor.scalars(state).items():
                 writer.add_scalar(name, value, step)

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from event_files import tensorboard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_foreign_logs import FORMATS
@@ -53,7 +54,7 @@ def test_what_can_be_read_of_a_broken_log_is_read():
 
 @pytest.mark.slow
 def test_an_event_file_of_zeros_is_named(tmp_path, capsys):
-    pytest.importorskip("tensorboardX")
+    tensorboard()
     path = tmp_path / "events.out.tfevents.1"
     path.write_bytes(bytes(999))
     for given_path, reason in ((tmp_path, "does not begin as an event file"), (path, "zero bytes")):
@@ -85,7 +86,7 @@ def saved(array):
 
 
 def event_file(of_tensor=8):
-    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    event_pb2 = tensorboard().proto.event_pb2
     data = b""
     for step in range(5):
         event = event_pb2.Event(step=step)
@@ -160,9 +161,8 @@ NORMS = np.linspace(1.0, 2.0, 12)
 
 @pytest.mark.parametrize("lost", [3, 7, 20])
 def test_an_event_file_that_was_cut_off_leaves_the_next_one_whole(lost, tmp_path):
-    tensorboard = pytest.importorskip("tensorboardX")
     for run in (0, 1):  # the first is killed, the second goes on in the same folder
-        with tensorboard.SummaryWriter(str(tmp_path), filename_suffix=f".{run}") as writer:
+        with tensorboard().SummaryWriter(str(tmp_path), filename_suffix=f".{run}") as writer:
             for step in range(5 * run, 5 * run + 5):
                 writer.add_scalar("norm", step, step)
     first = min(tmp_path.iterdir(), key=lambda path: path.suffix)
@@ -175,7 +175,7 @@ def as_record(data):
 
 
 def test_records_that_are_no_events():
-    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    event_pb2 = tensorboard().proto.event_pb2
     first, second = event_pb2.Event(file_version="brain.Event:2"), event_pb2.Event(step=1)
     second.summary.value.add(tag="norm", simple_value=2.0)
     start, norm = (as_record(event.SerializeToString()) for event in (first, second))

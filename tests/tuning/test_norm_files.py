@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from event_files import tensorboard
 
 from optaxclip import tuning
 from optaxclip.__main__ import main
@@ -129,8 +130,7 @@ def test_of_many_columns_a_message_lists_ten():
 
 @pytest.fixture
 def events(tmp_path):
-    tensorboard = pytest.importorskip("tensorboardX")
-    with tensorboard.SummaryWriter(str(tmp_path / "events")) as writer:
+    with tensorboard().SummaryWriter(str(tmp_path / "events")) as writer:
         writer.add_text("note", "no number")
         for step in reversed(range(len(NORMS))):
             writer.add_scalar("clip_by_global_norm/norm", NORMS[step], step)
@@ -148,7 +148,7 @@ def test_event_files(events):
 
 
 def test_event_files_of_tensorflow():
-    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    event_pb2 = tensorboard().proto.event_pb2
     data = b""
     for step in range(-1, 3):
         event = event_pb2.Event(step=max(step, 0))
