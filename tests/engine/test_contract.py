@@ -31,7 +31,6 @@ import optaxclip
 STEPS = 20
 SEQUENCE = jax.tree.map(np.asarray, random_tree(2, STEPS))
 each_method = pytest.mark.parametrize("name", METHODS)
-typical_or_slow = pytest.mark.parametrize("name", slow_unless(TYPICAL.__contains__, DISTINCT))
 
 
 def usual_limit(name):
@@ -53,10 +52,15 @@ def first_run(name):
     return step, found, step._cache_size()
 
 
+@functools.cache
+def fresh_state(name):
+    return METHODS[name].make().init(PARAMS)
+
+
 def run(name, grads_of_steps, limit=None, step=None):
     """The updates and states of all steps."""
     step, limit = step or first_run(name)[0], usual_limit(name) if limit is None else limit
-    state, states, updates = METHODS[name].make().init(PARAMS), [], []
+    state, states, updates = fresh_state(name), [], []
     for grads in grads_of_steps:
         update, state = step(limit, grads, state, PARAMS)
         updates, states = [*updates, update], [*states, state]
@@ -92,7 +96,7 @@ LIMITS = {"number": 1.0, "NumPy": np.float16(1.0), "bfloat16": jnp.bfloat16, "fl
 QUICK = [(32, "number"), (32, "bfloat16"), (64, "NumPy"), (64, "float")]
 
 
-@pytest.mark.by_day(50)
+@pytest.mark.by_day(30)
 @each_method
 @pytest.mark.parametrize(
     ("bits", "kind"), slow_unless(lambda *case: case in QUICK, itertools.product((32, 64), LIMITS))
@@ -202,8 +206,8 @@ def test_scan_equals_the_loop(name):
     assert_close(all_updates, stack(updates))
 
 
-@pytest.mark.by_day(1)
-@typical_or_slow
+# By day one that remembers.
+@pytest.mark.parametrize("name", slow_unless("adagc".__eq__, DISTINCT))
 def test_scan_under_vmap_over_limits_trees_and_states_equals_loops(name):
     method, half = METHODS[name].make(), usual_limit(name) / 2
     fresh, steps = method.init(PARAMS), 8  # which go round in each window
@@ -280,29 +284,38 @@ def together(name, leaf, index):
     return mask
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if METHODS[name].shares])
+def with_entry(leaf, index, value):
+    """The gradients with another number in one place."""
+    changed = np.array(GRADS[leaf])
+    changed[index] = value
+    return GRADS | {leaf: changed}
+
+
+@pytest.mark.parametrize(
+    "name", slow_unless(DISTINCT.__contains__, [x for x in METHODS if METHODS[x].shares])
+)
 @pytest.mark.parametrize(("leaf", "index"), [("w", (2, 5)), ("b", (1,))])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_bad_entry_makes_its_whole_group_nan_and_nothing_else(name, leaf, index, value):
-    bad = GRADS | {leaf: GRADS[leaf].at[index].set(value)}
+    bad = with_entry(leaf, index, value)
     entry = METHODS[name].shares == "entry"
     before = [GRADS] * (entry and METHODS[name].has_memory)  # else it has no bound
     (*_, updates), (*_, state) = run(name, [*before, bad])
     mask, bad_value = together(name, leaf, index), 0 if METHODS[name].shares == "step" else np.nan
     untouched = run(name, [*before, GRADS])[0][-1]
     if entry and np.isinf(value):
-        bad[leaf] = GRADS[leaf].at[index].set(np.sign(value) * 9)
-        return assert_same(updates, run(name, [*before, bad])[0][-1])
+        large = with_entry(leaf, index, np.sign(value) * 9)
+        return assert_same(updates, run(name, [*before, large])[0][-1])
     for key in SHAPES:
         np.testing.assert_array_equal(updates[key], np.where(mask[key], bad_value, untouched[key]))
     assert not METHODS[name].has_info or np.sum(state.info.num_nonfinite) == 1
     return None
 
 
-@each_method
+@pytest.mark.parametrize("name", slow_unless(DISTINCT.__contains__, METHODS))
 def test_a_later_finite_step_is_as_if_nothing_had_been(name):
     method = METHODS[name]
-    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), GRADS)
+    bad = jax.tree.map(lambda x: np.full_like(x, np.nan), GRADS)
     updates, states = run(name, [at(SEQUENCE, 0), bad, bad, GRADS])
     instead = [GRADS, GRADS] if method.counts else []
     expected, without = run(name, [at(SEQUENCE, 0), *instead, GRADS])
@@ -316,11 +329,22 @@ def test_a_later_finite_step_is_as_if_nothing_had_been(name):
 WRAPPERS = {"reset_state", "scale_loss", "skip_above", "skip_above_loss", "skip_nonfinite"}
 
 
-@pytest.mark.parametrize("name", [x for x in DISTINCT if x not in WRAPPERS])
+def needs_its_state(name):
+    method = METHODS[name]
+    return method.has_memory or method.counts or method.keeps_first
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_unless(
+        lambda name: needs_its_state(name) or name in ONE_OF_EACH,
+        [x for x in DISTINCT if x not in WRAPPERS],
+    ),
+)
 def test_update_without_a_state_begins_afresh_or_says_that_it_needs_one(name):
-    tx, method = METHODS[name].make(), METHODS[name]
+    tx = METHODS[name].make()
     begin = functools.partial(tx.update, GRADS, None, PARAMS, value=1.0, grad=None)
-    if method.has_memory or method.counts or method.keeps_first:
+    if needs_its_state(name):
         with pytest.raises(ValueError, match=r"state None.*pass it to the next: updates, state = "):
             begin()
     else:
