@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import slow_unless
 from jax.experimental import checkify
 
 import optaxclip
@@ -39,9 +40,21 @@ COMBINATIONS = [
     ("unit", "l1", "smooth"),
     ("axes", "lp(3)", "normalize"),
 ]
-combinations = pytest.mark.parametrize(("scope", "norm", "response"), COMBINATIONS)
+# By day those whose norms and responses have derivatives of their own.
+QUICK = [
+    *[("tree", norm, "clip") for norm in ("l2", "linf", "lp(1.5)")],
+    ("leaf", "mean_abs", "normalize"),
+    ("unit", "l1", "smooth"),
+]
+combinations = pytest.mark.parametrize(
+    ("scope", "norm", "response"), slow_unless(lambda *case: case in QUICK, COMBINATIONS)
+)
 clips = pytest.mark.parametrize(
-    ("scope", "norm"), [combination[:2] for combination in COMBINATIONS if combination[2] == "clip"]
+    ("scope", "norm"),
+    slow_unless(
+        lambda *case: (*case, "clip") in QUICK,
+        [case[:2] for case in COMBINATIONS if case[2] == "clip"],
+    ),
 )
 
 INDEX = np.arange(10)
