@@ -37,7 +37,7 @@ CASES = {rule: (rule, {}) for rule in RULES} | {
     }.items()
 }
 # What differs between scopes is how norms are held: not for each of them all, which takes long.
-SOME = ["constant", "zscore", "adagc", "zscore, smooth", "zscore, auto_s", "zscore, mask"]
+SOME = ["adagc", "constant, auto_s", "zscore, smooth", "zscore, mask"]
 SCOPES = {
     "unit": (scopes.unit(), CASES, {"w": P("x", "y"), "b": P("y")}),
     "leaf": (scopes.leaf(stacked=1), SOME, {"w": P("x"), "b": P("x")}),

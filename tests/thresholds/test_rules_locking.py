@@ -193,6 +193,7 @@ def test_the_variance_of_nearly_constant_norms_does_not_cancel(kind):
     np.testing.assert_allclose(excess, reference.trigger[50:] - 1e4, rtol=0.02)
 
 
+@pytest.mark.by_day(24)
 @each_rule
 @pytest.mark.parametrize("step", [0, 1, 30])
 def test_a_huge_finite_norm_spoils_nothing(name, step):
@@ -230,7 +231,7 @@ EXTREME = [
 ]
 
 
-@pytest.mark.by_day(45)
+@pytest.mark.by_day(24)
 @pytest.mark.parametrize(("rule", "options"), EXTREME, ids=lambda x: str(x).replace(" ", ""))
 @pytest.mark.parametrize("floor", [0.0, 1e-8])
 def test_no_allowed_parameter_gives_nan(rule, options, floor):
