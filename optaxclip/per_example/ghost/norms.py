@@ -120,10 +120,15 @@ class Part:
         """
         each, unit = jnp.zeros((), dtype), 0.0
         for use, _ in self.uses:
-            x, d = data[use.number], cotangents[use.number]
+            x, d, times = data[use.number], cotangents[use.number], 1
             unit = max(unit, bounds.unit_roundoff(dtype, _are_half(x, d)))
-            of_x, of_d = _at_positions(use, x, d, dtype)
-            each += jnp.sum(of_x * of_d, -1)
+            if use.site.kind == primitives.CONVOLUTION:
+                x, d = sites.pairs_of_convolution(use, x, d, primitives.pixels)
+                times = math.prod(primitives.window(use.site.eqn))
+            else:
+                x, d = sites.pairs(use, x, d)
+            of_x, of_d = (norms_above(v, (2, 3), dtype) for v in (x, d))
+            each += math.sqrt(times) * of_x * of_d
         additions = max(sites.cut_of(use).additions for use, _ in self.uses) + len(self.uses)
         off, total = self._off(each, additions, unit)
         return jnp.minimum(off, total)
@@ -371,25 +376,6 @@ def in_pieces(
 
 def _are_half(x: Array, y: Array) -> bool:
     return x.dtype == y.dtype and x.dtype.itemsize == 2
-
-
-def _at_positions(use: Use, x: Array, d: Array, dtype: Any) -> tuple[Array, Array]:
-    """The norms of data and of cotangents at each position, both `[B, G, T]`."""
-    if use.site.kind != primitives.CONVOLUTION:
-        x, d = sites.pairs(use, x, d)
-        return norms_above(x, (3,), dtype), norms_above(d, (3,), dtype)
-    # First the norms of pixels, then the sums of their squares, in units of the largest norm.
-    eqn, example = use.site.eqn, len(use.loops)
-    axis, groups = example + 1 + primitives.axis_of_channels(eqn), primitives.feature_groups(eqn)
-    x = x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :])
-    x = norms_above(x, (axis + 1,), dtype)
-    largest = jnp.max(x, [i for i in range(x.ndim) if i != example], keepdims=True)
-    squares = jnp.square(x / jnp.where(largest == 0, jnp.ones_like(largest), largest))
-    squares, d = sites.pairs_of_convolution(use, squares, d, primitives.summed_patches)
-    size = math.prod(primitives.window(eqn))
-    slack = 1 + bounds.relative_error(size + bounds.PRODUCT, bounds.unit_roundoff(dtype))
-    of_windows = jnp.sqrt(squares[..., 0] + size * jnp.finfo(dtype).tiny) * slack
-    return of_windows * largest.reshape(-1, 1, 1), norms_above(d, (3,), dtype)
 
 
 def _apart(forms: list[Any]) -> tuple[list[tuple[Array, Array]], list[Any]]:

@@ -232,25 +232,16 @@ def patches(eqn: Any, x: Array) -> Array:
     return jnp.stack(seen, -2)
 
 
-def summed_patches(eqn: Any, x: Array) -> Array:
-    """The sums of `patches` over each window, `[any, n, *output positions, 1, channels]`."""
-    options = {
-        name: (1, 1, *of_window, 1)
-        for name, of_window in (
-            ("window_dimensions", window(eqn)),
-            ("window_strides", eqn.params["window_strides"]),
-            ("window_dilation", eqn.params["rhs_dilation"]),
-        )
-    }
-    zero = np.zeros((), x.dtype)
-    x = lax.reduce_window(_padded(eqn, x), zero, lax.add, padding="VALID", **options)
+def pixels(eqn: Any, x: Array) -> Array:
+    """The input of a convolution alone: `[any, n, *spatial, 1, channels]`."""
+    batch, channels, *spatial = eqn.params["dimension_numbers"].lhs_spec
+    x = jnp.transpose(x, (0, batch + 1, *(axis + 1 for axis in spatial), channels + 1))
     return jnp.expand_dims(x, -2)
 
 
 def _padded(eqn: Any, x: Array) -> Array:
     """The padded input of a convolution, `[any, n, *spatial, channels]`."""
-    batch, channels, *spatial = eqn.params["dimension_numbers"].lhs_spec
-    x = jnp.transpose(x, (0, batch + 1, *(axis + 1 for axis in spatial), channels + 1))
+    x = jnp.squeeze(pixels(eqn, x), -2)
     edges = zip(eqn.params["padding"], eqn.params["lhs_dilation"], strict=True)
     around = [(low, high, dilation - 1) for (low, high), dilation in edges]
     return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *around, (0, 0, 0)])
@@ -270,11 +261,6 @@ def outputs_of_convolution(eqn: Any, d: Array) -> Array:
     """`[any, n, *output positions, features]`, from `[any, *output]`."""
     batch, features, *spatial = eqn.params["dimension_numbers"].out_spec
     return jnp.transpose(d, (0, batch + 1, *(axis + 1 for axis in spatial), features + 1))
-
-
-def axis_of_channels(eqn: Any) -> int:
-    """The axis of a convolution's input that holds its channels."""
-    return eqn.params["dimension_numbers"].lhs_spec[1]
 
 
 def window(eqn: Any) -> tuple[int, ...]:

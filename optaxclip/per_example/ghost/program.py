@@ -91,13 +91,13 @@ class Plan:
     def microbatch_size(self, examples: int) -> int:
         """How many examples to take at once if the user does not say it.
 
-        Norms need gradients of examples, and data and cotangents of sites in loops and checkpoints,
-        which plain backpropagation would not keep. All examples are taken unless this exceeds both
+        Norms need gradients of examples, and data and cotangents of sites in checkpoints, which
+        plain backpropagation would not keep. All examples are taken unless this exceeds both
         256 MiB and twice the memory of the parameters.
         """
         kept = sum(_bytes(self.types[i]) for i in {*self.dense, *self.whole})
         for site in self.program.sites:
-            if site.lengths or site.is_checkpointed:
+            if site.is_checkpointed:
                 kept += math.prod(site.lengths) * (_bytes(site.data) + _bytes(site.output))
         room = max(2**28, 2 * sum(map(_bytes, self.types)))
         # A symbolic number of examples, in `jax.export`, cannot be compared with a number.

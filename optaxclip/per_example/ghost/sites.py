@@ -168,7 +168,7 @@ def pairs_of_convolution(
       use: the use of a kernel.
       x: the data.
       d: the cotangents.
-      seen: gives what each output sees: `primitives.patches`, or `summed_patches`.
+      seen: what to take of the data: `primitives.patches`, one at each position, or `pixels`.
     """
     eqn, lead = use.site.eqn, x.shape[: len(use.loops) + 1]
     groups = primitives.feature_groups(eqn)
@@ -177,7 +177,7 @@ def pairs_of_convolution(
     x = x.reshape(*lead, -1, x.shape[-2], groups, x.shape[-1] // groups)
     x = jnp.moveaxis(x, -2, len(lead))
     x = x.reshape(*x.shape[:-2], -1)
-    d = d.reshape(*lead, x.shape[-2], groups, d.shape[-1] // groups)
+    d = d.reshape(*lead, -1, groups, d.shape[-1] // groups)
     d = jnp.moveaxis(d, -2, len(lead))
     axes = _loop_axes(use.loops)
     return _arranged(x, *axes), _arranged(d, *axes)
