@@ -31,7 +31,7 @@ from optaxclip.per_example.ghost.sites import Sizes, Use
 CHUNK, CHUNK_OF_ACCELERATORS = 2**23, 2**28
 """About how many bytes are materialized at once; on a CPU, as many as its caches hold."""
 
-BY_PRODUCT = 256
+BY_PRODUCT = 128
 """Rows are added up by a product with zeros and ones for so many positions; for more, in order."""
 
 Way = Literal["vectors", "gram", "direct", "chunks", "rows", "tied"]
