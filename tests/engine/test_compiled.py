@@ -11,7 +11,7 @@ from compiling import AS_USERS, where_sums_are_fused
 
 import optaxclip
 import optaxclip._border.leaf_sums as leaf_sums
-from optaxclip import norms, scopes
+from optaxclip import monitor, norms, scopes
 
 
 def distinct_kernels(text):
@@ -128,18 +128,26 @@ def test_leaves_alike_are_traced_once(scope):
     assert calls(20) == calls(10)
 
 
+def reductions(traced, platform):
+    """For each reduction how many sums it takes, its axes, and whether it is in float64."""
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    pattern = r"stablehlo.reduce\((.*?)\) .*?dimensions = (\[.*?\]) : (\(.*?\))"
+    found = re.findall(pattern, text)
+    return [(len(sums.split("),")), axes, "f64" in types) for sums, axes, types in found]
+
+
 def test_every_platform_measures_in_one_reduction():
     """A variadic one in float32 on accelerators; on a CPU one in float64, which needs no scales."""
     traced = jax.jit(optaxclip.ops.global_norm).trace(jnp.ones((256, 128)))
+    for platform in ("tpu", "cuda"):
+        assert reductions(traced, platform) == [(3, "[0, 1]", False)]
+    assert reductions(traced, "cpu") == [(1, "[0, 1]", True)]
 
-    def reductions(platform):
-        text = traced.lower(lowering_platforms=(platform,)).as_text()
-        pattern = r"stablehlo.reduce\((.*?)\) .*?dimensions = (\[.*?\]) : (\(.*?\))"
-        found = re.findall(pattern, text)
-        return [(len(sums.split("),")), axes, "f64" in types) for sums, axes, types in found]
 
-    assert reductions("tpu") == reductions("cuda") == [(3, "[0, 1]", False)]
-    assert reductions("cpu") == [(1, "[0, 1]", True)]
+def test_squares_of_gradients_whose_norms_are_recorded_are_not_summed_again_for_cosines():
+    tx, leaf = monitor.record(stats="cosine_param"), jax.ShapeDtypeStruct((256, 128), jnp.float32)
+    traced = jax.jit(tx.update).trace(leaf, jax.eval_shape(tx.init, leaf), leaf)
+    assert reductions(traced, "tpu") == [(3, "[0, 1]", False), (6, "[0, 1]", False)]
 
 
 @pytest.mark.by_day(1)
