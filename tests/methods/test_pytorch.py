@@ -92,6 +92,19 @@ def test_an_error_names_eps(eps):
         optaxclip.clip_by_global_norm(1.0, eps=eps)
 
 
+def test_strict_holds_where_the_factor_itself_is_rounded():
+    rng = np.random.default_rng(0)
+    x = 1e4 * rng.normal(size=(1000, 65)).astype(np.float32)
+    norms = np.linalg.norm(np.float64(x), axis=1)
+    limits = (norms * rng.uniform(0.5, 1.5, 1000)).astype(np.float32)
+    options = {"scope": scopes.tree(), "response": responses.clip_with_eps(1e-6), "strict": True}
+    clip = jax.jit(jax.vmap(lambda x, limit: optaxclip.clip_tree(x, limit, **options)[0]))
+    found, stays = clip(x, limits), limits > norms
+    np.testing.assert_array_equal(found[stays], x[stays])
+    ratio = np.linalg.norm(np.float64(found), axis=1)[~stays] / limits[~stays]
+    assert 1 - 3e-6 < ratio.min() < ratio.max() <= 1
+
+
 # Limits and norms for which the factor, its derivative or a reciprocal is no normal number.
 EXTREMES = np.float32([[1, 3e38], [1e30, 1e37], [1, 1e20], [1e-30, 1e20], [1e10, 1e-30]])
 
