@@ -106,6 +106,15 @@ def test_at_both_ends_of_the_range(mode):
     assert np.all(np.isnan(clipped(x, jnp.float32(jnp.nan), mode)[0]))
 
 
+def test_products_of_rows_are_those_of_the_shorter_side():
+    tx = clip_by_spectral_norm(1.0)
+    for shape in (4, 100), (100, 4):
+        leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+        program = str(jax.make_jaxpr(tx.update)(leaf, jax.eval_shape(tx.init, leaf)))
+        assert "4,4]" in program
+        assert "100,100]" not in program
+
+
 @pytest.mark.by_day(1)
 @each_mode
 def test_a_limit_that_underflows_beside_the_matrix(mode):
