@@ -24,6 +24,8 @@ SCOPES = {
     "group": scopes.group(lambda path, _: "vector" if path == "b" else "matrix"),
     "axes": scopes.axes(-1),
 }
+TWO = ("layers", "group")
+"""Those of which a part of a leaf, and several leaves, are one group."""
 
 
 def trees(dtype=np.float32):
@@ -46,14 +48,14 @@ def recorded(names, grads, params, **options):
 
 
 @functools.cache
-def in_one_piece():
-    return jax.jit(functools.partial(recorded, SCOPES))(*trees())
+def in_one_piece(scope):
+    return jax.jit(functools.partial(recorded, [scope]))(*trees())[scope]
 
 
 def assert_as_in_one_piece(found):
     for scope, of_scope in found.items():
         for stat, x in of_scope.items():
-            expected = in_one_piece()[scope][stat]
+            expected = in_one_piece(scope)[stat]
             np.testing.assert_allclose(x, expected, 1e-6, 1e-6, err_msg=f"{scope}, {stat}")
 
 
@@ -65,19 +67,19 @@ def on(kind, spec=SPECS):
 
 
 MESHES = slow_unless(
-    lambda kind, told: told == (kind == "automatic"),
-    itertools.product(("automatic", "explicit"), (False, True)),
+    lambda kind, told, names: told == (kind == "automatic") and names == TWO,
+    itertools.product(("automatic", "explicit"), (False, True), (TWO, tuple(SCOPES))),
 )
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.parametrize(("kind", "told"), MESHES)
-def test_on_a_mesh(kind, told):
+@pytest.mark.parametrize(("kind", "told", "names"), MESHES)
+def test_on_a_mesh(kind, told, names):
     mesh, places = on(kind)
     grads, params = jax.device_put(trees(), (places, places))
     options = {"specs": places} if told else {}
     with jax.set_mesh(mesh):
-        compiled = jax.jit(functools.partial(recorded, SCOPES, **options)).lower(grads, params)
+        compiled = jax.jit(functools.partial(recorded, names, **options)).lower(grads, params)
         compiled = compiled.compile()
         found = compiled(grads, params)
     assert_as_in_one_piece(found)
@@ -100,10 +102,16 @@ def test_parameters_may_be_split_otherwise(kind):
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.parametrize("way", ["tracked", "untracked"])
-def test_in_shard_map(way):
+@pytest.mark.parametrize(
+    ("way", "names"),
+    slow_unless(
+        lambda _, names: names == TWO,
+        itertools.product(("tracked", "untracked"), (TWO, tuple(SCOPES))),
+    ),
+)
+def test_in_shard_map(way, names):
     mesh, _ = on("shard_map")
-    inside = functools.partial(recorded, SCOPES, specs=SPECS)
+    inside = functools.partial(recorded, names, specs=SPECS)
     inside = jax.shard_map(
         inside, mesh=mesh, in_specs=(SPECS, SPECS), out_specs=P(), check_vma=way == "tracked"
     )
@@ -147,5 +155,5 @@ def test_what_is_not_finite_on_one_device_is_so_for_all():
             assert np.isnan(found[scope][stat]).tolist() == [False, False, True], (scope, stat)
         assert np.isnan(found[scope]["share"]).all()
         for stat in ("zero_fraction", "param_norm"):
-            expected = in_one_piece()[scope][stat]
+            expected = in_one_piece(scope)[stat]
             np.testing.assert_allclose(found[scope][stat], expected, rtol=1e-6)
