@@ -97,7 +97,7 @@ QUICK = [name for name in CASES if name not in METHODS or name in TYPICAL]
 QUICK = [name for name in QUICK if not name.endswith(", zscore") or name.startswith("group")]
 
 
-@pytest.mark.by_day(22)
+@pytest.mark.by_day(10)
 @pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, CASES))
 def test_a_state_is_mapped_and_used_as_it_was(name):
     tx, grads = CASES[name](), gradients(name)
@@ -133,6 +133,7 @@ def test_a_state_is_mapped_and_used_as_it_was(name):
         assert names == [names_in(state)] or name == "MultiSteps"
 
 
+@pytest.mark.by_day(30)
 @pytest.mark.parametrize("name", CASES)
 def test_specs_for_a_state_from_those_of_the_parameters(name):
     tx = CASES[name]()
