@@ -253,7 +253,8 @@ def test_all_diverged():
     for some in (result, swept([1.0, 100.0], step=away_at_any_rate, learning_rates=[0.1, 1.0])):
         assert f"\n{remedy}\n" in str(some)
         assert "nan" not in str(some)
-    lost = lambda params, target, limit: (params, jnp.float32(jnp.nan), jnp.inf)  # noqa: E731
+    # Infinite losses of both signs.
+    lost = lambda params, target, limit: (-params, params[0] * jnp.inf, jnp.inf)  # noqa: E731
     assert swept([1.0], step=lost).diverged.all()
 
 

@@ -43,7 +43,6 @@ def test_wrong_numbers(options, message):
         swept(**({"limits": [1.0]} | options))
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("step", "message"),
     [
