@@ -162,6 +162,7 @@ def test_sweep_curve_shows_diverged_runs(seeds):
     final = np.repeat([[2.0], [1.0], [np.inf]], seeds, axis=1).squeeze()
     ax = axes()
     assert plots.sweep_curve(result(final, 1.0), ax=ax) is ax
+    assert ax.get_xscale() == "log"
     crosses = line(ax, DIVERGED).get_xdata()
     np.testing.assert_allclose(crosses, [10.0] * seeds)
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [2.0, 1.0, np.nan])
