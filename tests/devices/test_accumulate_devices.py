@@ -180,8 +180,17 @@ def in_shard_map(loss, check_vma, judge):
     return compiled(*args), collectives_of(compiled)
 
 
-@pytest.mark.parametrize(("loss", "check_vma"), SHARD_MAPS)
-@pytest.mark.parametrize("judge", slow_unless(lambda judge: judge in {"rule", "plain"}, JUDGES))
+# By day each loss with one way to judge, and each way with several losses.
+QUICK = [("of a part", True, "rule"), ("of all", True, "plain"), ("FSDP", True, "rule")]
+QUICK += [("of all, weight of a part", True, "plain"), ("of a part", False, "plain")]
+
+
+@pytest.mark.parametrize(
+    ("loss", "check_vma", "judge"),
+    slow_unless(
+        lambda *case: case in QUICK, [(*way, judge) for way in SHARD_MAPS for judge in JUDGES]
+    ),
+)
 def test_in_shard_map(loss, check_vma, judge):
     found, (inside, outside) = in_shard_map(loss, check_vma, judge)
     assert_as_on_one_device(found, judge)
@@ -207,6 +216,7 @@ def test_in_shard_map(loss, check_vma, judge):
         assert outside == []
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("options", [{}, PLAIN])
 def test_without_weight_the_examples_of_all_devices_count(options):
     def loss(w, x):
