@@ -1,6 +1,7 @@
 """Seeds that `vmap` trains side by side, split over an explicit mesh, which is JAX's default."""
 
 import contextlib
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,7 @@ OTHERS = {
     ),
     "per_example": of_examples,
 }
+TWO = ["clip_by_group_norm_dict", "leaf_rms_of_weights"]
 SOME_OF_EACH_SCOPE = ["clip_by_global_norm", "adagc", "adaptive_grad_clip", "muon", "hyperball"]
 WAYS = {
     "jit of vmap": lambda train: jax.jit(jax.vmap(train)),
@@ -146,6 +148,9 @@ def test_seeds_whose_parameters_are_split_too(is_mesh_set):
 
 
 @pytest.mark.by_day(1)
-@pytest.mark.parametrize("way", WAYS)
-def test_other_ways_to_map(way):
-    assert_as_on_one_device(ONE_OF_EACH, way, True)
+@pytest.mark.parametrize(
+    ("way", "names"),
+    slow_unless(lambda _, names: names is TWO, itertools.product(WAYS, (TWO, ONE_OF_EACH))),
+)
+def test_other_ways_to_map(way, names):
+    assert_as_on_one_device(names, way, True)
