@@ -7,6 +7,7 @@ import unittest
 import jax
 import jax.numpy as jnp
 import pytest
+from cases import slow_unless
 from optax_suites import Instead, cases_of, loaded, problems_of
 
 import optaxclip
@@ -111,13 +112,16 @@ OF_BALLS = Instead(
 )
 
 
-def test_norms_and_bounds_of_trees():
+@pytest.mark.by_day(2)
+@pytest.mark.parametrize("what", ["tree_l2_norm", "tree_l1_norm", "tree_linf_norm", "tree_clip"])
+def test_norms_and_bounds_of_trees(what):
     suite = loaded("tree_utils/_tree_math_test.py", tu=OF_TREES).TreeUtilsTest
-    own = ["test_tree_l2_norm", "test_tree_l1_norm", "test_tree_linf_norm", "test_tree_clip"]
-    assert not problems_of(suite, cases_of(suite, own))
+    assert not problems_of(suite, cases_of(suite, [f"test_{what}"]))
 
 
-def test_projections_onto_balls_and_spheres():
+@pytest.mark.parametrize(
+    "onto", slow_unless("l2_sphere".__eq__, ["ball", "l2_sphere", "l2_ball_grad"])
+)
+def test_projections_onto_balls_and_spheres(onto):
     suite = loaded("projections/_projections_test.py", proj=OF_BALLS).ProjectionsTest
-    own = ["test_projection_ball", "test_projection_l2_sphere", "test_projection_l2_ball_grad"]
-    assert not problems_of(suite, cases_of(suite, own))
+    assert not problems_of(suite, cases_of(suite, [f"test_projection_{onto}"]))
