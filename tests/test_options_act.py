@@ -70,7 +70,7 @@ def other(option, default):
     return OTHER.get(option, 2)
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("name", MADE)
 def test_each_option_acts(name):
     function, given = MADE[name], GIVEN.get(name, {})

@@ -41,7 +41,7 @@ def test_some(case): pass
     [
         pytest.param(["-n1"], 6, marks=pytest.mark.slow),
         (["tests/test_a.py"], 6),
-        (["-k", "test_quick"], 0),
+        pytest.param(["-k", "test_quick"], 0, marks=pytest.mark.slow),
         pytest.param(["-m", ""], 0, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -141,7 +141,7 @@ def test_under_jit(name, kind):
     assert_same_shardings(updates, placed[0])
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "kind"),
     slow_unless(

@@ -45,7 +45,7 @@ def assert_as_by_global_norm(updates, tree=TREE):
     )
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25])
 @pytest.mark.parametrize("scope", SCOPES)
 def test_the_warm_up_clips_by_the_norm_of_all_groups(scope, scale):

@@ -115,7 +115,7 @@ def test_keeps_every_kind_of_leaf_and_its_state(name, bits, kind):
         assert avals(new_state) == avals(state)
 
 
-@pytest.mark.by_day(25)
+@pytest.mark.by_day(12)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     slow_unless(
@@ -351,6 +351,7 @@ def test_update_without_a_state_begins_afresh_or_says_that_it_needs_one(name):
         assert_same(begin(), tx.update(GRADS, tx.init(PARAMS), PARAMS))
 
 
+@pytest.mark.by_day(25)
 @pytest.mark.parametrize(
     ("name", "missing"),
     slow_unless(

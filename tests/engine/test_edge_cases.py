@@ -224,6 +224,7 @@ def test_elementwise_clipping_keeps_nan_and_bounds_infinities():
 # Types
 
 
+@pytest.mark.by_day(14)
 @every_transformation
 @pytest.mark.parametrize("tree", [{}, [], {"a": None}, [None, ()]], ids=str)
 def test_nothing_to_clip(make, tree):
@@ -270,7 +271,7 @@ def test_complex_leaves(make):
     np.testing.assert_allclose(clipped, np.asarray(z) * factors.get(make, 0.5 / norm), rtol=1e-6)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @every_transformation
 def test_other_leaves_pass_uncounted(make):
     others = {

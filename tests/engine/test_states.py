@@ -205,6 +205,7 @@ def test_a_state_is_made_of_shapes_as_of_arrays(name):
     assert_same(WITHOUT_KEYS[name].init(shapes), WITHOUT_KEYS[name].init(PARAMS))
 
 
+@pytest.mark.by_day(15)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_the_count_of_adam_is_the_only_one(name):
     tx = optax.chain(TRANSFORMATIONS[name], optax.adam(0.1))

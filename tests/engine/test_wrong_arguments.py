@@ -162,7 +162,7 @@ def state_of(rule, how):
     return of_rule(rule, how).init(PARAMS)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("rule", "how", "number"),
     slow_unless(

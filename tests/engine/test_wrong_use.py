@@ -14,6 +14,7 @@ from optaxclip import accumulate, monitor, per_example, scopes, skip_above, thre
 from optaxclip.tuning import SweepResult
 
 
+@pytest.mark.by_day(20)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_state_in_the_place_of_the_gradients(name):
     if name in ("clip_attention_logits", "hyperball", "skip_above_loss"):

@@ -342,6 +342,7 @@ def test_state_survives_a_round_trip(through, clip, tree, tmp_path):
     assert_same(update(grads, restored, grads), second)
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("clip", ["leaf", "unit"])
 def test_names_of_the_record(clip, tree):

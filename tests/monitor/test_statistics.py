@@ -133,7 +133,7 @@ def is_as_in_numpy(state, of_tree, parts):
         np.testing.assert_allclose(found, expected, **close, err_msg=stat)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", TREES | WIDE_TREES)
 def test_all_as_in_numpy(name):
     is_wide = name in WIDE_TREES

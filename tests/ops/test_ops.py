@@ -93,7 +93,7 @@ SPARSE = [
 ]
 
 
-@pytest.mark.by_day(16)
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "bfloat16", "i2", "i4", "i8", "u1"])
 @pytest.mark.parametrize(("low", "high", "expected"), BOUNDS)
 @pytest.mark.usefixtures("x64")

@@ -343,6 +343,7 @@ def test_integer_leaves(name):
         ours(x, 1)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", NORM_CLIPS)
 def test_limit_that_is_no_scalar(name):
     ours, theirs = clips(name)

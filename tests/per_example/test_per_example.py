@@ -172,7 +172,7 @@ def test_sums_are_accumulated_in_float32():
 # What is dropped
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("scope", ["tree", "leaf", "unit"])
 def test_examples_that_are_not_finite_contribute_nothing(bad, scope):

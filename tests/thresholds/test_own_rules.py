@@ -143,6 +143,7 @@ NO_SCHEDULES = {
 }
 
 
+@pytest.mark.by_day(60)
 @pytest.mark.parametrize("wrong", NO_SCHEDULES)
 @pytest.mark.parametrize("argument", MAKERS)
 def test_a_function_that_is_no_schedule_is_refused_at_once(wrong, argument):
@@ -187,7 +188,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_is_taken_whatever_it_is_at_first(name):
     with jax.numpy_dtype_promotion("standard"):

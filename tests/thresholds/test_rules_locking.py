@@ -43,7 +43,7 @@ def multiplied(rule, norms):
 # Options
 
 
-@pytest.mark.by_day(12)
+@pytest.mark.by_day(7)
 @each_recording
 @pytest.mark.parametrize("record", ["raw", "clipped", "capped", "accepted"])
 @pytest.mark.parametrize("patience", [None, 1, 3])
@@ -76,6 +76,7 @@ def test_inclusive_limits_come_one_step_earlier(name):
     np.testing.assert_array_equal(inclusive[:-1], exclusive[1:])
 
 
+@pytest.mark.by_day(8)
 @each_recording
 @pytest.mark.parametrize("steps", [0, 1, 4, 9])
 def test_no_limit_until_so_many_norms_are_recorded(name, steps):
@@ -90,7 +91,7 @@ def test_no_limit_until_so_many_norms_are_recorded(name, steps):
     np.testing.assert_array_equal(np.isinf(trigger[before > 0]), before[before > 0] < steps)
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.by_day(5)
 @each_rule
 def test_norms_below_the_floor_are_as_if_they_had_not_been(name):
     norms = np.maximum(random_norms(0, 60), np.float32(0.7))

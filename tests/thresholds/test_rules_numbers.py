@@ -66,6 +66,7 @@ WITHOUT_MEMORY = {
 }
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("make", WITHOUT_MEMORY.values(), ids=WITHOUT_MEMORY)
 def test_an_average_with_the_decay_0_is_the_last_norm_however_large_those_before(make):
     # This rule judges a norm by averages that include it.
@@ -86,6 +87,7 @@ RULES = {
 }
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", RULES)
 def test_small_norms_are_judged_as_large_ones_are_beside_them(name):
     make = functools.partial(RULES[name], floor=0.0)
@@ -305,6 +307,7 @@ OF_LOSSES = {
 }
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("name", OF_LOSSES)
 def test_the_limit_of_a_first_loss_below_zero(name):
     limit, expected = OF_LOSSES[name]
