@@ -7,8 +7,6 @@ import pytest
 from cases import slow_unless
 
 nbformat = pytest.importorskip("nbformat")
-for package in ("flax", "sklearn"):
-    pytest.importorskip(package)
 pyplot = pytest.importorskip("matplotlib.pyplot")
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +68,8 @@ def shortened(path):
 @pytest.fixture
 def as_a_reader(monkeypatch, tmp_path):
     """A reader's settings, a folder of its own, and figures that wait to be drawn."""
+    for package in ("flax", "sklearn"):
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pyplot, "show", lambda: None)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
