@@ -296,6 +296,11 @@ def decayed(p, x):
     return squares(x @ p["w"]) + jnp.sum(jnp.square(p["w"]))
 
 
+@case({"w": drawn(4, 6), "v": drawn(6, 3)}, batch(4), ways={"w": "dense", "v": "direct"})
+def beside_a_dense_parameter(p, x):
+    return jnp.sum(jnp.square(p["w"])) + squares(x @ (p["w"] @ p["v"]))
+
+
 @case({"w": drawn(4, 4), "v": drawn(4, 4)}, batch(4), ways={"w": "dense", "v": "vectors"})
 def in_a_branch(p, x):
     y = lax.cond(x[0] > 0, lambda x: x @ p["w"], lambda x: x * 2, x)
