@@ -230,7 +230,7 @@ def test_in_forward_mode_where_the_factor_over_the_norm_is_too_small():
     """The tangent of the factor is not computed as a subnormal number or as zero."""
 
     def value(grads, limit):
-        clipped, _ = optaxclip.clip_tree(grads, limit)
+        clipped, _ = optaxclip.clip_tree(grads, limit, scope=scopes.tree())
         return jnp.vdot(clipped, np.float32([1, 2, 3]))
 
     entries, tangent = np.float32([3, 4, 12]), np.float32([0.5, -0.25, 1])
