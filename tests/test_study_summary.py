@@ -269,7 +269,7 @@ def test_what_is_marked_on_the_page_is_made_of_the_runs(written):
         r"^\| \[spikes\].* \| helper \+9\.., constant .* \| harmer -10", text, re.MULTILINE
     )
     assert re.search(r"^\| \[digits, sgd\].* \| 30 \| 0\.01, ", text, re.MULTILINE)
-    assert "**Where nothing goes wrong**" in text  # what is written by hand stays
+    assert "**If nothing goes wrong**" in text  # what is written by hand stays
 
 
 def test_the_page_of_figures_has_a_table_for_each_name(written):
