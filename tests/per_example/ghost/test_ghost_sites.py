@@ -73,7 +73,6 @@ def test_the_sum_is_that_of_the_clipped_gradients(name):
     assert (result.num_dropped, result.num_clipped + result.num_unclipped) == (0, len(norms))
 
 
-@pytest.mark.by_day(20)
 @pytest.mark.parametrize("name", CASES)
 def test_how_parameters_are_measured(name):
     loss, params, batch, ways = CASES[name]
