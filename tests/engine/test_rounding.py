@@ -122,6 +122,13 @@ def test_strictly_no_norm_is_above_its_limit_however_near(dtypes):
         jax.tree.map(np.testing.assert_array_equal, twice, once)
 
 
+def test_strict_largest_moduli_are_lowered_by_no_more_than_they_are_rounded():
+    given = np.complex64([3 + 4j, 0.1j])
+    options = {"scope": scopes.tree(), "norm": "linf", "strict": True}
+    clipped, _ = optaxclip.clip_tree(given, 2.0, **options)
+    assert 1 - 1e-6 < np.max(np.abs(longest([clipped[None]]))) / 2 <= 1
+
+
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("p", [0.25, 0.5, 3])
 @pytest.mark.parametrize("size", [64, 3000])
