@@ -63,6 +63,14 @@ SHAPES = {
 }
 
 
+def test_inner_products_of_many_entries_are_summed_in_pieces():
+    rng = np.random.default_rng(0)
+    x, d = (rng.normal(size=(2, 3, n)).astype(np.float32) for n in (8192, 8))
+    true = norms_of(np.einsum("btk,btn->bkn", long(x), long(d)))
+    found, _ = jax.jit(per_example.grad_norms(of_layer))(np.zeros((8192, 8), np.float32), x, d)
+    assert np.all((true <= long(found)) & (long(found) <= 1.001 * true))
+
+
 def test_many_positions_cost_an_ordinary_example_little():
     x, d = RNG.normal(size=(2, 2, 8192, 8)).astype(np.float32)
     true = norms_of(np.einsum("btk,btn->bkn", long(x), long(d)))
