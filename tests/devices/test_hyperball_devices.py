@@ -5,6 +5,7 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiling import collectives
@@ -110,3 +111,22 @@ def test_a_state_made_on_devices_has_the_radii_of_one():
     )
     for state in (placed, jax.jit(local)(PARAMS)):
         np.testing.assert_allclose(state.radius, tx.init(PARAMS).radius, rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["traced", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_derivatives_where_axes_are_explicit(way):
+    def loss(grads, params):
+        updates, _ = step(params, grads)
+        return sum(jnp.sum(updates[name] * PARAMS[name]) for name in SHAPES)
+
+    on = mesh(AxisType.Explicit)
+    shardings = {name: NamedSharding(on, spec) for name, spec in SPECS.items()}
+    with jax.set_mesh(on):
+        trees = [jax.device_put(tree, shardings) for tree in (GRADS, PARAMS)]
+        if way == "traced":
+            found = jax.eval_shape(jax.grad(loss), *trees)
+            assert {name: x.shape for name, x in found.items()} == SHAPES
+            return
+        found = jax.jit(jax.grad(loss))(*trees)
+    for name, expected in jax.grad(loss)(GRADS, PARAMS).items():
+        np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-6)
