@@ -1,6 +1,7 @@
 """Sweeps: every run is what it would be alone, and the named limit is the right one."""
 
 import argparse
+import sys
 
 import chex
 import jax
@@ -141,6 +142,13 @@ def test_steps_that_spread_over_devices(monkeypatch):
         return step_fn(params, jnp.broadcast_to(spread(target) / 3, (3,)), limit)
 
     assert swept([0.5, 50.0, 60.0], step=step).loss.shape == (3, STEPS)
+
+
+def test_in_a_terminal_a_bar_says_how_far_it_is(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    swept([1.0], 2, progress=True)
+    assert "sweep" in capsys.readouterr().err
 
 
 @pytest.mark.slow
