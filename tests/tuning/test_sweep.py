@@ -47,9 +47,12 @@ def alone(limit, key, rate=0.2):
     return np.array(losses), np.array(norms)
 
 
-def test_each_run_is_what_it_would_be_alone():
+def test_each_run_is_what_it_would_be_alone_and_a_terminal_shows_a_bar(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     limits = [0.5, 5.0, 50.0]
-    result = swept(limits)
+    result = swept(limits, progress=True)
+    assert "sweep" in capsys.readouterr().err
     (key,) = jax.random.split(KEY, 1)
     assert result.loss.shape == result.norm.shape == result.share_clipped.shape == (3, STEPS)
     for i, limit in enumerate(limits):
@@ -142,13 +145,6 @@ def test_steps_that_spread_over_devices(monkeypatch):
         return step_fn(params, jnp.broadcast_to(spread(target) / 3, (3,)), limit)
 
     assert swept([0.5, 50.0, 60.0], step=step).loss.shape == (3, STEPS)
-
-
-def test_in_a_terminal_a_bar_says_how_far_it_is(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    swept([1.0], 2, progress=True)
-    assert "sweep" in capsys.readouterr().err
 
 
 @pytest.mark.slow
