@@ -124,6 +124,7 @@ class Part:
             unit = max(unit, bounds.unit_roundoff(dtype, _are_half(x, d)))
             if use.site.kind == primitives.CONVOLUTION:
                 x, d = sites.pairs_of_convolution(use, x, d, primitives.pixels)
+                # A pixel is in at most so many patches.
                 times = math.prod(primitives.window(use.site.eqn))
             else:
                 x, d = sites.pairs(use, x, d)

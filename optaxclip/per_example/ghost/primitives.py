@@ -209,6 +209,21 @@ def convolve(eqn: Any, x: Array, kernel: Array, dtype: Any) -> Array:
     )
 
 
+def pixels(eqn: Any, x: Array) -> Array:
+    """The input of a convolution, as windows of one pixel.
+
+    Args:
+      eqn: the convolution.
+      x: `[any, *input]`.
+
+    Returns:
+      `[any, n, *input positions, 1, channels]`.
+    """
+    batch, channels, *spatial = eqn.params["dimension_numbers"].lhs_spec
+    x = jnp.transpose(x, (0, batch + 1, *(axis + 1 for axis in spatial), channels + 1))
+    return jnp.expand_dims(x, -2)
+
+
 def patches(eqn: Any, x: Array) -> Array:
     """For each output of a convolution, the part of the input that it is computed from.
 
@@ -219,7 +234,10 @@ def patches(eqn: Any, x: Array) -> Array:
     Returns:
       `[any, n, *output positions, window, channels]`.
     """
-    x, numbers = _padded(eqn, x), eqn.params["dimension_numbers"]
+    x, same, numbers = pixels(eqn, x), (0, 0, 0), eqn.params["dimension_numbers"]
+    edges = zip(eqn.params["padding"], eqn.params["lhs_dilation"], strict=True)
+    around = [(low, high, dilation - 1) for (low, high), dilation in edges]
+    x = lax.pad(x, jnp.zeros((), x.dtype), [same, same, *around, same, same])
     sizes = [eqn.outvars[0].aval.shape[axis] for axis in numbers.out_spec[2:]]
     strides, dilations = eqn.params["window_strides"], eqn.params["rhs_dilation"]
     ends = [(size - 1) * stride + 1 for size, stride in zip(sizes, strides, strict=True)]
@@ -227,24 +245,9 @@ def patches(eqn: Any, x: Array) -> Array:
     for place in itertools.product(*map(range, window(eqn))):
         starts = [at * dilation for at, dilation in zip(place, dilations, strict=True)]
         limits = [start + end for start, end in zip(starts, ends, strict=True)]
-        bounds = ((0, 0, *starts, 0), (*x.shape[:2], *limits, x.shape[-1]), (1, 1, *strides, 1))
-        seen.append(lax.slice(x, *bounds))
-    return jnp.stack(seen, -2)
-
-
-def pixels(eqn: Any, x: Array) -> Array:
-    """The input of a convolution alone: `[any, n, *spatial, 1, channels]`."""
-    batch, channels, *spatial = eqn.params["dimension_numbers"].lhs_spec
-    x = jnp.transpose(x, (0, batch + 1, *(axis + 1 for axis in spatial), channels + 1))
-    return jnp.expand_dims(x, -2)
-
-
-def _padded(eqn: Any, x: Array) -> Array:
-    """The padded input of a convolution, `[any, n, *spatial, channels]`."""
-    x = jnp.squeeze(pixels(eqn, x), -2)
-    edges = zip(eqn.params["padding"], eqn.params["lhs_dilation"], strict=True)
-    around = [(low, high, dilation - 1) for (low, high), dilation in edges]
-    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *around, (0, 0, 0)])
+        first, last = (0, 0, *starts, 0, 0), (*x.shape[:2], *limits, *x.shape[-2:])
+        seen.append(lax.slice(x, first, last, (1, 1, *strides, 1, 1)))
+    return jnp.concatenate(seen, -2)
 
 
 def as_kernel(eqn: Any, x: Array) -> Array:

@@ -10,6 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from optaxclip._batches.roles import Roles
+from optaxclip.per_example.ghost.clipping import plan_for
+from optaxclip.per_example.losses import Loss
+
 EXAMPLES = 5
 
 
@@ -23,6 +27,12 @@ def batch(*shape):
 
 def ids(*shape, high):
     return np.random.default_rng(2).integers(-2, high + 2, (EXAMPLES, *shape)).astype(np.int32)
+
+
+def planned(loss, params, *batch):
+    """The call of a loss, and how the norms of its parameters are found."""
+    call = Loss.of(loss, False, Roles.of((params, *batch), 0, None), {})
+    return call, plan_for(call, call.params.measured_leaves(), batch)
 
 
 def squares(y):

@@ -7,12 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from small_losses import CASES
+from small_losses import CASES, planned
 
 from optaxclip import per_example, scopes
-from optaxclip._batches.roles import Roles
-from optaxclip.per_example.ghost.clipping import plan_for
-from optaxclip.per_example.losses import Loss
 
 RNG = np.random.default_rng(0)
 PARAMS = {"v": RNG.normal(size=(7, 2)), "w": RNG.normal(size=(5, 7)), "b": RNG.normal(size=7)}
@@ -160,8 +157,8 @@ def shapes(examples, x, **params):
 
 
 def chosen(loss, *args):
-    call = Loss.of(loss, False, Roles.of(args, 0, None), {})
-    return plan_for(call, call.params.measured_leaves(), args[1:]).microbatch_size(call.examples)
+    call, plan = planned(loss, *args)
+    return plan.microbatch_size(call.examples)
 
 
 def test_examples_are_taken_at_once_as_far_as_what_is_kept_for_them_has_room():

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 from cases import slow_unless
 from jax import lax
-from small_losses import CASES
+from small_losses import CASES, planned
 
-from optaxclip._batches.roles import Roles
 from optaxclip._engine.respond import Multiplier
 from optaxclip.per_example.ghost import bounds
-from optaxclip.per_example.ghost.clipping import plan_for
 from optaxclip.per_example.ghost.program import (
     differentiate,
     weighted_gradients,
@@ -22,7 +20,6 @@ from optaxclip.per_example.ghost.program import (
     with_norms,
 )
 from optaxclip.per_example.ghost.sums import two_parts
-from optaxclip.per_example.losses import Loss
 from optaxclip.scopes import tree
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -50,9 +47,8 @@ def own_products(name, dtype):
         lambda x: jnp.asarray(x, dtype) if x.dtype == np.float32 else jnp.asarray(x),
         (params, batch),
     )
-    call = Loss.of(loss, False, Roles.of((params, *batch), 0, None), {})
+    call, plan = planned(loss, params, *batch)
     measured, grouping = call.params.measured_leaves(), tree()(call.params)
-    plan = plan_for(call, measured, batch)
     backward = jax.eval_shape(functools.partial(differentiate, plan), measured, batch)
 
     def norms_and_sums(backward, by):

@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 from cases import slow_unless
 from jax import lax
-from small_losses import CASES, squares
+from small_losses import CASES, planned, squares
 
 from optaxclip import per_example, scopes
-from optaxclip._batches.roles import Roles
-from optaxclip.per_example.ghost.clipping import plan_for
-from optaxclip.per_example.losses import Loss
 
 
 def quick_cases(*names):
@@ -76,8 +73,7 @@ def test_the_sum_is_that_of_the_clipped_gradients(name):
 @pytest.mark.parametrize("name", CASES)
 def test_how_parameters_are_measured(name):
     loss, params, batch, ways = CASES[name]
-    call = Loss.of(loss, False, Roles.of((params, *batch), 0, None), {})
-    plan = plan_for(call, call.params.measured_leaves(), tuple(map(jnp.asarray, batch)))
+    call, plan = planned(loss, params, *batch)
     found = {}
     for i, leaf in enumerate(call.params.names()):
         parts = {part.way for part in plan.parts[i]}
