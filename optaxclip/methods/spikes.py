@@ -138,8 +138,8 @@ def clip_by_second_moment(
     the paper, `v` is not debiased, so clipping is stricter in the first steps.
 
     Squares may leave the range of float32. If entries stay below about `1e-19 / sqrt(1 - decay)`,
-    `v` is 0 and nothing is clipped, not even a spike. Entries above 1.8e19 count in `v` as 1.8e19,
-    so no bound is above `1.8e19 * sqrt(threshold)`, and entries above that are clipped at every
+    `v` is 0 and nothing is clipped, not even a spike. Entries above 1.3e19 count in `v` as 1.3e19,
+    so no bound is above `1.3e19 * sqrt(threshold)`, and entries above that are clipped at every
     step after the warm-up. With 64-bit leaves the range is that of float64.
 
     Args:
@@ -258,7 +258,9 @@ def _bound(moment: Array, threshold: Any, is_active: Array) -> Array:
 def _moved(moment: Array, decay: Any, leaf: Any, clipped: Any) -> Array:
     """The average after the square of the clipped entry, if the incoming entry was finite."""
     square = norms.l2.map(entries(jnp.asarray(clipped), moment.dtype))
-    square = lax.min(square, jnp.finfo(moment.dtype).max)
+    # Half of the largest number: if the decay is 1/2, XLA for a GPU (JAX 0.10.2) adds both numbers
+    # before it multiplies them, and their sum must not be infinite.
+    square = lax.min(square, jnp.finfo(moment.dtype).max / 2)
     decay = jnp.asarray(decay).astype(moment.dtype)
     moved = lax.add(multiply(moment, decay), multiply(square, 1 - decay))
     return lax.select(jnp.isfinite(leaf), moved, moment)
