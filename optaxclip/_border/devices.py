@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -219,6 +220,16 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     # Not `jnp.stack`, which fails on an explicit mesh (JAX 0.10.2) if `vmap` maps only some of the
     # arrays.
     return lax.concatenate([lax.expand_dims(x, (axis,)) for x in arrays], axis)
+
+
+def in_place_of(old: Array, new: Array) -> Array:
+    """`new`, which `jit` can put where `old` is, if that is donated.
+
+    `jit` drops an argument that nothing reads, so a state that is only written would lie elsewhere
+    after each step, and on a GPU XLA (JAX 0.11.2) then sets up every kernel that such a change
+    touches once more. XLA removes the choice between the two.
+    """
+    return lax.select(np.True_, new, old)
 
 
 def is_of_both_kinds(mesh: Any) -> bool:

@@ -9,6 +9,7 @@ import math
 from typing import Any, TypeAlias
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -64,7 +65,7 @@ def updated_info(
         present = jnp.asarray(grouping.present)
         columns = [lax.select(present, *pair) for pair in zip(columns, before, strict=True)]
     norm, limit, factor, clipped, nonfinite = columns
-    return old._replace(
+    new = old._replace(
         names=grouping.names,
         norm=norm,
         limit=limit,
@@ -73,6 +74,7 @@ def updated_info(
         num_clipped=increased(old.num_clipped, clipped > 0),
         num_nonfinite=increased(old.num_nonfinite, nonfinite > 0),
     )
+    return jax.tree.map(devices.in_place_of, old, new)
 
 
 def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> Columns:

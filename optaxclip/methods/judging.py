@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
+import optaxclip._border.devices as devices
 from optaxclip._base.numerics import match_weak_type, narrowed, select
 from optaxclip._base.states import increased
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
@@ -46,7 +47,7 @@ class Judged(NamedTuple):
 
     def recorded(self, info: ClipInfo, skip: Array) -> ClipInfo:
         """The record after this step, which was skipped if `skip` is True."""
-        return info._replace(
+        new = info._replace(
             norm=narrowed(self.number, info.norm.dtype),
             limit=narrowed(self.limit, info.limit.dtype),
             factor=1 - skip.astype(info.factor.dtype),
@@ -54,6 +55,7 @@ class Judged(NamedTuple):
             num_clipped=increased(info.num_clipped, self.is_above),
             num_nonfinite=increased(info.num_nonfinite, self.is_bad),
         )
+        return jax.tree.map(devices.in_place_of, info, new)
 
 
 def judged(

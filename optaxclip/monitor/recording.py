@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -164,7 +165,7 @@ def record(
                 absent = ~np.array(plan.grouping.present)
         rows = (window, len(found)) if len(found) > 1 else (window,)
         _check_shape(state, (*rows, *jnp.shape(next(iter(found.values())))), name)
-        written = across(_written, state.steps, state.ring, found, absent, like=_fields)
+        written = across(_written, state.steps, state.last, state.ring, found, absent, like=_fields)
         return updates, state._replace(names=names, **written)
 
     return transformation(init, update)
@@ -232,11 +233,13 @@ def _checked_scope(scope: Scope | None, per_leaf: bool) -> Scope:
     return as_scope(scope)
 
 
-def _fields(steps: Array, ring: Array, found: dict[str, Array], *_: Any) -> dict[str, Any]:
-    return {"steps": steps, "last": found, "ring": ring}
+def _fields(steps: Array, last: dict[str, Array], ring: Array, *_: Any) -> dict[str, Any]:
+    return {"steps": steps, "last": last, "ring": ring}
 
 
-def _written(steps: Array, ring: Array, found: dict[str, Array], absent: Any) -> dict[str, Any]:
+def _written(
+    steps: Array, old: dict[str, Array], ring: Array, found: dict[str, Array], absent: Any
+) -> dict[str, Any]:
     """The fields of the state that one more row changes; `absent` groups have no leaves now."""
     last = {key: narrowed(found[key], ring.dtype) for key in sorted(found)}
     row = devices.stack(list(last.values())) if len(last) > 1 else next(iter(last.values()))
@@ -244,4 +247,5 @@ def _written(steps: Array, ring: Array, found: dict[str, Array], absent: Any) ->
     ring = ring.at[steps % rows].set(row)
     if absent is not None:
         last = {key: jnp.where(absent, -jnp.inf, x) for key, x in last.items()}
+    last = jax.tree.map(devices.in_place_of, old, last)
     return {"steps": increased(steps, period=rows), "last": last, "ring": ring}

@@ -93,7 +93,7 @@ def test_a_fresh_state_and_its_updates_are_donated_twice(compiled, names):
         states = fresh_states(names)
         run(donating(compiled), states, 2)
         of_methods = [states[name] for name in names if name in METHODS]
-        assert all(any(x.is_deleted() for x in arrays(state)) for state in of_methods)
+        assert all(x.is_deleted() for state in of_methods for x in arrays(state))
 
 
 LARGEST = 2**31 - 1
