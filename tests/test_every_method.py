@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from public_names import public
 
 from benchmarks.every_method import NOT_CLIPS, every_method, nearest
@@ -19,6 +20,7 @@ def test_all_that_make_a_transformation_are_there():
     assert set(NOT_CLIPS) <= made
 
 
+@pytest.mark.slow
 def test_each_has_one_of_optax_beside_it_and_both_make_updates_of_the_same_shapes():
     for name, tx in every_method().items():
         _, theirs = nearest(name, tx, PARAMS)

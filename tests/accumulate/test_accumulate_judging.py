@@ -73,6 +73,7 @@ def test_as_a_loop_over_microbatches(clip, rule):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found.state, expected)
 
 
+@pytest.mark.slow
 def test_the_state_goes_on_from_step_to_step():
     rows = batch_of(NORMS)
     judged = accumulate.value_and_grad(
@@ -200,6 +201,7 @@ def test_a_clip_that_is_relative_to_the_parameters():
     assert np.linalg.norm(grads["w"]) <= 0.1 * 3**0.5 * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_without_measuring_the_sum_is_the_same():
     rows = batch_of(NORMS[:6])
     plain = accumulate.value_and_grad(loss_fn, microbatch_size=2, reject=None, measure=False)

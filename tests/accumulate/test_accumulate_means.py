@@ -163,7 +163,7 @@ def test_leaves_without_a_gradient():
     assert (grads["steps"].dtype, grads["steps"].shape) == (jax.dtypes.float0, (3,))
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @where_sums_are_fused
 @pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"reject": None, "measure": False}])
 def test_memory_is_of_few_gradients_whatever_their_number(options):

@@ -50,6 +50,7 @@ def assert_equal(tree, other):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), tree, other)
 
 
+@pytest.mark.slow
 def test_one_compilation_for_all_steps():
     traced = []
 
@@ -90,6 +91,7 @@ def test_a_state_that_is_none_is_the_first_or_an_error_where_a_limit_learns():
     assert_equal(step(w, x), step(w, x, state=first))
 
 
+@pytest.mark.slow
 def test_a_state_for_parameters_that_are_a_python_number():
     made = accumulate.value_and_grad(lambda w, x: jnp.mean(w * x), microbatch_size=1, clip=1.0)
     x = jnp.ones(2)
@@ -134,6 +136,7 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path):
     assert_equal(train(w, state, batches[2:])[:2], whole[:2])
 
 
+@pytest.mark.slow
 def test_seeds_under_vmap_are_judged_each_by_itself():
     w = jax.random.normal(jax.random.key(1), (3, WIDTH))
     batches = jnp.stack([steps()[i] for i in (0, 1, 3)])
@@ -148,6 +151,7 @@ def test_seeds_under_vmap_are_judged_each_by_itself():
     assert list(np.sum(first[2].rejected, axis=1)) == [0, 1, 1]
 
 
+@pytest.mark.slow
 def test_an_exported_function_does_the_same():
     args = (jnp.ones(WIDTH), steps()[1])
     step = jax.jit(lambda w, x: BY_PARTS(w, x, state=BY_PARTS.init(w, x))[:2])
@@ -155,6 +159,7 @@ def test_an_exported_function_does_the_same():
     assert_equal(loaded.call(*args), step(*args))
 
 
+@pytest.mark.slow
 def test_eager_and_compiled():
     args = (jnp.ones(WIDTH), steps()[3])
     state = BY_PARTS.init(*args)

@@ -142,6 +142,7 @@ def test_same_seed_same_numbers_on_a_text_of_ones_own(capsys, tmp_path):
     assert run(capsys, *args, "--seed", 1) == run(capsys, *args, "--seed", 1)
 
 
+@pytest.mark.slow
 def test_another_seed_another_start(corpus):
     first, second = (task.Task(corpus, seed) for seed in (0, 1))
     assert first.evaluate(first.params) != second.evaluate(second.params)
@@ -197,6 +198,7 @@ def exploded():
     }
 
 
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("name", LIMITED_FROM_THE_START)
 def test_every_method_with_a_first_limit_bounds_an_explosion(name):
     assert jnp.abs(exploded()[name]["w"]).max() <= 1.0

@@ -277,6 +277,7 @@ def test_it_leaves_the_data_alone():
     assert config.to_json() == before
 
 
+@pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")
 def test_all_of_an_optimizer_is_data():
     """The schedule of a learning rate, one of Optax's optimizers, a skip around all."""

@@ -111,7 +111,7 @@ SLOW = {"matmul in bfloat16", "no jit"}
 marked = slow_unless(lambda name: name not in SLOW, SETTINGS)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked)
 def test_settings(name, expected):
     arguments = jax.device_put(ARGUMENTS)

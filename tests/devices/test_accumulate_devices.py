@@ -117,7 +117,7 @@ def test_under_jit(kind, judge):
     assert outside == []
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("judge", slow_unless(lambda judge: judge == "rule", JUDGES))
 def test_sums_are_split_as_parameters_are(kind, judge):
@@ -185,6 +185,7 @@ QUICK = [("of a part", True, "rule"), ("of all", True, "plain"), ("FSDP", True, 
 QUICK += [("of all, weight of a part", True, "plain"), ("of a part", False, "plain")]
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("loss", "check_vma", "judge"),
     slow_unless(

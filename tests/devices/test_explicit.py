@@ -110,7 +110,7 @@ def test_parameters_split_otherwise_than_gradients_are_not_gathered(specs):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["eager", "jit"])
 @pytest.mark.parametrize("is_set", [True, False])
 def test_bounds_on_entries(is_set, how):
@@ -135,7 +135,7 @@ def test_bounds_on_entries(is_set, how):
             assert all(x.sharding.spec == P("x") for x in jax.tree.leaves(found)), name
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "how"),
     slow_unless(

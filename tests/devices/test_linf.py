@@ -53,7 +53,7 @@ WAYS = {
 }
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_every_policy_acts_on_one_bad_entry(way):
     run = WAYS[way]()

@@ -96,8 +96,8 @@ def test_functions_of_a_tree(function, how):
         assert memories(clipped) == memories(in_host(GRADS))
 
 
+@pytest.mark.slow
 @NEEDS_JAX_0_10_2
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_a_mesh_shardings_stay_too(kind):
     mesh = jax.make_mesh((2,), ("data",), (kind,))

@@ -109,7 +109,7 @@ def on_one_device(examples):
 SPLITS = {8: P(("a", "b")), 4: P("a"), 1: P()}
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "ways"),
     slow_unless(lambda size, ways: size == 3 or ways == 8, product((None, 1, 3, 4, 8), SPLITS)),
@@ -143,6 +143,7 @@ def test_microbatches_where_no_mesh_is_set():
         assert_close(clipped(placed(params, specs), placed(x, P("a"))), clipped(params, x))
 
 
+@pytest.mark.slow
 def test_microbatches_where_some_axes_are_manual():
     x, w = jnp.linspace(-1, 1, 32).reshape(16, 2), jnp.ones(2)
 

@@ -95,6 +95,7 @@ def test_in_shard_map(tracked):
     assert_as_on_one_device(compiled(GRADS, on_one_device()[0]))
 
 
+@pytest.mark.slow
 def test_sharding_stays_without_jit():
     shardings = {name: NamedSharding(mesh(), spec) for name, spec in SPECS.items()}
     grads = jax.device_put(GRADS, shardings)

@@ -118,7 +118,7 @@ with_a_mesh_or_not = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 @with_a_mesh_or_not
 def test_all_that_is_no_method(name, is_mesh_set):
@@ -147,7 +147,7 @@ def test_seeds_whose_parameters_are_split_too(is_mesh_set):
     assert_as_on_one_device([*ONE_OF_EACH, "zclip"], "jit of vmap", is_mesh_set, fsdp=2)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "names"),
     slow_unless(lambda _, names: names is TWO, itertools.product(WAYS, (TWO, ONE_OF_EACH))),

@@ -90,7 +90,7 @@ def test_on_a_mesh(kind, told, names):
     assert all(x.is_fully_replicated for x in jax.tree.leaves(found))
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["automatic", "explicit"])
 def test_parameters_may_be_split_otherwise(kind):
     mesh, of_grads = on(kind)
@@ -118,6 +118,7 @@ def test_in_shard_map(way, names):
     assert_as_in_one_piece(jax.jit(inside)(*trees()))
 
 
+@pytest.mark.slow
 def test_types_alone_tell_what_is_split():
     mesh, _ = on("shard_map")
     inside = functools.partial(recorded, ("tree", "leaf", "group"))
@@ -125,7 +126,7 @@ def test_types_alone_tell_what_is_split():
     assert_as_in_one_piece(jax.jit(inside)(*trees()))
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["shard_map", "vmap"])
 def test_names_of_axes_say_that_all_leaves_are_split(way):
     split = [{"m": x["m"].T, "w": x["w"]} for x in trees()]
@@ -143,6 +144,7 @@ def test_names_of_axes_say_that_all_leaves_are_split(way):
             np.testing.assert_allclose(x, expected[scope][stat], 1e-6, 1e-6, err_msg=stat)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_on_one_device_is_so_for_all():
     mesh, _ = on("shard_map")
     grads, params = trees()

@@ -87,6 +87,7 @@ def test_units_stay_where_they_are(kind):
     assert most_gathered(update) <= 2 * 4 * 32
 
 
+@pytest.mark.slow
 def test_seeds_on_devices_of_their_own_stay_there():
     leaves = jnp.asarray(np.random.default_rng(0).normal(size=(4, 16, 6)), jnp.float32)
     placed = jax.device_put(leaves, NamedSharding(mesh(), P("a")))

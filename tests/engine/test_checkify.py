@@ -67,7 +67,7 @@ def test_without_checkify_the_traceback_names_the_option_and_what_it_needs(metho
         assert line in shown
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("platform")
 def test_products_with_weights_report_nothing():
     """At the scales of sums that are not used they are infinite, of both signs, or `inf * 0`."""

@@ -62,7 +62,7 @@ def test_a_leaf_more_takes_few_kernels_more(tx, most):
     assert kernels(16) <= kernels(12) + 4 * most
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx",
     [
@@ -169,7 +169,7 @@ def test_products_of_gradients_and_parameters_store_no_copy_of_them_on_a_cpu():
     assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * 4 * leaf.size
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "most"),
     [

@@ -291,6 +291,7 @@ def with_entry(leaf, index, value):
     return GRADS | {leaf: changed}
 
 
+@pytest.mark.by_day(60)
 @pytest.mark.parametrize(
     "name", slow_unless(DISTINCT.__contains__, [x for x in METHODS if METHODS[x].shares])
 )

@@ -177,6 +177,7 @@ def test_finite_everywhere(scope, norm, response):
         assert all(np.all(np.isfinite(result)) for result in results), name
 
 
+@pytest.mark.by_day(6)
 @combinations
 @pytest.mark.parametrize("scale", [1e-10, 1e-15, 1e-20])
 def test_finite_for_tiny_gradients(scope, norm, response, scale):
@@ -270,7 +271,7 @@ def loss_at_points(scope, norm, response):
     return jax.value_and_grad(loss, (0, 1)), [(x, jnp.float32(limit)) for x, limit in points]
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scope", "norm", "response"),
     [
@@ -288,6 +289,7 @@ def test_checkify_reports_nothing(scope, norm, response):
         assert error.get() is None, (x, limit)
 
 
+@pytest.mark.slow
 def test_debug_nans_reports_nothing_one_operation_at_a_time():
     gradient, points = loss_at_points("tree", "l2", "clip")
     with jax.debug_nans(True):
@@ -295,6 +297,7 @@ def test_debug_nans_reports_nothing_one_operation_at_a_time():
             gradient(x, limit)
 
 
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda x: x.__name__
 )

@@ -87,6 +87,7 @@ def test_a_box_has_no_name(box):
 NAN, ONE = jnp.full(1, jnp.nan), jnp.ones(1)
 
 
+@pytest.mark.slow
 def test_a_skip_names_what_was_none_at_first():
     tx = optaxclip.skip_above(optax.sgd(0.1), 10.0)
     state = tx.init({"a": None, "b": ONE})
@@ -99,7 +100,7 @@ def test_a_skip_names_what_was_none_at_first():
         assert jax.tree.structure(again) == jax.tree.structure(after)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["a", "a/b"])
 def test_equal_names_are_told_apart_as_at_first(missing):
     bad = {"a/b": NAN, "a": {"b": NAN}} | {missing: None}

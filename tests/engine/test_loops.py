@@ -185,7 +185,7 @@ def test_derivatives_of_a_limit_for_single_examples():
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("name", "way"),
     # Where a rule is lost in a loop, "beside" shows it, and takes a third of the time.

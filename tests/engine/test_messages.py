@@ -166,6 +166,7 @@ def test_other_percentiles_pass_without_a_warning():
             optaxclip.autoclip(percentile)
 
 
+@pytest.mark.slow
 def test_numbers_of_numpy_are_numbers():
     options = {
         "argnums": np.int64(0),

@@ -22,6 +22,7 @@ def test_the_example_has_a_norm_for_each_layer_over_all_its_leaves():
     assert found == {"layer 0": 5.0, "layer 1": 10.0, "rest": 2.0}
 
 
+@pytest.mark.slow
 def test_it_works_with_rules_in_loops_and_beside_records():
     rule = thresholds.ema(0.9, 1.1, record="clipped")
     clip = optaxclip.clip_by(BY_LAYER, rule, norm="rms", strict=True)

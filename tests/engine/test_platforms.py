@@ -149,7 +149,7 @@ def test_columns_at_the_ends_of_the_range(platform):
     np.testing.assert_allclose(found["leaf"], [5e200, 5e-200], rtol=1e-14)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("platform")
 def test_what_is_zeroed_has_the_derivative_0():
     """The others have theirs, as if it were not there."""

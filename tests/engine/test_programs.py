@@ -44,7 +44,7 @@ MAKERS = {
 }
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.usefixtures("_as_optax_needs")
 def test_equal_constructions_compile_once(name):

@@ -111,7 +111,7 @@ def norms_of(stacked, norm="l2"):
 # Norms accumulate in float32
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "count", "size"),
     [
@@ -119,7 +119,7 @@ def norms_of(stacked, norm="l2"):
         pytest.param(F16, 30, 50_000, id="30 float16 leaves of 50,000"),
         pytest.param(F32, 1, 10_000_000, id="10 million float32"),
         # Compiling 1000 takes a minute: test_edge_cases has them, eagerly.
-        pytest.param(BF16, 200, 1000, id="200 bfloat16 leaves", marks=pytest.mark.slow),
+        pytest.param(BF16, 200, 1000, id="200 bfloat16 leaves"),
     ],
 )
 def test_norm_figures(dtype, count, size, figure):

@@ -81,6 +81,7 @@ def test_unit_with_axes_of_ones_own(axis):
     np.testing.assert_allclose(clipped, expected(x, axes, 0.7), rtol=2e-6)
 
 
+@pytest.mark.slow
 def test_agc_with_other_layouts_of_the_same_weights():
     """Equinox's output is first, and a convolution over one dimension is one of height 1."""
     shapes = {"Conv": {"kernel": (3, 4, 5)}, "bias": (5,), "kernel": (4, 5)}

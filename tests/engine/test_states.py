@@ -39,6 +39,7 @@ def arrays(tree):
     ]
 
 
+@pytest.mark.by_day(40)
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_nothing_else_holds_the_arrays_of_a_fresh_state(rule, scope):
@@ -181,7 +182,7 @@ WITHOUT_KEYS |= {
 
 
 # `test_contract.py` has the methods. A skip does the same with the state of each rule.
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "name",
     slow_unless(

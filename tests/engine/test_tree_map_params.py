@@ -97,7 +97,7 @@ QUICK = [name for name in CASES if name not in METHODS or name in TYPICAL]
 QUICK = [name for name in QUICK if not name.endswith(", zscore") or name.startswith("group")]
 
 
-@pytest.mark.by_day(10)
+@pytest.mark.by_day(4)
 @pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, CASES))
 def test_a_state_is_mapped_and_used_as_it_was(name):
     tx, grads = CASES[name](), gradients(name)
@@ -150,6 +150,7 @@ def test_specs_for_a_state_from_those_of_the_parameters(name):
         assert spec == (by_shape[shape.shape] if id(shape) in moments else jax.P())
 
 
+@pytest.mark.slow
 def test_names_of_groups_come_back():
     tx = optax.chain(optaxclip.clip_by_norm(1.0), optaxclip.skip_above(optax.sgd(1.0), 1.0))
     _, state = tx.update(GRADS, tx.init(PARAMS))

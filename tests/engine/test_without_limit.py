@@ -106,7 +106,7 @@ def slopes_of_sums(response):
     return jax.jit(jax.grad(loss, (0, 1)))
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("response", ["clip", "auto_s"])
 def test_an_example_that_is_dropped_has_no_derivative(response, bad):

@@ -76,6 +76,7 @@ def test_a_loss_with_flax_train_state():
     np.testing.assert_array_equal(state.params["w"], last.params["w"])
 
 
+@pytest.mark.slow
 def test_a_loss_with_flax_nnx():
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     tx = skip_above(optax.sgd(0.1), jnp.inf, loss_limit=1.0)

@@ -71,7 +71,7 @@ def test_what_cannot_be_injected_says_what_to_pass(factory, arguments, static):
     assert jax.tree.structure(found) == jax.tree.structure(params)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [0, jax.random.PRNGKey(0)], ids=["int", "array"])
 def test_noise_and_its_key_may_be_injected(key):
     make = per_example.per_example_clip_and_aggregate

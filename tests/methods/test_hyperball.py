@@ -99,6 +99,7 @@ def _norm_in_two_parts(x, stack):
     return jnp.sqrt(jnp.sum(flat.reshape(*flat.shape[:-1], -1, 4).sum(-1), -1))
 
 
+@pytest.mark.slow
 def test_float32_stays_within_a_millionth_for_1000_steps():
     start, end, history = long_run(jnp.float32)
     for name, radius in start.items():
@@ -242,6 +243,7 @@ def test_complex_matrices_step_as_pairs_of_real_ones():
     np.testing.assert_allclose(new, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_dtypes_stay_and_are_rounded_once():
     params = random_tree(0, jnp.bfloat16)
     for dtype in (jnp.bfloat16, jnp.float32):
@@ -256,6 +258,7 @@ def test_dtypes_stay_and_are_rounded_once():
             np.testing.assert_allclose(np.float64(updates[name]), step, rtol=scale, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_schedules_and_injected_rates():
     schedule = optax.linear_schedule(0.1, 0.2, 1)
     tx = optaxclip.hyperball(schedule)
@@ -367,6 +370,7 @@ def test_bad_trees():
         tx.update(DIRECTION, optax.EmptyState(), WEIGHT)
 
 
+@pytest.mark.slow
 def test_derivatives_at_the_ends_of_the_range_are_those_of_ordinary_numbers_scaled():
     tx = optaxclip.hyperball(0.3, stacked=1)
     w, u, by = np.random.default_rng(0).normal(size=(3, 2, 4, 3))

@@ -76,6 +76,7 @@ def scales_of_flax(finite, scale, interval):
     return jnp.append(scales, last.scale)
 
 
+@pytest.mark.slow
 def test_the_scale_is_that_of_jmp_and_of_flax_but_for_its_count():
     finite = np.random.default_rng(0).random((4, 200)) < [[0.9], [0.97], [1.0], [0.3]]
 

@@ -156,6 +156,7 @@ def test_mucon_clips_the_singular_values_of_the_momentum():
     np.testing.assert_allclose(info.norm, max(values), rtol=0.05)
 
 
+@pytest.mark.slow
 def test_a_record_and_a_clip_for_each():
     namespace = {}
     block = next(block for block in BLOCKS if "optax.partition" in block)

@@ -50,7 +50,7 @@ def run(kind, name):
     assert result.wasSuccessful(), (result.failures + result.errors)[0][1]
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("ours_for_theirs")
 def test_passes_with_our_functions(name):
@@ -65,7 +65,7 @@ privacy = pytest.importorskip("optax.contrib._privacy_test")
 OF_DP_SGD = unittest.defaultTestLoader.getTestCaseNames(privacy.DifferentiallyPrivateAggregateTest)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -112,13 +112,14 @@ OF_BALLS = Instead(
 )
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("what", ["tree_l2_norm", "tree_l1_norm", "tree_linf_norm", "tree_clip"])
 def test_norms_and_bounds_of_trees(what):
     suite = loaded("tree_utils/_tree_math_test.py", tu=OF_TREES).TreeUtilsTest
     assert not problems_of(suite, cases_of(suite, [f"test_{what}"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "onto", slow_unless("l2_sphere".__eq__, ["ball", "l2_sphere", "l2_ball_grad"])
 )

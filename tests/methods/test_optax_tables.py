@@ -24,8 +24,8 @@ def sharding():
     return loaded("_src/sharding_test.py", OPTIMIZERS=table, jax=new_jax).ShardingTest
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(IS_OLD, reason="Optax 0.2.6 has no such tests")
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize("name", methods(FEW))
 def test_sharding(sharding, name):
     """States are made from shapes alone, and keep their shardings on an explicit mesh."""

@@ -98,7 +98,7 @@ def is_quick(case):
     return case not in NOT_OURS and not case.startswith(AT_NIGHT)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:updates. nothing is clipped, because no leaf has floating")
 @pytest.mark.parametrize("file", slow_unless(lambda file: file not in LENGTHY, BEFORE))
 def test_with_a_clip_that_remembers_before_each_optimizer(file):

@@ -50,6 +50,7 @@ def run(tx, losses):
 SHIFTS = np.array([[0.0], [-10.0]])
 
 
+@pytest.mark.slow
 def test_the_printed_sequence_as_losses_of_any_sign():
     rule, losses = olmo_core(2.0, 6), S + SHIFTS
     states, skipped = run_all(skip_above(optax.sgd(1.0), rule, loss_limit=rule), losses)
@@ -175,6 +176,7 @@ def test_a_schedule_and_hyperparameters():
         assert state.inner_state.info.factor == factor
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_losses_of_other_types():
     tx = skip_above(optax.identity(), np.inf, loss_limit=-3.0)
@@ -190,6 +192,7 @@ def test_losses_of_other_types():
     assert state.info.factor == 0
 
 
+@pytest.mark.slow
 def test_the_optimizer_gets_its_value():
     with jax.numpy_dtype_promotion("standard"):
         plateau = optax.contrib.reduce_on_plateau(patience=1, factor=0.5)

@@ -83,6 +83,7 @@ def test_every_condition_at_every_limit(mode, shape):
     assert np.all(info.norm[:, 0] < 1 + 1e-5)
 
 
+@pytest.mark.slow
 def test_fewer_iterations_do_for_fewer_decades():
     x = next(matrices((8, 8), [1e4]))
     for iterations, limit in ((3, 0.1), (5, 0.01)):
@@ -90,7 +91,7 @@ def test_fewer_iterations_do_for_fewer_decades():
         assert error(tx.update(x, None)[0], exact(x, limit, "soft")) < 1e-3
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @each_mode
 def test_at_both_ends_of_the_range(mode):
     x, scales = B, np.float32([1e-30, 1e-10, 1, 1e18, 1e37])
@@ -115,7 +116,7 @@ def test_products_of_rows_are_those_of_the_shorter_side():
         assert "100,100]" not in program
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @each_mode
 def test_a_limit_that_underflows_beside_the_matrix(mode):
     x = np.random.default_rng(0).normal(size=(24, 16))
@@ -128,6 +129,7 @@ def test_a_limit_that_underflows_beside_the_matrix(mode):
         np.testing.assert_allclose(found, exact(large, 1.0, mode), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_hard_leaves_alone_what_has_nothing_above_the_limit():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(20, 7, 5)).astype(np.float32)
@@ -318,6 +320,7 @@ def test_a_part_of_a_matrix_is_an_error():
     assert inside(P(), True).shape == x.shape
 
 
+@pytest.mark.slow
 def test_after_an_optimizer_with_a_schedule():
     schedule = optax.piecewise_constant_schedule(1.0, {1: 0.5})
     clip = clip_by_spectral_norm(schedule, "hard")

@@ -33,6 +33,7 @@ def both(rate=0.0):
     return optax.chain(STABLE, optax.scale(-rate), clip)
 
 
+@pytest.mark.slow
 def test_an_nnx_optimizer_hands_the_logits_on():
     model = nnx.LinearGeneral(3, (2, 4), rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, both(), wrt=nnx.Param)
@@ -92,6 +93,7 @@ def test_limits_of_logits_may_be_injected_and_scheduled():
         np.testing.assert_allclose(found, [[1, 1], [0.5**0.5, 0.25]], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_in_wrappers_as_alone():
     alone, _ = STABLE.update(GRADS, STABLE.init(PARAMS))
     only = {"w": True, "b": False, "v": False}

@@ -112,7 +112,7 @@ def test_part_of_a_tree(name, wrapper):
     assert_close(inner.inner_state.info, alone.info)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @some_methods
 def test_several_steps_in_one(name):

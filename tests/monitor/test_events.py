@@ -223,6 +223,7 @@ def test_one_program_for_all_steps_and_states_under_vmap():
         jax.jit(monitor.history)(state)
 
 
+@pytest.mark.slow
 def test_checkpoints_and_names_that_are_lost(tmp_path):
     inner = optax.chain(optaxclip.clip_by_norm(1.0), optax.sgd(0.1, momentum=0.9))
     tx = monitor.events(skip_nonfinite(inner))

@@ -174,6 +174,7 @@ def test_what_holds_no_record_is_an_error_that_says_what_came(function, given, s
         function(given)
 
 
+@pytest.mark.slow
 def test_what_flax_makes_of_a_state():
     inner = skip_above(optax.chain(tree_clip(), optax.sgd(0.1, 0.9)), 9.0, loss_limit=3.0)
     tx = optax.chain(monitor.record(3, per_leaf=True), optaxclip.clip_by_norm(0.5), inner)

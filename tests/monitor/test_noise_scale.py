@@ -65,6 +65,7 @@ def test_within_three_percent_of_what_is_known(unequal):
         assert not np.isclose(np.mean(noise.variance / noise.signal), expected, rtol=0.03)
 
 
+@pytest.mark.slow
 def test_clipped_microbatches_have_the_noise_of_what_is_left():
     """All brought to one norm: what they differ in is direction alone, at each step."""
     tokens = jnp.ones(LARGE)

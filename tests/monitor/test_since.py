@@ -163,6 +163,7 @@ def test_the_state_of_another_optimizer(case):
             function(CLIP.init(GRADS), since=since)
 
 
+@pytest.mark.slow
 def test_the_norm_that_went_on():
     def numbers(tx, grads):
         found = monitor.scalars(jax.jit(tx.update)(grads, tx.init(GRADS))[1])

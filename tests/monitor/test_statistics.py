@@ -156,6 +156,7 @@ def test_no_cosine_leaves_its_bounds():
     assert np.max(found) == 1
 
 
+@pytest.mark.slow
 def test_of_units_each_leaf_has_the_largest():
     tx = monitor.record(2, scope=scopes.axes(0), stats=STATS)
     grads = {"m": jnp.array([[3.0, 0.0], [4.0, -1.0]]), "n": jnp.zeros((2, 0))}
@@ -183,6 +184,7 @@ def test_of_units_each_leaf_has_the_largest():
     np.testing.assert_array_equal(monitor.history(state)[1], [np.nan, 0.0])
 
 
+@pytest.mark.slow
 def test_missing_and_empty_leaves_integers_and_zeros():
     params = {"a": jnp.ones(2), "b": jnp.ones(3), "e": jnp.ones((0, 4)), "z": jnp.zeros(2)}
     grads = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0, 0, 0]), "e": params["e"]}
@@ -367,6 +369,7 @@ def test_history_chooses_a_statistic():
         monitor.history(state, stat="mean_ab")
 
 
+@pytest.mark.slow
 def test_a_log_has_the_last_step():
     stats = ("norm", "share", "zero_fraction")
     labels = scopes.group({"body": "body", "head": "head"})
@@ -461,6 +464,7 @@ def test_in_an_nnx_optimizer():
     assert monitor.history_names(optimizer) == ("bias", "kernel")
 
 
+@pytest.mark.slow
 def test_what_tuning_reads_are_still_norms():
     tx = monitor.record(200, stats=("max", "norm"))
     steps = np.exp(0.2 * np.random.default_rng(0).normal(size=200)).astype(np.float32)

@@ -80,6 +80,7 @@ def test_they_stay_until_another_step_is_skipped():
     assert monitor.bad_leaves(state) == ()  # of a norm that is given no leaf is known
 
 
+@pytest.mark.slow
 def test_groups_that_were_not_finite():
     bad = {"a": jnp.array([NAN, 1.0]), "m": jnp.ones((2, 2)).at[0, 1].set(INF), "v": jnp.ones(2)}
     chains = {
@@ -103,6 +104,7 @@ def test_groups_that_were_not_finite():
     assert monitor.bad_leaves(jax.jit(probe.update)(bad, probe.init(bad))[1]) == ("a", "m")
 
 
+@pytest.mark.slow
 def test_what_is_restored_or_boxed_says_the_same(tmp_path):
     tx = optax.chain(skip_nonfinite(optax.trace(0.9)))
     fresh = tx.init(GRADS)

@@ -351,6 +351,7 @@ def test_over_the_batch_by_the_name_of_its_axis():
         np.testing.assert_allclose(found, wanted, rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_nested_vmap_in_a_scan():
     def loss(w, xs, limit):
         def step(h, x):
@@ -386,7 +387,7 @@ def test_nested_vmap_in_a_scan():
     np.testing.assert_allclose(total, expected.sum((0, 1)), rtol=1e-5)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["vmap", "ghost"])
 def test_in_losses_of_single_examples(method):
     def loss(params, x):

@@ -310,7 +310,7 @@ def test_limit_that_is_no_scalar(argument, value):
         ARGUMENTS[argument](value)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @each_norm_clip
 def test_up_to_the_limit_the_derivative_is_the_identity(clip):
     first = jax.jit(jax.jacobian(clip))
@@ -350,7 +350,7 @@ def test_derivative_at_a_bound_belongs_to_the_entry(bounds):
     close([by_low.sum(), by_high.sum()], [1, 1])
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [norm_clip, average_clip])
 def test_checkify_finds_nothing(clip):
     gradients = jax.grad(lambda x, limit: clip(x, limit).sum(), (0, 1))

@@ -42,7 +42,7 @@ def clipped_sum(transform, scope):
     return clip(jax.vmap(transform)(gradients()), 1.0)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [None, 3])
 @pytest.mark.parametrize("transform", [scaled, as_matrix])
 @pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()])
@@ -141,6 +141,7 @@ def test_relations_of_dp_accounting_are_taken():
         assert fn.sensitivity(member) == 0.5 * times
 
 
+@pytest.mark.slow
 def test_limits_by_name_count_as_often_as_there_are_groups():
     limits = {"w": 3.0, "b": 4.0}
     fn = per_example.clipped_grad(loss_fn, limits, scope=scopes.leaf())

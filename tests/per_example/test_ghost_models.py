@@ -115,6 +115,7 @@ def test_norms_are_those_of_the_gradients(name, scope):
         assert np.all(above >= -below * norms - least), np.min(above / norms)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize(("name", "scope"), EVERY)
 def test_sums_are_those_of_the_clipped_gradients(name, scope):
     limit, results, _ = both_methods(name, scope)

@@ -79,6 +79,7 @@ def test_each_key_has_noise_of_its_own_and_is_used_once():
     np.testing.assert_array_equal(raw, noisy_mean(result, 1.0, KEY, 1)["v"])
 
 
+@pytest.mark.slow
 def test_it_is_what_a_chain_does():
     """The same mean as that of `per_example_clip_and_aggregate`, and noise of the same size."""
     make = functools.partial(per_example.per_example_clip_and_aggregate, 1.0, batch_size=4)
@@ -108,6 +109,7 @@ def test_noise_is_drawn_and_added_in_float32(dtype):
         assert len(np.unique(part)) > 80_000
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_wide_sums_stay_wide():
     noise = noisy_mean(zeros(dtype=np.float64), np.float64(1), KEY, np.int64(2))
@@ -129,6 +131,7 @@ def test_leaves_without_gradients_pass():
     assert noisy_mean(per_example.clip_sum({}, 1.0), 1.0, KEY, 4) == {}
 
 
+@pytest.mark.slow
 def test_one_compilation_and_traced_numbers():
     compiled = jax.jit(functools.partial(noisy_mean, relation="replace_one"))
     result, keys = zeros(shape=(3,)), jax.random.split(KEY, 3)

@@ -153,6 +153,7 @@ def test_bound_in_float64():
     assert np.all(squares > 0.49 * (1 - 1e-12))
 
 
+@pytest.mark.slow
 def test_bfloat16_over_many_leaves_where_optax_exceeds():
     """Sums of squares in bfloat16 stay at 1, to which each small leaf is nothing."""
     grads = [jnp.ones((1, 1), BF16), *[jnp.full((1, 3), 0.03, BF16) for _ in range(40)]]
@@ -329,6 +330,7 @@ def test_vectors_per_layer(limit, uniform, sums, counts):
     assert tuple(map(int, found)) == counts
 
 
+@pytest.mark.slow
 def test_counts_of_layers_are_in_the_order_of_the_tree():
     """By name the eleventh comes before the third."""
     grads = [9 * jnp.float32(jnp.arange(12) < large) for large in range(12)]

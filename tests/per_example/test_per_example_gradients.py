@@ -252,7 +252,7 @@ def test_all_reduces_of_a_sharded_batch(scope, size):
         assert found == ({"all-reduce": wanted} if wanted else {})
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [None, 8, 1])
 def test_over_devices(size):
     w, x = jnp.ones((6, 80)), jax.random.normal(jax.random.key(0), (16, 6)).at[3].set(jnp.nan)

@@ -8,7 +8,7 @@ from compiling import AS_USERS, where_sums_are_fused
 from optaxclip import per_example
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @where_sums_are_fused
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_are_not_stored_beside_the_gradients(dtype):

@@ -39,6 +39,7 @@ def test_a_clip_alone():
     assert [y for _, y in lines["limit"]] == [2.0] * 7
 
 
+@pytest.mark.slow
 def test_a_skip_around_a_clip():
     inner = optax.chain(optaxclip.clip_by_global_norm(2.0), optax.sgd(0.1))
     lines = drawn(optaxclip.skip_above(inner, 10.0))

@@ -55,7 +55,7 @@ def alone(name):
     return limits_and_updates(tx, STEPS[name], PARAMS[name])[1]
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", [scopes.leaf(), scopes.axes(-1)], ids=["vector", "dict"])
 def test_each_group_has_its_own_rule(scope):
     state, (updates, info) = limits_and_updates(optaxclip.clip_by(scope, LIMITS), STEPS, PARAMS)

@@ -280,7 +280,7 @@ def test_steps_that_are_not_finite_leave_no_trace(name, floor):
         assert_same(at(actual[2], -1), at(expected[2], -1))
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.by_day(4)
 @each_rule
 def test_a_group_that_is_not_finite_leaves_the_others_alone(name):
     # In the warm-up of AdaGC the groups share the global norm.
@@ -331,7 +331,7 @@ def test_scan_equals_the_loop_and_types_stay(name):
     assert {(dtype, weak) for dtype, _, weak in types} <= {("float32", False), ("int32", False)}
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @each_rule
 def test_eager_equals_jit(name):
     # In the warm-up of AdaGC the groups share the global norm.

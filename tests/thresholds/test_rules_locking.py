@@ -43,7 +43,7 @@ def multiplied(rule, norms):
 # Options
 
 
-@pytest.mark.by_day(7)
+@pytest.mark.by_day(4)
 @each_recording
 @pytest.mark.parametrize("record", ["raw", "clipped", "capped", "accepted"])
 @pytest.mark.parametrize("patience", [None, 1, 3])
@@ -194,7 +194,7 @@ def test_the_variance_of_nearly_constant_norms_does_not_cancel(kind):
     np.testing.assert_allclose(excess, reference.trigger[50:] - 1e4, rtol=0.02)
 
 
-@pytest.mark.by_day(24)
+@pytest.mark.by_day(10)
 @each_rule
 @pytest.mark.parametrize("step", [0, 1, 30])
 def test_a_huge_finite_norm_spoils_nothing(name, step):

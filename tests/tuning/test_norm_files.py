@@ -171,6 +171,7 @@ def run(capsys, *args):
     return capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_draws(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "log.csv").write_text(csv_text())

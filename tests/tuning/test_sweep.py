@@ -134,6 +134,7 @@ def test_64_bits_and_errors_on_several_cores(monkeypatch, x64):
         tuning.sweep(wide, broken, [1.0, 50.0], STEPS, key=KEY, data=data)
 
 
+@pytest.mark.slow
 def test_steps_that_spread_over_devices(monkeypatch):
     monkeypatch.setattr(runs, "_cores", lambda: 2)
     mesh = jax.make_mesh((3,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -262,6 +263,7 @@ def test_all_diverged():
     assert swept([1.0], step=lost).diverged.all()
 
 
+@pytest.mark.slow
 def test_seeds_that_diverge_are_counted():
     def step(params, _, limit):
         return params, jnp.where((params[0] > 0) & (limit > 1.0), jnp.nan, 1.0), jnp.float32(1)
@@ -273,6 +275,7 @@ def test_seeds_that_diverge_are_counted():
     assert result.limit == 0.5
 
 
+@pytest.mark.slow
 def test_keys_of_every_kind_and_keys_as_data():
     def step(params, key, limit):
         return step_fn(params, jax.random.normal(key, (3,)), limit)
@@ -314,6 +317,7 @@ def test_a_transformation_in_the_state():
     assert result.final_loss[1] < result.final_loss[0]
 
 
+@pytest.mark.slow
 def test_the_command(capsys, tmp_path, monkeypatch):
     for package in ("flax", "matplotlib", "rich"):
         pytest.importorskip(package)

@@ -79,6 +79,7 @@ def test_counts_are_ints(argument, wrong):
         swept([1.0], **{argument: wrong})
 
 
+@pytest.mark.slow
 def test_counts_may_be_ints_of_numpy():
     of_numpy = {"steps": np.int64(5), "seeds": np.int32(2), "parallel": np.uint8(1)}
     result = swept([1.0], **of_numpy)

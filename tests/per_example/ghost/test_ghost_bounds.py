@@ -139,6 +139,7 @@ def tied_loss(w, i, d, x, e):
     return jnp.vdot(w[i], d) + jnp.vdot(x @ w.T, e)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", slow_unless((30).__eq__, [30, 300]))
 def test_a_table_that_is_also_a_factor(rows):
     """The table's rows cancel those of the product."""
@@ -240,6 +241,7 @@ def test_norms_and_sums_read_the_same_cotangents_of_bfloat16(positions):
     assert np.all(norms_of(alone) <= 1)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_kept_in_bfloat16_is_not_less_than_it_was():
     def loss_fn(w, x):
         return jnp.sum(x @ w.astype(jnp.float32))

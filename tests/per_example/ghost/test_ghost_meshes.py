@@ -69,6 +69,7 @@ def placed(mesh, params):
     return jax.device_put(PARAMS, rows), *batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", slow_unless(lambda size: size == 8, [None, 8, 5]))
 def test_the_compiler_splits_parameters_and_batch(size):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -108,6 +109,7 @@ def test_inside_shard_map_the_sum_is_that_of_the_shard(check_vma):
     assert_expected(jax.jit(mapped)(PARAMS, *BATCH))
 
 
+@pytest.mark.slow
 def test_over_seeds():
     seeds = jax.tree.map(lambda x: np.stack([x, x * np.float32(1.5)]), PARAMS)
     found = jax.jit(jax.vmap(clipped(loss_fn, 8), (0, None, None)))(seeds, *BATCH)

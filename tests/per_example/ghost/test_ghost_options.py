@@ -55,6 +55,7 @@ def test_the_result_is_that_of_the_other_method(name):
         )
 
 
+@pytest.mark.slow
 def test_keys_aux_and_arguments_in_any_place():
     def loss(scale, example, params):
         noise = jax.random.normal(example["key"], ())

@@ -53,6 +53,7 @@ def test_norms_of_leaves_are_never_below_the_true_ones(name):
     np.testing.assert_allclose(losses, exact_losses, rtol=1e-5)
 
 
+@pytest.mark.by_day(1)
 @quick_cases("concatenated_experts", "recurrent_in_layers")
 def test_the_sum_is_that_of_the_clipped_gradients(name):
     loss, params, batch, _ = CASES[name]
