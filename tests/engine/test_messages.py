@@ -219,5 +219,7 @@ def test_nothing_to_clip_is_said(clip):
     assert warned[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for tree in ({}, None, WHOLE | {"c": jnp.ones(1)}):
+        without_gradients = {"a": np.zeros(2, jax.dtypes.float0)}
+        for tree in ({}, None, WHOLE | {"c": jnp.ones(1)}, without_gradients):
             clip(tree)
+        clip_by_global_norm(1.0).init(WHOLE)
