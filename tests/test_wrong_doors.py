@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.tree_util import Partial
 from methods_table import GRADS, PARAMS, label
 from public_names import public
 
@@ -145,7 +146,9 @@ def test_other_errors_say_nothing_of_gradients():
     mistakes = [
         lambda: optaxclip.clip_by_global_norm(-1.0),
         lambda: optaxclip.zclip(z_thresh=-1.0),
+        lambda: optaxclip.clip_by_global_norm(np.float32(-1)),
         lambda: optaxclip.clip_by(scopes.tree(), thresholds.given({"a": jnp.ones(2)}), foo=1),
+        lambda: optaxclip.clip_by(scopes.tree(), Partial(jnp.take, jnp.ones(2)), foo=1),
         lambda: optaxclip.skip_above(optax.adam(1e-3), None),
         lambda: per_example.per_example_clip_and_aggregate(-1.0, 1.0, jax.random.PRNGKey(0)),
     ]
