@@ -131,6 +131,15 @@ def test_a_short_error_at_once(mistake):
     assert len(str(raised.value)) < 320
 
 
+@pytest.mark.parametrize("count", [1, jnp.int32(1), 10**12], ids=["one", "array", "huge"])
+def test_a_count_may_be_the_least_and_any_that_is_larger(count):
+    skip = optaxclip.skip_above(SGD, 1.0, count)
+    scaled = optaxclip.scale_loss(skip, growth_interval=count)
+    tx = optaxclip.reset_state(scaled, every=count, only=("consecutive",))
+    params = jnp.ones(2)
+    jax.eval_shape(lambda params: tx.update(params, tx.init(params), params), params)
+
+
 def test_how_to_switch_clipping_off_is_said_where_one_might_want_it():
     for limit in (None, -1.0, np.nan):
         with pytest.raises((TypeError, ValueError), match=r"to switch clipping off pass math\.inf"):
