@@ -9,6 +9,7 @@ import optax
 import pytest
 from cases import slow_unless
 from flax import nnx
+from jax.experimental import checkify
 from methods_table import (
     DISTINCT,
     GRADS,
@@ -145,6 +146,14 @@ def test_a_group_that_a_step_lacks_keeps_its_record(scope):
         np.testing.assert_array_equal(*of_b, err_msg=name)
     np.testing.assert_array_equal(after.info.fraction, [1, 0])
     np.testing.assert_array_equal(after.info.num_clipped, [2, 1])
+
+
+def test_a_group_that_a_step_lacks_is_no_error():
+    tx, grads = optaxclip.clip_by_norm(1.0, nonfinite="error"), {"a": jnp.ones(2), "b": jnp.ones(3)}
+    step = checkify.checkify(lambda x: tx.update({"a": x, "b": None}, tx.init(grads))[0])
+    error, updates = jax.jit(step)(grads["a"])
+    assert error.get() is None
+    np.testing.assert_allclose(updates["a"], np.full(2, 0.5**0.5), rtol=1e-6)
 
 
 def test_a_step_without_leaves_has_the_norm_of_nothing():
