@@ -47,6 +47,13 @@ def test_only_a_stage_that_is_told_so_takes_it(tx, expected):
     np.testing.assert_allclose(update(tx, grad_norm=100.0), expected, rtol=2e-6)
 
 
+def test_strictly_it_may_be_too_small_by_what_its_sum_was_rounded():
+    grads = np.ones(2**20, np.float32)
+    norm = np.float32(2**10 * (1 - 7e-7))
+    updates, _ = told(1.0, strict=True).update(grads, None, grad_norm=norm)
+    assert 1 - 2e-6 < np.linalg.norm(np.float64(updates)) <= 1
+
+
 def test_behind_accumulation_it_is_no_norm_of_the_mean():
     tx = optax.MultiSteps(clip_by_global_norm(1.0), 2)
     state = tx.init(GRADS)

@@ -233,7 +233,8 @@ def test_results_are_exact_to_rounding(clip):
 
 
 def test_use_norm_is_believed_and_returned_as_float32():
-    for use_norm, factor in [(10, 0.1), (jnp.float16(10), 0.1), (0.5, 1), (0, 1), (INF, NAN)]:
+    cases = [(10, 0.1), (jnp.float16(10), 0.1), (0.5, 1), (0, 1), (-1, 1), (INF, NAN)]
+    for use_norm, factor in cases:
         clipped, norm = ops.clip_by_global_norm([f32([3, 4])], 1.0, use_norm=use_norm)
         close(clipped[0], np.array([3, 4]) * factor)
         same_bits(norm, np.float32(use_norm))
