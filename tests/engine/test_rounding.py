@@ -123,10 +123,11 @@ def test_strictly_no_norm_is_above_its_limit_however_near(dtypes):
 
 
 def test_strict_largest_moduli_are_lowered_by_no_more_than_they_are_rounded():
-    given = np.complex64([3 + 4j, 0.1j])
     options = {"scope": scopes.tree(), "norm": "linf", "strict": True}
-    clipped, _ = optaxclip.clip_tree(given, 2.0, **options)
-    assert 1 - 1e-6 < np.max(np.abs(longest([clipped[None]]))) / 2 <= 1
+    for given in (np.complex64([3 + 4j, 0.1j]), F32([3, -4])):
+        clipped, _ = optaxclip.clip_tree(given, 2.0, **options)
+        assert 1 - 1e-6 < np.max(np.abs(longest([clipped[None]]))) / 2 <= 1
+    np.testing.assert_array_equal(optaxclip.clip_tree(given, 4.0, **options)[0], given)
 
 
 @pytest.mark.by_day(1)
