@@ -113,10 +113,11 @@ def test_without_a_limit_every_response_lets_gradients_be(response):
 
 
 def test_what_a_zero_group_was_multiplied_by():
-    tx = clip_by(scopes.tree(), 1.0, response="normalize")
-    updates, state = tx.update(jnp.zeros(2), tx.init(jnp.zeros(2)))
-    np.testing.assert_array_equal(updates, [0, 0])
-    np.testing.assert_allclose(state.info.factor, 1, rtol=2e-6)
+    for options in ({"response": "normalize"}, {"strict": True}):
+        tx = clip_by(scopes.tree(), 0.5, **options)
+        updates, state = tx.update(jnp.zeros(2), tx.init(jnp.zeros(2)))
+        np.testing.assert_array_equal(updates, [0, 0])
+        np.testing.assert_allclose(state.info.factor, 1, rtol=2e-6)
 
 
 def test_names_that_would_mix_up_the_groups_are_refused():
@@ -151,6 +152,11 @@ def test_a_norm_of_the_whole_tree_is_for_the_whole_tree():
     for tx in (by_leaf, masked):
         given = tx.update(grads, None, grad_norm=9.0)
         jax.tree.map(np.testing.assert_array_equal, given, tx.update(grads, None))
+    for options in ({"scope": scopes.leaf()}, {"scope": scopes.tree(), "nonfinite": "mask"}):
+        given, expected = (
+            optaxclip.clip_tree(grads, 1.0, use_norm=norm, **options) for norm in (9.0, None)
+        )
+        jax.tree.map(np.testing.assert_array_equal, given, expected)
 
 
 @pytest.mark.usefixtures("x64")

@@ -14,9 +14,14 @@ from optaxclip import clip_by, clip_by_global_norm, clip_tree, ops, per_example,
 
 SPARSE = BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))
 STATE = clip_by(scopes.leaf(), 1.0).init
+RELATIVE = optaxclip.thresholds.relative_to_params(0.01)
 MISTAKES = {
     "negative limit": (lambda: clip_by_global_norm(-1.0), "max_norm .* got -1.0; .* math.inf"),
     "limit of groups": (lambda: clip_by_global_norm(np.ones(2)), r"shape \(2,\).* a dict from the"),
+    "missing params": (
+        lambda: clip_tree({"b": jnp.ones(1)}, RELATIVE, scope=scopes.leaf(), name="mine"),
+        "^mine: .* pass them",
+    ),
     "limits of others": (
         lambda: clip_by(scopes.leaf(), {"a": 1.0}).init({"b": jnp.ones(1)}),
         r"groups \['a'\], but the groups are \['b'\]: give one",

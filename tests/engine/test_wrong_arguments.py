@@ -35,6 +35,10 @@ MISTAKES = {
     "swapped": (lambda: ops.clip_by_global_norm(1.0, GRADS), "clip_norm must be .* of type dict"),
     "swapped bounds": (lambda: ops.clip_by_value(-1.0, 1.0, GRADS), "clip_value_max .* type dict"),
     "scope's name": (lambda: clip_by("leaf", 1.0), "must be from optaxclip.scopes.* got 'leaf'"),
+    "scope's name at once": (
+        lambda: optaxclip.clip_tree(GRADS, 1.0, scope="leaf"),
+        "must be from optaxclip.scopes.* got 'leaf'",
+    ),
     "scope uncalled": (lambda: clip_by(scopes.leaf, 1.0), r"call it, as in scopes\.leaf\(\)"),
     "scope's name for examples": (
         lambda: per_example.clip_sum(GRADS, 1.0, scope="leaf"),
