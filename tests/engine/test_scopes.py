@@ -266,6 +266,12 @@ def test_groups_are_trees_of_their_own(labels):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), clipped[name], alone)
 
 
+def test_labels_fit_a_tree_without_leaves():
+    for scope in (scopes.group({"w": "a"}), scopes.leaf(stacked=[1]), scopes.unit({"w": 0})):
+        for tree in ({}, {"b": None}):
+            assert clip(tree, 1.0, scope)[0] == tree
+
+
 def test_one_label_is_the_tree():
     clipped, _ = clip(GROUPED, 0.5, scopes.group("all"))
     jax.tree.map(
@@ -369,8 +375,9 @@ def test_limits_for_other_groups(limits):
 
 def test_groups_that_init_did_not_know():
     tx = optaxclip.clip_by_norm(1.0)
-    with pytest.raises(ValueError, match=r"clip_by_norm: .*\['b'\].*init"):
-        tx.update({"a": jnp.ones(2), "b": jnp.ones(2)}, tx.init({"a": jnp.ones(2)}))
+    for known, unknown in (({"a": jnp.ones(2)}, r"\['b'\]"), ({}, r"\['a', 'b'\]")):
+        with pytest.raises(ValueError, match=f"clip_by_norm: .*{unknown}.*given to init did not"):
+            tx.update({"a": jnp.ones(2), "b": jnp.ones(2)}, tx.init(known))
 
 
 @pytest.mark.parametrize("scope", [scopes.unit(), scopes.axes(0), scopes.leaf(stacked=1)])

@@ -16,6 +16,7 @@ from methods_table import (
     METHODS,
     PARAMS,
     assert_same,
+    avals,
     random_tree,
 )
 from parts_table import NUMBER, RULES, SCOPES, TRANSFORMATIONS, WRAPPERS
@@ -146,6 +147,14 @@ def test_a_group_that_a_step_lacks_keeps_its_record(scope):
         np.testing.assert_array_equal(*of_b, err_msg=name)
     np.testing.assert_array_equal(after.info.fraction, [1, 0])
     np.testing.assert_array_equal(after.info.num_clipped, [2, 1])
+
+
+def test_units_that_a_step_lacks_keep_their_place_in_what_a_rule_knows():
+    tx = optaxclip.clip_by(scopes.unit(), thresholds.ema(0.9, 2.0))
+    grads = {"a": jnp.ones((3, 2)), "b": jnp.ones((3, 4)), "c": jnp.ones((3, 2))}
+    state = tx.init(grads)
+    after = jax.eval_shape(tx.update, grads | {"b": None}, state)[1]
+    assert avals(after) == avals(state)
 
 
 def test_a_group_that_a_step_lacks_is_no_error():
