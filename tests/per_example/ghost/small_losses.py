@@ -85,6 +85,24 @@ def heads(p, x):
     return squares(jnp.einsum("tk,khd->htd", x, p["w"]))
 
 
+@case({"w": drawn(3, 2, 5)}, batch(2, 3), ways={"w": "gram"})
+def sums_over_axes_in_both_orders(p, x):
+    orders = [((1, 0), (0, 1)), ((0, 1), (1, 0))]
+    return sum(squares(lax.dot_general(x, p["w"], (order, ((), ())))) for order in orders)
+
+
+@case({"w": drawn(4, 2, 3)}, batch(2, 4), ways={"w": "direct"})
+def heads_in_both_orders(p, x):
+    turned = jnp.einsum("tk,kdh->tdh", jnp.sin(x), jnp.transpose(p["w"], (0, 2, 1)))
+    return squares(jnp.einsum("tk,khd->thd", x, p["w"])) + squares(turned)
+
+
+@case({"w": drawn(1, 3), "k": drawn(3, 2, 1)}, batch(4, 2), ways={"w": "direct", "k": "direct"})
+def one_input_and_one_feature(p, x):
+    y = convolution(x, p["k"], (1,), "SAME", numbers=("NWC", "WIO", "NWC"))
+    return squares(y[0] @ p["w"])
+
+
 @case({"w": drawn(24)}, batch(5, 4), ways={"w": "direct"})
 def reshaped_and_transposed(p, x):
     return squares(x @ p["w"].reshape(6, 4).T)
@@ -236,6 +254,14 @@ def layers_of_layers(p, x):
     return squares(lax.scan(inner, x, p["w"])[0])
 
 
+@case({"w": drawn(2, 3, 4, 4)}, batch(4), ways={"w": "direct"})
+def autoencoders_in_layers_of_layers(p, x):
+    def inner(x, w):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w) @ w.T + x, None), x, w)
+
+    return squares(lax.scan(inner, x, p["w"])[0])
+
+
 @case({"w": drawn(3, 5, 4)}, ids(3, 2, high=5), ways={"w": "rows"})
 def stacked_tables(p, i):
     return squares(lax.scan(lambda _, w: (None, w[0][w[1]]), None, (p["w"], i))[1])
@@ -252,7 +278,7 @@ def stacked_kernels(p, x):
 @case({"w": drawn(3, 4, 12)}, batch(5, 4), ways={"w": "direct"})
 def slices_of_a_kernel(p, x):
     q, k, v = jnp.split(p["w"][1], 3, axis=1)
-    return squares((x @ q) @ (x @ k).T @ (x @ v))
+    return squares((x @ k) @ (x @ q).T @ (x @ v))
 
 
 @case({"w": drawn(4, 12)}, batch(5, 4), ways={"w": "dense"})
@@ -288,6 +314,14 @@ def concatenated_in_a_loop(p, x):
         return jnp.tanh(jnp.concatenate([h, x]) @ jnp.concatenate([p["h"], p["x"]])), None
 
     return squares(lax.scan(body, x[0], x)[0])
+
+
+@case({"a": drawn(3, 4, 2), "b": drawn(3, 4, 3)}, batch(5, 4), ways={"a": "direct", "b": "direct"})
+def concatenated_layers(p, x):
+    def layer(x, w):
+        return jnp.tanh((x @ w)[:, 1:]), None
+
+    return squares(lax.scan(layer, x, jnp.concatenate([p["a"], p["b"]], 2))[0])
 
 
 @case({"w": drawn(4, 6), "g": drawn(6)}, batch(5, 4), ways={"w": "dense", "g": "dense"})
