@@ -1,6 +1,7 @@
 """What `clipped_grad` takes, with the method "ghost"; `grad_norms` and `explain`."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -166,6 +167,9 @@ def test_examples_are_taken_at_once_as_far_as_what_is_kept_for_them_has_room():
     def dense(params, x):
         return jnp.sum(jnp.sin(params["b"]) * x)
 
+    def two_dense(params, x):
+        return jnp.sum(jnp.sin(params["b"]) * jnp.cos(params["c"]) * x)
+
     def layer(w, x):
         return jnp.tanh(x @ w)
 
@@ -180,6 +184,8 @@ def test_examples_are_taken_at_once_as_far_as_what_is_kept_for_them_has_room():
     assert chosen(dense, *shapes(100, size, b=(size,))) == 100
     assert chosen(dense, *shapes(1024, size, b=(size,))) == 256
     assert chosen(dense, *shapes(1024, size, b=(size,), w=(255, size))) == 512
+    assert chosen(two_dense, *shapes(1024, size, b=(size,), c=(size,))) == 128
+    assert chosen(dense, *shapes(1, size, b=(size,))) == 1
     # Data and output of the layer have 4 KiB each.
     size = 2**10
     assert chosen(in_checkpoint, *shapes(2**16, size, w=(size, size))) == 2**15
@@ -266,8 +272,32 @@ def test_explain_says_how_each_parameter_is_measured_and_why():
         ("tied_and_small", "112 B"),  # likewise
         ("rows", "240 B"),  # for 6 positions a row of 4 entries, and which of them have one row
         ("layers_of_layers", "0 B"),
+        ("stacked_wide_layers", "96 B"),  # for each of 3 layers two Gram matrices of 2 positions
+        ("tied", "288 B"),  # two Gram matrices of 2 positions of the product and 4 of the table
+        ("kernel_of_patches", "640 B"),  # 4 patches of 32 pixels, and two Gram matrices
+        ("kernel", "2.391 KiB"),  # 30 patches of 18 pixels, and a gradient of 72 entries
     ],
 )
 def test_explain_says_how_many_bytes_an_example_takes(name, memory):
     loss, params, batch, _ = CASES[name]
     assert per_example.explain(loss, params, *batch).endswith(f"  {memory}")
+
+
+def test_explain_is_a_table_in_units_that_one_can_read():
+    def loss(params, x):
+        others = sum(jnp.sum(jnp.sin(params[name])) for name in "abc")
+        return others * jnp.sum(x @ params["w"])
+
+    sizes = {"a": (256,), "b": (3 * 2**18,), "c": (2**28,), "unused": (2,), "w": (3, 4)}
+    params = {name: jax.ShapeDtypeStruct(size, np.float32) for name, size in sizes.items()}
+    text = per_example.explain(loss, params, jax.ShapeDtypeStruct((2, 3), np.float32))
+    lines = text.splitlines()
+    assert [re.split("  +", line) for line in lines] == [
+        ["parameter", "shape", "norms from", "positions", "memory"],
+        ["a", "(256,)", "gradients of examples, as it is used by 'sin'", "-", "1 KiB"],
+        ["b", "(786432,)", "gradients of examples, as it is used by 'sin'", "-", "3 MiB"],
+        ["c", "(268435456,)", "gradients of examples, as it is used by 'sin'", "-", "1 GiB"],
+        ["unused", "(2,)", "is not used: norm 0", "-", "0 B"],
+        ["w", "(3, 4)", "norms of its inputs and of their cotangents", "1", "0 B"],
+    ]
+    assert {len(line) for line in lines} == {len(lines[3])}
