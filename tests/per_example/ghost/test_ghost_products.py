@@ -1,6 +1,7 @@
 """Products of norms and sums do not round their factors, on any platform."""
 
 import functools
+import math
 
 import jax
 import jax.extend.core as jex
@@ -40,13 +41,8 @@ def equations(jaxpr):
                 yield from equations(inner)
 
 
-def own_products(name, dtype):
+def own_products(loss, params, batch):
     """The products that find norms and sums; those of the loss itself are as its author asks."""
-    loss, params, batch, _ = CASES[name]
-    params, batch = jax.tree.map(
-        lambda x: jnp.asarray(x, dtype) if x.dtype == np.float32 else jnp.asarray(x),
-        (params, batch),
-    )
     call, plan = planned(loss, params, *batch)
     measured, grouping = call.params.measured_leaves(), tree()(call.params)
     backward = jax.eval_shape(functools.partial(differentiate, plan), measured, batch)
@@ -69,7 +65,11 @@ def own_products(name, dtype):
 def test_every_product_is_of_exact_factors(dtype):
     in_loops = ("stacked_kernels", "stacked_wide_layers")
     for name in ("many_tokens", "kernel", "kernel_of_patches", "tied", *in_loops):
-        found = own_products(name, dtype)
+        loss, *args, _ = CASES[name]
+        args = jax.tree.map(
+            lambda x: jnp.asarray(x, dtype) if x.dtype == np.float32 else jnp.asarray(x), args
+        )
+        found = own_products(loss, *args)
         assert found, name
         for eqn in found:
             assert all(v.aval.dtype in (jnp.float32, jnp.dtype(dtype)) for v in eqn.invars), name
@@ -77,6 +77,24 @@ def test_every_product_is_of_exact_factors(dtype):
             are_exact = all(v.aval.dtype == jnp.bfloat16 for v in eqn.invars)
             highest = (lax.Precision.HIGHEST,) * 2
             assert are_exact or eqn.params["precision"] == highest, (name, eqn)
+
+
+@pytest.mark.parametrize(
+    ("positions", "inputs", "outputs", "longest"),
+    [(2**13, 8, 8, 2**8), (3, 2**13, 8, 2**11), (2**13, 2**15, 2**15, 2**11)],
+)
+def test_no_sum_of_products_has_more_terms_than_its_bound_counts(
+    positions, inputs, outputs, longest
+):
+    """Of many positions and of long inner products the sums are cut into pieces."""
+    shapes = (inputs, outputs), (2, positions, inputs), (2, positions, outputs)
+    w, *batch = (jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes)
+    found = own_products(lambda p, x, d: jnp.vdot(x @ p["w"], d), {"w": w}, batch)
+    terms = []
+    for eqn in found:
+        (summed, _), _ = eqn.params["dimension_numbers"]
+        terms.append(math.prod(eqn.invars[0].aval.shape[axis] for axis in summed))
+    assert max(terms) == longest
 
 
 def test_two_numbers_of_bfloat16_are_nearly_one_of_float32():
