@@ -202,7 +202,8 @@ def test_bad_input():
             noisy_mean(result, 1.0, KEY, size)
     with pytest.raises(ValueError, match=r"key must be one key from jax.random, a new one"):
         noisy_mean(result, 1.0, None, 4)
-    for key in (0, jax.random.split(KEY), jnp.ones(2), "key"):
+    raw = jax.random.PRNGKey(0)
+    for key in (0, jax.random.split(KEY), jax.random.split(raw), jnp.ones(2), "key"):
         with pytest.raises(TypeError, match=r"key must be one key from jax.random, a new one"):
             noisy_mean(result, 1.0, key, 4)
     with pytest.raises(ValueError, match="relation must be one of"):

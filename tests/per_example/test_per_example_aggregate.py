@@ -175,6 +175,13 @@ def test_errors_say_what_is_wrong():
         aggregate(math.nan, 0.0)
     with pytest.raises(ValueError, match="reduction must be one of"):
         aggregate(1.0, 0.0, reduction="median")
+    with pytest.raises(ValueError, match="batch_size must be from 1"):
+        aggregate(1.0, 0.0, batch_size=0)
+    for key in (1.5, True, jax.random.split(jax.random.key(0))):
+        with pytest.raises(TypeError, match=r"key must be one key .* or an int, got"):
+            aggregate(1.0, 1.0, key)
+    with pytest.raises(ValueError, match="the state must be of type PerExampleState"):
+        aggregate(1.0, 0.0).update(jnp.ones((2, 3)), ())
     with pytest.raises(ValueError, match=r"noise_multiplier must be below 2 \* count_noise"):
         aggregate(per_example.quantile_limit(count_noise=0.5), 1.0, key=0)
     with pytest.raises(ValueError, match="key must be given for a count_noise"):
@@ -283,7 +290,7 @@ def test_noise_on_the_count_and_range_of_the_limit():
     assert np.std(np.log(np.clip(moved, 0.91, 1.29))) > 0.05
     assert np.min(moved) == np.float32(0.9)
     assert 1 < np.max(moved) <= np.float32(1.3)
-    assert per_example.quantile_limit(init_limit=5.0, max_limit=2.0).init() == 2
+    assert per_example.quantile_limit(init_limit=5.0, max_limit=0.5).init() == 0.5
     rule = per_example.quantile_limit(0.0, 1.0, count_noise=10.0, geometric=False)
     moved = jax.jit(jax.vmap(lambda key: rule.update(jnp.ones(()), 50, 100, key)))(keys)
     assert np.std(100 * moved) == pytest.approx(10, rel=0.1)

@@ -72,8 +72,10 @@ def test_an_aggregate_with_noise(dtype):
     grads = trees(8, dtype)
     for limit in (F32(1), jnp.ones((), F64), lambda count: jnp.ones((), F64)):
         tx = optaxclip.per_example_clip_and_aggregate(limit, F64(1), 0, scope=scopes.leaf())
-        updates, _ = jax.eval_shape(tx.update, grads, tx.init(grads))
+        state = tx.init(grads)
+        updates, new_state = jax.eval_shape(tx.update, grads, state)
         assert {x.dtype for x in updates.values()} == {np.dtype(dtype)}
+        assert jax.tree.map(lambda x: x.dtype, new_state) == jax.tree.map(lambda x: x.dtype, state)
 
 
 @pytest.mark.by_day(1)

@@ -30,3 +30,10 @@ def test_nothing_is_above_a_limit_of_zero():
 def test_huge_and_small_examples_in_one_batch():
     grads = jnp.array([[3e30, 4e30], [0.3, 0.4]])
     np.testing.assert_allclose(per_example.clip_sum(grads, 1.0).grads, [0.9, 1.2], rtol=2e-6)
+
+
+def test_factors_beyond_float32_normalize_as_all_others_do():
+    """For the first example the limit is 2e49 times its norm."""
+    grads = jnp.array([[3e-30, 4e-30], [0.3, 0.4]])
+    found = per_example.clip_sum(grads, 1e20, response="normalize").grads
+    np.testing.assert_allclose(found, [1.2e20, 1.6e20], rtol=2e-6)

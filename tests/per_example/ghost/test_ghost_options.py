@@ -247,8 +247,10 @@ def test_wrong_losses_are_refused():
     for make in (per_example.grad_norms, lambda loss: per_example.clipped_grad(loss, 1.0)):
         with pytest.raises(ValueError, match="must return a scalar"):
             make(lambda params, x: x @ params["w"])(PARAMS, X)
-    with pytest.raises(TypeError, match=r"must return \(loss, aux\)"):
-        per_example.grad_norms(loss_fn, has_aux=True)(PARAMS, X, Y)
+    # A pair is needed, and a tuple: neither an array of two nor three outputs.
+    for found in (lambda x: x[0], lambda x: x[:2], lambda x: (x[0], x, x)):
+        with pytest.raises(TypeError, match=r"must return \(loss, aux\)"):
+            per_example.grad_norms(lambda _, x, found=found: found(x), has_aux=True)(PARAMS, X)
 
 
 def test_explain_says_how_each_parameter_is_measured_and_why():
