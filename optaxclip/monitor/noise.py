@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.arguments import makes_transformation
+from optaxclip._base.arguments import checked_name, makes_transformation
 from optaxclip._base.numerics import select
 from optaxclip._base.states import Names, check_state, increased, registered_state
 from optaxclip._base.types import ArrayLike, PyTree
@@ -90,7 +90,8 @@ def noise_scale(
 
     Raises:
       ValueError: if `decay` is not in its range; when used, without `noise=`.
-      TypeError: if `decay` is not a number, or `noise` is not a `NoiseSums`.
+      TypeError: if `decay` is not a number, `name` is not a string or is empty, or `noise` is not a
+        `NoiseSums`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -108,7 +109,7 @@ def noise_scale(
       >>> print(f"about {monitor.scalars(state)['noise_scale/scale']:.0f}")
       about 16
     """
-    decay = checked_decay(decay, "decay")
+    decay, name = checked_decay(decay, "decay"), checked_name(name)
 
     def init(params: PyTree) -> NoiseScaleState:
         del params

@@ -1,6 +1,7 @@
 """What is passed in the wrong place, uncalled, or of another: a short error, at once."""
 
 import functools
+import inspect
 from itertools import product
 
 import jax
@@ -10,6 +11,7 @@ import optax
 import pytest
 from cases import slow_unless
 from jax.sharding import AxisType
+from public_names import GIVEN, public
 
 import optaxclip
 from optaxclip import clip_by, monitor, ops, per_example, responses, scopes, thresholds
@@ -241,3 +243,18 @@ def test_the_axis_of_a_vmap_where_jax_has_no_sum_over_it():
         clipped("rows", check_vma=True)
     found = clipped(("rows", "x"), check_vma=False)
     np.testing.assert_allclose(found, np.full((3, 4), 12**-0.5), rtol=1e-6)
+
+
+OF_A_STATE = ("clip_tree", "monitor.history", "monitor.history_names")
+
+
+def test_names_are_checked_by_all_that_take_one():
+    for path, fn in public().items():
+        if path in OF_A_STATE or not inspect.isfunction(fn):
+            continue
+        if "name" not in inspect.signature(fn).parameters:
+            continue
+        given = {"inner": SGD} if path == "monitor.events" else GIVEN.get(path, {})
+        for wrong in (None, 3, ""):
+            with pytest.raises((TypeError, ValueError), match=r"^name must be a"):
+                fn(**given, name=wrong)
