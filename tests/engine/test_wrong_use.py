@@ -30,6 +30,14 @@ def test_a_state_in_the_place_of_the_gradients(name):
         tx.update((state, optax.EmptyState()), "b", PARAMS)  # as Optax's chain would pass them
 
 
+def test_a_state_of_another_transformation_is_refused_by_all():
+    other = optax.adam(1e-3).init(GRADS)
+    for name, method in METHODS.items():
+        if name not in ("hyperball", "muon"):  # which the table wraps in other transformations
+            with pytest.raises(ValueError, match=r"state must be of type [A-Z]"):
+                method.make().update(GRADS, other, PARAMS)
+
+
 def test_it_is_said_of_records_of_clips_without_one_and_of_a_skip_of_the_loss():
     made = [monitor.record(), monitor.noise_scale(), optaxclip.hyperball(0.1)]
     made += [optaxclip.clip_by_norm(1.0, record=False), optaxclip.clip(1.0, record=False)]
