@@ -1,15 +1,18 @@
 """QK-Clip: the largest logit of every head comes back to the limit, in every kind of attention."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from methods_table import assert_same
+from methods_table import assert_same, avals
 
 import optaxclip
 from optaxclip import Heads
+from optaxclip.methods.heads import multiplier, placed
 
 WIDTH, HEADS, SIZE, ROTARY, VALUE, TAU = 6, 4, 3, 2, 5, 2.0
 RNG = np.random.default_rng(0)
@@ -199,9 +202,36 @@ def test_where_logits_are_found(where):
         np.testing.assert_allclose(new, 3 / np.array(roots), rtol=1e-5)
 
 
+def test_what_lies_at_the_longest_path_counts():
+    logits = {"layers/0": FIRST, "layers/1": jnp.ones(3), "layers/1/attention": FIRST}
+    clip = optaxclip.clip_attention_logits(1.0, heads=one_layer)
+    found, _ = jax.eval_shape(clip.update, MODEL, clip.init(MODEL), MODEL, max_logits=logits)
+    assert avals(found) == avals(MODEL)
+
+
+def test_specs_may_be_shardings_with_the_mesh_in_them():
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = dict.fromkeys(LAYER, jax.NamedSharding(mesh, jax.P(None, "model")))
+    clip = optaxclip.clip_attention_logits(1.0, heads=one_layer, specs=specs)
+    for tree in (LAYER, {"query": None, "key": None}):
+        found, _ = jax.eval_shape(clip.update, tree, clip.init(LAYER), LAYER, max_logits=FIRST)
+        assert avals(found) == avals(tree)
+
+
 def updated(params=LAYER, logits=FIRST, heads=one_layer, tau=1.0):
     clip = optaxclip.clip_attention_logits(tau, heads=heads)
     return clip.update(LAYER, clip.init(LAYER), params, max_logits=logits)
+
+
+@pytest.mark.usefixtures("x64")
+def test_logits_are_compared_in_float32_or_wider():
+    weights = {name: np.ones((1, 2), np.float32) for name in ("narrow", "several")}
+    clip = optaxclip.clip_attention_logits(2.0, heads=lambda *_: Heads(1, 1.0))
+    narrow, wide = jnp.asarray([1, 3], jnp.bfloat16), jnp.asarray([2, 1], jnp.float64)
+    logits = {"narrow": narrow, "several": {"max_logits": (narrow.astype(jnp.float32), wide)}}
+    updates, _ = jax.jit(clip.update)(weights, None, weights, max_logits=logits)
+    for name, update in updates.items():
+        np.testing.assert_allclose(1 + update, [[2, 4 / 3]], rtol=1e-6, err_msg=name)
 
 
 ERRORS = {
@@ -217,6 +247,20 @@ ERRORS = {
     "no heads": ({"heads": lambda path, leaf: 1}, "heads must give optaxclip.Heads or None, got 1"),
     "nowhere": ({"heads": lambda *_: None}, r"gave None for all of \['key', 'query'\]"),
     "axis": ({"heads": lambda *_: Heads(3)}, r"axes that leaf 'key' of shape \(1, 2, 2\) does not"),
+    "axis below": ({"heads": lambda *_: Heads(-4)}, r"axes that leaf 'key' .* does not"),
+    "axis of parts": ({"heads": lambda *_: Heads(3, ((2, 1.0),))}, "axes that leaf 'key'"),
+    "no axis of entries": (
+        {"heads": lambda *_: Heads(1, ((2, 1.0),), along=3)},
+        "axes that leaf 'key'",
+    ),
+    "half a head": (
+        {"heads": lambda *_: Heads(-1, ((3, 1.0),))},
+        r"divides heads of 3 entries, which does not fit axis 2 of leaf 'key'",
+    ),
+    "heads as entries": (
+        {"heads": lambda *_: Heads((0, 1), ((1, 1.0),), along=0)},
+        r"divides heads of 1 entries, which does not fit axis 0 of leaf 'key'",
+    ),
     "twice": ({"heads": lambda *_: Heads((1, -2))}, "names an axis of leaf 'key' .* twice"),
     "entries": (
         {"heads": lambda *_: Heads(1, ((3, 1.0),))},
@@ -238,6 +282,27 @@ def test_errors_say_what_to_do(case):
 def test_bad_heads(arguments):
     with pytest.raises((TypeError, ValueError), match=r"^(axis|power) must be"):
         Heads(*arguments)
+
+
+@pytest.mark.parametrize(("axis", "shape"), [(0, (2,)), ((2, -3), (3, 1, 2))])
+def test_heads_may_lie_on_any_axes(axis, shape):
+    place, of_heads = placed(Heads(axis), shape, "w")
+    factors = np.random.default_rng(0).uniform(0.1, 0.9, of_heads).astype(np.float32)
+    by = np.broadcast_to(jax.jit(lambda x: multiplier(x, place))(factors), shape)
+    at = [range(size) for size in of_heads]
+    for index in itertools.product(*at):
+        where = [slice(None)] * len(shape)
+        for i, number in zip(np.atleast_1d(axis), index, strict=True):
+            where[i] = number
+        np.testing.assert_allclose(by[tuple(where)], factors[index] ** 0.5, rtol=1e-6)
+
+
+def test_a_factor_of_zero_leaves_what_has_the_power_zero():
+    place, _ = placed(Heads(0, ((1, 0.5), (1, 0.0))), (3, 2), "w")
+    factors = jnp.float32([0.0, 0.25, 1.0])
+    np.testing.assert_array_equal(multiplier(factors, place), [[0, 1], [0.5, 1], [1, 1]])
+    slopes = jax.jit(jax.grad(lambda x: jnp.sum(multiplier(x, place))))(factors)
+    np.testing.assert_allclose(slopes, [0, 1, 0], rtol=1e-6)
 
 
 class Attention(nnx.Module):
