@@ -1,5 +1,6 @@
 """Bounds on values: complex entries that keep them, and a schedule beside a number."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,6 +36,26 @@ def test_one_bound_may_be_a_schedule_and_the_other_a_number(bounds, expected):
     for held in expected:
         updates, state = tx.update(grads, state)
         np.testing.assert_array_equal(updates, held)
+
+
+@pytest.mark.parametrize("bounds", [(-1.0, schedule), (lambda count: -1.0, 1.0)])
+def test_a_single_schedule_needs_the_count_of_steps(bounds):
+    with pytest.raises(ValueError, match=r"^clip_by_value: with record=False"):
+        optaxclip.clip_by_value(*bounds, record=False)
+    with pytest.raises(ValueError, match=r"^clip_by_value: got the state None"):
+        optaxclip.clip_by_value(*bounds).update(jnp.ones(2), None)
+
+
+def test_the_value_of_a_schedule_may_be_an_array():
+    optaxclip.clip(lambda count: jnp.ones(2))
+    optaxclip.clip_by_value(lambda count: -jnp.ones(2), lambda count: jnp.ones(2))
+
+
+def test_one_bound_may_be_traced_and_the_other_a_number():
+    def clipped(low):
+        return optaxclip.clip_by_value(low, 1.0, record=False).update(jnp.ones(2), None)[0]
+
+    assert jax.eval_shape(clipped, jnp.float32(-1)).shape == (2,)
 
 
 @pytest.mark.parametrize("value", [0.5 + 1j, True, None, "a"])

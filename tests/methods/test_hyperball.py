@@ -346,7 +346,9 @@ def test_derivatives_are_those_of_the_formula():
     [
         ({"learning_rate": -0.1}, "learning_rate must be at least 0"),
         ({"learning_rate": np.nan}, "learning_rate must be at least 0"),
+        ({"learning_rate": np.inf}, "learning_rate must be at least 0 and finite"),
         ({"learning_rate": 0.1, "radius": 0.0}, "radius must be above 0"),
+        ({"learning_rate": 0.1, "radius": np.inf}, "radius must be above 0 and finite"),
         ({"learning_rate": 0.1, "radius": "first"}, "radius must be 'initial', 'current'"),
         ({"learning_rate": 0.1, "eps": -1.0}, "eps must not be negative"),
     ],
@@ -354,6 +356,15 @@ def test_derivatives_are_those_of_the_formula():
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         optaxclip.hyperball(**arguments)
+
+
+@pytest.mark.parametrize("radius", ["initial", "current", 2.0])
+def test_a_state_stays_what_it_is(radius):
+    tx = optaxclip.hyperball(0.0, radius=radius)
+    state = tx.init(WEIGHT)
+    _, after = jax.eval_shape(tx.update, WEIGHT, state, WEIGHT)
+    assert list(after.names) == list(state.names) == (["leaf"] if radius == "initial" else [])
+    assert avals(after) == avals(state)
 
 
 def test_bad_trees():

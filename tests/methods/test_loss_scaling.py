@@ -406,10 +406,22 @@ WRONG = {
     "initial": [0.0, -2.0, 3.0, jnp.inf, jnp.nan, 2.0**127, 0.5, 2.0**25],
     "factor": [1.0, 0.5, 3, jnp.float32(1.5)],
     "minimum": [0, 2.0**-127],
-    "maximum": [1e9, 2.0**128],
+    "maximum": [1e9, 2.0**127],
     "growth_interval": [0, -1],
 }
 WRONG_TYPES = {name: ["a", None, np.ones(2)] for name in (*WRONG, "inner")}
+
+
+def test_numbers_may_lie_at_the_ends_of_their_ranges():
+    for initial in (2.0**-126, 2.0**126):
+        scale_loss(ADAM, initial=initial, minimum=2.0**-126, maximum=2.0**126)
+
+
+def test_one_number_may_be_traced_beside_others():
+    def init(factor):
+        return scale_loss(ADAM, factor=factor).init(PARAMS).loss_scale
+
+    assert jax.eval_shape(init, jnp.float32(4)).shape == ()
 
 
 @pytest.mark.parametrize("name", WRONG_TYPES)
