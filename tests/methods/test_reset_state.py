@@ -288,6 +288,7 @@ def test_the_state_is_mapped_as_that_of_the_optimizer():
         ({"every": 2, "warmup": -1}, ValueError, "warmup must be an int of at least 0"),
         ({"when": -1.0}, ValueError, "when must not be negative"),
         ({"every": 2, "only": "mu"}, TypeError, "only must be a sequence of names"),
+        ({"every": 2, "only": 3}, TypeError, "only must be a sequence of names"),
         ({"every": 2, "only": ()}, ValueError, "only must hold strings, at least one"),
         ({"every": 2, "only": ("mu", 3)}, ValueError, "only must hold strings, at least one"),
         ({"every": 2, "inner": 3}, TypeError, "inner must be an Optax transformation"),

@@ -82,6 +82,26 @@ def test_a_reset_that_never_comes():
     np.testing.assert_array_equal(states.moments, without.moments)
 
 
+def test_the_period_goes_on_where_steps_can_no_longer_be_counted():
+    tx, most = SPAM(reset_every=3), np.iinfo(np.int32).max
+    state = tx.init(np.ones(1))._replace(steps=jnp.int32(most))
+    _, after = tx.update(jnp.ones(1), state)
+    assert after.steps % 3 == (most + 1) % 3
+    _, after = SPAM().update(jnp.ones(1), state)
+    assert after.steps == most
+
+
+def test_without_a_threshold_its_derivative_is_zero():
+    def total(threshold):
+        tx = SPAM(threshold=threshold, warmup_steps=0)
+        state = tx.init(jnp.ones(1))
+        for _ in range(2):
+            updates, state = tx.update(jnp.ones(1), state)
+        return jnp.sum(updates)
+
+    assert jax.jit(jax.grad(total))(jnp.inf) == 0
+
+
 def test_entries_that_are_not_finite_are_bounded_and_never_recorded():
     grads = np.tile(np.float32([1, 1, 1, 1]), (6, 1))
     grads[3] = [np.nan, np.inf, -np.inf, 3e38]

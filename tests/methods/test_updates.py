@@ -12,6 +12,7 @@ from methods_table import assert_close, assert_same
 
 import optaxclip
 from optaxclip import monitor
+from optaxclip.methods import stable_adam
 
 GRADS = np.float32([[1, 1], [1.2, 1], [0.8, 1], [1, 1], [5, 1], [1.1, 1]])
 RMS = [1, 1.043853, 0.901142, 0.995329, 1.616884, 0.786402]
@@ -207,10 +208,21 @@ def test_whatever_else_is_in_the_tree_passes():
 BAD = [
     ({"b1": 1.0}, ValueError, r"b1 must be at least 0 and below 1, got 1.0"),
     ({"b1": 1 - 1e-9}, ValueError, r"b1 must be below 1 in float32 .* 0.99999994$"),
+    ({"eps": -1.0}, ValueError, "eps must not be negative"),
     ({"b2": -0.1}, ValueError, "b2 must be at least 0"),
     ({"eps": "small"}, TypeError, "eps must be a number"),
     ({"clipping_threshold": jnp.ones(2)}, ValueError, "clipping_threshold must be a scalar"),
 ]
+
+
+def test_a_decay_of_zero_is_no_error():
+    optaxclip.scale_by_stable_adam(b1=0.0, b2=0.0)
+
+
+def test_two_squares_of_what_is_held_add_without_overflow():
+    held = stable_adam._held(jnp.float32([3e38, -3e38, 1e19]))
+    assert np.all(np.isfinite(2 * jnp.square(held)))
+    np.testing.assert_allclose(held, np.float32([1, -1, 0]) * 1.30438e19 + [0, 0, 1e19], rtol=1e-5)
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), BAD)
