@@ -70,6 +70,13 @@ def test_a_damaged_number_in_an_event_file_is_named():
         parse_norms(event_file(of_tensor=3), None, "log")
 
 
+def test_an_event_file_with_another_beginning_is_named(tmp_path):
+    path = tmp_path / "events.out.tfevents.1"
+    path.write_bytes(bytes(99))
+    with pytest.raises(ValueError, match=r"tfevents.1 is damaged: it does not begin as an event"):
+        read_norms(tmp_path)
+
+
 def test_a_long_line_without_numbers_is_searched_quickly():
     for piece in ("a", "a ", "'a", "a:", "a |", "{", '{"', "[", "1"):
         with pytest.raises(ValueError, match="log"):
@@ -83,6 +90,19 @@ def saved(array):
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()
+
+
+def test_numbers_of_an_event_file_may_be_listed():
+    event_pb2 = tensorboard().proto.event_pb2
+    records = [event_pb2.Event(file_version="brain.Event:2")]
+    for dtype, field in ((1, "float_val"), (2, "double_val"), (3, "int_val")):
+        event = event_pb2.Event(step=dtype)
+        tensor = event.summary.value.add(tag="norm").tensor
+        tensor.dtype = dtype
+        getattr(tensor, field).append(dtype)
+        records.append(event)
+    data = b"".join(as_record(event.SerializeToString()) for event in records)
+    assert parse_norms(data, None, "log").norms.tolist() == [1.0, 2.0]
 
 
 def event_file(of_tensor=8):

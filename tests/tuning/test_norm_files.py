@@ -102,6 +102,7 @@ REFUSED = {
     "pickled": (saved(np.array([None])), "not an array of numbers that np.save wrote"),
     "cut short": (saved(NORMS)[:-5], "not an array of numbers that np.save wrote"),
     "complex": (saved(NORMS + 0j), "has the dtype complex128"),
+    "an empty array": (saved(NORMS[:0]), "the column '0' is empty"),
     "three axes": (saved(NORMS.reshape(2, 3, 20)), "has the shape (2, 3, 20); save one axis"),
 }
 

@@ -13,7 +13,7 @@ from cases import slow_unless
 import optaxclip
 from optaxclip import monitor, tuning
 from optaxclip.commands import demo
-from optaxclip.tuning import replaying, suggesting
+from optaxclip.tuning import doubts, replaying, suggesting
 from optaxclip.tuning import spread as spreads
 
 STEPS = 1000
@@ -94,7 +94,12 @@ def test_the_warmup_is_told_from_what_follows():
 
 def test_a_level_is_a_median_of_as_many_steps_before_as_after():
     logs = np.log(synthetic(0, 0.2, "drifting", steps=200)[0])
-    assert spreads.shape_of(logs).level[100] == np.median(logs[90:111])
+    level = spreads.shape_of(logs).level
+    assert level[100] == np.median(logs[90:111])
+    # The first windows are smaller, and the last ones hold the norms before them twice.
+    assert level[:4].tolist() == [np.median(logs[:n]) for n in (3, 3, 5, 7)]
+    assert level[9:11].tolist() == [np.median(logs[:n]) for n in (19, 21)]
+    assert level[-1] == np.median([*logs[-11:], *logs[-11:-1]])
 
 
 def test_fewer_than_three_windows_say_nothing_of_a_regime():
@@ -218,6 +223,8 @@ def test_how_far_a_limit_is_from_another():
     assert replaying.beside(1.0, 2.5) == "2.5 times below 2.5"
     assert replaying.beside(5.0, 2.0) == "2.5 times above 2"
     assert replaying.beside(2.02, 2.0) == "as the limit here"
+    assert replaying.beside(1.0, 1.1) == "1.1 times below 1.1"
+    assert replaying.beside(1.1, 1.0) == "1.1 times above 1"
 
 
 def test_what_is_no_array_of_norms_is_told_where_they_are():
@@ -259,9 +266,11 @@ def test_norms_that_say_nothing(norms, message):
 
 
 def test_what_are_no_norms():
-    for norms in ([True] * 20, [1j] * 20, [None] * 20):
+    for norms in ([True] * 20, [1j] * 20, [None] * 20, [[1.0], [1.0, 2.0]]):
         with pytest.raises(TypeError, match="norms must be real numbers"):
             tuning.suggest(norms)
+    with pytest.raises(TypeError, match="norms must be an array of norms, or the path of a file"):
+        tuning.suggest(([1.0], [1.0, 2.0]))
     with pytest.raises(ValueError, match="column is for files"):
         tuning.suggest(np.ones(20), column="norm")
 
@@ -348,6 +357,16 @@ def test_a_limit_above_all_norms_is_said_to_change_nothing():
 
 def test_a_run_that_ends_by_one_bad_step_is_not_lost():
     assert tuning.suggest(np.append(STEADY, np.nan)).doubts == ()
+    shape = spreads.shape_of(np.log(STEADY))
+    for bad in range(5):
+        signs = doubts._signs_of_loss(np.append(STEADY, [np.nan] * bad), shape)
+        assert bool(signs) == (bad > 2)
+
+
+def test_norms_may_be_of_narrow_floats_and_integers():
+    for dtype in (jnp.bfloat16, np.float16, np.int32):
+        norms = np.resize(np.arange(1, 9), 20).astype(dtype)
+        np.testing.assert_array_equal(suggesting._checked(norms), np.float64(norms))
 
 
 @pytest.fixture(scope="module")

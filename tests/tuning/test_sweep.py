@@ -1,6 +1,7 @@
 """Sweeps: every run is what it would be alone, and the named limit is the right one."""
 
 import argparse
+import os
 import sys
 
 import chex
@@ -108,6 +109,13 @@ def test_cores_that_share_the_runs_change_nothing(expected, monkeypatch, cores, 
     assert len(groups) * at_once <= (parallel or cores)
     result = swept(FIVE, parallel=parallel)
     np.testing.assert_allclose(result.loss, expected.loss, rtol=1e-5, atol=1e-6)
+
+
+def test_cores_are_counted_where_the_system_does_not_say_which_are_ours(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    for count, cores in ((4, 4), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
+        assert runs._cores() == cores
 
 
 def test_an_accelerator_has_all_at_once(monkeypatch):

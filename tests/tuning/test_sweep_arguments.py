@@ -35,6 +35,7 @@ def swept(limits, steps=STEPS, step=step_fn, key=0, data=DATA, **options):
         ({"learning_rates": [-1.0]}, "learning_rates must be positive"),
         ({"steps": 0}, "steps must be an int of at least 1, got 0"),
         ({"parallel": 0}, "parallel must be an int of at least 1, got 0"),
+        ({"data": [DATA, 1.0]}, r"at least the 60 steps, got a leaf of the shape \(\)"),
         ({"steps": STEPS + 1}, r"at least the 61 steps, got a leaf of the shape \(60, 3\)"),
     ],
 )
@@ -61,9 +62,12 @@ def test_wrong_steps(step, message):
         swept([1.0], step=step)
 
 
-def test_a_loss_may_be_a_number_of_python():
-    result = swept([1.0], step=lambda params, _, limit: (params, 2.0, limit))
-    np.testing.assert_array_equal(result.loss, np.full((1, STEPS), 2.0))
+def test_a_loss_may_be_a_number_of_python_and_each_step_is_reported_once():
+    done = []
+    step = lambda params, _, limit: (params, 2.0, limit)  # noqa: E731
+    result = swept([1.0], 53, step, progress=done.append)
+    np.testing.assert_array_equal(result.loss, np.full((1, 53), 2.0))
+    assert done == [18, 18, 17]
 
 
 @pytest.mark.parametrize("data", [None, {}])
@@ -89,6 +93,7 @@ def test_counts_may_be_ints_of_numpy():
 def test_an_int_is_a_key():
     found, expected = (swept([1.0], key=key).loss for key in (0, jax.random.key(0)))
     np.testing.assert_array_equal(found, expected)
-    for key in (None, "a", 0.5, jnp.ones(3), jax.random.split(jax.random.key(0))):
+    several = jax.random.split(jax.random.key(0))
+    for key in (None, "a", 0.5, True, jnp.ones(3), several, jax.random.key_data(several)):
         with pytest.raises(TypeError, match=r"key must be one key from jax\.random, or an int"):
             swept([1.0], key=key)
