@@ -1,5 +1,6 @@
 """The command line and the demo: what it prints, draws and refuses, and that clipping helps."""
 
+import argparse
 import re
 import shlex
 import subprocess
@@ -130,6 +131,10 @@ def test_the_steps_are_on_linear_axes_and_the_limit_beside_the_norms(corpus):
     figure = plots.side_by_side()
     demo.draw({"none": history, "global_norm": history}, figure)
     assert [ax.get_xscale() for ax in figure.axes] == ["linear", "linear"]
+    left, right = (ax.lines[0].get_xydata().tolist() for ax in figure.axes)
+    # Of the losses the step behind them, of the norms the last of those with this largest norm.
+    assert [x for x, _ in left] == [1, 11, 21, 31, 41]
+    assert right == [[step, history.norm[step - 1]] for step in (10, 20, 30, 40)]
     assert "limit 1 of global_norm" in labels(figure.axes[1])
 
 
@@ -202,6 +207,38 @@ def exploded():
 @pytest.mark.parametrize("name", LIMITED_FROM_THE_START)
 def test_every_method_with_a_first_limit_bounds_an_explosion(name):
     assert jnp.abs(exploded()[name]["w"]).max() <= 1.0
+
+
+def parsed(command, *args):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return vars(parser.parse_args(args))
+
+
+def test_arguments_have_the_defaults_that_the_help_names():
+    both = {"text": None, "seed": 0, "out": Path()}
+    methods = ("global_norm", "norm", "value", "agc")
+    assert parsed(demo) == both | {"methods": methods, "steps": 600}
+    found = parsed(sweep)
+    assert (len(found["limits"]), found["limits"][0], found["limits"][-1]) == (10, 0.03, 1000)
+    assert found == both | {"limits": found["limits"], "steps": 200, "seeds": 1}
+
+
+def test_whole_numbers_reach_to_both_ends_of_their_ranges(capsys):
+    for command, name, low, high in (
+        (demo, "--steps", 1, 10**6),
+        (demo, "--seed", 0, 2**32 - 1),
+        (sweep, "--steps", 10, 10**6),
+        (sweep, "--seeds", 1, 1000),
+        (sweep, "--seed", 0, 2**32 - 1),
+    ):
+        for number in (low, high):
+            assert parsed(command, name, str(number))[name[2:]] == number
+        for number in (low - 1, high + 1):
+            with pytest.raises(SystemExit):
+                parsed(command, f"{name}={number}")
+            said = f"'{number}' is not a whole number from {low} to {high}"
+            assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

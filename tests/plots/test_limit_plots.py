@@ -103,6 +103,8 @@ def test_histogram_counts_every_norm(spikes):
     heights = [sum(bar.get_height() for bar in bars) for bars in ax.containers]
     assert heights == [500 - len(spikes), len(spikes)][: 1 + bool(spikes)]
     assert ax.lines[0].get_xdata()[0] == suggestion.limit
+    lowest, highest = ax.get_ylim()
+    assert lowest < 1 < max(bar.get_height() for bars in ax.containers for bar in bars) < highest
     assert f"limit {suggestion.limit:.3g}, clips" in labels(ax)[-1] + labels(ax)[0]
 
 

@@ -303,6 +303,13 @@ def test_a_last_line_that_was_cut_off_is_left_out():
         parse_norms(b'[\n{"norm": 1},\n{"norm"\n', "norm", "log")
 
 
+def test_a_picture_without_matplotlib_is_refused_before_the_log_is_read(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        main(["suggest", "missing.csv", "--plot", "norms.png"])
+    assert "--plot needs matplotlib: pip install" in capsys.readouterr().err
+
+
 def test_a_missing_package_is_named(monkeypatch, events):
     monkeypatch.setitem(sys.modules, "tensorboardX.proto", None)
     with pytest.raises(ValueError, match=r"pip install .*\[tensorboard\]"):
