@@ -11,6 +11,7 @@ from jax.experimental.sparse import BCOO
 
 import optaxclip
 from optaxclip import scopes
+from optaxclip._base.trees import flatten
 
 
 def clip(tree, limit, scope, **options):
@@ -27,6 +28,12 @@ def expected(x, axes, limit):
         np.moveaxis(x, axes, range(len(axes))).reshape(-1, *np.delete(x.shape, axes)), axis=0
     )
     return x * np.expand_dims(np.minimum(1, limit / norm), axes)
+
+
+def axes_of(scope, shape):
+    """The axes of the norms of a leaf of this shape."""
+    (axes,) = scope(flatten({"w": np.zeros(shape, np.float32)}, "tree")).axes
+    return axes
 
 
 # Units
@@ -54,6 +61,24 @@ def test_unit_norms_of_ones(shape, axes, norm):
     x = normal(*shape)
     clipped, _ = clip(x, 0.5, scopes.unit())
     np.testing.assert_allclose(clipped, expected(x, axes, 0.5), rtol=2e-6)
+
+
+def test_the_axes_of_a_unit_follow_from_what_is_behind_the_stacked_axes():
+    for shape, (axes, _) in UNITS.items():
+        assert axes_of(scopes.unit(), shape) == axes
+        for front in ((3,), (1, 2)):
+            found = axes_of(scopes.unit(stacked=len(front)), (*front, *shape))
+            assert found == tuple(len(front) + axis for axis in axes)
+
+
+def test_axes_may_be_given_in_any_way():
+    for axes, found in ((0, (0,)), (-1, (2,)), ((-2, 0), (0, 1)), ([0, 1, 2], (0, 1, 2)), ((), ())):
+        assert axes_of(scopes.axes(axes), (3, 4, 5)) == found
+        assert axes_of(scopes.unit(axes), (3, 4, 5)) == found
+        assert axes_of(scopes.unit(lambda path, leaf, axes=axes: axes), (3, 4, 5)) == found
+    assert axes_of(scopes.unit(lambda path, leaf: None), (3, 4, 5)) == (0,)
+    assert axes_of(scopes.leaf(), (3, 4, 5)) == (0, 1, 2)
+    assert axes_of(scopes.leaf(2), (3, 4, 5)) == (2,)
 
 
 @pytest.mark.by_day(1)
