@@ -1,6 +1,7 @@
 """Suggested limits: spikes that are known are found, and the demo trains with what comes out."""
 
 import json
+import re
 from itertools import product
 
 import jax
@@ -81,6 +82,19 @@ def test_the_regime_and_its_rule(shape):
         assert found.adaptive.call.startswith(rules[shape])
         assert 0.0 < found.adaptive.share_clipped < 0.2
         assert any("adaptive" in note for note in found.notes) == (shape != "stationary")
+
+
+def test_the_shape_of_known_norms():
+    regimes = {"warm-up": "stationary"}
+    for shape in SHAPES:
+        for seed, spread in ((0, 0.05), (1, 0.2)):
+            norms, is_spike = synthetic(seed, spread, shape)
+            found = spreads.shape_of(np.log(norms))
+            assert found.regime == regimes.get(shape, shape)
+            assert (50 < found.warmup < 200) == (shape == "warm-up")
+            assert (found.warmup > 0) == (shape == "warm-up")
+            assert found.spread == pytest.approx(spread, rel=0.3)
+            np.testing.assert_array_equal(found.spikes[200:], is_spike[200:])
 
 
 def test_the_warmup_is_told_from_what_follows():
@@ -326,6 +340,13 @@ def test_norms_of_a_lost_run_are_doubted(name):
     low = float(remedy.split("such as ")[1].split()[0])
     assert 0.0 < low < 2 * np.median(norms[:50])
     assert json.loads(json.dumps(found.to_dict()))["doubts"] == list(found.doubts)
+
+
+def test_what_makes_a_run_lost_is_said():
+    for norms, doubt in LOST.values():
+        shape = spreads.shape_of(np.log(norms[np.isfinite(norms)]))
+        assert any(re.search(doubt, sign) for sign in doubts._signs_of_loss(norms, shape))
+    assert doubts._signs_of_loss(STEADY, spreads.shape_of(np.log(STEADY))) == ()
 
 
 def test_a_level_that_falls_by_decades_is_doubted_and_can_be_followed():

@@ -15,7 +15,7 @@ import optaxclip
 from optaxclip import ops, tuning
 from optaxclip.__main__ import main
 from optaxclip.commands import sweep
-from optaxclip.tuning import replaying, runs
+from optaxclip.tuning import replaying, runs, sweeping
 
 STEPS = 60
 KEY = jax.random.key(0)
@@ -109,6 +109,26 @@ def test_cores_that_share_the_runs_change_nothing(expected, monkeypatch, cores, 
     assert len(groups) * at_once <= (parallel or cores)
     result = swept(FIVE, parallel=parallel)
     np.testing.assert_allclose(result.loss, expected.loss, rtol=1e-5, atol=1e-6)
+
+
+def test_runs_are_shared_out_over_the_cores(monkeypatch):
+    # By cores, how many at once, and runs: the number of groups, and how many at once in each.
+    for cores, parallel, count, expected in (
+        *((1, None, 5, (1, 1)), (2, None, 5, (2, 1)), (2, None, 1, (1, 1)), (64, None, 5, (5, 1))),
+        *((64, 1, 5, (1, 1)), (3, 2, 5, (2, 1)), (2, 5, 5, (2, 2)), (4, 9, 10, (4, 2))),
+        *((4, None, 6, (3, 1)), (1, 3, 5, (1, 3))),
+    ):
+        monkeypatch.setattr(runs, "_cores", lambda cores=cores: cores)
+        groups, at_once = runs.in_groups(count, parallel)
+        assert (len(groups), at_once) == expected
+        assert len({len(group) for group in groups}) == 1
+        assert np.unique(np.concatenate(groups)).tolist() == list(range(count))
+
+
+def test_noise_is_that_of_the_steps_or_of_the_mean_of_seeds():
+    assert sweeping._noise(np.array([[1.0, 3.0]])) == 1
+    seeds = np.array([[1.0, 3.0], [3.0, 5.0], [6.0, 6.0]])  # their means are 2, 4 and 6
+    assert sweeping._noise(seeds) == pytest.approx(2 * 2 / np.sqrt(3))
 
 
 def test_cores_are_counted_where_the_system_does_not_say_which_are_ours(monkeypatch):
