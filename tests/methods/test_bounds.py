@@ -19,6 +19,23 @@ def test_complex_entries_within_the_bound_stay_and_infinite_ones_go_to_it():
     np.testing.assert_array_equal(tx.update(grads, tx.init(grads))[0], grads)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "entries", "expected"),
+    [
+        ((-1e300, 1.0), [-3e38, 5.0], [-3e38, 1.0]),
+        ((-1.0, 10**400), [-3.0, 3e38], [-1.0, 3e38]),
+        ((-(10**400), -(2**40)), [-3e38, 0.0], [-3e38, -(2.0**40)]),
+        # A modulus is not below 0.
+        ((-2.0, -1.0), [3 + 4j, 0.1j], [0, 0]),
+    ],
+)
+def test_bounds_far_from_the_entries(bounds, entries, expected):
+    dtype = np.complex64 if np.iscomplexobj(entries) else np.float32
+    tx = optaxclip.clip_by_value(*bounds, record=False)
+    found, _ = tx.update(np.asarray(entries, dtype), None)
+    np.testing.assert_array_equal(found, np.asarray(expected, dtype))
+
+
 def schedule(count):
     return 2 - count.astype(jnp.float32)
 
