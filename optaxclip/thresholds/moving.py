@@ -268,7 +268,7 @@ class _ZScore:
         # Bounded, because the quotient of two infinities would be NaN, and because XLA (JAX 0.10.2)
         # rewrites quotients of quotients, for which even the square must be finite.
         z_thresh = jnp.minimum(z_thresh, 1e18)
-        harder = safe_divide(jnp.maximum(z, z_thresh), z_thresh, 1)
+        harder = jnp.maximum(safe_divide(z, z_thresh, 1), 1)
         is_open = jnp.isinf(distance)
         target = state.mean + jnp.where(is_open, 0, distance) / harder
         return Limits(trigger, jnp.where(is_open, jnp.inf, target))

@@ -10,7 +10,9 @@ import pytest
 from reference_rules import drive
 
 import optaxclip
-from optaxclip import per_example, scopes, thresholds
+from optaxclip import per_example, responses, scopes, thresholds
+from optaxclip.thresholds.base import root_of_squares
+from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.losses import as_loss_limit
 
 NORMS = np.array([1.0, 3.0, 2.0, 2.5, 1.5], np.float32)
@@ -341,3 +343,56 @@ def test_the_limit_of_a_first_loss_below_zero(name):
     limit, expected = OF_LOSSES[name]
     trigger, _, _ = drive(as_loss_limit(limit), jnp.full(1, -2.0))
     assert trigger.tolist() == [expected]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_integers_of_more_than_32_bits_are_taken_for_floats(sign):
+    for number, kind in ((2**31 - 1, int), (2**31, float), (2**40, float), (10**400, float)):
+        found = checked_limit(sign * number, "limit", allow_any_number=True)
+        assert type(found) is kind
+        assert found == (sign * number if number < 10**400 else sign * np.inf)
+
+
+def test_a_percentile_that_looks_like_a_share_is_warned_of():
+    for percentile in (0, 0.0, 1, 1.0, 50):
+        thresholds.percentile(percentile)
+    with pytest.warns(UserWarning, match=r"for a share of 0\.95 pass 95$"):
+        thresholds.percentile(0.95)
+
+
+def test_the_first_norm_is_the_first_mean_even_without_a_warm_up():
+    make = functools.partial(thresholds.zscore, 0.9, 2.0, 0, option="percentile")
+    np.testing.assert_allclose(limits_of(NORMS + 3, make)[0][:2], [np.inf, 4], rtol=1e-6)
+
+
+def test_roots_of_squares_of_any_sign_and_size():
+    x, y = np.float32([-3e30, 3e-30, 0, -3e-30]), np.float32([4e30, -4e-30, -5, 0])
+    np.testing.assert_allclose(root_of_squares(x, y), [5e30, 5e-30, 5, 3e-30], rtol=1e-6)
+
+
+WITHOUT_LIMIT = {
+    "share": functools.partial(thresholds.relative_to_params, np.inf),
+    "adagc": functools.partial(thresholds.adagc, lambda_abs=np.inf),
+    "adagc, later": functools.partial(thresholds.adagc, np.inf, warmup_steps=1),
+    "log_tracker": functools.partial(thresholds.log_tracker, 0.0, np.inf, reject=False),
+    "zscore": functools.partial(thresholds.zscore, z_thresh=np.inf, warmup_steps=1),
+    "ema": functools.partial(thresholds.ema, ratio=np.inf),
+    "window": functools.partial(thresholds.window, np.inf, 2),
+}
+
+
+def test_where_nothing_is_limited_the_derivative_is_that_of_the_norm():
+    def brought_to(norm, make):
+        rule = make()
+        state = rule.init(norm)
+        for size in (1.0, 1.1, 2.0):
+            limits, state = rule.update(size * norm, state, norm)
+        return responses.clip(2 * norm, *limits)
+
+    @jax.jit
+    def slopes(norm):
+        of_norm = jax.value_and_grad(brought_to)
+        return {name: of_norm(norm, make) for name, make in WITHOUT_LIMIT.items()}
+
+    for name, found in slopes(jnp.float32(5)).items():
+        np.testing.assert_array_equal(found, [10, 2], err_msg=name)
