@@ -116,6 +116,7 @@ def test_limits_never_rise_or_rise_slowly():
     assert slow[-1] > 3 * slow[20]
 
 
+@pytest.mark.slow
 def test_files_and_picture(study, tmp_path, monkeypatch):
     monkeypatch.setattr(judging, "load", lambda path: study)
     judging.main(["guard.jsonl", "--docs", str(tmp_path)])

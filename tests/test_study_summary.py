@@ -330,6 +330,7 @@ def test_curves_are_lined_up_at_the_spike(found):
     assert np.all(losses[pictures.BEFORE + 4 :] < 1.5)
 
 
+@pytest.mark.slow
 def test_pictures_of_short_and_of_lost_runs(tmp_path):
     pytest.importorskip("matplotlib")
     from benchmarks.research.study import pictures

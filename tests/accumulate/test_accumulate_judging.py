@@ -111,7 +111,7 @@ def test_a_schedule_counts_microbatches():
     np.testing.assert_allclose(np.append(grads["w"], grads["b"]), expected, rtol=1e-5)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_one_bad_microbatch_does_not_cost_the_others(bad):
     rows = batch_of(NORMS[:6])

@@ -85,6 +85,7 @@ def test_microbatches_take_every_kth_example_and_aux_is_stacked():
     np.testing.assert_array_equal(found.weight, [2, 2, 2])
 
 
+@pytest.mark.slow
 def test_several_argnums_and_batch_arguments_in_any_place():
     params, batch, rest = task()
 
@@ -109,6 +110,7 @@ def test_several_argnums_and_batch_arguments_in_any_place():
     np.testing.assert_allclose(found.norm, norms, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_all_that_is_no_parameter_is_the_batch_if_none_is_named():
     params, batch, rest = task()
     options = {"microbatch_size": 3, "weight": tokens}

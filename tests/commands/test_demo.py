@@ -203,7 +203,7 @@ def exploded():
     }
 
 
-@pytest.mark.by_day(4)
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize("name", LIMITED_FROM_THE_START)
 def test_every_method_with_a_first_limit_bounds_an_explosion(name):
     assert jnp.abs(exploded()[name]["w"]).max() <= 1.0

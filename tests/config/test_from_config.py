@@ -176,7 +176,7 @@ def three_steps(tx):
 
 
 # Optax's schedules of steps rely on implicit promotion.
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @jax.numpy_dtype_promotion("standard")
 @pytest.mark.parametrize("case", PAIRS)
 def test_it_makes_what_its_data_says(case):

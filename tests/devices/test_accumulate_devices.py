@@ -269,6 +269,7 @@ def test_seeds_that_are_split_over_an_explicit_mesh(judge, is_mesh_set):
         assert_as_on_one_device(jax.tree.map(lambda x, seed=seed: x[seed], found), judge)
 
 
+@pytest.mark.slow
 def test_a_batch_of_a_device_that_the_size_does_not_divide():
     mesh = mesh_of(AxisType.Auto)
     run = jax.shard_map(

@@ -18,7 +18,7 @@ def mesh_of_four():
     return jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", [scopes.unit(), scopes.axes(0)], ids=["unit", "axes"])
 def test_a_replicated_leaf_needs_no_specs(scope):
     mesh = mesh_of_four()
@@ -31,7 +31,7 @@ def test_a_replicated_leaf_needs_no_specs(scope):
     np.testing.assert_allclose(info.norm, alone.norm, rtol=1e-6)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [P("i"), P(None, "i")], ids=["over what is summed", "over units"])
 def test_units_under_jit_with_specs(spec):
     place = NamedSharding(mesh_of_four(), spec)

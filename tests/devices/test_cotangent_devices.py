@@ -13,6 +13,7 @@ from optaxclip.ops import clip_cotangent
 RNG = np.random.default_rng(0)
 
 
+@pytest.mark.slow
 def test_many_devices():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x = np.float32(RNG.normal(size=(8, 2)))

@@ -84,7 +84,7 @@ HISTORIES = {
 }
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HISTORIES)
 def test_a_history_may_be_split_over_a_mesh(name):
     mesh, tx, grads = jax.make_mesh((8,), ("x",)), HISTORIES[name](), gradients(16, 4)

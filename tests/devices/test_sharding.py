@@ -210,7 +210,7 @@ def test_partly_manual_regions():
     assert_close(clip(placed), ops.clip_by_global_norm(tree, 1.0))
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", ["pmap", "vmap"])
 def test_an_axis_name_says_that_every_leaf_is_split(mapped):
     tree = {"w": TREES[0]["w"][:8], "v": TREES[0]["v"]}

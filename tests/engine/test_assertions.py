@@ -57,7 +57,7 @@ def make_slip(monkeypatch, place, name, change):
     monkeypatch.setattr(place, name, lambda *args, **more: change(right(*args, **more)))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("slip", SLIPS)
 def test_a_slip_is_caught(slip, monkeypatch):
     make_slip(monkeypatch, *SLIPS[slip])

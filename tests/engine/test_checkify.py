@@ -46,6 +46,7 @@ def test_one_bad_example_is_reported(method, way):
     assert run(grads.at[1, 0].set(3e38))[0].get() is None
 
 
+@pytest.mark.slow
 def test_one_bad_slice_is_reported():
     tx = optaxclip.clip_by(scopes.axes(-1), 1.0, nonfinite="error")
     with pytest.raises(checkify.JaxRuntimeError, match="norm is not finite; leaves: w"):

@@ -96,7 +96,7 @@ LIMITS = {"number": 1.0, "NumPy": np.float16(1.0), "bfloat16": jnp.bfloat16, "fl
 QUICK = [(32, "number"), (32, "bfloat16"), (64, "NumPy"), (64, "float")]
 
 
-@pytest.mark.by_day(30)
+@pytest.mark.by_day(15)
 @each_method
 @pytest.mark.parametrize(
     ("bits", "kind"), slow_unless(lambda *case: case in QUICK, itertools.product((32, 64), LIMITS))
@@ -246,7 +246,7 @@ FORWARD = ["clip", "clip_by_global_norm", "adaptive_grad_clip", "adagc"]
 DERIVATIVES = [(reverse, name) for name in DISTINCT] + [(forward, name) for name in FORWARD]
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("derivative", "name"), slow_unless(lambda _, name: name in TYPICAL, DERIVATIVES)
 )
@@ -313,6 +313,7 @@ def test_a_bad_entry_makes_its_whole_group_nan_and_nothing_else(name, leaf, inde
     return None
 
 
+@pytest.mark.by_day(16)
 @pytest.mark.parametrize("name", slow_unless(DISTINCT.__contains__, METHODS))
 def test_a_later_finite_step_is_as_if_nothing_had_been(name):
     method = METHODS[name]
@@ -335,6 +336,7 @@ def needs_its_state(name):
     return method.has_memory or method.counts or method.keeps_first
 
 
+@pytest.mark.by_day(8)
 @pytest.mark.parametrize(
     "name",
     slow_unless(

@@ -241,7 +241,7 @@ def test_in_forward_mode_where_the_factor_over_the_norm_is_too_small():
     np.testing.assert_allclose(jax.jit(along)(sizes), 1e-5 / sizes * of_unit, rtol=1e-5)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("response", ["clip", "smooth"])
 def test_under_vmap(response):
     def loss(x, limit):

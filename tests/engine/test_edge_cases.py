@@ -233,7 +233,7 @@ def test_nothing_to_clip(make, tree):
     assert not any(np.any(norm) for norm in jax.tree.leaves(info.norm if info else ()))
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @every_transformation
 def test_leaves_of_other_types(make):
     grads = {
@@ -313,7 +313,7 @@ LIMITS = {
 }
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @every_transformation
 @pytest.mark.parametrize("enabled", [False, True], ids=["x32", "x64"])
 def test_dtype_and_weak_type_stay_whatever_the_limit(make, enabled):

@@ -150,7 +150,7 @@ def test_large_leaves_that_are_summed_in_another_dtype(dtype, shape):
 # Leaves of pairs and of indices
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_complex_leaves_beside_others(dtype):

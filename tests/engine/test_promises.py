@@ -193,7 +193,7 @@ def test_limit_for_constant_entries(shapes, norm):
     assert ratio[limits > 1e-3 * true].min() > 1 - 2e-6
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tree", "dtype"),
     mostly_slow(["1 entries", "64 entries", "20 x 30 + 30 + 1"], {BF16: NARROW, F16: NARROW}),

@@ -65,7 +65,7 @@ def test_limits_of_orders_below_one():
         assert np.all(found > 1 - 1e-3), p
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["l2", norms.lp(3)], ids=str)
 @pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf()], ids=["tree", "leaf"])
 @pytest.mark.parametrize("size", [5, 7])

@@ -44,7 +44,7 @@ def draw(count, **dtypes):
     return {n: x.astype(d) for (n, d), x in zip(dtypes.items(), parts, strict=True)}
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("dtype", [F32, F64, BF16, F16], ids=lambda dtype: np.dtype(dtype).name)
 def test_no_entry_is_further_from_the_exact_one_than_with_optax(dtype):

@@ -19,6 +19,7 @@ def names(stacked, tree=MODEL):
     return [*clip_by(scopes.leaf(stacked), 1.0).init(tree).info.names]
 
 
+@pytest.mark.slow
 def test_a_dict_names_the_stacked_branches_and_all_others_are_0():
     all_layers = [f"layers/{leaf}/{i}" for leaf in ("b", "mlp") for i in range(3)]
     assert names({"layers": 1}) == ["embedding", *all_layers]

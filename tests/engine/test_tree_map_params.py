@@ -133,7 +133,7 @@ def test_a_state_is_mapped_and_used_as_it_was(name):
         assert names == [names_in(state)] or name == "MultiSteps"
 
 
-@pytest.mark.by_day(30)
+@pytest.mark.by_day(15)
 @pytest.mark.parametrize("name", CASES)
 def test_specs_for_a_state_from_those_of_the_parameters(name):
     tx = CASES[name]()
@@ -166,6 +166,7 @@ def test_equal_names_are_the_same_key():
     assert {Names(("b", "w")): 1}[Names()] == 1
 
 
+@pytest.mark.slow
 def test_labels_are_other_names_than_those_of_leaves():
     """A function compiled for the one is not used for the other."""
     log = jax.jit(monitor.metrics)

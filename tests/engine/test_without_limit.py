@@ -50,7 +50,7 @@ PAIRS = [(rule, "clip_with_eps(0)") for rule in RULES]
 PAIRS += [("constant", response) for response in RESPONSES if response != "clip_with_eps(0)"]
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("rule", "response"), PAIRS)
 def test_a_group_without_a_limit_stays_and_so_do_its_derivatives(rule, response):
     def loss(grads, params):

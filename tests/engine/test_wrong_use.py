@@ -58,6 +58,7 @@ def loss_of(params, batch):
     return jnp.mean((batch - params["w"][None]) ** 2)
 
 
+@pytest.mark.slow
 def test_a_loss_with_flax_train_state():
     rule = thresholds.window(2.0, 4, warmup_steps=2)
     tx = skip_above(optax.sgd(0.1), jnp.inf, loss_limit=rule)

@@ -150,6 +150,7 @@ def test_the_weights_after_the_step_are_rescaled_and_small_heads_left_alone():
         np.testing.assert_array_equal(kept, move[:, factor == 1])
 
 
+@pytest.mark.slow
 def test_other_dtypes_and_leaves_without_a_gradient():
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     updates = jax.tree.map(np.zeros_like, narrow) | {"gqa": {"query": None, "key": None}}
@@ -353,6 +354,7 @@ def test_logits_explode_without_and_not_with():
     assert losses[1, -1] < losses[0, -1]
 
 
+@pytest.mark.slow
 def test_a_logit_that_is_not_finite_has_the_derivative_0():
     clip = optaxclip.clip_attention_logits(1.0, heads=lambda path, leaf: optaxclip.Heads(0))
 

@@ -58,6 +58,7 @@ def test_radii(radius, then):
     np.testing.assert_allclose(new, by_hand(2 * WEIGHT, DIRECTION, 0.1, then), rtol=3e-7)
 
 
+@pytest.mark.slow
 def test_each_layer_and_expert_by_itself():
     params, grads = random_tree(0), random_tree(1)
     tx = optaxclip.hyperball(0.3, stacked=STACKED)

@@ -259,6 +259,7 @@ def test_sparse_gradients():
         assert state.info.norm == np.float32(80**0.5 / 16)
 
 
+@pytest.mark.slow
 def test_what_a_log_shows():
     tx = optax.chain(scale_loss(chain(), name="scaled"), optax.identity())
     bad = times(PARAMS, jnp.nan)

@@ -115,6 +115,7 @@ def test_the_long_ones_too(file, stage):
     assert not problems_of_file(file, lambda case: case not in NOT_OURS, **values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", slow_unless(lambda file: "monitoring" in file, INSTEAD))
 def test_with_ours_for_the_clips_of_optax(file):
     assert not problems_of_file(file, is_quick, **{INSTEAD[file]: OURS})

@@ -68,7 +68,7 @@ def test_the_printed_matrices(matrix, limit, mode, printed):
     np.testing.assert_allclose(found, printed, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @each_mode
 @pytest.mark.parametrize("shape", [(8, 8), (6, 11), (9, 4)])
 def test_every_condition_at_every_limit(mode, shape):
@@ -204,7 +204,7 @@ def test_vectors_at_or_below_the_limit_come_back():
     np.testing.assert_array_equal(clipped(x, jnp.float32(5), "hard")[0], x)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @each_mode
 def test_layers_of_a_stack_are_matrices_of_their_own(mode):
     x = np.stack(list(matrices((5, 4), [10, 100, 1000])))

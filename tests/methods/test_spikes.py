@@ -174,7 +174,7 @@ def test_the_printed_sequence_of_stable_spam():
     ]
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize(
     "make", [optaxclip.clip_by_moving_max, optaxclip.normalize_by_norm_history]
@@ -245,6 +245,7 @@ def test_zeros_have_no_history():
         close(updates[1], rest)
 
 
+@pytest.mark.slow
 def test_each_layer_of_a_stack_has_a_largest_entry():
     grads = np.float32([[[1, -2], [3, 1]], [[4, -2], [3, 1]]])
     updates, state = drive(optaxclip.clip_by_moving_max(decay=0.0, stacked=1), grads)
@@ -255,6 +256,7 @@ def test_each_layer_of_a_stack_has_a_largest_entry():
     close(state.info.limit[1], [limit, 3])
 
 
+@pytest.mark.slow
 def test_the_largest_entry_is_that_of_all_devices():
     mesh = jax.make_mesh((4,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     grads = np.zeros((3, 4, 2), np.float32)

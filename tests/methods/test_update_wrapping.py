@@ -80,6 +80,7 @@ def test_what_linen_sows_are_logits():
     np.testing.assert_array_equal(state.info.norm, [jnp.max(logits["attention"]["max_logits"][0])])
 
 
+@pytest.mark.slow
 def test_limits_of_logits_may_be_injected_and_scheduled():
     params = {"kernel": jnp.ones((1, 2, 2))}
     zeros, factory = jax.tree.map(jnp.zeros_like, params), optaxclip.clip_attention_logits

@@ -139,6 +139,7 @@ class _Several(NamedTuple):
         return tuple({name: pair[i] for name, pair in found.items()} for i in (0, 1))
 
 
+@pytest.mark.slow
 def test_stable_adam_keeps_its_averages_where_a_leaf_is_not_finite():
     policies = ("nan", "zero", "mask")
     tx = _Several({x: optaxclip.scale_by_stable_adam(nonfinite=x) for x in policies})
@@ -241,6 +242,7 @@ def test_leaves_of_another_shape_than_their_averages_are_an_error(make, shape):
         tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(shape)}))
 
 
+@pytest.mark.slow
 def test_sparse_leaves_are_an_error():
     leaf = sparse.BCOO.fromdense(jnp.ones(2))
     with pytest.raises(TypeError, match=r"leaf 'w' must be dense.*todense"):

@@ -25,6 +25,7 @@ def foreign_state():
     return TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(1e-3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_unless("clip_by_global_norm".__eq__, WITHOUT))
 def test_results_are_those_with_a_record_and_any_state_is_handed_back(name):
     with_record, without = METHODS[name].make(), METHODS[name].make(record=False)

@@ -70,7 +70,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrapper", "inner"), [*(("above", inner) for inner in INNER), ("nonfinite", "adam")]
 )
@@ -200,6 +200,7 @@ def test_a_limit_relative_to_the_parameters():
         tx.update(grads_of_norm(1.0), tx.init(PARAMS))
 
 
+@pytest.mark.slow
 def test_another_norm():
     tx = skip_above(optax.sgd(1.0), 2.0, norm="linf")
     grads = jax.tree.map(lambda x: jnp.full_like(x, 1.9), PARAMS)

@@ -190,6 +190,7 @@ def test_injected_hyperparameters_of_one_compiled_step():
     assert update._cache_size() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_an_injected_schedule():
     schedule = optax.piecewise_constant_schedule(1.0, {1: 0.5})

@@ -310,6 +310,7 @@ def test_wrong_use():
         monitor.history(state, stat="norms")
 
 
+@pytest.mark.slow
 def test_the_norm_of_the_worst_leaf_may_be_another():
     large, many = {"b": jnp.full(1, 3.0)}, {"v": jnp.full(2, 2.5), "w": jnp.zeros(2)}
     worst = {}

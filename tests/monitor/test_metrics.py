@@ -83,6 +83,7 @@ def test_names_and_numbers():
             function(tree_clip().init(GRADS), 3)
 
 
+@pytest.mark.slow
 def test_each_label_has_its_own_numbers():
     tx = optaxclip.clip_by(scopes.group({"b": "low", "w": "high"}), {"low": 3.0, "high": 4.0})
     state = after(tx, GRADS, BAD, GRADS | {"b": 2 * GRADS["b"]})

@@ -244,6 +244,7 @@ def test_record_leaves_alone_what_it_sees_and_never_waits_for_the_device():
             monitor.record(window)
 
 
+@pytest.mark.slow
 def test_history_of_one_record_among_several():
     inner = optax.chain(tree_clip(), monitor.record(name="clipped", norm="linf"))
     state = after(optax.chain(monitor.record(name="raw"), skip_nonfinite(inner)), GRADS, BAD)

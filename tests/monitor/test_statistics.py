@@ -239,6 +239,7 @@ def test_gradients_that_are_not_finite():
         np.testing.assert_allclose(found, expected[stat], rtol=1e-6, err_msg=stat)
 
 
+@pytest.mark.slow
 def test_another_norm_is_that_of_norms_and_of_nothing_else():
     grads, params = TREES["float32"]
     usual, other = (monitor.record(2, stats=STATS, norm=norm) for norm in ("l2", "l1"))

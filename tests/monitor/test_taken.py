@@ -146,6 +146,7 @@ def test_before_the_first_step_nothing_was_skipped():
         assert monitor.taken(TRANSFORMATIONS[name].init(PARAMS)), name
 
 
+@pytest.mark.slow
 def test_in_flax():
     tx = skip_nonfinite(optax.MultiSteps(skip_above(sgd(), 4.0), 2))
     state, expected = tx.init(PARAMS), []

@@ -57,6 +57,7 @@ def test_the_leaves_that_a_step_was_skipped_for(norm):
     assert monitor.bad_leaves(states) == ("a", "b/0", "c")
 
 
+@pytest.mark.slow
 def test_they_stay_until_another_step_is_skipped():
     tx = optax.chain(skip_above(optax.sgd(1.0), 6.0, loss_limit=1.0), optax.scale(1.0))
     state, seen = tx.init(GRADS), []

@@ -203,6 +203,7 @@ TREE = {
 }
 
 
+@pytest.mark.slow
 def test_each_leaf_by_itself_and_the_tree_as_it_was():
     out = clip_cotangent(TREE, clip_norm=1.0)
     assert jax.tree.structure(out) == jax.tree.structure(TREE)
@@ -416,6 +417,7 @@ def test_linear_transpose_and_eager_mode():
     np.testing.assert_allclose(gradient(x), [0.6, 0.8], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_limits_and_leaves_of_any_dtype():
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         dtypes = (jnp.float64, jnp.float32, jnp.bfloat16)

@@ -132,7 +132,7 @@ def test_norm_over_axes(axes, factors):
     close(ops.clip_by_norm(f32(x), 6.0, axes=axes), x)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_sparse", [False, True])
 def test_global_norm_of_two_leaves_among_none(is_sparse):
     vector = BCOO((f32(VECTOR), np.int32([[3], [4]])), shape=(9,)) if is_sparse else f32(VECTOR)
@@ -173,7 +173,7 @@ def test_duplicate_indices_are_summed_before_measuring():
             close(after.data, np.asarray(before.data) / 2)
 
 
-@pytest.mark.by_day(8)
+@pytest.mark.by_day(4)
 @each_norm_clip
 @pytest.mark.parametrize(("limit", "to"), [(0, 0), (-1, 0), (INF, 1), (10**12, 1), (NAN, NAN)])
 def test_unusual_limit(clip, limit, to):

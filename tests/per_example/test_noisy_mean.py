@@ -22,6 +22,7 @@ def zeros(limit=1.0, shape=(300, 300), dtype=jnp.float32, **options):
     return per_example.clip_sum(grads, limit, **options)
 
 
+@pytest.mark.slow
 def test_without_noise_it_is_the_mean():
     result = per_example.clip_sum(GRADS, 1.0)
     for key in (None, KEY):
@@ -29,6 +30,7 @@ def test_without_noise_it_is_the_mean():
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y / 16, 1e-6), mean, result.grads)
 
 
+@pytest.mark.slow
 def test_the_noise_is_that_of_the_sum_whatever_is_divided_by():
     """Added to the mean it would be a hundred times as large."""
     noise = jax.jit(noisy_mean)(zeros(limit=2.0), 1.5, KEY, 100)
@@ -118,6 +120,7 @@ def test_wide_sums_stay_wide():
     assert len(np.unique(np.asarray(noise["v"]) % 2.0**-30)) > 80_000
 
 
+@pytest.mark.slow
 def test_leaves_without_gradients_pass():
     def loss_fn(params, x):
         return jnp.sum(params["w"] * x) * params["count"].astype(jnp.float32)

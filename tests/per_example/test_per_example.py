@@ -232,6 +232,7 @@ def test_zero_examples_and_no_examples(response):
     assert (nothing.grads, int(nothing.num_unclipped), nothing.norms.shape) == ({}, 0, (0,))
 
 
+@pytest.mark.slow
 def test_infinite_limit():
     grads = jnp.array([[3.0, 4.0], [1.0, 2.0]])
     for response in ("clip", "normalize", "auto_s"):
@@ -354,6 +355,7 @@ def test_vectors_of_auto_s(gamma, factors):
     np.testing.assert_allclose(total / norms, factors, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_dicts_of_limits():
     grads = {"w": jnp.array([[3.0, 4.0]]), "b": jnp.array([[2.0]])}
     result = per_example.clip_sum(grads, {"w": 1.0, "b": 0.5}, scope=scopes.leaf())

@@ -79,7 +79,7 @@ def test_params_that_are_a_python_number(size):
     np.testing.assert_allclose(found, 1.5, rtol=2e-6)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [None, 3])
 def test_aux_keys_and_arguments_in_any_place(size):
     params, x, _ = task()

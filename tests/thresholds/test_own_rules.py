@@ -48,7 +48,7 @@ def own(update, state=0):
     return Threshold(lambda norms: jnp.asarray(state), lambda norms, state, _: update(norms, state))
 
 
-@pytest.mark.by_day(9)
+@pytest.mark.by_day(5)
 @pytest.mark.parametrize("wrong", RETURNS)
 def test_what_an_update_must_return_is_said(wrong):
     update, said = RETURNS[wrong]

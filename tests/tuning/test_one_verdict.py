@@ -82,6 +82,7 @@ def check(norms):
     return found
 
 
+@pytest.mark.slow
 def test_a_log_with_a_warmup_whose_level_moves():
     rng, t = np.random.default_rng(2), np.arange(STEPS)
     level = 2.5 * np.exp(-t / 25) + rng.uniform(0.4, 1.2) * t / STEPS + rng.uniform(0, 1.5)

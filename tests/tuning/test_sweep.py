@@ -263,6 +263,7 @@ def test_of_several_seeds_the_mean_counts():
     assert [(row[1], row[3]) for row in rows] == [("2.1", "50.0%"), ("1.95", "50.0%")]
 
 
+@pytest.mark.slow
 def test_a_worse_limit_is_not_named():
     result = swept([0.01, 50.0])
     assert result.limit == 50.0
@@ -274,6 +275,7 @@ def away_at_any_rate(params, target, limit, rate):
     return step_fn(params, target, limit, -rate)
 
 
+@pytest.mark.slow
 def test_all_diverged():
     away = lambda params, target, limit: step_fn(params, target, limit, rate=-0.5)  # noqa: E731
     result = swept([1.0, 100.0], step=away)

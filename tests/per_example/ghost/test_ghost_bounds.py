@@ -63,6 +63,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 def test_inner_products_of_many_entries_are_summed_in_pieces():
     rng = np.random.default_rng(0)
     x, d = (rng.normal(size=(2, 3, n)).astype(np.float32) for n in (8192, 8))
@@ -197,6 +198,7 @@ def test_an_example_that_is_not_finite_adds_nothing(shape, of, bad):
     assert not np.isfinite(result.norms[2])
 
 
+@pytest.mark.slow
 def test_padding_that_is_not_finite_adds_nothing_to_ordinary_examples():
     x, d = RNG.normal(size=(2, 6, 16, 96)).astype(np.float32)
     fn, w = per_example.clipped_grad(of_layer, 1.0, method="ghost"), np.zeros((96, 96), np.float32)

@@ -83,6 +83,7 @@ def test_how_parameters_are_measured(name):
     assert found == ways
 
 
+@pytest.mark.slow
 def test_wide_layers_of_a_transformer_take_gram_matrices():
     def loss(params, x):
         return squares(jnp.tanh(x @ params["up"]) @ params["head"])
