@@ -185,7 +185,6 @@ QUICK = [("of a part", True, "rule"), ("of all", True, "plain"), ("FSDP", True, 
 QUICK += [("of all, weight of a part", True, "plain"), ("of a part", False, "plain")]
 
 
-@pytest.mark.by_day(2)
 @pytest.mark.parametrize(
     ("loss", "check_vma", "judge"),
     slow_unless(

@@ -73,7 +73,7 @@ def mesh(kind="Auto"):
     return jax.make_mesh((4, 2), ("a", "b"), axis_types=(getattr(AxisType, kind),) * 2)
 
 
-@pytest.mark.slow
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_units_stay_where_they_are(kind):
     """Where only the compiler knows how leaves are split, norms are gathered, but no leaf."""

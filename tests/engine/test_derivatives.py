@@ -297,7 +297,6 @@ def test_debug_nans_reports_nothing_one_operation_at_a_time():
             gradient(x, limit)
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda x: x.__name__
 )

@@ -214,7 +214,7 @@ INDICES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize("case", INDICES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_of_a_sparse_leaf_entries_are_the_sums_of_what_is_stored(case, dtype):

@@ -197,7 +197,6 @@ def test_a_schedule_is_taken_whatever_it_is_at_first(name):
         assert state.info.limit == SCHEDULES[name](jnp.int32(0))
 
 
-@pytest.mark.slow
 def test_a_schedule_of_traced_numbers_and_of_axes_is_taken():
     def clipped(top):
         tx = optaxclip.clip_by_global_norm(lambda count: top * 0.9 ** count.astype(float))

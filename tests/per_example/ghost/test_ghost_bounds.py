@@ -243,7 +243,6 @@ def test_norms_and_sums_read_the_same_cotangents_of_bfloat16(positions):
     assert np.all(norms_of(alone) <= 1)
 
 
-@pytest.mark.slow
 def test_a_gradient_that_is_kept_in_bfloat16_is_not_less_than_it_was():
     def loss_fn(w, x):
         return jnp.sum(x @ w.astype(jnp.float32))
