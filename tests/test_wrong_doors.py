@@ -87,6 +87,17 @@ def test_names_that_nobody_knows_are_as_in_any_module():
             getattr(optaxclip, name)
 
 
+def test_what_is_not_public_is_not_offered():
+    assert hasattr(norms, "_divided")
+    assert "here it is" not in said_of(norms, "divided")
+
+
+@pytest.mark.parametrize("namespace", ["optaxclip", "optaxclip.ops", "optaxclip.thresholds"])
+def test_an_import_of_a_name_of_others_is_told_where_to_go(namespace):
+    with pytest.raises(ImportError, match="; here it is clip_by_global_norm"):
+        exec(f"from {namespace} import clip_grad_norm_")
+
+
 def last_line(code):
     """What Python prints last of an error, with its own proposals."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
