@@ -34,9 +34,10 @@ def test_a_unit_with_limit_0_is_worse_than_any_other():
 
 def test_the_share_of_units_above_their_limit():
     grads = {"a": np.float32([[3.0, 0.5, 2.0], [4.0, 0, 0]]), "b": np.float32([[0.1], [0.2]])}
-    _, info = record(optaxclip.clip_by(scopes.unit(), 1.0), grads | {"none": np.zeros((3, 0))})
-    np.testing.assert_allclose(info.fraction, [2 / 3, 0, 0], rtol=1e-6)
-    assert list(info.num_clipped) == [1, 0, 0]
+    grads |= {"none": np.zeros((3, 0)), "one": np.float32([[3.0], [4.0]])}
+    _, info = record(optaxclip.clip_by(scopes.unit(), 1.0), grads)
+    np.testing.assert_allclose(info.fraction, [2 / 3, 0, 0, 1], rtol=1e-6)
+    assert list(info.num_clipped) == [1, 0, 0, 1]
     assert (info.norm[2], info.limit[2], info.factor[2]) == (0, np.inf, 1)
 
 
