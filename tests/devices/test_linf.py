@@ -68,6 +68,29 @@ def test_every_policy_acts_on_one_bad_entry(way):
             np.testing.assert_array_equal(np.ravel(info.num_nonfinite), [1])
 
 
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_bad_entries_are_masked_in_split_leaves_and_in_whole_ones(check_vma):
+    specs = {"split": P("i"), "whole": P()}
+    mask = functools.partial(masked, specs=specs)
+    run = jax.jit(
+        jax.shard_map(
+            mask, mesh=mesh(), in_specs=(specs,), out_specs=(specs, P()), check_vma=check_vma
+        )
+    )
+    grads = {"split": np.float32([3, np.nan, 0, 0]), "whole": np.float32([np.inf, 4])}
+    updates, number = run(grads)
+    np.testing.assert_allclose(updates["split"], [0.6, 0, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(updates["whole"], [0, 0.8], rtol=1e-6)
+    assert number == 1
+
+
+def masked(grads, **options):
+    tx = optaxclip.clip_by_global_norm(1.0, nonfinite="mask", **options)
+    updates, state = tx.update(grads, None)
+    return updates, state.info.num_nonfinite
+
+
 def truth(grads, policy, axis):
     """Updates, and the record of the worst group."""
     if policy == "mask":
