@@ -51,6 +51,9 @@ def test_a_name_says_that_every_leaf_is_split():
 
 
 def test_an_axis_of_vmap_counts_beside_those_of_a_mesh():
+    mean = functools.partial(ops.global_norm, axis_name="lanes", norm="rms")
+    found = jax.jit(jax.vmap(mean, axis_name="lanes"))(WHOLE)
+    np.testing.assert_allclose(found, np.full(4, NORM / WHOLE.size**0.5), rtol=1e-6)
     norm = functools.partial(ops.global_norm, axis_name="lanes")
     split = region(functools.partial(norm, specs=P("a")), P("a"), P(), check_vma=False)
     placed = functools.partial(norm, specs=NamedSharding(mesh(), P("a")))

@@ -7,6 +7,7 @@ import pytest
 from jax.experimental.sparse import BCOO
 
 import optaxclip
+from optaxclip._border.entries import sums_of_stored
 
 
 @pytest.mark.by_day(1)
@@ -14,8 +15,10 @@ import optaxclip
 def test_entries_out_of_range_do_not_count(norm):
     data, indices = np.float32([3.0, 100.0, 4.0, 1e30]), np.int32([[1], [5], [2], [9]])
     rows, places = np.float32([[3.0, 9.0], [7.0, 4.0]]), np.int32([[[0], [3]], [[4], [2]]])
+    in_two = np.int32([[1, 0], [1, 2], [2, 1], [9, 1]])
     leaves = [
         BCOO((data, indices), shape=(5,)),
+        BCOO((data, in_two), shape=(5, 2)),
         BCOO((np.where(data == data.max(), np.inf, data), indices), shape=(5,)),
         BCOO((rows, places), shape=(2, 3)),
     ]
@@ -28,6 +31,13 @@ def test_entries_out_of_range_do_not_count(norm):
     found = all_norms(leaves)
     np.testing.assert_allclose(found[:, 0], found[:, 1], rtol=1e-6)
     np.testing.assert_allclose(found[:, 1], found[0, 1], rtol=1e-6)
+
+
+def test_what_is_stored_is_added_up_in_each_batch():
+    data, indices = np.float32([[3, 1, 3], [1, 6, 1]]), np.int32([[2, 0, 2], [2, 0, 9]])
+    leaf = BCOO((data, indices[..., None]), shape=(2, 5))
+    found = jax.jit(lambda leaf: sums_of_stored(leaf, jnp.float32))(leaf)
+    np.testing.assert_array_equal(found, [[6, 1, 6], [1, 6, 0]])
 
 
 def test_masking_a_sparse_leaf():
