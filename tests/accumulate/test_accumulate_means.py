@@ -10,6 +10,7 @@ import pytest
 from compiling import AS_USERS, where_sums_are_fused
 
 from optaxclip import accumulate
+from optaxclip.accumulate.losses import _scaled_down
 
 EXAMPLES = 12
 
@@ -248,3 +249,12 @@ def test_weights_and_losses_anywhere_in_the_range(scale, constant):
     np.testing.assert_allclose([value, grads], expected, rtol=1e-6)
     if scale > 1e-40:
         np.testing.assert_array_equal(found.weight, given)
+
+
+def test_weights_are_divided_by_powers_of_two_even_where_xla_takes_them_for_0():
+    weights, powers = np.float32([[1e-42, 3e-40, 1e-38, 3.0]]), np.float32([2.0**-126, 2.0**-40, 1])
+    found = jax.jit(_scaled_down)(weights, powers[:, None])
+    expected = np.float64(weights) / powers[:, None]
+    is_normal = expected >= np.finfo(np.float32).tiny
+    np.testing.assert_array_equal(np.where(is_normal, found, 0), np.where(is_normal, expected, 0))
+    assert np.all(np.isnan(jax.jit(_scaled_down)(np.float32(np.nan), powers)))

@@ -11,6 +11,7 @@ from cases import slow_unless
 
 import optaxclip
 from optaxclip import norms, per_example, scopes
+from optaxclip._border.gpu import sum_of_columns
 from optaxclip._engine.clip import group_norms
 
 TREE = {
@@ -136,6 +137,27 @@ def test_columns_of_narrow_entries(platform):
     for i, leaf in enumerate(leaves):
         expected = np.sqrt(np.sum(np.asarray(leaf, np.float64) ** 2, 0))
         np.testing.assert_allclose(found[str(i)], expected, rtol=1e-6)
+
+
+def test_sums_of_columns_as_a_gpu_adds_them_up():
+    leaf = np.random.default_rng(0).normal(size=(2, 3, 64, 5)).astype(np.float32)
+    cases = list(itertools.product(("l1", "l2"), [(0, 1, 2), (0, 2)], (True, False)))
+
+    @jax.jit
+    def sums(leaf):
+        options = {"scales": (1.0, 0.25)}
+        return [
+            sum_of_columns(x, norm=norms.as_norm(n), axes=a, in_one_piece=whole, **options)
+            for x in (leaf, leaf.astype(jnp.bfloat16))
+            for n, a, whole in cases
+        ]
+
+    narrow = np.float64(jnp.asarray(leaf, jnp.bfloat16))
+    rows = itertools.product((np.float64(leaf), narrow), cases)
+    for found, (x, (name, axes, _)) in zip(sums(leaf), rows, strict=True):
+        for total, scale in zip(found, (1, 0.25), strict=True):
+            expected = np.sum(np.abs(scale * x) ** int(name[1]), axes)
+            np.testing.assert_allclose(total, expected, rtol=1e-6)
 
 
 @pytest.mark.by_day(1)

@@ -396,6 +396,8 @@ def test_limits_for_other_groups(limits):
         clip(tree, limits, scopes.leaf())
     with pytest.raises(ValueError, match="limits are given for the groups"):
         clip(tree, limits, scopes.tree())
+    with pytest.raises(ValueError, match="limits are given for the groups"):
+        optaxclip.clip_by(scopes.leaf(), limits).init(tree)
 
 
 def test_groups_that_init_did_not_know():
