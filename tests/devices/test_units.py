@@ -87,6 +87,14 @@ def test_units_stay_where_they_are(kind):
     assert most_gathered(update) <= 2 * 4 * 32
 
 
+def test_the_compiler_is_told_that_each_device_has_all_norms_and_multipliers():
+    leaf = jax.device_put(jnp.ones((64, 32)), NamedSharding(mesh(), P(None, "a")))
+    tx = optaxclip.adaptive_grad_clip(0.01)
+    program = str(jax.jit(tx.update).trace(leaf, tx.init(leaf), leaf).jaxpr)
+    # The sums of gradients and of parameters, in the ways of two platforms, and the multipliers.
+    assert program.count("sharding_constraint[") == 2 * 2 + 1
+
+
 @pytest.mark.slow
 def test_seeds_on_devices_of_their_own_stay_there():
     leaves = jnp.asarray(np.random.default_rng(0).normal(size=(4, 16, 6)), jnp.float32)
