@@ -72,7 +72,7 @@ def test_a_clip_of_the_tree():
         factor=[1.0, 0.4, NAN, 0.4, NAN],
         worst=["b", "w", "b", "b", "w"],
     )
-    assert found["norm"].dtype == np.float32
+    assert (found["step"].dtype, found["norm"].dtype) == (np.int64, np.float32)
     for field in found.dtype.names:
         np.testing.assert_array_equal(monitor.history(state, stat=field), found[field])
 
@@ -80,6 +80,12 @@ def test_a_clip_of_the_tree():
 def test_the_last_steps_of_more():
     _, state = run(monitor.events(clip(), 2))
     assert_columns(monitor.history(state), step=[3, 4], norm=[5.0, np.inf], worst=["b", "w"])
+    # After more steps than can be counted the places of the rows still follow one another.
+    tx = monitor.events(clip(), 3)
+    state, update = tx.init(PARAMS)._replace(steps=jnp.int32(2**31 - 2)), jax.jit(tx.update)
+    for size in (1.0, 2.0, 3.0, 4.0):
+        _, state = update(grads(size, 0.0), state)
+    np.testing.assert_array_equal(monitor.history(state, stat="norm"), [2, 3, 4])
     start = monitor.history(monitor.events(clip()).init(PARAMS))
     assert start.shape == (0,)
     assert start.dtype.names == monitor.history_names(state)
@@ -132,6 +138,17 @@ def test_clips_of_leaves_and_labels_know_their_worst():
         limit=[1.0, 6.0, 1.0],
         **{"clip_by_group_norm/worst": ["low", "low", "low"], "units/worst": ["w", "w", "b"]},
     )
+
+
+def test_a_clip_of_leaves_has_clipped_if_one_leaf_was_clipped():
+    _, state = run(monitor.events(optaxclip.clip_by_norm(2.0)), [grads(1.0, 1.0), grads(3.0, 1.0)])
+    assert_columns(monitor.history(state), verdict=["taken", "clipped"], worst=["b", "b"])
+
+
+def test_a_tree_without_leaves():
+    tx = monitor.events(clip())
+    _, state = tx.update({}, tx.init({}))
+    assert monitor.history(state, stat="norm").tolist() == [0.0]
 
 
 def test_a_loss_and_skips_within_skips():
@@ -308,6 +325,8 @@ def test_wrong_use():
     said = r"stat must be one of \['step', .*, which the events have; got 'norms'; did you mean 'no"
     with pytest.raises(ValueError, match=said):
         monitor.history(state, stat="norms")
+    with pytest.raises(ValueError, match=r"stat must be one of \['step', .*; got 3$"):
+        monitor.history(state, stat=3)
 
 
 @pytest.mark.slow

@@ -253,6 +253,7 @@ def test_history_of_one_record_among_several():
     for name, found in ((None, 2), ("other", 0)):
         with pytest.raises(ValueError, match=rf"holds {found}.*'0/raw', '1/inner_state/1/clipped'"):
             monitor.history(state, name)
+    assert monitor.history_names(monitor.record(per_leaf=True).init({})) == ()
     with pytest.raises(ValueError, match="holds no record, and so no history"):
         monitor.history_names(tree_clip().init(GRADS))
 

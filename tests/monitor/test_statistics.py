@@ -324,6 +324,7 @@ WRONG = {
     "none": ({"stats": ()}, ValueError, r"stats must name at least one of \['norm'"),
     "twice": ({"stats": ("max", "max")}, ValueError, r"each at most once; got \('max', 'max'\)"),
     "no names": ({"stats": (1,)}, TypeError, r"stats must be a name or several, .* got \(1,\)"),
+    "a number beside a name": ({"stats": ("norm", 1)}, TypeError, r"got \('norm', 1\)"),
     "no sequence": ({"stats": None}, TypeError, r"stats must be a name or several, .* got None"),
     "window": ({"window": 0, "stats": "max"}, ValueError, "window must be an int of at least 1"),
     "scope": ({"scope": "leaf"}, TypeError, r"scope must be from optaxclip.scopes"),

@@ -144,6 +144,11 @@ def test_on_eight_devices():
 def test_before_the_first_step_nothing_was_skipped():
     for name in ("nonfinite", "partition", "in MultiSteps that leaves out"):
         assert monitor.taken(TRANSFORMATIONS[name].init(PARAMS)), name
+    flag = jnp.array(False)
+    own = optax.MultiSteps(
+        skip_nonfinite(sgd()), 2, should_skip_update_fn=lambda *_: (flag, {"large": flag})
+    )
+    assert monitor.taken(own.init(PARAMS))
 
 
 @pytest.mark.slow

@@ -181,6 +181,11 @@ def test_verdicts_of_losses_and_under_vmap():
     assert monitor.verdict(run(jnp.array([0.0, -5.0]))) == "ok"
     assert monitor.verdict(run(jnp.array([0.0, NAN]))) == "skipped"
     assert monitor.verdict(run(jnp.array([0.0, 2.0])), 1) == "roll back"
+    # The longest row of skipped steps counts, not those of all states together.
+    assert monitor.verdict(run(jnp.array([2.0, 2.0])), 2) == "skipped"
+    state = tx.init(GRADS)
+    kept = [state._replace(consecutive=jnp.int32(count)) for count in (9, 10)]
+    assert [*map(monitor.verdict, kept)] == ["skipped", "roll back"]
 
 
 def test_errors_say_what_to_do():
