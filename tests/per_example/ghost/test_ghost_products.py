@@ -14,6 +14,7 @@ from small_losses import CASES, planned
 
 from optaxclip._engine.respond import Multiplier
 from optaxclip.per_example.ghost import bounds
+from optaxclip.per_example.ghost.norms import _summed_by_rows
 from optaxclip.per_example.ghost.program import (
     differentiate,
     weighted_gradients,
@@ -95,6 +96,28 @@ def test_no_sum_of_products_has_more_terms_than_its_bound_counts(
         (summed, _), _ = eqn.params["dimension_numbers"]
         terms.append(math.prod(eqn.invars[0].aval.shape[axis] for axis in summed))
     assert max(terms) == longest
+
+
+@pytest.mark.parametrize("name", ["many_tokens", "layer"])
+def test_norms_and_sums_read_the_same_numbers(name):
+    """Fused with what made the numbers, one of both could leave out a rounding."""
+    loss, *args, _ = CASES[name]
+    params, batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), args)
+    call, plan = planned(loss, params, *batch)
+
+    def numbers(measured, batch):
+        found = with_gradients(plan, differentiate(plan, measured, batch))
+        return found.data, found.cotangents, found.gradients
+
+    jaxpr = jax.make_jaxpr(numbers)(call.params.measured_leaves(), batch).jaxpr
+    barriers = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier")
+    assert {*jaxpr.outvars} <= {v for eqn in barriers for v in eqn.outvars}
+
+
+def test_sums_are_added_up_in_two_steps_once_they_are_compiled():
+    """A single sum over rows and columns could take more additions than the bounds count."""
+    text = jax.jit(_summed_by_rows).lower([jnp.ones((2, 3, 8, 8))]).compile().as_text()
+    assert text.count(" reduce(") == 2
 
 
 def test_two_numbers_of_bfloat16_are_nearly_one_of_float32():
