@@ -184,7 +184,8 @@ LAYERS = (
     *("kernel_with_strides_and_dilations", "depthwise", "grouped", "kernel_of_two_images"),
     *("rows_or_zeros", "one_input_and_one_feature", "autoencoder", "recurrent_in_layers"),
     *("autoencoders_in_layers_of_layers", "stacked_tables", "stacked_kernels"),
-    *("concatenated_inputs", "concatenated_experts", "concatenated_in_a_loop"),
+    *("concatenated_inputs", "concatenated_outputs", "concatenated_experts"),
+    "concatenated_in_a_loop",
 )
 
 
