@@ -71,6 +71,15 @@ def test_microbatches_give_the_same_sum(scope, size):
     np.testing.assert_allclose(result.losses, losses, rtol=1e-5)
 
 
+def test_a_loop_takes_so_many_examples_at_once():
+    """Whatever the sums are, more gradients than these would take more memory."""
+    for size, lengths in ((3, [3]), (64, [])):
+        clipped = per_example.clipped_grad(loss_fn, 1.0, microbatch_size=size)
+        eqns = jax.make_jaxpr(clipped)(*task()).eqns
+        loops = [eqn.params["length"] for eqn in eqns if eqn.primitive.name == "scan"]
+        assert loops == lengths
+
+
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("size", [None, 1, 2])
 def test_params_that_are_a_python_number(size):
