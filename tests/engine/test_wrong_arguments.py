@@ -97,6 +97,14 @@ MISTAKES = {
         lambda: optaxclip.clip_by_block_rms(1.0, stacked=jnp.ones(2)),
         r"stacked must not be a JAX array .* static_args=\('stacked',\)",
     ),
+    "axes in an array": (
+        lambda: optaxclip.clip_by_norm(1.0, axes=jnp.int32(0)),
+        r"axes must not be a JAX array .* static_args=\('axes',\)",
+    ),
+    "axis in an array": (
+        lambda: optaxclip.adaptive_grad_clip(0.1, axis=jnp.int32(0)),
+        r"axis must not be a JAX array .* static_args=\('axis',\)",
+    ),
     "no name": (
         lambda: clip_by(scopes.tree(), 1.0, name=None),
         "name must be .* got None",
