@@ -108,12 +108,17 @@ def test_the_warmup_is_told_from_what_follows():
 
 def test_a_level_is_a_median_of_as_many_steps_before_as_after():
     logs = np.log(synthetic(0, 0.2, "drifting", steps=200)[0])
-    level = spreads.shape_of(logs).level
-    assert level[100] == np.median(logs[90:111])
-    # The first windows are smaller, and the last ones hold the norms before them twice.
-    assert level[:4].tolist() == [np.median(logs[:n]) for n in (3, 3, 5, 7)]
-    assert level[9:11].tolist() == [np.median(logs[:n]) for n in (19, 21)]
-    assert level[-1] == np.median([*logs[-11:], *logs[-11:-1]])
+    assert spreads.shape_of(logs).level[100] == np.median(logs[90:111])
+
+
+def test_levels_at_both_ends():
+    """The first windows are smaller, and the last ones go back where the norms end."""
+    values = np.append(9.0, np.random.default_rng(0).normal(size=59))
+    level = spreads._rolling_median(values, 21)
+    assert level[:10].tolist() == [np.median(values[:n]) for n in (3, *range(3, 20, 2))]
+    around = np.pad(values, 10, mode="reflect")
+    windows = np.lib.stride_tricks.sliding_window_view(around, 21)
+    np.testing.assert_array_equal(level[10:], np.median(windows, axis=1)[10:])
 
 
 def test_fewer_than_three_windows_say_nothing_of_a_regime():
