@@ -53,6 +53,16 @@ def test_nothing_else_holds_the_arrays_of_a_fresh_state(rule, scope):
     jax.block_until_ready((tx.init(PARAMS), PARAMS, NUMBER))
 
 
+def test_nothing_else_holds_the_arrays_of_a_fresh_state_with_a_rule_that_judges():
+    inner, rule = optax.sgd(0.1, momentum=0.9), thresholds.zscore()
+    for tx in (
+        optaxclip.skip_above(inner, rule, loss_limit=rule),
+        optaxclip.reset_state(inner, when=rule, only=("trace",)),
+    ):
+        places = [x.unsafe_buffer_pointer() for x in arrays(tx.init(PARAMS))]
+        assert len(set(places)) == len(places)
+
+
 def gradients(names):
     """Some of its own for each transformation; those of two examples for two of them."""
     copies = {name: jax.tree.map(jnp.copy, GRADS) for name in names}

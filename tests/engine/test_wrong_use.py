@@ -38,6 +38,19 @@ def test_a_state_of_another_transformation_is_refused_by_all():
                 method.make().update(GRADS, other, PARAMS)
 
 
+def test_a_leaf_that_is_no_array_is_refused_by_all():
+    wrong = {"w": "text"}
+    said = "must be a pytree of arrays; its leaf 'w' is 'text' of type str"
+    for name, method in METHODS.items():
+        if name not in ("hyperball", "clip_attention_logits"):  # which the table wraps
+            with pytest.raises(TypeError, match=rf"^params {said}"):
+                method.make().init(wrong)
+    attention = optaxclip.clip_attention_logits(heads=lambda path, leaf: optaxclip.Heads(0))
+    for tx in (attention, optaxclip.hyperball(0.1)):
+        with pytest.raises(TypeError, match=rf"^params {said}"):
+            tx.init(wrong)
+
+
 def test_it_is_said_of_records_of_clips_without_one_and_of_a_skip_of_the_loss():
     made = [monitor.record(), monitor.noise_scale(), optaxclip.hyperball(0.1)]
     made += [optaxclip.clip_by_norm(1.0, record=False), optaxclip.clip(1.0, record=False)]

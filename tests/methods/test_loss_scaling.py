@@ -413,6 +413,14 @@ WRONG = {
 WRONG_TYPES = {name: ["a", None, np.ones(2)] for name in (*WRONG, "inner")}
 
 
+def test_only_moments_of_a_smaller_range_are_widened():
+    formats = ("bfloat16", "float16", "float32", "float8_e4m3fn")
+    params = {name: jax.ShapeDtypeStruct((2,), name) for name in formats}
+    state = jax.eval_shape(scale_loss(optax.sgd(1.0, momentum=0.9)).init, params)
+    found = [x.dtype.name for x in jax.tree.leaves(optax.tree.get(state, "trace"))]
+    assert found == ["bfloat16", *["float32"] * 3]
+
+
 def test_numbers_may_lie_at_the_ends_of_their_ranges():
     for initial in (2.0**-126, 2.0**126):
         scale_loss(ADAM, initial=initial, minimum=2.0**-126, maximum=2.0**126)

@@ -304,6 +304,9 @@ def test_parts_that_there_are_not():
     tx = optaxclip.reset_state(optax.sgd(0.1, momentum=0.9), every=2)
     with pytest.raises(ValueError, match=r"no parts named \['mu', 'nu'\]; for only= .*'trace'"):
         tx.init(PARAMS)
+    bare = optax.GradientTransformation(lambda params: jnp.zeros(()), lambda *_: None)
+    with pytest.raises(ValueError, match=r"no parts named \['mu', 'nu'\]"):
+        optaxclip.reset_state(bare, every=2).init(PARAMS)
     with pytest.raises(ValueError, match=r"must be of type ResetState.*_replace\(inner_state="):
         tx.update(GRADS, optax.EmptyState())
 

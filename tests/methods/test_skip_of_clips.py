@@ -18,6 +18,7 @@ WITH_OPTIMIZER = {
     "sgd": optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(0.1)),
     "adam": optax.chain(optaxclip.clip_by_global_norm(1.0), optax.adam(0.1)),
     "none of ours": optax.sgd(0.1),
+    "no state": optax.GradientTransformation(lambda params: (), lambda *_: None),
 }
 
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optaxclip import clip_by_spectral_norm, monitor
+from optaxclip.methods import spectral
 
 MODES = ("soft", "hard")
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -127,6 +128,11 @@ def test_a_limit_that_underflows_beside_the_matrix(mode):
         with jax.debug_nans(True):
             found = clipped(jnp.asarray(large, jnp.float32), jnp.float32(1.0), mode)[0]
         np.testing.assert_allclose(found, exact(large, 1.0, mode), rtol=1e-3, atol=1e-4)
+
+
+def test_a_largest_value_beyond_the_range_is_the_largest_number():
+    x = jnp.float32([[3e38, 3e38], [-3e38, 3e38]])
+    assert spectral._largest(x, stack=0) == np.finfo(np.float32).max
 
 
 @pytest.mark.slow
