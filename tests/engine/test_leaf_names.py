@@ -87,6 +87,20 @@ def test_a_box_has_no_name(box):
 NAN, ONE = jnp.full(1, jnp.nan), jnp.ones(1)
 
 
+def test_a_skip_knows_all_leaves_that_a_step_had():
+    tx = optaxclip.skip_above(optax.sgd(0.1), 10.0)
+    state = tx.init({"a": None, "b": ONE, "c": ONE})
+    for a, b, names in (
+        (None, ONE, "bc"),
+        (ONE, ONE, "abc"),
+        (None, None, "abc"),
+        (ONE, None, "abc"),
+    ):
+        _, state = jax.eval_shape(tx.update, {"a": a, "b": b, "c": ONE}, state)
+        assert "".join(state.leaves) == names
+        assert state.blamed.shape == (len(names),)
+
+
 @pytest.mark.slow
 def test_a_skip_names_what_was_none_at_first():
     tx = optaxclip.skip_above(optax.sgd(0.1), 10.0)

@@ -3,6 +3,7 @@
 import json
 import re
 from itertools import product
+from statistics import NormalDist
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,13 @@ def test_levels_at_both_ends():
     np.testing.assert_array_equal(level[10:], np.median(windows, axis=1)[10:])
 
 
+def test_the_spread_is_a_standard_deviation_and_hardly_a_norm_reaches_beyond():
+    normal = NormalDist(0.0, 0.3)
+    deviations = np.array([normal.inv_cdf((i + 0.5) / 999) for i in range(999)])
+    expected = (0.3, normal.inv_cdf(1 - 0.01 / 999))
+    np.testing.assert_allclose(spreads._spread_and_reach(deviations), expected, rtol=2e-3)
+
+
 def test_fewer_than_three_windows_say_nothing_of_a_regime():
     for steps, regime in (32, "stationary"), (33, "drifting"):
         assert spreads.shape_of(np.linspace(0, np.log(4), steps)).regime == regime
@@ -170,6 +178,9 @@ def test_shares_are_those_of_the_steps():
     norms, _ = synthetic(3, 0.2)
     found = tuning.suggest(norms)
     assert found.share_clipped == np.mean(norms > found.limit)
+    percent = round(100 * (1 - found.share_clipped), 1)
+    assert 97 < percent < 99
+    assert found.adaptive.call == f"autoclip({percent:g}, window=100)"
     assert found.typical_norm == np.median(np.delete(norms, found.spikes)) < np.median(norms)
     for other, share in zip(found.percentiles, (0.1, 0.05, 0.01), strict=True):
         assert other.share_clipped == pytest.approx(share, abs=0.01)
@@ -204,6 +215,13 @@ def test_of_limits_that_are_equally_wrong_it_is_the_largest(ordinary, spikes, li
     norms, is_spike = np.float64([*ordinary, *spikes]), np.arange(8) >= 4
     shape = spreads.Shape(np.zeros(8), np.log(15), 0.1, is_spike, 0, "stationary")
     assert suggesting._limit(norms, is_spike, shape).value == limit
+
+
+def test_a_norm_at_the_limit_is_not_above_it():
+    shape = spreads.Shape(np.zeros(4), np.log(15), 0.1, np.zeros(4, bool), 0, "stationary")
+    for largest, is_reached in ((14.9, False), (14.91, True)):
+        found = suggesting._limit(np.array([1, 1, 1, largest]), shape.spikes, shape)
+        assert (found.value, found.is_reached) == (14.9, is_reached)
 
 
 def test_a_limit_is_below_the_spike_that_it_catches():
@@ -372,6 +390,7 @@ def test_ordinary_norms_are_not_doubted(shape):
 
 
 def test_a_limit_above_all_norms_is_said_to_change_nothing():
+    assert tuning.suggest(STEADY).adaptive.call == "autoclip(99, window=100)"
     assert tuning.suggest(STEADY).notes == (
         "no norm is above the limit, which would have changed nothing in this run",
     )
