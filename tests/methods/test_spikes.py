@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from optaxclip import monitor
+from optaxclip._border.options import Options
+from optaxclip.methods import spikes
 
 S = np.float32([1.0, 1.2, 0.8, 1.0, 5.0, 1.1])
 SPAM = functools.partial(
@@ -228,6 +230,15 @@ def test_of_a_sparse_leaf_entries_are_the_sums_of_what_is_stored(case, dtype):
     np.testing.assert_array_equal(found.indices, indices)
     close(found.todense(), expected, rtol=1e-2 if dtype == jnp.bfloat16 else 3e-6)
     assert np.max(np.abs(expected)) < 6
+
+
+def test_of_what_is_stored_only_sums_above_the_limit_are_scaled():
+    data, indices = jnp.float32([3.0, 1.0, 3.0, 0.5]), jnp.array([[2], [0], [2], [4]])
+    columns = tuple(map(jnp.float32, (1.0, 0.5, 2.0)))
+    options = Options.checked(norm="linf", name="clip")
+    found = spikes._OnlyAbove().scaled(BCOO((data, indices), shape=(5,)), columns, (0,), options)
+    np.testing.assert_array_equal(found.data, [1.5, 1.0, 1.5, 0.5])
+    np.testing.assert_array_equal(found.indices, indices)
 
 
 def last_of(tx, sequence):
