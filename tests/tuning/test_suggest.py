@@ -229,7 +229,6 @@ def test_a_limit_is_below_the_spike_that_it_catches():
         assert 0.98 * spike < suggesting._below(spike) < spike
 
 
-@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("steps", "shape"), [(1200, "stationary"), (1050, "warm-up")])
 def test_of_many_norms_the_rule_is_replayed_on_the_last(steps, shape, monkeypatch):
     for module in (suggesting, replaying):
