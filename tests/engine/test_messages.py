@@ -1,5 +1,6 @@
 """What users are told when something cannot be: what came, and what to pass in its place."""
 
+import inspect
 import warnings
 
 import jax
@@ -147,10 +148,12 @@ WITHOUT_A_LIMIT = (
 
 @pytest.mark.parametrize("name", WITHOUT_A_LIMIT)
 def test_a_number_alone_is_no_limit_of_what_finds_its_own(name):
-    with pytest.raises(
-        TypeError, match=rf"^{name}\(\) takes only keyword arguments, got 1.0; it computes"
-    ):
-        getattr(optaxclip, name)(1.0)
+    make = getattr(optaxclip, name)
+    said = rf"^{name}\(\) takes only keyword arguments, got 1.0; it computes"
+    with pytest.raises(TypeError, match=said) as raised:
+        make(1.0)
+    takes_cap = "max_norm" in inspect.signature(make).parameters
+    assert ("or pass max_norm=1.0 for a cap on it" in str(raised.value)) == takes_cap
     with pytest.raises(TypeError, match="positional"):
         optaxclip.clip_by_second_moment(1.0)
 
