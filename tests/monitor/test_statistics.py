@@ -272,6 +272,15 @@ def test_sparse_gradients_beside_dense_parameters():
         np.testing.assert_allclose(found[stat], expected[stat], rtol=1e-6, err_msg=stat)
 
 
+def test_the_cosine_with_sparse_parameters():
+    from jax.experimental.sparse import BCOO
+
+    params = BCOO((jnp.array([1.0, 2.0]), jnp.array([[1], [3]])), shape=(5,))
+    tx = monitor.record(2, stats="cosine_param")
+    found = jax.jit(tx.update)(jnp.arange(5.0), tx.init(params), params)[1].last
+    np.testing.assert_allclose(found["cosine_param"], 7 / np.sqrt(30 * 5), rtol=1e-6)
+
+
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("names", [("zero_fraction",), ("share", "ratio"), STATS])
 def test_in_scan_vmap_and_one_program(names):
