@@ -169,6 +169,16 @@ def test_products_of_gradients_and_parameters_store_no_copy_of_them_on_a_cpu():
     assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * 4 * leaf.size
 
 
+@where_sums_are_fused
+def test_two_norms_of_a_leaf_store_no_entries():
+    def both(leaf):
+        return [optaxclip.ops.global_norm(leaf, norm=norm) for norm in ("l1", "l2")]
+
+    leaf = jax.ShapeDtypeStruct((1000, 1000), jnp.float32)
+    compiled = jax.jit(both, compiler_options=AS_USERS).lower(leaf).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.05 * 4 * leaf.size
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "most"),
