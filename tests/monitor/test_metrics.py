@@ -268,6 +268,44 @@ def test_scalars_without_entries_and_under_vmap():
     assert numbers[f"{LEAVES}/clipped_fraction"] == 0.5
 
 
+def test_of_two_states_each_number_is_that_of_the_table():
+    """Whichever of them comes first."""
+
+    def of(skipped, loss, scale, clipped, signal):
+        skip = skip_above(optax.identity(), 1.0, loss_limit=1.0).init(GRADS)
+        info = skip.loss.info._replace(norm=jnp.float32(loss), limit=jnp.float32(1))
+        skip = skip._replace(num_skipped=jnp.int32(skipped), loss=skip.loss._replace(info=info))
+        scaled = optaxclip.scale_loss(optax.identity()).init(GRADS)
+        scaled = scaled._replace(loss_scale=jnp.float32(scale))
+        clip = optaxclip.clip_by_norm(1.0).init(GRADS)
+        counts = {"num_clipped": jnp.full(2, clipped), "num_nonfinite": jnp.full(2, clipped)}
+        clip = clip._replace(steps=jnp.int32(8), info=clip.info._replace(**counts))
+        noise = monitor.noise_scale().init(GRADS)
+        noise = noise._replace(steps=jnp.int32(skipped), signal=signal, variance=2 * signal)
+        record = monitor.record(2).init(GRADS)
+        record = record._replace(steps=jnp.int32(clipped), last={"norm": jnp.float32(loss)})
+        return skip, scaled, clip, noise, record
+
+    # The second skip has not run, and its noise scale has no steps.
+    states = of(3, 5.0, 4.0, 2, jnp.float32(1)), of(0, 2.0, 8.0, 4, jnp.float32(3))
+    for pair in (states, states[::-1]):
+        numbers = monitor.scalars(jax.tree.map(lambda *x: np.stack(x), *pair))
+        expected = {
+            "skip_above/num_skipped": 3,
+            "skip_above/loss": 5,
+            "scale_loss/loss_scale": 4,
+            f"{LEAVES}/num_clipped": 4,
+            f"{LEAVES}/num_nonfinite": 4,
+            f"{LEAVES}/clipped_fraction": (2 + 4) / 2 / 8,
+            f"{LEAVES}/steps": 8,
+            "noise_scale/signal": 2,
+            "noise_scale/scale": 2,
+            "record/norm": 5,
+            "record/steps": 4,
+        }
+        assert {name: numbers[name] for name in expected} == expected
+
+
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("leaves", [1, 1000])
 def test_one_transfer_a_call(monkeypatch, leaves):

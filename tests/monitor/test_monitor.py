@@ -97,6 +97,10 @@ def test_read_finds_all(nesting):
     assert len(monitor.scalars(state)) == sum(counts)
 
 
+def test_a_record_of_no_leaves_has_no_columns():
+    assert monitor.history_names(monitor.record(per_leaf=True).init({})) == ()
+
+
 def test_lists_dicts_and_what_is_no_state():
     state = after(tree_clip(), GRADS)
     tree = {"a": [None, (state,)], "b": optax.EmptyState(), "c": optax.MaskedNode(), "d": 3}
@@ -253,7 +257,6 @@ def test_history_of_one_record_among_several():
     for name, found in ((None, 2), ("other", 0)):
         with pytest.raises(ValueError, match=rf"holds {found}.*'0/raw', '1/inner_state/1/clipped'"):
             monitor.history(state, name)
-    assert monitor.history_names(monitor.record(per_leaf=True).init({})) == ()
     with pytest.raises(ValueError, match="holds no record, and so no history"):
         monitor.history_names(tree_clip().init(GRADS))
 

@@ -239,6 +239,13 @@ def test_gradients_that_are_not_finite():
         np.testing.assert_allclose(found, expected[stat], rtol=1e-6, err_msg=stat)
 
 
+def test_shares_of_norms_whose_sum_leaves_the_range():
+    grads = {name: jnp.full(1, 3e38) for name in "ab"}
+    tx = monitor.record(1, per_leaf=True, stats="share")
+    state = jax.jit(tx.update)(grads, tx.init(grads))[1]
+    np.testing.assert_array_equal(monitor.history(state), [[0.5, 0.5]])
+
+
 @pytest.mark.slow
 def test_another_norm_is_that_of_norms_and_of_nothing_else():
     grads, params = TREES["float32"]

@@ -186,6 +186,9 @@ def test_verdicts_of_losses_and_under_vmap():
     state = tx.init(GRADS)
     kept = [state._replace(consecutive=jnp.int32(count)) for count in (9, 10)]
     assert [*map(monitor.verdict, kept)] == ["skipped", "roll back"]
+    # The loss alone was not finite when the step was taken after all.
+    info = state.loss.info._replace(norm=jnp.float32(NAN))
+    assert monitor.verdict(state._replace(loss=state.loss._replace(info=info))) == "roll back"
 
 
 def test_errors_say_what_to_do():
