@@ -1,5 +1,7 @@
 """Norms and responses by themselves, where their formulas have a special case."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,23 @@ def test_a_response_with_a_factor_tells_the_new_norm_too():
     limit = jnp.full(5, 2.0)
     found = responses.clip_with_eps(1.0)(SIZES, limit, limit)
     np.testing.assert_allclose(found, [0, 1e-30, 0.5, 1.5, 2], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: responses.auto_s(np.inf), "gamma must be a finite number and at least 0, got inf"),
+        (lambda: responses.clip_with_eps(-1), "eps must be a finite number and at least 0, got -1"),
+        (lambda: responses.band(2.0), "low must be a number of at most 1 and at least 0, got 2.0"),
+        (
+            lambda: responses.band(min_factor=2, max_factor=1),
+            "max_factor must be a number of at most inf and at least 2, got 1",
+        ),
+    ],
+)
+def test_the_range_of_a_number_of_a_response_is_said(make, said):
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        make()
 
 
 def test_auto_s_without_gamma_is_normalize():

@@ -29,6 +29,7 @@ def test_a_batch_size_for_each_step_and_one_that_is_large_enough():
     ax, lines = drawn([8.0, 16.0], [16, 32])
     np.testing.assert_array_equal(lines["batch size"].get_ydata(), [16, 32])
     assert not ax.collections
+    assert not drawn([8.0, 32.0], [16, 32])[0].collections  # as large as the scale is enough
 
 
 @pytest.mark.parametrize(
