@@ -392,6 +392,19 @@ def test_loss_curves_of_unusual_runs(losses):
     assert np.isfinite(ax.get_ylim()).all()
 
 
+def test_every_stretch_of_losses_that_are_not_finite_has_a_cross_and_a_rise_before_it():
+    nan = np.nan
+    for losses, crossed, rises in (
+        ([nan, nan, 2.0], [1], 0),
+        ([2.0, nan, nan, 1.0, np.inf], [2, 5], 2),
+        ([nan, 2.0, nan], [1, 3], 1),
+        ([2.0, 1.0], [], 0),
+    ):
+        ax = plots.loss_curves({"run": losses}, ax=Figure().subplots())
+        found = [x for line in ax.lines if line.get_marker() == "X" for x in line.get_xdata()]
+        assert (found, len(ax.patches)) == (crossed, rises)
+
+
 def test_norm_curves_have_a_legend_on_axes_of_their_own():
     ax = plots.norm_curves({"a": np.geomspace(1, 1e9, 5)}, limit=2.0)
     assert ax.get_yscale() == "log"

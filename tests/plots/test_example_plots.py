@@ -56,6 +56,8 @@ def test_norms_that_are_all_alike_share_a_bar():
     assert counted(ax) == {"examples (3)": 3}
     assert ax.texts[0].get_text() == "0: 3\n1: 3"
     assert not drawn([3.0, 3.0], 3.0, most=0).texts
+    marked = {name: [i] for i, name in enumerate("abcdefg")}
+    assert list(counted(drawn(np.full(7, 3.0), marked=marked))) == [f"{x} (1)" for x in marked]
 
 
 @pytest.mark.parametrize("spread", [1.2, 3.0, 50.0, 1e5])
@@ -77,6 +79,9 @@ def test_ticks_can_be_read(spread):
         (([[1.0]],), ValueError, "norms must have one axis"),
         ((["a"],), TypeError, "norms must be real numbers"),
         (([0.0, np.nan],), ValueError, "norms must have one that is finite and above 0"),
+        (([1.0], 0.0), ValueError, "limit must be a finite number above 0, got 0.0"),
+        (([1.0], np.inf), ValueError, "limit must be a finite number above 0, got inf"),
+        (([1.0], None, {"a": [-1]}), ValueError, r"marked\['a'\] must be indices of 1 examples"),
         (([1.0], -1.0), ValueError, "limit must be a finite number above 0, got -1.0"),
         (([1.0], None, [0]), TypeError, "marked must be a dict from names"),
         (([1.0], None, {"a": [1]}), ValueError, r"marked\['a'\] must be indices of 1 examples"),

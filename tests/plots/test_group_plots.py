@@ -51,6 +51,20 @@ def test_many_small_ones_share_a_colour_and_a_single_one_does_not():
     assert [text.get_text() for text in ax.get_legend().get_texts()] == [*names[:4]]
 
 
+def test_more_groups_than_colours_leave_one_to_the_others():
+    ax = plots.shares_over_steps(np.full((1, 9), 1 / 9), ax=axes(), most=8)
+    assert ax.get_legend_handles_labels()[1] == [*map(str, range(8)), "1 others"]
+    ax = plots.shares_over_steps(np.full((1, 8), 1 / 8), ax=axes(), most=7)
+    assert ax.get_legend_handles_labels()[1] == [*map(str, range(8))]
+
+
+def test_a_heatmap_names_as_many_leaves_as_fit():
+    for count, label in ((40, ""), (41, "leaf")):
+        ax = plots.heatmap(np.ones((2, count)), [f"leaf {i}" for i in range(count)], ax=axes())
+        assert ax.get_ylabel() == label
+        assert (ax.get_yticklabels()[0].get_text() == "leaf 0") == (count == 40)
+
+
 def test_steps_that_are_not_finite_stay_empty_and_missing_leaves_count_as_nothing():
     shares = [[0.4, 0.6], [NAN, NAN], [1.0, NAN], [NAN, NAN]]
     ax = plots.shares_over_steps(shares, ax=axes())
@@ -66,6 +80,8 @@ def test_a_heatmap_has_the_ends_of_its_statistic():
     for stat, values, ends in (
         ("share", [[0.2, 0.3]], (0, 1)),
         ("cosine_param", [[-0.1, 0.1]], (-1, 1)),
+        ("norm", [[3.0, 3.0]], (3, 6)),
+        ("norm", [[0.0, 0.0]], (0.1, 1)),
         ("norm", [[0.0, 0.1], [10.0, np.inf]], (0.1, 10.0)),
     ):
         mesh = plots.heatmap(values, ["w", "b"], stat=stat, ax=axes()).collections[0]

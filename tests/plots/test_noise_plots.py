@@ -39,6 +39,7 @@ def test_a_batch_size_for_each_step_and_one_that_is_large_enough():
         (([[1.0]], 32), "scales must have one axis"),
         (([1.0, 2.0], [1, 2, 3]), "batch_size must be one, or one for each of 2 scales"),
         (([1.0], 0), "batch_size must be above 0"),
+        (([1.0, 2.0], [32, 0]), "batch_size must be above 0"),
         (([1.0], np.nan), "batch_size must be above 0"),
         (([1.0], 32, [1, 2]), "steps must have one entry for each of 1 scales"),
     ],
