@@ -229,7 +229,7 @@ def in_place_of(old: Array, new: Array) -> Array:
     after each step, and on a GPU XLA (JAX 0.11.2) then sets up every kernel that such a change
     touches once more. XLA removes the choice between the two.
     """
-    return lax.select(np.True_, new, old)
+    return lax.select(np.True_, new, old) if isinstance(old, Tracer) else new
 
 
 def is_of_both_kinds(mesh: Any) -> bool:
