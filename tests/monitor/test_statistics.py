@@ -144,6 +144,22 @@ def test_all_as_in_numpy(name):
         is_as_in_numpy(states[scope], of_tree, parts)
 
 
+@pytest.mark.usefixtures("x64")
+def test_cosines_of_gradients_and_parameters_of_any_size():
+    tx = monitor.record(1, stats="cosine_param")
+    grads, params = jnp.array([[3, -1, 0.5, 2], [1, 2, -3, 1.5]])
+
+    @jax.jit
+    @jax.vmap
+    def cosine(size, other):
+        return tx.update(size * grads, tx.init(params), other * params)[1].last["cosine_param"]
+
+    sizes = 10.0 ** np.arange(-216, 217, 54)
+    found = cosine(np.repeat(sizes, len(sizes)), np.tile(sizes, len(sizes)))
+    expected = np.dot(grads, params) / np.linalg.norm(grads) / np.linalg.norm(params)
+    np.testing.assert_allclose(found, np.full(len(sizes) ** 2, expected), rtol=1e-6)
+
+
 def test_no_cosine_leaves_its_bounds():
     """Along one line they are a rounding away from 1 and -1, and never beyond."""
     rng = np.random.default_rng(0)
