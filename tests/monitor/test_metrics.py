@@ -203,6 +203,30 @@ def test_what_flax_makes_of_a_state():
     assert list(monitor.read(nnx.state(optimizer))) == [f"opt_state/{key}" for key in keys]
 
 
+def bare(tree):
+    """Without names and what is empty, as `nnx.state` has it."""
+    if not isinstance(tree, dict):
+        return tree
+    kept = {key: bare(x) for key, x in tree.items() if key not in ("name", "names", "leaves")}
+    return {key: x for key, x in kept.items() if not isinstance(x, dict) or x}
+
+
+def test_dicts_are_states_if_they_have_their_fields():
+    inner = optaxclip.skip_above(optax.chain(tree_clip(), optax.sgd(0.1)), 9.0, loss_limit=3.0)
+    chain = monitor.record(3), optaxclip.clip_by_norm(0.5), monitor.noise_scale()
+    state = optax.chain(*chain, optaxclip.scale_loss(inner)).init(GRADS)
+    taken_apart = serialization.to_state_dict(state)
+    keys = ["1/clip", *(f"3/skip/{key}" for key in ("skip", "inner_state/skip"))]
+    keys += [f"3/skip/inner_state/{key}" for key in ("skip/loss", "inner_state/0/clip")]
+    for each in (taken_apart, bare(taken_apart)):
+        assert list(monitor.read(each)) == keys
+        assert len(monitor.scalars(each)) == len(monitor.scalars(state))
+        # Beside it the leaves of a state that has kept its names are known.
+        assert monitor.bad_leaves([each, optaxclip.clip_by_norm(1.0).init(GRADS)]) == ()
+    with pytest.raises(ValueError, match="finds none in what it got: dict, with the leaves"):
+        monitor.read({"steps": 1, "info": {"norm": 1.0}})
+
+
 def test_scalars_over_steps():
     tx = optax.chain(tree_clip(4.0), skip_above(optax.trace(0.5), 1.0))
     small = jax.tree.map(lambda x: x / 8, GRADS)
