@@ -11,6 +11,7 @@ from reference_rules import drive
 
 import optaxclip
 from optaxclip import per_example, responses, scopes, thresholds
+from optaxclip.thresholds import history
 from optaxclip.thresholds.base import root_of_squares
 from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.losses import as_loss_limit
@@ -393,3 +394,24 @@ def test_where_nothing_is_limited_the_derivative_is_that_of_the_norm():
 
     for name, found in slopes(jnp.float32(5)).items():
         np.testing.assert_array_equal(found, [10, 2], err_msg=name)
+
+
+def test_each_group_is_judged_by_its_own_window():
+    @jax.jit
+    def limits(ring, counts):
+        settings = {
+            history._Percentile(4): 50.0,
+            history._Median(4): 2.0,
+            history._Window(4, 0): (2.0, 0.0),
+        }
+        found = [x.limits(own, ring, ring[0], counts).trigger for x, own in settings.items()]
+        periodic = history._PeriodicMedian(4)
+        state = history._PeriodicState(ring, ring[0])
+        return [*found, periodic.observe(2.0, state, ring[1], counts).limit]
+
+    ring, counts = np.stack([NORMS[:4], 7 * NORMS[1:]], axis=1), np.int32([4, 3])
+    both = limits(ring, counts)
+    for group in (0, 1):
+        alone = limits(ring[:, [group] * 2], counts[[group] * 2])
+        for of_both, of_one in zip(both, alone, strict=True):
+            np.testing.assert_allclose(of_both[group], of_one[0], rtol=1e-6)
