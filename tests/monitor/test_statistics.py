@@ -250,11 +250,17 @@ def test_gradients_that_are_not_finite():
         np.testing.assert_allclose(found, expected[stat], rtol=1e-6, err_msg=stat)
 
 
-def test_shares_of_norms_whose_sum_leaves_the_range():
-    grads = {name: jnp.full(1, 3e38) for name in "ab"}
-    tx = monitor.record(1, per_leaf=True, stats="share")
-    state = jax.jit(tx.update)(grads, tx.init(grads))[1]
-    np.testing.assert_array_equal(monitor.history(state), [[0.5, 0.5]])
+def test_shares_of_norms_that_are_huge_or_tiny():
+    """The sum of the norms, and the square of each, leave the range."""
+    tx = monitor.record(2, scope=scopes.axes(-1), stats="share")
+    state, update = (
+        tx.init({"a": jnp.ones(1), "b": jnp.ones(1), "none": jnp.ones((0, 4))}),
+        jax.jit(tx.update),
+    )
+    for size in (3e38, 1e-30):
+        grads = {"a": jnp.full(1, size), "b": jnp.full(1, size), "none": jnp.ones((0, 4))}
+        state = update(grads, state)[1]
+    np.testing.assert_array_equal(monitor.history(state), [[0.5, 0.5, 0]] * 2)
 
 
 @pytest.mark.slow
