@@ -295,9 +295,9 @@ def test_scalars_without_entries_and_under_vmap():
 def test_of_two_states_each_number_is_that_of_the_table():
     """Whichever of them comes first."""
 
-    def of(skipped, loss, scale, clipped, signal):
+    def of(skipped, loss, limit, scale, clipped, signal):
         skip = skip_above(optax.identity(), 1.0, loss_limit=1.0).init(GRADS)
-        info = skip.loss.info._replace(norm=jnp.float32(loss), limit=jnp.float32(1))
+        info = skip.loss.info._replace(norm=jnp.float32(loss), limit=jnp.float32(limit))
         skip = skip._replace(num_skipped=jnp.int32(skipped), loss=skip.loss._replace(info=info))
         scaled = optaxclip.scale_loss(optax.identity()).init(GRADS)
         scaled = scaled._replace(loss_scale=jnp.float32(scale))
@@ -308,15 +308,21 @@ def test_of_two_states_each_number_is_that_of_the_table():
         noise = noise._replace(steps=jnp.int32(skipped), signal=signal, variance=2 * signal)
         record = monitor.record(2).init(GRADS)
         record = record._replace(steps=jnp.int32(clipped), last={"norm": jnp.float32(loss)})
-        return skip, scaled, clip, noise, record
+        leaves = monitor.record(2, per_leaf=True, name="leaves").init(GRADS)
+        leaves = leaves._replace(last={"norm": jnp.array([loss - 2, 2.5])})
+        return skip, scaled, clip, noise, record, leaves
 
     # The second skip has not run, and its noise scale has no steps.
-    states = of(3, 5.0, 4.0, 2, jnp.float32(1)), of(0, 2.0, 8.0, 4, jnp.float32(3))
+    states = (
+        of(3, 5.0, 4.5, 4.0, 2, jnp.float32(1)),
+        of(0, 2.0, 1.0, 8.0, 4, jnp.float32(3)),
+    )
     for pair in (states, states[::-1]):
-        numbers = monitor.scalars(jax.tree.map(lambda *x: np.stack(x), *pair))
+        numbers = monitor.scalars(jax.tree.map(lambda *x: np.stack(x), *pair), top=1)
         expected = {
             "skip_above/num_skipped": 3,
-            "skip_above/loss": 5,
+            "skip_above/loss": 2,  # which is further above its limit
+            "skip_above/loss_limit": 1,
             "scale_loss/loss_scale": 4,
             f"{LEAVES}/num_clipped": 4,
             f"{LEAVES}/num_nonfinite": 4,
@@ -326,6 +332,7 @@ def test_of_two_states_each_number_is_that_of_the_table():
             "noise_scale/scale": 2,
             "record/norm": 5,
             "record/steps": 4,
+            "leaves/top/0/norm": 3,
         }
         assert {name: numbers[name] for name in expected} == expected
 
