@@ -36,6 +36,17 @@ def test_bounds_far_from_the_entries(bounds, entries, expected):
     np.testing.assert_array_equal(found, np.asarray(expected, dtype))
 
 
+def test_a_complex_entry_at_the_bound_keeps_the_derivative_1():
+    tx = optaxclip.clip(5.0, record=False)
+
+    @jax.jit
+    def derivative(z, along):
+        return jax.jvp(lambda z: tx.update(z, None)[0], (z,), (along,))[1]
+
+    z = np.complex64([3 + 4j, 6 + 8j])
+    np.testing.assert_allclose(derivative(z, z), [3 + 4j, 0], atol=1e-6)
+
+
 def schedule(count):
     return 2 - count.astype(jnp.float32)
 
