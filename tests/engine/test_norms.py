@@ -209,7 +209,8 @@ def test_clip_by_average_norm(limit, expected):
 
 
 def test_clip_by_block_rms():
-    tx, grads = optaxclip.clip_by_block_rms(1.0), [np.float32([3.0, 4.0]), np.float32([0.5, 0.5])]
+    grads = [np.float32([3.0, 4.0]), np.float32([0.5, 0.5, 0.5])]
+    tx = optaxclip.clip_by_block_rms(1.0)
     updates, state = tx.update(grads, tx.init(grads))
     np.testing.assert_allclose(updates[0], [0.848528, 1.131371], rtol=1e-6)
     np.testing.assert_array_equal(updates[1], grads[1])
