@@ -159,6 +159,13 @@ def test_an_exported_function_does_the_same():
     assert_equal(loaded.call(*args), step(*args))
 
 
+def test_what_comes_back_has_a_form_that_can_be_stored():
+    state, noise = accumulate.AccumulateState((), ()), accumulate.NoiseSums(jnp.ones(()), 2.0)
+    found = accumulate.Accumulated(*jnp.arange(5.0), state, noise)
+    stored = jax.export.export(jax.jit(lambda found: found))(found).serialize()
+    assert_equal(jax.export.deserialize(stored).call(found), found)
+
+
 @pytest.mark.slow
 def test_eager_and_compiled():
     args = (jnp.ones(WIDTH), steps()[3])
