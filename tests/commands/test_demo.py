@@ -464,6 +464,7 @@ def test_a_limit_of_curves_is_a_number(limit):
             plots.norm_curves({"a": [1.0, 2.0]}, limit=given)
 
 
+@pytest.mark.by_day(2)
 @pytest.mark.parametrize("values", ["log.csv", ["a", "b"], [[1.0], [2.0, 3.0]], {"a": 1.0}])
 def test_curves_are_of_real_numbers(values):
     with pytest.raises(TypeError, match=r"norms of 'a' must be real numbers in one axis, got "):

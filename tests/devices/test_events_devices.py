@@ -84,6 +84,7 @@ def test_on_a_mesh(kind, told):
     assert all(x.is_fully_replicated for x in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", slow_unless("tracked".__eq__, ["tracked", "untracked"]))
 def test_in_shard_map(way):
     mesh, _, _ = on(AxisType.Auto)

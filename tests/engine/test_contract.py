@@ -96,7 +96,7 @@ LIMITS = {"number": 1.0, "NumPy": np.float16(1.0), "bfloat16": jnp.bfloat16, "fl
 QUICK = [(32, "number"), (32, "bfloat16"), (64, "NumPy"), (64, "float")]
 
 
-@pytest.mark.by_day(15)
+@pytest.mark.by_day(8)
 @each_method
 @pytest.mark.parametrize(
     ("bits", "kind"), slow_unless(lambda *case: case in QUICK, itertools.product((32, 64), LIMITS))
@@ -291,7 +291,7 @@ def with_entry(leaf, index, value):
     return GRADS | {leaf: changed}
 
 
-@pytest.mark.by_day(60)
+@pytest.mark.by_day(40)
 @pytest.mark.parametrize(
     "name", slow_unless(DISTINCT.__contains__, [x for x in METHODS if METHODS[x].shares])
 )

@@ -177,7 +177,7 @@ def test_finite_everywhere(scope, norm, response):
         assert all(np.all(np.isfinite(result)) for result in results), name
 
 
-@pytest.mark.by_day(6)
+@pytest.mark.by_day(3)
 @combinations
 @pytest.mark.parametrize("scale", [1e-10, 1e-15, 1e-20])
 def test_finite_for_tiny_gradients(scope, norm, response, scale):
@@ -188,7 +188,7 @@ def test_finite_for_tiny_gradients(scope, norm, response, scale):
         assert all(np.all(np.isfinite(result)) for result in results)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @clips
 def test_identity_at_or_below_the_limit(scope, norm):
     combination = {"scope": scope, "norm": norm, "response": "clip"}

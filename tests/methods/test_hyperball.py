@@ -212,7 +212,7 @@ def test_no_ratio_of_norms_leaves_the_range(size, of_direction, on_accelerators,
     np.testing.assert_allclose(found, by_hand(weight, unit, 0.1, 1.0), rtol=3e-6, atol=1e-7)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_accelerators_have_a_way_of_their_own(platform, monkeypatch):
     trees = [random_tree(0, size=size) for size in (1e-25, 1.0, 1e25)]

@@ -238,7 +238,7 @@ def test_other_dtypes(dtype):
         assert error(found, exact(x, 0.1, "hard")) < digits
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite(bad):
     tree = {"w": np.float32([[3, 4], [bad, 0]]), "v": np.float32([bad, 1]), "ok": np.ones(1, "f")}

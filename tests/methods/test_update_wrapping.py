@@ -68,6 +68,7 @@ class Linen(flax.linen.Module):
         return Projection(name="attention")(x)
 
 
+@pytest.mark.slow
 def test_what_linen_sows_are_logits():
     x, model = jnp.ones((2, 3)), Linen()
     params = model.init(jax.random.key(0), x)["params"]

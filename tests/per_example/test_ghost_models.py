@@ -115,7 +115,7 @@ def test_norms_are_those_of_the_gradients(name, scope):
         assert np.all(above >= -below * norms - least), np.min(above / norms)
 
 
-@pytest.mark.by_day(2)
+@pytest.mark.by_day(1)
 @pytest.mark.parametrize(("name", "scope"), EVERY)
 def test_sums_are_those_of_the_clipped_gradients(name, scope):
     limit, results, _ = both_methods(name, scope)
@@ -133,6 +133,7 @@ def test_sums_are_those_of_the_clipped_gradients(name, scope):
         assert error <= max(ABOVE, MODELS[name]().digits) * limit
 
 
+@pytest.mark.by_day(3)
 @pytest.mark.parametrize(("name", "scope"), EVERY)
 def test_no_example_adds_more_than_the_limit_and_ordinary_ones_reach_it(name, scope):
     bound, _, alone = both_methods(name, scope)

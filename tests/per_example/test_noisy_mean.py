@@ -181,6 +181,7 @@ def test_parts_of_a_sum_on_several_devices_need_keys_of_their_own():
     assert len(np.unique(noise)) > 0.99 * noise.size
 
 
+@pytest.mark.slow
 def test_on_an_explicit_mesh():
     mesh = jax.make_mesh((4,), ("x",))
     with jax.set_mesh(mesh):

@@ -240,7 +240,7 @@ ONE_OF_EACH += ("ZClip spikes skipped", "AdaGC .98 1.05", "OLMo", "PDE-Transform
 ONE_OF_EACH += ("Lingvo", "axlearn stddev", "Stable-SPAM", "quantile", "quantile down")
 
 
-@pytest.mark.by_day(25)
+@pytest.mark.by_day(15)
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6])
 @pytest.mark.parametrize("name", slow_unless(ONE_OF_EACH.__contains__, CASES))
 def test_follows_the_published_rule_at_every_scale(name, scale):

@@ -91,7 +91,7 @@ def test_types_say_how_parameters_and_batch_are_split(is_split, size):
         assert x.sharding.is_equivalent_to(params[name].sharding, x.ndim)
 
 
-@pytest.mark.by_day(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map_the_sum_is_that_of_the_shard(check_vma):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
