@@ -303,3 +303,13 @@ def test_explain_is_a_table_in_units_that_one_can_read():
         ["w", "(3, 4)", "norms of its inputs and of their cotangents", "1", "0 B"],
     ]
     assert {len(line) for line in lines} == {len(lines[3])}
+
+
+def test_padding_may_be_a_list_and_an_output_a_number():
+    def loss_and_number(*args):
+        return loss_fn(*args), 1.0
+
+    for method in ("ghost", "vmap"):
+        clip = per_example.clipped_grad(loss_and_number, 1.0, method=method, has_aux=True)
+        padded = functools.partial(clip, is_padding=IS_PADDING.tolist())
+        assert jax.eval_shape(padded, PARAMS, X, Y).aux.shape == (10,)
