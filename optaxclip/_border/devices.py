@@ -222,14 +222,18 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     return lax.concatenate([lax.expand_dims(x, (axis,)) for x in arrays], axis)
 
 
-def in_place_of(old: Array, new: Array) -> Array:
-    """`new`, which `jit` can put where `old` is, if that is donated.
+def in_place_of(old: PyTree, new: PyTree) -> PyTree:
+    """`new`, each leaf of which `jit` can put where that of `old` is, if that is donated.
 
     `jit` drops an argument that nothing reads, so a state that is only written would lie elsewhere
     after each step, and on a GPU XLA (JAX 0.11.2) then sets up every kernel that such a change
     touches once more. XLA removes the choice between the two.
     """
-    return lax.select(np.True_, new, old) if isinstance(old, Tracer) else new
+
+    def chosen(x: Array, y: Array) -> Array:
+        return lax.select(np.True_, y, x) if isinstance(x, Tracer) else y
+
+    return jax.tree.map(chosen, old, new)
 
 
 def is_of_both_kinds(mesh: Any) -> bool:

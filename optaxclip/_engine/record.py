@@ -9,7 +9,6 @@ import math
 from typing import Any, TypeAlias
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -74,7 +73,7 @@ def updated_info(
         num_clipped=increased(old.num_clipped, clipped > 0),
         num_nonfinite=increased(old.num_nonfinite, nonfinite > 0),
     )
-    return jax.tree.map(devices.in_place_of, old, new)
+    return devices.in_place_of(old, new)
 
 
 def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> Columns:

@@ -55,7 +55,7 @@ class Judged(NamedTuple):
             num_clipped=increased(info.num_clipped, self.is_above),
             num_nonfinite=increased(info.num_nonfinite, self.is_bad),
         )
-        return jax.tree.map(devices.in_place_of, info, new)
+        return devices.in_place_of(info, new)
 
 
 def judged(

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Unpack
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -247,5 +246,5 @@ def _written(
     ring = ring.at[steps % rows].set(row)
     if absent is not None:
         last = {key: jnp.where(absent, -jnp.inf, x) for key, x in last.items()}
-    last = jax.tree.map(devices.in_place_of, old, last)
+    last = devices.in_place_of(old, last)
     return {"steps": increased(steps, period=rows), "last": last, "ring": ring}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+import optaxclip._border.devices as devices
 from optaxclip._base.arguments import checked_choice, makes_transformation, refuse_uncalled
 from optaxclip._base.numerics import is_real
 from optaxclip._base.states import check_state, increased, own_arrays, registered_state
@@ -178,7 +179,7 @@ def per_example_clip_and_aggregate(
         rounded, like = _rounded(total, divisor, one), one.measured_leaves()
         chex.assert_shape(rounded, [x.shape for x in like])
         chex.assert_type(rounded, [x.dtype for x in like])
-        return sum_tree(flat, rounded), new_state
+        return sum_tree(flat, rounded), devices.in_place_of(state, new_state)
 
     return transformation(init, update)
 
