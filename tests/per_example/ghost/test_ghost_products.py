@@ -21,7 +21,7 @@ from optaxclip.per_example.ghost.program import (
     with_gradients,
     with_norms,
 )
-from optaxclip.per_example.ghost.sums import two_parts
+from optaxclip.per_example.ghost.sums import _product_in_parts, two_parts
 from optaxclip.scopes import tree
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -139,3 +139,34 @@ def test_two_numbers_of_bfloat16_are_nearly_one_of_float32():
     found = np.asarray(jax.jit(two_parts)(d), float)
     error = np.abs(found.sum(0) - d.astype(float)) / np.abs(d)
     assert 1e-7 < np.max(error) <= bounds.REST
+
+
+@pytest.mark.parametrize("wide", [0, 1])
+def test_a_factor_of_float32_meets_bfloat16_in_two_parts(wide):
+    """As more terms of the sum, or as columns if these are the smaller ones."""
+    rng = np.random.default_rng(0)
+    numbers = (((0, 2), (1, 3)), ((1,), (0,)))
+    dtypes = [jnp.bfloat16, jnp.float32][:: -1 if wide == 0 else 1]
+
+    def run(*both):
+        return _product_in_parts(*both, numbers=numbers, dtype=jnp.float32)
+
+    for positions, are_terms in ((10, True), (11, False)):
+        shapes = (2, 3, positions, 5), (3, 2, 6, positions)
+        both = [jnp.asarray(rng.normal(size=n), d) for n, d in zip(shapes, dtypes, strict=True)]
+        expected = np.einsum("bgtk,gbnt->gkn", *(np.asarray(x, float) for x in both))
+        found = jax.jit(run)(*both)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)
+        (eqn,) = (
+            eqn
+            for eqn in equations(jax.make_jaxpr(run)(*both).jaxpr)
+            if eqn.primitive.name in PRODUCTS
+        )
+        assert {v.aval.dtype for v in eqn.invars} == {jnp.dtype(jnp.bfloat16)}
+        assert len(eqn.params["dimension_numbers"][0][0]) == 2 + are_terms
+    (examples,) = jax.export.symbolic_shape("b")
+    both = [
+        jax.ShapeDtypeStruct(n, d)
+        for n, d in zip([(examples, 3, 4, 5), (3, examples, 6, 4)], dtypes, strict=True)
+    ]
+    assert jax.eval_shape(run, *both).shape == (3, 5, 6)
