@@ -10,7 +10,7 @@ import pytest
 from cases import slow_unless
 from jax import lax
 
-from optaxclip import per_example
+from optaxclip import per_example, scopes
 from optaxclip.per_example.ghost.norms import BY_PRODUCT
 
 RNG = np.random.default_rng(0)
@@ -217,9 +217,9 @@ def test_norms_of_others_do_not_feel_examples_without_a_gradient_worth_making():
     x, d = RNG.normal(size=(2, 6, 16, 96)).astype(np.float32)
     fn, w = jax.jit(per_example.grad_norms(of_layer)), np.zeros((96, 96), np.float32)
     expected, _ = fn(w, x, d)
-    for bad in (np.nan, np.inf, 0.0):
+    for place, bad in ((2, 0.0), ((2, 1, 3), np.nan), ((2, 1, 3), np.inf)):
         changed = d.copy()
-        changed[2] = bad
+        changed[place] = bad
         norms, _ = fn(w, x, changed)
         np.testing.assert_array_equal(np.delete(norms, 2), np.delete(expected, 2))
         np.testing.assert_array_equal(norms[2], bad)
@@ -248,11 +248,37 @@ def test_norms_and_sums_read_the_same_cotangents_of_bfloat16(positions):
 
 
 def test_a_gradient_that_is_kept_in_bfloat16_is_not_less_than_it_was():
-    def loss_fn(w, x):
-        return jnp.sum(x @ w.astype(jnp.float32))
+    def loss_fn(params, x):
+        b, w = (params[name].astype(jnp.float32) for name in "bw")
+        return jnp.sum(x @ w) + jnp.sum(jnp.sin(b))
 
-    # Each entry of the gradient is 1 + 2**-8, which bfloat16 rounds to 1.
-    x = jnp.full((3, 64, 2), (1 + 2**-8) / 64)
-    norms, *_ = per_example.grad_norms(loss_fn)(jnp.ones((2, 2), jnp.bfloat16), x)
-    true = 2 * (1 + 2**-8)
-    assert np.all((norms >= true) & (norms < 1.01 * true))
+    # Each entry of the gradient of `w` is 1 + 2**-8, which bfloat16 rounds to 1. That of `b` comes
+    # in bfloat16 from backpropagation, so its norm has nothing to allow for.
+    x, shapes = jnp.full((3, 64, 2), (1 + 2**-8) / 64), {"b": 4, "w": (2, 2)}
+    params = {name: jnp.zeros(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    found = jax.jit(per_example.grad_norms(loss_fn, scope=scopes.leaf()))(params, x)
+    norms, true = np.asarray(found[0]), np.array([2, 2 * (1 + 2**-8)])
+    assert np.all((norms >= true) & (norms < np.array([1.0001, 1.01]) * true))
+
+
+def test_examples_beyond_float32_and_not_finite_where_there_are_no_gram_matrices():
+    """The second example's factor is beyond float32, and the third adds nothing."""
+
+    def loss(params, i, g, x, d):
+        return jnp.vdot(params["rows"][i], g) + jnp.vdot(x @ params["w"], d)
+
+    i, (g, x, d) = np.array([[0, 2]] * 3), (RNG.normal(size=(3, *n)) for n in ((2, 4), (7,), (3,)))
+    rows, w = np.zeros((3, 3, 4)), x[..., None] * d[:, None]
+    rows[:, i[0]] = g
+    units = [
+        v / np.hypot(*map(norms_of, (rows, w))).astype(float)[:, None, None] for v in (rows, w)
+    ]
+    scales = np.array([1, 1e-30, 1])
+    x[2, 0] = np.nan
+    fn = per_example.clipped_grad(loss, 1e20, method="ghost", response="normalize")
+    params = {"rows": jnp.zeros((3, 4)), "w": jnp.zeros((7, 3))}
+    batch = g * scales[:, None, None], x, d * scales[:, None]
+    result = jax.jit(fn)(params, i, *(v.astype(np.float32) for v in batch))
+    assert result.num_dropped == 1
+    for found, unit in zip(result.grads.values(), units, strict=True):
+        np.testing.assert_allclose(found, 1e20 * unit[:2].sum(0), rtol=1e-4)

@@ -60,9 +60,11 @@ def tied(rows, positions, entries):
         return jnp.vdot(x @ params["w"].T, d) + jnp.vdot(params["w"][i[:, 0]], own)
 
     x, d = drawn(positions, entries, by=0), drawn(positions, rows, by=1)
+    i = rows_of(rows, 4)
+    i[:, :2, 0] = rows - 1, rows  # the last row, and none
     # What the table adds is the larger part.
     sizes = 10 * np.prod(SCALES, 1).reshape(-1, 1, 1).astype(np.float32)
-    return loss, (rows, entries), [x, rows_of(rows, 4)], [d, drawn(4, entries) * sizes]
+    return loss, (rows, entries), [x, i], [d, drawn(4, entries) * sizes]
 
 
 WAYS = {
@@ -135,6 +137,8 @@ def expected(way, data, cotangents, unit):
     positions = x.shape[2]
     if len(data) == 2:
         i, own = data[1][..., 0], cotangents[1]
+        rows = x.shape[-1]
+        own, i = np.where(i[..., None] < rows, own, 0), np.minimum(i, rows - 1)
         of_own, summed = norms(own), by_rows(i, own)
         at = np.take_along_axis(x[:, 0], i[:, None, :], 2)
         inner = np.einsum("btn,bsn->bts", d[:, 0], own)
@@ -191,10 +195,15 @@ def test_the_error_of_a_gradient_is_that_of_all_positions_and_uses():
     assert np.all((off >= proven) & (off <= 1.1 * proven))
 
 
-def slack_of(way, positions, inputs, outputs, dtype=jnp.float32):
+def slack_of(way, positions, inputs, outputs, dtype=jnp.float32, uses=1):
     """The share of `A` by which norms exceed their bound, for the rounding of the sum."""
     if way == "gram":
-        loss, shapes = (lambda params, x: squares(x @ params["w"])), [(positions, inputs)]
+        shapes = [(positions, inputs)] * uses
+
+        def loss(params, *xs):
+            # Cotangents of float32.
+            options = {"preferred_element_type": jnp.float32}
+            return sum(squares(jnp.matmul(x, params["w"], **options)) for x in xs)
     else:
         loss, *_ = tied(inputs, 1, 1)
         shapes = [(positions, outputs), (4, 1), (positions, inputs), (4, outputs)]
@@ -210,6 +219,8 @@ def slack_of(way, positions, inputs, outputs, dtype=jnp.float32):
 def test_norms_leave_room_for_the_rounding_of_the_sum():
     cases = [
         (slack_of("gram", 30, 200, 300), 30),
+        # Each use has a sum of its own, and these are added up.
+        (slack_of("gram", 15, 200, 300, uses=3), 15 + 2),
         # Positions are cut into 32 pieces.
         (slack_of("gram", 2**13, 2**15, 2**15), 256 + 32),
         (slack_of("tied", 30, 200, 300), 31),

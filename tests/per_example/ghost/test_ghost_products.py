@@ -88,14 +88,42 @@ def test_no_sum_of_products_has_more_terms_than_its_bound_counts(
     positions, inputs, outputs, longest
 ):
     """Of many positions and of long inner products the sums are cut into pieces."""
-    shapes = (inputs, outputs), (2, positions, inputs), (2, positions, outputs)
+
+    def loss(params, x, d):
+        """The axes of positions differ in data and cotangents."""
+        return jnp.vdot(lax.dot_general(params["w"], x, (((0,), (1,)), ((), ()))), d)
+
+    shapes = (inputs, outputs), (2, positions, inputs), (2, outputs, positions)
     w, *batch = (jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes)
-    found = own_products(lambda p, x, d: jnp.vdot(x @ p["w"], d), {"w": w}, batch)
+    found = own_products(loss, {"w": w}, batch)
     terms = []
     for eqn in found:
         (summed, _), _ = eqn.params["dimension_numbers"]
         terms.append(math.prod(eqn.invars[0].aval.shape[axis] for axis in summed))
     assert max(terms) == longest
+
+
+def test_the_sum_of_bfloat16_and_float32_may_take_two_parts_of_bfloat16():
+    loss, *args, _ = CASES["tied"]
+    args = jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16) if x.dtype == np.float32 else jnp.asarray(x), args
+    )
+    factors = {str(v.aval) for eqn in own_products(loss, *args) for v in eqn.invars}
+    assert {"bfloat16[2,5,3,20]", "bfloat16[2,5,3,30]"} <= factors
+    assert {"float32[5,3,20]", "float32[5,3,30]"} <= factors  # on a CPU
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_kept_in_bfloat16_if_the_parameter_has_it(dtype):
+    loss, *args, _ = CASES["many_tokens"]
+    params, batch = jax.tree.map(lambda x: jnp.asarray(x, dtype), args)
+    call, plan = planned(loss, params, *batch)
+
+    def gradients(measured, batch):
+        return with_gradients(plan, differentiate(plan, measured, batch)).gradients
+
+    (found,) = jax.eval_shape(gradients, call.params.measured_leaves(), batch).values()
+    assert found.dtype == (jnp.bfloat16 if dtype == "bfloat16" else jnp.float32)
 
 
 @pytest.mark.parametrize("name", ["many_tokens", "layer"])
