@@ -51,10 +51,11 @@ def test_a_leaf_that_is_no_array_is_refused_by_all():
             tx.init(wrong)
 
 
-def test_it_is_said_of_records_of_clips_without_one_and_of_a_skip_of_the_loss():
+def test_it_is_said_of_what_is_not_in_the_table_and_of_clips_without_a_record():
     made = [monitor.record(), monitor.noise_scale(), optaxclip.hyperball(0.1)]
     made += [optaxclip.clip_by_norm(1.0, record=False), optaxclip.clip(1.0, record=False)]
-    made += [optaxclip.reset_state(optax.adam(1e-3), every=3)]
+    made += [optaxclip.reset_state(optax.adam(1e-3), every=3), optaxclip.scale_loss(optax.sgd(0.1))]
+    made += [monitor.events(optaxclip.clip_by_norm(1.0))]
     params = {"w": jnp.ones((2, 3))}
     for tx in made:
         with pytest.raises(ValueError, match="so the arguments are in another order"):

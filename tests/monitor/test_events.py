@@ -147,6 +147,7 @@ def test_a_clip_of_leaves_has_clipped_if_one_leaf_was_clipped():
 
 def test_a_tree_without_leaves():
     tx = monitor.events(clip())
+    assert monitor.history(tx.init({})).shape == (0,)
     _, state = tx.update({}, tx.init({}))
     assert monitor.history(state, stat="norm").tolist() == [0.0]
 
@@ -170,6 +171,16 @@ def test_a_loss_and_skips_within_skips():
             "inner/norm": [1.0, 1.0, 5.0, NAN, NAN, 1.0, 1.0],
             "inner/factor": [1.0, 0.0, 0.0, NAN, 0.0, 0.0, 1.0],
         },
+    )
+
+
+def test_a_skip_beside_one_that_left_its_part_out_has_run():
+    parts = {"bad": skip_nonfinite(optax.sgd(0.1)), "good": skip_above(optax.sgd(0.1), 9.0)}
+    tx = monitor.events(optax.partition(parts, {"b": "bad", "v": "good", "w": "good"}))
+    _, state = run(tx, [grads(NAN, 3.0, 4.0)])
+    found = monitor.history(state)
+    assert_columns(
+        found, verdict=["skipped"], **{"skip_above/norm": [5.0], "skip_above/factor": [1.0]}
     )
 
 
@@ -327,6 +338,9 @@ def test_wrong_use():
         monitor.history(state, stat="norms")
     with pytest.raises(ValueError, match=r"stat must be one of \['step', .*; got 3$"):
         monitor.history(state, stat=3)
+    lost = serialization.to_state_dict(state._replace(steps=jnp.int32(1)))
+    with pytest.raises(ValueError, match=r"events of clip have lost the names of leaves"):
+        monitor.history(lost)
 
 
 @pytest.mark.slow

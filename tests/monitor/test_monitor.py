@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from event_files import tensorboard
-from flax import nnx
+from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import optaxclip
@@ -98,7 +98,44 @@ def test_read_finds_all(nesting):
 
 
 def test_a_record_of_no_leaves_has_no_columns():
-    assert monitor.history_names(monitor.record(per_leaf=True).init({})) == ()
+    state = monitor.record(per_leaf=True).init({})
+    assert monitor.history_names(state) == ()
+    assert state.ring.shape == (1000, 0)
+    assert monitor.scalars(state) == {"record/norm": 0.0, "record/steps": 0.0}
+
+
+def test_each_label_of_a_record_has_its_largest_number_of_all_states():
+    tx = monitor.record(scope=optaxclip.scopes.group({"b": "low", "w": "high"}))
+    state = tx.init(GRADS)
+    states = [state._replace(last={"norm": jnp.array(x)}) for x in ([4.0, 2.0], [3.0, 5.0])]
+    for each, expected in (
+        (states[0], [4.0, 2.0, 0.0]),
+        (jax.tree.map(lambda *x: jnp.stack(x), *states), [4.0, 5.0, 0.0]),
+    ):
+        found = monitor.scalars(each)
+        assert list(found) == ["record/norm/high", "record/norm/low", "record/steps"]
+        assert list(found.values()) == expected
+
+
+def test_rows_follow_one_another_after_more_steps_than_can_be_counted():
+    tx = monitor.record(3)
+    state, update = tx.init(GRADS)._replace(steps=jnp.int32(2**31 - 2)), jax.jit(tx.update)
+    for size in (1.0, 2.0, 3.0, 4.0):
+        state = update({"b": jnp.full(1, size), "w": jnp.zeros(2)}, state)[1]
+    np.testing.assert_array_equal(monitor.history(state), [2, 3, 4])
+
+
+def test_a_tree_whose_leaves_are_all_missing_has_the_norm_0():
+    tx = monitor.record()
+    state = tx.update({"b": None, "w": None}, tx.init(GRADS))[1]
+    assert state.last["norm"].shape == ()
+    assert state.last["norm"] == 0.0
+
+
+def test_names_of_columns_that_are_lost():
+    lost = serialization.to_state_dict(monitor.record(per_leaf=True).init(GRADS))
+    with pytest.raises(ValueError, match="the record has lost the names of its groups"):
+        monitor.history_names(lost)
 
 
 def test_lists_dicts_and_what_is_no_state():

@@ -107,9 +107,10 @@ def test_sums_that_are_not_finite_do_not_count():
 
 
 @pytest.mark.parametrize(
-    ("signal", "variance", "scale"), [(-1.0, 2.0, np.inf), (0.0, 0.0, np.inf), (2.0, -1.0, 0.0)]
+    ("signal", "variance", "scale"),
+    [(-1.0, 2.0, np.inf), (0.0, 0.0, np.inf), (2.0, -1.0, 0.0), (0.5, 1.0, 2.0)],
 )
-def test_sums_in_which_no_signal_or_no_noise_shows(signal, variance, scale):
+def test_sums_in_which_little_signal_or_no_noise_shows(signal, variance, scale):
     assert run(monitor.noise_scale(), sums(signal, variance)).scale == scale
 
 

@@ -78,6 +78,12 @@ def test_counts_and_shares_are_those_of_the_steps_between(kept):
     assert line["step"] == 9
 
 
+def test_counts_within_a_compiled_step():
+    state = chain().init(GRADS)
+    found = jax.jit(monitor.counts)(state)
+    jax.tree.map(np.testing.assert_array_equal, found, monitor.counts(state))
+
+
 def test_since_the_beginning_is_as_without():
     first, *_, state = states(chain(), LARGE, BAD, GRADS)
     assert monitor.scalars(state, since=first) == monitor.scalars(state)
@@ -126,10 +132,11 @@ def test_the_state_may_be_gone_by_the_next_log():
     _, state = step(GRADS, state)
     assert monitor.scalars(state, since=earlier)["clip_by_global_norm/num_clipped"] == 0.0
     for function in (monitor.scalars, monitor.metrics):
-        with pytest.raises(
-            ValueError, match=r"since holds arrays that are deleted.*keep monitor\.co"
-        ):
-            function(state, since=gone)
+        for each in (gone, gone._replace(steps=jnp.int32(1))):  # or if only some are deleted
+            with pytest.raises(
+                ValueError, match=r"since holds arrays that are deleted.*keep monitor\.co"
+            ):
+                function(state, since=each)
 
 
 def test_an_optimizer_that_changes_in_place():

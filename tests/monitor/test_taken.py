@@ -149,6 +149,8 @@ def test_before_the_first_step_nothing_was_skipped():
         skip_nonfinite(sgd()), 2, should_skip_update_fn=lambda *_: (flag, {"large": flag})
     )
     assert monitor.taken(own.init(PARAMS))
+    own = optax.MultiSteps(skip_nonfinite(sgd()), 2, should_skip_update_fn=lambda *_: (flag, flag))
+    assert monitor.taken(own.init(PARAMS))
 
 
 @pytest.mark.slow

@@ -188,16 +188,22 @@ def test_verdicts_of_losses_and_under_vmap():
     assert [*map(monitor.verdict, kept)] == ["skipped", "roll back"]
     # The loss alone was not finite when the step was taken after all.
     info = state.loss.info._replace(norm=jnp.float32(NAN))
-    assert monitor.verdict(state._replace(loss=state.loss._replace(info=info))) == "roll back"
+    lost = state._replace(loss=state.loss._replace(info=info))
+    assert monitor.verdict(lost) == "roll back"
+    assert monitor.verdict(stack(state, lost)) == "roll back"  # if one of the two is lost
 
 
 def test_errors_say_what_to_do():
     state = skip_nonfinite(optax.sgd(1.0)).init(GRADS)
+    of_tree = optaxclip.clip_by_global_norm(1.0).init(GRADS)
+    with pytest.raises(ValueError, match=r"keeps which leaves were bad: put skip_nonfinite"):
+        monitor.bad_leaves(of_tree)
+    assert monitor.bad_leaves((of_tree, state)) == ()
     for function in (monitor.bad_leaves, monitor.verdict):
         with pytest.raises(TypeError, match=r"under jit.*call it on the state that"):
             jax.jit(lambda state, function=function: function(state) and 0)(state)
     with pytest.raises(ValueError, match=r"no skip in the state.*put skip_nonfinite"):
-        monitor.verdict(optaxclip.clip_by_global_norm(1.0).init(GRADS))
+        monitor.verdict(of_tree)
     for wrong in (0, -1, 1.5, "a"):
         with pytest.raises((TypeError, ValueError), match="roll_back_after must be an int of at"):
             monitor.verdict(state, wrong)
