@@ -241,6 +241,26 @@ def test_in_forward_mode_where_the_factor_over_the_norm_is_too_small():
     np.testing.assert_allclose(jax.jit(along)(sizes), 1e-5 / sizes * of_unit, rtol=1e-5)
 
 
+def test_of_a_response_that_has_none_for_what_it_need_not_judge():
+    """For an infinite limit and for a norm that is not finite it would give infinity / infinity."""
+
+    def response(norm, trigger, target):
+        return norm * jnp.minimum(1.0, target / norm)
+
+    @jax.jit
+    @jax.vmap
+    def of_each(entry, limit):
+        def total(x):
+            options = {"scope": scopes.tree(), "response": response, "nonfinite": "zero"}
+            return jnp.sum(optaxclip.clip_tree(x, limit, **options)[0])
+
+        return jax.value_and_grad(total)(jnp.stack([entry, jnp.ones(())]))
+
+    values, slopes = of_each(np.float32([1, jnp.inf, jnp.nan]), np.float32([jnp.inf, 1, 1]))
+    np.testing.assert_array_equal(values, [2, 0, 0])
+    np.testing.assert_array_equal(slopes, [[1, 1], [0, 0], [0, 0]])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("response", ["clip", "smooth"])
 def test_under_vmap(response):

@@ -25,10 +25,14 @@ def recorded(per_leaf, *steps, params=PARAMS):
 
 
 def test_of_each_leaf_and_of_all():
-    steps = (UPDATES, UPDATES | {"b": jnp.ones(2), "v": UPDATES["v"] * 4}, UPDATES | {"w": None})
+    steps = (
+        UPDATES,
+        UPDATES | {"b": jnp.full(2, 0.5), "v": UPDATES["v"] * 4},
+        UPDATES | {"w": None},
+    )
     expected = [[0, 0.5, 0.1], [np.inf, 2, 0.1], [0, 0.5, np.nan]]
     np.testing.assert_allclose(recorded(True, *steps), expected, rtol=1e-6)
-    norms = np.sqrt([0.5**2 + 0.5**2, 2 + 2**2 + 0.5**2])
+    norms = np.sqrt([0.5**2 + 0.5**2, 0.5 + 2**2 + 0.5**2])
     np.testing.assert_allclose(recorded(False, *steps[:2]), norms / np.sqrt(26), rtol=1e-6)
 
 

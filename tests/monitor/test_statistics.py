@@ -289,8 +289,10 @@ def test_sparse_gradients_beside_dense_parameters():
     sparse = BCOO((jnp.array([1.0, 2.0, 4.0, 100.0]), indices), shape=(5,))
     dense, params = jnp.array([0.0, 3, 0, 4, 0]), {"w": jnp.array([1.0, 1, -2, 1, 0])}
     tx = monitor.record(2, stats=STATS)
+    params["dense"] = beside = jnp.array([3.0, -1.0])
     found, expected = (
-        jax.jit(tx.update)({"w": x}, tx.init(params), params)[1].last for x in (sparse, dense)
+        jax.jit(tx.update)({"w": x, "dense": beside}, tx.init(params), params)[1].last
+        for x in (sparse, dense)
     )
     for stat in STATS:
         np.testing.assert_allclose(found[stat], expected[stat], rtol=1e-6, err_msg=stat)

@@ -59,6 +59,9 @@ def test_parameters_that_are_missing():
     needed = re.escape("mine: the statistics ['cosine_param', 'ratio'] need the parameters; pass")
     with pytest.raises(ValueError, match=f"^{needed}"):
         tx.update(GRADS, tx.init(PARAMS))
+    for stat in ("cosine_param", "param_norm", "ratio"):
+        with pytest.raises(ValueError, match=rf"^record: the statistics \['{stat}'\] need"):
+            monitor.record(3, stats=stat).update(GRADS, monitor.record(3, stats=stat).init(PARAMS))
     with pytest.raises(ValueError, match="mine: params must match the updates; leaf 'head'"):
         tx.update(GRADS, tx.init(PARAMS), {"body": PARAMS["body"]})
 

@@ -1,0 +1,150 @@
+"""Functions of single numbers: what each promises, at both ends of the range and at 0."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optaxclip._base import numerics
+
+INFO = np.finfo(np.float32)
+TINY, MAX, SUBNORMAL = float(INFO.tiny), float(INFO.max), float(INFO.smallest_subnormal)
+NAN, INF = np.nan, np.inf
+
+
+def compiled(fn, *columns):
+    """The results of one program, which sees no number as a constant."""
+    return jax.jit(fn)(*(np.asarray(column, np.float32) for column in columns))
+
+
+def test_powers_of_two():
+    x = [0.0, TINY, 0.75, 1.0, 3.0, 2.0**-126, 2.0**127, MAX, INF, NAN]
+
+    def powers(x):
+        below = numerics.power_of_two_below(x)
+        of_size = numerics.invertible(numerics.leading_bit(x))
+        exact = numerics.reciprocal_of_power(below)
+        return numerics.leading_bit(x), below, of_size, exact, numerics.next_above(x)
+
+    leading, below, of_size, exact, above = compiled(powers, x)
+    most = 2.0**126
+    expected = [0, TINY, 0.5, 1, 2, TINY, 2.0**127, 2.0**127, INF, INF]
+    np.testing.assert_array_equal(leading, np.float32(expected))
+    expected = [1, TINY, 0.5, 1, 2, TINY, most, most, 1, 1]
+    np.testing.assert_array_equal(below, np.float32(expected))
+    np.testing.assert_array_equal(of_size, np.float32([TINY, *expected[1:8], most, most]))
+    np.testing.assert_array_equal(exact, 1 / np.float32(expected))
+    finite = np.float32(x[1:7])
+    np.testing.assert_array_equal(above[1:7], np.nextafter(finite, np.float32(INF)))
+    assert (above[0].view(np.int32), above[7]) == (1, INF)
+
+
+def test_quotients_and_roots_and_their_derivatives():
+    x, y = [6.0, 1.0, 0.0, -3.0, 1e-36], [2.0, 0.0, 0.0, -1e36, 1e-36]
+
+    def quotients(x, y):
+        def quotient(x, y):
+            return numerics.safe_divide(x, y, 7.0)
+
+        slopes = jax.vmap(jax.grad(quotient, argnums=(0, 1)))(x, y)
+        roots = jax.vmap(jax.value_and_grad(numerics.safe_sqrt))(jnp.abs(x))
+        return quotient(x, y), slopes, roots
+
+    found, (of_x, of_y), (roots, of_roots) = compiled(quotients, x, y)
+    np.testing.assert_allclose(found, np.float32([3, 7, 7, 3e-36, 1]), rtol=1e-6)
+    np.testing.assert_allclose(of_x, np.float32([0.5, 0, 0, -1e-36, 1e36]), rtol=1e-6)
+    np.testing.assert_allclose(of_y[:3], [-1.5, 0, 0], rtol=1e-6)
+    assert np.isfinite(of_y).all()
+    expected = np.sqrt(np.abs(np.float32(x)))
+    np.testing.assert_allclose(roots, expected, rtol=1e-6)
+    expected[2] = INF  # of which the derivative is 0
+    np.testing.assert_allclose(of_roots, 0.5 / expected, rtol=1e-6)
+
+
+def test_averages_and_products_stay_in_range():
+    def numbers(old, new, share, x, log_factor):
+        return numerics.averaged(old, new, share), numerics.multiplied(x, log_factor)
+
+    old, new, share = [4.0, 1e30, 2.0], [8.0, 1.0, 4.0], [0.25, 1.0, 0.0]
+    x = [3.0, 0.0, INF, 2.0, TINY, MAX, 0.5, 0.5]
+    logs = [np.log(2), 9.0, -9.0, 200.0, -1.0, 1.0, -200.0, 1.0]
+    averages, products = compiled(numbers, old, new, share, x, logs)
+    np.testing.assert_array_equal(averages, [5.0, 1.0, 2.0])
+    expected = np.float32([6, 0, INF, MAX, TINY, MAX, TINY, 0.5 * np.e])
+    np.testing.assert_allclose(products, expected, rtol=1e-6)
+
+
+def test_the_norm_of_all_norms():
+    def norms(x):
+        return [numerics.norm_of_all(each) for each in (x, x * 1e38, x * 1e-37, x[:0], x * 0)]
+
+    found = compiled(norms, [3.0, 0.0, 0.4])
+    expected = np.hypot(3, 0.4)
+    np.testing.assert_allclose(
+        found, np.float32([expected, expected * 1e38, expected * 1e-37, 0, 0]), rtol=1e-6
+    )
+    root, unit = compiled(numerics.norm_of_all_in_parts, [3e38, 3e38])
+    assert float(unit) == 2.0**126  # the product with the root is out of range
+    np.testing.assert_allclose(float(root) * float(unit), np.hypot(3e38, 3e38), rtol=1e-6)
+
+
+def test_entries_of_narrower_dtypes():
+    x = np.float32([1.0, -1e6, 1e6, INF, -INF, NAN])
+    np.testing.assert_array_equal(
+        numerics.narrowed(x, jnp.dtype(jnp.float16)),
+        np.float16([1, -65504, 65504, INF, -INF, NAN]),
+    )
+    found = numerics.narrowed(x, jnp.dtype(jnp.float8_e4m3fn)).astype(jnp.float32)
+    np.testing.assert_array_equal(found, np.float32([1, -448, 448, 448, -448, NAN]))
+    half = np.float16([2.0, INF])
+    wide = numerics.narrowed(half, jnp.dtype(jnp.float32))
+    assert wide.dtype == jnp.float32
+    np.testing.assert_array_equal(wide, half)
+    assert numerics.narrowed(x, jnp.dtype(jnp.float32)) is not None
+    np.testing.assert_array_equal(
+        numerics.bounded(jnp.float32([INF, -INF, 2])), np.float32([MAX, -MAX, 2])
+    )
+    pair = numerics.promoted([jnp.zeros(1, jnp.float16), jnp.ones(1, jnp.float32)])
+    assert [each.dtype for each in pair] == [jnp.float32] * 2
+    assert numerics.promoted([]) == []
+    weak = numerics.match_weak_type(jnp.ones((1, 2)), jnp.broadcast_to(jnp.asarray(1.0), (1, 2)))
+    assert jax.typeof(weak).weak_type == jax.typeof(jnp.asarray(1.0)).weak_type
+
+
+def test_dtypes_of_sums_and_entries():
+    narrow, wide = jnp.dtype(jnp.float32), jnp.dtype(jnp.float64)
+    for dtype, of_sums in (
+        (jnp.bfloat16, narrow),
+        (jnp.complex64, narrow),
+        (jnp.float64, wide),
+        (jnp.complex128, wide),
+    ):
+        assert numerics.accumulation_dtype(dtype) == of_sums
+        assert numerics.norm_dtype([jnp.float16, dtype]) == of_sums
+    assert numerics.norm_dtype([]) == narrow
+    assert numerics.entries(jnp.ones(2, jnp.complex64), narrow).dtype == jnp.complex64
+    with jax.enable_x64(True):
+        assert numerics.entries(jnp.ones(2, jnp.complex64), wide).dtype == jnp.complex128
+        assert numerics.entries(jnp.ones(2, jnp.float32), wide).dtype == wide
+
+
+@pytest.mark.parametrize(
+    ("value", "is_real"),
+    [
+        *((2, True), (0.5, True), (np.int32(3), True), (np.ones(2), True), (np.float16(1), True)),
+        *((True, False), (np.True_, False), (1j, False), (np.complex64(1), False), ("1", False)),
+    ],
+)
+def test_real_numbers(value, is_real):
+    assert numerics.is_real(value) == is_real
+
+
+def test_bounds_of_rounding_errors():
+    eps = float(INFO.eps)
+    assert numerics.slack_of_norm(1, 2, eps) == pytest.approx(1.5 * eps)
+    assert numerics.slack_of_norm(2**10, 1, eps) == pytest.approx(6.5 * eps)
+    assert numerics.slack_of_norm(2**10, 2, eps) == pytest.approx(4 * eps)
+    assert numerics.slack_of_norm(2**10, 3, eps) == pytest.approx(9 * eps)
+    assert numerics.slack_of_norm(0, 2, eps) == numerics.slack_of_norm(1, 2, eps)
+    (symbol,) = jax.export.symbolic_shape("n")
+    assert numerics.slack_of_norm(symbol, 2, eps) == pytest.approx(11.5 * eps)
