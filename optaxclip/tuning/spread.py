@@ -64,7 +64,7 @@ def _rolling_median(values: Floats, window: int) -> Floats:
 
     level = median_filter(values, size=window, mode="mirror")
     # The first windows are smaller, with their steps in the middle, because norms may fall steeply.
-    for step in range(min(window // 2, len(values) // 2)):
+    for step in range(window // 2):
         level[step] = np.median(values[: 2 * max(step, 1) + 1])
     return level
 
