@@ -1,5 +1,6 @@
 """Suggested limits: spikes that are known are found, and the demo trains with what comes out."""
 
+import dataclasses
 import json
 import re
 from itertools import product
@@ -222,6 +223,7 @@ def test_ordinary_norms_that_are_equal_hide_no_spikes(below):
     assert 1.0 < found.limit < 2.0
     assert found.spread < 0.01
     assert found.doubts == ()
+    assert found.adaptive.share_clipped == np.float32(3 / 200)
 
 
 def test_shares_are_those_of_the_steps():
@@ -272,6 +274,34 @@ def test_a_norm_at_the_limit_is_not_above_it():
     for largest, is_reached in ((14.9, False), (14.91, True)):
         found = suggesting._limit(np.array([1, 1, 1, largest]), shape.spikes, shape)
         assert (found.value, found.is_reached) == (14.9, is_reached)
+        assert (found.clipped, found.missed) == (0.25 * is_reached, 0)
+
+
+def test_a_spike_at_the_limit_is_missed():
+    """Half is wrong at 14.9, where that spike is missed, and at 14.8, and the larger limit wins."""
+    is_spike = np.arange(6) >= 4
+    shape = spreads.Shape(np.zeros(6), np.log(15), 0.1, is_spike, 0, "stationary")
+    found = suggesting._limit(np.array([1, 1, 14.85, 14.85, 14.9, 20]), is_spike, shape)
+    assert (found.value, found.clipped, found.missed) == (14.9, 0, 0.5)
+    # If it is the only spike, all are missed at 14.9.
+    found = suggesting._limit(np.array([1, 1, 14.85, 14.85, 14.9]), is_spike[:5], shape)
+    assert (found.value, found.clipped, found.missed) == (14.8, 0.5, 0)
+
+
+def test_where_the_level_moves_the_limit_is_above_its_highest_place():
+    level = np.linspace(1.0, 0.0, 9)
+    shape = spreads.Shape(level, np.log(2), 0.1, np.zeros(9, bool), 0, "drifting")
+    for regime, warmup, at in ("drifting", 0, 0), ("drifting", 4, 4), ("stationary", 0, 4):
+        own = shape._replace(regime=regime, warmup=warmup)
+        found = suggesting._limit(np.ones(9 - warmup), own.spikes[warmup:], own)
+        assert found.value == suggesting._below(2 * np.exp(level[at]))
+
+
+def test_autoclip_gets_a_percentile_from_90_to_99():
+    norms = np.geomspace(1.0, 2.0, 50)
+    for share, percent in (0.3, "90"), (0.0754, "92.5"), (0.001, "99"):
+        found = suggesting._adaptive("stationary", share, norms, 0)
+        assert found.call == f"autoclip({percent}, window=100)"
 
 
 def test_a_limit_is_below_the_spike_that_it_catches():
@@ -325,12 +355,32 @@ def test_what_is_no_array_of_norms_is_told_where_they_are():
 
 def test_what_is_printed():
     found = tuning.suggest(synthetic(0, 0.1)[0])
-    lines = str(found).splitlines()
+    lines, sizes = str(found).splitlines(), found.norms[found.spikes]
     assert lines[0] == f"limit {found.limit:g}"
-    assert f"{len(found.spikes)} spikes from " in lines[2]
+    assert lines[1].startswith(f"{STEPS} steps, 0 of them not finite; 0 of warm-up, then {STEPS} ")
+    assert lines[2] == (
+        f"typical norm {found.typical_norm:.3g}, most within a factor of "
+        f"{np.exp(found.spread):.2f}; {len(sizes)} spikes from {min(sizes):.3g} to {max(sizes):.3g}"
+    )
+    assert len({line.index("  clips ") for line in lines if "  clips " in line}) == 1
     assert sum(" clips " in line for line in lines) == 6
     assert json.loads(json.dumps(found.to_dict()))["spikes"] == found.spikes.tolist()
     assert "spikes\n" in str(tuning.suggest(np.geomspace(1.0, 1.1, 200)))
+    # A suggestion is a thing of its own, and its `repr` leaves out the norms, which may be many.
+    assert found == found != tuning.suggest(found.norms)
+    assert "norms=" not in repr(found)
+
+
+def test_all_fields_but_the_norms_are_in_the_json():
+    found = tuning.suggest(synthetic(0, 0.1)[0])
+    read = json.loads(json.dumps(found.to_dict()))
+    fields = {field.name for field in dataclasses.fields(found)}
+    assert set(read) == fields - {"norms"} | {"num_steps", "num_counted"}
+    assert (read["num_steps"], read["num_counted"]) == (STEPS, STEPS)
+    for name in ("adaptive", "unchosen"):
+        assert read[name] == dataclasses.asdict(getattr(found, name))
+    assert read["percentiles"] == [dataclasses.asdict(each) for each in found.percentiles]
+    assert (read["notes"], read["doubts"]) == ([*found.notes], [])
 
 
 @pytest.mark.parametrize(
@@ -427,7 +477,12 @@ def test_a_level_that_falls_by_decades_is_doubted_and_can_be_followed():
     assert "adaptive rule follows" in found.notes[-2]
     with_spike = np.insert(STEADY * np.geomspace(1, 1e-3, 500), 300, 50.0)
     with pytest.warns(UserWarning, match="falls by a factor"):
-        assert tuning.suggest(with_spike).verdict == "adaptive"
+        found = tuning.suggest(with_spike)
+    assert found.verdict == "adaptive"
+    lines = str(found).splitlines()
+    assert lines[0] == f"{found.adaptive.call}, in doubt, as no constant limit fits"
+    (suggested,) = (line for line in lines if "suggested" in line)
+    assert suggested.endswith(f"suggested, in doubt, {found.adaptive.why}")
 
 
 @pytest.mark.parametrize("shape", SHAPES)

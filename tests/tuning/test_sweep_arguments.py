@@ -1,11 +1,14 @@
 """What a sweep takes: numbers, steps, keys and data of other kinds are refused with the remedy."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from optaxclip import ops, tuning
+from optaxclip.tuning import sweeping
 
 STEPS = 60
 DATA = np.ones((STEPS, 3), np.float32)
@@ -55,6 +58,7 @@ def test_wrong_numbers(options, message):
         (lambda p, _, __: (p[:2], jnp.float32(0), jnp.float32(0)), "a state like the one"),
         (lambda p, _, __: ((p,), jnp.float32(0), jnp.float32(0)), "a state like the one"),
         (lambda p, _, __: (p, p, jnp.float32(0)), r"scalar loss.*shapes \(3,\)"),
+        (lambda p, _, __: (p, p[0], p[None]), r"a norm that .* shapes \(\) and \(1, 3\)"),
     ],
 )
 def test_wrong_steps(step, message):
@@ -64,10 +68,22 @@ def test_wrong_steps(step, message):
 
 def test_a_loss_may_be_a_number_of_python_and_each_step_is_reported_once():
     done = []
-    step = lambda params, _, limit: (params, 2.0, limit)  # noqa: E731
+    step = lambda params, _, limit: (params, 2.0, 0.0 * limit)  # noqa: E731
     result = swept([1.0], 53, step, progress=done.append)
     np.testing.assert_array_equal(result.loss, np.full((1, 53), 2.0))
     assert done == [18, 18, 17]
+    # No rule can learn from norms of zero.
+    assert np.isnan(result.unchosen_limit)
+    assert "to choose" not in str(result)
+
+
+def test_a_terminal_shows_no_bar_to_those_who_want_none(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for progress, is_shown in (False, False), (True, True):
+        with sweeping._reporter(progress, 3) as report:
+            report(1)
+        assert bool(capsys.readouterr().err) == is_shown
 
 
 @pytest.mark.parametrize("data", [None, {}])
