@@ -296,8 +296,6 @@ def _result(
     with np.errstate(over="ignore", invalid="ignore"):
         final = last.mean(axis=-1)
         diverged = ~(np.isfinite(final) & (final <= loss[..., 0]))
-    if loss.shape[-1] == 1:
-        diverged = ~np.isfinite(final)
     final = np.where(diverged, np.inf, final)
     # [limits, rates, seeds, last steps], and the means over seeds.
     each = last.reshape(len(limits), 1 if rates is None else len(rates), seeds, tail)

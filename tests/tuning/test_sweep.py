@@ -305,6 +305,54 @@ def test_seeds_that_diverge_are_counted():
     assert result.limit == 0.5
 
 
+def result_of(losses, rates=None, limits=(0.5, 2.0)):
+    """The result of losses [limits, learning rates, seeds, steps], without norms."""
+    losses = np.float32(losses)
+    shape = [*losses.shape[:1], *losses.shape[1:2] * (rates is not None)]
+    shape += [*losses.shape[2:3] * (losses.shape[2] > 1), losses.shape[3]]
+    rows = losses.reshape(shape)
+    rates = None if rates is None else np.float32(rates)
+    nothing = np.zeros_like(rows)
+    found = sweeping._result(np.float32(limits), rates, rows, nothing, nothing, losses.shape[2])
+    assert found.final_loss.shape == found.diverged.shape == rows.shape[:-1]
+    return found
+
+
+def test_a_result_where_every_run_is_lost():
+    away = [[[[1.0, 1.5]], [[1.0, np.nan]]], [[[1.0, np.inf]], [[1.0, 1.1]]]]
+    found = result_of(away, rates=[0.1, 0.3])
+    assert found.diverged.all()
+    assert np.isinf(found.final_loss).all()
+    assert np.isnan([found.limit, found.noise, found.unchosen_limit, *found.noises]).all()
+    assert "\nno limit is suggested: runs of each diverged; try lower limits" in str(found)
+    assert "nan" not in str(found)
+
+
+def test_a_result_where_some_seeds_are_lost_or_there_is_one_step():
+    found = result_of([[[[1.0, 0.9], [1.0, 0.8]]], [[[1.0, 0.1], [1.0, np.nan]]]])
+    assert found.diverged.tolist() == [[False, False], [False, True]]
+    assert (found.limit, found.learning_rate) == (0.5, None)
+    lost = str(found).splitlines()[2].split()
+    assert lost[:3] == ["2", "50%", "div."]
+    assert "0.85" in str(found).splitlines()[1]
+    # The last and only step is the first one, and above no other.
+    only = result_of([[[[3.0]]], [[[2.0]]]])
+    assert not only.diverged.any()
+    assert only.limit == 2.0
+    # A loss as high as the first one has not diverged.
+    assert not result_of([[[[1.0, 0.5, 1.0]]]], limits=[1.0]).diverged.any()
+
+
+def test_the_final_loss_is_the_mean_over_a_tenth_and_the_best_rate_is_the_suggested_limits():
+    tail = np.r_[9.0, np.full(28, 5.0), 1.0, 3.0]  # 31 steps, of which 3 are the last tenth
+    rows = np.stack([[[tail], [tail + 2]], [[tail + 4], [tail - 0.5]]])
+    found = result_of(rows, rates=[0.1, 0.3])
+    np.testing.assert_allclose(found.final_loss, [[3, 5], [7, 2.5]])
+    assert (found.limit, found.learning_rate) == (2.0, np.float32(0.3))
+    assert found.noises[1] == found.noise == 0
+    assert [float(x) for x in found.by_limit(found.final_loss).ravel()] == [5, 2.5]
+
+
 @pytest.mark.slow
 def test_keys_of_every_kind_and_keys_as_data():
     def step(params, key, limit):
