@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from optaxclip import monitor, plots
+from optaxclip.plots import groups
 
 matplotlib = pytest.importorskip("matplotlib")
 Figure = pytest.importorskip("matplotlib.figure").Figure
@@ -37,6 +38,18 @@ def test_shares_lie_on_top_of_each_other_the_largest_at_the_bottom():
     assert (ax.get_xlim(), ax.get_ylim()) == ((5.0, 25.0), (0.0, 1.0))
     colors = {tuple(area.get_facecolor()[0]) for area in ax.collections}
     assert len(colors) == 3
+
+
+def test_areas_meet_half_way_between_steps():
+    ax = plots.shares_over_steps(np.ones((3, 1)), steps=[0, 2, 6], ax=axes())
+    assert sorted(areas(ax)["0"]) == [-1, 1, 4, 8]
+    assert ax.get_xlim() == (-1, 8)
+
+
+def test_shares_may_exceed_1_by_rounding_alone():
+    plots.shares_over_steps([[1 + 9e-5]], ax=axes())
+    with pytest.raises(ValueError, match="shares must be from 0 to 1"):
+        plots.shares_over_steps([[1 + 1.1e-4]], ax=axes())
 
 
 def test_many_small_ones_share_a_colour_and_a_single_one_does_not():
@@ -84,7 +97,11 @@ def test_a_heatmap_has_the_ends_of_its_statistic():
         ("norm", [[0.0, 0.0]], (0.1, 1)),
         ("norm", [[0.0, 0.1], [10.0, np.inf]], (0.1, 10.0)),
     ):
-        mesh = plots.heatmap(values, ["w", "b"], stat=stat, ax=axes()).collections[0]
+        ax = plots.heatmap(values, ["w", "b"], range(10, 10 + len(values)), stat=stat, ax=axes())
+        mesh, (_, bar) = ax.collections[0], ax.figure.axes
+        assert bar.get_ylabel() == groups.LOOKS[stat].label
+        places = mesh.get_coordinates()[0, :, 0]
+        assert ((places[1:] + places[:-1]) / 2).tolist() == [*range(10, 10 + len(values))]
         assert (mesh.norm.vmin, mesh.norm.vmax) == ends, stat
         rows = np.ma.masked_invalid(np.asarray(values)).T
         assert np.ma.getmaskarray(mesh.get_array()).tolist() == np.ma.getmaskarray(rows).tolist()
@@ -93,9 +110,8 @@ def test_a_heatmap_has_the_ends_of_its_statistic():
 
 def test_all_that_a_record_keeps_can_be_shown():
     from optaxclip.monitor.statistics import STATISTICS
-    from optaxclip.plots.groups import LOOKS
 
-    assert list(LOOKS) == list(STATISTICS)
+    assert list(groups.LOOKS) == list(STATISTICS)
     tx = monitor.record(3, per_leaf=True, stats=tuple(STATISTICS))
     grads = {"w": np.ones(2, np.float32), "b": np.zeros(3, np.float32)}
     state = tx.init(grads)

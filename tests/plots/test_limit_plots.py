@@ -175,6 +175,50 @@ def test_sweep_curve_shows_diverged_runs(seeds):
     np.testing.assert_allclose(ends, [[1.9, 2.0], [0.9, 1.0]])
 
 
+def test_sweep_curve_has_a_mean_of_the_seeds_that_did_not_diverge_and_a_dot_for_each():
+    final = np.array([[2.0, 3.0], [1.0, 2.0], [0.5, np.inf], [np.inf, np.inf]])
+    ax = plots.sweep_curve(result(final, 1.0), ax=axes())
+    assert labels(ax)[0] == "final loss, mean of the seeds"
+    np.testing.assert_array_equal(ax.lines[0].get_ydata(), [2.5, 1.5, 0.5, np.nan])
+    dots = [x for x in ax.lines if x.get_marker() == "."]
+    shown = np.where(np.isinf(final), np.nan, final).ravel()
+    np.testing.assert_array_equal(dots[0].get_ydata(), shown)
+    np.testing.assert_allclose(dots[0].get_xdata(), np.repeat(np.geomspace(0.1, 10, 4), 2), 1e-6)
+    # Limits with a diverged run have no bar, and the dotted line is the best of the others.
+    (bars,) = ax.containers
+    np.testing.assert_allclose(
+        [end[:, 1] for end in bars.lines[2][0].get_segments()], [[2.4, 2.5], [1.4, 1.5]]
+    )
+    (best,) = (x for x in ax.lines if x.get_linestyle() == ":")
+    assert best.get_ydata()[0] == 1.5
+    np.testing.assert_allclose(line(ax, DIVERGED).get_xdata(), [10 ** (1 / 3), 10, 10], 1e-6)
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("limit", "final loss")
+
+
+def test_sweep_curve_where_nothing_diverged():
+    assert DIVERGED not in labels(plots.sweep_curve(result([2.0, 1.0], 10.0), ax=axes()))
+
+
+def test_a_warm_up_is_shaded_and_named_where_it_lies():
+    rng = np.random.default_rng(0)
+    norms = np.exp(3 * (np.arange(500) < 40) + 0.1 * rng.normal(size=500))
+    found = tuning.suggest(norms)
+    assert 30 < found.warmup_steps < 80
+    over_steps, histogram = axes(), axes()
+    plots.norms_over_steps(found, steps=range(100, 600), ax=over_steps)
+    (span,) = over_steps.patches
+    assert span.get_label() == f"warm-up ({found.warmup_steps}), not counted"
+    left, right = span.get_x(), span.get_x() + span.get_width()
+    assert (left, right) == (100, 100 + found.warmup_steps)
+    # Norms of the warm-up are above the limit, but not marked.
+    assert "above the limit (0)" in labels(over_steps)
+    plots.norm_histogram(found, ax=histogram)
+    assert histogram.get_ylabel() == "number of steps after the warm-up"
+    assert histogram.get_xlabel() == "gradient norm"
+    plots.norm_histogram(dataclasses.replace(found, warmup_steps=0), ax=(later := axes()))
+    assert later.get_ylabel() == "number of steps"
+
+
 def test_sweep_curve_of_nothing_but_diverged_runs():
     ax = plots.sweep_curve(result([np.inf, np.inf], np.nan), ax=axes())
     assert labels(ax) == ["final loss", DIVERGED]
