@@ -124,6 +124,21 @@ def test_a_run_that_is_lost_says_what_happened():
     ]
 
 
+def test_a_warm_up_that_is_not_over_is_said():
+    (said,) = demo.notes({"none": history_of(np.ones(9), 1.0), "zclip": history_of(np.ones(25), 1)})
+    assert said.startswith("zclip: its warm-up of 25 steps, without a limit of its own, is not ove")
+    assert said.endswith("over after 25 steps; pass --steps 100")
+
+
+def test_cells_of_the_table():
+    history = history_of([2.0, 9.0, 3.0, 4.0], np.nan)._replace(held_out=np.array([3.0, 1.5]))
+    assert demo._cells(history) == ("1.5", "1.5", "9", "100%", "0")
+    assert demo._cells(history._replace(norm=np.full(4, np.inf)))[2] == "not finite"
+    limits = {"none": "", "ema": "per leaf", "agc": "0.01"}
+    assert {name: demo._last_limit(name, history) for name in limits} == limits
+    assert demo._last_limit("zclip", history_of(np.ones(3), [np.inf, 3.0, 0.25])) == "0.25"
+
+
 def test_the_steps_are_on_linear_axes_and_the_limit_beside_the_norms(corpus):
     steps = np.arange(1, 41)
     record = [np.ones(40), np.linspace(1, 3, 40), steps > 3, np.ones(40)]
@@ -136,6 +151,11 @@ def test_the_steps_are_on_linear_axes_and_the_limit_beside_the_norms(corpus):
     assert [x for x, _ in left] == [1, 11, 21, 31, 41]
     assert right == [[step, history.norm[step - 1]] for step in (10, 20, 30, 40)]
     assert "limit 1 of global_norm" in labels(figure.axes[1])
+    said = [ax.get_ylabel() for ax in figure.axes]
+    assert said == ["held-out loss (nats)", "largest raw norm of 10 steps"]
+    (legend,) = figure.legends
+    named = [text.get_text() for text in legend.get_texts()]
+    assert named == ["none", "global_norm", "limit 1 of global_norm"]
 
 
 @pytest.mark.slow
