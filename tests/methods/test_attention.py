@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental.sparse import BCOO
 from methods_table import assert_same, avals
 
 import optaxclip
@@ -268,6 +269,18 @@ ERRORS = {
         "divides heads of 3 entries, which",
     ),
 }
+
+
+def test_a_schedule_needs_the_state_that_is_not_kept_without_a_record():
+    with pytest.raises(ValueError, match="clip_attention_logits: with record=False there is no st"):
+        optaxclip.clip_attention_logits(lambda count: 1.0, heads=one_layer, record=False)
+
+
+def test_a_sparse_weight_has_no_heads():
+    with pytest.raises(TypeError, match="heads must leave sparse leaves alone, got Heads for 'w'"):
+        optaxclip.clip_attention_logits(1.0, heads=lambda *_: Heads(0)).init(
+            {"w": BCOO.fromdense(jnp.ones((2, 2)))}
+        )
 
 
 @pytest.mark.parametrize("case", ERRORS)
