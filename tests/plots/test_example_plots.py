@@ -56,6 +56,10 @@ def test_norms_that_are_all_alike_share_a_bar():
     assert counted(ax) == {"examples (3)": 3}
     assert ax.texts[0].get_text() == "0: 3\n1: 3"
     assert not drawn([3.0, 3.0], 3.0, most=0).texts
+    assert drawn([3.0, 3.0], 3.0).lines[0].get_label() == "limit 3, clips 0.0%"
+    # A millionth of the largest norm is the least that is drawn.
+    assert counted(drawn([1.0, 1e-6])) == {"examples (2)": 2}
+    assert drawn([1.0, 1e-6]).get_xlabel() == "norm of an example's gradient"
     marked = {name: [i] for i, name in enumerate("abcdefg")}
     assert list(counted(drawn(np.full(7, 3.0), marked=marked))) == [f"{x} (1)" for x in marked]
 
