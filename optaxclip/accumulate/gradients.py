@@ -197,7 +197,7 @@ class ValueAndGrad:
         number, rest = divmod(examples, self._size)
         if rest or not number:
             part = " that a device has" if devices.manual_axes() else ""
-            fits = max(n for n in range(1, min(self._size, examples) + 1) if examples % n == 0)
+            fits = max(n for n in range(1, self._size + 1) if examples % n == 0)
             raise ValueError(
                 f"microbatch_size must divide the batch{part}, got {self._size} for {examples} "
                 f"examples: pass {fits}, or fill the batch up with examples that weight= does not "

@@ -98,6 +98,19 @@ def test_a_state_for_parameters_that_are_a_python_number():
     assert_equal(made(2.0, x, state=made.init(2.0, x)), made(2.0, x))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_a_clip_remembers_gradients_in_the_dtype_of_the_sums(dtype):
+    # Without `jax_enable_x64`, JAX has no float64, and takes float32 in its place.
+    made = accumulate.value_and_grad(
+        lambda w, x: jnp.mean(w * x), microbatch_size=1, clip=optax.trace(0.5), dtype=dtype
+    )
+    w, x = jnp.ones((), jnp.bfloat16), jnp.ones(2, jnp.bfloat16)
+    state = made.init(w, x)
+    _, grad, found = jax.eval_shape(made, w, x, state=state)
+    traces = (state.clip.trace, found.state.clip.trace)
+    assert all(x.dtype == jnp.float32 for x in (grad, *traces))
+
+
 def test_in_a_scan_as_in_a_loop():
     w = jnp.ones(WIDTH)
 
