@@ -195,7 +195,7 @@ class ValueAndGrad:
         if not examples:
             raise ValueError("the batch has no examples, so it has no gradient; pass at least one")
         number, rest = divmod(examples, self._size)
-        if rest or not number:
+        if rest:
             part = " that a device has" if devices.manual_axes() else ""
             fits = max(n for n in range(1, self._size + 1) if examples % n == 0)
             raise ValueError(

@@ -76,12 +76,12 @@ class Plan:
             walk.materialize(outputs[0], "is the loss")
             dense = walk.dense
             if len(dense) == before:
-                found = {i: parts_of(program, i) for i in range(count) if i not in dense}
-                mixed = [i for i, parts in found.items() if parts is None]
-                if not mixed:
-                    parts = [found.get(i) or [] for i in range(count)]
+                found = [parts_of(program, i) for i in range(count)]
+                parts = [each for each in found if each is not None]
+                if len(parts) == count:
                     types = [v.aval for v in jaxpr.invars[:count]]
                     return cls(program, jax.tree.structure(output), parts, dense, types)
+                mixed = (i for i, each in enumerate(found) if each is None)
                 dense |= dict.fromkeys(mixed, "has uses of several kinds")
 
     def taps(self) -> list[Array]:

@@ -162,8 +162,7 @@ class Walk:
         inside: list[References] = []
         for i, held in enumerate(refs):
             entered = [ref.inside(i >= last) for ref in held]
-            is_carried = first <= i < last
-            inside.append(() if is_carried else self._followed(held, entered, primitives.SCAN))
+            inside.append(self._followed(held, entered, primitives.SCAN))
         within = (*lengths, loop.length)
         program, outputs = self.program(*primitives.inner(eqn), inside, within, is_checkpointed)
         self._returned(outputs, primitives.SCAN)
