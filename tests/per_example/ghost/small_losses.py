@@ -308,6 +308,21 @@ def concatenated_experts(p, x):
     return squares(jnp.einsum("etk,ekn->etn", x, jnp.concatenate([p["a"], p["b"]])))
 
 
+IN_OTHER_AXES = {"a": drawn(6, 3), "b": drawn(6, 2), "c": drawn(5, 2, 1), "d": drawn(5, 2, 3)}
+IN_OTHER_AXES |= {"e": drawn(5, 1, 4), "f": drawn(5, 2, 4)}
+
+
+@case(IN_OTHER_AXES, batch(7, 5), ways=dict.fromkeys(IN_OTHER_AXES, "direct"))
+def concatenated_in_other_axes(p, x):
+    inputs, outputs, experts = (
+        jnp.concatenate([p[name] for name in names], axis)
+        for names, axis in (("ab", 1), ("cd", 2), ("ef", 1))
+    )
+    y = jnp.einsum("tk,nk->tn", x, inputs), lax.dot_general(outputs, x, (((0,), (1,)), ((), ())))
+    z = jnp.einsum("tgk,kgn->tgn", jnp.stack([x, 2 * x, 3 * x], 1), experts)
+    return sum(map(squares, (*y, z)))
+
+
 @case({"h": drawn(4, 4), "x": drawn(4, 4)}, batch(6, 4), ways={"h": "direct", "x": "direct"})
 def concatenated_in_a_loop(p, x):
     def body(h, x):

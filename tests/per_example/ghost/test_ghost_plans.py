@@ -185,7 +185,7 @@ LAYERS = (
     *("rows_or_zeros", "one_input_and_one_feature", "autoencoder", "recurrent_in_layers"),
     *("autoencoders_in_layers_of_layers", "stacked_tables", "stacked_kernels"),
     *("concatenated_inputs", "concatenated_outputs", "concatenated_experts"),
-    "concatenated_in_a_loop",
+    *("concatenated_in_a_loop", "concatenated_in_other_axes"),
 )
 
 
