@@ -185,3 +185,25 @@ def test_with_no_name_each_device_is_on_its_own():
     alone = region(lambda x: clip.update(x, None)[0], P("a"), P("a"))
     expected = WHOLE * (0.5 / np.linalg.norm(WHOLE.astype(np.float64), axis=(1, 2), keepdims=True))
     np.testing.assert_allclose(jax.jit(alone)(WHOLE), expected, rtol=1e-5)
+
+
+
+def test_each_function_of_single_leaves_takes_names_and_specs():
+    x = np.float32([[3, 1], [0, 2], [4, 0], [0, 2]])
+
+    def results(x, **options):
+        return (
+            ops.clip_by_norm(x, 1.0, **options),
+            ops.clip_by_norm(x, 1.0, axes=0, **options),
+            ops.clip_by_average_norm(x, 0.5, **options),
+        )
+
+    def of_row(row):
+        return [found[0] for found in results(row[None], axis_name="lanes")]
+
+    of_part = region(functools.partial(results, specs=P("a")), P("a"), P("a"), check_vma=False)
+    norm = np.sqrt(34)
+    expected = (x / norm, x / np.float32([5, 3]), x * (4 / norm))
+    for found in jax.jit(lambda x: (jax.vmap(of_row, axis_name="lanes")(x), of_part(x)))(x):
+        for y, of_numpy in zip(found, expected, strict=True):
+            np.testing.assert_allclose(y, of_numpy, rtol=1e-6)

@@ -41,6 +41,41 @@ def test_auto_s_without_gamma_is_normalize():
     np.testing.assert_array_equal(found, responses.normalize(SIZES, limit, limit))
 
 
+def test_each_response_is_its_formula():
+    norm = np.float32([0.0, 0.1, 1.0, 2.0, 8.0, 0.1])
+    trigger, target = np.float32([2, 2, 2, 2, 2, np.inf]), np.float32([1, 1, 1, 1, 1, np.inf])
+    finite = norm[:5]
+    expected = (
+        (responses.clip, [0, 0.1, 1, 2, 1]),  # a norm at the trigger stays
+        (responses.normalize, np.ones(5)),
+        (responses.smooth, finite / np.sqrt(1 + finite**2)),
+        (responses.auto_s(), finite / (finite + 0.01)),
+        (responses.band(), [0, 1 / 3, 1, 2, 1]),
+        (responses.band(0.0, min_factor=0.5), [0, 0.1, 1, 2, 4]),
+        (responses.band(1.0, max_factor=2.0), [0, 0.2, 1, 2, 1]),
+        (responses.band(min_factor=1, max_factor=1), finite),
+        (responses.clip_with_eps(), [0, 0.1, 1 / (1 + 1e-6), 1, 1]),
+    )
+
+    @jax.jit
+    def all_of_them(norm, trigger, target):
+        found = [response(norm, trigger, target) for response, _ in expected]
+        return found, responses.clip_with_eps(1.0).factor(norm, trigger, 4 * target)
+
+    found, factor = all_of_them(norm, trigger, target)
+    for (response, new), each in zip(expected, found, strict=True):
+        np.testing.assert_allclose(each, [*new, 0.1], rtol=1e-6, atol=1e-9, err_msg=response)
+    np.testing.assert_allclose(factor, [1, 1, 1, 1, 4 / 9, 1], rtol=1e-6)
+
+
+def test_powers_that_have_names_and_those_that_are_refused():
+    assert [norms.lp(p) for p in (1, 2.0, np.inf)] == [norms.l1, norms.l2, norms.linf]
+    assert norms.lp(64).degree == 64
+    for wrong in (0, 64.5):
+        with pytest.raises(ValueError, match=rf"p must be above 0 and at most 64 .* got {wrong}"):
+            norms.lp(wrong)
+
+
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("norm", [norms.lp(0.5), norms.lp(3), norms.l2], ids=repr)
 def test_powers_of_two_are_entries_like_others(norm):

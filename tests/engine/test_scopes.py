@@ -364,6 +364,7 @@ W = {"w": jnp.ones((2, 3))}
         (scopes.leaf(0.5), ValueError, "from 0 to 2 for leaf 'w' of shape (2, 3), got 0.5"),
         (scopes.unit(stacked=3), ValueError, "from 0 to 2 for leaf 'w' of shape (2, 3), got 3"),
         (scopes.axes(2), ValueError, "axes (2,) do not exist in leaf 'w', which has shape (2, 3)"),
+        (scopes.axes((0, 2)), ValueError, "axes (0, 2) do not exist in leaf 'w'"),
         (scopes.axes((0, -3)), ValueError, "axes (0, -3) do not exist in leaf 'w'"),
         (scopes.unit(axis=2), ValueError, "axes (2,) do not exist in leaf 'w'"),
         (scopes.unit(axis=1, stacked=1), ValueError, "axes (1,) do not exist in leaf 'w'"),

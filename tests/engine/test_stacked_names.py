@@ -72,8 +72,12 @@ def test_one_number_for_an_embedding_is_warned_of(scope):
     assert warned[0].filename == __file__
     with pytest.warns(UserWarning, match=SAID):
         optaxclip.clip_by_block_rms(1.0, stacked=1).init(MODEL)
+    two = {"a": jnp.zeros((3000, 1)), "b": jnp.zeros((3000, 1))}
+    with pytest.warns(UserWarning, match="stacked=1 makes 6000 groups of 2 leaves"):
+        clip_by(scope(1), 1.0).init(two)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        clip_by(scope(1), 1.0).init({"a": jnp.zeros((4096, 1))})
         for stacked in ({"layers": 1}, {"embedding": 1}, 0, lambda path, leaf: 1):
             clip_by(scope(stacked), 1.0).init(MODEL)
         few = jax.tree.map(lambda x: x[:100], MODEL)
