@@ -187,7 +187,6 @@ def test_with_no_name_each_device_is_on_its_own():
     np.testing.assert_allclose(jax.jit(alone)(WHOLE), expected, rtol=1e-5)
 
 
-
 def test_each_function_of_single_leaves_takes_names_and_specs():
     x = np.float32([[3, 1], [0, 2], [4, 0], [0, 2]])
 

@@ -1,0 +1,205 @@
+"""What the engine stands on: checks of arguments, names and counters of states, groups of trees."""
+
+import functools
+import math
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optaxclip
+from optaxclip._base import arguments, grouping, trees
+from optaxclip._base.grouping import Group, Grouping
+from optaxclip._base.states import Names, increased
+
+MOST = 2**31 - 1
+
+
+@pytest.mark.parametrize("value", [2, np.int64(2), np.array(2)])
+def test_whole_numbers_from_the_smallest_on(value):
+    assert arguments.checked_int(value, 2, "size") == 2
+    with pytest.raises(ValueError, match=r"^size must be an int of at least 3, got "):
+        arguments.checked_int(value, 3, "size")
+
+
+@pytest.mark.parametrize("value", [True, np.True_, 2.0, "2", None, jnp.int32(2)])
+def test_what_is_no_whole_number(value):
+    with pytest.raises(TypeError, match=r"^size must (be an int of at least 1|not be a JAX array)"):
+        arguments.checked_int(value, 1, "size")
+
+
+def test_counts_may_be_arrays_and_more_than_can_be_counted():
+    count = functools.partial(arguments.checked_count, argument="steps")
+    assert [count(x) for x in (1, 2**40, MOST)] == [1, MOST, MOST]
+    assert count(jnp.int32(1)) == 1
+    assert jax.jit(count)(0) == 0  # a traced number is not compared
+    assert count(jnp.int32(0), minimum=0) == 0
+    for wrong, kind, said in (
+        (jnp.int32(0), ValueError, "steps must be at least 1, got 0"),
+        (0, ValueError, "steps must be an int of at least 1, got 0"),
+        (jnp.float32(2), TypeError, "steps must be an integer, got an array of dtype float32"),
+        (jnp.ones(1, int), ValueError, r"steps must be a scalar, got an array of shape \(1,\)"),
+    ):
+        with pytest.raises(kind, match=f"^{said}$"):
+            count(wrong)
+
+
+def test_names_of_axes():
+    assert arguments.as_axis_names(None) is None
+    assert [arguments.as_axis_names(x) for x in ("a", ["a", "b"], ())] == [("a",), ("a", "b"), ()]
+    for wrong in (3, ["a", 1], {"a"}):
+        with pytest.raises(
+            TypeError, match="^axis_name must be a name or a sequence of names, got"
+        ):
+            arguments.as_axis_names(wrong)
+
+
+def test_what_is_shown_of_a_value_is_short_and_in_one_line():
+    for size, shown in ((78, "'" + "x" * 78 + "'"), (79, "'" + "x" * 76 + "...")):
+        assert arguments.short("x" * size) == shown
+    assert arguments.short(np.zeros((2, 1))) == "array([[0.], [0.]])"
+
+
+def test_gradients_among_arguments_are_told_and_other_arrays_are_not():
+    """Where the call fails, the message says that the function takes no gradients."""
+    grads, said = (
+        {"w": jnp.ones(2), "n": jnp.ones(2, int)},
+        "make makes a transformation: for gradi",
+    )
+    for given in ((grads,), (1.0, grads), (np.ones(1),)):
+        with pytest.raises(TypeError, match=f"^wrong. {said}"):
+            with arguments.takes_no_gradients("make", given):
+                raise TypeError("wrong")
+    for given in ((1.0, jnp.float32(2)), (jnp.ones(2, int),), (optax.sgd(0.1),), ()):
+        with pytest.raises(ValueError, match="^wrong$"):
+            with arguments.takes_no_gradients("make", given):
+                raise ValueError("wrong")
+
+
+def test_a_function_of_ours_that_was_not_called():
+    assert arguments.is_uncalled(optaxclip.clip, "optaxclip.methods")
+    for other in (optaxclip.clip(1.0).update, optax.clip, 3, Names.index):
+        assert not arguments.is_uncalled(other, "optaxclip.methods")
+    assert not arguments.is_uncalled(optaxclip.clip, "optaxclip.method")
+
+
+def test_a_warning_is_at_the_users_line():
+    with pytest.warns(UserWarning, match="^many$") as warned:
+        arguments.warn("many")
+    assert warned[0].filename == __file__
+
+
+def test_names_are_like_a_tuple_and_equal_if_one_has_lost_its_entries():
+    names = Names(("a", "b"), (), are_labels=True)
+    assert (list(names), len(names), names[1], names[:1], names.index("b")) == (
+        ["a", "b"],
+        2,
+        "b",
+        ("a",),
+        1,
+    )
+    assert repr(names) == "('a', 'b')"
+    assert names == ("a", "b")
+    assert names != ("a",)
+    assert names == Names() == names
+    assert names == Names(("a", "b"), ((1,), (2,)), are_labels=True)
+    assert names != Names(("a", "b"))
+    assert names != Names(("a", "c"), (), are_labels=True)
+    assert names != 3
+    assert len({names, Names()}) == 1
+
+
+def test_counters_stay_at_the_largest_number_or_go_round():
+    def counted(count):
+        return increased(count), increased(count, count > 5), increased(count, period=3)
+
+    found = jax.jit(counted)(jnp.int32([0, 6, MOST]))
+    np.testing.assert_array_equal(found, [[1, 7, MOST], [0, 7, MOST], [1, 7, MOST - 2]])
+    with pytest.raises(TypeError, match="a counter of the state has the dtype float32"):
+        increased(jnp.float32(1))
+
+
+def test_so_many_norms_are_warned_of():
+    def grouped(*sizes):
+        groups = tuple(Group((name,), (i,), (n,)) for i, (name, n) in enumerate(zip("ab", sizes)))
+        return Grouping(groups, ((),) * len(sizes), "dict")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        grouping.warn_of_many_norms(grouped(2**23, 2**23), "mine")
+    said = r"^mine: these leaves have 16,777,217 norms, of which 'b' alone has 8,388,609;"
+    with pytest.warns(UserWarning, match=said):
+        grouping.warn_of_many_norms(grouped(2**23, 2**23 + 1), "mine")
+
+
+def test_arrays_are_joined_and_split_again():
+    shapes = ((2, 2), (), (3,), (0,), (2,))
+    sizes = [math.prod(shape) for shape in shapes]
+
+    def there_and_back(vector):
+        pieces = grouping.split_up(vector, shapes)
+        rows = grouping.split_up(jnp.stack([vector, -vector]), shapes)
+        return pieces, rows, grouping.concatenated(pieces)
+
+    vector = np.arange(10, dtype=np.float32)
+    pieces, rows, again = jax.jit(there_and_back)(vector)
+    expected = np.split(vector, np.cumsum(sizes)[:-1])
+    for shape, piece, row, x in zip(shapes, pieces, rows, expected, strict=True):
+        np.testing.assert_array_equal(piece, x.reshape(shape))
+        np.testing.assert_array_equal(row, np.stack([x, -x]).reshape(2, *shape))
+    np.testing.assert_array_equal(again, vector)
+    assert grouping.concatenated([]).shape == (0,)
+
+
+def test_groups_that_the_tree_of_a_step_lacks():
+    of_step = Grouping((Group(("b",), (0,), (2,)),), ((),), "dict")
+    stored = Names(("a", "b", "c"), ((3,), (2,), ()))
+    found = of_step.with_groups_of_state(stored, 3, "mine")
+    assert found.groups == (Group(("a",), (), (3,)), *of_step.groups, Group(("c",), (), ()))
+    assert (list(found.names), found.names.shapes) == (["a", "b", "c"], ((3,), (2,), ()))
+    assert found.present == [False, True, False]
+    assert found.by_leaf([1, 2, 3]) == [2]
+    assert of_step.with_groups_of_state(Names(), 1, "mine") is of_step
+    for names, size, said in (
+        (Names(), 2, "the state has lost the names of its 2 groups, .* the updates have 1;"),
+        (stored, 6, "the state has 6 entries for its 3 groups, as if it had"),
+        (Names(("a",)), 1, r"the updates have groups \['b'\] that the params"),
+    ):
+        with pytest.raises(ValueError, match=f"^mine: {said}"):
+            of_step.with_groups_of_state(names, size, "mine")
+
+
+def test_paths_of_leaves():
+    key = jax.tree_util.DictKey("a")
+    found = trees._distinct([(key,), (key,), (key, key), (key,)])
+    assert [trees.leaf_name(path) for path in found] == ["a", "a/#1", "a/a", "a/#2"]
+    assert trees.leaf_name(()) == "leaf"
+    flat = trees.flatten({"a": jnp.ones(2), "n": jnp.ones(2, int), "z": 1.0}, "params")
+    assert (flat.names(), flat.shapes()) == (["a", "z"], [(2,), ()])
+    assert flat.named_like(["['a']", ".z"]).names() == ["['a']", "['z']"]
+    for others in (["['a']", "z"], ["a", "z"], []):
+        assert flat.named_like(others).names() == ["a", "z"]
+
+
+def test_dtypes_of_leaves():
+    found = [trees.dtype_of(x) for x in (True, 1, 1.0, 1j, np.float16(1), jax.random.key(0))]
+    assert found[:5] == [jnp.bool_, jnp.int32, jnp.float32, jnp.complex64, jnp.float16]
+    assert jnp.issubdtype(found[5], jax.dtypes.prng_key)
+    assert [trees.dtype_of(x) for x in ("a", None, np.array("a"), np.datetime64("2026"))] == [
+        None
+    ] * 4
+
+
+def test_parameters_that_do_not_match():
+    flat = trees.flatten({"a": jnp.ones(2), "b": jnp.ones(3)}, "updates")
+    same = {"b": 2 * jnp.ones(3), "a": jnp.zeros(2), "more": jnp.ones(1)}
+    assert trees.matching_params(flat, same, "mine").leaves[1][0] == 2
+    for params, said in (
+        ({"a": jnp.ones(2)}, r"leaf 'b' of shape \(3,\) is missing in params"),
+        ({"a": jnp.ones(2), "b": jnp.ones(2)}, r"leaf 'b' of shape \(3,\) has shape \(2,\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^mine: params must match the updates; {said}"):
+            trees.matching_params(flat, params, "mine")
