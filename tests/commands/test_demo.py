@@ -410,6 +410,8 @@ def test_crosses_stay_at_the_edge_of_axes_whose_limits_are_set_later(limits):
 def test_loss_curves_of_unusual_runs(losses):
     ax = plots.loss_curves({"run": losses}, ax=Figure().subplots())
     assert np.isfinite(ax.get_ylim()).all()
+    if losses == [2.0, 2.0]:
+        assert ax.get_ylim() == (1.0, 3.0)
 
 
 def test_every_stretch_of_losses_that_are_not_finite_has_a_cross_and_a_rise_before_it():

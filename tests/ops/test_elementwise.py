@@ -92,7 +92,9 @@ def test_bounds_of_64_bits_keep_all_their_digits():
     np.testing.assert_array_equal(found, np.array([0, 2**63], np.uint64))
 
 
-@pytest.mark.parametrize(("shape", "bad"), [((2, 3, 1), (2,)), ((1, 2), (2, 2)), ((), (1,))])
+@pytest.mark.parametrize(
+    ("shape", "bad"), [((2, 3, 1), (2,)), ((1, 2), (2, 2)), ((), (1,)), ((3,), (2,))]
+)
 @pytest.mark.parametrize("argument", ["clip_value_min", "clip_value_max"])
 def test_a_bound_must_fit_and_never_grows_a_leaf(shape, bad, argument):
     bounds = {"clip_value_min": 0.0, "clip_value_max": 1.0, argument: jnp.zeros(bad)}
