@@ -54,6 +54,34 @@ def test_a_skip_around_a_clip():
     assert labels[:3] == ["norm", "limit of clip_by_global_norm", "clipped (3)"]
 
 
+ROWS = np.zeros(
+    4,
+    [
+        *(("step", int), ("norm", float), ("limit", float), ("verdict", "U9")),
+        *((f"{name}/{what}", float) for name in ("inner", "behind") for what in ("norm", "limit")),
+    ],
+)
+ROWS["step"], ROWS["norm"], ROWS["limit"] = range(7, 11), [1, 3, np.inf, 20], [10, np.inf, 10, 10]
+ROWS["verdict"] = ["taken", "clipped", "skipped", "skipped"]
+ROWS["inner/norm"], ROWS["inner/limit"] = [1 + 1e-6, 3, np.nan, np.nan], 2
+ROWS["behind/norm"], ROWS["behind/limit"] = [1, 2, np.nan, np.nan], 0.5
+
+
+def test_what_each_verdict_and_each_limit_looks_like():
+    ax = plots.events_over_steps(ROWS, ax=Figure().subplots())
+    lines = {line.get_label(): line for line in ax.lines}
+    # The clip behind judges other norms.
+    marks = ["clipped (1)", "skipped (1)", "not finite, skipped (1)"]
+    assert list(lines) == ["norm", "limit", "limit of inner", *marks]
+    assert lines["limit"].get_xydata().tolist() == [[7, 10], [9, 10], [10, 10]]
+    assert lines["limit of inner"].get_ydata().tolist() == [2] * 4
+    assert lines["clipped (1)"].get_xydata().tolist() == [[8, 3]]
+    assert lines["skipped (1)"].get_xydata().tolist() == [[10, 20]]
+    assert lines["not finite, skipped (1)"].get_xdata().tolist() == [9]
+    looks = [(lines[x].get_linestyle(), lines[x].get_marker()) for x in ("limit", *marks)]
+    assert looks == [("--", "None"), ("None", "^"), ("None", "s"), ("None", "X")]
+
+
 def test_what_cannot_be_drawn():
     events = events_of(optaxclip.clip_by_global_norm(2.0))
     with pytest.raises(ValueError, match="events must have at least one step, got none"):

@@ -271,3 +271,17 @@ def test_a_shared_legend_of_many_runs_fits_in_the_figure(columns):
     box = legend.get_window_extent()
     assert box.x0 >= 0
     assert box.x1 <= figure.bbox.width
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "rows"), [(6, 1, 1), (7, 1, 2), (3, 50, 2), (3, 90, 3), (2, 300, 2)]
+)
+def test_a_shared_legend_has_as_few_rows_as_fit(count, length, rows):
+    figure = plots.side_by_side()
+    for i in range(count):
+        figure.axes[0].plot([1, 2], label=f"{i}{'x' * (length - 1)}")
+    plots.shared_legend(figure)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    heights = [text.get_window_extent().y0 for text in legend.get_texts()]
+    assert (len(heights), len({round(height) for height in heights})) == (count, rows)
