@@ -108,7 +108,7 @@ class _Kind(NamedTuple):
         """A value of this kind from plain data; `path` says where in the config it is."""
         if self.is_one(config):
             return config
-        if isinstance(config, (list, tuple)) and self is _TRANSFORMATIONS:
+        if isinstance(config, (list, tuple)):
             stages = [self.make(each, f"{path}[{i}]") for i, each in enumerate(config)]
             return optax.chain(*stages) if stages else optax.identity()
         given: Any = {"name": config} if isinstance(config, str) else config

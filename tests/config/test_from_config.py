@@ -196,6 +196,14 @@ def test_the_limit_of_examples_follows_a_quantile(limit):
     assert first == (0.1 if limit == "quantile_limit" else 2.0)
 
 
+def test_a_transformation_that_is_there_is_taken_as_it_is():
+    sgd = optax.sgd(0.5)
+    assert from_config(sgd).init is sgd.init
+    skip = from_config({"name": "skip_nonfinite", "inner": sgd})
+    updates, _ = skip.update(PARAMS, skip.init(PARAMS))
+    assert_same(updates, jax.tree.map(lambda x: -0.5 * x, PARAMS))
+
+
 def test_the_noise_scale_is_made_from_data():
     made = from_config({"name": "monitor.noise_scale", "decay": 0.5, "as": "noise"})
     noise = accumulate.NoiseSums(np.float32(9), np.float32(5))

@@ -416,9 +416,10 @@ WRONG_TYPES = {name: ["a", None, np.ones(2)] for name in (*WRONG, "inner")}
 def test_only_moments_of_a_smaller_range_are_widened():
     formats = ("bfloat16", "float16", "float32", "float8_e4m3fn")
     params = {name: jax.ShapeDtypeStruct((2,), name) for name in formats}
-    state = jax.eval_shape(scale_loss(optax.sgd(1.0, momentum=0.9)).init, params)
-    found = [x.dtype.name for x in jax.tree.leaves(optax.tree.get(state, "trace"))]
-    assert found == ["bfloat16", *["float32"] * 3]
+    tx = scale_loss(optax.sgd(1.0, momentum=0.9))
+    for state in (jax.eval_shape(tx.init, params), tx.init(params)):
+        found = [x.dtype.name for x in jax.tree.leaves(optax.tree.get(state, "trace"))]
+        assert found == ["bfloat16", *["float32"] * 3]
 
 
 def test_numbers_may_lie_at_the_ends_of_their_ranges():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +111,17 @@ def test_functions_that_take_something_else_are_refused_at_once():
             clip_by(scopes.tree(), rule)
         with pytest.raises(TypeError, match=f"loss_{said}"):
             skip_above(optax.sgd(1.0), 1.0, loss_limit=rule)
+
+
+def test_functions_without_a_signature_are_tried():
+    """As many functions in C are; what is wrong with one is said when it is called."""
+    with pytest.raises(ValueError, match="no signature found"):
+        inspect.signature(max)
+    with pytest.raises(
+        TypeError, match="max_norm is a function, .* called with one, .* raised Typ"
+    ):
+        optaxclip.clip_by_global_norm(max)
+    clip_by(scopes.tree(), Threshold(max, max))
 
 
 MAKERS = {
