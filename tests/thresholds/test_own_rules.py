@@ -118,7 +118,7 @@ def test_functions_without_a_signature_are_tried():
     with pytest.raises(ValueError, match="no signature found"):
         inspect.signature(max)
     with pytest.raises(
-        TypeError, match="max_norm is a function, .* called with one, .* raised Typ"
+        TypeError, match=r"max_norm is a function, .* called with one, .* raised Typ"
     ):
         optaxclip.clip_by_global_norm(max)
     clip_by(scopes.tree(), Threshold(max, max))
