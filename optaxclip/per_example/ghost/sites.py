@@ -300,9 +300,9 @@ def are_apart(use: Use, other: Use) -> bool:
         intervals = [primitives.kept_intervals(x.eqn, x.output) for x in (move, another)]
         if None in intervals or move.depth != another.depth:
             return False
-        rows = zip(*intervals, strict=False)
-        shapes = {x.eqn.invars[0].aval.shape for x in (move, another)}
-        return len(shapes) == 1 and any(a[1] <= b[0] or b[1] <= a[0] for a, b in rows)
+        # Both slice one array: the parameter, moved in the same way.
+        rows = zip(*intervals, strict=True)
+        return any(a[1] <= b[0] or b[1] <= a[0] for a, b in rows)
     return False
 
 

@@ -9,7 +9,7 @@ import pytest
 from cases import slow_unless
 from small_losses import planned, squares
 
-from optaxclip.per_example.ghost import bounds, program
+from optaxclip.per_example.ghost import bounds, program, sites
 from optaxclip.per_example.ghost.bounds import PRODUCT
 from optaxclip.per_example.ghost.norms import Estimate
 
@@ -246,3 +246,13 @@ def test_long_sums_are_cut_where_their_length_allows():
     assert [*map(bounds.pieces_of_inner, lengths)] == [1, 1, 1, 2, 4, 32, 64, 64]
     lengths = (1, 1024, 2048, 4096, 8192, 10_001, 10_002, 2**20)
     assert [bounds.pieces(n, n) for n in lengths] == [1, 1, 4, 8, 32, 1, 2, 64]
+
+
+def test_of_several_axes_of_positions_the_one_is_cut_that_gives_most_pieces():
+    def loss(params, x):
+        return squares(jnp.einsum("abck,kn->abcn", x, params["w"]))
+
+    x, w = (jax.ShapeDtypeStruct(n, jnp.float32) for n in ((2, 3, 8192, 5, 4), (4, 6)))
+    _, plan = planned(loss, {"w": w}, x)
+    (use, _), *_ = plan.parts[0][0].uses
+    assert sites.cut_of(use) == (1, 64, 3 * 8192 * 5 // 64 + 64)
