@@ -58,6 +58,10 @@ def other_tree(clip):
     return optax.stateless(lambda updates, _: {"w": updates})
 
 
+def to_ints(name):
+    return optax.stateless(lambda updates, _: updates | {name: updates[name].astype(int)})
+
+
 CALLED = {
     "no divisor": (
         {"microbatch_size": 4},
@@ -101,6 +105,12 @@ CALLED = {
         "pass has_aux=True",
     ),
     "clip": ({"clip": other_tree(1)}, (W, X), ValueError, "clip must return a tree like the"),
+    "clip to ints": (
+        {"loss_fn": lambda p, x: loss_fn(p["v"] + p["w"], x), "clip": to_ints("w")},
+        ({"v": W, "w": W}, X),
+        ValueError,
+        "clip must return a tree like the gradients",
+    ),
 }
 
 

@@ -14,7 +14,7 @@ from optaxclip import per_example, scopes
 from optaxclip.per_example.ghost.norms import BY_PRODUCT
 
 RNG = np.random.default_rng(0)
-DEGREES = np.arange(9)
+DEGREES = np.append(np.arange(9), 1.4)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def cancelling(examples, positions, inputs, outputs, dtype=np.float32):
     """Tokens in pairs that cancel, the more the larger the number of the example."""
     half = positions // 2
     x, d = RNG.normal(size=(examples, half, inputs)), RNG.normal(size=(examples, half, outputs))
-    noise = 10.0 ** -DEGREES[np.arange(examples) % 9][:, None, None]
+    noise = 10.0 ** -DEGREES[np.arange(examples) % 10][:, None, None]
     x = np.concatenate([x, x], 1)
     d = np.concatenate([d, -d + noise * RNG.normal(size=d.shape)], 1)
     d[-1, half:] = -d[-1, :half]
@@ -98,7 +98,8 @@ def test_tokens_that_cancel(shape, scale):
     alone, result = each_alone(of_layer, scale, np.zeros((inputs, outputs), np.float32), x, d)
     assert np.all(long(result.norms) >= true)
     assert np.all(norms_of(alone) <= np.float32(scale))
-    assert norms_of(alone)[0] >= 0.99 * scale
+    # The tenth has lost digits that a limit would feel, though few, and is measured again.
+    assert np.all(norms_of(alone)[[0, 9]] >= 0.99 * scale)
     total = np.sum(
         norms_of(long(x).reshape(-1, inputs)).reshape(20, -1)
         * norms_of(long(d).reshape(-1, outputs)).reshape(20, -1),

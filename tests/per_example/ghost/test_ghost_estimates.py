@@ -223,7 +223,7 @@ def test_norms_leave_room_for_the_rounding_of_the_sum():
         (slack_of("gram", 15, 200, 300, uses=3), 15 + 2),
         # Positions are cut into 32 pieces.
         (slack_of("gram", 2**13, 2**15, 2**15), 256 + 32),
-        (slack_of("tied", 30, 200, 300), 31),
+        (slack_of("tied", 100, 200, 300), 101),
     ]
     for slack, additions in cases:
         proven = g(additions + PRODUCT + 2)
