@@ -97,8 +97,6 @@ def _limits_by_name(limit: dict[str, Any], grouping: Grouping, dtype: jnp.dtype)
         entries = [(group.names[0], group.shape) for group in grouping.groups]
     else:
         entries = [(name, ()) for name in grouping.names]
-    if not entries:  # a tree without leaves
-        return []
     rule, norms = rule_for(limit, entries), concatenated([jnp.zeros(x, dtype) for _, x in entries])
     limits, _ = rule.update(norms, rule.init(norms), None)
     return split_up(limits.target, [group.shape for group in grouping.groups])

@@ -1,8 +1,14 @@
 """What of the limit each group has where groups have limits of their own."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.experimental import sparse
 
+import optaxclip
 from optaxclip import per_example, scopes
 
 
@@ -37,3 +43,24 @@ def test_factors_beyond_float32_normalize_as_all_others_do():
     grads = jnp.array([[3e-30, 4e-30], [0.3, 0.4]])
     found = per_example.clip_sum(grads, 1e20, response="normalize").grads
     np.testing.assert_allclose(found, [1.2e20, 1.6e20], rtol=2e-6)
+
+
+def test_trees_without_anything_to_measure():
+    found = jax.jit(per_example.clip_sum)({"count": jnp.ones(4, int)}, 1.0)
+    np.testing.assert_array_equal(found.norms, np.zeros(4))
+    assert (int(found.num_unclipped), int(found.num_dropped)) == (4, 0)
+    by_name = functools.partial(per_example.clip_sum, limit={"w": 1.0}, scope=scopes.leaf())
+    assert jax.eval_shape(by_name, {}).norms.shape == (0, 0)
+
+
+def test_a_response_above_the_limit_is_brought_to_it():
+    found = per_example.clip_sum(jnp.array([[0.3, 0.4]]), 1.0, response=lambda *numbers: 9.0)
+    np.testing.assert_allclose(found.grads, [0.6, 0.8], rtol=2e-6)
+
+
+def test_functions_of_optax_take_complex_numbers_and_refuse_sparse_ones():
+    clip = functools.partial(optaxclip.per_example_global_norm_clip, l2_norm_clip=1.0)
+    assert jax.eval_shape(clip, jnp.array([[3 + 4j]]))[0].dtype == jnp.complex64
+    rows = sparse.BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))
+    with pytest.raises(TypeError, match="grads must be dense"):
+        clip({"w": rows})
