@@ -47,13 +47,18 @@ def test_counts_may_be_arrays_and_more_than_can_be_counted():
             count(wrong)
 
 
+def test_a_transformation_has_a_name():
+    assert arguments.checked_name("mine") == "mine"
+    for wrong in ("", 3, None):
+        with pytest.raises(TypeError, match=r"^name must be a non-empty string, got "):
+            arguments.checked_name(wrong)
+
+
 def test_names_of_axes():
     assert arguments.as_axis_names(None) is None
     assert [arguments.as_axis_names(x) for x in ("a", ["a", "b"], ())] == [("a",), ("a", "b"), ()]
     for wrong in (3, ["a", 1], {"a"}):
-        with pytest.raises(
-            TypeError, match="^axis_name must be a name or a sequence of names, got"
-        ):
+        with pytest.raises(TypeError, match=r"^axis_name must be a name or a sequence of"):
             arguments.as_axis_names(wrong)
 
 
@@ -65,18 +70,20 @@ def test_what_is_shown_of_a_value_is_short_and_in_one_line():
 
 def test_gradients_among_arguments_are_told_and_other_arrays_are_not():
     """Where the call fails, the message says that the function takes no gradients."""
-    grads, said = (
-        {"w": jnp.ones(2), "n": jnp.ones(2, int)},
-        "make makes a transformation: for gradi",
-    )
+    grads = {"w": jnp.ones(2), "n": jnp.ones(2, int)}
+    said = "make makes a transformation: for gradients, in a training step"
     for given in ((grads,), (1.0, grads), (np.ones(1),)):
-        with pytest.raises(TypeError, match=f"^wrong. {said}"):
-            with arguments.takes_no_gradients("make", given):
-                raise TypeError("wrong")
+        with (
+            pytest.raises(TypeError, match=rf"^wrong\. {said}"),
+            arguments.takes_no_gradients("make", given),
+        ):
+            raise TypeError("wrong")
     for given in ((1.0, jnp.float32(2)), (jnp.ones(2, int),), (optax.sgd(0.1),), ()):
-        with pytest.raises(ValueError, match="^wrong$"):
-            with arguments.takes_no_gradients("make", given):
-                raise ValueError("wrong")
+        with (
+            pytest.raises(ValueError, match=r"^wrong$"),
+            arguments.takes_no_gradients("make", given),
+        ):
+            raise ValueError("wrong")
 
 
 def test_a_function_of_ours_that_was_not_called():
@@ -124,7 +131,9 @@ def test_counters_stay_at_the_largest_number_or_go_round():
 
 def test_so_many_norms_are_warned_of():
     def grouped(*sizes):
-        groups = tuple(Group((name,), (i,), (n,)) for i, (name, n) in enumerate(zip("ab", sizes)))
+        groups = tuple(
+            Group((name,), (i,), (n,)) for i, (name, n) in enumerate(zip("ab", sizes, strict=True))
+        )
         return Grouping(groups, ((),) * len(sizes), "dict")
 
     with warnings.catch_warnings():

@@ -100,15 +100,19 @@ def test_entries_of_narrower_dtypes():
     wide = numerics.narrowed(half, jnp.dtype(jnp.float32))
     assert wide.dtype == jnp.float32
     np.testing.assert_array_equal(wide, half)
-    assert numerics.narrowed(x, jnp.dtype(jnp.float32)) is not None
     np.testing.assert_array_equal(
         numerics.bounded(jnp.float32([INF, -INF, 2])), np.float32([MAX, -MAX, 2])
     )
     pair = numerics.promoted([jnp.zeros(1, jnp.float16), jnp.ones(1, jnp.float32)])
     assert [each.dtype for each in pair] == [jnp.float32] * 2
     assert numerics.promoted([]) == []
-    weak = numerics.match_weak_type(jnp.ones((1, 2)), jnp.broadcast_to(jnp.asarray(1.0), (1, 2)))
-    assert jax.typeof(weak).weak_type == jax.typeof(jnp.asarray(1.0)).weak_type
+
+
+def test_parts_of_complex_numbers():
+    z, x = np.complex64([1 + 2j]), np.float32([3])
+    np.testing.assert_array_equal(numerics.by_parts(lambda part: 2 * part + 1, z), [3 + 5j])
+    np.testing.assert_array_equal(numerics.by_parts(lambda part: 2 * part + 1, x), [7])
+    assert [len(numerics.real_parts(each)) for each in (z, x)] == [2, 1]
 
 
 def test_dtypes_of_sums_and_entries():

@@ -1,0 +1,167 @@
+"""Groups and their norms as arrays: how they are stored, and how sums at scales are read."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optaxclip import norms, scopes
+from optaxclip._base.grouping import Group, Grouping
+from optaxclip._base.trees import flatten
+from optaxclip._border import leaf_sums
+from optaxclip._border.placement import Placement
+from optaxclip._engine.measure import Measured, in_range
+from optaxclip._engine.plan import Plan
+from optaxclip.scopes import slices
+from optaxclip.scopes.leaves import stacked_counts
+
+TINY, MAX = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+INF, NAN = np.inf, np.nan
+
+
+def plan_of(grouping):
+    count = len(grouping.axes)
+    return Plan(grouping, Placement((frozenset(),) * count, ((),) * count, in_one_piece=True))
+
+
+LEAVES = (Group(("a",), (1,), (3,)), Group(("b",), (0,), (2,)), Group(("c",), (), (2,)))
+BY_LEAF = plan_of(Grouping(LEAVES, ((), ()), "dict"))
+LABELS = plan_of(Grouping((Group(("x",), (0, 2)), Group(("y",), (1,))), ((0,),) * 3, "vector"))
+TREE = plan_of(Grouping((Group(("tree",), (0, 1)),), ((0,), (0,)), "scalar"))
+
+
+def test_groups_of_leaves_are_stored_by_their_shapes():
+    assert BY_LEAF.order == [1, 2, 0]
+    assert BY_LEAF.shape == (7,)
+    assert BY_LEAF.entries() == [("b", (2,)), ("c", (2,)), ("a", (3,))]
+    arrays = [np.float32(x) for x in ([1, 2, 3], [4, 5], [6, 7])]
+    packed = BY_LEAF.pack([jnp.asarray(x) for x in arrays])
+    np.testing.assert_array_equal(packed, [4, 5, 6, 7, 1, 2, 3])
+    for found, x in zip(BY_LEAF.unpack(packed), arrays, strict=True):
+        np.testing.assert_array_equal(found, x)
+    tree = BY_LEAF.as_tree(packed)
+    assert list(tree) == ["a", "b", "c"]
+    np.testing.assert_array_equal(tree["a"], [1, 2, 3])
+    np.testing.assert_array_equal(BY_LEAF.from_tree(tree), packed)
+    first, second = BY_LEAF.by_leaf(packed, [np.zeros(2), np.zeros(3)])
+    np.testing.assert_array_equal(first, [4, 5])
+    np.testing.assert_array_equal(second, [1, 2, 3])
+    np.testing.assert_array_equal(BY_LEAF.have_leaves(), [1, 1, 0, 0, 1, 1, 1])
+    assert BY_LEAF.repeated([2.0, 2.0, 2.0]) == 2.0
+    np.testing.assert_array_equal(BY_LEAF.repeated([1, 2, 3.0]), [2, 2, 3, 3, 1, 1, 1])
+
+
+def test_labels_and_trees_keep_their_order():
+    assert (LABELS.order, LABELS.shape) == ([0, 1], (2,))
+    assert LABELS.entries() == [("x", ()), ("y", ())]
+    assert (TREE.shape, TREE.entries()) == ((), [("tree", ())])
+    number = jnp.float32(3)
+    assert TREE.pack([number]) is TREE.unpack(number)[0] is TREE.as_tree(number) is number
+    assert TREE.from_tree(number) is number
+    empty = plan_of(Grouping((Group(("tree",), ()),), (), "scalar"))
+    assert empty.have_leaves()
+    assert LABELS.as_tree(number) is LABELS.from_tree(number) is number
+
+
+def test_sums_and_maxima_of_groups():
+    parts = [(jnp.float32(1), jnp.float32(10)), (jnp.float32(2), jnp.float32(20))]
+    parts.append((jnp.float32(3), jnp.float32(30)))
+    for by_max, expected in ((False, [[4, 2], [40, 20]]), (True, [[3, 2], [30, 20]])):
+        found = LABELS.totals(parts, by_max=by_max)
+        np.testing.assert_array_equal(found, expected)
+    added = LABELS.totals(parts, add=lambda members: members[0])
+    np.testing.assert_array_equal(added, [[1, 2], [10, 20]])
+    of_leaves = BY_LEAF.totals([(jnp.ones(2),), (2 * jnp.ones(3),)])
+    np.testing.assert_array_equal(of_leaves, [[1, 1, 0, 0, 2, 2, 2]])
+
+
+def test_of_sums_at_three_scales_that_in_range_is_taken():
+    far = leaf_sums.distance(jnp.float32)
+    assert far == 2.0**88
+    least = leaf_sums.lowest(jnp.float32)
+    assert least == 2.0 ** (40 - 126 + 23)
+    assert leaf_sums.scales(norms.l2, jnp.float32) == (1.0, 1 / far, far)
+    assert leaf_sums.scales(norms.l1, jnp.float32) == (1.0, 1 / far)
+    plain, down, up = np.float32(
+        [
+            [0, 4, 4, INF, NAN, MAX, least, least / 2, least / 2],
+            [0, 1, 1, 5, NAN, 6, 0, 0, 0],
+            [0, 2, INF, INF, NAN, INF, 8, 7, 0],
+        ]
+    )
+    total, unit = jax.jit(in_range)((plain, down, up))
+    np.testing.assert_array_equal(total, np.float32([0, 4, 4, 5, NAN, MAX, least, 7, least / 2]))
+    np.testing.assert_array_equal(unit, np.float32([1, 1, 1, far, far, 1, 1, 1 / far, 1]))
+    total, unit = jax.jit(in_range)((plain, down))
+    np.testing.assert_array_equal(total[-3:], plain[-3:])
+    np.testing.assert_array_equal(unit, np.float32([1, 1, 1, far, far, 1, 1, 1, 1]))
+    assert in_range((plain,))[0] is plain
+
+
+@pytest.mark.parametrize("from_above", [False, True])
+def test_norms_are_products_that_hold_the_whole_range(from_above):
+    value = np.array([0, 1, 3, 1e30, 1e-30, 1e-35, 3.4e38, 1e39, INF, NAN])
+    of_float64 = jax.jit(functools.partial(Measured.of_float64, from_above=from_above))
+    with jax.enable_x64(True):
+        found = of_float64(value)
+    narrow = np.where(value == 1e39, MAX, value).astype(np.float32)
+    np.testing.assert_allclose(found.norm, narrow, rtol=1e-6)
+    size = np.asarray(found.size)
+    np.testing.assert_array_equal(np.frexp(size)[0], np.full(10, 0.5))
+    fraction, finite = np.asarray(found.fraction), np.isfinite(value)
+    usual = finite & (np.abs(np.log10(np.where(value > 0, value, 1))) < 37)
+    assert np.all((fraction[usual & (value > 0)] >= 1) & (fraction[usual & (value > 0)] < 2))
+    known = usual & (value > 0)
+    true = (value / size)[known]
+    divisor, inverse = (np.float64(x)[known] for x in (found.divisor, found.inverse))
+    if from_above:
+        assert np.all(divisor >= true)
+        np.testing.assert_allclose(divisor, true, rtol=2e-7)
+        np.testing.assert_array_equal(inverse, np.ones_like(inverse))
+    else:
+        np.testing.assert_allclose(inverse, 1 / true, rtol=7e-8)
+        np.testing.assert_array_equal(divisor, np.ones_like(divisor))
+    assert float(found.bound[0]) == 0
+    of_float32 = jax.jit(Measured.of)(np.float32([0, 3, 1, INF]), 4.0)
+    np.testing.assert_array_equal(of_float32.norm, [0, 12, 4, INF])
+    np.testing.assert_array_equal(of_float32.fraction, [0, 1.5, 1, INF])
+    np.testing.assert_array_equal(of_float32.size[:3], [1, 8, 4])
+    np.testing.assert_array_equal(of_float32.divisor[:3], [1, 1.5, 1])
+    above = of_float32.from_above(0.25)
+    np.testing.assert_array_equal(above.bound, [0, 15, 5, INF])
+    np.testing.assert_array_equal(above.norm, of_float32.norm)
+
+
+def test_layers_are_named_in_order():
+    def names(**shapes):
+        tree = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+        return list(scopes.leaf(stacked=1)(flatten(tree, "params")).names)
+
+    assert names(w=(10, 1)) == [f"w/{i}" for i in range(10)]
+    assert names(w=(11, 1)) == [f"w/{i:02}" for i in range(11)]
+    assert names(v=(1,), w=(0, 1)) == ["v/0"]
+    flat = flatten({"v": jnp.zeros(2), "w": jnp.zeros((2, 2))}, "params")
+    for counts in ({"v": 0, "w": 2}, {"w": np.int32(2)}, lambda name, leaf: 2 * (name == "w")):
+        assert stacked_counts(counts, flat) == [0, 2]
+    for wrong, said in ((2, r"from 0 to 1 for leaf 'v' .* got 2"), (-1, "'v' .* got -1")):
+        with pytest.raises(ValueError, match=f"^stacked must be the number of .*{said}"):
+            stacked_counts(wrong, flat)
+    with pytest.raises(ValueError, match=r"from 0 to 2 for leaf 'w' .* got 1\.0"):
+        stacked_counts({"v": 0, "w": 1.0}, flat)
+
+
+def test_the_axes_of_units_of_all_shapes():
+    def axes(*shape, is_part=False):
+        return slices._fan_in_axes(shape, "w", is_part=is_part)
+
+    found = [axes(), axes(3), axes(1, 1), axes(1, 5), axes(2, 1, 1), axes(2, 3), axes(2, 3, 4)]
+    assert found == [(), (0,), (0, 1), (0, 1), (0, 1, 2), (0,), (0,)]
+    assert [axes(2, 2, 3, 4), axes(2, 2, 2, 3, 4)] == [(0, 1, 2), (0, 1, 2, 3)]
+    assert [axes(3, is_part=True), axes(2, 3, is_part=True)] == [(0,), (0,)]
+    with pytest.raises(ValueError, match=r"leaf 'w' has rank 6 .* up to rank 5: pass axis="):
+        axes(2, 2, 2, 2, 2, 2)
+    for part in ((1, 5), (1, 1)):
+        with pytest.raises(ValueError, match="may be one device's part of a larger leaf"):
+            axes(*part, is_part=True)
