@@ -1,0 +1,106 @@
+"""Rules of the border by themselves: partial sums on a GPU, specs, and which options are equal."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from optaxclip._border import devices, gpu, leaf_sums
+from optaxclip._border.crossing import Split
+from optaxclip._border.options import Options
+from optaxclip._border.placement import _checked_spec
+
+# Shape, summed axes, whether no axis may be split, and the shape of the partial sums.
+FOLDED = {
+    "a matrix": ((4096, 4), (0,), True, (16, 4)),
+    "one that may be split": ((4096, 4), (0,), False, (16, 4)),
+    "few rows": ((32, 4), (0,), True, (1, 4)),
+    "few rows that may be split": ((32, 4), (0,), False, (32, 4)),
+    "256 rows": ((256, 3), (0,), True, (1, 3)),
+    "257 rows": ((257, 3), (0,), True, (257, 3)),
+    "a prime number of rows": ((509, 3), (0,), True, (509, 3)),
+    "the most columns": ((128, 1535), (0,), True, (1, 1535)),
+    "many columns": ((128, 1536), (0,), True, (128, 1536)),
+    "a convolution": ((3, 3, 64, 32), (0, 1, 2), True, (1, 1, 3, 32)),
+    "one that may be split there": ((3, 3, 64, 32), (0, 1, 2), False, (3, 3, 8, 32)),
+    "an axis in front": ((2, 128, 5), (1,), True, (2, 1, 5)),
+    "axes apart": ((2, 3, 128, 5), (0, 2), True, (2, 3, 1, 5)),
+    "all axes": ((128, 2), (0, 1), True, (128, 2)),
+    "no axes": ((128, 2), (), True, (128, 2)),
+}
+
+
+@pytest.mark.parametrize("case", FOLDED)
+def test_partial_sums_of_columns(case):
+    shape, axes, in_one_piece, expected = FOLDED[case]
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+    found = jax.eval_shape(lambda x: gpu._folded(x, axes, in_one_piece), leaf)
+    assert found.shape == expected
+
+
+def test_no_entry_is_lost_in_partial_sums():
+    x = np.arange(3 * 128 * 2, dtype=np.float32).reshape(3, 128, 2)
+    found = jax.jit(lambda x: gpu._folded(x, (1,), False))(x)
+    assert found.shape == (3, 8, 2)
+    np.testing.assert_array_equal(found.sum(1), x.sum(1))
+
+
+def test_scales_of_sums_of_products():
+    assert leaf_sums.highest(jnp.float32) == 2.0 ** (40 - 126 + 23 + 2 * 88)
+    assert leaf_sums.distance(jnp.float64) == 2.0**704
+    assert leaf_sums.highest(jnp.float64) == 2.0 ** (40 - 1022 + 52 + 2 * 704)
+    assert leaf_sums.scales(gpu.Norm("n", jnp.abs, jnp.add, degree=0), jnp.float32) == (1.0,)
+
+
+def test_the_names_in_specs():
+    spec = P("a", None, ("b", "c"))
+    assert [devices.spec_names(x) for x in spec] == [("a",), (), ("b", "c")]
+    assert devices.spec_names(P.UNCONSTRAINED) == ()
+    assert devices.axes_of(spec) == {"a", "b", "c"}
+    assert devices.axes_of(P()) == frozenset()
+    assert devices.spec_of(spec) is spec
+    assert devices.spec_of(jnp.ones(2)) == P()
+    leaf, mesh = np.zeros((2, 3)), jax.make_mesh((2, 1), ("a", "b"), (AxisType.Auto,) * 2)
+    for fine in (P("a", "b"), P(("a", "b")), P()):
+        assert _checked_spec(fine, leaf, mesh) == fine
+    assert _checked_spec(P("other"), leaf, None) == P("other")
+    for wrong, said in (
+        (P(None, None, "a"), "too long for a leaf of shape"),
+        (P("a", P.UNCONSTRAINED), "UNCONSTRAINED does not say"),
+        (P("a", "other"), r"the mesh has no axes \['other'\], only \['a', 'b'\]"),
+    ):
+        with pytest.raises(ValueError, match=rf"^specs has .*{said}"):
+            _checked_spec(wrong, leaf, mesh)
+
+
+def test_kinds_of_meshes():
+    auto, explicit = AxisType.Auto, AxisType.Explicit
+    meshes = [jax.make_mesh((2, 2), ("a", "b"), kinds) for kinds in ((auto, explicit), (auto,) * 2)]
+    assert [devices.is_of_both_kinds(mesh) for mesh in (*meshes, None)] == [True, False, False]
+    assert devices.lies_in_one_piece([jnp.ones(2), np.ones(2)])
+
+
+def test_over_how_many_devices_examples_are_split():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), (AxisType.Explicit,) * 2)
+    split = Split(mesh, P(("a", "b"), None))
+    found = [split.examples(number) for number in (16, 8, 6, 4, 3)]
+    assert found == [("a", "b"), ("a", "b"), ("a",), ("a",), None]
+
+
+def test_where_leaves_lie_does_not_make_options_differ():
+    """A step also gets its placement, so a program is compiled for each placement anyway."""
+    plain = Options.checked(name="mine")
+    for given in ({"specs": {"w": P("a")}}, {"axis_name": "a"}):
+        other = Options.checked(name="mine", **given)
+        assert other == plain
+        assert hash(other) == hash(plain)
+    for given in ({"strict": True}, {"norm": "l1"}, {"known_norm": "n"}, {"nonfinite": "zero"}):
+        assert Options.checked(name="mine", **given) != plain
+    assert (plain.record, plain.strict, plain.known_norm, plain.axis_names) == (
+        True,
+        False,
+        None,
+        None,
+    )
