@@ -62,6 +62,7 @@ def test_the_names_in_specs():
     assert devices.axes_of(P()) == frozenset()
     assert devices.spec_of(spec) is spec
     assert devices.spec_of(jnp.ones(2)) == P()
+    assert devices.spec_names(["b", "c"]) == ("b", "c")
     leaf, mesh = np.zeros((2, 3)), jax.make_mesh((2, 1), ("a", "b"), (AxisType.Auto,) * 2)
     for fine in (P("a", "b"), P(("a", "b")), P()):
         assert _checked_spec(fine, leaf, mesh) == fine
@@ -80,6 +81,10 @@ def test_kinds_of_meshes():
     meshes = [jax.make_mesh((2, 2), ("a", "b"), kinds) for kinds in ((auto, explicit), (auto,) * 2)]
     assert [devices.is_of_both_kinds(mesh) for mesh in (*meshes, None)] == [True, False, False]
     assert devices.lies_in_one_piece([jnp.ones(2), np.ones(2)])
+    for mesh, explicit in zip(meshes, (P("b"), P()), strict=True):
+        split = jax.device_put(jnp.ones(2), jax.NamedSharding(mesh, P("b")))
+        assert not devices.lies_in_one_piece([split])
+        assert devices.spec_of(split) == explicit
 
 
 def test_over_how_many_devices_examples_are_split():
