@@ -1,5 +1,7 @@
 """Rules of the border by themselves: partial sums on a GPU, specs, and which options are equal."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from optaxclip._border import devices, gpu, leaf_sums
 from optaxclip._border.crossing import Split
-from optaxclip._border.options import Options
+from optaxclip._border.options import Options, PlaceOptions, takes
 from optaxclip._border.placement import _checked_spec
 
 # Shape, summed axes, whether no axis may be split, and the shape of the partial sums.
@@ -109,3 +111,19 @@ def test_where_leaves_lie_does_not_make_options_differ():
         None,
         None,
     )
+
+
+def test_options_of_a_function_without_a_docstring():
+    """As all are with `python -OO`."""
+
+    @takes(PlaceOptions)
+    def made(window=3, **options):
+        return window, options
+
+    assert made.__doc__ is None
+    assert made(axis_name="x") == (3, {"name": "made", "axis_name": "x"})
+    parameters = inspect.signature(made).parameters
+    assert [*parameters] == ["window", "axis_name", "specs", "name"]
+    assert [parameters[x].default for x in parameters] == [3, None, None, "made"]
+    with pytest.raises(TypeError, match=r"^made\(\) got an unexpected .*'strict'.* It takes \['wi"):
+        made(strict=True)

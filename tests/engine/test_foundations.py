@@ -1,7 +1,10 @@
 """What the engine stands on: checks of arguments, names and counters of states, groups of trees."""
 
 import functools
+import importlib
+import json
 import math
+import sys
 import warnings
 
 import jax
@@ -13,7 +16,7 @@ import pytest
 import optaxclip
 from optaxclip._base import arguments, grouping, trees
 from optaxclip._base.grouping import Group, Grouping
-from optaxclip._base.states import Names, increased
+from optaxclip._base.states import Names, increased, when_imported
 
 MOST = 2**31 - 1
 
@@ -212,3 +215,26 @@ def test_parameters_that_do_not_match():
     ):
         with pytest.raises(ValueError, match=f"^mine: params must match the updates; {said}"):
             trees.matching_params(flat, params, "mine")
+
+
+def test_a_module_is_acted_on_when_it_is_imported_or_at_once(tmp_path, monkeypatch):
+    acted, finders = [], list(sys.meta_path)
+    when_imported("json", acted.append)
+    assert acted == [json]
+    (tmp_path / "imported_late.py").write_text("VALUE = 3\n")
+    (tmp_path / "imported_before.py").write_text("VALUE = 2\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    when_imported("imported_late", lambda module: acted.append(module.VALUE))
+    for name in ("imported_before", "imported_late"):
+        assert acted == [json]
+        importlib.import_module(name)
+        monkeypatch.delitem(sys.modules, name)
+    assert acted == [json, 3]
+    assert sys.meta_path == finders
+    assert importlib.import_module("imported_late").VALUE == 3
+    monkeypatch.delitem(sys.modules, "imported_late")
+    when_imported("not_there", acted.append)
+    with pytest.raises(ModuleNotFoundError, match="not_there"):
+        importlib.import_module("not_there")
+    assert acted == [json, 3]
+    assert sys.meta_path == finders

@@ -132,6 +132,21 @@ def test_a_tree_whose_leaves_are_all_missing_has_the_norm_0():
     assert state.last["norm"] == 0.0
 
 
+def test_a_loss_scale_is_that_of_one_state_that_sees_what_overflows():
+    tx = optaxclip.scale_loss(optax.sgd(0.1))
+    state = tx.init(GRADS)
+    assert monitor.loss_scale({"a": [state, tree_clip().init(GRADS)]}) == 2.0**15
+    for wrong in (skip_nonfinite(optax.chain(tx)), optax.MultiSteps(tx, 2)):
+        with pytest.raises(ValueError, match=r"which does not hand on a gradient that overflowed"):
+            monitor.loss_scale(wrong.init(GRADS))
+    for states, found in (
+        (tree_clip().init(GRADS), "none"),
+        ((state,) * 2, "2 of"),
+    ):
+        with pytest.raises(ValueError, match=f"one state of scale_loss, and finds {found}"):
+            monitor.loss_scale(states)
+
+
 def test_names_of_columns_that_are_lost():
     lost = serialization.to_state_dict(monitor.record(per_leaf=True).init(GRADS))
     with pytest.raises(ValueError, match="the record has lost the names of its groups"):
