@@ -93,7 +93,9 @@ def test_the_last_line_is_a_command_and_bars_say_compiling(capsys, tmp_path, mon
     assert (module, *args) == ("optaxclip", "sweep", "--text", "a text")
     assert main([*args, "--steps", "10", "--limits", "1"]) == 0
     of_bar("sweep")
-    said_last = capsys.readouterr().out.splitlines()[-1]
+    printed = capsys.readouterr().out
+    assert "other seeds may give other results: pass --seeds 3 or more" in printed
+    said_last = printed.splitlines()[-1]
     assert said_last.startswith("next: ")
     assert said_last.endswith("python -m optaxclip suggest LOG")
 
@@ -122,6 +124,22 @@ def test_a_run_that_is_lost_says_what_happened():
         "median: lost at step 3, after raw norms up to 30",
         "norm: lost at step 1",
     ]
+
+
+def test_a_step_is_lost_where_its_loss_or_its_norm_is_not_finite():
+    history = history_of(np.ones(4), np.nan)
+    lost = history._replace(loss=np.array([1, np.nan, 1, np.nan]), norm=np.array([1, 1, np.inf, 1]))
+    assert lost.nonfinite.tolist() == [1, 2, 3]
+    assert history.nonfinite.tolist() == []
+
+
+def test_a_clip_changed_something_where_an_entry_differs_and_has_the_limit_of_all_leaves():
+    tree = {"a": np.float32([1, np.nan]), "b": np.ones(2, np.float32)}
+    assert not task._differ(tree, tree)
+    assert task._differ(tree, tree | {"b": np.float32([1, 2])})
+    assert task._limit_of(demo.METHODS["global_norm"]().init(tree)) == np.inf
+    for name in ("none", "norm"):
+        assert np.isnan(task._limit_of(demo.METHODS[name]().init(tree)))
 
 
 def test_a_warm_up_that_is_not_over_is_said():

@@ -277,6 +277,12 @@ def test_it_reads_toml():
     assert_same(three_steps(from_config(config)), three_steps(optax.chain(*stages)))
 
 
+def test_stages_may_be_a_tuple_of_any_mappings():
+    stages, expected = PAIRS["a chain"]
+    made = from_config(tuple(map(OnlyKeys, stages)))
+    assert jax.tree.structure(made.init(PARAMS)) == jax.tree.structure(expected.init(PARAMS))
+
+
 def test_it_leaves_the_data_alone():
     config = ml_collections.FrozenConfigDict({"tx": PAIRS["a limit for each group"][0]}).tx
     before = config.to_json()

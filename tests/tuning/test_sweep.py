@@ -401,9 +401,10 @@ def test_the_command(capsys, tmp_path, monkeypatch):
         pytest.importorskip(package)
     for name, value in {"LENGTH": 20, "BATCH": 2, "HIDDEN": 8}.items():
         monkeypatch.setattr(f"optaxclip.commands.demo_task.{name}", value)
-    args = ["--limits", "1", "3", "--steps", "10", "--out", str(tmp_path)]
+    args = ["--limits", "1", "3", "--steps", "10", "--seeds", "2", "--out", str(tmp_path)]
     assert main(["sweep", *args]) == 0
     printed = capsys.readouterr().out.splitlines()
+    assert not any("other seeds" in line for line in printed)
     assert [line.split()[0] for line in printed[:3]] == ["limit", "1", "3"]
     (picture,) = tmp_path.iterdir()
     assert printed[-2] == f"curve: {picture}"
