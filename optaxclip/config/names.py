@@ -16,7 +16,7 @@ def makers(
         fn = getattr(module, name)
         if name.startswith(("_", "as_", "from_")):
             continue
-        if not callable(fn) or not inspect.isfunction(inspect.unwrap(fn)):
+        if not inspect.isfunction(inspect.unwrap(fn)):
             continue
         signature = inspect.signature(fn, eval_str=True)
         is_variadic = any(p.kind == p.VAR_POSITIONAL for p in signature.parameters.values())

@@ -13,6 +13,7 @@ from methods_table import PARAMS, assert_same, label, random_tree
 
 import optaxclip
 from optaxclip import accumulate, from_config, monitor, norms, responses, scopes, thresholds
+from optaxclip.config.data import with_integer_keys
 
 RULE = {"name": "zscore", "z_thresh": 0.5, "warmup_steps": 2}
 LINEAR = {
@@ -281,6 +282,11 @@ def test_stages_may_be_a_tuple_of_any_mappings():
     stages, expected = PAIRS["a chain"]
     made = from_config(tuple(map(OnlyKeys, stages)))
     assert jax.tree.structure(made.init(PARAMS)) == jax.tree.structure(expected.init(PARAMS))
+
+
+def test_only_strings_of_digits_become_integer_keys():
+    found = with_integer_keys({"10": "a", 2: "b", "x": "c", "1.5": "d"})
+    assert found == {10: "a", 2: "b", "x": "c", "1.5": "d"}
 
 
 def test_it_leaves_the_data_alone():
