@@ -13,6 +13,7 @@ from methods_table import GRADS, PARAMS, assert_close, assert_same, avals, label
 
 import optaxclip
 from optaxclip import monitor, thresholds
+from optaxclip.methods import parts
 
 ADAM = optax.adam(0.1)
 
@@ -233,6 +234,17 @@ def test_names_of_parameters_are_not_those_of_parts():
     for state in states:
         adam = optax.tree.get(state, "ScaleByAdamState")
         assert is_zero([adam.mu, adam.nu, adam.count])
+
+
+def test_parts_of_a_state_may_be_the_keys_of_a_dict():
+    state = {"mu": {"w": 1.0}, "nu": {"mu": 2.0, "w": 3.0}, "steps": 4, "other": {"count": 5}}
+    flags, leaves, _ = parts.marked(state, ["mu"], ({"w": 0.0, "mu": 0.0},))
+    marked = [leaf for flag, leaf in zip(flags, leaves, strict=True) if flag]
+    assert marked == [1.0, 4]
+    assert parts.names_in(state, {"w": 0.0, "mu": 0.0}) == ["mu", "nu"]
+    # A key that is no string, as in a list of states, is no name.
+    flags, *_ = parts.marked([{"nu": 1.0}, {"mu": 2.0}], ["mu"], ())
+    assert flags == [False, True]
 
 
 def test_dtypes_stay_and_the_state_is_donated():

@@ -12,6 +12,7 @@ from reference_rules import assert_close, assert_same, at, stack
 
 import optaxclip
 from optaxclip import skip_above, skip_nonfinite, thresholds
+from optaxclip.methods import judging
 
 PARAMS = {"w": jnp.arange(80.0).reshape(8, 10), "b": jnp.ones(70)}
 PUBLISHED = {"patience": None, "floor": 0.0}
@@ -93,6 +94,34 @@ def test_a_skipped_step_changes_nothing_but_the_counts(wrapper, inner):
 @functools.cache
 def compiled(inner):
     return jax.jit(INNER[inner].update)
+
+
+@pytest.mark.parametrize(
+    ("number", "limit", "parts", "blamed"),
+    [
+        (5.0, 2.0, [3.0, 4.0, 1.0], [True, True, False]),
+        # If no part is above the limit, the largest is the reason, however small it is.
+        (0.5, 0.45, [0.3, 0.4, 0.0], [False, True, False]),
+        (0.4, 0.45, [0.3, 0.26, 0.0], [False] * 3),  # the loss alone was the reason
+        (np.inf, 2.0, [np.inf, 3.0, np.nan], [True, False, True]),
+    ],
+)
+def test_which_parts_of_a_norm_are_blamed(number, limit, parts, blamed):
+    number, limit, parts = map(jnp.float32, (number, limit, parts))
+    is_bad = ~jnp.isfinite(number)
+    found = judging.Judged(number, limit, (), ~is_bad & (number > limit), is_bad)
+    assert found.blamed(parts).tolist() == blamed
+
+
+def test_a_state_without_names_takes_a_step_without_a_leaf():
+    """Names are lost where an older state is mapped, and come back at a step with all leaves."""
+    tx = skip_nonfinite(optax.sgd(1.0))
+    state = tx.init(PARAMS)
+    lost = state._replace(leaves=type(state.leaves)())
+    for grads, names in (PARAMS | {"b": None}, ()), (PARAMS, ("b", "w")):
+        _, after = jax.eval_shape(tx.update, grads, lost)
+        assert tuple(after.leaves) == names
+        assert after.blamed.shape == (2,)
 
 
 @pytest.mark.by_day(1)
