@@ -113,6 +113,14 @@ def test_functions_that_take_something_else_are_refused_at_once():
             skip_above(optax.sgd(1.0), 1.0, loss_limit=rule)
 
 
+def test_a_rule_without_memory_takes_the_state_that_a_checkpoint_made_of_nothing():
+    rule = Threshold(lambda norms: (), lambda norms, state, _: (Limits(norms, norms), ()))
+    tx = clip_by(scopes.leaf(), rule)
+    for nothing in (None, {}, ()):
+        _, after = jax.eval_shape(tx.update, GRADS, tx.init(GRADS)._replace(rule=nothing))
+        assert after.rule == ()
+
+
 def test_functions_without_a_signature_are_tried():
     """As many functions in C are; what is wrong with one is said when it is called."""
     with pytest.raises(ValueError, match="no signature found"):
