@@ -246,6 +246,18 @@ def test_what_is_not_judged_stays_in_the_range_and_needs_no_weight_on_every_devi
     np.testing.assert_allclose([value, grads], 3e38, rtol=1e-6)
 
 
+def test_a_loss_in_a_narrow_dtype_has_its_mean_in_float32():
+    def loss(w, x):
+        return jnp.mean(w * x).astype(jnp.bfloat16)
+
+    specs = {"in_specs": (P(), P("d")), "out_specs": P()}
+    for judge in PLAIN, {}:
+        by_parts = accumulate.value_and_grad(loss, microbatch_size=1, **judge)
+        run = jax.shard_map(by_parts, mesh=mesh_of(AxisType.Auto), **specs)
+        value, _, found = jax.eval_shape(run, jnp.float32(1), jnp.ones(2 * DEVICES))
+        assert value.dtype == found.loss.dtype == jnp.float32
+
+
 def test_under_vmap_with_the_name_of_its_axis():
     params, *batch = task("default")
     parts = [x.reshape(DEVICES, -1, *x.shape[1:]) for x in batch]
