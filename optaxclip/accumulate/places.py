@@ -54,7 +54,7 @@ class Places:
     def specs_of_gradients(self) -> PyTree:
         """How the sums of gradients are split, if their types do not say."""
         is_unknown = self.specs is None and devices.manual_axes() and not devices.are_tracked()
-        return jax.P() if is_unknown and self.axis_names is not None else self.specs
+        return jax.P() if is_unknown else self.specs
 
     def axes_of(self, *arrays: Any) -> Axes:
         """The axes over which some of these differ from device to device."""

@@ -86,6 +86,14 @@ def test_microbatches_take_every_kth_example_and_aux_is_stacked():
     np.testing.assert_array_equal(found.weight, [2, 2, 2])
 
 
+def test_a_weight_may_be_a_function_without_a_signature():
+    made = accumulate.value_and_grad(
+        lambda w, x: jnp.mean(x) * w, microbatch_size=1, weight=operator.methodcaller("sum")
+    )
+    found = jax.eval_shape(made, jnp.float32(1), jnp.ones((2, 3)))[2]
+    assert found.weight.shape == (2,)
+
+
 @pytest.mark.slow
 def test_several_argnums_and_batch_arguments_in_any_place():
     params, batch, rest = task()

@@ -183,7 +183,7 @@ def in_shard_map(loss, check_vma, judge):
 # By day each loss with one way to judge, and each way with several losses.
 QUICK = [("of a part", True, "rule"), ("of all", True, "plain"), ("FSDP", True, "rule")]
 QUICK += [("of all, weight of a part", True, "plain"), ("of a part", False, "plain")]
-QUICK += [("of a part", False, "default")]
+QUICK += [("of a part", False, "default"), ("FSDP", True, "plain")]
 
 
 @pytest.mark.parametrize(
