@@ -89,7 +89,7 @@ class Loss:
 
     def widened(self, params: FlatTree) -> "Loss":
         """This loss, with losses and weights in the widest dtype of the sums."""
-        dtypes = [self.dtype_of_sum(x.dtype) for x in params.measured_leaves()]
+        dtypes = [x.dtype for x in params.measured_leaves()]
         return dataclasses.replace(self, dtype=norm_dtype([self.dtype, *dtypes]))
 
     def dtype_of_sum(self, dtype: Any) -> jnp.dtype:
