@@ -331,6 +331,16 @@ def concatenated_in_a_loop(p, x):
     return squares(lax.scan(body, x[0], x)[0])
 
 
+@case({"h": drawn(4, 4), "x": drawn(4, 4)}, batch(6, 4), ways={"h": "direct", "x": "direct"})
+def concatenated_before_a_loop(p, x):
+    both = jnp.concatenate([p["h"], p["x"]])
+
+    def body(h, x):
+        return jnp.tanh(jnp.concatenate([h, x]) @ both), None
+
+    return squares(lax.scan(body, x[0], x)[0])
+
+
 @case({"a": drawn(3, 4, 2), "b": drawn(3, 4, 3)}, batch(5, 4), ways={"a": "direct", "b": "direct"})
 def concatenated_layers(p, x):
     def layer(x, w):

@@ -150,6 +150,23 @@ def returned_by_a_loop(p, x):
     return squares(y @ w[0])
 
 
+THREE = {"w": drawn(2, 6), "u": drawn(1, 6), "v": drawn(3, 6)}
+
+
+@dense("is used by 'concatenate'", THREE, batch(5, 6))
+def concatenation_inside_of_another(p, x):
+    first = jnp.concatenate([p["w"], p["u"]])
+    return squares(x @ jnp.concatenate([first, p["v"]]))
+
+
+@dense("is carried through 'scan'", drawn(4, 4), batch(5, 4))
+def start_of_a_loop(p, x):
+    def body(carry, x):
+        return jnp.outer(jnp.tanh(carry @ x), x), None
+
+    return squares(lax.scan(body, p["w"], x)[0])
+
+
 @dense("is used by 'top_k'", drawn(4, 6), batch(4))
 def largest_entries_and_their_places(p, x):
     return squares(x @ lax.top_k(p["w"], 2)[0])
@@ -185,7 +202,8 @@ LAYERS = (
     *("rows_or_zeros", "one_input_and_one_feature", "autoencoder", "recurrent_in_layers"),
     *("autoencoders_in_layers_of_layers", "stacked_tables", "stacked_kernels"),
     *("concatenated_inputs", "concatenated_outputs", "concatenated_experts"),
-    *("concatenated_in_a_loop", "concatenated_in_other_axes"),
+    *("concatenated_in_a_loop", "concatenated_in_other_axes", "concatenated_before_a_loop"),
+    "concatenated_layers",
 )
 
 
