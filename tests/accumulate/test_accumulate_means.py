@@ -77,13 +77,15 @@ def test_microbatches_take_every_kth_example_and_aux_is_stacked():
         return jnp.mean(x * params), {"x": x, "sum": jnp.sum(x)}
 
     by_parts = accumulate.value_and_grad(loss, has_aux=True, microbatch_size=2)
-    x = jnp.arange(6.0)
-    (value, aux), grads, found = jax.jit(by_parts)(jnp.float32(2.0), x)
+    x, run = jnp.arange(6.0), jax.jit(by_parts)
+    (value, aux), grads, found = run(jnp.float32(2.0), x)
     np.testing.assert_array_equal(aux["x"], [[0, 3], [1, 4], [2, 5]])
     np.testing.assert_array_equal(found.aux["sum"], [3, 5, 7])
     np.testing.assert_allclose(found.loss, [3, 5, 7])
     np.testing.assert_allclose((value, grads), (5, 2.5))
     np.testing.assert_array_equal(found.weight, [2, 2, 2])
+    (value, _), grads, found = run(jnp.float32(2.0), jnp.zeros(6))
+    np.testing.assert_array_equal([value, grads, *found.noise], np.zeros(4))
 
 
 def test_a_weight_may_be_a_function_without_a_signature():
@@ -211,7 +213,7 @@ def test_noise_sums_are_right_wherever_they_are_numbers(norm):
 
     tokens = 2.0**13
     by_parts = accumulate.value_and_grad(loss, microbatch_size=1, weight=lambda x: tokens)
-    run, x = jax.jit(by_parts), np.array([1.0, 2.0, 4.0])
+    run, x = jax.jit(by_parts), np.array([1.0, 2.0, 4.0, np.nan])  # of which one is rejected
     signal, variance = run(jnp.float32(0), jnp.float32(x))[2].noise
     found = run(jnp.float32(0), jnp.float32(x * norm))[2].noise
     with np.errstate(over="ignore"):
@@ -258,9 +260,11 @@ def test_weights_and_losses_anywhere_in_the_range(scale, constant):
         loss, batch_argnums=(1, 2), microbatch_size=1, weight=weight
     )
     given = weights if constant else np.float32(weights * np.float64(scale))
-    value, grads, found = jax.jit(grad_fn)(jnp.float32(0), x, given)
-    expected = np.average(x.astype(np.float64), weights=given.astype(np.float64))
-    np.testing.assert_allclose([value, grads], expected, rtol=1e-6)
+    run = jax.jit(grad_fn)
+    for losses in (-np.abs(x), x):
+        value, grads, found = run(jnp.float32(0), losses, given)
+        expected = np.average(losses.astype(np.float64), weights=given.astype(np.float64))
+        np.testing.assert_allclose([value, grads], expected, rtol=1e-6)
     if scale > 1e-40:
         np.testing.assert_array_equal(found.weight, given)
 
