@@ -215,6 +215,8 @@ def test_noise_sums_are_right_wherever_they_are_numbers(norm):
     by_parts = accumulate.value_and_grad(loss, microbatch_size=1, weight=lambda x: tokens)
     run, x = jax.jit(by_parts), np.array([1.0, 2.0, 4.0, np.nan])  # of which one is rejected
     signal, variance = run(jnp.float32(0), jnp.float32(x))[2].noise
+    # The mean of three squares is 7, and the square of the mean 49 / 9.
+    np.testing.assert_allclose([signal, variance], [14 / 3, 7 / 3 * tokens], rtol=1e-6)
     found = run(jnp.float32(0), jnp.float32(x * norm))[2].noise
     with np.errstate(over="ignore"):
         expected = np.float32(np.float64([signal, variance]) * norm**2)
