@@ -127,3 +127,68 @@ def test_options_of_a_function_without_a_docstring():
     assert [parameters[x].default for x in parameters] == [3, None, None, "made"]
     with pytest.raises(TypeError, match=r"^made\(\) got an unexpected .*'strict'.* It takes \['wi"):
         made(strict=True)
+
+
+def test_arrays_are_brought_to_the_device_and_back():
+    x, host = jnp.ones(2), jax.memory.Space.Host
+    away = jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+    assert devices.memories({"a": away, "b": x, "c": 3.0}) == [host, None, None]
+    here = devices.to_device({"a": away, "b": x})
+    assert devices.memories(here) == [None, None]
+    assert here["b"] is x
+    template = devices.on_device(away)
+    assert (template.shape, template.sharding.memory_kind) == ((2,), x.sharding.memory_kind)
+    assert devices.on_device(x) is x
+    arguments, back = devices.brought({"a": away}, {"b": x}, None)
+    assert devices.memories(arguments) == [None, None]
+    results = back({"a": x}, {"b": x}, 5)
+    assert devices.memories(results) == [host, None, None]
+    assert results[2] == 5
+    trees, back = devices.brought({"a": x})
+    assert trees[0]["a"] is x
+    assert back(away) == (away,)
+
+
+def test_the_largest_over_devices_and_its_derivative():
+    def along(x, dx):
+        return jax.jvp(lambda x: devices.largest(x, frozenset({"i"})), (x,), (dx,))
+
+    x, changes = np.float32([[3, 1, 3, 2], [1, 1, 3, 2]]), np.float32([1, 2, 4, 8])
+    over_devices = jax.vmap(along, axis_name="i")
+    found, slopes = jax.jit(jax.vmap(over_devices, in_axes=(0, None)))(x, changes)
+    np.testing.assert_array_equal(found, np.full((2, 4), 3))
+    np.testing.assert_array_equal(slopes, [[2.5] * 4, [4] * 4])  # equal ones share it
+
+
+def test_types_of_arrays_on_an_explicit_mesh():
+    mesh = jax.make_mesh((2,), ("a",), (AxisType.Explicit,))
+    x, other = jax.device_put(jnp.arange(4), jax.NamedSharding(mesh, P("a"))), jnp.ones(2)
+    types = [jax.typeof(y) for y in (other, x)]
+    assert devices.types_of([x, x, other]) == types[::-1]
+    assert devices.explicit_sharding(x) == (types[1].sharding.mesh, P("a"))
+    assert devices.explicit_sharding(other) is None
+    assert devices.explicit_mesh(types) == types[1].sharding.mesh
+    assert devices.explicit_mesh(types[:1]) is devices.automatic_mesh(types) is None
+    whole = devices.gathered(x)
+    np.testing.assert_array_equal(whole, x)
+    assert devices.axes_of(jax.typeof(whole).sharding.spec) == frozenset()
+    assert devices.gathered(other) is other
+    with jax.set_mesh(mesh):
+        zeros = jax.eval_shape(lambda: devices.zeros_like_type(types[1], (3,)))
+    assert (zeros.shape, zeros.dtype) == ((3, 4), jnp.int32)
+    assert zeros.sharding.spec == P(None, "a")
+    assert devices.zeros_like_type(types[0]).shape == (2,)
+    tree = {"n": other, "k": 3}
+    assert devices.typed_like(tree, x) is tree  # outside of a trace
+    typed = []
+
+    def traced(x, other):
+        typed.append(devices.typed_like({"n": other, "k": 3, "x": x}, x))
+        typed.append(devices.typed_like(tree, other))
+        return x
+
+    jax.eval_shape(traced, x, other)
+    assert jax.typeof(typed[0]["n"]).sharding.mesh == types[1].sharding.mesh
+    assert jax.typeof(typed[0]["x"]).sharding.spec == P("a")
+    assert typed[0]["k"] == 3
+    assert typed[1] is tree
