@@ -140,6 +140,12 @@ def test_clips_of_leaves_and_labels_know_their_worst():
     )
 
 
+def test_of_a_clip_of_the_tree_beside_one_of_leaves_the_worst_leaf_is_measured():
+    both = optax.chain(optaxclip.clip_by_norm({"b": 1.0, "v": 8.0, "w": 6.0}), clip())
+    _, state = run(monitor.events(both), [grads(3.0, 7.0)])
+    assert_columns(monitor.history(state), worst=["b"], **{f"{CLIP}/worst": ["w"]})
+
+
 def test_a_clip_of_leaves_has_clipped_if_one_leaf_was_clipped():
     _, state = run(monitor.events(optaxclip.clip_by_norm(2.0)), [grads(1.0, 1.0), grads(3.0, 1.0)])
     assert_columns(monitor.history(state), verdict=["taken", "clipped"], worst=["b", "b"])

@@ -1,0 +1,137 @@
+"""Where the leaves of an update lie, as it is found from types and from what the user says."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.sparse import BCOO
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from optaxclip._base.grouping import Group, Grouping
+from optaxclip._base.trees import flatten
+from optaxclip._border.options import Options
+from optaxclip._border.placement import located
+
+# Of `x` each column has a norm, and `y` has one.
+COLUMNS = Grouping((Group(("x",), (0,), (6,)), Group(("y",), (1,))), ((0,), (0,)), "dict")
+TREE = Grouping((Group(("tree",), (0, 1)),), ((0, 1), (0,)), "scalar")
+LEAVES = {"x": jnp.ones((4, 6)), "y": jnp.ones(4)}
+NONE, A, B = frozenset(), frozenset("a"), frozenset("b")
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 2), ("a", "b"), (kind,) * 2)
+
+
+AUTO, EXPLICIT = mesh_of(AxisType.Auto), mesh_of(AxisType.Explicit)
+
+
+def place(tree, grouping=COLUMNS, **options):
+    return located(grouping, flatten(tree, "updates"), Options.checked(name="mine", **options))
+
+
+def in_region(specs, given=None, grouping=COLUMNS, tracked=True, **options):
+    """The placement that is found inside of `shard_map`, of what one device holds."""
+    found = []
+
+    def look(tree):
+        found.append(place(tree, grouping, specs=given, **options))
+        return tree
+
+    region = jax.shard_map(look, mesh=AUTO, in_specs=(specs,), out_specs=specs, check_vma=tracked)
+    jax.eval_shape(region, LEAVES)
+    return found[0]
+
+
+def assert_place(found, reduced, kept=(((),), ()), **others):
+    expected = dict.fromkeys(("mesh", "explicit_mesh", "automatic_mesh"))
+    expected |= {"reduced": reduced, "kept": kept, "in_one_piece": False, "specs": ()} | others
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+def test_plain_arrays_lie_in_one_piece():
+    found = place(LEAVES)
+    assert_place(found, (NONE, NONE), in_one_piece=True)
+    assert found.all_axes == NONE
+    assert found.num_parts(0) == 1
+    assert found.on_each_device(len) is len
+    assert found.on_all_devices(3) == 3
+
+
+def test_only_the_compiler_knows_on_an_automatic_mesh():
+    found = place(jax.device_put(LEAVES, NamedSharding(AUTO, P("a"))))
+    assert_place(found, (NONE, NONE), automatic_mesh=found.automatic_mesh)
+    assert set(found.automatic_mesh.axis_names) == {"a", "b"}
+
+
+def test_specs_outside_of_a_region_name_the_mesh():
+    specs = {"x": P("a", "b"), "y": P()}
+    shardings = {name: NamedSharding(AUTO, spec) for name, spec in specs.items()}
+    found = place(LEAVES, specs=shardings)
+    assert_place(found, (A, NONE), ((("b",),), ()), mesh=AUTO, specs=(P("a", "b"), P()))
+    assert (found.all_axes, found.axes_of(0), found.axes_of(1)) == (A | B, A | B, NONE)
+    assert found.num_parts(0) == 1  # outside of the region leaves are whole
+    with pytest.raises(ValueError, match=r"specs= needs a mesh: pass NamedShardings, or use"):
+        place(LEAVES, specs=specs)
+    assert_place(place({}, Grouping((), (), "dict"), specs=P()), (), ())
+
+
+def test_types_tell_on_an_explicit_mesh():
+    placed = {
+        "x": jax.device_put(LEAVES["x"], NamedSharding(EXPLICIT, P("a", "b"))),
+        "y": jax.device_put(LEAVES["y"], NamedSharding(EXPLICIT, P())),
+    }
+    found = place(placed)
+    mesh = jax.typeof(placed["x"]).sharding.mesh
+    assert_place(
+        found, (A, NONE), ((("b",),), ()), mesh=mesh, explicit_mesh=mesh, specs=found.specs
+    )
+    assert [tuple(filter(None, spec)) for spec in found.specs] == [("a", "b"), ()]
+    # What `axis_name` means, types do not show.
+    named = place(placed, axis_name="lanes")
+    lanes = frozenset({"lanes"})
+    assert_place(named, (lanes, lanes))
+    # Over axes of one device nothing is split.
+    alone = jax.make_mesh((1, 2), ("a", "b"), (AxisType.Explicit,) * 2)
+    x = jax.device_put(LEAVES["x"], NamedSharding(alone, P("a")))
+    found = place({"x": x, "y": LEAVES["y"]})
+    assert_place(found, (NONE, NONE), in_one_piece=True, explicit_mesh=found.explicit_mesh)
+    assert found.explicit_mesh is not None
+
+
+def test_of_sparse_leaves_types_tell_nothing():
+    sparse = BCOO((jnp.ones(2), jnp.array([[0], [1]])), shape=(4,))
+    y = jax.device_put(LEAVES["y"], NamedSharding(EXPLICIT, P("a")))
+    grouping = Grouping((Group(("tree",), (0, 1)),), ((0,), (0,)), "scalar")
+    found = place({"x": sparse, "y": y}, grouping)
+    assert_place(found, (NONE, NONE), ((), ()), in_one_piece=True)
+
+
+def test_in_a_region_that_tracks_what_varies():
+    found = in_region({"x": P("a", "b"), "y": P()}, grouping=TREE)
+    assert_place(found, (A | B, NONE), ((), ()))
+    specs = {"x": P("a", "b"), "y": P("b")}
+    found = in_region(specs, given=specs)
+    assert_place(found, (A, B), ((("b",),), ()))
+    with pytest.raises(ValueError, match="does not say along which of its axes"):
+        in_region({"x": P("a"), "y": P()})
+    with pytest.raises(ValueError, match=r"which also varies over \['b'\]"):
+        in_region(specs, given=P("a"))
+    # Along axes that are not named, each device has gradients of its own.
+    found = in_region({"x": P(("a", "b")), "y": P()}, axis_name="a")
+    assert_place(found, (A, NONE))
+    with pytest.raises(ValueError, match=r"axis_name names \['lanes'\], but only \['a', 'b'\]"):
+        in_region({"x": P("a"), "y": P()}, axis_name=("a", "lanes"))
+
+
+def test_in_a_region_that_does_not_track():
+    region = functools.partial(in_region, {"x": P("a", "b"), "y": P()}, tracked=False)
+    found = region(given={"x": P("a", "b"), "y": P()})
+    assert_place(found, (A, NONE), ((("b",),), ()))
+    assert_place(region(axis_name="a"), (A, A))
+    assert_place(region(axis_name=("a", "b"), grouping=TREE), (A | B, A | B), ((), ()))
+    assert_place(region(given=P()), (NONE, NONE))
+    with pytest.raises(ValueError, match=r"does not say how leaves .* along \['a', 'b'\]"):
+        region()
