@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.sparse import BCOO
 from jax.sharding import AxisType, NamedSharding
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.trees import flatten
 from optaxclip._border.options import Options
-from optaxclip._border.placement import located
+from optaxclip._border.placement import grouped, located
 
 # Of `x` each column has a norm, and `y` has one.
 COLUMNS = Grouping((Group(("x",), (0,), (6,)), Group(("y",), (1,))), ((0,), (0,)), "dict")
@@ -135,3 +136,71 @@ def test_in_a_region_that_does_not_track():
     assert_place(region(given=P()), (NONE, NONE))
     with pytest.raises(ValueError, match=r"does not say how leaves .* along \['a', 'b'\]"):
         region()
+
+
+def test_each_device_adds_its_part_and_gets_its_part_back():
+    specs = {"x": P("a", "b"), "y": P()}
+
+    def sums_and_parts(tree):
+        where = place(tree, specs=specs)
+        results = []
+        for by_max, combine in ((False, jnp.sum), (True, jnp.max)):
+            parts = [(combine(tree["x"], 0),), (combine(tree["y"]),)]
+            (of_x,), (of_y,) = where.shares(parts, [(6,), ()], by_max=by_max)
+            (total,) = where.totals([jnp.append(of_x, of_y)], by_max=by_max)
+            arrays = [jnp.stack([total[:6], -total[:6]]), total[6]]
+            results.append((total, *where.own_parts(arrays, [*tree.values()], COLUMNS.axes)))
+        return results
+
+    out_specs = [(P(), P(None, "b"), P())] * 2
+    region = jax.shard_map(
+        sums_and_parts, mesh=AUTO, in_specs=(specs,), out_specs=out_specs, check_vma=False
+    )
+    rng = np.random.default_rng(0)
+    x, y = (rng.integers(1, 99, shape).astype(np.float32) for shape in ((4, 6), 4))
+    expected = (np.append(x.sum(0), y.sum()), np.append(x.max(0), y.max()))
+    for whole, found in zip(expected, jax.jit(region)({"x": x, "y": y}), strict=True):
+        total, of_x, of_y = found
+        np.testing.assert_array_equal(total, whole)
+        np.testing.assert_array_equal(of_x, [whole[:6], -whole[:6]])
+        assert of_y == whole[6]
+
+
+def test_shapes_of_whole_leaves():
+    specs = {"x": P("a", "b"), "y": P()}
+
+    def shapes(tree, **options):
+        found = []
+
+        def scope(flat):
+            found.append([*flat.global_shapes])
+            return COLUMNS
+
+        grouped(scope, flatten(tree, "updates"), Options.checked(name="mine", **options))
+        return found[0]
+
+    def in_region(tracked, **options):
+        found = []
+
+        def look(tree):
+            found.append(shapes(tree, **options))
+            return tree
+
+        region = jax.shard_map(
+            look, mesh=AUTO, in_specs=(specs,), out_specs=specs, check_vma=tracked
+        )
+        jax.eval_shape(region, LEAVES)
+        return found[0]
+
+    assert shapes(LEAVES) == []
+    assert shapes(LEAVES, axis_name="lanes") == [None, None]
+    assert in_region(tracked=True) == [None, (4,)]
+    assert in_region(tracked=True, axis_name=("a", "lanes")) == [None, None]
+    assert in_region(tracked=False) == [None, None]
+    for tracked in (True, False):
+        assert in_region(tracked, specs=specs) == [(4, 6), (4,)]
+    # A type is believed where specs split what is whole.
+    assert in_region(tracked=True, specs=P("a")) == [(4, 3), (4,)]
+    names = Grouping((Group(("b",), (0,)), Group(("a",), (1,))), ((0, 1), (0,)), "vector")
+    with pytest.raises(ValueError, match="must not have the name of a layer of a stacked leaf"):
+        grouped(lambda flat: names, flatten(LEAVES, "updates"), Options.checked(name="mine"))
