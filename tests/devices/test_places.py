@@ -74,6 +74,7 @@ def test_specs_outside_of_a_region_name_the_mesh():
     assert_place(found, (A, NONE), ((("b",),), ()), mesh=AUTO, specs=(P("a", "b"), P()))
     assert (found.all_axes, found.axes_of(0), found.axes_of(1)) == (A | B, A | B, NONE)
     assert found.num_parts(0) == 1  # outside of the region leaves are whole
+    assert place(jax.device_put(LEAVES, NamedSharding(AUTO, P("a"))), specs=shardings) == found
     with pytest.raises(ValueError, match=r"specs= needs a mesh: pass NamedShardings, or use"):
         place(LEAVES, specs=specs)
     assert_place(place({}, Grouping((), (), "dict"), specs=P()), (), ())
