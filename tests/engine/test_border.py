@@ -139,6 +139,9 @@ def test_arrays_are_brought_to_the_device_and_back():
     template = devices.on_device(away)
     assert (template.shape, template.sharding.memory_kind) == ((2,), x.sharding.memory_kind)
     assert devices.on_device(x) is x
+    seen = []
+    jax.jit(lambda *arrays: seen.append(devices.memories(arrays)))(away, x, jax.random.key(0))
+    assert seen == [[host, None, None]]
     arguments, back = devices.brought({"a": away}, {"b": x}, None)
     assert devices.memories(arguments) == [None, None]
     results = back({"a": x}, {"b": x}, 5)
@@ -192,3 +195,21 @@ def test_types_of_arrays_on_an_explicit_mesh():
     assert jax.typeof(typed[0]["x"]).sharding.spec == P("a")
     assert typed[0]["k"] == 3
     assert typed[1] is tree
+
+
+def test_sums_are_split_as_gradients_are_where_only_the_compiler_knows():
+    meshes = [jax.make_mesh((2,), ("a",), (kind,)) for kind in (AxisType.Auto, AxisType.Explicit)]
+    auto, explicit = (jax.device_put(jnp.ones(4), jax.NamedSharding(x, P("a"))) for x in meshes)
+    found = jax.jit(lambda like: devices.alike(jnp.zeros(4, jnp.float16), like))(auto)
+    assert (found.sharding.spec, found.dtype) == (P("a"), jnp.float16)
+    np.testing.assert_array_equal(found, np.zeros(4))
+    zeros, stays = jnp.zeros(4), []
+    stays.append(devices.alike(zeros, explicit) is zeros)
+
+    def part(like):
+        zeros = jnp.zeros(2)
+        stays.append(devices.alike(zeros, like) is zeros)
+        return like
+
+    jax.eval_shape(jax.shard_map(part, mesh=meshes[0], in_specs=P("a"), out_specs=P("a")), auto)
+    assert stays == [True, True]
