@@ -141,16 +141,20 @@ def test_in_a_region_that_does_not_track():
 
 def test_each_device_adds_its_part_and_gets_its_part_back():
     specs = {"x": P("a", "b"), "y": P()}
+    # A norm for each index along the second axis, which is split, and the third, which is not.
+    groups = (Group(("x",), (0,), (6, 3)), Group(("y",), (1,)))
+    grouping = Grouping(groups, ((0,), (0,)), "dict")
 
     def sums_and_parts(tree):
-        where = place(tree, specs=specs)
+        where = place(tree, grouping, specs=specs)
         results = []
         for by_max, combine in ((False, jnp.sum), (True, jnp.max)):
             parts = [(combine(tree["x"], 0),), (combine(tree["y"]),)]
-            (of_x,), (of_y,) = where.shares(parts, [(6,), ()], by_max=by_max)
+            (of_x,), (of_y,) = where.shares(parts, [(6, 3), ()], by_max=by_max)
             (total,) = where.totals([jnp.append(of_x, of_y)], by_max=by_max)
-            arrays = [jnp.stack([total[:6], -total[:6]]), total[6]]
-            results.append((total, *where.own_parts(arrays, [*tree.values()], COLUMNS.axes)))
+            of_all = total[:18].reshape(6, 3)
+            arrays = [jnp.stack([of_all, -of_all]), total[18]]
+            results.append((total, *where.own_parts(arrays, [*tree.values()], grouping.axes)))
         return results
 
     out_specs = [(P(), P(None, "b"), P())] * 2
@@ -158,13 +162,13 @@ def test_each_device_adds_its_part_and_gets_its_part_back():
         sums_and_parts, mesh=AUTO, in_specs=(specs,), out_specs=out_specs, check_vma=False
     )
     rng = np.random.default_rng(0)
-    x, y = (rng.integers(1, 99, shape).astype(np.float32) for shape in ((4, 6), 4))
-    expected = (np.append(x.sum(0), y.sum()), np.append(x.max(0), y.max()))
+    x, y = (rng.integers(1, 99, shape).astype(np.float32) for shape in ((4, 6, 3), 4))
+    expected = ((x.sum(0), y.sum()), (x.max(0), y.max()))
     for whole, found in zip(expected, jax.jit(region)({"x": x, "y": y}), strict=True):
         total, of_x, of_y = found
-        np.testing.assert_array_equal(total, whole)
-        np.testing.assert_array_equal(of_x, [whole[:6], -whole[:6]])
-        assert of_y == whole[6]
+        np.testing.assert_array_equal(total, np.append(*whole))
+        np.testing.assert_array_equal(of_x, [whole[0], -whole[0]])
+        assert of_y == whole[1]
 
 
 def test_shapes_of_whole_leaves():
