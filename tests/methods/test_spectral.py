@@ -9,11 +9,12 @@ import optax
 import pytest
 from jax.experimental import checkify
 from jax.experimental.sparse import BCOO
+from jax.export import symbolic_shape
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optaxclip import clip_by_spectral_norm, monitor
-from optaxclip.methods import spectral
+from optaxclip.methods import singular_values, spectral
 
 MODES = ("soft", "hard")
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -115,6 +116,13 @@ def test_products_of_rows_are_those_of_the_shorter_side():
         program = str(jax.make_jaxpr(tx.update)(leaf, jax.eval_shape(tx.init, leaf)))
         assert "4,4]" in program
         assert "100,100]" not in program
+
+
+def test_a_matrix_is_turned_if_it_is_known_to_be_tall():
+    shapes = {(5, 4): True, (4, 5): False, (4, 4): False}
+    shapes |= {symbolic_shape(text): False for text in ("n, 4", "4, n", "n, n")}
+    for shape, is_tall in shapes.items():
+        assert singular_values._is_tall(jax.ShapeDtypeStruct(shape, jnp.float32)) == is_tall
 
 
 @pytest.mark.slow

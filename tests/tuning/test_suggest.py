@@ -346,7 +346,7 @@ def test_how_far_a_limit_is_from_another():
 def test_what_is_no_array_of_norms_is_told_where_they_are():
     tx = optax.chain(monitor.record(20), optax.sgd(0.1))
     state = tx.init(jnp.ones(3))
-    for norms in (state, state[0], {"norm": [1.0, 2.0]}, None):
+    for norms in (state, state[0], {"norm": [1.0, 2.0]}, None, FITTING):
         with pytest.raises(
             TypeError, match=r"got .*monitor.record, optaxclip\.monitor\.history\(state\)"
         ):
