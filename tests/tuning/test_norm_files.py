@@ -115,6 +115,13 @@ def test_a_column_is_refused_with_the_reason(kind):
         parse_norms(data, None, "log")
 
 
+def test_for_a_column_that_is_there_no_other_name_is_proposed():
+    with pytest.raises(ValueError, match=r"has \"x\" in row 1, .* are \['norms'\]$"):
+        parse_norms(b"norm,norms\nx,1\ny,2", "norm", "log")
+    with pytest.raises(ValueError, match=r"is not there; .*; did you mean 'norms'\?$"):
+        parse_norms(b"norm,norms\nx,1\ny,2", "norma", "log")
+
+
 def test_of_many_columns_a_message_lists_ten():
     layers = [f"layer_{i}/weight" for i in range(300)]
     names = [*layers, "encoder/norm", "decoder/norm"]
