@@ -298,9 +298,8 @@ def test_where_the_level_moves_the_limit_is_above_its_highest_place():
 
 
 def test_autoclip_gets_a_percentile_from_90_to_99():
-    norms = np.geomspace(1.0, 2.0, 50)
     for share, percent in (0.3, "90"), (0.0754, "92.5"), (0.001, "99"):
-        found = suggesting._adaptive("stationary", share, norms, 0)
+        found = suggesting._adaptive("stationary", share, STEADY, 0)
         assert found.call == f"autoclip({percent}, window=100)"
 
 
