@@ -38,7 +38,7 @@ def unknown(name: str, names: Iterable[str]) -> str:
     """The end of an error message: a name that does not exist, and the names that do."""
     names = sorted(names)
     near = [other for other in names if other.rpartition(".")[2] == name]
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name, names, cutoff=0.5)
     near += [other for other in close if other not in near]
     rest = [other for other in names if other not in near]
     # Optax's more than a hundred names are not listed, because its documentation has them.

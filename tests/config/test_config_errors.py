@@ -7,6 +7,7 @@ import yaml
 
 import optaxclip
 from optaxclip import from_config
+from optaxclip.config.names import unknown
 
 LINEAR = {
     "schedule": "linear_schedule",
@@ -35,6 +36,23 @@ def test_it_knows_what_is_public_and_nothing_else():
     assert listed == f"{sorted(own)}, and those of Optax, such as 'optax.adamw'"
     with pytest.raises(ValueError, match=r"there is no limit rule 'x'; there are \['adagc', "):
         from_config({"name": "clip_by", "scope": "leaf", "limit": {"name": "x"}})
+
+
+def test_each_known_name_is_listed_once_the_nearest_first_and_optaxs_where_asked_for():
+    own, theirs = ["zclip", "skip", "autoclip"], ["optax.adamw", "optax.adam", "optax.sgd"]
+    hint = ", and those of Optax, such as 'optax.adamw'"
+    for name, names, listed in (
+        ("zclop", own, "['zclip', 'autoclip', 'skip']"),
+        ("x", own, "['autoclip', 'skip', 'zclip']"),
+        ("x", own + theirs, f"['autoclip', 'skip', 'zclip']{hint}"),
+        (
+            "adamw",
+            own + theirs,
+            f"['optax.adamw', 'optax.adam', 'autoclip', 'skip', 'zclip']{hint}",
+        ),
+        ("optax.adamw2", own + theirs, "['optax.adamw', 'optax.adam', 'optax.sgd']"),
+    ):
+        assert unknown(name, names) == f"{name!r}; there are {listed}"
 
 
 @pytest.mark.parametrize(
