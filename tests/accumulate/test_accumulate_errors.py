@@ -77,6 +77,12 @@ CALLED = {
     "scalar": ({}, (W, 3.0), ValueError, r"the batch must have leaves \[examples"),
     "uneven": ({}, (W, (X, X[:2])), ValueError, r"the batch must have leaves \[examples"),
     "argnums": ({"batch_argnums": -2}, (W, X), ValueError, "batch_argnums must name arguments"),
+    "no batch": (
+        {"loss_fn": lambda w: w[0], "batch_argnums": None},
+        (W,),
+        ValueError,
+        r"argnums \(0,\), at least one; got \(\) of 1 arguments",
+    ),
     "state": (
         {},
         (W, X),

@@ -281,6 +281,15 @@ def test_seeds_that_are_split_over_an_explicit_mesh(judge, is_mesh_set):
         assert_as_on_one_device(jax.tree.map(lambda x, seed=seed: x[seed], found), judge)
 
 
+@NEEDS_JAX_0_10_2
+def test_seeds_of_which_only_the_batches_are_split_over_an_explicit_mesh():
+    mesh = mesh_of(AxisType.Explicit)
+    x = jax.device_put(np.ones((DEVICES, 4), np.float32), NamedSharding(mesh, P("d")))
+    by_parts = accumulate.value_and_grad(lambda w, x: jnp.mean(w * x), microbatch_size=2)
+    of_seeds = jax.vmap(by_parts, in_axes=(None, 0))
+    assert jax.eval_shape(of_seeds, jnp.float32(2), x)[1].shape == (DEVICES,)
+
+
 @pytest.mark.slow
 def test_a_batch_of_a_device_that_the_size_does_not_divide():
     mesh = mesh_of(AxisType.Auto)
