@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import NEEDS_JAX_0_10_2
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -129,6 +130,7 @@ def test_options_of_a_function_without_a_docstring():
         made(strict=True)
 
 
+@NEEDS_JAX_0_10_2
 def test_arrays_are_brought_to_the_device_and_back():
     x, host = jnp.ones(2), jax.memory.Space.Host
     away = jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
