@@ -241,9 +241,10 @@ def test_what_is_not_judged_stays_in_the_range_and_needs_no_weight_on_every_devi
     )
     x = jnp.full(2 * DEVICES, 3e38).at[:2].set(0)
     specs = {"in_specs": (P(), P("d")), "out_specs": P()}
-    run = jax.shard_map(by_parts, mesh=mesh_of(AxisType.Auto), **specs)
-    value, grads, _ = jax.jit(run)(jnp.float32(1), x)
-    np.testing.assert_allclose([value, grads], 3e38, rtol=1e-6)
+    run = jax.jit(jax.shard_map(by_parts, mesh=mesh_of(AxisType.Auto), **specs))
+    for unit in (1, 1e37):
+        value, grads, found = run(jnp.float32(1), x / unit)
+        np.testing.assert_allclose([value, grads, *found.loss], 3e38 / unit, rtol=1e-6)
 
 
 def test_a_loss_in_a_narrow_dtype_has_its_mean_in_float32():
