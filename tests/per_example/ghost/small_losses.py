@@ -281,6 +281,11 @@ def slices_of_a_kernel(p, x):
     return squares((x @ k) @ (x @ q).T @ (x @ v))
 
 
+@case({"w": drawn(8, 6)}, batch(5, 4), ways={"w": "direct"})
+def every_second_row(p, x):
+    return squares(x @ p["w"][::2])
+
+
 @case({"w": drawn(4, 12)}, batch(5, 4), ways={"w": "dense"})
 def slices_that_overlap(p, x):
     return squares(x @ p["w"][:, :7]) + squares(x @ p["w"][:, 5:])
