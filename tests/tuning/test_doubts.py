@@ -1,0 +1,53 @@
+"""Doubts and verdicts, at both sides of the bounds at which they begin."""
+
+import numpy as np
+import pytest
+
+from optaxclip.tuning import doubts
+from optaxclip.tuning import spread as spreads
+
+FLAT = np.linspace(1.0, 0.5, 100)  # one norm is within a thousandth of the largest
+FITTING = doubts.Limit(1.0, clipped=0.02, missed=0.03, is_reached=True)
+
+
+def judged(norms=FLAT, rise=1.0, fall=1.0, reach=2.0, warmup=0, limit=FITTING, level=None):
+    """Judges norms whose level first rises by one factor and then falls by another."""
+    moves = np.append(np.linspace(0, np.log(rise), 50), np.log(rise / fall) * np.ones(50))
+    level = moves if level is None else level
+    shape = spreads.Shape(level, np.log(reach), 0.1, np.zeros(100, bool), warmup, "drifting")
+    found = doubts.judged(norms, shape, limit)
+    return found.verdict, " ".join(found.doubts)
+
+
+def test_where_doubts_begin():
+    """A factor of 20, a share of a tenth within a thousandth of the largest norm, 100 norms."""
+    for calm in ({}, {"rise": 19.9}, {"fall": 19.9}, {"reach": 19.9}):
+        assert judged(**calm) == ("constant", "")
+    assert judged(fall=20.1) == ("adaptive", judged(fall=20.1)[1])
+    assert "falls by a factor of 20.1: no limit" in judged(fall=20.1)[1]
+    for name, said in ("rise", "rises by a factor of 20.1"), ("reach", "reach 20.1 times"):
+        verdict, doubt = judged(**{name: 20.1})
+        assert verdict == "none"
+        assert said in doubt
+    # The level may fall in the warm-up as it likes.
+    assert judged(fall=1e3, warmup=50) == ("constant", "")
+    assert judged(fall=1e3, warmup=49)[0] == "adaptive"
+    for place, size, is_doubted in (10, 0.9991, False), (11, 0.9991, True), (11, 0.9989, False):
+        norms = np.append(np.full(place, size), FLAT[place:])
+        norms[0] = 1.0
+        assert ("many norms equal the largest, 1:" in judged(norms)[1]) == is_doubted
+    assert "only 99 norms; record 100" in judged(level=np.zeros(99))[1]
+
+
+@pytest.mark.parametrize(
+    ("limit", "verdict"),
+    [
+        (FITTING, "constant"),
+        (FITTING._replace(clipped=0.0, missed=0.05), "constant"),
+        (FITTING._replace(clipped=0.021), "adaptive"),
+        (FITTING._replace(missed=0.031), "adaptive"),
+        (FITTING._replace(clipped=0.0, missed=0.0, is_reached=False), "adaptive"),
+    ],
+)
+def test_where_the_level_moves_a_limit_fits_if_at_most_a_twentieth_is_wrong(limit, verdict):
+    assert judged(limit=limit) == (verdict, "")
