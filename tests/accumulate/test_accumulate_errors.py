@@ -77,7 +77,7 @@ CALLED = {
     "scalar": ({}, (W, 3.0), ValueError, r"the batch must have leaves \[examples"),
     "uneven": ({}, (W, (X, X[:2])), ValueError, r"the batch must have leaves \[examples"),
     "argnums": ({"batch_argnums": -2}, (W, X), ValueError, "batch_argnums must name arguments"),
-    "no batch": (
+    "parameters alone": (
         {"loss_fn": lambda w: w[0], "batch_argnums": None},
         (W,),
         ValueError,
