@@ -298,7 +298,7 @@ def as_response(response: str | Response) -> Response:
         if response not in _NAMED.values():
             refuse_uncalled(response, "optaxclip.responses", "response", "responses")
         return response
-    if response not in _NAMED:
+    if not isinstance(response, str) or response not in _NAMED:
         raise ValueError(
             f"response must be one of {sorted(_NAMED)} or a function (norm, trigger, target) -> "
             f"new norm, got {response!r}"

@@ -307,7 +307,7 @@ def _result(
         # the difference from an unstable run is very noisy: the noise of the best loss is its cap.
         of_differences = [_noise(losses - each[best]) for losses in each[:, best[1]]]
         noises = np.minimum(of_differences, _noise(each[best]))
-        near = means[:, best[1]] <= means[best] + noises
+        near = np.isfinite(means[:, best[1]]) & (means[:, best[1]] <= means[best] + noises)
         index = int(np.flatnonzero(near)[-1])
         chosen, noise = float(limits[index]), float(noises[index])
         norms = norm.reshape(*each.shape[:-1], -1)[index, best[1], 0].astype(np.float64)

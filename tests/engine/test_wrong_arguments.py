@@ -61,6 +61,10 @@ MISTAKES = {
         )
         for name in ("auto_s", "band", "clip_with_eps")
     },
+    "a list of responses": (
+        lambda: clip_by(scopes.tree(), 1.0, response=["clip"]),
+        r"response must be one of .* got \['clip'\]",
+    ),
     "response of examples uncalled": (
         lambda: per_example.clip_sum(GRADS, 1.0, response=responses.band),
         r"call it, as in responses\.band\(\)",

@@ -339,6 +339,9 @@ def test_a_result_where_some_seeds_are_lost_or_there_is_one_step():
     only = result_of([[[[3.0]]], [[[2.0]]]])
     assert not only.diverged.any()
     assert only.limit == 2.0
+    # Even if the noise of the best losses is infinite, as squares of losses are here.
+    huge = np.r_[4e30, np.full(18, 3e30), 1e30, 2e30]
+    assert result_of([[[huge]], [[huge[::-1]]]]).limit == 0.5
     # A loss as high as the first one has not diverged.
     assert not result_of([[[[1.0, 0.5, 1.0]]]], limits=[1.0]).diverged.any()
 
