@@ -129,15 +129,10 @@ def narrowed(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
         number = axes.weight_batch.index(interval.axis)
         return part(x, axes.data_batch[number]), part(d, number)
     own = _others(_weights(use).ndim, axes.weight_sums + axes.weight_batch)
-    free = site_free(use)
+    # So many axes of the data are neither summed over nor batch axes.
+    free = use.site.data.ndim - len(axes.data_sums) - len(axes.data_batch)
     before = len(axes.data_batch) + (free if use.site.position else 0)
     return x, part(d, before + own.index(interval.axis))
-
-
-def site_free(use: Use) -> int:
-    """The number of axes of the data that are neither summed over nor batch axes."""
-    axes = _product(use)
-    return use.site.data.ndim - len(axes.data_sums) - len(axes.data_batch)
 
 
 def pairs(use: Use, x: Array, d: Array) -> tuple[Array, Array]:

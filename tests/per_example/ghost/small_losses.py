@@ -315,17 +315,20 @@ def concatenated_experts(p, x):
 
 IN_OTHER_AXES = {"a": drawn(6, 3), "b": drawn(6, 2), "c": drawn(5, 2, 1), "d": drawn(5, 2, 3)}
 IN_OTHER_AXES |= {"e": drawn(5, 1, 4), "f": drawn(5, 2, 4)}
+IN_OTHER_AXES |= {"g": drawn(3, 5, 2), "h": drawn(3, 5, 1)}
 
 
 @case(IN_OTHER_AXES, batch(7, 5), ways=dict.fromkeys(IN_OTHER_AXES, "direct"))
 def concatenated_in_other_axes(p, x):
-    inputs, outputs, experts = (
+    inputs, outputs, experts, of_experts = (
         jnp.concatenate([p[name] for name in names], axis)
-        for names, axis in (("ab", 1), ("cd", 2), ("ef", 1))
+        for names, axis in (("ab", 1), ("cd", 2), ("ef", 1), ("gh", 2))
     )
     y = jnp.einsum("tk,nk->tn", x, inputs), lax.dot_general(outputs, x, (((0,), (1,)), ((), ())))
-    z = jnp.einsum("tgk,kgn->tgn", jnp.stack([x, 2 * x, 3 * x], 1), experts)
-    return sum(map(squares, (*y, z)))
+    stacked = jnp.stack([x, 2 * x, 3 * x], 1)
+    z = jnp.einsum("tgk,kgn->tgn", stacked, experts)
+    last = lax.dot_general(stacked, of_experts, (((2,), (1,)), ((1,), (0,))))
+    return sum(map(squares, (*y, z, last)))
 
 
 @case({"h": drawn(4, 4), "x": drawn(4, 4)}, batch(6, 4), ways={"h": "direct", "x": "direct"})
