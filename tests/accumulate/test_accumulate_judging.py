@@ -137,7 +137,11 @@ def test_a_loss_that_is_not_finite_is_reason_enough():
 
     rows = jnp.array([[1.0, 0.0], [2.0, jnp.inf], [3.0, 0.0]])
     judged = accumulate.value_and_grad(loss, microbatch_size=1)
-    value, grads, found = jax.jit(judged)(jnp.float32(1), rows)
+    all_count = accumulate.value_and_grad(loss, microbatch_size=1, reject=None)
+    both = jax.jit(lambda *args: (judged(*args), all_count(*args)))
+    (value, grads, found), (of_all, *_, kept) = both(jnp.float32(1), rows)
+    assert np.isinf(of_all)
+    assert not np.any(kept.rejected)
     assert list(found.rejected) == [False, True, False]
     assert (float(value), float(grads)) == (2.0, 2.0)
 

@@ -74,6 +74,12 @@ def test_a_single_schedule_needs_the_count_of_steps(bounds):
         optaxclip.clip_by_value(*bounds).update(jnp.ones(2), None)
 
 
+def test_the_largest_number_is_a_bound():
+    most = float(np.finfo(np.float32).max)
+    tx, grads = optaxclip.clip_by_value(-most, most), np.float32([-np.inf, most, np.inf])
+    np.testing.assert_array_equal(tx.update(grads, tx.init(grads))[0], [-most, most, most])
+
+
 def test_the_value_of_a_schedule_may_be_an_array():
     optaxclip.clip(lambda count: jnp.ones(2))
     optaxclip.clip_by_value(lambda count: -jnp.ones(2), lambda count: jnp.ones(2))
