@@ -296,6 +296,17 @@ def test_noise_on_the_count_and_range_of_the_limit():
     assert np.std(100 * moved) == pytest.approx(10, rel=0.1)
 
 
+def test_numbers_of_a_quantile_may_have_any_dtype():
+    numbers = (0.5, 0.25, 1.0, 2.0, 0.5, 4.0)
+    for dtype in (jnp.bfloat16, np.float64):
+        target, rate, init, noise, low, high = map(dtype, numbers)
+        rule = per_example.quantile_limit(
+            target, rate, init, count_noise=noise, min_limit=low, max_limit=high
+        )
+        limit = jax.eval_shape(rule.update, rule.init(), 3, 4, jax.random.key(0))
+        assert limit.dtype == jnp.float32
+
+
 SHARES = [(500, 100, 1), (-300, 100, 0), (0, 0, 0), (1, 1, 1)]
 
 
