@@ -91,7 +91,7 @@ def clipped(
 
         return with_norms(plan, backward, grouping, is_padding, summed)
 
-    operands = (backward.alone(), limits, is_padding)
+    operands = (backward, limits, is_padding)
     found = _across(sums, operands, examples, measured)
     return found, *loss.split(backward.outputs)
 
@@ -111,7 +111,7 @@ def norms(
         backward = with_gradients(plan, backward)
         return with_norms(plan, backward, grouping, is_padding, of_examples)
 
-    found = _across(table, (backward.alone(), is_padding), examples, [])
+    found = _across(table, (backward, is_padding), examples, [])
     return found, *loss.split(backward.outputs)
 
 

@@ -128,10 +128,6 @@ class Backward(NamedTuple):
     gradients: dict[int, Array]
     outputs: Any
 
-    def alone(self) -> "Backward":
-        """These results without the loss's outputs."""
-        return self._replace(outputs=None)
-
 
 def differentiate(plan: Plan, params: list[Any], batch: Any) -> Backward:
     """One pass forward and one pass backward over a batch, without gradients of layers.
