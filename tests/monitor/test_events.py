@@ -158,6 +158,12 @@ def test_a_tree_without_leaves():
     assert monitor.history(state, stat="norm").tolist() == [0.0]
 
 
+def test_clips_of_one_name_are_told_apart():
+    state = monitor.events(optax.chain(clip(), clip(1.0))).init(PARAMS)
+    names = [x for x in monitor.history_names(state) if x.endswith("/norm")]
+    assert names == [f"{CLIP}_1/norm"]
+
+
 def test_a_loss_and_skips_within_skips():
     inner = skip_above(optax.sgd(0.1), 4.0, loss_limit=thresholds.constant(2.0), name="inner")
     tx = monitor.events(skip_nonfinite(inner, max_consecutive=1))
