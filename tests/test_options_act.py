@@ -8,6 +8,7 @@ import pytest
 from public_names import GIVEN, public
 
 from optaxclip import Threshold
+from optaxclip.monitor.noise import NoiseSums
 from optaxclip.per_example.aggregate import PerExampleState
 
 OTHER = {
@@ -47,9 +48,10 @@ MADE = {
 }
 
 
-def traced(made):
-    """The program of a first step, and its constants."""
+def first_step(made):
+    """A function that makes a state and takes a step, and its argument."""
     more = {"value": 1.0, "grad_norm": 1.0, "max_logits": {"w": jnp.ones(6)}}
+    more |= {"noise": NoiseSums(jnp.ones(()), jnp.ones(()))}
 
     def step(tree):
         state = made.init(tree)
@@ -58,7 +60,13 @@ def traced(made):
         params = None if isinstance(state, PerExampleState) else tree
         return made.update(tree, state, params, **more)
 
-    jaxpr = jax.make_jaxpr(step)(jnp.ones(2) if isinstance(made, Threshold) else TREE)
+    return step, jnp.ones(2) if isinstance(made, Threshold) else TREE
+
+
+def traced(made):
+    """The program of a first step, and its constants."""
+    step, tree = first_step(made)
+    jaxpr = jax.make_jaxpr(step)(tree)
     return str(jaxpr), jax.tree.map(str, jaxpr.consts)
 
 
@@ -83,3 +91,24 @@ def test_each_option_acts(name):
                 assert option in str(error)  # noqa: PT017
             else:
                 assert found != usual, option
+
+
+@pytest.mark.parametrize("name", [*MADE, "monitor.noise_scale"])
+def test_numbers_may_have_any_dtype(name):
+    """Types are promoted strictly here, so nothing else is mixed with float32."""
+
+    def formats(given):
+        step, tree = first_step(function(**given))
+        return [(x.shape, x.dtype) for x in jax.tree.leaves(jax.eval_shape(step, tree))]
+
+    function, given = public()[name], GIVEN.get(name, {})
+    usual = formats(given)
+    for option, parameter in inspect.signature(function).parameters.items():
+        number = given.get(option, parameter.default)
+        if isinstance(number, float):
+            try:
+                found = formats(given | {option: jnp.bfloat16(number)})
+            except (TypeError, ValueError) as error:
+                assert option in str(error), option  # noqa: PT017
+            else:
+                assert found == usual, option

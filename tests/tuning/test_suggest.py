@@ -295,6 +295,7 @@ def test_what_is_printed():
     # A suggestion is a thing of its own, and its `repr` leaves out the norms, which may be many.
     assert found == found != tuning.suggest(found.norms)
     assert "norms=" not in repr(found)
+    assert "np.float64(" not in repr(found)
 
 
 def test_all_fields_but_the_norms_are_in_the_json():
