@@ -57,7 +57,7 @@ def own_products(loss, params, batch):
         return with_norms(plan, backward, grouping, jnp.zeros(call.examples, bool), summed)
 
     by = Multiplier(*[jax.ShapeDtypeStruct((call.examples,), jnp.float32)] * 2)
-    program = jax.make_jaxpr(norms_and_sums)(backward.alone(), by)
+    program = jax.make_jaxpr(norms_and_sums)(backward, by)
     return [eqn for eqn in equations(program.jaxpr) if eqn.primitive.name in PRODUCTS]
 
 
