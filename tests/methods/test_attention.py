@@ -290,6 +290,12 @@ def test_errors_say_what_to_do(case):
         updated(**arguments)
 
 
+def test_a_state_in_the_place_of_the_updates():
+    said = "the updates are a ClipState, so the arguments are in another order"
+    with pytest.raises(ValueError, match=f"^clip_attention_logits: {said}"):
+        CLIP.update(CLIP.init(PARAMS), PARAMS, PARAMS)
+
+
 @pytest.mark.parametrize(
     "arguments", [("one",), (1, 1.5), (1, -0.5), (1, ((0, 0.5),)), (1, ("a",)), (1, 1, "a")]
 )
