@@ -97,9 +97,8 @@ def is_move(eqn: Any) -> bool:
     """Whether each output has only entries of the one operand, and none of them twice."""
     if name_of(eqn) not in MOVES or len(eqn.invars) != 1 or not all(map(is_real, eqn.outvars)):
         return False
-    if name_of(eqn) == "slice":
-        return True
-    return sum(v.aval.size for v in eqn.outvars) == eqn.invars[0].aval.size
+    is_whole = sum(v.aval.size for v in eqn.outvars) == eqn.invars[0].aval.size
+    return is_whole or name_of(eqn) == "slice"
 
 
 def stays(eqn: Any) -> bool:
