@@ -50,16 +50,11 @@ class Measured(NamedTuple):
 
     Attributes:
       fraction: from 1 to below 2, except at the ends of the range and for 0.
-      inverse: if a CPU summed in float64, the fraction's reciprocal, computed in float64 too;
-        otherwise 1. `x / fraction` is computed as `x * inverse / divisor`.
-      divisor: the fraction; or 1 if `inverse` is its reciprocal, so that the quotient is rounded
-        once. For a norm of 0 both are 1. For upper bounds, the divisor is at least the true
-        fraction, and the inverse is 1.
+      divisor: the fraction, or an upper bound of the true one; 1 for a norm of 0.
       size: a power of two with a reciprocal that is a normal number.
     """
 
     fraction: Array
-    inverse: Array
     divisor: Array
     size: Array
 
@@ -69,7 +64,7 @@ class Measured(NamedTuple):
         is_zero = value == 0
         size = select(is_zero, 1, invertible(leading_bit(value) * unit))
         fraction = value * (unit / size)
-        return cls(fraction, jnp.ones_like(fraction), select(is_zero, 1, fraction), size)
+        return cls(fraction, select(is_zero, 1, fraction), size)
 
     @classmethod
     def of_float64(cls, norm: Array, *, from_above: bool) -> "Measured":
@@ -81,15 +76,11 @@ class Measured(NamedTuple):
         # Norms that are 0 or not finite are never divisors, but derivatives are multiplied by their
         # reciprocals; so they are replaced by 1.
         exact = select(is_zero | ~lax.is_finite(fraction), 1, fraction)
-        nearest = exact.astype(jnp.float32)
-        one = jnp.ones_like(nearest)
+        nearest = divisor = exact.astype(jnp.float32)
         if from_above:
             is_below = nearest.astype(norm.dtype) < exact
             divisor = select(is_below, next_above(nearest), nearest)
-            return cls(fraction.astype(jnp.float32), one, divisor, size)
-        near = (1 / nearest).astype(norm.dtype)
-        inverse = near * (2 - exact * near)
-        return cls(fraction.astype(jnp.float32), inverse.astype(jnp.float32), one, size)
+        return cls(fraction.astype(jnp.float32), divisor, size)
 
     @property
     def norm(self) -> Array:
@@ -203,7 +194,7 @@ class _Measurement(NamedTuple):
             finite = [jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)) for x in primals[0]]
             _, change = jax.jvp(lambda leaves: self.divided(leaves, size), (finite,), tangents)
             zeros = jnp.zeros_like(change)
-            return found, Measured(change, zeros, change * found.inverse, zeros)
+            return found, Measured(change, change, zeros)
 
         return norms
 

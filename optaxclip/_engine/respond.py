@@ -90,7 +90,7 @@ def multiplier(
     new = jnp.asarray(response(*arguments)).astype(norm.dtype)
     # A zero group stays zero under any limit except NaN.
     is_changed = is_judged & (new != old) & ((old != 0) | jnp.isnan(new))
-    quotient = new * lowered * of_judged(measured.inverse) / of_judged(measured.divisor)
+    quotient = new * lowered / of_judged(measured.divisor)
     ratio = jnp.where(is_changed, quotient, 1)
     size = lax.stop_gradient(jnp.where(is_changed, measured.size, 1))
     per_size = reciprocal_of_power(size)
