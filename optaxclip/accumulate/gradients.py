@@ -177,7 +177,7 @@ class ValueAndGrad:
         means = over_microbatches(loss, self._judge, roles, params, cut, state)
         row, grads = means.row, params.without_gradients().replaced(means.leaves)
         if self._judge.measures:
-            norm, noise = row.norm, row.noise(self._judge.norm(grads), means.unit)
+            norm, noise = row.norm, row.noise(self._judge.norm(grads))
         else:
             # NaN, because nothing was measured. It is made from outputs of the loop, because XLA on
             # a GPU (JAX 0.10.2) needs more memory for a loop that does not return them.
@@ -185,7 +185,7 @@ class ValueAndGrad:
             noise = NoiseSums(*[unknown(row.total_weight)] * 2)
         value = row.mean(row.loss)
         of_each = Accumulated(
-            norm, means.unit * row.weight, row.rejected, row.loss, means.aux, means.state, noise
+            norm, row.weight, row.rejected, row.loss, means.aux, means.state, noise
         )
         return (value, means.aux) if self._loss.has_aux else value, grads.tree(), of_each
 

@@ -8,21 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.core import Tracer
 
 import optaxclip._border.devices as devices
-from optaxclip._base.numerics import (
-    accumulation_dtype,
-    invertible,
-    is_real,
-    leading_bit,
-    norm_dtype,
-    reciprocal_of_power,
-)
+from optaxclip._base.numerics import accumulation_dtype, is_real, norm_dtype
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
-from optaxclip._batches.cutting import Cut
 from optaxclip._batches.roles import Roles
 from optaxclip._border.devices import Axes
 from optaxclip.accumulate.places import Places
@@ -54,7 +46,6 @@ class Loss:
       has_aux: whether the loss returns `(loss, aux)`.
       dtype: the dtype in which losses and weights are added up.
       places: what is known of devices.
-      unit: a power of two by which weights are divided, so that no sum of them leaves the range.
     """
 
     fn: Callable[..., Any]
@@ -62,30 +53,6 @@ class Loss:
     has_aux: bool
     dtype: jnp.dtype
     places: Places
-    unit: Any = 1
-
-    def with_unit_for(self, cut: Cut) -> "Loss":
-        """This loss, with a unit near the largest weight of all microbatches and devices."""
-        if self.weight is None:
-            return self
-        found = list[Any]()
-
-        def bits(i: Array) -> Array:
-            found.append(self._weight_of(cut.microbatch(i), cut.size))
-            return _bits_of(jnp.asarray(found[0]))
-
-        of_each = lax.map(bits, jnp.arange(cut.number))
-        if not isinstance(found[0], Tracer):
-            return dataclasses.replace(self, unit=_power_below(found[0]))
-        axes = self.places.axes_of(of_each)
-        # As integers: for floats, XLA on CPU (JAX 0.10.2) takes subnormal numbers for 0, and loses
-        # NaN.
-        largest = devices.largest(self.places.vary(jnp.max(of_each), axes), axes)
-        weight = lax.bitcast_convert_type(largest, self.dtype)
-        is_usable = (largest > 0) & (weight <= jnp.finfo(self.dtype).max)
-        return dataclasses.replace(
-            self, unit=jnp.where(is_usable, invertible(leading_bit(weight)), 1)
-        )
 
     def widened(self, params: FlatTree) -> "Loss":
         """This loss, with losses and weights in the widest dtype of the sums."""
@@ -176,13 +143,12 @@ class Loss:
             )
         if isinstance(weight, Tracer):
             weight = weight.astype(self.dtype)
-            weight = jnp.where(weight >= 0, weight, jnp.nan)
-            return _scaled_down(weight, self.unit) if isinstance(self.unit, Array) else weight
+            return jnp.where(weight >= 0, weight, jnp.nan)
         if not weight > 0:
             raise ValueError(
                 f"weight must return a number above 0, got {weight!r} for every microbatch"
             )
-        return np.asarray(weight, self.dtype) / self.unit
+        return np.asarray(weight, self.dtype)
 
 
 def _of_batch(weight: Callable[..., Any], microbatch: tuple[Any, ...]) -> Any:
@@ -206,30 +172,3 @@ def _of_batch(weight: Callable[..., Any], microbatch: tuple[Any, ...]) -> Any:
 
 def _described(value: Any) -> str:
     return f"shape {jnp.shape(value)} and dtype {jnp.result_type(value)}"
-
-
-def _power_below(weight: Any) -> Any:
-    """The largest power of two that is at most a constant weight."""
-    return np.exp2(np.floor(np.log2(weight))).astype(weight.dtype)
-
-
-def _scaled_down(x: Array, power: Array) -> Array:
-    """`x / power` for `x >= 0` and a power of two that `invertible` gave.
-
-    It reads subnormal numbers from their bits, because XLA on CPU (JAX 0.10.2) takes them for 0.
-    """
-    info = jnp.finfo(x.dtype)
-    per_power, bits = reciprocal_of_power(power), _bits_of(x)
-    of_one, of_largest = (_bits_of(x.dtype.type(y)) for y in (1, 1 / info.tiny))
-    # The smallest normal number / power. It is made from bits, because XLA would multiply the
-    # constants of a product, `tiny * eps`, and get a subnormal number.
-    share = jnp.maximum(_bits_of(per_power) + (of_one - of_largest), 0)
-    share = lax.bitcast_convert_type(share, x.dtype)
-    subnormal = bits.astype(x.dtype) * x.dtype.type(info.eps) * share
-    return jnp.where(bits < _bits_of(x.dtype.type(info.tiny)), subnormal, x * per_power)
-
-
-def _bits_of(x: Array) -> Array:
-    """Integers in the same order as the numbers `x >= 0`, with NaN above infinity."""
-    integer = jnp.dtype(f"int{jnp.finfo(x.dtype).bits}")
-    return lax.bitcast_convert_type(x, integer)

@@ -1,6 +1,6 @@
 """Means over the microbatches that count, and noise sums."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -64,19 +64,19 @@ class Row(NamedTuple):
     def mean(self, of: Array) -> Array:
         """The weighted mean over the microbatches that count; NaN if none does."""
         known = jnp.where(self.counts, of, 0)
-        # No product overflows: weights are at most near 1, and the numbers are divided by a power
-        # of two near the largest of them.
+        # No sum overflows: shares are at most 1, and the numbers are divided by a power of two near
+        # the largest of them.
         unit = power_of_two_below(jnp.max(jnp.abs(known)))
-        terms = jnp.where(self.counts, self.weight * (known / unit), 0)
-        return jnp.sum(terms) / self.total_weight * unit
+        shares = jnp.where(self.counts, self.weight, 0) / self.total_weight
+        return jnp.sum(shares * (known / unit)) * unit
 
     @property
     def total_weight(self) -> Array:
         """The total weight of the microbatches that count."""
         return jnp.sum(jnp.where(self.counts, self.weight, 0))
 
-    def noise(self, norm_of_mean: Array, weight: Any) -> NoiseSums:
-        """The noise sums, from the norm of the mean gradient and the unit of the weights."""
+    def noise(self, norm_of_mean: Array) -> NoiseSums:
+        """The noise sums, from the norm of the mean gradient."""
         norms = jnp.where(self.counts, self.norm_after, 0)
         # The norm of the mean is at most the largest norm. All norms are divided by a power of two
         # near the largest, so that no square and no sum of squares leaves the range.
@@ -91,5 +91,4 @@ class Row(NamedTuple):
         spread = jnp.where(is_known, large - small, 1)
         signal = (large * square_of_mean - small * square) / spread
         variance = (square - square_of_mean) * (small * (large / spread))
-        sums = (signal, variance * weight)
-        return NoiseSums(*(known_where(is_known, x * unit * unit) for x in sums))
+        return NoiseSums(*(known_where(is_known, x * unit * unit) for x in (signal, variance)))
