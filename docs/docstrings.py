@@ -55,7 +55,7 @@ class Docstrings(griffe.Extension):
 def _show_options(function: griffe.Function, pkg: griffe.Module) -> None:
     """Puts in the place of `**options` what the function says of them once it is imported."""
     live = getattr(importlib.import_module(function.module.path), function.name)
-    kinds = (kind for kind in pkg["_border.options"].classes.values() if kind.bases)
+    kinds = (kind for kind in pkg["_engine.options"].classes.values() if kind.bases)
     annotations = {
         name: x.annotation for kind in kinds for name, x in kind.attributes.items()
     }

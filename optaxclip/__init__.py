@@ -20,14 +20,14 @@ from optaxclip import (
     tuning,
 )
 from optaxclip._base.types import ClipInfo, ClipState, Limits, Threshold
-from optaxclip._border.options import (
+from optaxclip._engine.clip import clip_by, clip_tree
+from optaxclip._engine.options import (
     ClipOptions,
     NormOptions,
     PlaceOptions,
     ScaleOptions,
     StageOptions,
 )
-from optaxclip._engine.clip import clip_by, clip_tree
 from optaxclip.config import from_config
 from optaxclip.methods.adaptive import adagc, clip_by_ema_norm, clip_by_quantile, zclip
 from optaxclip.methods.attention import clip_attention_logits

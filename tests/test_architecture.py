@@ -17,8 +17,9 @@ TESTS = pathlib.Path(__file__).parent
 # From the lowest up: a package imports from itself and from those before it.
 PACKAGES = [
     ("_base",),
-    ("norms", "scopes", "responses", "nonfinite", "thresholds"),
+    ("norms", "scopes"),
     ("_border",),
+    ("responses", "nonfinite", "thresholds"),
     ("_engine",),
     ("_batches",),
     ("per_example",),

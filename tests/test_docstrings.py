@@ -9,7 +9,7 @@ import pytest
 from public_names import public
 
 import optaxclip
-from optaxclip._border.options import takes
+from optaxclip._engine.options import takes
 
 NAMESPACES = ["accumulate", "ops", "thresholds", "responses", "monitor", "per_example", "tuning"]
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,6 @@ from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
 from optaxclip._base.types import PyTree
 from optaxclip._border.devices import Axes
 from optaxclip._border.leaf_sums import AtScales
-from optaxclip._border.options import Options
 from optaxclip.scopes import Scope
 
 Kept = tuple[tuple[str, ...], ...]
@@ -178,7 +177,19 @@ class Placement:
         return [lax.axis_index(axes) * size if axes else np.int32(0) for axes, size in with_sizes]
 
 
-def grouped(scope: Scope, flat: FlatTree, options: Options) -> Grouping:
+class Told(NamedTuple):
+    """What the user says of how leaves are split over devices.
+
+    Attributes:
+      axis_names: the mapped axes over which every leaf is split.
+      specs: a pytree prefix with specs.
+    """
+
+    axis_names: tuple[str, ...] | None
+    specs: PyTree
+
+
+def grouped(scope: Scope, flat: FlatTree, told: Told) -> Grouping:
     """The groups that a scope finds in a tree, of which each device may hold a part.
 
     Raises:
@@ -186,9 +197,9 @@ def grouped(scope: Scope, flat: FlatTree, options: Options) -> Grouping:
       ValueError: if `specs` is not a prefix of the tree, or a spec does not fit its leaf or the
         mesh; if groups have names that are not in order.
     """
-    names = frozenset(options.axis_names or ())
+    names = frozenset(told.axis_names or ())
     if devices.manual_axes() or names:
-        split = None if options.specs is None else _given_specs(flat, options.specs)[1]
+        split = None if told.specs is None else _given_specs(flat, told.specs)[1]
         flat = flat._replace(global_shapes=_global_shapes(flat.measured_leaves(), names, split))
     grouping = scope(flat)
     all_names = tuple(grouping.names)
@@ -200,7 +211,7 @@ def grouped(scope: Scope, flat: FlatTree, options: Options) -> Grouping:
     return grouping
 
 
-def located(grouping: Grouping, flat: FlatTree, options: Options) -> Placement:
+def located(grouping: Grouping, flat: FlatTree, told: Told) -> Placement:
     """How the leaves of a tree with these groups lie on devices.
 
     Raises:
@@ -208,7 +219,7 @@ def located(grouping: Grouping, flat: FlatTree, options: Options) -> Placement:
       ValueError: as `grouped`; if it is unknown how leaves are split; if a leaf is a partial sum.
     """
     leaves, manual = flat.measured_leaves(), devices.manual_axes()
-    axis_names, specs = options.axis_names, options.specs
+    axis_names, specs = told
     types = devices.types_of(leaves)
     devices.refuse_partial_sums(types)
     # Types show neither how a sparse array is split, nor the axis of a surrounding `vmap`.

@@ -34,8 +34,8 @@ from optaxclip._base.types import (
     Threshold,
 )
 from optaxclip._border.crossing import Transformation, stateless, transformation
-from optaxclip._border.options import ClipOptions, Options, takes
 from optaxclip._border.placement import Placement, grouped
+from optaxclip._engine.options import ClipOptions, Options, takes
 from optaxclip._engine.plan import Plan, plan_of
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import BY_NORM, Technique, clipped, norms_of
@@ -118,7 +118,7 @@ def stage(
 
     def init(params: PyTree) -> ClipState:
         flat = flatten(params, "params")
-        grouping = grouped(scope, flat, options)
+        grouping = grouped(scope, flat, options.told)
         warn_of_many_norms(grouping, options.name)
         # Nothing is measured here, so the plan does not have to say where leaves lie.
         plan = Plan(grouping, Placement((), (), in_one_piece=True))

@@ -21,8 +21,8 @@ from optaxclip._base.states import Names
 from optaxclip._base.trees import FlatTree, matching_params
 from optaxclip._base.types import NormTree, PyTree
 from optaxclip._border.leaf_sums import AtScales
-from optaxclip._border.options import Options
 from optaxclip._border.placement import Placement, grouped, located
+from optaxclip._engine.options import Options
 from optaxclip.scopes import Scope
 
 
@@ -181,8 +181,8 @@ def plan_of(
     The state has `size` groups, and their names are `stored`.
     """
     flat = flat if stored is None else flat.named_like(stored)
-    grouping = grouped(scope, flat, options)
-    placement = located(grouping, flat, options)
+    grouping = grouped(scope, flat, options.told)
+    placement = located(grouping, flat, options.told)
     if stored is not None:
         grouping = grouping.with_groups_of_state(stored, size, options.name)
     return Plan(grouping, placement)
@@ -196,5 +196,5 @@ def weights_beside(
     Parameters may be split differently from the updates.
     """
     found = matching_params(flat, params, options.name)
-    placement = located(plan.grouping, found, options)
+    placement = located(plan.grouping, found, options.told)
     return found.measured_leaves(), dataclasses.replace(plan, placement=placement)

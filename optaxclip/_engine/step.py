@@ -18,8 +18,8 @@ from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import ClipState, NormTree, PyTree, Threshold
 from optaxclip._border.crossing import across
 from optaxclip._border.entries import as_arrays
-from optaxclip._border.options import Options
 from optaxclip._engine.measure import Measured, mask, measure, slack
+from optaxclip._engine.options import Options
 from optaxclip._engine.plan import Plan, weights_beside
 from optaxclip._engine.record import updated_info
 from optaxclip._engine.respond import Multiplier, multiplier

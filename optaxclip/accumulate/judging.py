@@ -13,8 +13,8 @@ from optaxclip._base.arguments import checked_bool, refuse_uncalled
 from optaxclip._base.states import own_arrays, registered_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ClipInfo, ClipState, PyTree, Threshold
-from optaxclip._border.options import Options
 from optaxclip._engine.clip import norms_by, stage
+from optaxclip._engine.options import Options
 from optaxclip.accumulate.places import Places
 from optaxclip.methods.judging import judged, kept_where
 from optaxclip.thresholds.fixed import as_limit

@@ -15,8 +15,8 @@ import optaxclip.scopes as scopes
 from optaxclip._base.arguments import refuse_arrays
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip._border.crossing import Transformation
-from optaxclip._border.options import ClipOptions, NormOptions, takes
 from optaxclip._engine.clip import clip_by
+from optaxclip._engine.options import ClipOptions, NormOptions, takes
 from optaxclip.thresholds.fixed import LimitLike, ScalarOrSchedule, as_limit, relative
 
 

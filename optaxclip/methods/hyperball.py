@@ -13,7 +13,7 @@ from optaxclip._base.states import Names, check_state, increased, registered_sta
 from optaxclip._base.trees import FlatTree, flatten, matching_params
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._border.crossing import Transformation, transformation
-from optaxclip._border.options import Options, PlaceOptions, takes
+from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.plan import Plan, plan_of
 from optaxclip._engine.step import norms_of
 from optaxclip.methods.moments import dense

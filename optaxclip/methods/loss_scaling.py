@@ -28,7 +28,7 @@ from optaxclip._base.trees import data_of, dtype_of, flatten, is_sparse, with_da
 from optaxclip._base.types import ClipInfo, PyTree
 from optaxclip._border.crossing import Transformation, across, transformation
 from optaxclip._border.entries import times
-from optaxclip._border.options import Options, PlaceOptions, takes
+from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip.methods.skipping import SkipState, as_inner, skipping
 
 

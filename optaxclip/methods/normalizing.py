@@ -9,8 +9,8 @@ import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
 from optaxclip._base.types import ArrayLike, ClipState, PyTree
 from optaxclip._border.crossing import Transformation
-from optaxclip._border.options import NormOptions, ScaleOptions, takes
 from optaxclip._engine.clip import clip_by
+from optaxclip._engine.options import NormOptions, ScaleOptions, takes
 from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.base import FLOOR
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit

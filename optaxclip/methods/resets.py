@@ -16,8 +16,8 @@ from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipState, PyTree, Threshold
 from optaxclip._border.crossing import Transformation, transformation
 from optaxclip._border.entries import as_arrays
-from optaxclip._border.options import Options, PlaceOptions, takes
 from optaxclip._engine.clip import norms_by
+from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.respond import Multiplier
 from optaxclip._engine.scale import scale

@@ -15,8 +15,8 @@ from optaxclip._base.states import Names, check_state, increased, own_arrays, re
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ClipInfo, ClipState, PyTree, Threshold
 from optaxclip._border.crossing import Transformation, transformation
-from optaxclip._border.options import Options
 from optaxclip._engine.clip import known_norm
+from optaxclip._engine.options import Options
 from optaxclip._engine.plan import plan_of
 from optaxclip._engine.record import initial_info
 from optaxclip._engine.step import norms_of

@@ -14,7 +14,7 @@ import optax
 
 from optaxclip._base.types import Threshold
 from optaxclip._border.crossing import Transformation
-from optaxclip._border.options import Options, PlaceOptions, takes
+from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip.methods.skipping import SkipState, skipping
 from optaxclip.norms import Norm
 from optaxclip.thresholds.fixed import LimitLike, ScalarOrSchedule

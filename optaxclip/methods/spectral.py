@@ -16,9 +16,9 @@ from optaxclip._base.numerics import accumulation_dtype, fixed_size, match_weak_
 from optaxclip._base.trees import is_sparse
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip._border.crossing import Transformation
-from optaxclip._border.options import Options, StageOptions, takes
 from optaxclip._engine.clip import stage
 from optaxclip._engine.measure import Measured
+from optaxclip._engine.options import Options, StageOptions, takes
 from optaxclip._engine.plan import Plan
 from optaxclip._engine.respond import Multiplier
 from optaxclip._engine.step import Technique

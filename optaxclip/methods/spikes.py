@@ -24,8 +24,8 @@ from optaxclip._base.trees import flatten, is_sparse, with_data
 from optaxclip._base.types import ArrayLike, ClipState, PyTree
 from optaxclip._border.crossing import Transformation, across, transformation
 from optaxclip._border.entries import sums_of_stored
-from optaxclip._border.options import Options, ScaleOptions, takes
 from optaxclip._engine.clip import stage
+from optaxclip._engine.options import Options, ScaleOptions, takes
 from optaxclip._engine.respond import Multiplier
 from optaxclip._engine.step import Technique
 from optaxclip.methods.elementwise import clamp_leaf

@@ -26,8 +26,8 @@ from optaxclip._base.trees import flatten
 from optaxclip._base.types import ArrayLike, ClipState, NonFinite, PyTree
 from optaxclip._border.crossing import Transformation, across, transformation
 from optaxclip._border.entries import times
-from optaxclip._border.options import Options, PlaceOptions, takes
 from optaxclip._engine.clip import stage
+from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.plan import Plan, plan_of
 from optaxclip.methods.moments import NamedMoments, dense, wide_dtype, zero_moments
 from optaxclip.methods.updates import leaves_apart

@@ -9,8 +9,8 @@ import optaxclip.scopes as scopes
 from optaxclip._base.arguments import refuse_arrays
 from optaxclip._base.types import ClipState, PyTree
 from optaxclip._border.crossing import Transformation
-from optaxclip._border.options import ScaleOptions, takes
 from optaxclip._engine.clip import clip_by
+from optaxclip._engine.options import ScaleOptions, takes
 from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
 
 

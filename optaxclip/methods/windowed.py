@@ -9,8 +9,8 @@ import optaxclip.scopes as scopes
 import optaxclip.thresholds as thresholds
 from optaxclip._base.types import ArrayLike, ClipState
 from optaxclip._border.crossing import Transformation
-from optaxclip._border.options import ClipOptions, takes
 from optaxclip._engine.clip import clip_by
+from optaxclip._engine.options import ClipOptions, takes
 from optaxclip.thresholds.base import FLOOR
 
 

@@ -15,7 +15,7 @@ from optaxclip._base.states import FRESH_STATE, Names, check_state, increased, r
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipState, Path, PyTree
 from optaxclip._border.crossing import Transformation, across, transformation
-from optaxclip._border.options import Options, PlaceOptions, takes
+from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.plan import plan_of
 from optaxclip._engine.step import norms_of
 from optaxclip.methods.skipping import SkipState, as_inner

@@ -15,8 +15,8 @@ from optaxclip._base.states import FRESH_STATE, Names, check_state, increased, r
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
 from optaxclip._border.crossing import Transformation, across, transformation
-from optaxclip._border.options import Options, PlaceOptions, takes
 from optaxclip._border.placement import grouped
+from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.plan import plan_of
 from optaxclip.monitor.statistics import STATISTICS, recorded_statistics
 from optaxclip.norms import Norm
@@ -139,7 +139,7 @@ def record(
     def init(params: PyTree) -> RecordState:
         columns, names, keys = (), Names(("loss",)), ("loss",)
         if not loss:
-            grouping, keys = grouped(chosen_scope, flatten(params, "params"), checked), kept
+            grouping, keys = grouped(chosen_scope, flatten(params, "params"), checked.told), kept
             names = grouping.names
             columns = () if grouping.layout == "scalar" else (len(names),)
         last = {key: jnp.zeros(columns, jnp.float32) for key in keys}

@@ -18,8 +18,8 @@ from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip._base.types import PyTree
 from optaxclip._border.crossing import across
 from optaxclip._border.entries import as_arrays
-from optaxclip._border.options import Options
 from optaxclip._engine.measure import measure
+from optaxclip._engine.options import Options
 from optaxclip._engine.plan import Plan, weights_beside
 from optaxclip._engine.products import Products, products
 from optaxclip.norms import Norm

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.trees import flatten
-from optaxclip._border.options import Options
 from optaxclip._border.placement import grouped, located
+from optaxclip._engine.options import Options
 
 # Of `x` each column has a norm, and `y` has one.
 COLUMNS = Grouping((Group(("x",), (0,), (6,)), Group(("y",), (1,))), ((0,), (0,)), "dict")
@@ -30,7 +30,7 @@ AUTO, EXPLICIT = mesh_of(AxisType.Auto), mesh_of(AxisType.Explicit)
 
 
 def place(tree, grouping=COLUMNS, **options):
-    return located(grouping, flatten(tree, "updates"), Options.checked(name="mine", **options))
+    return located(grouping, flatten(tree, "updates"), Options.checked(name="mine", **options).told)
 
 
 def in_region(specs, given=None, grouping=COLUMNS, tracked=True, **options):
@@ -181,7 +181,7 @@ def test_shapes_of_whole_leaves():
             found.append([*flat.global_shapes])
             return COLUMNS
 
-        grouped(scope, flatten(tree, "updates"), Options.checked(name="mine", **options))
+        grouped(scope, flatten(tree, "updates"), Options.checked(name="mine", **options).told)
         return found[0]
 
     def in_region(tracked, **options):
@@ -208,4 +208,4 @@ def test_shapes_of_whole_leaves():
     assert in_region(tracked=True, specs=P("a")) == [(4, 3), (4,)]
     names = Grouping((Group(("b",), (0,)), Group(("a",), (1,))), ((0, 1), (0,)), "vector")
     with pytest.raises(ValueError, match="must not have the name of a layer of a stacked leaf"):
-        grouped(lambda flat: names, flatten(LEAVES, "updates"), Options.checked(name="mine"))
+        grouped(lambda flat: names, flatten(LEAVES, "updates"), Options.checked(name="mine").told)

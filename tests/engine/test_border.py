@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from optaxclip._border import devices, gpu, leaf_sums
 from optaxclip._border.crossing import Split
-from optaxclip._border.options import Options, PlaceOptions, takes
 from optaxclip._border.placement import _checked_spec
+from optaxclip._engine.options import Options, PlaceOptions, takes
 
 # Shape, summed axes, whether no axis may be split, and the shape of the partial sums.
 FOLDED = {

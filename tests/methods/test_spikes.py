@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from optaxclip import monitor
-from optaxclip._border.options import Options
+from optaxclip._engine.options import Options
 from optaxclip.methods import spikes
 
 S = np.float32([1.0, 1.2, 0.8, 1.0, 5.0, 1.1])

@@ -19,6 +19,7 @@ from optaxclip._base.arguments import (
 )
 from optaxclip._base.numerics import is_real
 from optaxclip._base.types import AxisName, NonFinite, PyTree
+from optaxclip._border.placement import Told
 from optaxclip.nonfinite import as_policy
 from optaxclip.norms import Norm, as_norm
 from optaxclip.responses import Response, as_response
@@ -124,6 +125,11 @@ class Options:
     axis_names: tuple[str, ...] | None = dataclasses.field(compare=False)
     specs: PyTree = dataclasses.field(compare=False)
     name: str
+
+    @property
+    def told(self) -> Told:
+        """What they say of how leaves are split over devices."""
+        return Told(self.axis_names, self.specs)
 
     @classmethod
     def checked(cls, **given: Any) -> "Options":
