@@ -28,7 +28,7 @@ from jax import Array
 from jax.tree_util import Partial
 
 from optaxclip._base.arguments import asks, checked_bool, checked_choice
-from optaxclip._base.numerics import narrowed, norm_of_all_in_parts, power_of_two_below, safe_sqrt
+from optaxclip._base.numerics import narrowed, power_of_two_below, safe_sqrt
 from optaxclip._base.states import Names, increased, registered_state
 from optaxclip._base.types import ArrayLike, Limits, PyTree, Threshold
 from optaxclip.thresholds.checks import checked_limit
@@ -59,7 +59,10 @@ class Statistic(Protocol):
         ...
 
     def limits(self, settings: Any, state: PyTree, norm: Array, count: Array) -> Limits:
-        """The limits for this norm; they are infinite until a norm was recorded."""
+        """The limits for these norms; they are infinite until a norm was recorded.
+
+        A norm that is not finite comes as 0.
+        """
         ...
 
 
@@ -112,7 +115,6 @@ class _Static:
     record: Record
     inclusive: bool
     reject: bool
-    by_norm_of_all: bool
 
     @property
     def rule(self) -> Names:
@@ -136,7 +138,6 @@ def adaptive(
     record: Record,
     inclusive: bool = False,
     reject: bool = False,
-    by_norm_of_all: bool = False,
     warmup_steps: int = 0,
     floor: float = FLOOR,
     patience: int | None = PATIENCE,
@@ -150,9 +151,6 @@ def adaptive(
       record: what a norm above its limit adds to the statistic.
       inclusive: whether a norm counts in the statistic that judges it.
       reject: whether a norm above its limit is brought to 0 instead of to its target.
-      by_norm_of_all: whether the statistic's `limits` gets `(settings, root, unit)` in place of
-        `settings`. The product `root * unit`, which may overflow, is the L2 norm of all groups that
-        are finite; `unit` is a power of two.
       warmup_steps: how many norms must have been recorded before there is a limit.
       floor: smaller norms are not recorded, and no limit is smaller.
       patience: how many norms in a row may exceed their limit before the raw norm is recorded.
@@ -177,7 +175,6 @@ def adaptive(
         record,
         checked_bool(inclusive, "inclusive"),
         checked_bool(reject, "reject"),
-        checked_bool(by_norm_of_all, "by_norm_of_all"),
     )
     return Threshold(Partial(_init, static, settings), Partial(_update, static, options, settings))
 
@@ -287,10 +284,7 @@ def _update(
     count, kept = state.recorded, state.statistic
     if static.inclusive:
         count, kept = recorded(norm, counts)
-    arguments = settings
-    if static.by_norm_of_all:
-        arguments = (settings, *norm_of_all_in_parts(norm))
-    rule = statistic.limits(arguments, kept, norm, count)
+    rule = statistic.limits(settings, kept, norm, count)
     is_ready = count >= options.warmup_steps
     trigger, target = (
         jnp.where(is_ready, jnp.maximum(limit, as_float(options.floor)), jnp.inf) for limit in rule

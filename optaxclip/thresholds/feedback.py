@@ -8,7 +8,13 @@ import numpy as np
 from jax import Array
 
 from optaxclip._base.arguments import asks, checked_bool
-from optaxclip._base.numerics import averaged, multiplied, reciprocal_of_power, safe_divide
+from optaxclip._base.numerics import (
+    averaged,
+    multiplied,
+    norm_of_all_in_parts,
+    reciprocal_of_power,
+    safe_divide,
+)
 from optaxclip._base.states import registered_state
 from optaxclip._base.types import ArrayLike, Limits, Threshold
 from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, multiple, within
@@ -125,7 +131,6 @@ def adagc(
         _Adagc(),
         settings,
         record="clipped",
-        by_norm_of_all=True,
         floor=floor,
         patience=patience,
         max_norm=max_norm,
@@ -256,20 +261,18 @@ class _Adagc:
         later = jnp.where(count < settings.warmup_steps, jnp.minimum(state, norm), average)
         return jnp.where(count == 0, norm, later)
 
-    def limits(
-        self, settings: tuple[_AdaGCSettings, Array, Array], state: Array, norm: Array, count: Array
-    ) -> Limits:
-        own, root, unit = settings
+    def limits(self, settings: _AdaGCSettings, state: Array, norm: Array, count: Array) -> Limits:
+        root, unit = norm_of_all_in_parts(norm)
         # First norm / global norm: `lambda_abs / global_norm` may overflow or become subnormal.
-        largest = as_float(own.lambda_abs)
+        largest = as_float(settings.lambda_abs)
         # Not divided: XLA (JAX 0.10.2) merges divisions, and the divisors' product may overflow.
         per_unit = reciprocal_of_power(unit)
         share = safe_divide(norm * per_unit, root, 1)
         # Derivatives of the product must be finite even if it is not selected.
         product = jnp.where(jnp.isinf(largest), 1, largest) * share
         shrunk = jnp.where(root > largest * per_unit, product, norm)
-        later = jnp.where(count == 0, jnp.inf, multiple(own.lambda_rel, state))
-        limit = jnp.where(count < own.warmup_steps, shrunk, later)
+        later = jnp.where(count == 0, jnp.inf, multiple(settings.lambda_rel, state))
+        limit = jnp.where(count < settings.warmup_steps, shrunk, later)
         return Limits(limit, limit)
 
 
