@@ -20,7 +20,7 @@ is not finite leaves the state exactly as it was.
 
 import dataclasses
 import re
-from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,10 @@ class Statistic(Protocol):
     Statistics are hashable, because they are static under `jit`; the numbers that they compute with
     are traced, and come as `settings`. A statistic keeps a deviation and not a variance, because
     the square of a norm may overflow in float32.
+
+    Two attributes are optional. `window: int` is for a statistic that keeps the last values in a
+    ring, the next one in place `count % window`: when the count reaches the largest int32, it falls
+    by a multiple of `window`. `any_sign = True` allows numbers below 0, such as losses.
     """
 
     def init(self, settings: Any, like: Array) -> PyTree:
@@ -64,31 +68,6 @@ class Statistic(Protocol):
         A norm that is not finite comes as 0.
         """
         ...
-
-
-@runtime_checkable
-class Windowed(Protocol):
-    """A statistic that keeps the last values in a ring; the next value goes to `count % window`.
-
-    When the count of norms reaches the largest int32, it falls by a multiple of `window`, so that
-    this place stays right.
-
-    Attributes:
-      window: the number of values.
-    """
-
-    window: int
-
-
-@runtime_checkable
-class OfAnySign(Protocol):
-    """A statistic that allows numbers below 0, such as losses.
-
-    Attributes:
-      any_sign: True.
-    """
-
-    any_sign: bool
 
 
 @registered_state
@@ -192,7 +171,7 @@ def of_any_sign(rule: Threshold, argument: str) -> Threshold:
     if not isinstance(rule.update, Partial) or rule.update.func is not _update:
         return rule
     static, options, settings = rule.update.args
-    if not isinstance(static.statistic, OfAnySign):
+    if not getattr(static.statistic, "any_sign", False):
         raise ValueError(
             f"{argument} must be a rule that allows negative numbers, as losses may be negative; "
             "got a rule for norms alone: use thresholds.window, zscore, percentile, median or "
@@ -269,7 +248,7 @@ def _update(
     # A state that was restored from a checkpoint may hold NumPy arrays.
     state = jax.tree.map(jnp.asarray, state)
     statistic = static.statistic
-    period = statistic.window if isinstance(statistic, Windowed) else 1
+    period = getattr(statistic, "window", 1)
     is_finite, largest = jnp.isfinite(norms), float(jnp.finfo(jnp.float32).max)
     # The state is float32, so norms in float64 are converted.
     norm = narrowed(jnp.where(is_finite, norms, 0), jnp.dtype(jnp.float32))
