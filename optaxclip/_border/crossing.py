@@ -101,7 +101,7 @@ def everywhere(*operands: Any) -> PartitionSpec:
 def across(
     fn: Callable[..., Any],
     *operands: Any,
-    like: Callable[..., PyTree] = everywhere,
+    like: int | tuple[int, ...] | Callable[..., PyTree] = everywhere,
     compiled: bool = True,
     **static: Any,
 ) -> Any:
@@ -114,8 +114,9 @@ def across(
     Args:
       fn: a function; if compiled, of a module's top level, because it is part of the cache's key.
       *operands: pytrees of arrays.
-      like: a function of the operands that gives the types of the results on such a mesh, as a
-        pytree prefix of the results with arrays or `PartitionSpec`s.
+      like: the position of the operand whose types the results get on such a mesh, or of one
+        operand for each result; or a function of the operands that gives a pytree prefix of the
+        results with arrays or `PartitionSpec`s.
       compiled: whether to compile in eager mode.
       **static: hashable keyword arguments of `fn`.
     """
@@ -125,7 +126,7 @@ def across(
 
 def _on_any_mesh(
     fn: Callable[..., Any],
-    like: Callable[..., PyTree],
+    like: int | tuple[int, ...] | Callable[..., PyTree],
     static: tuple[tuple[str, Any], ...],
     *operands: Any,
 ) -> Any:
@@ -134,7 +135,11 @@ def _on_any_mesh(
     with devices.on_own_mesh(types):
         mesh = devices.explicit_mesh(types)
         if mesh is not None:
-            specs = jax.tree.map(devices.spec_of, like(*operands))
+            if callable(like):
+                types = like(*operands)
+            else:
+                types = jax.tree.map(lambda position: operands[position], like)
+            specs = jax.tree.map(devices.spec_of, types)
             fn = devices.with_automatic_axes(fn, mesh, specs)
         return fn(*operands)
 

@@ -51,7 +51,7 @@ def clamp(
     dtypes = set(map(_canonical, {dtype_of(leaf) for leaf in leaves}))
     highs = {str(dtype): _in_range(high, dtype) for dtype in dtypes}
     lows = None if low is None else {str(dtype): _in_range(low, dtype) for dtype in dtypes}
-    return flat.rebuild(across(_clamped_by_dtype, leaves, lows, highs, like=_leaves))
+    return flat.rebuild(across(_clamped_by_dtype, leaves, lows, highs, like=0))
 
 
 def checked_bound(bound: Any, argument: str) -> Any:
@@ -121,10 +121,6 @@ def _integer_in_range(bound: Any, dtype: Any) -> ArrayLike:
 
 # JAX turns NumPy's float64 into float32.
 _canonical = jax.dtypes.canonicalize_dtype
-
-
-def _leaves(leaves: list[Any], *_: Any) -> list[Any]:
-    return leaves
 
 
 def _clamped_by_dtype(

@@ -90,7 +90,7 @@ def kept_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
             return y
         if is_opaque(y):
             return jnp.where(where, x, y)
-        return across(_chosen, where, x, y, like=_new)
+        return across(_chosen, where, x, y, like=2)
 
     return jax.tree.map(choose, new, old)
 
@@ -104,11 +104,6 @@ def zero_where(where: Array, tree: PyTree) -> PyTree:
 @jax.jit
 def _zeroed(where: Array, x: Array) -> Array:
     return match_weak_type(select(where, 0, x), x)
-
-
-def _new(where: Array, x: Array, y: Array) -> Array:
-    del where, x
-    return y
 
 
 def _chosen(where: Array, x: Array, y: Array) -> Array:

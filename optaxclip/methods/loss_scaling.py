@@ -158,7 +158,7 @@ def scale_loss(
     ) -> tuple[PyTree, LossScaleState]:
         check_state(state, LossScaleState, checked.name, _WRAP_STATE, updates=updates)
         flat, scale = flatten(updates, "updates"), as_power(state.loss_scale)
-        grads = flat.rebuild(across(_unscaled, flat.measured_leaves(), scale, like=_leaves))
+        grads = flat.rebuild(across(_unscaled, flat.measured_leaves(), scale, like=0))
         new, skip_state = skip.update(grads, state.skip, _widened(params), **extra_args)
         is_good = skip_state.info.factor > 0
         loss_scale, good_steps = across(_next, numbers, scale, state.good_steps, is_good)
@@ -208,11 +208,6 @@ def _product(x: Array, by: Array) -> Array:
     wide = _wide(x)
     product = times(wide, by.astype(jnp.finfo(wide.dtype).dtype))
     return match_weak_type(product, wide)
-
-
-def _leaves(leaves: list[Any], scale: Array) -> list[Any]:
-    del scale
-    return leaves
 
 
 @functools.cache

@@ -48,12 +48,7 @@ def steps_along(
       eps: a direction with a norm of at most `eps` counts as zeros.
       plan: one group for each matrix.
     """
-    return across(_steps, weights, directions, radius, rate, eps, like=_directions, plan=plan)
-
-
-def _directions(weights: list[Any], directions: list[Any], *_: Any) -> list[Any]:
-    del weights
-    return directions
+    return across(_steps, weights, directions, radius, rate, eps, like=1, plan=plan)
 
 
 def _steps(

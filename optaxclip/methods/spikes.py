@@ -199,7 +199,7 @@ def clip_by_second_moment(
                 "did not have"
             )
         operands = (settings, flat.measured_leaves(), old.of_leaves(flat, name), state.steps)
-        clipped, count, moments = across(_clamped, *operands, like=_results, period=period)
+        clipped, count, moments = across(_clamped, *operands, like=(1, 3, 2), period=period)
         return flat.rebuild(clipped), SecondMomentState(count, old.replaced(flat, moments))
 
     return transformation(init, update)
@@ -209,11 +209,6 @@ class _Settings(NamedTuple):
     threshold: Any
     decay: Any
     warmup_steps: Any
-
-
-def _results(settings: Any, leaves: list[Any], moments: list[Array], count: Array) -> Any:
-    del settings
-    return leaves, count, moments
 
 
 def _clamped(

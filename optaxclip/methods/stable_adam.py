@@ -137,7 +137,7 @@ def scale_by_stable_adam(
         leaves = (flat.measured_leaves(), mu.of_leaves(flat, name), nu.of_leaves(flat, name))
         dtype = norm_dtype(average.dtype for average in leaves[2])
         shares = [_share(beta, increased(state.steps), dtype) for beta in betas]
-        ratios = across(_each, *leaves, shares[1:], eps, like=_grads, of_leaf=_ratio, plan=plan)
+        ratios = across(_each, *leaves, shares[1:], eps, like=0, of_leaf=_ratio, plan=plan)
         _, clip_state = clip.update(flat.rebuild(ratios), state.clip)
         taken = jnp.isfinite(clip_state.info.norm) & np.array(plan.grouping.present, bool)
         # A tensor that is not finite does not count in its averages.
@@ -153,10 +153,6 @@ def scale_by_stable_adam(
         )
 
     return transformation(init, update)
-
-
-def _grads(grads: list[Any], *_: Any) -> list[Any]:
-    return grads
 
 
 def _rows(grads: list[Any], mus: list[Array], nus: list[Array], *_: Any) -> list[Any]:
