@@ -226,7 +226,7 @@ def _zclip(warmup=3, cap=math.inf, **options):
 
 
 def _adagc(relative, beta):
-    rule = functools.partial(thresholds.adagc, relative, beta=beta, warmup_steps=3, floor=0.0)
+    rule = functools.partial(thresholds.adagc, relative, beta=beta, warmup_steps=3, **_PUBLISHED)
     return Case(rule, lambda n: adagc(n, relative, 1.0, beta, 3))
 
 

@@ -11,7 +11,8 @@ import optaxclip
 from optaxclip import accumulate, monitor, ops, per_example, responses, scopes, thresholds, tuning
 
 FLOOR, PATIENCE, L2 = {"floor": 1e-8}, {"patience": 20}, {"norm": "l2"}
-ADAGC = {"lambda_rel": 1.05, "lambda_abs": 1.0, "beta": 0.98, "warmup_steps": 100, **FLOOR}
+ADAGC = {"lambda_rel": 1.04, "lambda_abs": 1.0, "beta": 0.99, "warmup_steps": 100}
+ADAGC |= FLOOR | PATIENCE
 ZSCORE = {"alpha": 0.97, "z_thresh": 2.5, "warmup_steps": 25, "option": "adaptive"}
 QUANTILE = {"target": 0.5, "learning_rate": 0.2, "init_limit": 0.1, "geometric": True}
 HISTORY = {"mean_decay": 0.7, "square_decay": 0.9, "eps": 1e-8, **FLOOR}

@@ -67,10 +67,10 @@ SUBJECTS = {
     "ZClip mean": Subject(_zscore(option="mean"), _LOCKED),
     "ZClip spikes skipped": Subject(_zscore(record="accepted"), _LOCKED),
     "ZClip percentile": Subject(_zscore(option="percentile"), (6, 28, 66)),
-    "AdaGC .98 1.05": Subject(thresholds.adagc, (649, 1596, 3872)),
-    "AdaGC .99 1.04": Subject(
-        functools.partial(thresholds.adagc, 1.04, beta=0.99), (1703, NEVER, NEVER)
+    "AdaGC .98 1.05": Subject(
+        functools.partial(thresholds.adagc, 1.05, beta=0.98), (649, 1596, 3872)
     ),
+    "AdaGC .99 1.04": Subject(thresholds.adagc, (1703, NEVER, NEVER)),
     "OLMo ratio 2": Subject(_ema(skip_steps=1), (0, 8, 56)),
     "PDE-Transformer": Subject(
         _ema(0.99, 2.0, target_decay=0.9, target_ratio=1.1, debias=True), (1, 130, 362)

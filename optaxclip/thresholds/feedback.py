@@ -17,7 +17,15 @@ from optaxclip._base.numerics import (
 )
 from optaxclip._base.states import registered_state
 from optaxclip._base.types import ArrayLike, Limits, Threshold
-from optaxclip.thresholds.base import FLOOR, adaptive, as_float, at_least, multiple, within
+from optaxclip.thresholds.base import (
+    FLOOR,
+    PATIENCE,
+    adaptive,
+    as_float,
+    at_least,
+    multiple,
+    within,
+)
 from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.moving import Moments, weighted
 
@@ -78,24 +86,23 @@ def log_tracker(
 
 @asks()
 def adagc(
-    lambda_rel: ArrayLike = 1.05,
+    lambda_rel: ArrayLike = 1.04,
     lambda_abs: ArrayLike = 1.0,
-    beta: ArrayLike = 0.98,
+    beta: ArrayLike = 0.99,
     warmup_steps: int = 100,
     *,
     floor: float = FLOOR,
-    patience: int | None = None,
+    patience: int | None = PATIENCE,
     max_norm: ArrayLike | None = None,
 ) -> Threshold:
     """A little above the moving average of the clipped norms, after a warm-up by the global norm.
 
     Source: Wang et al., 2025, AdaGC, arXiv 2502.11034, where each leaf is a group. In the warm-up
     all groups are multiplied by `min(lambda_abs / global norm, 1)`, and a group's average begins as
-    the smallest of its norms after that. The revised paper has `lambda_rel=1.04, beta=0.99`.
+    the smallest of its norms after that. The constants are those of the paper's last version.
 
-    The rule records clipped norms, so a limit grows by a factor of at most
-    `1 + (1 - beta) * (lambda_rel - 1)` a step, and needs 694 steps to double. This is intended, so
-    `patience` is None by default.
+    The rule records clipped norms, so without patience a limit grows by a factor of at most
+    `1 + (1 - beta) * (lambda_rel - 1)` a step, and needs 1734 steps to double.
 
     Args:
       lambda_rel: the limit, divided by the average.

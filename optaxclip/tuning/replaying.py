@@ -15,8 +15,8 @@ WINDOW = 100
 """The window of AutoClip."""
 MAX_REPLAYED = 10_000
 """Rules are tried on at most this many of the last norms."""
-UNCHOSEN = "adagc(lambda_rel=1.04, beta=0.99)"
-"""AdaGC with its last constants: nearly a clip with nothing to choose (docs/evidence.md)."""
+UNCHOSEN = "adagc()"
+"""Nearly a clip with nothing to choose (docs/evidence.md)."""
 
 Rule = Regime | Literal["unchosen"]
 
@@ -48,7 +48,7 @@ def _replayed(
         "stationary": lambda: autoclip(percent, WINDOW),
         "drifting": zclip,
         "stepped": clip_by_window_norm,
-        "unchosen": lambda: adagc(lambda_rel=1.04, beta=0.99),
+        "unchosen": adagc,
     }[rule]()
 
     def step(state: Any, gradient: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:

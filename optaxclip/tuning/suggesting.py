@@ -52,7 +52,7 @@ class Suggestion:
       num_nonfinite: how many norms were NaN or infinite.
       percentiles: constant limits at a few percentiles of the norms after the warm-up.
       adaptive: the limit rule that fits the regime.
-      unchosen: AdaGC with its last constants, by the global norm: a clip with nothing to choose.
+      unchosen: AdaGC by the global norm, for adaptive optimizers if you do not want to choose.
       unchosen_limit: the limit of `unchosen` after the last norm.
       notes: the doubts, then advice.
       norms: float64[steps], all the norms.
@@ -322,7 +322,7 @@ def _adaptive(regime: Regime, share: float, norms: Floats, warmup: int) -> Alter
 
 
 def _unchosen(limit: float, norms: Floats, warmup: int) -> tuple[Alternative, float]:
-    """AdaGC with its last constants, and its limit after the last norm."""
+    """AdaGC, and its limit after the last norm."""
     share, last = replayed(norms, "unchosen", warmup)
-    why = f"nothing to choose; its limit ends at {last:.3g}, {beside(last, limit)}"
+    why = f"meant to clip so often; its limit ends at {last:.3g}, {beside(last, limit)}"
     return Alternative(UNCHOSEN, share, why), last

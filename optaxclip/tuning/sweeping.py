@@ -47,8 +47,8 @@ class SweepResult:
       learning_rate: the learning rate of the best run; None without learning rates.
       noises: float[limits], by how much the final loss of each limit may exceed the best loss and
         still count as equal; 0 for the best limit, NaN if all runs diverged.
-      unchosen_limit: the limit at which AdaGC with its last constants, which has nothing to choose,
-        ends on the norms of the first run with the suggested limit; NaN without one.
+      unchosen_limit: the limit at which AdaGC ends on the norms of the first run with the suggested
+        limit; NaN without one.
     """
 
     limits: Numbers
@@ -104,8 +104,8 @@ class SweepResult:
         if math.isnan(self.unchosen_limit):
             return suggested
         return (
-            f"{suggested}\n{UNCHOSEN}, with nothing to choose: on that run's norms its limit "
-            f"ends at {self.unchosen_limit:.3g}, {beside(self.unchosen_limit, self.limit)}"
+            f"{suggested}\n{UNCHOSEN}, meant to clip nearly every step: on that run's norms its "
+            f"limit ends at {self.unchosen_limit:.3g}, {beside(self.unchosen_limit, self.limit)}"
         )
 
 

@@ -43,7 +43,7 @@ METHODS = {
     ),
     "adagc": (
         optaxclip.adagc,
-        {"lambda_abs": 3.0, "warmup_steps": 10},
+        {"lambda_rel": 1.05, "beta": 0.98, "lambda_abs": 3.0, "warmup_steps": 10, "patience": None},
         lambda n: published.adagc(n, absolute=3.0, warmup=10),
     ),
     "clip_by_median_norm": (
@@ -145,7 +145,7 @@ PAPERS = {
         "max_norm": None,  # 1.0 in the published code
         "option": "adaptive",
     },
-    "adagc": {"lambda_rel": 1.05, "lambda_abs": 1.0, "beta": 0.98, "warmup_steps": 100},
+    "adagc": {"lambda_rel": 1.04, "lambda_abs": 1.0, "beta": 0.99, "warmup_steps": 100},
     "clip_by_median_norm": {"scale": 2.0, "window": 100},
     "clip_by_quantile": {"target": 0.5, "learning_rate": 0.2, "init_limit": 0.1},
     "clip_by_ema_norm": {"ratio": 2.0, "decay": 0.95},
@@ -159,7 +159,7 @@ def test_defaults_are_those_of_the_papers(name):
     defaults = {key: parameter.default for key, parameter in parameters.items()}
     assert {key: defaults[key] for key in PAPERS[name]} == PAPERS[name]
     assert (defaults["floor"], defaults["nonfinite"], defaults["name"]) == (1e-8, "nan", name)
-    assert defaults.get("patience", 20) == (None if name == "adagc" else 20)
+    assert defaults.get("patience", 20) == 20
 
 
 def test_zclip_is_no_clip_by_a_constant_where_norms_exceed_one():

@@ -18,14 +18,14 @@ from benchmarks.research.study.methods import Method, Setting, before, chain, wa
 from optaxclip import scopes, thresholds
 from optaxclip.thresholds import Limits, Threshold
 
-FINAL = {"lambda_rel": 1.04, "beta": 0.99}
+FINAL: dict[str, Any] = {"lambda_rel": 1.04, "beta": 0.99, "patience": None}
 """AdaGC's constants in its last version."""
 WINDOW = 100
 """Norms of which percentiles are taken."""
 
 
 def _adagc() -> Threshold:
-    return thresholds.adagc(FINAL["lambda_rel"], 1.0, FINAL["beta"])
+    return thresholds.adagc(**FINAL)
 
 
 def _average(ratio: float = FINAL["lambda_rel"], **options: Any) -> Threshold:

@@ -210,10 +210,10 @@ METHODS: dict[str, Method] = {
     "log tracker": Method(
         before(lambda: optaxclip.clip_by(scopes.tree(), thresholds.log_tracker())),
     ),
-    "AdaGC": Method(before(optaxclip.adagc)),
-    "AdaGC (final)": Method(
-        before(lambda: optaxclip.adagc(lambda_rel=1.04, beta=0.99)),
+    "AdaGC": Method(
+        before(lambda: optaxclip.adagc(lambda_rel=1.05, beta=0.98, patience=None)),
     ),
+    "AdaGC (final)": Method(before(lambda: optaxclip.adagc(patience=None))),
     "EMA": Method(before(optaxclip.clip_by_ema_norm)),
     "moving max": Method(before(optaxclip.clip_by_moving_max)),
     "second moment": Method(before(optaxclip.clip_by_second_moment)),
