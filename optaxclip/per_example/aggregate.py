@@ -161,18 +161,21 @@ def per_example_clip_and_aggregate(
         sums = clip.sums(flat.measured_leaves(), one, flags)
         examples = jnp.sum(~flags, dtype=jnp.int32)
         size = examples if batch_size is None else batch_size
-        next_key, for_sum, for_count = state.key, None, None
+        next_key, for_sum, for_count, next_limit = state.key, None, None, None
         if is_noisy:
             next_key, for_sum, for_count = jax.random.split(state.key, 3)
         total = sums.leaves
         if for_sum is not None:
             bound = clip.limits(one)[2]
             total = with_noise(total, for_sum, sum_multiplier.astype(bound.dtype) * bound)
+        if rule:
+            counts = (sums.num_unclipped, examples)
+            next_limit = rule.update(state.limit, *counts, for_count, batch_size=size)
         divisor = jnp.maximum(as_float(size), 1) if reduction == "mean" else jnp.ones(())
         new_state = PerExampleState(
             steps=increased(state.steps),
             key=next_key,
-            limit=rule.update(state.limit, sums.num_unclipped, size, for_count) if rule else None,
+            limit=next_limit,
             num_clipped=examples - sums.num_unclipped - sums.num_dropped,
             num_dropped=sums.num_dropped,
         )

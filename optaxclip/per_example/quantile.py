@@ -44,6 +44,8 @@ class QuantileLimit(NamedTuple):
         num_unclipped: ArrayLike,
         num_examples: ArrayLike,
         key: Array | None = None,
+        *,
+        batch_size: ArrayLike,
     ) -> Array:
         """The limit after a batch.
 
@@ -51,18 +53,21 @@ class QuantileLimit(NamedTuple):
           limit: float32[], the limit that the batch was clipped with.
           num_unclipped: how many examples of the batch were at or below the limit, from
             `PerExampleResult`.
-          num_examples: the size of the batch; under Poisson sampling the expected size.
+          num_examples: how many examples the batch has, without padding.
           key: a key for the noise on the count; None only if `count_noise` is the number 0.
+          batch_size: the number that the count is divided by, as in `noisy_mean`. Under Poisson
+            sampling pass the expected number, because the true number is not private.
 
         Raises:
           ValueError: if there is no key for the noise.
         """
-        count = as_float(num_unclipped)
+        # Not the count itself, which one more example changes by 1.
+        count = as_float(num_unclipped) - as_float(num_examples) / 2
         if key is not None:
             count = count + as_float(self.count_noise) * jax.random.normal(key, (), jnp.float32)
         elif isinstance(self.count_noise, Tracer) or self.count_noise != 0:
             raise ValueError(f"key must be given for a count_noise of {self.count_noise!r}")
-        share = jnp.clip(count / jnp.maximum(as_float(num_examples), 1), 0, 1)
+        share = jnp.clip(count / jnp.maximum(as_float(batch_size), 1) + 0.5, 0, 1)
         step = -as_float(self.learning_rate) * (share - as_float(self.target))
         moved = multiplied(limit, step) if self.geometric else limit + step
         return jnp.clip(moved, *self._range())
@@ -86,10 +91,13 @@ def quantile_limit(
 
     Source: Andrew, Thakkar, McMahan and Ramaswamy, 2019, Differentially private learning with
     adaptive clipping, arXiv 1905.03871. After each batch the limit is multiplied by
-    `exp(-learning_rate * (share - target))`. To get the `share`, noise is added to the count of
-    examples at or below the limit, and the sum is divided by the number of examples and clipped to
-    `[0, 1]`. The count costs privacy too, so the noise on the sum of gradients must be larger:
-    `adjusted_noise_multiplier` computes how large, and `per_example_clip_and_aggregate` adds it.
+    `exp(-learning_rate * (share - target))`. In the count for the `share`, an example at or below
+    the limit adds `+1/2`, and any other example `-1/2`; padding adds nothing. So the count changes
+    by at most 1/2 if a batch has one example more or less, and by at most 1 if an example is
+    replaced. Noise is added to the count, which is then divided by the batch size; `share` is the
+    quotient plus 1/2, clipped to `[0, 1]`. The count costs privacy too, so the noise on the sum of
+    gradients must be larger: `adjusted_noise_multiplier` computes how large, and
+    `per_example_clip_and_aggregate` adds it.
 
     Args:
       target: the wanted share, from 0 to 1.
@@ -104,7 +112,8 @@ def quantile_limit(
       max_limit: the largest limit.
 
     Returns:
-      A rule with `init() -> limit` and `update(limit, num_unclipped, num_examples, key) -> limit`.
+      A rule with `init() -> limit` and
+      `update(limit, num_unclipped, num_examples, key, batch_size=...) -> limit`.
 
     Raises:
       ValueError: if an option is out of its range.
@@ -117,7 +126,7 @@ def quantile_limit(
       >>> grads, limit = jnp.array([0.2, 0.6, 1.0, 2.0]), rule.init()
       >>> for _ in range(2):
       ...     result = per_example.clip_sum(grads, limit)
-      ...     limit = rule.update(limit, result.num_unclipped, 4)
+      ...     limit = rule.update(limit, result.num_unclipped, 4, batch_size=4)
       ...     print(result.num_unclipped, limit)
       3 0.951229
       2 0.951229
@@ -138,8 +147,8 @@ def adjusted_noise_multiplier(noise_multiplier: ArrayLike, count_noise: ArrayLik
 
     It is `(noise_multiplier**-2 - (2 * count_noise)**-2) ** -0.5`. To release the sum with it, and
     the count with `count_noise`, is as private as to release the sum alone with `noise_multiplier`.
-    The factor is 2 because one example changes the count by as little as 1/2, if each example adds
-    `+1/2` or `-1/2` to it.
+    The factor is 2 because one more example changes the count of `quantile_limit` by at most 1/2,
+    where it changes the sum by one limit. To replace an example changes both twice as much.
 
     Source: Andrew et al., 2019, arXiv 1905.03871, theorem 1.
 

@@ -1,4 +1,4 @@
-"""The private gradient as a stage of a chain, and the limit that follows a quantile."""
+"""The private gradient as a stage of a chain."""
 
 import math
 
@@ -185,9 +185,11 @@ def test_errors_say_what_is_wrong():
     with pytest.raises(ValueError, match=r"noise_multiplier must be below 2 \* count_noise"):
         aggregate(per_example.quantile_limit(count_noise=0.5), 1.0, key=0)
     with pytest.raises(ValueError, match="key must be given for a count_noise"):
-        per_example.quantile_limit(count_noise=1.0).update(jnp.ones(()), 3, 4)
+        per_example.quantile_limit(count_noise=1.0).update(jnp.ones(()), 3, 4, batch_size=4)
     with pytest.raises(ValueError, match="key must be given for a count_noise"):
-        jax.jit(lambda x: per_example.quantile_limit(count_noise=x).update(x, 3, 4))(1.0)
+        jax.jit(lambda x: per_example.quantile_limit(count_noise=x).update(x, 3, 4, batch_size=4))(
+            1.0
+        )
     # The count alone is noisy.
     with pytest.raises(ValueError, match="key must be given for noise"):
         aggregate(per_example.quantile_limit(count_noise=1.0), 0.0)
@@ -221,129 +223,3 @@ def test_rows_of_a_parameter_are_not_examples():
         tx.update({"w": w}, tx.init({"w": w}), {"w": w})
     updates, _ = tx.update({"w": jnp.ones((4, 4, 3))}, tx.init({"w": w}), {"w": w})
     assert updates["w"].shape == (4, 3)
-
-
-# The limit that follows a quantile
-
-
-@pytest.mark.by_day(1)
-@pytest.mark.parametrize(
-    ("options", "records", "limits", "sums"),
-    [
-        ((0, 1, 10, False), [8.5, -7.25], [10, 9, 8, 7.5, 7, 7], [1.25, 1.25, 0.75, 0.25, 0]),
-        (
-            (0, math.log(2), 16, True),
-            [5, -2.5],
-            [16, 8, 4, 2.8284, 2, 2],
-            [2.5, 2.5, 1.5, 0.3284, 0],
-        ),
-        ((1, 1, 0, False), [-1.5, 2.75], [0, 1, 2, 2.5, 3, 3], [0, 0, 0.5, 1, 1.25]),
-        ((1, math.log(2), 0.5, True), [-1.5, 3], [0.5, 1, 2, 2.8284, 4], [0, 0, 0.5, 1.3284, 1.5]),
-    ],
-)
-def test_published_vectors(options, records, limits, sums):
-    target, learning_rate, init_limit, geometric = options
-    rule = per_example.quantile_limit(target, learning_rate, init_limit, geometric=geometric)
-    tx = aggregate(rule, 0.0, reduction="sum")
-    grads, state, update = jnp.array(records), tx.init(jnp.zeros(())), jax.jit(tx.update)
-    found = []
-    for _ in limits:
-        found.append(float(state.limit))
-        total, state = update(grads, state)
-        if len(found) <= len(sums):
-            np.testing.assert_allclose(total, sums[len(found) - 1], atol=1e-4)
-    np.testing.assert_allclose(found, limits, rtol=1e-5)
-
-
-@pytest.mark.by_day(1)
-@pytest.mark.parametrize(
-    ("init_limit", "batch_size", "limits"),
-    [
-        (1.0, None, [0.951229, 0.951229]),
-        (1.0, 8, [math.exp(0.025), math.exp(0.05)]),
-        (3.0, None, [2.714512, 2.456192, 2.222455, 2.010960, 1.819592, 1.730849]),
-    ],
-)
-def test_vectors_of_a_batch(init_limit, batch_size, limits):
-    """The share is that of the batch's given size."""
-    tx = aggregate(per_example.quantile_limit(0.5, 0.2, init_limit), 0.0, batch_size=batch_size)
-    grads, state, found = jnp.array([0.2, 0.6, 1.0, 2.0]), tx.init(jnp.zeros(())), []
-    update = jax.jit(tx.update)
-    for _ in limits:
-        _, state = update(grads, state)
-        found.append(float(state.limit))
-    np.testing.assert_allclose(found, limits, rtol=1e-6)
-
-
-def test_an_example_of_several_groups_counts_once():
-    grads = {"a": jnp.array([3.0, 0.1]), "b": jnp.array([0.1, 0.1])}
-    tx = aggregate(per_example.quantile_limit(init_limit=1.0), 0.0, scope=scopes.leaf())
-    _, state = jax.jit(tx.update)(grads, tx.init(jax.tree.map(lambda x: x[0], grads)))
-    assert float(state.limit) == 1.0
-    assert int(state.num_clipped) == 1
-
-
-def test_noise_on_the_count_and_range_of_the_limit():
-    rule = per_example.quantile_limit(0.5, 1.0, 1.0, count_noise=10.0, min_limit=0.9, max_limit=1.3)
-    keys = jax.random.split(jax.random.key(0), 200)
-    moved = jax.jit(jax.vmap(lambda key: rule.update(jnp.ones(()), 50, 100, key)))(keys)
-    assert np.std(np.log(np.clip(moved, 0.91, 1.29))) > 0.05
-    assert np.min(moved) == np.float32(0.9)
-    assert 1 < np.max(moved) <= np.float32(1.3)
-    assert per_example.quantile_limit(init_limit=5.0, max_limit=0.5).init() == 0.5
-    rule = per_example.quantile_limit(0.0, 1.0, count_noise=10.0, geometric=False)
-    moved = jax.jit(jax.vmap(lambda key: rule.update(jnp.ones(()), 50, 100, key)))(keys)
-    assert np.std(100 * moved) == pytest.approx(10, rel=0.1)
-
-
-def test_numbers_of_a_quantile_may_have_any_dtype():
-    numbers = (0.5, 0.25, 1.0, 2.0, 0.5, 4.0)
-    for dtype in (jnp.bfloat16, np.float64):
-        target, rate, init, noise, low, high = map(dtype, numbers)
-        rule = per_example.quantile_limit(
-            target, rate, init, count_noise=noise, min_limit=low, max_limit=high
-        )
-        limit = jax.eval_shape(rule.update, rule.init(), 3, 4, jax.random.key(0))
-        assert limit.dtype == jnp.float32
-
-
-SHARES = [(500, 100, 1), (-300, 100, 0), (0, 0, 0), (1, 1, 1)]
-
-
-@pytest.mark.parametrize(("count", "examples", "share"), SHARES)
-def test_a_share_beyond_all_is_all_and_below_none_is_none(count, examples, share):
-    """As noise can make it, or a batch that is larger than expected; none of none is none."""
-    moved = per_example.quantile_limit(0.5, 1.0, 1.0).update(jnp.ones(()), count, examples)
-    np.testing.assert_allclose(moved, math.exp(0.5 - share), rtol=1e-6)
-
-
-QUANTILES = ("target", "learning_rate", "init_limit", "count_noise", "min_limit", "max_limit")
-
-
-@pytest.mark.parametrize("argument", QUANTILES)
-def test_numbers_of_a_quantile_out_of_range(argument):
-    for number in (-1.0, math.nan, *([1.5] if argument == "target" else [])):
-        with pytest.raises(ValueError, match=f"^{argument} must"):
-            per_example.quantile_limit(**{argument: number})
-
-
-@pytest.mark.parametrize("numbers", [(-1.0, 5.0), (0.0, -5.0)])
-def test_noise_below_zero(numbers):
-    with pytest.raises(ValueError, match="must not be negative"):
-        per_example.adjusted_noise_multiplier(*numbers)
-
-
-@pytest.mark.by_day(1)
-@pytest.mark.parametrize(("count_noise", "adjusted"), [(5.0, 1.0050378), (0.6, 1.8090681)])
-def test_adjusted_noise_multiplier(count_noise, adjusted):
-    assert float(per_example.adjusted_noise_multiplier(1.0, count_noise)) == pytest.approx(adjusted)
-    zeros = jnp.zeros((2, 300, 300))
-    rule = per_example.quantile_limit(init_limit=1.0, count_noise=count_noise)
-    noise, _ = first_update(rule, 1.0, 0, reduction="sum", grads=zeros)
-    assert np.std(noise) == pytest.approx(adjusted, rel=0.02)
-
-
-def test_adjusted_noise_multiplier_when_traced():
-    adjusted = jax.jit(per_example.adjusted_noise_multiplier)
-    np.testing.assert_allclose(adjusted(0.0, 0.0), 0)
-    np.testing.assert_allclose(adjusted(2.0, 1.0), np.inf)

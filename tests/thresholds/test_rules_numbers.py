@@ -241,7 +241,7 @@ def test_numbers_of_a_quantile_over_examples_may_have_any_dtype(kind):
         rule = per_example.quantile_limit(**dict.fromkeys(names, kind(0.5)))
         count, key = jnp.zeros((), jnp.int32), jax.random.key(0)
         state = jax.eval_shape(rule.init)
-        after = jax.eval_shape(lambda state: rule.update(state, count, 8, key), state)
+        after = jax.eval_shape(lambda state: rule.update(state, count, 8, key, batch_size=8), state)
         for numbers in ((kind(0.5), kind(2)), (jnp.asarray(kind(0.5)), jnp.asarray(kind(2)))):
             assert per_example.adjusted_noise_multiplier(*numbers).dtype == jnp.float32
     assert (after.shape, after.dtype) == (state.shape, state.dtype) == ((), jnp.float32)
@@ -289,7 +289,7 @@ def test_a_quantile_comes_back_from_the_ends_of_the_range(rise):
 
     def of_examples(limit, is_above):
         rule = per_example.quantile_limit(0.5, 2.0)
-        limit = rule.update(limit, jnp.where(is_above, 0, 8), 8)
+        limit = rule.update(limit, jnp.where(is_above, 0, 8), 8, batch_size=8)
         return limit, limit
 
     @jax.jit
