@@ -8,6 +8,7 @@ with JAX 0.10.2.)
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +50,17 @@ def by_one_division(dividends: Sequence[Array], divisors: Sequence[Array]) -> tu
     has a tenth more instructions.
     """
     return tuple(devices.stack(dividends) / devices.stack(divisors))
+
+
+def in_rows(leaves: list[Array]) -> list[Array]:
+    """The leaves, stored one entry of their first axis after another.
+
+    Without this, XLA on CPU (JAX 0.10.2) stores gradients of weights, which are outer products,
+    with another order of axes, and copies them in each branch that reads them.
+    """
+    rows = [leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:])) for leaf in leaves]
+    rows = lax.optimization_barrier(rows)
+    return [row.reshape(leaf.shape) for row, leaf in zip(rows, leaves, strict=True)]
 
 
 def product_of_bfloat16(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:

@@ -30,9 +30,15 @@ def either(
 ) -> Callable[[list[Any]], Any]:
     """Calls one of two functions of leaves: on a CPU, where sums in float64 are cheap, the first.
 
-    On other platforms it calls the second, which sums at several scales.
+    It is called with 64-bit types enabled. On other platforms the second is called, which sums at
+    several scales.
     """
-    return functools.partial(lax.platform_dependent, cpu=in_float64, default=at_scales)
+
+    def on_cpu(leaves: list[Any]) -> Any:
+        with jax.enable_x64(True):
+            return in_float64(leaves)
+
+    return functools.partial(lax.platform_dependent, cpu=on_cpu, default=at_scales)
 
 
 def distance(dtype: jax.typing.DTypeLike) -> float:

@@ -236,12 +236,12 @@ class _Measurement(NamedTuple):
 
     def in_float64(self, leaves: list[Array]) -> Measured:
         """The norms from one sum in float64."""
-        wide = [entries(x, self.dtype) for x in leaves]
-        with jax.enable_x64(True):
-            with_axes = zip(wide, self.axes, strict=True)
-            found = [(cpu.sum_in_float64(*x, norm=self.norm),) for x in with_axes]
-            (total,) = self.plan.totals(found, add=cpu.added_up)
-            return Measured.of_float64(self.finished(total), from_above=self.from_above)
+        found = [
+            (cpu.sum_in_float64(entries(x, self.dtype), axes, norm=self.norm),)
+            for x, axes in zip(leaves, self.axes, strict=True)
+        ]
+        (total,) = self.plan.totals(found, add=cpu.added_up)
+        return Measured.of_float64(self.finished(total), from_above=self.from_above)
 
     def largest(self, leaves: list[Array]) -> Measured:
         """The largest moduli."""

@@ -16,11 +16,12 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._border.devices as devices
-from optaxclip._base.grouping import Group, Grouping, concatenated, split_up
+from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.states import Names
 from optaxclip._base.trees import FlatTree, matching_params
 from optaxclip._base.types import NormTree, PyTree
 from optaxclip._border.leaf_sums import AtScales
+from optaxclip._border.packing import concatenated, in_layout, split_up
 from optaxclip._border.placement import Placement, grouped, located
 from optaxclip._engine.options import Options
 from optaxclip.scopes import Scope
@@ -165,7 +166,7 @@ class Plan:
     def as_tree(self, packed: Array) -> NormTree:
         """The form that users see: a scalar, `[names]`, or a dict of arrays."""
         is_dict = self.grouping.layout == "dict"
-        return self.grouping.tree(self.unpack(packed)) if is_dict else packed
+        return in_layout(self.unpack(packed), self.grouping) if is_dict else packed
 
     def from_tree(self, tree: NormTree) -> Array:
         """One array, from the form that users see: a scalar, `[names]`, or a dict of arrays."""

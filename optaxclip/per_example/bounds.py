@@ -11,10 +11,11 @@ from jax import Array
 from jax.core import Tracer
 
 from optaxclip._base.arguments import checked_choice, short
-from optaxclip._base.grouping import Grouping, concatenated, split_up
+from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import norm_dtype, norm_of_all
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import ArrayLike
+from optaxclip._border.packing import concatenated, split_up
 from optaxclip.per_example.quantile import QuantileLimit
 from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.fixed import rule_for

@@ -7,7 +7,6 @@ one reduction of each leaf.
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import chex
@@ -20,6 +19,8 @@ import optaxclip._border.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.types import NormTree
 from optaxclip._border.crossing import across
+from optaxclip._border.entries import stored_in_rows
+from optaxclip._border.packing import in_layout
 from optaxclip._border.placement import Placement
 from optaxclip._engine.measure import Measured, measure
 from optaxclip._engine.plan import Plan
@@ -99,7 +100,7 @@ def _steps(
     # Converted to a wider dtype, because rounding could bring an example above its limit.
     leaves = [leaf.astype(sum_dtype(leaf.dtype)) for leaf in leaves]
     if devices.manual_axes() or devices.lies_in_one_piece(leaves):
-        leaves = lax.platform_dependent(leaves, cpu=_in_rows, default=lambda leaves: leaves)
+        leaves = stored_in_rows(leaves)
     plan = _lifted(grouping, leaves, is_padding.size)
     measured = zip(*map(plan.unpack, measure(leaves, plan, l2, from_above=True)), strict=True)
     measured = [Measured(*fields) for fields in measured]
@@ -167,7 +168,8 @@ def norms_of_examples(norms: list[Array], is_padding: Array, grouping: Grouping)
 
 def _tree(arrays: list[Array], grouping: Grouping, is_padding: Array) -> NormTree:
     # The number of examples is passed, because a tree without leaves may have no groups.
-    return jax.vmap(grouping.tree, axis_size=is_padding.size)(arrays)
+    of_one = functools.partial(in_layout, grouping=grouping)
+    return jax.vmap(of_one, axis_size=is_padding.size)(arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,17 +201,6 @@ def _only(counts: Array, by: Multiplier) -> Multiplier:
     """The multiplier, with 0 for examples that do not count."""
     counts = _beside(counts, by.ratio)
     return Multiplier(jnp.where(counts, by.power, 1), jnp.where(counts, by.ratio, 0))
-
-
-def _in_rows(leaves: list[Array]) -> list[Array]:
-    """The leaves, stored one example after another.
-
-    Without this, XLA on CPU (JAX 0.10.2) stores gradients of weights, which are outer products,
-    with another order of axes, and copies them in each branch that reads them.
-    """
-    rows = [leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:])) for leaf in leaves]
-    rows = lax.optimization_barrier(rows)
-    return [row.reshape(leaf.shape) for row, leaf in zip(rows, leaves, strict=True)]
 
 
 def _for_each(limit: Array, norms: Array) -> Array:

@@ -11,6 +11,7 @@ from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import NormTree, PyTree
 from optaxclip._batches.cutting import Cut, appended, in_order_of_batch, last_examples
+from optaxclip._border.packing import in_layout
 from optaxclip.per_example.lift import Sums
 from optaxclip.per_example.weighting import sum_dtype
 
@@ -40,9 +41,9 @@ class RunningSums(NamedTuple):
         measured = [jnp.asarray(x) for x in params.measured_leaves()]
         leaves = [jnp.zeros_like(x, sum_dtype(x.dtype)) for x in measured]
         zero = jnp.zeros((), jnp.int32)
-        counts = grouping.tree([jnp.zeros(group.shape, jnp.int32) for group in grouping.groups])
-        # Without groups, the tree of norms is an empty vector of floats.
-        counts = jax.tree.map(lambda x: x.astype(jnp.int32), counts)
+        counts = [jnp.zeros(group.shape, jnp.int32) for group in grouping.groups]
+        # Without groups, the norms in their layout are an empty vector of floats.
+        counts = jax.tree.map(lambda x: x.astype(jnp.int32), in_layout(counts, grouping))
         return cls(leaves, counts, zero, zero)
 
 

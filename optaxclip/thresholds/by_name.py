@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
-from optaxclip._base.grouping import concatenated, split_up
 from optaxclip._base.states import Names
 from optaxclip._base.types import Limits, PyTree, Threshold
+from optaxclip._border.packing import concatenated, split_up
 from optaxclip.thresholds.calling import limits_by
 
 

@@ -17,6 +17,7 @@ import optaxclip
 from optaxclip._base import arguments, grouping, trees
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.states import Names, increased, when_imported
+from optaxclip._border import packing
 
 MOST = 2**31 - 1
 
@@ -152,9 +153,9 @@ def test_arrays_are_joined_and_split_again():
     sizes = [math.prod(shape) for shape in shapes]
 
     def there_and_back(vector):
-        pieces = grouping.split_up(vector, shapes)
-        rows = grouping.split_up(jnp.stack([vector, -vector]), shapes)
-        return pieces, rows, grouping.concatenated(pieces)
+        pieces = packing.split_up(vector, shapes)
+        rows = packing.split_up(jnp.stack([vector, -vector]), shapes)
+        return pieces, rows, packing.concatenated(pieces)
 
     vector = np.arange(10, dtype=np.float32)
     pieces, rows, again = jax.jit(there_and_back)(vector)
@@ -163,7 +164,7 @@ def test_arrays_are_joined_and_split_again():
         np.testing.assert_array_equal(piece, x.reshape(shape))
         np.testing.assert_array_equal(row, np.stack([x, -x]).reshape(2, *shape))
     np.testing.assert_array_equal(again, vector)
-    assert grouping.concatenated([]).shape == (0,)
+    assert packing.concatenated([]).shape == (0,)
 
 
 def test_groups_that_the_tree_of_a_step_lacks():

@@ -22,6 +22,7 @@ import optaxclip.per_example.ghost.sites as sites
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.numerics import fixed_size
 from optaxclip._batches.cutting import Cut, appended, in_order_of_batch, last_examples
+from optaxclip._border.entries import within_caches
 from optaxclip._border.placement import Placement
 from optaxclip._engine.measure import measure
 from optaxclip._engine.plan import Plan
@@ -440,11 +441,11 @@ def in_chunks(fn: Callable[[Any], Any], operands: Any, size: int) -> Any:
     examples = jax.tree.leaves(operands)[0].shape[0]
     if fixed_size(examples) is None or examples * size <= CHUNK:
         return fn(operands)
-    cpu, default = (
+    small, large = (
         functools.partial(_in_chunks, fn, -(-examples * size // chunk))
         for chunk in (CHUNK, CHUNK_OF_ACCELERATORS)
     )
-    return lax.platform_dependent(operands, cpu=cpu, default=default)
+    return within_caches(operands, small=small, large=large)
 
 
 def _in_chunks(fn: Callable[[Any], Any], number: int, operands: Any) -> Any:

@@ -17,6 +17,7 @@ import optaxclip._border.devices as devices
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
 from optaxclip._base.numerics import fixed_size
+from optaxclip._border.entries import product_with_bfloat16
 from optaxclip._engine.respond import Multiplier
 from optaxclip.per_example.ghost.norms import Part, contract, in_chunks, in_pieces, precise
 from optaxclip.per_example.ghost.sites import Axes, Use
@@ -134,8 +135,7 @@ def _products(use: Use, x: Array, d: Array, dtype: Any, *, summed: bool) -> Arra
     def summed_product(x: Array, d: Array) -> Array:
         if {x.dtype, d.dtype} != {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
             return product(x, d)
-        # Two products in bfloat16 take accelerators far less time than one in float32.
-        return lax.platform_dependent(x, d, cpu=product, default=in_parts)
+        return product_with_bfloat16(x, d, whole=product, in_parts=in_parts)
 
     cut, at = sites.cut_of(use), (example, example)
     if cut.pieces > 1:
