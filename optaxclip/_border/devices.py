@@ -215,6 +215,8 @@ def zeros_like_type(of_type: Any, around: Sequence[int] = ()) -> Array:
     return jax.sharding.reshard(zeros, NamedSharding(sharding.mesh, spec))
 
 
+# A compiled function of its own, so that it is traced once for the sums at all scales.
+@functools.partial(jax.jit, static_argnames="axis")
 def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     """Stacks arrays of one shape along a new axis."""
     # Not `jnp.stack`, which fails on an explicit mesh (JAX 0.10.2) if `vmap` maps only some of the
