@@ -4,10 +4,12 @@ python -m benchmarks.structure
 
 A reader who follows one update meets as many functions, files and frames as are counted here, on a
 tree of two leaves. Only calls into the package count, not those into JAX. Words are looked for in
-names and operators of the code, not in comments and docstrings.
+names and operators of the code, not in comments and docstrings. A call hides its arguments if one
+of them is `*row` or `**how`.
 """
 
 import argparse
+import ast
 import io
 import re
 import sys
@@ -36,6 +38,15 @@ def words(path: Path) -> set[str]:
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text("utf-8")).readline)
     names = {token.string for token in tokens if token.type == tokenize.NAME}
     return {name for name in names if OTHERS_BUSINESS.search(name)}
+
+
+def hidden_calls(room: str) -> tuple[int, int]:
+    """How many calls in a room hide their arguments, and how many calls there are."""
+    trees = [ast.parse(path.read_text("utf-8")) for path in (PACKAGE / room).rglob("*.py")]
+    calls = [x for tree in trees for x in ast.walk(tree) if isinstance(x, ast.Call)]
+    stars = [any(isinstance(x, ast.Starred) for x in call.args) for call in calls]
+    dicts = [any(x.arg is None for x in call.keywords) for call in calls]
+    return sum(map(max, stars, dicts)), len(calls)
 
 
 class Followed:
@@ -93,6 +104,8 @@ def main() -> None:
     counts = {room: lines(room) for room in ROOMS if (PACKAGE / room).exists()}
     print("lines:", ", ".join(f"{room} {count}" for room, count in counts.items()))
     print(f"lines of these together: {sum(counts.values())}")
+    hidden, calls = map(sum, zip(*map(hidden_calls, ("_engine", "_border")), strict=True))
+    print(f"calls of _engine and _border: {calls}, of which {hidden} hide their arguments")
     way = followed()
     print(f"a traced update of clip_by_global_norm: {way.calls} calls of ours,", end=" ")
     print(f"{len(way.functions)} functions in {way.files} files;", end=" ")

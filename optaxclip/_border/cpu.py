@@ -87,10 +87,12 @@ def select_bits(flag: Array, x: Array, y: Array) -> Array:
 
     XLA on CPU (JAX 0.10.2) converts bfloat16 for a `lax.select`, which loses subnormal numbers.
     """
-    bits = [lax.bitcast_convert_type(z, jnp.uint16) for z in (x, y)]
-    return lax.bitcast_convert_type(lax.select(jnp.broadcast_to(flag, x.shape), *bits), x.dtype)
+    bits, others = (lax.bitcast_convert_type(z, jnp.uint16) for z in (x, y))
+    chosen = lax.select(jnp.broadcast_to(flag, x.shape), bits, others)
+    return lax.bitcast_convert_type(chosen, x.dtype)
 
 
 @select_bits.defjvp
 def _(primals: tuple[Array, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    return select_bits(*primals), jnp.where(primals[0], *tangents[1:])
+    (flag, x, y), (_, dx, dy) = primals, tangents
+    return select_bits(flag, x, y), jnp.where(flag, dx, dy)

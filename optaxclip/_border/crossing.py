@@ -64,8 +64,10 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
     def update_on_device(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Any, State]:
-        arguments, back = devices.brought(updates, state, params, extra_args)
-        new_updates, new_state = back(*update(*arguments[:3], **arguments[3]))
+        arrays, back = devices.brought(updates, state, params, extra_args)
+        updates, state, params, extra_args = arrays
+        new_updates, new_state = update(updates, state, params, **extra_args)
+        new_updates, new_state = back(new_updates, new_state)
         return new_updates, new_state
 
     of_state: Any = Transformation(init_on_mesh, update_on_device)  # pyright: ignore[reportArgumentType]
@@ -180,5 +182,6 @@ def split_as(
     sharding = next(filter(None, map(devices.explicit_sharding, arrays)), None)
     if sharding is None or devices.manual_axes():
         return fn(*arrays)
-    split = Split(*sharding)
-    return devices.with_automatic_axes(fn, split.mesh, PartitionSpec(*spec(split)))(*arrays)
+    mesh, of_array = sharding
+    specs = PartitionSpec(*spec(Split(mesh, of_array)))
+    return devices.with_automatic_axes(fn, mesh, specs)(*arrays)

@@ -139,13 +139,19 @@ def stored_in_rows(leaves: list[Array]) -> list[Array]:
     return lax.platform_dependent(leaves, cpu=cpu.in_rows, default=lambda leaves: leaves)
 
 
-def summed(*operands: Any, by_products: Callable[..., Any], fused: Callable[..., Any]) -> Any:
-    """The sums over examples of gradients times factors, by one of two functions of the operands.
+def summed(
+    leaves: list[Array],
+    factors: Any,
+    *,
+    by_products: Callable[..., list[Array]],
+    fused: Callable[..., list[Array]],
+) -> list[Array]:
+    """The sums over examples of gradients times factors, by one of two functions of these.
 
     On accelerators XLA fuses product and sum. On a CPU, a matrix product takes a quarter of the
     time of product and sum and, in bfloat16, two thirds of the memory.
     """
-    return lax.platform_dependent(*operands, cpu=by_products, default=fused)
+    return lax.platform_dependent(leaves, factors, cpu=by_products, default=fused)
 
 
 def product_with_bfloat16(
@@ -165,8 +171,7 @@ def within_caches(operands: Any, *, small: Callable[..., Any], large: Callable[.
 
 def quotients(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:
     """Each dividend divided by its divisor; all have one shape."""
-    ways = {"cpu": cpu.by_one_division, "default": _one_by_one}
-    return lax.platform_dependent(dividends, divisors, **ways)
+    return lax.platform_dependent(dividends, divisors, cpu=cpu.by_one_division, default=_one_by_one)
 
 
 def _one_by_one(dividends: Sequence[Array], divisors: Sequence[Array]) -> tuple[Array, ...]:

@@ -80,7 +80,8 @@ def scales(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def at_once(leaf: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> AtScales:
     """The sums at all scales in one variadic reduction, which a GPU runs as one kernel."""
-    return _added_at_once(*_powers(leaf, axes, norm, dtype))
+    summands, over = _powers(leaf, axes, norm, dtype)
+    return _added_at_once(summands, over)
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
@@ -90,7 +91,8 @@ def one_by_one(leaf: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dty
     A TPU computes several plain sums in one pass if their results are small, and the compiler can
     split plain sums over devices.
     """
-    return _added_one_by_one(*_powers(leaf, axes, norm, dtype))
+    summands, over = _powers(leaf, axes, norm, dtype)
+    return _added_one_by_one(summands, over)
 
 
 def _powers(
@@ -135,12 +137,11 @@ def at_scales(
     for each scale, or on a GPU one sum in float64. If norms are computed in float64, every leaf
     takes one plain sum for each scale.
     """
-    options = {"axes": axes, "norm": norm, "dtype": dtype}
     if dtype != jnp.float32:
-        return one_by_one(leaf, **options)
+        return one_by_one(leaf, axes=axes, norm=norm, dtype=dtype)
     over_all = len(axes) == leaf.ndim
     if over_all and (in_one_piece or devices.manual_axes()):
-        return at_once(leaf, **options)
+        return at_once(leaf, axes=axes, norm=norm, dtype=dtype)
     return _by_platform(leaf, axes, norm, in_one_piece)
 
 
@@ -149,8 +150,13 @@ def at_scales(
 def _by_platform(leaf: Array, axes: tuple[int, ...], norm: Norm, in_one_piece: bool) -> AtScales:
     """The float32 sums by `gpu.sum_of_columns` on a GPU, by `one_by_one` elsewhere."""
     dtype = jnp.dtype(jnp.float32)
-    pieces = {"scales": scales(norm, dtype), "in_one_piece": in_one_piece}
-    on_gpu = functools.partial(gpu.sum_of_columns, axes=axes, norm=norm, **pieces)
+    on_gpu = functools.partial(
+        gpu.sum_of_columns,
+        axes=axes,
+        norm=norm,
+        scales=scales(norm, dtype),
+        in_one_piece=in_one_piece,
+    )
     elsewhere = functools.partial(one_by_one, axes=axes, norm=norm, dtype=dtype)
     return lax.platform_dependent(leaf, cuda=on_gpu, rocm=on_gpu, default=elsewhere)
 
@@ -183,15 +189,15 @@ def of_products(
     def in_own_dtype(x: Array, y: Array) -> AtScales:
         (x, over), (y, _) = (_beside_zero(part, axes) for part in (x, y))
         pairs = [(times(x, by), times(y, by)) for by in scales(l2, dtype)]
-        summands = [[_product(*pair, _usable), *squares(*pair)] for pair in pairs]
+        summands = [[_product(x, y, _usable), *squares(x, y)] for x, y in pairs]
         way = _added_at_once if over_all and dtype == jnp.float32 else _added_one_by_one
         return way(tuple(itertools.chain(*summands)), over)
 
     def in_float64(x: Array, y: Array, *, apart: bool = False) -> AtScales:
-        pair = lax.optimization_barrier((x, y)) if apart else (x, y)
+        u, v = lax.optimization_barrier((x, y)) if apart else (x, y)
         with jax.enable_x64(True):
-            x, y, *pair = (entries(part, jnp.float64) for part in (x, y, *pair))
-            totals = _added_one_by_one((_product(*pair, lax.mul), *squares(x, y)), axes)
+            x, y, u, v = (entries(part, jnp.float64) for part in (x, y, u, v))
+            totals = _added_one_by_one((_product(u, v, lax.mul), *squares(x, y)), axes)
             at_each = [[total * by**2 for total in totals] for by in scales(l2, dtype)]
             return tuple(total.astype(dtype) for total in itertools.chain(*at_each))
 
@@ -200,8 +206,7 @@ def of_products(
     on_gpu = in_own_dtype if over_all else in_float64
     # Without `apart`, several sums would share a conversion, which XLA on CPU (JAX 0.10.2) stores.
     on_cpu = functools.partial(in_float64, apart=True)
-    ways = {"cpu": on_cpu, "cuda": on_gpu, "rocm": on_gpu}
-    return lax.platform_dependent(x, y, **ways, default=in_own_dtype)
+    return lax.platform_dependent(x, y, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=in_own_dtype)
 
 
 def _product(x: Array, y: Array, by_parts: Callable[[Array, Array], Array]) -> Array:

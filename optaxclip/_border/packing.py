@@ -70,7 +70,7 @@ def _reshaped(pieces: Sequence[Array], shapes: Sequence[tuple[int, ...]]) -> lis
 @custom_jvp(nondiff_argnums=(1,))
 def _split_up(vector: Array, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
     starts, sizes = _start_positions(vector, shapes), map(math.prod, shapes)
-    pieces = [_piece(vector, *where) for where in zip(starts, sizes, strict=True)]
+    pieces = [_piece(vector, start, size) for start, size in zip(starts, sizes, strict=True)]
     return _reshaped(pieces, shapes)
 
 

@@ -61,11 +61,15 @@ class Placement:
         """
         if self.mesh is None:
             return fn
-        options = {"in_specs": (list(self.specs),), "out_specs": PartitionSpec()}
-        if devices.is_of_both_kinds(self.explicit_mesh):
-            # Types do not show automatic axes, over which the compiler may split leaves.
-            options["axis_names"] = set().union(*map(devices.axes_of, self.specs))
-        return jax.shard_map(fn, mesh=self._mesh, **options)
+        # Types do not show automatic axes, over which the compiler may split leaves.
+        shown = devices.is_of_both_kinds(self.explicit_mesh)
+        return jax.shard_map(
+            fn,
+            mesh=self._mesh,
+            in_specs=(list(self.specs),),
+            out_specs=PartitionSpec(),
+            axis_names=Axes().union(*map(devices.axes_of, self.specs)) if shown else Axes(),
+        )
 
     def on_all_devices(self, x: Array) -> Array:
         """`x`, of which every device keeps a copy.
@@ -307,7 +311,7 @@ def _global_shapes(
         axes = [devices.spec_axes(entry) & mapped for entry in _by_axis(spec, leaf)]
         return tuple(map(operator.mul, np.shape(leaf), map(devices.num_devices, axes)))
 
-    return [global_shape(*row) for row in zip(leaves, specs, strict=True)]
+    return list(map(global_shape, leaves, specs))
 
 
 def _by_axis(spec: PartitionSpec, leaf: Any) -> list[Any]:

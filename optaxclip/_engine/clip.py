@@ -221,11 +221,19 @@ def clip_tree(
     """
     (tree, params), back = devices.brought(tree, params)
     flat = flatten(tree, "tree")
-    chosen = {"norm": norm, "response": response, "nonfinite": nonfinite, "strict": strict}
-    options = Options.checked(**chosen, axis_name=axis_name, specs=specs, name=name)
+    options = Options.checked(
+        norm=norm,
+        response=response,
+        nonfinite=nonfinite,
+        strict=strict,
+        axis_name=axis_name,
+        specs=specs,
+        name=name,
+    )
     plan = plan_of(flat, as_scope(scope), options)
     if isinstance(limits, Limits):
-        rule = given(Limits(*map(plan.from_tree, limits)))
+        trigger, target = map(plan.from_tree, limits)
+        rule = given(Limits(trigger, target))
     else:
         rule = rule_for(as_limit(limits, "limits"), plan.entries())
     norm_of_tree = None

@@ -110,7 +110,8 @@ def measure(leaves: list[Any], plan: Plan, norm: Norm, *, from_above: bool = Fal
     found = Measured.of(plan.zeros(dtype), 1.0)
     if leaves:
         with_axes = zip(leaves, plan.grouping.axes, strict=True)
-        arrays, axes = zip(*[in_one_array(*row, dtype) for row in with_axes], strict=True)
+        found = [in_one_array(leaf, axes, dtype) for leaf, axes in with_axes]
+        arrays, axes = zip(*found, strict=True)
         counts = _num_entries(leaves, plan)
         measurement = _Measurement(plan, norm, dtype, counts, axes, from_above)
         # Measured on each device, the norms take one collective; the compiler might take several.
@@ -223,9 +224,12 @@ class _Measurement(NamedTuple):
     def at_scales(self, leaves: list[Array]) -> Measured:
         """The norms from sums at several scales."""
         in_one_piece = self.plan.placement.in_one_piece
-        options = {"norm": self.norm, "dtype": self.dtype, "in_one_piece": in_one_piece}
-        with_axes = zip(leaves, self.axes, strict=True)
-        found = [leaf_sums.at_scales(x, axes=axes, **options) for x, axes in with_axes]
+        found = [
+            leaf_sums.at_scales(
+                x, axes=axes, norm=self.norm, dtype=self.dtype, in_one_piece=in_one_piece
+            )
+            for x, axes in zip(leaves, self.axes, strict=True)
+        ]
         totals = self.plan.totals(found)
         if self.plan.grouping.layout != "scalar":
             # The barrier makes XLA on GPUs (JAX 0.10.2) store the sums; without it, XLA
@@ -236,11 +240,9 @@ class _Measurement(NamedTuple):
 
     def in_float64(self, leaves: list[Array]) -> Measured:
         """The norms from one sum in float64."""
-        found = [
-            (cpu.sum_in_float64(entries(x, self.dtype), axes, norm=self.norm),)
-            for x, axes in zip(leaves, self.axes, strict=True)
-        ]
-        (total,) = self.plan.totals(found, add=cpu.added_up)
+        real = [entries(x, self.dtype) for x in leaves]
+        sums = list(map(functools.partial(cpu.sum_in_float64, norm=self.norm), real, self.axes))
+        (total,) = self.plan.totals([(x,) for x in sums], add=cpu.added_up)
         return Measured.of_float64(self.finished(total), from_above=self.from_above)
 
     def largest(self, leaves: list[Array]) -> Measured:
@@ -257,9 +259,9 @@ class _Measurement(NamedTuple):
     def divided(self, leaves: list[Array], by: Array) -> Array:
         """The norms of entries divided by powers of two, in steps that JAX can differentiate."""
         factored = zip(leaves, self.plan.by_leaf(1 / by, leaves), self.axes, strict=True)
-        options = {"norm": self.norm, "dtype": self.dtype}
         parts = [
-            (_total_of_products(x, inverse, axes=axes, **options),) for x, inverse, axes in factored
+            (_total_of_products(x, inverse, axes=axes, norm=self.norm, dtype=self.dtype),)
+            for x, inverse, axes in factored
         ]
         (total,) = self.plan.totals(parts, by_max=self.norm.is_max)
         return self.finished(total)

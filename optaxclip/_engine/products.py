@@ -74,9 +74,12 @@ def products(
     """
     dtype = norm_dtype([leaf.dtype for leaf in (*leaves, *others)])
     if not leaves:
-        return Products(*[plan.zeros(dtype)] * 3)
-    with_axes = zip(leaves, others, plan.grouping.axes, strict=True)
-    found = [entries_of_both(*row, dtype) for row in with_axes]
+        zeros = plan.zeros(dtype)
+        return Products(zeros, zeros, zeros)
+    found = [
+        entries_of_both(leaf, other, over, dtype)
+        for leaf, other, over in zip(leaves, others, plan.grouping.axes, strict=True)
+    ]
     pairs, axes = [(x, y) for x, y, _ in found], tuple(over for *_, over in found)
     known = tuple(x if x is None else x.astype(dtype) for x in (norm, of_others))
     found = _differentiable(plan, axes)(pairs, known)
@@ -108,10 +111,12 @@ def _differentiable(
 
     @found.defjvp
     def _(primals: tuple[_Pairs, _Known], tangents: tuple[Any, Any]) -> tuple[Products, Products]:
-        result = found(*primals)
+        (pairs, known), (changes, of_known) = primals, tangents
+        result = found(pairs, known)
         sizes = [lax.stop_gradient(power_of_two_below(norm)) for norm in result[:2]]
         plain = functools.partial(_in_plain_sums, plan=plan, axes=axes)
-        _, change = jax.jvp(plain, divided(*primals, sizes), divided(*tangents, sizes))
+        near_one = divided(pairs, known, sizes)
+        _, change = jax.jvp(plain, near_one, divided(changes, of_known, sizes))
         norm, of_others = (x * size for x, size in zip(change[:2], sizes, strict=True))
         return result, Products(norm, of_others, change.cosine)
 
@@ -125,9 +130,11 @@ def _at_scales(
     kinds = 2 if known[0] is not None else 3
 
     def local(pairs: _Pairs) -> leaf_sums.AtScales:
-        options = {"in_one_piece": plan.placement.in_one_piece, "both": kinds == 3}
-        with_axes = zip(pairs, axes, strict=True)
-        sums = [leaf_sums.of_products(*pair, axes=over, **options) for pair, over in with_axes]
+        in_one_piece = plan.placement.in_one_piece
+        sums = [
+            leaf_sums.of_products(x, y, axes=over, in_one_piece=in_one_piece, both=kinds == 3)
+            for (x, y), over in zip(pairs, axes, strict=True)
+        ]
         return plan.totals(sums)
 
     found = plan.placement.on_each_device(local)(pairs)
@@ -165,7 +172,7 @@ def _in_plain_sums(
 
     def local(pairs: _Pairs) -> leaf_sums.AtScales:
         with_axes = zip(pairs, axes, strict=True)
-        return plan.totals([_plain_sums(*pair, axes=over) for pair, over in with_axes])
+        return plan.totals([_plain_sums(x, y, axes=over) for (x, y), over in with_axes])
 
     total, *squares = plan.placement.on_each_device(local)(pairs)
     norm, of_others = (

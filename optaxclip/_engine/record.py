@@ -62,7 +62,8 @@ def updated_info(
         nothing = jnp.zeros_like(old.fraction)
         before = (old.norm, old.limit, old.factor, nothing, nothing)
         present = jnp.asarray(grouping.present)
-        columns = [lax.select(present, *pair) for pair in zip(columns, before, strict=True)]
+        with_old = zip(columns, before, strict=True)
+        columns = [lax.select(present, column, kept) for column, kept in with_old]
     norm, limit, factor, clipped, nonfinite = columns
     new = old._replace(
         names=grouping.names,
@@ -84,7 +85,8 @@ def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> Columns:
 
 def _of_worst(plan: Plan, columns: Columns) -> Columns:
     """Columns with one number for each leaf: the number of its worst group."""
-    columns = (_badness(*columns[:2]), *columns)
+    norm, limit, *_ = columns
+    columns = (_badness(norm, limit), *columns)
     # The barrier makes XLA (JAX 0.10.2) store the columns; without it, XLA computes them again for
     # each reduction.
     stored = lax.optimization_barrier(devices.stack(columns))
@@ -125,6 +127,6 @@ def _worse(some: Columns, others: Columns) -> Columns:
     """The worse of two groups, how many of them were clipped, and whether one is bad."""
     # Of equal scores the larger norm wins, so that the order of groups does not matter.
     is_worse = (some[0] > others[0]) | ((some[0] == others[0]) & (some[1] >= others[1]))
-    worse = [lax.select(is_worse, *pair) for pair in zip(some[:4], others[:4], strict=True)]
+    worse = [lax.select(is_worse, x, y) for x, y in zip(some[:4], others[:4], strict=True)]
     # With the policy "mask", a group with bad entries need not be the worst.
     return *worse, some[4] + others[4], jnp.maximum(some[5], others[5])

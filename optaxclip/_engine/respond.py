@@ -84,10 +84,10 @@ def multiplier(
         return jnp.where(is_judged, x.astype(norm.dtype), 1.0)
 
     old = of_judged(norm)
-    arguments = (old, of_judged(trigger), of_judged(target))
+    trigger, target = of_judged(trigger), of_judged(target)
     replacement = 0.0 if nonfinite == "zero" else jnp.nan
     lowered = 1 - _ROUNDINGS * float(jnp.finfo(norm.dtype).eps) / 2 if strict else 1
-    new = jnp.asarray(response(*arguments)).astype(norm.dtype)
+    new = jnp.asarray(response(old, trigger, target)).astype(norm.dtype)
     # A zero group stays zero under any limit except NaN.
     is_changed = is_judged & (new != old) & ((old != 0) | jnp.isnan(new))
     quotient = new * lowered / of_judged(measured.divisor)
@@ -99,14 +99,15 @@ def multiplier(
     is_normal = _is_normal(factor) & _is_normal(factor * per_size)
     unit = size
     if isinstance(response, ExactFactor):
-        exact = of_judged(response.factor(*arguments))
+        exact = of_judged(response.factor(old, trigger, target))
         exact = jnp.where(exact == 1, exact, exact * lowered)
         ratio, unit = jnp.where(is_normal, exact, ratio), jnp.ones_like(size)
     # Divisions come last: XLA (JAX 0.10.2) stores the result of a division, but repeats cheaper
     # operations, such as a product with a reciprocal, for each leaf.
     dividends = (jnp.ones_like(ratio), jnp.where(is_bad, replacement, ratio))
     divisors = (jnp.where(is_normal, 1, size), jnp.where(is_normal, unit, 1))
-    return Multiplier(*quotients(dividends, divisors))
+    power, ratio = quotients(dividends, divisors)
+    return Multiplier(power, ratio)
 
 
 def _is_normal(factor: Array) -> Array:

@@ -58,16 +58,16 @@ def _scaled(
     columns = list(by)
     chex.assert_shape(columns, tuple([n for k, n in enumerate(x.shape) if k not in axes]))
     power, ratio, *above = [broadcast_over(column, axes) for column in columns]
-    factors = {"power": power, "ratio": ratio, "strict": strict}
-    scaled = by_parts(functools.partial(product, plain=_product, **factors), x)
+    of_part = functools.partial(product, power=power, ratio=ratio, strict=strict, plain=_product)
+    scaled = by_parts(of_part, x)
     if zeroes:
         scaled = select_exactly(ratio == 0, jnp.zeros_like(scaled), scaled)
     # Entries that stay are selected: a product with 1 may flush subnormal numbers to 0.
-    stays = _stays(x, power, ratio, *above)
+    stays = _stays(x, power, ratio, above[0] if above else None)
     return match_weak_type(select_exactly(stays, x, scaled), x)
 
 
-def _stays(x: Array, power: Array, ratio: Array, above: Array | None = None) -> Array:
+def _stays(x: Array, power: Array, ratio: Array, above: Array | None) -> Array:
     """Which entries are left as they are; one flag if it is the same for all."""
     if above is not None:
         modulus, above = promoted([jnp.abs(x).astype(accumulation_dtype(x.dtype)), above])
@@ -109,4 +109,4 @@ def _cut(x: Array, dtype: jnp.dtype) -> Array:
 
 @_cut.defjvp
 def _(dtype: jnp.dtype, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    return _cut(*primals, dtype), tangents[0]
+    return _cut(primals[0], dtype), tangents[0]

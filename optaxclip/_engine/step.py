@@ -89,11 +89,22 @@ def clipped(
     raises = options.nonfinite == "error"
     if raises or technique.names_leaves:
         plan = dataclasses.replace(plan, leaf_names=tuple(flat.names()))
-    operands = (flat.measured_leaves(), weights, rule, state, norm_of_tree)
-    fixed = {"plan": plan, "of_weights": of_weights, "options": options, "technique": technique}
-    # Not compiled for "error" in eager mode: `checkify.check` can raise at once there, but not
-    # inside of a compiled call.
-    new, state = across(_steps, *operands, like=(0, 3), compiled=not raises, **fixed)
+    new, state = across(
+        _steps,
+        flat.measured_leaves(),
+        weights,
+        rule,
+        state,
+        norm_of_tree,
+        like=(0, 3),
+        # Not compiled for "error" in eager mode: `checkify.check` can raise at once there, but not
+        # inside of a compiled call.
+        compiled=not raises,
+        plan=plan,
+        of_weights=of_weights,
+        options=options,
+        technique=technique,
+    )
     return flat.rebuild(new), state
 
 
@@ -133,14 +144,22 @@ def _steps(
         _report(bad, plan, options.name)
     limits, rule_state = limits_of(rule, state.rule, norm, weight_norms, options.name)
     chex.assert_shape(list(limits), plan.shape)
-    how = {"response": options.response, "nonfinite": options.nonfinite, "strict": options.strict}
-    by = multiplier(measured, *limits, **how)
+    by = multiplier(
+        measured,
+        limits.trigger,
+        limits.target,
+        response=options.response,
+        nonfinite=options.nonfinite,
+        strict=options.strict,
+    )
     chex.assert_shape(list(by), plan.shape)
     # Stacked, so that one operation cuts a leaf's part out of one array.
     columns = devices.stack(technique.columns(by, limits.trigger.astype(by.ratio.dtype)))
     parts = map(plan.placement.on_all_devices, plan.by_leaf(columns, leaves))
-    with_parts = zip(leaves, parts, plan.grouping.axes, strict=True)
-    scaled = [technique.scaled(*row, options) for row in with_parts]
+    scaled = [
+        technique.scaled(leaf, part, axes, options)
+        for leaf, part, axes in zip(leaves, parts, plan.grouping.axes, strict=True)
+    ]
     chex.assert_trees_all_equal_shapes_and_dtypes(leaves, scaled)
     if state.info is None:
         return scaled, state
