@@ -40,6 +40,11 @@ def varying_axes(x: Any) -> Axes:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
+def varying_together(tree: PyTree) -> Axes:
+    """The manual axes over which JAX tracks that some leaf differs from device to device."""
+    return Axes().union(*map(varying_axes, jax.tree.leaves(tree)))
+
+
 def types_of(arrays: PyTree) -> list[Any]:
     """The types of these arrays, each once.
 
@@ -95,7 +100,7 @@ def varying_like(batch: PyTree, tree: PyTree) -> PyTree:
     Without this, JAX would sum gradients over these devices, because the parameters do not vary
     over them: examples would be added up before they are clipped.
     """
-    axes = Axes().union(*map(varying_axes, jax.tree.leaves(batch)))
+    axes = varying_together(batch)
     return jax.tree.map(lambda x: vary(jnp.asarray(x), axes), tree) if axes else tree
 
 

@@ -255,6 +255,40 @@ def located(grouping: Grouping, flat: FlatTree, told: Told) -> Placement:
     )
 
 
+def refuse_parts(flat: FlatTree, specs: PyTree, *, of_examples: bool, remedy: str) -> None:
+    """Refuses leaves of which devices hold parts, inside of `shard_map` and `pmap`.
+
+    Args:
+      flat: the tree.
+      specs: how leaves are split, a pytree prefix of the tree; None if the user does not say it.
+      of_examples: whether the leaves have a leading axis of examples, which may be split.
+      remedy: ends the message.
+
+    Raises:
+      TypeError: if a leaf of `specs` is neither a `PartitionSpec` nor a `NamedSharding`.
+      ValueError: if a leaf is split, or it is unknown whether it is; if `specs` is not a prefix of
+        the tree, or a spec does not fit its leaf or the mesh.
+    """
+    leaves, manual = flat.measured_leaves(), devices.manual_axes()
+    tracked = devices.are_tracked()
+    if not manual or not leaves:
+        return
+    if specs is None and not tracked:
+        raise ValueError(
+            "inside pmap or shard_map(check_vma=False) JAX does not say whether devices along "
+            f"{sorted(manual)} hold parts of one example's gradient. {remedy}"
+        )
+    given = [PartitionSpec()] * len(leaves) if specs is None else _given_specs(flat, specs)[1]
+    for name, leaf, spec in zip(flat.names(), leaves, given, strict=True):
+        unsaid = devices.varying_axes(leaf) - devices.axes_of(spec)
+        split = unsaid | devices.axes_of(PartitionSpec(*spec[1:] if of_examples else spec))
+        if split:
+            raise ValueError(
+                f"leaf {name!r} differs over the devices along {sorted(split)}, so that a device "
+                f"may hold a part of one example's gradient. {remedy}"
+            )
+
+
 def _given_specs(flat: FlatTree, specs: PyTree) -> tuple[Any, list[PartitionSpec]]:
     """The mesh, if there is one, and how leaves are split over it, as the user says."""
     given = per_leaf(specs, flat, "specs")

@@ -36,6 +36,7 @@ class GradNorms:
       microbatch_size: how many examples are differentiated at once.
       scope: which entries of an example share one norm.
       method: "vmap" or "ghost".
+      specs: how the parameters are split over devices, if the user says it.
     """
 
     loss_fn: Callable[..., Any]
@@ -45,13 +46,14 @@ class GradNorms:
     microbatch_size: int | None
     scope: Scope
     method: Method
+    specs: PyTree = None
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """The norms, the losses, and with `has_aux` the auxiliary outputs."""
         roles = Roles.of(args, self.argnums, self.batch_argnums)
         loss = Loss.of(self.loss_fn, self.has_aux, roles, keywords)
         batch = (roles.batch, padding_flags(None, loss.examples))
-        measured = devices.varying_like(batch, loss.params.measured_leaves())
+        measured = loss.measured(batch, self.specs)
         grouping, size = self.scope(loss.params), self.microbatch_size
         if self.method == "ghost":
             check_scope(grouping, loss.params)
@@ -75,6 +77,7 @@ def grad_norms(
     microbatch_size: int | None = None,
     scope: Scope | None = None,
     method: Method = "ghost",
+    specs: PyTree = None,
 ) -> GradNorms:
     """Makes a function that returns the norm of each example's gradient: which example is it?
 
@@ -112,6 +115,7 @@ def grad_norms(
       scope: which entries of an example share one norm; all of them if None. With "ghost", a group
         has to consist of whole leaves.
       method: "ghost"; or "vmap", which computes the gradient of each example.
+      specs: as in `clipped_grad`.
 
     Returns:
       A function `(*args, **keywords) -> (norms, losses)`, or `(norms, losses, aux)`, of the
@@ -124,7 +128,8 @@ def grad_norms(
     Raises:
       ValueError: for a microbatch size below 1 or an unknown method; when called, for arguments
         that do not share an axis of examples, positions that do not exist or come twice, a loss
-        that is not a scalar, and with "ghost" for a scope with several norms for one leaf.
+        that is not a scalar, and with "ghost" for a scope with several norms for one leaf; inside
+        `shard_map` and `pmap` as `clipped_grad`.
       TypeError: for a scope that is not a scope, and positions or sizes that are not ints.
 
     Example:
@@ -143,7 +148,7 @@ def grad_norms(
     positions = checked_roles(argnums, batch_argnums)
     scope = scopes.tree() if scope is None else as_scope(scope)
     method = checked_method(method)
-    return GradNorms(loss_fn, *positions, has_aux, microbatch_size, scope, method)
+    return GradNorms(loss_fn, *positions, has_aux, microbatch_size, scope, method, specs)
 
 
 def _step(

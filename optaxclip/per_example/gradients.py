@@ -44,6 +44,7 @@ class ClippedGrad:
       microbatch_size: how many examples are differentiated at once.
       transform: a function that is applied to each gradient before it is clipped.
       method: "vmap" or "ghost", as in `clipped_grad`.
+      specs: how the parameters are split over devices, if the user says it.
     """
 
     loss_fn: Callable[..., Any]
@@ -54,6 +55,7 @@ class ClippedGrad:
     microbatch_size: int | None
     transform: Callable[[PyTree], PyTree] | None
     method: Method
+    specs: PyTree = None
 
     def __call__(
         self, *args: Any, is_padding: ArrayLike | None = None, **keywords: Any
@@ -62,7 +64,7 @@ class ClippedGrad:
         roles = Roles.of(args, self.argnums, self.batch_argnums)
         loss = Loss.of(self.loss_fn, self.has_aux, roles, keywords)
         batch = (roles.batch, padding_flags(is_padding, loss.examples))
-        measured = devices.varying_like(batch, loss.params.measured_leaves())
+        measured = loss.measured(batch, self.specs)
         one, size = self._clipped_tree(loss.params), self.microbatch_size
         grouping, limits, bound = self.clip.limits(one)
         if self.method == "ghost":
@@ -125,6 +127,7 @@ def clipped_grad(
     split: Literal["uniform", "size"] = "uniform",
     pre_clipping_transform: Callable[[PyTree], PyTree] | None = None,
     method: Method = "vmap",
+    specs: PyTree = None,
 ) -> ClippedGrad:
     """Makes a function that returns the sum of the examples' clipped gradients.
 
@@ -136,7 +139,8 @@ def clipped_grad(
     Under `jit` the sum is over the whole batch, even if it is sharded, with all-reduces for each
     microbatch; on an explicit mesh, a microbatch is split over as many devices as divide it evenly.
     Inside `shard_map`, sums and counts are those of the shard, without communication: `psum` them
-    afterwards, which takes one all-reduce for each dtype, however many microbatches there are.
+    afterwards, which takes one all-reduce for each dtype, however many microbatches there are. Each
+    device must have all parameters there; parameters that are split are refused.
 
     Source: Abadi et al., 2016, arXiv 1607.00133.
 
@@ -160,6 +164,8 @@ def clipped_grad(
         larger than its activations. It has only norms of whole leaves, and no
         `pre_clipping_transform`. Its norms are upper bounds, so an example may be clipped somewhat
         below the limit. With `microbatch_size=None` it chooses the size.
+      specs: for `pmap` and `shard_map(check_vma=False)`, where types do not show how parameters are
+        split: `PartitionSpec()` says that each device has all of them. Split ones are refused.
 
     Returns:
       A `ClippedGrad`: a function `(*args, is_padding=None, **keywords) -> PerExampleResult` of the
@@ -171,7 +177,8 @@ def clipped_grad(
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, a microbatch size below 1, or
         an unknown name; when called, for arguments that do not share an axis of examples, positions
-        that do not exist or come twice, and a loss that is not a scalar.
+        that do not exist or come twice, a loss that is not a scalar, and inside `shard_map` and
+        `pmap` for parameters that are split or may be, and a loss that sums over devices.
       TypeError: for a limit that is not a number, a scope that is not a scope, and positions or
         sizes that are not ints.
 
@@ -206,7 +213,7 @@ def clipped_grad(
             'method="ghost" computes no gradient of an example that pre_clipping_transform could '
             'change: use method="vmap"'
         )
-    settings = (has_aux, microbatch_size, pre_clipping_transform, method)
+    settings = (has_aux, microbatch_size, pre_clipping_transform, method, specs)
     return ClippedGrad(loss_fn, clip, *roles, *settings)
 
 

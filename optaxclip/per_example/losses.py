@@ -6,11 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
+import optaxclip._border.devices as devices
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import number_of_examples
 from optaxclip._batches.roles import Roles
+from optaxclip._border.placement import refuse_parts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,12 +46,25 @@ class Loss:
         """The number of examples."""
         return number_of_examples(flatten(self.roles.batch, "the batch"), "the batch")
 
+    def measured(self, batch: PyTree, specs: PyTree) -> list[Any]:
+        """The parameters, typed so that each device has the gradients of its own examples.
+
+        Args:
+          batch: the examples.
+          specs: how the parameters are split, if the user says it.
+
+        Raises:
+          ValueError: if devices hold parts of a parameter, or may hold them.
+        """
+        refuse_parts(self.params, specs, of_examples=False, remedy=_REMEDY)
+        return devices.varying_like(batch, self.params.measured_leaves())
+
     def __call__(self, measured: list[Any], example: tuple[Any, ...]) -> Any:
         """Returns the loss of one example: a scalar, or with `has_aux` a pair.
 
         Raises:
           TypeError: if the loss does not return a pair in spite of `has_aux`.
-          ValueError: if the loss is not a scalar.
+          ValueError: if the loss is not a scalar, or is a sum over devices.
         """
         args = self.roles.with_values(self.params.rebuild(measured), example)
         found: Any = self.loss_fn(*args, **self.keywords)
@@ -61,6 +77,13 @@ class Loss:
                 f"loss_fn must return a scalar, the loss of one example, got shape {shape}. It is "
                 "called with one example, without the axis of examples: sum over the other axes"
             )
+        shared = devices.varying_together(example) - devices.varying_axes(value)
+        if shared and isinstance(value, Tracer):
+            raise ValueError(
+                f"loss_fn adds up over the devices along {sorted(shared)}, over which examples are "
+                "split (as lax.psum and lax.pmean do), so that examples are no longer clipped one "
+                "by one: return the loss of one example"
+            )
         return found
 
     def split(self, found: Any) -> tuple[Any, PyTree]:
@@ -72,3 +95,10 @@ class Loss:
     ) -> tuple[Any, list[Any]]:
         """What the loss returns for one example, and its gradient."""
         return jax.value_and_grad(self, has_aux=self.has_aux)(measured, example)
+
+
+_REMEDY = (
+    "Per-example clips inside of shard_map and pmap need a copy of all parameters on each device; "
+    "where types do not show it, say so by specs=PartitionSpec(). For parameters that are split, "
+    "clip under jit on an explicit mesh (jax.make_mesh), where the norms are those of all devices"
+)

@@ -149,7 +149,7 @@ def _checked_key(key: Any, leaves: list[Array]) -> Array:
             "key must be one key from jax.random, a new one at each step (None only if "
             f"noise_multiplier is the number 0), got {short(key)}"
         )
-    split = frozenset[str]().union(*map(devices.varying_axes, leaves)) - devices.varying_axes(key)
+    split = devices.varying_together(leaves) - devices.varying_axes(key)
     if split:
         raise ValueError(
             f"the sum differs over the devices along {sorted(split)}, and key is the same on all "

@@ -16,6 +16,7 @@ from optaxclip._base.states import registered_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ArrayLike, NormTree, PyTree
 from optaxclip._batches.cutting import number_of_examples
+from optaxclip._border.placement import refuse_parts
 from optaxclip.per_example.bounds import (
     ExampleLimit,
     Split,
@@ -100,6 +101,7 @@ def clip_sum(
     response: str | Response = "clip",
     split: Literal["uniform", "size"] = "uniform",
     is_padding: ArrayLike | None = None,
+    specs: PyTree = None,
 ) -> PerExampleResult:
     """Clips the gradient of each example and sums them.
 
@@ -128,13 +130,17 @@ def clip_sum(
       split: "uniform", `limit / sqrt(K)` for each of `K` groups, or "size",
         `limit * sqrt(D_i / D)` for a group of `D_i` of all `D` entries.
       is_padding: bool `[examples]`, which examples are padding and add nothing; None for none.
+      specs: needed inside `shard_map` and `pmap` if devices have different gradients:
+        `PartitionSpec("x")`, or a pytree prefix of the gradients with such specs, says that the
+        devices along "x" have different examples. Gradients that are split otherwise are refused.
 
     Returns:
       The sum, and what happened to the examples.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, leaves that do not share an
-        axis of examples, or an unknown name.
+        axis of examples, or an unknown name; inside `shard_map` and `pmap`, for gradients of which
+        a device may hold a part.
       TypeError: if the limit is not a number, the scope not a scope, or a leaf not a dense array.
 
     Example:
@@ -147,12 +153,14 @@ def clip_sum(
     """
     clip = ExampleClip.checked(limit, scope, response, split)
     flat = flatten(grads, "grads")
-    sums = _summed(flat, clip, is_padding)
+    sums = _summed(flat, clip, specs, is_padding)
     bound = clip.limits(one_of(flat))[2]
     return result_of(sums, sum_tree(flat, sums.leaves))._replace(bound=bound)
 
 
-def per_example_global_norm_clip(grads: PyTree, l2_norm_clip: ArrayLike) -> tuple[PyTree, Array]:
+def per_example_global_norm_clip(
+    grads: PyTree, l2_norm_clip: ArrayLike, *, specs: PyTree = None
+) -> tuple[PyTree, Array]:
     """Clips each example by its global norm, and sums: Optax's function of this name.
 
     Unlike Optax's function it keeps the bound in every dtype, and drops examples that are not
@@ -163,13 +171,14 @@ def per_example_global_norm_clip(grads: PyTree, l2_norm_clip: ArrayLike) -> tupl
     Args:
       grads: leaves `[examples, ...]`; integers are summed as float32.
       l2_norm_clip: the largest norm of one example.
+      specs: as in `clip_sum`.
 
     Returns:
       The sum in float32 or wider, and int32[], how many examples were above the limit.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, or leaves that do not share an
-        axis of examples.
+        axis of examples; inside `shard_map` and `pmap` as `clip_sum`.
       TypeError: if the limit is not a number, or a leaf is not a dense array.
 
     Example:
@@ -181,12 +190,12 @@ def per_example_global_norm_clip(grads: PyTree, l2_norm_clip: ArrayLike) -> tupl
     """
     limit = checked_example_limit(l2_norm_clip, "l2_norm_clip")
     flat = _measurable(grads)
-    sums = _summed(flat, ExampleClip.checked(limit, scopes.tree(), "clip", "uniform"), None)
+    sums = _summed(flat, ExampleClip.checked(limit, scopes.tree(), "clip", "uniform"), specs)
     return flat.rebuild(sums.leaves), sums.num_clipped
 
 
 def per_example_layer_norm_clip(
-    grads: PyTree, global_l2_norm_clip: ArrayLike, uniform: bool = True
+    grads: PyTree, global_l2_norm_clip: ArrayLike, uniform: bool = True, *, specs: PyTree = None
 ) -> tuple[PyTree, PyTree]:
     """Clips each leaf of each example by its own norm, and sums: Optax's function of this name.
 
@@ -197,6 +206,7 @@ def per_example_layer_norm_clip(
       global_l2_norm_clip: the largest norm `C` of one example.
       uniform: whether each of `K` leaves may have the norm `C / sqrt(K)`; if False, a leaf of `D_i`
         of all `D` entries may have `C * sqrt(D_i / D)`.
+      specs: as in `clip_sum`.
 
     Returns:
       The sum in float32 or wider, and for each leaf how many examples were above its limit,
@@ -216,7 +226,7 @@ def per_example_layer_norm_clip(
     limit = checked_example_limit(global_l2_norm_clip, "global_l2_norm_clip")
     flat = _measurable(grads)
     split = "uniform" if checked_bool(uniform, "uniform") else "size"
-    sums = _summed(flat, ExampleClip.checked(limit, scopes.leaf(), "clip", split), None)
+    sums = _summed(flat, ExampleClip.checked(limit, scopes.leaf(), "clip", split), specs)
     # Counts are in the order of the sorted names, and leaves in the order of the tree.
     names = flat.names()
     counts = [sums.num_clipped[sorted(names).index(name)] for name in names]
@@ -250,8 +260,11 @@ def padding_flags(is_padding: ArrayLike | None, examples: int) -> Array:
     return flags
 
 
-def _summed(flat: FlatTree, clip: ExampleClip, is_padding: ArrayLike | None) -> Sums:
+def _summed(
+    flat: FlatTree, clip: ExampleClip, specs: PyTree, is_padding: ArrayLike | None = None
+) -> Sums:
     examples = number_of_examples(flat, "grads")
+    refuse_parts(flat, specs, of_examples=True, remedy=_REMEDY)
     return clip.sums(flat.measured_leaves(), one_of(flat), padding_flags(is_padding, examples))
 
 
@@ -288,3 +301,11 @@ def _as_floating(leaf: Any) -> Array:
     array = jnp.asarray(leaf)
     is_float = jnp.issubdtype(array.dtype, jnp.inexact)
     return array if is_float else array.astype(jnp.float32)
+
+
+_REMEDY = (
+    "If the devices along an axis have different examples, and whole gradients of them, say so by "
+    'specs=PartitionSpec("axis"); or by specs=PartitionSpec() that all devices have the same. For '
+    "gradients that are split, clip under jit on an explicit mesh (jax.make_mesh), where the norms "
+    "are those of all devices"
+)

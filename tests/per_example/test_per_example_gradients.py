@@ -268,7 +268,7 @@ def test_over_devices(size):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = jax.device_put(x, jax.NamedSharding(mesh, jax.P("x")))
     clipped = per_example.clipped_grad(
-        lambda w, x: jnp.sum(jnp.tanh(x @ w)), 1.0, microbatch_size=size
+        lambda w, x: jnp.sum(jnp.tanh(x @ w)), 1.0, microbatch_size=size, specs=jax.P()
     )
     here, there = jax.jit(clipped)(w, x), jax.jit(clipped)(w, sharded)
     assert_close(there, here)

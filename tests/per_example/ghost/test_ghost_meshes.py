@@ -45,7 +45,8 @@ def explicit_loss(*args):
 
 
 def clipped(loss, size=None):
-    return per_example.clipped_grad(loss, 1.0, method="ghost", microbatch_size=size)
+    options = {"microbatch_size": size, "specs": PartitionSpec()}
+    return per_example.clipped_grad(loss, 1.0, method="ghost", **options)
 
 
 @functools.cache

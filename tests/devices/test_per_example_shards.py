@@ -1,0 +1,115 @@
+"""Inside `shard_map` and `pmap` a device clips whole gradients of its own examples, or refuses."""
+
+import functools
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P, lax
+from jax.sharding import AxisType
+
+from optaxclip import per_example, scopes
+
+X = 10 * np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+
+
+@functools.cache
+def mesh():
+    return jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+
+def on_devices(fn, in_specs, out_specs, check_vma):
+    options = {"mesh": mesh(), "in_specs": in_specs, "out_specs": out_specs}
+    return jax.jit(jax.shard_map(fn, **options, check_vma=check_vma))
+
+
+def gathered(w, x):
+    return jnp.dot(lax.all_gather(w, "x", tiled=True), x)
+
+
+def dot(w, x):
+    return jnp.dot(w, x)
+
+
+def dot_of_parts(w, x):
+    return lax.psum(jnp.dot(w, x), "x")
+
+
+SPLIT = {
+    "parameters gathered in the loss": (gathered, P("x"), P("x")),
+    "features": (dot_of_parts, P("x"), P(None, "x")),
+    "parameters that nobody adds up": (dot, P("x"), P(None, "x")),
+}
+GRADIENTS = {
+    "vmap": functools.partial(per_example.clipped_grad, limit=1.0),
+    "ghost": functools.partial(per_example.clipped_grad, limit=1.0, method="ghost"),
+    "norms": per_example.grad_norms,
+}
+
+
+@pytest.mark.parametrize(("check_vma", "kind"), [*product([True, False], GRADIENTS)])
+def test_parts_of_parameters_are_refused(check_vma, kind):
+    message = r"differs over the devices along \['x'\]" if check_vma else "does not say whether"
+    for loss, *in_specs in SPLIT.values():
+        run = on_devices(GRADIENTS[kind](loss), tuple(in_specs), P(), check_vma)
+        with pytest.raises(ValueError, match=f"{message}.* jit on an explicit mesh"):
+            jax.eval_shape(run, jnp.zeros(16), X)
+    told = GRADIENTS[kind](gathered, specs=P("x"))
+    with pytest.raises(ValueError, match=r"differs over the devices along \['x'\]"):
+        jax.eval_shape(on_devices(told, (P("x"), P("x")), P(), check_vma), jnp.zeros(16), X)
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_a_loss_that_adds_up_the_examples_of_devices_is_refused(kind):
+    run = on_devices(GRADIENTS[kind](dot_of_parts), (P(), P("x")), P(), True)
+    with pytest.raises(ValueError, match=r"loss_fn adds up over the devices along \['x'\]"):
+        jax.eval_shape(run, jnp.zeros(16), X)
+
+
+CLIPS = {
+    "clip_sum": lambda x, **options: per_example.clip_sum(x, 1.0, **options).grads,
+    "global": lambda x, **options: per_example.per_example_global_norm_clip(x, 1.0, **options),
+    "layer": lambda x, **options: per_example.per_example_layer_norm_clip(x, 1.0, **options),
+}
+
+
+@pytest.mark.parametrize(("check_vma", "clip"), [*product([True, False], CLIPS)])
+def test_parts_of_gradients_are_refused(check_vma, clip):
+    unknown = "may hold a part" if check_vma else "does not say whether"
+    for spec, specs, message in (
+        (P(None, "x"), None, unknown),
+        (P("x"), None, unknown),
+        (P(None, "x"), P(None, "x"), r"differs over the devices along \['x'\]"),
+    ):
+        run = on_devices(functools.partial(CLIPS[clip], specs=specs), (spec,), P(), check_vma)
+        with pytest.raises(ValueError, match=rf"{message}.*specs=PartitionSpec\(\"axis\"\)"):
+            jax.eval_shape(run, X)
+    with pytest.raises(ValueError, match="does not say whether"):
+        jax.eval_shape(jax.pmap(CLIPS[clip], axis_name="x"), X.reshape(8, 2, 16))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_whole_gradients_of_own_examples_are_clipped_as_on_one_device(check_vma):
+    """With and without one example, which lies on one device, the sum differs by the limit."""
+    say = None if check_vma else P()
+    grad_fns = [GRADIENTS[method](dot, specs=say) for method in ("vmap", "ghost")]
+
+    def sums(is_padding, x):
+        w = jnp.zeros(16)
+        own = [fn(w, x, is_padding=is_padding).grads for fn in grad_fns]
+        for scope in (scopes.tree(), scopes.leaf()):
+            options = {"scope": scope, "is_padding": is_padding, "specs": P("x")}
+            own.append(per_example.clip_sum(x, 1.0, **options).grads)
+        return lax.psum(jnp.stack(own), "x")
+
+    def all_but(examples, x):
+        every = jax.vmap(sums, (0, None))
+        return on_devices(every, (P(None, "x"), P("x")), P(), check_vma)(examples, x)
+
+    found = np.asarray(all_but(np.stack([np.arange(16) == k for k in (-1, 3)]), X))
+    expected = per_example.clip_sum(X, 1.0).grads
+    for each, without in zip(*found, strict=True):
+        np.testing.assert_allclose(each, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(np.linalg.norm(each - without), 1, rtol=1e-5)
