@@ -106,7 +106,8 @@ def per_example_clip_and_aggregate(
     Raises:
       ValueError: for a limit or a multiplier that is negative or NaN, noise without a key, an
         unknown name, or a `noise_multiplier` that is not below `2 * count_noise`; in the update,
-        for gradients without an axis of examples.
+        for gradients without an axis of examples, and inside `shard_map` or `pmap` for sums that
+        differ over devices, as all of them would get the same noise.
       TypeError: for a limit or a multiplier that is not a number, or a `key` that is not a key.
 
     Example:
@@ -154,6 +155,7 @@ def per_example_clip_and_aggregate(
         check_state(state, PerExampleState, "per_example_clip_and_aggregate", updates=updates)
         flat = flatten(updates, "updates")
         _refuse_one_gradient(flat, params)
+        _refuse_different_sums(flat)
         flags = padding_flags(is_padding, number_of_examples(flat, "updates", f". {_REMEDY}"))
         one = one_of(flat)
         now = state.limit if rule else limit(state.steps) if callable(limit) else checked.limit
@@ -220,6 +222,19 @@ def _refuse_one_gradient(flat: FlatTree, params: PyTree | None) -> None:
                 f"leaf {leaf_name(flat.paths[i])!r} has the shape {shape} of its parameter. "
                 f"{_REMEDY}"
             )
+
+
+def _refuse_different_sums(flat: FlatTree) -> None:
+    """Refuses sums that differ over devices, because all of them would get the same noise."""
+    leaves, manual = flat.measured_leaves(), devices.manual_axes()
+    different = devices.varying_together(leaves) if devices.are_tracked() else manual
+    if different:
+        raise ValueError(
+            "per_example_clip_and_aggregate would add the noise of one key to the sum of each "
+            f"device along {sorted(different)}, which cancels in their differences. Inside of "
+            "shard_map and pmap take clipped_grad (or clip_sum), then jax.lax.psum(result.grads, "
+            "...), then per_example.noisy_mean; or call this stage under jit, outside of them"
+        )
 
 
 def _rounded(leaves: list[Array], divisor: Array, one: FlatTree) -> list[Array]:

@@ -113,3 +113,21 @@ def test_whole_gradients_of_own_examples_are_clipped_as_on_one_device(check_vma)
     for each, without in zip(*found, strict=True):
         np.testing.assert_allclose(each, expected, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(np.linalg.norm(each - without), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_one_key_for_the_sums_of_several_devices_is_refused(check_vma):
+    limits = (1.0, per_example.quantile_limit(count_noise=1.0))
+    for tx in (per_example.per_example_clip_and_aggregate(limit, 1.0, 0) for limit in limits):
+        run = on_devices(lambda x, tx=tx: tx.update(x, tx.init(x[0])), P("x"), P(), check_vma)
+        with pytest.raises(ValueError, match=r"along \['x'\].*psum.*noisy_mean"):
+            jax.eval_shape(run, X)
+
+
+def test_an_aggregate_that_is_the_same_on_all_devices_is_that_of_one():
+    tx = per_example.per_example_clip_and_aggregate(1.0, 1.0, 0)
+
+    def update(x):
+        return tx.update(x, tx.init(x[0]))[0]
+
+    np.testing.assert_allclose(on_devices(update, P(), P(), True)(X), update(X), rtol=1e-5)
