@@ -24,8 +24,9 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
     for path in sorted((ROOT / "docs").rglob("*.md"))
 }
-ELSEWHERE = {"docs/muon.md", "docs/recovery.md", "docs/recipes/skipped.md"}
-"""What `test_muon.py`, `test_recovery.py` and `test_kept_where_skipped.py` run."""
+ELSEWHERE = {"docs/muon.md", "docs/recovery.md"}
+ELSEWHERE |= {"docs/recipes/modules.md", "docs/recipes/skipped.md"}
+"""What `test_muon.py`, `test_recovery.py`, `test_modules.py`, `test_kept_where_skipped.py` run."""
 HERE = [page for page in PAGES if page not in ELSEWHERE]
 ALL_BLOCKS = [(page, block) for page in HERE for block in shown_code.blocks(page)]
 # Keras asks for its backend once in a process; `wandb` starts a server for its own.

@@ -200,7 +200,8 @@ def _is_measured(leaf: Any, path: Path, argument: str, integers: str) -> bool:
         raise TypeError(
             f"{argument} must be a pytree of arrays; its leaf '{leaf_name(path)}' is "
             f"{leaf!r:.80} of type {type(leaf).__name__}. Pass the arrays alone: of an Equinox "
-            "model eqx.filter(model, eqx.is_inexact_array), of an NNX module nnx.state(module)"
+            "model eqx.filter(model, eqx.is_inexact_array), of an NNX module nnx.state(module, "
+            "nnx.Param)"
         )
     if _is_inexact(dtype):
         return True

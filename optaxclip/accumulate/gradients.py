@@ -14,6 +14,7 @@ from optaxclip._base.states import check_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import AxisName, PyTree, Threshold
 from optaxclip._batches.cutting import Cut, number_of_examples
+from optaxclip._batches.modules import flat_params
 from optaxclip._batches.roles import Roles, checked_roles
 from optaxclip.accumulate.judging import NAME, AccumulateState, Judge, learns
 from optaxclip.accumulate.loop import over_microbatches
@@ -112,7 +113,8 @@ def value_and_grad(
         returns another tree, and a missing `axis_name`.
       TypeError: if `loss_fn` or `weight` is not a function, `clip` neither a transformation nor a
         limit, `reject` not a rule, or a position or size not an int; when called, for a loss or a
-        weight that is not a real number, or `specs` that hold something other than specs.
+        weight that is not a real number, `specs` that hold something other than specs, or a model
+        of Flax NNX or Equinox that holds more than its parameters (`docs/recipes/modules.md`).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -153,7 +155,7 @@ class ValueAndGrad:
     def init(self, *args: Any) -> AccumulateState:
         """The state before the first step, for a loop or a checkpoint."""
         roles = Roles.of(args, self._argnums, self._batch_argnums)
-        return self._judge.init(self._in_wide(flatten(roles.params, "params")))
+        return self._judge.init(self._in_wide(flat_params(roles.params)))
 
     def __call__(
         self, *args: Any, state: AccumulateState | None = None
@@ -161,7 +163,7 @@ class ValueAndGrad:
         """The mean loss (and aux), the mean gradient, and an `Accumulated`."""
         self._loss.places.check(NAME)
         roles = Roles.of(args, self._argnums, self._batch_argnums)
-        params = flatten(roles.params, "params")
+        params = flat_params(roles.params)
         params = params.replaced([jnp.asarray(x) for x in params.measured_leaves()])
         remedy = "Pass accumulated.state of the last step, at the first one grad_fn.init(*args)"
         if state is None:

@@ -15,6 +15,7 @@ import optaxclip._border.devices as devices
 from optaxclip._base.numerics import accumulation_dtype, is_real, norm_dtype
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
+from optaxclip._batches.modules import called
 from optaxclip._batches.roles import Roles
 from optaxclip._border.devices import Axes
 from optaxclip.accumulate.places import Places
@@ -115,7 +116,7 @@ class Loss:
 
     def _value(self, args: list[Any]) -> tuple[Array, PyTree]:
         """The loss and aux, checked."""
-        found: Any = self.fn(*args)
+        found: Any = called(self.fn, args, {})
         if self.has_aux and not (isinstance(found, tuple) and len(found) == 2):
             raise TypeError(f"with has_aux loss_fn must return (loss, aux), got {found!r:.80}")
         value: Any = found[0] if self.has_aux else found

@@ -130,7 +130,9 @@ def grad_norms(
         that do not share an axis of examples, positions that do not exist or come twice, a loss
         that is not a scalar, and with "ghost" for a scope with several norms for one leaf; inside
         `shard_map` and `pmap` as `clipped_grad`.
-      TypeError: for a scope that is not a scope, and positions or sizes that are not ints.
+      TypeError: for a scope that is not a scope, and positions or sizes that are not ints; when
+        called, for a model of Flax NNX or Equinox that holds more than its parameters
+        (`docs/recipes/modules.md`).
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -13,6 +13,7 @@ import optaxclip._border.devices as devices
 from optaxclip._base.arguments import asks, checked_bool, checked_choice, checked_int
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ArrayLike, PyTree
+from optaxclip._batches.modules import flat_params
 from optaxclip._batches.roles import Roles, checked_roles
 from optaxclip.per_example.bounds import ExampleLimit, change_of
 from optaxclip.per_example.ghost.clipping import check_scope, clipped, plan_for
@@ -101,7 +102,7 @@ class ClippedGrad:
                     "limits are given by the names of groups, and the sensitivity depends on how "
                     "many groups have each name: pass params="
                 )
-            bound = self.clip.limits(self._clipped_tree(flatten(params, "params")))[2]
+            bound = self.clip.limits(self._clipped_tree(flat_params(params)))[2]
         return change * bound
 
     def _clipped_tree(self, params: FlatTree) -> FlatTree:
@@ -180,7 +181,8 @@ def clipped_grad(
         that do not exist or come twice, a loss that is not a scalar, and inside `shard_map` and
         `pmap` for parameters that are split or may be, and a loss that sums over devices.
       TypeError: for a limit that is not a number, a scope that is not a scope, and positions or
-        sizes that are not ints.
+        sizes that are not ints; when called, for a model of Flax NNX or Equinox that holds more
+        than its parameters (`docs/recipes/modules.md`).
 
     Example:
       >>> import jax, jax.numpy as jnp

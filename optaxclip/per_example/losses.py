@@ -12,6 +12,7 @@ import optaxclip._border.devices as devices
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import number_of_examples
+from optaxclip._batches.modules import called, flat_params
 from optaxclip._batches.roles import Roles
 from optaxclip._border.placement import refuse_parts
 
@@ -39,7 +40,7 @@ class Loss:
         cls, loss_fn: Callable[..., Any], has_aux: bool, roles: Roles, keywords: dict[str, Any]
     ) -> "Loss":
         """The loss with the arguments of a call."""
-        return cls(loss_fn, has_aux, roles, keywords, flatten(roles.params, "params"))
+        return cls(loss_fn, has_aux, roles, keywords, flat_params(roles.params))
 
     @property
     def examples(self) -> int:
@@ -67,7 +68,7 @@ class Loss:
           ValueError: if the loss is not a scalar, or is a sum over devices.
         """
         args = self.roles.with_values(self.params.rebuild(measured), example)
-        found: Any = self.loss_fn(*args, **self.keywords)
+        found: Any = called(self.loss_fn, args, self.keywords)
         if self.has_aux and not (isinstance(found, tuple) and len(found) == 2):
             raise TypeError(f"with has_aux loss_fn must return (loss, aux), got {found!r:.80}")
         value: Any = found[0] if self.has_aux else found
