@@ -56,11 +56,11 @@ def every_method() -> dict[str, Step]:
     return named | {
         "z-score by leaf": optaxclip.clip_by(scopes.leaf(), thresholds.zscore()),
         "record": monitor.record(100),
-        "record(per_leaf=True)": monitor.record(100, per_leaf=True),
+        "record by leaf": monitor.record(100, scope=scopes.leaf()),
         "record, of the gradients all": monitor.record(100, stats=OF_GRADIENTS),
         "record, all": monitor.record(100, stats=(*OF_GRADIENTS, *OF_PARAMETERS)),
-        "record(per_leaf=True), all": monitor.record(
-            100, per_leaf=True, stats=(*OF_GRADIENTS, *OF_PARAMETERS)
+        "record by leaf, all": monitor.record(
+            100, scope=scopes.leaf(), stats=(*OF_GRADIENTS, *OF_PARAMETERS)
         ),
         "skip, zclip, sgd": optaxclip.skip_nonfinite(
             optax.chain(optaxclip.zclip(), optax.sgd(1e-3))
@@ -76,7 +76,7 @@ def nearest(name: str, tx: Step, params: Any) -> tuple[str, Step]:
         return "apply_if_finite", optax.apply_if_finite(inner, 5)
     if name.startswith("record"):
         by_leaf = optax.clip_by_block_rms(1e-3)
-        return ("clip_by_block_rms", by_leaf) if "per_leaf" in name else GLOBAL
+        return ("clip_by_block_rms", by_leaf) if "by leaf" in name else GLOBAL
     if name == "adaptive_grad_clip":
         return name, optax.adaptive_grad_clip(0.01)
     if name in WITH_MOMENTS:

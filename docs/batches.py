@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax import Array
 
+import optaxclip.commands.figures as figures
 from optaxclip import accumulate, monitor, plots
 from optaxclip.commands.demo_task import MAX_SYMBOLS, encode
 
@@ -94,8 +95,8 @@ def draw(path: Path, dpi: int, text: str, seed: int) -> None:
             f"  noise scale then {scales[(reached or steps) - 1]:.0f}, at the end {scales[-1]:.0f}"
         )
         if size == SHOWN:
-            figure = plots.side_by_side(columns=1)
+            figure = figures.side_by_side(columns=1)
             figure.set_size_inches(6.5, 4.0)
             plots.noise_scale_over_steps(scales, size, ax=figure.axes[0])
-            plots.legends_below(figure)
+            figures.legends_below(figure)
             figure.savefig(path, dpi=dpi)

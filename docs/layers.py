@@ -13,6 +13,7 @@ from jax import Array
 from matplotlib.figure import Figure
 
 import optaxclip
+import optaxclip.commands.figures as figures
 from optaxclip import monitor, plots, scopes
 from optaxclip.commands.demo_task import MAX_SYMBOLS, encode
 from optaxclip.plots.style import legend_below
@@ -143,7 +144,7 @@ def _draw_log(path: Path, runs: dict[str, tuple[np.ndarray, Any]], dpi: int) -> 
         for name, (_, state) in runs.items()
     }
     plots.norm_curves(norms, limit=LIMIT, ax=lower)
-    plots.shared_legend(figure)
+    figures.shared_legend(figure)
     figure.savefig(path, dpi=dpi)
 
 

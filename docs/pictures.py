@@ -21,6 +21,7 @@ import places
 import stretch
 from matplotlib.figure import Figure
 
+import optaxclip.commands.figures as figures
 from optaxclip import plots, tuning
 from optaxclip.commands import demo, sweep
 
@@ -59,10 +60,10 @@ def draw_limits(norms: np.ndarray, result: tuning.SweepResult) -> None:
         "sweep": lambda ax: plots.sweep_curve(result, ax=ax),
     }.items():
         with mpl.rc_context(LETTERS):
-            figure = plots.side_by_side(columns=1)
+            figure = figures.side_by_side(columns=1)
             figure.set_size_inches(ONE)
             draw(figure.axes[0])
-            plots.legends_below(figure)
+            figures.legends_below(figure)
             figure.savefig(DOCS / f"{name}.png", dpi=DPI)
 
 

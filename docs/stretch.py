@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+import optaxclip.commands.figures as figures
 from benchmarks.research import bad_stretch
 from optaxclip import plots
 
@@ -43,5 +44,5 @@ def draw(path: Path, figure: "Figure", dpi: int) -> None:
         ax.set_ylabel("held-out loss (nats)")
         ax.axvspan(*EFFORT.bad, color="0.9", zorder=0)
     figure.axes[0].set_xlabel("")
-    plots.shared_legend(figure)
+    figures.shared_legend(figure)
     figure.savefig(path, dpi=dpi)

@@ -54,8 +54,8 @@ WRAPPERS = {
         warmup=2,
     ),
     "record": monitor.record(4),
-    "record_per_leaf": monitor.record(4, per_leaf=True),
-    "record_ratio": monitor.record(4, ratio=True),
+    "record_per_leaf": monitor.record(4, scope=scopes.leaf()),
+    "record_ratio": monitor.record(4, stats="ratio"),
     "record_stats": monitor.record(4, scope=scopes.leaf(stacked), stats=tuple(STATISTICS)),
     "events": monitor.events(
         optaxclip.skip_above(

@@ -158,7 +158,6 @@ FUNCTIONS = {name: value for name, value in public().items() if inspect.isfuncti
 WITHOUT_EXAMPLE = {
     *("norms.as_norm", "responses.as_response", "thresholds.adaptive", "thresholds.given"),
     *("responses.clip", "responses.normalize", "responses.smooth"),
-    *("plots.legends_below", "plots.shared_legend", "plots.side_by_side"),
 }
 
 

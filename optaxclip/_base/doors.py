@@ -85,6 +85,9 @@ SIGNS: dict[str, str] = {
     "thresholds.agc": "thresholds.relative_to_params(ratio), a rule; for a transformation " + _AGC,
     "thresholds.adaptive_grad_clip": "thresholds.relative_to_params(ratio), a rule; "
     "adaptive_grad_clip(clipping) is a transformation",
+    # Names that this package once had.
+    "norm_heatmap": "plots.heatmap(norms, names)",
+    "before_after": "plots.loss_curves(losses), with a dict of both runs",
 }
 """What to use in place of a name from another library, or from another namespace of this package.
 

@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
 import optaxclip.scopes as scopes
@@ -158,7 +159,13 @@ class Options:
         )
 
 
-def takes(options: type, *, parts: str = "", once: str = "") -> Callable[[Function], Function]:
+def takes(
+    options: type,
+    *,
+    parts: str = "",
+    once: str = "",
+    instead: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[Function], Function]:
     """A decorator for a transformation with `**options` of this kind.
 
     The decorator shows the options one by one in the signature, where `optax.inject_hyperparams`
@@ -170,6 +177,7 @@ def takes(options: type, *, parts: str = "", once: str = "") -> Callable[[Functi
       parts: the call of `clip_by` that makes the same transformation; messages about keywords of
         its parts show this call.
       once: the call that clips gradients once; messages about gradients show it.
+      instead: for keywords that the function does not take, what to pass in their place.
     """
 
     def decorate(fn: Function) -> Function:
@@ -186,8 +194,9 @@ def takes(options: type, *, parts: str = "", once: str = "") -> Callable[[Functi
             with takes_no_gradients(fn.__name__, args, once):
                 if args and not has_positional:
                     raise TypeError(_misread(fn.__name__, args[0], allowed))
-                of_parts = _for_parts(parts, keywords, allowed)
-                refuse_unknown(fn.__name__, keywords, allowed, of_parts)
+                known = {x: f"pass {y}" for x, y in instead.items()}
+                known |= _for_parts(parts, keywords, allowed)
+                refuse_unknown(fn.__name__, keywords, allowed, known)
                 return fn(*args, **({"name": fn.__name__} | keywords))
 
         shared = [

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 import optaxclip
+import optaxclip.commands.figures as figures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,15 +73,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, prints the table, writes the picture; returns the exit code."""
-    from optaxclip import plots
-
     text = read_text(args.text)
     out = writable(args.out)
     histories = train(text, dict.fromkeys([UNCLIPPED, *args.methods]), args.steps, args.seed)
     print_table(histories)
     for note in notes(histories):
         print(note)
-    figure = plots.side_by_side()
+    figure = figures.side_by_side()
     draw(histories, figure)
     figure.savefig(out / PICTURE, dpi=150)
     print(f"curves: {out / PICTURE}")
@@ -185,7 +184,7 @@ def draw(histories: "Mapping[str, History]", figure: "Figure") -> None:
     norms = {name: np.maximum.reduceat(h.norm, evals[:-1] - 1) for name, h in histories.items()}
     plots.norm_curves(norms, evals[1:] - 1, limit, ax=right)
     right.set_ylabel(f"largest raw norm of {evals[1] - 1} steps")
-    plots.shared_legend(figure)
+    figures.shared_legend(figure)
 
 
 def read_text(path: Path | None) -> str:

@@ -8,6 +8,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
+import optaxclip.commands.figures as figures
 from optaxclip._base.extras import remedy
 from optaxclip.tuning import Suggestion, suggest
 from optaxclip.tuning.files import parse_norms
@@ -82,10 +83,10 @@ def _suggestion(file: str, column: str | None) -> Suggestion:
 def _draw(suggestion: Suggestion, path: Path) -> None:
     from optaxclip import plots
 
-    figure = plots.side_by_side()
+    figure = figures.side_by_side()
     plots.norms_over_steps(suggestion, ax=figure.axes[0])
     plots.norm_histogram(suggestion, ax=figure.axes[1])
-    plots.legends_below(figure)
+    figures.legends_below(figure)
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

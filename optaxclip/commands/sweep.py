@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+import optaxclip.commands.figures as figures
 from optaxclip.commands.demo import integer, read_text, writable
 
 if TYPE_CHECKING:
@@ -84,9 +85,9 @@ def draw(result: "SweepResult", path: Path) -> None:
     """Draws the final loss over the limit."""
     from optaxclip import plots
 
-    figure = plots.side_by_side(columns=1)
+    figure = figures.side_by_side(columns=1)
     plots.sweep_curve(result, ax=figure.axes[0])
-    plots.legends_below(figure)
+    figures.legends_below(figure)
     figure.savefig(path, dpi=150)
 
 

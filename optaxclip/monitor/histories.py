@@ -147,7 +147,7 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
     Example:
       >>> import jax.numpy as jnp
       >>> from optaxclip.monitor import record
-      >>> history_names(record(per_leaf=True).init({"w": jnp.zeros(2), "b": jnp.zeros(1)}))
+      >>> history_names(record(scope=scopes.leaf()).init({"w": jnp.zeros(2), "b": jnp.zeros(1)}))
       ('b', 'w')
     """
     state = _only_record(opt_state, name)

@@ -265,7 +265,7 @@ def _checked(numbers: Numbers, top: int) -> Numbers:
     if checked_int(top, 0, "top") and not any(has_entries(kept) for kept, _ in numbers):
         raise ValueError(
             f"top={top} asks for the worst leaves or groups, and no clip or record in the state "
-            "has numbers of several: put monitor.record(per_leaf=True) in front of the clip"
+            "has numbers of several: put monitor.record(scope=scopes.leaf()) in front of the clip"
         )
     return numbers
 

@@ -46,16 +46,14 @@ class RecordState(NamedTuple):
     ring: Array
 
 
-@takes(PlaceOptions)
+@takes(PlaceOptions, instead={"per_leaf": "scope=scopes.leaf()", "ratio": "stats='ratio'"})
 def record(
     window: int = 1000,
-    per_leaf: bool = False,
     *,
     scope: Scope | None = None,
     stats: str | Sequence[str] = ("norm",),
     loss: bool = False,
     norm: str | Norm = "l2",
-    ratio: bool = False,
     **options: Unpack[PlaceOptions],
 ) -> Transformation[RecordState]:
     """Keeps statistics of the last steps on the device; updates pass through untouched.
@@ -65,7 +63,7 @@ def record(
     asks for it; `metrics` and `scalars` have the last step. It works under `jit`, in `scan` and
     under `vmap`.
 
-    As the last stage of a chain it records the step that the weights take. Then `ratio` is how far
+    As the last stage of a chain it records the step that the weights take. Then "ratio" is how far
     the step moves them, as a share of their own norm: usually about 1e-3. Its spikes come before
     spikes of the loss.
 
@@ -86,7 +84,6 @@ def record(
 
     Args:
       window: how many steps to keep.
-      per_leaf: True means `scope=scopes.leaf()`.
       scope: which entries belong together, from `optaxclip.scopes`: leaves, layers of leaves that
         stack them, experts, labelled groups; the whole tree if None. With the scopes `axes` and
         `unit`, which divide a leaf into very many groups, the largest number of each leaf is kept.
@@ -94,7 +91,6 @@ def record(
       loss: whether to keep the loss in place of statistics; the update takes it as `value=` or
         `loss=`.
       norm: the norm of "norm", "param_norm" and "ratio", as in `optaxclip.clip_by`.
-      ratio: True means `stats="ratio"`.
       **options: those that all transformations share, `optaxclip.PlaceOptions`; `history` chooses
         among several records by their `name`.
 
@@ -103,12 +99,10 @@ def record(
 
     Raises:
       ValueError: if `window` is less than 1; for an unknown norm or statistic, for no statistic, or
-        for one that comes twice; for `per_leaf` with `scope`, `ratio` with `stats`, or `loss` with
-        any of them; when used, without `params` if a statistic needs them, or for a loss that is
-        missing or has axes.
-      TypeError: if `window` is not an int; if `per_leaf`, `loss` or `ratio` is neither True nor
-        False; if a statistic is not a string, the scope is not a scope, or the loss is not a
-        number.
+        for one that comes twice; for `loss` with `scope` or `stats`; when used, without `params` if
+        a statistic needs them, or for a loss that is missing or has axes.
+      TypeError: if `window` is not an int; if `loss` is neither True nor False; if a statistic is
+        not a string, the scope is not a scope, or the loss is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
@@ -127,13 +121,10 @@ def record(
     """
     window = checked_int(window, 1, "window")
     checked = Options.checked(norm=norm, **options)
-    kept = _checked_stats(stats, checked_bool(ratio, "ratio"))
-    chosen_scope = _checked_scope(scope, per_leaf)
-    if checked_bool(loss, "loss") and (per_leaf or ratio or scope is not None or kept != ("norm",)):
-        raise ValueError(
-            "loss cannot be kept with per_leaf, scope, stats or ratio: chain a second record for "
-            "those"
-        )
+    kept = _checked_stats(stats)
+    chosen_scope = scopes.tree() if scope is None else as_scope(scope)
+    if checked_bool(loss, "loss") and (scope is not None or kept != ("norm",)):
+        raise ValueError("loss cannot be kept with scope or stats: chain a second record for those")
     name = checked.name
 
     def init(params: PyTree) -> RecordState:
@@ -197,7 +188,7 @@ def _check_shape(state: RecordState, shape: tuple[int, ...], name: str) -> None:
         )
 
 
-def _checked_stats(stats: str | Sequence[str], ratio: bool) -> tuple[str, ...]:
+def _checked_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
     """The names of statistics, sorted."""
     given = (stats,) if isinstance(stats, str) else stats
     if not isinstance(given, Sequence) or not all(isinstance(stat, str) for stat in given):
@@ -210,26 +201,7 @@ def _checked_stats(stats: str | Sequence[str], ratio: bool) -> tuple[str, ...]:
         raise ValueError(
             f"stats must name at least one of {list(STATISTICS)}, each at most once; got {stats!r}"
         )
-    if not ratio:
-        return tuple(sorted(given))
-    if tuple(given) not in (("norm",), ("ratio",)):
-        raise ValueError(
-            f"ratio=True is the same as stats='ratio'; to keep more, leave it out and pass "
-            f"stats={(*given, 'ratio')!r}"
-        )
-    return ("ratio",)
-
-
-def _checked_scope(scope: Scope | None, per_leaf: bool) -> Scope:
-    remedy = "; pass a scope as scope=" if callable(per_leaf) else ""
-    if checked_bool(per_leaf, "per_leaf", remedy) and scope is not None:
-        raise ValueError(
-            "per_leaf=True is the same as scope=scopes.leaf(): pass one of the two, per_leaf or "
-            "scope"
-        )
-    if scope is None:
-        return scopes.leaf() if per_leaf else scopes.tree()
-    return as_scope(scope)
+    return tuple(sorted(given))
 
 
 def _fields(steps: Array, last: dict[str, Array], ring: Array, *_: Any) -> dict[str, Any]:

@@ -147,23 +147,12 @@ def heatmap(
     if stat not in LOOKS:
         hint = near_miss(str(stat), LOOKS)
         raise ValueError(f"stat must be one of {list(LOOKS)}, got {stat!r}{hint}")
-    return map_of(values, names, steps, ax, LOOKS[stat], "values")
-
-
-def map_of(
-    values: ArrayLike,
-    names: Sequence[str] | None,
-    steps: ArrayLike | None,
-    ax: "Axes | None",
-    look: Look,
-    argument: str,
-) -> "Axes":
-    """A heat map with this look; `argument` is the name of the values in messages."""
+    look = LOOKS[stat]
     with with_matplotlib():
         from matplotlib import colormaps
         from matplotlib.colors import LogNorm, Normalize
 
-    found, x = _checked(values, names, steps, argument)
+    found, x = _checked(values, names, steps, "values")
     axes = new_axes(ax)
     shown = np.where(np.isfinite(found), found, np.nan)
     if look.ends is None:

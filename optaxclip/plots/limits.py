@@ -1,12 +1,11 @@
 """Pictures that help to find a limit."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from optaxclip._base.host import ArrayLike
-from optaxclip.plots.groups import LOOKS, map_of
 from optaxclip.plots.style import (
     COLORS,
     crosses_at_the_top,
@@ -126,33 +125,6 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
     after = " after the warm-up" if suggestion.warmup_steps else ""
     axes.set_ylabel(f"number of steps{after}")
     return finished(axes, "gradient norm", legend=ax is None)
-
-
-def norm_heatmap(
-    norms: ArrayLike,
-    names: Sequence[str] | None = None,
-    steps: ArrayLike | None = None,
-    ax: "Axes | None" = None,
-) -> "Axes":
-    """Draws the norm of every leaf at every step as a colour: `heatmap` of norms.
-
-    Args:
-      norms: float[n, leaves], from `monitor.history` of a `monitor.record(per_leaf=True)`.
-      names: the names of the leaves, as `monitor.history_names` gives them.
-      steps: the step of each row, int[n], ascending; 1, 2, ... if None.
-      ax: where to draw.
-
-    Raises:
-      ValueError: as `heatmap`.
-      TypeError: as `heatmap`.
-
-    Example:
-      >>> from optaxclip import plots
-      >>> ax = plots.norm_heatmap([[1.0, 0.1], [2.0, 0.3]], names=["w", "b"])
-      >>> print([label.get_text() for label in ax.get_yticklabels()])
-      ['w', 'b']
-    """
-    return map_of(norms, names, steps, ax, LOOKS["norm"], "norms")
 
 
 def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":

@@ -1,4 +1,4 @@
-"""Pictures of training runs: losses, norms, a run without clipping and with it."""
+"""Pictures of training runs: losses and norms."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -8,28 +8,16 @@ import numpy as np
 from optaxclip._base.arguments import short
 from optaxclip._base.host import ArrayLike
 from optaxclip._base.numerics import is_real
-from optaxclip.plots.style import (
-    crosses_at_the_top,
-    curve,
-    fewest_rows,
-    finished,
-    legend_below,
-    look_of,
-    new_axes,
-    with_matplotlib,
-)
+from optaxclip.plots.style import crosses_at_the_top, curve, finished, look_of, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
 Curves = Mapping[str, ArrayLike]
 Numbers = np.ndarray[Any, Any]
 LEAST_WIDTH, WIDER = 1.4, 0.25
 """The width of the line on top, and by how much each line below it is wider, in points."""
-MAX_LABELS_IN_A_ROW = 6
-"""If there are more labels than this, two short rows are easier to read than one long row."""
 
 
 def loss_curves(
@@ -112,61 +100,6 @@ def norm_curves(
         axes.axhline(common, color="0.4", linewidth=1.0, label=f"limit {common:g}")
     axes.set_ylabel("gradient norm")
     return finished(axes, legend=ax is None)
-
-
-def before_after(
-    before: ArrayLike,
-    after: ArrayLike,
-    steps: ArrayLike | None = None,
-    ax: "Axes | None" = None,
-) -> "Axes":
-    """Draws the losses of a run without clipping and of the run with it, as `loss_curves` does.
-
-    Args:
-      before: the losses without clipping, float[n].
-      after: the losses with clipping, float[n].
-      steps: the step of each loss, int[n]; 1, 2, ... if None.
-      ax: where to draw.
-
-    Example:
-      >>> from optaxclip import plots
-      >>> ax = plots.before_after([3.0, 9.0, float("nan")], [3.0, 2.5, 2.0])
-      >>> print(ax.get_legend_handles_labels()[1])
-      ['without clipping', 'with clipping', 'not finite']
-    """
-    runs = {"without clipping": np.asarray(before), "with clipping": np.asarray(after)}
-    return loss_curves(runs, steps, ax)
-
-
-def side_by_side(columns: int = 2) -> "Figure":
-    """An empty figure of `columns` axes for a page's width, outside of `pyplot`."""
-    with with_matplotlib():
-        from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.0 * columns, 4.2), layout="constrained")
-    figure.subplots(1, columns)
-    return figure
-
-
-def shared_legend(figure: "Figure") -> None:
-    """One legend below all axes of the figure, each label once, in as few rows as fit."""
-    entries = {}
-    for ax in figure.axes:
-        handles, labels = ax.get_legend_handles_labels()
-        entries |= dict(zip(labels, handles, strict=True))
-    look = {"loc": "outside lower center", "frameon": False}
-    fewest_rows(
-        figure,
-        len(entries),
-        MAX_LABELS_IN_A_ROW,
-        lambda columns: figure.legend(entries.values(), entries.keys(), ncols=columns, **look),
-    )
-
-
-def legends_below(figure: "Figure") -> None:
-    """A legend of its own below each axes of the figure."""
-    for ax in figure.axes:
-        legend_below(ax)
 
 
 def _checked(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import optaxclip
+import optaxclip.commands.figures as figures
 from optaxclip import plots
 from optaxclip.__main__ import COMMANDS, main
 from optaxclip._base import extras
@@ -104,7 +105,7 @@ def test_the_steps_are_on_linear_axes_and_the_limit_beside_the_norms(corpus):
     steps = np.arange(1, 41)
     record = [np.ones(40), np.linspace(1, 3, 40), steps > 3, np.ones(40)]
     history = task.History(*record, np.arange(1, 42, 10), np.ones(5))
-    figure = plots.side_by_side()
+    figure = figures.side_by_side()
     demo.draw({"none": history, "global_norm": history}, figure)
     assert [ax.get_xscale() for ax in figure.axes] == ["linear", "linear"]
     left, right = (ax.lines[0].get_xydata().tolist() for ax in figure.axes)
@@ -354,7 +355,7 @@ def test_loss_curves_cut_explosions_off_and_cross_them_out():
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("limits", [{"ylim": (0.02, 2.0), "yscale": "log"}, {"xlim": (0.0, 0.1)}])
 def test_crosses_stay_at_the_edge_of_axes_whose_limits_are_set_later(limits):
-    figure = plots.side_by_side()
+    figure = figures.side_by_side()
     for ax in figure.axes:
         plots.loss_curves({"lost": [1e30, 1e3, np.nan], "clipped": [0.3, 0.2, 0.2]}, ax=ax)
         ax.set(**limits)

@@ -9,7 +9,7 @@ import pytest
 from public_names import GIVEN, public
 
 import optaxclip
-from optaxclip import monitor, scopes
+from optaxclip import scopes
 
 ROWS = jnp.ones((2, 3))
 
@@ -46,16 +46,10 @@ def flags():
 @pytest.mark.parametrize("wrong", [1, "yes", jnp.ones((), bool)])
 def test_what_is_neither_true_nor_false_is_refused(wrong):
     found = list(flags())
-    assert {flag for _, _, flag in found} >= {"debias", "geometric", "has_aux", "per_leaf"}
+    assert {flag for _, _, flag in found} >= {"debias", "geometric", "has_aux", "loss"}
     for name, function, flag in found:
         with pytest.raises(TypeError, match=f"^{flag} must be True or False, got "):
             function(**ARGUMENTS.get(name, {}), **{flag: wrong})
-
-
-def test_a_scope_in_the_place_of_per_leaf():
-    for scope in (scopes.leaf, scopes.leaf()):
-        with pytest.raises(TypeError, match=r"per_leaf must be .* got .*; pass a scope as scope=$"):
-            monitor.record(100, scope)
 
 
 def test_flags_are_no_hyperparameters():

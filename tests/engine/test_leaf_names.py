@@ -51,7 +51,7 @@ def test_each_has_its_own_entry_in_the_record(scope):
 
 
 def test_each_has_its_own_norm_in_the_history():
-    tx = monitor.record(2, per_leaf=True)
+    tx = monitor.record(2, scope=scopes.leaf())
     _, state = tx.update(GRADS, tx.init(PARAMS))
     np.testing.assert_array_equal(monitor.history(state), [[5, 10, 5]])
 

@@ -219,7 +219,7 @@ def trained():
     optimizers = {name: optax.chain(METHODS[name].make(), optax.sgd(0.02)) for name in TRAINED}
     optimizers |= {
         "skip": optaxclip.skip_above(optax.sgd(0.02), thresholds.window(6.0, 32)),
-        "record": optax.chain(monitor.record(4, per_leaf=True), optax.sgd(0.02)),
+        "record": optax.chain(monitor.record(4, scope=scopes.leaf()), optax.sgd(0.02)),
     }
 
     def loss(params):

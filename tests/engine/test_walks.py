@@ -18,7 +18,7 @@ from methods_table import PARAMS
 from parts_table import RULES, SCOPES, TRANSFORMATIONS
 
 import optaxclip
-from optaxclip import accumulate, monitor, thresholds
+from optaxclip import accumulate, monitor, scopes, thresholds
 
 LOSS = thresholds.window(6.0, 4)
 MAKERS = (
@@ -43,7 +43,7 @@ MAKERS = (
 """Every kind of state of ours."""
 STATES = {name: tx.init(PARAMS) for name, tx in MAKERS.items()}
 STATES["in a chain"] = optax.chain(
-    monitor.record(3, per_leaf=True),
+    monitor.record(3, scope=scopes.leaf()),
     optax.masked(optaxclip.zclip(), {"w": True, "b": False, "v": True}),
     optaxclip.skip_nonfinite(optax.adam(0.1)),
 ).init(PARAMS)

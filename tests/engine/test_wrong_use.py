@@ -127,7 +127,11 @@ OTHER_RECORDS = {
     ),
     "shorter": ({"window": 6}, {"window": 5}, r"the last 6 steps as .* the last 5 steps as"),
     "losses": ({"window": 3, "loss": True}, {"window": 4, "loss": True}, "the last 3 .* last 4"),
-    "leaves": ({"window": 5, "per_leaf": True}, {"window": 5}, r"as \[5, 3\], .* steps as \[5\]"),
+    "leaves": (
+        {"window": 5, "scope": scopes.leaf()},
+        {"window": 5},
+        r"as \[5, 3\], .* steps as \[5\]",
+    ),
     "statistics": (
         {"window": 5, "stats": ("norm", "max")},
         {"window": 3, "stats": ("norm", "max")},

@@ -178,7 +178,7 @@ def test_what_holds_no_record_is_an_error_that_says_what_came(function, given, s
 @pytest.mark.slow
 def test_what_flax_makes_of_a_state():
     inner = skip_above(optax.chain(tree_clip(), optax.sgd(0.1, 0.9)), 9.0, loss_limit=3.0)
-    tx = optax.chain(monitor.record(3, per_leaf=True), optaxclip.clip_by_norm(0.5), inner)
+    tx = optax.chain(monitor.record(3, scope=scopes.leaf()), optaxclip.clip_by_norm(0.5), inner)
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
@@ -308,7 +308,7 @@ def test_of_two_states_each_number_is_that_of_the_table():
         noise = noise._replace(steps=jnp.int32(skipped), signal=signal, variance=2 * signal)
         record = monitor.record(2).init(GRADS)
         record = record._replace(steps=jnp.int32(clipped), last={"norm": jnp.float32(loss)})
-        leaves = monitor.record(2, per_leaf=True, name="leaves").init(GRADS)
+        leaves = monitor.record(2, scope=scopes.leaf(), name="leaves").init(GRADS)
         leaves = leaves._replace(last={"norm": jnp.array([loss - 2, 2.5])})
         return skip, scaled, clip, noise, record, leaves
 

@@ -12,7 +12,7 @@ from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import optaxclip
-from optaxclip import monitor
+from optaxclip import monitor, scopes
 from optaxclip.methods.skips import skip_above, skip_nonfinite
 
 GRADS = {"b": jnp.array([2.0]), "w": jnp.array([3.0, 4.0])}
@@ -98,7 +98,7 @@ def test_read_finds_all(nesting):
 
 
 def test_a_record_of_no_leaves_has_no_columns():
-    state = monitor.record(per_leaf=True).init({})
+    state = monitor.record(scope=scopes.leaf()).init({})
     assert monitor.history_names(state) == ()
     assert state.ring.shape == (1000, 0)
     assert monitor.scalars(state) == {"record/norm": 0.0, "record/steps": 0.0}
@@ -148,7 +148,7 @@ def test_a_loss_scale_is_that_of_one_state_that_sees_what_overflows():
 
 
 def test_names_of_columns_that_are_lost():
-    lost = serialization.to_state_dict(monitor.record(per_leaf=True).init(GRADS))
+    lost = serialization.to_state_dict(monitor.record(scope=scopes.leaf()).init(GRADS))
     with pytest.raises(ValueError, match="the record has lost the names of its groups"):
         monitor.history_names(lost)
 
@@ -249,7 +249,7 @@ def sizes(steps, seed=0):
 @pytest.mark.parametrize("per_leaf", [False, True])
 def test_history_is_the_last_norms(per_leaf):
     steps, *norms = sizes(13)
-    tx = monitor.record(window=5, per_leaf=per_leaf)
+    tx = monitor.record(window=5, scope=scopes.leaf() if per_leaf else None)
     state, update = tx.init({"b": jnp.zeros(3), "w": jnp.zeros((2, 2))}), jax.jit(tx.update)
     assert monitor.history(state).shape == (0, 2)[: 1 + per_leaf]
     assert monitor.history_names(state) == (("b", "w") if per_leaf else ("tree",))
@@ -267,7 +267,7 @@ def test_history_is_the_last_norms(per_leaf):
 @pytest.mark.parametrize("per_leaf", [False, True])
 def test_record_in_scan_and_vmap(per_leaf):
     steps, *norms = sizes(8)
-    tx = monitor.record(window=6, per_leaf=per_leaf)
+    tx = monitor.record(window=6, scope=scopes.leaf() if per_leaf else None)
     start = tx.init({name: x[0] for name, x in steps.items()})
     state = jax.lax.scan(lambda state, grads: tx.update(grads, state)[::-1], start, steps)[0]
     np.testing.assert_allclose(monitor.history(state), norms[per_leaf][-6:], rtol=1e-6)
@@ -279,13 +279,13 @@ def test_record_in_scan_and_vmap(per_leaf):
 
 
 def test_record_leaves_alone_what_it_sees_and_never_waits_for_the_device():
-    tx = monitor.record(window=2, per_leaf=True)
+    tx = monitor.record(window=2, scope=scopes.leaf())
     state = tx.update(GRADS, tx.init(GRADS))[1]
     with jax.transfer_guard("disallow"):
         updates, state = tx.update(GRADS, state, None, value=1.0)
     assert updates is GRADS
     jax.eval_shape(tx.update, GRADS, state)  # needs no numbers
-    state = after(monitor.record(per_leaf=True), GRADS, GRADS | {"w": None}, BAD)
+    state = after(monitor.record(scope=scopes.leaf()), GRADS, GRADS | {"w": None}, BAD)
     np.testing.assert_array_equal(monitor.history(state), [[2, 5], [2, np.nan], [np.nan, 5]])
     np.testing.assert_array_equal(monitor.history(after(monitor.record(), BAD)), [np.nan])
     with pytest.raises(ValueError, match=r"record: got the state None.* state = tx.init\(params"):

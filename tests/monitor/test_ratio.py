@@ -8,15 +8,15 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from optaxclip import monitor
+from optaxclip import monitor, scopes
 
 PARAMS = {"b": jnp.zeros(2), "v": jnp.full(4, 0.5, jnp.bfloat16), "w": jnp.array([[3.0, 4.0]])}
 UPDATES = {"b": jnp.zeros(2), "v": jnp.full(4, 0.25, jnp.bfloat16), "w": jnp.array([[0.0, 0.5]])}
 
 
-def recorded(per_leaf, *steps, params=PARAMS):
+def recorded(scope, *steps, params=PARAMS):
     """The history after these updates."""
-    tx = optax.chain(optax.identity(), monitor.record(3, per_leaf, ratio=True))
+    tx = optax.chain(optax.identity(), monitor.record(3, scope=scope, stats="ratio"))
     state, update = tx.init(params), jax.jit(tx.update)
     for updates in steps:
         found, state = update(updates, state, params)
@@ -31,15 +31,15 @@ def test_of_each_leaf_and_of_all():
         UPDATES | {"w": None},
     )
     expected = [[0, 0.5, 0.1], [np.inf, 2, 0.1], [0, 0.5, np.nan]]
-    np.testing.assert_allclose(recorded(True, *steps), expected, rtol=1e-6)
+    np.testing.assert_allclose(recorded(scopes.leaf(), *steps), expected, rtol=1e-6)
     norms = np.sqrt([0.5**2 + 0.5**2, 0.5 + 2**2 + 0.5**2])
-    np.testing.assert_allclose(recorded(False, *steps[:2]), norms / np.sqrt(26), rtol=1e-6)
+    np.testing.assert_allclose(recorded(scopes.tree(), *steps[:2]), norms / np.sqrt(26), rtol=1e-6)
 
 
 def test_of_any_range_and_of_what_is_not_finite():
     params = {"far": jnp.full(1, 1e30), "near": jnp.full(1, 1e-30), "bad": jnp.ones(1)}
     updates = {"far": jnp.full(1, 1e33), "near": jnp.full(1, 1e-33), "bad": jnp.full(1, jnp.nan)}
-    found = recorded(True, updates, params=params)
+    found = recorded(scopes.leaf(), updates, params=params)
     np.testing.assert_allclose(found, [[np.nan, 1e3, 1e-3]], rtol=1e-6)
 
 
@@ -50,7 +50,7 @@ def test_of_leaves_that_are_split(per_leaf):
     params = {"b": jnp.arange(8.0), "w": jnp.arange(16.0)}
 
     def recorded_of(split, **options):
-        tx = monitor.record(3, per_leaf, **options)
+        tx = monitor.record(3, scope=scopes.leaf() if per_leaf else None, **options)
 
         def update(updates, params):
             return tx.update(updates, tx.init(params), params)[1]
@@ -61,7 +61,7 @@ def test_of_leaves_that_are_split(per_leaf):
         return monitor.history(jax.jit(in_shards)(jax.tree.map(lambda x: x / 4, params), params))
 
     split = {"b": P(), "w": P("x")}
-    found = recorded_of(split, ratio=True, specs=split)
+    found = recorded_of(split, stats="ratio", specs=split)
     np.testing.assert_allclose(found, [[0.25, 0.25]] if per_leaf else [0.25], rtol=1e-6)
     norms = np.array([np.linalg.norm(x) / 4 for x in params.values()])
     norms = [norms] if per_leaf else [np.hypot(*norms)]
@@ -70,7 +70,7 @@ def test_of_leaves_that_are_split(per_leaf):
 
 
 def test_it_says_what_it_needs():
-    tx = monitor.record(ratio=True, name="moves")
+    tx = monitor.record(stats="ratio", name="moves")
     with pytest.raises(
         ValueError, match=r"moves: .*\['ratio'\] need.*update\(updates, state, params\)"
     ):

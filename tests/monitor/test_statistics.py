@@ -200,7 +200,7 @@ def test_missing_and_empty_leaves_integers_and_zeros():
     params = {"a": jnp.ones(2), "b": jnp.ones(3), "e": jnp.ones((0, 4)), "z": jnp.zeros(2)}
     grads = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0, 0, 0]), "e": params["e"]}
     grads |= {"z": jnp.zeros(2), "i": jnp.arange(3)}
-    tx = monitor.record(4, per_leaf=True, stats=STATS)
+    tx = monitor.record(4, scope=scopes.leaf(), stats=STATS)
     state = tx.init(params | {"i": jnp.arange(3)})
     update = jax.jit(tx.update)
     for missing in ({}, {"b": None}, {"b": optax.MaskedNode(), "i": None}):
@@ -230,7 +230,7 @@ def test_missing_and_empty_leaves_integers_and_zeros():
 
 def test_gradients_that_are_not_finite():
     params = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    tx = monitor.record(4, per_leaf=True, stats=STATS)
+    tx = monitor.record(4, scope=scopes.leaf(), stats=STATS)
     state, update = tx.init(params), jax.jit(tx.update)
     for bad in (jnp.inf, jnp.nan):
         state = update({"a": jnp.array([bad, 0.0]), "b": jnp.array([1.0, 1.0])}, state, params)[1]

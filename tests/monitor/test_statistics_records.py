@@ -40,8 +40,8 @@ WRONG = {
     "window": ({"window": 0, "stats": "max"}, ValueError, "window must be an int of at least 1"),
     "scope": ({"scope": "leaf"}, TypeError, r"scope must be from optaxclip.scopes"),
     "uncalled": ({"scope": scopes.leaf}, TypeError, r"call it, as in scopes.leaf\(\)"),
-    "two scopes": ({"per_leaf": True, "scope": LAYERS}, ValueError, "^per_leaf=True is the same"),
-    "ratio": ({"ratio": True, "stats": ("max",)}, ValueError, r"pass stats=\('max', 'ratio'\)"),
+    "leaves": ({"per_leaf": True}, TypeError, r"'per_leaf': pass scope=scopes.leaf\(\)\."),
+    "ratio": ({"ratio": True}, TypeError, "'ratio': pass stats='ratio'."),
     "loss": ({"loss": True, "stats": ("max",)}, ValueError, "^loss cannot be kept with"),
     "loss of": ({"loss": True, "scope": LAYERS}, ValueError, "^loss cannot be kept with"),
 }
@@ -170,7 +170,7 @@ def test_names_that_flax_and_optax_do_not_keep():
 
 def test_in_an_nnx_optimizer():
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    tx = optax.chain(monitor.record(3, per_leaf=True, stats=("max", "ratio")), optax.sgd(0.1))
+    tx = optax.chain(monitor.record(3, scope=scopes.leaf(), stats=("max", "ratio")), optax.sgd(0.1))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     grads = jax.tree.map(lambda x: 2 * jnp.ones_like(x), nnx.state(model, nnx.Param))
     optimizer.update(model, grads)

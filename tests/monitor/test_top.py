@@ -22,7 +22,7 @@ LAYERS = scopes.leaf(stacked=1)
 
 def chain():
     return optax.chain(
-        monitor.record(3, per_leaf=True, stats=("norm", "max", "zero_fraction")),
+        monitor.record(3, scope=scopes.leaf(), stats=("norm", "max", "zero_fraction")),
         monitor.record(3, stats=("norm", "share"), name="whole"),
         monitor.record(3, scope=scopes.leaf(), stats=("ratio", "share"), name="shares"),
         optaxclip.clip_by_norm({"a": 0.1, "b": 10.0, "c": 1.0, "d": 0.07}),
@@ -85,12 +85,12 @@ def test_there_are_no_more_than_all():
 
 
 def test_equal_ones_come_in_the_order_of_their_names_each_once():
-    state = after(monitor.record(2, per_leaf=True), dict.fromkeys("abcd", jnp.zeros(1)))
+    state = after(monitor.record(2, scope=scopes.leaf()), dict.fromkeys("abcd", jnp.zeros(1)))
     assert column(both(state, 4)[0], "record", "name", 4) == [*"abcd"]
 
 
 def test_what_is_not_finite_comes_first_and_what_is_missing_last():
-    tx = monitor.record(2, per_leaf=True)
+    tx = monitor.record(2, scope=scopes.leaf())
     bad = GRADS | {"a": None, "c": jnp.full(2, jnp.nan), "d": jnp.full(2, jnp.inf)}
     found, _ = both(after(tx, bad), 4)
     assert column(found, "record", "name", 4) == ["c", "d", "b", "a"]
@@ -102,7 +102,7 @@ def test_what_is_not_finite_comes_first_and_what_is_missing_last():
 @pytest.mark.slow
 def test_of_states_under_vmap_each_leaf_counts_once():
     def step(size):
-        tx = optax.chain(monitor.record(2, per_leaf=True), optaxclip.clip_by_norm(1.0))
+        tx = optax.chain(monitor.record(2, scope=scopes.leaf()), optaxclip.clip_by_norm(1.0))
         grads = {name: size * x for name, x in GRADS.items()} | {"c": 5 / size * GRADS["c"]}
         return tx.update(grads, tx.init(GRADS))[1]
 
@@ -117,7 +117,7 @@ def test_of_states_under_vmap_each_leaf_counts_once():
 )
 def test_on_a_mesh(kind):
     mesh = jax.make_mesh((2,), ("x",), (kind,))
-    tx = optax.chain(monitor.record(2, per_leaf=True), optaxclip.clip_by_norm(1.0))
+    tx = optax.chain(monitor.record(2, scope=scopes.leaf()), optaxclip.clip_by_norm(1.0))
     with jax.set_mesh(mesh):
         grads = jax.device_put(GRADS, jax.NamedSharding(mesh, jax.P("x")))
         step = jax.jit(lambda grads: monitor.metrics(tx.update(grads, tx.init(grads))[1], top=2))
@@ -130,7 +130,7 @@ def test_on_a_mesh(kind):
 def test_wrong_use():
     state = after(optax.chain(monitor.record(2), optaxclip.clip_by_global_norm(1.0)), GRADS)
     for function in (monitor.scalars, monitor.metrics):
-        with pytest.raises(ValueError, match=r"^top=3 asks .*put monitor\.record\(per_leaf=True\)"):
+        with pytest.raises(ValueError, match=r"^top=3 asks .*put monitor\.record\(scope=scopes"):
             function(state, top=3)
         with pytest.raises(ValueError, match="top must be an int of at least 0, got -1"):
             function(state, top=-1)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from optaxclip import monitor, plots
+from optaxclip import monitor, plots, scopes
 from optaxclip.plots import groups
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -112,7 +112,7 @@ def test_all_that_a_record_keeps_can_be_shown():
     from optaxclip.monitor.statistics import STATISTICS
 
     assert list(groups.LOOKS) == list(STATISTICS)
-    tx = monitor.record(3, per_leaf=True, stats=tuple(STATISTICS))
+    tx = monitor.record(3, scope=scopes.leaf(), stats=tuple(STATISTICS))
     grads = {"w": np.ones(2, np.float32), "b": np.zeros(3, np.float32)}
     state = tx.init(grads)
     with pytest.raises(ValueError, match=r"got the shape \(0, 2\) and 2 names; record some steps"):
@@ -148,7 +148,6 @@ def test_what_cannot_be_drawn(draw, message):
 def test_maps_are_of_real_numbers(values):
     for draw, name in (
         (plots.heatmap, "values"),
-        (plots.norm_heatmap, "norms"),
         (plots.shares_over_steps, "shares"),
     ):
         with pytest.raises(TypeError, match=f"{name} must be real numbers .* in each row, got "):

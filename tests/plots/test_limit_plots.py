@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+import optaxclip.commands.figures as figures
 from optaxclip import plots, tuning
 from optaxclip.commands import demo
 from optaxclip.tuning.sweeping import SweepResult
@@ -81,8 +82,8 @@ def test_without_matplotlib_the_remedy_is_said(monkeypatch):
     for draw in (
         lambda: plots.norms_over_steps([1.0]),
         lambda: plots.loss_curves({"a": [1.0]}),
-        lambda: plots.norm_heatmap([[1.0]]),
-        plots.side_by_side,
+        lambda: plots.heatmap([[1.0]]),
+        figures.side_by_side,
     ):
         with pytest.raises(ModuleNotFoundError, match=r'pip install ".*\[plot\]"'):
             draw()
@@ -131,19 +132,19 @@ def test_no_ordinary_bar_lies_beyond_the_limit():
 def test_heatmap_has_a_row_for_each_leaf():
     norms = np.array([[1.0, 0.0, np.nan], [10.0, 0.1, 1.0]])
     ax = axes()
-    assert plots.norm_heatmap(norms, ["a", "b", "c"], ax=ax) is ax
+    assert plots.heatmap(norms, ["a", "b", "c"], ax=ax) is ax
     shown = ax.collections[0].get_array()
     np.testing.assert_array_equal(shown.mask, np.isnan(norms).T)
     assert shown[1].tolist() == [0.1, 0.1]
     assert ax.yaxis_inverted()
     assert len(ax.figure.axes) == 2
-    assert plots.norm_heatmap(np.zeros((2, 50)), [str(i) for i in range(50)], ax=axes())
+    assert plots.heatmap(np.zeros((2, 50)), [str(i) for i in range(50)], ax=axes())
 
 
 @pytest.mark.parametrize(("shape", "names"), [((3,), None), ((3, 2), ["a"]), ((3, 0), None)])
 def test_heatmap_refuses_other_shapes(shape, names):
-    with pytest.raises(ValueError, match=r"norms must be \[steps, leaves\], got the shape \(3,"):
-        plots.norm_heatmap(np.ones(shape), names)
+    with pytest.raises(ValueError, match=r"values must be \[steps, leaves\], got the shape \(3,"):
+        plots.heatmap(np.ones(shape), names)
 
 
 DIVERGED = "diverged: not finite, or above the first loss"
@@ -224,12 +225,6 @@ def test_sweep_curve_of_nothing_but_diverged_runs():
     assert labels(ax) == ["final loss", DIVERGED]
 
 
-def test_before_and_after():
-    ax = plots.before_after([3.0, np.nan], [3.0, 2.0], steps=[0, 5], ax=axes())
-    assert labels(ax) == ["without clipping", "with clipping", "not finite"]
-    assert ax.lines[0].get_xdata().tolist() == [0, 5]
-
-
 def test_a_legend_of_long_labels_leaves_room_for_the_picture():
     ax = plots.sweep_curve(result([2.0, 1.0, np.inf], 1.0))
     ax.figure.draw_without_rendering()
@@ -239,10 +234,10 @@ def test_a_legend_of_long_labels_leaves_room_for_the_picture():
 
 
 def test_every_axes_gets_its_own_legend():
-    figure = plots.side_by_side()
+    figure = figures.side_by_side()
     for i, ax in enumerate(figure.axes):
         ax.plot([1, 2], label=str(i))
-    plots.legends_below(figure)
+    figures.legends_below(figure)
     texts = [ax.get_legend().get_texts()[0].get_text() for ax in figure.axes]
     assert texts == ["0", "1"]
 
@@ -250,9 +245,9 @@ def test_every_axes_gets_its_own_legend():
 def test_a_legend_of_large_letters_fits_in_the_figure():
     suggestion = tuning.suggest(norms_with_spikes())
     with matplotlib.rc_context({"font.size": 13}):
-        figure = plots.side_by_side(columns=1)
+        figure = figures.side_by_side(columns=1)
         plots.norm_histogram(dataclasses.replace(suggestion, limit=1.2), ax=figure.axes[0])
-        plots.legends_below(figure)
+        figures.legends_below(figure)
         figure.draw_without_rendering()
     box = figure.axes[0].get_legend().get_window_extent()
     assert 0 <= box.x0 < box.x1 <= figure.bbox.width
@@ -262,10 +257,10 @@ def test_a_legend_of_large_letters_fits_in_the_figure():
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("columns", [1, 2])
 def test_a_shared_legend_of_many_runs_fits_in_the_figure(columns):
-    figure = plots.side_by_side(columns)
+    figure = figures.side_by_side(columns)
     series = {name: [1.0, 2.0] for name in ("none", *demo.METHODS)}
     plots.loss_curves(series, ax=figure.axes[0])
-    plots.shared_legend(figure)
+    figures.shared_legend(figure)
     figure.draw_without_rendering()
     (legend,) = figure.legends
     box = legend.get_window_extent()
@@ -277,10 +272,10 @@ def test_a_shared_legend_of_many_runs_fits_in_the_figure(columns):
     ("count", "length", "rows"), [(6, 1, 1), (7, 1, 2), (3, 50, 2), (2, 300, 2)]
 )
 def test_a_shared_legend_has_as_few_rows_as_fit(count, length, rows):
-    figure = plots.side_by_side()
+    figure = figures.side_by_side()
     for i in range(count):
         figure.axes[0].plot([1, 2], label=f"{i}{'x' * (length - 1)}")
-    plots.shared_legend(figure)
+    figures.shared_legend(figure)
     figure.draw_without_rendering()
     (legend,) = figure.legends
     heights = [text.get_window_extent().y0 for text in legend.get_texts()]

@@ -11,7 +11,7 @@ from optaxclip import monitor, scopes, thresholds
 
 PARAMS = {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}
 TX = optax.chain(
-    monitor.record(3, per_leaf=True),
+    monitor.record(3, scope=scopes.leaf()),
     optaxclip.skip_nonfinite(
         optax.chain(
             optaxclip.adagc(),

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+import optaxclip.commands.figures as figures
 from benchmarks.research.study.comparing import HARMS, HELPS, UNCLEAR, Case
 from benchmarks.research.study.runs import BEST, NONE, RATES, Cell, Pair
 from benchmarks.research.study.summary import Summary
@@ -113,7 +114,7 @@ def lost(summary: Summary) -> Figure:
     ax.set_ylim(len(methods) - 0.5, -0.5)
     ax.set_xlim(left=0)
     finished(ax, "runs lost, %", legend=False)
-    plots.shared_legend(figure)
+    figures.shared_legend(figure)
     return figure
 
 
@@ -130,7 +131,7 @@ def recovery(summary: Summary) -> Figure:
     for ax, pair in zip(axes, pairs, strict=True):
         _around(ax, summary, pair, case)
     figure.axes[-1].set_xlabel("steps after the spike")
-    plots.shared_legend(figure)
+    figures.shared_legend(figure)
     return figure
 
 
