@@ -146,7 +146,7 @@ IN_CODE = "no name of its own: a function or value is passed"
 OF_EXAMPLES = "takes gradients of examples: tests/per_example"
 OLD = """
     adaptive as_norm as_response axes
-    clip_by_average_norm constant given global_norm history_names leaf
+    clip_by_average_norm constant given global_norm history_names
     norm_histogram normalize per_example_global_norm_clip
     per_example_layer_norm_clip relative_to_params schedule smooth
     sweep_curve
