@@ -23,9 +23,9 @@ import optaxclip._border.devices as devices
 import optaxclip.methods.elementwise as elementwise
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import as_axis_names
-from optaxclip._base.cotangents import Back, with_cotangent
 from optaxclip._base.trees import data_of, flatten, per_leaf, with_data
 from optaxclip._base.types import ArrayLike, AxisName, ClipInfo, NonFinite, PyTree
+from optaxclip._border.cotangents import Back, of_one_example, with_cotangent
 from optaxclip._engine.clip import clip_tree, group_norms
 from optaxclip.nonfinite import as_policy
 from optaxclip.norms import Norm, average_l2
@@ -236,6 +236,9 @@ def clip_cotangent(
     Each leaf is clipped by itself, as by `clip_by_norm`, because cotangents of different leaves may
     come at different times. To give several leaves one norm, concatenate them first. Under `vmap`
     each example is clipped by itself; to share a norm over the batch, name the axis in `axis_name`.
+    Under `vmap` inside `shard_map` say by `axis_name=()` that the devices have different examples,
+    or name the axes over which parts of an example are split: without it, a `ValueError` says so.
+    JAX adds up the cotangents of an `x` that is the same on all devices before they are clipped.
     A cotangent is scaled as its loss is: if the loss is a mean over `n` examples, it is `1 / n` of
     the example's own. A loss scale multiplies it; multiply the limit by that scale too.
 
@@ -266,7 +269,8 @@ def clip_cotangent(
     Raises:
       TypeError: if a leaf is not an array, or a limit is not a number.
       ValueError: unless just one of `clip_norm` and `clip_value` is given; if it is not a scalar;
-        for a leaf that lacks one of the axes; for an option of `clip_norm` beside `clip_value`.
+        for a leaf that lacks one of the axes; for an option of `clip_norm` beside `clip_value`; in
+        the backward pass under `vmap` inside `shard_map`, without `axis_name=` and `specs=`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optaxclip
@@ -304,6 +308,8 @@ def clip_cotangent(
 
 
 def _clip_leaf(leaf: str, specs: PyTree, cotangent: Array, limit: Array, **options: Any) -> Array:
+    if specs is None and options["axis_name"] is None:
+        cotangent = of_one_example(cotangent, "clip_cotangent")
     named = {"specs": None if specs is None else {leaf: specs}, "name": "clip_cotangent"}
     return clip_tree({leaf: cotangent}, limit, **named, **options)[0][leaf]
 

@@ -199,15 +199,20 @@ def typed_like(tree: PyTree, like: PyTree) -> PyTree:
     """
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(like))
     mesh = _mesh_with(AxisType.Explicit, types_of(like)) if is_traced else None
-    if mesh is None:
-        return tree
+    return jax.tree.map(functools.partial(_typed, mesh=mesh), tree)
 
-    def typed(x: Any) -> Any:
-        if not isinstance(x, Array) or not jax.typeof(x).sharding.mesh.empty:
-            return x
-        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
 
-    return jax.tree.map(typed, tree)
+def on_set_mesh(x: Array) -> Array:
+    """A traced array, typed as lying on all devices of the explicit mesh that is set."""
+    mesh = current_mesh()
+    is_explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
+    return _typed(x, mesh) if is_explicit and isinstance(x, Tracer) else x
+
+
+def _typed(x: Any, mesh: Any) -> Any:
+    if mesh is None or not isinstance(x, Array) or not jax.typeof(x).sharding.mesh.empty:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def zeros_like_type(of_type: Any, around: Sequence[int] = ()) -> Array:

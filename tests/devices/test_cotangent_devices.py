@@ -55,6 +55,56 @@ def test_many_devices():
         jax.eval_shape(lambda: sharded(False, clip_norm=1.0))
 
 
+WAYS = {
+    "vmap of grad": lambda loss: jax.vmap(jax.grad(loss)),
+    "a jit between": lambda loss: jax.vmap(jax.jit(jax.grad(loss))),
+    "grad of vmap": lambda loss: jax.grad(lambda h, d: jnp.sum(jax.vmap(loss)(h, d))),
+    "in a loop": lambda loss: jax.vmap(
+        lambda h, d: lax.map(jax.grad(lambda h: loss(h, d)), h[None])[0]
+    ),
+}
+
+
+def by_devices(fn):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(fn, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+
+
+def test_under_vmap_devices_may_have_other_examples_or_parts_of_one():
+    """Types do not tell which, so one has to say it."""
+    x = np.float32(RNG.normal(size=(16, 3)))
+
+    def each(**options):
+        def loss(h, d):
+            return jnp.sum(clip_cotangent(h, clip_norm=0.5, **options) * d)
+
+        return [by_devices(way(loss)) for way in WAYS.values()]
+
+    for way in each():
+        with pytest.raises(ValueError, match=r"along \['x'\] have .* Pass axis_name=\(\)"):
+            jax.eval_shape(way, x, x)
+
+    def second_derivative(h, d):
+        def squared(h):
+            return jnp.sum(jax.grad(lambda h: jnp.sum(clip_cotangent(h * h, clip_norm=1.0) * d))(h))
+
+        return jax.grad(squared)(h)
+
+    found = jax.jit(
+        lambda x: (
+            [way(x, x) for way in each(axis_name=())],
+            [way(x, x) for way in each(axis_name="x")],
+            by_devices(second_derivative)(x, x),
+        )
+    )(x)
+    rows, pairs = np.linalg.norm(x, axis=1), np.linalg.norm(x.reshape(8, 2, 3), axis=(0, 2))
+    for got, norms in zip(found[:2], (rows, np.tile(pairs, 8)), strict=True):
+        for each_way in got:
+            wanted = x * np.minimum(1, 0.5 / norms)[:, None]
+            np.testing.assert_allclose(each_way, wanted, rtol=1e-5)
+    np.testing.assert_allclose(found[2], 2 * x / np.linalg.norm(x), rtol=1e-5)
+
+
 def test_on_an_explicit_mesh():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     x = np.float32(RNG.normal(size=(8, 2)))
@@ -67,10 +117,16 @@ def test_on_an_explicit_mesh():
         def each(h):
             return jnp.sum(jax.vmap(loss)(h))
 
+        def from_outside(w, h):
+            return jnp.sum(jax.vmap(lambda h: jnp.vdot(clip_cotangent(w, clip_norm=1.0), h))(h))
+
         found = jax.jit(lambda h: (jax.grad(loss)(h), jax.grad(each)(h)))(split)
+        of_outside = jax.jit(jax.grad(from_outside))(jnp.ones(2), split)
         # What is the same for all examples is split as they are, and not copied to all devices.
         alike = jax.vmap(lambda w, _: clip_cotangent(w, clip_norm=1.0), (None, 0))
         assert jax.typeof(jax.jit(alike)(jnp.ones(2), split)) == jax.typeof(split)
+        wanted = np.sum(x / np.maximum(1, np.linalg.norm(x, axis=1, keepdims=True)), 0)
+        np.testing.assert_allclose(of_outside, wanted, rtol=1e-5)
         d = 2 * np.sin(x)
         norms = np.linalg.norm(d), np.linalg.norm(d, axis=1, keepdims=True)
         for got, norm in zip(found, norms, strict=True):

@@ -19,6 +19,8 @@ import jax.extend.core as jex
 from jax import Array
 from jax.interpreters import ad, batching, mlir
 
+import optaxclip._border.devices as devices
+
 Back = Callable[..., Array]
 """`back(cotangent, *operands) -> cotangent`, made of operations that JAX can differentiate."""
 
@@ -86,6 +88,7 @@ def _batched(
     (x, *operands), (axis, *others) = args, axes
     if axis is None:
         # Broadcast, because otherwise only the sum of the examples' cotangents would come back.
+        x = devices.on_set_mesh(x)
         x, axis = batching.broadcast(x, mapped.size, 0, mapped.explicit_mesh_axis), 0
     names = (("axis_name", mapped.name), ("spmd_axis_name", mapped.spmd_name))
     of_each = _OfEach(back, (axis, *others), names)
@@ -93,3 +96,29 @@ def _batched(
 
 
 batching.fancy_primitive_batchers[_identity] = _batched
+
+
+def of_one_example(x: Array, function: str) -> Array:
+    """`x`, inside `shard_map` refused under `vmap` if types show that it differs over devices.
+
+    `jax.vmap` can come before the derivative or after it, and around a `jit` or a `scan` of it:
+    only a primitive of its own learns of it each time.
+    """
+    return _unmapped.bind(x, function=function) if devices.varying_axes(x) else x
+
+
+def _refused(args: Sequence[Any], axes: Sequence[int], *, function: str) -> Any:
+    del axes
+    raise ValueError(
+        f"{function} under vmap inside shard_map: types do not say whether the devices along "
+        f"{sorted(devices.varying_axes(args[0]))} have different examples, with a norm each, or "
+        "parts of one example. Pass axis_name=() in the first case, else the names of the axes"
+    )
+
+
+_unmapped = jex.Primitive("of_one_example")
+_unmapped.def_impl(lambda x, **_: x)
+_unmapped.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_unmapped, lambda _, x, **__: [x])
+ad.deflinear2(_unmapped, lambda cotangent, _, **__: [cotangent])
+batching.primitive_batchers[_unmapped] = _refused
