@@ -26,8 +26,6 @@ for any scope, because the norms come in one array whatever the groups are:
 """
 
 import optaxclip._base.doors as _doors
-from optaxclip._base.types import Limits as Limits
-from optaxclip._base.types import Threshold as Threshold
 from optaxclip.thresholds.base import AdaptiveState as AdaptiveState
 from optaxclip.thresholds.base import adaptive as adaptive
 from optaxclip.thresholds.feedback import adagc as adagc

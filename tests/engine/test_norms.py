@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.sparse import BCOO
 
 import optaxclip
-from optaxclip import norms, ops, responses, scopes, thresholds
+from optaxclip import norms, ops, responses, scopes
 
 TREE = [np.float32([3.0, -4.0])]
 SEQUENCE = [1.0, 1.2, 0.8, 1.0, 5.0, 1.1]  # the raw norms of methods.md
@@ -288,12 +288,12 @@ def test_response_at_the_ends(response, norm, limit, new):
 
 
 def test_trigger_and_target_may_differ():
-    limits = thresholds.Limits(trigger=2.0, target=1.5)
+    limits = optaxclip.Limits(trigger=2.0, target=1.5)
     for norm, new in [(1.0, 1.0), (1.9, 1.9), (2.0, 2.0), (2.1, 1.5), (9.0, 1.5)]:
         (clipped,), _ = clip_tree([jnp.array([norm])], limits)
         np.testing.assert_allclose(clipped, [new], rtol=1e-6)
     # A target above the trigger never makes a group larger.
-    (clipped,), _ = clip_tree([np.float32([2.1])], thresholds.Limits(trigger=2.0, target=5.0))
+    (clipped,), _ = clip_tree([np.float32([2.1])], optaxclip.Limits(trigger=2.0, target=5.0))
     np.testing.assert_array_equal(clipped, np.float32([2.1]))
 
 

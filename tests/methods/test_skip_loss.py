@@ -125,8 +125,8 @@ def test_a_multiple_of_a_negative_average_is_above_it(rule, limit):
 
 
 def test_a_rule_of_plain_functions():
-    limits = thresholds.Limits(jnp.float32(1), jnp.float32(1))
-    rule = thresholds.Threshold(lambda losses: (), lambda losses, state, _: (limits, state))
+    limits = optaxclip.Limits(jnp.float32(1), jnp.float32(1))
+    rule = optaxclip.Threshold(lambda losses: (), lambda losses, state, _: (limits, state))
     tx = skip_above(optax.identity(), np.inf, loss_limit=rule)
     update = jax.jit(tx.update)
     for loss, factor in ((0.5, 1), (1.5, 0)):

@@ -124,7 +124,7 @@ def test_a_rule_around_a_schedule():
         return limits, {"inner": state}
 
     init = Partial(lambda inner, norms: {"inner": inner.init(norms)}, inner)
-    tx = optaxclip.clip_by(scopes.tree(), thresholds.Threshold(init, Partial(update, inner)))
+    tx = optaxclip.clip_by(scopes.tree(), optaxclip.Threshold(init, Partial(update, inner)))
     state = tx.init(PARAMS)
     for _ in range(2):
         _, state = tx.update(PARAMS, state)

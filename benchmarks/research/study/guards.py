@@ -15,8 +15,7 @@ from jax import Array
 
 import optaxclip
 from benchmarks.research.study.methods import Method, Setting, before, chain, watched
-from optaxclip import scopes, thresholds
-from optaxclip.thresholds import Limits, Threshold
+from optaxclip import Limits, Threshold, scopes, thresholds
 
 FINAL: dict[str, Any] = {"lambda_rel": 1.04, "beta": 0.99, "patience": None}
 """AdaGC's constants in its last version."""
