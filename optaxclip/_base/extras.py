@@ -1,6 +1,13 @@
-"""How to install the optional packages that a part of the library needs."""
+"""Optional packages: how to install them, and what to do as soon as one is imported."""
 
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 CHECKOUT = Path(__file__).parents[2]
 """The folder with the package: a checkout, or the folder where packages are installed."""
@@ -17,3 +24,38 @@ def remedy(extra: str) -> str:
     if project.is_file() and f'name = "{name}"' in project.read_text("utf-8"):
         name = "." if Path.cwd() == CHECKOUT else str(CHECKOUT)
     return f'pip install "{name}[{extra}]"'
+
+
+def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
+    """Calls `act` with a module: at once if it is imported, otherwise when it gets imported."""
+    module = sys.modules.get(name)
+    if module is not None:
+        act(module)
+    else:
+        sys.meta_path.insert(0, _Watch(name, act))
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """A finder that lets others find the module, and adds a call to its loading; it acts once."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]):
+        self.name, self.act = name, act
+
+    def find_spec(
+        self, fullname: str, path: Any, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        del path, target
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        loader: Any = None if spec is None else spec.loader
+
+        def load_and_act(module: ModuleType) -> None:
+            del loader.exec_module  # restores the method of the class
+            loader.exec_module(module)
+            self.act(module)
+
+        if loader is not None:
+            loader.exec_module = load_and_act
+        return spec

@@ -2,11 +2,7 @@
 
 import dataclasses
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, TypeVar, overload
@@ -16,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.arguments import short
+from optaxclip._base.extras import when_imported
 
 _Shapes = tuple[tuple[int, ...], ...]
 
@@ -203,41 +200,6 @@ def refuse_state_as_updates(updates: Any, kind: type, name: str) -> None:
             f"{name}: the updates are a {kind.__name__}, so the arguments are in another order: "
             "call update(grads, state, params)"
         )
-
-
-def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Calls `act` with a module: at once if it is imported, otherwise when it gets imported."""
-    module = sys.modules.get(name)
-    if module is not None:
-        act(module)
-    else:
-        sys.meta_path.insert(0, _Watch(name, act))
-
-
-class _Watch(importlib.abc.MetaPathFinder):
-    """A finder that lets others find the module, and adds a call to its loading; it acts once."""
-
-    def __init__(self, name: str, act: Callable[[ModuleType], None]):
-        self.name, self.act = name, act
-
-    def find_spec(
-        self, fullname: str, path: Any, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        del path, target
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        loader: Any = None if spec is None else spec.loader
-
-        def load_and_act(module: ModuleType) -> None:
-            del loader.exec_module  # restores the method of the class
-            loader.exec_module(module)
-            self.act(module)
-
-        if loader is not None:
-            loader.exec_module = load_and_act
-        return spec
 
 
 def _register(serialization: ModuleType) -> None:

@@ -15,8 +15,9 @@ import pytest
 
 import optaxclip
 from optaxclip._base import arguments, grouping, trees
+from optaxclip._base.extras import when_imported
 from optaxclip._base.grouping import Group, Grouping
-from optaxclip._base.states import Names, increased, when_imported
+from optaxclip._base.states import Names, increased
 from optaxclip._border import packing
 
 MOST = 2**31 - 1
