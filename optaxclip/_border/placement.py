@@ -54,6 +54,13 @@ class Placement:
     explicit_mesh: Any = None
     automatic_mesh: Any = None
 
+    @classmethod
+    def unsplit(cls, leaves: Sequence[Any]) -> "Placement":
+        """The placement of leaves of which no group is split over devices."""
+        nothing: Axes = frozenset()
+        in_one_piece = devices.lies_in_one_piece(leaves)
+        return cls((nothing,) * len(leaves), ((),) * len(leaves), in_one_piece)
+
     def on_each_device(self, fn: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
         """`fn`, called with what each device holds of the leaves, if that is known.
 

@@ -121,7 +121,7 @@ def stage(
         grouping = grouped(scope, flat, options.told)
         warn_of_many_norms(grouping, options.name)
         # Nothing is measured here, so the plan does not have to say where leaves lie.
-        plan = Plan(grouping, Placement((), (), in_one_piece=True))
+        plan = Plan(grouping, Placement.unsplit([]))
         rule = rule_of(flat, plan)
         rule_state = own_arrays(rule.init(plan.zeros(jnp.dtype(jnp.float32))))
         info = initial_info(options.name, grouping)

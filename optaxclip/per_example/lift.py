@@ -192,9 +192,7 @@ def _lifted(grouping: Grouping, leaves: list[Array], examples: int) -> Plan:
     # that its norm is 0 if it has no leaves.
     layout = "scalar" if grouping.layout == "scalar" else "vector"
     lifted = dataclasses.replace(grouping, groups=groups, axes=axes, layout=layout)
-    nothing = ((frozenset(),) * len(leaves), ((),) * len(leaves))
-    placement = Placement(*nothing, in_one_piece=devices.lies_in_one_piece(leaves))
-    return Plan(lifted, placement)
+    return Plan(lifted, Placement.unsplit(leaves))
 
 
 def _only(counts: Array, by: Multiplier) -> Multiplier:

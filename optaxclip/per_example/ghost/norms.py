@@ -426,8 +426,7 @@ def norms_above(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:
         x = x.astype(dtype)
     kept = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
     grouping = Grouping((Group(("norms",), (0,), kept),), (axes,), "scalar")
-    placement = Placement((frozenset(),), ((),), in_one_piece=devices.lies_in_one_piece([x]))
-    return measure([x], Plan(grouping, placement), l2, from_above=True).bound
+    return measure([x], Plan(grouping, Placement.unsplit([x])), l2, from_above=True).bound
 
 
 def in_chunks(fn: Callable[[Any], Any], operands: Any, size: int) -> Any:
