@@ -41,13 +41,13 @@ class StableAdamState(NamedTuple):
 
     Attributes:
       clip: the state of the clip; its record's `norm` is the root mean square of `g / sqrt(nu)`.
-      steps: int32[tensors], how many steps of each tensor were finite.
+      count: int32[tensors], how many steps of each tensor were finite.
       mu: the unbiased average of the gradients, a pytree like the parameters, float32 or wider.
       nu: the unbiased average of their squares, in a tree of the same kind.
     """
 
     clip: ClipState
-    steps: Array
+    count: Array
     mu: PyTree
     nu: PyTree
 
@@ -122,8 +122,8 @@ def scale_by_stable_adam(
     def init(params: PyTree) -> StableAdamState:
         flat = dense(flatten(params, "params"), name)
         clip_state = clip.init(params)
-        steps = jnp.zeros(len(clip_state.info.names), jnp.int32)
-        return StableAdamState(clip_state, steps, zero_moments(flat), zero_moments(flat, real=True))
+        count = jnp.zeros(len(clip_state.info.names), jnp.int32)
+        return StableAdamState(clip_state, count, zero_moments(flat), zero_moments(flat, real=True))
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -131,12 +131,12 @@ def scale_by_stable_adam(
         del params, extra_args
         flat = dense(flatten(updates, "updates"), name)
         check_state(state, StableAdamState, name, updates=updates)
-        plan = plan_of(flat, scope, checked, state.clip.info.names, state.steps.size)
+        plan = plan_of(flat, scope, checked, state.clip.info.names, state.count.size)
 
         mu, nu = (NamedMoments.of(tree) for tree in (state.mu, state.nu))
         leaves = (flat.measured_leaves(), mu.of_leaves(flat, name), nu.of_leaves(flat, name))
         dtype = norm_dtype(average.dtype for average in leaves[2])
-        shares = [_share(beta, increased(state.steps), dtype) for beta in betas]
+        shares = [_share(beta, increased(state.count), dtype) for beta in betas]
         ratios = across(_each, *leaves, shares[1:], eps, like=0, of_leaf=_ratio, plan=plan)
         _, clip_state = clip.update(flat.rebuild(ratios), state.clip)
         taken = jnp.isfinite(clip_state.info.norm) & np.array(plan.grouping.present, bool)
@@ -147,7 +147,7 @@ def scale_by_stable_adam(
         directions, *new = ([row[k] for row in rows] for k in range(3))
         return flat.rebuild(directions), StableAdamState(
             clip_state,
-            increased(state.steps, taken),
+            increased(state.count, taken),
             mu.replaced(flat, new[0]),
             nu.replaced(flat, new[1]),
         )
