@@ -1,4 +1,4 @@
-"""The short tables of `README.md` beside this file, of what the benchmarks wrote.
+"""Short tables, as in `measured` beside this file, of what the benchmarks wrote.
 
   python -m benchmarks.times --json figures.json
   python benchmarks/summary.py figures.json

@@ -23,7 +23,6 @@ from benchmarks.research.study import figures
 
 WIDE = {
     "evidence_figures.md": ["navigation"],
-    "benchmarks/accelerators/README.md": ["navigation", "toc"],
 }
 """What leaves its place to tables."""
 HEADING = re.compile(r"^## (\w+)$", re.MULTILINE)

@@ -19,6 +19,8 @@ BESIDE = (
     "benchmarks/README.md",
     "benchmarks/accelerators/README.md",
     "benchmarks/accelerators/aims.csv",
+    "benchmarks/measured/accelerators_counts.csv",
+    "benchmarks/measured/accelerators_to_compile.csv",
     "benchmarks/research/README.md",
     "benchmarks/research/guard.md",
 )
