@@ -152,6 +152,7 @@ OLD = """
     sweep_curve
 """
 LABELS = "groups by labels, as `group` does"
+MEMBERS = "needs leaves with an axis in common: tests/engine/test_members.py"
 
 TABLES = {
     # Rules.
@@ -245,13 +246,19 @@ TABLES = {
     "scopes: docstring": Table("scope", lambda: named_in(scopes.__doc__)),
     "scopes: which.md": Table("scope", lambda: named_in(row("docs/which.md", "| scope"), "scopes")),
     "scopes: from_config": Table("scope", lambda: from_config("scope")),
-    "scopes: parts_table": Table("scope", lambda: parts_table.SCOPES),
-    "scopes: the contract": Table("scope", lambda: named_in(CONTRACT, "scopes")),
+    "scopes: parts_table": Table("scope", lambda: parts_table.SCOPES, {"member": MEMBERS}),
+    "scopes: the contract": Table(
+        "scope", lambda: named_in(CONTRACT, "scopes"), {"member": MEMBERS}
+    ),
     "scopes: promises": Table(
-        "scope", lambda: loaded("engine/test_promises.py")["SCOPES"], {"muon": LABELS}
+        "scope",
+        lambda: loaded("engine/test_promises.py")["SCOPES"],
+        {"member": MEMBERS, "muon": LABELS},
     ),
     "scopes: derivatives": Table(
-        "scope", lambda: loaded("engine/test_derivatives.py")["SCOPES"], {"muon": LABELS}
+        "scope",
+        lambda: loaded("engine/test_derivatives.py")["SCOPES"],
+        {"member": MEMBERS, "muon": LABELS},
     ),
     # Transformations. README's and the reference's tables are compared in `test_site.py`.
     "transformations: the contract": Table(

@@ -10,6 +10,7 @@ of each group, and the axes of each leaf over which norms are taken.
   `leaf()`       | each leaf; with `stacked`, each layer of a leaf that stacks layers
   `axes(axes)`   | each slice of a leaf along these axes
   `unit()`       | each output unit of a weight (Brock et al., 2021, arXiv 2102.06171)
+  `member()`     | each member of an ensemble that is stacked in one tree
   `muon()`       | all leaves that `optax.contrib.muon` trains by Muon; a second for all others
 """
 
@@ -24,6 +25,7 @@ from optaxclip.scopes.leaves import tree as tree
 from optaxclip.scopes.optimizers import muon as muon
 from optaxclip.scopes.optimizers import muon_labels as muon_labels
 from optaxclip.scopes.slices import axes as axes
+from optaxclip.scopes.slices import member as member
 from optaxclip.scopes.slices import unit as unit
 
 _doors.put_signs(__name__)

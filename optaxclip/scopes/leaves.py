@@ -184,12 +184,12 @@ def one_group_per_leaf(
                 f"the sparse leaf '{name}' cannot be divided into groups: use scopes.leaf()"
             )
         shape = tuple(size for axis, size in enumerate(shapes[i]) if axis not in reduced)
-        names = _layer_names(name, shape) if layout == "vector" else (name,)
+        names = layer_names(name, shape) if layout == "vector" else (name,)
         groups.append(Group(names, (i,), shape))
     return Grouping(tuple(sorted(groups, key=lambda group: group.names)), axes, layout)
 
 
-def _layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+def layer_names(name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
     """`name/00`, `name/01`, ... for a leaf of several layers; the zeros keep them in order."""
     if not shape:
         return (name,)

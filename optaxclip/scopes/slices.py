@@ -8,10 +8,17 @@ import jax
 import numpy as np
 from jax import Array
 
-from optaxclip._base.arguments import asks
-from optaxclip._base.grouping import Grouping
+from optaxclip._base.arguments import asks, short
+from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.trees import FlatTree, is_sparse
-from optaxclip.scopes.leaves import Scope, StackedAxes, of_trees, one_group_per_leaf, stacked_counts
+from optaxclip.scopes.leaves import (
+    Scope,
+    StackedAxes,
+    layer_names,
+    of_trees,
+    one_group_per_leaf,
+    stacked_counts,
+)
 
 
 @asks()
@@ -94,6 +101,57 @@ def unit(
                 chosen = _fan_in_axes(layer.shape, name, is_part=whole_shape is None)
             reduced.append(tuple(skip + a for a in _normalized(chosen, layer, name)))
         return one_group_per_leaf(flat, tuple(reduced), "dict")
+
+    return assign
+
+
+@asks()
+def member(axis: int = 0) -> Scope:
+    """One norm for each member of an ensemble: for each index of one axis, over all leaves.
+
+    An ensemble, or several seeds, may be stacked in one tree, `[members, ...]`. With one norm for
+    the whole tree, a member whose gradient explodes shrinks those of all others; here each member
+    is clipped by its own norm, as if `jax.vmap` were around the update. (A rule that compares
+    groups, `thresholds.adagc`, compares members.)
+
+    Args:
+      axis: the axis of the members, in every leaf; negative numbers count from the end.
+
+    Raises:
+      ValueError: (when used) if a leaf lacks the axis, is sparse, or has another number of members.
+      TypeError: if the axis is not an int.
+
+    Example:
+      >>> import jax.numpy as jnp, optaxclip
+      >>> tx = optaxclip.clip_by(optaxclip.scopes.member(), 1.0)
+      >>> grads = {"w": jnp.array([[3.0, 0.0], [0.3, 0.0]]), "b": jnp.array([4.0, 0.4])}
+      >>> info = tx.update(grads, tx.init(grads))[1].info
+      >>> print(list(info.names), info.norm)
+      ['0', '1'] [5.  0.5]
+    """
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+        raise TypeError(f"axis must be an int, got {axis!r}")
+
+    @of_trees
+    def assign(flat: FlatTree) -> Grouping:
+        reduced, sizes = [], {}
+        for name, leaf, shape in zip(
+            flat.names(), flat.measured_leaves(), flat.shapes(), strict=True
+        ):
+            if is_sparse(leaf):
+                raise ValueError(f"the sparse leaf '{name}' cannot be divided into members")
+            (kept,) = _normalized(axis, leaf, name)
+            reduced.append(tuple(k for k in range(len(shape)) if k != kept))
+            sizes[name] = shape[kept]
+        if len(set(sizes.values())) > 1:
+            raise ValueError(
+                f"each leaf must have as many members along axis {axis}, got {short(sizes)}"
+            )
+        groups = ()
+        for size in set(sizes.values()):
+            names = tuple(name.removeprefix("/") for name in layer_names("", (size,)))
+            groups = (Group(names, tuple(range(len(reduced))), (size,)),)
+        return Grouping(groups, tuple(reduced), "vector")
 
     return assign
 

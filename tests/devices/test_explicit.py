@@ -41,6 +41,7 @@ SOME = ["adagc", "constant, auto_s", "zscore, smooth", "zscore, mask"]
 SCOPES = {
     "unit": (scopes.unit(), CASES, {"w": P("x", "y"), "b": P("y")}),
     "leaf": (scopes.leaf(stacked=1), SOME, {"w": P("x"), "b": P("x")}),
+    "member": (scopes.member(), SOME, {"w": P("x", "y"), "b": P("x")}),
     "axes": (scopes.axes(1), SOME, {"w": P("x", "y"), "b": P(None, ("x", "y"))}),
 }
 

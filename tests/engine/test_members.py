@@ -1,0 +1,146 @@
+"""One norm for each member of an ensemble: what `vmap` around the update would give."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from parts_table import RULES
+
+from optaxclip import clip_by, monitor, norms, scopes
+from optaxclip.monitor.statistics import STATISTICS
+
+MEMBERS, STEPS = 12, 6
+SHAPES = {"w": (3, 5), "b": (), "h": (2,)}
+# AdaGC's warm-up is by the norm of all groups, which here are the members.
+OF_EACH = [name for name in RULES if name != "adagc"]
+OPTIONS = [
+    {},
+    {"response": "normalize", "norm": "rms", "nonfinite": "zero"},
+    {"response": "smooth", "norm": norms.lp(3), "strict": True},
+    {"norm": "linf", "nonfinite": "mask"},
+]
+
+
+def stacked(rng, *leading):
+    """A tree `[*leading, members, ...]`, of which one leaf is bfloat16."""
+    tree = {x: rng.normal(size=(*leading, MEMBERS, *shape)) for x, shape in SHAPES.items()}
+    dtypes = {"w": jnp.float32, "b": jnp.float32, "h": jnp.bfloat16}
+    return {name: jnp.asarray(x, dtypes[name]) for name, x in tree.items()}
+
+
+PARAMS, GRADS = (stacked(np.random.default_rng(seed), *n) for seed, n in ((0, ()), (1, (STEPS,))))
+GRADS["w"] = GRADS["w"].at[4, 3].mul(1e6).at[2, 7, 0, 0].set(jnp.nan).at[:, 5].mul(1e-30)
+
+
+def steps_of(tx):
+    """The updates and the last state of a transformation."""
+
+    def step(state, grads):
+        return tx.update(grads, state, PARAMS)[::-1]
+
+    return jax.lax.scan(step, tx.init(PARAMS), GRADS)[::-1]
+
+
+def of_each(tx):
+    """The same of a transformation for one member, under `vmap`."""
+
+    def step(state, grads):
+        return jax.vmap(tx.update)(grads, state, PARAMS)[::-1]
+
+    return jax.lax.scan(step, jax.vmap(tx.init)(PARAMS), GRADS)[::-1]
+
+
+def assert_same(found, expected):
+    # NumPy holds a NaN of bfloat16 for another number.
+    found, expected = jax.tree.map(np.asarray, (found, expected))
+    (updates, state), (of_members, states) = found, expected
+    for name in SHAPES:
+        pair = (x[name].astype(np.float32) for x in (updates, of_members))
+        np.testing.assert_array_equal(*pair)
+    for field in ("norm", "limit", "factor", "num_clipped", "num_nonfinite"):
+        np.testing.assert_array_equal(getattr(state.info, field), getattr(states.info, field))
+
+
+def test_every_rule_is_as_under_vmap():
+    def of(rule, scope):
+        return clip_by(scope, RULES[rule]())
+
+    def both():
+        found = [steps_of(of(rule, scopes.member())) for rule in OF_EACH]
+        return found, [of_each(of(rule, scopes.tree())) for rule in OF_EACH]
+
+    for found, expected in zip(*jax.jit(both)(), strict=True):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option_is_as_under_vmap(options):
+    def both():
+        one, of_one = (clip_by(x, 0.5, **options) for x in (scopes.member(), scopes.tree()))
+        return steps_of(one), of_each(of_one)
+
+    assert_same(*jax.jit(both)())
+
+
+def test_every_statistic_is_as_under_vmap():
+    # The share is of all groups, which here are the members.
+    stats = [stat for stat in STATISTICS if stat != "share"]
+
+    def both():
+        of = {"window": STEPS, "stats": stats}
+        one, of_one = (monitor.record(scope=x, **of) for x in (scopes.member(), scopes.tree()))
+        return steps_of(one)[1], of_each(of_one)[1]
+
+    state, states = jax.jit(both)()
+    assert monitor.history_names(state) == tuple(f"{i:02}" for i in range(MEMBERS))
+    for stat in stats:
+        found = monitor.history(state, stat=stat)
+        assert found.shape == (STEPS, MEMBERS)
+        np.testing.assert_allclose(found[-1], states.last[stat], rtol=1e-6)
+
+
+def test_a_member_does_not_depend_on_its_neighbours():
+    tx = clip_by(scopes.member(), 0.5)
+    one = jax.tree.map(lambda x: x[0], GRADS)
+    found = tx.update(one, tx.init(PARAMS))[0]
+    beside = jax.tree.map(lambda x: x.at[1].set(jnp.asarray(1e30, x.dtype)).at[2].set(jnp.nan), one)
+    changed = tx.update(beside, tx.init(PARAMS))[0]
+    others = np.delete(np.arange(MEMBERS), [1, 2])
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[others], y[others]), found, changed)
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_members_along_another_axis(axis):
+    x = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones((4, 3))}
+    turned = jax.tree.map(jnp.transpose, x)
+    found, state = clip_by(scopes.member(axis), 1.0).update(x, None)
+    expected, _ = clip_by(scopes.member(), 1.0).update(turned, None)
+    jax.tree.map(np.testing.assert_array_equal, found, jax.tree.map(jnp.transpose, expected))
+    assert list(state.info.names) == ["0", "1", "2"]
+
+
+WRONG = {
+    "other numbers": ({"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, 0, "as many members .* 'w': 2"),
+    "no axis": ({"w": jnp.ones((2, 3)), "b": jnp.ones(2)}, 1, r"axes .* leaf 'b', which has shape"),
+    "a scalar": ({"b": jnp.ones(())}, 0, "do not exist in leaf 'b'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_has_no_members_is_refused(case):
+    tree, axis, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        clip_by(scopes.member(axis), 1.0).init(tree)
+
+
+@pytest.mark.parametrize("axis", [None, 1.0, True, (0,)])
+def test_an_axis_is_an_int(axis):
+    with pytest.raises(TypeError, match=re.escape(f"axis must be an int, got {axis!r}")):
+        scopes.member(axis)
+
+
+def test_a_tree_without_leaves():
+    tx = clip_by(scopes.member(), 1.0)
+    assert tx.update({}, tx.init({}))[1].info.norm.shape == (0,)
