@@ -84,6 +84,9 @@ def verdict(opt_state: PyTree, roll_back_after: int = 10) -> Verdict:
               case "roll back":
                   params, opt_state = restore_last_checkpoint()
 
+    Going back cannot help if a constant limit is below the usual norms, or if the gradient is NaN
+    at every step, as that of `where(x > 0, sqrt(x), 0)` at 0 is; `docs/recovery.md` says what does.
+
     The host waits for the step that made the state, and then for one `jax.device_get` of three
     numbers for each skip (four if it judges the loss). Nothing is computed on the device.
 

@@ -7,7 +7,7 @@ import shown_code
 
 pytest.importorskip("orbax.checkpoint")
 PAGE = "docs/recovery.md"
-BLOCK, EVENTS, GRAIN = shown_code.blocks(PAGE)
+BLOCK, IN_VAIN, EVENTS, GRAIN = shown_code.blocks(PAGE)
 BEFORE, AFTER = 30, 41
 """Evaluations: the last before the stretch, and the first with a good batch behind it."""
 
@@ -51,6 +51,11 @@ def test_without_a_checkpoint_the_error_says_so(page, monkeypatch):
     monkeypatch.setitem(page, "SAVE_EVERY", 10**6)
     with pytest.raises(RuntimeError, match="no checkpoint is left"):
         page["train"](page["skip"], recovers=True)
+
+
+def test_where_going_back_cannot_help(capsys):
+    shown_code.run(IN_VAIN, PAGE)
+    assert capsys.readouterr().out.splitlines() == ["roll back", "roll back", "ok"]
 
 
 def test_a_bad_batch_is_found_by_its_step():
