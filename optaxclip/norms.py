@@ -27,7 +27,7 @@ import numpy as np
 from jax import Array, lax
 
 import optaxclip._base.doors as _doors
-from optaxclip._base.arguments import asks, short
+from optaxclip._base.arguments import asks, near_miss, refuse_uncalled, short
 from optaxclip._base.numerics import is_real, safe_sqrt
 
 _doors.put_signs(__name__)
@@ -163,8 +163,20 @@ def as_norm(norm: str | Norm) -> Norm:
     """
     if isinstance(norm, Norm):
         return norm
+    refuse_uncalled(norm, __name__, "norm", "norms")
+    if isinstance(norm, str) and norm in _NAMED:
+        return _NAMED[norm]
+    text = str(float(norm) if is_real(norm) and np.ndim(norm) == 0 else norm).lower()
+    meant = _OF_OTHERS.get(text)
     if not isinstance(norm, str):
-        raise TypeError(f"norm must be a name or an optaxclip.norms.Norm, got {norm!r}")
-    if norm not in _NAMED:
-        raise ValueError(f"norm must be one of {sorted(_NAMED)} or norms.lp(p), got {norm!r}")
-    return _NAMED[norm]
+        instead = f": pass norm={repr(meant) if meant else f'norms.lp({norm!r})'}"
+        raise TypeError(
+            f"norm must be a name or an optaxclip.norms.Norm, got {short(norm)}"
+            f"{instead * (is_real(norm) and bool(norm > 0))}"
+        )
+    hint = f"; did you mean {meant!r}?" if meant else near_miss(text, _NAMED)
+    raise ValueError(f"norm must be one of {sorted(_NAMED)} or norms.lp(p), got {norm!r}{hint}")
+
+
+_OF_OTHERS: dict[str, str] = {"1": "l1", "1.0": "l1", "2": "l2", "2.0": "l2", "inf": "linf"}
+_OF_OTHERS |= {"max": "linf", "fro": "l2", "frobenius": "l2", "euclidean": "l2"}

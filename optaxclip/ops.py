@@ -22,7 +22,7 @@ import optaxclip._base.doors as _doors
 import optaxclip._border.devices as devices
 import optaxclip.methods.elementwise as elementwise
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import as_axis_names
+from optaxclip._base.arguments import as_axis_names, holds_arrays, short
 from optaxclip._base.trees import data_of, flatten, per_leaf, with_data
 from optaxclip._base.types import ArrayLike, AxisName, ClipInfo, NonFinite, PyTree
 from optaxclip._border.cotangents import Back, of_one_example, with_cotangent
@@ -92,6 +92,7 @@ def clip_by_value(tree: PyTree, clip_value_min: ArrayLike, clip_value_max: Array
       >>> print(optaxclip.ops.clip_by_value(jnp.array([-5.0, 2.0, 6.0]), -4.4, 4.4))
       [-4.4  2.   4.4]
     """
+    _check_order(tree, clip_value_min, clip_value_max)
     low = elementwise.checked_bound(clip_value_min, "clip_value_min")
     high = elementwise.checked_bound(clip_value_max, "clip_value_max")
     are_integers = all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in (low, high))
@@ -320,6 +321,7 @@ def _clip_entries(cotangent: Array, limit: Array) -> Array:
 
 def _clip(tree: PyTree, clip_norm: ArrayLike, **options: Any) -> tuple[PyTree, ClipInfo]:
     _check(tree)
+    _check_order(tree, clip_norm)
     clipped, info = clip_tree(tree, _scalar(clip_norm, "clip_norm"), **options)
     return _as_came(clipped, tree), info
 
@@ -337,6 +339,14 @@ def _as_came(clipped: PyTree, tree: PyTree) -> PyTree:
 
 def _check(tree: PyTree) -> None:
     flatten(tree, "tree", integers="error")
+
+
+def _check_order(tree: PyTree, *limits: Any) -> None:
+    if isinstance(tree, (int, float)) and any(map(holds_arrays, limits)):
+        raise TypeError(
+            f"tree, the first argument, is {short(tree)}, and what comes after it holds arrays: "
+            "pass the gradients first, the limits after them, as in clip_by_global_norm(grads, 1.0)"
+        )
 
 
 def _scalar(value: Any, argument: str) -> Array:

@@ -231,18 +231,6 @@ def test_the_proposed_parts_make_the_same_method(name):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_keywords_of_parts():
-    with pytest.raises(TypeError, match=r"clip_by\(scopes.leaf\(stacked=1\), thresholds.adagc\("):
-        optaxclip.adagc(stacked=1)
-    with pytest.raises(TypeError, match=r"thresholds.zscore\(debias=True\)\)\. It takes"):
-        optaxclip.zclip(debias=True)
-    said = r"thresholds\.ema\(inclusive=True, skip_steps=1\)\)"
-    with pytest.raises(TypeError, match=said):
-        optaxclip.clip_by_ema_norm(inclusive=True)
-    with pytest.raises(TypeError, match=r"'scope': take .* clip_by\(scopes\.leaf\(\), 1\.0\)\."):
-        optaxclip.clip_by_norm(1.0, scope=1)
-
-
 WITH_KEYWORDS = {
     name: fn
     for name, fn in public().items()

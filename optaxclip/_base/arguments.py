@@ -24,7 +24,9 @@ def checked_int(value: Any, minimum: int, argument: str) -> int:
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{argument} must be an int of at least {minimum}, got {value!r}") from None
+        raise TypeError(
+            f"{argument} must be an int of at least {minimum}, got {value!r}{one_of_several(value)}"
+        ) from None
     if number < minimum:
         raise ValueError(f"{argument} must be an int of at least {minimum}, got {value!r}")
     return number
@@ -116,10 +118,37 @@ def refuse_uncalled(value: Any, package: str, argument: str, namespace: str) -> 
         )
 
 
+_LIMITS = ("max_norm", "threshold", "clipping", "max_delta", "limit", "c", "tau")
+"""What our own functions call a limit, and what others do."""
+_LIMITS_OF_OTHERS = (
+    *("clip", "clip_norm", "clip_threshold", "clip_value", "clipnorm", "clipvalue", "grad_clip"),
+    *("global_clipnorm", "gradient_clip_val", "l2_norm_clip", "max_grad_norm", "max_value"),
+)
+
+
 def near_miss(given: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the most similar one, if there is one."""
-    near = difflib.get_close_matches(given, list(names), n=1)
+    """The end of a message about an unknown name: the one that is meant, if it can be told."""
+    names = list(names)
+    limits = [name for name in names if name in _LIMITS]
+    is_limit = given in _LIMITS or given in _LIMITS_OF_OTHERS
+    near = limits if limits and is_limit else difflib.get_close_matches(given, names, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def accepts(fn: Callable[..., Any], *args: Any) -> bool:
+    """Whether a function can be called with these arguments; False if it does not tell."""
+    try:
+        inspect.signature(fn).bind(*args)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def one_of_several(value: Any) -> str:
+    """The end of a message about a transformation in the place of something else."""
+    is_transformation = hasattr(value, "init") and hasattr(value, "update")
+    hint = "; of several transformations make one, optax.chain(clip, optimizer)"
+    return hint if is_transformation else ""
 
 
 def warn(message: str) -> None:
@@ -148,11 +177,12 @@ def asks(**instead: str) -> Callable[[Function], Function]:
     """
 
     def decorate(fn: Function) -> Function:
-        allowed = [*inspect.signature(fn).parameters]
+        parameters = inspect.signature(fn).parameters
 
         @functools.wraps(fn)
         def checked(*args: Any, **keywords: Any) -> Any:
-            refuse_unknown(fn.__name__, keywords, allowed, instead)
+            refuse_unknown(fn.__name__, keywords, [*parameters], instead)
+            refuse_misfit(fn.__name__, parameters.values(), args, keywords)
             return fn(*args, **keywords)
 
         of_same_type: Any = checked
@@ -199,6 +229,39 @@ def refuse_unknown(
             )
 
 
+def refuse_misfit(
+    name: str,
+    parameters: Iterable[inspect.Parameter],
+    args: Sequence[Any],
+    keywords: Mapping[str, Any],
+) -> None:
+    """Refuses too many arguments, and calls without an argument that has no default.
+
+    Raises:
+      TypeError: if there are too many or too few.
+    """
+    named = [p for p in parameters if p.kind != p.VAR_KEYWORD]
+    positional = [p.name for p in named if p.kind != p.KEYWORD_ONLY]
+    if len(args) > len(positional):
+        both = ". For a bound on either side take clip_by_value(min_value, max_value)"
+        raise TypeError(
+            f"{name}() takes the positional arguments {positional}, got {len(args)}; pass by name "
+            f"{[p.name for p in named if p.name not in positional]}{both * (name == 'clip')}"
+        )
+    given = {*positional[: len(args)], *keywords}
+    required = [p.name for p in named if p.default is p.empty]
+    missing = [argument for argument in required if argument not in given]
+    if missing:
+        around = (
+            ". inner is the optimizer, around which it stands: it is no stage of a chain, but "
+            f"{name}({', '.join(['optax.adam(1e-3)', *required[1:]])})"
+        )
+        raise TypeError(
+            f"{name}() needs {missing}: call {name}({', '.join(required)})"
+            f"{around * ('inner' in required)}"
+        )
+
+
 @contextlib.contextmanager
 def takes_no_gradients(name: str, given: Iterable[Any], once: str = "") -> Iterator[None]:
     """Explains the error of a function that makes transformations but was given gradients.
@@ -211,7 +274,7 @@ def takes_no_gradients(name: str, given: Iterable[Any], once: str = "") -> Itera
     try:
         yield
     except (TypeError, ValueError) as error:
-        if not any(map(_holds_arrays, given)):
+        if not any(map(holds_arrays, given)):
             raise
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(
@@ -220,7 +283,7 @@ def takes_no_gradients(name: str, given: Iterable[Any], once: str = "") -> Itera
         ) from None
 
 
-def _holds_arrays(value: Any) -> bool:
+def holds_arrays(value: Any) -> bool:
     """Whether a value is a tree with arrays of floats, as gradients are."""
     leaves = jax.tree.leaves(value, is_leaf=lambda x: callable(x) or hasattr(x, "init"))
     dtypes = [leaf.dtype for leaf in leaves if getattr(leaf, "ndim", 0) and hasattr(leaf, "dtype")]

@@ -78,9 +78,14 @@ class Grouping:
             )
         own = set(self.names)
         if unknown := sorted(own - set(stored)):
+            fast = (
+                ". Those were the two copies of optax.lookahead: put the clip inside of it, as in "
+                "optax.lookahead(optax.chain(clip, optimizer), 5, 0.5)"
+            )
+            are_copies = all(each.startswith(("fast/", "slow/")) for each in stored or ("",))
             raise ValueError(
                 f"{name}: the updates have groups {unknown} that the params given to init did not "
-                "have"
+                f"have{fast * are_copies}"
             )
         with_shapes = zip(stored, stored.shapes or ((),) * size, strict=True)
         absent = [Group((each,), (), shape) for each, shape in with_shapes if each not in own]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optaxclip._base.arguments import warn
+from optaxclip._base.arguments import accepts, warn
 from optaxclip._base.types import Path, PyTree
 
 
@@ -248,7 +248,7 @@ def per_leaf(value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument
 
     Args:
       value: `fn(path, leaf) -> value`, where the path is text such as `encoder/0/kernel`; or a
-        pytree prefix of the tree whose leaves are the values.
+        pytree prefix of the tree whose leaves are the values, or `fn(tree)` that returns one.
       flat: the tree.
       argument: the name of `value` in messages.
 
@@ -257,7 +257,10 @@ def per_leaf(value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument
     """
     if not flat.measured:
         return []
-    if callable(value):
+    if callable(value) and not accepts(value, "path", None) and accepts(value, "tree"):
+        of_tree: Any = value
+        value = of_tree(flat.tree())
+    elif callable(value):
         return [value(leaf_name(flat.paths[i]), flat.leaves[i]) for i in flat.measured]
     positions = jax.tree_util.tree_unflatten(flat.treedef, list(range(len(flat.leaves))))
     try:

@@ -18,6 +18,7 @@ from optaxclip._base.states import refuse_state_as_updates
 from optaxclip._base.types import PyTree
 
 State = TypeVar("State", covariant=True)
+_NO_STATE = object()
 
 
 class Init(Protocol[State]):
@@ -62,8 +63,13 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
 
     @functools.wraps(update)
     def update_on_device(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+        updates: PyTree, state: Any = _NO_STATE, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[Any, State]:
+        if state is _NO_STATE:
+            raise TypeError(
+                "update() needs the state too: updates, state = tx.update(grads, state, params), "
+                "where the first state is tx.init(params)"
+            )
         arrays, back = devices.brought(updates, state, params, extra_args)
         updates, state, params, extra_args = arrays
         new_updates, new_state = update(updates, state, params, **extra_args)

@@ -104,6 +104,22 @@ def varying_like(batch: PyTree, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: vary(jnp.asarray(x), axes), tree) if axes else tree
 
 
+def check_mapped(axis_names: Iterable[str]) -> None:
+    """Checks that a function is mapped over these axes.
+
+    Raises:
+      ValueError: if it is not.
+    """
+    for name in axis_names:
+        try:
+            lax.axis_size(name)
+        except NameError:
+            raise ValueError(
+                f"axis_name names {name!r}, and nothing here is mapped over an axis of this name: "
+                "call it inside of pmap, shard_map or vmap(axis_name=), or leave axis_name out"
+            ) from None
+
+
 def num_devices(axes: Iterable[str]) -> int:
     """The number of devices along these axes."""
     return math.prod(map(lax.axis_size, axes))

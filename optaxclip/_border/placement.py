@@ -231,6 +231,7 @@ def located(grouping: Grouping, flat: FlatTree, told: Told) -> Placement:
     """
     leaves, manual = flat.measured_leaves(), devices.manual_axes()
     axis_names, specs = told
+    devices.check_mapped(axis_names or ())
     types = devices.types_of(leaves)
     devices.refuse_partial_sums(types)
     # Types show neither how a sparse array is split, nor the axis of a surrounding `vmap`.

@@ -14,6 +14,7 @@ from optaxclip._base.arguments import (
     as_axis_names,
     checked_bool,
     checked_name,
+    refuse_misfit,
     refuse_unknown,
     short,
     takes_no_gradients,
@@ -197,6 +198,7 @@ def takes(
                 known = {x: f"pass {y}" for x, y in instead.items()}
                 known |= _for_parts(parts, keywords, allowed)
                 refuse_unknown(fn.__name__, keywords, allowed, known)
+                refuse_misfit(fn.__name__, shown.__signature__.parameters.values(), args, keywords)
                 return fn(*args, **({"name": fn.__name__} | keywords))
 
         shared = [

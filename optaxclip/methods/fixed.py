@@ -174,7 +174,8 @@ def clip_by_group_norm(
       max_norm: the largest norm of a group: a number, a schedule, or a rule from
         `optaxclip.thresholds`; or a dict with one of these for each label.
       labels: a pytree prefix of the parameters with strings for leaves, or
-        `fn(path, leaf) -> label`, where the path is text such as `encoder/0/kernel`.
+        `fn(path, leaf) -> label`, where the path is text such as `encoder/0/kernel`; or
+        `fn(params) -> labels`, as `optax.partition` takes it.
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
     Returns:

@@ -9,7 +9,7 @@ from jax import Array, lax
 
 import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import checked_count, warn
+from optaxclip._base.arguments import checked_count, short, warn
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.states import Names, check_state, increased, own_arrays, registered_state
 from optaxclip._base.trees import FlatTree, flatten
@@ -94,8 +94,7 @@ def skipping(
       options: the checked options.
       gives_up: whether, after that, even steps that are not finite are taken, until one is finite.
     """
-    limit, name = as_limit(limit, "limit"), options.name
-    inner = as_inner(inner)
+    inner, limit, name = as_inner(inner), as_limit(limit, "limit"), options.name
     if max_consecutive is not None:
         max_consecutive = checked_count(max_consecutive, "max_consecutive")
 
@@ -202,9 +201,11 @@ def as_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
     Raises:
       TypeError: if it is not a transformation.
     """
-    if not (hasattr(inner, "init") and hasattr(inner, "update")):
+    is_transformation = hasattr(inner, "init") and hasattr(inner, "update")
+    if not is_transformation or isinstance(inner, Threshold):
         raise TypeError(
-            f"inner must be an Optax transformation such as optax.adam(1e-3), got {inner!r}"
+            "inner must be an Optax transformation such as optax.adam(1e-3), and is the first "
+            f"argument; got {short(inner)}"
         )
     return optax.with_extra_args_support(inner)
 

@@ -11,7 +11,7 @@ from optaxclip._base.types import PyTree
 from optaxclip.methods.loss_scaling import LossScaleState
 from optaxclip.monitor.noise import NoiseScaleState
 from optaxclip.monitor.recording import RecordState
-from optaxclip.monitor.states import described, name_of, numbered, records
+from optaxclip.monitor.states import described, is_deleted, name_of, numbered, records
 from optaxclip.monitor.summaries import COUNTS, Recorded, wanted
 
 Counts: TypeAlias = dict[str, dict[str, Any]]
@@ -88,11 +88,6 @@ def since_earlier(
             f"since must be an earlier state of the same optimizer, or monitor.counts of it: it "
             f"holds the counts {before}, and the state holds {shapes}"
         )
-    if any(isinstance(x, jax.Array) and _is_deleted(x) for x in jax.tree.leaves(earlier)):
-        raise ValueError(
-            "since holds arrays that are deleted, because the state was donated to a later step: "
-            "keep monitor.counts(opt_state) before that step, and pass it as since"
-        )
     return [(numbers, earlier.get(name, {})) for name, numbers in zip(found, kept, strict=True)]
 
 
@@ -107,6 +102,11 @@ def _counts_of(found: Mapping[str, Recorded]) -> Counts:
 
 def _earlier_counts(since: PyTree) -> Counts:
     """The counts in `since`, which is a state, or counts already."""
+    if any(map(is_deleted, jax.tree.leaves(since))):
+        raise ValueError(
+            "since holds arrays that are deleted, because the state was donated to a later step: "
+            "keep monitor.counts(opt_state) before that step, and pass it as since"
+        )
     are_counts = isinstance(since, Mapping) and all(
         isinstance(each, Mapping) and set(each) <= {*COUNTS} for each in since.values()
     )
@@ -123,7 +123,3 @@ def _earlier_counts(since: PyTree) -> Counts:
 
 def _shapes(found: Counts) -> dict[str, dict[str, tuple[int, ...]]]:
     return {name: {key: np.shape(x) for key, x in each.items()} for name, each in found.items()}
-
-
-def _is_deleted(x: jax.Array) -> bool:
-    return not isinstance(x, Tracer) and x.is_deleted()

@@ -146,6 +146,7 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
 
     Example:
       >>> import jax.numpy as jnp
+      >>> from optaxclip import scopes
       >>> from optaxclip.monitor import record
       >>> history_names(record(scope=scopes.leaf()).init({"w": jnp.zeros(2), "b": jnp.zeros(1)}))
       ('b', 'w')

@@ -77,6 +77,7 @@ def walk(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator[tuple[
     )
     for rest, node in pairs:
         state = _whole(node, stop)
+        _refuse_deleted(state)
         if isinstance(state, tuple(kinds)):
             yield (*path, *rest), state
         if isinstance(state, LossScaleState):
@@ -84,6 +85,22 @@ def walk(tree: PyTree, kinds: Sequence[Any], path: Path = ()) -> Iterator[tuple[
         if hasattr(state, "inner_state"):
             inside = (*path, *rest, GetAttrKey("inner_state"))
             yield from walk(state.inner_state, kinds, inside)
+
+
+def _refuse_deleted(state: Any) -> None:
+    """Refuses the state of a transformation whose arrays a compiled step was given to use."""
+    fields = getattr(state, "_fields", ())
+    own = [getattr(state, field) for field in fields if field not in ("inner_state", "skip")]
+    if any(map(is_deleted, jax.tree.leaves(own))):
+        raise ValueError(
+            "the state was donated to a compiled step (donate_argnums, donate_argnames), which has "
+            "used up its arrays: pass the state that this step returned"
+        )
+
+
+def is_deleted(x: Any) -> bool:
+    """Whether an array was donated."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
 
 
 def _whole(node: Any, kinds: Sequence[Any]) -> Any:

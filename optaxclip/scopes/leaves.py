@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from optaxclip._base.arguments import asks, refuse_uncalled, short, warn
+from optaxclip._base.arguments import accepts, asks, refuse_uncalled, short, warn
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.trees import FlatTree, is_sparse, per_leaf
 from optaxclip._base.types import Path, PyTree
@@ -34,8 +34,14 @@ def as_scope(scope: Scope) -> Scope:
             f"{scope!r:.80} of type {type(scope).__name__}"
         )
     refuse_uncalled(scope, "optaxclip.scopes", "scope", "scopes")
-    is_ours = str(getattr(scope, "__module__", "")).startswith("optaxclip.")
-    return scope if is_ours else _OfUser(scope)
+    if str(getattr(scope, "__module__", "")).startswith("optaxclip."):
+        return scope
+    if accepts(scope, "path", None) and not accepts(scope, "tree"):
+        raise TypeError(
+            f"scope must be from optaxclip.scopes, got {short(scope)}, which takes two arguments: "
+            "a function that gives each leaf (path, leaf) a label is one for scopes.group(fn)"
+        )
+    return _OfUser(scope)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +99,8 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
 
     Args:
       labels: a pytree prefix of the gradients with strings for leaves, or `fn(path, leaf) -> str`,
-        where the path is text such as `encoder/0/kernel`.
+        where the path is text such as `encoder/0/kernel`; or, as `optax.partition` takes it, a
+        function of the whole tree that returns such a prefix.
 
     Raises:
       ValueError: (when used) if the labels are not a pytree prefix of the tree.
@@ -112,9 +119,9 @@ def group(labels: PyTree | Callable[[str, Array], str]) -> Scope:
     @of_trees
     def assign(flat: FlatTree) -> Grouping:
         found = per_leaf(labels, flat, "labels")
-        for label in found:
+        for label, name in zip(found, flat.names(), strict=True):
             if not isinstance(label, str):
-                raise TypeError(f"labels must be strings, got {label!r}")
+                raise TypeError(f"labels must be strings, got {label!r} for the leaf '{name}'")
         groups = tuple(
             Group((label,), tuple(i for i, other in enumerate(found) if other == label))
             for label in sorted(set(found))

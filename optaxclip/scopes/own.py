@@ -20,7 +20,8 @@ def checked_grouping(found: Any, flat: FlatTree) -> Grouping:
     if not isinstance(found, Grouping):
         raise TypeError(
             "a scope must return an optaxclip.scopes.Grouping, got "
-            f"{short(found)} of type {type(found).__name__}"
+            f"{short(found)} of type {type(found).__name__}; a function that gives labels is one "
+            "for scopes.group(fn)"
         )
     layouts = get_args(get_type_hints(Grouping)["layout"])
     if found.layout not in layouts:

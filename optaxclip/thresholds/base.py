@@ -207,8 +207,10 @@ def multiple(number: Any, of: Array) -> Array:
     return jnp.where(infinite, jnp.inf, jnp.where(infinite, 0, number) * jnp.where(infinite, 0, of))
 
 
-def within(value: Any, low: float, high: float, argument: str) -> Any:
+def within(value: Any, low: float, high: float, argument: str, remedy: str = "") -> Any:
     """`value`, checked to be a number; unless it is an array, it must be from `low` to `high`.
+
+    `remedy` ends the message.
 
     Raises:
       ValueError: if it is outside of that range.
@@ -216,7 +218,7 @@ def within(value: Any, low: float, high: float, argument: str) -> Any:
     """
     value = checked_limit(value, argument)
     if not isinstance(value, jax.Array) and not low <= float(value) <= high:
-        raise ValueError(f"{argument} must be from {low:g} to {high:g}, got {value!r}")
+        raise ValueError(f"{argument} must be from {low:g} to {high:g}, got {value!r}{remedy}")
     return value
 
 

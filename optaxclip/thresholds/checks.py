@@ -1,13 +1,16 @@
 """Checks of the numbers and functions that a user passes as limits."""
 
+import difflib
+import inspect
 import math
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optaxclip._base.arguments import is_uncalled, refuse_uncalled, short
+from optaxclip._base.arguments import is_uncalled, one_of_several, refuse_uncalled, short
 from optaxclip._base.numerics import is_real
 
 
@@ -39,7 +42,7 @@ def checked_limit(
         kinds = "a number, a scalar array or a schedule" if schedule else "a number or scalar array"
         raise TypeError(
             f"{argument} must be {kinds}, got {short(limit)} of type {type(limit).__name__}"
-            f"{hint if limit is None else ''}"
+            f"{hint if limit is None else one_of_several(limit)}"
         )
     shape = getattr(limit, "shape", ())
     if shape != ():
@@ -84,12 +87,17 @@ def checked_decay(decay: Any, argument: str) -> Any:
 
 
 def refuse_parts(limit: Any, argument: str) -> None:
-    """Refuses a scope and functions of this package, which are not schedules.
+    """Refuses names of rules, a scope and functions of this package, which are not schedules.
 
     Raises:
       TypeError: for one of these.
     """
     refuse_uncalled(limit, "optaxclip.thresholds", argument, "thresholds")
+    if isinstance(limit, str) and (near := difflib.get_close_matches(limit, _rules(), n=1)):
+        raise TypeError(
+            f"{argument} must be a number, a schedule or a rule, got the name {limit!r}: a rule is "
+            f"what thresholds.{near[0]}(...) returns"
+        )
     if str(getattr(limit, "__module__", "")).startswith("optaxclip.scopes"):
         raise TypeError(
             f"{argument} must be a number, a schedule or a rule, got a scope, which is the first "
@@ -100,3 +108,9 @@ def refuse_parts(limit: Any, argument: str) -> None:
             f"{argument} must be a number, a schedule or a rule, got the function "
             f"{getattr(limit, '__name__', '')} of optaxclip, which is none of these"
         )
+
+
+def _rules() -> list[str]:
+    """The names of the functions that make rules."""
+    namespace = sys.modules[__name__.rpartition(".")[0]]
+    return [name for name, value in vars(namespace).items() if inspect.isfunction(value)]

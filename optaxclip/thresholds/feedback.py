@@ -69,7 +69,7 @@ def log_tracker(
       inf
     """
     settings = _TrackerSettings(
-        within(decay, 0, 1, "decay"),
+        within(decay, 0, 1, "decay", "; a number of standard deviations is num_std="),
         at_least(num_std, 0, "num_std"),
         checked_limit(min_limit, "min_limit"),
     )

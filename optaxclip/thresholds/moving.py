@@ -85,7 +85,7 @@ def ema(
     """
     same = target_decay is None and target_ratio is None
     settings = _EmaSettings(
-        decay=within(decay, 0, 1, "decay"),
+        decay=within(decay, 0, 1, "decay", "; a multiple of the average is ratio="),
         ratio=at_least(ratio, 0, "ratio"),
         target_decay=decay if target_decay is None else within(target_decay, 0, 1, "target_decay"),
         target_ratio=ratio if target_ratio is None else at_least(target_ratio, 0, "target_ratio"),
@@ -152,7 +152,9 @@ def zscore(
     """
     option = checked_choice(option, get_args(Option), "option")
     settings = _ZScoreSettings(
-        within(alpha, 0, 1, "alpha"), at_least(z_thresh, 0, "z_thresh"), warmup_steps
+        within(alpha, 0, 1, "alpha", "; a number of standard deviations is z_thresh="),
+        at_least(z_thresh, 0, "z_thresh"),
+        warmup_steps,
     )
     return adaptive(
         _ZScore(option, checked_bool(debias, "debias")),

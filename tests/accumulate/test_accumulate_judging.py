@@ -227,3 +227,22 @@ def test_the_noise_of_what_a_limit_leaves_where_the_factor_is_no_number():
     found, expected = (run(PARAMS, rows * size)[2].noise for size in (1e25, np.float32(1.0)))
     np.testing.assert_allclose(found.variance, expected.variance, rtol=1e-5)
     assert found.variance > 0
+
+
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize("weights", [[0.0, 0.0, 0.0], [1.0, -1.0, 1.0], [1.0, np.nan, 1.0]])
+@pytest.mark.parametrize("options", [{}, {"reject": None, "measure": False}])
+def test_weights_that_are_known_too_late_give_nan(weights, options):
+    """All 0, negative, NaN: of a traced weight there is no telling beforehand."""
+
+    def loss(w, x, weights):
+        return jnp.mean(x) * w
+
+    made = accumulate.value_and_grad(
+        loss, batch_argnums=(1, 2), microbatch_size=1, weight=lambda x, w: jnp.sum(w), **options
+    )
+    value, grads, _ = jax.jit(made)(
+        jnp.float32(2.0), jnp.ones((3, 2)), jnp.asarray(weights, jnp.float32)
+    )
+    assert np.isnan(value)
+    assert np.isnan(grads)

@@ -1,5 +1,6 @@
 """Transformations from plain data."""
 
+import inspect
 import json
 import tomllib
 
@@ -14,6 +15,7 @@ from methods_table import PARAMS, assert_same, label, random_tree
 import optaxclip
 from optaxclip import accumulate, from_config, monitor, norms, responses, scopes, thresholds
 from optaxclip.config.data import with_integer_keys
+from optaxclip.config.names import unknown
 
 RULE = {"name": "zscore", "z_thresh": 0.5, "warmup_steps": 2}
 LINEAR = {
@@ -322,3 +324,56 @@ def test_trees_of_the_user_are_not_read():
     updates, state = tx.update(tree, tx.init(tree))
     assert list(state.info.names) == ["leaf", "linear"]
     np.testing.assert_allclose(updates["schedule"], [0.6, 0.8])
+
+
+def made_by(module, kind):
+    fns = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
+    return {
+        name
+        for name, fn in fns.items()
+        if inspect.isfunction(fn) and kind in str(inspect.signature(fn).return_annotation)
+    }
+
+
+def test_it_knows_what_is_public_and_nothing_else():
+    with pytest.raises(ValueError, match="there is no transformation 'x'; there are ") as caught:
+        from_config({"name": "x"})
+    listed = str(caught.value).partition("there are ")[2]
+    own = made_by(optaxclip, "Transformation") - {"from_config"}
+    own |= {f"monitor.{name}" for name in made_by(optaxclip.monitor, "Transformation")}
+    assert {"zclip", "skip_nonfinite", "clip_by_value", "monitor.record"} <= own
+    assert listed == f"{sorted(own)}, and those of Optax, such as 'optax.adamw'"
+    with pytest.raises(ValueError, match=r"there is no limit rule 'x'; there are \['adagc', "):
+        from_config({"name": "clip_by", "scope": "leaf", "limit": {"name": "x"}})
+
+
+def test_each_known_name_is_listed_once_the_nearest_first_and_optaxs_where_asked_for():
+    own, theirs = ["zclip", "skip", "autoclip"], ["optax.adamw", "optax.adam", "optax.sgd"]
+    hint = ", and those of Optax, such as 'optax.adamw'"
+    for name, names, listed in (
+        ("zclop", own, "['zclip', 'autoclip', 'skip']"),
+        ("x", own, "['autoclip', 'skip', 'zclip']"),
+        ("x", own + theirs, f"['autoclip', 'skip', 'zclip']{hint}"),
+        (
+            "adamw",
+            own + theirs,
+            f"['optax.adamw', 'optax.adam', 'autoclip', 'skip', 'zclip']{hint}",
+        ),
+        ("optax.adamw2", own + theirs, "['optax.adamw', 'optax.adam', 'optax.sgd']"),
+    ):
+        assert unknown(name, names) == f"{name!r}; there are {listed}"
+
+
+def test_errors_of_a_transformation_say_where_it_was():
+    config = {"name": "skip_nonfinite", "inner": [{"name": "clip", "max_delta": -1.0}]}
+    with pytest.raises(ValueError, match="max_delta must not be negative") as caught:
+        from_config(config)
+    note = "The error is from clip in config.inner[0], called with {'max_delta': -1.0}."
+    assert caught.value.__notes__ == [note]
+
+
+def test_yaml_takes_for_text_what_messages_say_it_does():
+    for text in ("1e-3", "inf", "-Infinity", "nan"):
+        assert yaml.safe_load(text) == text
+    assert yaml.safe_load("1.0e-3") == 1e-3
+    assert yaml.safe_load(".inf") == float("inf")

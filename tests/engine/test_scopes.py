@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.experimental.sparse import BCOO
 
@@ -429,3 +430,18 @@ def test_axes_may_be_numpys_and_nothing_but_ints():
         np.testing.assert_allclose(clip(grads, 20.0, scopes.axes(axes))[1].norm, [10])
     with pytest.raises(TypeError, match=r"axes must be an int or a sequence of ints, got 0.5"):
         clip(grads, 1.0, scopes.axes(0.5))
+
+
+def test_a_function_of_the_whole_tree_labels_as_for_partition():
+    def of_tree(tree):
+        return {"w": "a", "rest": jax.tree.map(lambda _: "b", tree["rest"])}
+
+    grads = {"w": jnp.array([3.0, 4.0]), "rest": [jnp.array([6.0]), jnp.array([8.0])]}
+    clips = {name: optaxclip.clip_by_global_norm(limit) for name, limit in (("a", 1.0), ("b", 2.0))}
+    expected = optax.partition(clips, of_tree)
+    for tx in (
+        optaxclip.clip_by_group_norm({"a": 1.0, "b": 2.0}, of_tree),
+        optaxclip.clip_by(scopes.group(of_tree), {"a": 1.0, "b": 2.0}),
+    ):
+        found = tx.update(grads, tx.init(grads))[0]
+        chex.assert_trees_all_equal(found, expected.update(grads, expected.init(grads))[0])

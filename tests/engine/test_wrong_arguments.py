@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 from itertools import product
 
 import jax
@@ -14,11 +15,9 @@ from jax.sharding import AxisType
 from public_names import GIVEN, public
 
 import optaxclip
-from optaxclip import clip_by, monitor, ops, per_example, responses, scopes, thresholds
+from optaxclip import clip_by, clip_tree, ops, per_example, scopes, thresholds
 
-GRADS = {f"layer{i}": jnp.ones((50, 50)) for i in range(20)}
 SGD = optax.sgd(0.1)
-AGGREGATE = per_example.per_example_clip_and_aggregate
 RULES = {
     "adagc": thresholds.adagc(),
     "constant": 1.0,
@@ -33,120 +32,6 @@ RULES = {
     "window": thresholds.window(3.0, 4),
     "zscore": thresholds.zscore(),
 }
-MISTAKES = {
-    "swapped": (lambda: ops.clip_by_global_norm(1.0, GRADS), "clip_norm must be .* of type dict"),
-    "swapped bounds": (lambda: ops.clip_by_value(-1.0, 1.0, GRADS), "clip_value_max .* type dict"),
-    "scope's name": (lambda: clip_by("leaf", 1.0), "must be from optaxclip.scopes.* got 'leaf'"),
-    "scope's name at once": (
-        lambda: optaxclip.clip_tree(GRADS, 1.0, scope="leaf"),
-        "must be from optaxclip.scopes.* got 'leaf'",
-    ),
-    "scope uncalled": (lambda: clip_by(scopes.leaf, 1.0), r"call it, as in scopes\.leaf\(\)"),
-    "scope's name for examples": (
-        lambda: per_example.clip_sum(GRADS, 1.0, scope="leaf"),
-        "must be from optaxclip.scopes.* got 'leaf'",
-    ),
-    "scope of examples uncalled": (
-        lambda: per_example.clipped_grad(jnp.dot, 1.0, scope=scopes.leaf),
-        r"call it, as in scopes\.leaf\(\)",
-    ),
-    "zero for a scope": (
-        lambda: AGGREGATE(1.0, 0.0, scope=0.0),
-        "must be from optaxclip.scopes.* 0.0",
-    ),
-    **{
-        f"{name} uncalled": (
-            lambda name=name: clip_by(scopes.tree(), 1.0, response=getattr(responses, name)),
-            rf"response must be what {name} returns, .* as in responses\.{name}\(\)",
-        )
-        for name in ("auto_s", "band", "clip_with_eps")
-    },
-    "a list of responses": (
-        lambda: clip_by(scopes.tree(), 1.0, response=["clip"]),
-        r"response must be one of .* got \['clip'\]",
-    ),
-    "response of examples uncalled": (
-        lambda: per_example.clip_sum(GRADS, 1.0, response=responses.band),
-        r"call it, as in responses\.band\(\)",
-    ),
-    "method for a limit": (
-        lambda: optaxclip.clip_by_norm(optaxclip.zclip),
-        "max_norm must be a number, a schedule or a rule, got the function zclip of optaxclip",
-    ),
-    "scope second": (lambda: clip_by(1.0, scopes.leaf()), r"clip_by\(scopes.leaf.*got 1.0"),
-    "two scopes": (lambda: clip_by(scopes.leaf(), scopes.tree()), "limit must .* got a scope"),
-    "scope for a limit": (lambda: clip_by(scopes.leaf(), scopes.leaf), "limit must .* got a scope"),
-    "rule uncalled": (
-        lambda: clip_by(scopes.tree(), thresholds.zscore),
-        r"call it, as in thresholds\.zscore\(\)",
-    ),
-    "one rule of many": (
-        lambda: clip_by(scopes.group("a"), {"a": thresholds.ema}),
-        r"limit\['a'\] .* thresholds\.ema\(\)",
-    ),
-    "rule of a skip": (lambda: optaxclip.skip_above(SGD, thresholds.ema), r"thresholds\.ema\(\)"),
-    "rule of the loss": (
-        lambda: optaxclip.skip_above(SGD, 1.0, loss_limit=thresholds.window),
-        r"loss_limit .* thresholds\.window\(\)",
-    ),
-    "unknown keyword": (
-        lambda: clip_by(scopes.tree(), 1.0, foo=1),
-        r"keyword argument 'foo'\. It takes \['scope', 'limit', ",
-    ),
-    "misspelt keyword": (
-        lambda: clip_by(scopes.tree(), 1.0, respons="clip"),
-        r"argument 'respons'; did you mean 'response'\? It takes \[",
-    ),
-    "array that decides a program": (
-        lambda: optaxclip.clip_by_block_rms(1.0, stacked=jnp.ones(2)),
-        r"stacked must not be a JAX array .* static_args=\('stacked',\)",
-    ),
-    "axes in an array": (
-        lambda: optaxclip.clip_by_norm(1.0, axes=jnp.int32(0)),
-        r"axes must not be a JAX array .* static_args=\('axes',\)",
-    ),
-    "axis in an array": (
-        lambda: optaxclip.adaptive_grad_clip(0.1, axis=jnp.int32(0)),
-        r"axis must not be a JAX array .* static_args=\('axis',\)",
-    ),
-    "no name": (
-        lambda: clip_by(scopes.tree(), 1.0, name=None),
-        "name must be .* got None",
-    ),
-    "empty name": (lambda: monitor.record(name=""), "name must be a non-empty string, got ''"),
-    "no name of moments": (lambda: optaxclip.clip_by_second_moment(name=None), "name must be a"),
-    "never": (lambda: optaxclip.skip_nonfinite(SGD, 0), "max_consecutive .* at least 1, got 0"),
-    "a flag": (lambda: optaxclip.skip_nonfinite(SGD, True), "max_consecutive .* got True"),
-    "half a step": (lambda: optaxclip.skip_above(SGD, 1.0, jnp.float32(2)), "dtype float32"),
-    "many": (lambda: optaxclip.skip_above(SGD, 1.0, jnp.ones(2, int)), r"of shape \(2,\)"),
-    "traced never": (lambda: optaxclip.skip_above(SGD, 1.0, jnp.int32(0)), "at least 1, got 0"),
-    "empty batch": (
-        lambda: AGGREGATE(1.0, 0.0, batch_size=0),
-        "batch_size must be from 1 .* got 0",
-    ),
-    "negative batch": (lambda: AGGREGATE(1.0, 0.0, batch_size=-3), "batch_size .* got -3"),
-    "word for a batch": (lambda: AGGREGATE(1.0, 0.0, batch_size="a"), "batch_size .* of type str"),
-    "labels of others": (
-        lambda: optaxclip.clip_by_group_norm(1.0, {"x": "a"}).init(GRADS),
-        r"labels has the leaves 'x' \(dict\), the gradients have .* 'layer0', .*, \.\.\. \(dict\)",
-    ),
-    "labels too deep": (
-        lambda: optaxclip.clip_by_group_norm(1.0, {"w": {"k": "a"}}).init({"w": jnp.ones(2)}),
-        r"labels has the leaves 'w/k' .* have the leaves 'w' .* a function \(path, leaf\)",
-    ),
-    "stacks of others": (
-        lambda: clip_by(scopes.leaf(stacked={"x": 1}), 1.0).init(GRADS),
-        "stacked must be a pytree prefix of the gradients",
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_short_error_at_once(mistake):
-    make, message = MISTAKES[mistake]
-    with pytest.raises((TypeError, ValueError), match=message) as raised:
-        make()
-    assert len(str(raised.value)) < 320
 
 
 @pytest.mark.parametrize("count", [1, jnp.int32(1), 10**12], ids=["one", "array", "huge"])
@@ -270,3 +155,93 @@ def test_names_are_checked_by_all_that_take_one():
         for wrong in (None, 3, ""):
             with pytest.raises((TypeError, ValueError), match=r"^name must be a"):
                 fn(**given, name=wrong)
+
+
+def dot(w, x):
+    return jnp.dot(w, x)
+
+
+def grads_of(loss, **options):
+    return per_example.clipped_grad(loss, 1.0, **options)(jnp.ones(2), jnp.ones((3, 2)))
+
+
+def private(key):
+    return per_example.per_example_clip_and_aggregate(1.0, 1.0, key)
+
+
+WITHOUT_A_LIMIT = (
+    *("zclip", "adagc", "clip_by_quantile", "clip_by_ema_norm", "clip_by_median_norm"),
+    *("clip_by_window_norm", "clip_by_moving_max", "normalize_by_norm_history"),
+)
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_LIMIT)
+def test_a_number_alone_is_no_limit_of_what_finds_its_own(name):
+    make = getattr(optaxclip, name)
+    said = rf"^{name}\(\) takes only keyword arguments, got 1.0; it computes"
+    with pytest.raises(TypeError, match=said) as raised:
+        make(1.0)
+    takes_cap = "max_norm" in inspect.signature(make).parameters
+    assert ("or pass max_norm=1.0 for a cap on it" in str(raised.value)) == takes_cap
+    with pytest.raises(TypeError, match="positional"):
+        optaxclip.clip_by_second_moment(1.0)
+
+
+@pytest.mark.parametrize("number", [0.95, np.float32(0.5), 0.01])
+def test_a_percentile_that_looks_like_a_share_is_warned_of(number):
+    share = f"fewer than 1 in .* for a share of .* pass {100 * number:g}"
+    for make in (optaxclip.autoclip, optaxclip.thresholds.percentile):
+        with pytest.warns(UserWarning, match=share) as warned:
+            make(percentile=number)
+        assert warned[0].filename == __file__
+
+
+def test_other_percentiles_pass_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for percentile in (0, 0.0, 1, 1.0, 95, np.float64(99.5), jnp.float32(0.5)):
+            optaxclip.autoclip(percentile)
+
+
+@pytest.mark.slow
+def test_numbers_of_numpy_are_numbers():
+    options = {
+        "argnums": np.int64(0),
+        "batch_argnums": np.array([1]),
+        "microbatch_size": np.int8(2),
+    }
+    expected = grads_of(dot).grads
+    np.testing.assert_array_equal(grads_of(dot, **options).grads, expected)
+    np.testing.assert_array_equal(grads_of(dot, argnums=-2, batch_argnums=-1).grads, expected)
+    assert grads_of(dot, argnums=np.array([0])).grads[0].shape == expected.shape
+    optaxclip.autoclip(window=np.int64(3)).init(jnp.ones(2))
+    optaxclip.skip_above(optax.identity(), 1.0, np.int32(3))
+
+
+@pytest.mark.parametrize("key", [3, np.int32(3), jax.random.key(3), jax.random.PRNGKey(3)])
+def test_all_that_is_a_key(key):
+    private(key).init(jnp.ones(2))
+
+
+WHOLE = {"a": jnp.arange(3), "b": np.array([True])}
+
+
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize(
+    "clip",
+    [
+        lambda tree: optaxclip.clip(1.0).update(tree, None),
+        lambda tree: optaxclip.clip_by_global_norm(1.0).update(tree, None),
+        lambda tree: clip_tree(tree, 1.0, scope=scopes.tree()),
+    ],
+)
+def test_nothing_to_clip_is_said(clip):
+    with pytest.warns(UserWarning, match="no leaf has floating-point entries.* 'int32'") as warned:
+        clip(WHOLE)
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        without_gradients = {"a": np.zeros(2, jax.dtypes.float0)}
+        for tree in ({}, None, WHOLE | {"c": jnp.ones(1)}, without_gradients):
+            clip(tree)
+        optaxclip.clip_by_global_norm(1.0).init(WHOLE)

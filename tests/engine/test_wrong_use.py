@@ -10,7 +10,7 @@ from flax.training.train_state import TrainState
 from methods_table import GRADS, METHODS, PARAMS
 
 import optaxclip
-from optaxclip import accumulate, monitor, per_example, scopes, skip_above, thresholds
+from optaxclip import monitor, scopes, skip_above, thresholds
 from optaxclip.tuning import SweepResult
 
 
@@ -112,93 +112,12 @@ def test_a_loss_with_flax_nnx():
     np.testing.assert_allclose(model.kernel[...], before - 0.1, rtol=1e-6)
 
 
-def test_a_history_without_a_record():
-    state = optax.chain(optaxclip.clip_by_norm(1.0), optax.adam(1e-3)).init(GRADS)
-    for ask in (monitor.history, monitor.history_names):
-        with pytest.raises(ValueError, match=r"holds no record.* put monitor\.record\(window\) in"):
-            ask(state)
-
-
-OTHER_RECORDS = {
-    "longer": (
-        {"window": 5},
-        {"window": 6},
-        r"last 5 steps as \[5\], and .* last 6 steps as \[6\]",
-    ),
-    "shorter": ({"window": 6}, {"window": 5}, r"the last 6 steps as .* the last 5 steps as"),
-    "losses": ({"window": 3, "loss": True}, {"window": 4, "loss": True}, "the last 3 .* last 4"),
-    "leaves": (
-        {"window": 5, "scope": scopes.leaf()},
-        {"window": 5},
-        r"as \[5, 3\], .* steps as \[5\]",
-    ),
-    "statistics": (
-        {"window": 5, "stats": ("norm", "max")},
-        {"window": 3, "stats": ("norm", "max")},
-        r"as \[5, 2\], .* steps as \[3, 2\]\. Pass the window and the scope",
-    ),
-}
-
-
-@pytest.mark.by_day(1)
-@pytest.mark.parametrize("name", OTHER_RECORDS)
-def test_a_record_with_another_window_on_restore(name):
-    before, after, said = OTHER_RECORDS[name]
-    state = monitor.record(**before).init(GRADS)
-    with pytest.raises(ValueError, match=f"record: the state was made by another record: .*{said}"):
-        monitor.record(**after).update(GRADS, state, value=1.0)
-    monitor.record(**before).update(GRADS, state, value=1.0)
-
-
 def test_a_record_of_a_tree_whose_leaves_are_missing_is_the_same_record():
     tx = monitor.record(3, scope=scopes.leaf(), stats=("norm", "max"))
     state = tx.init(GRADS)
     tx.update(GRADS | {"b": None}, state)
     unit = monitor.record(3, scope=scopes.unit())
     unit.update(GRADS, unit.init(GRADS))
-
-
-BATCH = (jnp.ones(2), jnp.ones((6, 2)), jnp.ones((6, 2)))
-
-
-def loss_fn(w, x, y):
-    return jnp.mean((x * w - y) ** 2)
-
-
-@pytest.mark.parametrize(
-    ("batch_argnums", "weight"),
-    [
-        ((1, 2), lambda x: x.sum()),
-        ((1, 2), lambda *, mask: mask.sum()),
-        (1, lambda x, y: x.sum() + y.sum()),
-        ((1, 2), lambda: 1.0),
-    ],
-)
-def test_a_weight_takes_all_of_the_batch(batch_argnums, weight):
-    grad_fn = accumulate.value_and_grad(
-        loss_fn, batch_argnums=batch_argnums, microbatch_size=2, weight=weight
-    )
-    count = np.size(batch_argnums)
-    said = rf"weight is called with what batch_argnums names, a part of {count} of .* weight\(tok"
-    with pytest.raises(TypeError, match=said):
-        grad_fn(*BATCH)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda **numbers: accumulate.value_and_grad(loss_fn, microbatch_size=2, **numbers),
-        lambda **numbers: per_example.clipped_grad(loss_fn, 1.0, **numbers),
-    ],
-)
-def test_an_argument_that_is_both_a_parameter_and_a_batch(make):
-    for numbers in ({"argnums": 0}, {"argnums": (0, 1)}, {"argnums": np.int32(0)}):
-        with pytest.raises(ValueError, match=r"batch_argnums=0 and argnums=.* the argument 0, wh"):
-            make(**numbers, batch_argnums=0)
-    with pytest.raises(ValueError, match=r"batch_argnums=\(1, -1\) .* both name the argument -1"):
-        make(argnums=(0, -1), batch_argnums=(1, -1))
-    make(argnums=0, batch_argnums=(1, 2))
-    make(argnums=-1, batch_argnums=(0, 1))
 
 
 def test_more_seeds_are_asked_for_as_each_caller_can_pass_them():

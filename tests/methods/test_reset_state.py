@@ -3,7 +3,6 @@
 import functools
 import math
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -289,27 +288,6 @@ def test_the_state_is_mapped_as_that_of_the_optimizer():
     assert_same(moments(doubled), jax.tree.map(lambda x: 2 * x, moments(state)))
     mapped = optax.tree_map_params(tx, lambda x: x, state)
     assert is_zero(moments(run(tx, [GRADS], mapped)[1][0]))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
-        ({}, ValueError, "every or when must be given"),
-        ({"every": 0}, ValueError, "every must be an int of at least 1, got 0"),
-        ({"every": 2.5}, TypeError, "every must be an int of at least 1, got 2.5"),
-        ({"every": 2, "warmup": -1}, ValueError, "warmup must be an int of at least 0"),
-        ({"when": -1.0}, ValueError, "when must not be negative"),
-        ({"every": 2, "only": "mu"}, TypeError, "only must be a sequence of names"),
-        ({"every": 2, "only": 3}, TypeError, "only must be a sequence of names"),
-        ({"every": 2, "only": ()}, ValueError, "only must hold strings, at least one"),
-        ({"every": 2, "only": ("mu", 3)}, ValueError, "only must hold strings, at least one"),
-        ({"every": 2, "inner": 3}, TypeError, "inner must be an Optax transformation"),
-        ({"every": 2, "inner": nn.Dense(3)}, TypeError, "inner must be an Optax transformation"),
-    ],
-)
-def test_bad_arguments(arguments, kind, message):
-    with pytest.raises(kind, match=message):
-        optaxclip.reset_state(**({"inner": ADAM} | arguments))
 
 
 def test_parts_that_there_are_not():

@@ -267,30 +267,6 @@ def test_losses_are_recorded():
         tx.update(jnp.ones(1), state)
 
 
-WRONG = {
-    "loss_limit must not be NaN": {"loss_limit": np.nan},
-    "loss_limit must be a scalar": {"loss_limit": np.ones(2)},
-    "loss_limit must be a number": {"loss_limit": "a"},
-    "loss_limit must be a rule that allows negative numbers": {
-        "loss_limit": thresholds.log_tracker(),
-    },
-    "loss_limit cannot be relative": {"loss_limit": thresholds.relative_to_params(0.1)},
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_an_error_names_the_limit(message):
-    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
-        skip_above(optax.sgd(1.0), 1.0, **WRONG[message])
-
-
-@pytest.mark.parametrize("inner", [optax.adam, "adam", None])
-def test_an_error_names_the_optimizer(inner):
-    for skip in (optaxclip.skip_nonfinite, functools.partial(skip_above, limit=1.0)):
-        with pytest.raises(TypeError, match=r"^inner must be an Optax transformation such"):
-            skip(inner)
-
-
 def test_an_error_names_the_loss():
     tx = skip_above(optax.sgd(1.0), 1.0, loss_limit=1.0, name="mine")
     state = tx.init(jnp.ones(1))

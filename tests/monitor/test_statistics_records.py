@@ -25,35 +25,6 @@ def after(tx, *steps):
     return state
 
 
-WRONG = {
-    "unknown": (
-        {"stats": ("norm", "maxx")},
-        ValueError,
-        r"'norm', 'max',.*'maxx'; did you mean 'max'",
-    ),
-    "far from all": ({"stats": "kurtosis"}, ValueError, r"among \['norm'.*got 'kurtosis'$"),
-    "none": ({"stats": ()}, ValueError, r"stats must name at least one of \['norm'"),
-    "twice": ({"stats": ("max", "max")}, ValueError, r"each at most once; got \('max', 'max'\)"),
-    "no names": ({"stats": (1,)}, TypeError, r"stats must be a name or several, .* got \(1,\)"),
-    "a number beside a name": ({"stats": ("norm", 1)}, TypeError, r"got \('norm', 1\)"),
-    "no sequence": ({"stats": None}, TypeError, r"stats must be a name or several, .* got None"),
-    "window": ({"window": 0, "stats": "max"}, ValueError, "window must be an int of at least 1"),
-    "scope": ({"scope": "leaf"}, TypeError, r"scope must be from optaxclip.scopes"),
-    "uncalled": ({"scope": scopes.leaf}, TypeError, r"call it, as in scopes.leaf\(\)"),
-    "leaves": ({"per_leaf": True}, TypeError, r"'per_leaf': pass scope=scopes.leaf\(\)\."),
-    "ratio": ({"ratio": True}, TypeError, "'ratio': pass stats='ratio'."),
-    "loss": ({"loss": True, "stats": ("max",)}, ValueError, "^loss cannot be kept with"),
-    "loss of": ({"loss": True, "scope": LAYERS}, ValueError, "^loss cannot be kept with"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(case):
-    given, kind, said = WRONG[case]
-    with pytest.raises(kind, match=said):
-        monitor.record(**given)
-
-
 def test_parameters_that_are_missing():
     tx = monitor.record(3, stats=("norm", "cosine_param", "ratio"), name="mine")
     needed = re.escape("mine: the statistics ['cosine_param', 'ratio'] need the parameters; pass")

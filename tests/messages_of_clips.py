@@ -1,0 +1,275 @@
+"""Wrong arguments of clips, scopes, rules, skips and `ops`, with what the errors say."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from jax.experimental.sparse import BCOO
+
+import optaxclip
+from optaxclip import (
+    clip_by,
+    clip_by_global_norm,
+    clip_tree,
+    monitor,
+    ops,
+    responses,
+    scopes,
+    skip_above,
+    skip_nonfinite,
+    thresholds,
+)
+
+ONE = {"b": jnp.ones(1)}
+GRADS = {f"layer{i}": jnp.ones((50, 50)) for i in range(20)}
+SPARSE = BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))
+SGD = optax.sgd(0.1)
+LEAF, TREE = scopes.leaf(), scopes.tree()
+STATE = clip_by(LEAF, 1.0).init
+RELATIVE = thresholds.relative_to_params(0.01)
+
+
+def injected(scope):
+    return optax.inject_hyperparams(clip_by)(scope, 1.0).init(jnp.ones(1))
+
+
+def by_labels(labels, tree=ONE):
+    return optaxclip.clip_by_group_norm(1.0, labels).init(tree)
+
+
+def outside_of_lookahead():
+    tx = optax.chain(optaxclip.adagc(), optax.lookahead(SGD, 5, 0.5))
+    tx.update(ONE, tx.init(optax.LookaheadParams.init_synced(ONE)))
+
+
+def cotangent(**options):
+    return ops.clip_cotangent({"h": np.ones((2, 2))}, **options)
+
+
+def reset(inner=SGD, **options):
+    return optaxclip.reset_state(inner, **options)
+
+
+TYPE_ERRORS = {
+    "clip_norm must be a number or scalar array, got <function": lambda: ops.clip_by_norm(
+        jnp.ones(1), lambda count: 1.0
+    ),
+    "z_thresh must be a number or scalar array, got <function": lambda: thresholds.zscore(
+        z_thresh=lambda count: 2.0
+    ),
+    r"a scope was called .* static_args=\(\"scope\",\) to optax\.inject_hyperparams": lambda: (
+        injected(TREE)
+    ),
+    r"a scope was called with .*, .* static_args=\(\"scope\",\) to optax": lambda: injected(
+        scopes.unit()
+    ),
+    "'f' .* eqx.filter": lambda: ops.global_norm({"f": jnp.tanh, "w": jnp.ones(1)}),
+    "window must be an int of at least 1": lambda: optaxclip.autoclip(window=1.5),
+    r"tree, the first argument, is 1\.0, .* first, .* clip_by_global_norm\(grads, 1\.0\)": lambda: (
+        ops.clip_by_global_norm(1.0, GRADS)
+    ),
+    r"tree, the first argument, is -1\.0, ": lambda: ops.clip_by_value(-1.0, 1.0, GRADS),
+    "clip_norm must be .* of type dict": lambda: ops.clip_by_global_norm(jnp.ones(2), GRADS),
+    "clip_value_max .* type dict": lambda: ops.clip_by_value(jnp.ones(2), 1.0, GRADS),
+    r"clip_by\(scopes.leaf.*got 1.0": lambda: clip_by(1.0, LEAF),
+    r"clip\(\) takes the positional arguments \['max_delta'\], "
+    r"got 2; .* clip_by_value\(min_value": lambda: optaxclip.clip(-1.0, 1.0),
+    r"positional arguments \['max_norm'\], got 2; pass by name \['eps', ": lambda: (
+        clip_by_global_norm(1.0, 2.0)
+    ),
+    r"positional arguments \[\], got 1; pass by name \['threshold', 'decay'": lambda: (
+        optaxclip.clip_by_second_moment(1.0)
+    ),
+    r"^inner must be an Optax .* is the first argument; got Threshold\(": lambda: skip_above(
+        thresholds.zscore(), SGD
+    ),
+    r"max_consecutive must .*; of several .* optax\.chain\(clip, optimizer\)": lambda: (
+        skip_nonfinite(optaxclip.zclip(), SGD)
+    ),
+    r"limit must .*; of several transformations make one, ": lambda: skip_above(
+        optaxclip.zclip(), SGD
+    ),
+    r"skip_nonfinite\(\) needs \['inner'\].* no stage of a chain, "
+    r"but skip_nonfinite\(optax": lambda: optax.chain(skip_nonfinite(), SGD),
+    r"needs \['limit'\]: .* skip_above\(optax\.adam\(1e-3\), limit\)": lambda: skip_above(1.0),
+    r"^clip_by_global_norm\(\) needs \['max_norm'\]: call "
+    r"clip_by_global_norm\(max_norm\)$": clip_by_global_norm,
+    r"^constant\(\) needs \['limit'\]": thresholds.constant,
+    r"needs the state too: updates, state = tx\.update\(grads, "
+    r"state, params\), .* tx\.init\(params\)": lambda: clip_by(LEAF, 1.0).update(ONE),
+    r"keyword argument 'foo'\. It takes \['scope', 'limit', ": lambda: clip_by(TREE, 1.0, foo=1),
+    r"argument 'respons'; did you mean 'response'\? It takes \[": lambda: clip_by(
+        TREE, 1.0, respons="clip"
+    ),
+    "'clip_norm'; did you mean 'max_norm'": lambda: clip_by_global_norm(clip_norm=1.0),
+    "'max_norm'; did you mean 'threshold'": lambda: optaxclip.clip_by_block_rms(max_norm=1.0),
+    "'clip_value'; did you mean 'max_delta'": lambda: optaxclip.clip(clip_value=1.0),
+    "'max_grad_norm'; did you mean 'limit'": lambda: skip_above(SGD, max_grad_norm=1.0),
+    r"clip_by\(scopes.leaf\(stacked=1\), thresholds.adagc\(": lambda: optaxclip.adagc(stacked=1),
+    r"thresholds.zscore\(debias=True\)\)\. It takes": lambda: optaxclip.zclip(debias=True),
+    r"thresholds\.ema\(inclusive=True, skip_steps=1\)\)": lambda: optaxclip.clip_by_ema_norm(
+        inclusive=True
+    ),
+    r"'scope': take .* clip_by\(scopes\.leaf\(\), 1\.0\)\.": lambda: optaxclip.clip_by_norm(
+        1.0, scope=1
+    ),
+    "must be from optaxclip.scopes.* got 'leaf' of": lambda: clip_by("leaf", 1.0),
+    "must be from optaxclip.scopes.* got 'leaf'": lambda: clip_tree(GRADS, 1.0, scope="leaf"),
+    r"scope must .* call it, as in scopes\.leaf\(\)": lambda: clip_by(scopes.leaf, 1.0),
+    r"from optaxclip\.scopes, got <function .* two arguments: .* scopes\.group\(fn\)": lambda: (
+        clip_by(lambda path, leaf: "a", 1.0)
+    ),
+    r"must return an optaxclip\.scopes\.Grouping.*; a function "
+    r"that gives labels .* scopes\.group\(fn\)": lambda: clip_by(lambda tree: "a", 1.0).init(ONE),
+    "labels must be strings, got None for the leaf 'b'": lambda: by_labels(lambda path, leaf: None),
+    "norm must be a name .* got 2: pass norm='l2'": lambda: clip_by_global_norm(1.0, norm=2),
+    "norm must be a name .* got inf: pass norm='linf'": lambda: clip_by_global_norm(
+        1.0, norm=math.inf
+    ),
+    r"norm must be a name .* got 3: pass norm=norms\.lp\(3\)": lambda: clip_by_global_norm(
+        1.0, norm=3
+    ),
+    r"norm must be a name or an optaxclip\.norms\.Norm, got -1$": lambda: clip_by_global_norm(
+        1.0, norm=-1
+    ),
+    r"norm must be what lp returns.* norms\.lp\(\)": lambda: clip_by_global_norm(
+        1.0, norm=optaxclip.norms.lp
+    ),
+    r"response must be what auto_s returns, .* as in responses\.auto_s\(\)": lambda: clip_by(
+        TREE, 1.0, response=responses.auto_s
+    ),
+    r"response must be what band returns, .* as in responses\.band\(\)": lambda: clip_by(
+        TREE, 1.0, response=responses.band
+    ),
+    r"response must be what clip_with_eps returns, .* as in responses\.clip_with_eps\(\)": lambda: (
+        clip_by(TREE, 1.0, response=responses.clip_with_eps)
+    ),
+    "max_norm must be a number, a schedule or a rule, got the "
+    "function zclip of optaxclip": lambda: optaxclip.clip_by_norm(optaxclip.zclip),
+    "limit must .* got a scope, which": lambda: clip_by(LEAF, TREE),
+    "limit must .* got a scope": lambda: clip_by(LEAF, scopes.leaf),
+    r"limit must .* call it, as in thresholds\.zscore\(\)": lambda: clip_by(
+        TREE, thresholds.zscore
+    ),
+    r"limit\['a'\] .* thresholds\.ema\(\)": lambda: clip_by(
+        scopes.group("a"), {"a": thresholds.ema}
+    ),
+    r"limit .* thresholds\.ema\(\)": lambda: skip_above(SGD, thresholds.ema),
+    r"loss_limit .* thresholds\.window\(\)": lambda: skip_above(
+        SGD, 1.0, loss_limit=thresholds.window
+    ),
+    r"got the name 'zscore': a rule is what thresholds\.zscore\(\.\.\.\) returns": lambda: clip_by(
+        LEAF, "zscore"
+    ),
+    r"stacked must not be a JAX array .* static_args=\('stacked',\)": lambda: (
+        optaxclip.clip_by_block_rms(1.0, stacked=jnp.ones(2))
+    ),
+    r"axes must not be a JAX array .* static_args=\('axes',\)": lambda: optaxclip.clip_by_norm(
+        1.0, axes=jnp.int32(0)
+    ),
+    r"axis must not be a JAX array .* static_args=\('axis',\)": lambda: (
+        optaxclip.adaptive_grad_clip(0.1, axis=jnp.int32(0))
+    ),
+    "max_consecutive .* got True": lambda: skip_nonfinite(SGD, True),
+    "max_consecutive .* dtype float32": lambda: skip_above(SGD, 1.0, jnp.float32(2)),
+    "^name must be .* got None": lambda: clip_by(TREE, 1.0, name=None),
+    "^name must be a non-empty string, got ''": lambda: monitor.record(name=""),
+    "^name must be a": lambda: optaxclip.clip_by_second_moment(name=None),
+    "clip_norm must be a number.*str": lambda: cotangent(clip_norm="1"),
+    "clip_value must be a number.*str": lambda: cotangent(clip_value="1"),
+    "axes must be an int": lambda: cotangent(clip_norm=1.0, axes="0"),
+    "axis_name must be a name": lambda: cotangent(clip_norm=1.0, axis_name=3),
+    "x must be a pytree of arrays; its leaf 'h' is '3'": lambda: ops.clip_cotangent(
+        {"h": "3"}, clip_norm=1.0
+    ),
+    "every must be an int of at least 1, got 2.5": lambda: reset(every=2.5),
+    "only must be a sequence of names": lambda: reset(every=2, only="mu"),
+    "only must be a sequence of names.* 3": lambda: reset(every=2, only=3),
+    "inner must be an Optax transformation.* 3$": lambda: reset(inner=3, every=2),
+    "inner must be an Optax transformation.* Dense": lambda: reset(inner=nn.Dense(3), every=2),
+    r"^inner must be an Optax transformation such .* <function adam": lambda: skip_nonfinite(
+        optax.adam
+    ),
+    r"^inner must be an Optax transformation such .* 'adam'": lambda: skip_nonfinite("adam"),
+    r"^inner must be an Optax transformation such .* None": lambda: skip_nonfinite(None),
+    r"^inner must be an Optax transformation such .* <function ad": lambda: skip_above(
+        optax.adam, 1.0
+    ),
+    r"^inner must be an Optax transformation such .* 'adam'$": lambda: skip_above("adam", 1.0),
+    r"^inner must be an Optax transformation such .* None$": lambda: skip_above(None, 1.0),
+    "^loss_limit must be a number": lambda: skip_above(SGD, 1.0, loss_limit="a"),
+}
+VALUE_ERRORS = {
+    "max_norm .* got -1.0; .* math.inf": lambda: clip_by_global_norm(-1.0),
+    r"shape \(2,\).* a dict from the": lambda: clip_by_global_norm(np.ones(2)),
+    "^mine: .* pass them": lambda: clip_tree(ONE, RELATIVE, scope=LEAF, name="mine"),
+    r"groups \['a'\], but the groups are \['b'\]: give one": lambda: clip_by(LEAF, {"a": 1.0}).init(
+        ONE
+    ),
+    r"groups \['a', 'b'\], but the groups are \['b'\]: give one": lambda: clip_tree(
+        ONE, {"a": 1.0, "b": 1.0}, scope=LEAF
+    ),
+    r"clip_norm must be a scalar, got an array of shape \(2,\)$": lambda: ops.clip_by_norm(
+        jnp.ones(1), np.ones(2)
+    ),
+    r"'0' cannot be divided, so axes must be all 2 of its axes, "
+    r"got 1; .* leaf\.todense\(\)": lambda: ops.clip_by_norm([SPARSE], 1.0, axes=1),
+    r"3 entries for its 1 groups, .* jax\.vmap too": lambda: clip_by(LEAF, 1.0).update(
+        [jnp.ones(1)], jax.vmap(STATE)([jnp.ones(3)])
+    ),
+    r"labels has the leaves 'x' \(dict\), the gradients have .* "
+    r"'layer0', .*, \.\.\. \(dict\)": lambda: by_labels({"x": "a"}, GRADS),
+    r"labels has the leaves 'w/k' .* have the leaves 'w' .* a function \(path, leaf\)": lambda: (
+        by_labels({"w": {"k": "a"}}, {"w": jnp.ones(2)})
+    ),
+    "stacked must be a pytree prefix of the gradients": lambda: clip_by(
+        scopes.leaf(stacked={"x": 1}), 1.0
+    ).init(GRADS),
+    r"groups \['b'\] that .* copies of optax\.lookahead: .*lookahead\(optax": outside_of_lookahead,
+    r"norm must be one of .* got 'L2'; did you mean 'l2'\?": lambda: clip_by_global_norm(
+        1.0, norm="L2"
+    ),
+    r"norm must be one of .* got 'inf'; did you mean 'linf'\?": lambda: clip_by_global_norm(
+        1.0, norm="inf"
+    ),
+    r"response must be one of .* got \['clip'\]": lambda: clip_by(TREE, 1.0, response=["clip"]),
+    r"alpha must be from 0 to 1, got 2\.5; .* is z_thresh=": lambda: thresholds.zscore(2.5),
+    r"decay must be from 0 to 1, got 1\.1; a multiple of the average is ratio=": lambda: (
+        thresholds.ema(1.1)
+    ),
+    r"decay must be from 0 to 1, got 3\.0; .* is num_std=": lambda: thresholds.log_tracker(3.0),
+    "axis_name names 'x', and nothing here is mapped over an axis of this name": lambda: (
+        ops.global_norm(ONE, axis_name="x")
+    ),
+    "max_consecutive .* at least 1, got 0": lambda: skip_nonfinite(SGD, 0),
+    r"max_consecutive .* of shape \(2,\)": lambda: skip_above(SGD, 1.0, jnp.ones(2, int)),
+    "max_consecutive must be at least 1, got 0": lambda: skip_above(SGD, 1.0, jnp.int32(0)),
+    "either clip_norm or clip_value to clip_cotangent, got neither": cotangent,
+    "clip_cotangent, got both": lambda: cotangent(clip_norm=1.0, clip_value=1.0),
+    r"clip_norm must be a scalar.*\(2,\)": lambda: cotangent(clip_norm=np.ones(2)),
+    r"clip_value must be a scalar.*\(2,\)": lambda: cotangent(clip_value=np.ones(2)),
+    r"axes \(2,\) do not exist in leaf 'h'": lambda: cotangent(clip_norm=1.0, axes=2),
+    "nonfinite must be one of": lambda: cotangent(clip_norm=1.0, nonfinite="off"),
+    "specs must be a pytree prefix": lambda: cotangent(clip_norm=1.0, specs={"k": jax.P()}),
+    "axes can be passed with clip_norm": lambda: cotangent(clip_value=1.0, axes=0),
+    "nonfinite can be passed with": lambda: cotangent(clip_value=1.0, nonfinite="zero"),
+    "axis_name, specs can be": lambda: cotangent(clip_value=1.0, axis_name="x", specs=jax.P()),
+    "every or when must be given": reset,
+    "every must be an int of at least 1, got 0": lambda: reset(every=0),
+    "warmup must be an int of at least 0": lambda: reset(every=2, warmup=-1),
+    "when must not be negative": lambda: reset(when=-1.0),
+    r"only must hold strings, at least one.* \(\)": lambda: reset(every=2, only=()),
+    r"only must hold strings, at least one.* \('mu', 3\)": lambda: reset(every=2, only=("mu", 3)),
+    r"no parts named \['mu', 'nu'\]; for only= .*'trace'": lambda: reset(
+        optax.sgd(0.1, momentum=0.9), every=2
+    ).init(ONE),
+    "^loss_limit must not be NaN": lambda: skip_above(SGD, 1.0, loss_limit=np.nan),
+    "^loss_limit must be a scalar": lambda: skip_above(SGD, 1.0, loss_limit=np.ones(2)),
+    "^loss_limit must be a rule that allows negative numbers": lambda: skip_above(
+        SGD, 1.0, loss_limit=thresholds.log_tracker()
+    ),
+    "^loss_limit cannot be relative": lambda: skip_above(SGD, 1.0, loss_limit=RELATIVE),
+}

@@ -1,0 +1,231 @@
+"""Wrong plain data, sweeps, states and records, with what the errors say."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from methods_table import GRADS
+
+import optaxclip
+from optaxclip import from_config, monitor, ops, scopes, tuning
+
+STEPS = 60
+DATA = np.ones((STEPS, 3), np.float32)
+KEYS = jax.random.split(jax.random.key(0))
+ZERO = jnp.float32(0)
+
+SGD = optax.sgd(0.1)
+
+
+def init_fn(key):
+    return jax.random.normal(key, (3,))
+
+
+def step_fn(params, target, limit):
+    loss, grads = jax.value_and_grad(lambda p: jnp.sum((p - target) ** 2))(params)
+    clipped, norm = ops.clip_by_global_norm(grads, limit)
+    return params - 0.1 * clipped, loss, norm
+
+
+def swept(limits=(1.0,), steps=STEPS, step=step_fn, key=0, data=DATA, **options):
+    return tuning.sweep(init_fn, step, list(limits), steps, key=key, data=data, **options)
+
+
+def config(name, **arguments):
+    return from_config({"name": name, **arguments})
+
+
+def by(limit, **arguments):
+    return config("clip_by", **{"scope": "leaf", "limit": limit, **arguments})
+
+
+def donated():
+    tx = optax.chain(optaxclip.clip_by_norm(1.0), monitor.record(3))
+    state = tx.init(GRADS)
+    jax.jit(tx.update, donate_argnums=1)(GRADS, state)
+    return state
+
+
+def another_record(before, after):
+    state = monitor.record(**before).init(GRADS)
+    monitor.record(**before).update(GRADS, state, value=1.0)
+    monitor.record(**after).update(GRADS, state, value=1.0)
+
+
+def without_record():
+    return optax.chain(optaxclip.clip_by_norm(1.0), optax.adam(1e-3)).init(GRADS)
+
+
+TYPE_ERRORS = {
+    r"^config must be a mapping with the name of a tran.* 3": lambda: from_config(3),
+    r"^config must be a mapping with the name of a tran.* None": lambda: from_config(None),
+    r"^config must be a mapping with the name of a tran.* \{\}": lambda: from_config({}),
+    r"^config must be a mapping with the name of a tran.* \{'max_norm": lambda: from_config(
+        {"max_norm": 1.0}
+    ),
+    r"^config must be a mapping with the name of a tran.* \{'name': 3": lambda: config(3),
+    r"^config\[0\] must be a mapping with the name of a tran": lambda: from_config([1.0]),
+    r"config\.transforms\.a must be a mapping with the name of a tran": lambda: config(
+        "optax.partition", param_labels="a", transforms={"a": {"b": 1.0}}
+    ),
+    r"config\.inner must be a mapping with the name of a tran": lambda: config(
+        "skip_nonfinite", inner={"a": "optax.identity"}
+    ),
+    r"config\.max_norm is the string '1e-3' .* write 1.0e-3": lambda: config(
+        "clip_by_global_norm", max_norm="1e-3"
+    ),
+    r"config\.limit is the string '1e-3' .* write 1.0e-3": lambda: by("1e-3"),
+    r"config\.max_delta\.init_value is the string '1e-3' .* write 1.0e-3": lambda: config(
+        "clip",
+        max_delta={
+            "schedule": "linear_schedule",
+            "init_value": "1e-3",
+            "end_value": 0.5,
+            "transition_steps": 3,
+        },
+    ),
+    r"config\.max_norm\.a is the string '1e-3' .* write 1.0e-3": lambda: config(
+        "clip_by_group_norm", max_norm={"a": "1e-3"}, labels="a"
+    ),
+    r"is the string 'inf' .* write \.inf or \.nan$": lambda: config("clip_by_norm", max_norm="inf"),
+    r"is the string '-Infinity' .* write \.inf or \.nan$": lambda: config(
+        "clip_by_norm", max_norm="-Infinity"
+    ),
+    r"is the string 'nan' .* write \.inf or \.nan$": lambda: config("clip_by_norm", max_norm="nan"),
+    r"three values, .* got 2 values": lambda: swept(step=lambda p, _, __: (p, ZERO)),
+    r"three values, \(state, loss, norm\), got one ShapeDtypeStruct": lambda: swept(
+        step=lambda p, _, __: p
+    ),
+    "a state like the one": lambda: swept(step=lambda p, _, __: (p[:2], ZERO, ZERO)),
+    "a state like the one .*": lambda: swept(step=lambda p, _, __: ((p,), ZERO, ZERO)),
+    r"scalar loss.*shapes \(3,\)": lambda: swept(step=lambda p, _, __: (p, p, ZERO)),
+    r"a norm that .* shapes \(\) and \(1, 3\)": lambda: swept(
+        step=lambda p, _, __: (p, p[0], p[None])
+    ),
+    **{
+        f"{argument} must be an int of at least 1, got {wrong!r}": (
+            lambda argument=argument, wrong=wrong: swept(**{argument: wrong})
+        )
+        for argument in ("steps", "seeds", "parallel")
+        for wrong in (True, 5.0, "5")
+    },
+    **{
+        rf"key must be one key from jax\.random, or an int, got {shown}": (
+            lambda key=key: swept(key=key)
+        )
+        for shown, key in {
+            "None": None,
+            "'a'": "a",
+            "0.5": 0.5,
+            "True": True,
+            r"Array\(\[1\., 1\.": jnp.ones(3),
+            r"Array\(\(2,\)": KEYS,
+            r"Array\(\[\[": jax.random.key_data(KEYS),
+        }.items()
+    },
+    r"stats must be a name or several, .* got \(1,\)": lambda: monitor.record(stats=(1,)),
+    r"stats must be a name or several, .* got \('norm', 1\)": lambda: monitor.record(
+        stats=("norm", 1)
+    ),
+    r"stats must be a name or several, .* got None": lambda: monitor.record(stats=None),
+    r"scope must be from optaxclip.scopes": lambda: monitor.record(scope="leaf"),
+    r"call it, as in scopes.leaf\(\)": lambda: monitor.record(scope=scopes.leaf),
+    r"'per_leaf': pass scope=scopes.leaf\(\)\.": lambda: monitor.record(per_leaf=True),
+    "'ratio': pass stats='ratio'.": lambda: monitor.record(ratio=True),
+    "inner must be an Optax transformation": lambda: monitor.events(1000),
+}
+VALUE_ERRORS = {
+    r"config: .* there are \['clip_by_global_norm', ": lambda: config("clip_by_global_nrom"),
+    r"config: .* there are \['optax.adamw', ": lambda: config("adamw"),
+    r"config: .* there are \['optax.contrib.muon', ": lambda: config("muon"),
+    r"config: .* there are \['monitor.record', ": lambda: config("record"),
+    r"there are \['optax.adam', 'optax.radam', .*'optax.yogi', 'optax.zero_nans'\]$": lambda: (
+        config("optax.adamv")
+    ),
+    r"config: clip_by_norm has no argument 'nonfinit'; there are \['nonfinite', 'as', ": lambda: (
+        config("clip_by_norm", max_norm=1.0, nonfinit="zero")
+    ),
+    "config: clip_by_norm needs the argument 'max_norm'": lambda: config("clip_by_norm"),
+    r"config.transforms.a: there is no transformation 'zap'": lambda: config(
+        "optax.partition", param_labels="a", transforms={"a": {"name": "zap"}}
+    ),
+    r"config\[1\]: there is no transformation 'zap'": lambda: from_config(
+        [{"name": "zclip"}, {"name": "zap"}]
+    ),
+    r"config.inner\[0\]: zclip has no argument 'alfa'; there are \['alpha', ": lambda: config(
+        "skip_nonfinite", inner=[{"name": "zclip", "alfa": 1.0}]
+    ),
+    r"config.limit.a: there is no limit rule 'z_score'; there are \['zscore', ": lambda: by(
+        {"a": {"name": "z_score"}}
+    ),
+    r"there is no limit rule 'x'; there are \['adagc', ": lambda: by({"name": "x"}),
+    r"config.limit: there is no quantile limit 'quantile'; there "
+    r"are \['quantile_limit'\]": lambda: config(
+        "per_example_clip_and_aggregate", limit={"name": "quantile"}, noise_multiplier=0.0
+    ),
+    r"config.scope: there is no scope 'leef'; there are \['leaf', ": lambda: by(
+        1.0, scope={"name": "leef"}
+    ),
+    r"config.max_delta: there is no schedule 'linear'; there are \['linear_schedule', ": lambda: (
+        config("clip", max_delta={"schedule": "linear"})
+    ),
+    r"config.max_delta: linear_schedule has no argument 'value'; there are ": lambda: config(
+        "clip", max_delta={"schedule": "linear_schedule", "value": 1.0}
+    ),
+    r"config.norm: there is no norm 'lq'; there are \['lp'\]": lambda: by(
+        1.0, norm={"name": "lq", "p": 1}
+    ),
+    "there is no transformation '__dir__'": lambda: config("__dir__"),
+    "there is no transformation 'optax.chain'": lambda: config("optax.chain"),
+    "there is no transformation 'from_config'": lambda: config("from_config"),
+    "limits must be positive numbers in one axis": lambda: swept([]),
+    r"limits must be positive numbers in one axis, got \[0\.0\]": lambda: swept([0.0]),
+    r"limits must be positive .* got \[nan\]": lambda: swept([np.nan]),
+    "limits must be positive numbers in one axis, got 1.0": lambda: tuning.sweep(
+        init_fn, step_fn, 1.0, STEPS, key=0, data=DATA
+    ),
+    "learning_rates must be positive": lambda: swept(learning_rates=[-1.0]),
+    "steps must be an int of at least 1, got 0": lambda: swept(steps=0),
+    "parallel must be an int of at least 1, got 0": lambda: swept(parallel=0),
+    r"at least the 60 steps, got a leaf of the shape \(\)": lambda: swept(data=[DATA, 1.0]),
+    r"at least the 61 steps, got a leaf of the shape \(60, 3\)": lambda: swept(steps=STEPS + 1),
+    r"data must hold an array with .* got None.*np\.arange\(60\)": lambda: swept(data=None),
+    r"data must hold an array with .* got \{\}.*np\.arange\(60\)": lambda: swept(data={}),
+    r"holds no record, and so no history: put monitor\.record\(window\) in": lambda: (
+        monitor.history(without_record())
+    ),
+    r"holds no record.* put monitor\.record\(window\) in": lambda: monitor.history_names(
+        without_record()
+    ),
+    r"record: the state was made by another record: .*last 5 "
+    r"steps as \[5\], and .* last 6 steps as \[6\]": lambda: another_record(
+        {"window": 5}, {"window": 6}
+    ),
+    "another record: .*the last 6 steps as .* the last 5 steps as": lambda: another_record(
+        {"window": 6}, {"window": 5}
+    ),
+    "another record: .*the last 3 .* last 4": lambda: another_record(
+        {"window": 3, "loss": True}, {"window": 4, "loss": True}
+    ),
+    r"another record: .*as \[5, 3\], .* steps as \[5\]": lambda: another_record(
+        {"window": 5, "scope": scopes.leaf()}, {"window": 5}
+    ),
+    r"another record: .*as \[5, 2\], .* steps as \[3, 2\]\. Pass "
+    r"the window and the scope": lambda: another_record(
+        {"window": 5, "stats": ("norm", "max")}, {"window": 3, "stats": ("norm", "max")}
+    ),
+    "the state was donated .*: pass the state that this step returned": lambda: monitor.scalars(
+        donated()
+    ),
+    "the state was donated .* used up its arrays": lambda: monitor.history(donated()),
+    "the state was donated": lambda: monitor.metrics(donated()),
+    r"'norm', 'max',.*'maxx'; did you mean 'max'": lambda: monitor.record(stats=("norm", "maxx")),
+    r"among \['norm'.*got 'kurtosis'$": lambda: monitor.record(stats="kurtosis"),
+    r"stats must name at least one of \['norm'": lambda: monitor.record(stats=()),
+    r"each at most once; got \('max', 'max'\)": lambda: monitor.record(stats=("max", "max")),
+    "window must be an int of at least 1, got 0": lambda: monitor.record(0, stats="max"),
+    "^loss cannot be kept with": lambda: monitor.record(loss=True, stats=("max",)),
+    "^loss cannot be kept with ": lambda: monitor.record(loss=True, scope=scopes.leaf(stacked=1)),
+    "window must be an int of at least 1, got 0$": lambda: monitor.events(SGD, 0),
+    "norm must be one of .*'l7'": lambda: monitor.events(SGD, norm="l7"),
+}

@@ -1,0 +1,253 @@
+"""What `accumulate` and `per_example` cannot make sense of, with what the errors say."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental.sparse import BCOO
+
+import optaxclip
+from optaxclip import accumulate, per_example, responses, scopes, thresholds
+
+X, W, BATCH = jnp.ones((6, 2)), jnp.ones(2), (jnp.ones(2), jnp.ones((6, 2)), jnp.ones((6, 2)))
+SPARSE = BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))
+AGGREGATE = per_example.per_example_clip_and_aggregate
+KEYS = jax.random.split(jax.random.key(0))
+
+quantile_limit = per_example.quantile_limit
+
+
+def loss_fn(w, x):
+    return jnp.mean(x @ w)
+
+
+def made(loss_fn=loss_fn, **options):
+    return accumulate.value_and_grad(**{"loss_fn": loss_fn, "microbatch_size": 2, **options})
+
+
+def called(*args, state=None, **options):
+    return jax.jit(made(**options))(*args, **({} if state is None else {"state": state}))
+
+
+def weighted(weight, batch_argnums=(1, 2)):
+    return made(lambda w, x, y: 0.0, batch_argnums=batch_argnums, weight=weight)(*BATCH)
+
+
+def dot(w, x):
+    return jnp.dot(w, x)
+
+
+def grads_of(loss, **options):
+    return per_example.clipped_grad(loss, 1.0, **options)(jnp.ones(2), jnp.ones((3, 2)))
+
+
+def clip_sum(limit, grads=np.ones((2, 1)), **options):  # noqa: B008
+    return per_example.clip_sum(grads, limit, **options)
+
+
+def to_ints(name):
+    return optax.stateless(lambda updates, _: updates | {name: updates[name].astype(int)})
+
+
+def noisy(noise=1.0, key=KEYS[0], size=4, bound=1.0, **options):
+    result = clip_sum(1.0)._replace(bound=bound)
+    return per_example.noisy_mean(result, noise, key, size, **options)
+
+
+TYPE_ERRORS = {
+    "microbatch_size must be an int": lambda: made(microbatch_size=2.0),
+    "argnums must be an int or several, got 'w'": lambda: made(argnums="w"),
+    "loss_fn must be a function, got 3": lambda: made(3),
+    "weight must be a function, got 2.0": lambda: made(weight=2.0),
+    "reject must be what zscore returns": lambda: made(reject=thresholds.zscore),
+    "reject must be one rule": lambda: made(reject={"w": 1.0}),
+    "reject must be .* function zclip": lambda: made(reject=optaxclip.zclip),
+    "clip must be a number": lambda: made(clip="norm"),
+    "clip must be a transformation, or one limit": lambda: made(clip={"w": 1.0}),
+    r"clip must be what .* as in optaxclip\.zclip": lambda: made(clip=optaxclip.zclip),
+    r"clip .* call it, as in optaxclip\.clip_by\(\)": lambda: made(clip=optaxclip.clip_by),
+    "clip must be what ema returns": lambda: made(clip=thresholds.ema),
+    "measure must be True or False": lambda: made(measure=0),
+    "axis_name must be a name": lambda: made(axis_name=3),
+    r"value_and_grad\(\) needs \['loss_fn', 'microbatch_size'\]": accumulate.value_and_grad,
+    "a real number, got None": lambda: called(W, X, weight=lambda x: None),
+    "a real float, got shape": lambda: called(W, X, loss_fn=lambda w, x: 3),
+    "loss_fn must return a real loss, got 'no'": lambda: called(W, X, loss_fn=lambda w, x: "no"),
+    "loss_fn must return": lambda: called(W, X, loss_fn=lambda w, x: None),
+    r"must return \(loss, aux\), got .*Tracer": lambda: called(W, X, has_aux=True),
+    "pass has_aux=True": lambda: called(W, X, loss_fn=lambda w, x: (loss_fn(w, x), 1)),
+    r"weight is called with what batch_argnums names, a part of 2 of .* weight\(tok": lambda: (
+        weighted(lambda x: x.sum())
+    ),
+    r"a part of 2 of .* weight\(tok": lambda: weighted(lambda *, mask: mask.sum()),
+    r"a part of 1 of .* weight\(tok": lambda: weighted(lambda x, y: x.sum() + y.sum(), 1),
+    r"weight is called with .* a part of 2 of .* weight\(tok": lambda: weighted(lambda: 1.0),
+    "^limit must be a number or scalar array, got <function .* "
+    "per_example_clip_and_aggregate": lambda: clip_sum(lambda count: 1.0),
+    r"^limit must be a number or scalar array, got "
+    r"QuantileLimit\(.* its limit at this step": lambda: per_example.clipped_grad(
+        dot, per_example.quantile_limit()
+    ),
+    r"^limit\['a'\] must be a number or scalar array, got <function": lambda: clip_sum(
+        {"a": lambda count: 1.0}
+    ),
+    "^limit must be a number or scalar array, got '1' of type str$": lambda: clip_sum("1"),
+    "^limit must be a number, a scalar array or a schedule, got '1'": lambda: AGGREGATE("1", 0.0),
+    r"limit must be what quantile_limit returns.* as in per_example\.quantile_limit\(\)": lambda: (
+        AGGREGATE(per_example.quantile_limit, 0.0)
+    ),
+    "must be from optaxclip.scopes.* got 'leaf'": lambda: clip_sum(1.0, scope="leaf"),
+    r"scope must .* call it, as in scopes\.leaf\(\)": lambda: per_example.clipped_grad(
+        dot, 1.0, scope=scopes.leaf
+    ),
+    "must be from optaxclip.scopes.* 0.0": lambda: AGGREGATE(1.0, 0.0, scope=0.0),
+    r"response must .* call it, as in responses\.band\(\)": lambda: clip_sum(
+        1.0, response=responses.band
+    ),
+    "grads must be dense; leaf 'leaf' is": lambda: clip_sum(1.0, SPARSE),
+    "^grads must be dense; leaf 'leaf' is": lambda: optaxclip.per_example_global_norm_clip(
+        SPARSE, 1.0
+    ),
+    r"must return \(loss, aux\)": lambda: grads_of(lambda w, x: jnp.sum(w * x), has_aux=True),
+    r"\(loss, aux\), got": lambda: grads_of(lambda w, x: (dot(w, x), 1, 2), has_aux=True),
+    "argnums must be an int or several, got .0.5": lambda: grads_of(dot, argnums=(0.5,)),
+    "argnums must be an int or several": lambda: grads_of(dot, argnums="w"),
+    "^microbatch_size must be an int": lambda: grads_of(dot, microbatch_size=1.5),
+    "key must be one key .* got 'seed'": lambda: AGGREGATE(1.0, 1.0, "seed"),
+    "key must be one key .* got 0.5": lambda: AGGREGATE(1.0, 1.0, 0.5),
+    "key must be one key .* got 1.5": lambda: AGGREGATE(1.0, 1.0, 1.5),
+    r"key must be one key .* got Array\(\(2,\)": lambda: AGGREGATE(1.0, 1.0, KEYS),
+    r"key must be one key .* got Array\(3\.": lambda: AGGREGATE(1.0, 1.0, jnp.float32(3)),
+    r"key must be one key .* Array\(\[1\., 1\.\]": lambda: AGGREGATE(1.0, 1.0, jnp.ones(2)),
+    r"key must be one key .* Array\(\[\[0, 3\]\]": lambda: AGGREGATE(
+        1.0, 1.0, jnp.uint32([[0, 3]])
+    ),
+    "batch_size .* of type str": lambda: AGGREGATE(1.0, 0.0, batch_size="a"),
+    "key must be one key .* got True": lambda: AGGREGATE(1.0, 1.0, True),
+    "noise_multiplier must be .* got '1'": lambda: noisy(noise="1"),
+    "key must be one key from jax.random, a new one .*0": lambda: noisy(key=0),
+    r"key must be one key from jax.random, a new one .*Array\(\(2,\)": lambda: noisy(key=KEYS),
+    r"key must be one key from jax.random, a new one .*Array\(\[\[": lambda: noisy(
+        key=jax.random.key_data(KEYS)
+    ),
+    r"key must be one key from jax.random, a new one .*Array\(\[1": lambda: noisy(key=W),
+    "key must be one key from jax.random, a new one .*'key'": lambda: noisy(key="key"),
+    "result must be the PerExampleResult .* got Array": lambda: per_example.noisy_mean(
+        X, 1.0, KEYS[0], 4
+    ),
+    "pre_clipping_transform must be a function.* 3": lambda: grads_of(
+        dot, pre_clipping_transform=3
+    ),
+    "pre_clipping_transform must be a function.* 'scaled'": lambda: grads_of(
+        dot, pre_clipping_transform="scaled"
+    ),
+}
+VALUE_ERRORS = {
+    "microbatch_size must be an int of at least 1, got 0": lambda: made(microbatch_size=0),
+    "batch_argnums=0 and argnums=0 both name the argument 0, wh": lambda: made(batch_argnums=0),
+    r"batch_argnums=0 and argnums=\(0, 1\) .* the argument 0, wh": lambda: made(
+        batch_argnums=0, argnums=(0, 1)
+    ),
+    r"batch_argnums=0 and argnums=0 .* the argument 0, wh": lambda: made(
+        batch_argnums=0, argnums=np.int32(0)
+    ),
+    r"batch_argnums=\(1, -1\) .* both name the argument -1": lambda: made(
+        argnums=(0, -1), batch_argnums=(1, -1)
+    ),
+    "reject must be 'nonfinite', None, or a rule": lambda: made(reject="nan"),
+    "reject must not be negative": lambda: made(reject=-1.0),
+    "clip must not be negative": lambda: made(clip=-1.0),
+    "dtype must be float32 or wider.* got bfloat16": lambda: made(dtype=jnp.bfloat16),
+    "dtype must be float32 or wider.* got int32": lambda: made(dtype=jnp.int32),
+    "measure=False leaves nothing to judge": lambda: made(measure=False),
+    "must divide the batch, got 4 for 6 examples: pass 3, ": lambda: called(
+        W, X, microbatch_size=4
+    ),
+    "got 12 for 6 examples: pass 6, ": lambda: called(W, X, microbatch_size=12),
+    "got 2 for 5 examples: pass 1, ": lambda: called(W, X[:5]),
+    "the batch has no examples": lambda: called(W, X[:0]),
+    "the batch has no examples, so": lambda: called(W, {}),
+    "batch_argnums .* must be positions among 1 arguments": lambda: called(W),
+    r"the batch must have leaves \[examples.* \(\)": lambda: called(W, 3.0),
+    r"the batch must have leaves \[examples": lambda: called(W, (X, X[:2])),
+    "batch_argnums must name arguments": lambda: called(W, X, batch_argnums=-2),
+    r"argnums \(0,\), at least one; got \(\) of 1 arguments": lambda: called(
+        W, loss_fn=lambda w: w[0], batch_argnums=None
+    ),
+    r"must be of type AccumulateState, got .* Pass accumulated\.state of the last step": lambda: (
+        called(W, X, state=3)
+    ),
+    "above 0, got -1.0": lambda: called(W, X, weight=lambda x: -1.0),
+    "above 0, got 0 for every": lambda: called(W, X, weight=lambda x: 0),
+    "above 0, got nan": lambda: called(W, X, weight=lambda x: np.nan),
+    r"scalar.*\(2,\).*; sum it": lambda: called(W, X, weight=lambda x: x[:, 0]),
+    r"loss_fn must return a scalar, the mean.*shape \(2,\)": lambda: called(
+        W, X, loss_fn=lambda w, x: x @ w
+    ),
+    "clip must return a tree like the": lambda: called(
+        W, X, clip=optax.stateless(lambda updates, _: {"w": updates})
+    ),
+    "clip must return a tree like the gradients": lambda: called(
+        {"v": W, "w": W}, X, loss_fn=lambda p, x: loss_fn(p["v"] + p["w"], x), clip=to_ints("w")
+    ),
+    "axis_name names 'i', and nothing here is mapped": lambda: called(W, X, axis_name="i"),
+    r"limit must be a scalar, got an array of shape \(2,\); .* pass a dict": lambda: clip_sum(
+        np.ones(2)
+    ),
+    r"one example, got shape \(2,\)": lambda: grads_of(lambda w, x: w * x),
+    "at least one; got": lambda: per_example.clipped_grad(jnp.sum, 1.0)(jnp.ones(2)),
+    r"argnums \(0, 0\) .* at most once": lambda: grads_of(dot, argnums=(0, 0)),
+    "batch_argnums .* at most once": lambda: grads_of(dot, batch_argnums=(1, -1)),
+    "argnums .* positions among 2": lambda: grads_of(dot, argnums=7),
+    r"batch_argnums=0 and argnums=0 both name the argument 0": lambda: grads_of(
+        dot, batch_argnums=0
+    ),
+    r"batch_argnums=0 and argnums=\(0, 1\) both name": lambda: grads_of(
+        dot, batch_argnums=0, argnums=(0, 1)
+    ),
+    r"batch_argnums=0 and argnums=0 both": lambda: grads_of(
+        dot, batch_argnums=0, argnums=np.int32(0)
+    ),
+    r"batch_argnums=\(1, -1\) and argnums=\(0, -1\) both name the argument -1": lambda: grads_of(
+        dot, argnums=(0, -1), batch_argnums=(1, -1)
+    ),
+    "batch_size must be from 1 .* got 0": lambda: AGGREGATE(1.0, 0.0, batch_size=0),
+    "batch_size .* got -3": lambda: AGGREGATE(1.0, 0.0, batch_size=-3),
+    "key must be given for noise": lambda: AGGREGATE(1.0, 1.0),
+    "noise_multiplier must not be negative": lambda: AGGREGATE(1.0, -1.0),
+    "limit must not be negative or NaN": lambda: AGGREGATE(np.nan, 0.0),
+    "reduction must be one of": lambda: AGGREGATE(1.0, 0.0, reduction="median"),
+    "the state must be of type PerExampleState": lambda: AGGREGATE(1.0, 0.0).update(X, ()),
+    r"noise_multiplier must be below 2 \* count_noise": lambda: AGGREGATE(
+        quantile_limit(count_noise=0.5), 1.0, key=0
+    ),
+    "^key must be given for a count_noise": lambda: quantile_limit(count_noise=1.0).update(
+        W[0], 3, 4, batch_size=4
+    ),
+    "key must be given for a count_noise": lambda: jax.jit(
+        lambda x: quantile_limit(count_noise=x).update(x, 3, 4, batch_size=4)
+    )(1.0),
+    "^key must be given for noise": lambda: AGGREGATE(quantile_limit(count_noise=1.0), 0.0),
+    "^noise_multiplier must": lambda: noisy(noise=-1.0),
+    "^noise_multiplier must not be": lambda: noisy(noise=np.nan),
+    "noise_multiplier must be finite for noise": lambda: noisy(noise=np.inf),
+    "batch_size must .* got 0": lambda: noisy(size=0),
+    "batch_size must .* got -3": lambda: noisy(size=-3),
+    "batch_size must .* got nan": lambda: noisy(size=np.nan),
+    "key must be one key from jax.random, a new one .*None": lambda: noisy(key=None),
+    "relation must be one of": lambda: noisy(relation="neighbours"),
+    "result.bound must be the limit": lambda: noisy(bound=None),
+    "result.bound must be finite for noise, got inf": lambda: noisy(bound=np.inf),
+    r"limits are given by the names .* pass params=": lambda: per_example.clipped_grad(
+        dot, {"all": 2.0}
+    ).sensitivity(),
+    r"relation must be one of \['add_or_remove_one', .* got 'replace'": lambda: (
+        per_example.clipped_grad(dot, 1.0).sensitivity("replace")
+    ),
+    r"relation must be one of \['add_or_remove_one', .* got None": lambda: per_example.clipped_grad(
+        dot, 1.0
+    ).sensitivity(None),
+    r"relation must be one of \['add_or_remove_one', .* got 3": lambda: per_example.clipped_grad(
+        dot, 1.0
+    ).sensitivity(3),
+}

@@ -1,0 +1,26 @@
+"""What users are told when something cannot be: what came, and what to pass in its place.
+
+The tables have the calls under patterns of what their errors say. They are the place for a new
+message: one row, and no test of its own.
+"""
+
+import messages_of_clips
+import messages_of_data
+import messages_of_losses
+import pytest
+
+TABLES = (messages_of_clips, messages_of_data, messages_of_losses)
+ROWS = [
+    (kind, said, call, table)
+    for table in TABLES
+    for kind, rows in ((TypeError, table.TYPE_ERRORS), (ValueError, table.VALUE_ERRORS))
+    for said, call in rows.items()
+]
+
+
+@pytest.mark.parametrize(("kind", "said", "call", "table"), ROWS, ids=[row[1] for row in ROWS])
+def test_an_error_says_what_came_and_what_to_do(kind, said, call, table):
+    with pytest.raises(kind, match=f"(?s){said}") as raised:
+        call()
+    # Messages about plain data list the names that there are.
+    assert len(str(raised.value)) < 350 or table is messages_of_data
