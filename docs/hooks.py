@@ -25,6 +25,13 @@ WIDE = {
     "evidence_figures.md": ["navigation"],
 }
 """What leaves its place to tables."""
+# The reference is found before pages that name a word in passing, and these before tables.
+BOOSTS = {
+    re.compile(r"api/"): 4.0,
+    re.compile(
+        r"evidence_figures|CHANGELOG|benchmarks/|trainers|upstream|notebooks/"
+    ): 0.001,
+}
 HEADING = re.compile(r"^## (\w+)$", re.MULTILINE)
 HREF = re.compile(r'(?<=<a href=")[^"]+')
 
@@ -49,6 +56,9 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
             markdown, figures.read(links.ROOT / "docs" / "evidence.csv")
         )
     page.meta["hide"] = WIDE.get(page.file.src_uri, [])
+    for pages, boost in BOOSTS.items():
+        if pages.match(page.file.src_uri):
+            page.meta["search"] = {"boost": boost}
     return links.rewritten(markdown, _path(page))
 
 

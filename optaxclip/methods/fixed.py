@@ -114,7 +114,7 @@ def adaptive_grad_clip(
     axis: int | Sequence[int] | Callable[[str, Array], int | Sequence[int] | None] | None = None,
     **options: Unpack[NormOptions],
 ) -> Transformation[ClipState]:
-    """Clips each unit's gradient by the norm of the unit's weights.
+    """Clips each unit's gradient by the norm of the unit's weights: AGC.
 
     A unit is all weights that lead into one output (see `optaxclip.scopes.unit`). Its limit is
     `clipping * max(norm of the unit's weights, eps)`. The update needs `params`.
