@@ -162,7 +162,8 @@ def _largest(x: Array, stack: int) -> Array:
     if fixed_size(x.size) == 0:
         return jnp.zeros(bad.shape, real)
     norm = _each(stack, lambda matrix: largest(Prepared.of(matrix)))(_matrices(x, stack))
-    worst = jnp.max(jnp.where(finite, 0, jnp.abs(x)).astype(real), axes, initial=0)
+    # Not the maximum of entries that are not finite: split over devices it loses a NaN.
+    worst = jnp.where(jnp.any(jnp.isnan(x), axes), jnp.nan, jnp.inf).astype(real)
     # A finite norm that is too large for the dtype becomes the dtype's largest number.
     return jnp.where(bad, worst, jnp.minimum(norm, jnp.finfo(real).max))
 

@@ -157,8 +157,11 @@ def _of_largest(rows: Any, numpy: Any) -> Any:
     """The largest number of each column, NaN if one is NaN; -inf stands for a missing group."""
     if not rows.size:
         return numpy.zeros(rows.shape[1:], rows.dtype)
-    largest = numpy.max(rows, axis=0)
-    return numpy.where(largest == -numpy.inf, numpy.nan, largest).astype(rows.dtype)
+    # A maximum over devices loses a NaN on a CPU (JAX 0.10.2).
+    is_nan = numpy.isnan(rows)
+    largest = numpy.max(numpy.where(is_nan, -numpy.inf, rows), axis=0)
+    is_unknown = numpy.any(is_nan, axis=0) | (largest == -numpy.inf)
+    return numpy.where(is_unknown, numpy.nan, largest).astype(rows.dtype)
 
 
 def _of_worst(columns: dict[str, Any], numpy: Any) -> Summary:
@@ -189,8 +192,8 @@ def _of_few(kept: dict[str, Any], top: int, numpy: Any) -> list[dict[str, Any]]:
         # One order for all statistics: that of the norms, or else of the first statistic.
         first = next(x for x in ("norm", *NUMBERS) if x in columns)
         # A group without leaves is -inf here and comes last; what is not finite comes first.
-        largest = numpy.max(columns[first], axis=0)
-        score = numpy.where(numpy.isnan(largest), numpy.inf, largest)
+        values = columns[first]
+        score = numpy.max(numpy.where(numpy.isnan(values), numpy.inf, values), axis=0)
         found = {name: _of_largest(x, numpy) for name, x in columns.items()}
     else:
         found = _of_worst({x: kept[x].reshape(states, -1) for x in _NOTHING}, numpy)

@@ -159,3 +159,19 @@ def test_what_is_not_finite_on_one_device_is_so_for_all():
         for stat in ("zero_fraction", "param_norm"):
             expected = in_one_piece(scope)[stat]
             np.testing.assert_allclose(found[scope][stat], expected, rtol=1e-6)
+
+
+def test_a_log_of_split_seeds_shows_the_nan_of_one():
+    mesh, _ = on("automatic")
+    tx = monitor.record(1, scope=scopes.leaf())
+    grads = {"b": np.ones((8, 3), "f"), "w": np.ones((8, 3), "f")}
+    grads["w"][2] = np.nan
+
+    def states(grads):
+        return jax.vmap(lambda x: tx.update(x, tx.init(x))[1])(grads)
+
+    log = jax.jit(lambda grads: monitor.metrics(states(grads), top=2))
+    found = log(jax.device_put(grads, NamedSharding(mesh, P("x"))))
+    np.testing.assert_equal(found, log(grads))
+    assert np.isnan(found["record/norm"])
+    assert found["record/top/0/index"] == 1

@@ -316,6 +316,23 @@ def test_matrices_that_are_split_over_devices(mode, kind):
     np.testing.assert_allclose(new_state.info.norm, state.info.norm, rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
+def test_a_nan_on_one_device_is_one_for_all(kind):
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(getattr(AxisType, kind),))
+    tree = {"w": np.ones((8, 2), "f"), "inf": np.ones((8, 2), "f")}
+    tree["w"][2], tree["inf"][3] = np.nan, np.inf
+    split = jax.device_put(tree, NamedSharding(mesh, P("a")))
+    made = {x: clip_by_spectral_norm(1.0, "hard", nonfinite=x) for x in ("nan", "zero")}
+    with jax.set_mesh(mesh):
+        states = {x: tx.init(split) for x, tx in made.items()}
+        found = jax.jit(lambda x, s: {p: made[p].update(x, s[p]) for p in made})(split, states)
+    for policy, (updates, state) in found.items():
+        np.testing.assert_array_equal(state.info.num_nonfinite, [1, 1])
+        np.testing.assert_array_equal(state.info.norm, [np.inf, np.nan])
+        for x in updates.values():
+            np.testing.assert_array_equal(x, np.full((8, 2), 0 if policy == "zero" else np.nan))
+
+
 def test_a_part_of_a_matrix_is_an_error():
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
     tx, x = clip_by_spectral_norm(1.0), jnp.ones((4, 4))
