@@ -115,7 +115,7 @@ def norm_of_all(norms: Array) -> Array:
 def norm_of_all_in_parts(norms: Array) -> tuple[Array, Array]:
     """`norm_of_all` as two factors, because it may overflow; the second is a power of two."""
     unit = power_of_two_below(jnp.max(norms, initial=0))
-    return safe_sqrt(jnp.sum(jnp.square(norms / unit))), unit
+    return safe_sqrt(jnp.sum(jnp.square(over_power(norms, unit)))), unit
 
 
 def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:
@@ -126,7 +126,7 @@ def safe_divide(x: Array, y: Array, otherwise: Array | float) -> Array:
     """
     zero = y == 0
     unit = lax.stop_gradient(power_of_two_below(jnp.abs(y)))
-    return jnp.where(zero, otherwise, (x / unit) / jnp.where(zero, 1, y / unit))
+    return jnp.where(zero, otherwise, over_power(x, unit) / jnp.where(zero, 1, over_power(y, unit)))
 
 
 def averaged(old: Array, new: Array, share: Array) -> Array:
@@ -185,6 +185,15 @@ def reciprocal_of_power(power: Array) -> Array:
     of_one = integer((info.maxexp - 1) << info.nmant)
     bits = of_one + of_one - lax.bitcast_convert_type(power, integer)
     return lax.bitcast_convert_type(bits, power.dtype)
+
+
+def over_power(x: Array, power: Array) -> Array:
+    """`x` divided by a power of two that `power_of_two_below` gave.
+
+    It is no division, because XLA (JAX 0.10.2) rewrites quotients of quotients: from `a / b / c` it
+    makes `a / (b * c)`, and from `a / (b / c)` it makes `a * c / b`. Each product may overflow.
+    """
+    return x * reciprocal_of_power(power).astype(x.dtype)
 
 
 def fixed_size(count: Any) -> int | None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.numerics import power_of_two_below
+from optaxclip._base.numerics import over_power, power_of_two_below
 from optaxclip._base.states import registered_state
 from optaxclip._base.types import PyTree
 from optaxclip.accumulate.judging import AccumulateState, Judgement
@@ -68,7 +68,7 @@ class Row(NamedTuple):
         # the largest of them.
         unit = power_of_two_below(jnp.max(jnp.abs(known)))
         shares = jnp.where(self.counts, self.weight, 0) / self.total_weight
-        return jnp.sum(shares * (known / unit)) * unit
+        return jnp.sum(shares * over_power(known, unit)) * unit
 
     @property
     def total_weight(self) -> Array:
@@ -81,8 +81,8 @@ class Row(NamedTuple):
         # The norm of the mean is at most the largest norm. All norms are divided by a power of two
         # near the largest, so that no square and no sum of squares leaves the range.
         unit = power_of_two_below(jnp.max(norms))
-        square = self.mean(jnp.square(norms / unit))
-        square_of_mean = jnp.square(norm_of_mean / unit)
+        square = self.mean(jnp.square(over_power(norms, unit)))
+        square_of_mean = jnp.square(over_power(norm_of_mean, unit))
         # The weighted mean of the squared norms estimates `signal + variance / small` without bias,
         # even if weights differ.
         large = self.total_weight

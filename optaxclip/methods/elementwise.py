@@ -15,6 +15,7 @@ from optaxclip._base.numerics import (
     is_real,
     match_weak_type,
     narrowed,
+    over_power,
     power_of_two_below,
 )
 from optaxclip._base.trees import FlatTree, data_of, dtype_of, with_data
@@ -175,10 +176,12 @@ def _bound_modulus(z: Array, high: Array) -> Array:
     unit = lax.stop_gradient(power_of_two_below(top))
 
     def toward(part: Array) -> Array:
-        return jnp.where(is_infinite, jnp.where(jnp.isinf(part), jnp.sign(part), 0), part / unit)
+        return jnp.where(
+            is_infinite, jnp.where(jnp.isinf(part), jnp.sign(part), 0), over_power(part, unit)
+        )
 
     direction = lax.complex(toward(z.real), toward(z.imag))
     size = jnp.abs(jnp.where(direction == 0, 1, direction))
-    keep = (direction == 0) | ((size <= high / unit) & ~is_infinite)
+    keep = (direction == 0) | ((size <= over_power(high, unit)) & ~is_infinite)
     by = high / size
     return jnp.where(keep, z, lax.complex(direction.real * by, direction.imag * by))

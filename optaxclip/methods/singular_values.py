@@ -22,8 +22,8 @@ from jax import Array, lax
 
 from optaxclip._base.numerics import (
     fixed_size,
+    over_power,
     power_of_two_below,
-    reciprocal_of_power,
     safe_divide,
     safe_sqrt,
 )
@@ -50,8 +50,7 @@ class Prepared(NamedTuple):
         """Prepares a finite matrix `[rows, columns]`, float32 or wider."""
         top = jnp.max(jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)), initial=0)
         unit = lax.stop_gradient(power_of_two_below(top))
-        # Not divided: XLA (JAX 0.10.2) merges divisions, and the divisors' product may overflow.
-        rows = (x.T if _is_tall(x) else x) * reciprocal_of_power(unit).astype(x.dtype)
+        rows = over_power(x.T if _is_tall(x) else x, unit)
         return cls(rows, _product(rows, rows.T.conj()), unit)
 
 
@@ -80,7 +79,7 @@ def clipped(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
     if fixed_size(prepared.gram.shape[0]) == 1:
         row, is_kept = _clipped_row(prepared, limit, mode)
         return jnp.where(is_open | is_kept, x, row.T if _is_tall(x) else row)
-    top, scaled = _largest_at_most(prepared.gram), limit / prepared.unit
+    top, scaled = _largest_at_most(prepared.gram), over_power(limit, prepared.unit)
     # The iterations cannot reach a smaller limit; a larger one changes no digit.
     c = jnp.clip(scaled, 1e-7 * (1 + top), 1e6 * (1 + top))
     bound = lax.stop_gradient(1.001 * jnp.sqrt(jnp.square(top) + jnp.square(c)))
@@ -129,7 +128,7 @@ def _is_tall(x: Array) -> bool:
 def _clipped_row(prepared: Prepared, limit: Array, mode: Mode) -> tuple[Array, Array]:
     """A clipped matrix of one row, whose singular value is its length, and whether it stays."""
     rows, gram, unit = prepared
-    length, scaled = safe_sqrt(gram[0, 0].real), limit / unit
+    length, scaled = safe_sqrt(gram[0, 0].real), over_power(limit, unit)
     # A smaller limit, which may underflow, changes no digit of a row of length 1.
     c = jnp.maximum(scaled, 1e-9 * length)
     new = RESPONSES[mode](length, c, c)

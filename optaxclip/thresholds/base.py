@@ -28,7 +28,7 @@ from jax import Array
 from jax.tree_util import Partial
 
 from optaxclip._base.arguments import asks, checked_bool, checked_choice
-from optaxclip._base.numerics import narrowed, power_of_two_below, safe_sqrt
+from optaxclip._base.numerics import narrowed, over_power, power_of_two_below, safe_sqrt
 from optaxclip._base.states import Names, increased, registered_state
 from optaxclip._base.types import ArrayLike, Limits, PyTree, Threshold
 from optaxclip.thresholds.checks import checked_limit
@@ -230,7 +230,7 @@ def select_tree(where: Array, new: PyTree, old: PyTree) -> PyTree:
 def root_of_squares(x: Array, y: Array) -> Array:
     """`sqrt(x**2 + y**2)`, even if a square overflows or underflows."""
     unit = jax.lax.stop_gradient(power_of_two_below(jnp.maximum(jnp.abs(x), jnp.abs(y))))
-    return unit * safe_sqrt(jnp.square(x / unit) + jnp.square(y / unit))
+    return unit * safe_sqrt(sum(jnp.square(over_power(each, unit)) for each in (x, y)))
 
 
 def _init(static: _Static, settings: Any, norms: Array) -> AdaptiveState:

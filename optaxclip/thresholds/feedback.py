@@ -12,7 +12,7 @@ from optaxclip._base.numerics import (
     averaged,
     multiplied,
     norm_of_all_in_parts,
-    reciprocal_of_power,
+    over_power,
     safe_divide,
 )
 from optaxclip._base.states import registered_state
@@ -272,12 +272,10 @@ class _Adagc:
         root, unit = norm_of_all_in_parts(norm)
         # First norm / global norm: `lambda_abs / global_norm` may overflow or become subnormal.
         largest = as_float(settings.lambda_abs)
-        # Not divided: XLA (JAX 0.10.2) merges divisions, and the divisors' product may overflow.
-        per_unit = reciprocal_of_power(unit)
-        share = safe_divide(norm * per_unit, root, 1)
+        share = safe_divide(over_power(norm, unit), root, 1)
         # Derivatives of the product must be finite even if it is not selected.
         product = jnp.where(jnp.isinf(largest), 1, largest) * share
-        shrunk = jnp.where(root > largest * per_unit, product, norm)
+        shrunk = jnp.where(root > over_power(largest, unit), product, norm)
         later = jnp.where(count == 0, jnp.inf, multiple(settings.lambda_rel, state))
         limit = jnp.where(count < settings.warmup_steps, shrunk, later)
         return Limits(limit, limit)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.arguments import asks, checked_bool, checked_int, warn
-from optaxclip._base.numerics import power_of_two_below, safe_sqrt
+from optaxclip._base.numerics import over_power, power_of_two_below, safe_sqrt
 from optaxclip._base.states import registered_state
 from optaxclip._base.types import ArrayLike, Limits, Threshold
 from optaxclip.thresholds.base import (
@@ -262,8 +262,9 @@ class _Window(_Ring):
         ring = jnp.where(is_held, state, 0)
         # Norms are divided by a power of two near the largest, so that no sum or square overflows.
         unit = power_of_two_below(jnp.max(jnp.abs(ring), axis=0))
-        mean = jnp.sum(ring / unit[None], axis=0) / jnp.maximum(number, 1)
-        deviations = jnp.where(is_held, ring / unit[None] - mean[None], 0)
+        ring = over_power(ring, unit[None])
+        mean = jnp.sum(ring, axis=0) / jnp.maximum(number, 1)
+        deviations = jnp.where(is_held, ring - mean[None], 0)
         squares = jnp.sum(jnp.square(deviations), axis=0)
         std = unit * safe_sqrt(squares / jnp.maximum(number - self.ddof, 1))
         limit = unit * mean + multiple(num_std, jnp.maximum(std, min_std))

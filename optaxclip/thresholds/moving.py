@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from optaxclip._base.arguments import asks, checked_bool, checked_choice
-from optaxclip._base.numerics import averaged, safe_divide, safe_sqrt
+from optaxclip._base.numerics import averaged, bounded, safe_divide, safe_sqrt
 from optaxclip._base.states import registered_state
 from optaxclip._base.types import ArrayLike, Limits, Threshold
 from optaxclip.thresholds.base import (
@@ -267,10 +267,8 @@ class _ZScore:
         if self.option == "mean":
             return Limits(trigger, jnp.where(count == 0, jnp.inf, state.mean))
         z = (norm - state.mean) / (std + 1e-6)
-        # Bounded, because the quotient of two infinities would be NaN, and because XLA (JAX 0.10.2)
-        # rewrites quotients of quotients, for which even the square must be finite.
-        z_thresh = jnp.minimum(z_thresh, 1e18)
-        harder = jnp.maximum(safe_divide(z, z_thresh, 1), 1)
+        # Bounded, because the quotient of two infinities would be NaN.
+        harder = jnp.maximum(safe_divide(z, bounded(z_thresh), 1), 1)
         is_open = jnp.isinf(distance)
         target = state.mean + jnp.where(is_open, 0, distance) / harder
         return Limits(trigger, jnp.where(is_open, jnp.inf, target))

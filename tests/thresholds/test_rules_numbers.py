@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from reference_rules import RULES as ALL
 from reference_rules import drive
 
 import optaxclip
@@ -98,6 +99,36 @@ def test_small_norms_are_judged_as_large_ones_are_beside_them(name):
     sizes = np.float32([2.0**-70, 1])
     small, large = np.moveaxis(limits_of(NORMS[:, None] * sizes, make), -1, 0)
     np.testing.assert_allclose(small * 2.0**70, large, rtol=1e-6)
+
+
+SEQUENCES = [1, 0.9, 0.95, 1, 0.92], [1, 0.1, 1, 0.1, 1], [1e-3, 1.1e-3, 9e-4, 1, 1e-3]
+OF_ANY_SIZE = {name: ALL[name] for name in ("zscore, debiased", "two averages", "window")}
+OF_ANY_SIZE["zscore"] = functools.partial(thresholds.zscore, 0.9, 2.5, 3)
+OF_ANY_SIZE["adagc"] = functools.partial(thresholds.adagc, warmup_steps=0)
+
+
+def test_norms_at_the_end_of_the_range_are_judged_as_smaller_ones_are():
+    """In a compiled step of one norm too, where XLA rewrites quotients of quotients."""
+    rules = {name: make() for name, make in OF_ANY_SIZE.items()}
+
+    @jax.jit
+    def step(norm, states):
+        return {name: rules[name].update(norm, state, None) for name, state in states.items()}
+
+    def limits(norms):
+        states, found = {name: rule.init(norms[0]) for name, rule in rules.items()}, []
+        for norm in norms:
+            after = step(norm, states)
+            states = {name: state for name, (_, state) in after.items()}
+            found.append([limits for limits, _ in after.values()])
+        return np.float64(found)
+
+    most = np.finfo(np.float32).max
+    for norms in np.float32(1.7) * np.float32(SEQUENCES):
+        expected = limits(norms * np.float32(2.0**60)) / 2.0**60
+        for size in (2.0**126, 2.0**127):
+            wanted = np.where(expected * size > most, np.inf, expected * size)
+            np.testing.assert_allclose(limits(norms * np.float32(size)), wanted, rtol=2e-5)
 
 
 def test_the_score_of_small_norms_starts_from_nothing():
