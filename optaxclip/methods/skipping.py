@@ -171,7 +171,7 @@ def skipping(
             num_skipped=increased(state.num_skipped, skip),
             consecutive=jnp.where(is_out if gives_up else skip, increased(state.consecutive), 0),
             leaves=all_leaves,
-            blamed=jnp.where(is_out, blamed, before),
+            blamed=jnp.where(skip, blamed, before),
             loss=loss,
             inner_state=kept_where(skip, state.inner_state, inner_state),
         )

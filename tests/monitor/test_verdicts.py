@@ -57,6 +57,21 @@ def test_the_leaves_that_a_step_was_skipped_for(norm):
     assert monitor.bad_leaves(states) == ("a", "b/0", "c")
 
 
+def test_a_step_that_is_taken_after_all_names_no_leaf():
+    both = {NAN: skip_nonfinite(optax.sgd(1.0), 1), 9.0: skip_above(optax.sgd(1.0), 6.0, 1)}
+
+    @jax.jit
+    def run():
+        found = []
+        for size, tx in both.items():
+            state = tx.update(grads(a=size), tx.init(GRADS))[1]
+            found += [state, tx.update(grads(b=size), state)[1]]
+        return found
+
+    assert [monitor.verdict(state) for state in run()] == ["skipped", "roll back", "skipped", "ok"]
+    assert [monitor.bad_leaves(state) for state in run()] == [("a",)] * 4
+
+
 @pytest.mark.slow
 def test_they_stay_until_another_step_is_skipped():
     tx = optax.chain(skip_above(optax.sgd(1.0), 6.0, loss_limit=1.0), optax.scale(1.0))
