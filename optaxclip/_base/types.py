@@ -116,6 +116,8 @@ class ClipState(NamedTuple):
       info: what the last step did.
     """
 
+    NEEDS_OPTIMIZER = True
+
     steps: Array
     rule: PyTree
     info: ClipInfo

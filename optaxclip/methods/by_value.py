@@ -24,6 +24,8 @@ class ClipByValueState(NamedTuple):
       steps: int32[], steps so far.
     """
 
+    NEEDS_OPTIMIZER = True
+
     steps: Array
 
 

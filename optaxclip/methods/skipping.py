@@ -13,7 +13,7 @@ from optaxclip._base.arguments import checked_count, short, warn
 from optaxclip._base.grouping import Group, Grouping
 from optaxclip._base.states import Names, check_state, increased, own_arrays, registered_state
 from optaxclip._base.trees import FlatTree, flatten
-from optaxclip._base.types import ClipInfo, ClipState, PyTree, Threshold
+from optaxclip._base.types import ClipInfo, PyTree, Threshold
 from optaxclip._border.crossing import Transformation, transformation
 from optaxclip._engine.clip import known_norm
 from optaxclip._engine.options import Options
@@ -180,18 +180,23 @@ def skipping(
 
 
 def _warn_if_all_are_clips(inner_state: PyTree, name: str) -> None:
-    """Warns of a skip that wraps only clips, as far as their states show it."""
+    """Warns of a skip without an optimizer in it, as far as the states show it.
 
-    def is_known(x: Any) -> bool:
-        return isinstance(x, (ClipState, optax.EmptyState))
+    States of stages that only change or record updates are marked by `NEEDS_OPTIMIZER`.
+    """
+
+    def needs_optimizer(x: Any) -> bool:
+        return hasattr(x, "NEEDS_OPTIMIZER")
 
     # An `EmptyState` may be that of an optimizer, such as `optax.sgd`.
-    nodes = jax.tree.leaves(inner_state, is_leaf=is_known)
-    if nodes and all(isinstance(node, ClipState) for node in nodes):
+    nodes = jax.tree.leaves(
+        inner_state, is_leaf=lambda x: needs_optimizer(x) or isinstance(x, optax.EmptyState)
+    )
+    if nodes and all(map(needs_optimizer, nodes)):
         warn(
-            f"{name} wraps a clip and no optimizer, so a skipped step still moves the weights by "
-            "the moments and the weight decay of an optimizer that comes after it; wrap the "
-            f"optimizer too: {name}(optax.chain(clip, optimizer))"
+            f"{name} wraps no optimizer, only clips and records, so a skipped step still moves the "
+            "weights by the moments and the weight decay of an optimizer that comes after it; wrap "
+            f"the optimizer too: {name}(optax.chain(clip, optimizer))"
         )
 
 

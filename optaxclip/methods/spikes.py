@@ -44,6 +44,8 @@ class SecondMomentState(NamedTuple):
         (float64 for 64-bit leaves), and None in place of leaves that are not clipped.
     """
 
+    NEEDS_OPTIMIZER = True
+
     steps: Array
     moments: PyTree
 

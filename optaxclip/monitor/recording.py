@@ -39,6 +39,8 @@ class RecordState(NamedTuple):
         `n % window`.
     """
 
+    NEEDS_OPTIMIZER = True
+
     steps: Array
     name: Names
     names: Names

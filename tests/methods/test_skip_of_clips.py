@@ -1,4 +1,4 @@
-"""A skip around clips alone does not stop the optimizer behind it, and says so."""
+"""A skip around clips and records alone does not stop the optimizer behind it, and says so."""
 
 import warnings
 
@@ -13,6 +13,8 @@ ALONE = {
     "one": optaxclip.clip_by_global_norm(1.0),
     "chain": optax.chain(optaxclip.zclip(), optaxclip.clip_by_norm(1.0)),
     "masked": optax.masked(optaxclip.clip_by_norm(1.0), True),
+    "record": optax.chain(optaxclip.monitor.record(5), optaxclip.clip_by_global_norm(1.0)),
+    "entries": optax.chain(optaxclip.clip(1.0), optaxclip.clip_by_second_moment()),
 }
 WITH_OPTIMIZER = {
     "sgd": optax.chain(optaxclip.clip_by_global_norm(1.0), optax.sgd(0.1)),
@@ -27,7 +29,7 @@ WITH_OPTIMIZER = {
 @pytest.mark.parametrize("skip", [optaxclip.skip_nonfinite, lambda x: optaxclip.skip_above(x, 9.0)])
 def test_it_warns(skip, inner):
     tx = optax.chain(skip(inner), optax.sgd(0.1, momentum=0.9))
-    said = "wraps a clip and no optimizer.*wrap the optimizer too"
+    said = "wraps no optimizer, only clips and records.*wrap the optimizer too"
     with pytest.warns(UserWarning, match=said) as warned:
         state = tx.init(PARAMS)
     assert warned[0].filename == __file__
