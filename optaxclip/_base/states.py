@@ -33,8 +33,8 @@ class Names:
     An empty `Names` is equal to every other, because `optax.tree_map_params` calls `init` with a
     tree that has no leaves, and so no names, and compares the structure of this state with that of
     a real state. The state that it returns has lost its names, and gets them back at the next step.
-    They stay lost in a wrapper that keeps the old structure (`optax.MultiSteps`), and in a function
-    that was compiled for a state without names, because `jit` takes both structures for one.
+    They stay lost in what hands on the old structure: in `optax.MultiSteps`, and in a function that
+    was compiled for a state without names, because `jit` takes both structures for one.
 
     Attributes:
       entries: the names.

@@ -260,9 +260,10 @@ def in_place_of(old: PyTree, new: PyTree) -> PyTree:
     """
 
     def chosen(x: Array, y: Array) -> Array:
-        return lax.select(np.True_, y, x) if isinstance(x, Tracer) else y
+        return lax.select(np.True_, x, y) if isinstance(y, Tracer) else x
 
-    return jax.tree.map(chosen, old, new)
+    # The structure is that of `new`: a state before may have lost its names.
+    return jax.tree.map(chosen, new, old)
 
 
 def is_of_both_kinds(mesh: Any) -> bool:

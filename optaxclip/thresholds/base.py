@@ -230,7 +230,8 @@ def select_tree(where: Array, new: PyTree, old: PyTree) -> PyTree:
 def root_of_squares(x: Array, y: Array) -> Array:
     """`sqrt(x**2 + y**2)`, even if a square overflows or underflows."""
     unit = jax.lax.stop_gradient(power_of_two_below(jnp.maximum(jnp.abs(x), jnp.abs(y))))
-    return unit * safe_sqrt(sum(jnp.square(over_power(each, unit)) for each in (x, y)))
+    x, y = (jnp.square(over_power(each, unit)) for each in (x, y))
+    return unit * safe_sqrt(x + y)
 
 
 def _init(static: _Static, settings: Any, norms: Array) -> AdaptiveState:

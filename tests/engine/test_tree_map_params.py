@@ -43,9 +43,12 @@ def moments_of(state):
 
 
 def names_in(state):
-    """All names of groups in a state, in order."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Names))
-    return [list(x) for x in leaves if isinstance(x, Names)]
+    """All names in a state, in order; JAX does not list them, as they belong to its structure."""
+    if isinstance(state, Names):
+        return [list(state)]
+    children = state.values() if isinstance(state, dict) else state
+    is_node = isinstance(state, (dict, list, tuple))
+    return [names for child in children for names in names_in(child)] if is_node else []
 
 
 def injected():
@@ -103,7 +106,7 @@ def test_a_state_is_mapped_and_used_as_it_was(name):
     tx, grads = CASES[name](), gradients(name)
     step = jax.jit(chex.assert_max_traces(update_of(tx), n=1))
     with jax.numpy_dtype_promotion("standard"):  # which MultiSteps needs
-        _, state = step.eval_shape(grads, jax.eval_shape(tx.init, PARAMS))
+        state = jax.eval_shape(tx.init, PARAMS)
         seen, others = [], []
         mapped = optax.tree_map_params(
             tx,
@@ -117,9 +120,11 @@ def test_a_state_is_mapped_and_used_as_it_was(name):
         # The same leaves in one program: what comes out is the same, and need not be computed.
         leaves = zip(jax.tree.leaves(mapped), jax.tree.leaves(state), strict=True)
         assert all(x is y for x, y in leaves)
-        assert step.eval_shape(grads, mapped) == step.eval_shape(grads, state)
-        # Names come back at the next step, whichever of the two a program was first made for.
-        names = []
+        of_mapped = step.eval_shape(grads, mapped)
+        assert of_mapped == step.eval_shape(grads, state)
+        # Names come back at the next step, also where a program was first made for a state without
+        # them; but `MultiSteps` keeps the structure of the state before.
+        names = [names_in(of_mapped[1])]
 
         def again(state):
             after = update_of(tx)(grads, state)[1]
@@ -128,9 +133,7 @@ def test_a_state_is_mapped_and_used_as_it_was(name):
 
         after = jax.eval_shape(lambda s: jax.lax.cond(True, again, lambda s: s, s), mapped)
         assert avals(after) == avals(mapped)
-        assert names_in(step.eval_shape(grads, state)[1]) == names_in(state)
-        # `MultiSteps` keeps the structure of the state before.
-        assert names == [names_in(state)] or name == "MultiSteps"
+        assert (names == [names_in(state)] * 2) == (name != "MultiSteps")
 
 
 @pytest.mark.by_day(15)
@@ -148,17 +151,6 @@ def test_specs_for_a_state_from_those_of_the_parameters(name):
     moments = moments_of(shapes)
     for shape, spec in rows:
         assert spec == (by_shape[shape.shape] if id(shape) in moments else jax.P())
-
-
-@pytest.mark.slow
-def test_names_of_groups_come_back():
-    tx = optax.chain(optaxclip.clip_by_norm(1.0), optaxclip.skip_above(optax.sgd(1.0), 1.0))
-    _, state = tx.update(GRADS, tx.init(PARAMS))
-    mapped = optax.tree_map_params(tx, lambda x: x, state)
-    assert not mapped[0].info.names
-    for function in (tx.update, jax.jit(tx.update)):
-        _, after = function(GRADS, mapped)
-        assert list(after[0].info.names) == list(after[1].leaves) == ["b", "v", "w"]
 
 
 def test_equal_names_are_the_same_key():
