@@ -283,4 +283,5 @@ def _worst_leaf(norms: Array, places: Array) -> Array:
     if not norms.size:
         return jnp.zeros((), jnp.int32)
     norms = lax.stop_gradient(norms)
-    return places[jnp.argmax(jnp.where(jnp.isnan(norms), jnp.inf, norms))]
+    at = jnp.argmax(jnp.where(jnp.isnan(norms), jnp.inf, norms))
+    return jnp.sum(jnp.where(np.arange(len(places)) == at, places, 0), dtype=jnp.int32)

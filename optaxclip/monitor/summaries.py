@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+import optaxclip._border.devices as devices
 from optaxclip._base.states import Names
 from optaxclip._base.types import ClipState
 from optaxclip.methods.loss_scaling import LossScaleState
@@ -83,7 +84,8 @@ def has_entries(kept: dict[str, Any]) -> bool:
 def summary_on_device(
     kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool, top: int
 ) -> Summary:
-    """`summary` with `jax.numpy`, for arrays that may be traced."""
+    """`summary` with `jax.numpy`, for arrays that may be traced, and split over a mesh by seeds."""
+    kept, earlier = jax.tree.map(devices.gathered, (kept, earlier))
     return summary(kept, earlier, with_labels, top, jnp)
 
 
@@ -203,9 +205,8 @@ def _of_few(kept: dict[str, Any], top: int, numpy: Any) -> list[dict[str, Any]]:
         left = numpy.where(is_taken, -numpy.inf, score)
         where = numpy.argmax(_is_largest(left, numpy) & ~is_taken)
         is_taken |= numpy.arange(score.size) == where
-        few.append(
-            {"index": where.astype(numpy.int32), **{field: x[where] for field, x in found.items()}}
-        )
+        of_entry = {field: _at(where, x, numpy) for field, x in found.items()}
+        few.append({"index": where.astype(numpy.int32), **of_entry})
     return few
 
 
@@ -226,8 +227,18 @@ def _at_largest(score: Any, columns: dict[str, Any], numpy: Any) -> Summary:
     """For each column, the number of the first entry with the largest score, up to rounding."""
     if len(score) == 1:
         return {field: x[0] for field, x in columns.items()}
-    where = numpy.argmax(_is_largest(score, numpy), axis=0, keepdims=True)
-    return {field: numpy.take_along_axis(x, where, axis=0)[0] for field, x in columns.items()}
+    where = numpy.argmax(_is_largest(score, numpy), axis=0)
+    return {field: _at(where, x, numpy) for field, x in columns.items()}
+
+
+def _at(where: Any, x: Any, numpy: Any) -> Any:
+    """`x[where]`, for each column its own entry.
+
+    It is a sum, because JAX 0.10.2 cannot index under `vmap` over an axis of an explicit mesh.
+    """
+    entries = numpy.arange(len(x)).reshape(-1, *(1,) * where.ndim)
+    is_there = entries == where.reshape(1, *where.shape)
+    return numpy.sum(numpy.where(is_there, x, 0), axis=0, dtype=x.dtype)
 
 
 def _is_largest(score: Any, numpy: Any) -> Any:

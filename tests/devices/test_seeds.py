@@ -14,7 +14,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from methods_table import DISTINCT, METHODS, ONE_OF_EACH, TYPICAL, random_tree
 
-from optaxclip import monitor, ops, per_example, reset_state, scopes, skip_nonfinite
+from optaxclip import (
+    clip_by_global_norm,
+    clip_by_group_norm,
+    clip_by_norm,
+    monitor,
+    ops,
+    per_example,
+    reset_state,
+    scopes,
+    skip_nonfinite,
+)
 
 SEEDS = 8
 STATISTICS = ("norm", "max", "mean_abs", "zero_fraction", "share", "param_norm", "cosine_param")
@@ -51,7 +61,19 @@ def of_examples(grads, params):
     return per_example.clipped_grad(loss, 1.0)(params, jnp.arange(4.0))
 
 
+def judged():
+    clips = clip_by_global_norm(1.0), clip_by_norm(0.1)
+    skip = skip_nonfinite(optax.chain(*clips, optax.sgd(0.1)))
+    return optax.chain(monitor.record(2, scope=scopes.leaf()), skip)
+
+
+def of_metrics(grads, params):
+    return monitor.metrics(of_wrapper(judged)(grads, params)[1], top=2)
+
+
 OTHERS = {
+    "events": of_wrapper(lambda: monitor.events(judged(), 2)),
+    "metrics": of_metrics,
     "record": of_wrapper(lambda: monitor.record(2, scope=scopes.leaf(), stats=STATISTICS)),
     "reset_state": of_wrapper(lambda: reset_state(optax.trace(0.9), every=1, only=("trace",))),
     "skip_nonfinite": of_wrapper(lambda: skip_nonfinite(optax.trace(0.9))),
@@ -123,6 +145,28 @@ with_a_mesh_or_not = pytest.mark.parametrize(
 @with_a_mesh_or_not
 def test_all_that_is_no_method(name, is_mesh_set):
     assert_as_on_one_device([name], "jit of vmap", is_mesh_set)
+
+
+@with_a_mesh_or_not
+def test_numbers_of_all_seeds_for_a_log(is_mesh_set):
+    """Also a NaN of one seed, which the compiler's maximum over devices would lose."""
+    groups = clip_by_group_norm(0.1, {"b": "a", "v": "b", "w": "a"})
+    leaves = monitor.record(2, scope=scopes.leaf())
+    tx = monitor.events(optax.chain(leaves, groups, clip_by_global_norm(0.1)), 2)
+    grads = random_tree(0, SEEDS)
+    grads["w"] = grads["w"].at[3].set(np.nan)
+    split = NamedSharding(jax.make_mesh((SEEDS,), ("seeds",)), P("seeds"))
+    with jax.set_mesh(split.mesh) if is_mesh_set else contextlib.nullcontext():
+        grads = jax.device_put(grads, split)
+        state = jax.jit(jax.vmap(lambda x: tx.update(x, tx.init(x))[1]))(grads)
+        found = monitor.metrics(state, since=state, top=2)
+    expected = monitor.scalars(jax.device_get(state), since=state, top=2)
+    assert np.isnan(expected["record/norm"])
+    for name, x in found.items():  # the host has the name of the leaf in place of its index
+        if not name.endswith("/index"):
+            np.testing.assert_allclose(x, expected[name], 1e-6, err_msg=name)
+    of_one = monitor.history(jax.tree.map(lambda x: x[3], jax.device_get(state)), name="events")
+    assert of_one["worst"].tolist() == ["a"]
 
 
 @pytest.mark.slow
