@@ -80,6 +80,12 @@ def test_specs_outside_of_a_region_name_the_mesh():
     assert_place(place({}, Grouping((), (), "dict"), specs=P()), (), ())
 
 
+def under_vmap(fn):
+    found = []
+    jax.vmap(lambda _: found.append(fn()), axis_name="lanes")(jnp.zeros(2))
+    return found
+
+
 def test_types_tell_on_an_explicit_mesh():
     placed = {
         "x": jax.device_put(LEAVES["x"], NamedSharding(EXPLICIT, P("a", "b"))),
@@ -92,7 +98,7 @@ def test_types_tell_on_an_explicit_mesh():
     )
     assert [tuple(filter(None, spec)) for spec in found.specs] == [("a", "b"), ()]
     # What `axis_name` means, types do not show.
-    named = place(placed, axis_name="lanes")
+    (named,) = under_vmap(lambda: place(placed, axis_name="lanes"))
     lanes = frozenset({"lanes"})
     assert_place(named, (lanes, lanes))
     # Over axes of one device nothing is split.
@@ -125,7 +131,7 @@ def test_in_a_region_that_tracks_what_varies():
     found = in_region({"x": P(("a", "b")), "y": P()}, axis_name="a")
     assert_place(found, (A, NONE))
     with pytest.raises(ValueError, match=r"axis_name names \['lanes'\], but only \['a', 'b'\]"):
-        in_region({"x": P("a"), "y": P()}, axis_name=("a", "lanes"))
+        under_vmap(lambda: in_region({"x": P("a"), "y": P()}, axis_name=("a", "lanes")))
 
 
 def test_in_a_region_that_does_not_track():
