@@ -45,6 +45,27 @@ def varying_together(tree: PyTree) -> Axes:
     return Axes().union(*map(varying_axes, jax.tree.leaves(tree)))
 
 
+def refuse_different(x: Any, axes: Iterable[str], argument: str) -> None:
+    """Refuses a number whose type says that it differs over devices along one of these axes.
+
+    Raises:
+      ValueError: for such a number.
+    """
+    different = sorted(varying_axes(x) & frozenset(axes))
+    if different:
+        raise ValueError(
+            f"{argument} differs over the devices along {different}, which share one norm and must "
+            f"do the same with it: pass what is the same on all of them, as lax.pmean({argument}, "
+            f"{different}) is. If each device has gradients of its own, name in axis_name= only "
+            "the axes over which these are split"
+        )
+
+
+def shared_axes(axis_names: Iterable[str] | None) -> Axes:
+    """The manual axes along which devices share a norm, as far as the user says it."""
+    return manual_axes() if axis_names is None else frozenset(axis_names)
+
+
 def types_of(arrays: PyTree) -> list[Any]:
     """The types of these arrays, each once.
 

@@ -161,15 +161,20 @@ def known_norm(options: Options, extra_args: dict[str, Any], layout: str) -> Any
             f"{options.name}: known_norm={argument!r} names an extra argument that the update was "
             f"not given; pass it: update(grads, state, params, {argument}=norm)"
         )
-    return given_norm(extra_args[argument], argument)
+    return given_norm(extra_args[argument], argument, options)
 
 
-def given_norm(norm: Any, argument: str) -> Array:
+def given_norm(norm: Any, argument: str, options: Options) -> Array:
     """The norm that the caller passes, checked, as a float32 or float64 scalar.
 
     It may be negative or NaN.
+
+    Raises:
+      ValueError: if it is not a scalar, or differs over devices that share a norm.
     """
     given = jnp.asarray(checked_limit(norm, argument, allow_any_number=True))
+    shared = devices.shared_axes(options.axis_names)
+    devices.refuse_different(given, shared, f"{options.name}: {argument}")
     return given.astype(jnp.float64 if given.dtype == jnp.float64 else jnp.float32)
 
 
@@ -238,7 +243,7 @@ def clip_tree(
         rule = rule_for(as_limit(limits, "limits"), plan.entries())
     norm_of_tree = None
     if use_norm is not None and plan.grouping.layout == "scalar" and nonfinite != "mask":
-        norm_of_tree = given_norm(use_norm, "use_norm")
+        norm_of_tree = given_norm(use_norm, "use_norm", options)
     dtype = norm_dtype(jnp.result_type(leaf) for leaf in flat.measured_leaves())
     info = initial_info(name, plan.grouping, dtype)
     state = ClipState(jnp.zeros((), jnp.int32), rule.init(plan.zeros(dtype)), info)

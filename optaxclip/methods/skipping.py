@@ -145,7 +145,8 @@ def skipping(
         of_norm = judged(rule, state.rule, norm_now, name, param_norm)
         is_bad, is_out, of_loss = of_norm.is_bad, of_norm.is_out, None
         if loss_limit is not None:
-            of_loss = judged(loss_limit, state.loss.rule, loss_among(extra_args, name), name)
+            loss_now = loss_among(extra_args, name, options.axis_names)
+            of_loss = judged(loss_limit, state.loss.rule, loss_now, name)
             is_bad, is_out = is_bad | of_loss.is_bad, is_out | of_loss.is_out
         skip = is_out
         if max_consecutive is not None:

@@ -147,7 +147,7 @@ def record(
         _check_same(state, ("loss",) if loss else kept, name)
         absent = None
         if loss:
-            found, names = {"loss": loss_among(extra_args, name)}, state.names
+            found, names = {"loss": loss_among(extra_args, name, checked.axis_names)}, state.names
         else:
             flat, size = flatten(updates, "updates"), next(iter(state.last.values())).size
             plan = plan_of(flat, chosen_scope, checked, state.names, size)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+import optaxclip._border.devices as devices
 from optaxclip._base.arguments import short
 from optaxclip._base.numerics import is_real, narrowed
 from optaxclip._base.states import FRESH_STATE, Names
@@ -54,6 +55,10 @@ def limits_of(
     """
     _check_state(rule, state, norms, name)
     limits, new = limits_by(rule, norms, state, param_norms, name)
+    measured = devices.varying_together((norms, param_norms))
+    for limit in limits:
+        others = devices.varying_axes(limit) - measured
+        devices.refuse_different(limit, others, f"{name}: the limit")
     return limits, jax.tree.map(_as_before, new, state) if jax.tree.leaves(state) else new
 
 

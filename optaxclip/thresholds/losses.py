@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
+import optaxclip._border.devices as devices
 from optaxclip._base.numerics import is_real
 from optaxclip._base.states import increased
 from optaxclip._base.types import Limits, Threshold
@@ -18,11 +19,14 @@ from optaxclip.thresholds.checks import checked_limit, refuse_parts
 from optaxclip.thresholds.fixed import ScalarOrSchedule
 
 
-def loss_among(extra_args: Mapping[str, Any], name: str) -> Array:
+def loss_among(
+    extra_args: Mapping[str, Any], name: str, axis_names: tuple[str, ...] | None
+) -> Array:
     """The loss, `loss` or `value` among an update's extra arguments, in float32 or float64.
 
     Raises:
-      ValueError: if there is none, or it is not a scalar.
+      ValueError: if there is none, it is not a scalar, or it differs over devices that share a
+        norm, which are those along `axis_names`, or all if that is None.
       TypeError: if it is not a real number.
     """
     given = {key: extra_args[key] for key in ("loss", "value") if extra_args.get(key) is not None}
@@ -41,6 +45,7 @@ def loss_among(extra_args: Mapping[str, Any], name: str) -> Array:
             f"{argument} must be a scalar, the loss of the whole batch, got an array of shape "
             f"{jnp.shape(loss)}; pass its mean"
         )
+    devices.refuse_different(loss, devices.shared_axes(axis_names), f"{name}: {argument}")
     loss = jnp.asarray(loss)
     return loss.astype(jnp.float64 if loss.dtype == jnp.float64 else jnp.float32)
 

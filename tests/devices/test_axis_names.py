@@ -5,12 +5,13 @@ import itertools
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optaxclip
-from optaxclip import accumulate, ops, scopes
+from optaxclip import accumulate, monitor, ops, scopes
 
 WHOLE = np.random.default_rng(0).normal(size=(4, 8, 6)).astype(np.float32)
 NORM = np.linalg.norm(WHOLE.astype(np.float64))
@@ -235,3 +236,39 @@ def test_a_name_that_no_map_has_is_an_error(kind, fn):
         named = "date" if kind != "no map" else "a"
         with pytest.raises(ValueError, match=rf"axis_name names '{named}', and nothing here"):
             jax.eval_shape(way, WHOLE)
+
+
+def updated(tx, x, **extra):
+    return tx.update(x, tx.init(x), **extra)[0]
+
+
+CLIP, SKIP = optaxclip.clip_by_global_norm, optaxclip.skip_above
+NUMBERS = {
+    "value": lambda x, n, **told: updated(
+        SKIP(optax.sgd(1.0), 9.0, loss_limit=3.0, **told), x, value=n
+    ),
+    "loss": lambda x, n, **told: updated(monitor.record(2, loss=True, **told), x, loss=n),
+    "norm": lambda x, n, **told: updated(CLIP(1.0, known_norm="norm", **told), x, norm=n),
+    "use_norm": lambda x, n, **told: ops.clip_by_global_norm(x, 1.0, use_norm=n, **told)[0],
+    "the limit": lambda x, n, **told: updated(CLIP(n, **told), x),
+    "the limit of a skip": lambda x, n, **told: updated(SKIP(optax.sgd(1.0), n, **told), x),
+}
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+def test_a_number_that_differs_where_devices_share_a_norm_is_an_error(what):
+    """Some devices would take a step, and others not."""
+
+    def run(of_device=lambda n: n, **told):
+        def update(x):
+            return NUMBERS[what](x, of_device(x[0, 0, 0]), **told)
+
+        return jax.eval_shape(region(update, P("a"), P("a")), WHOLE)
+
+    argument = what.removesuffix(" of a skip")
+    for told in ({}, {"axis_name": "a"}, {"specs": P("a")}):
+        with pytest.raises(ValueError, match=rf"{argument} differs over the devices along \['a'\]"):
+            run(**told)
+        run(lambda n: jax.lax.pmean(n, "a"), **told)
+    # Each device has a gradient of its own.
+    run(axis_name=())
