@@ -27,7 +27,7 @@ WIDE = {
 """What leaves its place to tables."""
 # The reference is found before pages that name a word in passing, and these before tables.
 BOOSTS = {
-    re.compile(r"api/"): 4.0,
+    re.compile(r"api/"): 8.0,
     re.compile(
         r"evidence_figures|CHANGELOG|benchmarks/|trainers|upstream|notebooks/"
     ): 0.001,
