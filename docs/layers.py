@@ -132,7 +132,7 @@ def draw(folder: Path, look: Any, dpi: int, text: str, seed: int) -> None:
 
 def _draw_log(path: Path, runs: dict[str, tuple[np.ndarray, Any]], dpi: int) -> None:
     figure = Figure(figsize=(5.6, 6.4), layout="constrained")
-    upper, lower = figure.subplots(2, 1)
+    upper, lower = figure.subplots(2, 1, sharex=True)
     kernel = np.full(10, 0.1)
     losses = {
         name: np.convolve(loss, kernel, "valid") for name, (loss, _) in runs.items()

@@ -43,7 +43,7 @@ def draw_demo(text: str) -> np.ndarray:
     demo.print_table(histories)
     figure = Figure(figsize=TWO, layout="constrained")
     with mpl.rc_context(LETTERS):
-        figure.subplots(2, 1)
+        figure.subplots(2, 1, sharex=True)
         demo.draw(histories, figure)
         figure.savefig(DOCS / "demo.png", dpi=DPI)
     return histories["global_norm"].norm

@@ -57,8 +57,9 @@ def example_norms(
       >>> norms[[17, 205]] = 20.0, 50.0
       >>> ax = plots.example_norms(norms, limit=2.0, marked={"wrong label": [17, 205]}, most=2)
       >>> print(ax.get_legend_handles_labels()[1][1:])
-      ['others (998)', 'wrong label (2)']
+      ['wrong label (2)', 'others (998)']
       >>> print(ax.texts[0].get_text())
+      example: norm
       205: 50
       17: 20
     """
@@ -79,7 +80,8 @@ def example_norms(
         look = {"color": color, "hatch": hatch, "edgecolor": "white"}
         parts.append((name, rest & of_name, look))
         rest = rest & ~of_name
-    parts.insert(0, ("others" if groups else "examples", rest, {"color": "0.7"}))
+    # On top, because a logarithmic axis shows the lowest part of a bar as the largest.
+    parts.append(("others" if groups else "examples", rest, {"color": "0.7"}))
     bars_of_norms(axes, values, edges, parts)
     if limit is not None:
         share = np.mean(finite > limit)
@@ -122,7 +124,7 @@ def _name_largest(ax: "Axes", values: Numbers, most: int) -> None:
     """Lists the largest norms in the upper right corner, above their bars, which are low."""
     largest = [i for i in np.argsort(-values, kind="stable")[:most] if values[i] > 0]
     if largest:
-        lines = "\n".join(f"{i}: {values[i]:.3g}" for i in largest)
+        lines = "\n".join(["example: norm", *(f"{i}: {values[i]:.3g}" for i in largest)])
         look = {"ha": "right", "va": "top", "fontsize": "small", "transform": ax.transAxes}
         ax.text(0.99, 0.98, lines, **look)
 

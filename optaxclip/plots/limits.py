@@ -131,8 +131,8 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
     """Draws the final loss for each limit, at the best learning rate, with a dot for each seed.
 
     Crosses at the top are diverged runs: at the end their loss was not finite, or above its first
-    value. The dotted line is the best loss. A bar is the noise within which a loss counts as equal
-    to the best loss: the suggested limit is the largest whose bar reaches down to the line.
+    value. A bar is the noise within which a loss counts as equal to the best loss, the dotted line:
+    the suggested limit is the largest whose bar reaches down to it.
 
     Args:
       result: what `optaxclip.tuning.sweep` returned.
@@ -152,7 +152,7 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
       >>> result = tuning.sweep(jax.random.normal, step, [0.01, 100.0], 20, key=key, data=data)
       >>> ax = plots.sweep_curve(result)
       >>> print(ax.get_legend_handles_labels()[1][1:3])
-      ['suggested limit 0.01', 'diverged: not finite, or above the first loss']
+      ['the best loss', 'suggested limit 0.01']
     """
     instance(result, SweepResult, "result", "optaxclip.tuning.sweep")
     axes = new_axes(ax)
@@ -170,9 +170,10 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
     if is_finite.any():
         noises = np.stack([result.noises[is_finite], np.zeros(is_finite.sum())])
         look = {"fmt": "none", "ecolor": BLUE, "elinewidth": 1.2, "capsize": 4}
-        label = "noise: as good as the best if it reaches the dots"
+        label = "noise: as good as the best if it reaches that line"
         axes.errorbar(result.limits[is_finite], means[is_finite], noises, label=label, **look)
-        axes.axhline(means[is_finite].min(), color=BLUE, linewidth=0.8, linestyle=":")
+        best = means[is_finite].min()
+        axes.axhline(best, color=BLUE, linewidth=0.8, linestyle=":", label="the best loss")
     if np.isfinite(result.limit):
         label = f"suggested limit {result.limit:.3g}"
         axes.axvline(result.limit, color=BLUE, linestyle="--", linewidth=1.6, label=label)

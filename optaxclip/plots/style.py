@@ -22,8 +22,8 @@ COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#00
 yellow, which is too pale on white."""
 STYLES = ("-", "--", "-.", ":")
 """Line styles, for print in grey and for readers who cannot tell the colours apart."""
-LONGEST_BESIDE = 32
-"""A longer label leaves no room beside it for axes or another label."""
+LONGEST_BESIDE = 14
+"""A longer label would take more than a quarter of a figure of Matplotlib's default width."""
 
 
 @contextlib.contextmanager

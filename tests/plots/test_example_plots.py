@@ -25,7 +25,9 @@ def test_every_norm_is_counted_once_and_the_largest_have_names():
     ax = drawn(norms, 2.0, {"wrong": [17, 3], "broken": np.array([205, 17])}, most=3)
     assert counted(ax) == {"others (997)": 997, "wrong (2)": 2, "broken (1)": 1}
     largest = np.argsort(-norms)[:3]
-    assert ax.texts[0].get_text() == "\n".join(f"{i}: {norms[i]:.3g}" for i in largest)
+    assert ax.texts[0].get_text() == "\n".join(
+        ["example: norm", *(f"{i}: {norms[i]:.3g}" for i in largest)]
+    )
     assert list(largest[:2]) == [205, 17]
     assert (ax.get_xscale(), ax.get_yscale(), ax.get_ylabel()) == (
         *("log", "log"),
@@ -47,14 +49,14 @@ def test_norms_without_a_place_on_the_axis_are_counted_in_its_label():
     ax = drawn([1.0, 20.0, 0.0, 1e-30, 1.9e-5, np.nan, np.inf], most=9)
     assert counted(ax) == {"examples (2)": 2}
     assert ax.get_xlabel() == "norm of an example's gradient (3 below 2e-05, 2 not finite)"
-    assert ax.texts[0].get_text() == "1: 20\n0: 1"
+    assert ax.texts[0].get_text() == "example: norm\n1: 20\n0: 1"
     assert not ax.lines
 
 
 def test_norms_that_are_all_alike_share_a_bar():
     ax = drawn([3.0, 3.0, 3.0], most=2)
     assert counted(ax) == {"examples (3)": 3}
-    assert ax.texts[0].get_text() == "0: 3\n1: 3"
+    assert ax.texts[0].get_text() == "example: norm\n0: 3\n1: 3"
     assert not drawn([3.0, 3.0], 3.0, most=0).texts
     assert drawn([3.0, 3.0], 3.0).lines[0].get_label() == "limit 3, clips 0.0%"
     # A millionth of the largest norm is the least that is drawn.

@@ -171,7 +171,7 @@ def test_sweep_curve_shows_diverged_runs(seeds):
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), [2.0, 1.0, np.nan])
     assert "suggested limit 1" in labels(ax)
     (bars,) = ax.containers
-    assert bars.get_label() == "noise: as good as the best if it reaches the dots"
+    assert bars.get_label() == "noise: as good as the best if it reaches that line"
     ends = [end[:, 1].tolist() for end in bars.lines[2][0].get_segments()]
     np.testing.assert_allclose(ends, [[1.9, 2.0], [0.9, 1.0]])
 
