@@ -1,6 +1,8 @@
 """A loss of one example, as a function of its measured parameters and of the example."""
 
 import dataclasses
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 import optaxclip._border.devices as devices
+from optaxclip._base.arguments import warn
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import number_of_examples
@@ -71,6 +74,8 @@ class Loss:
         found: Any = called(self.loss_fn, args, self.keywords)
         if self.has_aux and not (isinstance(found, tuple) and len(found) == 2):
             raise TypeError(f"with has_aux loss_fn must return (loss, aux), got {found!r:.80}")
+        if self.has_aux:
+            _warn_of_batch_statistics(found[1])
         value: Any = found[0] if self.has_aux else found
         shape = jnp.shape(value)
         if shape != ():
@@ -96,6 +101,26 @@ class Loss:
     ) -> tuple[Any, list[Any]]:
         """What the loss returns for one example, and its gradient."""
         return jax.value_and_grad(self, has_aux=self.has_aux)(measured, example)
+
+
+def _warn_of_batch_statistics(aux: PyTree) -> None:
+    """Warns of running statistics that Flax or Haiku returns, as far as names show them."""
+    # In NNX the class of a variable has the name, and not its path.
+    is_statistic = functools.partial(_is_called, "BatchStat")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_statistic):
+        name = jax.tree_util.keystr(path)
+        if is_statistic(leaf) or re.search("batch_(stats|norm)", name):
+            warn(
+                f"loss_fn returns running statistics of a BatchNorm, {name}. In a batch of one "
+                "example its output is its bias, whatever the example, so that the model learns a "
+                "constant; and it may not see other examples. Take GroupNorm or LayerNorm, or "
+                "keep the statistics fixed (use_running_average=True)"
+            )
+            return
+
+
+def _is_called(name: str, x: Any) -> bool:
+    return type(x).__name__ == name
 
 
 _REMEDY = (

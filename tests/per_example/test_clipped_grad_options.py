@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 
 from optaxclip import per_example, scopes
 
@@ -100,6 +101,40 @@ def test_keywords_reach_the_loss_as_they_are(size):
 def test_a_keyword_that_the_loss_lacks_is_its_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'wait'"):
         per_example.clipped_grad(loss_fn, 1.0)(PARAMS, X, Y, wait=1.0)
+
+
+def statistics_of_linen(x):
+    layer = linen.BatchNorm(use_running_average=False)
+    return layer.init_with_output(jax.random.key(0), x[None])[1]["batch_stats"]
+
+
+def statistics_of_nnx(x):
+    del x
+    return nnx.split(nnx.BatchNorm(3, rngs=nnx.Rngs(0)), nnx.BatchStat, ...)[1]
+
+
+STATISTICS = {
+    "linen": lambda x: {"batch_stats": statistics_of_linen(x)},
+    "nnx": statistics_of_nnx,
+    "haiku": lambda x: {"net/~/batch_norm/~/mean_ema": {"average": x}},
+}
+MAKERS = {
+    "vmap": functools.partial(per_example.clipped_grad, limit=1.0),
+    "ghost": functools.partial(per_example.clipped_grad, limit=1.0, method="ghost"),
+    "norms": per_example.grad_norms,
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("library", STATISTICS)
+def test_statistics_of_a_batch_of_one_are_warned_of(library, maker):
+    def loss(params, x, y):
+        return loss_fn(params, x, y), STATISTICS[library](x)
+
+    with pytest.warns(UserWarning, match="running statistics of a BatchNorm, .*GroupNorm"):
+        jax.eval_shape(MAKERS[maker](loss, has_aux=True), PARAMS, X, Y)
+    without = MAKERS[maker](lambda *args: (loss_fn(*args), {"statistics": args[1]}), has_aux=True)
+    jax.eval_shape(without, PARAMS, X, Y)  # any warning is an error
 
 
 RELATIONS = {"add_or_remove_one": 1, "replace_special": 1, "replace_one": 2}
