@@ -11,7 +11,9 @@ ENOUGH_NORMS = 100
 SHARE_AT_LIMIT = 0.1
 """If a larger share of norms is within a thousandth of the largest, they were probably clipped."""
 LARGE_FACTOR = 20.0
-"""In a run that learns, the level changes by less, and ordinary norms exceed it by less."""
+"""In a run that learns, the level changes by less."""
+FAR_FACTOR = 13.0
+"""In a run that learns, fewer ordinary norms than one in 300 are that many times their level."""
 LAST = 3
 """If this many norms at the end are not finite, the run is lost."""
 
@@ -72,8 +74,12 @@ def judged(norms: Floats, shape: Shape, limit: Limit) -> Judgement:
         )
         return Judgement("none", doubts, (remedy,))
     is_tried = limit.is_reached and limit.clipped + limit.missed <= FITS
-    fits = shape.regime == "stationary" or is_tried
-    verdict: Verdict = "constant" if fits and _fall(shape) <= LARGE_FACTOR else "adaptive"
+    fall = _rise(-shape.level[shape.warmup :])
+    if fall > LARGE_FACTOR:
+        falls = f"the level of the norms falls by a factor of {fall:.3g}"
+        doubts = (*doubts, f"{falls}: no limit fits start and end")
+    fits = shape.regime == "stationary" or (is_tried and fall <= LARGE_FACTOR)
+    verdict: Verdict = "constant" if fits else "adaptive"
     return Judgement(verdict, doubts, _advice(norms, shape, limit, verdict))
 
 
@@ -84,35 +90,25 @@ def _about_the_record(norms: Floats, shape: Shape) -> Lines:
     finite = norms[np.isfinite(norms)]
     if np.mean(finite >= 0.999 * finite.max()) > SHARE_AT_LIMIT:
         doubts.append(f"many norms equal the largest, {finite.max():g}: are they clipped already?")
-    fall = _fall(shape)
-    if fall > LARGE_FACTOR:
-        doubts.append(
-            f"the level of the norms falls by a factor of {fall:.3g}: no limit fits start and end"
-        )
     return tuple(doubts)
 
 
 def _signs_of_loss(norms: Floats, shape: Shape) -> Lines:
     """Doubts because norms look like those of a run that explodes, was lost, or never learned."""
     doubts = []
-    rise, reach = _rise(shape.level), math.exp(shape.reach)
+    rise, far = _rise(shape.level), math.exp(shape.seldom)
     if rise > LARGE_FACTOR:
         doubts.append(
             f"the level of the norms rises by a factor of {rise:.3g}: does the run explode?"
         )
     if not np.isfinite(norms[-LAST:]).any():
         doubts.append("the last norms are not finite: was the run lost?")
-    if reach > LARGE_FACTOR:
+    if far > FAR_FACTOR:
         doubts.append(
-            f"ordinary norms reach {reach:.3g} times their level, without a gap below the spikes: "
-            "a limit above them does little"
+            f"one in 300 ordinary norms is {far:.3g} times its level, without a gap below the "
+            "spikes: a limit above them does little"
         )
     return tuple(doubts)
-
-
-def _fall(shape: Shape) -> float:
-    """The largest factor by which the level falls after the warm-up."""
-    return _rise(-shape.level[shape.warmup :])
 
 
 def _rise(level: Floats) -> float:

@@ -44,7 +44,7 @@ class Suggestion:
       share_clipped: the share of steps with a norm above it, among those after the warm-up with a
         finite positive norm.
       typical_norm: the median after the warm-up, without spikes.
-      spread: the standard deviation of the logarithms of ordinary norms from their moving median.
+      spread: the standard deviation of the logarithms of ordinary norms from their level.
       regime: how the level of the norms moves after the warm-up: "stationary", "drifting" or
         "stepped".
       warmup_steps: how many steps at the start have norms unlike all later ones.
@@ -149,16 +149,18 @@ class Suggestion:
 def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = None) -> Suggestion:
     """Suggests the largest limit that leaves ordinary gradients alone and catches the spikes.
 
-    A norm is a spike if it is at least 1.5 times the median of the steps around it, and if chance
-    does not explain it, judged by the median deviation of the norms' logarithms. The limit is the
-    border between ordinary norms and spikes, so that it also catches future spikes. If the level of
-    the norms moves, no single limit separates all spikes from all other norms. The limit then is
-    the largest one that makes the share of ordinary norms above it plus the share of spikes below
-    it as small as possible. If the level moves, and these shares are more than 5 % together or no
-    norm is above the limit, the verdict is that no constant limit fits, and a rule that follows the
-    level is suggested. Only steps after the warm-up are counted, printed and marked in pictures.
-    Record the norms before any clip, as `optaxclip.monitor.record` does as the first stage of a
-    chain. The limit is proportional to the norms.
+    The level is the median of the norms; if they drift or step by more than chance explains, and by
+    more than a factor of 1.5, it is the median of the steps around each norm. A norm is a spike if
+    it is at least 1.5 times its level, and if the tail of the other norms does not explain it, or
+    if it is 8 times its level. `python -m benchmarks.suggesting` counts how often this is wrong.
+    The limit is the border between ordinary norms and spikes, so that it also catches future
+    spikes. If the level of the norms moves, no single limit separates all spikes from all other
+    norms. The limit then is the largest one that makes the share of ordinary norms above it plus
+    the share of spikes below it as small as possible. If the level moves, and these shares are more
+    than 5 % together or no norm is above the limit, the verdict is that no constant limit fits, and
+    a rule that follows the level is suggested. Only steps after the warm-up are counted, printed
+    and marked in pictures. Record the norms before any clip, as `optaxclip.monitor.record` does as
+    the first stage of a chain. The limit is proportional to the norms.
 
     Args:
       norms: float[steps], the norms of the raw gradients in the order of the steps, as
@@ -276,9 +278,7 @@ def _checked(norms: ArrayLike) -> Floats:
 
 def _limit(norms: Floats, is_spike: np.ndarray[Any, np.dtype[np.bool_]], shape: Shape) -> Limit:
     """The largest limit with the least sum of two shares: ordinary norms clipped, spikes missed."""
-    levels = shape.level[shape.warmup :]
-    level = np.median(levels) if shape.regime == "stationary" else levels.max()
-    border = math.exp(level + shape.reach)
+    border = math.exp(shape.level[shape.warmup :].max() + shape.reach)
     spikes, bulk = np.sort(norms[is_spike]), np.sort(norms[~is_spike])
     candidates = np.array([_below(x) for x in (border, *spikes[spikes < border])])
     clipped = 1 - np.searchsorted(bulk, candidates, side="right") / len(bulk)

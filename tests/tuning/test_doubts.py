@@ -10,23 +10,27 @@ FLAT = np.linspace(1.0, 0.5, 100)  # one norm is within a thousandth of the larg
 FITTING = doubts.Limit(1.0, clipped=0.02, missed=0.03, is_reached=True)
 
 
-def judged(norms=FLAT, rise=1.0, fall=1.0, reach=2.0, warmup=0, limit=FITTING, level=None):
+def judged(norms=FLAT, rise=1.0, fall=1.0, far=2.0, warmup=0, limit=FITTING, level=None):
     """Judges norms whose level first rises by one factor and then falls by another."""
     moves = np.append(np.linspace(0, np.log(rise), 50), np.log(rise / fall) * np.ones(50))
     level = moves if level is None else level
-    shape = spreads.Shape(level, np.log(reach), 0.1, np.zeros(100, bool), warmup, "drifting")
+    none = np.zeros(100, bool)
+    shape = spreads.Shape(level, 1.0, 0.1, none, warmup, "drifting", np.log(far))
     found = doubts.judged(norms, shape, limit)
     return found.verdict, " ".join(found.doubts)
 
 
 def test_where_doubts_begin():
-    """A factor of 20, a share of a tenth within a thousandth of the largest norm, 100 norms."""
-    for calm in ({}, {"rise": 19.9}, {"fall": 19.9}, {"reach": 19.9}):
+    """Factors of 20 and 13, a tenth within a thousandth of the largest norm, 100 norms."""
+    for calm in ({}, {"rise": 19.9}, {"fall": 19.9}, {"far": 12.9}):
         assert judged(**calm) == ("constant", "")
     assert judged(fall=20.1) == ("adaptive", judged(fall=20.1)[1])
     assert "falls by a factor of 20.1: no limit" in judged(fall=20.1)[1]
-    for name, said in ("rise", "rises by a factor of 20.1"), ("reach", "reach 20.1 times"):
-        verdict, doubt = judged(**{name: 20.1})
+    for lost, said in (
+        ({"rise": 20.1}, "rises by a factor of 20.1"),
+        ({"far": 13.1}, "one in 300 ordinary norms is 13.1 times its level"),
+    ):
+        verdict, doubt = judged(**lost)
         assert verdict == "none"
         assert said in doubt
     # The level may fall in the warm-up as it likes.

@@ -89,7 +89,7 @@ def test_a_log_with_a_warmup_whose_level_moves():
     norms = np.exp(level + rng.uniform(0.05, 0.2) * rng.normal(size=STEPS))
     norms[rng.choice(STEPS, 4, replace=False)] *= rng.uniform(3, 10, 4)
     found = check(norms)
-    assert (found.warmup_steps, found.regime, found.verdict) == (36, "stepped", "constant")
+    assert (found.warmup_steps, found.regime, found.verdict) == (36, "drifting", "constant")
     assert (found.share_clipped, np.sum(norms > found.limit)) == (3 / 264, 17)
 
 

@@ -1,11 +1,13 @@
-"""The level, the spread and the warm-up of norms whose shape is known exactly."""
+"""The level, the spread, the tail and the warm-up of norms whose shape is known exactly."""
 
 from statistics import NormalDist
 
 import numpy as np
 import pytest
+from scipy import special
 
 from optaxclip.tuning import spread as spreads
+from optaxclip.tuning.regimes import regime_of
 
 
 def test_levels_at_both_ends():
@@ -18,11 +20,29 @@ def test_levels_at_both_ends():
     np.testing.assert_array_equal(level[10:], np.median(windows, axis=1)[10:])
 
 
-def test_the_spread_is_a_standard_deviation_and_hardly_a_norm_reaches_beyond():
-    normal = NormalDist(0.0, 0.3)
-    deviations = np.array([normal.inv_cdf((i + 0.5) / 999) for i in range(999)])
-    expected = (0.3, normal.inv_cdf(1 - 0.01 / 999))
-    np.testing.assert_allclose(spreads._spread_and_reach(deviations), expected, rtol=2e-3)
+PLACES = (np.arange(999) + 0.5) / 999
+NORMAL, HEAVY = 0.3 * special.ndtri(PLACES), 0.2 * special.stdtrit(3, PLACES)
+
+
+def test_the_spread_is_a_standard_deviation_and_the_tail_decides_what_is_a_spike():
+    assert spreads._spread(NORMAL) == pytest.approx(0.3, rel=2e-3)
+    last = 0.3 * special.ndtri(1 - 0.1 / 999)  # a tenth of a norm is further away
+    reach, seldom = spreads._reach(NORMAL)
+    assert last < reach < 1.25 * last
+    assert seldom == pytest.approx(0.3 * special.ndtri(1 - 1 / 300), rel=1e-2)
+    # Of a heavy tail a norm in 300 may be taken for a spike, and all far ones are.
+    heavy, _ = spreads._reach(HEAVY)
+    assert np.sum(heavy < HEAVY) <= 3
+    assert heavy > 1.5 * reach
+    for deviations in NORMAL, HEAVY:
+        for spikes in 1, 10, 99:
+            found, _ = spreads._reach(np.append(deviations[:-spikes], np.full(spikes, np.log(10))))
+            assert deviations[-spikes - 1] < found < np.log(10)
+
+
+def test_a_norm_is_no_spike_near_its_level_and_always_one_far_from_it():
+    for deviations, border in (0.01 * NORMAL, 1.5), (3 * NORMAL, 8.0):
+        assert np.exp(spreads._reach(deviations)[0]) == pytest.approx(border)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +57,7 @@ def test_the_spread_is_a_standard_deviation_and_hardly_a_norm_reaches_beyond():
 )
 def test_the_spread_is_that_of_the_wider_side_with_enough_norms(up, down, expected):
     """Norms that equal their level are on neither side."""
-    spread, _ = spreads._spread_and_reach(np.array([*up, *np.negative(down), *[0.0] * 40]))
+    spread = spreads._spread(np.array([*up, *np.negative(down), *[0.0] * 40]))
     assert spread == pytest.approx(expected / NormalDist().inv_cdf(0.75))
 
 
@@ -72,9 +92,9 @@ def test_a_level_may_step_and_drift_up_or_down(sign):
         "stationary": np.linspace(0, 0.4, 200),
     }
     for regime, level in levels.items():
-        assert spreads._regime(sign * level, 0.1, 21) == regime
+        assert regime_of(sign * level, sign * level, 0.1) == regime
 
 
-def test_fewer_than_three_windows_say_nothing_of_a_regime():
+def test_few_norms_say_nothing_of_a_regime():
     for steps, regime in (32, "stationary"), (33, "drifting"):
         assert spreads.shape_of(np.linspace(0, np.log(4), steps)).regime == regime
