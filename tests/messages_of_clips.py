@@ -272,4 +272,7 @@ VALUE_ERRORS = {
         SGD, 1.0, loss_limit=thresholds.log_tracker()
     ),
     "^loss_limit cannot be relative": lambda: skip_above(SGD, 1.0, loss_limit=RELATIVE),
+    "^max_factor must be": lambda: responses.band(min_factor=2.0, max_factor=1.0),
+    r"norm must be one of .*'l2'.* got 'l3'": lambda: clip_by_global_norm(1.0, norm="l3"),
+    r"response must be one of .*'clip'.* got 'soft'": lambda: clip_by(TREE, 1.0, response="soft"),
 }

@@ -141,6 +141,7 @@ TYPE_ERRORS = {
     "pre_clipping_transform must be a function.* 'scaled'": lambda: grads_of(
         dot, pre_clipping_transform="scaled"
     ),
+    "is_padding must be bool": lambda: clip_sum(1.0, is_padding=jnp.zeros(2)),
 }
 VALUE_ERRORS = {
     "microbatch_size must be an int of at least 1, got 0": lambda: made(microbatch_size=0),
@@ -250,4 +251,13 @@ VALUE_ERRORS = {
     r"relation must be one of \['add_or_remove_one', .* got 3": lambda: per_example.clipped_grad(
         dot, 1.0
     ).sensitivity(3),
+    "split must be one of": lambda: clip_sum(1.0, split="even"),
+    "is_padding must have one entry": lambda: clip_sum(1.0, is_padding=jnp.zeros(3, bool)),
+    "^microbatch_size must be an int of at least 1, got 0": lambda: grads_of(
+        dot, microbatch_size=0
+    ),
+    "limit must not be negative or NaN, got -1.0": lambda: per_example.clipped_grad(dot, -1.0),
+    "the batch must have leaves": lambda: per_example.clipped_grad(dot, 1.0)(W, X, X[:3]),
+    "must be positions among 2 arguments": lambda: grads_of(dot, batch_argnums=2),
+    "method must be one of": lambda: per_example.grad_norms(dot, method="gost"),
 }

@@ -4,10 +4,16 @@ The tables have the calls under patterns of what their errors say. They are the 
 message: one row, and no test of its own.
 """
 
+import operator
+
 import messages_of_clips
 import messages_of_data
 import messages_of_losses
 import pytest
+from public_names import GIVEN
+from wrong_values import WRONG_VALUES
+
+import optaxclip
 
 TABLES = (messages_of_clips, messages_of_data, messages_of_losses)
 ROWS = [
@@ -24,3 +30,12 @@ def test_an_error_says_what_came_and_what_to_do(kind, said, call, table):
         call()
     # Messages about plain data list the names that there are.
     assert len(str(raised.value)) < 350 or table is messages_of_data
+
+
+@pytest.mark.parametrize("name", WRONG_VALUES)
+def test_an_error_names_the_argument(name):
+    make = operator.attrgetter(name)(optaxclip)
+    for argument, values in WRONG_VALUES[name].items():
+        for value in values:
+            with pytest.raises((TypeError, ValueError), match=f"^{argument} must"):
+                make(**{**GIVEN.get(name, {}), argument: value})

@@ -16,6 +16,7 @@ import parts_table
 import pytest
 import reference_rules
 from public_names import public
+from wrong_values import WRONG_VALUES
 
 import optaxclip
 from benchmarks import every_method
@@ -180,7 +181,7 @@ TABLES = {
     ),
     "rules: wrong values of each argument": Table(
         "argument of a rule",
-        lambda: {f"{x[0]}({x[1]})" for x in loaded("thresholds/test_rule_errors.py")["BAD"]},
+        lambda: {f"{x.rpartition('.')[2]}({y})" for x in WRONG_VALUES for y in WRONG_VALUES[x]},
     ),
     "rules: numbers of any dtype": Table(
         "rule that learns",

@@ -66,12 +66,6 @@ def test_layers_of_layers_have_a_number_for_each_axis():
     assert list(names) == [f"w/{i}/{j:02}" for i in range(2) for j in range(11)]
 
 
-@pytest.mark.parametrize("gamma", [np.inf, -1.0, np.nan])
-def test_auto_s_refuses_what_would_stop_or_turn_the_gradient(gamma):
-    with pytest.raises(ValueError, match="gamma must be"):
-        responses.auto_s(gamma)
-
-
 def test_auto_s_without_gamma_normalizes():
     leaf = np.float32([3.0, 4.0])
     updates = optaxclip.clip_tree(leaf, 1.0, scope=scopes.tree(), response=responses.auto_s(0))[0]

@@ -366,21 +366,6 @@ def test_after_an_optimizer_with_a_schedule():
     assert info.num_clipped == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        *(({"c": bad}, "c") for bad in (-1.0, np.nan, "a", np.ones(2))),
-        ({"mode": "medium"}, "mode"),
-        *(({"iterations": bad}, "iterations") for bad in (0, 2.5, jnp.int32(3))),
-        ({"stacked": jnp.int32(1)}, "stacked"),
-        ({"nonfinite": "no"}, "nonfinite"),
-    ],
-)
-def test_an_error_names_the_argument(options, error):
-    with pytest.raises((ValueError, TypeError), match=f"^{error} must"):
-        clip_by_spectral_norm(**{"c": 1.0} | options)
-
-
 def test_sparse_leaves_are_refused():
     with pytest.raises(TypeError, match=r"leaf 'w' .* is sparse.*todense"):
         clip_by_spectral_norm(1.0).update(

@@ -284,25 +284,6 @@ def test_the_largest_entry_is_that_of_all_devices():
     assert expected[2, 3, 0] > -6
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "error"),
-    [
-        *((SPAM, {"threshold": bad}, "threshold") for bad in (-1.0, np.nan, "a")),
-        (SPAM, {"decay": 1.5}, "decay"),
-        (SPAM, {"warmup_steps": -1}, "warmup_steps"),
-        *((SPAM, {"reset_every": bad}, "reset_every") for bad in (0, 1.5, jnp.int32(4))),
-        (optaxclip.clip_by_moving_max, {"stacked": jnp.int32(1)}, "stacked"),
-        *((optaxclip.clip_by_moving_max, {"decay": bad}, "decay") for bad in (-0.1, 2, None)),
-        (optaxclip.normalize_by_norm_history, {"mean_decay": 2.0}, "mean_decay"),
-        (optaxclip.normalize_by_norm_history, {"square_decay": -1}, "square_decay"),
-        (optaxclip.normalize_by_norm_history, {"eps": -1}, "eps"),
-    ],
-)
-def test_an_error_names_the_argument(make, options, error):
-    with pytest.raises((ValueError, TypeError), match=f"^{error} must"):
-        make(**options)
-
-
 def test_errors_of_spams_leaves():
     tx, sparse = SPAM(), BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))
     with pytest.raises(TypeError, match=r"leaf 'w' must be dense.*todense"):

@@ -373,20 +373,3 @@ def test_a_limit_may_change_on_the_fly():
         state.hyperparams["limit"] = jnp.float32(limit)
         _, state = update(grads_of_norm(0.7), state, PARAMS)
         assert state.inner_state.info.factor == factor
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("limit", [-1.0, float("nan"), "a", None, np.ones(2)]),
-        ("max_consecutive", [0, -1, 1.5, "a"]),
-        ("norm", ["l3"]),
-    ],
-)
-def test_an_error_names_the_argument(name, values):
-    for value in values:
-        arguments = {"inner": optax.sgd(1.0), "limit": 1.0, name: value}
-        with pytest.raises((ValueError, TypeError), match=f"^{name} must"):
-            run(skip_above(**arguments), [1.0])
-    with pytest.raises(ValueError, match="max_consecutive must"):
-        skip_nonfinite(optax.sgd(1.0), 0)

@@ -221,20 +221,6 @@ def test_traced_limits_and_vmap_over_limits():
     np.testing.assert_allclose(found, [norm(limit) for limit in limits[:2]] + [0, 0], rtol=1e-5)
 
 
-def test_errors_say_what_is_wrong():
-    params, x, y = task()
-    with pytest.raises(ValueError, match="microbatch_size must be an int of at least 1"):
-        per_example.clipped_grad(loss_fn, 1.0, microbatch_size=0)
-    with pytest.raises(ValueError, match="limit must not be negative or NaN"):
-        per_example.clipped_grad(loss_fn, -1.0)
-    with pytest.raises(ValueError, match="the batch must have leaves"):
-        per_example.clipped_grad(loss_fn, 1.0)(params, x, y[:3])
-    with pytest.raises(ValueError, match="batch_argnums=0 and argnums=0 both name the argument 0"):
-        per_example.clipped_grad(loss_fn, 1.0, batch_argnums=0)(params, x, y)
-    with pytest.raises(ValueError, match="must be positions among 3 arguments"):
-        per_example.clipped_grad(loss_fn, 1.0, batch_argnums=3)(params, x, y)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("scope", "size"), by_tree_and_leaf([3], [None, 2, 3]))
 def test_all_reduces_of_a_sharded_batch(scope, size):

@@ -155,16 +155,6 @@ def test_a_share_beyond_all_is_all_and_below_none_is_none(count, examples, share
     np.testing.assert_allclose(moved, math.exp(0.5 - share), rtol=1e-6)
 
 
-QUANTILES = ("target", "learning_rate", "init_limit", "count_noise", "min_limit", "max_limit")
-
-
-@pytest.mark.parametrize("argument", QUANTILES)
-def test_numbers_of_a_quantile_out_of_range(argument):
-    for number in (-1.0, math.nan, *([1.5] if argument == "target" else [])):
-        with pytest.raises(ValueError, match=f"^{argument} must"):
-            per_example.quantile_limit(**{argument: number})
-
-
 @pytest.mark.parametrize("numbers", [(-1.0, 5.0), (0.0, -5.0)])
 def test_noise_below_zero(numbers):
     with pytest.raises(ValueError, match="must not be negative"):

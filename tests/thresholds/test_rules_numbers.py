@@ -348,12 +348,6 @@ def test_without_a_warm_up_adagc_lets_the_first_norm_pass():
     np.testing.assert_allclose(triggers[:2], [np.inf, 1.5])
 
 
-@pytest.mark.parametrize("numbers", [{"ratio": -1.0}, {"ratio": 1.0, "eps": -1.0}])
-def test_a_share_of_the_parameters_is_not_negative(numbers):
-    with pytest.raises(ValueError, match=f"^{list(numbers)[-1]} must"):
-        thresholds.relative_to_params(**numbers)
-
-
 def test_what_is_added_to_the_root_mean_square_lowers_the_target():
     _, targets = limits_of(NORMS, functools.partial(thresholds.mean_over_rms, eps=1.0))
     np.testing.assert_allclose(targets[0], 0.5, rtol=1e-6)
