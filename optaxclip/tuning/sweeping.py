@@ -40,7 +40,8 @@ class SweepResult:
         squared norms.
       share_clipped: float32[runs..., steps], the share of groups with a norm above the limit.
       final_loss: float32[runs...], the mean over the last tenth of the steps; inf if diverged.
-      diverged: bool[runs...], whether the final loss is not finite, or above the first loss.
+      diverged: bool[runs...], whether the final loss is not finite, or above the first
+        loss that is.
       noise: the entry of `noises` for the suggested limit; NaN if no limit is suggested.
       limit: the largest limit whose final loss is within noise of the best; NaN if for each limit a
         run diverged.
@@ -293,9 +294,11 @@ def _result(
 ) -> SweepResult:
     tail = max(1, round(loss.shape[-1] * FINAL_SHARE))
     last = loss[..., -tail:]
+    # The first loss that is finite: a bad first batch does not make a run that learns a lost one.
+    first = np.take_along_axis(loss, np.argmax(np.isfinite(loss), -1)[..., None], -1)
     with np.errstate(over="ignore", invalid="ignore"):
         final = last.mean(axis=-1)
-        diverged = ~(np.isfinite(final) & (final <= loss[..., 0]))
+        diverged = ~(np.isfinite(final) & (final <= first[..., 0]))
     final = np.where(diverged, np.inf, final)
     # [limits, rates, seeds, last steps], and the means over seeds.
     each = last.reshape(len(limits), 1 if rates is None else len(rates), seeds, tail)

@@ -342,8 +342,10 @@ def test_a_result_where_some_seeds_are_lost_or_there_is_one_step():
     # Even if the noise of the best losses is infinite, as squares of losses are here.
     huge = np.r_[4e30, np.full(18, 3e30), 1e30, 2e30]
     assert result_of([[[huge]], [[huge[::-1]]]]).limit == 0.5
-    # A loss as high as the first one has not diverged.
-    assert not result_of([[[[1.0, 0.5, 1.0]]]], limits=[1.0]).diverged.any()
+    # A loss as high as the first one that is finite has not diverged.
+    for first in ([], [np.nan], [np.inf, np.nan]):
+        assert not result_of([[[[*first, 1.0, 0.5, 1.0]]]], limits=[1.0]).diverged.any()
+        assert result_of([[[[*first, 1.0, 0.5, 1.1]]]], limits=[1.0]).diverged.all()
 
 
 def test_the_final_loss_is_the_mean_over_a_tenth_and_the_best_rate_is_the_suggested_limits():
