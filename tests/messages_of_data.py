@@ -31,6 +31,10 @@ def swept(limits=(1.0,), steps=STEPS, step=step_fn, key=0, data=DATA, **options)
     return tuning.sweep(init_fn, step, list(limits), steps, key=key, data=data, **options)
 
 
+def of_several(*stages):
+    return optax.chain(*stages).init(GRADS)
+
+
 def config(name, **arguments):
     return from_config({"name": name, **arguments})
 
@@ -196,6 +200,15 @@ VALUE_ERRORS = {
     ),
     r"holds no record.* put monitor\.record\(window\) in": lambda: monitor.history_names(
         without_record()
+    ),
+    r"several records, with the names \['record', 'events'\]: pass hist": lambda: monitor.history(
+        of_several(monitor.record(2), monitor.events(optaxclip.clip_by_norm(1.0)))
+    ),
+    r"\['record', 'record'\]: give each record a name= of its own, and pass": lambda: (
+        monitor.history(of_several(monitor.record(2), monitor.record(2)), "record")
+    ),
+    r"name must be that of a record, one of \['a'\]; got 3": lambda: monitor.history(
+        of_several(monitor.record(2, name="a")), 3
     ),
     r"record: the state was made by another record: .*last 5 "
     r"steps as \[5\], and .* last 6 steps as \[6\]": lambda: another_record(

@@ -25,8 +25,8 @@ from optaxclip.norms import Norm
 
 VERDICTS = ("taken", "clipped", "not finite", "skipped")
 """What may become of a step; if several are true, the last of them stands."""
-NOT_RUN = 0
-"""Marks a clip that did not run at a step; the numbers of leaves begin at 1."""
+NOT_RUN = -1
+"""Marks a clip that did not run at a step. Leaves are numbered from 1; 0 marks a tree without."""
 
 _WRAP_STATE = (
     "If the optimizer ran without events until now, put its state into a fresh one: "
@@ -47,7 +47,7 @@ class EventsState(NamedTuple):
         the order of `read`; for the loss of a skip, the loss and its limit. Step n is in row
         `n % window`.
       marks: int32[window, 1 + judges], what became of the step, and for each clip and skip the
-        number of its worst leaf, from 1, or 0 if it did not run.
+        number of its worst leaf, from 1; 0 if the tree had no leaves, -1 if it did not run.
       inner_state: the wrapped transformation's state.
     """
 
@@ -279,9 +279,9 @@ def _written(
 
 
 def _worst_leaf(norms: Array, places: Array) -> Array:
-    """The place of the leaf with the largest norm; NaN is larger than all."""
+    """The place of the leaf with the largest norm, -1 without leaves; NaN is larger than all."""
     if not norms.size:
-        return jnp.zeros((), jnp.int32)
+        return jnp.full((), -1, jnp.int32)
     norms = lax.stop_gradient(norms)
     at = jnp.argmax(jnp.where(jnp.isnan(norms), jnp.inf, norms))
     return jnp.sum(jnp.where(np.arange(len(places)) == at, places, 0), dtype=jnp.int32)

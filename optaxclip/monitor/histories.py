@@ -104,9 +104,9 @@ def _events(state: EventsState, stat: str | None) -> np.ndarray[Any, np.dtype[An
             if not field.endswith("worst"):
                 found[field] = np.where(worst == NOT_RUN, np.nan, numbers[:, i, number])
             elif stat in (None, field):
-                if not names and len(worst):
+                if not names and np.any(worst > 0):
                     raise lost_names(f"the events of {judge.name} have lost the names of leaves")
-                found[field] = np.array(["", *names])[worst]
+                found[field] = np.array(["", *names])[np.maximum(worst, 0)]
     if stat is not None:
         return found[_known(stat, list(found), "the events have")]
     table = np.empty(len(marks), [(field, column.dtype) for field, column in found.items()])
@@ -170,8 +170,11 @@ def _only_record(opt_state: PyTree, name: str | None) -> RecordState | EventsSta
             "the state holds no record, and so no history: put monitor.record(window) into the "
             "chain, in front of the clip for the raw norms, and pass the chain's state"
         )
-    which = "" if name is None else f" named {name!r}"
-    raise ValueError(
-        f"the state must hold one record{which}, it holds {len(fitting)}; all its records: "
-        f"{list(records)}. Give each record its own name=, and pass history the name that you want"
-    )
+    names = [name_of(state) for state in records.values()]
+    if name is not None and not fitting:
+        hint = near_miss(str(name), names)
+        raise ValueError(f"name must be that of a record, one of {names}; got {name!r}{hint}")
+    remedy = "pass history the name of one"
+    if len(set(names)) < len(names):
+        remedy = f"give each record a name= of its own, and {remedy}"
+    raise ValueError(f"the state holds several records, with the names {names}: {remedy}")

@@ -211,9 +211,9 @@ def _of_few(kept: dict[str, Any], top: int, numpy: Any) -> list[dict[str, Any]]:
 
 
 def worst_entry(kept: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a clip's worst leaf or group, and its index."""
+    """The numbers of a clip's worst leaf or group, and its index, -1 if there is none."""
     few = _of_few(kept, 1, jnp)
-    return few[0] if few else {x: jnp.asarray(y) for x, y in (_NOTHING | {"index": 0}).items()}
+    return few[0] if few else {x: jnp.asarray(y) for x, y in (_NOTHING | {"index": -1}).items()}
 
 
 def _of_largest_loss(loss: Any, limit: Any, numpy: Any) -> Summary:

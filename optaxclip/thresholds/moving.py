@@ -154,7 +154,7 @@ def zscore(
     settings = _ZScoreSettings(
         within(alpha, 0, 1, "alpha", "; a number of standard deviations is z_thresh="),
         at_least(z_thresh, 0, "z_thresh"),
-        warmup_steps,
+        at_least(warmup_steps, 0, "warmup_steps"),
     )
     return adaptive(
         _ZScore(option, checked_bool(debias, "debias")),

@@ -377,6 +377,8 @@ def test_integers_of_more_than_32_bits_are_taken_for_floats(sign):
         found = checked_limit(sign * number, "limit", allow_any_number=True)
         assert type(found) is kind
         assert found == (sign * number if number < 10**400 else sign * np.inf)
+    for make in (thresholds.zscore, thresholds.window, thresholds.percentile, thresholds.adagc):
+        jax.eval_shape(lambda rule: rule, make(warmup_steps=2**40, patience=2**40))
 
 
 def test_a_percentile_that_looks_like_a_share_is_warned_of():
