@@ -1,6 +1,8 @@
 """The code that README and the site show, to be run as a reader would."""
 
+import contextlib
 import re
+import tempfile
 from pathlib import Path
 
 import jax
@@ -21,7 +23,15 @@ def block_with(page, marker):
 
 
 def run(block, page, **namespace):
-    """What a block leaves behind, run beside these names alone, with a reader's settings."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    """What a block leaves behind, run beside these names alone, with a reader's settings.
+
+    What it writes goes to a folder of its own.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
         exec(compile(block, str(page), "exec"), namespace)
     return namespace
