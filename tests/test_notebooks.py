@@ -41,6 +41,7 @@ def code_cells(notebook):
 def test_stored_with_outputs(path):
     notebook = read(path)
     nbformat.validate(notebook)
+    assert 'pip install ".[notebooks]"' in notebook.cells[0].source
     cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]

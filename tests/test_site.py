@@ -39,13 +39,17 @@ REFERENCE = re.findall(r"^- \[`optaxclip\.(\S+)`\]", "\n".join(PAGES.values()), 
 MENU = (ROOT / "mkdocs.yml").read_text("utf-8").split("\nnav:\n")[1]
 
 
-def skip_without_packages(block):
-    """Skips the test if a package that the block imports is not installed."""
+def packages_of(block):
+    """The packages that a block imports."""
     nodes = list(ast.walk(ast.parse(block)))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    packages = {name.split(".")[0] for name in names}
-    if missing := {name for name in packages if not importlib.util.find_spec(name)}:
+    return {name.split(".")[0] for name in names}
+
+
+def skip_without_packages(block):
+    """Skips the test if a package that the block imports is not installed."""
+    if missing := {name for name in packages_of(block) if not importlib.util.find_spec(name)}:
         pytest.skip(f"not installed: {', '.join(sorted(missing))}")
 
 
@@ -104,6 +108,23 @@ def test_code_runs_in_a_process_of_its_own(name):
     if name == "wandb":
         code += "assert logged['clip_by_global_norm/limit'] == 1.0\n"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+# What these packages are called where they are installed.
+CALLED = {
+    "dp_accounting": "dp-accounting",
+    "haiku": "dm-haiku",
+    "orbax": "orbax-checkpoint",
+    "yaml": "pyyaml",
+}
+NEEDED = {"jax", "numpy", "optax", "optaxclip", *sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_says_what_its_programs_need(page):
+    used = {name for block in shown_code.blocks(page) for name in packages_of(block)} - NEEDED
+    said = set(" ".join(re.findall(r"`pip install ([^`]*)`", PAGES[page])).split())
+    assert {CALLED.get(name, name) for name in used} <= said
 
 
 def test_code_fits_the_page():
