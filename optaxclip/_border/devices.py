@@ -236,7 +236,7 @@ def typed_like(tree: PyTree, like: PyTree) -> PyTree:
     """
     is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(like))
     mesh = _mesh_with(AxisType.Explicit, types_of(like)) if is_traced else None
-    return jax.tree.map(functools.partial(_typed, mesh=mesh), tree)
+    return tree if mesh is None else jax.tree.map(functools.partial(_typed, mesh=mesh), tree)
 
 
 def on_set_mesh(x: Array) -> Array:
@@ -247,7 +247,7 @@ def on_set_mesh(x: Array) -> Array:
 
 
 def _typed(x: Any, mesh: Any) -> Any:
-    if mesh is None or not isinstance(x, Array) or not jax.typeof(x).sharding.mesh.empty:
+    if not isinstance(x, Array) or not jax.typeof(x).sharding.mesh.empty:
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
 
