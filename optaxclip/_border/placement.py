@@ -289,7 +289,8 @@ def refuse_parts(flat: FlatTree, specs: PyTree, *, of_examples: bool, remedy: st
     given = [PartitionSpec()] * len(leaves) if specs is None else _given_specs(flat, specs)[1]
     for name, leaf, spec in zip(flat.names(), leaves, given, strict=True):
         unsaid = devices.varying_axes(leaf) - devices.axes_of(spec)
-        split = unsaid | devices.axes_of(PartitionSpec(*spec[1:] if of_examples else spec))
+        said = devices.axes_of(PartitionSpec(*spec[1:] if of_examples else spec))
+        split = unsaid | (said & manual)
         if split:
             raise ValueError(
                 f"leaf {name!r} differs over the devices along {sorted(split)}, so that a device "

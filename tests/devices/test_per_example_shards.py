@@ -90,6 +90,17 @@ def test_parts_of_gradients_are_refused(check_vma, clip):
         jax.eval_shape(jax.pmap(CLIPS[clip], axis_name="x"), X.reshape(8, 2, 16))
 
 
+def test_axes_that_are_not_manual_may_split_gradients():
+    wide = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    options = {"mesh": wide, "in_specs": P("x"), "out_specs": P("x"), "axis_names": {"x"}}
+
+    def clip(x):
+        return per_example.clip_sum(x, 1.0, specs=P("x", "y")).grads[None]
+
+    for check_vma in (True, False):
+        jax.eval_shape(jax.jit(jax.shard_map(clip, **options, check_vma=check_vma)), X)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_whole_gradients_of_own_examples_are_clipped_as_on_one_device(check_vma):
     """With and without one example, which lies on one device, the sum differs by the limit."""
