@@ -193,11 +193,13 @@ def rows(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
     """
     count = _weights(use).shape[0]
     drops = primitives.drops_outside(use.site.eqn)
-    ids = x[..., 0]
-    is_inside = (ids >= 0) & (ids < count)
-    ids = jnp.where(is_inside, ids, count) if drops else jnp.clip(ids, 0, count - 1)
     lead = d.shape[: len(use.loops) + 1]
-    ids = ids.reshape(*lead, 1, -1, 1).astype(jnp.int32)
+    # The dtype of the indices may hold fewer numbers than the table has rows, or more than int32.
+    last = min(count - 1, int(jnp.iinfo(x.dtype).max))
+    ids = jnp.clip(x, 0, last).astype(jnp.int32)
+    if drops:
+        ids = jnp.where((x >= 0) & (x <= last), ids, count)
+    ids = ids.reshape(*lead, 1, -1, 1)
     d = d.reshape(*lead, 1, ids.shape[-2], math.prod(_weights(use).shape[1:]))
     if drops:
         d = jnp.where(ids < count, d, jnp.zeros_like(d))
