@@ -35,11 +35,8 @@ same way. Products that underflow are off by `tiny` at most, which adds
 
 **The gradient itself** has entries `sum_t x_tk d_tn (1 + e_tkn)` with `|e| <= g(T + PRODUCT)`. The
 matrix of the errors of position `t` has at most the norm `g(T + PRODUCT) |x_t| |d_t|`, so the
-computed gradient is off by at most `g(T + PRODUCT) * A = delta * A`. Where every gradient is made,
-`A` is bounded by `|x| |d|`, the product of the norms over all positions, by the inequality of
-Cauchy and Schwarz; a pixel of a convolution's input is in at most as many patches as a patch has
-pixels. A gradient that is kept in bfloat16, for its norm and for the sum, is off by another
-`ROUNDED` of its norm.
+computed gradient is off by at most `g(T + PRODUCT) * A = delta * A`. A gradient that is kept in
+bfloat16, for its norm and for the sum, is off by another `ROUNDED` of its norm.
 
 **The sum** of the clipped examples has `c d_t` in place of `d_t`, or `c x_t` in place of `x_t`,
 where `c` is the factor of the example, multiplied in as two numbers. So what one example adds to it

@@ -121,16 +121,19 @@ class Part:
         """
         each, unit = jnp.zeros((), dtype), 0.0
         for use, _ in self.uses:
-            x, d, times = data[use.number], cotangents[use.number], 1
+            x, d = data[use.number], cotangents[use.number]
             unit = max(unit, bounds.unit_roundoff(dtype, _are_half(x, d)))
             if use.site.kind == primitives.CONVOLUTION:
-                x, d = sites.pairs_of_convolution(use, x, d, primitives.pixels)
-                # A pixel is in at most so many patches.
-                times = math.prod(primitives.window(use.site.eqn))
+                groups = primitives.feature_groups(use.site.eqn)
+
+                def of_pixels(x: Array, groups: int = groups) -> Array:
+                    return norms_above(x.reshape(*x.shape[:-1], groups, -1), (x.ndim,), dtype)
+
+                x, d = sites.pairs_of_convolution(use, x, d, of_pixels)
             else:
                 x, d = sites.pairs(use, x, d)
-            of_x, of_d = (norms_above(v, (2, 3), dtype) for v in (x, d))
-            each += math.sqrt(times) * of_x * of_d
+            of_x, of_d = (norms_above(v, (3,), dtype) for v in (x, d))
+            each += jnp.sum(of_x * of_d, -1)
         additions = max(sites.cut_of(use).additions for use, _ in self.uses) + len(self.uses)
         off, total = self._off(each, additions, unit)
         return jnp.minimum(off, total)

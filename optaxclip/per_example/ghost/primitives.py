@@ -228,12 +228,12 @@ def patches(eqn: Any, x: Array) -> Array:
 
     Args:
       eqn: the convolution.
-      x: `[any, *input]`.
+      x: what `pixels` returns.
 
     Returns:
       `[any, n, *output positions, window, channels]`.
     """
-    x, same, numbers = pixels(eqn, x), (0, 0, 0), eqn.params["dimension_numbers"]
+    same, numbers = (0, 0, 0), eqn.params["dimension_numbers"]
     edges = zip(eqn.params["padding"], eqn.params["lhs_dilation"], strict=True)
     around = [(low, high, dilation - 1) for (low, high), dilation in edges]
     x = lax.pad(x, jnp.zeros((), x.dtype), [same, same, *around, same, same])

@@ -138,7 +138,7 @@ def narrowed(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
 def pairs(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
     """Data `[B, G, T, K]` and cotangents `[B, G, T, N]` of a product or a convolution."""
     if use.site.kind == primitives.CONVOLUTION:
-        return pairs_of_convolution(use, x, d, primitives.patches)
+        return pairs_of_convolution(use, x, d)
     x, d = narrowed(use, x, d)
     axes, example = Axes.of(use), len(use.loops)
     x = _arranged(x, example, axes.data_groups, axes.data_positions, axes.data_entries)
@@ -155,7 +155,7 @@ def _arranged(
 
 
 def pairs_of_convolution(
-    use: Use, x: Array, d: Array, seen: Callable[[Any, Array], Array]
+    use: Use, x: Array, d: Array, of_pixels: Callable[[Array], Array] = lambda x: x
 ) -> tuple[Array, Array]:
     """Data and cotangents, as from `pairs`, for a convolution.
 
@@ -163,11 +163,12 @@ def pairs_of_convolution(
       use: the use of a kernel.
       x: the data.
       d: the cotangents.
-      seen: what to take of the data: `primitives.patches`, one at each position, or `pixels`.
+      of_pixels: what to take of the pixels `[..., channels]` before they are put into patches.
     """
     eqn, lead = use.site.eqn, x.shape[: len(use.loops) + 1]
     groups = primitives.feature_groups(eqn)
-    x = seen(eqn, x.reshape(-1, *x.shape[len(lead) :]))
+    x = primitives.pixels(eqn, x.reshape(-1, *x.shape[len(lead) :]))
+    x = primitives.patches(eqn, of_pixels(x))
     d = primitives.outputs_of_convolution(eqn, d.reshape(-1, *d.shape[len(lead) :]))
     x = x.reshape(*lead, -1, x.shape[-2], groups, x.shape[-1] // groups)
     x = jnp.moveaxis(x, -2, len(lead))

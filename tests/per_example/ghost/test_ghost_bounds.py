@@ -187,6 +187,26 @@ def test_the_bound_of_a_kernel_allows_for_all_patches_that_a_pixel_is_in():
     assert np.all((norms >= 48 * (1 + 24 * 2.0**-24)) & (norms <= 48 * (1 + 40 * 2.0**-24)))
 
 
+def test_positions_without_a_cotangent_do_not_count():
+    """Libraries fill masked positions with large numbers, of the second example near the range's
+    end; the third has one token of a thousand times the size."""
+    x, d = RNG.normal(size=(3, 64, 16)), RNG.normal(size=(3, 64, 16))
+    x[:2, :30], d[:2, :32] = np.array([-9999, -9.96e36])[:, None, None], 0
+    x[2, 5] *= 1000
+    x, d = x.astype(np.float32), d.astype(np.float32)
+    seen = np.stack([x[:, k : k + 62] for k in range(3)], 2)
+    layer = np.einsum("btk,btn->bkn", long(x), long(d))
+    kernel = np.einsum("btwk,btn->bwkn", long(seen), long(d[:, :62]))
+
+    def loss(params, x, d):
+        return of_layer(params["layer"], x, d) + of_kernel(params["kernel"], x, d[:62])
+
+    params = {"layer": jnp.zeros((16, 16)), "kernel": jnp.zeros((3, 16, 16))}
+    norms, _ = jax.jit(per_example.grad_norms(loss, scope=scopes.leaf()))(params, x, d)
+    ratios = long(norms) / np.stack([norms_of(kernel), norms_of(layer)], 1)
+    assert np.all((ratios >= 1) & (ratios <= 1 + 1e-4)), ratios
+
+
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("of", ["data", "cotangents"])
