@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 import optaxclip._border.devices as devices
@@ -14,13 +14,13 @@ from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
 from optaxclip._border.crossing import across
 from optaxclip._engine.measure import Measured
+from optaxclip._engine.respond import Multiplier
 from optaxclip.per_example.ghost.program import (
     Backward,
+    Norms,
     Plan,
     differentiate,
     weighted_gradients,
-    with_gradients,
-    with_norms,
 )
 from optaxclip.per_example.lift import Sums, judged, norms_of_examples, out_specs
 from optaxclip.per_example.losses import Loss
@@ -78,18 +78,33 @@ def clipped(
     backward = differentiate(plan, measured, examples)
 
     def sums(backward: Backward, limits: list[Array], is_padding: Array) -> Sums:
-        backward = with_gradients(plan, backward)
+        norms = Norms.of(plan, backward, grouping, is_padding)
         dtypes = [sum_dtype(leaf.dtype) for leaf in plan.types]
         margin = max((float(jnp.finfo(dtype).eps) for dtype in dtypes), default=0.0)
-        options = {"margin": margin, "grouping": grouping, "response": response}
+        limits = [jnp.maximum(limit - plan.underflow(limit.dtype), 0) for limit in limits]
 
-        def summed(norms: list[Array], are_finite: bool) -> Sums:
-            measured = [Measured.of(norm, 1.0) for norm in norms]
-            multipliers, judgment = judged(measured, limits, is_padding, **options)
-            leaves = weighted_gradients(plan, backward, multipliers, grouping, are_finite)
+        def judge(upper: list[Measured]) -> tuple[list[Multiplier], Sums]:
+            options = {"margin": margin, "grouping": grouping, "response": response}
+            return judged(upper, limits, is_padding, **options)
+
+        def summed(multipliers: list[Multiplier], judgment: Sums, are_ordinary: bool) -> Sums:
+            args = (plan, norms.backward, multipliers, grouping)
+            leaves = weighted_gradients(*args, are_ordinary=are_ordinary)
             return judgment._replace(leaves=leaves)
 
-        return with_norms(plan, backward, grouping, is_padding, summed)
+        def with_care() -> Sums:
+            others, judgment = judge(norms.again())
+            return summed(jax.tree.map(norms.choose, others, multipliers), judgment, False)
+
+        multipliers, judgment = judge(norms.upper)
+        if not norms.lost:
+            return summed(multipliers, judgment, False)
+        # There is one condition for all, because the host of a GPU waits for each condition.
+        return lax.cond(
+            jnp.any(norms.have_lost | ~norms.are_ordinary(multipliers)),
+            with_care,
+            lambda: summed(multipliers, judgment, True),
+        )
 
     operands = (backward, limits, is_padding)
     found = _across(sums, operands, examples, measured)
@@ -104,12 +119,12 @@ def norms(
     backward = differentiate(plan, measured, examples)
 
     def table(backward: Backward, is_padding: Array) -> Sums:
-        def of_examples(norms: list[Array], _: bool) -> Sums:
-            found = norms_of_examples(norms, is_padding, grouping)
-            return Sums(*RunningSums.nothing(), found)
-
-        backward = with_gradients(plan, backward)
-        return with_norms(plan, backward, grouping, is_padding, of_examples)
+        norms = Norms.of(plan, backward, grouping, is_padding)
+        upper = norms.upper
+        if norms.lost:
+            upper = lax.cond(jnp.any(norms.have_lost), norms.again, lambda: norms.upper)
+        found = norms_of_examples([each.norm for each in upper], is_padding, grouping)
+        return Sums(*RunningSums.nothing(), found)
 
     found = _across(table, (backward, is_padding), examples, [])
     return found, *loss.split(backward.outputs)

@@ -20,7 +20,7 @@ import optaxclip.per_example.ghost.bounds as bounds
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
 from optaxclip._base.grouping import Group, Grouping
-from optaxclip._base.numerics import fixed_size
+from optaxclip._base.numerics import fixed_size, safe_sqrt
 from optaxclip._batches.cutting import Cut, appended, in_order_of_batch, last_examples
 from optaxclip._border.entries import within_caches
 from optaxclip._border.placement import Placement
@@ -46,12 +46,16 @@ class Estimate(NamedTuple):
       lost: the root of what rounding may have taken from the square of `norm`.
       off: a bound on the other errors of `norm`.
       total: an upper bound on the sum over positions of `|x| |d|`, which the norm does not exceed.
+      of_data: an upper bound on the sum over positions of `|x|`, for products and convolutions.
+      of_cotangents: likewise, of `|d|`.
     """
 
     norm: Array
     lost: Array
     off: Array
     total: Array
+    of_data: Array | float = 0.0
+    of_cotangents: Array | float = 0.0
 
     @property
     def bound(self) -> Array:
@@ -205,11 +209,10 @@ class Part:
         return ways[self.way](forms, dtype)
 
     def _vectors(self, forms: list[Any], dtype: Any) -> Estimate:
-        x, d = _joined(forms)
-        each = norms_above(x, (2, 3), dtype) * norms_above(d, (2, 3), dtype)
-        total = norms_above(each, (1,), dtype)
+        of_x, of_d = (norms_above(v, (2, 3), dtype) for v in _joined(forms))
+        total = norms_above(of_x * of_d, (1,), dtype)
         nothing = jnp.zeros_like(total)
-        return Estimate(total, nothing, nothing, total)
+        return Estimate(total, nothing, nothing, total, jnp.sum(of_x, 1), jnp.sum(of_d, 1))
 
     def _gram(self, forms: list[Any], dtype: Any) -> Estimate:
         return self._of_squares(*_joined(forms), dtype)
@@ -247,13 +250,13 @@ class Part:
             own, square_of_table, error_of_table = _beside_table(x, d, of_d, table, unit)
             square, error, of_both = square + square_of_table, error + error_of_table, of_both + own
         total = norms_above(of_both, (1,), dtype) * (1 + g(additions))
-        tiny = math.sqrt(jnp.finfo(dtype).tiny)
-        underflow = math.sqrt(sizes[0]) * jnp.sum(of_d, (1, 2)) + additions
-        underflow = tiny * (underflow + math.sqrt(sizes[1]) * jnp.sum(of_x, (1, 2)))
+        tiny, sums = math.sqrt(jnp.finfo(dtype).tiny), [jnp.sum(of, (1, 2)) for of in (of_x, of_d)]
+        underflow = math.sqrt(sizes[0]) * sums[1] + additions
+        underflow = tiny * (underflow + math.sqrt(sizes[1]) * sums[0])
         error = (1 + g(additions + 8)) * error
-        lost = jnp.sqrt(error) + math.sqrt(of_inner[0] * of_inner[1]) * total + underflow
-        norm = jnp.sqrt(jnp.maximum(square, 0))
-        return Estimate(norm, jnp.minimum(lost, total), jnp.zeros_like(norm), total)
+        lost = safe_sqrt(error) + math.sqrt(of_inner[0] * of_inner[1]) * total + underflow
+        norm = safe_sqrt(jnp.maximum(square, 0))
+        return Estimate(norm, jnp.minimum(lost, total), jnp.zeros_like(norm), total, *sums)
 
     def _direct(self, forms: list[Any], dtype: Any) -> Estimate:
         tables, pairs = _apart(forms)
@@ -273,7 +276,8 @@ class Part:
             each += jnp.sum(norms_above(own, (3,), dtype), -1)
         norm = norms_above(gradient, (1, 2, 3), dtype)
         additions = self.sizes.positions - x.shape[2] + x.shape[2] // pieces + pieces
-        return Estimate(norm, jnp.zeros_like(norm), *self._off(each, additions, unit))
+        sums = [jnp.sum(of, (1, 2)) for of in (of_x, of_d)]
+        return Estimate(norm, jnp.zeros_like(norm), *self._off(each, additions, unit), *sums)
 
     def _rows(self, forms: list[Any], dtype: Any) -> Estimate:
         ids, d = _joined(forms)
@@ -281,7 +285,9 @@ class Part:
         norm = norms_above(summed, (1, 2, 3), dtype)
         unit = bounds.unit_roundoff(dtype, d.dtype.itemsize == 2)
         each = by_row.reshape(by_row.shape[0], -1)
-        return Estimate(norm, jnp.zeros_like(norm), *self._off(each, self.sizes.positions, unit))
+        nothing = jnp.zeros_like(norm)
+        estimate = self._off(each, self.sizes.positions, unit)
+        return Estimate(norm, nothing, *estimate, nothing, nothing)
 
     def _tied(self, forms: list[Any], dtype: Any) -> Estimate:
         (table,), pairs = _apart(forms)
@@ -408,7 +414,8 @@ def _summed_by_row(ids: Array, d: Array, dtype: Any) -> tuple[Array, Array]:
     norms = norms_above(d, (3,), dtype)
     if ids.shape[-1] <= BY_PRODUCT:
         is_same = ids[..., :, None] == ids[..., None, :]
-        is_first = jnp.argmax(is_same, -1) == lax.broadcasted_iota(jnp.int32, ids.shape, 2)
+        first = jnp.argmax(is_same, -1)
+        is_first = first == lax.broadcasted_iota(first.dtype, ids.shape, 2)
         of_first = is_same & is_first[..., None]
         summed = contract("bgts,bgsn->bgtn", of_first.astype(d.dtype), d, dtype)
         return summed, jnp.sum(jnp.where(of_first, norms[..., None, :], 0), -1)
@@ -416,7 +423,7 @@ def _summed_by_row(ids: Array, d: Array, dtype: Any) -> tuple[Array, Array]:
     def one(ids: Array, d: Array, norms: Array) -> tuple[Array, Array]:
         order = jnp.argsort(ids)
         is_new = jnp.diff(ids[order], prepend=-1) != 0
-        place = jnp.zeros_like(ids).at[order].set(jnp.cumsum(is_new) - 1)
+        place = jnp.zeros_like(ids).at[order].set(jnp.cumsum(is_new, dtype=ids.dtype) - 1)
         zeros = jnp.zeros(d.shape, dtype)
         return zeros.at[place].add(d.astype(dtype)), jnp.zeros_like(norms).at[place].add(norms)
 

@@ -15,7 +15,8 @@ import optaxclip.per_example.ghost.bounds as bounds
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
 from optaxclip._base.grouping import Group, Grouping
-from optaxclip._base.numerics import fixed_size, norm_dtype
+from optaxclip._base.numerics import fixed_size, norm_dtype, reciprocal_of_power
+from optaxclip._engine.measure import Measured
 from optaxclip._engine.respond import Multiplier
 from optaxclip.per_example.ghost.norms import Estimate, Part, norms_above
 from optaxclip.per_example.ghost.parts import parts_of
@@ -104,6 +105,16 @@ class Plan:
         is_known = fixed_size(examples) is not None
         return max(1, min(examples, room // max(kept, 1))) if is_known else examples
 
+    def underflow(self, dtype: Any) -> float:
+        """What an example may add beyond its limit where numbers fall below the normal numbers."""
+        sizes = [part.sizes for parts in self.parts for part in parts]
+        each = [(n + 2) * math.sqrt(groups * k * m) for groups, n, k, m in sizes]
+        return 8 * float(jnp.finfo(dtype).tiny) * sum(each)
+
+
+Key = tuple[int, int]
+"""The position of a parameter, and of one of its parts."""
+
 
 def _bytes(aval: Any) -> int:
     return aval.size * aval.dtype.itemsize
@@ -177,84 +188,120 @@ def with_gradients(plan: Plan, backward: Backward) -> Backward:
     return backward._replace(gradients=backward.gradients | lax.optimization_barrier(whole))
 
 
-def with_norms(
-    plan: Plan,
-    backward: Backward,
-    grouping: Grouping,
-    is_padding: Array,
-    fn: Callable[[list[Array], bool], Any],
-) -> Any:
-    """Calls `fn` with an upper bound of the norm of each example, `[examples]` for each group.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Norms:
+    """Upper bounds of the norms of a batch, with room for the rounding of the sum (see `bounds`).
 
-    The bounds leave room for the rounding of the sum (see `bounds`). `fn` also gets a flag: whether
-    all data and cotangents are known to be finite. If there are Gram matrices, `fn` is traced
-    twice, because another branch is taken if examples lose digits to them or are not finite.
-
-    Args:
+    Attributes:
       plan: the plan.
-      backward: the batch.
+      backward: the batch, with all gradients that the plan computes.
       grouping: the groups.
-      is_padding: which examples are ignored.
-      fn: the function of the norms and the flag.
+      estimates: by the positions of parameters, and of their parts.
+      lost: for parts with Gram matrices, which examples lost digits to them that their norms need.
+      upper: for each group, `[examples]`, from the estimates; the factor is computed from `bound`.
     """
-    examples, dtype = is_padding.size, _dtype(plan)
-    found = {
-        (i, k): part.estimate(backward.data, backward.cotangents, dtype)
-        for i, parts in enumerate(plan.parts)
-        for k, part in enumerate(parts)
-        if i not in plan.whole
-    }
-    is_bad = [~jnp.isfinite(estimate.total) for estimate in found.values()]
-    for i, gradient in backward.gradients.items():
-        norm = norms_above(gradient, tuple(range(1, gradient.ndim)), dtype)
-        offs = [part.off(backward.data, backward.cotangents, dtype) for part in plan.parts[i]]
-        off = _norm_of(offs, examples, dtype)
-        if i in plan.whole and gradient.dtype == jnp.bfloat16:
-            off += bounds.ROUNDED * norm
-        found[i, 0] = Estimate(norm, jnp.zeros_like(norm), off, norm + off)
-    groups = [[key for key in found if key[0] in group.members] for group in grouping.groups]
-    flags = {}
-    for keys in groups:
-        norms = _at_least([found[key] for key in keys], examples, dtype)
-        for i, k in keys:
-            if i not in backward.gradients and plan.parts[i][k].way in ("gram", "tied"):
-                # This is also true if squares overflow, although the norms do not.
-                flags[i, k] = ~(found[i, k].lost <= bounds.LOST * norms) & ~is_padding
 
-    def of(found: dict[Any, Estimate], are_finite: bool) -> Any:
-        rows = [[_bound(plan, key, found[key]) for key in keys] for keys in groups]
-        return fn([_norm_of(row, examples, dtype) for row in rows], are_finite)
+    plan: Plan
+    backward: Backward
+    grouping: Grouping
+    estimates: dict[Key, Estimate]
+    lost: dict[Key, Array]
+    upper: list[Measured]
 
-    if not flags:
-        return of(found, False)
-    # There is one condition for all, because the host of a GPU waits for each condition. If all
-    # data are finite, nothing has to be masked in the sums.
-    return lax.cond(
-        functools.reduce(jnp.logical_or, map(jnp.any, [*flags.values(), *is_bad])),
-        lambda: of(found | _again(plan, backward, found, flags, dtype), False),
-        lambda: of(found, True),
-    )
+    @classmethod
+    def of(cls, plan: Plan, backward: Backward, grouping: Grouping, is_padding: Array) -> "Norms":
+        """The norms, computed in the cheap way, and from the gradients that are there.
+
+        Args:
+          plan: the plan.
+          backward: the batch, without the gradients that the plan computes.
+          grouping: the groups.
+          is_padding: which examples are ignored.
+        """
+        backward = with_gradients(plan, backward)
+        examples, dtype, sites = is_padding.size, _dtype(plan), (backward.data, backward.cotangents)
+        found = {
+            (i, k): part.estimate(*sites, dtype)
+            for i, parts in enumerate(plan.parts)
+            for k, part in enumerate(parts)
+            if i not in plan.whole
+        }
+        for i, gradient in backward.gradients.items():
+            norm = norms_above(gradient, tuple(range(1, gradient.ndim)), dtype)
+            off = _norm_of([part.off(*sites, dtype) for part in plan.parts[i]], examples, dtype)
+            if i in plan.whole and gradient.dtype == jnp.bfloat16:
+                off += bounds.ROUNDED * norm
+            found[i, 0] = Estimate(norm, jnp.zeros_like(norm), off, norm + off)
+        lost, upper = {}, []
+        for group in grouping.groups:
+            own = {key: found[key] for key in found if key[0] in group.members}
+            upper.append(_upper(plan, own, examples, dtype))
+            norms = _at_least([*own.values()], examples, dtype)
+            for (i, k), estimate in own.items():
+                if i not in backward.gradients and plan.parts[i][k].way in ("gram", "tied"):
+                    # This is also true if squares overflow, although the norms do not.
+                    lost[i, k] = ~(estimate.lost <= bounds.LOST * norms) & ~is_padding
+        return cls(plan, backward, grouping, found, lost, upper)
+
+    @property
+    def have_lost(self) -> Array:
+        """Which examples lost digits."""
+        return functools.reduce(jnp.logical_or, self.lost.values())
+
+    def choose(self, again: Array, first: Array) -> Array:
+        """`again` for the examples that lost digits, `first` for others, bit for bit."""
+        return jnp.where(self.have_lost, again, first)
+
+    def again(self) -> list[Measured]:
+        """The upper bounds, from the gradients themselves for the examples that lost digits.
+
+        What an example adds must not depend on what lies beside it, so this is chosen for each
+        example alone, and the bounds of all others stay as they are, bit for bit.
+        """
+        careful, dtype = dict(self.estimates), _dtype(self.plan)
+        sites = (self.backward.data, self.backward.cotangents)
+        for (i, k), flag in self.lost.items():
+            part, cheap = self.plan.parts[i][k], self.estimates[i, k]
+            is_finite, is_zero = part.extremes(*sites)
+            # Zero or non-finite gradients would tell nothing new, but be computed for all examples.
+            is_worth = flag & is_finite & ~is_zero
+            made = lax.cond(
+                jnp.any(is_worth),
+                lambda _, part=part: part.materialized(*sites, dtype),
+                lambda cheap: cheap,
+                Estimate(*(jnp.where(is_zero, 0, x) for x in cheap)),
+            )
+            careful[i, k] = Estimate(*(jnp.where(flag, *x) for x in zip(made, cheap, strict=True)))
+        found = []
+        for group, upper in zip(self.grouping.groups, self.upper, strict=True):
+            own = {key: careful[key] for key in careful if key[0] in group.members}
+            again = _upper(self.plan, own, self.have_lost.size, dtype)
+            found.append(Measured(*map(self.choose, again, upper)))
+        return found
+
+    def are_ordinary(self, multipliers: list[Multiplier]) -> Array:
+        """For each example, whether its numbers, and their products with its factor, are in range.
+
+        Args:
+          multipliers: for each group, `[examples]`.
+        """
+        info, flags = jnp.finfo(_dtype(self.plan)), []
+        norms = [each.norm for each in self.upper]
+        for group, norm, by in zip(self.grouping.groups, norms, multipliers, strict=True):
+            stays = (by.ratio == 0) | ((by.power == 1) & (by.ratio == 1))
+            for (i, k), estimate in self.estimates.items():
+                if i in group.members and i not in self.backward.gradients:
+                    _, _, inputs, outputs = self.plan.parts[i][k].sizes
+                    spread = math.sqrt(outputs) * estimate.of_data
+                    spread += math.sqrt(inputs) * estimate.of_cotangents
+                    # What products lose below the normal numbers is an eighth of a rounding.
+                    is_in_range = by.factor * spread <= float(info.max) / 256
+                    is_in_range &= 16 * float(info.tiny / info.eps) * spread <= by.factor * norm
+                    flags.append(jnp.isfinite(estimate.total) & (stays | is_in_range))
+        return functools.reduce(jnp.logical_and, flags)
 
 
-def _again(
-    plan: Plan, backward: Backward, found: dict[Any, Estimate], flags: dict[Any, Array], dtype: Any
-) -> dict[Any, Estimate]:
-    """Estimates from the gradients themselves, for parts whose estimate lost digits."""
-    careful, sites = {}, (backward.data, backward.cotangents)
-    for (i, k), flag in flags.items():
-        part = plan.parts[i][k]
-        is_finite, is_zero = part.extremes(*sites)
-        # Zero or non-finite gradients would tell nothing new, but be computed for all examples.
-        careful[i, k] = lax.cond(
-            jnp.any(flag & is_finite & ~is_zero),
-            lambda _, part=part: part.materialized(*sites, dtype),
-            lambda cheap: cheap,
-            Estimate(*(jnp.where(is_zero, 0, x) for x in found[i, k])),
-        )
-    return careful
-
-
-def _bound(plan: Plan, key: tuple[int, int], estimate: Estimate) -> Array:
+def _bound(plan: Plan, key: Key, estimate: Estimate) -> Array:
     """An upper bound of the norm, with room for the rounding of the sum."""
     i, k = key
     if i in plan.dense or i in plan.whole:
@@ -267,6 +314,20 @@ def _bound(plan: Plan, key: tuple[int, int], estimate: Estimate) -> Array:
         additions, slack = 2 * additions, bounds.REST
     slack += bounds.relative_error(additions + len(part.uses) + bounds.PRODUCT + 4, unit)
     return estimate.bound + slack * estimate.total
+
+
+def _upper(plan: Plan, own: dict[Key, Estimate], examples: int, dtype: Any) -> Measured:
+    """An upper bound of the norm of a group, and the one that its factor is computed from.
+
+    An example whose positions cancel still adds terms of size `A` to the sum, whose rounding would
+    change with what lies beside them: so the factor allows for a share of `A` too.
+    """
+    norm = _norm_of([_bound(plan, *x) for x in own.items()], examples, dtype)
+    sums = [(i, x) for (i, _), x in own.items() if i not in plan.dense and i not in plan.whole]
+    total = _norm_of([x.total for _, x in sums], examples, dtype)
+    found = Measured.of(norm, 1.0)
+    least = bounds.CANCELLED * total * reciprocal_of_power(found.size)
+    return found._replace(divisor=jnp.maximum(found.divisor, least))
 
 
 def _at_least(estimates: list[Estimate], examples: int, dtype: Any) -> Array:
@@ -291,7 +352,8 @@ def weighted_gradients(
     backward: Backward,
     multipliers: list[Multiplier],
     grouping: Grouping,
-    are_finite: bool,
+    *,
+    are_ordinary: bool,
 ) -> list[Array]:
     """The sums over examples of the gradients of all parameters, times their multipliers.
 
@@ -300,7 +362,7 @@ def weighted_gradients(
       backward: the batch.
       multipliers: for each group, `[examples]`.
       grouping: the groups.
-      are_finite: whether all data and cotangents are known to be finite.
+      are_ordinary: whether the function of this name is known to be true of all examples.
     """
     by_leaf = grouping.by_leaf(multipliers)
     numbers = list(backward.gradients)
@@ -320,7 +382,7 @@ def weighted_gradients(
             backward.cotangents,
             by_leaf[i],
             sum_dtype(leaf.dtype),
-            are_finite=are_finite,
+            are_ordinary=are_ordinary,
         )
         for i, (leaf, parts) in enumerate(zip(plan.types, plan.parts, strict=True))
     ]

@@ -16,11 +16,14 @@ from jax import Array, lax
 import optaxclip._border.devices as devices
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
-from optaxclip._base.numerics import fixed_size
+from optaxclip._base.numerics import fixed_size, power_of_two_below, reciprocal_of_power
 from optaxclip._border.entries import product_with_bfloat16
 from optaxclip._engine.respond import Multiplier
 from optaxclip.per_example.ghost.norms import Part, contract, in_chunks, in_pieces, precise
 from optaxclip.per_example.ghost.sites import Axes, Use
+
+_LARGEST = 2.0**70
+"""Of data times cotangents times factors, if a convolution takes extreme examples."""
 
 
 def weighted_sum(
@@ -31,7 +34,7 @@ def weighted_sum(
     by: Multiplier,
     dtype: Any,
     *,
-    are_finite: bool,
+    are_ordinary: bool,
 ) -> Array:
     """The sum of a parameter's gradients times their multipliers.
 
@@ -43,29 +46,70 @@ def weighted_sum(
       by: the multipliers, `[examples]`. If the ratio is 0, the example adds nothing, even if it is
         not finite.
       dtype: float32 or float64.
-      are_finite: whether all data and cotangents are known to be finite.
+      are_ordinary: whether all data, cotangents, and their products with their factors are known
+        to be in range.
     """
     totals = []
     for use, _ in (use for part in parts for use in part.uses):
         x, d = data[use.number], cotangents[use.number]
-        found = _sum(use, x, d, by, dtype, are_finite)
+        found = _sum(use, x, d, by, dtype, are_ordinary)
         totals.append(_in_leaf(use, found, leaf.shape))
     return functools.reduce(jnp.add, totals) if totals else jnp.zeros(leaf.shape, dtype)
 
 
-def _sum(use: Use, x: Array, d: Array, by: Multiplier, dtype: Any, are_finite: bool) -> Array:
-    example = len(use.loops)
-    if use.site.kind == primitives.ROWS:
+def _sum(use: Use, x: Array, d: Array, by: Multiplier, dtype: Any, are_ordinary: bool) -> Array:
+    example, kind = len(use.loops), use.site.kind
+    if kind == primitives.ROWS:
         return _sum_of_rows(use, x, _multiplied(d, by, example, dtype))
+    is_product = kind == primitives.PRODUCT
+    if is_product:
+        x, d = sites.narrowed(use, x, d)
     # The array that is multiplied is written again in a wider dtype, so the smaller one is taken.
     is_of_data = x.size < d.size
     smaller, larger = (x, d) if is_of_data else (d, x)
+    if not are_ordinary:
+        smaller, larger, by = _balanced(use, smaller, larger, is_of_data, by, dtype)
     smaller = _multiplied(smaller, by, example, dtype)
-    larger = larger if are_finite else _zeroed(larger, by, example)
     x, d = (smaller, larger) if is_of_data else (larger, smaller)
-    if use.site.kind == primitives.PRODUCT:
+    if is_product:
         return _products(use, x, d, dtype, summed=True)
     return _sum_of_kernels(use, x.astype(dtype), d.astype(dtype))
+
+
+def _balanced(
+    use: Use, smaller: Array, larger: Array, is_of_data: bool, by: Multiplier, dtype: Any
+) -> tuple[Array, Array, Multiplier]:
+    """Data and cotangents whose products with the factors stay in range.
+
+    At each position of a product, or for each example of a convolution, the larger array is divided
+    by a power of two near its largest entry, and the smaller array is multiplied by it. The larger
+    one has zeros for examples that add nothing, because these may hold NaN.
+    """
+    example = len(use.loops)
+    of_data, of_cotangents = [example], [example]
+    if use.site.kind == primitives.PRODUCT:
+        axes = Axes.of(use)
+        of_data += [*axes.data_groups, *axes.data_positions]
+        of_cotangents += [*axes.groups, *axes.positions]
+    to, of = (of_data, of_cotangents) if is_of_data else (of_cotangents, of_data)
+    others = [
+        [axis for axis in range(x.ndim) if axis not in kept]
+        for x, kept in ((smaller, to), (larger, of))
+    ]
+    power = power_of_two_below(jnp.max(jnp.abs(larger), others[1]).astype(dtype))
+    ratio = _beside(by.ratio, larger, example)
+    found = larger.astype(dtype) * lax.expand_dims(reciprocal_of_power(power), others[1])
+    found = jnp.where(ratio == 0, ratio.astype(dtype), found)
+    # A product with a power of two is exact.
+    larger = found.astype(larger.dtype) if larger.dtype == jnp.bfloat16 else found
+    order = [sorted(of).index(of[i]) for i in sorted(range(len(to)), key=to.__getitem__)]
+    power = lax.expand_dims(jnp.transpose(power, order), others[0])
+    smaller = smaller.astype(dtype) * power
+    if use.site.kind == primitives.CONVOLUTION:
+        # The largest numbers may meet only zeros: what they would make of others is held in range.
+        most = _LARGEST / (jnp.max(jnp.abs(smaller), others[0]) * by.power)
+        by = by._replace(ratio=jnp.where(by.ratio > most, most, by.ratio))
+    return smaller, larger, by
 
 
 def gradients_of_examples(
@@ -83,10 +127,10 @@ def gradients_of_examples(
     totals = []
     for use, _ in (use for part in parts for use in part.uses):
         x, d = data[use.number], cotangents[use.number]
-        is_product = use.site.kind == primitives.PRODUCT
-        found = (
-            _products(use, x, d, dtype, summed=False) if is_product else _kernels(use, x, d, dtype)
-        )
+        if use.site.kind == primitives.PRODUCT:
+            found = _products(use, *sites.narrowed(use, x, d), dtype, summed=False)
+        else:
+            found = _kernels(use, x, d, dtype)
         totals.append(jax.vmap(lambda x, use=use: _in_leaf(use, x, leaf.shape))(found))
     return functools.reduce(jnp.add, totals)
 
@@ -104,12 +148,6 @@ def _multiplied(d: Array, by: Multiplier, example: int, dtype: Any) -> Array:
     return jnp.where(ratio == 0, ratio, d.astype(dtype) * power * ratio)
 
 
-def _zeroed(x: Array, by: Multiplier, example: int) -> Array:
-    """`x` with zeros for examples that add nothing, because these may hold NaN."""
-    ratio = _beside(by.ratio, x, example)
-    return jnp.where(ratio == 0, ratio.astype(x.dtype), x)
-
-
 def _beside(x: Array, like: Array, example: int) -> Array:
     """A number for each example, with axes of size 1, so that they broadcast to `like`."""
     return lax.expand_dims(x, [axis for axis in range(like.ndim) if axis != example])
@@ -120,7 +158,6 @@ def _products(use: Use, x: Array, d: Array, dtype: Any, *, summed: bool) -> Arra
 
     Unless the examples are `summed`, their axis comes first.
     """
-    x, d = sites.narrowed(use, x, d)
     axes, example = Axes.of(use), len(use.loops)
     over, kept = ((example,), ()) if summed else ((), (example,))
     positions = ((*over, *axes.data_positions), (*over, *axes.positions))
@@ -232,7 +269,7 @@ def _sum_of_rows(use: Use, x: Array, d: Array) -> Array:
     count, *entries = use.site.eqn.invars[0].aval.shape
     around = _around(use)
     rows = math.prod(around) * count
-    first = count * jnp.arange(ids.shape[1])[None, :, None]
+    first = count * jnp.arange(ids.shape[1], dtype=ids.dtype)[None, :, None]
     at = jnp.where(ids < count, ids + first, rows).reshape(-1)
     table = jnp.zeros((rows, d.shape[-1]), d.dtype)
     return table.at[at].add(d.reshape(at.size, -1), mode="drop").reshape(*around, count, *entries)

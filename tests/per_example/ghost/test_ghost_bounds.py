@@ -187,6 +187,33 @@ def test_the_bound_of_a_kernel_allows_for_all_patches_that_a_pixel_is_in():
     assert np.all((norms >= 48 * (1 + 24 * 2.0**-24)) & (norms <= 48 * (1 + 40 * 2.0**-24)))
 
 
+def test_factors_times_data_or_cotangents_stay_in_range():
+    """Positions cancel, so that each has to keep all of its digits."""
+    x, d = cancelling(5, 8, 64, 64)
+    x[:], d[:] = x[2], d[2]
+    spread = np.where(np.arange(8) % 2, 1e36, 1e-36)[:, None]
+    # The last one's gradient is exact, but the squares of its positions are not in range.
+    scales = [(1, 1), (1e35, 1e-35), (1e-37, 1e35), (spread, 1 / spread), (1e-17, 1e-17)]
+    x, d = (
+        np.stack([np.float32(v[i] * s[k]) for i, s in enumerate(scales)])
+        for k, v in enumerate((x, d))
+    )
+    gradients = np.einsum("btk,btn->bkn", long(x), long(d))
+    units = gradients / norms_of(gradients)[:, None, None]
+
+    @jax.jit
+    def run(limit):
+        clip = per_example.clipped_grad(of_layer, limit, method="ghost", response="normalize")
+        w = jnp.zeros((64, 64))
+        return lax.map(lambda mask: clip(w, x, d, is_padding=mask).grads, ~np.eye(5, dtype=bool))
+
+    for limit in (1e-36, 1e-31, 1.0, 1e3, 1e28):
+        alone = long(run(limit)) / np.float32(limit)
+        assert np.all(norms_of(alone) <= 1), limit
+        if limit >= 1e-31:
+            assert np.all(norms_of(alone - units) <= 0.05), (limit, norms_of(alone - units))
+
+
 def test_positions_without_a_cotangent_do_not_count():
     """Libraries fill masked positions with large numbers, of the second example near the range's
     end; the third has one token of a thousand times the size."""

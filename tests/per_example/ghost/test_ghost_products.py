@@ -16,10 +16,10 @@ from optaxclip._engine.respond import Multiplier
 from optaxclip.per_example.ghost import bounds
 from optaxclip.per_example.ghost.norms import _summed_by_rows
 from optaxclip.per_example.ghost.program import (
+    Norms,
     differentiate,
     weighted_gradients,
     with_gradients,
-    with_norms,
 )
 from optaxclip.per_example.ghost.sums import _product_in_parts, two_parts
 from optaxclip.scopes import tree
@@ -49,12 +49,10 @@ def own_products(loss, params, batch):
     backward = jax.eval_shape(functools.partial(differentiate, plan), measured, batch)
 
     def norms_and_sums(backward, by):
-        backward = with_gradients(plan, backward)
-
-        def summed(norms, are_finite):
-            return norms, weighted_gradients(plan, backward, [by], grouping, are_finite)
-
-        return with_norms(plan, backward, grouping, jnp.zeros(call.examples, bool), summed)
+        norms = Norms.of(plan, backward, grouping, jnp.zeros(call.examples, bool))
+        args = (plan, norms.backward, [by], grouping)
+        sums = [weighted_gradients(*args, are_ordinary=flag) for flag in (False, True)]
+        return norms.again() if norms.lost else norms.upper, sums
 
     by = Multiplier(*[jax.ShapeDtypeStruct((call.examples,), jnp.float32)] * 2)
     program = jax.make_jaxpr(norms_and_sums)(backward, by)
