@@ -30,6 +30,9 @@ SGD = optax.sgd(0.1)
 LEAF, TREE = scopes.leaf(), scopes.tree()
 STATE = clip_by(LEAF, 1.0).init
 RELATIVE = thresholds.relative_to_params(0.01)
+RANK_6, W = jnp.ones((2,) * 6), {"w": jnp.ones((2, 3))}
+AGC, SPHERE = optaxclip.adaptive_grad_clip(0.1), optaxclip.hyperball(0.1)
+SPAM, stable = optaxclip.clip_by_second_moment(), optaxclip.scale_by_stable_adam
 
 
 def injected(scope):
@@ -51,6 +54,16 @@ def cotangent(**options):
 
 def reset(inner=SGD, **options):
     return optaxclip.reset_state(inner, **options)
+
+
+def scoped(scope, tree=W, limit=1.0):
+    clip_by(scope, limit).init(tree)
+
+
+def told(make=None, **extra):
+    wrapped = {"inner": SGD, "limit": 1.0} if make else {"max_norm": 1.0}
+    tx = (make or clip_by_global_norm)(**wrapped, known_norm="grad_norm")
+    tx.update(ONE, tx.init(ONE), ONE, **extra)
 
 
 TYPE_ERRORS = {
@@ -201,6 +214,19 @@ TYPE_ERRORS = {
     r"^inner must be an Optax transformation such .* 'adam'$": lambda: skip_above("adam", 1.0),
     r"^inner must be an Optax transformation such .* None$": lambda: skip_above(None, 1.0),
     "^loss_limit must be a number": lambda: skip_above(SGD, 1.0, loss_limit="a"),
+    "labels must be strings, got 1": lambda: scoped(scopes.group({"w": 1})),
+    "axes must be an int or a sequence of ints, got 0.5": lambda: scoped(scopes.axes(0.5)),
+    r"max_norm\['a'\] must be a number.*'1'": lambda: optaxclip.clip_by_group_norm(
+        {"a": "1", "b": thresholds.zscore()}, {"w": "a"}
+    ),
+    "^grad_norm must be a number": lambda: told(grad_norm="50"),
+    "^grad_norm must be a number or": lambda: told(skip_above, grad_norm="50"),
+    "known_norm must be the name of an extra argument": lambda: clip_by_global_norm(
+        1.0, known_norm=1
+    ),
+    "eps must be a number": lambda: stable(eps="small"),
+    r"leaf 'w' must be dense.*todense": lambda: SPAM.init({"w": SPARSE}),
+    r"leaf 'w' must be dense.*todense\(": lambda: stable().init({"w": SPARSE}),
 }
 VALUE_ERRORS = {
     "max_norm .* got -1.0; .* math.inf": lambda: clip_by_global_norm(-1.0),
@@ -275,4 +301,69 @@ VALUE_ERRORS = {
     "^max_factor must be": lambda: responses.band(min_factor=2.0, max_factor=1.0),
     r"norm must be one of .*'l2'.* got 'l3'": lambda: clip_by_global_norm(1.0, norm="l3"),
     r"response must be one of .*'clip'.* got 'soft'": lambda: clip_by(TREE, 1.0, response="soft"),
+    r"'a/0/w'.*rank 6.*axis=": lambda: scoped(scopes.unit(), {"a": [{"w": RANK_6}]}),
+    r"'w'.*rank 6.*axis=": lambda: scoped(scopes.unit(stacked=1), {"w": RANK_6[None]}),
+    r"layer/w.*rank 6.*axis=": lambda: AGC.init({"layer": {"w": RANK_6}}),
+    "^adaptive_grad_clip.*pass them": lambda: AGC.update(ONE, AGC.init(ONE)),
+    r"params must match.*'b'.*\(1,\).*\(3,\)": lambda: AGC.update(
+        ONE, AGC.init(ONE), {"b": jnp.ones(3)}
+    ),
+    "labels must be a pytree prefix.* 'v'": lambda: scoped(scopes.group({"v": "a"})),
+    "labels must be a pytree prefix.* 'w/x'": lambda: scoped(scopes.group({"w": {"x": "a"}})),
+    "stacked must be a pytree prefix": lambda: scoped(scopes.leaf({"v": 1})),
+    r"from 0 to 2 for leaf 'w' of shape \(2, 3\), got 3": lambda: scoped(scopes.leaf(3)),
+    r"from 0 to 2 for leaf 'w' of shape \(2, 3\), got -1": lambda: scoped(scopes.leaf(-1)),
+    r"from 0 to 2 for leaf 'w' of shape \(2, 3\), got 0.5": lambda: scoped(scopes.leaf(0.5)),
+    r"from 0 to 2 for leaf 'w' of shape \(2, 3\), got 3$": lambda: scoped(scopes.unit(stacked=3)),
+    r"axes \(2,\) do not exist in leaf 'w', which has shape \(2, 3\)": lambda: scoped(
+        scopes.axes(2)
+    ),
+    r"axes \(0, 2\) do not exist in leaf 'w'": lambda: scoped(scopes.axes((0, 2))),
+    r"axes \(0, -3\) do not exist in leaf 'w'": lambda: scoped(scopes.axes((0, -3))),
+    r"axes \(2,\) do not exist in leaf 'w'": lambda: scoped(scopes.unit(axis=2)),
+    r"axes \(1,\) do not exist in leaf 'w'": lambda: scoped(scopes.unit(axis=1, stacked=1)),
+    r"limits are given for the groups \['a'\]": lambda: scoped(LEAF, limit={"a": 1.0}),
+    r"limits are given for the groups \['a', 'w'\]": lambda: scoped(
+        LEAF, limit={"w": 1.0, "a": 1.0}
+    ),
+    r"limits are given for the groups \['a'\].* \['tree'\]": lambda: clip_tree(
+        ONE, {"a": 1.0}, scope=TREE
+    ),
+    r"clip_by: .*\['b'\].*given to init did not": lambda: clip_by(LEAF, 1.0).update(ONE, STATE(W)),
+    r"clip_by: .*\['b'\] that the params given to init did not": lambda: clip_by(LEAF, 1.0).update(
+        ONE, STATE({})
+    ),
+    "sparse leaf 'w' cannot be divided": lambda: scoped(scopes.unit(), {"w": SPARSE}),
+    "the sparse leaf 'w' cannot be divided": lambda: scoped(scopes.axes(0), {"w": SPARSE}),
+    "^the sparse leaf 'w' cannot be divided": lambda: scoped(scopes.leaf(stacked=1), {"w": SPARSE}),
+    r"given for the groups \['a', 'b'\], but the groups are": lambda: scoped(
+        scopes.group({"w": "a"}), limit={"a": 1.0, "b": thresholds.zscore()}
+    ),
+    "limit .*relative to the parameters": lambda: clip_by(LEAF, {"b": RELATIVE}).update(
+        ONE, clip_by(LEAF, {"b": RELATIVE}).init(ONE)
+    ),
+    "'grad_norm' names an extra argument that the update was not given; pass": told,
+    "was not given; pass it": lambda: told(grad_norm=None),
+    "^grad_norm must be a scalar": lambda: told(grad_norm=jnp.ones(2)),
+    "'grad_norm' names an extra argument that the update": lambda: told(skip_above),
+    "was not given; pass it: update": lambda: told(skip_above, grad_norm=None),
+    "^grad_norm must be a scalar, ": lambda: told(skip_above, grad_norm=jnp.ones(2)),
+    r"b1 must be at least 0 and below 1, got 1.0": lambda: stable(b1=1.0),
+    r"b1 must be below 1 in float32 .* 0.99999994$": lambda: stable(b1=1 - 1e-9),
+    "eps must not be negative": lambda: stable(eps=-1.0),
+    "b2 must be at least 0": lambda: stable(b2=-0.1),
+    "clipping_threshold must be a scalar": lambda: stable(clipping_threshold=jnp.ones(2)),
+    r"the updates have the leaves \['v'\]": lambda: SPAM.update(
+        {"w": jnp.ones(2), "v": jnp.ones(1)}, SPAM.init({"w": jnp.ones(2)})
+    ),
+    "state must be of type SecondMomentState": lambda: SPAM.update(ONE, optax.EmptyState()),
+    r"leaf 'b' of shape \(1,\) is not a matrix": lambda: SPHERE.init(ONE),
+    "not a matrix behind 2 stacked axes": lambda: optaxclip.hyperball(0.1, stacked=2).init(
+        {"b": jnp.ones((3, 3, 3))}
+    ),
+    "depends on the parameters; pass them": lambda: SPHERE.update(W, SPHERE.init(W)),
+    "^hyperball.*params must match the updates": lambda: SPHERE.update(
+        W, SPHERE.init(W), {"w": jnp.ones((1, 3))}
+    ),
+    "the state must be of type HyperballState": lambda: SPHERE.update(W, optax.EmptyState(), W),
 }

@@ -1,14 +1,11 @@
 """Scopes: which entries share one norm."""
 
-import re
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental.sparse import BCOO
 
 import optaxclip
 from optaxclip import scopes
@@ -177,13 +174,6 @@ def test_agc_per_tensor_as_in_dreamer(norm, update, factor):
     np.testing.assert_allclose(actual, factor * grads, rtol=1e-6)
 
 
-def test_rank_6_needs_axes():
-    with pytest.raises(ValueError, match=r"'a/0/w'.*rank 6.*axis="):
-        clip({"a": [{"w": jnp.ones((2,) * 6)}]}, 1.0, scopes.unit())
-    with pytest.raises(ValueError, match=r"'w'.*rank 6.*axis="):
-        clip({"w": jnp.ones((3, *(2,) * 6))}, 1.0, scopes.unit(stacked=1))
-
-
 # Leaves, axes, the tree
 
 
@@ -319,12 +309,6 @@ def test_groups_may_cut_across_the_tree():
 # Adaptive gradient clipping
 
 
-def test_agc_without_params():
-    tx = optaxclip.adaptive_grad_clip(0.1)
-    with pytest.raises(ValueError, match=r"adaptive_grad_clip.*pass them"):
-        tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
-
-
 def test_agc_with_a_none_gradient_beside_a_parameter():
     tx = optaxclip.adaptive_grad_clip(0.01)
     params = {"frozen": jnp.ones((2, 2)), "w": jnp.zeros(2)}
@@ -334,50 +318,9 @@ def test_agc_with_a_none_gradient_beside_a_parameter():
     np.testing.assert_allclose(clipped["w"], [6e-6, 8e-6], rtol=1e-6)
 
 
-def test_agc_with_params_of_another_shape():
-    tx = optaxclip.adaptive_grad_clip(0.01)
-    grads, params = {"w": jnp.ones(2)}, {"w": jnp.ones(3)}
-    with pytest.raises(ValueError, match=r"params must match.*'w'.*\(2,\).*\(3,\)"):
-        tx.update(grads, tx.init(grads), params)
-
-
-def test_agc_with_rank_6_and_no_axis():
-    tx = optaxclip.adaptive_grad_clip(0.1)
-    with pytest.raises(ValueError, match=r"layer/w.*rank 6.*axis="):
-        tx.init({"layer": {"w": jnp.ones((2,) * 6)}})
-
-
 # Errors
 
 W = {"w": jnp.ones((2, 3))}
-
-
-@pytest.mark.parametrize(
-    ("scope", "error", "message"),
-    [
-        (scopes.group({"v": "a"}), ValueError, "labels must be a pytree prefix"),
-        (scopes.group({"w": {"x": "a"}}), ValueError, "labels must be a pytree prefix"),
-        (scopes.group({"w": 1}), TypeError, "labels must be strings, got 1"),
-        (scopes.group(lambda path, leaf: None), TypeError, "labels must be strings, got None"),
-        (scopes.leaf({"v": 1}), ValueError, "stacked must be a pytree prefix"),
-        (scopes.leaf(3), ValueError, "from 0 to 2 for leaf 'w' of shape (2, 3), got 3"),
-        (scopes.leaf(-1), ValueError, "from 0 to 2 for leaf 'w' of shape (2, 3), got -1"),
-        (scopes.leaf(0.5), ValueError, "from 0 to 2 for leaf 'w' of shape (2, 3), got 0.5"),
-        (scopes.unit(stacked=3), ValueError, "from 0 to 2 for leaf 'w' of shape (2, 3), got 3"),
-        (scopes.axes(2), ValueError, "axes (2,) do not exist in leaf 'w', which has shape (2, 3)"),
-        (scopes.axes((0, 2)), ValueError, "axes (0, 2) do not exist in leaf 'w'"),
-        (scopes.axes((0, -3)), ValueError, "axes (0, -3) do not exist in leaf 'w'"),
-        (scopes.unit(axis=2), ValueError, "axes (2,) do not exist in leaf 'w'"),
-        (scopes.unit(axis=1, stacked=1), ValueError, "axes (1,) do not exist in leaf 'w'"),
-    ],
-    ids=lambda x: x if isinstance(x, str) else None,
-)
-def test_scope_that_does_not_fit(scope, error, message):
-    tx = optaxclip.clip_by(scope, 1.0)
-    with pytest.raises(error, match=re.escape(message)):
-        tx.init(W)
-    with pytest.raises(error, match=re.escape(message)):
-        clip(W, 1.0, scope)
 
 
 def test_names_of_layers_are_as_wide_as_the_last():
@@ -391,31 +334,6 @@ def test_counts_may_be_numpys():
     np.testing.assert_allclose(rows["w"], W["w"] / np.sqrt(3), rtol=1e-6)
 
 
-@pytest.mark.parametrize("limits", [{"a": 1.0}, {"a": 1.0, "b": 1.0, "c": 1.0}], ids=str)
-def test_limits_for_other_groups(limits):
-    tree = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    with pytest.raises(ValueError, match="limits are given for the groups"):
-        clip(tree, limits, scopes.leaf())
-    with pytest.raises(ValueError, match="limits are given for the groups"):
-        clip(tree, limits, scopes.tree())
-    with pytest.raises(ValueError, match="limits are given for the groups"):
-        optaxclip.clip_by(scopes.leaf(), limits).init(tree)
-
-
-def test_groups_that_init_did_not_know():
-    tx = optaxclip.clip_by_norm(1.0)
-    for known, unknown in (({"a": jnp.ones(2)}, r"\['b'\]"), ({}, r"\['a', 'b'\]")):
-        with pytest.raises(ValueError, match=f"clip_by_norm: .*{unknown}.*given to init did not"):
-            tx.update({"a": jnp.ones(2), "b": jnp.ones(2)}, tx.init(known))
-
-
-@pytest.mark.parametrize("scope", [scopes.unit(), scopes.axes(0), scopes.leaf(stacked=1)])
-def test_part_of_a_sparse_leaf(scope):
-    sparse = BCOO((jnp.ones(2), np.int32([[0, 0], [1, 1]])), shape=(2, 3))
-    with pytest.raises(ValueError, match="sparse leaf 'w' cannot be divided"):
-        clip({"w": sparse}, 1.0, scope)
-
-
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("shapes", [{"a": (3, 0)}, {"a": (3, 0), "b": (2, 0), "c": (3, 4)}])
 def test_a_leaf_without_units_is_recorded_as_not_clipped(shapes):
@@ -424,12 +342,10 @@ def test_a_leaf_without_units_is_recorded_as_not_clipped(shapes):
     assert (info.norm[0], info.limit[0], info.factor[0], info.fraction[0]) == (0, np.inf, 1, 0)
 
 
-def test_axes_may_be_numpys_and_nothing_but_ints():
+def test_axes_may_be_numpys():
     grads = np.float32([[3.0, 6.0], [4.0, 8.0]])
     for axes in (np.int64(0), np.array([0]), (0, -2)):
         np.testing.assert_allclose(clip(grads, 20.0, scopes.axes(axes))[1].norm, [10])
-    with pytest.raises(TypeError, match=r"axes must be an int or a sequence of ints, got 0.5"):
-        clip(grads, 1.0, scopes.axes(0.5))
 
 
 def test_a_function_of_the_whole_tree_labels_as_for_partition():

@@ -368,20 +368,6 @@ def test_a_state_stays_what_it_is(radius):
     assert avals(after) == avals(state)
 
 
-def test_bad_trees():
-    tx = optaxclip.hyperball(0.1)
-    with pytest.raises(ValueError, match=r"leaf 'b' of shape \(3,\) is not a matrix"):
-        tx.init({"b": jnp.ones(3)})
-    with pytest.raises(ValueError, match="not a matrix behind 2 stacked axes"):
-        optaxclip.hyperball(0.1, stacked=2).init({"b": jnp.ones((3, 3, 3))})
-    with pytest.raises(ValueError, match="depends on the parameters; pass them"):
-        tx.update(DIRECTION, tx.init(WEIGHT))
-    with pytest.raises(ValueError, match="params must match the updates"):
-        tx.update(DIRECTION, tx.init(WEIGHT), WEIGHT[:1])
-    with pytest.raises(ValueError, match="the state must be of type HyperballState"):
-        tx.update(DIRECTION, optax.EmptyState(), WEIGHT)
-
-
 @pytest.mark.slow
 def test_derivatives_at_the_ends_of_the_range_are_those_of_ordinary_numbers_scaled():
     tx = optaxclip.hyperball(0.3, stacked=1)

@@ -282,13 +282,3 @@ def test_the_largest_entry_is_that_of_all_devices():
     )
     close(jax.jit(alone)(grads)[0], expected, rtol=1e-6)
     assert expected[2, 3, 0] > -6
-
-
-def test_errors_of_spams_leaves():
-    tx, sparse = SPAM(), BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))
-    with pytest.raises(TypeError, match=r"leaf 'w' must be dense.*todense"):
-        tx.init({"w": sparse})
-    with pytest.raises(ValueError, match=r"the updates have the leaves \['v'\]"):
-        tx.update({"w": jnp.ones(2), "v": jnp.ones(1)}, tx.init({"w": jnp.ones(2)}))
-    with pytest.raises(ValueError, match="state must be of type SecondMomentState"):
-        tx.update(jnp.ones(2), optax.EmptyState())

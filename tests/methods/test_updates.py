@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import sparse
 from methods_table import assert_close, assert_same
 
 import optaxclip
@@ -206,16 +205,6 @@ def test_whatever_else_is_in_the_tree_passes():
     assert state.mu["count"] is None
 
 
-BAD = [
-    ({"b1": 1.0}, ValueError, r"b1 must be at least 0 and below 1, got 1.0"),
-    ({"b1": 1 - 1e-9}, ValueError, r"b1 must be below 1 in float32 .* 0.99999994$"),
-    ({"eps": -1.0}, ValueError, "eps must not be negative"),
-    ({"b2": -0.1}, ValueError, "b2 must be at least 0"),
-    ({"eps": "small"}, TypeError, "eps must be a number"),
-    ({"clipping_threshold": jnp.ones(2)}, ValueError, "clipping_threshold must be a scalar"),
-]
-
-
 def test_a_decay_of_zero_is_no_error():
     optaxclip.scale_by_stable_adam(b1=0.0, b2=0.0)
 
@@ -226,12 +215,6 @@ def test_two_squares_of_what_is_held_add_without_overflow():
     np.testing.assert_allclose(held, np.float32([1, -1, 0]) * 1.30438e19 + [0, 0, 1e19], rtol=1e-5)
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), BAD)
-def test_bad_arguments(arguments, error, message):
-    with pytest.raises(error, match=message):
-        optaxclip.scale_by_stable_adam(**arguments)
-
-
 @pytest.mark.parametrize("make", [optaxclip.scale_by_stable_adam, optaxclip.clip_by_second_moment])
 @pytest.mark.parametrize("shape", [(1,), (), (2, 2)])
 def test_leaves_of_another_shape_than_their_averages_are_an_error(make, shape):
@@ -240,10 +223,3 @@ def test_leaves_of_another_shape_than_their_averages_are_an_error(make, shape):
         ValueError, match=r"^mine: leaf 'w' .* \(2,\) in the updates .*fresh state$"
     ):
         tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(shape)}))
-
-
-@pytest.mark.slow
-def test_sparse_leaves_are_an_error():
-    leaf = sparse.BCOO.fromdense(jnp.ones(2))
-    with pytest.raises(TypeError, match=r"leaf 'w' must be dense.*todense"):
-        optaxclip.scale_by_stable_adam().init({"w": leaf})

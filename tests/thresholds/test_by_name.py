@@ -104,17 +104,6 @@ def test_once():
     assert info.limit[NAMES.index("schedule")] == 2.0
 
 
-def test_messages():
-    with pytest.raises(TypeError, match=r"max_norm\['a'\] must be a number.*'1'"):
-        optaxclip.clip_by_group_norm({"a": "1", "b": thresholds.zscore()}, {"w": "a"})
-    tx = optaxclip.clip_by_group_norm({"a": 1.0, "b": thresholds.zscore()}, {"w": "a"})
-    with pytest.raises(ValueError, match=r"given for the groups \['a', 'b'\], but the groups are"):
-        tx.init({"w": jnp.ones(2)})
-    clip = optaxclip.clip_by(scopes.leaf(), LIMITS)
-    with pytest.raises(ValueError, match="relative to the parameters"):
-        clip.update(PARAMS, clip.init(PARAMS))
-
-
 def test_a_rule_around_a_schedule():
     """Whose state is none of its own, but part of it."""
     inner = thresholds.schedule(optax.linear_schedule(2.0, 1.0, 10))
