@@ -297,11 +297,12 @@ def test_the_optimizer_is_handed_everything():
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("limit", [2.0, thresholds.percentile(50.0, 4, warmup_steps=1)])
 @pytest.mark.parametrize("jit", [False, True])
-def test_debug_nans_has_nothing_to_report(limit, jit):
+def test_debug_nans_and_infs_have_nothing_to_report(limit, jit):
     """But for a gradient that is not finite, and what an optimizer makes of it."""
     tx = skip_above(optax.adam(0.1), limit)
     update, state = jax.jit(tx.update) if jit else tx.update, tx.init(PARAMS)
-    with jax.debug_nans(True):
+    # An infinite limit means that there is none, as in the warm-up of a rule.
+    with jax.debug_nans(True), jax.debug_infs(limit == 2.0):
         for norm in (0.0, 1.0, 9.0, 0.0):
             _, state = update(grads_of_norm(norm), state, PARAMS)
     assert state.num_skipped >= 1
