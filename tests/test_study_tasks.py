@@ -26,9 +26,11 @@ LOWER = {
     "private": 1.0,
     "vit": 0.5,
     "gru": 0.5,
+    "decoder": 0.5,
+    "autoencoder": 0.5,
 }
 """By so much 40 steps lower the loss."""
-OF_DIGITS = ("conv", "private", "vit")
+OF_DIGITS = ("conv", "private", "vit", "autoencoder")
 
 
 @pytest.fixture(autouse=True)

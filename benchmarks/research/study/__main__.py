@@ -22,15 +22,13 @@ from rich.progress import Progress
 
 from benchmarks.research.study import plan, running
 from benchmarks.research.study.methods import METHODS, PRIVATE
-from benchmarks.research.study.optimizers import DIRECTIONS
 from benchmarks.research.study.plan import Cell, Effort, OfBatches
 from benchmarks.research.study.results import Results
-from benchmarks.research.study.tables import APART, methods_for
-from benchmarks.research.study.tasks import ALL as ALL_TASKS
+from benchmarks.research.study.tables import methods_for
 from benchmarks.research.study.tasks import TASKS
 
 Pair = tuple[str, str]
-ALL = list(METHODS | PRIVATE | APART)
+ALL = list(METHODS | PRIVATE)
 
 
 def pairs(quick: bool, tasks: list[str] | None) -> list[Pair]:
@@ -38,13 +36,13 @@ def pairs(quick: bool, tasks: list[str] | None) -> list[Pair]:
     if quick:
         return list(plan.QUICK_PAIRS)
     names = tasks or list(TASKS)
-    return [(name, optimizer) for name in names for optimizer in ALL_TASKS[name]().optimizers]
+    return [(name, optimizer) for name in names for optimizer in TASKS[name]().optimizers]
 
 
 def cells(of: list[Pair], quick: bool, methods: list[str] | None) -> Iterator[Cell]:
     """Those of the pairs, each method of all pairs before the next one."""
     wanted = methods or (plan.QUICK_METHODS if quick else [*METHODS, *PRIVATE])
-    tables = {pair: methods_for(ALL_TASKS[pair[0]]().noise is not None, pair[1]) for pair in of}
+    tables = {pair: methods_for(TASKS[pair[0]]().noise is not None, pair[1]) for pair in of}
     names = dict.fromkeys(name for table in tables.values() for name in table)
     for name in names:
         for pair in of:
@@ -96,20 +94,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two tasks, a few methods and steps")
     parser.add_argument("--out", type=Path, default=Path("study.jsonl"), help="the results")
-    parser.add_argument("--tasks", nargs="+", choices=list(ALL_TASKS), help="some of the tasks")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), help="some of the tasks")
     parser.add_argument("--methods", nargs="+", choices=ALL, metavar="NAME", help="some of them")
-    parser.add_argument("--optimizers", nargs="+", choices=list(DIRECTIONS), help="some of them")
-    parser.add_argument("--seeds", type=int, default=0, help="the first seed (default: 0)")
-    parser.add_argument("--count", type=int, help="how many seeds (default: 12)")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     options = parser.parse_args(arguments)
     os.environ.update(running.ENVIRONMENT)  # which the processes see when they import JAX
-    effort = (plan.QUICK if options.quick else Effort())._replace(first=options.seeds)
-    if options.count is not None:
-        effort = effort._replace(seeds=options.count)
+    effort = plan.QUICK if options.quick else Effort()
     of = pairs(options.quick, options.tasks)
-    if options.optimizers:
-        of = [pair for pair in of if pair[1] in options.optimizers]
     results = Results(options.out, effort)
     todo: list[Cell | OfBatches] = [*cells(of, options.quick, options.methods)]
     if options.methods is None:

@@ -1,7 +1,8 @@
 """A cell of the study: one task, one optimizer, one method, as one compiled program.
 
-Rates, faults, seeds and limits are its inputs. Its runs take turns: on a CPU products of matrices
-that differ by run are faster one by one than with `vmap`.
+Rates, faults, seeds and limits are its inputs. Its runs take turns, because on a CPU large products
+of matrices that differ by run are faster one by one than with `vmap`; the smallest networks are
+faster at once.
 """
 
 from collections.abc import Callable
@@ -69,13 +70,15 @@ class Outcome(NamedTuple):
 
 
 def program(
-    task: Task, optimizer_name: str, method: Method, steps: int, every: int
+    task: Task, optimizer_name: str, method: Method, steps: int, every: int, at_once: bool = False
 ) -> Callable[[Runs], Outcome]:
-    """The compiled function of a cell."""
+    """The compiled function of a cell; its runs take turns, or are computed at once."""
     grads_of = _gradient(task, method)
 
     def run(begin: Begin, rate: Array, limit: Array) -> Outcome:
-        parts = optimizer(optimizer_name, rate, steps)
+        # The rate that is right for SGD depends on the scale of the loss.
+        of_scale = 1 / begin.faults.scale if optimizer_name == "sgd" else 1.0
+        parts = optimizer(optimizer_name, rate * of_scale * begin.faults.rate, steps)
         setting = Setting(*parts, limit, task.noise or 0.0, begin.noise, task.examples)
         tx = optax.with_extra_args_support(method.make(setting))
 
@@ -100,6 +103,8 @@ def program(
         changed = jnp.int32(-1) if method.microbatches else steps_changed(state)
         return Outcome(held_out, changed, wrong.onset, norms.reshape(-1))
 
+    if at_once:
+        return jax.jit(lambda runs: jax.vmap(run)(*runs))
     return jax.jit(lambda runs: jax.lax.map(lambda each: run(*each), runs))
 
 

@@ -113,14 +113,22 @@ def _logits_of_private(params: Params, x: Array) -> Array:
     return x @ params["head"] + params["head_bias"]
 
 
+def _cross_entropy(told: Array, examples: Examples) -> Array:
+    return optax.softmax_cross_entropy_with_integer_labels(told, examples.labels)
+
+
 def task(
     initial: Callable[[Array], Params],
     logits: Callable[[Params, Array], Array],
     size: int,
     optimizers: tuple[str, ...],
     noise: float | None = None,
+    cost: Callable[[Array, Examples], Array] = _cross_entropy,
 ) -> Task:
-    """A network of the digits, from a function of its parameters and images to logits."""
+    """A network of the digits, from a function of its parameters and images to logits.
+
+    `cost` is that of each of the logits, given the examples.
+    """
     train, held_out = images()
 
     def batch(params: Params, key: Array, is_bad: Array) -> Examples:
@@ -130,8 +138,7 @@ def task(
         return scrambled(examples, of_labels, is_bad, DIGITS)
 
     def losses(params: Params, examples: Examples) -> Array:
-        told = logits(params, examples.inputs)
-        return optax.softmax_cross_entropy_with_integer_labels(told, examples.labels)
+        return cost(logits(params, examples.inputs), examples)
 
     def held_out_loss(params: Params) -> Array:
         return losses(params, held_out).mean()

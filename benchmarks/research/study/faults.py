@@ -20,6 +20,15 @@ FAULTS = {
     "stretch": "a tenth of the steps, from the middle on, have scrambled batches",
 }
 """What each does, for readers."""
+HARMLESS = {
+    "times 100": "every loss counts 100 times; SGD's rate is a hundredth",
+    "over 100": "every loss counts a hundredth; SGD's rate is 100 times as large",
+    "late rate": "until three fifths of the run the rate is a tenth",
+}
+"""What is no fault, and no method should harm; only guards are tried on it."""
+NUMBERS = {name: number for number, name in enumerate(FAULTS | HARMLESS)}
+SCALES = {"times 100": 100.0, "over 100": 0.01}
+LATE, EARLY_SHARE = 0.6, 0.1
 
 SPIKE, JUMP = 100.0, 10.0
 SPIKE_EVERY, NAN_EVERY = 200, 100
@@ -35,12 +44,16 @@ class Faults(NamedTuple):
       factor: what the weights of a step's examples are multiplied by.
       is_scrambled: whether the batch is.
       is_nan: whether one microbatch has the weight NaN.
+      rate: what the learning rate is multiplied by.
+      scale: float32[], what all losses of the run are multiplied by, which `factor` has.
       onset: int32[], the first bad step; -1 if there is none, or if bad steps are all along.
     """
 
     factor: Array
     is_scrambled: Array
     is_nan: Array
+    rate: Array
+    scale: Array
     onset: Array
 
 
@@ -56,23 +69,22 @@ def drawn(fault: Array, key: Array, steps: int) -> Faults:
     at_random = jax.random.bernoulli(scrambled, SCRAMBLED, (steps,))
     nothing = jnp.zeros(steps, bool)
     of_each = {
-        "none": (nothing, nothing),
         "spike": (is_spike, nothing),
         "tails": (nothing, at_random),
-        "nan": (nothing, nothing),
         "jump": (is_late, nothing),
         "stretch": (nothing, in_stretch),
     }
-    is_larger, is_scrambled = (
-        jnp.stack(rows)[fault] for rows in zip(*of_each.values(), strict=True)
-    )
-    names = list(FAULTS)
-    is_nan &= fault == names.index("nan")
-    by = jnp.where(fault == names.index("spike"), SPIKE, JUMP)
+    each = [of_each.get(name, (nothing, nothing)) for name in NUMBERS]
+    is_larger, is_scrambled = (jnp.stack(rows)[fault] for rows in zip(*each, strict=True))
+    is_nan &= fault == NUMBERS["nan"]
+    by = jnp.where(fault == NUMBERS["spike"], SPIKE, JUMP)
     is_bad = is_larger | is_scrambled | is_nan
-    has_onset = is_bad.any() & (fault != names.index("tails"))
+    has_onset = is_bad.any() & (fault != NUMBERS["tails"])
     onset = jnp.where(has_onset, jnp.argmax(is_bad), -1)
-    return Faults(jnp.where(is_larger, by, 1.0), is_scrambled, is_nan, onset)
+    scale = jnp.array([SCALES.get(name, 1.0) for name in NUMBERS])[fault]
+    is_low = (fault == NUMBERS["late rate"]) & (step < LATE * steps)
+    rate = jnp.where(is_low, EARLY_SHARE, 1.0)
+    return Faults(scale * jnp.where(is_larger, by, 1.0), is_scrambled, is_nan, rate, scale, onset)
 
 
 def weights(factor: Array, is_nan: Array, examples: int) -> Array:

@@ -1,175 +1,91 @@
-"""Guards with nothing to choose: what they are made of, each part tried by itself.
+"""Guards with nothing to choose: the rules that are judged, beside constants, in one program.
 
-AdaGC and a small multiple of the running median lose the fewest runs of all methods. `PARTS` takes
-both apart, and puts the parts together in other ways; `CANDIDATES` are judged.
+Compiling takes most of the time of a small study, so the rule of a run is data, as its seed is.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 from jax import Array
 
 import optaxclip
-from benchmarks.research.study.methods import Method, Setting, before, chain, watched
+from benchmarks.research.study.methods import Method, Setting, chain, watched
 from optaxclip import Limits, Threshold, scopes, thresholds
+from optaxclip.ops import global_norm
+from optaxclip.thresholds.moving import weight
 
-FINAL: dict[str, Any] = {"lambda_rel": 1.04, "beta": 0.99, "patience": None}
-"""AdaGC's constants in its last version."""
-WINDOW = 100
-"""Norms of which percentiles are taken."""
-
-
-def _adagc() -> Threshold:
-    return thresholds.adagc(**FINAL)
+DECAY, MOST = 0.99, 4.0
 
 
-def _average(ratio: float = FINAL["lambda_rel"], **options: Any) -> Threshold:
-    """AdaGC's rule without its warm-up."""
-    return thresholds.ema(FINAL["beta"], ratio, patience=None, **options)
+class _Settings(NamedTuple):
+    share: Any
 
 
-def never_rises(percentile: float) -> Threshold:
-    """A percentile of the norms after their clip, so that no limit is above all earlier ones."""
-    return thresholds.percentile(
-        percentile, WINDOW, record="clipped", warmup_steps=0, patience=None
-    )
+@dataclasses.dataclass(frozen=True)
+class _Average:
+    """The mean of the norms at first, then their moving average.
+
+    A norm counts as at most `MOST` times the average, so that a spike hardly lifts it.
+    """
+
+    def init(self, settings: Any, like: Array) -> Array:
+        del settings
+        return jnp.zeros(like.shape, jnp.float32)
+
+    def observe(self, settings: Any, state: Array, norm: Array, count: Array) -> Array:
+        del settings
+        counted = jnp.where(count == 0, norm, jnp.minimum(norm, MOST * state))
+        return state + weight(DECAY, count, debias=True) * (counted - state)
+
+    def limits(self, settings: _Settings, state: Array, norm: Array, count: Array) -> Limits:
+        del norm
+        limit = jnp.where(count == 0, jnp.inf, settings.share * state)
+        return Limits(limit, limit)
 
 
-def rises_slowly(power: Callable[[Array], Any], percentile: float) -> Threshold:
-    """A percentile of the last norms; in `t` steps a limit rises no faster than `t**power`."""
-    rule = thresholds.percentile(percentile, WINDOW, inclusive=True, warmup_steps=0, patience=None)
+def share_of_average(share: float) -> Threshold:
+    """That share of the average, which does not depend on what is clipped."""
+    return thresholds.adaptive(_Average(), _Settings(share), record="raw", patience=None)
 
-    def init(norms: Any) -> Any:
-        return rule.init(norms), jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), norms), 0
+
+RULES: dict[str, Threshold] = {
+    "AdaGC": thresholds.adagc(),
+    "AdaGC, own start": thresholds.ema(0.99, 1.04),
+    "half the average": share_of_average(0.5),
+    "a quarter of it": share_of_average(0.25),
+}
+"""By name; each clips by leaf, and has no constant that depends on the task or the optimizer."""
+NO_CLIP = np.inf
+
+
+def number(rule: str) -> float:
+    """What a program takes in place of a limit, to clip by a rule: a number below 0."""
+    return -1.0 - list(RULES).index(rule)
+
+
+def chosen(limit: Array) -> Threshold:
+    """A constant limit of the global norm, or, if it is below 0, the rule of this `number`."""
+    rules = tuple(RULES.values())
 
     def update(norms: Any, state: Any, param_norms: Any) -> Any:
-        inner, before, count = state
-        limits, inner = rule.update(norms, inner, param_norms)
-        count = count + 1
-        most = jax.tree.map(lambda x: x * (1 + power(count) / count), before)
-        new = jax.tree.map(jnp.minimum, limits.trigger, most)
-        return Limits(new, new), (inner, new, count)
+        found = [
+            rule.update(norms, each, param_norms) for rule, each in zip(rules, state, strict=True)
+        ]
+        shrunk = norms * jnp.minimum(1.0, limit / jnp.maximum(global_norm(norms), 1e-30))
+        constant = jnp.where(jnp.isinf(limit), jnp.inf, shrunk)
+        limits = jnp.stack([constant, *(each.trigger for each, _ in found)])
+        now = limits[jnp.maximum(-limit, 0.0).astype(jnp.int32)]
+        return Limits(now, now), tuple(each for _, each in found)
 
-    return Threshold(init, update)
-
-
-def _raised(norm: Array, trigger: Array, target: Array) -> Array:
-    """Brings a norm above the trigger to the target, be that lower or higher."""
-    return jnp.where((norm <= trigger) | jnp.isinf(target), norm, target)
+    return Threshold(lambda norms: tuple(rule.init(norms) for rule in rules), update)
 
 
-def _times(rule: Threshold, trigger: Callable[[Any], Any], target: Callable[[Any], Any]) -> Any:
-    """The rule, its limits multiplied by functions of the step."""
-
-    def init(norms: Any) -> Any:
-        return rule.init(norms), jnp.zeros((), jnp.int32)
-
-    def update(norms: Any, state: Any, param_norms: Any) -> Any:
-        inner, count = state
-        limits, inner = rule.update(norms, inner, param_norms)
-        each = (limits.trigger, trigger(count)), (limits.target, target(count))
-        scaled = (jax.tree.map(lambda x, by=by: x * by, limit) for limit, by in each)
-        return Limits(*scaled), (inner, count + 1)
-
-    return Threshold(init, update)
+def _guarded(of: Setting) -> Any:
+    clip = watched(optaxclip.clip_by(scopes.leaf(), chosen(of.limit)))
+    return optaxclip.skip_nonfinite(chain(of, clip), max_consecutive=20)
 
 
-def _by(scope: Any, rule: Callable[[], Threshold], **options: Any) -> Method:
-    return Method(before(lambda: optaxclip.clip_by(scope, rule(), **options)))
-
-
-def _median(scale: float) -> Threshold:
-    return thresholds.median(scale, every_step=True)
-
-
-def _with_the_rate(of: Setting) -> Any:
-    """An eighth of the median at the full rate, the median where the rate is 0."""
-
-    def scale(count: Array) -> Array:
-        return 8.0 ** -of.share(count)
-
-    rule = _times(_median(1.0), scale, scale)
-    return chain(of, watched(optaxclip.clip_by(scopes.tree(), rule)))
-
-
-def _restored(rule: Callable[[], Threshold]) -> Method:
-    """Norms above an eighth of the limit become the limit."""
-    return _by(
-        scopes.tree(),
-        lambda: _times(rule(), lambda _: 1 / 8, lambda _: 1.0),
-        response=_raised,
-    )
-
-
-def _capped() -> optax.GradientTransformation:
-    median = optaxclip.clip_by(scopes.tree(), _median(1.0))
-    return optax.chain(median, optaxclip.adagc(**FINAL))
-
-
-LEAF, TREE = scopes.leaf(), scopes.tree()
-
-
-def _never_rises(percentile: float) -> Callable[[], Threshold]:
-    return functools.partial(never_rises, percentile)
-
-
-def _slowly(power: float, percentile: float) -> Callable[[], Threshold]:
-    return functools.partial(rises_slowly, lambda _: power, percentile)
-
-
-def _for_100_steps() -> Threshold:
-    return rises_slowly(lambda count: jnp.where(count <= 100, 1e6, 0.0), 50.0)
-
-
-PARTS: dict[str, Method] = {
-    "AdaGC, one norm": _by(TREE, _adagc),
-    "AdaGC, no warm-up": _by(LEAF, _average),
-    "AdaGC, one norm, no warm-up": _by(TREE, _average),
-    "AdaGC, no warm-up, raw norms": _by(LEAF, functools.partial(_average, record="raw")),
-    "AdaGC, one norm, no warm-up, raw": _by(TREE, functools.partial(_average, record="raw")),
-    "AdaGC, no warm-up, twice": _by(LEAF, functools.partial(_average, 2.0)),
-    "AdaGC below the median": Method(before(_capped)),
-    "median 1": _by(TREE, functools.partial(_median, 1.0)),
-    "median 1/2": _by(TREE, functools.partial(_median, 1 / 2)),
-    "median 1/8": _by(TREE, functools.partial(_median, 1 / 8)),
-    "median 1/32": _by(TREE, functools.partial(_median, 1 / 32)),
-    "median 1/8, by leaf": _by(LEAF, functools.partial(_median, 1 / 8)),
-    "median 1/8, rising to 1": Method(_with_the_rate),
-    "median 1, restored": _restored(functools.partial(_median, 1.0)),
-    "never rises, 25": _by(TREE, _never_rises(25.0)),
-    "never rises, 50": _by(TREE, _never_rises(50.0)),
-    "never rises, 75": _by(TREE, _never_rises(75.0)),
-    "never rises, 90": _by(TREE, _never_rises(90.0)),
-    "never rises, 50, by leaf": _by(LEAF, _never_rises(50.0)),
-    "never rises, 50, restored": _restored(_never_rises(50.0)),
-    "rises as t, 50": _by(TREE, _slowly(1.0, 50.0)),
-    "rises as t, 75": _by(TREE, _slowly(1.0, 75.0)),
-    "rises as t, 50, by leaf": _by(LEAF, _slowly(1.0, 50.0)),
-    "rises as t, 65, by leaf": _by(LEAF, _slowly(1.0, 65.0)),
-    "rises as t, 75, by leaf": _by(LEAF, _slowly(1.0, 75.0)),
-    "rises as t ** 0.5, 50, by leaf": _by(LEAF, _slowly(0.5, 50.0)),
-    "rises as t ** 0.5, 75, by leaf": _by(LEAF, _slowly(0.5, 75.0)),
-    "rises as t ** 2, 50, by leaf": _by(LEAF, _slowly(2.0, 50.0)),
-    "rises for 100 steps, 50, by leaf": _by(LEAF, _for_100_steps),
-}
-
-
-def _guarded(rule: Callable[[], Threshold]) -> Method:
-    def make(of: Setting) -> Any:
-        clip = watched(optaxclip.clip_by(scopes.leaf(), rule()))
-        return optaxclip.skip_nonfinite(chain(of, clip), max_consecutive=20)
-
-    return Method(make)
-
-
-CANDIDATES: dict[str, Method] = {
-    "AdaGC (final), guarded": _guarded(_adagc),
-    "never rises": _guarded(_never_rises(50.0)),
-    "rises slowly, 65": _guarded(_slowly(1.0, 65.0)),
-    "rises slowly, 75": _guarded(_slowly(1.0, 75.0)),
-}
-"""What may become a guard, as `benchmarks/research/guard.md` says."""
+GUARDED = Method(_guarded)
+"""Constants are inside of `skip_nonfinite` too, as it costs them nothing."""

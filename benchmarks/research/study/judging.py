@@ -1,6 +1,6 @@
 """Judges guards by the measure that `benchmarks/research/guard.md` wrote down before they were run.
 
-  python -m benchmarks.research.study.judging guard.jsonl --parts parts.jsonl
+  python -m benchmarks.research.study.judging guard.jsonl
 
 It prints a table and which guards hold, and writes all figures, `docs/guard.csv` and
 `docs/guard.png`.
@@ -8,7 +8,8 @@ It prints a table and which guards hold, and writes all figures, `docs/guard.csv
 
 import argparse
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,132 +17,157 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.research.study import inference, pictures, results
-from benchmarks.research.study.comparing import CASES, HARMS, HELPS, Case, Study
+from benchmarks.research.study import inference, pictures
+from benchmarks.research.study.comparing import HARMS, HELPS
 from benchmarks.research.study.inference import Interval
 from benchmarks.research.study.page import DOCS
-from benchmarks.research.study.runs import BEST, NONE, RATES, Key, Pair, cells
+from benchmarks.research.study.results import read
+from benchmarks.research.study.runs import BEST, NONE
+from benchmarks.research.study.unseen import ADAPTIVE
 
 PRICE, BEHIND = 0.01, 0.02
 """What a guard may cost where nothing goes wrong, and how far it may be behind the best constant,
 both as shares of what training without a guard learns."""
-FAULTS = tuple(case for case in CASES if case.fault != "none")
-JUDGED = tuple(case for case in FAULTS if case.name != "nan")
-"""The faults at which guards are compared with the best constant, which a NaN destroys."""
-NAN, PAST = (next(case for case in CASES if case.name == name) for name in ("nan", "past"))
-LEAST = (-PRICE, *[-BEHIND] * len(JUDGED))
-"""What the measure asks of the first of `COLUMNS`; the last is told, and not judged."""
-COLUMNS = ("nothing wrong", *(case.short for case in JUDGED), "rate too high")
-NAMES = {"adamw": "AdamW", "muon": "Muon", "sgd": "SGD", "all": "all"}
+NAMES = dict(zip(ADAPTIVE, ("AdamW", "Muon", "Lion", "Adafactor"), strict=True)) | {"sgd": "SGD"}
+Cells = Mapping[tuple[str, str, str, str], Mapping[int, Mapping[str, Any]]]
+"""Runs by seed, by problem, optimizer, method and case."""
+
+
+class Column(NamedTuple):
+    """What is judged: cases of problems, beside training without a guard, or the best constant."""
+
+    title: str
+    case: str
+    problems: tuple[str, ...]
+    base: str = NONE
+
+    @property
+    def least(self) -> float:
+        """The measure."""
+        return -PRICE if self.base == NONE else -BEHIND
+
+
+OF_FAULTS = ("gru", "vit")
+COLUMNS = (
+    Column("nothing wrong", "none", OF_FAULTS),
+    Column("zero start", "none", ("zero start",)),
+    Column("small weights", "none", ("small weights",)),
+    Column("loss times 100", "times 100", ("gru",)),
+    Column("loss over 100", "over 100", ("gru",)),
+    Column("late rate", "late rate", ("gru",)),
+    Column("3000 steps", "none", ("3000 steps",)),
+    Column("spikes", "spike", OF_FAULTS, BEST),
+    Column("heavy tails", "tails", OF_FAULTS, BEST),
+    Column("jump of scale", "jump", OF_FAULTS, BEST),
+    Column("bad stretch", "stretch", OF_FAULTS, BEST),
+)
 
 
 class Judged(NamedTuple):
-    """A guard on the tasks of one optimizer, or on all.
+    """A guard with one optimizer.
 
     Attributes:
-      gain: how much more it learns where nothing goes wrong, at the rate that is best without it.
-      beside: for each fault how much more it learns than the best constant, each at the rate that
-        is best for it where nothing goes wrong.
+      shares: for each of `COLUMNS` how much more it learns than the base, over seeds.
       lost: the share of runs that a NaN destroys.
-      past: how much more it learns than the best constant at a rate that is too high; not judged.
+      clipped: the share of steps that it changes where nothing goes wrong.
     """
 
-    gain: Interval
-    beside: Mapping[str, Interval]
+    shares: tuple[Interval, ...]
     lost: float
-    past: Interval
+    clipped: float
 
     @property
     def holds(self) -> bool:
         """Whether it is as good as the measure asks."""
-        is_near = [x.mean >= least for x, least in zip(self.columns, LEAST, strict=False)]
+        is_near = [x.mean >= of.least for x, of in zip(self.shares, COLUMNS, strict=True)]
         return all(is_near) and self.lost == 0
 
-    @property
-    def columns(self) -> tuple[Interval, ...]:
-        """What `COLUMNS` names."""
-        return self.gain, *self.beside.values(), self.past
+
+def cells(lines: Iterable[Mapping[str, Any]]) -> Cells:
+    """The runs, put together."""
+    found: dict[Any, dict[int, Any]] = defaultdict(dict)
+    for line in lines:
+        key = tuple(line[name] for name in ("problem", "optimizer", "method", "case"))
+        found[key][line["seed"]] = line
+    return found
 
 
-def groups(study: Study) -> dict[str, list[Pair]]:
-    """The pairs of each optimizer, and all."""
-    optimizers = sorted({pair.optimizer for pair in study.pairs})
-    found = {name: [pair for pair in study.pairs if pair.optimizer == name] for name in optimizers}
-    return {**found, "all": list(study.pairs)}
+def methods(runs: Cells) -> list[str]:
+    """Their names, in the order of the runs."""
+    return list(dict.fromkeys(method for _, _, method, _ in runs))
 
 
-def holds(study: Study, method: str) -> bool:
-    """Whether the guard holds for each optimizer and for all."""
-    return all(judged(study, pairs, method).holds for pairs in groups(study).values())
+def optimizers(runs: Cells) -> list[str]:
+    """Those that were run on all problems, in the order of `NAMES`."""
+    problems = {problem for of in COLUMNS for problem in of.problems}
+    has = {optimizer: {x for x, y, *_ in runs if y == optimizer} for optimizer in NAMES}
+    return [optimizer for optimizer in NAMES if problems <= has[optimizer]]
 
 
-def judged(study: Study, pairs: Sequence[Pair], method: str) -> Judged:
-    """The guard, every pair counting alike."""
-    found = [study.cell(pair, method, NAN) for pair in pairs]
-    return Judged(
-        gain=_over([_gain(study, pair, method) for pair in pairs]),
-        beside={case.name: _beside(study, pairs, method, case) for case in JUDGED},
-        lost=float(np.mean([cell.is_lost.mean() for cell in found if cell is not None])),
-        past=_beside(study, pairs, method, PAST),
-    )
+def judged(runs: Cells, optimizer: str, method: str) -> Judged:
+    """The guard, every problem of a column counting alike."""
+
+    def share(of: Column, problem: str) -> dict[int, float]:
+        base = NONE if of.base == NONE else BEST
+        without = runs[problem, optimizer, NONE, of.case if of.base == NONE else "none"].values()
+        gain = np.mean([run["start"] - run["end"] for run in without])
+        ours, theirs = (runs[problem, optimizer, x, of.case] for x in (method, base))
+        return {seed: (theirs[seed]["end"] - run["end"]) / gain for seed, run in ours.items()}
+
+    def over(of: Column) -> Interval:
+        each = [share(of, problem) for problem in of.problems]
+        return inference.interval(np.array([np.mean([x[s] for x in each]) for s in each[0]]))
+
+    def mean(case: str, what: str) -> float:
+        each = (runs[problem, optimizer, method, case].values() for problem in OF_FAULTS)
+        return float(np.mean([run[what] for of in each for run in of]))
+
+    return Judged(tuple(map(over, COLUMNS)), mean("nan", "lost"), mean("none", "clipped"))
 
 
-def _gain(study: Study, pair: Pair, method: str) -> dict[int, float]:
-    """By seed: the loss that the guard saves at the rate that is best without one."""
-
-    def ends(name: str, rate: str) -> dict[int, float]:
-        cell = study.cells[Key(pair, name, "none", rate)]
-        return dict(zip(cell.seeds.tolist(), cell.end.tolist(), strict=True))
-
-    rate = min(RATES, key=lambda rate: np.mean(list(ends(NONE, rate).values())))
-    without, guarded = ends(NONE, rate), ends(method, rate)
-    return {seed: (without[seed] - guarded[seed]) / study.gains[pair] for seed in guarded}
+def holds(runs: Cells, method: str) -> bool:
+    """Whether the guard holds with each adaptive optimizer."""
+    return all(judged(runs, optimizer, method).holds for optimizer in ADAPTIVE)
 
 
-def _beside(study: Study, pairs: Sequence[Pair], method: str, case: Case) -> Interval:
-    return _over([dict(study.differences(pair, method, BEST, case)) for pair in pairs])
+def rows(runs: Cells) -> Iterator[dict[str, Any]]:
+    """The figures of each optimizer and method, in percent."""
+    for optimizer in optimizers(runs):
+        for method in methods(runs):
+            found = judged(runs, optimizer, method)
+            row = {"optimizer": optimizer, "method": method}
+            for of, x in zip(COLUMNS, found.shares, strict=True):
+                ends = {of.title: x.mean, f"{of.title}, low": x.low, f"{of.title}, high": x.high}
+                row |= {name: f"{100 * share:.1f}" for name, share in ends.items()}
+            percent = {"lost to NaN": found.lost, "steps clipped": found.clipped}
+            row |= {name: f"{100 * share:.0f}" for name, share in percent.items()}
+            yield row | {"holds": str(found.holds)}
 
 
-def _over(each: Sequence[dict[int, float]]) -> Interval:
-    """Over seeds, of the mean over pairs."""
-    seeds = sorted(set.intersection(*map(set, each)))
-    return inference.interval(np.array([np.mean([of[seed] for of in each]) for seed in seeds]))
-
-
-def rows(study: Study, tasks: str) -> Iterator[dict[str, Any]]:
-    """The figures of each method and optimizer, in percent."""
-    for method in study.methods:
-        for optimizer, pairs in groups(study).items():
-            found = judged(study, pairs, method)
-            row: dict[str, Any] = {"tasks": tasks, "method": method, "optimizer": optimizer}
-            for name, x in zip(COLUMNS, found.columns, strict=True):
-                row |= {name: x.mean, f"{name}, low": x.low, f"{name}, high": x.high}
-            shares = {name: f"{100 * x:.1f}" for name, x in row.items() if isinstance(x, float)}
-            yield {**row, **shares, "lost to NaN": f"{100 * found.lost:.0f}", "holds": found.holds}
-
-
-def table(found: Sequence[Mapping[str, Any]]) -> str:
-    """A table of such rows."""
-    head = ("method", "optimizer", *COLUMNS, "lost to NaN", "holds")
-    lines = [head, ["---"] * len(head), *([str(row[name]) for name in head] for row in found)]
+def table(found: Sequence[Mapping[str, str]]) -> str:
+    """A table of such rows, without intervals."""
+    titles = [of.title for of in COLUMNS]
+    head = ("optimizer", "method", *titles, "lost to NaN", "steps clipped", "holds")
+    lines = [head, ["---"] * len(head), *([row[name] for name in head] for row in found)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def picture(study: Study, guards: Sequence[str]) -> Figure:
-    """Tiles of all guards, a block for each optimizer: blue where the measure is met."""
-    blocks = groups(study)
+def picture(runs: Cells) -> Figure:
+    """Tiles of all methods, a block for each optimizer: blue where the measure is met."""
+    shown, names = optimizers(runs), methods(runs)
     with mpl.rc_context(pictures.LETTERS):
-        height = pictures.ROW * len(guards) * len(blocks) + 0.15 * len(blocks) + 1.2
-        figure = Figure(figsize=(pictures.WIDTH, height), layout="constrained")
-        axes = figure.subplots(len(blocks), 1, squeeze=False)[:, 0]
-        for ax, (optimizer, pairs) in zip(axes, blocks.items(), strict=True):
-            for y, method in enumerate(guards):
-                found = judged(study, pairs, method)
-                for x, (share, least) in enumerate(zip(found.columns, LEAST, strict=False)):
-                    pictures.tile(ax, x, y, share.mean, HELPS if share.mean >= least else HARMS)
-            ax.set_xlim(-0.5, len(COLUMNS) - 1.5)
-            ax.set_ylim(len(guards) - 0.5, -0.5)
-            ax.set_yticks(range(len(guards)), guards)
+        height = pictures.ROW * len(names) * len(shown) + 0.15 * len(shown) + 1.2
+        figure = Figure(figsize=(pictures.WIDTH * 1.25, height), layout="constrained")
+        axes = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
+        for ax, optimizer in zip(axes, shown, strict=True):
+            for y, method in enumerate(names):
+                found = judged(runs, optimizer, method)
+                for x, (share, of) in enumerate(zip(found.shares, COLUMNS, strict=True)):
+                    verdict = HELPS if share.mean >= of.least else HARMS
+                    pictures.tile(ax, x, y, share.mean, verdict)
+            ax.set_xlim(-0.5, len(COLUMNS) - 0.5)
+            ax.set_ylim(len(names) - 0.5, -0.5)
+            ax.set_yticks(range(len(names)), names)
             ax.set_xticks([])
             ax.tick_params(length=0)
             ax.spines[:].set_visible(False)
@@ -149,37 +175,29 @@ def picture(study: Study, guards: Sequence[str]) -> Figure:
             ax.set_ylabel(NAMES[optimizer], rotation=270, labelpad=16)
         look = {"rotation": 40, "ha": "left", "rotation_mode": "anchor"}
         top = axes[0].secondary_xaxis("top")
-        top.set_xticks(range(len(COLUMNS) - 1), COLUMNS[:-1], **look)
+        top.set_xticks(range(len(COLUMNS)), [of.title for of in COLUMNS], **look)
         top.tick_params(length=0)
         top.spines[:].set_visible(False)
     return figure
-
-
-def load(path: Path) -> Study:
-    """The study of a file of results."""
-    return Study.of(cells(results.read(path)))
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints what was found of each guard, and writes the data and the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path, help="a file of JSON lines, one for each run")
-    parser.add_argument("--parts", type=Path, help="that of the parts, for the data")
     parser.add_argument("--docs", type=Path, default=DOCS, help="where data and picture go")
     options = parser.parse_args(arguments)
-    study = load(options.results)
-    found = [*rows(study, " and ".join(sorted({pair.task for pair in study.pairs})))]
+    runs = cells(read(options.results))
+    found = list(rows(runs))
     print(table(found))
-    if options.parts:
-        parts = load(options.parts)
-        found += rows(parts, " and ".join(sorted({pair.task for pair in parts.pairs})))
     with (options.docs / "guard.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(found[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(found)
-    guards = [name for name in study.methods if name != BEST]
-    print(f"holds: {', '.join(name for name in guards if holds(study, name)) or 'none'}")
-    picture(study, guards).savefig(options.docs / "guard.png", dpi=pictures.DPI)
+    if set(ADAPTIVE) <= set(optimizers(runs)):
+        kept = [name for name in methods(runs) if holds(runs, name)]
+        print(f"holds with each adaptive optimizer: {', '.join(kept) or 'none'}")
+    picture(runs).savefig(options.docs / "guard.png", dpi=pictures.DPI)
 
 
 if __name__ == "__main__":

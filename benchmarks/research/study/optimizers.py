@@ -55,16 +55,30 @@ def _muon() -> optax.GradientTransformation:
     return optax.chain(optax.contrib.muon(1.0, **sizes), optax.scale(-1.0))
 
 
+def _adafactor() -> optax.GradientTransformation:
+    """With Optax's own constants, but small matrices are factored too."""
+    return optax.chain(optax.adafactor(1.0, min_dim_size_to_factor=8), optax.scale(-1.0))
+
+
 DIRECTIONS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": optax.scale_by_adam,
     "sgd": lambda: optax.trace(MOMENTUM),
     "muon": _muon,
+    "lion": optax.scale_by_lion,
+    "adafactor": _adafactor,
 }
-"""By name; AdamW and Muon with Optax's own constants."""
+"""By name; all but SGD with Optax's own constants."""
 
 
 def optimizer(name: str, rate: Array, steps: int) -> Optimizer:
-    """The optimizer with a learning rate, float32[], that rises, stays, and falls to 0."""
+    """The optimizer with a learning rate that rises, stays, and falls to 0.
+
+    Args:
+      name: as in `DIRECTIONS`.
+      rate: float32[], or float32[steps] if it also differs by step.
+      steps: of the run.
+    """
+    rate = jnp.broadcast_to(rate, (steps,))
     share = optax.join_schedules(
         [
             optax.linear_schedule(0.0, 1.0, max(1, round(WARMUP * steps))),
@@ -74,7 +88,7 @@ def optimizer(name: str, rate: Array, steps: int) -> Optimizer:
     )
     finish = optax.chain(
         optax.add_decayed_weights(DECAY),
-        optax.scale_by_learning_rate(lambda count: rate * share(count)),
+        optax.scale_by_learning_rate(lambda count: rate[count] * share(count)),
     )
     moments = ("trace",) if name == "sgd" else ("mu", "nu")
     return Optimizer(DIRECTIONS[name](), finish, moments, share)

@@ -15,6 +15,8 @@ GRID = {
     "adamw": 2.0 ** np.arange(-11, 1),
     "sgd": 2.0 ** np.arange(-8, 4),
     "muon": 2.0 ** np.arange(-11, 1),
+    "lion": 2.0 ** np.arange(-15, -3),
+    "adafactor": 2.0 ** np.arange(-9, 3),
 }
 """Where the edge is looked for."""
 LIMITS = 2.0 ** np.arange(-6, 4)

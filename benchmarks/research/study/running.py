@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.research.study import cell, digits, plan
-from benchmarks.research.study.faults import FAULTS
+from benchmarks.research.study.faults import NUMBERS
 from benchmarks.research.study.methods import Method
 from benchmarks.research.study.plan import Cell, Effort, Found, OfBatches
 from benchmarks.research.study.tables import methods_for
@@ -36,19 +36,21 @@ Row = dict[str, Any]
 class Runner:
     """A cell's program, for any number of runs."""
 
-    def __init__(self, task: Task, optimizer: str, method: Method, effort: Effort):
+    def __init__(
+        self, task: Task, optimizer: str, method: Method, effort: Effort, at_once: bool = False
+    ):
         self.chunk = effort.chunk
         self.begin, begin = _beginning(task, effort)
         real = jax.ShapeDtypeStruct((self.chunk,), jnp.float32)
         runs = cell.Runs(begin, real, real)
-        program = cell.program(task, optimizer, method, effort.steps, effort.every)
+        program = cell.program(task, optimizer, method, effort.steps, effort.every, at_once)
         self.program = program.lower(runs).compile()
 
     def __call__(
         self, rates: Any, faults: Sequence[str], seeds: Sequence[int], limits: Any
     ) -> tuple[cell.Outcome, float]:
         """What became of the runs, and the processor's seconds of one, without compiling."""
-        numbers = [list(FAULTS).index(fault) for fault in faults]
+        numbers = [NUMBERS[fault] for fault in faults]
         inputs = [np.asarray(x, np.int32) for x in (seeds, numbers)]
         inputs += [np.broadcast_to(np.float32(x), len(seeds)) for x in (rates, limits)]
         found, seconds = [], []

@@ -1,10 +1,6 @@
 """Which methods go with which tasks and optimizers."""
 
-from benchmarks.research.study.guards import CANDIDATES, PARTS
 from benchmarks.research.study.methods import METHODS, PRIVATE, WITH_MUON, Method
-
-APART = PARTS | CANDIDATES
-"""Methods that are run when they are asked for by name."""
 
 
 def methods_for(is_private: bool, optimizer: str) -> dict[str, Method]:
@@ -12,5 +8,5 @@ def methods_for(is_private: bool, optimizer: str) -> dict[str, Method]:
     if is_private:
         return PRIVATE
     if optimizer == "muon":
-        return {name: METHODS[name] for name in WITH_MUON} | APART
-    return {name: x for name, x in (METHODS | APART).items() if not x.only or optimizer in x.only}
+        return {name: METHODS[name] for name in WITH_MUON}
+    return {name: x for name, x in METHODS.items() if not x.only or optimizer in x.only}

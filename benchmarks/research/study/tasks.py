@@ -13,6 +13,11 @@ TASKS: dict[str, Callable[[], Task]] = {
     "private": digits.private,
 }
 """Functions, as the data of each are read when it is asked for; each reads them once."""
-UNSEEN: dict[str, Callable[[], Task]] = {"vit": unseen.vit, "gru": unseen.gru}
+UNSEEN: dict[str, Callable[[], Task]] = {
+    "vit": unseen.vit,
+    "gru": unseen.gru,
+    "decoder": unseen.decoder,
+    "autoencoder": unseen.autoencoder,
+}
 """Those that guards are judged by; the study of methods leaves them out."""
 ALL = TASKS | UNSEEN

@@ -56,12 +56,13 @@ def library() -> Text:
 @functools.cache
 def transformer() -> Task:
     """The network of `benchmarks.research.text_model`."""
-    losses = functools.partial(_losses_of_transformer, size=SIZE)
+    losses = functools.partial(losses_of_transformer, size=SIZE)
     initial = functools.partial(text_model.initial, size=SIZE)
     return task(library(), MAX_SYMBOLS, initial, losses, ("adamw", "muon"))
 
 
-def _losses_of_transformer(params: Params, batch: Examples, size: text_model.Size) -> Array:
+def losses_of_transformer(params: Params, batch: Examples, size: text_model.Size) -> Array:
+    """Of each window."""
     return text_model.losses(params, batch.inputs, batch.labels, size)
 
 
@@ -109,22 +110,23 @@ def task(
     losses: Callable[[Params, Examples], Array],
     optimizers: tuple[str, ...],
     unit: str = UNIT,
+    size: text_model.Size = SIZE,
 ) -> Task:
-    """A network of a text, whose numbers are below `symbols`."""
+    """A network of a text, whose numbers are below `symbols`, with windows of this size."""
     train = jnp.asarray(text.train)
-    last = text.held_out.size - SIZE.context - 1
-    starts = jnp.linspace(0, last, SIZE.held_out).astype(jnp.int32)
-    held_out = _examples(text_model.windows(jnp.asarray(text.held_out), starts, SIZE))
+    last = text.held_out.size - size.context - 1
+    starts = jnp.linspace(0, last, size.held_out).astype(jnp.int32)
+    held_out = _examples(text_model.windows(jnp.asarray(text.held_out), starts, size))
 
     def batch(params: Params, key: Array, is_bad: Array) -> Examples:
         of_windows, of_labels = jax.random.split(key)
-        examples = _examples(text_model.batch(train, of_windows, SIZE))
+        examples = _examples(text_model.batch(train, of_windows, size))
         return scrambled(examples, of_labels, is_bad, symbols)
 
     def held_out_loss(params: Params) -> Array:
         return losses(params, held_out).mean()
 
-    return Task(initial, batch, losses, held_out_loss, SIZE.batch, unit, optimizers)
+    return Task(initial, batch, losses, held_out_loss, size.batch, unit, optimizers)
 
 
 def _examples(windows: Array) -> Examples:

@@ -1,9 +1,11 @@
-"""Two tasks that no rule was tuned on, to judge guards by: other networks, another text.
+"""Tasks that no rule was tuned on, to judge guards by: other networks, another text.
 
 A small vision transformer tells the digits of `benchmarks.research.study.digits` from patches. A
 recurrent network with gated units reads Python's help topics, which the other tasks do not. Its
 tokens are pairs of characters, and pairs of these, found by counting: P. Gage, "A new algorithm for
-data compression", 1994, and Sennrich, Haddow and Birch, 2015, arXiv 1508.07909.
+data compression", 1994, and Sennrich, Haddow and Birch, 2015, arXiv 1508.07909. The gradients of
+the other two begin small: a transformer whose head and residual outputs begin at 0, and a deep
+autoencoder of digits whose weights begin at a third of their usual size.
 """
 
 import functools
@@ -19,20 +21,27 @@ from benchmarks.research.study import digits, text
 from benchmarks.research.study.examples import Examples
 from benchmarks.research.study.task import Params, Task
 from optaxclip.commands import demo
+from optaxclip.commands.demo_task import MAX_SYMBOLS, encode
 
-OPTIMIZERS = ("adamw", "sgd", "muon")
-PATCH, WIDTH, HEADS, LAYERS = 2, 24, 2, 2
+ADAPTIVE = ("adamw", "muon", "lion", "adafactor")
+OPTIMIZERS = (*ADAPTIVE, "sgd")
+PATCH, WIDTH, HEADS, LAYERS = 2, 16, 2, 1
 """Of the vision transformer: pixels along a side of a patch, and its layers."""
+BATCH = 8
 TOKENS = (digits.SIDE // PATCH) ** 2
-SYMBOLS, HIDDEN = 256, 48
+SIZE = text_model.Size(width=16, heads=2, layers=2, context=12, batch=8, held_out=64)
+"""Of the transformer of text, and of the windows of both networks of text."""
+SYMBOLS, HIDDEN = 160, 16
 """Different tokens of the text, and units of the recurrent network."""
+DEEP, SMALL = (48, 24, 12, 24, 48), 0.35
+"""Units of the autoencoder's hidden layers, and what its weights are multiplied by."""
 UNIT = "nats per token"
 
 
 @functools.cache
 def vit() -> Task:
     """Two layers, normalized before attention and before the network behind it."""
-    return digits.task(_initial_vit, _logits_of_vit, digits.BATCH, OPTIMIZERS)
+    return digits.task(_initial_vit, _logits_of_vit, BATCH, OPTIMIZERS)
 
 
 def _initial_vit(key: Array) -> Params:
@@ -58,7 +67,7 @@ def _logits_of_vit(params: Params, images: Array) -> Array:
 @functools.cache
 def gru() -> Task:
     """One layer without normalization, its recurrent matrices orthogonal at first."""
-    return text.task(topics(), SYMBOLS, _initial_gru, _losses_of_gru, OPTIMIZERS, UNIT)
+    return text.task(topics(), SYMBOLS, _initial_gru, _losses_of_gru, OPTIMIZERS, UNIT, SIZE)
 
 
 @functools.cache
@@ -115,3 +124,48 @@ def _losses_of_gru(params: Params, batch: Examples) -> Array:
     logits = hidden @ params["head"] + params["head_bias"]
     costs = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels.T)
     return costs.mean(0)
+
+
+@functools.cache
+def decoder() -> Task:
+    """Two layers, normalized before attention and before the network behind it."""
+    corpus = encode(demo.read_text(None))
+    characters = text.Text(corpus.train.astype(np.uint8), corpus.held_out.astype(np.uint8))
+    losses = functools.partial(text.losses_of_transformer, size=SIZE)
+    return text.task(characters, MAX_SYMBOLS, _initial_decoder, losses, OPTIMIZERS, text.UNIT, SIZE)
+
+
+def _initial_decoder(key: Array) -> Params:
+    params = text_model.initial(key, SIZE)
+    zero = {name: jnp.zeros_like(params["layers"][name]) for name in ("out", "down")}
+    head = jnp.zeros_like(params["head"])
+    return {**params, "layers": {**params["layers"], **zero}, "head": head}
+
+
+@functools.cache
+def autoencoder() -> Task:
+    """Six layers; the loss is the squared error of an image."""
+    return digits.task(_initial_autoencoder, _reconstructed, BATCH, OPTIMIZERS, cost=_squared_error)
+
+
+def _initial_autoencoder(key: Array) -> Params:
+    sizes = (digits.SIDE**2, *DEEP, digits.SIDE**2)
+    keys = jax.random.split(key, len(sizes) - 1)
+    each = [
+        SMALL * rows**-0.5 * jax.random.normal(key, (rows, columns))
+        for key, rows, columns in zip(keys, sizes, sizes[1:], strict=False)
+    ]
+    return {f"matrix{number}": matrix for number, matrix in enumerate(each)} | {
+        "bias": jnp.zeros(sizes[-1])
+    }
+
+
+def _reconstructed(params: Params, images: Array) -> Array:
+    x = images.reshape(len(images), -1)
+    for number in range(len(DEEP)):
+        x = jnp.tanh(x @ params[f"matrix{number}"])
+    return x @ params[f"matrix{len(DEEP)}"] + params["bias"]
+
+
+def _squared_error(told: Array, examples: Examples) -> Array:
+    return jnp.sum((told - examples.inputs.reshape(told.shape)) ** 2, -1)
