@@ -103,6 +103,15 @@ def test_a_module_of_params_alone_passes():
     np.testing.assert_allclose(model.w[...], 1 - expected[1]["w"][...], rtol=1e-6)
 
 
+def test_what_users_chose_and_integers_pass():
+    graph, chosen, rest = nnx.split(Centred(nnx.BatchStat(jnp.zeros(2))), nnx.BatchStat, ...)
+    of_chosen = per_example.grad_norms(lambda chosen, x: loss_fn(nnx.merge(graph, chosen, rest), x))
+    np.testing.assert_allclose(of_chosen(chosen, X)[0], [392**0.5, 72**0.5, 288**0.5, 128**0.5])
+    with jax.numpy_dtype_promotion("standard"):
+        norms = TAKERS["norms"](Centred(jnp.zeros(2, int)))
+    np.testing.assert_allclose(norms, NORMS, rtol=1e-6)
+
+
 @jax.jit(static_argnames=("graph", "average"))
 def by_nnx(graph, params, rest, x, key, average=False):
     model = nnx.view(nnx.merge(graph, params, rest, copy=True), use_running_average=average)
@@ -135,6 +144,7 @@ def test_the_program_for_nnx_gives_what_nnx_does():
     assert found["rest"]["layers"][1]["mean"][...].any()
 
 
+@pytest.mark.slow
 def test_the_program_for_equinox_gives_what_equinox_does():
     eqx = pytest.importorskip("equinox")
     found = shown_code.run(shown_code.blocks(PAGE)[1], PAGE)
