@@ -117,7 +117,7 @@ OTHERS = [
             "maximum": 2.0**24,
         },
     ),
-    (optaxclip.skip_above, {"max_consecutive": 20, **L2}),
+    (optaxclip.skip_above, {"of": "gradients", "max_consecutive": 20, **L2}),
     (per_example.clip_sum, LIFTED),
     (per_example.clipped_grad, {"argnums": 0, "has_aux": False, "method": "vmap", **LIFTED}),
     (per_example.grad_norms, {"argnums": 0, "method": "ghost"}),
@@ -133,6 +133,7 @@ OTHERS = [
     (responses.clip_with_eps, {"eps": 1e-6}),
     (responses.band, {"low": 1 / 3, "min_factor": 0.0, "max_factor": np.inf}),
     (scopes.leaf, {"stacked": 0}),
+    (scopes.member, {"axis": 0}),
     (scopes.unit, {"axis": None, "stacked": 0}),
     (tuning.sweep, {"seeds": 1}),
 ]

@@ -1,6 +1,6 @@
 """Skips a step: judges its norm by a limit, and selects the old state if the norm is above."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from optaxclip.scopes import Scope
 from optaxclip.thresholds.calling import params_for
 from optaxclip.thresholds.fixed import LimitLike, as_limit, rule_for
 from optaxclip.thresholds.losses import loss_among
+
+Of = Literal["gradients", "updates"]
 
 
 @registered_state
@@ -82,6 +84,7 @@ def skipping(
     *,
     loss_limit: Threshold | None = None,
     options: Options,
+    of: Of = "gradients",
     gives_up: bool = False,
 ) -> Transformation[SkipState]:
     """A wrapper that skips steps.
@@ -92,6 +95,7 @@ def skipping(
       max_consecutive: after this many skipped steps in a row the next is taken.
       loss_limit: a rule; a step with a loss above its limit is skipped.
       options: the checked options.
+      of: whether the norm is that of what comes in, or of what the optimizer makes of it.
       gives_up: whether, after that, even steps that are not finite are taken, until one is finite.
     """
     inner, limit, name = as_inner(inner), as_limit(limit, "limit"), options.name
@@ -131,7 +135,11 @@ def skipping(
         check_state(state, SkipState, name, _WRAP_STATE, updates=updates)
         rule = rule_for(limit, [("tree", ())])
         norm_now = known_norm(options, extra_args, "scalar")
-        flat = flatten(updates, "updates").named_like(state.leaves)
+        # The optimizer runs at every step, and its results may be dropped after it: so the norms
+        # that it takes of the updates share a read with these.
+        new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
+        judged_tree = new_updates if of == "updates" else updates
+        flat = flatten(judged_tree, "updates").named_like(state.leaves)
         of_leaves, names = jnp.zeros(0), Names()
         if norm_now is None:
             # The two norms take one read, because the compiler sums each leaf once.
@@ -163,9 +171,6 @@ def skipping(
         all_leaves = Names(tuple(sorted({*known, *names}))) if is_new else known
         before = _among(all_leaves, known, state.blamed) if is_new else state.blamed
         blamed = _among(all_leaves, names, of_norm.blamed(of_leaves)) if all_leaves else before
-        # The optimizer runs at every step, and its results may be dropped after it: so the norms
-        # that it takes of the updates share a read with these.
-        new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         return zero_where(skip, new_updates), SkipState(
             rule=of_norm.rule_state,
             info=of_norm.recorded(state.info, skip),

@@ -8,14 +8,15 @@ gradients with the skip.
 """
 
 import math
-from typing import Unpack
+from typing import Unpack, get_args
 
 import optax
 
+from optaxclip._base.arguments import checked_choice
 from optaxclip._base.types import Threshold
 from optaxclip._border.crossing import Transformation
 from optaxclip._engine.options import Options, PlaceOptions, takes
-from optaxclip.methods.skipping import SkipState, skipping
+from optaxclip.methods.skipping import Of, SkipState, skipping
 from optaxclip.norms import Norm
 from optaxclip.thresholds.fixed import LimitLike, ScalarOrSchedule
 from optaxclip.thresholds.losses import as_loss_limit
@@ -70,6 +71,7 @@ def skip_above(
     max_consecutive: int | None = 20,
     *,
     loss_limit: ScalarOrSchedule | Threshold | None = None,
+    of: Of = "gradients",
     norm: str | Norm = "l2",
     known_norm: str | None = None,
     **options: Unpack[PlaceOptions],
@@ -104,6 +106,8 @@ def skip_above(
       loss_limit: the limit of the loss, which may be negative: a number, a schedule, or
         `thresholds.window`, `zscore`, `percentile`, `median` or `ema`, whose `floor` is not used.
         (For a negative average `m` the multiple `k` is `m + (k - 1) * abs(m)`.)
+      of: "gradients" judges what comes in; "updates" judges the step that `inner` would take, whose
+        length an Adam or a Muon sets itself. A step that is not finite is skipped in either case.
       norm: which norm of the tree is compared with `limit`.
       known_norm: the name of an extra argument of the update, such as "grad_norm", that holds the
         norm of the incoming tree. That norm is then not measured, and no leaf can be blamed.
@@ -120,7 +124,8 @@ def skip_above(
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar (a `loss_limit` may be
-        negative), and for a `loss_limit` that is a rule for norms alone; when used, for a loss that
+        negative), for a `loss_limit` that is a rule for norms alone, and for `known_norm` with
+        `of="updates"`; when used, for a loss that
         is missing or not a scalar.
       TypeError: if `inner` is not a transformation, or a limit or a loss is not a number.
 
@@ -143,10 +148,16 @@ def skip_above(
       [0. 0.] 1
       [0. 0.] 2
     """
+    of = checked_choice(of, get_args(Of), "of")
+    if of == "updates" and known_norm is not None:
+        raise ValueError(
+            f"known_norm={known_norm!r} is of gradients: leave it out, or of='updates'"
+        )
     return skipping(
         inner,
         limit,
         max_consecutive,
+        of=of,
         loss_limit=None if loss_limit is None else as_loss_limit(loss_limit),
         options=Options.checked(norm=norm, known_norm=known_norm, **options),
     )

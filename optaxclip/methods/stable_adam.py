@@ -47,7 +47,7 @@ class StableAdamState(NamedTuple):
     """
 
     clip: ClipState
-    count: Array
+    count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: PyTree
     nu: PyTree
 

@@ -1,0 +1,115 @@
+"""Skips that judge the step which the optimizer would take."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optaxclip import monitor, skip_above, thresholds
+
+
+@pytest.fixture(autouse=True)
+def as_optax_needs():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+PARAMS = {"b": jnp.zeros(2), "w": jnp.zeros((3, 2))}
+STEPS = 12
+
+
+def gradients():
+    """Gradients of one size, of which two are longer and one is NaN; `b` begins at step 5."""
+    rng = np.random.default_rng(0)
+    steps = {x: rng.normal(size=(STEPS, *p.shape)).astype(np.float32) for x, p in PARAMS.items()}
+    steps["b"][:5] = 0
+    steps["w"][3] *= 1e3
+    steps["w"][8, 1, 0] = np.nan
+    return steps
+
+
+OPTIMIZERS = {
+    "adam": optax.adam(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "lion": optax.lion(0.1),
+}
+
+
+# The limit, and how many of the steps are skipped.
+CASES = {"adam": (0.265, 1), "momentum": (2.0, 2), "lion": (0.265, 7)}
+
+
+def by_hand(inner, limit):
+    """The same with the norm of the updates taken by hand."""
+
+    def step(carry, grads):
+        params, state = carry
+        updates, new = inner.update(grads, state, params)
+        norm = optax.tree.norm(updates)
+        skip = ~(norm <= limit)
+        updates, state = jax.tree.map(
+            lambda x, y: jnp.where(skip, x, y),
+            (jax.tree.map(jnp.zeros_like, updates), state),
+            (updates, new),
+        )
+        return (optax.apply_updates(params, updates), state), (norm, skip)
+
+    return jax.lax.scan(step, (PARAMS, inner.init(PARAMS)), gradients())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_is_judged_by_what_the_optimizer_would_do(name):
+    inner, (limit, skipped) = OPTIMIZERS[name], CASES[name]
+    tx = skip_above(inner, limit, None, of="updates")
+
+    def step(carry, grads):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        found = (state.info.norm, state.info.factor == 0)
+        return (optax.apply_updates(params, updates), state), found
+
+    @jax.jit
+    def both():
+        ours = jax.lax.scan(step, (PARAMS, tx.init(PARAMS)), gradients())
+        return ours, by_hand(inner, limit)
+
+    ((params, state), found), ((expected, inner_state), (norms, skips)) = both()
+    np.testing.assert_allclose(found[0], norms, rtol=1e-6)
+    np.testing.assert_array_equal(found[1], skips)
+    assert bool(skips[8])
+    assert int(skips.sum()) == skipped
+    pairs = ((params, expected), (state.inner_state, inner_state))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), *zip(*pairs, strict=True)
+    )
+
+
+def test_the_leaf_whose_step_is_too_long_is_named():
+    tx = skip_above(optax.adam(1.0), 1.7, of="updates")
+    grads = {"b": jnp.full(2, 1e3), "w": jnp.full((3, 2), 1e-3)}
+    alone, state = tx.update(grads | {"w": jnp.zeros((3, 2))}, tx.init(PARAMS), PARAMS)
+    # Adam's first step is as long for a small gradient as for a large one.
+    np.testing.assert_allclose(optax.tree.norm(alone), 2**0.5, rtol=1e-4)
+    _, state = tx.update({"b": jnp.zeros(2), "w": grads["w"]}, state, PARAMS)
+    assert (int(state.num_skipped), monitor.bad_leaves(state)) == (1, ("w",))
+
+
+def test_a_rule_learns_from_the_lengths_of_steps():
+    rule = thresholds.ema(0.5, 1.5, record="accepted", patience=None)
+    tx = skip_above(optax.sgd(0.1), rule, None, of="updates")
+    state = tx.init(PARAMS)
+    for size in (1.0, 1.0, 100.0, 1.0):
+        _, state = tx.update(jax.tree.map(lambda x, n=size: jnp.full_like(x, n), PARAMS), state)
+        np.testing.assert_allclose(state.info.norm, 0.1 * size * 8**0.5, rtol=1e-6)
+    assert int(state.num_skipped) == 1
+    np.testing.assert_allclose(state.info.limit, 1.5 * 0.1 * 8**0.5, rtol=1e-6)
+
+
+def test_what_is_judged_is_one_of_two():
+    with pytest.raises(
+        ValueError, match=r"^of must be one of \['gradients', 'updates'\], got 'grad"
+    ):
+        skip_above(optax.sgd(0.1), 1.0, of="grads")
+    with pytest.raises(ValueError, match="known_norm='grad_norm' is of gradients"):
+        skip_above(optax.sgd(0.1), 1.0, of="updates", known_norm="grad_norm")
