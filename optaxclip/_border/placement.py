@@ -263,7 +263,7 @@ def located(grouping: Grouping, flat: FlatTree, told: Told) -> Placement:
     )
 
 
-def refuse_parts(flat: FlatTree, specs: PyTree, *, of_examples: bool, remedy: str) -> None:
+def refuse_split(flat: FlatTree, specs: PyTree, *, of_examples: bool, remedy: str) -> None:
     """Refuses leaves of which devices hold parts, inside of `shard_map` and `pmap`.
 
     Args:

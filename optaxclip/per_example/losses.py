@@ -17,7 +17,7 @@ from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import number_of_examples
 from optaxclip._batches.modules import called, flat_params
 from optaxclip._batches.roles import Roles
-from optaxclip._border.placement import refuse_parts
+from optaxclip._border.placement import refuse_split
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ class Loss:
         Raises:
           ValueError: if devices hold parts of a parameter, or may hold them.
         """
-        refuse_parts(self.params, specs, of_examples=False, remedy=_REMEDY)
+        refuse_split(self.params, specs, of_examples=False, remedy=_REMEDY)
         return devices.varying_like(batch, self.params.measured_leaves())
 
     def __call__(self, measured: list[Any], example: tuple[Any, ...]) -> Any:
@@ -109,7 +109,7 @@ def _warn_of_batch_statistics(aux: PyTree) -> None:
     is_statistic = functools.partial(_is_called, "BatchStat")
     for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_statistic):
         name = jax.tree_util.keystr(path)
-        if is_statistic(leaf) or re.search("batch_(stats|norm)", name):
+        if is_statistic(leaf) or re.search("batch_stats|batch_norm.*_ema", name):
             warn(
                 f"loss_fn returns running statistics of a BatchNorm, {name}. In a batch of one "
                 "example its output is its bias, whatever the example, so that the model learns a "

@@ -16,7 +16,7 @@ from optaxclip._base.states import registered_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import ArrayLike, NormTree, PyTree
 from optaxclip._batches.cutting import number_of_examples
-from optaxclip._border.placement import refuse_parts
+from optaxclip._border.placement import refuse_split
 from optaxclip.per_example.bounds import (
     ExampleLimit,
     Split,
@@ -264,7 +264,7 @@ def _summed(
     flat: FlatTree, clip: ExampleClip, specs: PyTree, is_padding: ArrayLike | None = None
 ) -> Sums:
     examples = number_of_examples(flat, "grads")
-    refuse_parts(flat, specs, of_examples=True, remedy=_REMEDY)
+    refuse_split(flat, specs, of_examples=True, remedy=_REMEDY)
     return clip.sums(flat.measured_leaves(), one_of(flat), padding_flags(is_padding, examples))
 
 

@@ -133,7 +133,7 @@ def test_statistics_of_a_batch_of_one_are_warned_of(library, maker):
 
     with pytest.warns(UserWarning, match="running statistics of a BatchNorm, .*GroupNorm"):
         jax.eval_shape(MAKERS[maker](loss, has_aux=True), PARAMS, X, Y)
-    without = MAKERS[maker](lambda *args: (loss_fn(*args), {"statistics": args[1]}), has_aux=True)
+    without = MAKERS[maker](lambda *args: (loss_fn(*args), {"batch_norm": args[1]}), has_aux=True)
     jax.eval_shape(without, PARAMS, X, Y)  # any warning is an error
 
 
