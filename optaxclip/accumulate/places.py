@@ -60,7 +60,7 @@ class Places:
     def axes_of(self, *arrays: Any) -> Axes:
         """The axes over which some of these differ from device to device."""
         if devices.are_tracked():
-            return Axes().union(*map(devices.varying_axes, arrays))
+            return devices.varying_together(arrays)
         return Axes(self.axis_names or ())
 
     def vary(self, x: Array, axes: Axes) -> Array:
