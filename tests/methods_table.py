@@ -293,14 +293,14 @@ METHODS: dict[str, Method] = {
     ),
     "clip_by_spectral_norm": _per_leaf(
         optaxclip.clip_by_spectral_norm,
-        ("c", 1.0),
+        ("limit", 1.0),
         {"iterations": 5},
         keeps_small=False,
         atol=2e-6,
     ),
     "clip_by_spectral_norm_hard": _per_leaf(
         optaxclip.clip_by_spectral_norm,
-        ("c", 1.0),
+        ("limit", 1.0),
         {"mode": "hard", "iterations": 5},
         keeps_small=False,
         atol=2e-6,

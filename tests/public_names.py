@@ -15,7 +15,7 @@ GIVEN = {
     "clip_by_global_norm": {"max_norm": 1.0},
     "clip_by_group_norm": {"max_norm": 1.0, "labels": "a"},
     "clip_by_norm": {"max_norm": 1.0},
-    "clip_by_spectral_norm": {"c": 1.0},
+    "clip_by_spectral_norm": {"limit": 1.0},
     "clip_by_value": {"min_value": -1.0, "max_value": 1.0},
     "hyperball": {"learning_rate": 0.1},
     "per_example_clip_and_aggregate": {

@@ -16,7 +16,7 @@ WRONG_VALUES = {
         "warmup_steps": [-1],
     },
     "clip_by_spectral_norm": {
-        "c": [*NO_LIMITS, np.ones(2)],
+        "limit": [*NO_LIMITS, np.ones(2)],
         "iterations": [0, 2.5, jnp.int32(3)],
         "mode": ["medium"],
         "nonfinite": ["no"],

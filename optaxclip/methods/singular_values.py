@@ -57,7 +57,8 @@ class Prepared(NamedTuple):
 def largest(prepared: Prepared) -> Array:
     """An estimate of the largest singular value, `[]`, from the Gram matrix.
 
-    It is never above the true value, is mostly at most 3 % below it, and is exact for one row.
+    It is never above the true value, and exact for one row. Of random matrices 95 in 100 are at
+    most 3 % below it, one in a thousand is an eighth.
     """
     if fixed_size(prepared.gram.shape[0]) == 1:
         return prepared.unit * safe_sqrt(prepared.gram[0, 0].real)

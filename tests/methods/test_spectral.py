@@ -13,7 +13,7 @@ from jax.export import symbolic_shape
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optaxclip import clip_by_spectral_norm, monitor
+from optaxclip import clip_by_spectral_norm, monitor, thresholds
 from optaxclip.methods import singular_values, spectral
 
 MODES = ("soft", "hard")
@@ -349,6 +349,35 @@ def test_a_part_of_a_matrix_is_an_error():
     with pytest.raises(ValueError, match="JAX does not say how leaves are split"):
         inside(P(), False)
     assert inside(P(), True).shape == x.shape
+
+
+def test_a_rule_learns_from_the_largest_singular_value_of_each_matrix():
+    rng = np.random.default_rng(0)
+    steps = [
+        {"s": np.float32(rng.normal(size=(2, 4, 3)) * size), "w": np.float32(A / size)}
+        for size in np.exp(rng.normal(size=6))
+    ]
+    rule = thresholds.ema(0.5, 0.9, patience=None, floor=0.0)
+    clip = clip_by_spectral_norm(rule, "hard", stacked={"s": 1, "w": 0})
+    state, update, infos = clip.init(steps[0]), jax.jit(clip.update), []
+    for step in steps:
+        updates, state = update(step, state)
+        infos.append(state.info)
+        pairs = zip([*step["s"], step["w"]], [*updates["s"], updates["w"]], strict=True)
+        for limit, (matrix, found) in zip(state.info.limit, pairs, strict=True):
+            np.testing.assert_allclose(found, exact(matrix, limit, "hard"), atol=2e-3 * limit)
+    norms, limits = (np.transpose([getattr(x, n) for x in infos]) for n in ("norm", "limit"))
+    largest = [[*np.linalg.norm(x["s"], 2, axis=(1, 2)), np.linalg.norm(x["w"], 2)] for x in steps]
+    shares = norms / np.transpose(largest)
+    assert np.all((shares > 0.85) & (shares < 1 + 1e-5))
+    for of_matrix, found in zip(norms, limits, strict=True):
+        average = None  # of norms after their clip; the first is compared with itself
+        for norm, limit in zip(of_matrix, found, strict=True):
+            np.testing.assert_allclose(
+                limit, 0.9 * (norm if average is None else average), rtol=1e-5
+            )
+            kept = min(norm, limit)
+            average = kept if average is None else (average + kept) / 2
 
 
 @pytest.mark.slow
