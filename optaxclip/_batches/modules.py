@@ -69,9 +69,9 @@ def _of_nnx(params: PyTree) -> Iterator[str]:
     param = _kinds("flax.nnx", "Param")
     for path, node in _nodes(params, module + _kinds("flax.nnx", "State")):
         pairs = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: isinstance(x, variable))
-        is_module, seen = isinstance(node, module), dict[int, str]()
-        if not is_module and not any(isinstance(x, param) for _, x in pairs):
+        if not isinstance(node, module) and not any(isinstance(x, param) for _, x in pairs):
             continue
+        seen = dict[int, str]()
         for place, x in pairs:
             name = leaf_name((*path, *place))
             if isinstance(x, param):
@@ -83,8 +83,8 @@ def _of_nnx(params: PyTree) -> Iterator[str]:
                 seen[id(x)] = name
             elif isinstance(x, variable):
                 yield f"the {type(x).__name__} '{name}' of NNX beside Params"
-            elif is_module and _is_differentiated(x):
-                yield f"the array '{name}' of an NNX module, which is no Param"
+            elif _is_differentiated(x):
+                yield f"the array '{name}' of NNX, which is no Param"
 
 
 def _of_equinox(params: PyTree) -> Iterator[str]:

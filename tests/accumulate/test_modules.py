@@ -68,7 +68,8 @@ def changed_in_the_loss():
 MERGE, COMBINE = r"nnx\.merge\(graph, params, rest, copy=True\)", r"eqx\.combine\(params, static\)"
 REFUSED = {
     "key": (lambda: (Centred(nnx.RngKey(jnp.ones(2))), 1.0), "RngKey '0/mean'", MERGE),
-    "array": (lambda: Centred(jnp.zeros(2)), "array 'mean' of an NNX module", MERGE),
+    "array": (lambda: Centred(jnp.zeros(2)), "array 'mean' of NNX, which is no Param", MERGE),
+    "state": (lambda: nnx.state(Centred(jnp.zeros(2))), "array 'mean' of NNX", MERGE),
     "two places": (
         lambda: nnx.List([nnx.Param(jnp.ones(2))] * 2),
         "Param '0' is also '1', which JAX takes for two",
@@ -90,6 +91,18 @@ def test_the_message_has_the_lines_that_are_right(name):
     make, said, remedy = REFUSED[name]
     with pytest.raises(Exception, match=rf"(?s){said}.*{remedy}"):
         TAKERS["norms"](make())
+
+
+@pytest.mark.parametrize("text", ["mine", "NoneType"])
+def test_other_errors_of_a_loss_stay_as_they_are(text):
+    def wrong(params, x):
+        raise ValueError(text)
+
+    with pytest.raises(ValueError, match=text) as raised:
+        per_example.grad_norms(wrong)(
+            equinox().nn.Linear(2, 1, key=jax.random.key(0)) if text == "mine" else jnp.ones(2), X
+        )
+    assert "eqx" not in "".join(getattr(raised.value, "__notes__", []))
 
 
 def test_a_module_of_params_alone_passes():
