@@ -107,7 +107,7 @@ def _steps(
     margin = max((float(jnp.finfo(leaf.dtype).eps) for leaf in leaves), default=0.0)
     options = {"margin": margin, "grouping": grouping, "response": response}
     multipliers, judgment = judged(measured, limits, is_padding, **options)
-    sums = weighted_sums(leaves, multipliers, grouping)
+    sums = weighted_sums(leaves, grouping.by_leaf(multipliers), grouping.axes)
     chex.assert_shape(sums, [leaf.shape[1:] for leaf in leaves])
     chex.assert_type(sums, [leaf.dtype for leaf in leaves])
     return judgment._replace(leaves=sums)

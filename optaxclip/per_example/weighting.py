@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip._border.devices as devices
-from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import accumulation_dtype, real_parts
 from optaxclip._border.entries import summed
 from optaxclip._engine.respond import Multiplier
@@ -21,19 +20,18 @@ def sum_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 
 def weighted_sums(
-    leaves: list[Array], multipliers: list[Multiplier], grouping: Grouping
+    leaves: list[Array], by_leaf: list[Multiplier], axes: tuple[tuple[int, ...], ...]
 ) -> list[Array]:
     """The sums over the examples of each leaf times its multiplier.
 
     Args:
       leaves: `[examples, ...]`, in the dtypes in which they are summed.
-      multipliers: for each group of the grouping, a multiplier with an axis of examples. If its
-        ratio is 0, the example adds nothing, even if it is not finite.
-      grouping: the groups of one example.
+      by_leaf: for each leaf, a multiplier with an axis of examples. If its ratio is 0, the example
+        adds nothing, even if it is not finite.
+      axes: for each leaf, the axes of one example that share a multiplier.
     """
     if not leaves or leaves[0].shape[0] == 0:
         return [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-    by_leaf, axes = grouping.by_leaf(multipliers), grouping.axes
     if not devices.manual_axes() and not devices.lies_in_one_piece(leaves):
         return _fused(leaves, by_leaf, axes=axes)
     by_products, fused = (functools.partial(way, axes=axes) for way in (_by_products, _fused))

@@ -15,13 +15,8 @@ from optaxclip._base.types import PyTree
 from optaxclip._border.crossing import across
 from optaxclip._engine.measure import Measured
 from optaxclip._engine.respond import Multiplier
-from optaxclip.per_example.ghost.program import (
-    Backward,
-    Norms,
-    Plan,
-    differentiate,
-    weighted_gradients,
-)
+from optaxclip.per_example.ghost.program import Norms, Plan, differentiate
+from optaxclip.per_example.ghost.sites import Backward
 from optaxclip.per_example.lift import Sums, judged, norms_of_examples, out_specs
 from optaxclip.per_example.losses import Loss
 from optaxclip.per_example.microbatches import RunningSums
@@ -88,8 +83,7 @@ def clipped(
             return judged(upper, limits, is_padding, **options)
 
         def summed(multipliers: list[Multiplier], judgment: Sums, are_ordinary: bool) -> Sums:
-            args = (plan, norms.backward, multipliers, grouping)
-            leaves = weighted_gradients(*args, are_ordinary=are_ordinary)
+            leaves = norms.weighted_sums(multipliers, are_ordinary=are_ordinary)
             return judgment._replace(leaves=leaves)
 
         def with_care() -> Sums:

@@ -7,7 +7,7 @@ out  an `Estimate` for each example
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import chex
@@ -27,7 +27,7 @@ from optaxclip._border.placement import Placement
 from optaxclip._engine.measure import measure
 from optaxclip._engine.plan import Plan
 from optaxclip.norms import l2
-from optaxclip.per_example.ghost.sites import Sizes, Use
+from optaxclip.per_example.ghost.sites import Backward, Sizes, Use
 
 CHUNK, CHUNK_OF_ACCELERATORS = 2**23, 2**28
 """About how many bytes are materialized at once; on a CPU, as many as its caches hold."""
@@ -82,50 +82,53 @@ class Part:
     sizes: Sizes
     pieces: tuple[int, int] = (1, 1)
 
-    def estimate(self, data: Sequence[Any], cotangents: Sequence[Any], dtype: Any) -> Estimate:
-        """The norms, computed in the cheap way.
+    def estimate(self, backward: Backward, dtype: Any, *, with_care: bool = False) -> Estimate:
+        """The norms.
 
         Args:
-          data: the data of all sites of the program.
-          cotangents: the cotangents of all sites of the program.
+          backward: the batch.
           dtype: float32 or float64.
+          with_care: whether they come from the gradients themselves, which loses no digits.
         """
-        return self._in_chunks(self._cheap, data, cotangents, dtype)
+        fn = self._direct if with_care else self._cheap
+        pairs = [use.pair(backward) for use, _ in self.uses]
+        axes = [len(use.loops) for use, _ in self.uses]
+        operands = [
+            [jnp.moveaxis(v, axis, 0) for v in pair] for pair, axis in zip(pairs, axes, strict=True)
+        ]
 
-    def materialized(self, data: Sequence[Any], cotangents: Sequence[Any], dtype: Any) -> Estimate:
-        """The norms, computed from the gradients themselves, which loses no digits."""
-        return self._in_chunks(self._direct, data, cotangents, dtype)
+        def of_chunk(operands: Any) -> Estimate:
+            forms = []
+            for (use, is_flipped), pair, axis in zip(self.uses, operands, axes, strict=True):
+                x, d = (jnp.moveaxis(v, 0, axis) for v in pair)
+                if use.site.kind == primitives.ROWS:
+                    forms.append((use, *sites.rows(use, x, d)))
+                else:
+                    both = sites.pairs(use, x, d)
+                    forms.append((use, *(both[::-1] if is_flipped else both)))
+            return fn(forms, dtype)
 
-    def extremes(self, data: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Array, Array]:
-        """Which examples are finite, and which of the finite ones have a gradient of zeros.
+        return in_chunks(of_chunk, operands, self.bytes_of(with_care, jnp.dtype(dtype).itemsize))
 
-        Args:
-          data: the data of all sites of the program.
-          cotangents: the cotangents of all sites of the program.
-        """
+    def peaks(self, backward: Backward) -> Array:
+        """The largest moduli of data, and of cotangents, `[2, examples]`; NaN if there is one."""
+        found = []
+        for use, _ in self.uses:
+            for v in use.pair(backward):
+                others = [axis for axis in range(v.ndim) if axis != len(use.loops)]
+                found.append(jnp.max(jnp.abs(v), others, initial=0).astype(jnp.float32))
+        return jnp.stack([functools.reduce(jnp.maximum, found[k::2]) for k in (0, 1)])
 
-        def each(fn: Callable[[Array], Array], arrays: Sequence[Any]) -> Array:
-            found = []
-            for use, _ in self.uses:
-                flags = fn(arrays[use.number])
-                others = [axis for axis in range(flags.ndim) if axis != len(use.loops)]
-                found.append(jnp.all(flags, others))
-            return functools.reduce(jnp.logical_and, found)
-
-        is_finite = each(jnp.isfinite, data) & each(jnp.isfinite, cotangents)
-        return is_finite, is_finite & each(lambda d: d == 0, cotangents)
-
-    def off(self, data: Sequence[Any], cotangents: Sequence[Any], dtype: Any) -> Array:
+    def off(self, backward: Backward, dtype: Any) -> Array:
         """How far off the gradients may be after their sum over all positions.
 
         Args:
-          data: the data of all sites of the program.
-          cotangents: the cotangents of all sites of the program.
+          backward: the batch.
           dtype: float32 or float64.
         """
         each, unit = jnp.zeros((), dtype), 0.0
         for use, _ in self.uses:
-            x, d = data[use.number], cotangents[use.number]
+            x, d = use.pair(backward)
             unit = max(unit, bounds.unit_roundoff(dtype, _are_half(x, d)))
             if use.site.kind == primitives.CONVOLUTION:
                 groups = primitives.feature_groups(use.site.eqn)
@@ -157,33 +160,6 @@ class Part:
         off = bounds.relative_error(additions + bounds.PRODUCT, unit) * total
         return off + (positions + 1) * tiny, total
 
-    def _in_chunks(
-        self,
-        fn: Callable[..., Estimate],
-        data: Sequence[Any],
-        cotangents: Sequence[Any],
-        dtype: Any,
-    ) -> Estimate:
-        operands = []
-        for use, _ in self.uses:
-            axis = len(use.loops)
-            operands.append((jnp.moveaxis(data[use.number], axis, 0),))
-            operands[-1] += (jnp.moveaxis(cotangents[use.number], axis, 0),)
-
-        def of_chunk(operands: Any) -> Estimate:
-            forms = []
-            for (use, is_flipped), pair in zip(self.uses, operands, strict=True):
-                x, d = (jnp.moveaxis(v, 0, len(use.loops)) for v in pair)
-                if use.site.kind == primitives.ROWS:
-                    forms.append((use, *sites.rows(use, x, d)))
-                else:
-                    both = sites.pairs(use, x, d)
-                    forms.append((use, *(both[::-1] if is_flipped else both)))
-            return fn(forms, dtype)
-
-        bytes_each = self.bytes_of(fn == self._direct, jnp.dtype(dtype).itemsize)
-        return in_chunks(of_chunk, operands, bytes_each)
-
     def bytes_of(self, is_direct: bool, itemsize: int) -> int:
         """About how many bytes an example takes for its norm."""
         groups, positions, inputs, outputs = self.sizes
@@ -198,15 +174,9 @@ class Part:
         return groups * each * itemsize
 
     def _cheap(self, forms: list[Any], dtype: Any) -> Estimate:
-        ways = {
-            "vectors": self._vectors,
-            "gram": self._gram,
-            "direct": self._direct,
-            "chunks": self._direct,
-            "rows": self._rows,
-            "tied": self._tied,
-        }
-        return ways[self.way](forms, dtype)
+        ways = {"vectors": self._vectors, "rows": self._rows}
+        ways |= {"gram": self._of_squares, "tied": self._of_squares}
+        return ways.get(self.way, self._direct)(forms, dtype)
 
     def _vectors(self, forms: list[Any], dtype: Any) -> Estimate:
         of_x, of_d = (norms_above(v, (2, 3), dtype) for v in _joined(forms))
@@ -214,18 +184,10 @@ class Part:
         nothing = jnp.zeros_like(total)
         return Estimate(total, nothing, nothing, total, jnp.sum(of_x, 1), jnp.sum(of_d, 1))
 
-    def _gram(self, forms: list[Any], dtype: Any) -> Estimate:
-        return self._of_squares(*_joined(forms), dtype)
-
-    def _of_squares(self, x: Array, d: Array, dtype: Any, table: Any = None) -> Estimate:
-        """The norms from Gram matrices.
-
-        Args:
-          x: `[B, G, T, K]`.
-          d: `[B, G, T, N]`.
-          dtype: the dtype of the sums.
-          table: the rows of a table that is also a factor, and their cotangents.
-        """
+    def _of_squares(self, forms: list[Any], dtype: Any) -> Estimate:
+        """The norms from Gram matrices."""
+        tables, pairs = _apart(forms)
+        x, d = _joined(pairs)
         groups, positions, *sizes = self.sizes
         chex.assert_shape([x, d], (None, groups, None, None))
         unit = bounds.unit_roundoff(dtype, _are_half(x, d))
@@ -246,8 +208,8 @@ class Part:
         square, with_x, with_d, moduli = _summed_by_rows([*sums, jnp.abs(product)])
         additions = (groups + 1) * positions
         error = of_inner[1] * with_x + of_inner[0] * with_d + g(additions + 1) * moduli
-        if table:
-            own, square_of_table, error_of_table = _beside_table(x, d, of_d, table, unit)
+        if tables:
+            own, square_of_table, error_of_table = _beside_table(x, d, of_d, _joined(tables), unit)
             square, error, of_both = square + square_of_table, error + error_of_table, of_both + own
         total = norms_above(of_both, (1,), dtype) * (1 + g(additions))
         tiny, sums = math.sqrt(jnp.finfo(dtype).tiny), [jnp.sum(of, (1, 2)) for of in (of_x, of_d)]
@@ -270,7 +232,7 @@ class Part:
         of_x, of_d = norms_above(x, (3,), dtype), norms_above(d, (3,), dtype)
         each = jnp.sum(of_x * of_d, -1)
         unit = bounds.unit_roundoff(dtype, _are_half(x, d))
-        for ids, own in tables:
+        for _, ids, own in tables:
             at = jnp.arange(ids.shape[0])[:, None, None], jnp.arange(ids.shape[1])[:, None], ids
             gradient = gradient.at[at].add(own.astype(dtype), mode="drop")
             each += jnp.sum(norms_above(own, (3,), dtype), -1)
@@ -288,10 +250,6 @@ class Part:
         nothing = jnp.zeros_like(norm)
         estimate = self._off(each, self.sizes.positions, unit)
         return Estimate(norm, nothing, *estimate, nothing, nothing)
-
-    def _tied(self, forms: list[Any], dtype: Any) -> Estimate:
-        (table,), pairs = _apart(forms)
-        return self._of_squares(*_joined(pairs), dtype, table)
 
 
 def _beside_table(
@@ -389,11 +347,10 @@ def _are_half(x: Array, y: Array) -> bool:
     return x.dtype == y.dtype and x.dtype.itemsize == 2
 
 
-def _apart(forms: list[Any]) -> tuple[list[tuple[Array, Array]], list[Any]]:
+def _apart(forms: list[Any]) -> tuple[list[Any], list[Any]]:
     """The uses that are rows of tables, and the uses that are products."""
-    is_rows = [use.site.kind == primitives.ROWS for use, _, _ in forms]
-    tables = [(x, d) for (_, x, d), flag in zip(forms, is_rows, strict=True) if flag]
-    return tables, [form for form, flag in zip(forms, is_rows, strict=True) if not flag]
+    tables = [form for form in forms if form[0].site.kind == primitives.ROWS]
+    return tables, [form for form in forms if form[0].site.kind != primitives.ROWS]
 
 
 def _joined(forms: list[Any]) -> tuple[Array, Array]:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,14 @@ import optaxclip._border.devices as devices
 import optaxclip.per_example.ghost.bounds as bounds
 import optaxclip.per_example.ghost.primitives as primitives
 import optaxclip.per_example.ghost.sites as sites
-from optaxclip._base.grouping import Group, Grouping
+from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import fixed_size, norm_dtype, reciprocal_of_power
 from optaxclip._engine.measure import Measured
 from optaxclip._engine.respond import Multiplier
 from optaxclip.per_example.ghost.norms import Estimate, Part, norms_above
 from optaxclip.per_example.ghost.parts import parts_of
 from optaxclip.per_example.ghost.references import Reference
+from optaxclip.per_example.ghost.sites import Backward
 from optaxclip.per_example.ghost.sums import gradients_of_examples, weighted_sum
 from optaxclip.per_example.ghost.walk import Program, Walk, evaluate
 from optaxclip.per_example.weighting import sum_dtype, weighted_sums
@@ -71,8 +72,9 @@ class Plan:
                 dense[i] = f"has dtype {variable.aval.dtype}"
         while True:
             walk, before = Walk(dense, mesh), len(dense)
-            data = [()] * (len(jaxpr.invars) - count)
-            program, outputs = walk.program(jaxpr, closed.consts, [*_references(count), *data])
+            references: list[Any] = [(Reference(i),) for i in range(count)]
+            references += [()] * (len(jaxpr.invars) - count)
+            program, outputs = walk.program(jaxpr, closed.consts, references)
             # Only the first output, which is the loss, has a derivative.
             walk.materialize(outputs[0], "is the loss")
             dense = walk.dense
@@ -120,26 +122,6 @@ def _bytes(aval: Any) -> int:
     return aval.size * aval.dtype.itemsize
 
 
-def _references(count: int) -> list[Any]:
-    return [(Reference(i),) for i in range(count)]
-
-
-class Backward(NamedTuple):
-    """The results of backpropagation for a batch.
-
-    Attributes:
-      data: for each site, its data `[*loops, examples, ...]`.
-      cotangents: for each site, the cotangents of its output, `[*loops, examples, ...]`.
-      gradients: for some parameters, their gradients `[examples, ...]`.
-      outputs: the loss's outputs, with a leading axis of examples.
-    """
-
-    data: list[Array]
-    cotangents: list[Array]
-    gradients: dict[int, Array]
-    outputs: Any
-
-
 def differentiate(plan: Plan, params: list[Any], batch: Any) -> Backward:
     """One pass forward and one pass backward over a batch, without gradients of layers.
 
@@ -179,10 +161,10 @@ def with_gradients(plan: Plan, backward: Backward) -> Backward:
 
     Gradients of bfloat16 parameters are in bfloat16, as backpropagation gives them: half the bytes.
     """
-    sites, whole = (backward.data, backward.cotangents), {}
+    whole = {}
     for i in plan.whole:
         leaf = plan.types[i]
-        found = gradients_of_examples(leaf, plan.parts[i], *sites, sum_dtype(leaf.dtype))
+        found = gradients_of_examples(leaf, plan.parts[i], backward)
         whole[i] = found.astype(leaf.dtype) if leaf.dtype == jnp.bfloat16 else found
     # A barrier as above, because norms and sums must read the same numbers.
     return backward._replace(gradients=backward.gradients | lax.optimization_barrier(whole))
@@ -219,16 +201,16 @@ class Norms:
           is_padding: which examples are ignored.
         """
         backward = with_gradients(plan, backward)
-        examples, dtype, sites = is_padding.size, _dtype(plan), (backward.data, backward.cotangents)
+        examples, dtype = is_padding.size, _dtype(plan)
         found = {
-            (i, k): part.estimate(*sites, dtype)
+            (i, k): part.estimate(backward, dtype)
             for i, parts in enumerate(plan.parts)
             for k, part in enumerate(parts)
             if i not in plan.whole
         }
         for i, gradient in backward.gradients.items():
             norm = norms_above(gradient, tuple(range(1, gradient.ndim)), dtype)
-            off = _norm_of([part.off(*sites, dtype) for part in plan.parts[i]], examples, dtype)
+            off = _norm_of([part.off(backward, dtype) for part in plan.parts[i]], examples, dtype)
             if i in plan.whole and gradient.dtype == jnp.bfloat16:
                 off += bounds.ROUNDED * norm
             found[i, 0] = Estimate(norm, jnp.zeros_like(norm), off, norm + off)
@@ -259,19 +241,20 @@ class Norms:
         example alone, and the bounds of all others stay as they are, bit for bit.
         """
         careful, dtype = dict(self.estimates), _dtype(self.plan)
-        sites = (self.backward.data, self.backward.cotangents)
         for (i, k), flag in self.lost.items():
             part, cheap = self.plan.parts[i][k], self.estimates[i, k]
-            is_finite, is_zero = part.extremes(*sites)
+            of_data, of_cotangents = part.peaks(self.backward)
             # Zero or non-finite gradients would tell nothing new, but be computed for all examples.
-            is_worth = flag & is_finite & ~is_zero
+            is_worth = flag & jnp.isfinite(of_data + of_cotangents) & (of_cotangents > 0)
             made = lax.cond(
                 jnp.any(is_worth),
-                lambda _, part=part: part.materialized(*sites, dtype),
+                lambda _, part=part: part.estimate(self.backward, dtype, with_care=True),
                 lambda cheap: cheap,
-                Estimate(*(jnp.where(is_zero, 0, x) for x in cheap)),
+                cheap,
             )
-            careful[i, k] = Estimate(*(jnp.where(flag, *x) for x in zip(made, cheap, strict=True)))
+            known = [jnp.where(of_cotangents == 0, 0, x) for x in cheap]
+            rows = zip(made, known, strict=True)
+            careful[i, k] = Estimate(*(jnp.where(is_worth, *row) for row in rows))
         found = []
         for group, upper in zip(self.grouping.groups, self.upper, strict=True):
             own = {key: careful[key] for key in careful if key[0] in group.members}
@@ -299,6 +282,25 @@ class Norms:
                     is_in_range &= 16 * float(info.tiny / info.eps) * spread <= by.factor * norm
                     flags.append(jnp.isfinite(estimate.total) & (stays | is_in_range))
         return functools.reduce(jnp.logical_and, flags)
+
+    def weighted_sums(self, multipliers: list[Multiplier], *, are_ordinary: bool) -> list[Array]:
+        """The sums of the gradients of all parameters, times their multipliers.
+
+        Args:
+          multipliers: for each group, `[examples]`.
+          are_ordinary: whether the method of this name is known to be true of all examples.
+        """
+        by_leaf, gradients = self.grouping.by_leaf(multipliers), self.backward.gradients
+        dtypes = [sum_dtype(leaf.dtype) for leaf in self.plan.types]
+        axes = tuple(tuple(range(gradient.ndim - 1)) for gradient in gradients.values())
+        leaves = [gradient.astype(dtypes[i]) for i, gradient in gradients.items()]
+        sums = weighted_sums(leaves, [by_leaf[i] for i in gradients], axes)
+        found = dict(zip(gradients, sums, strict=True))
+        for i, (leaf, parts) in enumerate(zip(self.plan.types, self.plan.parts, strict=True)):
+            if i not in found:
+                options = {"are_ordinary": are_ordinary}
+                found[i] = weighted_sum(leaf, parts, self.backward, by_leaf[i], **options)
+        return [found[i] for i in range(len(dtypes))]
 
 
 def _bound(plan: Plan, key: Key, estimate: Estimate) -> Array:
@@ -345,44 +347,3 @@ def _norm_of(norms: list[Array], examples: int, dtype: Any) -> Array:
 
 def _dtype(plan: Plan) -> jnp.dtype:
     return norm_dtype(x.dtype for x in plan.types)
-
-
-def weighted_gradients(
-    plan: Plan,
-    backward: Backward,
-    multipliers: list[Multiplier],
-    grouping: Grouping,
-    *,
-    are_ordinary: bool,
-) -> list[Array]:
-    """The sums over examples of the gradients of all parameters, times their multipliers.
-
-    Args:
-      plan: the plan.
-      backward: the batch.
-      multipliers: for each group, `[examples]`.
-      grouping: the groups.
-      are_ordinary: whether the function of this name is known to be true of all examples.
-    """
-    by_leaf = grouping.by_leaf(multipliers)
-    numbers = list(backward.gradients)
-    groups = tuple(Group((str(i),), (at,)) for at, i in enumerate(numbers))
-    axes = tuple(tuple(range(len(plan.types[i].shape))) for i in numbers)
-    leaves = [backward.gradients[i].astype(sum_dtype(plan.types[i].dtype)) for i in numbers]
-    alone = Grouping(groups, axes, "vector")
-    sums = weighted_sums(leaves, [by_leaf[i] for i in numbers], alone)
-    found = dict(zip(numbers, sums, strict=True))
-    return [
-        found[i]
-        if i in found
-        else weighted_sum(
-            leaf,
-            parts,
-            backward.data,
-            backward.cotangents,
-            by_leaf[i],
-            sum_dtype(leaf.dtype),
-            are_ordinary=are_ordinary,
-        )
-        for i, (leaf, parts) in enumerate(zip(plan.types, plan.parts, strict=True))
-    ]

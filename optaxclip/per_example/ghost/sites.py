@@ -18,6 +18,22 @@ from optaxclip.per_example.ghost.references import Move, Reference, Site
 from optaxclip.per_example.ghost.walk import Program
 
 
+class Backward(NamedTuple):
+    """The results of backpropagation for a batch.
+
+    Attributes:
+      data: for each site, its data `[*loops, examples, ...]`.
+      cotangents: for each site, the cotangents of its output, `[*loops, examples, ...]`.
+      gradients: for some parameters, their gradients `[examples, ...]`.
+      outputs: the loss's outputs, with a leading axis of examples.
+    """
+
+    data: list[Array]
+    cotangents: list[Array]
+    gradients: dict[int, Array]
+    outputs: Any
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Use:
     """The use of one parameter at one site.
@@ -36,6 +52,10 @@ class Use:
     def loops(self) -> tuple[bool, ...]:
         """For each loop around the site, whether it slices the parameter."""
         return self.reference.loops
+
+    def pair(self, backward: Backward) -> tuple[Array, Array]:
+        """Data and cotangents."""
+        return backward.data[self.number], backward.cotangents[self.number]
 
 
 def uses_of(program: Program, leaf: int) -> list[Use]:

@@ -20,41 +20,33 @@ from optaxclip._base.numerics import fixed_size, power_of_two_below, reciprocal_
 from optaxclip._border.entries import product_with_bfloat16
 from optaxclip._engine.respond import Multiplier
 from optaxclip.per_example.ghost.norms import Part, contract, in_chunks, in_pieces, precise
-from optaxclip.per_example.ghost.sites import Axes, Use
+from optaxclip.per_example.ghost.sites import Axes, Backward, Use
+from optaxclip.per_example.weighting import sum_dtype
 
 _LARGEST = 2.0**70
 """Of data times cotangents times factors, if a convolution takes extreme examples."""
 
 
 def weighted_sum(
-    leaf: Any,
-    parts: Sequence[Part],
-    data: Sequence[Any],
-    cotangents: Sequence[Any],
-    by: Multiplier,
-    dtype: Any,
-    *,
-    are_ordinary: bool,
+    leaf: Any, parts: Sequence[Part], backward: Backward, by: Multiplier, *, are_ordinary: bool
 ) -> Array:
     """The sum of a parameter's gradients times their multipliers.
 
     Args:
-      leaf: the parameter, or its type.
+      leaf: the type of the parameter.
       parts: its uses.
-      data: the data of all sites of the program.
-      cotangents: the cotangents of all sites of the program.
+      backward: the batch.
       by: the multipliers, `[examples]`. If the ratio is 0, the example adds nothing, even if it is
         not finite.
-      dtype: float32 or float64.
       are_ordinary: whether all data, cotangents, and their products with their factors are known
         to be in range.
     """
-    totals = []
+    dtype, total = sum_dtype(leaf.dtype), None
     for use, _ in (use for part in parts for use in part.uses):
-        x, d = data[use.number], cotangents[use.number]
-        found = _sum(use, x, d, by, dtype, are_ordinary)
-        totals.append(_in_leaf(use, found, leaf.shape))
-    return functools.reduce(jnp.add, totals) if totals else jnp.zeros(leaf.shape, dtype)
+        found = _sum(use, *use.pair(backward), by, dtype, are_ordinary)
+        found = _in_leaf(use, found, leaf.shape)
+        total = found if total is None else total + found
+    return jnp.zeros(leaf.shape, dtype) if total is None else total
 
 
 def _sum(use: Use, x: Array, d: Array, by: Multiplier, dtype: Any, are_ordinary: bool) -> Array:
@@ -112,21 +104,11 @@ def _balanced(
     return smaller, larger, by
 
 
-def gradients_of_examples(
-    leaf: Any, parts: Sequence[Part], data: Sequence[Any], cotangents: Sequence[Any], dtype: Any
-) -> Array:
-    """The gradient of each example, `[examples, *parameter]`, from products and convolutions alone.
-
-    Args:
-      leaf: the parameter, or its type.
-      parts: its uses.
-      data: the data of all sites of the program.
-      cotangents: the cotangents of all sites of the program.
-      dtype: float32 or float64.
-    """
-    totals = []
+def gradients_of_examples(leaf: Any, parts: Sequence[Part], backward: Backward) -> Array:
+    """The gradient of each example, `[examples, *parameter]`, from products and convolutions."""
+    dtype, totals = sum_dtype(leaf.dtype), []
     for use, _ in (use for part in parts for use in part.uses):
-        x, d = data[use.number], cotangents[use.number]
+        x, d = use.pair(backward)
         if use.site.kind == primitives.PRODUCT:
             found = _products(use, *sites.narrowed(use, x, d), dtype, summed=False)
         else:

@@ -15,12 +15,8 @@ from small_losses import CASES, planned
 from optaxclip._engine.respond import Multiplier
 from optaxclip.per_example.ghost import bounds
 from optaxclip.per_example.ghost.norms import _summed_by_rows
-from optaxclip.per_example.ghost.program import (
-    Norms,
-    differentiate,
-    weighted_gradients,
-    with_gradients,
-)
+from optaxclip.per_example.ghost.program import Norms, differentiate, with_gradients
+from optaxclip.per_example.ghost.sites import Backward
 from optaxclip.per_example.ghost.sums import _product_in_parts, two_parts
 from optaxclip.scopes import tree
 
@@ -50,8 +46,7 @@ def own_products(loss, params, batch):
 
     def norms_and_sums(backward, by):
         norms = Norms.of(plan, backward, grouping, jnp.zeros(call.examples, bool))
-        args = (plan, norms.backward, [by], grouping)
-        sums = [weighted_gradients(*args, are_ordinary=flag) for flag in (False, True)]
+        sums = [norms.weighted_sums([by], are_ordinary=flag) for flag in (False, True)]
         return norms.again() if norms.lost else norms.upper, sums
 
     by = Multiplier(*[jax.ShapeDtypeStruct((call.examples,), jnp.float32)] * 2)
@@ -153,8 +148,12 @@ def test_gradients_are_made_for_as_many_examples_as_have_room():
     _, plan = planned(lambda p, x, d: jnp.vdot(x @ p["w"], d), {"w": w}, x, d)
     (part,) = plan.parts[0]
     lengths = []
-    for fn in (part.estimate, part.materialized):
-        program = jax.make_jaxpr(lambda x, d, fn=fn: fn([x], [d], jnp.float32))(x, d)
+    for with_care in (False, True):
+        program = jax.make_jaxpr(
+            lambda x, d, flag=with_care: part.estimate(
+                Backward([x], [d], {}, None), jnp.float32, with_care=flag
+            )
+        )(x, d)
         eqns = equations(program.jaxpr)
         lengths.append([eqn.params["length"] for eqn in eqns if eqn.primitive.name == "scan"])
     assert lengths == [[], [500, 15]]
