@@ -33,12 +33,12 @@ def _tied(by_layout: dict[Layout, list[tuple[Use, bool]]]) -> Part | None:
         kinds[kind] for kind in (primitives.ROWS, primitives.PRODUCT)
     )
     matrix = (0, (), (0,), (1,))
-    if of_rows.moves or of_products.moves or of_products.axes != matrix or len(tables) > 1:
+    if of_rows.moves or of_products.moves or of_products.axes != matrix:
         return None
     if any(use.reference.interval or any(use.loops) for use, _ in (*tables, *products)):
         return None
     part = _part(products)
-    positions = part.sizes.positions + sites.sizes_of(tables[0][0]).positions
+    positions = part.sizes.positions + sum(sites.sizes_of(use).positions for use, _ in tables)
     sizes = part.sizes._replace(positions=positions)
     way = "tied" if _saves(sizes) else "chunks"
     return Part(way, (*products, *tables), sizes, _pieces(sizes))

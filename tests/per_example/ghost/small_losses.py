@@ -138,6 +138,13 @@ def tied(p, i):
     return squares(jnp.tanh(p["w"][i]) @ p["w"].T)
 
 
+@case({"w": drawn(30, 20)}, ids(2, high=30), ids(3, high=30), ways={"w": "tied"})
+def tied_and_looked_up_twice(p, i, j):
+    """As in a translator, whose encoder and decoder share a table."""
+    seen = jnp.mean(p["w"][i], 0, keepdims=True)
+    return squares(jnp.tanh(p["w"][j] + seen) @ p["w"].T)
+
+
 @case({"w": drawn(5, 4)}, ids(5, 2, high=4), batch(5), ways={"w": "dense"})
 def tied_and_sliced_in_a_loop(p, i, x):
     entries = lax.scan(lambda _, row: (None, row[0][row[1]]), None, (p["w"], i))[1]

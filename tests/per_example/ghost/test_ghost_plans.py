@@ -45,11 +45,6 @@ def table_that_is_reversed_for_a_product(p, i, x):
     return squares(p["w"][i]) + squares(x @ p["w"][::-1].T)
 
 
-@dense(SEVERAL, TABLE, INDICES, WIDE)
-def table_of_two_lookups(p, i, x):
-    return squares(p["w"][i]) + squares(p["w"][i * 2]) + squares(x @ p["w"].T)
-
-
 @dense(SEVERAL, {"w": TABLE, "u": drawn(4, 20)}, INDICES, WIDE)
 def table_in_a_concatenation(p, i, x):
     return squares(p["w"][i]) + squares(x @ jnp.concatenate([p["w"], p["u"]]).T)

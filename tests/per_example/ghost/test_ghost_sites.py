@@ -40,7 +40,7 @@ def norms_of(grads):
     return {k: np.sqrt(np.sum(np.square(x.reshape(len(x), -1)), 1)) for k, x in grads.items()}
 
 
-@quick_cases("autoencoder", "concatenated_outputs", "recurrent_in_layers")
+@quick_cases("autoencoder", "concatenated_outputs", "tied_and_looked_up_twice")
 def test_norms_of_leaves_are_never_below_the_true_ones(name):
     loss, params, batch, _ = CASES[name]
     found, losses = jax.jit(per_example.grad_norms(loss, scope=scopes.leaf()))(params, *batch)
