@@ -16,6 +16,7 @@ from optaxclip._base.types import PyTree
 from optaxclip._batches.roles import Roles, checked_roles
 from optaxclip.per_example.ghost.clipping import check_scope, norms, plan_for
 from optaxclip.per_example.ghost.explaining import explained
+from optaxclip.per_example.ghost.program import differentiate
 from optaxclip.per_example.gradients import Method, checked_method
 from optaxclip.per_example.lift import Sums
 from optaxclip.per_example.losses import Loss
@@ -89,11 +90,14 @@ def grad_norms(
     differentiated for each example. That is right for every operation, but takes memory if they are
     large; `explain` says which parameters these are.
 
-    The norms are never below the true norms, because they include bounds on all rounding, which
-    hold for any order of summation. These bounds make the norms larger: by about 1e-6 if each
-    parameter is used at only one position, as in a perceptron on vectors; with many positions
-    (tokens or pixels), by 1e-4 (16 of them) to 4e-3 (4096), and by at most 1 % if positions do not
-    cancel.
+    The norms are never below those of the exact products of the inputs and cotangents that
+    backpropagation computes, because they include bounds on all rounding, which hold for any order
+    of summation. (`jax.grad` rounds these products to the dtype of the layer: if float32 parameters
+    are cast to bfloat16 inside of the loss, its gradient's norm may be 3e-4 larger. What
+    `clipped_grad` adds up has the norms that are shown here.) These bounds make the norms larger:
+    by about 1e-6 if each parameter is used at only one position, as in a perceptron on vectors;
+    with many positions (tokens or pixels), by 1e-4 (16 of them) to 4e-3 (4096), and by at most 1 %
+    if positions do not cancel.
 
     By default GPUs and TPUs round the factors of products (to TF32 or bfloat16). All products for
     norms and sums ask for the highest precision, unless their factors are in bfloat16, whose
@@ -207,5 +211,8 @@ def explain(
     has_aux = checked_bool(has_aux, "has_aux")
     roles = Roles.of(args, *checked_roles(argnums, batch_argnums))
     loss = Loss.of(loss_fn, has_aux, roles, keywords)
-    plan = plan_for(loss, loss.params.measured_leaves(), roles.batch)
+    measured = loss.params.measured_leaves()
+    plan = plan_for(loss, measured, roles.batch)
+    # For the errors of `grad_norms`.
+    jax.eval_shape(functools.partial(differentiate, plan), measured, roles.batch)
     return explained(plan, loss.params.names())

@@ -132,10 +132,13 @@ def clipped_grad(
 ) -> ClippedGrad:
     """Makes a function that returns the sum of the examples' clipped gradients.
 
-    The guarantees are those of `clip_sum`. The gradients of at most `microbatch_size` examples are
-    in memory at the same time: microbatches follow one another in a `scan`, and the last one may be
-    smaller. A microbatch takes its examples from all over the batch, so that each device has a part
-    of it if the batch is sharded. Norms, losses and aux are in the order of the batch.
+    The guarantees are those of `clip_sum`, if the loss depends on the parameters and on one example
+    alone. With BatchNorm, `pmean` or `psum` over a batch, or with other examples in a closure or in
+    a keyword, one example changes what the others add, by any amount. The gradients of at most
+    `microbatch_size` examples are in memory at the same time: microbatches follow one another in a
+    `scan`, and the last one may be smaller. A microbatch takes its examples from all over the
+    batch, so that each device has a part of it if the batch is sharded. Norms, losses and aux are
+    in the order of the batch.
 
     Under `jit` the sum is over the whole batch, even if it is sharded, with all-reduces for each
     microbatch; on an explicit mesh, a microbatch is split over as many devices as divide it evenly.
@@ -164,7 +167,8 @@ def clipped_grad(
         these gradients, as `grad_norms` does, which is much faster if an example's gradient is
         larger than its activations. It has only norms of whole leaves, and no
         `pre_clipping_transform`. Its norms are upper bounds, so an example may be clipped somewhat
-        below the limit. With `microbatch_size=None` it chooses the size.
+        below the limit; if its tokens or pixels cancel to a thousandth, far below. With
+        `microbatch_size=None` it chooses the size.
       specs: for `pmap` and `shard_map(check_vma=False)`, where types do not show how parameters are
         split: `PartitionSpec()` says that each device has all of them. Split ones are refused.
 

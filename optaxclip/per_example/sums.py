@@ -122,7 +122,8 @@ def clip_sum(
         bool and `float0` leaves do not count, and come back as zeros without the axis of examples.
       limit: the largest L2 norm of one example's contribution: a number or a scalar array, of which
         each group gets a share by `split`; or a dict from the name of a group to its own limit. A
-        negative traced limit acts as 0; with a traced NaN every example is dropped.
+        negative traced limit acts as 0, and so does one below the least normal number (1.2e-38 in
+        float32); with a traced NaN every example is dropped.
       scope: which entries of an example share one norm, from `optaxclip.scopes`; all of them if
         None.
       response: "clip", "normalize", "smooth", "auto_s", or a function (see `optaxclip.responses`).

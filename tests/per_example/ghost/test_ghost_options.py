@@ -242,6 +242,8 @@ def test_what_the_method_cannot_do_is_refused():
 
 
 def test_wrong_losses_are_refused():
+    with pytest.raises(TypeError, match="real-valued outputs"):
+        per_example.explain(lambda params, x: jnp.argmax(x @ params["w"]), PARAMS, X)
     for make in (per_example.grad_norms, lambda loss: per_example.clipped_grad(loss, 1.0)):
         with pytest.raises(ValueError, match="must return a scalar"):
             make(lambda params, x: x @ params["w"])(PARAMS, X)
