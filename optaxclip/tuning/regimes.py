@@ -16,7 +16,7 @@ BLOCKS = 256
 FEWEST_STEPS = 33
 """From fewer norms nothing can be said of how their level moves."""
 CHANCE: dict[Regime, tuple[float, ...]] = {
-    "drifting": (12.0, 15.0, 19.0, 23.0, 27.0, 31.0),
+    "drifting": (12.0, 15.0, 19.0, 23.0, 27.0, 31.0, 35.0, 39.0, 43.0, 47.0),
     "stepped": (18.0, 27.0, 34.0),
 }
 """What fits take away by chance of the variance around a constant, in long-run variances.

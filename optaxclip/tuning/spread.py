@@ -21,6 +21,8 @@ FALSE_SHARE = 0.1
 """The share of what is taken for spikes that may be ordinary norms."""
 SELDOM = 1 / 400
 """At most this share of ordinary norms is taken for spikes."""
+MARGIN = 1.2
+"""The border is at most this multiple of the largest ordinary deviation."""
 BODY, ALL_BUT_SPIKES = 0.8, 0.97
 """The tail is first fitted up to this quantile, then up to the second one of what is no spike."""
 HEAVY, HEAVY_WEIGHT = 0.2, 13.0
@@ -118,7 +120,9 @@ def _reach(deviations: Floats) -> tuple[float, float]:
         kept = len(deviations) - np.searchsorted(deviations, bounds, side="right")
         reach = float(bounds[kept >= (1 - FALSE_SHARE) * spikes][-1])
         tail = _tail(deviations[: len(deviations) - spikes], ALL_BUT_SPIKES)
-    return reach, seldom
+    # A border far above all ordinary norms depends on the tail's guess, and would do nothing.
+    largest = float(deviations[deviations <= reach].max())
+    return min(reach, max(MARGIN * largest, math.log(SMALLEST_RATIO))), seldom
 
 
 def _tail(deviations: Floats, quantile: float) -> Callable[[Any, float], Any]:
