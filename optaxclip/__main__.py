@@ -1,6 +1,7 @@
 """The command line: `python -m optaxclip COMMAND`, or `optaxclip COMMAND` once installed."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; if None, those of the process.
 
     Returns:
-      The exit code: 0, or 130 after Ctrl-C.
+      The exit code: 0, 130 after Ctrl-C, or 141 if whoever reads the output wants no more of it.
 
     Raises:
       SystemExit: with code 2, for arguments that cannot be used.
@@ -68,7 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.exit(2, parser.format_help())
     try:
-        return _run(COMMANDS[args.command], args)
+        code = _run(COMMANDS[args.command], args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Python flushes once more at its end, which would print a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except argparse.ArgumentError as error:
         commands.choices[args.command].error(str(error))
     except KeyboardInterrupt:

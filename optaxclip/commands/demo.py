@@ -75,7 +75,12 @@ def run(args: argparse.Namespace) -> int:
     """Trains, prints the table, writes the picture; returns the exit code."""
     text = read_text(args.text)
     out = writable(args.out)
-    histories = train(text, dict.fromkeys([UNCLIPPED, *args.methods]), args.steps, args.seed)
+    methods = dict.fromkeys([UNCLIPPED, *args.methods])
+    print(
+        f"a recurrent network learns the characters of {args.text or 'the help topics of Python'}, "
+        f"{args.steps} steps with each of: {', '.join(methods)}"
+    )
+    histories = train(text, methods, args.steps, args.seed)
     print_table(histories)
     for note in notes(histories):
         print(note)
