@@ -1,7 +1,6 @@
 """The command `suggest`: suggests a limit from a log of gradient norms."""
 
 import argparse
-import dataclasses
 import json
 import sys
 import warnings
@@ -12,6 +11,7 @@ import optaxclip.commands.figures as figures
 from optaxclip._base.extras import remedy
 from optaxclip.tuning import Suggestion, suggest
 from optaxclip.tuning.files import parse_norms
+from optaxclip.tuning.suggesting import suggested
 
 HELP: str = "suggest a limit from a log of gradient norms"
 NEEDS: tuple[str, ...] = ()
@@ -72,12 +72,12 @@ def _suggestion(file: str, column: str | None) -> Suggestion:
             warnings.simplefilter("ignore", UserWarning)  # the same text is printed as notes
             if file != "-":
                 return suggest(file, column=column)
-            name, norms = parse_norms(sys.stdin.buffer.read(), column, "the input")
-            return dataclasses.replace(suggest(norms), column=name)
+            return suggested(parse_norms(sys.stdin.buffer.read(), column, "the input"))
     except OSError as error:
         raise argparse.ArgumentError(None, f"cannot read {file}: {error.strerror}") from error
     except ValueError as error:
-        raise argparse.ArgumentError(None, str(error)) from error
+        message = str(error).replace("column=", "--column ")
+        raise argparse.ArgumentError(None, message) from error
 
 
 def _draw(suggestion: Suggestion, path: Path) -> None:

@@ -64,7 +64,7 @@ def shares_over_steps(
       shares: float[n, groups], as `monitor.history(state, stat="share")` gives them. A group that
         is missing at a step, NaN among numbers, counts as 0.
       names: the names of the groups, as `monitor.history_names` gives them.
-      steps: the step of each row, int[n], ascending; 1, 2, ... if None.
+      steps: the step of each row, int[n], ascending; 0, 1, ... if None.
       ax: where to draw.
       most: how many groups have a colour of their own, at most 8.
 
@@ -129,7 +129,7 @@ def heatmap(
     Args:
       values: float[n, groups], as `monitor.history(state, stat=...)` gives them.
       names: the names of the groups, as `monitor.history_names` gives them.
-      steps: the step of each row, int[n], ascending; 1, 2, ... if None.
+      steps: the step of each row, int[n], ascending; 0, 1, ... if None.
       ax: where to draw.
       stat: the name of the statistic, one of those that `monitor.record` keeps.
 
@@ -191,7 +191,7 @@ def _checked(
         of = "" if names is None else f" and {len(names)} names"
         none = "; record some steps first" if found.ndim == 2 and not len(found) else ""
         raise ValueError(f"{what} must be [steps, leaves], got the shape {found.shape}{of}{none}")
-    x = np.arange(1, len(found) + 1) if steps is None else np.asarray(steps)
+    x = np.arange(len(found)) if steps is None else np.asarray(steps)
     if x.shape != (len(found),):
         raise ValueError(
             f"steps must have one entry for each of {len(found)} rows, got the shape {x.shape}"

@@ -41,7 +41,7 @@ def norms_over_steps(
       norms: the raw norms, float[n]; or what `optaxclip.tuning.suggest` returned, with its limit.
       limit: one limit, or the limit of each step, float[n]; it need not be the run's own limit. An
         infinite limit is not drawn.
-      steps: the step of each norm, int[n]; 1, 2, ... if None.
+      steps: the step of each norm, int[n]; if None, those of the suggestion, or 0, 1, ...
       ax: where to draw.
 
     Raises:
@@ -61,6 +61,7 @@ def norms_over_steps(
             remedy = "to draw another limit, pass suggestion.norms"
             raise ValueError(f"limit must be None for a suggestion, which has its own; {remedy}")
         suggestion, norms, limit = norms, norms.norms, norms.limit
+        steps = suggestion.steps if steps is None else steps
     x, y = curve(norms, steps, "norms")
     bound = None if limit is None else np.asarray(limit, np.float64)
     if bound is not None and bound.shape not in ((), y.shape):
@@ -112,8 +113,7 @@ def norm_histogram(suggestion: Suggestion, ax: "Axes | None" = None) -> "Axes":
     instance(suggestion, Suggestion, "suggestion", "optaxclip.tuning.suggest")
     axes = new_axes(ax)
     norms = suggestion.norms
-    spikes = np.isin(np.arange(len(norms)), suggestion.spikes)
-    counted = suggestion.counted
+    spikes, counted = suggestion.is_spike, suggestion.counted
     above = norms > suggestion.limit
     parts = (
         ("ordinary", counted & ~spikes & ~above, {"color": "0.7"}),
@@ -186,8 +186,9 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
 
 def _label(suggestion: Suggestion) -> str:
     """The label of a suggestion's limit, by its verdict."""
-    kind = {"constant": "", "adaptive": "best constant ", "none": "doubtful "}[suggestion.verdict]
-    return f"{kind}limit {suggestion.limit:g}, clips {suggestion.share_clipped:.1%}"
+    return (
+        f"{suggestion.words.line}limit {suggestion.limit:g}, clips {suggestion.share_clipped:.1%}"
+    )
 
 
 def edges_of_bars(norms: Numbers, limit: float) -> Numbers:

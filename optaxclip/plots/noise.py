@@ -27,7 +27,7 @@ def noise_scale_over_steps(
     Args:
       scales: float[n], the `scale` of the states of `optaxclip.monitor.noise_scale`.
       batch_size: one size for all steps, or one for each, float[n], in the units of the scales.
-      steps: the step of each scale, int[n]; 1, 2, ... if None.
+      steps: the step of each scale, int[n]; 0, 1, ... if None.
       ax: where to draw.
 
     Raises:

@@ -32,7 +32,7 @@ def loss_curves(
 
     Args:
       losses: a dict from each run's name to its losses, float[n].
-      steps: the step of each loss, int[n]; 1, 2, ... if None.
+      steps: the step of each loss, int[n]; 0, 1, ... if None.
       ax: where to draw.
 
     Raises:
@@ -69,7 +69,7 @@ def norm_curves(
 
     Args:
       norms: a dict from each run's name to its norms, float[n].
-      steps: the step of each norm, int[n]; 1, 2, ... if None.
+      steps: the step of each norm, int[n]; 0, 1, ... if None.
       limit: a norm to mark by a horizontal line, or a dict with the limits of some runs. A limit
         that changes from step to step is drawn by `norms_over_steps`.
       ax: where to draw.

@@ -69,7 +69,7 @@ def curve(
         raise ValueError(f"{name} must have one axis, got the shape {y.shape}; {remedy}")
     if not y.size:
         raise ValueError(f"{name} must have at least one entry, got none; record some steps first")
-    x = np.arange(1, len(y) + 1) if steps is None else np.asarray(steps)
+    x = np.arange(len(y)) if steps is None else np.asarray(steps)
     if x.shape != y.shape:
         raise ValueError(
             f"steps must have one entry for each of {len(y)} {name}, got the shape {x.shape}"

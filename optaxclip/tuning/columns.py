@@ -4,24 +4,47 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from optaxclip.tuning.spread import Floats
 
-Columns: TypeAlias = dict[str, Floats | str]
-"""The numbers of each column, float64[rows], or the reason why it cannot be read."""
+Steps: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Series(NamedTuple):
+    """The numbers of a column.
+
+    Attributes:
+      values: float64[n], without blank cells.
+      rows: int64[n], the row of each.
+      steps: int64[n], the step of each, if the file has steps without a column of them.
+    """
+
+    values: Floats
+    rows: Steps
+    steps: Steps | None = None
+
+
+Columns: TypeAlias = dict[str, Series | str]
+"""The numbers of each column, or the reason why it cannot be read."""
+Cells: TypeAlias = dict[str, tuple[Sequence[Any], Sequence[int]] | str]
+"""The cells of each column, stripped text or what JSON holds, and their rows from 1; or the reason
+why it cannot be read."""
 
 MAX_LISTED = 10
 LONGEST_NAME = 200
 """If a name is longer, only its end is searched, so that the search does not take long."""
 COMMAS = "has decimal commas"
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+([eE][+-]?\d+)?")
-STEP = re.compile(
-    r"(global_)?steps?|epoch|iter(ation)?|(wall_|relative_)?time.*|runtime|index|(unnamed:_\d+)?"
+BLANK = {"", "None"}
+UNNAMED = re.compile(r"\d+|values?")
+"""Names that say nothing of what a column holds."""
+KEY, VALUE, RUN = map(
+    re.compile, (r"key|tag|metric|name|variable", r"values?", r"run(_?(id|name))?")
 )
-"""Columns that are not norms. pandas writes its index without a name, read as "Unnamed: 0"."""
+"""Columns of a long table, which has a row for each number."""
 OF_A_CHART = re.compile(r"__(MIN|MAX)$")
 """Weights & Biases exports three columns for each curve: its means, minima and maxima."""
 NORM = re.compile(r"(.*_)?(g|grad)?norms?(_.*)?")
@@ -33,20 +56,53 @@ OTHER = re.compile(
 """Columns with norms of other things than gradients, and with other facts about norms."""
 
 
-def numbers(cells: Sequence[Any], rows: Sequence[int]) -> Floats | str:
+def columns_of(cells: Cells) -> Columns:
+    """The numbers of each column; of a long table, a column for each of its keys."""
+    return {
+        name: column if isinstance(column, str) else numbers(*column)
+        for name, column in _wide(cells).items()
+    }
+
+
+def _wide(cells: Cells) -> Cells:
+    """The columns of a long table by its keys, and by its runs if it has several."""
+    labels, values = _first(cells, KEY), _first(cells, VALUE)
+    if labels is None or values is None or any(map(is_number, labels.values())):
+        return cells
+    runs = _first(cells, RUN) or {}
+    if len(set(runs.values())) > 1:
+        labels = {row: f"{runs.get(row)} - {label}" for row, label in labels.items()}
+    found: dict[str, tuple[list[Any], list[int]]] = {}
+    for row, cell in values.items():
+        column, rows = found.setdefault(str(labels.get(row, "")), ([], []))
+        column.append(cell)
+        rows.append(row)
+    kinds = (KEY, VALUE, RUN)
+    is_other = lambda name: not any(kind.fullmatch(last_part(name)) for kind in kinds)  # noqa: E731
+    return {name: column for name, column in cells.items() if is_other(name)} | found
+
+
+def _first(cells: Cells, kind: re.Pattern[str]) -> dict[int, Any] | None:
+    """The cells of the first column of a kind, by their rows."""
+    for name, column in cells.items():
+        if kind.fullmatch(last_part(name)) and not isinstance(column, str):
+            return dict(zip(column[1], column[0], strict=True))
+    return None
+
+
+def numbers(cells: Sequence[Any], rows: Sequence[int]) -> Series | str:
     """The numbers in a column's cells, without the blank ones; or why they cannot be read.
 
-    Args:
-      cells: stripped text, or what JSON holds. Its null stands for a number that is not finite,
-        for which JSON has no name.
-      rows: the number of each cell's row, for messages.
+    JSON's null stands for a number that is not finite, for which JSON has no name.
     """
-    values = [math.nan if cell is None else cell for cell in cells if cell != ""]
+    kept = [at for at, cell in enumerate(cells) if not isinstance(cell, str) or cell not in BLANK]
+    values = [math.nan if cells[at] is None else cells[at] for at in kept]
     if len(values) <= cells.count(None):
         return "is empty"
     try:
         if set(map(type, values)) <= {float, str}:  # no list, and no bool, which `float` takes
-            return np.fromiter(map(float, values), np.float64, len(values))
+            found = np.fromiter(map(float, values), np.float64, len(values))
+            return Series(found, np.fromiter((rows[at] for at in kept), np.int64, len(values)))
     except ValueError:
         pass
     row, cell = next(pair for pair in zip(rows, cells, strict=True) if not _is_fine(pair[1]))
@@ -56,7 +112,7 @@ def numbers(cells: Sequence[Any], rows: Sequence[int]) -> Floats | str:
 
 
 def _is_fine(cell: Any) -> bool:
-    return cell is None or cell == "" or is_number(cell)
+    return cell is None or (isinstance(cell, str) and cell in BLANK) or is_number(cell)
 
 
 def is_number(cell: Any) -> bool:
@@ -68,7 +124,7 @@ def is_number(cell: Any) -> bool:
 
 
 def chosen(columns: Columns, source: str) -> str:
-    """The column to read if the user named none: plainly the norm, or the only one with numbers.
+    """The column to read if the user named none: plainly the norm, or the only one without a name.
 
     If the only column of norms cannot be read, it is chosen all the same, so that the error says
     why; no loss or step is read in its place.
@@ -78,21 +134,17 @@ def chosen(columns: Columns, source: str) -> str:
     for kind in KINDS:
         found = [name for name in names if kind(name)]
         for candidates in (found, [name for name in found if name in numeric]):
-            if len(candidates) == 1:
+            if len(candidates) == 1 and (kind is not _is_unnamed or candidates is found):
                 return candidates[0]
         if found:
-            break
-    else:
-        found = [
-            name
-            for name, values in columns.items()
-            if name in names and not STEP.fullmatch(_last_part(name)) and not _is_of_words(values)
-        ]
-        if len(found or names) == 1:
-            return (found or names)[0]
-    if not numeric:
+            how = f"choose one of {listed(found)}, as column={found[0]!r}"
+            raise ValueError(f"{source} has several columns: {how}")
+    if not columns:
         raise ValueError(f"{source} holds no numbers")
-    raise ValueError(f"{source} has several columns: choose one of {listed(found or names)}")
+    if len(names) == 1 and not numeric:
+        return names[0]
+    how = f"pass column=NAME if it is one of {listed(numeric or names)}"
+    raise ValueError(f"{source}: no column looks like a gradient norm; {how}")
 
 
 def numeric_among(columns: Columns) -> list[str]:
@@ -107,19 +159,19 @@ def listed(names: list[str]) -> str:
     return f"{ordered[:MAX_LISTED]}" + (f" and {more} more" if more > 0 else "")
 
 
-def _is_of_words(values: Floats | str) -> bool:
-    return isinstance(values, str) and not values.startswith(COMMAS)
-
-
-def _last_part(name: str) -> str:
+def last_part(name: str) -> str:
     """`grad_norm` of `train/grad_norm` or `train.Grad Norm`, and of a chart's `run - grad_norm`."""
     last = re.split(r"/|\.(?!\d)", name.rsplit(" - ")[-1].strip().lower())[-1]
     return re.sub(r"[\s-]+", "_", last[-LONGEST_NAME:]).strip("_")
 
 
 def _is_norm(name: str, of: re.Pattern[str] = NORM) -> bool:
-    last = _last_part(name)
+    last = last_part(name)
     return bool(of.fullmatch(last) and not OTHER.fullmatch(last))
+
+
+def _is_unnamed(name: str) -> bool:
+    return bool(UNNAMED.fullmatch(last_part(name)))
 
 
 KINDS: tuple[Callable[[str], bool], ...] = (
@@ -128,5 +180,6 @@ KINDS: tuple[Callable[[str], bool], ...] = (
     lambda name: _is_norm(name, GRADIENT_NORM),
     _is_norm,
     lambda name: "norm" in name.lower(),
+    _is_unnamed,
 )
 """Tests for the name of a gradient's norm: the first one that fits any column decides."""

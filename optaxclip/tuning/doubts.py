@@ -1,10 +1,11 @@
-"""The verdict on a limit: whether to take it, reasons not to trust it, and advice."""
+"""The verdict on a limit, reasons not to trust it, advice, and the words for each verdict."""
 
 import math
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from optaxclip.tuning.columns import Steps
 from optaxclip.tuning.spread import Floats, Shape
 
 ENOUGH_NORMS = 100
@@ -23,6 +24,37 @@ that it clips plus the share of spikes that it misses is at most this."""
 
 Lines = tuple[str, ...]
 Verdict: TypeAlias = Literal["constant", "adaptive", "none"]
+
+
+class Words(NamedTuple):
+    """What is said of a suggestion because of its verdict.
+
+    Attributes:
+      title: the first line.
+      limit: of the limit.
+      rule: of the adaptive rule.
+      line: the kind of the limit's line in a picture.
+    """
+
+    title: str
+    limit: str
+    rule: str
+    line: str
+
+
+def words(verdict: Verdict, limit: float, call: str, doubts: Lines) -> Words:
+    """The words for a limit and for the call of an adaptive rule."""
+    doubt = ", in doubt" if doubts else ""
+    return {
+        "constant": Words(f"limit {limit:g}{doubt}", f"suggested{doubt}", "adaptive", ""),
+        "adaptive": Words(
+            f"{call}{doubt}, as no constant limit fits",
+            "the best constant limit",
+            f"suggested{doubt}",
+            "best constant ",
+        ),
+        "none": Words(f"limit {limit:g}, in doubt", "in doubt", "adaptive", "doubtful "),
+    }[verdict]
 
 
 class Limit(NamedTuple):
@@ -55,16 +87,17 @@ class Judgement(NamedTuple):
     advice: Lines
 
 
-def judged(norms: Floats, shape: Shape, limit: Limit) -> Judgement:
+def judged(norms: Floats, shape: Shape, limit: Limit, steps: Steps | None = None) -> Judgement:
     """Judges the best constant limit.
 
     Args:
       norms: float64[steps], all norms.
       shape: what was found in the norms that are finite and positive.
       limit: the limit.
+      steps: int64[steps], the step of each norm, rising; 0, 1, ... if None.
     """
     signs = _signs_of_loss(norms, shape)
-    doubts = (*_about_the_record(norms, shape), *signs)
+    doubts = (*_about_the_record(norms, shape, steps), *signs)
     if signs:
         low = math.exp(shape.level.min())
         remedy = (
@@ -83,10 +116,16 @@ def judged(norms: Floats, shape: Shape, limit: Limit) -> Judgement:
     return Judgement(verdict, doubts, _advice(norms, shape, limit, verdict))
 
 
-def _about_the_record(norms: Floats, shape: Shape) -> Lines:
+def _about_the_record(norms: Floats, shape: Shape, steps: Steps | None) -> Lines:
     doubts = []
     if len(shape.level) < ENOUGH_NORMS:
         doubts.append(f"there are only {len(shape.level)} norms; record {ENOUGH_NORMS} or more")
+    every = 1 if steps is None else round(float(np.median(np.diff(steps))))
+    if every > 1:
+        doubts.append(
+            f"the log has one of {every} steps, and shows no spike of the others: "
+            "optaxclip.monitor.record keeps the norm of every step"
+        )
     finite = norms[np.isfinite(norms)]
     if np.mean(finite >= 0.999 * finite.max()) > SHARE_AT_LIMIT:
         doubts.append(f"many norms equal the largest, {finite.max():g}: are they clipped already?")
@@ -124,15 +163,14 @@ def _advice(norms: Floats, shape: Shape, limit: Limit, verdict: Verdict) -> Line
     if verdict == "adaptive":
         fault = "is above all norms of this run, wherever their level is"
         if limit.is_reached:
-            fault = (
-                f"clips {limit.clipped:.1%} of the ordinary norms and misses {limit.missed:.1%} of "
-                "the spikes"
-            )
-        advice.append(
+            fault = f"clips {limit.clipped:.1%} of the ordinary norms"
+            fault += f" and misses {limit.missed:.1%} of the spikes" if limit.missed else ""
+        return (
+            *advice,
             f"{level}, so no constant limit fits: {limit.value:g} {fault}; the adaptive rule "
-            "follows the level"
+            "follows the level",
         )
-    elif shape.regime != "stationary":
+    if shape.regime != "stationary":
         advice.append(f"{level}; if it moves on, the adaptive rule follows it")
     if not limit.is_reached:
         advice.append("no norm is above the limit, which would have changed nothing in this run")

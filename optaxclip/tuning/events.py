@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from optaxclip._base.extras import remedy
-from optaxclip.tuning.columns import Columns
+from optaxclip.tuning.columns import Columns, Series
 
 START = b"brain.Event:"
 """The first record of every event file holds this, within the file's first bytes."""
@@ -17,7 +17,7 @@ REMEDY = "copy the file anew, or take it out of its directory"
 
 
 def scalars(files: dict[str, bytes]) -> Columns:
-    """The scalars in the event files of one run, by tag, in the order of the steps."""
+    """The scalars in the event files of one run, by tag, each with its step."""
     found: dict[str, list[tuple[int, float]]] = {}
     for source, data in files.items():
         for event in _events(data, source):
@@ -25,10 +25,11 @@ def scalars(files: dict[str, bytes]) -> Columns:
                 number = _scalar(value, source)
                 if number is not None:
                     found.setdefault(value.tag, []).append((event.step, number))
-    return {
-        tag: np.array([number for _, number in sorted(pairs, key=lambda pair: pair[0])])
-        for tag, pairs in found.items()
-    }
+    columns: Columns = {}
+    for tag, pairs in found.items():
+        steps, values = zip(*pairs, strict=True)
+        columns[tag] = Series(np.array(values), np.arange(len(steps)), np.array(steps))
+    return columns
 
 
 def _events(data: bytes, source: str) -> Iterator[Any]:

@@ -11,10 +11,11 @@ import numpy as np
 import optaxclip.tuning.events as events
 import optaxclip.tuning.texts as texts
 from optaxclip._base.arguments import near_miss
-from optaxclip.tuning.columns import Columns, chosen, listed, numeric_among
-from optaxclip.tuning.spread import Floats
+from optaxclip.tuning.columns import Columns, Floats, Series, Steps, chosen, listed, numeric_among
+from optaxclip.tuning.steps import ordered
 
 NPY_START = b"\x93NUMPY"
+EVENT_FILES = "*tfevents*"
 
 
 class Column(NamedTuple):
@@ -22,11 +23,15 @@ class Column(NamedTuple):
 
     Attributes:
       name: the column's name; None if the file has only one column.
-      norms: float64[rows], its numbers, without empty rows.
+      norms: float64[rows], its numbers in the order of the steps, without empty rows.
+      steps: int64[rows], the step of each as the log has it; None if it has none.
+      again: how many numbers were left out, because their steps came again.
     """
 
     name: str | None
     norms: Floats
+    steps: Steps | None = None
+    again: int = 0
 
 
 def read_norms(path: str | os.PathLike[str], column: str | None = None) -> Column:
@@ -49,9 +54,11 @@ def read_norms(path: str | os.PathLike[str], column: str | None = None) -> Colum
     path = Path(path)
     if not path.is_dir():
         return parse_norms(path.read_bytes(), column, str(path))
-    files = {str(file): file.read_bytes() for file in sorted(path.glob("*tfevents*"))}
+    files = {str(file): file.read_bytes() for file in sorted(path.glob(EVENT_FILES))}
     if not files:
-        raise ValueError(f"{path} holds no TensorBoard event file (*tfevents*)")
+        runs = sorted({str(file.parent) for file in path.rglob(EVENT_FILES)})
+        others = f", but its folders do: pass one of {listed(runs)}" if runs else ""
+        raise ValueError(f"{path} holds no TensorBoard event file ({EVENT_FILES}){others}")
     return _one_column(events.scalars(files), column, str(path))
 
 
@@ -68,7 +75,8 @@ def _one_column(columns: Columns, column: str | None, source: str) -> Column:
         others = f"; the columns with numbers are {listed(numeric)}" if numeric else ""
         others += "" if column in columns else near_miss(str(column), numeric)
         raise ValueError(f"{source}: the column {column!r} {values}{others}")
-    return Column(column if len(columns) > 1 else None, values)
+    values, steps, again = ordered(columns, column, values)
+    return Column(column if len(columns) > 1 else None, values, steps, again)
 
 
 def _columns(data: bytes, source: str) -> Columns:
@@ -87,7 +95,7 @@ def _columns(data: bytes, source: str) -> Columns:
         raise ValueError(f"{source} must be {kinds}, and is none of these") from error
     if "\0" in text or (not text and b"\0" in data):
         raise ValueError(f"{source} holds zero bytes in place of text: copy the file anew")
-    return texts.columns_of(text, source)
+    return texts.columns_in(text, source)
 
 
 def _from_npy(data: bytes, source: str) -> Columns:
@@ -106,9 +114,11 @@ def _from_npy(data: bytes, source: str) -> Columns:
     return {name: _numbers(values) for name, values in fields.items()}
 
 
-def _numbers(values: np.ndarray[Any, Any]) -> Floats | str:
+def _numbers(values: np.ndarray[Any, Any]) -> Series | str:
     if values.dtype.kind not in "fiu":
         return f"has the dtype {values.dtype}; save numbers, np.asarray(norms, np.float32)"
     if values.ndim != 1:
         return f"has the shape {values.shape}; save one axis, the steps"
-    return values.astype(np.float64) if values.size else "is empty"
+    if not values.size:
+        return "is empty"
+    return Series(values.astype(np.float64), np.arange(len(values)))

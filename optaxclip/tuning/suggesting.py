@@ -10,8 +10,9 @@ import numpy as np
 
 from optaxclip._base.arguments import asks, short, warn
 from optaxclip._base.host import ArrayLike
-from optaxclip.tuning.doubts import Limit, Verdict, judged
-from optaxclip.tuning.files import read_norms
+from optaxclip.tuning.columns import Steps
+from optaxclip.tuning.doubts import Limit, Verdict, Words, judged, words
+from optaxclip.tuning.files import Column, read_norms
 from optaxclip.tuning.replaying import MAX_REPLAYED, UNCHOSEN, WINDOW, beside, replayed
 from optaxclip.tuning.spread import Floats, Regime, Shape, shape_of
 
@@ -48,7 +49,7 @@ class Suggestion:
       regime: how the level of the norms moves after the warm-up: "stationary", "drifting" or
         "stepped".
       warmup_steps: how many steps at the start have norms unlike all later ones.
-      spikes: int[spikes], the steps after the warm-up, counted from 0, whose norms are spikes.
+      spikes: int[spikes], the steps after the warm-up whose norms are spikes.
       num_nonfinite: how many norms were NaN or infinite.
       percentiles: constant limits at a few percentiles of the norms after the warm-up.
       adaptive: the limit rule that fits the regime.
@@ -56,11 +57,13 @@ class Suggestion:
       unchosen_limit: the limit of `unchosen` after the last norm.
       notes: the doubts, then advice.
       norms: float64[steps], all the norms.
+      steps: int64[steps], the step of each norm: that of the log, or 0, 1, ... if it has none.
       doubts: reasons not to trust the limit; empty if there are none.
       verdict: what is suggested. "constant": the limit. "adaptive": the rule, because the level
         moves, and every constant limit clips ordinary norms, misses spikes or is above all norms.
         "none": nothing, because the run was lost.
       column: the column of the file that was read; None for an array, or a file of one column.
+      again: how many rows of the file were left out, because their steps came again.
     """
 
     limit: float
@@ -77,9 +80,11 @@ class Suggestion:
     unchosen_limit: float
     notes: tuple[str, ...]
     norms: Floats = dataclasses.field(repr=False)
+    steps: Steps = dataclasses.field(repr=False)
     doubts: tuple[str, ...] = ()
     verdict: Verdict = "constant"
     column: str | None = None
+    again: int = 0
 
     @property
     def counted(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -90,10 +95,21 @@ class Suggestion:
         is_settled = np.arange(len(self.norms)) >= self.warmup_steps
         return is_settled & np.isfinite(self.norms) & (self.norms > 0)
 
+    @property
+    def is_spike(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """bool[steps]: the steps that are spikes."""
+        return np.isin(self.steps, self.spikes)
+
+    @property
+    def words(self) -> Words:
+        """What is said because of the verdict."""
+        return words(self.verdict, self.limit, self.adaptive.call, self.doubts)
+
     def __str__(self) -> str:
         """Lines to read: the limit, doubts, what was found, alternatives, notes."""
         factor = math.exp(self.spread)
         source = "" if self.column is None else f" of the column {self.column!r}"
+        source += f" ({self.again} rows of steps that came again left out)" if self.again else ""
         found = (
             f"{len(self.norms)} steps{source}, {self.num_nonfinite} of them not finite; "
             f"{self.warmup_steps} of warm-up, then {self.counted.sum()} that are counted, "
@@ -101,32 +117,23 @@ class Suggestion:
             f"typical norm {self.typical_norm:.3g}, most within a factor of {factor:.2f}; "
             f"{len(self.spikes)} spikes{self._spike_range()}",
         )
-        in_doubt = ", in doubt" if self.doubts else ""
-        title, of_limit, of_rule = {
-            "constant": (f"limit {self.limit:g}{in_doubt}", f"suggested{in_doubt}", "adaptive"),
-            "adaptive": (
-                f"{self.adaptive.call}{in_doubt}, as no constant limit fits",
-                "the best constant limit",
-                f"suggested{in_doubt}",
-            ),
-            "none": (f"limit {self.limit:g}, in doubt", "in doubt", "adaptive"),
-        }[self.verdict]
+        says = self.words
         rows = [
-            (_constant(self.limit), self.share_clipped, of_limit),
+            (_constant(self.limit), self.share_clipped, says.limit),
             *(dataclasses.astuple(other) for other in self.percentiles),
-            (self.adaptive.call, self.adaptive.share_clipped, f"{of_rule}, {self.adaptive.why}"),
+            (self.adaptive.call, self.adaptive.share_clipped, f"{says.rule}, {self.adaptive.why}"),
             dataclasses.astuple(self.unchosen),
         ]
         width = max(len(call) for call, _, _ in rows)
         table = [f"  {call:<{width}}  clips {share:6.1%}  {why}" for call, share, why in rows]
         doubts = [f"doubt: {doubt}" for doubt in self.doubts]
         notes = [f"note: {note}" for note in self.notes if note not in self.doubts]
-        return "\n".join([title, *doubts, *found, *table, *notes])
+        return "\n".join([says.title, *doubts, *found, *table, *notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields except the norms, in Python's own types, ready for JSON."""
+        """All fields except the norms and their steps, in Python's own types, ready for JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del fields["norms"]
+        del fields["norms"], fields["steps"]
         return fields | {
             "spikes": self.spikes.tolist(),
             "percentiles": [dataclasses.asdict(other) for other in self.percentiles],
@@ -141,7 +148,7 @@ class Suggestion:
     def _spike_range(self) -> str:
         if not self.spikes.size:
             return ""
-        sizes = self.norms[self.spikes]
+        sizes = self.norms[self.is_spike]
         return f" from {sizes.min():.3g} to {sizes.max():.3g}"
 
 
@@ -164,18 +171,20 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
 
     Args:
       norms: float[steps], the norms of the raw gradients in the order of the steps, as
-        `optaxclip.monitor.history` gives them; or the path of a log: CSV, JSON, the lines of
-        `optaxclip.monitor.json_line`, the lines with `name: value` or dicts that trainers print
-        amid other lines, an array that `np.save` wrote, a TensorBoard event file or a directory of
-        event files (which need `optaxclip[tensorboard]`). The rows of a JSON object, such as the
-        file `trainer_state.json` of Transformers, are its longest list of objects. Norms that are
-        NaN or infinite, or null in JSON, are counted, and then left out. An incomplete last line or
-        record is left out too. A number at the end of a text that was cut short is read as the
-        shorter number, because nothing tells it from a whole one.
+        `optaxclip.monitor.history` gives them; or the path of a log: CSV and other tables, JSON,
+        the lines of `optaxclip.monitor.json_line`, the lines with `name: value` or dicts that
+        trainers print amid other lines, an array that `np.save` wrote, a TensorBoard event file or
+        a directory of event files (which need `optaxclip[tensorboard]`). A table may have a row for
+        each number, with columns such as `key`, `value` and `step`. The rows of a JSON object, such
+        as the file `trainer_state.json` of Transformers, are its longest list of objects. If the
+        log has steps, each counts once: a step that comes again takes the place of itself and of
+        all later ones. Norms that are NaN or infinite, or null in JSON, are counted, and then left
+        out. An incomplete last line or record is left out too. A number at the end of a text that
+        was cut short is read as the shorter number, because nothing tells it from a whole one.
       column: the column, key or tag of a file; `train.grad_norm` is the key `grad_norm` of the
         object `train`. It is not needed if the name of one column is plainly that of the norm, such
-        as `train/grad_norm` or `record/norm`, or if only one column holds numbers other than steps
-        and times, such as `Value` in TensorBoard's CSV files. The suggestion names it.
+        as `train/grad_norm` or `record/norm`, or if the only column other than steps and times has
+        no name, or is `Value` as in TensorBoard's CSV files. The suggestion names it.
 
     Returns:
       A `Suggestion`.
@@ -188,9 +197,10 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
       OSError: for files that cannot be read.
 
     Warns:
-      UserWarning: for each doubt: fewer than 100 norms; many norms equal to the largest, as if they
-        were clipped already; a level that rises or falls by a factor of 20; ordinary norms that are
-        20 times their level; last norms that are not finite.
+      UserWarning: for each doubt: a log of every second or tenth step; fewer than 100 norms; many
+        norms equal to the largest, as if they were clipped already; a level that rises or falls by
+        a factor of 20; ordinary norms of which one in 300 is 13 times its level; last norms that
+        are not finite.
 
     Example:
       >>> import numpy as np
@@ -203,19 +213,24 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
       >>> print(suggestion)  # doctest: +ELLIPSIS
       limit ...
     """
-    name = None
     if isinstance(norms, str | os.PathLike):
-        name, norms = read_norms(norms, column)
-    elif column is not None:
+        return suggested(read_norms(norms, column))
+    if column is not None:
         raise ValueError(f"column is for files; got {column!r} with an array")
-    values = _checked(norms)
+    return suggested(Column(None, _checked(norms)))
+
+
+def suggested(column: Column) -> Suggestion:
+    """`suggest` for what was read from a file."""
+    values = _checked(column.norms)
+    steps = np.arange(len(values)) if column.steps is None else column.steps
     finite = np.isfinite(values)
     used = np.flatnonzero(finite & (values > 0))
     shape = shape_of(np.log(values[used]))
     counted = used[shape.warmup :]
     settled, is_spike = values[counted], shape.spikes[shape.warmup :]
     limit = _limit(settled, is_spike, shape)
-    verdict, doubts, advice = judged(values, shape, limit)
+    verdict, doubts, advice = judged(values, shape, limit, steps)
     for doubt in doubts:
         warn(doubt)
     share = float(np.mean(settled > limit.value))
@@ -227,7 +242,7 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
         spread=shape.spread,
         regime=shape.regime,
         warmup_steps=int(counted[0]) if shape.warmup else 0,
-        spikes=counted[is_spike],
+        spikes=steps[counted[is_spike]],
         num_nonfinite=int(np.sum(~finite)),
         percentiles=tuple(_percentile(percent, settled) for percent in PERCENTILES),
         adaptive=_adaptive(shape.regime, share, values[used], shape.warmup),
@@ -235,9 +250,11 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
         unchosen_limit=unchosen_limit,
         notes=(*doubts, *advice),
         norms=values,
+        steps=steps,
         doubts=doubts,
         verdict=verdict,
-        column=name,
+        column=column.name,
+        again=column.again,
     )
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from optaxclip.tuning.columns import Columns, is_number, numbers
+from optaxclip.tuning.columns import Cells, Columns, columns_of, is_number
 
 LINE_BREAK = re.compile(r"\r\n|\n|\r")
 """Not `str.splitlines`, which also splits at characters inside of lines, such as U+2028."""
@@ -20,7 +20,7 @@ SAMPLE = 1000
 # Names have a largest length, so that the search of a long line without numbers is quick.
 NUMBER = (
     r"(?:[\w.]{1,20}\()?'?"  # as in tensor(1.5), np.float32(1.5) and '1.5'
-    r"([+-]?(?:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|nan|inf(?:inity)?))(?![\w.]|,\d)"
+    r"([+-]?(?:\d+\.?\d*(?:e[+-]?\d+)?|\.\d+(?:e[+-]?\d+)?|nan|inf(?:inity)?)|None)(?![\w.]|,\d)"
 )
 QUOTED = re.compile(rf"'([^'\n]{{1,200}})'\s{{0,9}}:\s{{0,9}}{NUMBER}", re.IGNORECASE)
 """A dict that Python printed."""
@@ -30,8 +30,13 @@ PIECE = re.compile(
 )
 """In lines such as `iteration 5/ 100 | grad norm: 1.5 |`, names may have spaces in them."""
 WORD = re.compile(
-    rf"(?<![\w./-])([a-z_][\w()/.-]{{0,80}})\s{{0,20}}[:=]\s{{0,20}}{NUMBER}", re.IGNORECASE
+    rf"(?<![\w./-])(?:([a-z_][\w()/.-]{{0,80}})\s{{0,20}}[:=]|(step|iter(?:ation)?|epoch)\s)"
+    rf"\s{{0,20}}{NUMBER}",
+    re.IGNORECASE,
 )
+SPACED = re.compile(rf"([a-z_][\w()/.-]{{0,80}})\s{{1,20}}{NUMBER}[\s,]{{0,20}}", re.IGNORECASE)
+"""Such as `step 5 grad_norm 1.5`, if a line holds nothing else."""
+WITHOUT_SIGN = {"step", "iter", "iteration", "epoch"}
 OBJECT = re.compile(r'\{\s*"')
 Row = list[tuple[str, Any]]
 
@@ -44,7 +49,7 @@ class _Object(Row):
 DECODER = json.JSONDecoder(object_pairs_hook=_Object, parse_int=float)
 
 
-def columns_of(text: str, source: str) -> Columns:
+def columns_in(text: str, source: str) -> Columns:
     """The columns of a text, which messages call `source`.
 
     Raises:
@@ -56,9 +61,10 @@ def columns_of(text: str, source: str) -> Columns:
         lines.pop()
     try:
         if text.lstrip().startswith(("{", "[")):
-            return _gathered(_document(text, lines, source))
-        found = {} if _is_csv(lines) else _gathered(_rows(lines, source))
-        return found or _from_csv([line for line in lines if line.strip()], is_ended=is_ended)
+            return columns_of(_gathered(_document(text, lines, source)))
+        table = _table(lines)
+        found = {} if _is_csv(table) else _gathered(_rows(lines, source))
+        return columns_of(found or _from_csv(table, is_ended=is_ended))
     except RecursionError as error:
         remedy = 'write a flat object for each step, such as {"grad_norm": 1.5}'
         raise ValueError(f"{source} is nested too deeply to be a log: {remedy}") from error
@@ -67,11 +73,22 @@ def columns_of(text: str, source: str) -> Columns:
         raise ValueError(f"{source} is damaged: {error}; {remedy}") from error
 
 
+def _table(lines: list[str]) -> list[str]:
+    """The lines of a table: those with cells, below the last comment if that has their names."""
+    cells = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    comments = list(itertools.takewhile(lambda line: not line.strip() or line[0] == "#", lines))
+    if not cells or not comments:
+        return cells
+    names, delimiter = comments[-1].strip("# "), _delimiter(cells)
+    is_named = len(_split(names, delimiter)) == len(_split(cells[0], delimiter))
+    return [names, *cells] if is_named and _is_cell(_split(cells[0], delimiter)[0]) else cells
+
+
 def _is_csv(lines: list[str]) -> bool:
     """Whether the lines below the first hold cells that are numbers, rather than named numbers."""
-    first, *below = [line for line in lines[:SAMPLE] if line.strip()] or [""]
-    delimiter = _delimiter(first)
-    of_cells = sum(any(_is_cell(cell) for cell in line.split(delimiter)) for line in below)
+    first, *below = lines[:SAMPLE] or [""]
+    delimiter = _delimiter(lines)
+    of_cells = sum(any(map(_is_cell, _split(line, delimiter))) for line in below)
     of_pairs = sum(bool(_pairs(line)) for line in below)
     return of_cells > of_pairs or (of_cells == of_pairs > 0 and not _pairs(first))
 
@@ -80,16 +97,27 @@ def _is_cell(cell: str) -> bool:
     return is_number(cell.strip(' "').replace(",", "."))
 
 
-def _delimiter(line: str) -> str:
+def _delimiter(lines: list[str]) -> str:
+    """What is between cells; spaces, if the first lines have as many words, and numbers follow."""
     # Other delimiters come first, because a comma beside them may be a decimal comma.
-    return next((sign for sign in "\t;" if sign in line), ",")
+    signs = [sign for sign in "\t;," if lines and sign in lines[0]]
+    first, second = ([line.split() for line in lines[:2]] + [[], []])[:2]
+    is_spaced = len(first) == len(second) > 1 and all(map(_is_cell, second))
+    return signs[0] if signs else " " if is_spaced else ","
 
 
-def _from_csv(lines: list[str], *, is_ended: bool) -> Columns:
+def _split(line: str, delimiter: str) -> list[str]:
+    return line.split() if delimiter == " " else line.split(delimiter)
+
+
+def _from_csv(lines: list[str], *, is_ended: bool) -> Cells:
     """The columns of CSV; `is_ended` says whether a line break follows the last line."""
     if not lines:
         return {}
-    reader = csv.reader(lines, delimiter=_delimiter(lines[0]))
+    delimiter = _delimiter(lines)
+    if delimiter == " ":
+        lines = [" ".join(line.split()) for line in lines]
+    reader = csv.reader(lines, delimiter=delimiter)
     names = row = [cell.strip() for cell in next(reader)]
     if all(_is_cell(cell) for cell in names):
         names = [str(i) for i in range(len(row))]
@@ -104,7 +132,7 @@ def _from_csv(lines: list[str], *, is_ended: bool) -> Columns:
         rows -= 1
     counts = collections.Counter(names)
     return {
-        name: TWICE if counts[name] > 1 else numbers(column[:rows], range(1, rows + 1))
+        name: TWICE if counts[name] > 1 else (column[:rows], range(1, rows + 1))
         for name, column in zip(names, columns, strict=True)
     }
 
@@ -143,18 +171,28 @@ def _tables(value: Any) -> Iterator[list[Any]]:
 def _rows(lines: list[str], source: str) -> Iterator[_Object]:
     """The rows of lines that hold JSON objects or named numbers, amid others."""
     for at, line in enumerate(lines, start=1):
-        row, start = None, OBJECT.search(line)
+        found: list[_Object] = []
         is_last = at == len(lines)  # it may be cut, as the run still writes it or was stopped
+        start = OBJECT.search(line)
         if start:
             try:
-                row = DECODER.decode(line[start.start() :])
+                found = _objects(line[start.start() :])
             except json.JSONDecodeError as error:
                 if not is_last and not line[: start.start()].strip():
                     raise _damaged(source, error.msg, at) from error
-        if row is None and not (is_last and _is_open(line)):
-            row = _pairs(line)
-        if row:
-            yield row
+        if not found and not (is_last and _is_open(line)):
+            found = [_pairs(line)]
+        yield from filter(None, found)
+
+
+def _objects(text: str) -> list[_Object]:
+    """The JSON objects of a line, one behind the other."""
+    found, at = [], 0
+    while at < len(text):
+        row, end = DECODER.raw_decode(text, at)
+        found.append(row)
+        at = end + len(text[end:]) - len(text[end:].lstrip(" ,\t"))
+    return found
 
 
 def _is_open(line: str) -> bool:
@@ -163,7 +201,13 @@ def _is_open(line: str) -> bool:
 
 def _pairs(line: str) -> _Object:
     """The names in a line, and the numbers behind them."""
-    return _Object(QUOTED.findall(line) or (PIECE if "|" in line else WORD).findall(line))
+    if "|" in line and not QUOTED.search(line):
+        return _Object(PIECE.findall(line))
+    found = QUOTED.findall(line) or [(a or b, number) for a, b, number in WORD.findall(line)]
+    if not any(name.lower() not in WITHOUT_SIGN for name, _ in found):
+        spaced = SPACED.findall(line)
+        found = found if SPACED.sub("", line).strip() else spaced
+    return _Object(found)
 
 
 def _damaged(source: str, message: str, line: int) -> ValueError:
@@ -171,7 +215,7 @@ def _damaged(source: str, message: str, line: int) -> ValueError:
     return ValueError(f"{source}: not JSON lines: {message} in line {line}; {remedy}")
 
 
-def _gathered(rows: Iterable[Any]) -> Columns:
+def _gathered(rows: Iterable[Any]) -> Cells:
     """The columns of rows, each of which has some of them."""
     columns: dict[str, tuple[list[Any], list[int]]] = {}
     twice = set()
@@ -192,4 +236,4 @@ def _gathered(rows: Iterable[Any]) -> Columns:
 
     for at, row in enumerate(rows, start=1):
         add(row if isinstance(row, _Object) else [("0", row)], at)
-    return {name: TWICE if name in twice else numbers(*column) for name, column in columns.items()}
+    return {name: TWICE if name in twice else column for name, column in columns.items()}

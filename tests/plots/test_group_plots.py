@@ -82,11 +82,11 @@ def test_steps_that_are_not_finite_stay_empty_and_missing_leaves_count_as_nothin
     shares = [[0.4, 0.6], [NAN, NAN], [1.0, NAN], [NAN, NAN]]
     ax = plots.shares_over_steps(shares, ax=axes())
     assert ax.get_legend_handles_labels()[1] == ["0", "1", "not finite (2)"]
-    assert ax.lines[0].get_xdata().tolist() == [2, 4]
+    assert ax.lines[0].get_xdata().tolist() == [1, 3]
     found = areas(ax)["0"]
-    assert found == {0.5: (0, 0.4), 1.5: (0, 0.4), 2.5: (0, 1), 3.5: (0, 1)}
+    assert found == {-0.5: (0, 0.4), 0.5: (0, 0.4), 1.5: (0, 1), 2.5: (0, 1)}
     for rows in ([[0.3, 0.7]], [[NAN, NAN]]):
-        assert plots.shares_over_steps(rows, ax=axes()).get_xlim() == (0.5, 1.5)
+        assert plots.shares_over_steps(rows, ax=axes()).get_xlim() == (-0.5, 0.5)
 
 
 def test_a_heatmap_has_the_ends_of_its_statistic():

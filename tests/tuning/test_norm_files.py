@@ -129,7 +129,7 @@ def test_of_many_columns_a_message_lists_ten():
     with pytest.raises(ValueError, match="several columns") as caught:
         parse_norms(text, None, "log")
     listed = ["encoder/norm", "decoder/norm", *layers[:8]]
-    assert str(caught.value).endswith(f"choose one of {listed[:2]}")
+    assert str(caught.value).endswith(f"choose one of {listed[:2]}, as column='encoder/norm'")
     with pytest.raises(ValueError, match="is not there; ") as caught:
         parse_norms(text, "encoder/nrom", "log")
     said = f"numbers are {listed} and 292 more; did you mean 'encoder/norm'?"
@@ -241,7 +241,10 @@ def test_the_help_has_examples(capsys):
             "both --column name",
             """has "run" in row 1, which is not a number; the columns with numbers are ['norm']""",
         ),
-        ("several", "several has several columns: choose one of ['a_norm', 'b_norm']"),
+        (
+            "several",
+            "several has several columns: choose one of ['a_norm', 'b_norm'], as --column 'a_norm'",
+        ),
         ("few", "norms must hold at least 10"),
         ("log.csv --plot missing/x.png", "cannot write to missing/x.png: No such file"),
         ("log.csv --plot directory", "directory is a directory: pass directory/norms.png"),

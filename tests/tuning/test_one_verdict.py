@@ -93,6 +93,64 @@ def test_a_log_with_a_warmup_whose_level_moves():
     assert (found.share_clipped, np.sum(norms > found.limit)) == (3 / 264, 17)
 
 
+def many_kinds(seed):
+    """As `log_of_a_run`, or with steps, heavy tails, an explosion, or norms that are clipped."""
+    rng, norms = np.random.default_rng(seed), log_of_a_run(seed)
+    kind = seed % 6
+    if kind == 1:
+        norms[rng.integers(STEPS) :] *= np.exp(rng.uniform(-4, 4))
+    elif kind == 2:
+        norms *= np.exp(rng.choice([0.1, 0.5]) * rng.standard_t(2.5, STEPS))
+    elif kind == 3:
+        norms *= np.exp(np.clip(0.1 * (np.arange(STEPS) - rng.integers(STEPS)), 0, 9))
+    elif kind == 4:
+        norms = np.minimum(norms, np.nanquantile(norms, rng.uniform(0.1, 1)))
+    return norms
+
+
+def true_sentences(found):
+    """What may be said, and whether it is true; a sentence that is true need not be said."""
+    above = np.any(found.norms[found.counted] > found.limit)
+    moves, is_lost = found.regime != "stationary", found.verdict == "none"
+    return {
+        "no constant limit fits": found.verdict == "adaptive",
+        "no limit fits start and end": found.verdict == "adaptive" and moves,
+        "the level of the norms falls": moves,
+        "so no constant limit fits": found.verdict == "adaptive" and moves,
+        f"the level of the norms is {found.regime}": moves and not is_lost,
+        "the adaptive rule follows": moves and not is_lost,
+        "of the ordinary norms and misses": len(found.spikes) > 0,
+        "is above all norms": not above,
+        "no norm is above the limit": not above,
+        "show no good limit": is_lost,
+        "does the run explode?": is_lost,
+        "was the run lost?": is_lost,
+        "a limit above them does little": is_lost,
+        "use optaxclip.skip_nonfinite": found.num_nonfinite > 0,
+        "suggested": not is_lost,
+        " spikes from ": len(found.spikes) > 0,
+    }
+
+
+@pytest.mark.parametrize("runs", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_two_sentences_contradict_each_other(runs):
+    for seed in range(runs):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            found = tuning.suggest(many_kinds(seed))
+        lines = str(found).splitlines()
+        said = [line.removeprefix("doubt: ").removeprefix("note: ") for line in lines]
+        for sentence, is_true in true_sentences(found).items():
+            times = sum(sentence in line for line in said)
+            assert times == 0 or is_true, (seed, sentence, said)
+        assert sum("change" in line or "above all norms" in line for line in said) <= 1, said
+        assert len(set(said)) == len(said)
+        assert ("in doubt" in lines[0]) == bool(found.doubts), said
+        assert sum("suggested" in line for line in said) == (found.verdict != "none"), said
+        assert [line for line in found.notes if line not in said] == []
+        assert ("no constant limit fits" in lines[0]) == (found.verdict == "adaptive"), said
+
+
 @pytest.mark.slow
 def test_random_logs():
     found = {check(log_of_a_run(seed)).verdict for seed in range(60)}
