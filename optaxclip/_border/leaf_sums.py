@@ -57,12 +57,13 @@ def lowest(dtype: jax.typing.DTypeLike) -> float:
 
 
 def highest(dtype: jax.typing.DTypeLike) -> float:
-    """A product of norms above this bound is above `lowest` at the scale for large numbers.
+    """The bound of products of norms above which the sum at the scale for large numbers is used.
 
-    So each scale is used only if products of entries are neither too large nor too small for it.
+    Such products are above `lowest` at that scale, and neither factor underflows there.
     """
     # Not the square of the distance: for float64 it is too large for a Python float.
-    return lowest(dtype) * distance(dtype) * distance(dtype)
+    in_range = lowest(dtype) * distance(dtype) * distance(dtype)
+    return max(in_range, float(jnp.finfo(dtype).max) / VERY_MANY)
 
 
 def scales(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
@@ -221,9 +222,8 @@ def _usable(x: Array, y: Array) -> Array:
     Infinite products of both signs would add up to NaN. If there are such products, the sum at the
     scale for large numbers is used, at which there are none.
     """
-    found, info = lax.mul(bounded(x), bounded(y)), jnp.finfo(x.dtype)
-    largest = max(highest(x.dtype), (float(info.max) / distance(x.dtype)) ** 2)
-    return select(lax.le(lax.abs(found), x.dtype.type(2 * largest)), found, 0)
+    found = lax.mul(bounded(x), bounded(y))
+    return select(lax.le(lax.abs(found), x.dtype.type(2 * highest(x.dtype))), found, 0)
 
 
 # A compiled function of its own, so that it is traced once for leaves that are alike.
