@@ -3,8 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from methods_table import METHODS, ONE_OF_EACH, assert_same
+
+import optaxclip
+from optaxclip import scopes, thresholds
 
 LIMITS = [
     np.float16(0.5),
@@ -34,6 +38,49 @@ def test_every_kind_of_limit_gives_the_same(name, bits):
         expected, *others = updates(grads, jnp.float32(0.5))
         for update in others:
             assert_same(update, expected)
+
+
+STEPS = np.float32([0.5, 2, 8])
+"""A schedule by the number of the update, from 0."""
+
+
+def scheduled(count):
+    return jnp.asarray(STEPS)[count]
+
+
+SCHEDULED = {
+    "clip": optaxclip.clip(scheduled),
+    "clip_by_value": optaxclip.clip_by_value(-1.0, scheduled),
+    "clip_by_norm": optaxclip.clip_by_norm(scheduled),
+    "rule": optaxclip.clip_by(scopes.leaf(), thresholds.schedule(scheduled)),
+    "of weights": optaxclip.clip_by(scopes.leaf(), thresholds.relative_to_params(scheduled)),
+    "by label": optaxclip.clip_by(scopes.group(lambda *_: "a"), {"a": scheduled}),
+    "spectral": optaxclip.clip_by_spectral_norm(scheduled, "hard"),
+    "normalize": optaxclip.normalize_by_global_norm(scheduled),
+    "skip": optaxclip.skip_above(optax.identity(), scheduled),
+    "skip by loss": optaxclip.skip_above(optax.identity(), np.inf, loss_limit=scheduled),
+    "hyperball": optaxclip.hyperball(scheduled),
+}
+
+
+def test_the_first_value_of_a_schedule_is_that_of_the_first_update():
+    grads = jnp.full((1, 1), 4.0)
+
+    @jax.jit
+    def run():
+        found = {}
+        for name, tx in SCHEDULED.items():
+            state, params, found[name] = tx.init(jnp.ones((1, 1))), jnp.ones((1, 1)), []
+            for _ in STEPS:
+                update, state = tx.update(grads, state, params, value=4.0)
+                found[name].append(update[0, 0])
+        return found
+
+    expected = dict.fromkeys(SCHEDULED, (0.5, 2.0, 4.0))
+    expected |= {"normalize": STEPS, "skip": [0, 0, 4], "skip by loss": [0, 0, 4]}
+    expected["hyperball"] = [0, -2, -2]  # from 1 to 1, and to -1 with a longer step
+    for name, found in run().items():
+        np.testing.assert_allclose(found, expected[name], rtol=1e-6, err_msg=name)
 
 
 @pytest.mark.by_day(1)

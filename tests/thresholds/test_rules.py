@@ -226,12 +226,13 @@ def test_sequence_as_printed(name):
             assert_as_printed(column(key, ours, norms), words, FLOAT32 + eps)
 
 
-@pytest.mark.by_day(1)
-@pytest.mark.parametrize("period", [1, 2, 3, 5, 7])
-def test_medians_of_few_norms(period):
-    norms = random_norms(period, 40)
-    ours = computed(thresholds.median(2.0, period, floor=0.0), norms)
-    np.testing.assert_allclose(ours.trigger, scaled_adam(norms, 2.0, period).trigger, rtol=1e-6)
+def test_medians_of_few_norms_and_while_the_window_fills():
+    norms, periods = random_norms(0, 60), (1, 2, 3, 7, 15, 41, 50)
+    rules = {period: thresholds.median(2.0, period, floor=0.0) for period in periods}
+    found = jax.jit(lambda: {period: drive(rule, norms)[0] for period, rule in rules.items()})()
+    for period, limits in found.items():
+        expected = scaled_adam(norms, 2.0, period).trigger
+        np.testing.assert_allclose(limits, expected, rtol=1e-6, err_msg=str(period))
 
 
 # One for each way in which a limit is computed; the others differ in their numbers.

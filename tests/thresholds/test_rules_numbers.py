@@ -53,6 +53,20 @@ def test_the_target_may_differ_in_its_decay_or_in_its_ratio():
         np.testing.assert_allclose(targets, target, rtol=1e-6)
 
 
+def test_the_first_norm_that_is_recorded_is_judged_by_itself():
+    @jax.jit
+    @jax.vmap
+    def triggers(skip_steps):
+        return drive(thresholds.ema(0.9, 100.0, skip_steps=skip_steps), NORMS)[0]
+
+    for skipped, found in enumerate(triggers(jnp.arange(4))):
+        average, expected = NORMS[skipped], [*NORMS[: skipped + 1]]
+        for norm in NORMS[skipped + 1 :]:
+            expected.append(average)
+            average = 0.9 * average + 0.1 * norm
+        np.testing.assert_allclose(found, 100 * np.array(expected), rtol=1e-6)
+
+
 def test_rules_take_norms_by_name():
     for rule in (thresholds.constant(1.0), thresholds.schedule(float), thresholds.ema(0.9, 1.5)):
         shape = jax.tree.structure(rule.init(jnp.zeros(3)))
