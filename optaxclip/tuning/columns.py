@@ -36,14 +36,11 @@ why it cannot be read."""
 MAX_LISTED = 10
 LONGEST_NAME = 200
 """If a name is longer, only its end is searched, so that the search does not take long."""
-COMMAS = "has decimal commas"
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+([eE][+-]?\d+)?")
-BLANK = {"", "None"}
+BLANK = ("", "None")
 UNNAMED = re.compile(r"\d+|values?")
 """Names that say nothing of what a column holds."""
-KEY, VALUE, RUN = map(
-    re.compile, (r"key|tag|metric|name|variable", r"values?", r"run(_?(id|name))?")
-)
+KEY, VALUE, RUN = "key|tag|metric|name|variable", "values?", "run(_?(id|name))?"
 """Columns of a long table, which has a row for each number."""
 OF_A_CHART = re.compile(r"__(MIN|MAX)$")
 """Weights & Biases exports three columns for each curve: its means, minima and maxima."""
@@ -77,15 +74,15 @@ def _wide(cells: Cells) -> Cells:
         column, rows = found.setdefault(str(labels.get(row, "")), ([], []))
         column.append(cell)
         rows.append(row)
-    kinds = (KEY, VALUE, RUN)
-    is_other = lambda name: not any(kind.fullmatch(last_part(name)) for kind in kinds)  # noqa: E731
-    return {name: column for name, column in cells.items() if is_other(name)} | found
+    names = re.compile(f"{KEY}|{VALUE}|{RUN}")
+    others = {name: cells[name] for name in cells if not names.fullmatch(last_part(name))}
+    return others | found
 
 
-def _first(cells: Cells, kind: re.Pattern[str]) -> dict[int, Any] | None:
-    """The cells of the first column of a kind, by their rows."""
+def _first(cells: Cells, names: str) -> dict[int, Any] | None:
+    """The cells of the first column with one of some names, by their rows."""
     for name, column in cells.items():
-        if kind.fullmatch(last_part(name)) and not isinstance(column, str):
+        if re.fullmatch(names, last_part(name)) and not isinstance(column, str):
             return dict(zip(column[1], column[0], strict=True))
     return None
 
@@ -95,7 +92,7 @@ def numbers(cells: Sequence[Any], rows: Sequence[int]) -> Series | str:
 
     JSON's null stands for a number that is not finite, for which JSON has no name.
     """
-    kept = [at for at, cell in enumerate(cells) if not isinstance(cell, str) or cell not in BLANK]
+    kept = [at for at, cell in enumerate(cells) if cell not in BLANK]
     values = [math.nan if cells[at] is None else cells[at] for at in kept]
     if len(values) <= cells.count(None):
         return "is empty"
@@ -107,12 +104,12 @@ def numbers(cells: Sequence[Any], rows: Sequence[int]) -> Series | str:
         pass
     row, cell = next(pair for pair in zip(rows, cells, strict=True) if not _is_fine(pair[1]))
     if isinstance(cell, str) and DECIMAL_COMMA.fullmatch(cell):
-        return f"{COMMAS} ({cell} in row {row}); write numbers with a point"
+        return f"has decimal commas ({cell} in row {row}); write numbers with a point"
     return f"has {json.dumps(cell):.40} in row {row}, which is not a number"
 
 
 def _is_fine(cell: Any) -> bool:
-    return cell is None or (isinstance(cell, str) and cell in BLANK) or is_number(cell)
+    return cell is None or cell in BLANK or is_number(cell)
 
 
 def is_number(cell: Any) -> bool:
@@ -133,8 +130,9 @@ def chosen(columns: Columns, source: str) -> str:
     numeric = numeric_among(columns)
     for kind in KINDS:
         found = [name for name in names if kind(name)]
-        for candidates in (found, [name for name in found if name in numeric]):
-            if len(candidates) == 1 and (kind is not _is_unnamed or candidates is found):
+        readable = [name for name in found if name in numeric and kind is not _is_unnamed]
+        for candidates in (found, readable):
+            if len(candidates) == 1:
                 return candidates[0]
         if found:
             how = f"choose one of {listed(found)}, as column={found[0]!r}"

@@ -30,13 +30,13 @@ PIECE = re.compile(
 )
 """In lines such as `iteration 5/ 100 | grad norm: 1.5 |`, names may have spaces in them."""
 WORD = re.compile(
-    rf"(?<![\w./-])(?:([a-z_][\w()/.-]{{0,80}})\s{{0,20}}[:=]|(step|iter(?:ation)?|epoch)\s)"
+    r"(?<![\w./-])([a-z_][\w()/.-]{0,80})"
+    r"(?:\s{0,20}[:=]|(?<=step)\s|(?<=iter)\s|(?<=iteration)\s|(?<=epoch)\s)"
     rf"\s{{0,20}}{NUMBER}",
     re.IGNORECASE,
 )
 SPACED = re.compile(rf"([a-z_][\w()/.-]{{0,80}})\s{{1,20}}{NUMBER}[\s,]{{0,20}}", re.IGNORECASE)
-"""Such as `step 5 grad_norm 1.5`, if a line holds nothing else."""
-WITHOUT_SIGN = {"step", "iter", "iteration", "epoch"}
+"""Lines such as `step 5 grad_norm 1.5`, if they hold nothing else."""
 OBJECT = re.compile(r'\{\s*"')
 Row = list[tuple[str, Any]]
 
@@ -74,21 +74,29 @@ def columns_in(text: str, source: str) -> Columns:
 
 
 def _table(lines: list[str]) -> list[str]:
-    """The lines of a table: those with cells, below the last comment if that has their names."""
-    cells = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    comments = list(itertools.takewhile(lambda line: not line.strip() or line[0] == "#", lines))
-    if not cells or not comments:
-        return cells
-    names, delimiter = comments[-1].strip("# "), _delimiter(cells)
-    is_named = len(_split(names, delimiter)) == len(_split(cells[0], delimiter))
-    return [names, *cells] if is_named and _is_cell(_split(cells[0], delimiter)[0]) else cells
+    """The lines of a table without comments, but for the last one above it if that has its names.
+
+    If spaces are between cells, they become tabs.
+    """
+    cells = [line for line in lines if line.strip() and not line.startswith("#")]
+    comments = [*itertools.takewhile(lambda line: line.startswith("#"), lines)]
+    names = [line.strip("# ") for line in comments[-1:]]
+    words = [line.split() for line in cells[:2]]
+    is_spaced = len(words) == 2 and len(words[0]) == len(words[1]) > 1
+    if is_spaced and _delimiter(cells[0]) not in cells[0] and all(map(_is_cell, words[1])):
+        cells, names = (["\t".join(line.split()) for line in each] for each in (cells, names))
+    for line in names:
+        in_names, in_cells = (x.split(_delimiter(x)) for x in (line, cells[0] if cells else ""))
+        if len(in_names) == len(in_cells) > 1 and _is_cell(in_cells[0]):
+            return [line, *cells]
+    return cells
 
 
 def _is_csv(lines: list[str]) -> bool:
     """Whether the lines below the first hold cells that are numbers, rather than named numbers."""
     first, *below = lines[:SAMPLE] or [""]
-    delimiter = _delimiter(lines)
-    of_cells = sum(any(map(_is_cell, _split(line, delimiter))) for line in below)
+    delimiter = _delimiter(first)
+    of_cells = sum(any(map(_is_cell, line.split(delimiter))) for line in below)
     of_pairs = sum(bool(_pairs(line)) for line in below)
     return of_cells > of_pairs or (of_cells == of_pairs > 0 and not _pairs(first))
 
@@ -97,27 +105,16 @@ def _is_cell(cell: str) -> bool:
     return is_number(cell.strip(' "').replace(",", "."))
 
 
-def _delimiter(lines: list[str]) -> str:
-    """What is between cells; spaces, if the first lines have as many words, and numbers follow."""
+def _delimiter(line: str) -> str:
     # Other delimiters come first, because a comma beside them may be a decimal comma.
-    signs = [sign for sign in "\t;," if lines and sign in lines[0]]
-    first, second = ([line.split() for line in lines[:2]] + [[], []])[:2]
-    is_spaced = len(first) == len(second) > 1 and all(map(_is_cell, second))
-    return signs[0] if signs else " " if is_spaced else ","
-
-
-def _split(line: str, delimiter: str) -> list[str]:
-    return line.split() if delimiter == " " else line.split(delimiter)
+    return next((sign for sign in "\t;" if sign in line), ",")
 
 
 def _from_csv(lines: list[str], *, is_ended: bool) -> Cells:
     """The columns of CSV; `is_ended` says whether a line break follows the last line."""
     if not lines:
         return {}
-    delimiter = _delimiter(lines)
-    if delimiter == " ":
-        lines = [" ".join(line.split()) for line in lines]
-    reader = csv.reader(lines, delimiter=delimiter)
+    reader = csv.reader(lines, delimiter=_delimiter(lines[0]))
     names = row = [cell.strip() for cell in next(reader)]
     if all(_is_cell(cell) for cell in names):
         names = [str(i) for i in range(len(row))]
@@ -201,13 +198,8 @@ def _is_open(line: str) -> bool:
 
 def _pairs(line: str) -> _Object:
     """The names in a line, and the numbers behind them."""
-    if "|" in line and not QUOTED.search(line):
-        return _Object(PIECE.findall(line))
-    found = QUOTED.findall(line) or [(a or b, number) for a, b, number in WORD.findall(line)]
-    if not any(name.lower() not in WITHOUT_SIGN for name, _ in found):
-        spaced = SPACED.findall(line)
-        found = found if SPACED.sub("", line).strip() else spaced
-    return _Object(found)
+    kind = PIECE if "|" in line else WORD if SPACED.sub("", line).strip() else SPACED
+    return _Object(QUOTED.findall(line) or kind.findall(line))
 
 
 def _damaged(source: str, message: str, line: int) -> ValueError:
