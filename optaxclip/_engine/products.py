@@ -156,7 +156,9 @@ def _cosine(sums: leaf_sums.AtScales, norm: Array, of_others: Array) -> Array:
     bound = safe_sqrt(norm) * safe_sqrt(of_others)
     is_finite = jnp.isfinite(bound)
     is_high = bound > highest**0.5
-    is_low = bound < leaf_sums.lowest(plain.dtype) ** 0.5
+    # A norm that is too large to be multiplied stands beside one that is as small as can be.
+    is_scalable = lax.max(norm, of_others) < float(jnp.finfo(plain.dtype).max) / far
+    is_low = (bound < leaf_sums.lowest(plain.dtype) ** 0.5) & is_scalable
     total = select(is_high, down, select(is_low, up, plain))
     bound = bound * select(is_high, 1 / far, select(is_low, far, jnp.ones_like(plain)))
     is_usable = is_finite & (bound > 0)

@@ -139,20 +139,29 @@ def test_all_as_in_numpy(name):
         is_as_in_numpy(states[scope], of_tree, parts)
 
 
-@pytest.mark.usefixtures("x64")
-def test_cosines_of_gradients_and_parameters_of_any_size():
+def are_cosines_right(sizes):
     tx = monitor.record(1, stats="cosine_param")
-    grads, params = jnp.array([[3, -1, 0.5, 2], [1, 2, -3, 1.5]])
+    grads, params = jnp.asarray([[3, -1, 0.5, 2], [1, 2, -3, 1.5]], sizes.dtype)
 
     @jax.jit
     @jax.vmap
     def cosine(size, other):
         return tx.update(size * grads, tx.init(params), other * params)[1].last["cosine_param"]
 
-    sizes = 10.0 ** np.arange(-290, 291, 58)
     found = cosine(np.repeat(sizes, len(sizes)), np.tile(sizes, len(sizes)))
     expected = np.dot(grads, params) / np.linalg.norm(grads) / np.linalg.norm(params)
     np.testing.assert_allclose(found, np.full(len(sizes) ** 2, expected), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("x64")
+def test_cosines_of_gradients_and_parameters_of_any_size():
+    are_cosines_right(10.0 ** np.arange(-290, 291, 58))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("platform")
+def test_cosines_of_any_size_on_every_platform():
+    are_cosines_right(np.float32(10) ** np.float32(range(-36, 37, 4)))
 
 
 def test_no_cosine_leaves_its_bounds():
