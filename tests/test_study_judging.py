@@ -131,3 +131,20 @@ def test_files_and_picture(runs, tmp_path, monkeypatch):
     colors = [to_hex(tile.get_facecolor()) for tile in tiles]
     assert colors[0] == orange
     assert set(colors[7:]) == {blue}
+
+
+@pytest.mark.slow
+def test_the_runs_of_a_problem(monkeypatch):
+    monkeypatch.setattr(guarding, "SEEDS", 1)
+    problem = guarding.Problem("gru", 20, ("none", "times 100", "nan"))
+    monkeypatch.setitem(guarding.PROBLEMS, "gru", problem)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        rows = list(guarding.rows("gru", "lion"))
+    found = {(row["method"], row["case"]): row for row in rows}
+    assert len(found) == len(rows) == 3 * (3 + len(guards.RULES))
+    assert len({row["start"] for row in rows}) == 1
+    best = [found["constant (best)", case]["limit"] for case in ("none", "times 100")]
+    assert best[1] == pytest.approx(100 * best[0])
+    assert found["none", "none"]["clipped"] == 0
+    assert all(found[name, "times 100"]["clipped"] > 0 for name in guards.RULES)
+    assert not any(row["lost"] for row in rows)
