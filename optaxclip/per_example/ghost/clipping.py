@@ -60,14 +60,7 @@ def clipped(
 ) -> tuple[Sums, Array, PyTree]:
     """The clipped sum of a microbatch, with its losses and auxiliary outputs.
 
-    Args:
-      plan: how norms are found.
-      loss: the loss.
-      measured: the parameters.
-      grouping: the groups of one example.
-      limits: the limits of each group.
-      response: gives the new norms.
-      batch: the examples, and which of them are padding.
+    The batch is the examples, and which of them are padding; there is a limit for each group.
     """
     examples, is_padding = batch
     backward = differentiate(plan, measured, examples)

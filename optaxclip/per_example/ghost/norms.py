@@ -83,13 +83,7 @@ class Part:
     pieces: tuple[int, int] = (1, 1)
 
     def estimate(self, backward: Backward, dtype: Any, *, with_care: bool = False) -> Estimate:
-        """The norms.
-
-        Args:
-          backward: the batch.
-          dtype: float32 or float64.
-          with_care: whether they come from the gradients themselves, which loses no digits.
-        """
+        """The norms; if `with_care` from the gradients themselves, which loses no digits."""
         fn = self._direct if with_care else self._cheap
         pairs = [use.pair(backward) for use, _ in self.uses]
         axes = [len(use.loops) for use, _ in self.uses]
@@ -120,12 +114,7 @@ class Part:
         return jnp.stack([functools.reduce(jnp.maximum, found[k::2]) for k in (0, 1)])
 
     def off(self, backward: Backward, dtype: Any) -> Array:
-        """How far off the gradients may be after their sum over all positions.
-
-        Args:
-          backward: the batch.
-          dtype: float32 or float64.
-        """
+        """How far off the gradients may be after their sum over all positions."""
         each, unit = jnp.zeros((), dtype), 0.0
         for use, _ in self.uses:
             x, d = use.pair(backward)
@@ -321,14 +310,7 @@ def precise(x: Array, y: Array, dtype: Any) -> tuple[Array, Array, dict[str, Any
 def in_pieces(
     fn: Callable[[Array, Array], Array], x: tuple[Array, int], y: tuple[Array, int], number: int
 ) -> Array:
-    """The sum of `fn` over pieces of two arrays, added one after another.
-
-    Args:
-      fn: the function.
-      x: the first array, and the axis along which it is cut.
-      y: the second array, and the axis along which it is cut.
-      number: the number of pieces.
-    """
+    """The sum of `fn` over pieces of two arrays, each cut along its axis, one after another."""
     if number == 1:
         return fn(x[0], y[0])
 
@@ -397,12 +379,9 @@ def norms_above(x: Array, axes: tuple[int, ...], dtype: Any) -> Array:
 
 
 def in_chunks(fn: Callable[[Any], Any], operands: Any, size: int) -> Any:
-    """`fn(operands)`, computed for some of the examples at once.
+    """`fn(operands)` of arrays `[examples, ...]`, for some of the examples at once.
 
-    Args:
-      fn: the function.
-      operands: arrays `[examples, ...]`.
-      size: about how many bytes `fn` takes for an example.
+    An example takes about `size` bytes.
     """
     examples = jax.tree.leaves(operands)[0].shape[0]
     if fixed_size(examples) is None or examples * size <= CHUNK:

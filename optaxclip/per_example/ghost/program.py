@@ -56,13 +56,7 @@ class Plan:
 
     @classmethod
     def of(cls, loss: Callable[..., Any], params: list[Any], example: Any) -> "Plan":
-        """The plan for a loss.
-
-        Args:
-          loss: a function of the parameters and an example.
-          params: the parameters.
-          example: one example.
-        """
+        """The plan for a loss, which is a function of the parameters and of one example."""
         closed, output = jax.make_jaxpr(loss, return_shape=True)(params, example)
         jaxpr, count = closed.jaxpr, len(params)
         mesh = primitives.mesh_of(jaxpr.outvars[0].aval)
@@ -125,10 +119,7 @@ def _bytes(aval: Any) -> int:
 def differentiate(plan: Plan, params: list[Any], batch: Any) -> Backward:
     """One pass forward and one pass backward over a batch, without gradients of layers.
 
-    Args:
-      plan: the plan.
-      params: the parameters, typed as varying where the batch varies.
-      batch: arrays `[examples, ...]`.
+    The parameters are typed as varying where the batch varies.
     """
 
     def loss(taps: list[Array], dense: dict[int, Array], example: Any) -> Any:
@@ -192,14 +183,7 @@ class Norms:
 
     @classmethod
     def of(cls, plan: Plan, backward: Backward, grouping: Grouping, is_padding: Array) -> "Norms":
-        """The norms, computed in the cheap way, and from the gradients that are there.
-
-        Args:
-          plan: the plan.
-          backward: the batch, without the gradients that the plan computes.
-          grouping: the groups.
-          is_padding: which examples are ignored.
-        """
+        """The norms, computed in the cheap way, and from the gradients that there are."""
         backward = with_gradients(plan, backward)
         examples, dtype = is_padding.size, _dtype(plan)
         found = {
@@ -263,11 +247,7 @@ class Norms:
         return found
 
     def are_ordinary(self, multipliers: list[Multiplier]) -> Array:
-        """For each example, whether its numbers, and their products with its factor, are in range.
-
-        Args:
-          multipliers: for each group, `[examples]`.
-        """
+        """For each example, whether its numbers and products with its factor are in range."""
         info, flags = jnp.finfo(_dtype(self.plan)), []
         norms = [each.norm for each in self.upper]
         for group, norm, by in zip(self.grouping.groups, norms, multipliers, strict=True):

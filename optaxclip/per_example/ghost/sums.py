@@ -78,12 +78,12 @@ def _balanced(
     one has zeros for examples that add nothing, because these may hold NaN.
     """
     example = len(use.loops)
-    of_data, of_cotangents = [example], [example]
+    pairs = [(example, example)]
     if use.site.kind == primitives.PRODUCT:
         axes = Axes.of(use)
-        of_data += [*axes.data_groups, *axes.data_positions]
-        of_cotangents += [*axes.groups, *axes.positions]
-    to, of = (of_data, of_cotangents) if is_of_data else (of_cotangents, of_data)
+        pairs += zip(axes.data_groups, axes.groups, strict=True)
+        pairs += zip(axes.data_positions, axes.positions, strict=True)
+    to, of = zip(*sorted(pair if is_of_data else pair[::-1] for pair in pairs), strict=True)
     others = [
         [axis for axis in range(x.ndim) if axis not in kept]
         for x, kept in ((smaller, to), (larger, of))
@@ -94,8 +94,8 @@ def _balanced(
     found = jnp.where(ratio == 0, ratio.astype(dtype), found)
     # A product with a power of two is exact.
     larger = found.astype(larger.dtype) if larger.dtype == jnp.bfloat16 else found
-    order = [sorted(of).index(of[i]) for i in sorted(range(len(to)), key=to.__getitem__)]
-    power = lax.expand_dims(jnp.transpose(power, order), others[0])
+    power = jnp.transpose(power, [sorted(of).index(axis) for axis in of])
+    power = lax.expand_dims(power, others[0])
     smaller = smaller.astype(dtype) * power
     if use.site.kind == primitives.CONVOLUTION:
         # The largest numbers may meet only zeros: what they would make of others is held in range.
