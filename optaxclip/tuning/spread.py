@@ -17,7 +17,7 @@ WINDOW_SHARE, SMALLEST_WINDOW, LARGEST_WINDOW = 0.1, 11, 201
 """The level at a step is the median over a window around it, this share of all steps long."""
 LARGEST_RATIO = 8.0
 """Above this multiple of its level each norm is a spike, however heavy the tail of the others."""
-FALSE_SHARE = 0.1
+FALSE_SHARE = 0.03
 """The share of what is taken for spikes that may be ordinary norms."""
 SELDOM = 1 / 400
 """At most this share of ordinary norms is taken for spikes."""
