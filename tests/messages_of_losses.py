@@ -195,7 +195,7 @@ VALUE_ERRORS = {
     r"limit must be a scalar, got an array of shape \(2,\); .* pass a dict": lambda: clip_sum(
         np.ones(2)
     ),
-    r"one example, got shape \(2,\)": lambda: grads_of(lambda w, x: w * x),
+    r"one example, with which.*got shape \(2,\)": lambda: grads_of(lambda w, x: w * x),
     "at least one; got": lambda: per_example.clipped_grad(jnp.sum, 1.0)(jnp.ones(2)),
     r"argnums \(0, 0\) .* at most once": lambda: grads_of(dot, argnums=(0, 0)),
     "batch_argnums .* at most once": lambda: grads_of(dot, batch_argnums=(1, -1)),

@@ -15,7 +15,7 @@ import optaxclip._border.devices as devices
 from optaxclip._base.numerics import accumulation_dtype, is_real, norm_dtype
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
-from optaxclip._batches.modules import called
+from optaxclip._batches.losses import described, loss_and_aux
 from optaxclip._batches.roles import Roles
 from optaxclip._border.devices import Axes
 from optaxclip.accumulate.places import Places
@@ -116,21 +116,8 @@ class Loss:
 
     def _value(self, args: list[Any]) -> tuple[Array, PyTree]:
         """The loss and aux, checked."""
-        found: Any = called(self.fn, args, {})
-        if self.has_aux and not (isinstance(found, tuple) and len(found) == 2):
-            raise TypeError(f"with has_aux loss_fn must return (loss, aux), got {found!r:.80}")
-        value: Any = found[0] if self.has_aux else found
-        if not is_real(value):
-            hint = "; pass has_aux=True" if isinstance(value, tuple) else ""
-            raise TypeError(f"loss_fn must return a real loss, got {value!r:.80}{hint}")
-        if jnp.shape(value) != ():
-            raise ValueError(
-                "loss_fn must return a scalar, the mean loss of a microbatch, got "
-                f"{_described(value)}"
-            )
-        if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-            raise TypeError(f"loss_fn must return a real float, got {_described(value)}")
-        return jnp.asarray(value), found[1] if self.has_aux else None
+        of = "the mean loss of a microbatch"
+        return loss_and_aux(self.fn, args, {}, has_aux=self.has_aux, of=of)
 
     def _weight_of(self, microbatch: tuple[Any, ...], size: int) -> Any:
         """The weight, checked; a traced weight that is negative becomes NaN."""
@@ -140,7 +127,7 @@ class Loss:
         if jnp.shape(weight) != ():
             raise ValueError(
                 f"weight must return a scalar, how much a microbatch counts, got "
-                f"{_described(weight)}; sum it"
+                f"{described(weight)}; sum it"
             )
         if isinstance(weight, Tracer):
             weight = weight.astype(self.dtype)
@@ -169,7 +156,3 @@ def _of_batch(weight: Callable[..., Any], microbatch: tuple[Any, ...]) -> Any:
     except ValueError:  # some functions have no signature
         pass
     return weight(*microbatch)
-
-
-def _described(value: Any) -> str:
-    return f"shape {jnp.shape(value)} and dtype {jnp.result_type(value)}"

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 
 import optaxclip._border.devices as devices
@@ -15,7 +14,8 @@ from optaxclip._base.arguments import warn
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import number_of_examples
-from optaxclip._batches.modules import called, flat_params
+from optaxclip._batches.losses import loss_and_aux
+from optaxclip._batches.modules import flat_params
 from optaxclip._batches.roles import Roles
 from optaxclip._border.placement import refuse_split
 
@@ -67,22 +67,14 @@ class Loss:
         """Returns the loss of one example: a scalar, or with `has_aux` a pair.
 
         Raises:
-          TypeError: if the loss does not return a pair in spite of `has_aux`.
-          ValueError: if the loss is not a scalar, or is a sum over devices.
+          TypeError: as `loss_and_aux`.
+          ValueError: as `loss_and_aux`, and for a sum over devices.
         """
         args = self.roles.with_values(self.params.rebuild(measured), example)
-        found: Any = called(self.loss_fn, args, self.keywords)
-        if self.has_aux and not (isinstance(found, tuple) and len(found) == 2):
-            raise TypeError(f"with has_aux loss_fn must return (loss, aux), got {found!r:.80}")
-        if self.has_aux:
-            _warn_of_batch_statistics(found[1])
-        value: Any = found[0] if self.has_aux else found
-        shape = jnp.shape(value)
-        if shape != ():
-            raise ValueError(
-                f"loss_fn must return a scalar, the loss of one example, got shape {shape}. It is "
-                "called with one example, without the axis of examples: sum over the other axes"
-            )
+        value, aux = loss_and_aux(
+            self.loss_fn, args, self.keywords, has_aux=self.has_aux, of=_OF_ONE_EXAMPLE
+        )
+        _warn_of_batch_statistics(aux)
         shared = devices.varying_together(example) - devices.varying_axes(value)
         if shared and isinstance(value, Tracer):
             raise ValueError(
@@ -90,7 +82,7 @@ class Loss:
                 "split (as lax.psum and lax.pmean do), so that examples are no longer clipped one "
                 "by one: return the loss of one example"
             )
-        return found
+        return (value, aux) if self.has_aux else value
 
     def split(self, found: Any) -> tuple[Any, PyTree]:
         """The losses and the auxiliary outputs, from what the loss returned for all examples."""
@@ -101,6 +93,12 @@ class Loss:
     ) -> tuple[Any, list[Any]]:
         """What the loss returns for one example, and its gradient."""
         return jax.value_and_grad(self, has_aux=self.has_aux)(measured, example)
+
+
+_OF_ONE_EXAMPLE = (
+    "the loss of one example, with which it is called, without the axis of examples: sum over the "
+    "other axes"
+)
 
 
 def _warn_of_batch_statistics(aux: PyTree) -> None:
