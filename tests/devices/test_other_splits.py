@@ -7,6 +7,7 @@ import pytest
 from compiling import collectives, most_gathered
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from methods_table import DISTINCT, METHODS
 
 import optaxclip
 from optaxclip import monitor, scopes, thresholds
@@ -106,3 +107,25 @@ def test_a_history_may_be_split_over_a_mesh(name):
     splits = jax.tree.map(lambda x: "x" in x.sharding.spec, found[0])
     assert splits == jax.tree.map(lambda x: x.shape[:1] == (8,), state)
     assert any(jax.tree.leaves(splits))
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_on_one_device_is_so_for_all():
+    """The compiler's maximum over devices loses a NaN on a CPU (JAX 0.10.2): none may be taken."""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (16, 24), "b": (8,), "v": (16,)}
+    params, tree = ({x: rng.normal(size=y).astype("f") for x, y in shapes.items()} for _ in "pt")
+    tree["w"][1, 6], tree["v"][4] = np.nan, np.inf
+    # The heads' logits, of which a maximum is taken in the table, are the user's.
+    methods = {x: METHODS[x].make() for x in DISTINCT if x != "clip_attention_logits"}
+
+    @jax.jit
+    def step(tree, params):
+        return {x: tx.update(tree, tx.init(params), params) for x, tx in methods.items()}
+
+    mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
+    found = step(*jax.device_put((tree, params), NamedSharding(mesh, P("x"))))
+    pairs = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(step(tree, params)), strict=True)
+    for (path, x), expected in pairs:
+        where = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(x, expected, rtol=1e-4, atol=1e-5, err_msg=where)
