@@ -34,6 +34,8 @@ def ordered(columns: Columns, name: str, series: Series) -> Ordered:
     steps = _of_the_rows(columns, name, series, STEP) if series.steps is None else series.steps
     if steps is None or np.ptp(steps) == 0 or not np.array_equal(steps, steps.round()):
         return Ordered(series.values, None, 0)
+    if np.all(np.diff(steps) > 0):
+        return Ordered(series.values, steps.astype(np.int64), 0)
     epochs = _of_the_rows(columns, name, series, EPOCH)
     epochs = np.zeros_like(steps) if epochs is None else epochs
     places, first, at = np.unique(

@@ -36,7 +36,8 @@ WORD = re.compile(
     re.IGNORECASE,
 )
 SPACED = re.compile(rf"([a-z_][\w()/.-]{{0,80}})\s{{1,20}}{NUMBER}[\s,]{{0,20}}", re.IGNORECASE)
-"""Lines such as `step 5 grad_norm 1.5`, if they hold nothing else."""
+"""Lines such as `[rank 0] step 5 grad_norm 1.5`, if they hold nothing else."""
+BRACKETS = re.compile(r"\[[^\]\n]{0,80}\]")
 OBJECT = re.compile(r'\{\s*"')
 Row = list[tuple[str, Any]]
 
@@ -198,8 +199,10 @@ def _is_open(line: str) -> bool:
 
 def _pairs(line: str) -> _Object:
     """The names in a line, and the numbers behind them."""
-    kind = PIECE if "|" in line else WORD if SPACED.sub("", line).strip() else SPACED
-    return _Object(QUOTED.findall(line) or kind.findall(line))
+    found = QUOTED.findall(line) or (PIECE if "|" in line else WORD).findall(line)
+    bare = BRACKETS.sub("", line)
+    is_spaced = bool(bare.strip()) and not SPACED.sub("", bare).strip()
+    return _Object(SPACED.findall(bare) if is_spaced else found)
 
 
 def _damaged(source: str, message: str, line: int) -> ValueError:

@@ -6,7 +6,7 @@ import pytest
 from benchmarks import suggesting
 
 RUNS = pytest.mark.parametrize(
-    ("runs", "lengths"), [(2, [300]), pytest.param(60, [100, 300, 1000], marks=pytest.mark.slow)]
+    ("runs", "lengths"), [(2, [300]), pytest.param(20, [100, 300, 1000], marks=pytest.mark.slow)]
 )
 FIRST = 20_000
 

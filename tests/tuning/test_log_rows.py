@@ -64,7 +64,7 @@ OF_STEPS = {
     "spaces": "step  grad_norm loss\n" + rows("  {s}   {x}  2.0 "),
     "a comment with names": "# by hand\n# step grad_norm\n" + rows("{s} {x}"),
     "comments": "# by hand\nstep,grad_norm\n# more\n" + rows("{s},{x}"),
-    "words and numbers": rows("step {s} grad_norm {x} loss 2.0"),
+    "words and numbers": rows("[{s}/200] step {s} grad_norm {x} loss 2.0"),
     "a step without a sign": rows("step {s}, grad_norm: {x}"),
     "a long table": "run,key,value,step\n" + rows("a,loss,9,{s}\na,grad_norm,{x},{s}"),
     "a long table of objects": rows(
