@@ -50,11 +50,8 @@ from optaxclip.methods.spikes import SecondMomentState, clip_by_moving_max, clip
 from optaxclip.methods.stable_adam import StableAdamState, scale_by_stable_adam
 from optaxclip.methods.updates import clip_by_block_rms
 from optaxclip.methods.windowed import autoclip, clip_by_median_norm, clip_by_window_norm
-from optaxclip.per_example import (
-    per_example_clip_and_aggregate,
-    per_example_global_norm_clip,
-    per_example_layer_norm_clip,
-)
+from optaxclip.per_example.aggregate import per_example_clip_and_aggregate
+from optaxclip.per_example.sums import per_example_global_norm_clip, per_example_layer_norm_clip
 
 __version__ = "0.1.0"
 

@@ -11,7 +11,7 @@ from optaxclip import accumulate, per_example, responses, scopes, thresholds
 
 X, W, BATCH = jnp.ones((6, 2)), jnp.ones(2), (jnp.ones(2), jnp.ones((6, 2)), jnp.ones((6, 2)))
 SPARSE = BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 2))
-AGGREGATE = per_example.per_example_clip_and_aggregate
+AGGREGATE = optaxclip.per_example_clip_and_aggregate
 KEYS = jax.random.split(jax.random.key(0))
 
 quantile_limit = per_example.quantile_limit

@@ -64,7 +64,7 @@ WRAPPERS = {
         ),
         4,
     ),
-    "per_example": per_example.per_example_clip_and_aggregate(1.0, 1.0, jax.random.key(0)),
-    "per_example_quantile": per_example.per_example_clip_and_aggregate(QUANTILE, 1.0, key=0),
+    "per_example": optaxclip.per_example_clip_and_aggregate(1.0, 1.0, jax.random.key(0)),
+    "per_example_quantile": optaxclip.per_example_clip_and_aggregate(QUANTILE, 1.0, key=0),
 }
 TRANSFORMATIONS = {name: method.make() for name, method in METHODS.items()} | WRAPPERS

@@ -122,9 +122,9 @@ OTHERS = [
     (per_example.clipped_grad, {"argnums": 0, "has_aux": False, "method": "vmap", **LIFTED}),
     (per_example.grad_norms, {"argnums": 0, "method": "ghost"}),
     (per_example.explain, {"argnums": 0}),
-    (per_example.per_example_clip_and_aggregate, {"reduction": "mean", **LIFTED}),
+    (optaxclip.per_example_clip_and_aggregate, {"reduction": "mean", **LIFTED}),
     (per_example.noisy_mean, {"relation": "add_or_remove_one"}),
-    (per_example.per_example_layer_norm_clip, {"uniform": True}),
+    (optaxclip.per_example_layer_norm_clip, {"uniform": True}),
     (
         per_example.quantile_limit,
         {**QUANTILE, "count_noise": 0.0, "min_limit": 0.0, "max_limit": np.inf},

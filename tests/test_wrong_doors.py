@@ -161,7 +161,7 @@ def test_other_errors_say_nothing_of_gradients():
         lambda: optaxclip.clip_by(scopes.tree(), thresholds.given({"a": jnp.ones(2)}), foo=1),
         lambda: optaxclip.clip_by(scopes.tree(), Partial(jnp.take, jnp.ones(2)), foo=1),
         lambda: optaxclip.skip_above(optax.adam(1e-3), None),
-        lambda: per_example.per_example_clip_and_aggregate(-1.0, 1.0, jax.random.PRNGKey(0)),
+        lambda: optaxclip.per_example_clip_and_aggregate(-1.0, 1.0, jax.random.PRNGKey(0)),
     ]
     for make in mistakes:
         with pytest.raises((TypeError, ValueError)) as raised:

@@ -25,7 +25,7 @@ _EITHER = f"by the norm of all leaves: {_BY_NORM}; by value: {_BY_VALUE}"
 _TOTAL = "ops.global_norm(grads)"
 _SKIP = "skip_nonfinite(optimizer) or skip_above(optimizer, limit), around the whole optimizer"
 _SCALE = "scale_loss(optimizer), and monitor.loss_scale(opt_state), which multiplies the loss"
-_PRIVATE = "per_example.per_example_clip_and_aggregate(limit, noise_multiplier, key)"
+_PRIVATE = "per_example_clip_and_aggregate(limit, noise_multiplier, key)"
 
 SIGNS: dict[str, str] = {
     # PyTorch, Lightning, Accelerate, DeepSpeed, Megatron, Apex, MLX

@@ -31,9 +31,6 @@ shuffled data. Pad batches of varying size to one shape, and mark the padding by
 
 import optaxclip._base.doors as _doors
 from optaxclip.per_example.aggregate import PerExampleState as PerExampleState
-from optaxclip.per_example.aggregate import (
-    per_example_clip_and_aggregate as per_example_clip_and_aggregate,
-)
 from optaxclip.per_example.example_norms import GradNorms as GradNorms
 from optaxclip.per_example.example_norms import explain as explain
 from optaxclip.per_example.example_norms import grad_norms as grad_norms
@@ -45,7 +42,5 @@ from optaxclip.per_example.quantile import adjusted_noise_multiplier as adjusted
 from optaxclip.per_example.quantile import quantile_limit as quantile_limit
 from optaxclip.per_example.sums import PerExampleResult as PerExampleResult
 from optaxclip.per_example.sums import clip_sum as clip_sum
-from optaxclip.per_example.sums import per_example_global_norm_clip as per_example_global_norm_clip
-from optaxclip.per_example.sums import per_example_layer_norm_clip as per_example_layer_norm_clip
 
 _doors.put_signs(__name__)

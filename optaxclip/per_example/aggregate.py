@@ -115,7 +115,7 @@ def per_example_clip_and_aggregate(
       >>> from optaxclip import per_example
       >>> def loss_fn(w, x, y):
       ...     return (jnp.dot(w, x) - y) ** 2
-      >>> tx = per_example.per_example_clip_and_aggregate(1.0, noise_multiplier=1.1, key=0)
+      >>> tx = optaxclip.per_example_clip_and_aggregate(1.0, noise_multiplier=1.1, key=0)
       >>> w, x, y = jnp.zeros(2), jnp.ones((64, 2)), jnp.ones(64)
       >>> state = tx.init(w)
       >>> grads = jax.vmap(jax.grad(loss_fn), (None, 0, 0))(w, x, y)

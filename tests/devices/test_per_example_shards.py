@@ -10,6 +10,7 @@ import pytest
 from jax import P, lax
 from jax.sharding import AxisType
 
+import optaxclip
 from optaxclip import per_example, scopes
 
 X = 10 * np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
@@ -70,8 +71,8 @@ def test_a_loss_that_adds_up_the_examples_of_devices_is_refused(kind):
 
 CLIPS = {
     "clip_sum": lambda x, **options: per_example.clip_sum(x, 1.0, **options).grads,
-    "global": lambda x, **options: per_example.per_example_global_norm_clip(x, 1.0, **options),
-    "layer": lambda x, **options: per_example.per_example_layer_norm_clip(x, 1.0, **options),
+    "global": lambda x, **options: optaxclip.per_example_global_norm_clip(x, 1.0, **options),
+    "layer": lambda x, **options: optaxclip.per_example_layer_norm_clip(x, 1.0, **options),
 }
 
 
@@ -129,14 +130,14 @@ def test_whole_gradients_of_own_examples_are_clipped_as_on_one_device(check_vma)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_one_key_for_the_sums_of_several_devices_is_refused(check_vma):
     limits = (1.0, per_example.quantile_limit(count_noise=1.0))
-    for tx in (per_example.per_example_clip_and_aggregate(limit, 1.0, 0) for limit in limits):
+    for tx in (optaxclip.per_example_clip_and_aggregate(limit, 1.0, 0) for limit in limits):
         run = on_devices(lambda x, tx=tx: tx.update(x, tx.init(x[0])), P("x"), P(), check_vma)
         with pytest.raises(ValueError, match=r"along \['x'\].*psum.*noisy_mean"):
             jax.eval_shape(run, X)
 
 
 def test_an_aggregate_that_is_the_same_on_all_devices_is_that_of_one():
-    tx = per_example.per_example_clip_and_aggregate(1.0, 1.0, 0)
+    tx = optaxclip.per_example_clip_and_aggregate(1.0, 1.0, 0)
 
     def update(x):
         return tx.update(x, tx.init(x[0]))[0]

@@ -80,7 +80,7 @@ def value_and_grad(tree):
 
 
 def noisy(tree):
-    tx = per_example.per_example_clip_and_aggregate(1.0, 0)
+    tx = optaxclip.per_example_clip_and_aggregate(1.0, 0)
     return tx.update(tree, tx.init(tree))
 
 

@@ -20,7 +20,7 @@ ARGUMENTS = GIVEN | {
     "per_example.clipped_grad": {"loss_fn": jnp.dot, "limit": 1.0},
     "per_example.explain": {"loss_fn": jnp.dot},
     "per_example.grad_norms": {"loss_fn": jnp.dot},
-    "per_example.per_example_layer_norm_clip": {"grads": ROWS, "global_l2_norm_clip": 1.0},
+    "optaxclip.per_example_layer_norm_clip": {"grads": ROWS, "global_l2_norm_clip": 1.0},
     "per_example_layer_norm_clip": {"grads": ROWS, "global_l2_norm_clip": 1.0},
     "thresholds.adaptive": {"statistic": None, "settings": 1.0, "record": "raw"},
     "tuning.sweep": {

@@ -8,7 +8,7 @@ import pytest
 from methods_table import GRADS, METHODS, PARAMS, compilations, random_tree
 
 import optaxclip
-from optaxclip import norms, per_example, responses, scopes
+from optaxclip import norms, responses, scopes
 
 
 def scheduled(make):
@@ -23,7 +23,7 @@ def _any_parts(schedule):
 
 
 def _with_noise(limit):
-    return per_example.per_example_clip_and_aggregate(limit, 1.0, key=0)
+    return optaxclip.per_example_clip_and_aggregate(limit, 1.0, key=0)
 
 
 # `test_contract.py` has the methods without a schedule.
@@ -31,7 +31,7 @@ MAKERS = {
     "clip_by_value": lambda: optaxclip.clip_by_value(-1.0, 1.0),
     "skip_nonfinite": lambda: optaxclip.skip_nonfinite(optax.identity()),
     "record": lambda: optaxclip.monitor.record(3),
-    "per_example": lambda: per_example.per_example_clip_and_aggregate(1.0, 1.0, key=0),
+    "per_example": lambda: optaxclip.per_example_clip_and_aggregate(1.0, 1.0, key=0),
     **{
         f"{make.__name__} scheduled": scheduled(make)
         for make in (

@@ -166,7 +166,7 @@ def grads_of(loss, **options):
 
 
 def private(key):
-    return per_example.per_example_clip_and_aggregate(1.0, 1.0, key)
+    return optaxclip.per_example_clip_and_aggregate(1.0, 1.0, key)
 
 
 WITHOUT_A_LIMIT = (

@@ -8,7 +8,7 @@ import pytest
 from methods_table import GRADS, METHODS, PARAMS, assert_close, random_tree
 
 import optaxclip
-from optaxclip import monitor, per_example
+from optaxclip import monitor
 
 SGD = optax.sgd(0.1, momentum=0.9)
 TRANSFORMATIONS = {
@@ -17,7 +17,7 @@ TRANSFORMATIONS = {
     "skip_nonfinite": optaxclip.skip_nonfinite(SGD),
     "skip_above": optaxclip.skip_above(SGD, 1.0),
     "record": monitor.record(2),
-    "per_example_clip_and_aggregate": per_example.per_example_clip_and_aggregate(1.0, 0.0),
+    "per_example_clip_and_aggregate": optaxclip.per_example_clip_and_aggregate(1.0, 0.0),
 }
 FOREIGN = [optax.EmptyState(), (), (optax.EmptyState(),), SGD.init(PARAMS), {"count": 0}]
 
@@ -49,7 +49,7 @@ STATIC = [
     (optaxclip.clip_by_norm, {"max_norm": 1.0, "axes": 0}, "axes"),
     (optaxclip.adaptive_grad_clip, {"clipping": 1.0, "axis": 0}, "axis"),
     (
-        per_example.per_example_clip_and_aggregate,
+        optaxclip.per_example_clip_and_aggregate,
         {"limit": 1.0, "noise_multiplier": 0.0},
         "noise_multiplier",
     ),
@@ -74,7 +74,7 @@ def test_what_cannot_be_injected_says_what_to_pass(factory, arguments, static):
 @pytest.mark.slow
 @pytest.mark.parametrize("key", [0, jax.random.PRNGKey(0)], ids=["int", "array"])
 def test_noise_and_its_key_may_be_injected(key):
-    make = per_example.per_example_clip_and_aggregate
+    make = optaxclip.per_example_clip_and_aggregate
     tx, grads = optax.inject_hyperparams(make)(1.0, 0.5, key), random_tree(0, 2)
     state = tx.init(grads)
     found, _ = jax.jit(tx.update)(grads, state)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import optaxclip
 from optaxclip import per_example, scopes
 
 RNG = np.random.default_rng(0)
@@ -84,7 +85,7 @@ def test_each_key_has_noise_of_its_own_and_is_used_once():
 @pytest.mark.slow
 def test_it_is_what_a_chain_does():
     """The same mean as that of `per_example_clip_and_aggregate`, and noise of the same size."""
-    make = functools.partial(per_example.per_example_clip_and_aggregate, 1.0, batch_size=4)
+    make = functools.partial(optaxclip.per_example_clip_and_aggregate, 1.0, batch_size=4)
     grads = {"w": jnp.asarray(np.tile(GRADS["w"], (1, 50, 10)))}
     found = []
     for noise_multiplier in (0.0, 2.0):
