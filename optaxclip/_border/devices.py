@@ -45,6 +45,19 @@ def varying_together(tree: PyTree) -> Axes:
     return Axes().union(*map(varying_axes, jax.tree.leaves(tree)))
 
 
+def collectives(program: Any) -> frozenset[str]:
+    """The names of the operations of a program that exchange data between devices here."""
+    found = frozenset[str]()
+    for eqn in program.eqns:
+        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        names = frozenset(axes if isinstance(axes, tuple) else (axes,))
+        if names & manual_axes() and eqn.primitive.name not in ("axis_index", "pvary", "pcast"):
+            found |= {eqn.primitive.name}
+        values = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
+        found = found.union(*(collectives(x) for x in values if hasattr(x, "eqns")))
+    return found
+
+
 def refuse_different(x: Any, axes: Iterable[str], argument: str) -> None:
     """Refuses a number whose type says that it differs over devices along one of these axes.
 

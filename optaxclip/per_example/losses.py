@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.core import Tracer
 
 import optaxclip._border.devices as devices
 from optaxclip._base.arguments import warn
@@ -58,30 +57,38 @@ class Loss:
           specs: how the parameters are split, if the user says it.
 
         Raises:
-          ValueError: if devices hold parts of a parameter, or may hold them.
+          ValueError: if devices hold parts of a parameter, or may hold them; if the loss exchanges
+            data between devices.
         """
         refuse_split(self.params, specs, of_examples=False, remedy=_REMEDY)
-        return devices.varying_like(batch, self.params.measured_leaves())
+        measured = devices.varying_like(batch, self.params.measured_leaves())
+        found: set[str] = set()
+
+        def trace(example: Any) -> None:
+            found.update(devices.collectives(jax.make_jaxpr(self)(measured, example)))
+
+        if devices.manual_axes():
+            jax.eval_shape(jax.vmap(trace, axis_size=self.examples), self.roles.batch)
+        if found:
+            raise ValueError(
+                f"loss_fn exchanges data between devices, by {', '.join(sorted(found))}, so that "
+                "the gradient of one example depends on the examples of other devices, and the "
+                "limit of one example bounds nothing: a BatchNorm needs axis_name=None"
+            )
+        return measured
 
     def __call__(self, measured: list[Any], example: tuple[Any, ...]) -> Any:
         """Returns the loss of one example: a scalar, or with `has_aux` a pair.
 
         Raises:
           TypeError: as `loss_and_aux`.
-          ValueError: as `loss_and_aux`, and for a sum over devices.
+          ValueError: as `loss_and_aux`.
         """
         args = self.roles.with_values(self.params.rebuild(measured), example)
         value, aux = loss_and_aux(
             self.loss_fn, args, self.keywords, has_aux=self.has_aux, of=_OF_ONE_EXAMPLE
         )
         _warn_of_batch_statistics(aux)
-        shared = devices.varying_together(example) - devices.varying_axes(value)
-        if shared and isinstance(value, Tracer):
-            raise ValueError(
-                f"loss_fn adds up over the devices along {sorted(shared)}, over which examples are "
-                "split (as lax.psum and lax.pmean do), so that examples are no longer clipped one "
-                "by one: return the loss of one example"
-            )
         return (value, aux) if self.has_aux else value
 
     def split(self, found: Any) -> tuple[Any, PyTree]:

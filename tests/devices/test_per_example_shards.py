@@ -62,10 +62,18 @@ def test_parts_of_parameters_are_refused(check_vma, kind):
         jax.eval_shape(on_devices(told, (P("x"), P("x")), P(), check_vma), jnp.zeros(16), X)
 
 
-@pytest.mark.parametrize("kind", GRADIENTS)
-def test_a_loss_that_adds_up_the_examples_of_devices_is_refused(kind):
-    run = on_devices(GRADIENTS[kind](dot_of_parts), (P(), P("x")), P(), True)
-    with pytest.raises(ValueError, match=r"loss_fn adds up over the devices along \['x'\]"):
+def less_the_mean(w, x):
+    """As with a BatchNorm over devices: the value differs from device to device."""
+    y = jnp.tanh(w * x)
+    mean = jax.jit(jax.checkpoint(lambda y: lax.pmean(y, "x")))(y)
+    return jnp.sum(jnp.square(y - mean)) + lax.axis_index("x").astype(w.dtype)
+
+
+@pytest.mark.parametrize("loss", [dot_of_parts, less_the_mean])
+@pytest.mark.parametrize(("check_vma", "kind"), [*product([True, False], GRADIENTS)])
+def test_a_loss_that_sees_examples_of_other_devices_is_refused(check_vma, kind, loss):
+    run = on_devices(GRADIENTS[kind](loss, specs=P()), (P(), P("x")), P(), check_vma)
+    with pytest.raises(ValueError, match="loss_fn exchanges data between devices, by psum"):
         jax.eval_shape(run, jnp.zeros(16), X)
 
 
