@@ -16,7 +16,6 @@ from optaxclip._base.types import PyTree
 from optaxclip._batches.roles import Roles, checked_roles
 from optaxclip.per_example.ghost.clipping import check_scope, norms, plan_for
 from optaxclip.per_example.ghost.explaining import explained
-from optaxclip.per_example.ghost.program import differentiate
 from optaxclip.per_example.gradients import Method, checked_method
 from optaxclip.per_example.lift import Sums
 from optaxclip.per_example.losses import Loss
@@ -211,8 +210,5 @@ def explain(
     has_aux = checked_bool(has_aux, "has_aux")
     roles = Roles.of(args, *checked_roles(argnums, batch_argnums))
     loss = Loss.of(loss_fn, has_aux, roles, keywords)
-    measured = loss.params.measured_leaves()
-    plan = plan_for(loss, measured, roles.batch)
-    # For the errors of `grad_norms`.
-    jax.eval_shape(functools.partial(differentiate, plan), measured, roles.batch)
+    plan = plan_for(loss, loss.params.measured_leaves(), roles.batch)
     return explained(plan, loss.params.names())

@@ -242,7 +242,7 @@ def test_what_the_method_cannot_do_is_refused():
 
 
 def test_wrong_losses_are_refused():
-    with pytest.raises(TypeError, match="real-valued outputs"):
+    with pytest.raises(TypeError, match="must return a real float"):
         per_example.explain(lambda params, x: jnp.argmax(x @ params["w"]), PARAMS, X)
     for make in (per_example.grad_norms, lambda loss: per_example.clipped_grad(loss, 1.0)):
         with pytest.raises(ValueError, match="must return a scalar"):
