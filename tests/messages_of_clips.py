@@ -67,6 +67,9 @@ def told(make=None, **extra):
 
 
 TYPE_ERRORS = {
+    r"lp\(\) got an unexpected keyword argument 'q'\. It takes \['p'\]": lambda: optaxclip.norms.lp(
+        q=2
+    ),
     "clip_norm must be a number or scalar array, got <function": lambda: ops.clip_by_norm(
         jnp.ones(1), lambda count: 1.0
     ),
