@@ -25,7 +25,7 @@ MARGIN = 1.2
 """The border is at most this multiple of the largest ordinary deviation."""
 BODY, ALL_BUT_SPIKES = 0.8, 0.97
 """The tail is first fitted up to this quantile, then up to the second one of what is no spike."""
-HEAVY, HEAVY_WEIGHT = 0.2, 13.0
+HEAVY, HEAVIEST, HEAVY_WEIGHT = 0.2, 0.25, 13.0
 """The tail of few norms is taken to be as heavy as that of Student's t with 3 degrees."""
 SMALLEST_SIDE = 0.25
 """A side of the level is used to estimate the spread only if more than this share lies there."""
@@ -142,7 +142,7 @@ def _tail(deviations: Floats, quantile: float) -> Callable[[Any, float], Any]:
 
     def at(score: Any, expected: float) -> Any:
         heaviness = (slope + HEAVY_WEIGHT * expected) / (weight + HEAVY_WEIGHT)
-        heaviness = min(max(heaviness, 0.0), 0.5)
+        heaviness = min(max(heaviness, 0.0), HEAVIEST)
         return score * np.exp(ratios.mean() + heaviness * (score**2 / 2 - x.mean()))
 
     return at
