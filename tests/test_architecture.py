@@ -124,6 +124,16 @@ def test_the_border_alone_knows_meshes_platforms_memories_and_sparse_leaves():
     assert not [(name, word) for name, word in engine if words & {*word.lower().split("_")}]
 
 
+def test_no_two_classes_share_a_name():
+    names = [
+        node.name
+        for path in FILES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert not {name for name in names if names.count(name) > 1}
+
+
 def test_no_private_modules_of_others():
     assert not [name for name, path in FILES.items() if "._src" in path.read_text()]
 

@@ -190,7 +190,7 @@ def of_products(
     def in_own_dtype(x: Array, y: Array) -> AtScales:
         (x, over), (y, _) = (_beside_zero(part, axes) for part in (x, y))
         pairs = [(times(x, by), times(y, by)) for by in scales(l2, dtype)]
-        summands = [[_product(x, y, _usable), *squares(x, y)] for x, y in pairs]
+        summands = [[_product_of_entries(x, y, _usable), *squares(x, y)] for x, y in pairs]
         way = _added_at_once if over_all and dtype == jnp.float32 else _added_one_by_one
         return way(tuple(itertools.chain(*summands)), over)
 
@@ -198,7 +198,7 @@ def of_products(
         u, v = lax.optimization_barrier((x, y)) if apart else (x, y)
         with jax.enable_x64(True):
             x, y, u, v = (entries(part, jnp.float64) for part in (x, y, u, v))
-            totals = _added_one_by_one((_product(u, v, lax.mul), *squares(x, y)), axes)
+            totals = _added_one_by_one((_product_of_entries(u, v, lax.mul), *squares(x, y)), axes)
             at_each = [[total * by**2 for total in totals] for by in scales(l2, dtype)]
             return tuple(total.astype(dtype) for total in itertools.chain(*at_each))
 
@@ -210,7 +210,7 @@ def of_products(
     return lax.platform_dependent(x, y, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=in_own_dtype)
 
 
-def _product(x: Array, y: Array, by_parts: Callable[[Array, Array], Array]) -> Array:
+def _product_of_entries(x: Array, y: Array, by_parts: Callable[[Array, Array], Array]) -> Array:
     """The products of entries; for complex entries, the products of both parts, added."""
     # If one leaf is real and the other complex, only the real parts have a product.
     return functools.reduce(lax.add, map(by_parts, real_parts(x), real_parts(y)))

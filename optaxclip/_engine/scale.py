@@ -58,7 +58,9 @@ def _scaled(
     columns = list(by)
     chex.assert_shape(columns, tuple([n for k, n in enumerate(x.shape) if k not in axes]))
     power, ratio, *above = [broadcast_over(column, axes) for column in columns]
-    of_part = functools.partial(product, power=power, ratio=ratio, strict=strict, plain=_product)
+    of_part = functools.partial(
+        product, power=power, ratio=ratio, strict=strict, plain=_wide_product
+    )
     scaled = by_parts(of_part, x)
     if zeroes:
         scaled = select_exactly(ratio == 0, jnp.zeros_like(scaled), scaled)
@@ -77,7 +79,7 @@ def _stays(x: Array, power: Array, ratio: Array, above: Array | None) -> Array:
     return lax.bitwise_and(lax.eq(power, one), lax.eq(ratio, one))
 
 
-def _product(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
+def _wide_product(x: Array, power: Array, ratio: Array, *, strict: bool) -> Array:
     wide = x.astype(accumulation_dtype(x.dtype))
     wide, power, ratio = promoted([wide, power, ratio])
     product = multiply(multiply(wide, power), ratio)

@@ -18,7 +18,7 @@ from optaxclip._batches.modules import flat_params
 from optaxclip._batches.roles import Roles, checked_roles
 from optaxclip.accumulate.judging import NAME, AccumulateState, Judge, learns
 from optaxclip.accumulate.loop import over_microbatches
-from optaxclip.accumulate.losses import Loss
+from optaxclip.accumulate.losses import MicrobatchLoss
 from optaxclip.accumulate.means import Accumulated
 from optaxclip.accumulate.places import Places
 from optaxclip.monitor.noise import NoiseSums, known_where, unknown
@@ -137,7 +137,7 @@ def value_and_grad(
     for argument, fn in (("loss_fn", loss_fn), ("weight", weight)):
         if fn is not None and not callable(fn):
             raise TypeError(f"{argument} must be a function, got {fn!r:.80}")
-    loss = Loss(loss_fn, weight, checked_bool(has_aux, "has_aux"), wide, places)
+    loss = MicrobatchLoss(loss_fn, weight, checked_bool(has_aux, "has_aux"), wide, places)
     judge = Judge.checked(clip, reject, measure, places)
     return ValueAndGrad(loss, judge, *roles, size)
 
@@ -146,7 +146,7 @@ def value_and_grad(
 class ValueAndGrad:
     """What `value_and_grad` makes: `fn(*args, state=None)` of the arguments of a loss."""
 
-    _loss: Loss
+    _loss: MicrobatchLoss
     _judge: Judge
     _argnums: int | tuple[int, ...]
     _batch_argnums: int | tuple[int, ...] | None

@@ -36,7 +36,7 @@ class AccumulateState(NamedTuple):
     reject: PyTree
 
 
-class Judgement(NamedTuple):
+class MicrobatchJudgement(NamedTuple):
     """What was found for a microbatch.
 
     Attributes:
@@ -111,7 +111,7 @@ class Judge:
         state: AccumulateState,
         params: PyTree,
         param_norm: Array | None,
-    ) -> Judgement:
+    ) -> MicrobatchJudgement:
         """Judges the gradient of one microbatch.
 
         Args:
@@ -125,7 +125,7 @@ class Judge:
         leaves = grads.measured_leaves()
         if not self.measures:
             unmeasured = jnp.zeros((), weight.dtype)
-            return Judgement(leaves, unmeasured, unmeasured, jnp.zeros((), bool), state)
+            return MicrobatchJudgement(leaves, unmeasured, unmeasured, jnp.zeros((), bool), state)
         norm = self.norm(grads)
         is_out, new = jnp.zeros((), bool), state
         if self.rejects:
@@ -141,7 +141,7 @@ class Judge:
             new = new._replace(clip=kept_where(is_out, state.clip, clip_state))
         has_weight = weight != 0
         state = kept_where(~has_weight, state, new)
-        return Judgement(leaves, norm, norm_after, is_out & has_weight, state)
+        return MicrobatchJudgement(leaves, norm, norm_after, is_out & has_weight, state)
 
     def _clipped(
         self, grads: FlatTree, norm: Array, state: PyTree, params: PyTree

@@ -18,7 +18,7 @@ from optaxclip._border.crossing import scanned
 from optaxclip._border.devices import Axes
 from optaxclip._border.entries import times
 from optaxclip.accumulate.judging import AccumulateState, Judge
-from optaxclip.accumulate.losses import Loss
+from optaxclip.accumulate.losses import MicrobatchLoss
 from optaxclip.accumulate.means import Row
 
 
@@ -39,7 +39,12 @@ class Means(NamedTuple):
 
 
 def over_microbatches(
-    loss: Loss, judge: Judge, roles: Roles, params: FlatTree, cut: Cut, state: AccumulateState
+    loss: MicrobatchLoss,
+    judge: Judge,
+    roles: Roles,
+    params: FlatTree,
+    cut: Cut,
+    state: AccumulateState,
 ) -> Means:
     """The means over all microbatches and devices.
 

@@ -38,7 +38,7 @@ class Found(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Loss:
+class MicrobatchLoss:
     """A user's loss and weight.
 
     Attributes:
@@ -55,7 +55,7 @@ class Loss:
     dtype: jnp.dtype
     places: Places
 
-    def widened(self, params: FlatTree) -> "Loss":
+    def widened(self, params: FlatTree) -> "MicrobatchLoss":
         """This loss, with losses and weights in the widest dtype of the sums."""
         dtypes = [x.dtype for x in params.measured_leaves()]
         return dataclasses.replace(self, dtype=norm_dtype([self.dtype, *dtypes]))

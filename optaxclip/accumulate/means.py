@@ -8,7 +8,7 @@ from jax import Array
 from optaxclip._base.numerics import over_power, power_of_two_below
 from optaxclip._base.states import registered_state
 from optaxclip._base.types import PyTree
-from optaxclip.accumulate.judging import AccumulateState, Judgement
+from optaxclip.accumulate.judging import AccumulateState, MicrobatchJudgement
 from optaxclip.accumulate.losses import Found
 from optaxclip.monitor.noise import NoiseSums, known_where
 
@@ -51,7 +51,7 @@ class Row(NamedTuple):
     loss: Array
 
     @classmethod
-    def of(cls, found: Found, judgement: Judgement) -> "Row":
+    def of(cls, found: Found, judgement: MicrobatchJudgement) -> "Row":
         """The row of one microbatch."""
         weight = jnp.asarray(found.weight)
         return cls(judgement.norm, judgement.norm_after, weight, judgement.is_out, found.value)

@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
         top = jnp.max(jnp.maximum(jnp.abs(x.real), jnp.abs(x.imag)), initial=0)
         unit = lax.stop_gradient(power_of_two_below(top))
         rows = over_power(x.T if _is_tall(x) else x, unit)
-        return cls(rows, _product(rows, rows.T.conj()), unit)
+        return cls(rows, _matrix_product(rows, rows.T.conj()), unit)
 
 
 def largest(prepared: Prepared) -> Array:
@@ -65,7 +65,7 @@ def largest(prepared: Prepared) -> Array:
     return prepared.unit * safe_sqrt(_largest_eigenvalue(prepared.gram))
 
 
-def clipped(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
+def clipped_matrix(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
     """A matrix with its singular values clipped.
 
     Args:
@@ -90,9 +90,9 @@ def clipped(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
     sines, cosines = _orthogonal((prepared.rows / bound, eye * share), low, iterations)
     keep = is_open
     if mode == "hard":
-        signed = _product(sines, sines.T.conj()) - _product(cosines, cosines.T.conj())
+        signed = _matrix_product(sines, sines.T.conj()) - _matrix_product(cosines, cosines.T.conj())
         (signs,) = _orthogonal((signed,), jnp.full_like(c, _LOWEST_SIGN), _SIGN_ITERATIONS)
-        sines = _product(_root_of_larger(_product(signed, signs), eye), sines)
+        sines = _matrix_product(_root_of_larger(_matrix_product(signed, signs), eye), sines)
         # For each singular value the sign matrix has an eigenvalue: 1 if it is above the limit, -1
         # if it is below, and a number near 0 if it is at the limit.
         keep |= _largest_eigenvalue(eye + signs) < _MOST_SIGN
@@ -153,17 +153,19 @@ def _orthogonal(blocks: tuple[Array, ...], low: Array, iterations: int) -> tuple
 
     def step(state: tuple[tuple[Array, ...], Array], _: None) -> tuple[Any, None]:
         blocks, low = state
-        gram = functools.reduce(jnp.add, (_product(block, block.T.conj()) for block in blocks))
+        gram = functools.reduce(
+            jnp.add, (_matrix_product(block, block.T.conj()) for block in blocks)
+        )
         (a1, b1), low = _cubic(low)
         (a2, b2), low = _cubic(low)
         # Two products give (a1 + b1 t) (a2 + b2 t (a1 + b1 t)**2), where t is the Gram matrix.
         cube = [a1**3, 3 * a1**2 * b1, 3 * a1 * b1**2, b1**3]
         k = [a1 * a2, b1 * a2 + b2 * cube[0], *(b2 * x for x in cube[1:])]
         k = [x.astype(gram.dtype) for x in k]
-        square = _product(gram, gram)
+        square = _matrix_product(gram, gram)
         by = k[0] * eye + k[1] * gram
-        by = by + _product(square, k[2] * eye + k[3] * gram + k[4] * square)
-        return (tuple(_product(by, block) for block in blocks), low), None
+        by = by + _matrix_product(square, k[2] * eye + k[3] * gram + k[4] * square)
+        return (tuple(_matrix_product(by, block) for block in blocks), low), None
 
     return lax.scan(step, (blocks, low), length=iterations)[0][0]
 
@@ -184,7 +186,7 @@ def _root_of_larger(absolute: Array, eye: Array) -> Array:
     coefficients = [jnp.asarray(x).astype(eye.dtype) for x in _ROOT]
     root = eye * coefficients[0]
     for coefficient in coefficients[1:]:
-        root = _product(root, absolute) + eye * coefficient
+        root = _matrix_product(root, absolute) + eye * coefficient
     return root
 
 
@@ -204,7 +206,7 @@ def _largest_eigenvalue(matrix: Array) -> Array:
     fixed = lax.stop_gradient(matrix)
 
     def turned(vector: Array) -> Array:
-        vector = _product(fixed, vector)
+        vector = _matrix_product(fixed, vector)
         return vector / _or_one(safe_sqrt(_squares(vector))).astype(vector.dtype)
 
     # The longest row is usually near the eigenvector, but may be orthogonal to it. So a vector
@@ -214,13 +216,13 @@ def _largest_eigenvalue(matrix: Array) -> Array:
     squares = jnp.square(jnp.arange(matrix.shape[0])).astype(lengths.dtype)
     start = turned(longest) + turned(jnp.cos(squares).astype(matrix.dtype))
     end = lax.fori_loop(0, _POWERS, lambda _, vector: turned(vector), start)
-    return safe_sqrt(_squares(_product(matrix, end)))
+    return safe_sqrt(_squares(_matrix_product(matrix, end)))
 
 
 def _or_one(x: Array) -> Array:
     return jnp.where(x > 0, x, 1)
 
 
-def _product(x: Array, y: Array) -> Array:
+def _matrix_product(x: Array, y: Array) -> Array:
     # Accelerators by default multiply with fewer digits than float32 has.
     return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)

@@ -23,7 +23,7 @@ from optaxclip._engine.plan import Plan
 from optaxclip._engine.respond import Multiplier
 from optaxclip._engine.step import Technique
 from optaxclip.methods.moments import wide_dtype
-from optaxclip.methods.singular_values import RESPONSES, Mode, Prepared, clipped, largest
+from optaxclip.methods.singular_values import RESPONSES, Mode, Prepared, clipped_matrix, largest
 from optaxclip.methods.updates import leaves_apart
 from optaxclip.thresholds.fixed import LimitLike, as_limit
 
@@ -177,7 +177,7 @@ def _clipped(x: Array, limits: Array, ratios: Array, stack: int, by: _SingularVa
     """The leaf with the singular values of its matrices clipped."""
     if fixed_size(x.size) == 0:
         return x
-    clip_one = functools.partial(clipped, mode=by.mode, iterations=by.iterations)
+    clip_one = functools.partial(clipped_matrix, mode=by.mode, iterations=by.iterations)
     limits = limits.astype(accumulation_dtype(x.dtype))
     result = _each(stack, clip_one)(_matrices(x, stack), limits).reshape(x.shape).astype(x.dtype)
     bad = ~jnp.all(jnp.isfinite(x), tuple(range(stack, x.ndim)))

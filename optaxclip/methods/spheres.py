@@ -48,10 +48,10 @@ def steps_along(
       eps: a direction with a norm of at most `eps` counts as zeros.
       plan: one group for each matrix.
     """
-    return across(_steps, weights, directions, radius, rate, eps, like=1, plan=plan)
+    return across(_along_spheres, weights, directions, radius, rate, eps, like=1, plan=plan)
 
 
-def _steps(
+def _along_spheres(
     weights: list[Any], directions: list[Any], radius: Any, rate: Any, eps: Any, *, plan: Plan
 ) -> list[Array]:
     if not weights:

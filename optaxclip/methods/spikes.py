@@ -172,7 +172,7 @@ def clip_by_second_moment(
       >>> print(updates)
       [1.870829 0.5     ]
     """
-    settings = _Settings(
+    settings = _MomentSettings(
         at_least(threshold, 0, "threshold"),
         within(decay, 0, 1, "decay"),
         at_least(warmup_steps, 0, "warmup_steps"),
@@ -207,14 +207,14 @@ def clip_by_second_moment(
     return transformation(init, update)
 
 
-class _Settings(NamedTuple):
+class _MomentSettings(NamedTuple):
     threshold: Any
     decay: Any
     warmup_steps: Any
 
 
 def _clamped(
-    settings: _Settings,
+    settings: _MomentSettings,
     leaves: list[Any],
     moments: list[Array],
     count: Array,

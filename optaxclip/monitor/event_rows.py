@@ -153,7 +153,7 @@ def events(
     return transformation(init, update)
 
 
-class Judge(NamedTuple):
+class Watched(NamedTuple):
     """A clip, a skip, or the loss of a skip.
 
     Attributes:
@@ -176,7 +176,7 @@ class Judge(NamedTuple):
         return has_entries(self.kept)
 
 
-def judges_in(inner_state: PyTree) -> list[Judge]:
+def judges_in(inner_state: PyTree) -> list[Watched]:
     """All clips and skips in a state, in the order of `read`."""
     found, judges = list(walk(inner_state, (ClipState, SkipState))), []
     skips: dict[int, Path] = {}
@@ -186,14 +186,14 @@ def judges_in(inner_state: PyTree) -> list[Judge]:
         around = tuple(i for i, outer in skips.items() if path[: len(outer)] == outer)
         if isinstance(state, SkipState):
             skips[len(judges)] = path
-        judges.append(Judge(name, kept, names_of(state), is_loss=False, around=around))
+        judges.append(Watched(name, kept, names_of(state), is_loss=False, around=around))
         if isinstance(state, SkipState) and state.loss:
             of_loss = {"norm": kept["loss"], "limit": kept["loss_limit"]}
-            judges.append(Judge(name, kept | of_loss, Names(), is_loss=True, around=around))
+            judges.append(Watched(name, kept | of_loss, Names(), is_loss=True, around=around))
     return judges
 
 
-def _judges(inner_state: PyTree, name: str) -> list[Judge]:
+def _judges(inner_state: PyTree, name: str) -> list[Watched]:
     judges = judges_in(inner_state)
     if not judges:
         raise ValueError(

@@ -6,7 +6,7 @@ import numpy as np
 
 from optaxclip._base.arguments import near_miss
 from optaxclip._base.types import PyTree
-from optaxclip.monitor.event_rows import NOT_RUN, VERDICTS, EventsState, Judge, judges_in
+from optaxclip.monitor.event_rows import NOT_RUN, VERDICTS, EventsState, Watched, judges_in
 from optaxclip.monitor.recording import RecordState
 from optaxclip.monitor.states import find, lost_names, name_of, to_host, unboxed
 
@@ -79,7 +79,7 @@ def _rows(steps: Any, *rings: Any) -> list[Any]:
     return [steps, *(np.roll(ring[:steps], -(steps % len(ring)), axis=0) for ring in rings)]
 
 
-def _fields_of(judges: list[Judge]) -> list[list[str]]:
+def _fields_of(judges: list[Watched]) -> list[list[str]]:
     """For each clip, skip and loss of a skip the names of its fields."""
     found = []
     for judge in judges:

@@ -18,7 +18,7 @@ from optaxclip.per_example.ghost.clipping import check_scope, norms, plan_for
 from optaxclip.per_example.ghost.explaining import explained
 from optaxclip.per_example.gradients import Method, checked_method
 from optaxclip.per_example.lift import Sums
-from optaxclip.per_example.losses import Loss
+from optaxclip.per_example.losses import ExampleLoss
 from optaxclip.per_example.microbatches import RunningSums, in_microbatches
 from optaxclip.per_example.sums import ExampleClip, padding_flags
 from optaxclip.scopes.leaves import Scope, as_scope
@@ -51,7 +51,7 @@ class GradNorms:
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """The norms, the losses, and with `has_aux` the auxiliary outputs."""
         roles = Roles.of(args, self.argnums, self.batch_argnums)
-        loss = Loss.of(self.loss_fn, self.has_aux, roles, keywords)
+        loss = ExampleLoss.of(self.loss_fn, self.has_aux, roles, keywords)
         batch = (roles.batch, padding_flags(None, loss.examples))
         measured = loss.measured(batch, self.specs)
         grouping, size = self.scope(loss.params), self.microbatch_size
@@ -157,7 +157,7 @@ def grad_norms(
 
 
 def _step(
-    loss: Loss, measured: list[Any], scope: Scope, batch: tuple[Any, Array]
+    loss: ExampleLoss, measured: list[Any], scope: Scope, batch: tuple[Any, Array]
 ) -> tuple[Sums, Array, PyTree]:
     """The norms of a microbatch, from the gradients of its examples."""
     examples, is_padding = batch
@@ -209,6 +209,6 @@ def explain(
     """
     has_aux = checked_bool(has_aux, "has_aux")
     roles = Roles.of(args, *checked_roles(argnums, batch_argnums))
-    loss = Loss.of(loss_fn, has_aux, roles, keywords)
+    loss = ExampleLoss.of(loss_fn, has_aux, roles, keywords)
     plan = plan_for(loss, loss.params.measured_leaves(), roles.batch)
     return explained(plan, loss.params.names())

@@ -16,9 +16,9 @@ from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._batches.modules import flat_params
 from optaxclip._batches.roles import Roles, checked_roles
 from optaxclip.per_example.bounds import ExampleLimit, change_of
-from optaxclip.per_example.ghost.clipping import check_scope, clipped, plan_for
+from optaxclip.per_example.ghost.clipping import check_scope, clipped_sums, plan_for
 from optaxclip.per_example.lift import Sums
-from optaxclip.per_example.losses import Loss
+from optaxclip.per_example.losses import ExampleLoss
 from optaxclip.per_example.microbatches import RunningSums, in_microbatches
 from optaxclip.per_example.sums import (
     ExampleClip,
@@ -63,7 +63,7 @@ class ClippedGrad:
     ) -> PerExampleResult:
         """The sum of the clipped gradients, and what happened to the examples."""
         roles = Roles.of(args, self.argnums, self.batch_argnums)
-        loss = Loss.of(self.loss_fn, self.has_aux, roles, keywords)
+        loss = ExampleLoss.of(self.loss_fn, self.has_aux, roles, keywords)
         batch = (roles.batch, padding_flags(is_padding, loss.examples))
         measured = loss.measured(batch, self.specs)
         one, size = self._clipped_tree(loss.params), self.microbatch_size
@@ -73,7 +73,7 @@ class ClippedGrad:
             plan = plan_for(loss, measured, roles.batch)
             size = plan.microbatch_size(loss.examples) if size is None else size
             groups = (grouping, limits, self.clip.response)
-            step = functools.partial(clipped, plan, loss, measured, *groups)
+            step = functools.partial(clipped_sums, plan, loss, measured, *groups)
         else:
             step = functools.partial(_step, self, loss, measured, one)
         nothing = devices.varying_like(batch, RunningSums.zeros(one, grouping))
@@ -234,7 +234,7 @@ def checked_method(method: str) -> Method:
 
 def _step(
     grad_fn: ClippedGrad,
-    loss: Loss,
+    loss: ExampleLoss,
     measured: list[Any],
     one: FlatTree,
     batch: tuple[tuple[Any, ...], Array],

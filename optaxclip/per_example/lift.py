@@ -69,7 +69,7 @@ def clipped_sums(
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     operands = (leaves, limits, is_padding)
     static = {"grouping": grouping, "response": response}
-    return across(_steps, *operands, like=_results, **static)
+    return across(_clipped_and_summed, *operands, like=_results, **static)
 
 
 def _results(leaves: list[Array], *_: Any) -> Sums:
@@ -89,7 +89,7 @@ def out_specs(specs: list[PartitionSpec]) -> Sums:
     return Sums(sums, everywhere, everywhere, everywhere, norms)
 
 
-def _steps(
+def _clipped_and_summed(
     leaves: list[Array],
     limits: list[Array],
     is_padding: Array,
@@ -106,14 +106,14 @@ def _steps(
     measured = [Measured(*fields) for fields in measured]
     margin = max((float(jnp.finfo(leaf.dtype).eps) for leaf in leaves), default=0.0)
     options = {"margin": margin, "grouping": grouping, "response": response}
-    multipliers, judgment = judged(measured, limits, is_padding, **options)
+    multipliers, judgment = multipliers_of(measured, limits, is_padding, **options)
     sums = weighted_sums(leaves, grouping.by_leaf(multipliers), grouping.axes)
     chex.assert_shape(sums, [leaf.shape[1:] for leaf in leaves])
     chex.assert_type(sums, [leaf.dtype for leaf in leaves])
     return judgment._replace(leaves=sums)
 
 
-def judged(
+def multipliers_of(
     measured: list[Measured],
     limits: list[Array],
     is_padding: Array,

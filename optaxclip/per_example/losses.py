@@ -20,7 +20,7 @@ from optaxclip._border.placement import refuse_split
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Loss:
+class ExampleLoss:
     """A user's loss and the arguments of one call.
 
     Attributes:
@@ -40,7 +40,7 @@ class Loss:
     @classmethod
     def of(
         cls, loss_fn: Callable[..., Any], has_aux: bool, roles: Roles, keywords: dict[str, Any]
-    ) -> "Loss":
+    ) -> "ExampleLoss":
         """The loss with the arguments of a call."""
         return cls(loss_fn, has_aux, roles, keywords, flat_params(roles.params))
 

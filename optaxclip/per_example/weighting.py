@@ -72,12 +72,12 @@ def _products(
 ) -> list[Array]:
     """The sums as matrix products; they are right if all factors are finite normal numbers."""
     return [
-        _product(leaf, by.factor, reduced)
+        _summed_product(leaf, by.factor, reduced)
         for leaf, by, reduced in zip(leaves, multipliers, axes, strict=True)
     ]
 
 
-def _product(leaf: Array, factor: Array, reduced: tuple[int, ...]) -> Array:
+def _summed_product(leaf: Array, factor: Array, reduced: tuple[int, ...]) -> Array:
     kept = [axis + 1 for axis in range(leaf.ndim - 1) if axis not in reduced]
     parts = [
         jnp.einsum(

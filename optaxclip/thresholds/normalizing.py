@@ -58,7 +58,7 @@ def mean_over_rms(
       >>> print(limits.target)
       0.966206
     """
-    settings = _Settings(
+    settings = _HistorySettings(
         within(mean_decay, 0, 1, "mean_decay"),
         within(square_decay, 0, 1, "square_decay"),
         at_least(eps, 0, "eps"),
@@ -68,7 +68,7 @@ def mean_over_rms(
     )
 
 
-class _Settings(NamedTuple):
+class _HistorySettings(NamedTuple):
     mean_decay: Any
     square_decay: Any
     eps: Any
@@ -84,13 +84,13 @@ class _Averages(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _MeanOverRms:
-    def init(self, settings: _Settings, like: Array) -> _Averages:
+    def init(self, settings: _HistorySettings, like: Array) -> _Averages:
         del settings
         zeros = jnp.zeros(like.shape, jnp.float32)
         return _Averages(zeros, zeros)
 
     def observe(
-        self, settings: _Settings, state: _Averages, norm: Array, count: Array
+        self, settings: _HistorySettings, state: _Averages, norm: Array, count: Array
     ) -> _Averages:
         of_mean, of_square = (
             weight(decay, count, debias=True)
@@ -101,7 +101,9 @@ class _MeanOverRms:
             root_of_squares(safe_sqrt(1 - of_square) * state.rms, safe_sqrt(of_square) * norm),
         )
 
-    def limits(self, settings: _Settings, state: _Averages, norm: Array, count: Array) -> Limits:
+    def limits(
+        self, settings: _HistorySettings, state: _Averages, norm: Array, count: Array
+    ) -> Limits:
         del norm
         ratio = safe_divide(state.mean, state.rms + as_float(settings.eps), 0)
         target = jnp.where(count == 0, jnp.inf, ratio)

@@ -15,21 +15,21 @@ from optaxclip._base.types import PyTree
 from optaxclip._border.crossing import across
 from optaxclip._engine.measure import Measured
 from optaxclip._engine.respond import Multiplier
-from optaxclip.per_example.ghost.program import Norms, Plan, differentiate
+from optaxclip.per_example.ghost.program import GhostPlan, Norms, differentiate
 from optaxclip.per_example.ghost.sites import Backward
-from optaxclip.per_example.lift import Sums, judged, norms_of_examples, out_specs
-from optaxclip.per_example.losses import Loss
+from optaxclip.per_example.lift import Sums, multipliers_of, norms_of_examples, out_specs
+from optaxclip.per_example.losses import ExampleLoss
 from optaxclip.per_example.microbatches import RunningSums
 from optaxclip.per_example.weighting import sum_dtype
 from optaxclip.responses import Response
 
 
-def plan_for(loss: Loss, measured: list[Any], batch: Any) -> Plan:
+def plan_for(loss: ExampleLoss, measured: list[Any], batch: Any) -> GhostPlan:
     """The plan for the norms of this loss, for any number of examples."""
     plans = []
 
     def trace(example: Any) -> None:
-        plans.append(Plan.of(loss, measured, example))
+        plans.append(GhostPlan.of(loss, measured, example))
 
     jax.eval_shape(jax.vmap(trace, axis_size=loss.examples), batch)
     return plans[0]
@@ -49,9 +49,9 @@ def check_scope(grouping: Grouping, one: FlatTree) -> None:
             )
 
 
-def clipped(
-    plan: Plan,
-    loss: Loss,
+def clipped_sums(
+    plan: GhostPlan,
+    loss: ExampleLoss,
     measured: list[Any],
     grouping: Grouping,
     limits: list[Array],
@@ -73,7 +73,7 @@ def clipped(
 
         def judge(upper: list[Measured]) -> tuple[list[Multiplier], Sums]:
             options = {"margin": margin, "grouping": grouping, "response": response}
-            return judged(upper, limits, is_padding, **options)
+            return multipliers_of(upper, limits, is_padding, **options)
 
         def summed(multipliers: list[Multiplier], judgment: Sums, are_ordinary: bool) -> Sums:
             leaves = norms.weighted_sums(multipliers, are_ordinary=are_ordinary)
@@ -99,7 +99,11 @@ def clipped(
 
 
 def norms(
-    plan: Plan, loss: Loss, measured: list[Any], grouping: Grouping, batch: tuple[Any, Array]
+    plan: GhostPlan,
+    loss: ExampleLoss,
+    measured: list[Any],
+    grouping: Grouping,
+    batch: tuple[Any, Array],
 ) -> tuple[Sums, Array, PyTree]:
     """The norms of a microbatch, with its losses and auxiliary outputs."""
     examples, is_padding = batch

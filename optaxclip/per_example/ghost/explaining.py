@@ -3,7 +3,7 @@
 import numpy as np
 
 from optaxclip.per_example.ghost.norms import Part
-from optaxclip.per_example.ghost.program import Plan
+from optaxclip.per_example.ghost.program import GhostPlan
 
 _WAYS = {
     "vectors": "norms of its inputs and of their cotangents",
@@ -15,7 +15,7 @@ _WAYS = {
 }
 
 
-def explained(plan: Plan, names: list[str]) -> str:
+def explained(plan: GhostPlan, names: list[str]) -> str:
     """A table with a line for each parameter."""
     lines = [["parameter", "shape", "norms from", "positions", "memory"]]
     for i, (name, aval) in enumerate(zip(names, plan.types, strict=True)):

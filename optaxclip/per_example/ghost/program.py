@@ -28,7 +28,7 @@ from optaxclip.per_example.weighting import sum_dtype, weighted_sums
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class GhostPlan:
     """How the norms of all parameters are found.
 
     Attributes:
@@ -55,7 +55,7 @@ class Plan:
         return frozenset(i for i, parts in rows if {part.way for part in parts} == {"direct"})
 
     @classmethod
-    def of(cls, loss: Callable[..., Any], params: list[Any], example: Any) -> "Plan":
+    def of(cls, loss: Callable[..., Any], params: list[Any], example: Any) -> "GhostPlan":
         """The plan for a loss, which is a function of the parameters and of one example."""
         closed, output = jax.make_jaxpr(loss, return_shape=True)(params, example)
         jaxpr, count = closed.jaxpr, len(params)
@@ -116,7 +116,7 @@ def _bytes(aval: Any) -> int:
     return aval.size * aval.dtype.itemsize
 
 
-def differentiate(plan: Plan, params: list[Any], batch: Any) -> Backward:
+def differentiate(plan: GhostPlan, params: list[Any], batch: Any) -> Backward:
     """One pass forward and one pass backward over a batch, without gradients of layers.
 
     The parameters are typed as varying where the batch varies.
@@ -147,7 +147,7 @@ def differentiate(plan: Plan, params: list[Any], batch: Any) -> Backward:
     return Backward(data, cotangents, gradients, jax.tree.unflatten(plan.output, outputs))
 
 
-def with_gradients(plan: Plan, backward: Backward) -> Backward:
+def with_gradients(plan: GhostPlan, backward: Backward) -> Backward:
     """The results, with the gradients that cost less than Gram matrices.
 
     Gradients of bfloat16 parameters are in bfloat16, as backpropagation gives them: half the bytes.
@@ -174,7 +174,7 @@ class Norms:
       upper: for each group, `[examples]`, from the estimates; the factor is computed from `bound`.
     """
 
-    plan: Plan
+    plan: GhostPlan
     backward: Backward
     grouping: Grouping
     estimates: dict[Key, Estimate]
@@ -182,7 +182,9 @@ class Norms:
     upper: list[Measured]
 
     @classmethod
-    def of(cls, plan: Plan, backward: Backward, grouping: Grouping, is_padding: Array) -> "Norms":
+    def of(
+        cls, plan: GhostPlan, backward: Backward, grouping: Grouping, is_padding: Array
+    ) -> "Norms":
         """The norms, computed in the cheap way, and from the gradients that there are."""
         backward = with_gradients(plan, backward)
         examples, dtype = is_padding.size, _dtype(plan)
@@ -283,7 +285,7 @@ class Norms:
         return [found[i] for i in range(len(dtypes))]
 
 
-def _bound(plan: Plan, key: Key, estimate: Estimate) -> Array:
+def _bound(plan: GhostPlan, key: Key, estimate: Estimate) -> Array:
     """An upper bound of the norm, with room for the rounding of the sum."""
     i, k = key
     if i in plan.dense or i in plan.whole:
@@ -298,7 +300,7 @@ def _bound(plan: Plan, key: Key, estimate: Estimate) -> Array:
     return estimate.bound + slack * estimate.total
 
 
-def _upper(plan: Plan, own: dict[Key, Estimate], examples: int, dtype: Any) -> Measured:
+def _upper(plan: GhostPlan, own: dict[Key, Estimate], examples: int, dtype: Any) -> Measured:
     """An upper bound of the norm of a group, and the one that its factor is computed from.
 
     An example whose positions cancel still adds terms of size `A` to the sum, whose rounding would
@@ -325,5 +327,5 @@ def _norm_of(norms: list[Array], examples: int, dtype: Any) -> Array:
     return norms[0] if len(norms) == 1 else norms_above(devices.stack(norms, 1), (1,), dtype)
 
 
-def _dtype(plan: Plan) -> jnp.dtype:
+def _dtype(plan: GhostPlan) -> jnp.dtype:
     return norm_dtype(x.dtype for x in plan.types)

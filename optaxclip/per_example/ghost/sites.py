@@ -94,7 +94,7 @@ class Axes(NamedTuple):
     def of(cls, use: Use) -> "Axes":
         """The axes of a use; axes of entries are in the order of the parameter's axes."""
         site, order = use.site, origin(use)[1]
-        axes = _product(use)
+        axes = _product_at(use)
         first, num_batch = len(use.loops) + 1, len(axes.data_batch)
         free = _others(site.data.ndim, axes.data_sums + axes.data_batch)
         own = _others(_weights(use).ndim, axes.weight_sums + axes.weight_batch)
@@ -116,7 +116,7 @@ class Axes(NamedTuple):
         )
 
 
-def _product(use: Use) -> primitives.Product:
+def _product_at(use: Use) -> primitives.Product:
     found = primitives.product(use.site.eqn, use.site.position)
     if found is None:
         raise AssertionError(f"{use.site.eqn} is not a product")
@@ -137,7 +137,7 @@ def narrowed(use: Use, x: Array, d: Array) -> tuple[Array, Array]:
     interval = use.reference.interval
     if interval is None:
         return x, d
-    axes, first = _product(use), len(use.loops) + 1
+    axes, first = _product_at(use), len(use.loops) + 1
 
     def part(x: Array, axis: int) -> Array:
         end = interval.start + interval.size
@@ -247,7 +247,7 @@ def sizes_of(use: Use) -> Sizes:
 
 
 def _sizes_of_product(use: Use) -> tuple[int, int, int, int]:
-    axes, weights = _product(use), list(_weights(use).shape)
+    axes, weights = _product_at(use), list(_weights(use).shape)
     interval = use.reference.interval
     if interval is not None:
         weights[interval.axis] = interval.size
@@ -291,7 +291,7 @@ def layout(use: Use) -> tuple[Layout, bool]:
         moves = use.reference.moves
         around = (sum(use.loops), primitives.layout_of_kernel(use.site.eqn))
         return Layout(kind, described(moves), around), False
-    axes = _product(use)
+    axes = _product_at(use)
     own = _others(_weights(use).ndim, axes.weight_sums + axes.weight_batch)
     batch = tuple(order[i] for i in axes.weight_batch)
     sides = [tuple(sorted(order[i] for i in side)) for side in (axes.weight_sums, own)]
@@ -330,7 +330,7 @@ def order_of_sum(use: Use) -> list[int]:
     The result of that `dot_general` has the axes of sliced loops, then the batch axes, then the
     other axes of the data and of the cotangents, each in their own order.
     """
-    axes, sliced = _product(use), sum(use.loops)
+    axes, sliced = _product_at(use), sum(use.loops)
     by_data = sorted(zip(axes.data_sums, axes.weight_sums, strict=True))
     own = _others(_weights(use).ndim, axes.weight_sums + axes.weight_batch)
     labels = [*axes.weight_batch, *(w for _, w in by_data), *own]
@@ -338,7 +338,7 @@ def order_of_sum(use: Use) -> list[int]:
     return [*range(sliced), *(sliced + place for place in places)]
 
 
-class Cut(NamedTuple):
+class Pieces(NamedTuple):
     """The pieces in which the sum of a product is added up.
 
     Attributes:
@@ -352,13 +352,13 @@ class Cut(NamedTuple):
     additions: int
 
 
-def cut_of(use: Use) -> Cut:
+def cut_of(use: Use) -> Pieces:
     """The pieces into which the positions of a use are cut for its sum."""
     positions = sizes_of(use).positions
     if use.site.kind != primitives.PRODUCT:
-        return Cut(0, 1, positions)
+        return Pieces(0, 1, positions)
     axes, sizes = Axes.of(use), (*use.site.lengths, 1, *use.site.data.shape)
     lengths = [sizes[axis] for axis in axes.data_positions]
     found = [(bounds.pieces(positions, length), -i) for i, length in enumerate(lengths)]
     pieces, axis = max(found, default=(1, 0))
-    return Cut(-axis, pieces, positions // pieces + pieces)
+    return Pieces(-axis, pieces, positions // pieces + pieces)

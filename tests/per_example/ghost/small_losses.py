@@ -12,7 +12,7 @@ from jax import lax
 
 from optaxclip._batches.roles import Roles
 from optaxclip.per_example.ghost.clipping import plan_for
-from optaxclip.per_example.losses import Loss
+from optaxclip.per_example.losses import ExampleLoss
 
 EXAMPLES = 5
 
@@ -31,7 +31,7 @@ def ids(*shape, high):
 
 def planned(loss, params, *batch):
     """The call of a loss, and how the norms of its parameters are found."""
-    call = Loss.of(loss, False, Roles.of((params, *batch), 0, None), {})
+    call = ExampleLoss.of(loss, False, Roles.of((params, *batch), 0, None), {})
     return call, plan_for(call, call.params.measured_leaves(), batch)
 
 
