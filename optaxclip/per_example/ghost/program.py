@@ -231,7 +231,8 @@ class Norms:
             part, cheap = self.plan.parts[i][k], self.estimates[i, k]
             of_data, of_cotangents = part.peaks(self.backward)
             # Zero or non-finite gradients would tell nothing new, but be computed for all examples.
-            is_worth = flag & jnp.isfinite(of_data + of_cotangents) & (of_cotangents > 0)
+            is_finite = jnp.isfinite(of_data) & jnp.isfinite(of_cotangents)
+            is_worth = flag & is_finite & (of_cotangents > 0)
             made = lax.cond(
                 jnp.any(is_worth),
                 lambda _, part=part: part.estimate(self.backward, dtype, with_care=True),
