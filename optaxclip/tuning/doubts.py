@@ -87,7 +87,9 @@ class Judgement(NamedTuple):
     advice: Lines
 
 
-def judged(norms: Floats, shape: Shape, limit: Limit, steps: Steps | None = None) -> Judgement:
+def judged_limit(
+    norms: Floats, shape: Shape, limit: Limit, steps: Steps | None = None
+) -> Judgement:
     """Judges the best constant limit.
 
     Args:

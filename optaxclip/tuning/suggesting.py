@@ -11,7 +11,7 @@ import numpy as np
 from optaxclip._base.arguments import asks, short, warn
 from optaxclip._base.host import ArrayLike
 from optaxclip.tuning.columns import Steps
-from optaxclip.tuning.doubts import Limit, Verdict, Words, judged, words
+from optaxclip.tuning.doubts import Limit, Verdict, Words, judged_limit, words
 from optaxclip.tuning.files import Column, read_norms
 from optaxclip.tuning.replaying import MAX_REPLAYED, UNCHOSEN, WINDOW, beside, replayed
 from optaxclip.tuning.spread import Floats, Regime, Shape, shape_of
@@ -230,7 +230,7 @@ def suggested(column: Column) -> Suggestion:
     counted = used[shape.warmup :]
     settled, is_spike = values[counted], shape.spikes[shape.warmup :]
     limit = _limit(settled, is_spike, shape)
-    verdict, doubts, advice = judged(values, shape, limit, steps)
+    verdict, doubts, advice = judged_limit(values, shape, limit, steps)
     for doubt in doubts:
         warn(doubt)
     share = float(np.mean(settled > limit.value))
