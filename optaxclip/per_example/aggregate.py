@@ -111,8 +111,7 @@ def per_example_clip_and_aggregate(
       TypeError: for a limit or a multiplier that is not a number, or a `key` that is not a key.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from optaxclip import per_example
+      >>> import jax, jax.numpy as jnp, optaxclip
       >>> def loss_fn(w, x, y):
       ...     return (jnp.dot(w, x) - y) ** 2
       >>> tx = optaxclip.per_example_clip_and_aggregate(1.0, noise_multiplier=1.1, key=0)

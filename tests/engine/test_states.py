@@ -131,7 +131,8 @@ def test_counts_stay_at_the_largest_and_change_nothing(names):
     for name in names:
         (updates, state), (expected, expected_state) = (results[name] for results in found)
         counts = [x for x in jax.tree.leaves(state) if x.dtype == jnp.int32]
-        assert all(np.all((x > LARGEST - 6) | (x < 14)) and np.all(x >= 0) for x in counts), name
+        # The marks of `events` have a number below 0.
+        assert all(np.all((x > LARGEST - 6) | (x < 14)) and np.all(x >= -1) for x in counts), name
         assert_same(updates, expected)
         assert_same(arrays(counted(state, 0)), arrays(counted(expected_state, 0)))
 

@@ -153,7 +153,7 @@ def test_stable_adam_keeps_its_averages_where_a_leaf_is_not_finite():
     assert_close(worst["mask"]["w"], masked[0]["mask"]["w"])
     for policy in ("nan", "zero"):
         assert_same(last[policy]["w"], clean[0][policy]["w"])
-        assert states[policy].steps.tolist() == [7, 6]
+        assert states[policy].count.tolist() == [7, 6]
         assert states[policy].clip.info.num_nonfinite.tolist() == [0, 1]
 
 
@@ -164,7 +164,7 @@ def test_stable_adam_counts_the_steps_that_a_leaf_had():
         {"a": jnp.ones(2).at[0].set(jnp.nan), "b": jnp.array([4.0, -2.0])},
     ]
     rows = steps(tx, sequence, params)
-    assert [state.steps.tolist() for _, state in rows] == [[1, 0], [1, 1]]
+    assert [state.count.tolist() for _, state in rows] == [[1, 0], [1, 1]]
     # So the first step of a leaf is not held for its second.
     np.testing.assert_allclose(rows[1][0]["b"], [1, -1], rtol=1e-6)
 
@@ -180,7 +180,7 @@ def test_stable_adam_of_any_range_and_of_zeros():
 def test_stable_adam_does_not_move_an_entry_whose_second_moment_is_zero():
     tx, zeros = optaxclip.scale_by_stable_adam(eps=0.0), jnp.zeros(2)
     # The average of squares underflows sooner than that of gradients, if its decay is the smaller.
-    late = {"steps": jnp.array([1000]), "mu": jnp.float32([0.5, 0.0])}
+    late = {"count": jnp.array([1000]), "mu": jnp.float32([0.5, 0.0])}
     state = tx.init(zeros)._replace(**late)
     updates, state = tx.update(zeros, state)
     assert updates.tolist() == [0, 0]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from optaxclip import per_example, scopes
-from optaxclip.per_example import per_example_clip_and_aggregate as aggregate
+from optaxclip import per_example_clip_and_aggregate as aggregate
 
 
 @functools.cache
