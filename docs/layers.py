@@ -144,6 +144,7 @@ def _draw_log(path: Path, runs: dict[str, tuple[np.ndarray, Any]], dpi: int) -> 
         for name, (_, state) in runs.items()
     }
     plots.norm_curves(norms, limit=LIMIT, ax=lower)
+    upper.set_xlabel("")
     figures.shared_legend(figure)
     figure.savefig(path, dpi=dpi)
 

@@ -45,6 +45,7 @@ def draw_demo(text: str) -> np.ndarray:
     with mpl.rc_context(LETTERS):
         figure.subplots(2, 1, sharex=True)
         demo.draw(histories, figure)
+        figure.axes[0].set_xlabel("")
         figure.savefig(DOCS / "demo.png", dpi=DPI)
     return histories["global_norm"].norm
 
