@@ -265,15 +265,23 @@ def of_transformer(rate: float, steps: int = 1000) -> Floats:
 
 
 def print_real() -> None:
-    """What is suggested for real norms, and for every second one of them."""
+    """What is suggested for real norms, and for every second one of them.
+
+    Last comes the share of all norms that such a limit clips and the limit of all does not, or the
+    other way round.
+    """
     for name, norms in trainings():
+        limit = None
         for kept, what in ((norms, "all"), (norms[::2], "even"), (norms[1::2], "odd")):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 found = tuning.suggest(kept)
+            limit = limit or found.limit
+            differs = np.mean((norms > found.limit) != (norms > limit))
             print(
                 f"{name:26} {what:5} {found.verdict:9} limit {found.limit:<9.4g} {found.regime:11}"
-                f" warm-up {found.warmup_steps:4} of {len(kept)}, {len(found.spikes)} spikes"
+                f" warm-up {found.warmup_steps:4} of {len(kept)}, {len(found.spikes)} spikes,"
+                f" differs in {differs:.2%}"
             )
 
 
