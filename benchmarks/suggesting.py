@@ -151,7 +151,7 @@ def verdict(norms: Floats) -> str:
     """What `suggest` says, without the rules that it tries."""
     shape = spread.shape_of(np.log(norms))
     limit = suggesting._limit(norms[shape.warmup :], shape.spikes[shape.warmup :], shape)
-    return doubts.judged(norms, shape, limit).verdict
+    return doubts.judged_limit(norms, shape, limit).verdict
 
 
 def without_trend(draw: Logs, n: int, seeds: Sequence[int]) -> Wrong:

@@ -16,7 +16,7 @@ def judged(norms=FLAT, rise=1.0, fall=1.0, far=2.0, warmup=0, limit=FITTING, lev
     level = moves if level is None else level
     none = np.zeros(100, bool)
     shape = spreads.Shape(level, 1.0, 0.1, none, warmup, "drifting", np.log(far))
-    found = doubts.judged(norms, shape, limit)
+    found = doubts.judged_limit(norms, shape, limit)
     return found.verdict, " ".join(found.doubts)
 
 
