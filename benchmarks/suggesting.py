@@ -267,17 +267,18 @@ def of_transformer(rate: float, steps: int = 1000) -> Floats:
 def print_real() -> None:
     """What is suggested for real norms, and for every second one of them.
 
-    Last comes the share of all norms that such a limit clips and the limit of all does not, or the
-    other way round.
+    Last comes the share of the norms behind the warm-up that one of two limits clips and the other,
+    that of all norms, does not.
     """
     for name, norms in trainings():
-        limit = None
+        limit, settled = None, norms
         for kept, what in ((norms, "all"), (norms[::2], "even"), (norms[1::2], "odd")):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 found = tuning.suggest(kept)
-            limit = limit or found.limit
-            differs = np.mean((norms > found.limit) != (norms > limit))
+            if limit is None:
+                limit, settled = found.limit, norms[found.warmup_steps :]
+            differs = np.mean((settled > found.limit) != (settled > limit))
             print(
                 f"{name:26} {what:5} {found.verdict:9} limit {found.limit:<9.4g} {found.regime:11}"
                 f" warm-up {found.warmup_steps:4} of {len(kept)}, {len(found.spikes)} spikes,"

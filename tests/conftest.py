@@ -57,7 +57,9 @@ def pytest_sessionstart(session):
     if reporter is None or not takes_all or session.config.option.keyword:
         return
     if session.config.option.markexpr:
-        reporter.write_line("All that is not slow: about 5 minutes on 2 idle cores. All: pytest -m ''")
+        reporter.write_line(
+            "All that is not slow: about 4 minutes on 2 idle cores. All: pytest -m ''"
+        )
     else:
         reporter.write_line("All tests, the slow ones too, on 2 cores: 9 to 30 minutes.")
     reporter.write_line("One package only: pytest tests/methods (CONTRIBUTING.md has the map)")
