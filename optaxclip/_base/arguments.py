@@ -169,10 +169,11 @@ def short(value: Any) -> str:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def asks(**instead: str) -> Callable[[Function], Function]:
+def asks(too_many: str = "", /, **instead: str) -> Callable[[Function], Function]:
     """A decorator that refuses keywords that a function lacks, and names the most similar keyword.
 
     Args:
+      too_many: what ends the message about too many arguments.
       **instead: for keywords of other libraries, what to pass in their place.
     """
 
@@ -182,7 +183,7 @@ def asks(**instead: str) -> Callable[[Function], Function]:
         @functools.wraps(fn)
         def checked(*args: Any, **keywords: Any) -> Any:
             refuse_unknown(fn.__name__, keywords, [*parameters], instead)
-            refuse_misfit(fn.__name__, parameters.values(), args, keywords)
+            refuse_misfit(fn.__name__, parameters.values(), args, keywords, too_many)
             return fn(*args, **keywords)
 
         of_same_type: Any = checked
@@ -191,11 +192,11 @@ def asks(**instead: str) -> Callable[[Function], Function]:
     return decorate
 
 
-def makes_transformation(once: str = "") -> Callable[[Function], Function]:
+def makes_transformation(once: str = "", too_many: str = "") -> Callable[[Function], Function]:
     """`asks` for a function that makes a transformation; `once` is as in `takes_no_gradients`."""
 
     def decorate(fn: Function) -> Function:
-        asked = asks()(fn)
+        asked = asks(too_many)(fn)
 
         @functools.wraps(fn)
         def checked(*args: Any, **keywords: Any) -> Any:
@@ -234,8 +235,11 @@ def refuse_misfit(
     parameters: Iterable[inspect.Parameter],
     args: Sequence[Any],
     keywords: Mapping[str, Any],
+    too_many: str = "",
 ) -> None:
     """Refuses too many arguments, and calls without an argument that has no default.
+
+    The message about too many ends with `too_many`.
 
     Raises:
       TypeError: if there are too many or too few.
@@ -243,10 +247,9 @@ def refuse_misfit(
     named = [p for p in parameters if p.kind != p.VAR_KEYWORD]
     positional = [p.name for p in named if p.kind != p.KEYWORD_ONLY]
     if len(args) > len(positional):
-        both = ". For a bound on either side take clip_by_value(min_value, max_value)"
         raise TypeError(
             f"{name}() takes the positional arguments {positional}, got {len(args)}; pass by name "
-            f"{[p.name for p in named if p.name not in positional]}{both * (name == 'clip')}"
+            f"{[p.name for p in named if p.name not in positional]}{too_many}"
         )
     given = {*positional[: len(args)], *keywords}
     required = [p.name for p in named if p.default is p.empty]

@@ -110,8 +110,8 @@ def measure(leaves: list[Any], plan: Plan, norm: Norm, *, from_above: bool = Fal
     found = Measured.of(plan.zeros(dtype), 1.0)
     if leaves:
         with_axes = zip(leaves, plan.grouping.axes, strict=True)
-        found = [in_one_array(leaf, axes, dtype) for leaf, axes in with_axes]
-        arrays, axes = zip(*found, strict=True)
+        in_arrays = [in_one_array(leaf, axes, dtype) for leaf, axes in with_axes]
+        arrays, axes = zip(*in_arrays, strict=True)
         counts = _num_entries(leaves, plan)
         measurement = _Measurement(plan, norm, dtype, counts, axes, from_above)
         # Measured on each device, the norms take one collective; the compiler might take several.

@@ -29,7 +29,10 @@ class ClipByValueState(NamedTuple):
     steps: Array
 
 
-@makes_transformation("ops.clip_by_value(grads, -1.0, 1.0)")
+@makes_transformation(
+    "ops.clip_by_value(grads, -1.0, 1.0)",
+    too_many=". For a bound on either side take clip_by_value(min_value, max_value)",
+)
 def clip(max_delta: ScalarOrSchedule, *, record: bool = True) -> Transformation[ClipByValueState]:
     """Clips each entry to `[-max_delta, max_delta]`, a complex one to the modulus `max_delta`.
 

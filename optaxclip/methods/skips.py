@@ -125,8 +125,7 @@ def skip_above(
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar (a `loss_limit` may be
         negative), for a `loss_limit` that is a rule for norms alone, and for `known_norm` with
-        `of="updates"`; when used, for a loss that
-        is missing or not a scalar.
+        `of="updates"`; when used, for a loss that is missing or not a scalar.
       TypeError: if `inner` is not a transformation, or a limit or a loss is not a number.
 
     Example:

@@ -20,7 +20,7 @@ from optaxclip._engine.plan import plan_of
 from optaxclip._engine.step import norms_of
 from optaxclip.methods.skipping import SkipState, as_inner
 from optaxclip.monitor.states import name_of, numbered, unboxed, walk
-from optaxclip.monitor.summaries import has_entries, names_of, wanted, worst_entry
+from optaxclip.monitor.summaries import entry_at, has_entries, names_of, wanted, worst_entry
 from optaxclip.norms import Norm
 
 VERDICTS = ("taken", "clipped", "not finite", "skipped")
@@ -284,4 +284,4 @@ def _worst_leaf(norms: Array, places: Array) -> Array:
         return jnp.full((), -1, jnp.int32)
     norms = lax.stop_gradient(norms)
     at = jnp.argmax(jnp.where(jnp.isnan(norms), jnp.inf, norms))
-    return jnp.sum(jnp.where(np.arange(len(places)) == at, places, 0), dtype=jnp.int32)
+    return entry_at(at, places, jnp)

@@ -205,7 +205,7 @@ def _of_few(kept: dict[str, Any], top: int, numpy: Any) -> list[dict[str, Any]]:
         left = numpy.where(is_taken, -numpy.inf, score)
         where = numpy.argmax(_is_largest(left, numpy) & ~is_taken)
         is_taken |= numpy.arange(score.size) == where
-        of_entry = {field: _at(where, x, numpy) for field, x in found.items()}
+        of_entry = {field: entry_at(where, x, numpy) for field, x in found.items()}
         few.append({"index": where.astype(numpy.int32), **of_entry})
     return few
 
@@ -228,10 +228,10 @@ def _at_largest(score: Any, columns: dict[str, Any], numpy: Any) -> Summary:
     if len(score) == 1:
         return {field: x[0] for field, x in columns.items()}
     where = numpy.argmax(_is_largest(score, numpy), axis=0)
-    return {field: _at(where, x, numpy) for field, x in columns.items()}
+    return {field: entry_at(where, x, numpy) for field, x in columns.items()}
 
 
-def _at(where: Any, x: Any, numpy: Any) -> Any:
+def entry_at(where: Any, x: Any, numpy: Any) -> Any:
     """`x[where]`, for each column its own entry.
 
     It is a sum, because JAX 0.10.2 cannot index under `vmap` over an axis of an explicit mesh.

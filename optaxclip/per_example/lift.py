@@ -105,8 +105,9 @@ def _clipped_and_summed(
     measured = zip(*map(plan.unpack, measure(leaves, plan, l2, from_above=True)), strict=True)
     measured = [Measured(*fields) for fields in measured]
     margin = max((float(jnp.finfo(leaf.dtype).eps) for leaf in leaves), default=0.0)
-    options = {"margin": margin, "grouping": grouping, "response": response}
-    multipliers, judgment = multipliers_of(measured, limits, is_padding, **options)
+    multipliers, judgment = multipliers_of(
+        measured, limits, is_padding, margin=margin, grouping=grouping, response=response
+    )
     sums = weighted_sums(leaves, grouping.by_leaf(multipliers), grouping.axes)
     chex.assert_shape(sums, [leaf.shape[1:] for leaf in leaves])
     chex.assert_type(sums, [leaf.dtype for leaf in leaves])
@@ -137,12 +138,14 @@ def multipliers_of(
       sums, without leaves.
     """
     limits = [_for_each(limit, each.norm) for limit, each in zip(limits, measured, strict=True)]
-    options = {"response": _Bounded(response), "nonfinite": "nan", "strict": True}
+    bounded = _Bounded(response)
     # A strict clip stays below its limit in spite of rounding. But the limit itself was rounded, up
     # to 3 times, and a leaf narrower than its norm rounds its multiplier: so limits are lowered.
     lowered = [limit * (1 - margin) for limit in limits]
-    rows = zip(measured, lowered, lowered, strict=True)
-    multipliers = [multiplier(*row, **options) for row in rows]
+    multipliers = [
+        multiplier(each, limit, limit, response=bounded, nonfinite="nan", strict=True)
+        for each, limit in zip(measured, lowered, strict=True)
+    ]
     # If one group of an example is not finite, the whole example is dropped.
     is_bad = _any([~jnp.isfinite(by.ratio) for by in multipliers], is_padding)
     counts = ~is_bad & ~is_padding

@@ -1,7 +1,6 @@
 """A loss of one example, as a function of its measured parameters and of the example."""
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -110,11 +109,9 @@ _OF_ONE_EXAMPLE = (
 
 def _warn_of_batch_statistics(aux: PyTree) -> None:
     """Warns of running statistics that Flax or Haiku returns, as far as names show them."""
-    # In NNX the class of a variable has the name, and not its path.
-    is_statistic = functools.partial(_is_called, "BatchStat")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_statistic):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=_is_of_nnx):
         name = jax.tree_util.keystr(path)
-        if is_statistic(leaf) or re.search("batch_stats|batch_norm.*_ema", name):
+        if _is_of_nnx(leaf) or re.search("batch_stats|batch_norm.*_ema", name):
             warn(
                 f"loss_fn returns running statistics of a BatchNorm, {name}. In a batch of one "
                 "example its output is its bias, whatever the example, so that the model learns a "
@@ -124,8 +121,9 @@ def _warn_of_batch_statistics(aux: PyTree) -> None:
             return
 
 
-def _is_called(name: str, x: Any) -> bool:
-    return type(x).__name__ == name
+def _is_of_nnx(x: Any) -> bool:
+    # In NNX the class of a variable has the name, and not its path.
+    return type(x).__name__ == "BatchStat"
 
 
 _REMEDY = (

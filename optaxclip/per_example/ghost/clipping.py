@@ -72,8 +72,9 @@ def clipped_sums(
         limits = [jnp.maximum(limit - plan.underflow(limit.dtype), 0) for limit in limits]
 
         def judge(upper: list[Measured]) -> tuple[list[Multiplier], Sums]:
-            options = {"margin": margin, "grouping": grouping, "response": response}
-            return multipliers_of(upper, limits, is_padding, **options)
+            return multipliers_of(
+                upper, limits, is_padding, margin=margin, grouping=grouping, response=response
+            )
 
         def summed(multipliers: list[Multiplier], judgment: Sums, are_ordinary: bool) -> Sums:
             leaves = norms.weighted_sums(multipliers, are_ordinary=are_ordinary)

@@ -171,6 +171,7 @@ class Norms:
       grouping: the groups.
       estimates: by the positions of parameters, and of their parts.
       lost: for parts with Gram matrices, which examples lost digits to them that their norms need.
+      have_lost: which examples lost digits to any of them.
       upper: for each group, `[examples]`, from the estimates; the factor is computed from `bound`.
     """
 
@@ -179,6 +180,7 @@ class Norms:
     grouping: Grouping
     estimates: dict[Key, Estimate]
     lost: dict[Key, Array]
+    have_lost: Array
     upper: list[Measured]
 
     @classmethod
@@ -209,12 +211,8 @@ class Norms:
                 if i not in backward.gradients and plan.parts[i][k].way in ("gram", "tied"):
                     # This is also true if squares overflow, although the norms do not.
                     lost[i, k] = ~(estimate.lost <= bounds.LOST * norms) & ~is_padding
-        return cls(plan, backward, grouping, found, lost, upper)
-
-    @property
-    def have_lost(self) -> Array:
-        """Which examples lost digits."""
-        return functools.reduce(jnp.logical_or, self.lost.values())
+        have_lost = functools.reduce(jnp.logical_or, lost.values(), jnp.zeros_like(is_padding))
+        return cls(plan, backward, grouping, found, lost, have_lost, upper)
 
     def choose(self, again: Array, first: Array) -> Array:
         """`again` for the examples that lost digits, `first` for others, bit for bit."""
@@ -281,8 +279,9 @@ class Norms:
         found = dict(zip(gradients, sums, strict=True))
         for i, (leaf, parts) in enumerate(zip(self.plan.types, self.plan.parts, strict=True)):
             if i not in found:
-                options = {"are_ordinary": are_ordinary}
-                found[i] = weighted_sum(leaf, parts, self.backward, by_leaf[i], **options)
+                found[i] = weighted_sum(
+                    leaf, parts, self.backward, by_leaf[i], are_ordinary=are_ordinary
+                )
         return [found[i] for i in range(len(dtypes))]
 
 
