@@ -9,6 +9,7 @@ array is split over an explicit mesh.
 import contextlib
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -157,6 +158,15 @@ def check_mapped(axis_names: Iterable[str]) -> None:
 def num_devices(axes: Iterable[str]) -> int:
     """The number of devices along these axes."""
     return math.prod(map(lax.axis_size, axes))
+
+
+def part_of_one(x: Array, axes: Axes) -> Array:
+    """What each device along these axes adds, so that the sum is the `x` that all of them hold."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x / num_devices(axes)
+    # An integer has no such parts: the first device adds all.
+    is_first = [lax.axis_index(axis) == 0 for axis in sorted(axes)]
+    return jnp.where(functools.reduce(operator.and_, is_first), x, 0)
 
 
 def sum_over_devices(x: Array, axes: Axes) -> Array:

@@ -114,8 +114,10 @@ class Placement:
         def share(leaf: int) -> AtScales:
             replicated = self.all_axes - self.axes_of(leaf)
             replicas = 1 if by_max else devices.num_devices(replicated)
-            spread = (self._spread(leaf, x, shapes[leaf]) for x in sums[leaf])
-            return tuple(x if replicas == 1 else x / replicas for x in spread)
+            spread = tuple(self._spread(leaf, x, shapes[leaf]) for x in sums[leaf])
+            if replicas == 1:
+                return spread
+            return tuple(devices.part_of_one(x, replicated) for x in spread)
 
         return list(map(share, range(len(sums))))
 

@@ -21,8 +21,12 @@ batch is too small.
 
 import optaxclip._base.doors as _doors
 from optaxclip.monitor.counting import counts as counts
+from optaxclip.monitor.entry_histograms import Histogram as Histogram
+from optaxclip.monitor.entry_histograms import histograms as histograms
 from optaxclip.monitor.event_rows import EventsState as EventsState
 from optaxclip.monitor.event_rows import events as events
+from optaxclip.monitor.histogram_stage import HistogramState as HistogramState
+from optaxclip.monitor.histogram_stage import histogram as histogram
 from optaxclip.monitor.histories import history as history
 from optaxclip.monitor.histories import history_names as history_names
 from optaxclip.monitor.lines import json_line as json_line

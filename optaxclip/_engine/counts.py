@@ -1,0 +1,65 @@
+"""Counts of a group's entries by their size, over the group's leaves and over all devices.
+
+in   leaves `[...]`, floating or complex (or `BCOO`), and which of their entries belong together
+out  uint32[names, 2, counts], for each name the two words of its counts
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+import optaxclip._border.entry_counts as entry_counts
+from optaxclip._base.numerics import norm_dtype
+from optaxclip._border.entries import in_one_array
+from optaxclip._engine.plan import Plan
+
+
+def counts_of_groups(leaves: list[Any], plan: Plan, *, wide: bool) -> Array:
+    """The counts of all groups, over all devices.
+
+    The layout "dict" divides leaves into very many groups, so there each leaf counts as one.
+
+    Args:
+      leaves: those of the plan.
+      plan: the groups, and where they lie.
+      wide: whether the thresholds are those of float64.
+    """
+    plan = _of_counts(leaves, plan, wide=wide)
+    shape = (len(plan.grouping.names), 2, entry_counts.num_counts(wide=wide))
+    if not leaves:
+        return jnp.zeros(shape, jnp.uint32)
+    dtype = norm_dtype([leaf.dtype for leaf in leaves])
+
+    def on_each_device(leaves: list[Any]) -> Array:
+        parts = []
+        for leaf, axes in zip(leaves, plan.grouping.axes, strict=True):
+            x, over = in_one_array(leaf, axes, dtype)
+            size = math.prod([np.shape(leaf)[axis] for axis in axes])
+            parts.append((entry_counts.counts_above(x, over, size, wide=wide),))
+        (found,) = plan.totals(parts, add=entry_counts.carried)
+        return lax.reshape(found, shape)
+
+    found = plan.placement.on_each_device(on_each_device)(leaves)
+    chex.assert_shape(found, shape)
+    return found
+
+
+def _of_counts(leaves: list[Any], plan: Plan, *, wide: bool) -> Plan:
+    """The plan with an array of counts in the place of each number."""
+    grouping, placement = plan.grouping, plan.placement
+    groups, behind = grouping.groups, (2, entry_counts.num_counts(wide=wide))
+    if grouping.layout == "dict":
+        groups = tuple(dataclasses.replace(group, shape=()) for group in groups)
+        whole = tuple(tuple(range(np.ndim(leaf))) for leaf in leaves)
+        grouping = dataclasses.replace(grouping, axes=whole, layout="vector")
+        reduced = tuple(map(placement.axes_of, range(len(leaves))))
+        placement = dataclasses.replace(placement, reduced=reduced, kept=((),) * len(leaves))
+    groups = tuple(dataclasses.replace(x, shape=(*x.shape, *behind)) for x in groups)
+    kept = tuple((*axes, (), ()) for axes in placement.kept)
+    placement = dataclasses.replace(placement, kept=kept)
+    return Plan(dataclasses.replace(grouping, groups=groups), placement)

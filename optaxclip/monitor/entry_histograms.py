@@ -1,0 +1,164 @@
+"""Histograms of entries on the host, and how many entries another number format would lose."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from optaxclip._base.arguments import near_miss
+from optaxclip._base.ranges import (
+    INFINITE,
+    NAN,
+    NOT_ZERO,
+    TOO_LARGE,
+    Bound,
+    exponents,
+    lost_below,
+    thresholds,
+    too_large,
+)
+from optaxclip._base.types import PyTree
+from optaxclip._border.entry_counts import WORD, num_counts
+from optaxclip.monitor.histogram_stage import HistogramState
+from optaxclip.monitor.states import find, lost_names, name_of, to_host, unboxed
+
+
+@dataclasses.dataclass(frozen=True)
+class Histogram:
+    """How many entries of a group have which size.
+
+    Attributes:
+      counts: int64[bins], how many entries have a modulus above the lower edge of a bin, and at
+        most the upper one.
+      edges: float64[bins + 1], powers of two, except that for a group with float64 leaves the first
+        is 0 and the last infinite, because float64 cannot hold these two powers.
+      zeros: how many entries are 0.
+      nonfinite: how many entries are infinite or NaN.
+      step: which step it is of; 0 is the first update since `init`, -1 stands for none so far.
+      num_nan: how many entries are NaN.
+      too_large: for each size inside of a bin at which a number format ends, how many finite
+        entries are too large for this format.
+    """
+
+    counts: np.ndarray[Any, np.dtype[np.int64]]
+    edges: np.ndarray[Any, np.dtype[np.float64]]
+    zeros: int
+    nonfinite: int
+    step: int
+    num_nan: int = 0
+    too_large: Mapping[float, int] = dataclasses.field(default_factory=dict, repr=False)
+
+    def below(self, dtype: jax.typing.DTypeLike) -> float:
+        """The share of the finite entries other than 0 that become 0 in another number format.
+
+        It is exact: rounding to nearest sends half the format's smallest number and all below it to
+        0, and this half is an edge of the bins. Formats with subnormal numbers are taken to use
+        them, as IEEE 754 says; some devices take them for 0.
+
+        Args:
+          dtype: a floating-point dtype.
+
+        Returns:
+          The share, 0 if there is no such entry.
+        """
+        return self._share(int(self.counts[self.edges[1:] <= lost_below(dtype)].sum()))
+
+    def above(self, dtype: jax.typing.DTypeLike) -> float:
+        """The share of the finite entries other than 0 that are too large for another format.
+
+        Rounded to nearest, they become infinite; or NaN, or the largest number, in formats without
+        infinity. The share is exact, for all floating-point dtypes that JAX has, although their
+        largest numbers are no powers of two: entries beyond them are counted by themselves.
+
+        Args:
+          dtype: a floating-point dtype.
+
+        Returns:
+          The share, 0 if there is no such entry.
+
+        Raises:
+          ValueError: if the histogram has no count for this format.
+        """
+        limit = too_large(dtype)
+        if limit.value >= self.edges[-1]:
+            return 0.0
+        if limit.value not in self.too_large:
+            raise ValueError(
+                f"the histogram has no count of the entries that are too large for {dtype}; those "
+                "of monitor.histograms have one for each format of JAX"
+            )
+        return self._share(self.too_large[limit.value])
+
+    def _share(self, count: int) -> float:
+        return count / max(int(self.counts.sum()), 1)
+
+
+def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogram]:
+    """The histograms that `histogram` keeps, of the last step that it counted.
+
+    Args:
+      opt_state: any pytree that holds the state, as in `read`.
+      name: which one, if there are several: the `name=` that `histogram` was given.
+
+    Returns:
+      A `Histogram` for each group or leaf by its name, in order, after one `jax.device_get`.
+
+    Raises:
+      ValueError: if no stage has the name, or several have; if the state has lost the names of
+        groups, or is of several seeds under `vmap`.
+      TypeError: under `jit`, `vmap` or `grad`, where there are no numbers yet.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optaxclip import monitor
+      >>> tx = monitor.histogram()
+      >>> grads = {"w": jnp.array([1e-9, 0.5, 1e6])}
+      >>> found = histograms(tx.update(grads, tx.init(grads))[1])["w"]
+      >>> print(f"{found.below(jnp.float16):.2f} {found.above(jnp.float16):.2f}")
+      0.33 0.33
+    """
+    state = _only_state(opt_state, name)
+    step, words = to_host((unboxed(state.counted), unboxed(state.counts)), "histograms")
+    if np.ndim(step):
+        one = "jax.tree.map(lambda x: x[0], opt_state)"
+        raise ValueError(f"histograms takes one state, got {step.size} under vmap; pass {one}")
+    if not state.names and len(words):
+        raise lost_names("the histogram has lost the names of its groups")
+    counts = words[:, 0].astype(np.int64) + (words[:, 1].astype(np.int64) << WORD)
+    return dict(zip(state.names, (_histogram(x, int(step)) for x in counts), strict=True))
+
+
+def _histogram(counts: Any, step: int) -> Histogram:
+    wide = len(counts) == num_counts(wide=True)
+    above = dict(zip(thresholds(wide=wide), map(int, counts[1:]), strict=True))
+    powers = exponents(wide=wide)
+    nonzero, infinite, nan = above[NOT_ZERO], above[INFINITE], above[NAN]
+    at_powers = [nonzero, *(above[Bound(2.0**k)] for k in powers), infinite]
+    ends = [0.0, np.inf] if wide else [2.0 ** (powers[0] - 1), 2.0 ** (powers[-1] + 1)]
+    edges = np.array([ends[0], *(2.0**k for k in powers), ends[1]])
+    beyond = {limit.value: above[limit] - infinite for limit in TOO_LARGE}
+    counted = -np.diff(np.array(at_powers, np.int64))
+    zeros = int(counts[0]) - nonzero
+    return Histogram(counted, edges, zeros, infinite, step, nan, beyond)
+
+
+def _only_state(opt_state: PyTree, name: str | None) -> HistogramState:
+    found = find(opt_state, HistogramState)
+    names = [name_of(state) for state in found.values()]
+    fitting = [state for state in found.values() if name in (None, name_of(state))]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not found:
+        raise ValueError(
+            "the state holds no histogram: put monitor.histogram() into the chain, in front of the "
+            "clip for the raw gradients, and pass the chain's state"
+        )
+    if name is not None and not fitting:
+        hint = near_miss(str(name), names)
+        raise ValueError(f"name must be that of a histogram, one of {names}; got {name!r}{hint}")
+    raise ValueError(
+        f"the state holds several histograms, with the names {names}: pass histograms the name of "
+        "one; give each a name= of its own"
+    )
