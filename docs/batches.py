@@ -81,7 +81,9 @@ def steps_to(loss: float, losses: np.ndarray) -> int | None:
     return int(reached[0]) + LATEST if len(reached) else None
 
 
-def draw(path: Path, dpi: int, text: str, seed: int) -> None:
+def draw(
+    path: Path, dpi: int, text: str, seed: int, inches: tuple[float, float]
+) -> None:
     """Draws the noise scale of one size, and prints how soon each size learned as much."""
     learned = jnp.asarray(encode(text).train)
     for size, steps in STEPS.items():
@@ -96,7 +98,7 @@ def draw(path: Path, dpi: int, text: str, seed: int) -> None:
         )
         if size == SHOWN:
             figure = figures.side_by_side(columns=1)
-            figure.set_size_inches(6.5, 4.0)
+            figure.set_size_inches(inches)
             plots.noise_scale_over_steps(scales, size, ax=figure.axes[0])
             figures.legends_below(figure)
             figure.savefig(path, dpi=dpi)

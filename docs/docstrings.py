@@ -8,6 +8,7 @@ from typing import Any
 
 import griffe
 
+OPTIONS = "\n  **options: "
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example):$", re.MULTILINE)
 # What `::` leads in, and tables with their lines of dashes.
 INDENTED = re.compile(r"(?::(:)\n\n|(?<=\n\n))((?:  .*\n)+(?:\n+(?:  .*\n)+)*)")
@@ -28,7 +29,7 @@ class Docstrings(griffe.Extension):
             obj.docstring.value = as_markdown(obj.docstring.value)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Shows options one by one, and the values of constants that are defaults."""
+        """Names the options, and shows the values of constants that are defaults."""
         modules: list[griffe.Object] = [pkg]
         while modules:
             members = [
@@ -38,11 +39,8 @@ class Docstrings(griffe.Extension):
             ]
             modules += [found for found in members if found.is_module]
             for function in members:
-                if (
-                    function.docstring
-                    and "\n  **options: " in function.docstring.value
-                ):
-                    _show_options(function, pkg)
+                if function.docstring and OPTIONS in function.docstring.value:
+                    function.docstring.value = _named(function)
                 for parameter in getattr(function, "parameters", ()):
                     if isinstance(parameter.default, griffe.ExprName):
                         path = parameter.default.canonical_path.removeprefix(
@@ -52,31 +50,17 @@ class Docstrings(griffe.Extension):
                             parameter.default = str(pkg[path].value)
 
 
-def _show_options(function: griffe.Function, pkg: griffe.Module) -> None:
-    """Puts in the place of `**options` what the function says of them once it is imported."""
+def _named(function: griffe.Function) -> str:
+    """The docstring with the names and defaults of its options, which one page explains."""
     live = getattr(importlib.import_module(function.module.path), function.name)
-    kinds = (kind for kind in pkg["_engine.options"].classes.values() if kind.bases)
-    annotations = {
-        name: x.annotation for kind in kinds for name, x in kind.attributes.items()
-    }
-    own = [x for x in function.parameters if x.name != "options"]
-    known = {x.name for x in own}
-    keyword = griffe.ParameterKind.keyword_only
-    function.parameters = griffe.Parameters(
-        *own,
-        *(
-            griffe.Parameter(
-                name,
-                annotation=annotations[name],
-                kind=keyword,
-                default=repr(x.default),
-            )
-            for name, x in inspect.signature(live).parameters.items()
-            if name not in known
-        ),
-    )
-    if function.docstring:
-        function.docstring.value = as_markdown(inspect.getdoc(live) or "")
+    own = {x.name for x in function.parameters}
+    names = [
+        f"`{name}={x.default!r}`"
+        for name, x in inspect.signature(live).parameters.items()
+        if name not in own
+    ]
+    text = function.docstring.value if function.docstring else ""
+    return text.replace(OPTIONS, f"{OPTIONS}{', '.join(names)}: ")
 
 
 def as_markdown(text: str) -> str:

@@ -23,7 +23,7 @@ SIZE, STEPS, LEARNING_RATE, LIMIT = 128, 600, 0.03, 1.0
 WRONG, BEGIN, NOISE = 3, 200, 20.0
 """From step `BEGIN` on the gradients of block `WRONG` have noise of `NOISE` times their size."""
 STACKED = ("up", "down")
-LATEST = 50
+LATEST, MEAN = 50, 10
 Params = dict[str, Array]
 
 
@@ -133,12 +133,12 @@ def draw(folder: Path, look: Any, dpi: int, text: str, seed: int) -> None:
 def _draw_log(path: Path, runs: dict[str, tuple[np.ndarray, Any]], dpi: int) -> None:
     figure = Figure(figsize=(5.6, 6.4), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
-    kernel = np.full(10, 0.1)
-    losses = {
-        name: np.convolve(loss, kernel, "valid") for name, (loss, _) in runs.items()
+    means = {
+        name: np.convolve(loss, np.full(MEAN, 1 / MEAN), "valid")
+        for name, (loss, _) in runs.items()
     }
-    plots.loss_curves(losses, ax=upper)
-    upper.set_ylabel("loss, mean of 10 steps")
+    plots.loss_curves(means, np.arange(MEAN - 1, STEPS), ax=upper)
+    upper.set_ylabel(f"loss, mean of {MEAN} steps")
     norms = {
         name: np.linalg.norm(monitor.history(state, stat="norm"), axis=1)
         for name, (_, state) in runs.items()

@@ -76,9 +76,9 @@ def main() -> None:
             DOCS / "recovery.png", Figure(figsize=TWO, layout="constrained"), DPI
         )
     text = demo.read_text(None)
-    batches.draw(DOCS / "batch.png", DPI, text, SEED)
     layers.draw(DOCS, LETTERS, DPI, text, SEED)
     with mpl.rc_context(LETTERS):
+        batches.draw(DOCS / "batch.png", DPI, text, SEED, ONE)
         examples.draw(DOCS / "example.png", DPI)
     norms = draw_demo(text)
     draw_limits(norms, sweep.train(text, sweep.LIMITS, SWEEP_STEPS, SEED))

@@ -209,6 +209,17 @@ def test_docstrings_become_markdown(docstrings):
     )
 
 
+def test_the_reference_names_options_once(docstrings):
+    import griffe
+
+    extensions = griffe.load_extensions(docstrings.Docstrings)
+    package = griffe.load("optaxclip", extensions=extensions)
+    text = package["methods.fixed.clip_by_norm"].docstring.value
+    assert "**options: `norm='l2'`, `nonfinite='nan'`, `strict=False`" in text
+    assert "optaxclip.NormOptions" in text
+    assert "checkify" not in text  # what they mean stands on a page of its own
+
+
 def test_the_reference_shows_the_values_of_defaults(docstrings):
     from griffe import load_extensions, temporary_visited_package
 

@@ -125,12 +125,18 @@ def test_files_and_picture(runs, tmp_path, monkeypatch):
     data = (tmp_path / "guard.csv").read_text().splitlines()
     assert len(data) == 1 + len(ADAPTIVE) * len(WRONG)
     assert (tmp_path / "guard.png").stat().st_size > 10_000
-    blue, orange = (to_hex(pictures.LOOK[verdict][0]) for verdict in (HELPS, HARMS))
+    met, missed = (to_hex(pictures.LOOK[x][0]) for x in (pictures.MET, pictures.MISSED))
+    assert missed not in {to_hex(pictures.LOOK[x][0]) for x in (HELPS, HARMS)}
     count, row = len(judging.COLUMNS), list(WRONG).index("dear")
-    tiles = judging.picture(runs).axes[0].patches[row * count : (row + 1) * count]
+    figure = judging.picture(runs)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        pictures.MET,
+        pictures.MISSED,
+    ]
+    tiles = figure.axes[0].patches[row * count : (row + 1) * count]
     colors = [to_hex(tile.get_facecolor()) for tile in tiles]
-    assert colors[0] == orange
-    assert set(colors[7:]) == {blue}
+    assert colors[0] == missed
+    assert set(colors[7:]) == {met}
 
 
 @pytest.mark.slow

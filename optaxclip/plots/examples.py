@@ -87,7 +87,6 @@ def example_norms(
         share = np.mean(finite > limit)
         line_of_limit(axes, limit, f"limit {limit:.3g}, clips {share:.1%}")
     _name_largest(axes, np.where(is_shown, values, 0.0), most)
-    _tick(axes)
     axes.set_ylabel("number of examples")
     left_out = {
         f"below {least:.1g}": np.sum(finite < least),
@@ -127,15 +126,3 @@ def _name_largest(ax: "Axes", values: Numbers, most: int) -> None:
         lines = "\n".join(["example: norm", *(f"{i}: {values[i]:.3g}" for i in largest)])
         look = {"ha": "right", "va": "top", "fontsize": "small", "transform": ax.transAxes}
         ax.text(0.99, 0.98, lines, **look)
-
-
-def _tick(ax: "Axes") -> None:
-    """Makes ticks with readable numbers, even within one power of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    low, high = ax.get_xlim()
-    if high < 300 * low:
-        subs = (1.0, 2.0, 5.0) if high > 4 * low else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
-        ax.xaxis.set_major_locator(LogLocator(subs=subs))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        ax.xaxis.set_minor_formatter(NullFormatter())

@@ -12,6 +12,7 @@ from optaxclip.plots.style import (
     crosses_at_the_top,
     finished,
     new_axes,
+    plain_ticks,
     with_matplotlib,
 )
 
@@ -172,7 +173,9 @@ def heatmap(
     else:
         axes.set_ylabel("leaf")
     axes.invert_yaxis()
-    axes.figure.colorbar(mesh, ax=axes, label=look.label)
+    bar = axes.figure.colorbar(mesh, ax=axes, label=look.label)
+    if look.ends is None:
+        plain_ticks(bar.ax.yaxis)
     finished(axes, legend=False).grid(visible=False)
     return axes
 

@@ -217,7 +217,7 @@ def bars_of_norms(
             label = f"{name} ({part.sum()})"
             ax.bar(edges[:-1], counts, np.diff(edges), below, label=label, **look)
             below += counts
-    ax.set_ylim(0.5, 1.5 * max(below.max(), 1))  # so that even a single norm is visible
+    ax.set_ylim(0.6, 1.5 * max(below.max(), 1))  # so that even a single norm is visible
 
 
 def line_of_limit(ax: "Axes", limit: float, label: str) -> None:

@@ -94,7 +94,7 @@ def norm_curves(
     axes.set_yscale("log")
     colors = {name: line.get_color() for name, line in _lines(axes, curves).items()}
     for name, bound in limits.items():
-        look = {"color": colors[name], "linewidth": 1.0, "linestyle": (0, (1, 1))}
+        look = {"color": colors[name], "linewidth": 1.6, "linestyle": (0, (1, 1))}
         axes.axhline(bound, label=f"limit {bound:g} of {name}", **look)
     if common is not None:
         axes.axhline(common, color="0.4", linewidth=1.0, label=f"limit {common:g}")

@@ -14,6 +14,7 @@ from optaxclip._base.host import ArrayLike
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure, SubFigure
     from matplotlib.legend import Legend
 
@@ -22,8 +23,8 @@ COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#00
 yellow, which is too pale on white."""
 STYLES = ("-", "--", "-.", ":")
 """Line styles, for print in grey and for readers who cannot tell the colours apart."""
-LONGEST_BESIDE = 14
-"""A longer label would take more than a quarter of a figure of Matplotlib's default width."""
+MAX_COLUMNS = 4
+"""Of a legend: more labels in a row are hard to read."""
 
 
 @contextlib.contextmanager
@@ -96,11 +97,26 @@ def finished(ax: "Axes", xlabel: str = "step", *, legend: bool) -> "Axes":
     ax.grid(color="0.9")
     ax.set_axisbelow(True)
     ax.spines[["top", "right"]].set_visible(False)
-    if legend and _longest_label(ax) > LONGEST_BESIDE:
+    for axis in (ax.xaxis, ax.yaxis):
+        if axis.get_scale() == "log":
+            plain_ticks(axis)
+    if legend:
         legend_below(ax)
-    elif legend:
-        ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return ax
+
+
+def plain_ticks(axis: "Axis") -> None:
+    """Puts numbers such as 0.5 beside a logarithmic axis, and some within a power of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    if not 1e-4 < low < high < 1e6:
+        return
+    if high < 300 * low:
+        subs = (1.0, 2.0, 5.0) if high > 4 * low else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+        axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def crosses_at_the_top(ax: "Axes", x: ArrayLike, **look: Any) -> None:
@@ -118,7 +134,7 @@ def crosses_at_the_top(ax: "Axes", x: ArrayLike, **look: Any) -> None:
 
 
 def legend_below(ax: "Axes") -> None:
-    """A legend below the axes, in two columns if the figure has room for them."""
+    """A legend below the axes, with as many columns as the figure has room for, at most 4."""
     from matplotlib import rcParams
     from matplotlib.transforms import ScaledTranslation
 
@@ -128,7 +144,7 @@ def legend_below(ax: "Axes") -> None:
     look = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "bbox_transform": below}
     labels = ax.get_legend_handles_labels()[1]
     make = functools.partial(ax.legend, frameon=False, **look)
-    fewest_rows(ax.figure, len(labels), 2, lambda columns: make(ncols=columns))
+    fewest_rows(ax.figure, len(labels), MAX_COLUMNS, lambda columns: make(ncols=columns))
 
 
 def fewest_rows(
@@ -141,7 +157,3 @@ def fewest_rows(
             return
         legend.remove()
     make(1)
-
-
-def _longest_label(ax: "Axes") -> int:
-    return max(map(len, ax.get_legend_handles_labels()[1]), default=0)

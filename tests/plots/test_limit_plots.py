@@ -225,12 +225,34 @@ def test_sweep_curve_of_nothing_but_diverged_runs():
     assert labels(ax) == ["final loss", DIVERGED]
 
 
-def test_a_legend_of_long_labels_leaves_room_for_the_picture():
-    ax = plots.sweep_curve(result([2.0, 1.0, np.inf], 1.0))
+@pytest.mark.parametrize("long", [True, False])
+def test_a_legend_leaves_room_for_the_picture(long):
+    short = {"plain": [2.0, np.nan], "zclip": [2.0, 1.0], "autoclip": [2.0, 1.5]}
+    ax = plots.sweep_curve(result([2.0, 1.0, np.inf], 1.0)) if long else plots.loss_curves(short)
     ax.figure.draw_without_rendering()
-    assert ax.get_window_extent().width > 0.7 * ax.figure.bbox.width
+    assert ax.get_window_extent().width > 0.8 * ax.figure.bbox.width
+    assert ax.get_window_extent().height > (0.5 if long else 0.7) * ax.figure.bbox.height
     box = ax.get_legend().get_window_extent()
     assert 0 <= box.y0 <= box.y1 <= ax.get_window_extent().y0
+
+
+@pytest.mark.parametrize(
+    ("norms", "ticks"),
+    [
+        ([0.3, 30.0], ["0.2", "0.5", "1", "2", "5", "10", "20", "50"]),
+        ([0.8, 3000.0], ["0.1", "1", "10", "100", "1000", "10000"]),
+        ([1.2, 3.5], ["1", "1.5", "2", "3", "5"]),
+        ([1e-9, 1e-3], None),
+    ],
+)
+def test_logarithmic_axes_have_plain_numbers(norms, ticks):
+    ax = plots.norms_over_steps(norms, ax=axes())
+    ax.figure.draw_without_rendering()
+    found = [label.get_text() for label in ax.get_yticklabels()]
+    if ticks is None:
+        assert all("10^" in label for label in found)
+    else:
+        assert set(ticks) <= set(found)
 
 
 def test_every_axes_gets_its_own_legend():

@@ -18,7 +18,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.research.study import inference, pictures
-from benchmarks.research.study.comparing import HARMS, HELPS
 from benchmarks.research.study.inference import Interval
 from benchmarks.research.study.page import DOCS
 from benchmarks.research.study.results import read
@@ -153,17 +152,17 @@ def table(found: Sequence[Mapping[str, str]]) -> str:
 
 
 def picture(runs: Cells) -> Figure:
-    """Tiles of all methods, a block for each optimizer: blue where the measure is met."""
+    """Tiles of all methods, a block for each optimizer: coloured where the measure is missed."""
     shown, names = optimizers(runs), methods(runs)
     with mpl.rc_context(pictures.LETTERS):
-        height = pictures.ROW * len(names) * len(shown) + 0.15 * len(shown) + 1.2
+        height = pictures.ROW * len(names) * len(shown) + 0.15 * len(shown) + 1.6
         figure = Figure(figsize=(pictures.WIDTH * 1.25, height), layout="constrained")
         axes = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
         for ax, optimizer in zip(axes, shown, strict=True):
             for y, method in enumerate(names):
                 found = judged(runs, optimizer, method)
                 for x, (share, of) in enumerate(zip(found.shares, COLUMNS, strict=True)):
-                    verdict = HELPS if share.mean >= of.least else HARMS
+                    verdict = pictures.MET if share.mean >= of.least else pictures.MISSED
                     pictures.tile(ax, x, y, share.mean, verdict)
             ax.set_xlim(-0.5, len(COLUMNS) - 0.5)
             ax.set_ylim(len(names) - 0.5, -0.5)
@@ -178,6 +177,7 @@ def picture(runs: Cells) -> Figure:
         top.set_xticks(range(len(COLUMNS)), [of.title for of in COLUMNS], **look)
         top.tick_params(length=0)
         top.spines[:].set_visible(False)
+        pictures.legend(figure, pictures.MET, pictures.MISSED)
     return figure
 
 

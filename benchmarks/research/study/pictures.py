@@ -22,8 +22,15 @@ LETTERS, WIDTH, DPI = {"font.size": 13}, 5.6, 200
 ROW, AROUND = 0.265, 1.7
 """Inches of a row with a method's name, and of all else."""
 IN_PICTURE = ("best", "past", "spike", "tails", "nan", "jump", "stretch")
-LOOK = {HELPS: (COLORS[1], 0.35), HARMS: (COLORS[0], 0.45), UNCLEAR: ("white", 0.0)}
-"""Colour and how much of it."""
+MET, MISSED = "meets the measure", "misses it"
+LOOK = {
+    HELPS: (COLORS[1], 0.35),
+    HARMS: (COLORS[0], 0.45),
+    UNCLEAR: ("white", 0.0),
+    MET: ("white", 0.0),
+    MISSED: (COLORS[3], 0.6),
+}
+"""Colour and how much of it. What a picture judges otherwise has colours of its own."""
 SHOWN = (NONE, BEST, "ZClip", "AutoClip", "skip above", "reset")
 BEFORE, AFTER, MOST = 4, 14, 2
 """Evaluations that are drawn of a recovery, and pairs."""
@@ -72,13 +79,18 @@ def verdicts(summary: Summary) -> Figure:
     ax.set_xticks(range(len(cases)), [case.short for case in cases], **look)
     ax.tick_params(length=0, top=False, labeltop=True, bottom=False, labelbottom=False)
     ax.spines[:].set_visible(False)
+    legend(figure, HELPS, HARMS, UNCLEAR)
+    return figure
+
+
+def legend(figure: Figure, *verdicts: str) -> None:
+    """The colours of the verdicts, below."""
     handles = [
         Rectangle((0, 0), 1, 1, facecolor=color, alpha=alpha or None, edgecolor="0.7", label=label)
-        for label, (color, alpha) in LOOK.items()
+        for label, (color, alpha) in ((verdict, LOOK[verdict]) for verdict in verdicts)
     ]
     look = {"loc": "outside lower center", "ncols": 3, "frameon": False, "columnspacing": 1.0}
     figure.legend(handles=handles, handlelength=1.0, **look)
-    return figure
 
 
 def tile(ax: Any, x: int, y: int, share: float, verdict: str) -> None:
@@ -86,8 +98,8 @@ def tile(ax: Any, x: int, y: int, share: float, verdict: str) -> None:
     color, alpha = LOOK[verdict]
     ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=color, alpha=alpha, edgecolor="w"))
     text = f"{100 * share:+.{1 if abs(share) < 0.0995 else 0}f}"
-    is_sure, is_zero = verdict != UNCLEAR, float(text) == 0.0
-    look = {"weight": "bold" if is_sure else "normal", "color": "black" if is_sure else "0.4"}
+    is_zero = float(text) == 0.0
+    look = {"weight": "bold", "color": "black"} if alpha else {"weight": "normal", "color": "0.4"}
     size = 11 if abs(share) < 0.995 else 9.5
     ax.text(x, y, text[is_zero:], ha="center", va="center", fontsize=size, **look)
 
