@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array, lax
 from jax.sharding import PartitionSpec
@@ -116,8 +117,9 @@ def across(
     """`fn(*operands, **static)` for operands that lie anywhere: `fn` sees arrays as if unsplit.
 
     In eager mode it is one compiled call, which is cached. Under `jit`, `fn` is traced like the
-    code around it. If the types of arrays say that they are split over an explicit mesh, the axes
-    of this mesh are automatic inside of `fn`: there the compiler decides how arrays are split.
+    code around it, because a call takes time to trace for each of its arguments. If the types of
+    arrays say that they are split over an explicit mesh, the axes of this mesh are automatic inside
+    of `fn`: there the compiler decides how arrays are split.
 
     Args:
       fn: a function; if compiled, of a module's top level, because it is part of the cache's key.
@@ -128,8 +130,11 @@ def across(
       compiled: whether to compile in eager mode.
       **static: hashable keyword arguments of `fn`.
     """
-    call = _compiled if compiled else _on_any_mesh
-    return call(fn, like, tuple(static.items()), *devices.typed_like(operands, operands))
+    operands = devices.typed_like(operands, operands)
+    if compiled and not devices.are_staged(operands):
+        return _compiled(fn, like, tuple(static.items()), *operands)
+    operands = jax.tree.map(jnp.asarray, operands)
+    return _on_any_mesh(fn, like, tuple(static.items()), *operands)
 
 
 def _on_any_mesh(

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optaxclip._base.derivatives import custom_jvp
@@ -78,6 +79,12 @@ def refuse_different(x: Any, axes: Iterable[str], argument: str) -> None:
 def shared_axes(axis_names: Iterable[str] | None) -> Axes:
     """The manual axes along which devices share a norm, as far as the user says it."""
     return manual_axes() if axis_names is None else frozenset(axis_names)
+
+
+def are_staged(arrays: PyTree) -> bool:
+    """Whether all traced arrays among these are of a program that is being traced, as by `jit`."""
+    traced = [x for x in jax.tree.leaves(arrays) if isinstance(x, Tracer)]
+    return bool(traced) and all(isinstance(x, DynamicJaxprTracer) for x in traced)
 
 
 def types_of(arrays: PyTree) -> list[Any]:
