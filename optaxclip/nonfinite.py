@@ -27,11 +27,7 @@ from optaxclip._base.types import NonFinite
 
 
 def as_policy(policy: str) -> NonFinite:
-    """`policy`, checked to be one of the policies.
-
-    Raises:
-      ValueError: for an unknown policy.
-    """
+    """`policy`, checked to be one of the policies."""
     return checked_choice(policy, get_args(NonFinite), "nonfinite")
 
 

@@ -262,11 +262,7 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 def _number(value: Any, low: float, high: float, argument: str) -> float:
-    """`value` as a float, checked to be a Python number from `low` to `high`.
-
-    Raises:
-      ValueError: if it is not, or is an array; a program is compiled for each value of the number.
-    """
+    """`value` as a float, checked to be a Python number from `low` to `high`."""
     if isinstance(value, jax.Array):
         raise ValueError(
             f"{argument} must be a Python number, because a program is compiled for each value, "

@@ -63,11 +63,7 @@ def checked_bool(value: Any, argument: str, remedy: str = "") -> bool:
 
 
 def checked_choice(value: Any, choices: Collection[Any], argument: str) -> Any:
-    """`value`, checked to be one of the choices.
-
-    Raises:
-      ValueError: if it is none of them.
-    """
+    """`value`, checked to be one of the choices."""
     if value not in choices:
         raise ValueError(f"{argument} must be one of {list(choices)}, got {value!r}")
     return value
@@ -99,16 +95,9 @@ def is_uncalled(value: Any, package: str) -> bool:
 
 
 def refuse_uncalled(value: Any, package: str, argument: str, namespace: str) -> None:
-    """Refuses a function of a package that the user forgot to call.
+    """Refuses a function of a package, such as `optaxclip.methods`, that the user forgot to call.
 
-    Args:
-      value: what the user passed.
-      package: the package with its full name, such as `optaxclip.methods`.
-      argument: what the value is called in messages.
-      namespace: where users find the function, such as `optaxclip`.
-
-    Raises:
-      TypeError: if `value` is such a function.
+    Users find it in `namespace`, such as `optaxclip`.
     """
     if is_uncalled(value, package):
         name = getattr(value, "__name__", "")
@@ -172,9 +161,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def asks(too_many: str = "", /, **instead: str) -> Callable[[Function], Function]:
     """A decorator that refuses keywords that a function lacks, and names the most similar keyword.
 
-    Args:
-      too_many: what ends the message about too many arguments.
-      **instead: for keywords of other libraries, what to pass in their place.
+    `too_many` ends the message about too many arguments. `instead` says, for keywords of other
+    libraries, what to pass in their place.
     """
 
     def decorate(fn: Function) -> Function:
@@ -215,11 +203,7 @@ def refuse_unknown(
     allowed: Collection[str],
     instead: Mapping[str, str],
 ) -> None:
-    """Refuses keywords that a function does not take.
-
-    Raises:
-      TypeError: for the first such keyword.
-    """
+    """Refuses keywords that a function does not take."""
     for keyword in keywords:
         if keyword not in allowed:
             hint = instead.get(keyword)
@@ -240,9 +224,6 @@ def refuse_misfit(
     """Refuses too many arguments, and calls without an argument that has no default.
 
     The message about too many ends with `too_many`.
-
-    Raises:
-      TypeError: if there are too many or too few.
     """
     named = [p for p in parameters if p.kind != p.VAR_KEYWORD]
     positional = [p.name for p in named if p.kind != p.KEYWORD_ONLY]
@@ -269,10 +250,8 @@ def refuse_misfit(
 def takes_no_gradients(name: str, given: Iterable[Any], once: str = "") -> Iterator[None]:
     """Explains the error of a function that makes transformations but was given gradients.
 
-    Args:
-      name: the function's name.
-      given: the values of its arguments that were passed without a keyword.
-      once: the call that clips gradients once, if there is one.
+    `given` are the arguments without a keyword; `once` is the call that clips gradients once, if
+    there is one.
     """
     try:
         yield

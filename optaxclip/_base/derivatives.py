@@ -33,9 +33,6 @@ def custom_jvp(
     With a policy that saves all values, it repeats nothing, and the compiled program is the same.
 
     A rule has to call the decorated function, not the undecorated one.
-
-    Args:
-      nondiff_argnums: the positions of hashable arguments that are not differentiated.
     """
 
     def decorate(fn: Callable[Arguments, Result]) -> CustomJvp[Arguments, Result]:

@@ -130,9 +130,6 @@ def increased(count: Array, where: Array | bool = True, *, period: int = 1) -> A
       period: a counter at the dtype's largest value falls by `period - 1` instead of growing. With
         1 it stays at that value, as Optax's counters do. If `period` is the length of a ring
         buffer, the place in the buffer, `count % period`, moves on by one as at any other step.
-
-    Raises:
-      TypeError: for counters of another dtype.
     """
     if not jnp.issubdtype(count.dtype, jnp.integer):
         raise TypeError(
@@ -170,12 +167,7 @@ def check_state(
 ) -> None:
     """Checks that the state passed to a transformation is of the type that it makes.
 
-    Args:
-      state: what the user passed.
-      kind: the type.
-      name: the transformation's name.
-      remedy: the end of the message.
-      updates: what the user passed as updates; it may be the state by mistake.
+    The updates that the user passed may be the state by mistake. `remedy` ends the message.
     """
     if state is None:
         raise ValueError(

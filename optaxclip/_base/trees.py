@@ -130,16 +130,10 @@ def _is_kept_back(x: Any) -> bool:
 def flatten(
     tree: PyTree, argument: str, *, integers: Literal["skip", "error", "measure"] = "skip"
 ) -> FlatTree:
-    """Flattens a tree and finds the leaves to measure.
+    """Flattens a tree, which messages call `argument`, and finds the leaves to measure.
 
-    Args:
-      tree: any pytree.
-      argument: what the tree is called in messages.
-      integers: whether integer leaves are left alone ("skip"), refused ("error"), or measured like
-        floats ("measure"). Bool and PRNG-key leaves are refused unless it is "skip".
-
-    Raises:
-      TypeError: if a leaf is neither an array nor a number, or is refused because of `integers`.
+    Integer leaves are left alone ("skip"), refused ("error"), or measured like floats ("measure").
+    Bool and PRNG-key leaves are refused unless it is "skip".
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)
     paths = _distinct(_without_boxes([path for path, _ in pairs], tree))
@@ -246,14 +240,8 @@ def _outline(tree: PyTree) -> str:
 def per_leaf(value: PyTree | Callable[[str, Any], Any], flat: FlatTree, argument: str) -> list[Any]:
     """One value for each measured leaf of a tree.
 
-    Args:
-      value: `fn(path, leaf) -> value`, where the path is text such as `encoder/0/kernel`; or a
-        pytree prefix of the tree whose leaves are the values, or `fn(tree)` that returns one.
-      flat: the tree.
-      argument: the name of `value` in messages.
-
-    Raises:
-      ValueError: if `value` is not a prefix of the tree.
+    They come from `fn(path, leaf) -> value`, where the path is text such as `encoder/0/kernel`; or
+    from a pytree prefix of the tree whose leaves are the values, or `fn(tree)` that returns one.
     """
     if not flat.measured:
         return []

@@ -14,12 +14,7 @@ from optaxclip._border.crossing import split_as
 
 
 def number_of_examples(flat: FlatTree, argument: str, remedy: str = "") -> int:
-    """The size of the leading axis, which must be the same for all leaves; `remedy` ends messages.
-
-    Raises:
-      ValueError: if leaves have no leading axis, or leading axes of different sizes.
-      TypeError: if a leaf is sparse.
-    """
+    """The size of the leading axis, the same for all leaves; else `remedy` ends the message."""
     sizes: dict[str, tuple[int, ...]] = {}
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if is_sparse(leaf):
@@ -73,11 +68,7 @@ def last_examples(x: Array, rest: int) -> Array:
 
 
 def in_order_of_batch(x: Array) -> Array:
-    """The examples `[count * size, ...]` in the order of the batch, from rows of microbatches.
-
-    Args:
-      x: `[count, size, ...]`.
-    """
+    """The examples `[count * size, ...]` in the order of the batch, from `[count, size, ...]`."""
 
     def in_order(x: Array) -> Array:
         # Not -1, which is undefined if the examples are empty arrays.

@@ -19,19 +19,7 @@ def loss_and_aux(
     has_aux: bool,
     of: str,
 ) -> tuple[Array, PyTree]:
-    """The loss, `[]`, and what else the function returns; None without `has_aux`.
-
-    Args:
-      loss_fn: the loss.
-      args: its arguments.
-      keywords: its arguments by name.
-      has_aux: whether it returns a pair.
-      of: what the loss is, in messages.
-
-    Raises:
-      TypeError: if it returns no real float, or no pair in spite of `has_aux`.
-      ValueError: if the loss is not a scalar.
-    """
+    """The loss, `[]`, which messages describe by `of`, and aux; None without `has_aux`."""
     found: Any = called(loss_fn, args, keywords)
     if has_aux and not (isinstance(found, tuple) and len(found) == 2):
         raise TypeError(f"with has_aux loss_fn must return (loss, aux), got {found!r:.80}")

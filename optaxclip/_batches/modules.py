@@ -32,9 +32,8 @@ _EQUINOX = """
 def flat_params(params: PyTree) -> FlatTree:
     """The parameters of a loss, flattened.
 
-    Raises:
-      TypeError: if a model is among them that the framework's own `grad` differentiates in another
-        way than `jax.grad` does, which takes each array and each Python float for a parameter.
+    Refused are models that the framework's own `grad` differentiates in another way than
+    `jax.grad`, which takes each array and each Python float for a parameter.
     """
     # A user who has a model of a framework has imported the framework.
     for found, remedy in ((_of_nnx(params), _NNX), (_of_equinox(params), _EQUINOX)):

@@ -31,11 +31,7 @@ class Roles(NamedTuple):
         argnums: int | Sequence[int],
         batch_argnums: int | Sequence[int] | None,
     ) -> "Roles":
-        """The roles of arguments; with `batch_argnums=None`, all but the parameters are batch.
-
-        Raises:
-          ValueError: for positions that do not exist or come twice, and if no argument is batch.
-        """
+        """The roles of arguments; with `batch_argnums=None`, all but the parameters are batch."""
         count = len(args)
         is_one = isinstance(argnums, int)
         chosen = _positions((argnums,) if is_one else argnums, count, "argnums")
@@ -85,12 +81,7 @@ def _positions(numbers: Sequence[int], count: int, argument: str) -> tuple[int, 
 
 
 def checked_roles(argnums: Any, batch_argnums: Any) -> tuple[_Numbers, _Numbers | None]:
-    """The positions of the parameters and of the batch, which must have none in common.
-
-    Raises:
-      ValueError: if a position is among both.
-      TypeError: if one is not an int.
-    """
+    """The positions of the parameters and of the batch, which must have none in common."""
     params = argument_numbers(argnums, "argnums")
     if batch_argnums is None:
         return params, None
@@ -105,11 +96,7 @@ def checked_roles(argnums: Any, batch_argnums: Any) -> tuple[_Numbers, _Numbers 
 
 
 def argument_numbers(given: Any, argument: str) -> _Numbers:
-    """Positions of arguments as Python ints, from ints of Python or NumPy.
-
-    Raises:
-      TypeError: if they are not ints.
-    """
+    """Positions of arguments as Python ints, from ints of Python or NumPy."""
     try:
         if np.ndim(given) == 0:
             return operator.index(given)

@@ -26,15 +26,10 @@ Back = Callable[..., Array]
 
 
 def with_cotangent(x: Array, back: Back, *operands: Array) -> Array:
-    """`x`, whose cotangent becomes `back(cotangent, *operands)`.
+    """`x`, whose cotangent becomes `back(cotangent, *operands)`, of its shape and dtype.
 
     In forward mode it is the identity. Under `vmap`, `back` sees each example by itself, even if
-    `x` is the same for all examples.
-
-    Args:
-      x: an array of floating or complex entries.
-      back: the function; it keeps shape and dtype.
-      *operands: further arrays for `back`, which may be traced.
+    `x` is the same for all examples. The operands may be traced.
     """
     return _identity.bind(x, *operands, back=back, is_tangent=False)
 

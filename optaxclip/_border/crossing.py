@@ -82,10 +82,9 @@ def transformation(init: Init[State], update: Update[State]) -> Transformation[S
 
 
 def stateless(update: Callable[..., Any]) -> Transformation[Any]:
-    """A transformation without a state: its update takes any state and returns it as it is.
+    """A transformation without a state, from `update(updates, params, **extra_args) -> updates`.
 
-    Args:
-      update: `update(updates, params, **extra_args) -> updates`.
+    Its own update takes any state and returns it as it is.
     """
 
     def init(params: PyTree) -> optax.EmptyState:

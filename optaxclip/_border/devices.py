@@ -8,6 +8,7 @@ array is split over an explicit mesh.
 
 import contextlib
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +33,11 @@ except ImportError:  # from JAX 0.11 on
 Axes = frozenset[str]
 
 
+def united(sets: Iterable[Iterable[str]]) -> Axes:
+    """The axes that are in some of these sets."""
+    return Axes(itertools.chain.from_iterable(sets))
+
+
 def manual_axes() -> Axes:
     """The axes of the mesh that are manual here; inside `pmap`, the axis of the `pmap`."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
@@ -44,7 +50,7 @@ def varying_axes(x: Any) -> Axes:
 
 def varying_together(tree: PyTree) -> Axes:
     """The manual axes over which JAX tracks that some leaf differs from device to device."""
-    return Axes().union(*map(varying_axes, jax.tree.leaves(tree)))
+    return united(map(varying_axes, jax.tree.leaves(tree)))
 
 
 def collectives(program: Any) -> frozenset[str]:
@@ -56,16 +62,12 @@ def collectives(program: Any) -> frozenset[str]:
         if names & manual_axes() and eqn.primitive.name not in ("axis_index", "pvary", "pcast"):
             found |= {eqn.primitive.name}
         values = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
-        found = found.union(*(collectives(x) for x in values if hasattr(x, "eqns")))
+        found |= united(collectives(x) for x in values if hasattr(x, "eqns"))
     return found
 
 
 def refuse_different(x: Any, axes: Iterable[str], argument: str) -> None:
-    """Refuses a number whose type says that it differs over devices along one of these axes.
-
-    Raises:
-      ValueError: for such a number.
-    """
+    """Refuses a number whose type says that it differs over devices along one of these axes."""
     different = sorted(varying_axes(x) & frozenset(axes))
     if different:
         raise ValueError(
@@ -147,11 +149,7 @@ def varying_like(batch: PyTree, tree: PyTree) -> PyTree:
 
 
 def check_mapped(axis_names: Iterable[str]) -> None:
-    """Checks that a function is mapped over these axes.
-
-    Raises:
-      ValueError: if it is not.
-    """
+    """Checks that a function is mapped over these axes."""
     for name in axis_names:
         try:
             lax.axis_size(name)
@@ -325,10 +323,7 @@ def is_of_both_kinds(mesh: Any) -> bool:
 def with_automatic_axes(fn: Callable[..., Any], mesh: Any, out_specs: PyTree) -> Callable[..., Any]:
     """`fn` with the mesh's explicit axes made automatic, so that the compiler splits arrays.
 
-    Args:
-      fn: a function of pytrees.
-      mesh: the mesh; its manual axes stay manual.
-      out_specs: a `PartitionSpec` for each array that `fn` returns.
+    Manual axes stay manual. `out_specs` has a `PartitionSpec` for each array that `fn` returns.
     """
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), out_specs)
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -359,7 +354,7 @@ def spec_axes(entry: Any) -> Axes:
 
 def axes_of(spec: PartitionSpec) -> Axes:
     """The mesh axes over which a spec splits an array."""
-    return Axes().union(*map(spec_axes, spec))
+    return united(map(spec_axes, spec))
 
 
 def current_mesh() -> Any:

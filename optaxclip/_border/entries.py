@@ -103,14 +103,10 @@ def times(x: Array, by: Array | float) -> Array:
 def product(
     x: Array, power: Array, ratio: Array, *, strict: bool, plain: Callable[..., Array]
 ) -> Array:
-    """`x * power * ratio`, rounded once to the dtype of `x`.
+    """`x * power * ratio` of real entries, rounded once to the dtype of `x`; a power is one of two.
 
-    Args:
-      x: real entries.
-      power: a power of two, which broadcasts to them.
-      ratio: the other factor, of the same shape.
-      strict: whether to round toward zero instead of to the nearest number.
-      plain: the function of these arguments for platforms that need no trick.
+    With `strict` it is rounded toward zero instead of to the nearest number. `plain` is the
+    function for platforms that need no trick.
     """
     plain = functools.partial(plain, strict=strict)
     if x.dtype != jnp.bfloat16 or ratio.dtype != jnp.float32:

@@ -75,7 +75,7 @@ class Placement:
             mesh=self._mesh,
             in_specs=(list(self.specs),),
             out_specs=PartitionSpec(),
-            axis_names=Axes().union(*map(devices.axes_of, self.specs)) if shown else Axes(),
+            axis_names=devices.united(map(devices.axes_of, self.specs)) if shown else Axes(),
         )
 
     def on_all_devices(self, x: Array) -> Array:
@@ -98,13 +98,9 @@ class Placement:
     ) -> Sequence[AtScales]:
         """For each leaf, what this device adds to the sums, or the maxima, over devices.
 
-        If several devices hold the same leaf, its sum is divided by their number, so that it counts
+        The sums are of what this device holds; those of whole leaves have the given shapes. If
+        several devices hold the same leaf, its sum is divided by their number, so that it counts
         once.
-
-        Args:
-          sums: for each leaf, the sums of the entries that this device holds.
-          shapes: the shapes that the sums of the whole leaves have.
-          by_max: whether the results are maxima instead of sums.
         """
         if self.automatic_mesh is not None:
             sums = list(map(self._together, sums))
@@ -145,11 +141,11 @@ class Placement:
     @functools.cached_property
     def all_axes(self) -> Axes:
         """All mapped axes over which some leaf is split."""
-        return Axes().union(*map(self.axes_of, range(len(self.reduced))))
+        return devices.united(map(self.axes_of, range(len(self.reduced))))
 
     def axes_of(self, leaf: int) -> Axes:
         """All mapped axes over which a leaf is split."""
-        return self.reduced[leaf].union(*self.kept[leaf])
+        return self.reduced[leaf] | devices.united(self.kept[leaf])
 
     def _spread(self, leaf: int, sums: Array, shape: tuple[int, ...]) -> Array:
         """The sums of all groups of a leaf, with 0 for groups that this device does not hold."""
@@ -161,14 +157,10 @@ class Placement:
     def own_parts(
         self, arrays: Sequence[Array], leaves: Sequence[Any], axes: Sequence[tuple[int, ...]]
     ) -> list[Array]:
-        """This device's parts of arrays with an entry for each group of a leaf.
+        """This device's parts of arrays, each of which has an entry for each group of a leaf.
 
-        Axes in front of the groups' axes are not cut.
-
-        Args:
-          arrays: one for each leaf.
-          leaves: what this device holds of the leaves.
-          axes: for each leaf, the axes that its groups lack.
+        `axes` are those of the leaf that its groups lack. Axes in front of the groups' axes are not
+        cut.
         """
         if not self.all_axes or not devices.manual_axes():
             return list(arrays)
@@ -203,13 +195,7 @@ class Told(NamedTuple):
 
 
 def grouped(scope: Scope, flat: FlatTree, told: Told) -> Grouping:
-    """The groups that a scope finds in a tree, of which each device may hold a part.
-
-    Raises:
-      TypeError: if a leaf of `specs` is neither a `PartitionSpec` nor a `NamedSharding`.
-      ValueError: if `specs` is not a prefix of the tree, or a spec does not fit its leaf or the
-        mesh; if groups have names that are not in order.
-    """
+    """The groups that a scope finds in a tree, of which each device may hold a part."""
     names = frozenset(told.axis_names or ())
     if devices.manual_axes() or names:
         split = None if told.specs is None else _given_specs(flat, told.specs)[1]
@@ -225,12 +211,7 @@ def grouped(scope: Scope, flat: FlatTree, told: Told) -> Grouping:
 
 
 def located(grouping: Grouping, flat: FlatTree, told: Told) -> Placement:
-    """How the leaves of a tree with these groups lie on devices.
-
-    Raises:
-      TypeError: as `grouped`.
-      ValueError: as `grouped`; if it is unknown how leaves are split; if a leaf is a partial sum.
-    """
+    """How the leaves of a tree with these groups lie on devices."""
     leaves, manual = flat.measured_leaves(), devices.manual_axes()
     axis_names, specs = told
     devices.check_mapped(axis_names or ())
@@ -268,16 +249,8 @@ def located(grouping: Grouping, flat: FlatTree, told: Told) -> Placement:
 def refuse_split(flat: FlatTree, specs: PyTree, *, of_examples: bool, remedy: str) -> None:
     """Refuses leaves of which devices hold parts, inside of `shard_map` and `pmap`.
 
-    Args:
-      flat: the tree.
-      specs: how leaves are split, a pytree prefix of the tree; None if the user does not say it.
-      of_examples: whether the leaves have a leading axis of examples, which may be split.
-      remedy: ends the message.
-
-    Raises:
-      TypeError: if a leaf of `specs` is neither a `PartitionSpec` nor a `NamedSharding`.
-      ValueError: if a leaf is split, or it is unknown whether it is; if `specs` is not a prefix of
-        the tree, or a spec does not fit its leaf or the mesh.
+    Leaves `of_examples` have a leading axis of examples, which may be split. `remedy` ends the
+    message.
     """
     leaves, manual = flat.measured_leaves(), devices.manual_axes()
     tracked = devices.are_tracked()
@@ -328,11 +301,7 @@ def _checked_spec(spec: Any, leaf: Any, mesh: Any) -> PartitionSpec:
 
 
 def as_spec(spec: Any) -> PartitionSpec:
-    """The spec of a sharding, or the spec itself.
-
-    Raises:
-      TypeError: if it is neither.
-    """
+    """The spec of a sharding, or the spec itself."""
     if not isinstance(spec, (PartitionSpec, NamedSharding)):
         raise TypeError(f"specs must be a pytree of PartitionSpec or NamedSharding, got {spec!r}")
     return spec.spec if isinstance(spec, NamedSharding) else spec
@@ -421,7 +390,7 @@ class _Finder:
             for x in _by_axis(self.specs[i], leaf)
         ]
         inside = self.grouping.axes[i]
-        reduced = Axes().union(*(names for axis, names in enumerate(split) if axis in inside))
+        reduced = devices.united(names for axis, names in enumerate(split) if axis in inside)
         return reduced, tuple(names for axis, names in enumerate(split) if axis not in inside)
 
     def _by_type(self, i: int, leaf: Any, unsplit: Kept) -> tuple[Axes, Kept]:
@@ -439,7 +408,7 @@ class _Finder:
                 "specs= (a pytree of PartitionSpec)"
             )
         reduced, kept = self._by_spec(i, leaf, varying)
-        unknown = varying - reduced.union(*kept)
+        unknown = varying - reduced - devices.united(kept)
         if unknown:
             raise ValueError(
                 f"specs has {self.specs[i]} for a leaf of type {jax.typeof(leaf)}, which also "

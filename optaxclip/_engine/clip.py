@@ -168,9 +168,6 @@ def given_norm(norm: Any, argument: str, options: Options) -> Array:
     """The norm that the caller passes, checked, as a float32 or float64 scalar.
 
     It may be negative or NaN.
-
-    Raises:
-      ValueError: if it is not a scalar, or differs over devices that share a norm.
     """
     given = jnp.asarray(checked_limit(norm, argument, allow_any_number=True))
     shared = devices.shared_axes(options.axis_names)
@@ -259,15 +256,7 @@ def group_norms(
     axis_name: AxisName = None,
     specs: PyTree = None,
 ) -> NormTree:
-    """The norm of every group of a tree, float32 or wider, without clipping.
-
-    Args:
-      tree: a pytree of floating or complex arrays; other leaves do not count.
-      scope: which entries share a norm.
-      norm: the norm.
-      axis_name: as in `clip_by`.
-      specs: as in `clip_by`.
-    """
+    """The norm of every group of a tree, float32 or wider, without clipping."""
     flat = flatten(devices.to_device(tree), "tree")
     options = Options.checked(norm=norm, axis_name=axis_name, specs=specs, name="group_norms")
     return norms_by(scope, flat, options)

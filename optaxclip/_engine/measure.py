@@ -275,8 +275,7 @@ class _Measurement(NamedTuple):
 def in_range(found: leaf_sums.AtScales) -> tuple[Array, Array]:
     """For each group, the sum at a scale at which it neither overflowed nor lost small summands.
 
-    Returns:
-      The sums, and the powers of two by which to multiply the norms computed from them.
+    With it come the powers of two by which to multiply the norms that are computed from the sums.
     """
     plain, *others = found
     if not others:

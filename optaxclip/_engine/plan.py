@@ -87,15 +87,10 @@ class Plan:
         by_max: bool = False,
         add: Callable[[Array], Array] | None = None,
     ) -> AtScales:
-        """The sums of groups, from the sums of leaves: over a group's leaves, then over devices.
+        """The sums of groups, from those of leaves: over a group's leaves, then over devices.
 
-        Args:
-          parts: for each leaf, the sums over what this device holds.
-          by_max: whether to take the largest instead of the sum.
-          add: adds the sums of a group's leaves along the first axis; None for a plain sum.
-
-        Returns:
-          The sums of all groups at all scales.
+        With `by_max` they are maxima. `add` adds up the sums of a group's leaves along the first
+        axis.
         """
         groups = self.grouping.groups
         shapes = self.grouping.by_leaf([group.shape for group in groups])
@@ -136,11 +131,7 @@ class Plan:
         return [(name, ()) for name in self.grouping.names]
 
     def repeated(self, of_groups: Sequence[Any]) -> Any:
-        """The numbers of all groups in the shape of `pack`; one number, if all are the same.
-
-        Args:
-          of_groups: a number for each group, in the order of the grouping.
-        """
+        """A number for each group, in the shape of `pack`; one number, if all are the same."""
         ordered = [of_groups[n] for n in self.order]
         if len(set(ordered)) == 1:
             return ordered[0]

@@ -64,13 +64,8 @@ def products(
 ) -> Products:
     """The inner products of each group's entries with the others; the real part, if complex.
 
-    Args:
-      leaves: floating or complex arrays (or `BCOO`), in the order of the grouping.
-      others: as many arrays, of the same shapes.
-      plan: the groups of the leaves, and where they lie.
-      norm: the L2 norms of `leaves`, if they are known; their squares are then not summed.
-      of_others: the L2 norms of `others`; required if a leaf is a `BCOO`, because the other leaf is
-        read only where the `BCOO` has entries.
+    If the L2 norms of one tree are known, its squares are not summed. Those of `others` must be
+    known if a leaf is a `BCOO`, because the other leaf is read only where the `BCOO` has entries.
     """
     dtype = norm_dtype([leaf.dtype for leaf in (*leaves, *others)])
     if not leaves:

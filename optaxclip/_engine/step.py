@@ -72,15 +72,8 @@ def clipped(
 ) -> tuple[PyTree, ClipState]:
     """The clipped tree and the next state.
 
-    Args:
-      flat: the tree.
-      params: the parameters, for a limit that is relative to them.
-      rule: the limit.
-      state: the state before the step; if nothing is recorded, its `info` is None.
-      norm_of_tree: the norm of the whole tree, if the caller knows it; if None, it is measured.
-      plan: the groups of the tree, and where they lie.
-      options: all settings except the limit.
-      technique: how leaves are measured and changed.
+    If nothing is recorded, the state's `info` is None. If the caller does not know the norm of the
+    whole tree, it is measured.
     """
     params = params_for(rule, params, options.name)
     weights, of_weights = None, plan

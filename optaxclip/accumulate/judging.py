@@ -112,16 +112,7 @@ class Judge:
         params: PyTree,
         param_norm: Array | None,
     ) -> MicrobatchJudgement:
-        """Judges the gradient of one microbatch.
-
-        Args:
-          grads: the gradient.
-          value: the loss.
-          weight: the weight of the microbatch.
-          state: the state after the microbatches before it.
-          params: the parameters.
-          param_norm: the norm of the parameters, if the rule needs it.
-        """
+        """Judges the gradient of one microbatch."""
         leaves = grads.measured_leaves()
         if not self.measures:
             unmeasured = jnp.zeros((), weight.dtype)

@@ -46,16 +46,7 @@ def over_microbatches(
     cut: Cut,
     state: AccumulateState,
 ) -> Means:
-    """The means over all microbatches and devices.
-
-    Args:
-      loss: the user's loss and weight.
-      judge: judges each gradient.
-      roles: the arguments of the loss.
-      params: the parameters, as arrays.
-      cut: the batch.
-      state: the state before the first microbatch.
-    """
+    """The means over all microbatches and devices."""
     axes = Axes() if judge.measures else loss.places.axes_summed_last(params, roles.batch)
     dtypes = [loss.dtype_of_sum(x.dtype) for x in params.measured_leaves()]
     measured = [loss.places.vary(x, axes) for x in params.measured_leaves()]

@@ -71,15 +71,7 @@ class MicrobatchLoss:
     def over_devices(
         self, roles: Roles, params: FlatTree, size: int, measured: list[Array], microbatch: Any
     ) -> Found:
-        """Loss, weight and gradient of a microbatch over all devices.
-
-        Args:
-          roles: the arguments of the loss.
-          params: the parameters.
-          size: how many examples of the microbatch one device has.
-          measured: the measured leaves of the parameters.
-          microbatch: the microbatch's part of each batch argument.
-        """
+        """Loss, weight and gradient of a microbatch, of which one device has `size` examples."""
         weight = self._weight_of(microbatch, size)
 
         def share_of_loss(measured: list[Array]) -> Any:
@@ -140,11 +132,7 @@ class MicrobatchLoss:
 
 
 def _of_batch(weight: Callable[..., Any], microbatch: tuple[Any, ...]) -> Any:
-    """What a user's weight returns, which must take all batch arguments.
-
-    Raises:
-      TypeError: if it does not.
-    """
+    """What a user's weight returns, which must take all batch arguments."""
     try:
         inspect.signature(weight).bind(*microbatch)
     except TypeError as error:

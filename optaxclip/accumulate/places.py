@@ -37,11 +37,7 @@ class Places:
         return cls(as_axis_names(axis_name), specs)
 
     def check(self, name: str) -> None:
-        """Checks that the axes over which a batch is split are known, and are axes.
-
-        Raises:
-          ValueError: if they are not.
-        """
+        """Checks that the axes over which a batch is split are known, and are axes."""
         devices.check_mapped(self.axis_names or ())
         if devices.manual_axes() and not devices.are_tracked() and self.axis_names is None:
             raise ValueError(

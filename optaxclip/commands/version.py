@@ -32,12 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report() -> dict[str, str]:
-    """The facts that the command prints, by name.
-
-    Returns:
-      The versions of optaxclip, Python and other packages, the system, the devices, and the values
-      of environment variables that change what JAX does.
-    """
+    """The versions of packages and Python, the system, the devices, and settings of JAX."""
     python = f"{platform.python_version()} ({platform.python_implementation()})"
     lines = {"optaxclip": __version__, "python": python, "platform": platform.platform()}
     lines |= {package: _installed(package) for package in PACKAGES}

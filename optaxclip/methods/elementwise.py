@@ -32,17 +32,8 @@ def clamp(
     """The tree with real entries clipped to `[low, high]`, complex ones to the modulus `high`.
 
     NaN stays NaN; infinite entries become the bounds. If `low` is above `high`, entries become
-    `low`.
-
-    Args:
-      flat: the tree; of `BCOO` leaves the stored entries are clipped.
-      low: a scalar, or an array that broadcasts to every leaf. If None, it is `-high`, and a
-        negative `high` acts as 0.
-      high: a scalar, or an array that broadcasts to every leaf.
-      arguments: the names of the bounds in messages.
-
-    Raises:
-      ValueError: if a bound does not broadcast to the shape of a leaf.
+    `low`; if it is None, it is `-high`, and a negative `high` acts as 0. Bounds broadcast to every
+    leaf. Of `BCOO` leaves the stored entries are clipped. Messages call the bounds by `arguments`.
     """
     leaves = flat.measured_leaves()
     for bound, argument in zip((low, high), arguments, strict=True):
@@ -56,11 +47,7 @@ def clamp(
 
 
 def checked_bound(bound: Any, argument: str) -> Any:
-    """`bound`, checked to be a real number or an array of these.
-
-    Raises:
-      TypeError: if it is neither.
-    """
+    """`bound`, checked to be a real number or an array of these."""
     if not is_real(bound):
         raise TypeError(
             f"{argument} must be a number or an array, got {short(bound)} of type "
@@ -70,11 +57,7 @@ def checked_bound(bound: Any, argument: str) -> Any:
 
 
 def check_order(low: Any, high: Any, names: tuple[str, str]) -> None:
-    """Checks that no minimum exceeds its maximum and no bound is NaN; skips traced bounds.
-
-    Raises:
-      ValueError: if a minimum exceeds its maximum, or a bound is NaN.
-    """
+    """Checks that no minimum exceeds its maximum and no bound is NaN; skips traced bounds."""
     if any(isinstance(bound, Tracer) for bound in (low, high)):
         return
     if not np.all(np.asarray(low) <= np.asarray(high)):

@@ -78,11 +78,7 @@ class Place(NamedTuple):
 
 
 def placed(heads: Heads, shape: tuple[int, ...], name: str) -> tuple[Place, tuple[int, ...]]:
-    """The place of heads in a leaf of this shape, and the shape of its logits.
-
-    Raises:
-      ValueError: if they do not fit.
-    """
+    """The place of heads in a leaf of this shape, and the shape of its logits."""
     rank, axes, pairs = len(shape), _axes(heads.axis), _pairs(heads.power)
     is_divided = isinstance(heads.power, Sequence)
     if any(not -rank <= axis < rank for axis in (*axes, heads.along)[: len(axes) + is_divided]):

@@ -170,11 +170,7 @@ def _checked_radius(radius: Any) -> Any:
 
 
 def _refuse_vectors(flat: FlatTree, plan: Plan, name: str) -> None:
-    """Checks that each leaf is a matrix or a stack of matrices.
-
-    Raises:
-      ValueError: if one is not.
-    """
+    """Checks that each leaf is a matrix or a stack of matrices."""
     rows = zip(flat.names(), flat.measured_leaves(), plan.grouping.axes, strict=True)
     for path, leaf, axes in rows:
         if len(axes) < 2:

@@ -61,14 +61,9 @@ class Judged(NamedTuple):
 def judged(
     rule: Threshold, state: PyTree, number: Array, name: str, param_norm: Any = None
 ) -> Judged:
-    """Judges a number by a rule in this state.
+    """Judges a number, such as a norm, by a rule in this state.
 
-    Args:
-      rule: the limit rule.
-      state: its state.
-      number: `[]`, such as the norm of a tree.
-      name: the transformation's name, for messages.
-      param_norm: the norm of the parameters, for a rule that is relative to it.
+    A rule that is relative to the parameters needs their norm.
     """
     operands = (at_step(rule, state), state, number, param_norm)
     limits, state = across(limits_of, *operands, like=_judgement, name=name)

@@ -27,15 +27,7 @@ class NamedMoments(NamedTuple):
         return cls(flat, flat.names())
 
     def of_leaves(self, gradients: FlatTree, name: str) -> list[Array]:
-        """The average of each leaf of the gradients.
-
-        Args:
-          gradients: the tree of this step.
-          name: the transformation's name, for messages.
-
-        Raises:
-          ValueError: if a leaf has another shape than its average.
-        """
+        """The average of each leaf of the gradients."""
         by_name = dict(zip(self.names, self.flat.measured_leaves(), strict=True))
         found = [by_name[path] for path in gradients.names()]
         rows = zip(gradients.names(), gradients.measured_leaves(), found, strict=True)
@@ -55,11 +47,7 @@ class NamedMoments(NamedTuple):
 
 
 def dense(flat: FlatTree, name: str) -> FlatTree:
-    """`flat`, checked to have no sparse leaf.
-
-    Raises:
-      TypeError: if a leaf is sparse.
-    """
+    """`flat`, checked to have no sparse leaf."""
     for leaf, path in zip(flat.measured_leaves(), flat.names(), strict=True):
         if is_sparse(leaf):
             raise TypeError(

@@ -19,13 +19,8 @@ COUNTERS = ("count", "steps")
 def marked(state: PyTree, only: Sequence[str], like: PyTree) -> tuple[list[bool], list[Any], Any]:
     """Which leaves of a state belong to the named parts, or count the steps of such a part.
 
-    Args:
-      state: the state of an optimizer.
-      only: the names of the parts.
-      like: trees of parameters; the names inside of them are not names of parts.
-
-    Returns:
-      A flag for each leaf, the leaves, and the structure of the state.
+    Names inside of trees `like` the parameters are not names of parts. With the flags come the
+    leaves and the structure of the state.
     """
     pairs, treedef = jax.tree_util.tree_flatten_with_path(state)
     own = [_own_names(path, _paths(like)) for path, _ in pairs]

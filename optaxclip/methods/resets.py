@@ -220,11 +220,7 @@ def _checked_names(only: Any) -> tuple[str, ...]:
 
 
 def _check_parts(only: Sequence[str], state: PyTree, params: PyTree, name: str) -> None:
-    """Checks that the optimizer's state has each named part, unless there are no parameters.
-
-    Raises:
-      ValueError: if one is not.
-    """
+    """Checks that the optimizer's state has each named part, unless there are no parameters."""
     if not jax.tree.leaves(params):
         return
     missing = [part for part in only if not named(state, part, params)]

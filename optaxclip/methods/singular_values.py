@@ -66,13 +66,10 @@ def largest(prepared: Prepared) -> Array:
 
 
 def clipped_matrix(x: Array, limit: Array, *, mode: Mode, iterations: int) -> Array:
-    """A matrix with its singular values clipped.
+    """A finite matrix `[rows, columns]` with its singular values clipped; float32 or wider.
 
-    Args:
-      x: `[rows, columns]`, finite, float32 or wider.
-      limit: `[]`, of the real part of its dtype, at least 0.
-      mode: "soft", `s / sqrt(1 + (s / limit)**2)`; or "hard", `min(s, limit)`.
-      iterations: how many iterations to make, each of two steps on one Gram matrix.
+    With the mode "soft", `s` becomes `s / sqrt(1 + (s / limit)**2)`, with "hard", `min(s, limit)`.
+    Each of the iterations takes two steps on one Gram matrix.
     """
     prepared = Prepared.of(x)
     is_open = jnp.isinf(limit)
@@ -141,13 +138,7 @@ def _clipped_row(prepared: Prepared, limit: Array, mode: Mode) -> tuple[Array, A
 def _orthogonal(blocks: tuple[Array, ...], low: Array, iterations: int) -> tuple[Array, ...]:
     """The nearest matrix whose rows are orthogonal and of length 1.
 
-    Args:
-      blocks: parts `[m, n]` of the matrix, side by side; its singular values are at most 1.
-      low: a lower bound of the singular values.
-      iterations: how many iterations to make.
-
-    Returns:
-      The parts of the nearest matrix.
+    Its blocks `[m, n]` lie side by side. The singular values are from `low` to 1.
     """
     eye = jnp.eye(blocks[0].shape[0], dtype=blocks[0].dtype)
 

@@ -87,16 +87,10 @@ def skipping(
     of: Of = "gradients",
     gives_up: bool = False,
 ) -> Transformation[SkipState]:
-    """A wrapper that skips steps.
+    """A wrapper that skips steps with a norm, or a loss, above its limit.
 
-    Args:
-      inner: the optimizer.
-      limit: a step with a larger norm is skipped.
-      max_consecutive: after this many skipped steps in a row the next is taken.
-      loss_limit: a rule; a step with a loss above its limit is skipped.
-      options: the checked options.
-      of: whether the norm is that of what comes in, or of what the optimizer makes of it.
-      gives_up: whether, after that, even steps that are not finite are taken, until one is finite.
+    After `max_consecutive` skipped steps in a row the next is taken. With `gives_up` that may even
+    be a step that is not finite, and so are all others until one is finite.
     """
     inner, limit, name = as_inner(inner), as_limit(limit, "limit"), options.name
     if max_consecutive is not None:
@@ -207,11 +201,7 @@ def _warn_if_all_are_clips(inner_state: PyTree, name: str) -> None:
 
 
 def as_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """`inner`, checked to be a transformation, as one that takes extra arguments.
-
-    Raises:
-      TypeError: if it is not a transformation.
-    """
+    """`inner`, checked to be a transformation, as one that takes extra arguments."""
     is_transformation = hasattr(inner, "init") and hasattr(inner, "update")
     if not is_transformation or isinstance(inner, Threshold):
         raise TypeError(

@@ -137,12 +137,7 @@ class _SingularValues(Technique):
 
 
 def _refuse_parts(leaves: list[Any], plan: Plan, transformation: str) -> None:
-    """Refuses leaves whose singular values cannot be computed.
-
-    Raises:
-      TypeError: for a sparse leaf.
-      ValueError: inside of `shard_map` or `pmap`, for a leaf that is split over devices.
-    """
+    """Refuses leaves whose singular values cannot be computed."""
     for i, (leaf, name) in enumerate(zip(leaves, plan.leaf_names, strict=True)):
         of_leaf = f"{transformation}: leaf '{name}' of shape {leaf.shape}"
         if is_sparse(leaf):

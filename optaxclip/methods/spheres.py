@@ -38,15 +38,10 @@ def steps_along(
     *,
     plan: Plan,
 ) -> list[Array]:
-    """The updates of the weights.
+    """The updates of weights along their spheres, from the directions that are subtracted.
 
-    Args:
-      weights: the matrices.
-      directions: for each weight, the direction that is subtracted.
-      radius: the radius of each group, one radius for all, or None for the norms of the weights.
-      rate: the length of a step as a share of the radius.
-      eps: a direction with a norm of at most `eps` counts as zeros.
-      plan: one group for each matrix.
+    The radius is one for each group, one for all, or None for the norms of the weights. The rate is
+    the length of a step as a share of it. A direction with a norm of at most `eps` counts as zeros.
     """
     return across(_along_spheres, weights, directions, radius, rate, eps, like=1, plan=plan)
 
@@ -79,16 +74,9 @@ def _factors(
 ) -> tuple[Array, Array, Array]:
     """The factors by which a group's weight and direction are multiplied; the update is their sum.
 
-    The factor of a direction is in two parts, because it may leave the range of its dtype: a power
-    of two, which brings the direction to a norm near 1, and the rest.
-
-    Args:
-      weight: the norms of the weights.
-      direction: the norms of the directions.
-      cosine: the cosines between the two.
-      radius: as in `steps_along`.
-      rate: as in `steps_along`.
-      eps: as in `steps_along`.
+    Given are both norms and the cosine. The factor of a direction is in two parts, because it may
+    leave the range of its dtype: a power of two, which brings the direction to a norm near 1, and
+    the rest.
     """
     rate, eps = (jnp.asarray(x).astype(weight.dtype) for x in (rate, eps))
     radius = weight if radius is None else jnp.asarray(radius).astype(weight.dtype)

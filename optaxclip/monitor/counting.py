@@ -73,11 +73,7 @@ def records_for_log(opt_state: PyTree, caller: str) -> dict[str, Recorded]:
 def since_earlier(
     found: Mapping[str, Recorded], since: PyTree | None
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """For each record, the arrays that its numbers are made of, and the counts to begin at.
-
-    Raises:
-      ValueError: if `since` is of another optimizer, or its arrays are deleted.
-    """
+    """For each record, the arrays that its numbers are made of, and the counts to begin at."""
     kept = [wanted(state) for state in found.values()]
     if since is None:
         return [(numbers, {}) for numbers in kept]

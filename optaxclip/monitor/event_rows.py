@@ -217,11 +217,7 @@ def _refuse_skips_of_sums(inner_state: PyTree, name: str) -> None:
 
 
 def _check_shape(state: EventsState, shape: tuple[int, ...], name: str) -> None:
-    """Checks that a state has a row for each step of the window, and numbers for each judge.
-
-    Raises:
-      ValueError: otherwise, naming both.
-    """
+    """Checks that a state has a row for each step of the window, and numbers for each judge."""
     held = tuple(unboxed(state.numbers).shape)
     if held != shape:
         raise ValueError(

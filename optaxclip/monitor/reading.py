@@ -256,12 +256,7 @@ Numbers: TypeAlias = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 def _checked(numbers: Numbers, top: int) -> Numbers:
-    """The numbers of all records, after a check that some have entries if `top` asks for the worst.
-
-    Raises:
-      ValueError: if none has entries, or `top` is below 0.
-      TypeError: if `top` is not an int.
-    """
+    """The numbers of all records; `top` needs some that have entries."""
     if checked_int(top, 0, "top") and not any(has_entries(kept) for kept, _ in numbers):
         raise ValueError(
             f"top={top} asks for the worst leaves or groups, and no clip or record in the state "

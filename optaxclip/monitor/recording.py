@@ -164,11 +164,7 @@ def record(
 
 
 def _check_same(state: RecordState, kept: tuple[str, ...], name: str) -> None:
-    """Checks that a state holds what is kept.
-
-    Raises:
-      ValueError: otherwise, naming both.
-    """
+    """Checks that a state holds what is kept."""
     if sorted(state.last) != list(kept):
         raise ValueError(
             f"{name}: the state was made by another record: it holds the statistics "
@@ -177,11 +173,7 @@ def _check_same(state: RecordState, kept: tuple[str, ...], name: str) -> None:
 
 
 def _check_shape(state: RecordState, shape: tuple[int, ...], name: str) -> None:
-    """Checks that a state has a row for each step of the window, and an entry for each group.
-
-    Raises:
-      ValueError: otherwise, naming both.
-    """
+    """Checks that a state has a row for each step of the window, and an entry for each group."""
     if state.ring.shape != shape:
         held, asked = (f"the last {x[0]} steps as {[*x]}" for x in (state.ring.shape, shape))
         raise ValueError(

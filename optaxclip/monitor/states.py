@@ -26,11 +26,7 @@ def find(tree: PyTree, *kinds: Any) -> dict[str, Any]:
 
 
 def records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any]]:
-    """The states that hold the record of a clip or a skip, or are of one more kind, with paths.
-
-    Raises:
-      ValueError: if there are none, naming the caller.
-    """
+    """The states that hold the record of a clip or a skip, or are of one more kind, with paths."""
     found = list(walk(opt_state, (ClipState, SkipState, *more)))
     if not found:
         raise ValueError(
@@ -163,11 +159,7 @@ def unboxed(value: Any) -> Any:
 
 
 def to_host(arrays: PyTree, caller: str) -> PyTree:
-    """The arrays in NumPy, after one transfer.
-
-    Raises:
-      TypeError: under a trace, naming the caller.
-    """
+    """The arrays in NumPy, after one transfer."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(arrays)):
         raise TypeError(
             f"monitor.{caller} needs numbers, and under jit, vmap or grad there are none yet: call "

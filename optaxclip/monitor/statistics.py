@@ -40,14 +40,8 @@ class Sources:
     ) -> None:
         """Keeps the leaves; nothing is measured yet.
 
-        Args:
-          leaves: those of the gradients.
-          weights: those of the parameters, if a statistic needs them.
-          plan: the groups of the gradients.
-          of_weights: the same plan, with the placement of the parameters.
-          norm: the norm that the user chose.
-          with_cosines: whether cosines are needed too; the pass for them also gives the parameters'
-            L2 norms.
+        `of_weights` is the plan with the placement of the parameters. The pass for cosines also
+        gives the parameters' L2 norms.
         """
         self.norm = norm
         self._leaves, self._weights = leaves, weights or []
@@ -151,18 +145,7 @@ def recorded_statistics(
     names: tuple[str, ...],
     options: Options,
 ) -> dict[str, Array]:
-    """The statistics of these names: each has a number per group, or one for the tree.
-
-    Args:
-      flat: the gradients.
-      params: the parameters, if the user has passed them.
-      plan: the groups, and where they lie.
-      names: which statistics.
-      options: those of the transformation; "norm", "param_norm" and "ratio" take their norm.
-
-    Raises:
-      ValueError: if parameters are needed and missing, or do not match.
-    """
+    """The statistics of these names: each has a number per group, or one for the tree."""
     weights, of_weights = None, plan
     needing = [name for name in names if STATISTICS[name].needs_params]
     if needing:

@@ -92,14 +92,10 @@ def summary_on_device(
 def summary(
     kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool, top: int, numpy: Any
 ) -> Summary:
-    """The numbers of one clip, skip, noise scale or history, and those of its worst entries.
+    """The numbers of one clip, skip, noise scale or history, and those of its `top` worst entries.
 
-    Args:
-      kept: what `wanted` gives.
-      earlier: the counts of an earlier state, which are subtracted; empty to count all steps.
-      with_labels: whether each entry along the last axis has numbers of its own.
-      top: how many of the worst entries to show.
-      numpy: `numpy`, or `jax.numpy`.
+    The counts of an earlier state are subtracted. With labels, each entry along the last axis has
+    numbers of its own. `numpy` is `numpy` or `jax.numpy`.
     """
     found = _of_all(kept, earlier, with_labels, numpy)
     return found | ({"top": _of_few(kept, top, numpy)} if top and has_entries(kept) else {})

@@ -25,12 +25,7 @@ ExampleLimit: TypeAlias = ArrayLike | Mapping[str, ArrayLike]
 
 
 def checked_example_limit(limit: Any, argument: str) -> ExampleLimit:
-    """`limit`, checked to be a number, or a dict of numbers by the names of the groups.
-
-    Raises:
-      ValueError: if a number is negative, NaN (traced values are not compared) or not a scalar.
-      TypeError: if it is not a number.
-    """
+    """`limit`, checked to be a number, or a dict of numbers by the names of the groups."""
     if isinstance(limit, Mapping):
         items = limit.items()
         return {name: _check_number(value, f"{argument}[{name!r}]") for name, value in items}
@@ -38,11 +33,7 @@ def checked_example_limit(limit: Any, argument: str) -> ExampleLimit:
 
 
 def checked_split(split: str) -> Split:
-    """`split`, checked to be "uniform" or "size".
-
-    Raises:
-      ValueError: if it is neither.
-    """
+    """`split`, checked to be "uniform" or "size"."""
     return checked_choice(split, get_args(Split), "split")
 
 
@@ -78,11 +69,7 @@ def group_limits(
 
 
 def change_of(relation: Any) -> int:
-    """How many limits the sum can change by between neighbouring data sets.
-
-    Raises:
-      ValueError: for a relation that `ClippedGrad.sensitivity` does not list.
-    """
+    """How many limits the sum can change by between neighbouring data sets."""
     name = getattr(relation, "name", relation)
     name = name.lower() if isinstance(name, str) else name
     if name not in _CHANGES:

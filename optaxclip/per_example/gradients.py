@@ -224,11 +224,7 @@ def clipped_grad(
 
 
 def checked_method(method: str) -> Method:
-    """`method`, checked to be "vmap" or "ghost".
-
-    Raises:
-      ValueError: if it is neither.
-    """
+    """`method`, checked to be "vmap" or "ghost"."""
     return checked_choice(method, get_args(Method), "method")
 
 

@@ -57,14 +57,9 @@ def clipped_sums(
     grouping: Grouping,
     response: Response,
 ) -> Sums:
-    """Clips each example and sums the results.
+    """Clips each example `[examples, ...]` and sums the results.
 
-    Args:
-      leaves: floating or complex arrays `[examples, ...]`.
-      limits: for each group of the grouping, the limits of one example.
-      is_padding: bool `[examples]`, which examples are ignored.
-      grouping: the groups of one example.
-      response: gives the new norms; a new norm above its limit becomes the limit.
+    The limits are those of one example's groups. A new norm above its limit becomes the limit.
     """
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     operands = (leaves, limits, is_padding)
@@ -77,11 +72,7 @@ def _results(leaves: list[Array], *_: Any) -> Sums:
 
 
 def out_specs(specs: list[PartitionSpec]) -> Sums:
-    """How `Sums` are split over an explicit mesh: sums like the leaves, norms like the examples.
-
-    Args:
-      specs: the specs of leaves `[examples, ...]`.
-    """
+    """How `Sums` are split over an explicit mesh: sums like the leaves, norms like the examples."""
     examples = (spec[0] for spec in specs if len(spec) and spec[0] is not None)
     sums: Any = [PartitionSpec(*spec[1:]) for spec in specs]
     everywhere: Any = PartitionSpec()
@@ -123,19 +114,10 @@ def multipliers_of(
     grouping: Grouping,
     response: Response,
 ) -> tuple[list[Multiplier], Sums]:
-    """The multiplier of each example, and what happened to the examples.
+    """For each group, the multiplier of each example; and the sums, without leaves.
 
-    Args:
-      measured: for each group, norms with a leading axis of examples, and upper bounds of them.
-      limits: for each group of the grouping, the limits of one example.
-      is_padding: bool `[examples]`, which examples are ignored.
-      margin: the epsilon of the dtype in which a leaf is multiplied.
-      grouping: the groups of one example.
-      response: gives the new norms; a new norm above its limit becomes the limit.
-
-    Returns:
-      For each group, the multipliers, with a ratio of 0 for examples that add nothing; and the
-      sums, without leaves.
+    The measured norms have a leading axis of examples, and upper bounds. The ratio is 0 for
+    examples that add nothing. `margin` is the epsilon of the dtype in which a leaf is multiplied.
     """
     limits = [_for_each(limit, each.norm) for limit, each in zip(limits, measured, strict=True)]
     bounded = _Bounded(response)

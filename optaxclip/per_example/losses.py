@@ -51,13 +51,8 @@ class ExampleLoss:
     def measured(self, batch: PyTree, specs: PyTree) -> list[Any]:
         """The parameters, typed so that each device has the gradients of its own examples.
 
-        Args:
-          batch: the examples.
-          specs: how the parameters are split, if the user says it.
-
-        Raises:
-          ValueError: if devices hold parts of a parameter, or may hold them; if the loss exchanges
-            data between devices.
+        Refused are parameters of which devices hold parts, or may hold them, and a loss that
+        exchanges data between devices.
         """
         refuse_split(self.params, specs, of_examples=False, remedy=_REMEDY)
         measured = devices.varying_like(batch, self.params.measured_leaves())
@@ -77,12 +72,7 @@ class ExampleLoss:
         return measured
 
     def __call__(self, measured: list[Any], example: tuple[Any, ...]) -> Any:
-        """Returns the loss of one example: a scalar, or with `has_aux` a pair.
-
-        Raises:
-          TypeError: as `loss_and_aux`.
-          ValueError: as `loss_and_aux`.
-        """
+        """Returns the loss of one example: a scalar, or with `has_aux` a pair."""
         args = self.roles.with_values(self.params.rebuild(measured), example)
         value, aux = loss_and_aux(
             self.loss_fn, args, self.keywords, has_aux=self.has_aux, of=_OF_ONE_EXAMPLE

@@ -54,17 +54,9 @@ def in_microbatches(
     size: int | None,
     zeros: RunningSums,
 ) -> tuple[Sums, Array, PyTree]:
-    """Applies `step` to each microbatch and adds up the sums.
+    """The sums over a batch `[examples, ...]`, and losses and aux in its order, by `step`.
 
-    Args:
-      step: a function from a part of the batch to its `Sums`, losses and auxiliary outputs.
-      batch: arrays `[examples, ...]`.
-      examples: the number of examples.
-      size: how many examples a microbatch has; all if None.
-      zeros: the sums before the first microbatch.
-
-    Returns:
-      The sums over the batch; losses and auxiliary outputs in the order of the batch.
+    A microbatch has `size` examples, all if that is None; `zeros` are the sums before the first.
     """
     size = min(size or examples, examples)
     if size == examples:

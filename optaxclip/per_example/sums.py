@@ -244,12 +244,7 @@ def result_of(sums: Sums, grads: PyTree) -> PerExampleResult:
 
 
 def padding_flags(is_padding: ArrayLike | None, examples: int) -> Array:
-    """Which examples are padding, checked; None means none.
-
-    Raises:
-      ValueError: unless there is one flag for each example.
-      TypeError: if they are not bool.
-    """
+    """Which examples are padding, checked; None means none."""
     flags = jnp.zeros(examples, bool) if is_padding is None else jnp.asarray(is_padding)
     if flags.dtype != jnp.bool_:
         raise TypeError(f"is_padding must be bool, got dtype {flags.dtype}")

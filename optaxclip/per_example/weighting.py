@@ -22,13 +22,10 @@ def sum_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 def weighted_sums(
     leaves: list[Array], by_leaf: list[Multiplier], axes: tuple[tuple[int, ...], ...]
 ) -> list[Array]:
-    """The sums over the examples of each leaf times its multiplier.
+    """The sums over the examples of each leaf `[examples, ...]` times its multiplier.
 
-    Args:
-      leaves: `[examples, ...]`, in the dtypes in which they are summed.
-      by_leaf: for each leaf, a multiplier with an axis of examples. If its ratio is 0, the example
-        adds nothing, even if it is not finite.
-      axes: for each leaf, the axes of one example that share a multiplier.
+    Leaves are in the dtypes in which they are summed. `axes` are those of one example that share a
+    multiplier. If a ratio is 0, the example adds nothing, even if it is not finite.
     """
     if not leaves or leaves[0].shape[0] == 0:
         return [jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves]

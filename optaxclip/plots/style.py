@@ -79,11 +79,7 @@ def curve(
 
 
 def instance(value: Any, kind: type, argument: str, maker: str) -> None:
-    """Checks that a value has the type that a picture needs.
-
-    Raises:
-      TypeError: otherwise.
-    """
+    """Checks that a value has the type that a picture needs."""
     if not isinstance(value, kind):
         raise TypeError(
             f"{argument} must be a {kind.__name__}, which {maker} returns, got a value of type "

@@ -23,11 +23,7 @@ Scope: TypeAlias = Callable[[FlatTree], Grouping]
 
 
 def as_scope(scope: Scope) -> Scope:
-    """`scope`, checked to be a function; the result of a user's own scope is checked at each use.
-
-    Raises:
-      TypeError: if it is not a function, or is a function that makes scopes, such as `leaf`.
-    """
+    """A scope that a user passed, checked to be a function, and not one that makes scopes."""
     if not callable(scope):
         raise TypeError(
             "scope must be from optaxclip.scopes, as in clip_by(scopes.leaf(), 1.0); got "
@@ -174,13 +170,7 @@ def _all_axes(leaf: Any) -> tuple[int, ...]:
 def one_group_per_leaf(
     flat: FlatTree, axes: tuple[tuple[int, ...], ...], layout: Literal["vector", "dict"]
 ) -> Grouping:
-    """A group, or an array of groups, for each leaf.
-
-    Args:
-      flat: the tree.
-      axes: for each measured leaf, the axes over which its norms are taken.
-      layout: as in `Grouping`.
-    """
+    """A group, or an array of groups, for each leaf, with norms over these axes."""
     groups = []
     shapes = flat.shapes()
     for i, (name, leaf, reduced) in enumerate(

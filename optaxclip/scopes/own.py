@@ -10,13 +10,7 @@ from optaxclip._base.trees import FlatTree
 
 
 def checked_grouping(found: Any, flat: FlatTree) -> Grouping:
-    """The groups that a user's scope found, in the order of their names.
-
-    Raises:
-      TypeError: if it is not a `Grouping` of `Group`s.
-      ValueError: if it does not fit the tree: each measured leaf must be in one group, and the axes
-        of a leaf that are not among those of its norm must have the shape of its group.
-    """
+    """The groups that a user's scope found, in the order of their names."""
     if not isinstance(found, Grouping):
         raise TypeError(
             "a scope must return an optaxclip.scopes.Grouping, got "

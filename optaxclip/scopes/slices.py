@@ -177,13 +177,7 @@ def _normalized(axes: int | Sequence[int], leaf: Any, name: str) -> tuple[int, .
 
 
 def _fan_in_axes(shape: tuple[int, ...], name: str, *, is_part: bool) -> tuple[int, ...]:
-    """The axes of a unit's norm, by the shape of its layer.
-
-    Args:
-      shape: the shape of the layer; with `is_part`, of the part that this device holds.
-      name: the name of the leaf.
-      is_part: whether the shape of the whole layer is unknown.
-    """
+    """The axes of a unit's norm, by the shape of its layer; of a part of it, if that is unknown."""
     rank = len(shape)
     num_long = sum(size != 1 for size in shape)
     if is_part and rank > 1 and num_long <= 1:

@@ -161,12 +161,7 @@ def adaptive(
 def of_any_sign(rule: Threshold, argument: str) -> Threshold:
     """The rule without its floor, for numbers that may be negative, such as losses.
 
-    Args:
-      rule: a rule made by `adaptive`; any other is returned as it is.
-      argument: the rule's name in messages.
-
-    Raises:
-      ValueError: for a rule whose statistic is for norms alone.
+    A rule that `adaptive` did not make is returned as it is.
     """
     if not isinstance(rule.update, Partial) or rule.update.func is not _update:
         return rule
@@ -182,12 +177,7 @@ def of_any_sign(rule: Threshold, argument: str) -> Threshold:
 
 
 def at_least(value: Any, minimum: float, argument: str) -> Any:
-    """`value`, checked to be a number; unless it is an array, it must be at least `minimum`.
-
-    Raises:
-      ValueError: if it is below `minimum`.
-      TypeError: if it is not a number.
-    """
+    """`value`, checked to be a number; unless it is an array, it must be at least `minimum`."""
     return within(value, minimum, float("inf"), argument)
 
 
@@ -211,10 +201,6 @@ def within(value: Any, low: float, high: float, argument: str, remedy: str = "")
     """`value`, checked to be a number; unless it is an array, it must be from `low` to `high`.
 
     `remedy` ends the message.
-
-    Raises:
-      ValueError: if it is outside of that range.
-      TypeError: if it is not a number.
     """
     value = checked_limit(value, argument)
     if not isinstance(value, jax.Array) and not low <= float(value) <= high:

@@ -15,12 +15,8 @@ from optaxclip.thresholds.calling import limits_by
 def by_name(rules: Mapping[str, Threshold], groups: Names) -> Threshold:
     """One rule that applies to each group the rule of that group's name.
 
-    Args:
-      rules: a rule for each name.
-      groups: the names and shapes of all groups, in the order of the norms.
-
-    Returns:
-      A rule whose state is a dict from name to the state of that group's rule.
+    The names are in the order of the norms. The state is a dict from name to the state of that
+    group's rule.
     """
     own = {name: rules[name].as_pytree() for name in groups}
     uses_params = any(rule.uses_params for rule in own.values())

@@ -21,11 +21,7 @@ _CALLS = {"init": ("norms",), "update": ("norms", "state", "param_norms")}
 
 
 def checked_rule(rule: Threshold, argument: str) -> Threshold:
-    """A rule, after a check that its functions take the arguments that they will be called with.
-
-    Raises:
-      TypeError: if one of them does not.
-    """
+    """A rule, after a check that its functions take the arguments that they will be called with."""
     for field, arguments in _CALLS.items():
         fn = getattr(rule, field)
         if not callable(fn) or not _takes(fn, arguments):
@@ -83,12 +79,7 @@ def _check_state(rule: Threshold, state: PyTree, norms: Array, name: str) -> Non
 def limits_by(
     rule: Threshold, norms: Array, state: PyTree, param_norms: Array | None, name: str
 ) -> tuple[Limits, PyTree]:
-    """What a rule returns for these norms, checked; under `jit` that costs nothing.
-
-    Raises:
-      TypeError: if it is not a pair of `Limits` and a state, or limits are not real arrays.
-      ValueError: if limits are not shaped as the norms, or the state is not like the one before.
-    """
+    """What a rule returns for these norms, checked; under `jit` that costs nothing."""
     returned = rule.update(norms, state, param_norms)
     must = f"{name}: the update of a limit rule must return"
     is_pair = isinstance(returned, tuple) and len(returned) == 2
@@ -116,16 +107,6 @@ def checked_schedule(fn: Any, argument: str, *, any_shape: bool = False) -> Call
     """A function that a user passed in place of a number, checked to be a schedule.
 
     It is traced once with an abstract step count; if it cannot be traced, it is called with 0.
-
-    Args:
-      fn: the function.
-      argument: what it is called in messages.
-      any_shape: whether its values may be arrays.
-
-    Raises:
-      TypeError: if its parameter has a name that norms have, if it cannot be called with a step
-        count, or if its value is not a number.
-      ValueError: if its value is not a scalar.
     """
     schedule = f"{argument} is a function, so it must be a schedule, a function of the step count"
     named = _first_parameter(fn)

@@ -32,10 +32,6 @@ def checked_limit(
       off: whether messages add that `math.inf` switches clipping off.
       schedule: whether messages add that it may be a schedule, or a dict of limits.
       by_name: whether messages add that it may be a dict of limits.
-
-    Raises:
-      ValueError: if it is not a scalar, or (NumPy and Python numbers only) is negative or NaN.
-      TypeError: if it is not a real number.
     """
     hint = "; to switch clipping off pass math.inf" if off else ""
     if not is_real(limit):
@@ -68,10 +64,6 @@ def checked_decay(decay: Any, argument: str) -> Any:
     """`decay`, checked to be a number; unless it is an array, it must be from 0 to below 1.
 
     A decay of 1 gives all values the weight 0, so that a debiased average would be 0 / 0.
-
-    Raises:
-      ValueError: if it is outside of that range, as it is or after rounding to float32.
-      TypeError: if it is not a number.
     """
     checked_limit(decay, argument, allow_any_number=True)
     if isinstance(decay, jax.Array):
@@ -87,11 +79,7 @@ def checked_decay(decay: Any, argument: str) -> Any:
 
 
 def refuse_parts(limit: Any, argument: str) -> None:
-    """Refuses names of rules, a scope and functions of this package, which are not schedules.
-
-    Raises:
-      TypeError: for one of these.
-    """
+    """Refuses names of rules, a scope and functions of this package, which are not schedules."""
     refuse_uncalled(limit, "optaxclip.thresholds", argument, "thresholds")
     if isinstance(limit, str) and (near := difflib.get_close_matches(limit, _rules(), n=1)):
         raise TypeError(

@@ -135,10 +135,6 @@ def as_limit(limit: LimitLike, argument: str = "limit") -> Threshold | dict[str,
     """A limit that a user passed, checked: as a rule, or as a dict of rules and numbers by name.
 
     A rule is a pytree, so it can be an argument of `jit`.
-
-    Args:
-      limit: a number, a schedule, a rule, or a mapping from the names of groups to these.
-      argument: the limit's name in messages.
     """
     if isinstance(limit, Mapping):
         return {name: _checked(each, f"{argument}[{name!r}]") for name, each in limit.items()}
@@ -164,16 +160,10 @@ def rule_for(
     entries: Sequence[tuple[str, tuple[int, ...]]],
     is_part: bool = False,
 ) -> Threshold:
-    """The rule of a checked limit for these groups.
+    """The rule of a checked limit for these entries of the norms: a name and a shape for each.
 
-    Args:
-      limit: from `as_limit`.
-      entries: the name and the shape of each entry of the norms, in order. If it is empty, as for
-        parameters without leaves, the names are those of the limit.
-      is_part: whether groups of the limit may be missing here, because this is a part of a tree.
-
-    Raises:
-      ValueError: if limits are given by name, and the names are not those of the groups.
+    Without entries, as for parameters without leaves, the names are those of the limit. In a part
+    of a tree, groups of the limit may be missing.
     """
     if isinstance(limit, Threshold):
         return limit
@@ -187,11 +177,7 @@ def rule_for(
 
 
 def state_of_fixed(limit: Threshold | dict[str, Any], name: str) -> PyTree:
-    """The state of a checked limit without memory, which is the same at every step.
-
-    Raises:
-      ValueError: if the limit depends on earlier steps.
-    """
+    """The state of a checked limit without memory, which is the same at every step."""
 
     def of(rule: Threshold) -> PyTree:
         state = jax.eval_shape(rule.init, jax.ShapeDtypeStruct((1,), jnp.float32))

@@ -24,10 +24,7 @@ def loss_among(
 ) -> Array:
     """The loss, `loss` or `value` among an update's extra arguments, in float32 or float64.
 
-    Raises:
-      ValueError: if there is none, it is not a scalar, or it differs over devices that share a
-        norm, which are those along `axis_names`, or all if that is None.
-      TypeError: if it is not a real number.
+    It must not differ over devices that share a norm: those along `axis_names`, all if it is None.
     """
     given = {key: extra_args[key] for key in ("loss", "value") if extra_args.get(key) is not None}
     if not given:
@@ -51,16 +48,7 @@ def loss_among(
 
 
 def as_loss_limit(limit: ScalarOrSchedule | Threshold, argument: str = "loss_limit") -> Threshold:
-    """A checked limit of the loss, as a rule.
-
-    Args:
-      limit: a number of any sign, a schedule, or a rule; the floor of a rule is not used.
-      argument: the limit's name in messages.
-
-    Raises:
-      ValueError: if it is NaN or not a scalar, or a rule that does not allow negative numbers.
-      TypeError: if it is not a number.
-    """
+    """A checked limit of the loss, of any sign, as a rule; the floor of a rule is not used."""
     if isinstance(limit, Threshold):
         if limit.uses_params:
             raise ValueError(f"{argument} cannot be relative to the parameters: pass another rule")

@@ -90,13 +90,9 @@ class Judgement(NamedTuple):
 def judged_limit(
     norms: Floats, shape: Shape, limit: Limit, steps: Steps | None = None
 ) -> Judgement:
-    """Judges the best constant limit.
+    """Judges the best constant limit; `shape` is of the norms that are finite and positive.
 
-    Args:
-      norms: float64[steps], all norms.
-      shape: what was found in the norms that are finite and positive.
-      limit: the limit.
-      steps: int64[steps], the step of each norm, rising; 0, 1, ... if None.
+    The steps of the norms rise; they are 0, 1, ... if they are None.
     """
     signs = _signs_of_loss(norms, shape)
     doubts = (*_about_the_record(norms, shape, steps), *signs)

@@ -35,21 +35,12 @@ class Column(NamedTuple):
 
 
 def read_norms(path: str | os.PathLike[str], column: str | None = None) -> Column:
-    """One column of a file.
+    """One column of a file: a log, an event file, or an array of `np.save`.
 
-    The last line or record of a file is left out if it is incomplete, because the run still writes
-    the file or was stopped. A number in text that was cut short, such as 112.5 to 11, is read as
-    the shorter number, because nothing tells it from a whole one.
-
-    Args:
-      path: a log that is text, an event file, an array that `np.save` wrote, or a directory whose
-        event files are read in the order of their names.
-      column: its name, as in `optaxclip.tuning.suggest`.
-
-    Raises:
-      ValueError: if the column is not found or holds anything but numbers, and for files that are
-        damaged.
-      OSError: if the file cannot be read.
+    Of a directory the event files are read, in the order of their names. The last line or record of
+    a file is left out if it is incomplete, because the run still writes the file or was stopped. A
+    number in text that was cut short, such as 112.5 to 11, is read as the shorter number, because
+    nothing tells it from a whole one.
     """
     path = Path(path)
     if not path.is_dir():

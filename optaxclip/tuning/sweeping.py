@@ -226,11 +226,7 @@ def _check_data(data: PyTree, steps: int) -> PyTree:
 
 
 def _as_key(key: ArrayLike) -> Array:
-    """A typed key, from a typed key, a raw uint32 key, or an int.
-
-    Raises:
-      TypeError: if `key` is none of these.
-    """
+    """A typed key, from a typed key, a raw uint32 key, or an int."""
     dtype = getattr(key, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and np.ndim(key) == 0:
         return jnp.asarray(key)
@@ -246,11 +242,7 @@ def _without_rate(step_fn: StepFn) -> StepFn:
 
 
 def _check_step(step: StepFn, states: PyTree, data: PyTree, runs: tuple[Array, ...]) -> None:
-    """Checks what `step` returns, by its shapes; nothing is computed.
-
-    Raises:
-      TypeError: if it is not a state like the one before the step, a scalar loss and a norm.
-    """
+    """Checks what `step` returns, by its shapes; nothing is computed."""
     one = jax.tree.map(lambda x: x[0], (states, data, *runs))
     out = jax.eval_shape(step, *one)
     if not (isinstance(out, tuple) and len(out) == 3):

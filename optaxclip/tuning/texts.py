@@ -51,11 +51,7 @@ DECODER = json.JSONDecoder(object_pairs_hook=_Object, parse_int=float)
 
 
 def columns_in(text: str, source: str) -> Columns:
-    """The columns of a text, which messages call `source`.
-
-    Raises:
-      ValueError: for text that is damaged.
-    """
+    """The columns of a text, which messages call `source`."""
     lines = LINE_BREAK.split(COLORS.sub("", text))
     is_ended = not lines[-1].strip()
     while lines and not lines[-1].strip():

@@ -84,12 +84,9 @@ def relative_error(count: int, unit: float) -> float:
 
 
 def unit_roundoff(dtype: Any, is_half: bool = False) -> float:
-    """The unit roundoff of sums in `dtype`.
+    """The unit roundoff of sums in `dtype`, float32 or float64.
 
-    Args:
-      dtype: float32 or float64.
-      is_half: whether the factors have 16 bits: matrix units truncate the sums of their products,
-        while other units round to nearest.
+    Matrix units truncate the sums of products of factors with 16 bits; others round to nearest.
     """
     eps = float(jnp.finfo(dtype).eps)
     return eps if is_half else eps / 2
@@ -110,11 +107,7 @@ def pieces_of_inner(size: int) -> int:
 def pieces(positions: int, size: int) -> int:
     """How many pieces to add up products over positions in, so that an ordinary example loses none.
 
-    The norm of an ordinary example is about `A / sqrt(T)`.
-
-    Args:
-      positions: `T`.
-      size: a number that the pieces must divide.
+    The norm of an ordinary example is about `A / sqrt(T)`. The pieces must divide `size`.
     """
     for number in (1, 2, 4, 8, 16, 32, 64):
         lost = (positions / number + number) * math.sqrt(positions) * 2.0**-24

@@ -36,11 +36,7 @@ def plan_for(loss: ExampleLoss, measured: list[Any], batch: Any) -> GhostPlan:
 
 
 def check_scope(grouping: Grouping, one: FlatTree) -> None:
-    """Refuses groups that are parts of a leaf.
-
-    Raises:
-      ValueError: for such a group.
-    """
+    """Refuses groups that are parts of a leaf."""
     for name, leaf, axes in zip(one.names(), one.measured_leaves(), grouping.axes, strict=True):
         if len(axes) < len(jnp.shape(leaf)):
             raise ValueError(

@@ -137,10 +137,7 @@ class Part:
     def _off(self, each: Array, additions: int, unit: float) -> tuple[Array, Array]:
         """The largest error of a sum over all positions, and `A` of the bounds.
 
-        Args:
-          each: for each matrix, the sum over positions of `|x| |d|`, `[B, groups]`.
-          additions: how many additions a term takes part in.
-          unit: the unit roundoff.
+        `each` is the sum over positions of `|x| |d|` for each matrix, `[B, groups]`.
         """
         groups, positions, inputs, outputs = self.sizes
         slack = 1 + bounds.relative_error(positions + 2, unit)
@@ -246,8 +243,8 @@ def _beside_table(
 ) -> tuple[Array, Array, Array]:
     """What the rows of a table add, if the table is also a factor of products with data `x`.
 
-    Returns:
-      Terms of the sums of norms, `[B, 1]`, of the squared norms, `[B]`, and of the squares' errors.
+    These are terms of the sums of norms, `[B, 1]`, of the squared norms, `[B]`, and of the squares'
+    errors.
     """
     (ids, own), dtype = table, of_d.dtype
     of_own = norms_above(own, (3,), dtype)

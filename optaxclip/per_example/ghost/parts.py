@@ -62,12 +62,7 @@ def _part(uses: list[tuple[Use, bool]]) -> Part:
 
 
 def _saves(sizes: Sizes, times: int = 1) -> bool:
-    """Whether Gram matrices cost less than gradients of examples.
-
-    Args:
-      sizes: the sizes.
-      times: how often the data is counted in the cost.
-    """
+    """Whether Gram matrices cost less than gradients of examples; data counts so many `times`."""
     inputs, outputs = sizes.inputs, sizes.outputs
     return sizes.positions * (times * inputs + outputs) < inputs * outputs
 

@@ -209,14 +209,9 @@ def convolve(eqn: Any, x: Array, kernel: Array, dtype: Any) -> Array:
 
 
 def pixels(eqn: Any, x: Array) -> Array:
-    """The input of a convolution, as windows of one pixel.
+    """The input `[any, *input]` of a convolution, as windows of one pixel.
 
-    Args:
-      eqn: the convolution.
-      x: `[any, *input]`.
-
-    Returns:
-      `[any, n, *input positions, 1, channels]`.
+    They are `[any, n, *input positions, 1, channels]`.
     """
     batch, channels, *spatial = eqn.params["dimension_numbers"].lhs_spec
     x = jnp.transpose(x, (0, batch + 1, *(axis + 1 for axis in spatial), channels + 1))
@@ -224,14 +219,9 @@ def pixels(eqn: Any, x: Array) -> Array:
 
 
 def patches(eqn: Any, x: Array) -> Array:
-    """For each output of a convolution, the part of the input that it is computed from.
+    """For each output of a convolution, the `pixels` that it is computed from.
 
-    Args:
-      eqn: the convolution.
-      x: what `pixels` returns.
-
-    Returns:
-      `[any, n, *output positions, window, channels]`.
+    They are `[any, n, *output positions, window, channels]`.
     """
     same, numbers = (0, 0, 0), eqn.params["dimension_numbers"]
     edges = zip(eqn.params["padding"], eqn.params["lhs_dilation"], strict=True)

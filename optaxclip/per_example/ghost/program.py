@@ -265,12 +265,7 @@ class Norms:
         return functools.reduce(jnp.logical_and, flags)
 
     def weighted_sums(self, multipliers: list[Multiplier], *, are_ordinary: bool) -> list[Array]:
-        """The sums of the gradients of all parameters, times their multipliers.
-
-        Args:
-          multipliers: for each group, `[examples]`.
-          are_ordinary: whether the method of this name is known to be true of all examples.
-        """
+        """The sums of the gradients of all parameters, times the multipliers of their groups."""
         by_leaf, gradients = self.grouping.by_leaf(multipliers), self.backward.gradients
         dtypes = [sum_dtype(leaf.dtype) for leaf in self.plan.types]
         axes = tuple(tuple(range(gradient.ndim - 1)) for gradient in gradients.values())

@@ -179,11 +179,7 @@ def pairs_of_convolution(
 ) -> tuple[Array, Array]:
     """Data and cotangents, as from `pairs`, for a convolution.
 
-    Args:
-      use: the use of a kernel.
-      x: the data.
-      d: the cotangents.
-      of_pixels: what to take of the pixels `[..., channels]` before they are put into patches.
+    `of_pixels` is taken of the pixels `[..., channels]` before they are put into patches.
     """
     eqn, lead = use.site.eqn, x.shape[: len(use.loops) + 1]
     groups = primitives.feature_groups(eqn)

@@ -30,16 +30,10 @@ _LARGEST = 2.0**70
 def weighted_sum(
     leaf: Any, parts: Sequence[Part], backward: Backward, by: Multiplier, *, are_ordinary: bool
 ) -> Array:
-    """The sum of a parameter's gradients times their multipliers.
+    """The sum of a parameter's gradients times their multipliers, `[examples]`.
 
-    Args:
-      leaf: the type of the parameter.
-      parts: its uses.
-      backward: the batch.
-      by: the multipliers, `[examples]`. If the ratio is 0, the example adds nothing, even if it is
-        not finite.
-      are_ordinary: whether all data, cotangents, and their products with their factors are known
-        to be in range.
+    If a ratio is 0, the example adds nothing, even if it is not finite. Of ordinary examples all
+    data, cotangents, and their products with their factors are known to be in range.
     """
     dtype, total = sum_dtype(leaf.dtype), None
     for use, _ in (use for part in parts for use in part.uses):

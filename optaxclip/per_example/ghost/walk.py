@@ -79,15 +79,7 @@ class Walk:
         lengths: tuple[int, ...] = (),
         is_checkpointed: bool = False,
     ) -> tuple[Program, list[References]]:
-        """The program, and the references of its outputs.
-
-        Args:
-          jaxpr: the program.
-          consts: its constants.
-          references: the references of its inputs.
-          lengths: the lengths of the loops around.
-          is_checkpointed: whether the program is inside of a checkpoint.
-        """
+        """The program, with loops of these lengths around it, and the references of its outputs."""
         held: dict[Any, References] = dict(zip(jaxpr.invars, references, strict=True))
         steps: list[Step] = []
         sites: list[Site] = []
@@ -237,11 +229,8 @@ def evaluate(
 ) -> tuple[list[Any], list[Any]]:
     """The program's outputs, and the data at each site.
 
-    Args:
-      program: the program.
-      values: its inputs.
-      taps: for each site, an array like its output, with an axis for each loop around; derivatives
-        with respect to it are the cotangents of the output.
+    For each site there is a tap, an array like its output, with an axis for each loop around;
+    derivatives with respect to it are the cotangents of the output.
     """
     jaxpr = program.jaxpr
     known = dict(zip(jaxpr.constvars, program.consts, strict=True))
