@@ -5,6 +5,7 @@ legend; on axes that you pass you place the legend. Matplotlib is needed: `optax
 """
 
 import optaxclip._base.doors as _doors
+from optaxclip.plots.entries import entry_histogram as entry_histogram
 from optaxclip.plots.events import events_over_steps as events_over_steps
 from optaxclip.plots.examples import example_norms as example_norms
 from optaxclip.plots.groups import heatmap as heatmap
