@@ -1,7 +1,8 @@
 """A small transformer on the characters of Python's own help topics, for comparisons of runs.
 
 Layers are normalized before attention and before the network behind it, and stacked, so that a
-`scan` goes over them. All of a run follows from its seed: initial values and batches.
+`scan` goes over them. Positions are added at first, or turn queries and keys, if the parameters
+have none. All of a run follows from its seed: initial values and batches.
 """
 
 import functools
@@ -67,7 +68,7 @@ def batch(text: Array, key: Array, size: Size) -> Array:
     return windows(text, starts, size)
 
 
-def initial(key: Array, size: Size) -> Params:
+def initial(key: Array, size: Size, symbols: int = MAX_SYMBOLS) -> Params:
     """The parameters: matrices with the variance of one over their rows."""
     keys = iter(jax.random.split(key, 7))
 
@@ -77,7 +78,7 @@ def initial(key: Array, size: Size) -> Params:
 
     n, width = size.layers, size.width
     return {
-        "embedding": normal(MAX_SYMBOLS, width, std=1.0),
+        "embedding": normal(symbols, width, std=1.0),
         "positions": normal(size.context, width, std=0.1),
         "layers": {
             "attention_gain": jnp.ones((n, width)),
@@ -88,8 +89,15 @@ def initial(key: Array, size: Size) -> Params:
             "down": normal(n, 4 * width, width),
         },
         "gain": jnp.ones(width),
-        "head": normal(width, MAX_SYMBOLS),
+        "head": normal(width, symbols),
     }
+
+
+def with_zeros(params: Params) -> Params:
+    """The same, but what a layer adds to the residual stream, and the logits, begin at 0."""
+    zero = {name: jnp.zeros_like(params["layers"][name]) for name in ("out", "down")}
+    head = jnp.zeros_like(params["head"])
+    return {**params, "layers": {**params["layers"], **zero}, "head": head}
 
 
 def loss_fn(params: Params, tokens: Array, size: Size) -> Array:
@@ -99,25 +107,61 @@ def loss_fn(params: Params, tokens: Array, size: Size) -> Array:
 
 def losses(params: Params, inputs: Array, targets: Array, size: Size) -> Array:
     """The same mean for each window; of int32[windows, context], the targets one place ahead."""
-    x = params["embedding"][inputs] + params["positions"][None, : inputs.shape[1]]
-    x, _ = jax.lax.scan(functools.partial(layer, heads=size.heads), x, params["layers"])
-    logits = normalized(x, params["gain"]) @ params["head"]
+    x, is_turned = params["embedding"][inputs], "positions" not in params
+    if not is_turned:
+        x = x + params["positions"][None, : inputs.shape[1]]
+    one = functools.partial(layer, heads=size.heads, is_turned=is_turned)
+    x, _ = jax.lax.scan(one, x, params["layers"])
+    logits = (normalized(x, params["gain"]) @ params["head"]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean(-1)
 
 
-def layer(x: Array, weights: Params, heads: int, is_causal: bool = True) -> tuple[Array, None]:
+def layer(
+    x: Array, weights: Params, heads: int, is_causal: bool = True, is_turned: bool = False
+) -> tuple[Array, None]:
     """A layer, as the body of a scan: `x` [..., tokens, width] and its weights."""
     h = normalized(x, weights["attention_gain"]) @ weights["query_key_value"]
     q, k, v = jnp.split(h.reshape(*h.shape[:2], heads, -1), 3, -1)
-    attended = jax.nn.dot_product_attention(q, k, v, is_causal=is_causal)
-    x = x + attended.reshape(x.shape) @ weights["out"]
+    if is_turned:
+        q, k = turned(q), turned(k)
+    x = x + attended(q, k, v, is_causal).reshape(x.shape) @ weights["out"]
     h = normalized(x, weights["up_gain"]) @ weights["up"]
     return x + jax.nn.gelu(h) @ weights["down"], None
 
 
+def attended(q: Array, k: Array, v: Array, is_causal: bool) -> Array:
+    """Of queries, keys and values [..., tokens, heads, entries].
+
+    That of JAX 0.10.2 has no float16 on a CPU.
+    """
+    wide = {"preferred_element_type": jnp.float32}
+    scores = jnp.einsum("...thd,...shd->...hts", q, k, **wide) / q.shape[-1] ** 0.5
+    if is_causal:
+        is_seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        scores = jnp.where(is_seen, scores, -jnp.inf)
+    return jnp.einsum("...hts,...shd->...thd", jax.nn.softmax(scores).astype(v.dtype), v)
+
+
+def turned(x: Array) -> Array:
+    """Queries or keys [..., tokens, heads, entries], their pairs turned by how far they stand.
+
+    The two halves of the entries are the pairs' first and second ones. RoPE: Su and others, 2021,
+    arXiv 2104.09864.
+    """
+    tokens, half = x.shape[-3], x.shape[-1] // 2
+    speeds = 10_000.0 ** (-jnp.arange(half) / half)
+    angles = jnp.arange(tokens)[:, None, None] * speeds
+    cosine, sine = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, -1)
+    pairs = first * cosine - second * sine, first * sine + second * cosine
+    return jnp.concatenate(pairs, -1).astype(x.dtype)
+
+
 def normalized(x: Array, gain: Array) -> Array:
     """Divided by the root of its mean square, and multiplied by the gain."""
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * gain
+    wide = x.astype(jnp.float32)
+    roots = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
+    return (wide * roots).astype(x.dtype) * gain
 
 
 def labels(params: Params) -> Any:

@@ -18,7 +18,7 @@ from benchmarks.research.study.faults import Faults
 from benchmarks.research.study.methods import Method, Setting, steps_changed
 from benchmarks.research.study.optimizers import optimizer
 from benchmarks.research.study.task import Task
-from optaxclip import accumulate, ops
+from optaxclip import accumulate, monitor, ops
 
 
 class Begin(NamedTuple):
@@ -86,9 +86,10 @@ def program(
             (params, state), (key, factor, is_scrambled, is_nan) = carry, now
             batch = task.batch(params, key, is_scrambled)
             weights = faults.weights(factor, is_nan, task.examples)
-            loss, grads = grads_of(params, batch, weights, limit)
-            updates, state = tx.update(grads, state, params, value=loss)
-            return (optax.apply_updates(params, updates), state), ops.global_norm(grads)
+            scale = monitor.loss_scale(state) if method.is_scaled else 1.0
+            loss, grads = grads_of(params, batch, scale * weights, limit)
+            updates, state = tx.update(grads, state, params, value=loss / scale)
+            return (optax.apply_updates(params, updates), state), ops.global_norm(grads) / scale
 
         def between(carry: Any, now: Any) -> tuple[Any, Any]:
             carry, norms = jax.lax.scan(step, carry, now)

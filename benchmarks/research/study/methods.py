@@ -56,12 +56,14 @@ class Method(NamedTuple):
       only: the optimizers that it goes with; any if empty.
       microbatches: whether the gradient is accumulated over microbatches, each clipped at the limit
         if there is one, and left out if it is not finite.
+      is_scaled: whether the loss is multiplied by the number in the state of `scale_loss`.
     """
 
     make: Make
     limit: Literal["best", "suggest"] | None = None
     only: tuple[str, ...] = ()
     microbatches: bool = False
+    is_scaled: bool = False
 
 
 class Watched(NamedTuple):

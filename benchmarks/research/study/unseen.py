@@ -136,10 +136,7 @@ def decoder() -> Task:
 
 
 def _initial_decoder(key: Array) -> Params:
-    params = text_model.initial(key, SIZE)
-    zero = {name: jnp.zeros_like(params["layers"][name]) for name in ("out", "down")}
-    head = jnp.zeros_like(params["head"])
-    return {**params, "layers": {**params["layers"], **zero}, "head": head}
+    return text_model.with_zeros(text_model.initial(key, SIZE))
 
 
 @functools.cache
