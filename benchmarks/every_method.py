@@ -45,13 +45,20 @@ NOT_CLIPS = {
 OF_GRADIENTS = ("norm", "max", "mean_abs", "zero_fraction", "share")
 OF_PARAMETERS = ("param_norm", "ratio", "cosine_param")
 
+SGD = optax.sgd(1e-3)
 GLOBAL: tuple[str, Step] = ("clip_by_global_norm", optax.clip_by_global_norm(1.0))
 
 
-def every_method() -> dict[str, Step]:
-    """All transformations by name, and some expressions over the engine that have no name."""
+def every_method(inner: Step = SGD) -> dict[str, Step]:
+    """All transformations by name, and some expressions over the engine that have no name.
+
+    Args:
+      inner: the optimizer in a skip.
+    """
     named = {
-        name: _made(fn) for name, fn in vars(optaxclip).items() if _is_clip(fn) and name[0] != "_"
+        name: _made(fn, inner)
+        for name, fn in vars(optaxclip).items()
+        if _is_clip(fn) and name[0] != "_"
     }
     return named | {
         "z-score by leaf": optaxclip.clip_by(scopes.leaf(), thresholds.zscore()),
@@ -62,18 +69,46 @@ def every_method() -> dict[str, Step]:
         "record by leaf, all": monitor.record(
             100, scope=scopes.leaf(), stats=(*OF_GRADIENTS, *OF_PARAMETERS)
         ),
-        "skip, zclip, sgd": optaxclip.skip_nonfinite(
-            optax.chain(optaxclip.zclip(), optax.sgd(1e-3))
-        ),
+        "skip, zclip": optaxclip.skip_nonfinite(optax.chain(optaxclip.zclip(), inner)),
     }
 
 
-def nearest(name: str, tx: Step, params: Any) -> tuple[str, Step]:
-    """What Optax has in the place of a method: its name and itself."""
-    if name.startswith("skip") or name == "scale_loss":
+def in_steps(
+    optimizer: Callable[[], Step], params: Any
+) -> dict[str, tuple[Step, tuple[str, Step] | None]]:
+    """Each method in an optimizer's step, by name, and Optax's nearest with its name in one.
+
+    `scale_by_stable_adam` is in the place of Adam. What Optax has nothing for has None.
+    """
+    found: dict[str, tuple[Step, tuple[str, Step] | None]] = {
+        "reset_state": (optaxclip.reset_state(optimizer(), every=100), None),
+        "clip_by_spectral_norm": (
+            optax.chain(optaxclip.clip_by_spectral_norm(1.0), optimizer()),
+            None,
+        ),
+    }
+    for name, tx in every_method(optimizer()).items():
+        theirs, optax_tx = nearest(name, tx, params, optimizer())
+        behind = [] if _is_whole(name) else [optimizer()]
+        if name == "scale_by_stable_adam":
+            behind = [optax.add_decayed_weights(1e-4), optax.scale_by_learning_rate(1e-3)]
+        found[name] = (
+            optax.chain(tx, *behind),
+            (theirs, optax.chain(optax_tx, *behind)),
+        )
+    return found
+
+
+def _is_whole(name: str) -> bool:
+    """Whether there is an optimizer in it."""
+    return name.startswith("skip") or name == "scale_loss"
+
+
+def nearest(name: str, tx: Step, params: Any, inner: Step = SGD) -> tuple[str, Step]:
+    """What Optax has in the place of a method, with `inner` in a skip: its name and itself."""
+    if _is_whole(name):
         clip = optax.clip_by_global_norm(1.0) if "zclip" in name else optax.identity()
-        inner = optax.chain(clip, optax.sgd(1e-3))
-        return "apply_if_finite", optax.apply_if_finite(inner, 5)
+        return "apply_if_finite", optax.apply_if_finite(optax.chain(clip, inner), 5)
     if name.startswith("record"):
         by_leaf = optax.clip_by_block_rms(1e-3)
         return ("clip_by_block_rms", by_leaf) if "by leaf" in name else GLOBAL
@@ -105,7 +140,7 @@ def _is_clip(fn: Any) -> bool:
     return "Transformation[" in str(inspect.signature(fn).return_annotation)
 
 
-def _made(fn: Callable[..., Step]) -> Step:
+def _made(fn: Callable[..., Step], inner: Step) -> Step:
     """The transformation with the arguments that it needs."""
     name = fn.__name__
     required = [
@@ -113,7 +148,7 @@ def _made(fn: Callable[..., Step]) -> Step:
         for parameter in inspect.signature(fn).parameters.values()
         if parameter.default is parameter.empty
     ]
-    known: Mapping[str, Any] = {"inner": optax.sgd(1e-3), **ARGUMENTS}
+    known: Mapping[str, Any] = {"inner": inner, **ARGUMENTS}
     missing = [argument for argument in required if argument not in known]
     if missing:
         raise ValueError(f"benchmarks.every_method: {name} needs {missing}; add them to ARGUMENTS")

@@ -64,7 +64,7 @@ class TableFile:
         return text.getvalue()
 
 
-def device() -> str:
+def device_name() -> str:
     """The name of the device at hand."""
     return jax.devices()[0].device_kind
 

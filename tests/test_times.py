@@ -1,5 +1,7 @@
 """The benchmarks' command: all workloads run, and what they report is what they promise."""
 
+import contextlib
+import csv
 import dataclasses
 import json
 import math
@@ -8,7 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.every_method import every_method, in_steps
 from benchmarks.times import __main__ as bench
+from benchmarks.times import methods
 from benchmarks.times.effort import Effort
 from benchmarks.times.large import large_steps
 from benchmarks.times.report import COLUMNS, Row, Section, load_average
@@ -60,7 +64,7 @@ def test_every_workload_has_rows(report):
     assert [section["name"] for section in report["sections"]] == [*bench.WORKLOADS, *bench.LARGE]
     for section in report["sections"]:
         ways = {row["way"] for row in section["rows"]}
-        assert {"optaxclip", "Optax"} <= ways or section["name"] == "rules"
+        assert {"optaxclip", "Optax"} <= ways
 
 
 @pytest.mark.slow
@@ -85,11 +89,57 @@ def test_steps_and_phases_that_are_promised(report):
     ]
     assert len(cases["steps"]) == 4
     assert len(cases["clip"]) == 2
-    assert cases["methods"] == {"adaptive_grad_clip", "clip_by_block_rms", "clip_by_norm"}
-    assert len(cases["compiling"]) == 3 * 4
     large = {"18,436 entries, float32", "3 leaves of 10, float32"}
     assert cases["large clips"] == cases["large steps"] == large
-    assert cases["seeds"] == {"2 seeds, 2 steps"}
+
+
+def some_methods(monkeypatch, names):
+    """In place of all methods, which a test of the night times."""
+
+    def some(*args):
+        return {name: both for name, both in in_steps(*args).items() if name in names}
+
+    monkeypatch.setattr(methods, "in_steps", some)
+
+
+def timed_methods(path, monkeypatch, *options, dtypes=("float32",)):
+    """The rows of the command, and the cases that it told."""
+    told = []
+    monkeypatch.setattr(bench, "QUICK", dataclasses.replace(TINY, dtypes=dtypes))
+    monkeypatch.setattr(bench, "_progress", lambda: contextlib.nullcontext(told.append))
+    monkeypatch.setattr("benchmarks.times.timing.SHORTEST", 0.0)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert bench.main(["--methods", "--quick", "--out", str(path), *options]) == 0
+    return list(csv.DictReader(path.read_text().splitlines())), told
+
+
+def test_methods_are_timed_once(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "rows.csv"
+    some_methods(monkeypatch, {"zclip", "reset_state"})
+    assert timed_methods(path, monkeypatch, "--minutes", "0") == ([], [])
+    assert "Missing, and had by the same command again: 6 figures" in capsys.readouterr().out
+    rows, told = timed_methods(path, monkeypatch)
+    trees = ["18,436 entries", "2 networks, 2 steps", "3 leaves of 10"]
+    pairs = [f"{tree}, float32: {name}" for tree in trees for name in ("reset_state", "zclip")]
+    assert told == pairs
+    for row in rows:
+        assert float(row["low"]) <= float(row["adds, ms"]) <= float(row["high"])
+        assert 0 < float(row["step, ms"]) < math.inf
+    theirs = {row["method"]: (row["Optax's"], bool(row["Optax's adds, ms"])) for row in rows}
+    assert theirs == {"reset_state": ("", False), "zclip": ("clip_by_global_norm", True)}
+    assert timed_methods(path, monkeypatch) == (rows, [])
+    lines = capsys.readouterr().out.splitlines()
+    assert "18,436 entries, float32" in lines[0]
+    assert lines[-1].startswith("| zclip |")
+
+
+@pytest.mark.slow
+def test_every_method_is_timed(tmp_path, monkeypatch, capsys):
+    rows, _ = timed_methods(tmp_path / "rows.csv", monkeypatch, dtypes=("float32", "bfloat16"))
+    names = {*every_method(), "reset_state", "clip_by_spectral_norm"}
+    assert {row["method"] for row in rows} == names
+    assert len(rows) == 6 * len(names)
+    assert "Missing" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 python -m benchmarks.times
 python -m benchmarks.times --quick --json figures.json
+python -m benchmarks.times --methods --out methods.csv --minutes 5  # every method, in AdamW's step
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,10 +20,9 @@ import jax
 from benchmarks.times.clips import alone, eager, growth, many_leaves
 from benchmarks.times.effort import FULL, QUICK, Effort, Tell
 from benchmarks.times.large import large_clips, large_steps
-from benchmarks.times.methods import compiling, other_clips
+from benchmarks.times.methods import measure_methods
 from benchmarks.times.report import Row, Section, load_average, machine
-from benchmarks.times.seeds import scanned
-from benchmarks.times.steps import adaptive_rules, added_to_steps
+from benchmarks.times.steps import added_to_steps
 
 Workloads = Mapping[str, tuple[str, Callable[[Effort, Tell], list[Row]]]]
 WORKLOADS: Workloads = {
@@ -29,15 +30,11 @@ WORKLOADS: Workloads = {
     "steps": ("What a clip adds to a step", added_to_steps),
     "leaves": ("Many small leaves", many_leaves),
     "eager": ("Calls outside of jit", eager),
-    "methods": ("What other clips add to an AdamW step", other_clips),
-    "compiling": ("To compile the clip of a transformer", compiling),
-    "rules": ("Adaptive rules over a constant limit, in an AdamW step", adaptive_rules),
     "growth": ("A clip alone, as the gradients grow", growth),
 }
 LARGE: Workloads = {
     "large clips": ("A clip alone, in place, of models that accelerators train", large_clips),
     "large steps": ("What it adds to an AdamW step of such models", large_steps),
-    "seeds": ("Many small networks at once: seeds under vmap, steps in a scan", scanned),
 }
 DISK_CACHE = "jax_enable_compilation_cache"
 EPILOG = """\
@@ -45,7 +42,12 @@ Ways of doing the same take turns in one process, and ratios are those of a roun
 medians over the rounds, with the quartiles. Some minutes on two idle cores, less than one with
 --quick; it takes up to 4 GB of memory. On a GPU or TPU, or with --large, it goes on to what these
 are for: AdamW's step of up to 5 thousand million entries, where 84 GB are free (float32; 42 GB
-for bfloat16), and 64 networks at once."""
+for bfloat16).
+
+--methods has every method and skip in AdamW's step instead, beside Optax's nearest, on three trees
+in float32 and bfloat16: one large model, 64 small networks at once, and many small leaves. On a CPU
+its times are the processor's. A row is written as a method ends, and the same command again goes
+on with what the file lacks."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if find_spec("torch"):
         # Else JAX takes most of a GPU's memory at once, and leaves PyTorch little.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if args.methods:
+        effort = QUICK if args.quick else FULL
+        with _progress() as tell:
+            print(measure_methods(effort, args.out, args.minutes, tell))
+        return 0
     is_large = args.large or jax.default_backend() != "cpu"
     workloads = {**WORKLOADS, **LARGE} if is_large else WORKLOADS
     with _progress() as tell:
@@ -79,6 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="smaller gradients, fewer rounds")
     parser.add_argument(
         "--large", action="store_true", help="on a CPU too what GPUs are measured by"
+    )
+    parser.add_argument("--methods", action="store_true", help="every method, in AdamW's step")
+    rows = Path("methods.csv")
+    parser.add_argument("--out", type=Path, default=rows, metavar="FILE", help="the methods' rows")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="after which no further method begins"
     )
     return parser
 

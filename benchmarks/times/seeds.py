@@ -11,34 +11,22 @@ import numpy as np
 import optax
 from jax import Array
 
-from benchmarks.times.effort import Effort, Tell
-from benchmarks.times.report import Row
-from benchmarks.times.steps import OPTIMIZERS, PLAIN, by_global_norm, step_rows
-from benchmarks.times.timing import Program
-from benchmarks.times.trees import num_bytes
+from benchmarks.times.effort import Effort
 from optaxclip._base.types import PyTree
 
 
-def scanned(effort: Effort, tell: Tell) -> list[Row]:
-    """The clip by the global norm in a whole scan."""
-    case = f"{effort.seeds} seeds, {effort.scanned} steps"
-    tell(case)
+def networks(effort: Effort, dtype: str) -> tuple[PyTree, tuple[Array, Array]]:
+    """The parameters of small networks, leaves `[seeds, ...]`, and batches `[steps, examples]`."""
     rng, shape = np.random.default_rng(0), (effort.scanned, effort.seeds)
     params = [
         {
-            "kernel": jnp.asarray(rng.normal(0, n**-0.5, (effort.seeds, n, m)), jnp.float32),
-            "bias": jnp.zeros((effort.seeds, m)),
+            "kernel": jnp.asarray(rng.normal(0, n**-0.5, (effort.seeds, n, m)), dtype),
+            "bias": jnp.zeros((effort.seeds, m), dtype),
         }
         for n, m in itertools.pairwise(effort.network)
     ]
-    inputs = jnp.asarray(rng.normal(size=(*shape, effort.network[0])), jnp.float32)
-    batches = inputs, jnp.asarray(rng.integers(effort.network[-1], size=shape))
-    programs = {}
-    for way, clip in {PLAIN: optax.identity(), **by_global_norm()}.items():
-        tx = optax.chain(clip, OPTIMIZERS["AdamW"]())
-        carry = params, jax.vmap(tx.init)(params)
-        programs[way] = Program(trained(tx, loss), carry, batches)
-    return step_rows(case, programs, num_bytes(params), effort.rounds)
+    inputs = jnp.asarray(rng.normal(size=(*shape, effort.network[0])), dtype)
+    return params, (inputs, jnp.asarray(rng.integers(effort.network[-1], size=shape)))
 
 
 def trained(tx: optax.GradientTransformation, loss: Callable[..., Array]) -> Callable[..., Any]:

@@ -43,42 +43,6 @@ def by_global_norm() -> Clips:
     return {OURS: optaxclip.clip_by_global_norm(1.0), THEIRS: optax.clip_by_global_norm(1.0)}
 
 
-def adaptive_rules(effort: Effort, tell: Tell) -> list[Row]:
-    """Limits that follow the norms, over the constant limit of the same scope."""
-    grads, rows = filled(transformer(effort.layers, effort.width), jnp.float32), []
-    constants = {
-        "one norm": optaxclip.clip_by_global_norm(1.0),
-        "one norm per leaf": optaxclip.clip_by_norm(1.0),
-    }
-    rules = {
-        "one norm": {
-            "zclip": optaxclip.zclip(),
-            "autoclip": optaxclip.autoclip(),
-            "clip_by_median_norm": optaxclip.clip_by_median_norm(),
-            "clip_by_quantile": optaxclip.clip_by_quantile(),
-            "clip_by_window_norm": optaxclip.clip_by_window_norm(),
-        },
-        "one norm per leaf": {
-            "adagc": optaxclip.adagc(),
-            "clip_by_ema_norm": optaxclip.clip_by_ema_norm(),
-        },
-    }
-    for case, constant in constants.items():
-        tell(case)
-        programs = {
-            name: _program(optax.chain(clip, OPTIMIZERS["AdamW"]()), grads)
-            for name, clip in {"constant": constant, **rules[case]}.items()
-        }
-        times = race(programs, effort.rounds)
-        base = times["constant"]
-        for way, taken in times.items():
-            figures: dict[str, Figure] = {"ms": spread(taken).times(1e3)}
-            if way != "constant" and (share := ratio(taken - base, base)):
-                figures["of_step"] = share.times(100)
-            rows.append(Row(case, way, figures))
-    return rows
-
-
 def added(
     case: str,
     clips: Clips,
@@ -88,9 +52,9 @@ def added(
     every: int = 1,
 ) -> list[Row]:
     """The step with each clip and without one, whose time and memory are subtracted."""
-    programs = {PLAIN: _program(optimizer(), grads, every)}
+    programs = {PLAIN: step_program(optimizer(), grads, every)}
     for way, clip in clips.items():
-        programs[way] = _program(optax.chain(clip, optimizer()), grads, every)
+        programs[way] = step_program(optax.chain(clip, optimizer()), grads, every)
     programs[READ] = Program(read, jnp.zeros(()), grads)
     return step_rows(case, programs, num_bytes(grads), effort.rounds)
 
@@ -131,8 +95,8 @@ def _difference(x: int | None, y: int | None) -> int | None:
     return None if x is None or y is None else x - y
 
 
-def _program(tx: optax.GradientTransformation, grads: PyTree, every: int = 1) -> Program:
-    """The steps from one change of the parameters to the next."""
+def step_program(tx: optax.GradientTransformation, grads: PyTree, every: int = 1) -> Program:
+    """An optimizer's steps from one change of the parameters to the next."""
     stepper: Any = tx if every == 1 else optax.MultiSteps(tx, every)
     params = jax.tree.map(jnp.ones_like, grads)
 
