@@ -3,15 +3,17 @@
   python -m benchmarks.per_example                    # on this machine, larger models on a GPU
   python -m benchmarks.per_example --models mlp --dtype bfloat16
   python -m benchmarks.per_example --summary --ours --microbatches 8  # one table, in minutes
+  python -m benchmarks.per_example --summary --out rows.csv --minutes 4  # goes on with the file
   python -m benchmarks.per_example --device h100 v5e  # bytes and memory, as compiled for those
 
 For each model and way it prints time and temporary memory over those of the plain gradient of the
 batch's mean, and the seconds to compile. Ways take turns, in another order each round, and figures
 are medians of the rounds' ratios. On a CPU times are the processor's, of all threads together,
-which other work on the machine changes little; `--wall` takes the clock's. `clipped_grad` and
-jax-privacy are shown in the microbatch that is fastest for each, of those of `--microbatches`.
-jax-privacy is left out if not installed. For devices that are only described, in the environment
-of the extra `accelerators`, the bytes that are read and written are counted as in
+which other work on the machine changes little; `--wall` takes the clock's. "vmap" in
+microbatches and jax-privacy are shown in the microbatch that is fastest for each, of those of
+`--microbatches`. jax-privacy is left out if not installed. With `--out` what is measured of a
+model is written to the file, and not measured again. For devices that are only described, in the
+environment of the extra `accelerators`, the bytes that are read and written are counted as in
 `benchmarks.accelerators`; a loop counts as often as it turns, and of two branches the cheaper one:
 the other one is taken where an example's tokens cancel or it is not finite.
 """
@@ -19,8 +21,10 @@ the other one is taken where an example's tokens cancel or it is not finite.
 import argparse
 import functools
 import importlib.util
+import math
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +33,8 @@ import numpy as np
 import optax
 
 from benchmarks.example_models import LARGE, MODELS, Model
-from benchmarks.times.timing import race, ratio
+from benchmarks.table_file import TableFile, device_name, time_left, versions
+from benchmarks.times.timing import race, ratio, usual_clock
 from optaxclip import per_example
 
 LIMIT = 1.0
@@ -37,6 +42,8 @@ LARGEST, LARGEST_OF_ACCELERATORS = 2**31, 2**35
 """Ways that would take more temporary bytes than that are not run."""
 SIZE = 8
 """Of the microbatches of the plain gradient and of the ghost method."""
+KEYS = ("device", "dtype", "model", "way")
+COLUMNS = ("microbatches", "time", "memory", "compile, s", "what it is", "versions")
 Way = Callable[..., Any]
 PLAIN = "plain gradient"
 OPTAX, JAX_PRIVACY = OTHERS = ("Optax, vmap(grad)", "jax-privacy")
@@ -109,12 +116,13 @@ def ways(model: Model, sizes: list[int]) -> dict[str, dict[str, Way]]:
         f"plain, microbatches of {SIZE}": {"": plain_in_microbatches(model, SIZE)},
         "ghost": {"": ours(model, "ghost", None)},
         f"ghost, microbatches of {SIZE}": {"": ours(model, "ghost", SIZE)},
-        "vmap": {name: ours(model, "vmap", size) for name, size in cuts.items()},
+        "vmap": {"": ours(model, "vmap", None)},
+        "vmap, microbatches": {f"{size}": ours(model, "vmap", size) for size in usable},
         OPTAX: {"": with_optax(model)},
     }
     if importlib.util.find_spec("jax_privacy"):
         found[JAX_PRIVACY] = {k: with_jax_privacy(model, size) for k, size in cuts.items()}
-    return found
+    return {way: kinds for way, kinds in found.items() if kinds}
 
 
 class Row(NamedTuple):
@@ -168,6 +176,42 @@ def measured(
         of_plain = found and found.median
         rows.append(Row(way, kind, of_plain, memory[way, kind] / least, seconds[way, kind]))
     return words, rows
+
+
+def stored(
+    table: TableFile, dtype: str, model: str, several: dict[str, Any]
+) -> tuple[str, list[Row]] | None:
+    """What `measured` gave for a model on this device, if the file has all its ways."""
+    keys = [table.key(device=device_name(), dtype=dtype, model=model, way=way) for way in several]
+    if not all(key in table.rows for key in keys):
+        return None
+    lines = [table.rows[key] for key in keys]
+    rows = [
+        Row(
+            line["way"],
+            line["microbatches"],
+            float(line["time"]) if line["time"] else None,
+            float(line["memory"]),
+            float(line["compile, s"] or "nan"),
+        )
+        for line in lines
+    ]
+    return lines[0]["what it is"], rows
+
+
+def store(table: TableFile, dtype: str, model: str, words: str, rows: list[Row]) -> None:
+    """Writes the same."""
+    for row in rows:
+        table.add(
+            device=device_name(),
+            dtype=dtype,
+            model=model,
+            way=row.way,
+            microbatches=row.kind,
+            time="" if row.time is None else f"{row.time:.6g}",
+            memory=f"{row.memory:.6g}",
+            **{"compile, s": f"{row.compile:.6g}", "what it is": words, "versions": versions()},
+        )
 
 
 def print_table(name: str, words: str, rows: list[Row]) -> None:
@@ -232,6 +276,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--ours", action="store_true", help="without Optax and jax-privacy")
     parser.add_argument("--wall", action="store_true", help="the clock's time")
     parser.add_argument("--device", nargs="+", help="h100, v5e: only described")
+    parser.add_argument("--out", type=Path, help="a file for the rows, which a rerun goes on with")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no model begins later")
     options = parser.parse_args(arguments)
     is_large = bool(options.device) or jax.default_backend() != "cpu"
     dtype = jnp.dtype(options.dtype or ("bfloat16" if is_large else "float32"))
@@ -246,18 +292,28 @@ def main(arguments: list[str] | None = None) -> None:
                 for line in counted(name, model, device):
                     print(line, flush=True)
         return
-    # The processor only waits for an accelerator.
-    is_by_clock = options.wall or jax.default_backend() != "cpu"
-    clock = time.perf_counter if is_by_clock else time.process_time
-    for number, (name, model) in enumerate(chosen.items()):
+    clock = time.perf_counter if options.wall else usual_clock()
+    table = TableFile(options.out, KEYS, COLUMNS) if options.out else None
+    has_time, lacking, is_first = time_left(options.minutes), [], True
+    for name, model in chosen.items():
         compared = ways(model, options.microbatches)
         if options.ours:
             compared = {way: kinds for way, kinds in compared.items() if way not in OTHERS}
-        found = measured(model, compared, options.rounds, clock)
+        found = stored(table, dtype.name, name, compared) if table else None
+        if found is None:
+            if not has_time():
+                lacking.append(name)
+                continue
+            found = measured(model, compared, options.rounds, clock)
+            if table:
+                store(table, dtype.name, name, *found)
         if options.summary:
-            print_summary(name, *found, is_first=number == 0)
+            print_summary(name, *found, is_first=is_first)
         else:
             print_table(name, *found)
+        is_first = False
+    if lacking:
+        print(f"\nMissing, and had by the same command again: {', '.join(lacking)}")
 
 
 if __name__ == "__main__":

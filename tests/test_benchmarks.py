@@ -1,11 +1,19 @@
-"""The benchmarks that need no accelerator start where an accelerator's plugin is installed."""
+"""The benchmarks that need no accelerator start beside an accelerator's plugin; rows are kept."""
 
+import csv
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from benchmarks import per_example
+from benchmarks.example_models import mlp
+
 ROOT = Path(__file__).parents[1]
+MICROBATCHES = "vmap, microbatches"
+OURS = {MICROBATCHES, "vmap", "ghost"}
 
 
 def test_benchmarks_for_accelerators_look_for_no_device():
@@ -17,3 +25,30 @@ def test_benchmarks_for_accelerators_look_for_no_device():
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout == "cpu\n"
+
+
+@pytest.mark.parametrize("ours", [{MICROBATCHES}, pytest.param(OURS, marks=pytest.mark.slow)])
+def test_what_examples_cost_is_measured_once(ours, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "rows.csv"
+    options = ["--ours", "--models", "mlp", "--rounds", "2", "--microbatches", "2", "4"]
+    options += ["--out", str(path)]
+    made = per_example.ways
+
+    def ways(*args):
+        return {way: x for way, x in made(*args).items() if way in {per_example.PLAIN, *ours}}
+
+    monkeypatch.setattr(per_example, "ways", ways)
+    monkeypatch.setitem(per_example.MODELS, "mlp", lambda dtype: mlp(dtype, (4, 3), 8))
+    monkeypatch.setattr("benchmarks.times.timing.SHORTEST", 0.0)
+    per_example.main([*options, "--minutes", "0"])
+    assert capsys.readouterr().out.endswith("by the same command again: mlp\n")
+    per_example.main(options)
+    printed = capsys.readouterr().out
+    rows = {row["way"]: row for row in csv.DictReader(path.read_text().splitlines())}
+    assert set(rows) == {per_example.PLAIN, *ours}
+    assert rows[MICROBATCHES]["microbatches"] in {"2", "4"}
+    assert float(rows[per_example.PLAIN]["time"]) == 1.0
+    assert all(float(row["time"]) > 0 for row in rows.values())
+    monkeypatch.setattr(per_example, "measured", lambda *_: pytest.fail("measured again"))
+    per_example.main(options)
+    assert capsys.readouterr().out == printed
