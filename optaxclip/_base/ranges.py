@@ -50,8 +50,17 @@ def exponents(*, wide: bool) -> range:
 def thresholds(*, wide: bool) -> tuple[Bound, ...]:
     """The thresholds above which entries are counted, in order, for float32 or float64."""
     powers = (Bound(2.0**k) for k in exponents(wide=wide))
-    found = (NOT_ZERO, *powers, *TOO_LARGE, INFINITE, NAN)
+    # No finite float32 is too large for float32.
+    limits = TOO_LARGE if wide else TOO_LARGE[:-1]
+    found = (NOT_ZERO, *powers, *limits, INFINITE, NAN)
     return tuple(sorted(found, key=lambda x: (x.value, not x.inclusive)))
+
+
+@functools.cache
+def exponents_of_parts(*, wide: bool) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """For each part of the finite sizes above 0 the k of the bin, 2**k to 2**(k + 1), it is of."""
+    ends = [x.value for x in thresholds(wide=wide) if x not in (NOT_ZERO, INFINITE, NAN)]
+    return np.array([exponents(wide=wide)[0] - 1, *(math.frexp(end)[1] - 1 for end in ends)])
 
 
 def lost_below(dtype: jax.typing.DTypeLike) -> float:
@@ -75,47 +84,13 @@ def too_large(dtype: jax.typing.DTypeLike) -> Bound:
     return Bound(largest + unit / 2, inclusive=largest / unit % 2 == 1)
 
 
-class Counted(NamedTuple):
-    """How a leaf's entries are counted.
-
-    Attributes:
-      patterns: uint32 or uint64, ascending and different: the bit patterns of float32 or float64
-        above which entries are counted.
-      places: for each of `thresholds`, the place of its pattern among them.
-    """
-
-    patterns: np.ndarray[Any, np.dtype[Any]]
-    places: np.ndarray[Any, np.dtype[Any]]
-
-
 @functools.cache
-def counted(dtype: jnp.dtype, *, wide: bool) -> Counted:
-    """The patterns for a real dtype: those between which the dtype has numbers."""
-    is_double = dtype == jnp.float64
-    holder = np.dtype(np.float64 if is_double else np.float32)
-    sizes = _sizes_up_to([x for x in thresholds(wide=wide) if x != NAN], np.dtype(dtype), holder)
-    # The pattern of infinity itself: only those of NaN are above it.
-    sizes = np.append(sizes, np.inf).astype(holder)
-    of_all = sizes.view(np.uint64 if is_double else np.uint32)
-    patterns, places = np.unique(of_all, return_inverse=True)
-    return Counted(patterns, places)
+def bounds(*, wide: bool) -> np.ndarray[Any, np.dtype[Any]]:
+    """For each threshold the bit pattern, of float32 or float64, above which those of entries are.
 
-
-def _sizes_up_to(found: list[Bound], dtype: np.dtype[Any], holder: np.dtype[Any]) -> Any:
-    """For each threshold the largest number of a dtype that is not above it."""
-    values = np.array([x.value for x in found])
-    are_inclusive = np.array([x.inclusive for x in found])
-    bits = int(jnp.finfo(dtype).bits)
-    if bits > 16:
-        with np.errstate(over="ignore"):
-            nearest = values.astype(holder)
-        is_above = (nearest > values) | ((nearest == values) & are_inclusive)
-        return np.where(is_above, np.nextafter(nearest, holder.type(0)), nearest)
-    patterns = np.arange(2**bits).astype(f"uint{max(bits, 8)}")
-    with np.errstate(invalid="ignore"):
-        every = np.abs(patterns.view(dtype).astype(np.float64))
-    every = np.unique(every[every >= 0])
-    places = np.where(
-        are_inclusive, np.searchsorted(every, values), np.searchsorted(every, values, side="right")
-    )
-    return every[places - 1].astype(holder)
+    They are all different, and ascend.
+    """
+    holder, kind = (np.float64, np.uint64) if wide else (np.float32, np.uint32)
+    found = thresholds(wide=wide)
+    patterns = np.array([x.value for x in found], holder).view(kind)
+    return patterns - np.array([x.inclusive for x in found], kind)

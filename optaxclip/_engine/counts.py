@@ -33,14 +33,15 @@ def counts_of_groups(leaves: list[Any], plan: Plan, *, wide: bool) -> Array:
     shape = (len(plan.grouping.names), 2, entry_counts.num_counts(wide=wide))
     if not leaves:
         return jnp.zeros(shape, jnp.uint32)
-    dtype = norm_dtype([leaf.dtype for leaf in leaves])
+    dtype, in_one_piece = norm_dtype([x.dtype for x in leaves]), plan.placement.in_one_piece
 
     def on_each_device(leaves: list[Any]) -> Array:
         parts = []
         for leaf, axes in zip(leaves, plan.grouping.axes, strict=True):
             x, over = in_one_array(leaf, axes, dtype)
             size = math.prod([np.shape(leaf)[axis] for axis in axes])
-            parts.append((entry_counts.counts_above(x, over, size, wide=wide),))
+            found = entry_counts.counts_by_size(x, over, size, wide=wide, in_one_piece=in_one_piece)
+            parts.append((found,))
         (found,) = plan.totals(parts, add=entry_counts.carried)
         return lax.reshape(found, shape)
 

@@ -9,6 +9,7 @@ from jax.core import Tracer
 
 from optaxclip._base.types import PyTree
 from optaxclip.methods.loss_scaling import LossScaleState
+from optaxclip.monitor.histogram_stage import HistogramState
 from optaxclip.monitor.noise import NoiseScaleState
 from optaxclip.monitor.recording import RecordState
 from optaxclip.monitor.states import described, is_deleted, name_of, numbered, records
@@ -65,7 +66,7 @@ def counts(opt_state: PyTree) -> Counts:
 
 def records_for_log(opt_state: PyTree, caller: str) -> dict[str, Recorded]:
     """All records that have numbers for a log; their names begin with the record's key."""
-    more = (LossScaleState, NoiseScaleState, RecordState)
+    more = (LossScaleState, NoiseScaleState, RecordState, HistogramState)
     found = [state for _, state in records(opt_state, caller, *more)]
     return dict(zip(numbered([name_of(state) for state in found]), found, strict=True))
 

@@ -9,12 +9,9 @@ import numpy as np
 
 from optaxclip._base.arguments import near_miss
 from optaxclip._base.ranges import (
-    INFINITE,
-    NAN,
-    NOT_ZERO,
     TOO_LARGE,
-    Bound,
     exponents,
+    exponents_of_parts,
     lost_below,
     thresholds,
     too_large,
@@ -132,16 +129,14 @@ def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogra
 
 def _histogram(counts: Any, step: int) -> Histogram:
     wide = len(counts) == num_counts(wide=True)
-    above = dict(zip(thresholds(wide=wide), map(int, counts[1:]), strict=True))
     powers = exponents(wide=wide)
-    nonzero, infinite, nan = above[NOT_ZERO], above[INFINITE], above[NAN]
-    at_powers = [nonzero, *(above[Bound(2.0**k)] for k in powers), infinite]
-    ends = [0.0, np.inf] if wide else [2.0 ** (powers[0] - 1), 2.0 ** (powers[-1] + 1)]
-    edges = np.array([ends[0], *(2.0**k for k in powers), ends[1]])
-    beyond = {limit.value: above[limit] - infinite for limit in TOO_LARGE}
-    counted = -np.diff(np.array(at_powers, np.int64))
-    zeros = int(counts[0]) - nonzero
-    return Histogram(counted, edges, zeros, infinite, step, nan, beyond)
+    edges = np.ldexp(1.0, [powers[0] - 1, *powers]), [np.inf if wide else 2.0**powers.stop]
+    in_bins = np.zeros(len(powers) + 1, np.int64)
+    np.add.at(in_bins, exponents_of_parts(wide=wide) - powers[0] + 1, counts[1:-2])
+    above = dict(zip(thresholds(wide=wide), np.cumsum(counts[-3:0:-1])[::-1], strict=False))
+    beyond = {limit.value: int(above.get(limit, 0)) for limit in TOO_LARGE}
+    zeros, infinite, nan = (int(counts[place]) for place in (0, -2, -1))
+    return Histogram(in_bins, np.concatenate(edges), zeros, infinite + nan, step, nan, beyond)
 
 
 def _only_state(opt_state: PyTree, name: str | None) -> HistogramState:

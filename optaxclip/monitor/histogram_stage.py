@@ -30,9 +30,8 @@ class HistogramState(NamedTuple):
       counted: int32[], the step whose entries were counted last; -1 before the first.
       name: the transformation's name, as a tuple of one.
       names: the groups' names in order.
-      counts: uint32[groups, 2, counts], of the last step that was counted: all entries, and those
-        whose modulus is above each of several thresholds, in order. A count is
-        `counts[:, 0] + 2**16 * counts[:, 1]`.
+      counts: uint32[groups, 2, counts], how many entries of that step have which size: 0, between
+        two of several thresholds, infinite, NaN. A count is `counts[:, 0] + 2**16 * counts[:, 1]`.
     """
 
     steps: Array

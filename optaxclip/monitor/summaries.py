@@ -7,16 +7,21 @@ import jax
 import jax.numpy as jnp
 
 import optaxclip._border.devices as devices
+from optaxclip._base.ranges import exponents_of_parts
 from optaxclip._base.states import Names
 from optaxclip._base.types import ClipState
+from optaxclip._border.entry_counts import WORD, num_counts
 from optaxclip.methods.loss_scaling import LossScaleState
 from optaxclip.methods.skipping import SkipState
+from optaxclip.monitor.histogram_stage import HistogramState
 from optaxclip.monitor.noise import NoiseScaleState, scale_of
 from optaxclip.monitor.recording import RecordState
 from optaxclip.monitor.states import unboxed
 from optaxclip.monitor.statistics import STATISTICS
 
-Recorded: TypeAlias = ClipState | SkipState | LossScaleState | NoiseScaleState | RecordState
+Recorded: TypeAlias = (
+    ClipState | SkipState | LossScaleState | NoiseScaleState | RecordState | HistogramState
+)
 """The states that have numbers for a log."""
 
 Summary: TypeAlias = dict[str, Any]
@@ -27,7 +32,7 @@ _NOTHING = {"norm": 0.0, "limit": float("inf"), "factor": 1.0}
 NUMBERS = (
     *("norm", "limit", "factor", "clipped_norm", "clipped_fraction", "num_clipped"),
     *("num_nonfinite", "num_skipped", "loss", "loss_limit", "loss_scale"),
-    *("scale", "signal", "variance"),
+    *("scale", "signal", "variance", "median_exponent", "num_infinite", "num_nan"),
     *(name for name in STATISTICS if name != "norm"),
     "steps",
 )
@@ -45,6 +50,8 @@ def wanted(state: Recorded) -> dict[str, Any]:
     if isinstance(state, NoiseScaleState):
         sums = {field: getattr(state, field) for field in ("steps", "signal", "variance")}
         return {key: unboxed(x) for key, x in sums.items()}
+    if isinstance(state, HistogramState):
+        return {"steps": unboxed(state.steps), "sizes": unboxed(state.counts)}
     if isinstance(state, RecordState):
         last = {name: unboxed(x) for name, x in state.last.items()}
         return {"steps": unboxed(state.steps), "last": last}
@@ -71,7 +78,8 @@ def names_of(state: Recorded) -> Names:
     """The names of the record's entries."""
     if isinstance(state, NoiseScaleState):
         return Names()
-    return state.names if isinstance(state, RecordState) else state.info.names
+    has_names = isinstance(state, RecordState | HistogramState)
+    return state.names if has_names else state.info.names
 
 
 def has_entries(kept: dict[str, Any]) -> bool:
@@ -110,6 +118,11 @@ def _of_all(
     kept = kept | {count: kept[count] - start for count, start in earlier.items()}
     steps = kept["steps"] if "steps" in kept else kept["num_skipped"]
     states = max(steps.size, 1)
+    if "sizes" in kept:
+        shape = (states, -1) if with_labels else (-1, 1)
+        words = kept["sizes"].reshape(*shape, *kept["sizes"].shape[-2:])
+        found = _of_sizes(numpy.sum(words, axis=0, dtype=words.dtype), numpy)
+        return found | {"steps": _most(steps.reshape(-1, 1), numpy)}
     if "last" in kept:
         shape = (states, -1) if with_labels else (-1, 1)
         found = {name: _of_largest(x.reshape(shape), numpy) for name, x in kept["last"].items()}
@@ -143,6 +156,27 @@ def _of_all(
 def _most(counts: Any, numpy: Any) -> Any:
     """The largest count of each column, 0 if it is empty; below 0 if `since` is a later state."""
     return numpy.max(counts, axis=0) if counts.size else numpy.zeros(counts.shape[1:], counts.dtype)
+
+
+def _of_sizes(words: Any, numpy: Any) -> Summary:
+    """The numbers of a histogram, from its counts by size `[labels, 2, counts]`."""
+    low, high = words[:, 0], words[:, 1]
+    counts = low.astype(numpy.float32) + high.astype(numpy.float32) * numpy.float32(2.0**WORD)
+    nonzero = counts[:, 1:-2]
+    up_to = numpy.cumsum(nonzero, axis=1)
+    known, every = up_to[:, -1:], numpy.sum(counts, axis=1)
+    is_half = (2 * up_to >= known).astype(numpy.int32)
+    exponents = exponents_of_parts(wide=words.shape[-1] == num_counts(wide=True))
+    median = numpy.asarray(exponents, numpy.float32)[numpy.argmax(is_half, axis=1)]
+    # The words of several groups were added up.
+    high, low = high + (low >> WORD), low & (2**WORD - 1)
+    exact = numpy.where(high < 2**15, (high << WORD) | low, 2**31 - 1).astype(numpy.int32)
+    return {
+        "median_exponent": numpy.where(known[:, 0] > 0, median, numpy.nan),
+        "zero_fraction": numpy.where(every > 0, counts[:, 0] / numpy.maximum(every, 1), numpy.nan),
+        "num_infinite": exact[:, -2],
+        "num_nan": exact[:, -1],
+    }
 
 
 def _of_noise(kept: dict[str, Any], numpy: Any) -> Summary:
