@@ -166,6 +166,20 @@ def x64():
         yield
 
 
+@pytest.fixture
+def standard_promotion():
+    """For what relies on implicit promotion of dtypes: Adam, schedules, `MultiSteps`."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def as_users(standard_promotion):
+    """As users' programs run, which mix dtypes and ranks."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
 @pytest.fixture(params=["cpu", "cuda", "tpu"])
 def platform(request, monkeypatch):
     """Whose branch is taken, wherever there are several."""

@@ -8,23 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.research import bad_stretch, cotangents, curves, hyperball, text_model
+from benchmarks.research import bad_stretch, cotangents, curves, hyperball
 from benchmarks.research.text_model import Size
 from optaxclip import thresholds
 
-pytestmark = pytest.mark.slow  # research, which no user runs
+# Research, which no user runs.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_users")]
 
 SIZE = Size(width=8, heads=2, layers=2, context=8, batch=4, held_out=4)
 RUNS = bad_stretch.Effort(
     steps=80, bad=(48, 64), every=4, save_every=8, roll_back_after=3, past=16, seeds=2, size=SIZE
 )
-
-
-@pytest.fixture(autouse=True)
-def as_users():
-    """Optax's optimizers mix dtypes, and gains are of another rank than what they scale."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def test_steps_to_a_loss():
@@ -40,11 +34,6 @@ LOSSES = np.array(
         [*CALM, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0],
     ]
 )
-
-
-def test_steps_to_recover():
-    # Three losses are averaged, so three of them have to be low.
-    assert curves.steps_to_recover(LOSSES, 50, every=10).tolist() == [60.0, 0.0, math.inf]
 
 
 def test_steps_to_recover_count_from_each_run_s_own_bad_step():
@@ -68,38 +57,6 @@ def test_what_is_not_finite_is_not_back():
 def test_recovery_needs_losses_before_and_after(onset):
     with pytest.raises(ValueError, match=rf"onset must leave 3 .*, got \[{onset}\] for 12"):
         curves.steps_to_recover(LOSSES, onset, every=10)
-
-
-def test_the_text_model_sees_no_later_characters():
-    text = text_model.read(SIZE)
-
-    @jax.jit
-    def losses(key):
-        """Of the first four characters, and of five, the fifth of which is each possible one."""
-        params = text_model.initial(key, SIZE)
-        tokens = text_model.batch(text.train, jax.random.key(1), SIZE)
-        assert tokens.shape == (4, 9)
-        row = tokens[:1, :6]
-        of_four = 4 * text_model.loss_fn(params, row[:, :5], SIZE)
-        sixth = jnp.arange(text_model.MAX_SYMBOLS)
-        return of_four, 5 * jax.vmap(
-            lambda symbol: text_model.loss_fn(params, row.at[:, 5].set(symbol), SIZE)
-        )(sixth)
-
-    of_four, of_five = losses(jax.random.key(0))
-    # What is added by each possible sixth character are its probabilities, unless the fifth, which
-    # is now an input, changed what the first four characters cost.
-    assert np.sum(np.exp(of_four - of_five)) == pytest.approx(1.0, rel=1e-4)
-
-
-def test_the_matrices_of_layers_are_labelled():
-    shapes = jax.eval_shape(lambda key: text_model.initial(key, SIZE), jax.random.key(0))
-    labels = text_model.labels(shapes)
-    layers = labels.pop("layers")
-    assert {name for name, label in layers.items() if label == "matrices"} == set(
-        text_model.MATRICES
-    )
-    assert set(labels.values()) == {"others"}
 
 
 def test_hyperball_beside_others(monkeypatch, capsys):

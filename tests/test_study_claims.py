@@ -72,11 +72,6 @@ def row(table, name):
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_every_question_has_a_table(tables):
-    assert tables.keys() == {"AutoClip", "ZClip", "SPAM", "AGC"}
-    assert all("\n|" in part for part in tables.values())
-
-
 def test_percentiles_stand_beside_nothing_on_adamw(tables):
     # The gain is 1.99, of which 0.2 less is a tenth.
     assert row(tables["AutoClip"], "AutoClip") == [

@@ -22,17 +22,11 @@ from benchmarks.research.study import (
 from benchmarks.research.study.plan import Cell, Effort, Found
 from benchmarks.research.study.task import Task
 
-pytestmark = pytest.mark.slow  # research, which no user runs
+# Research, which no user runs.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("as_users")]
 
 TINY = Effort(steps=8, every=2, seeds=2, tuning=1, chunk=4)
 LINE = np.linspace(-1.0, 1.0, 8, dtype=np.float32)
-
-
-@pytest.fixture(autouse=True)
-def as_users():
-    """Optax's optimizers mix dtypes and ranks."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def a_line(noise=None):
@@ -80,47 +74,11 @@ def test_what_each_fault_does():
         assert not of_one.is_scrambled.any()
         assert not of_one.is_nan.any()
     for run in (none, spike, jump):
-        assert (run.rate == run.scale == 1).all()
+        assert (run.rate == 1).all()
+        assert (run.scale == 1).all()
     first = {int(drawn("spike", seed=seed).onset) for seed in range(8)}
     assert len(first) > 4
     assert all(50 <= step < 150 for step in first)
-
-
-def test_what_is_no_fault():
-    large, small, late = map(drawn, faults.HARMLESS)
-    assert (large.factor == large.scale == 100).all()
-    assert np.all(small.factor == np.float32(0.01))
-    assert (large.rate == small.rate == late.factor == 1).all()
-    assert (late.rate == np.float32(np.repeat([0.1, 1.0], [240, 160]))).all()
-    assert {int(run.onset) for run in (large, small, late)} == {0, -1}
-
-
-def test_a_microbatch_has_the_nan():
-    weights = np.asarray(faults.weights(jnp.float32(1.0), jnp.bool_(True), 8))
-    assert np.isnan(weights).tolist() == [True, False, False, False] * 2
-
-
-def test_muon_takes_the_kernels():
-    params = {"layers": {"up": jnp.ones((3, 4, 8)), "up_gain": jnp.ones((3, 4))}}
-    params |= {"conv": jnp.ones((3, 3, 4, 8)), "head": jnp.ones((8, 10)), "bias": jnp.ones(8)}
-    numbers = optimizers._matrices(params)
-    assert numbers["layers"]["up"] == optax.contrib.MuonDimensionNumbers((1,), -1)
-    assert numbers["conv"] == optax.contrib.MuonDimensionNumbers((0, 1, 2), -1)
-    assert numbers["layers"]["up_gain"] is numbers["head"] is numbers["bias"] is None
-
-
-def test_the_rate_rises_stays_and_falls():
-    steps = 100
-    finish = optimizers.optimizer("sgd", jnp.float32(0.5), steps).finish
-    state, update_of = finish.init(jnp.zeros(())), jax.jit(finish.update)
-    found = []
-    for _ in range(steps):
-        update, state = update_of(jnp.ones(()), state, jnp.zeros(()))
-        found.append(-float(update))
-    assert found[0] == 0
-    assert found[10:80] == [0.5] * 70
-    assert np.all(np.diff(found[:11]) > 0)
-    assert np.all(np.diff(found[80:]) < 0)
 
 
 def test_watched_counts_the_steps_that_change():

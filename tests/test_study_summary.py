@@ -183,13 +183,6 @@ def test_the_best_rate_is_each_method_s_own(found):
     np.testing.assert_array_equal(of_fault.end, study.cell(PAIRS[0], "helper", CASES["spike"]).end)
 
 
-def test_methods_come_in_the_order_of_their_table():
-    last = [{**x, "method": "ZClip"} for x in ALL[:SEEDS]]
-    backwards = runs.cells([*ALL[::-1], *last])
-    assert Study.of(backwards).methods[:3] == ("none", "constant (best)", "ZClip")
-    assert Study.of(backwards).pairs == tuple(sorted(PAIRS))
-
-
 def test_lines_beside_runs_and_cells_of_one_seed_are_left_out():
     others = [{"settings": {}, "versions": {}}, {"pair": ["text", "adamw"], "found": {}}]
     assert len(runs.cells([*others, *ALL[: SEEDS + 1]])) == 1
@@ -317,34 +310,3 @@ def test_pictures_are_made_and_legible(written):
     for name in pictures.NAMES:
         assert (written / name).stat().st_size > 5000
     assert 400 * pictures.LETTERS["font.size"] / 72 / pictures.WIDTH > 12  # of 400 pixels
-
-
-def test_curves_are_lined_up_at_the_spike(found):
-    pytest.importorskip("matplotlib")
-    from benchmarks.research.study import pictures
-
-    cell = found.study.cell(PAIRS[0], "none", CASES["spike"])
-    losses = pictures.aligned(cell)
-    assert np.all(losses[: pictures.BEFORE + 1] < 1.5)
-    assert np.all(losses[pictures.BEFORE + 1 : pictures.BEFORE + 4] > 1.5)
-    assert np.all(losses[pictures.BEFORE + 4 :] < 1.5)
-
-
-@pytest.mark.slow
-def test_pictures_of_short_and_of_lost_runs(tmp_path):
-    pytest.importorskip("matplotlib")
-    from benchmarks.research.study import pictures
-
-    early = [{**x, "onset": 10} for x in ALL if x["fault"] == "spike" or x["fault"] == "none"]
-    for x in early:
-        x["held_out"] = [*x["held_out"][:4], *([None] if x["method"] == "none" else [1.0])]
-    pictures.draw(summary.summarize(Study.of(runs.cells(early))), tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == set(pictures.NAMES)
-
-
-def test_the_verdicts_are_printed(tmp_path, capsys):
-    (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, ALL)) + "\n")
-    summary.main([str(tmp_path / "results.jsonl")])
-    text = capsys.readouterr().out
-    assert "heavy tails\n  helps: helper (+1" in text
-    assert text.endswith("helps nowhere: harmer\n")
