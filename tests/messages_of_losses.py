@@ -115,7 +115,6 @@ TYPE_ERRORS = {
     "^microbatch_size must be an int": lambda: grads_of(dot, microbatch_size=1.5),
     "key must be one key .* got 'seed'": lambda: AGGREGATE(1.0, 1.0, "seed"),
     "key must be one key .* got 0.5": lambda: AGGREGATE(1.0, 1.0, 0.5),
-    "key must be one key .* got 1.5": lambda: AGGREGATE(1.0, 1.0, 1.5),
     r"key must be one key .* got Array\(\(2,\)": lambda: AGGREGATE(1.0, 1.0, KEYS),
     r"key must be one key .* got Array\(3\.": lambda: AGGREGATE(1.0, 1.0, jnp.float32(3)),
     r"key must be one key .* Array\(\[1\., 1\.\]": lambda: AGGREGATE(1.0, 1.0, jnp.ones(2)),
@@ -126,12 +125,6 @@ TYPE_ERRORS = {
     "key must be one key .* got True": lambda: AGGREGATE(1.0, 1.0, True),
     "noise_multiplier must be .* got '1'": lambda: noisy(noise="1"),
     "key must be one key from jax.random, a new one .*0": lambda: noisy(key=0),
-    r"key must be one key from jax.random, a new one .*Array\(\(2,\)": lambda: noisy(key=KEYS),
-    r"key must be one key from jax.random, a new one .*Array\(\[\[": lambda: noisy(
-        key=jax.random.key_data(KEYS)
-    ),
-    r"key must be one key from jax.random, a new one .*Array\(\[1": lambda: noisy(key=W),
-    "key must be one key from jax.random, a new one .*'key'": lambda: noisy(key="key"),
     "result must be the PerExampleResult .* got Array": lambda: per_example.noisy_mean(
         X, 1.0, KEYS[0], 4
     ),
@@ -203,17 +196,7 @@ VALUE_ERRORS = {
     r"batch_argnums=0 and argnums=0 both name the argument 0": lambda: grads_of(
         dot, batch_argnums=0
     ),
-    r"batch_argnums=0 and argnums=\(0, 1\) both name": lambda: grads_of(
-        dot, batch_argnums=0, argnums=(0, 1)
-    ),
-    r"batch_argnums=0 and argnums=0 both": lambda: grads_of(
-        dot, batch_argnums=0, argnums=np.int32(0)
-    ),
-    r"batch_argnums=\(1, -1\) and argnums=\(0, -1\) both name the argument -1": lambda: grads_of(
-        dot, argnums=(0, -1), batch_argnums=(1, -1)
-    ),
     "batch_size must be from 1 .* got 0": lambda: AGGREGATE(1.0, 0.0, batch_size=0),
-    "batch_size .* got -3": lambda: AGGREGATE(1.0, 0.0, batch_size=-3),
     "key must be given for noise": lambda: AGGREGATE(1.0, 1.0),
     "noise_multiplier must not be negative": lambda: AGGREGATE(1.0, -1.0),
     "limit must not be negative or NaN": lambda: AGGREGATE(np.nan, 0.0),
@@ -233,7 +216,6 @@ VALUE_ERRORS = {
     "^noise_multiplier must not be": lambda: noisy(noise=np.nan),
     "noise_multiplier must be finite for noise": lambda: noisy(noise=np.inf),
     "batch_size must .* got 0": lambda: noisy(size=0),
-    "batch_size must .* got -3": lambda: noisy(size=-3),
     "batch_size must .* got nan": lambda: noisy(size=np.nan),
     "key must be one key from jax.random, a new one .*None": lambda: noisy(key=None),
     "relation must be one of": lambda: noisy(relation="neighbours"),
@@ -248,9 +230,6 @@ VALUE_ERRORS = {
     r"relation must be one of \['add_or_remove_one', .* got None": lambda: per_example.clipped_grad(
         dot, 1.0
     ).sensitivity(None),
-    r"relation must be one of \['add_or_remove_one', .* got 3": lambda: per_example.clipped_grad(
-        dot, 1.0
-    ).sensitivity(3),
     "split must be one of": lambda: clip_sum(1.0, split="even"),
     "is_padding must have one entry": lambda: clip_sum(1.0, is_padding=jnp.zeros(3, bool)),
     "^microbatch_size must be an int of at least 1, got 0": lambda: grads_of(

@@ -7,25 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from flax.serialization import from_bytes, to_bytes, to_state_dict
+from flax.serialization import from_bytes, to_bytes
 from flax.training.dynamic_scale import DynamicScale
 from jax.experimental.sparse import BCOO
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from methods_table import avals
 
 import optaxclip
 from optaxclip import accumulate, monitor, scale_loss, skip_above, skip_nonfinite
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 PARAMS = {"w": jnp.arange(1.0, 5.0), "b": jnp.ones(2)}
 ADAM = optax.adam(0.1)
-
-
-@pytest.fixture(autouse=True)
-def _as_adam_needs_it():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def chain():
@@ -185,33 +178,6 @@ def loss_fn(params, x, y, scale=1.0, dtype=jnp.float16):
     return loss.astype(jnp.float32) * scale
 
 
-@pytest.mark.slow
-def test_a_run_in_float16_learns_what_it_does_not_without_a_scale():
-    x = jax.random.normal(jax.random.key(0), (32, 4)) * 3e-5
-    y = (x @ jnp.array([1.0, -2.0, 3.0, -4.0])).astype(jnp.float32)
-    adam = optax.adam(optax.cosine_decay_schedule(0.2, 300), eps=1e-16)
-    tx, params = scale_loss(adam, growth_interval=20), jax.tree.map(jnp.zeros_like, PARAMS)
-
-    @jax.jit
-    def train(params):
-        def step(carry, _):
-            params, state = carry
-            scale = monitor.loss_scale(state)
-            grads = jax.grad(loss_fn)(params, x, y, scale)
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), (scale, monitor.taken(state))
-
-        (params, _), seen = jax.lax.scan(step, (params, tx.init(params)), length=300)
-        return params, seen
-
-    found, (scales, taken) = train(params)
-    exact = loss_fn(found, x, y, dtype=jnp.float32) / loss_fn(params, x, y, dtype=jnp.float32)
-    assert exact < 1e-2
-    assert not jnp.any(jax.grad(loss_fn)(params, x, y)["w"])
-    assert 0 < (~taken).sum() < 20
-    np.testing.assert_array_equal(scales[1:][~taken[:-1]], scales[:-1][~taken[:-1]] / 2)
-
-
 def test_gradients_in_float16_are_divided_in_float32():
     tiny, tx = np.float32(2.0**-30), scale_loss(optax.sgd(1.0, momentum=0.9), initial=2.0**16)
     scaled = as_float16(times(PARAMS, tiny * 2.0**16))
@@ -257,34 +223,6 @@ def test_sparse_gradients():
         assert updates["w"].dtype == dtype
         np.testing.assert_array_equal(updates["w"].todense(), dense / 16)
         assert state.info.norm == np.float32(80**0.5 / 16)
-
-
-@pytest.mark.slow
-def test_what_a_log_shows():
-    tx = optax.chain(scale_loss(chain(), name="scaled"), optax.identity())
-    bad = times(PARAMS, jnp.nan)
-    state = compiled(tx)(bad, tx.init(PARAMS), PARAMS)[1]
-    names = ["norm", "limit", "factor", "clipped_norm", "num_nonfinite"]
-    names += ["num_skipped", "loss_scale"]
-    found = monitor.scalars(state)
-    assert list(found)[:7] == [f"scaled/{name}" for name in names]
-    assert found["scaled/loss_scale"] == 2.0**14
-    assert found["scaled/num_skipped"] == 1
-    assert found["clip_by_global_norm/norm"] == 0
-    assert {*found} == {*jax.eval_shape(monitor.metrics, state)}
-    of_flax = to_state_dict(state)
-    assert monitor.scalars(of_flax)["skip/loss_scale"] == 2.0**14
-    assert monitor.loss_scale(of_flax) == 2.0**14
-    assert not monitor.taken(of_flax)
-    assert list(monitor.read(state)) == [
-        "0/skip/scaled",
-        "0/skip/inner_state/0/clip_by_global_norm",
-    ]
-    assert monitor.bad_leaves(state) == ("b", "w")
-    assert monitor.verdict(state, 1) == "roll back"
-    assert optax.tree.get(state, "loss_scale") == 2.0**14
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    assert monitor.loss_scale(nnx.Optimizer(model, tx, wrt=nnx.Param)) == 2.0**15
 
 
 def test_checkpoints_donation_and_one_compilation():
@@ -345,62 +283,6 @@ def test_microbatches():
     updates, state = step(state, x.at[5].set(1e4))  # overflows in one microbatch
     assert not jnp.any(updates["w"])
     assert monitor.loss_scale(state) == 2.0**9
-
-
-SPECS = {"w": P("x"), "b": P()}
-
-
-@pytest.mark.slow  # tests/devices/test_other_splits.py has a quick one
-@pytest.mark.parametrize("way", ["auto", "explicit", "shard_map"])
-def test_on_eight_devices(way):
-    kind = AxisType.Explicit if way == "explicit" else AxisType.Auto
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
-    tx, params = scale_loss(chain(), growth_interval=2), {"w": jnp.ones(8), "b": jnp.ones(2)}
-    norms = np.float32([3.0, 2.0, np.nan, 1.0, 0.5])
-
-    def steps(params, norms):
-        def step(state, norm):
-            grads = times(params, norm * monitor.loss_scale(state))
-            updates, state = tx.update(grads, state, params)
-            return state, (updates["w"], monitor.loss_scale(state), state.info.norm)
-
-        return jax.lax.scan(step, tx.init(params), norms)[1]
-
-    expected = jax.jit(steps)(params, norms)
-    if way == "shard_map":
-        out = (P(None, "x"), P(), P())
-        steps = jax.shard_map(steps, mesh=mesh, in_specs=(SPECS, P()), out_specs=out)
-    else:
-        params = jax.device_put(params, {k: NamedSharding(mesh, x) for k, x in SPECS.items()})
-    with jax.set_mesh(mesh):
-        found = jax.jit(steps)(params, norms)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, expected)
-    assert np.log2(expected[1]).tolist() == [15, 16, 15, 15, 16]
-
-
-@pytest.mark.slow
-def test_where_it_would_be_kept_an_error_says_so():
-    tx = scale_loss(ADAM)
-    for wrong, kept in (
-        (skip_nonfinite(tx), "SkipState"),
-        (skip_above(optax.chain(tx), jnp.inf), "SkipState"),
-        (optax.MultiSteps(tx, 2), "MultiStepsState"),
-        (optax.apply_if_finite(tx, 3), "ApplyIfFiniteState"),
-    ):
-        with pytest.raises(ValueError, match=rf"a {kept}, which .*could never fall.*around it, as"):
-            monitor.loss_scale(wrong.init(PARAMS))
-    for state, found in (
-        (chain().init(PARAMS), "none"),
-        (scale_loss(tx).init(PARAMS), "2 of them"),
-        ((tx.init(PARAMS), tx.init(PARAMS)), "2 of them"),
-    ):
-        with pytest.raises(ValueError, match=f"one state of scale_loss, and finds {found} in what"):
-            monitor.loss_scale(state)
-    with pytest.raises(ValueError, match=r"scale_loss: .*opt_state = fresh\._replace\(skip="):
-        tx.update(PARAMS, ADAM.init(PARAMS), PARAMS)
-    fresh = tx.init(PARAMS)
-    state = fresh._replace(skip=fresh.skip._replace(inner_state=ADAM.init(PARAMS)))
-    tx.update(PARAMS, state, PARAMS)
 
 
 WRONG = {

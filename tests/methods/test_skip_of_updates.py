@@ -8,11 +8,7 @@ import pytest
 
 from optaxclip import monitor, skip_above, thresholds
 
-
-@pytest.fixture(autouse=True)
-def as_optax_needs():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 PARAMS = {"b": jnp.zeros(2), "w": jnp.zeros((3, 2))}

@@ -13,8 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import optaxclip
 from optaxclip import monitor
-from optaxclip._engine.options import Options
-from optaxclip.methods import spikes
 
 S = np.float32([1.0, 1.2, 0.8, 1.0, 5.0, 1.1])
 SPAM = functools.partial(
@@ -152,12 +150,6 @@ def test_spam_leaves_other_leaves_alone():
     assert jax.tree.structure(later) == jax.tree.structure(state)
 
 
-def test_the_printed_sequence_of_normalizing_by_the_history():
-    updates, state = drive(optaxclip.normalize_by_norm_history(), {"a": S[:, None]})
-    close(updates["a"][:, 0], [1, 1.007102, 0.966206, 0.978819, 0.92795, 0.831816])
-    np.testing.assert_array_equal(state.info.norm[:, 0], S)
-
-
 def test_the_printed_sequence_of_stable_spam():
     clip = optaxclip.clip_by_moving_max()
     tx = optax.chain(clip, optaxclip.normalize_by_norm_history())
@@ -175,21 +167,6 @@ def test_the_printed_sequence_of_stable_spam():
     assert [*monitor.read((first, second))] == [
         *("0/clip_by_moving_max", "1/normalize_by_norm_history")
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize(
-    "make", [optaxclip.clip_by_moving_max, optaxclip.normalize_by_norm_history]
-)
-def test_what_is_not_finite_is_as_if_it_had_not_been(make, bad):
-    grads = np.stack([S, 0.5 * S], axis=1)
-    with_bad = np.insert(grads, 3, [bad, 1.0], axis=0)
-    expected, alone = drive(made(make), grads)
-    updates, states = drive(made(make, nonfinite="zero"), with_bad)
-    np.testing.assert_array_equal(updates[3], [0, 0])
-    np.testing.assert_array_equal(np.delete(updates, 3, axis=0), expected)
-    np.testing.assert_array_equal(states.info.limit[-1], alone.info.limit[-1])
 
 
 def test_an_entry_at_the_limit_stays_in_a_leaf_that_is_clipped():
@@ -230,15 +207,6 @@ def test_of_a_sparse_leaf_entries_are_the_sums_of_what_is_stored(case, dtype):
     np.testing.assert_array_equal(found.indices, indices)
     close(found.todense(), expected, rtol=1e-2 if dtype == jnp.bfloat16 else 3e-6)
     assert np.max(np.abs(expected)) < 6
-
-
-def test_of_what_is_stored_only_sums_above_the_limit_are_scaled():
-    data, indices = jnp.float32([3.0, 1.0, 3.0, 0.5]), jnp.array([[2], [0], [2], [4]])
-    columns = tuple(map(jnp.float32, (1.0, 0.5, 2.0)))
-    options = Options.checked(norm="linf", name="clip")
-    found = spikes._OnlyAbove().scaled(BCOO((data, indices), shape=(5,)), columns, (0,), options)
-    np.testing.assert_array_equal(found.data, [1.5, 1.0, 1.5, 0.5])
-    np.testing.assert_array_equal(found.indices, indices)
 
 
 def last_of(tx, sequence):

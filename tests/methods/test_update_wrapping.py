@@ -8,19 +8,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from methods_table import GRADS, PARAMS, assert_close, assert_same
 
 import optaxclip
 from optaxclip import monitor
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 STABLE = optaxclip.scale_by_stable_adam()
 LOGITS = np.float32([1.0, 8.0])
-
-
-@pytest.fixture(autouse=True)
-def _as_optax_needs():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def kernels(path, leaf):
@@ -93,49 +88,3 @@ def test_limits_of_logits_may_be_injected_and_scheduled():
             updates, state = tx.update(zeros, state, params, max_logits=LOGITS)
             found.append(1 + np.asarray(updates["kernel"])[0, :, 0])
         np.testing.assert_allclose(found, [[1, 1], [0.5**0.5, 0.25]], rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_in_wrappers_as_alone():
-    alone, _ = STABLE.update(GRADS, STABLE.init(PARAMS))
-    only = {"w": True, "b": False, "v": False}
-    rest = {"kept": optax.identity(), "scaled": STABLE}
-    wrapped = {
-        "masked": optax.masked(STABLE, only),
-        "partition": optax.partition(rest, {"w": "scaled", "b": "kept", "v": "kept"}),
-        "skip": optaxclip.skip_nonfinite(STABLE),
-        "steps": optax.MultiSteps(STABLE, 1).gradient_transformation(),
-    }
-
-    @jax.jit
-    def updates(grads):
-        return {name: tx.update(grads, tx.init(PARAMS), PARAMS) for name, tx in wrapped.items()}
-
-    for name, (found, state) in updates(GRADS).items():
-        assert_close(found["w"], alone["w"])
-        if name in ("masked", "partition"):
-            assert_same(found["b"], GRADS["b"])
-        assert any("scale_by_stable_adam" in key for key in monitor.read(state))
-
-
-def test_a_skipped_step_leaves_weights_alone():
-    params = {"kernel": np.ones((3, 2, 4), np.float32)}
-    tx = optaxclip.skip_nonfinite(both(0.1))
-    bad, update = jax.tree.map(lambda x: np.nan * x, params), jax.jit(tx.update)
-    updates, state = update(bad, tx.init(params), params, max_logits=LOGITS)
-    assert not np.any(updates["kernel"])
-    updates, _ = update(params, state, params, max_logits=LOGITS)
-    assert np.all(updates["kernel"] < 0)
-
-
-def test_states_survive_a_checkpoint():
-    params = {"kernel": jnp.ones((3, 2, 4)), "bias": jnp.ones(2)}
-    tx = both(0.1)
-    update = jax.jit(tx.update)
-    _, state = update(params, tx.init(params), params, max_logits=LOGITS)
-    stored = flax.serialization.to_bytes(state)
-    restored = flax.serialization.from_bytes(tx.init(params), stored)
-    assert_same(jax.tree.map(np.asarray, restored), jax.tree.map(np.asarray, state))
-    restored = jax.tree.map(jnp.asarray, restored)
-    steps = [update(params, x, params, max_logits=LOGITS) for x in (state, restored)]
-    assert_same(*steps)

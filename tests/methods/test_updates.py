@@ -1,28 +1,18 @@
 """Clips of updates: Adafactor's behind an optimizer, StableAdamW's inside of it."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from methods_table import assert_close, assert_same
+from methods_table import assert_close
 
 import optaxclip
 from optaxclip import monitor
-from optaxclip.methods import stable_adam
 
 GRADS = np.float32([[1, 1], [1.2, 1], [0.8, 1], [1, 1], [5, 1], [1.1, 1]])
 RMS = [1, 1.043853, 0.901142, 0.995329, 1.616884, 0.786402]
 FACTORS = [1, 0.957989, 1, 1, 0.618474, 1]
-
-
-def test_block_rms_shrinks_large_updates_and_no_small_ones():
-    tx = optaxclip.clip_by_block_rms(1.0)
-    (large, small), _ = tx.update([jnp.full(4, 3.0), jnp.full(4, 0.5)], None)
-    np.testing.assert_allclose(large, 1, rtol=1e-6)
-    np.testing.assert_array_equal(small, 0.5)
 
 
 def test_block_rms_of_each_layer_of_a_stack():
@@ -107,56 +97,6 @@ def test_stable_adam_of_other_dtypes():
         np.testing.assert_allclose(found, last * turned[dtype], rtol=rtol)
 
 
-@pytest.mark.by_day(1)
-@pytest.mark.parametrize(("dtype", "rtol"), [(jnp.bfloat16, 2e-2), (jnp.float16, 3e-3)])
-def test_stable_adam_keeps_the_dtypes_of_a_state_that_was_cast(dtype, rtol):
-    tx = optaxclip.scale_by_stable_adam()
-    start = tx.init({"w": jnp.zeros(2)})
-    state = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, start)
-    expected = [x["w"] for x, _ in steps(tx, [{"w": jnp.asarray(g)} for g in GRADS])]
-
-    def step(state, grad):
-        updates, state = tx.update({"w": grad}, state)
-        return state, updates["w"]
-
-    # As the carry of a loop all of the state must keep its dtypes.
-    last, found = jax.jit(lambda state: jax.lax.scan(step, state, jnp.asarray(GRADS)))(state)
-    assert last.mu["w"].dtype == last.nu["w"].dtype == dtype
-    np.testing.assert_allclose(found, expected, rtol=rtol)
-
-
-class _Several(NamedTuple):
-    """Several transformations of the same gradients, compiled as one."""
-
-    members: dict
-
-    def init(self, params):
-        return {name: tx.init(params) for name, tx in self.members.items()}
-
-    def update(self, grads, state, params):
-        found = {name: tx.update(grads, state[name], params) for name, tx in self.members.items()}
-        return tuple({name: pair[i] for name, pair in found.items()} for i in (0, 1))
-
-
-@pytest.mark.slow
-def test_stable_adam_keeps_its_averages_where_a_leaf_is_not_finite():
-    policies = ("nan", "zero", "mask")
-    tx = _Several({x: optaxclip.scale_by_stable_adam(nonfinite=x) for x in policies})
-    sequence = [{"w": jnp.asarray(g), "b": jnp.ones(1)} for g in GRADS]
-    bad = {"w": jnp.float32([np.nan, 1.0]), "b": jnp.zeros(1)}
-    rows = steps(tx, [*sequence[:2], bad, *sequence[2:]], sequence[0])
-    masked = [*sequence[:2], {"w": jnp.float32([0.0, 1.0]), "b": jnp.zeros(1)}]
-    clean, masked = (steps(tx, x, sequence[0])[-1] for x in (sequence, masked))
-    worst, (last, states) = rows[2][0], rows[-1]
-    assert np.all(np.isnan(worst["nan"]["w"]))
-    assert np.all(worst["zero"]["w"] == 0)
-    assert_close(worst["mask"]["w"], masked[0]["mask"]["w"])
-    for policy in ("nan", "zero"):
-        assert_same(last[policy]["w"], clean[0][policy]["w"])
-        assert states[policy].count.tolist() == [7, 6]
-        assert states[policy].clip.info.num_nonfinite.tolist() == [0, 1]
-
-
 def test_stable_adam_counts_the_steps_that_a_leaf_had():
     tx, params = optaxclip.scale_by_stable_adam(), {"a": jnp.zeros(2), "b": jnp.zeros(2)}
     sequence = [
@@ -171,7 +111,7 @@ def test_stable_adam_counts_the_steps_that_a_leaf_had():
 
 def test_stable_adam_of_any_range_and_of_zeros():
     tx = optaxclip.scale_by_stable_adam(clipping_threshold=2.0, eps=0.0)
-    sequence = [jnp.full(2, jnp.float32(size)) for size in (0.0, 1.0, 1e25, 1e-30, 0.0)]
+    sequence = [jnp.full(2, jnp.float32(size)) for size in (0.0, 1.0, 1e25, 3e38, 1e-30, 0.0)]
     for updates, state in steps(tx, sequence):
         assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((updates, state.mu, state.nu)))
         assert np.all(np.abs(updates) <= 2.5)
@@ -196,23 +136,8 @@ def test_weight_decay_is_not_shortened():
     assert_close([x for x, _ in rows], [-0.5 * (x + 0.2) for x, _ in alone])
 
 
-def test_whatever_else_is_in_the_tree_passes():
-    tree = {"w": jnp.ones(2), "count": jnp.arange(3), "key": jax.random.key(0), "none": None}
-    tx = optaxclip.scale_by_stable_adam()
-    updates, state = tx.update(tree, tx.init(tree))
-    assert updates["count"] is tree["count"]
-    assert updates["key"] is tree["key"]
-    assert state.mu["count"] is None
-
-
 def test_a_decay_of_zero_is_no_error():
     optaxclip.scale_by_stable_adam(b1=0.0, b2=0.0)
-
-
-def test_two_squares_of_what_is_held_add_without_overflow():
-    held = stable_adam._held(jnp.float32([3e38, -3e38, 1e19]))
-    assert np.all(np.isfinite(2 * jnp.square(held)))
-    np.testing.assert_allclose(held, np.float32([1, -1, 0]) * 1.30438e19 + [0, 0, 1e19], rtol=1e-5)
 
 
 @pytest.mark.parametrize("make", [optaxclip.scale_by_stable_adam, optaxclip.clip_by_second_moment])

@@ -66,17 +66,6 @@ def run_once_compiled(tx, sequence):
     return run(jax.jit(once), tx.init(PARAMS), sequence)
 
 
-@pytest.fixture
-def standard_promotion():
-    """For what relies on implicit promotion: Optax's Adam, schedules and `MultiSteps`."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-def negated(tree):
-    return jax.tree.map(jnp.negative, tree)
-
-
 def only_w(tree):
     return {"w": tree["w"]}
 
@@ -112,20 +101,6 @@ def test_part_of_a_tree(name, wrapper):
     assert_close(inner.inner_state.info, alone.info)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("standard_promotion")
-@some_methods
-def test_several_steps_in_one(name):
-    tx = optax.MultiSteps(METHODS[name].make(), every_k_schedule=2)
-    update = tx.gradient_transformation()
-    updates, state = run_once_compiled(update, STEPS)
-    pairs = [jax.tree.map(lambda x, y: (x + y) / 2, *STEPS[i : i + 2]) for i in (0, 2)]
-    expected, alone = run_alone(name, pairs)
-    assert_close(updates[1::2], expected, rtol=1e-5)
-    assert all(not np.any(x) for x in jax.tree.leaves(updates[::2]))
-    assert_close(state.inner_opt_state, alone, rtol=1e-5)
-
-
 @pytest.mark.by_day(1)
 @some_methods
 def test_apply_if_finite_around_the_clip(name):
@@ -136,21 +111,6 @@ def test_apply_if_finite_around_the_clip(name):
     assert not any(np.any(x) for x in jax.tree.leaves(updates[1]))
     assert_close(state.inner_state, alone)
     assert state.total_notfinite == 1
-
-
-@pytest.mark.by_day(1)
-@some_methods
-def test_apply_if_finite_inside_the_chain(name):
-    inner = optax.apply_if_finite(optax.trace(0.9), max_consecutive_errors=3)
-    bad = GRADS | {"b": GRADS["b"].at[0].set(jnp.inf)}
-    tx = optax.chain(METHODS[name].make(), inner)
-    updates, state = run_once_compiled(tx, [STEPS[0], bad, STEPS[1]])
-    (first, _, last), alone = run_alone(name, [STEPS[0], bad, STEPS[1]])
-    assert_close(updates[0], first)
-    assert not any(np.any(x) for x in jax.tree.leaves(updates[1]))
-    assert_close(updates[2], jax.tree.map(lambda x, y: 0.9 * x + y, first, last), rtol=1e-5)
-    assert_close(state[0], alone)
-    assert state[1].total_notfinite == 1
 
 
 @pytest.mark.by_day(1)
@@ -188,16 +148,6 @@ def test_injected_hyperparameters_of_one_compiled_step():
         np.testing.assert_allclose(optax.tree.norm(updates), limit, rtol=1e-6)
         assert state.inner_state.info.limit == limit
     assert update._cache_size() == 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("standard_promotion")
-def test_an_injected_schedule():
-    schedule = optax.piecewise_constant_schedule(1.0, {1: 0.5})
-    tx = optax.inject_hyperparams(optaxclip.clip_by_global_norm)(max_norm=schedule)
-    updates, state = run_once_compiled(tx, [GRADS, GRADS, GRADS])
-    assert [round(float(optax.tree.norm(tree)), 5) for tree in updates] == [1, 0.5, 0.5]
-    assert state.inner_state.steps == 3
 
 
 class Linen(flax.linen.Module):

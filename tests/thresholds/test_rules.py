@@ -331,17 +331,3 @@ def test_scan_equals_the_loop_and_types_stay(name):
     assert jax.tree.structure(after) == jax.tree.structure(fresh)
     assert [(x.dtype.name, x.shape, x.weak_type) for x in jax.tree.leaves(after)] == types
     assert {(dtype, weak) for dtype, _, weak in types} <= {("float32", False), ("int32", False)}
-
-
-@pytest.mark.slow
-@each_rule
-def test_eager_equals_jit(name):
-    # In the warm-up of AdaGC the groups share the global norm.
-    rule = RULES[name](warmup_steps=0) if name == "adagc" else RULES[name]()
-    norms = random_norms(0, 2, GROUPS)
-    trigger, target, states = run(rule, norms)
-    state = rule.init(np.zeros(()))
-    for i in range(2):
-        limits, state = rule.update(norms[i, 0], state, None)
-        own = jax.tree.map(lambda x: x[..., 0], at(states, i))
-        assert_close((*limits, state), (trigger[i, 0], target[i, 0], own))

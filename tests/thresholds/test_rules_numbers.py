@@ -12,7 +12,6 @@ from reference_rules import drive
 
 import optaxclip
 from optaxclip import per_example, responses, scopes, thresholds
-from optaxclip.thresholds import history
 from optaxclip.thresholds.base import root_of_squares
 from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.losses import as_loss_limit
@@ -387,13 +386,6 @@ def test_integers_of_more_than_32_bits_are_taken_for_floats(sign):
         jax.eval_shape(lambda rule: rule, make(warmup_steps=2**40, patience=2**40))
 
 
-def test_a_percentile_that_looks_like_a_share_is_warned_of():
-    for percentile in (0, 0.0, 1, 1.0, 50):
-        thresholds.percentile(percentile)
-    with pytest.warns(UserWarning, match=r"for a share of 0\.95 pass 95$"):
-        thresholds.percentile(0.95)
-
-
 def test_the_first_norm_is_the_first_mean_even_without_a_warm_up():
     make = functools.partial(thresholds.zscore, 0.9, 2.0, 0, option="percentile")
     np.testing.assert_allclose(limits_of(NORMS + 3, make)[0][:2], [np.inf, 4], rtol=1e-6)
@@ -427,24 +419,3 @@ def test_where_nothing_is_limited_the_derivative_is_that_of_the_norm():
 
     for name, found in slopes(jnp.float32(5)).items():
         np.testing.assert_array_equal(found, [10, 2], err_msg=name)
-
-
-def test_each_group_is_judged_by_its_own_window():
-    @jax.jit
-    def limits(ring, counts):
-        settings = {
-            history._Percentile(4): 50.0,
-            history._Median(4): 2.0,
-            history._Window(4, 0): (2.0, 0.0),
-        }
-        found = [x.limits(own, ring, ring[0], counts).trigger for x, own in settings.items()]
-        periodic = history._PeriodicMedian(4)
-        state = history._PeriodicState(ring, ring[0])
-        return [*found, periodic.observe(2.0, state, ring[1], counts).limit]
-
-    ring, counts = np.stack([NORMS[:4], 7 * NORMS[1:]], axis=1), np.int32([4, 3])
-    both = limits(ring, counts)
-    for group in (0, 1):
-        alone = limits(ring[:, [group] * 2], counts[[group] * 2])
-        for of_both, of_one in zip(both, alone, strict=True):
-            np.testing.assert_allclose(of_both[group], of_one[0], rtol=1e-6)
