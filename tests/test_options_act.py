@@ -25,6 +25,7 @@ OTHER = {
     "reduction": "sum",
     "response": "normalize",
     "stacked": 1,
+    "target_decay": 0.5,
 }
 # What only devices, messages, or groups of several sizes show; and what is passed on together with
 # `nonfinite`.
@@ -91,6 +92,16 @@ def test_each_option_acts(name):
                 assert option in str(error)  # noqa: PT017
             else:
                 assert found != usual, option
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if name.startswith("thresholds.")])
+def test_every_argument_changes_the_rule(name):
+    make, given = MADE[name], GIVEN.get(name, {})
+    usual = jax.tree.flatten(make(**given))
+    for option, parameter in inspect.signature(make).parameters.items():
+        if option not in given:
+            changed = make(**given | {option: other(option, parameter.default)})
+            assert jax.tree.flatten(changed) != usual, option
 
 
 @pytest.mark.parametrize("name", [*MADE, "monitor.noise_scale"])
