@@ -10,9 +10,9 @@ from cases import NEEDS_JAX_0_10_2
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from optaxclip import norms
 from optaxclip._border import devices, gpu, leaf_sums
 from optaxclip._border.crossing import Split
-from optaxclip._border.placement import _checked_spec
 from optaxclip._engine.options import Options, PlaceOptions, takes
 
 # Shape, summed axes, whether no axis may be split, and the shape of the partial sums.
@@ -38,16 +38,11 @@ FOLDED = {
 @pytest.mark.parametrize("case", FOLDED)
 def test_partial_sums_of_columns(case):
     shape, axes, in_one_piece, expected = FOLDED[case]
-    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
-    found = jax.eval_shape(lambda x: gpu._folded(x, axes, in_one_piece), leaf)
-    assert found.shape == expected
-
-
-def test_no_entry_is_lost_in_partial_sums():
-    x = np.arange(3 * 128 * 2, dtype=np.float32).reshape(3, 128, 2)
-    found = jax.jit(lambda x: gpu._folded(x, (1,), False))(x)
-    assert found.shape == (3, 8, 2)
-    np.testing.assert_array_equal(found.sum(1), x.sum(1))
+    options = {"axes": axes, "norm": norms.l1, "scales": (1.0,), "in_one_piece": in_one_piece}
+    leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    program = jax.make_jaxpr(lambda x: gpu.sum_of_columns(x, **options))(leaf)
+    sums = [eqn.invars[0].aval for eqn in program.eqns if eqn.primitive.name == "reduce_sum"]
+    assert sums[-1].shape == expected
 
 
 def test_scales_of_sums_of_products():
@@ -66,17 +61,6 @@ def test_the_names_in_specs():
     assert devices.spec_of(spec) is spec
     assert devices.spec_of(jnp.ones(2)) == P()
     assert devices.spec_names(["b", "c"]) == ("b", "c")
-    leaf, mesh = np.zeros((2, 3)), jax.make_mesh((2, 1), ("a", "b"), (AxisType.Auto,) * 2)
-    for fine in (P("a", "b"), P(("a", "b")), P()):
-        assert _checked_spec(fine, leaf, mesh) == fine
-    assert _checked_spec(P("other"), leaf, None) == P("other")
-    for wrong, said in (
-        (P(None, None, "a"), "too long for a leaf of shape"),
-        (P("a", P.UNCONSTRAINED), "UNCONSTRAINED does not say"),
-        (P("a", "other"), r"the mesh has no axes \['other'\], only \['a', 'b'\]"),
-    ):
-        with pytest.raises(ValueError, match=rf"^specs has .*{said}"):
-            _checked_spec(wrong, leaf, mesh)
 
 
 def test_kinds_of_meshes():

@@ -46,13 +46,6 @@ def test_one_bad_example_is_reported(method, way):
     assert run(grads.at[1, 0].set(3e38))[0].get() is None
 
 
-@pytest.mark.slow
-def test_one_bad_slice_is_reported():
-    tx = optaxclip.clip_by(scopes.axes(-1), 1.0, nonfinite="error")
-    with pytest.raises(checkify.JaxRuntimeError, match="norm is not finite; leaves: w"):
-        tx.update({"w": np.float32([[3.0, 4.0], [jnp.nan, 1.0]])}, None)
-
-
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_without_checkify_the_traceback_names_the_option_and_what_it_needs(method):

@@ -309,14 +309,6 @@ def test_checkify_reports_nothing(scope, norm, response):
         assert error.get() is None, (x, limit)
 
 
-@pytest.mark.slow
-def test_debug_nans_reports_nothing_one_operation_at_a_time():
-    gradient, points = loss_at_points("tree", "l2", "clip")
-    with jax.debug_nans(True):
-        for x, limit in points[1:5]:
-            gradient(x, limit)
-
-
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda x: x.__name__
 )

@@ -54,22 +54,6 @@ def test_exports_for_all_platforms(name):
     assert avals(out) == avals((GRADS, arguments[1]))
 
 
-@pytest.mark.by_day(1)
-@some_methods
-def test_an_exported_update_survives_bytes_and_gives_the_same(name):
-    pytest.importorskip("flatbuffers", reason="JAX needs it to serialize")
-    method = METHODS[name].make()
-    arguments = (GRADS, method.init(PARAMS), PARAMS)
-    leaves, structure = jax.tree.flatten(arguments)
-
-    # Flat, because the structure of a state is for its owner to register for serialization.
-    def flat_update(*leaves):
-        return jax.tree.leaves(method.update(*jax.tree.unflatten(structure, leaves)))
-
-    module = export.deserialize(exported(flat_update, *leaves).serialize())
-    assert_close(module.call(*leaves), jax.tree.leaves(method.update(*arguments)))
-
-
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(("name", "shapes"), CASES)
 def test_exports_with_symbolic_shapes(name, shapes):

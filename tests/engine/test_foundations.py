@@ -52,21 +52,6 @@ def test_counts_may_be_arrays_and_more_than_can_be_counted():
             count(wrong)
 
 
-def test_a_transformation_has_a_name():
-    assert arguments.checked_name("mine") == "mine"
-    for wrong in ("", 3, None):
-        with pytest.raises(TypeError, match=r"^name must be a non-empty string, got "):
-            arguments.checked_name(wrong)
-
-
-def test_names_of_axes():
-    assert arguments.as_axis_names(None) is None
-    assert [arguments.as_axis_names(x) for x in ("a", ["a", "b"], ())] == [("a",), ("a", "b"), ()]
-    for wrong in (3, ["a", 1], {"a"}):
-        with pytest.raises(TypeError, match=r"^axis_name must be a name or a sequence of"):
-            arguments.as_axis_names(wrong)
-
-
 def test_what_is_shown_of_a_value_is_short_and_in_one_line():
     for size, shown in ((78, "'" + "x" * 78 + "'"), (79, "'" + "x" * 76 + "...")):
         assert arguments.short("x" * size) == shown
@@ -96,12 +81,6 @@ def test_a_function_of_ours_that_was_not_called():
     for other in (optaxclip.clip(1.0).update, optax.clip, 3, Names.index):
         assert not arguments.is_uncalled(other, "optaxclip.methods")
     assert not arguments.is_uncalled(optaxclip.clip, "optaxclip.method")
-
-
-def test_a_warning_is_at_the_users_line():
-    with pytest.warns(UserWarning, match="^many$") as warned:
-        arguments.warn("many")
-    assert warned[0].filename == __file__
 
 
 def test_names_are_like_a_tuple_and_equal_if_one_has_lost_its_entries():
@@ -187,9 +166,6 @@ def test_groups_that_the_tree_of_a_step_lacks():
 
 
 def test_paths_of_leaves():
-    key = jax.tree_util.DictKey("a")
-    found = trees._distinct([(key,), (key,), (key, key), (key,)])
-    assert [trees.leaf_name(path) for path in found] == ["a", "a/#1", "a/a", "a/#2"]
     assert trees.leaf_name(()) == "leaf"
     flat = trees.flatten({"a": jnp.ones(2), "n": jnp.ones(2, int), "z": 1.0}, "params")
     assert (flat.names(), flat.shapes()) == (["a", "z"], [(2,), ()])
@@ -205,18 +181,6 @@ def test_dtypes_of_leaves():
     assert [trees.dtype_of(x) for x in ("a", None, np.array("a"), np.datetime64("2026"))] == [
         None
     ] * 4
-
-
-def test_parameters_that_do_not_match():
-    flat = trees.flatten({"a": jnp.ones(2), "b": jnp.ones(3)}, "updates")
-    same = {"b": 2 * jnp.ones(3), "a": jnp.zeros(2), "more": jnp.ones(1)}
-    assert trees.matching_params(flat, same, "mine").leaves[1][0] == 2
-    for params, said in (
-        ({"a": jnp.ones(2)}, r"leaf 'b' of shape \(3,\) is missing in params"),
-        ({"a": jnp.ones(2), "b": jnp.ones(2)}, r"leaf 'b' of shape \(3,\) has shape \(2,\)"),
-    ):
-        with pytest.raises(ValueError, match=f"^mine: params must match the updates; {said}"):
-            trees.matching_params(flat, params, "mine")
 
 
 def test_a_module_is_acted_on_when_it_is_imported_or_at_once(tmp_path, monkeypatch):

@@ -35,12 +35,6 @@ def test_the_range_of_a_number_of_a_response_is_said(make, said):
         make()
 
 
-def test_auto_s_without_gamma_is_normalize():
-    limit = jnp.full(5, 2.0)
-    found = responses.auto_s(0)(SIZES, limit, limit)
-    np.testing.assert_array_equal(found, responses.normalize(SIZES, limit, limit))
-
-
 def test_each_response_is_its_formula():
     norm = np.float32([0.0, 0.1, 1.0, 2.0, 8.0, 0.1])
     trigger, target = np.float32([2, 2, 2, 2, 2, np.inf]), np.float32([1, 1, 1, 1, 1, np.inf])

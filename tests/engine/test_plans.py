@@ -14,7 +14,6 @@ from optaxclip._border import leaf_sums
 from optaxclip._border.placement import Placement
 from optaxclip._engine.measure import Measured, in_range
 from optaxclip._engine.plan import Plan
-from optaxclip.scopes import slices
 from optaxclip.scopes.leaves import stacked_counts
 
 TINY, MAX = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
@@ -146,18 +145,3 @@ def test_layers_are_named_in_order():
             stacked_counts(wrong, flat)
     with pytest.raises(ValueError, match=r"from 0 to 2 for leaf 'w' .* got 1\.0"):
         stacked_counts({"v": 0, "w": 1.0}, flat)
-
-
-def test_the_axes_of_units_of_all_shapes():
-    def axes(*shape, is_part=False):
-        return slices._fan_in_axes(shape, "w", is_part=is_part)
-
-    found = [axes(), axes(3), axes(1, 1), axes(1, 5), axes(2, 1, 1), axes(2, 3), axes(2, 3, 4)]
-    assert found == [(), (0,), (0, 1), (0, 1), (0, 1, 2), (0,), (0,)]
-    assert [axes(2, 2, 3, 4), axes(2, 2, 2, 3, 4)] == [(0, 1, 2), (0, 1, 2, 3)]
-    assert [axes(3, is_part=True), axes(2, 3, is_part=True)] == [(0,), (0,)]
-    with pytest.raises(ValueError, match=r"leaf 'w' has rank 6 .* up to rank 5: pass axis="):
-        axes(2, 2, 2, 2, 2, 2)
-    for part in ((1, 5), (1, 1)):
-        with pytest.raises(ValueError, match="may be one device's part of a larger leaf"):
-            axes(*part, is_part=True)

@@ -46,7 +46,7 @@ MAKERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.usefixtures("_as_optax_needs")
+@pytest.mark.usefixtures("standard_promotion")
 def test_equal_constructions_compile_once(name):
     grads = random_tree(1, 2) if name.startswith(("per_example", "_with_noise")) else GRADS
 
@@ -62,13 +62,7 @@ def test_equal_constructions_compile_once(name):
     assert not new
 
 
-@pytest.fixture
-def _as_optax_needs():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@pytest.mark.usefixtures("_as_optax_needs")
+@pytest.mark.usefixtures("standard_promotion")
 def test_a_schedule_is_followed_outside_of_what_is_compiled():
     schedule = optax.piecewise_constant_schedule(4.0, {1: 0.5, 2: 0.5})
     tx = optaxclip.clip_by_global_norm(schedule)

@@ -118,7 +118,6 @@ def norms_of(stacked, norm="l2"):
         pytest.param(BF16, 60, 20_000, id="60 bfloat16 leaves of 20,000"),
         pytest.param(F16, 30, 50_000, id="30 float16 leaves of 50,000"),
         pytest.param(F32, 1, 10_000_000, id="10 million float32"),
-        # Compiling 1000 takes a minute: test_edge_cases has them, eagerly.
         pytest.param(BF16, 200, 1000, id="200 bfloat16 leaves"),
     ],
 )

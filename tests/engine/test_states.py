@@ -22,7 +22,7 @@ from methods_table import (
 from parts_table import NUMBER, RULES, SCOPES, TRANSFORMATIONS, WRAPPERS
 
 import optaxclip
-from optaxclip import monitor, scopes, thresholds
+from optaxclip import scopes, thresholds
 
 # All together are slow to compile; most of those without memory have the same state.
 SOME = ["clip_by_global_norm", "skip_above", "skip_above_loss", *WRAPPERS]
@@ -135,14 +135,6 @@ def test_counts_stay_at_the_largest_and_change_nothing(names):
         assert all(np.all((x > LARGEST - 6) | (x < 14)) and np.all(x >= -1) for x in counts), name
         assert_same(updates, expected)
         assert_same(arrays(counted(state, 0)), arrays(counted(expected_state, 0)))
-
-
-def test_a_record_of_more_steps_than_can_be_counted():
-    tx = monitor.record(5)
-    state = counted(tx.init(jnp.zeros(1)), LARGEST - 3)
-    for norm in range(13):
-        _, state = tx.update(jnp.full(1, jnp.float32(norm)), state)
-    np.testing.assert_array_equal(monitor.history(state), range(8, 13))
 
 
 @pytest.mark.by_day(1)

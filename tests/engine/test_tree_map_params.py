@@ -1,17 +1,15 @@
 """`optax.tree_map_params` over every transformation, and what Optax asks of any that is given it.
 
 As `contrib/_common_test.py` of Optax: a state that was mapped is the same in the next step, in
-`scan` and `cond`, and training with it comes to the minimum.
+`scan` and `cond`.
 """
 
-import functools
 import itertools
 import re
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from cases import slow_unless
@@ -198,44 +196,3 @@ def test_a_skip_without_names_waits_for_a_step_with_all_leaves():
     for grads, names in ((GRADS | {"v": None}, []), (GRADS, ["b", "v", "w"])):
         _, state = tx.update(grads, state)
         assert (list(state.leaves), state.blamed.shape) == (names, (3,))
-
-
-# Limits that fall to nothing let nothing come anywhere.
-TRAINED = [name for name, method in METHODS.items() if method.shares and not method.counts]
-
-
-@functools.cache
-def trained():
-    """Parameters and those that they should come to, all methods in one program."""
-    target = random_tree(5)
-    optimizers = {name: optax.chain(METHODS[name].make(), optax.sgd(0.02)) for name in TRAINED}
-    optimizers |= {
-        "skip": optaxclip.skip_above(optax.sgd(0.02), thresholds.window(6.0, 32)),
-        "record": optax.chain(monitor.record(4, scope=scopes.leaf()), optax.sgd(0.02)),
-    }
-
-    def loss(params):
-        return sum(jnp.sum(jnp.square(params[leaf] - target[leaf])) for leaf in params)
-
-    def step(carry, _):
-        after = {}
-        for name, (params, state) in carry.items():
-            value, grads = jax.value_and_grad(loss)(params)
-            extra = {"value": value, "unexpected": 1}
-            updates, state = optimizers[name].update(grads, state, params, **extra)
-            after[name] = (optax.apply_updates(params, updates), state)
-        return after, None
-
-    starts = {}
-    for name, tx in optimizers.items():
-        starts[name] = (PARAMS, optax.tree_map_params(tx, lambda x: x, tx.init(PARAMS)))
-    ends, _ = jax.jit(lambda starts: jax.lax.scan(step, starts, length=4000))(starts)
-    return {name: params for name, (params, _) in ends.items()}, target
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*TRAINED, "skip", "record"])
-def test_training_with_a_mapped_state_comes_to_the_minimum(name):
-    found, target = trained()
-    for leaf, x in found[name].items():
-        np.testing.assert_allclose(x, target[leaf], rtol=3e-2, atol=3e-2, err_msg=leaf)

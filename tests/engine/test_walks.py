@@ -11,7 +11,6 @@ import flax.serialization
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from methods_table import PARAMS
@@ -118,22 +117,6 @@ def test_a_flat_state_dict_holds_arrays_alone(name):
     found = [x for x in flat.values() if x is not None]
     assert len(found) == len(jax.tree.leaves(STATES[name]))
     assert all(hasattr(x, "dtype") for x in found)
-
-
-def test_names_are_used_as_a_tuple_and_are_none():
-    names = optaxclip.clip_by_norm(1.0).init(PARAMS).info.names
-    assert not isinstance(names, (tuple, list))
-    assert not jax.tree.leaves(names)
-    assert list(names) == ["b", "v", "w"]
-    assert (len(names), names[0], names[-1], names[1:]) == (3, "b", "w", ("v", "w"))
-    assert names == ("b", "v", "w")
-    assert names == ("b", "v", "w")
-    assert names != ("b", "v")
-    assert "v" in names
-    assert names.index("w") == 2
-    assert repr(names) == "('b', 'v', 'w')"
-    assert list(reversed(names)) == ["w", "v", "b"]
-    np.testing.assert_array_equal(np.asarray(names), ["b", "v", "w"])
 
 
 # What `pickle.dumps(Names(("a", "b"), ((2,), ()), True), 0)` was when names were a tuple.

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import slow_unless
-from jax.experimental import checkify
 
 import optaxclip
 from optaxclip import per_example, responses, scopes, thresholds
@@ -158,36 +156,3 @@ def test_a_target_without_a_norm_leaves_the_first_ones():
     tx = optaxclip.clip_by(scopes.tree(), thresholds.mean_over_rms(), response="normalize")
     tiny = np.float32([1e-9, 0.0])
     np.testing.assert_array_equal(tx.update(tiny, tx.init(tiny))[0], tiny)
-
-
-BY_NUMBER = {
-    "zscore": thresholds.zscore(z_thresh=math.inf, warmup_steps=1),
-    "zscore, debiased": thresholds.zscore(z_thresh=math.inf, warmup_steps=1, debias=True),
-    "adagc": thresholds.adagc(lambda_rel=math.inf, lambda_abs=math.inf, warmup_steps=2),
-    "log_tracker": thresholds.log_tracker(0.5, num_std=math.inf),
-    "log_tracker, min_limit": thresholds.log_tracker(0.5, min_limit=math.inf),
-    "ema": thresholds.ema(ratio=math.inf),
-    "window": thresholds.window(num_std=math.inf, warmup_steps=1),
-}
-WITHOUT = {
-    **{name: optaxclip.clip_by(scopes.leaf(), rule) for name, rule in BY_NUMBER.items()},
-    "second moment": optaxclip.clip_by_second_moment(threshold=math.inf, warmup_steps=1),
-}
-QUICK = ("zscore", "adagc", "log_tracker", "second moment")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, WITHOUT))
-def test_an_infinite_number_of_a_rule_leaves_derivatives_and_checkify_alone(name):
-    def loss(grads):
-        # Rolled up, because JAX compiles four steps of each rule for more than a minute.
-        def step(state, x):
-            updates, state = WITHOUT[name].update(x, state)
-            return state, jnp.sum(jnp.sin(updates))
-
-        return jnp.sum(jax.lax.scan(step, WITHOUT[name].init(grads[0]), grads)[1])
-
-    grads = np.float32([[0.3, 0.4], [0.6, 0.7], [0.5, 0.3], [3.0, 2.0]])
-    error, slope = jax.jit(checkify.checkify(jax.grad(loss), checkify.all_checks))(grads)
-    np.testing.assert_allclose(slope, np.cos(grads), rtol=1e-6)
-    error.throw()

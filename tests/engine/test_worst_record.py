@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import optaxclip
-import optaxclip._engine.record as engine_record
 from optaxclip import scopes
 
 
@@ -66,33 +65,36 @@ def test_each_layer_counts_its_own_bad_entries():
         assert list(info.num_nonfinite) == [1, 0]
 
 
+# The norms and limits of two groups, and those of the worse.
 CASES = {
-    "two without a limit": ([5, 3], [0, 0], [0, 0], (5, 0, 0)),
-    "twice the same ratio": ([2, 4], [1, 2], [0.5, 0.5], (4, 2, 0.5)),
-    "the smaller is further above": ([10, 1], [100, 0.5], [1, 0.5], (1, 0.5, 0.5)),
-    "zero under a limit of 0": ([0, 0.25], [0, 0.5], [1, 1], (0.25, 0.5, 1)),
-    "infinite": ([np.inf, 1e30], [1, 1e-30], [0.25, 0], (np.inf, 1, 0.25)),
-    "NaN": ([np.nan, np.inf], [1, 2], [0.25, 0.5], (np.nan, 1, 0.25)),
-    "nothing above": ([0, 0], [1, 1], [1, 1], (0, 1, 1)),
-    "no limits": ([0.5, 0], [np.inf, np.inf], [1, 1], (0.5, np.inf, 1)),
+    "two without a limit": ([5, 3], [0, 0], (5, 0)),
+    "twice the same ratio": ([2, 4], [1, 2], (4, 2)),
+    "the smaller is further above": ([10, 1], [100, 0.5], (1, 0.5)),
+    "zero under a limit of 0": ([0, 0.25], [0, 0.5], (0.25, 0.5)),
+    "infinite": ([np.inf, 1e30], [1, 1e-30], (np.inf, 1)),
+    "NaN": ([np.nan, np.inf], [1, 2], (np.nan, 1)),
+    "nothing above": ([0, 0], [1, 1], (0, 1)),
+    "no limits": ([0.5, 0], [np.inf, np.inf], (0.5, np.inf)),
 }
 
 
 def test_the_worst_of_two_in_any_order():
     *columns, expected = (np.float32(x) for x in zip(*CASES.values(), strict=True))
-    norm, limit, factor = (np.concatenate([x, x[:, ::-1]]) for x in columns)
-    bad = ~np.isfinite(norm)
-    clipped = (norm > limit) & ~bad
+    norms, limits = (np.concatenate([x, x[:, ::-1]]) for x in columns)
 
-    def of_all(*columns):
-        return engine_record._in_one_reduction(
-            (engine_record._badness(*columns[:2]), *columns), (1,)
-        )
+    @jax.jit
+    @jax.vmap
+    def record_of(norms, limits):
+        each = {"leaf": limits}
+        both = optaxclip.Limits(each, each)
+        return optaxclip.clip_tree(norms[:, None], both, scope=scopes.axes(-1))[1]
 
-    found = jax.jit(of_all)(norm, limit, factor, np.float32(clipped), np.float32(bad))
-    np.testing.assert_array_equal(np.stack(found[:3], 1), np.concatenate([expected] * 2))
-    np.testing.assert_array_equal(found[3], clipped.mean(1))
-    np.testing.assert_array_equal(found[4], bad.any(1))
+    info = record_of(norms, limits)
+    found = np.stack([info.norm, info.limit], 1)[..., 0]
+    np.testing.assert_array_equal(found, np.concatenate([expected] * 2))
+    bad = ~np.isfinite(norms)
+    np.testing.assert_array_equal(info.fraction[:, 0], ((norms > limits) & ~bad).mean(1))
+    np.testing.assert_array_equal(info.num_nonfinite[:, 0], bad.any(1))
 
 
 def test_the_worst_of_very_many_units():

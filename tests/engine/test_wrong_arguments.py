@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from public_names import GIVEN, public
 
 import optaxclip
-from optaxclip import clip_by, clip_tree, ops, per_example, scopes, thresholds
+from optaxclip import clip_by, clip_tree, ops, scopes, thresholds
 
 SGD = optax.sgd(0.1)
 RULES = {
@@ -157,14 +157,6 @@ def test_names_are_checked_by_all_that_take_one():
                 fn(**given, name=wrong)
 
 
-def dot(w, x):
-    return jnp.dot(w, x)
-
-
-def grads_of(loss, **options):
-    return per_example.clipped_grad(loss, 1.0, **options)(jnp.ones(2), jnp.ones((3, 2)))
-
-
 def private(key):
     return optaxclip.per_example_clip_and_aggregate(1.0, 1.0, key)
 
@@ -201,21 +193,6 @@ def test_other_percentiles_pass_without_a_warning():
         warnings.simplefilter("error")
         for percentile in (0, 0.0, 1, 1.0, 95, np.float64(99.5), jnp.float32(0.5)):
             optaxclip.autoclip(percentile)
-
-
-@pytest.mark.slow
-def test_numbers_of_numpy_are_numbers():
-    options = {
-        "argnums": np.int64(0),
-        "batch_argnums": np.array([1]),
-        "microbatch_size": np.int8(2),
-    }
-    expected = grads_of(dot).grads
-    np.testing.assert_array_equal(grads_of(dot, **options).grads, expected)
-    np.testing.assert_array_equal(grads_of(dot, argnums=-2, batch_argnums=-1).grads, expected)
-    assert grads_of(dot, argnums=np.array([0])).grads[0].shape == expected.shape
-    optaxclip.autoclip(window=np.int64(3)).init(jnp.ones(2))
-    optaxclip.skip_above(optax.identity(), 1.0, np.int32(3))
 
 
 @pytest.mark.parametrize("key", [3, np.int32(3), jax.random.key(3), jax.random.PRNGKey(3)])

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 from methods_table import GRADS, METHODS, PARAMS
 
@@ -62,12 +61,6 @@ def test_it_is_said_of_what_is_not_in_the_table_and_of_clips_without_a_record():
             tx.update(tx.init(params), params, params)
 
 
-def test_a_state_of_another_transformation_is_still_told_so():
-    tx = optaxclip.clip_by_global_norm(1.0)
-    with pytest.raises(ValueError, match=r"must be of type ClipState, got .* of another trans"):
-        tx.update(GRADS, optax.adam(1e-3).init(GRADS))
-
-
 def loss_of(params, batch):
     return jnp.mean((batch - params["w"][None]) ** 2)
 
@@ -97,19 +90,6 @@ def test_a_loss_with_flax_train_state():
         last, state = state, train_step(state, jnp.full((8, 3), size))
     assert monitor.verdict(state) == "skipped"
     np.testing.assert_array_equal(state.params["w"], last.params["w"])
-
-
-@pytest.mark.slow
-def test_a_loss_with_flax_nnx():
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    tx = skip_above(optax.sgd(0.1), jnp.inf, loss_limit=1.0)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-    before = jnp.asarray(model.kernel[...])
-    optimizer.update(model, grads, value=5.0)
-    np.testing.assert_array_equal(model.kernel[...], before)
-    optimizer.update(model, grads, value=0.5)
-    np.testing.assert_allclose(model.kernel[...], before - 0.1, rtol=1e-6)
 
 
 def test_a_record_of_a_tree_whose_leaves_are_missing_is_the_same_record():
