@@ -9,7 +9,7 @@ import optax
 import orbax.checkpoint
 import pytest
 from cases import slow_unless
-from flax import nnx, serialization
+from flax import serialization
 from methods_table import compilations
 
 import optaxclip
@@ -301,19 +301,6 @@ def test_of_a_scaled_loss_the_norms_are_the_true_ones():
         norm=[5.0, NAN, 5.0],
         worst=["w", "b", "b"],
         **{f"{CLIP}/factor": [0.4, NAN, 0.4]},
-    )
-
-
-@pytest.mark.slow
-def test_in_an_nnx_optimizer():
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    tx = monitor.events(optax.chain(clip(), optax.sgd(0.1)))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    gradients = jax.tree.map(lambda x: 3 * jnp.ones_like(x), nnx.state(model, nnx.Param))
-    optimizer.update(model, gradients)
-    assert_columns(monitor.history(optimizer), verdict=["clipped"], worst=["kernel"])
-    assert_columns(
-        {"norm": monitor.history(nnx.state(optimizer), stat="norm")}, norm=[np.sqrt(27.0)]
     )
 
 

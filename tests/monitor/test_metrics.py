@@ -83,27 +83,6 @@ def test_names_and_numbers():
             function(tree_clip().init(GRADS), 3)
 
 
-@pytest.mark.slow
-def test_each_label_has_its_own_numbers():
-    tx = optaxclip.clip_by(scopes.group({"b": "low", "w": "high"}), {"low": 3.0, "high": 4.0})
-    state = after(tx, GRADS, BAD, GRADS | {"b": 2 * GRADS["b"]})
-    numbers = assert_the_same(state)
-    found = [numbers[f"clip_by/{name}/low"] for name in NAMES[:-1]]
-    assert found == pytest.approx([4.0, 3.0, 0.75, 3.0, 1 / 3, 1.0, 1.0])
-    found = [numbers[f"clip_by/{name}/high"] for name in NAMES[:-1]]
-    assert found == pytest.approx([5.0, 4.0, 0.8, 4.0, 1.0, 3.0, 0.0])
-    assert numbers["clip_by/steps"] == 3.0
-    assert "clip_by/norm" not in numbers
-    muon = optaxclip.clip_by(scopes.muon(), 1.0)
-    assert monitor.scalars(after(muon, GRADS))["clip_by/norm/adam"] == pytest.approx(NORM)
-    # Of states under `vmap` the worst of each label.
-    batch = jax.tree.map(lambda x: jnp.stack([x, x / 8]), GRADS)
-    numbers = assert_the_same(jax.jit(jax.vmap(lambda grads: after(by_label(), grads)))(batch))
-    assert numbers["clip_by_group_norm/norm/actor"] == 5.0
-    assert numbers["clip_by_group_norm/clipped_fraction/actor"] == 0.5
-    assert numbers["clip_by_group_norm/clipped_fraction/critic"] == 0.5
-
-
 def test_names_that_collide():
     tx = optax.chain(tree_clip(), tree_clip(0.5), tree_clip(0.25, name=f"{CLIP}_1"))
     numbers = monitor.scalars(after(tx, GRADS))
@@ -173,34 +152,6 @@ def test_inside_of_what_is_compiled(where):
 def test_what_holds_no_record_is_an_error_that_says_what_came(function, given, said):
     with pytest.raises(ValueError, match=rf"monitor.{function.__name__} takes.*{said}"):
         function(given)
-
-
-@pytest.mark.slow
-def test_what_flax_makes_of_a_state():
-    inner = skip_above(optax.chain(tree_clip(), optax.sgd(0.1, 0.9)), 9.0, loss_limit=3.0)
-    tx = optax.chain(monitor.record(3, scope=scopes.leaf()), optaxclip.clip_by_norm(0.5), inner)
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    grads = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
-    optimizer.update(model, grads, value=1.0)
-    whole = monitor.scalars(optimizer)
-    renamed = {"record": "record", LEAVES: "clip", "skip_above": "skip", CLIP: "clip_1"}
-    expected = {}
-    for name, number in whole.items():
-        first, rest = name.split("/")
-        expected[f"{renamed[first]}/{rest}"] = number
-    taken_apart = serialization.to_state_dict(after(tx, GRADS, value=1.0))
-    for state in (nnx.state(optimizer), nnx.state(optimizer)["opt_state"]):
-        assert assert_the_same(state) == expected
-        np.testing.assert_array_equal(monitor.history(state), monitor.history(optimizer))
-        assert monitor.verdict(state) == "ok"
-        for function in (monitor.history_names, monitor.bad_leaves):
-            with pytest.raises(ValueError, match=r"pass the nnx\.Optimizer in place of its"):
-                function(state)
-    assert list(assert_the_same(taken_apart)) == list(expected)
-    keys = ["1/clip", "2/skip", "2/skip/loss", "2/inner_state/0/clip"]
-    assert list(monitor.read(taken_apart)) == keys
-    assert list(monitor.read(nnx.state(optimizer))) == [f"opt_state/{key}" for key in keys]
 
 
 def bare(tree):

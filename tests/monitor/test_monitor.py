@@ -1,13 +1,10 @@
 """The monitor: reading records out of any state, flat scalars, and the ring of norms."""
 
-import struct
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from event_files import tensorboard
 from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
@@ -298,46 +295,3 @@ def test_record_leaves_alone_what_it_sees_and_never_waits_for_the_device():
     for window in (0, -1, 2.0, None):
         with pytest.raises((TypeError, ValueError), match="window must be an int of at least 1"):
             monitor.record(window)
-
-
-@pytest.mark.slow
-def test_history_of_one_record_among_several():
-    inner = optax.chain(tree_clip(), monitor.record(name="clipped", norm="linf"))
-    state = after(optax.chain(monitor.record(name="raw"), skip_nonfinite(inner)), GRADS, BAD)
-    np.testing.assert_allclose(monitor.history(state, "raw"), [NORM, np.nan], rtol=1e-6)
-    np.testing.assert_allclose(monitor.history(state, name="clipped"), [4 / NORM], rtol=1e-6)
-    for name, found in ((None, 2), ("other", 0)):
-        with pytest.raises(ValueError, match=rf"holds {found}.*'0/raw', '1/inner_state/1/clipped'"):
-            monitor.history(state, name)
-    with pytest.raises(ValueError, match="holds no record, and so no history"):
-        monitor.history_names(tree_clip().init(GRADS))
-
-
-def read_events(path, event_type):
-    """The scalars of an event file: TFRecords, each length, its checksum, data, its checksum."""
-    data, at, found = path.read_bytes(), 0, {}
-    while at < len(data):
-        (length,) = struct.unpack_from("<Q", data, at)
-        event = event_type.FromString(data[at + 12 : at + 12 + length])
-        for value in event.summary.value:
-            found.setdefault(value.tag, []).append((event.step, value.simple_value))
-        at += length + 16
-    return found
-
-
-def test_tensorboard_event_files(tmp_path):
-    event_type = tensorboard().proto.event_pb2.Event
-    inner = optax.chain(optaxclip.clip_by_norm(1.0), optax.sgd(0.1))
-    tx = optax.chain(tree_clip(4.0), skip_nonfinite(inner))
-    state, expected = tx.init(GRADS), {}
-    with tensorboard().SummaryWriter(str(tmp_path)) as writer:
-        for step in range(4):
-            for name, value in monitor.scalars(state).items():
-                writer.add_scalar(name, value, step)
-                expected.setdefault(name, []).append((step, value))
-            state = tx.update(BAD if step == 1 else GRADS, state)[1]
-    (path,) = tmp_path.iterdir()
-    found = read_events(path, event_type)
-    assert list(found) == list(expected)
-    for name, pairs in expected.items():
-        np.testing.assert_array_equal(found[name], np.asarray(pairs, np.float32))

@@ -1,9 +1,10 @@
 """The page on recovery: a bad stretch of data ruins a run, and the loop that goes back saves it."""
 
-import jax
 import numpy as np
 import pytest
 import shown_code
+
+pytestmark = pytest.mark.usefixtures("as_users")
 
 pytest.importorskip("orbax.checkpoint")
 PAGE = "docs/recovery.md"
@@ -15,12 +16,6 @@ BEFORE, AFTER = 30, 41
 @pytest.fixture(scope="module")
 def page():
     return shown_code.run(BLOCK, PAGE)
-
-
-@pytest.fixture(autouse=True)
-def as_readers():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.mark.slow

@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint
 import pytest
-from flax import nnx, serialization
+from flax import serialization
 
-import optaxclip
 from optaxclip import monitor, scopes
 
 PARAMS = {"body": jnp.ones((2, 3)), "head": jnp.ones(2)}
@@ -56,50 +54,6 @@ def test_history_chooses_a_statistic():
         monitor.history(state, stat="mean_ab")
 
 
-@pytest.mark.slow
-def test_a_log_has_the_last_step():
-    stats = ("norm", "share", "zero_fraction")
-    labels = scopes.group({"body": "body", "head": "head"})
-    tx = optax.chain(
-        monitor.record(3, stats=stats),
-        monitor.record(3, scope=labels, stats=stats, name="parts"),
-        monitor.record(3, scope=LAYERS, stats=stats, name="layers"),
-        optaxclip.clip_by_global_norm(1.0),
-    )
-    start = tx.init(PARAMS)
-    names = list(monitor.scalars(start))
-    state = after(tx, jax.tree.map(lambda x: 2 * x, GRADS), GRADS)
-    found = monitor.scalars(state)
-    assert list(found) == names
-    expected = {
-        "record/norm": 5.0,
-        "record/zero_fraction": 6 / 8,
-        "record/share": 1.0,
-        "record/steps": 2.0,
-        "parts/norm/body": 4.0,
-        "parts/norm/head": 3.0,
-        "parts/zero_fraction/body": 5 / 6,
-        "parts/zero_fraction/head": 0.5,
-        "parts/share/body": 16 / 25,
-        "parts/share/head": 9 / 25,
-        "parts/steps": 2.0,
-        "layers/norm": 4.0,
-        "layers/zero_fraction": 1.0,
-        "layers/share": 16 / 25,
-        "layers/steps": 2.0,
-        "clip_by_global_norm/norm": 5.0,
-    }
-    of_clip = [name for name in found if name.startswith("clip") and name not in expected]
-    assert {name: found[name] for name in found if name not in of_clip} == pytest.approx(expected)
-    inside = jax.jit(monitor.metrics)(state)
-    assert {name: float(x) for name, x in inside.items()} == pytest.approx(found)
-    # A leaf that is missing is no number of the log; a gradient that is not finite is.
-    state = after(tx, GRADS | {"head": None})
-    assert monitor.scalars(state)["layers/norm"] == 4.0
-    state = after(tx, GRADS | {"head": jnp.full(2, jnp.inf)})
-    assert monitor.scalars(state)["layers/norm"] == np.inf
-
-
 def test_states_under_vmap():
     tx = monitor.record(2, scope=LAYERS, stats=("max", "share"))
     sizes = jnp.array([1.0, 3.0, 2.0])
@@ -107,21 +61,6 @@ def test_states_under_vmap():
     states = jax.jit(step)(sizes)
     assert monitor.scalars(states)["record/max"] == 12.0
     assert jax.jit(monitor.metrics)(states)["record/max"] == 12.0
-
-
-def test_a_checkpoint_of_orbax_goes_on(tmp_path):
-    tx = monitor.record(3, scope=LAYERS, stats=("max", "cosine_param"))
-    state = after(tx, GRADS, GRADS)
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", tx.init(PARAMS))
-    update = jax.jit(tx.update)
-    found, expected = (update(GRADS, each, PARAMS)[1] for each in (restored, state))
-    for stat in ("max", "cosine_param"):
-        histories = [monitor.history(each, stat=stat) for each in (found, expected)]
-        assert histories[0].shape == (3, 3)
-        np.testing.assert_array_equal(*histories)
 
 
 def test_names_that_flax_and_optax_do_not_keep():
@@ -137,29 +76,6 @@ def test_names_that_flax_and_optax_do_not_keep():
         assert monitor.scalars(each) == monitor.scalars(state)
     after_a_step = jax.jit(tx.update)(GRADS, mapped, PARAMS)[1]
     assert monitor.history_names(after_a_step) == ("body/0", "body/1", "head")
-
-
-def test_in_an_nnx_optimizer():
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    tx = optax.chain(monitor.record(3, scope=scopes.leaf(), stats=("max", "ratio")), optax.sgd(0.1))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    grads = jax.tree.map(lambda x: 2 * jnp.ones_like(x), nnx.state(model, nnx.Param))
-    optimizer.update(model, grads)
-    for each in (optimizer, nnx.state(optimizer)):
-        np.testing.assert_array_equal(monitor.history(each, stat="max"), [[2.0, 2.0]])
-        assert monitor.scalars(each)["record/max"] == 2.0
-    assert monitor.history_names(optimizer) == ("bias", "kernel")
-
-
-@pytest.mark.slow
-def test_what_tuning_reads_are_still_norms():
-    tx = monitor.record(200, stats=("max", "norm"))
-    steps = np.exp(0.2 * np.random.default_rng(0).normal(size=200)).astype(np.float32)
-    steps[150] = 50.0
-    state = jax.lax.scan(
-        lambda state, x: tx.update({"w": x[None]}, state)[::-1], tx.init({"w": jnp.ones(1)}), steps
-    )[0]
-    assert optaxclip.tuning.suggest(monitor.history(state)).spikes.tolist() == [150]
 
 
 @pytest.mark.by_day(1)

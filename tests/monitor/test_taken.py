@@ -13,16 +13,12 @@ from jax.sharding import PartitionSpec as P
 import optaxclip
 from optaxclip import monitor, scale_loss, skip_above, skip_nonfinite, thresholds
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 PARAMS = {"a": jnp.ones(2), "b": jnp.ones(1)}
 LOSSES = [1.0, 1.0, 1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0]
 NORMS = [1.0, np.nan, np.nan, 1.0, 5.0, 1.0, 5.0, 5.0, 1.0]
 """The gradient of `a`; that of `b` is infinite where `a` is NaN."""
-
-
-@pytest.fixture(autouse=True)
-def _as_optax_needs():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def sgd():

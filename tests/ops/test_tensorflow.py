@@ -352,11 +352,3 @@ def test_limit_that_is_no_scalar(name):
     np.testing.assert_allclose(theirs(x, share), [0.6, 1.6], 1e-6)
     with pytest.raises(ValueError, match="clip_norm must be a scalar"):
         ours(x, share)
-
-
-@pytest.mark.slow
-def test_any_pytree():
-    tree = {"w": np.float32([3, 4])}
-    with pytest.raises(TypeError, match="should be a sequence of tensors"):
-        tf.clip_by_global_norm(tree, 1.0)
-    np.testing.assert_allclose(ops.clip_by_global_norm(tree, 1.0)[0]["w"], [0.6, 0.8], 1e-6)
