@@ -73,23 +73,6 @@ def test_as_a_loop_over_microbatches(clip, rule):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found.state, expected)
 
 
-@pytest.mark.slow
-def test_the_state_goes_on_from_step_to_step():
-    rows = batch_of(NORMS)
-    judged = accumulate.value_and_grad(
-        loss_fn, microbatch_size=1, clip=CLIPS["zclip"], reject=RULES["zscore"]
-    )
-    step, start = jax.jit(judged), judged.init(PARAMS, rows)
-    whole = step(PARAMS, rows, state=start)[2]
-    # The microbatches of a batch are cut in its order where there is one example in each.
-    first = step(PARAMS, rows[:4], state=start)[2]
-    second = step(PARAMS, rows[4:], state=first.state)[2]
-    np.testing.assert_array_equal(np.append(first.rejected, second.rejected), whole.rejected)
-    jax.tree.map(np.testing.assert_array_equal, second.state, whole.state)
-    alone = step(PARAMS, rows[4:], state=start)[2]
-    assert int(alone.state.clip.steps) < int(second.state.clip.steps)
-
-
 def test_a_number_is_the_largest_global_norm_of_a_microbatch():
     rows = batch_of(NORMS[:6])
     judged = accumulate.value_and_grad(loss_fn, microbatch_size=1, clip=1.0)

@@ -197,7 +197,6 @@ def test_memory_is_of_few_gradients_whatever_their_number(options):
 
     gradients = 4 * layers * width**2
     few, many = temporary(2), temporary(64)
-    print(few / gradients, many / gradients)
     assert many <= 4 * gradients
     assert many - few < 0.05 * gradients
 

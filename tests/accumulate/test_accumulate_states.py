@@ -1,4 +1,4 @@
-"""What a trainer does to the function and its state: one compilation, donation, scan, vmap."""
+"""What a trainer does to the function and its state: donation, scan, vmap."""
 
 import functools
 
@@ -48,26 +48,6 @@ def train(w, state, batches):
 
 def assert_equal(tree, other):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), tree, other)
-
-
-@pytest.mark.slow
-def test_one_compilation_for_all_steps():
-    traced = []
-
-    @jax.jit
-    def step(w, state, x):
-        traced.append(x)
-        return BY_PARTS(w, x, state=state)[1:]
-
-    w = jnp.ones(WIDTH)
-    state = BY_PARTS.init(w, steps()[0])
-    for x in steps():
-        _, found = step(w, state, x)
-        assert jax.tree.structure(found.state) == jax.tree.structure(state)
-        types = [[jax.typeof(x) for x in jax.tree.leaves(tree)] for tree in (state, found.state)]
-        assert types[0] == types[1]
-        state = found.state
-    assert len(traced) == 1
 
 
 LEARNING = {

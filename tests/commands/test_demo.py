@@ -33,7 +33,7 @@ def run(capsys, *args):
 
 @pytest.fixture(scope="module")
 def corpus():
-    return task.encode(demo._help_topics())
+    return task.encode(demo.read_text(None))
 
 
 def trained(corpus, name, seed=0, steps=60):
@@ -120,21 +120,6 @@ def test_the_steps_are_on_linear_axes_and_the_limit_beside_the_norms(corpus):
     (legend,) = figure.legends
     named = [text.get_text() for text in legend.get_texts()]
     assert named == ["none", "global_norm", "limit 1 of global_norm"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small")
-def test_same_seed_same_numbers_on_a_text_of_ones_own(capsys, tmp_path):
-    text = tmp_path / "text"
-    text.write_text("Größe und Gewicht. " * 200, encoding="utf-8")
-    args = ("--text", text, "--steps", 3, "--methods", "none", "--out", tmp_path)
-    assert run(capsys, *args, "--seed", 1) == run(capsys, *args, "--seed", 1)
-
-
-@pytest.mark.slow
-def test_another_seed_another_start(corpus):
-    first, second = (task.Task(corpus, seed) for seed in (0, 1))
-    assert first.evaluate(first.params) != second.evaluate(second.params)
 
 
 @pytest.mark.slow
@@ -327,17 +312,6 @@ def test_help_needs_no_extra_and_has_an_example():
 
 def labels(ax):
     return ax.get_legend_handles_labels()[1]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small")
-def test_a_run_within_a_warm_up_says_so(capsys, tmp_path):
-    said = run(capsys, "--steps", 20, "--methods", "zclip", "value", "--out", tmp_path)
-    assert "zclip: its warm-up of 25 steps, without a limit of its own, is not over" in said
-    assert "pass --steps 100" in said
-    assert "value: its" not in said
-    assert demo.warmup_of("adagc") == 100
-    assert demo.warmup_of("none") == demo.warmup_of("global_norm") == 0
 
 
 def test_loss_curves_cut_explosions_off_and_cross_them_out():

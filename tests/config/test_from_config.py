@@ -297,25 +297,6 @@ def test_it_leaves_the_data_alone():
     assert config.to_json() == before
 
 
-@pytest.mark.slow
-@jax.numpy_dtype_promotion("standard")
-def test_all_of_an_optimizer_is_data():
-    """The schedule of a learning rate, one of Optax's optimizers, a skip around all."""
-    rate = {
-        "schedule": "warmup_cosine_decay_schedule",
-        "init_value": 0.0,
-        "peak_value": 0.1,
-        "warmup_steps": 1,
-        "decay_steps": 9,
-    }
-    clip = {"name": "clip_by_global_norm", "max_norm": 1.0}
-    inner = [clip, {"name": "optax.adamw", "learning_rate": rate, "weight_decay": 0.1}]
-    tx = from_config({"name": "skip_nonfinite", "inner": inner})
-    adamw = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.1, 1, 9), weight_decay=0.1)
-    own = optaxclip.skip_nonfinite(optax.chain(optaxclip.clip_by_global_norm(1.0), adamw))
-    assert_same(three_steps(tx), three_steps(own))
-
-
 def test_trees_of_the_user_are_not_read():
     """Parameters may be called as our keys are."""
     tree = {"name": np.float32([3.0, 4.0]), "schedule": np.float32([6.0, 8.0])}

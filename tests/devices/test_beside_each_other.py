@@ -19,19 +19,6 @@ def mesh_of_four():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scope", [scopes.unit(), scopes.axes(0)], ids=["unit", "axes"])
-def test_a_replicated_leaf_needs_no_specs(scope):
-    mesh = mesh_of_four()
-    clip = functools.partial(optaxclip.clip_tree, limits=1.0, scope=scope)
-    x = jnp.arange(12.0).reshape(4, 3)
-    inside = jax.jit(jax.shard_map(clip, mesh=mesh, in_specs=P(), out_specs=P()))
-    found, info = inside(x)
-    expected, alone = clip(x)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    np.testing.assert_allclose(info.norm, alone.norm, rtol=1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("spec", [P("i"), P(None, "i")], ids=["over what is summed", "over units"])
 def test_units_under_jit_with_specs(spec):
     place = NamedSharding(mesh_of_four(), spec)

@@ -210,24 +210,6 @@ def test_partly_manual_regions():
     assert_close(clip(placed), ops.clip_by_global_norm(tree, 1.0))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mapped", ["pmap", "vmap"])
-def test_an_axis_name_says_that_every_leaf_is_split(mapped):
-    tree = {"w": TREES[0]["w"][:8], "v": TREES[0]["v"]}
-    transform = {"pmap": jax.pmap, "vmap": jax.vmap}[mapped]
-
-    def clip(tree):
-        clipped, norm = ops.clip_by_global_norm(tree, 1.0, axis_name="i")
-        tx = optaxclip.clip_by_norm(1.0, axis_name=["i"])
-        return clipped, norm, tx.update(tree, tx.init(tree))[0]
-
-    clipped, norm, by_leaf = jax.jit(transform(clip, axis_name="i"))(tree)
-    expected, expected_norm = jax.jit(ops.clip_by_global_norm)(tree, 1.0)
-    assert_close(clipped, expected)
-    np.testing.assert_allclose(norm, np.full(8, expected_norm), rtol=1e-6)
-    assert_close(by_leaf, jax.jit(ops.clip_by_norm)(tree, 1.0))
-
-
 @pytest.mark.parametrize("axis_name", ["i", None])
 def test_pmap_without_a_word_is_an_error(axis_name):
     with pytest.raises(ValueError, match=r"pmap .* axis_name= .* or specs="):

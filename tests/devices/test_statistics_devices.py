@@ -126,41 +126,6 @@ def test_types_alone_tell_what_is_split():
     assert_as_in_one_piece(jax.jit(inside)(*trees()))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["shard_map", "vmap"])
-def test_names_of_axes_say_that_all_leaves_are_split(way):
-    split = [{"m": x["m"].T, "w": x["w"]} for x in trees()]
-    record = functools.partial(recorded, ("tree", "leaf"), axis_name="x")
-    if way == "vmap":
-        found = jax.jit(jax.vmap(record, axis_name="x"))(*split)
-        found = jax.tree.map(lambda x: x[0], found)
-    else:
-        mesh, _ = on("shard_map")
-        record = jax.shard_map(record, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False)
-        found = jax.jit(record)(*split)
-    expected = jax.jit(functools.partial(recorded, ("tree", "leaf")))(*split)
-    for scope, of_scope in found.items():
-        for stat, x in of_scope.items():
-            np.testing.assert_allclose(x, expected[scope][stat], 1e-6, 1e-6, err_msg=stat)
-
-
-@pytest.mark.slow
-def test_what_is_not_finite_on_one_device_is_so_for_all():
-    mesh, _ = on("shard_map")
-    grads, params = trees()
-    grads["w"][5, 3] = np.nan
-    inside = functools.partial(recorded, ("leaf", "axes"), specs=SPECS)
-    inside = jax.shard_map(inside, mesh=mesh, in_specs=(SPECS, SPECS), out_specs=P())
-    found = jax.jit(inside)(grads, params)
-    for scope in found:
-        for stat in ("norm", "max", "mean_abs", "ratio", "cosine_param"):
-            assert np.isnan(found[scope][stat]).tolist() == [False, False, True], (scope, stat)
-        assert np.isnan(found[scope]["share"]).all()
-        for stat in ("zero_fraction", "param_norm"):
-            expected = in_one_piece(scope)[stat]
-            np.testing.assert_allclose(found[scope][stat], expected, rtol=1e-6)
-
-
 def test_a_log_of_split_seeds_shows_the_nan_of_one():
     mesh, _ = on("automatic")
     tx = monitor.record(1, scope=scopes.leaf())

@@ -1,4 +1,4 @@
-"""Clips of updates and of attention's weights in wrappers, in Flax, and through checkpoints."""
+"""Clips of updates and of attention's weights in Flax, and limits that are injected."""
 
 import flax.linen
 import flax.serialization

@@ -8,11 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import optaxclip
 from optaxclip import per_example, scopes
 
-RNG = np.random.default_rng(0)
-GRADS = {"w": RNG.normal(size=(8, 30, 4)).astype(np.float32), "b": np.ones((8, 4), np.float32)}
 KEY = jax.random.key(0)
 noisy_mean = per_example.noisy_mean
 
@@ -21,14 +18,6 @@ def zeros(limit=1.0, shape=(300, 300), dtype=jnp.float32, **options):
     """The clipped sum of gradients that are 0: what is added to it is noise."""
     grads = {name: jnp.zeros((2, *shape), dtype) for name in ("v", "w")}
     return per_example.clip_sum(grads, limit, **options)
-
-
-@pytest.mark.slow
-def test_without_noise_it_is_the_mean():
-    result = per_example.clip_sum(GRADS, 1.0)
-    for key in (None, KEY):
-        mean = noisy_mean(result, 0, key, 16)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y / 16, 1e-6), mean, result.grads)
 
 
 @pytest.mark.slow
@@ -82,22 +71,6 @@ def test_each_key_has_noise_of_its_own_and_is_used_once():
     np.testing.assert_array_equal(raw, noisy_mean(result, 1.0, KEY, 1)["v"])
 
 
-@pytest.mark.slow
-def test_it_is_what_a_chain_does():
-    """The same mean as that of `per_example_clip_and_aggregate`, and noise of the same size."""
-    make = functools.partial(optaxclip.per_example_clip_and_aggregate, 1.0, batch_size=4)
-    grads = {"w": jnp.asarray(np.tile(GRADS["w"], (1, 50, 10)))}
-    found = []
-    for noise_multiplier in (0.0, 2.0):
-        tx = make(noise_multiplier, key=0)
-        updates, _ = jax.jit(tx.update)(grads, tx.init(None))
-        ours = jax.jit(noisy_mean)(per_example.clip_sum(grads, 1.0), noise_multiplier, KEY, 4)
-        found.append((updates["w"], ours["w"]))
-    np.testing.assert_allclose(*found[0], rtol=1e-5)
-    stds = [np.std(noisy - plain) for noisy, plain in zip(found[1], found[0], strict=True)]
-    assert stds == pytest.approx([0.5, 0.5], rel=0.02)
-
-
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64])
 def test_noise_is_drawn_and_added_in_float32(dtype):
@@ -133,19 +106,6 @@ def test_leaves_without_gradients_pass():
     summed = per_example.clip_sum({"w": jnp.ones((4, 3)), "count": jnp.ones(4, int)}, 1.0)
     assert int(noisy_mean(summed, 1.0, KEY, 4)["count"]) == 0
     assert noisy_mean(per_example.clip_sum({}, 1.0), 1.0, KEY, 4) == {}
-
-
-@pytest.mark.slow
-def test_one_compilation_and_traced_numbers():
-    compiled = jax.jit(functools.partial(noisy_mean, relation="replace_one"))
-    result, keys = zeros(shape=(3,)), jax.random.split(KEY, 3)
-    for step, key in enumerate(keys):
-        mean = compiled(result, 0.5 * step, key, 4 + step)
-        expected = noisy_mean(result, step, key, 4 + step)
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-6), mean, expected)
-    assert compiled._cache_size() == 1
-    several = jax.jit(jax.vmap(noisy_mean, (None, None, 0, None)))(result, 1.0, keys, 4)
-    assert len(np.unique(several["v"])) == several["v"].size
 
 
 def over_devices(of_device, out_specs):

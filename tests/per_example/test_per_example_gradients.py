@@ -208,20 +208,6 @@ def test_memory_grows_with_the_microbatch_and_not_with_the_batch():
 
 
 @pytest.mark.slow
-def test_traced_limits_and_vmap_over_limits():
-    args = task()
-
-    @jax.jit
-    def norm(limit):
-        result = per_example.clipped_grad(loss_fn, limit, microbatch_size=4)(*args)
-        return sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(result.grads)) ** 0.5
-
-    limits = jnp.array([0.1, 1.0, -1.0, jnp.nan])
-    found = jax.vmap(norm)(limits)
-    np.testing.assert_allclose(found, [norm(limit) for limit in limits[:2]] + [0, 0], rtol=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("scope", "size"), by_tree_and_leaf([3], [None, 2, 3]))
 def test_all_reduces_of_a_sharded_batch(scope, size):
     """None but those of the `psum`: one for the floats, one for the counts."""
@@ -245,27 +231,3 @@ def test_all_reduces_of_a_sharded_batch(scope, size):
         )
         found = collectives(jax.jit(run).lower(params, x, y).compile())
         assert found == ({"all-reduce": wanted} if wanted else {})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [None, 8, 1])
-def test_over_devices(size):
-    w, x = jnp.ones((6, 80)), jax.random.normal(jax.random.key(0), (16, 6)).at[3].set(jnp.nan)
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharded = jax.device_put(x, jax.NamedSharding(mesh, jax.P("x")))
-    clipped = per_example.clipped_grad(
-        lambda w, x: jnp.sum(jnp.tanh(x @ w)), 1.0, microbatch_size=size, specs=jax.P()
-    )
-    here, there = jax.jit(clipped)(w, x), jax.jit(clipped)(w, sharded)
-    assert_close(there, here)
-
-    def shard(w, x):
-        result = clipped(w, x)
-        return jax.lax.psum((result.grads, result.num_clipped, result.num_dropped), "x")
-
-    # What a device has is less than 8.
-    for check in (True, False) if size != 8 else ():
-        specs = {"in_specs": (jax.P(), jax.P("x")), "out_specs": jax.P(), "check_vma": check}
-        total, num_clipped, num_dropped = jax.jit(jax.shard_map(shard, mesh=mesh, **specs))(w, x)
-        assert_close(total, here.grads)
-        assert (int(num_clipped), int(num_dropped)) == (int(here.num_clipped), 1)

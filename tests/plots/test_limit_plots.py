@@ -8,7 +8,6 @@ import pytest
 
 import optaxclip.commands.figures as figures
 from optaxclip import plots, tuning
-from optaxclip.commands import demo
 from optaxclip.tuning.sweeping import SweepResult
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -274,20 +273,6 @@ def test_a_legend_of_large_letters_fits_in_the_figure():
     box = figure.axes[0].get_legend().get_window_extent()
     assert 0 <= box.x0 < box.x1 <= figure.bbox.width
     assert box.y1 <= figure.axes[0].xaxis.label.get_window_extent().y0 + 1
-
-
-@pytest.mark.by_day(1)
-@pytest.mark.parametrize("columns", [1, 2])
-def test_a_shared_legend_of_many_runs_fits_in_the_figure(columns):
-    figure = figures.side_by_side(columns)
-    series = {name: [1.0, 2.0] for name in ("none", *demo.METHODS)}
-    plots.loss_curves(series, ax=figure.axes[0])
-    figures.shared_legend(figure)
-    figure.draw_without_rendering()
-    (legend,) = figure.legends
-    box = legend.get_window_extent()
-    assert box.x0 >= 0
-    assert box.x1 <= figure.bbox.width
 
 
 @pytest.mark.parametrize(
