@@ -25,9 +25,10 @@ WIDE = {
     "evidence_figures.md": ["navigation"],
 }
 """What leaves its place to tables."""
-# The reference is found before pages that name a word in passing, and these before tables.
+# The reference, Muon and the loops are found before pages that name a word in passing, and these
+# before tables.
 BOOSTS = {
-    re.compile(r"api/"): 8.0,
+    re.compile(r"api/|muon|recipes/loops"): 8.0,
     re.compile(
         r"evidence_figures|CHANGELOG|benchmarks/|trainers|upstream|notebooks/"
     ): 0.001,
