@@ -51,10 +51,6 @@ PAIRS = {
         {"name": "skip_nonfinite", "inner": optax.sgd(0.5), "as": "skip"},
         optaxclip.skip_nonfinite(optax.sgd(0.5), name="skip"),
     ),
-    "a schedule": (
-        {"name": "clip_by_global_norm", "max_norm": LINEAR},
-        optaxclip.clip_by_global_norm(OWN_LINEAR),
-    ),
     "a schedule made of schedules": (
         {
             "name": "clip_by_global_norm",
@@ -80,10 +76,6 @@ PAIRS = {
                 [1],
             )
         ),
-    ),
-    "a rule on a scope": (
-        {"name": "clip_by", "scope": "leaf", "limit": RULE},
-        optaxclip.clip_by(scopes.leaf(), OWN_RULE),
     ),
     "arguments of a scope": (
         {"name": "clip_by", "scope": {"name": "axes", "axes": [-1]}, "limit": 1.0},
@@ -134,10 +126,6 @@ PAIRS = {
         },
         optaxclip.clip_by(scopes.unit(), thresholds.relative_to_params(OWN_LINEAR)),
     ),
-    "norm and response by text": (
-        {"name": "clip_by", "scope": "tree", "limit": 1.0, "norm": "l1", "response": "smooth"},
-        optaxclip.clip_by(scopes.tree(), 1.0, norm="l1", response="smooth"),
-    ),
     "norm and response by name": (
         {
             "name": "clip_by",
@@ -162,10 +150,6 @@ PAIRS = {
             norm=norms.lp(3),
             response=responses.band(min_factor=0.5, max_factor=3.0),
         ),
-    ),
-    "what is called otherwise in messages": (
-        {"name": "clip_by_norm", "max_norm": 1.0, "as": "second"},
-        optaxclip.clip_by_norm(1.0, name="second"),
     ),
 }
 
