@@ -8,6 +8,8 @@ from typing import Any
 
 import griffe
 
+from optaxclip._base.docstrings import completed, sections_of
+
 OPTIONS = "\n  **options: "
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example):$", re.MULTILINE)
 # What `::` leads in, and tables with their lines of dashes.
@@ -26,7 +28,13 @@ class Docstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrites the docstring of an object that was loaded."""
         if obj.docstring:
-            obj.docstring.value = as_markdown(obj.docstring.value)
+            text = obj.docstring.value
+            is_public = obj.is_function and not obj.name.startswith("_")
+            if is_public and obj.parent and obj.parent.is_module:
+                _, found = sections_of(inspect.getdoc(_live(obj)))
+                shared = {x: found[x] for x in ("Returns", "Raises") if x in found}
+                text = completed(text, shared)
+            obj.docstring.value = as_markdown(text)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Names the options, and shows the values of constants that are defaults."""
@@ -52,7 +60,7 @@ class Docstrings(griffe.Extension):
 
 def _named(function: griffe.Function) -> str:
     """The docstring with the names and defaults of its options, which one page explains."""
-    live = getattr(importlib.import_module(function.module.path), function.name)
+    live = _live(function)
     own = {x.name for x in function.parameters}
     names = [
         f"`{name}={x.default!r}`"
@@ -61,6 +69,11 @@ def _named(function: griffe.Function) -> str:
     ]
     text = function.docstring.value if function.docstring else ""
     return text.replace(OPTIONS, f"{OPTIONS}{', '.join(names)}: ")
+
+
+def _live(function: griffe.Object) -> Any:
+    """The function, imported: decorators add to its docstring what others of its kind say too."""
+    return getattr(importlib.import_module(function.module.path), function.name)
 
 
 def as_markdown(text: str) -> str:

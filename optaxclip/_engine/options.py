@@ -19,6 +19,7 @@ from optaxclip._base.arguments import (
     short,
     takes_no_gradients,
 )
+from optaxclip._base.docstrings import completed
 from optaxclip._base.numerics import is_real
 from optaxclip._base.types import AxisName, NonFinite, PyTree
 from optaxclip._border.placement import Told
@@ -110,6 +111,16 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+_OF_ALL_CLIPS = {
+    "Returns": """Returns:
+  A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
+  weak types of the gradients.""",
+    "Raises": """Raises:
+  ValueError: if a limit or an option is out of its range or not a scalar, or a name is unknown.
+  TypeError: if one of them is not a number.""",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The options of one transformation, checked; the fields are explained above.
@@ -170,8 +181,9 @@ def takes(
     """A decorator for a transformation with `**options` of this kind.
 
     The decorator shows the options one by one in the signature, where `optax.inject_hyperparams`
-    finds them, and in the help. It refuses other keywords, and passes the function's own name if
-    the user passes none.
+    finds them, and in the help. There it also says what most clips return and refuse, unless the
+    function says it itself. It refuses other keywords, and passes the function's own name if the
+    user passes none.
 
     Args:
       options: the options.
@@ -208,8 +220,9 @@ def takes(
         shown: Any = with_options
         shown.__signature__ = own.replace(parameters=[*named, *shared])
         if fn.__doc__:
+            shared_text = _OF_ALL_CLIPS if "nonfinite" in hints else {}
             # `**options` is the last argument.
-            before, _, rest = inspect.cleandoc(fn.__doc__).partition("  **options: ")
+            before, _, rest = completed(fn.__doc__, shared_text).partition("  **options: ")
             _, _, after = rest.partition("\n\n")
             explained = "".join(map(_explanations().__getitem__, defaults))
             shown.__doc__ = f"{before}{explained}\n{after}"

@@ -53,14 +53,6 @@ def zclip(
       patience: after this many norms in a row above their limit the raw norm is recorded.
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
-    Returns:
-      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
-      weak types of the gradients.
-
-    Raises:
-      ValueError: if an option is out of its range, or a policy is unknown.
-      TypeError: if an option is not a number.
-
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.zclip(warmup_steps=3)
@@ -115,14 +107,6 @@ def adagc(
       patience: after this many norms in a row above their limit the raw norm is recorded.
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
-    Returns:
-      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
-      weak types of the gradients.
-
-    Raises:
-      ValueError: if an option is out of its range, or a policy is unknown.
-      TypeError: if an option is not a number.
-
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.adagc(warmup_steps=3)
@@ -159,14 +143,6 @@ def clip_by_quantile(
       floor: smaller norms are not recorded, and no limit is smaller.
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
-    Returns:
-      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
-      weak types of the gradients.
-
-    Raises:
-      ValueError: if an option is out of its range, or a policy is unknown.
-      TypeError: if an option is not a number.
-
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.clip_by_quantile(init_limit=1.0)
@@ -201,14 +177,6 @@ def clip_by_ema_norm(
       patience: after this many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit.
       **options: those that all transformations share, `optaxclip.NormOptions`.
-
-    Returns:
-      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
-      weak types of the gradients.
-
-    Raises:
-      ValueError: if an option is out of its range, or a policy is unknown.
-      TypeError: if an option is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

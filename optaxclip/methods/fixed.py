@@ -33,14 +33,6 @@ def clip_by_norm(
       axes: the axes over which a norm is taken; all if None.
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
-    Returns:
-      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
-      weak types of the gradients.
-
-    Raises:
-      ValueError: if the limit is negative, NaN or not a scalar, or a name is unknown.
-      TypeError: if the limit is not a number.
-
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.clip_by_norm(4.0)
@@ -75,10 +67,6 @@ def clip_by_global_norm(
       eps: if given, the factor is `max_norm / (norm + eps)` if that is below 1. With 1e-6 it is
         PyTorch's factor to the last digit; see `optaxclip.responses.clip_with_eps`.
       **options: those that all transformations share, `optaxclip.ClipOptions`.
-
-    Returns:
-      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
-      weak types of the gradients.
 
     Raises:
       ValueError: for a limit that is negative, NaN or not a scalar, an unknown name, or an `eps`
@@ -135,10 +123,6 @@ def adaptive_grad_clip(
         or returns None, they depend on the leaf's rank, as in `optaxclip.scopes.unit`.
       **options: those that all transformations share, `optaxclip.NormOptions`.
 
-    Returns:
-      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
-      weak types of the gradients.
-
     Raises:
       ValueError: for a limit that is negative, NaN or an array with axes; when used, without
         `params`, or for a leaf of rank 6 or more without `axis`.
@@ -177,14 +161,6 @@ def clip_by_group_norm(
         `fn(path, leaf) -> label`, where the path is text such as `encoder/0/kernel`; or
         `fn(params) -> labels`, as `optax.partition` takes it.
       **options: those that all transformations share, `optaxclip.NormOptions`.
-
-    Returns:
-      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
-      weak types of the gradients.
-
-    Raises:
-      ValueError: if the limit is negative, NaN or not a scalar, or a name is unknown.
-      TypeError: if the limit is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

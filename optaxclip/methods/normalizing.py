@@ -35,14 +35,6 @@ def normalize_by_global_norm(
         tree, as in `optaxclip.clip_by`.
       **options: those that all transformations share, `optaxclip.ScaleOptions`.
 
-    Returns:
-      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
-      weak types of the gradients.
-
-    Raises:
-      ValueError: if the limit is negative, NaN or not a scalar, or a name is unknown.
-      TypeError: if the limit is not a number.
-
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.normalize_by_global_norm(10.0)
@@ -87,14 +79,6 @@ def normalize_by_norm_history(
         `optaxclip.scopes.leaf`; with None no axis does.
       floor: smaller norms are not recorded, and no new norm is smaller.
       **options: those that all transformations share, `optaxclip.NormOptions`.
-
-    Returns:
-      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
-      weak types of the gradients.
-
-    Raises:
-      ValueError: if an option is out of its range, or a policy is unknown.
-      TypeError: if an option is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -79,10 +79,6 @@ def clip_by_moving_max(
       A transformation with a `ClipState`, in which `norm` is the largest modulus of each leaf. Its
       update returns a tree with the shapes, dtypes and weak types of the gradients.
 
-    Raises:
-      ValueError: if an option is out of its range, or a policy is unknown.
-      TypeError: if an option is not a number.
-
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.clip_by_moving_max(decay=0.5)

@@ -40,14 +40,6 @@ def clip_by_block_rms(
         `optaxclip.scopes.leaf`; with None no axis does.
       **options: those that all transformations share, `optaxclip.ScaleOptions`.
 
-    Returns:
-      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
-      weak types of the gradients.
-
-    Raises:
-      ValueError: if the limit is negative, NaN or not a scalar, or a name is unknown.
-      TypeError: if the limit is not a number.
-
     Example:
       >>> import jax.numpy as jnp, optax, optaxclip
       >>> clip = optaxclip.clip_by_block_rms(1.0)

@@ -41,14 +41,6 @@ def autoclip(
       max_norm: a cap on the limit.
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
-    Returns:
-      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
-      weak types of the gradients.
-
-    Raises:
-      ValueError: if an option is out of its range, or a policy is unknown.
-      TypeError: if an option is not a number.
-
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.autoclip(percentile=50.0)
@@ -87,14 +79,6 @@ def clip_by_median_norm(
       max_norm: a cap on the limit.
       **options: those that all transformations share, `optaxclip.ClipOptions`.
 
-    Returns:
-      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
-      weak types of the gradients.
-
-    Raises:
-      ValueError: if an option is out of its range, or a policy is unknown.
-      TypeError: if an option is not a number.
-
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> tx = optaxclip.clip_by_median_norm(scale=2.0, window=4)
@@ -129,14 +113,6 @@ def clip_by_window_norm(
       floor: smaller norms are not recorded, and no limit is smaller.
       max_norm: a cap on the limit.
       **options: those that all transformations share, `optaxclip.ClipOptions`.
-
-    Returns:
-      A transformation with a `ClipState`. Its update returns a tree with the shapes, dtypes and
-      weak types of the gradients.
-
-    Raises:
-      ValueError: if an option is out of its range, or a policy is unknown.
-      TypeError: if an option is not a number.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

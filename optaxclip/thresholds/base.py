@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
-from optaxclip._base.arguments import asks, checked_bool, checked_choice
+from optaxclip._base.arguments import Function, asks, checked_bool, checked_choice
+from optaxclip._base.docstrings import completed
 from optaxclip._base.numerics import narrowed, over_power, power_of_two_below, safe_sqrt
 from optaxclip._base.states import Names, increased, registered_state
 from optaxclip._base.types import ArrayLike, Limits, PyTree, Threshold
@@ -40,6 +41,21 @@ FLOOR = 1e-8
 
 PATIENCE = 20
 """The default patience; a rise of the norms that lasts longer is not a spike."""
+
+
+_OF_ALL_RULES = {
+    "Returns": """Returns:
+  A `Threshold`. Its limits are arrays with the shape and dtype of the norms.""",
+    "Raises": """Raises:
+  ValueError: if an option is out of its range.""",
+}
+
+
+def makes_rule(fn: Function) -> Function:
+    """`asks` for a function that makes a rule; its docstring gets what all of these say."""
+    asked = asks()(fn)
+    asked.__doc__ = completed(fn.__doc__, _OF_ALL_RULES)
+    return asked
 
 
 class Statistic(Protocol):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from optaxclip._base.arguments import asks, checked_bool
+from optaxclip._base.arguments import checked_bool
 from optaxclip._base.numerics import (
     averaged,
     multiplied,
@@ -23,6 +23,7 @@ from optaxclip.thresholds.base import (
     adaptive,
     as_float,
     at_least,
+    makes_rule,
     multiple,
     within,
 )
@@ -30,7 +31,7 @@ from optaxclip.thresholds.checks import checked_limit
 from optaxclip.thresholds.moving import Moments, weighted
 
 
-@asks()
+@makes_rule
 def log_tracker(
     decay: ArrayLike = 0.995,
     num_std: ArrayLike = 4.0,
@@ -55,12 +56,6 @@ def log_tracker(
       floor: smaller norms are not recorded, and no limit is smaller.
       max_norm: a cap on every limit.
 
-    Returns:
-      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
-
-    Raises:
-      ValueError: if an option is out of its range.
-
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> rule = optaxclip.thresholds.log_tracker()
@@ -84,7 +79,7 @@ def log_tracker(
     )
 
 
-@asks()
+@makes_rule
 def adagc(
     lambda_rel: ArrayLike = 1.04,
     lambda_abs: ArrayLike = 1.0,
@@ -114,12 +109,6 @@ def adagc(
       patience: after this many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit.
 
-    Returns:
-      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
-
-    Raises:
-      ValueError: if an option is out of its range.
-
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> rule = optaxclip.thresholds.adagc(warmup_steps=1)
@@ -144,7 +133,7 @@ def adagc(
     )
 
 
-@asks()
+@makes_rule
 def quantile(
     target: ArrayLike = 0.5,
     learning_rate: ArrayLike = 0.2,
@@ -169,12 +158,6 @@ def quantile(
         within the normal numbers of float32, unless it begins as 0 or infinity.
       floor: smaller norms are not recorded, and no limit is smaller.
       max_norm: a cap on every limit.
-
-    Returns:
-      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
-
-    Raises:
-      ValueError: if an option is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import Partial
 
-from optaxclip._base.arguments import asks
 from optaxclip._base.states import Names, increased
 from optaxclip._base.types import ArrayLike, Limits, PyTree, Threshold
+from optaxclip.thresholds.base import makes_rule
 from optaxclip.thresholds.by_name import by_name
 from optaxclip.thresholds.calling import checked_rule, checked_schedule
 from optaxclip.thresholds.checks import checked_limit, refuse_parts
@@ -21,15 +21,12 @@ ScalarOrSchedule: TypeAlias = ArrayLike | Callable[[Array], ArrayLike]
 LimitLike: TypeAlias = ScalarOrSchedule | Threshold | Mapping[str, ScalarOrSchedule | Threshold]
 
 
-@asks()
+@makes_rule
 def constant(limit: ArrayLike) -> Threshold:
     """The same limit at every step.
 
     Args:
       limit: a scalar.
-
-    Returns:
-      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
       ValueError: if `limit` is not a scalar, or is a negative or NaN number. (A traced limit below
@@ -47,15 +44,12 @@ def constant(limit: ArrayLike) -> Threshold:
     return Threshold(Partial(_no_state), Partial(_constant, limit))
 
 
-@asks()
+@makes_rule
 def schedule(fn: Callable[[Array], ArrayLike]) -> Threshold:
     """A limit `fn(count)`, where `count` is the number of steps so far: 0 at the first step.
 
     Args:
       fn: an Optax schedule, or any traceable function from int32[] to a scalar.
-
-    Returns:
-      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
       ValueError: if a value of the schedule is not a scalar.
@@ -79,7 +73,7 @@ def _rule_of_schedule(fn: Callable[[Array], ArrayLike], argument: str) -> Thresh
     return Threshold(Partial(_zero_count), Partial(_scheduled, _Schedule(checked)))
 
 
-@asks()
+@makes_rule
 def relative_to_params(ratio: ScalarOrSchedule, eps: ArrayLike = 1e-3) -> Threshold:
     """A limit of `ratio * max(norm of the parameters, eps)` for each group.
 
@@ -88,9 +82,6 @@ def relative_to_params(ratio: ScalarOrSchedule, eps: ArrayLike = 1e-3) -> Thresh
     Args:
       ratio: the largest allowed ratio of gradient norm to parameter norm, or a schedule of it.
       eps: a floor under the parameter norm; without it, parameters of zero would stay zero.
-
-    Returns:
-      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
       ValueError: if `ratio` or `eps` is not a scalar, or is a negative or NaN number.
@@ -115,15 +106,12 @@ def relative(ratio: ScalarOrSchedule, eps: ArrayLike, argument: str) -> Threshol
     return Threshold(inner.init, Partial(_relative, inner.update, eps), uses_params=True)
 
 
-@asks()
+@makes_rule
 def given(limits: Limits) -> Threshold:
     """The given limits at every step, a trigger and a target for each group.
 
     Args:
       limits: triggers and targets: each is one number or an array of the shape of the norms.
-
-    Returns:
-      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
 
     Raises:
       ValueError: (when used) if a field does not broadcast to the shape of the norms.

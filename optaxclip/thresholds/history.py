@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.arguments import asks, checked_bool, checked_int, warn
+from optaxclip._base.arguments import checked_bool, checked_int, warn
 from optaxclip._base.numerics import over_power, power_of_two_below, safe_sqrt
 from optaxclip._base.states import registered_state
 from optaxclip._base.types import ArrayLike, Limits, Threshold
@@ -18,12 +18,13 @@ from optaxclip.thresholds.base import (
     adaptive,
     as_float,
     at_least,
+    makes_rule,
     multiple,
     within,
 )
 
 
-@asks()
+@makes_rule
 def percentile(
     percentile: ArrayLike = 95.0,
     window: int = 1000,
@@ -52,12 +53,6 @@ def percentile(
       patience: after this many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit.
 
-    Returns:
-      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
-
-    Raises:
-      ValueError: if an option is out of its range.
-
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> rule = optaxclip.thresholds.percentile(50.0, window=4, warmup_steps=1)
@@ -80,7 +75,7 @@ def percentile(
     )
 
 
-@asks()
+@makes_rule
 def window(
     num_std: ArrayLike = 3.0,
     window: int = 128,
@@ -112,12 +107,6 @@ def window(
       patience: after this many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit.
 
-    Returns:
-      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
-
-    Raises:
-      ValueError: if an option is out of its range.
-
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> rule = optaxclip.thresholds.window(3.0, window=4)
@@ -141,7 +130,7 @@ def window(
     )
 
 
-@asks()
+@makes_rule
 def median(
     scale: ArrayLike = 2.0,
     window: int = 100,
@@ -164,12 +153,6 @@ def median(
       floor: smaller norms are not recorded, and no limit is smaller. The rule needs no patience,
         because it records raw norms and so follows every lasting rise.
       max_norm: a cap on every limit.
-
-    Returns:
-      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
-
-    Raises:
-      ValueError: if an option is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.arguments import asks, checked_bool, checked_choice
+from optaxclip._base.arguments import checked_bool, checked_choice
 from optaxclip._base.numerics import averaged, bounded, safe_divide, safe_sqrt
 from optaxclip._base.states import registered_state
 from optaxclip._base.types import ArrayLike, Limits, Threshold
@@ -21,6 +21,7 @@ from optaxclip.thresholds.base import (
     adaptive,
     as_float,
     at_least,
+    makes_rule,
     multiple,
     root_of_squares,
     select_tree,
@@ -30,7 +31,7 @@ from optaxclip.thresholds.base import (
 Option = Literal["adaptive", "mean", "percentile"]
 
 
-@asks()
+@makes_rule
 def ema(
     decay: ArrayLike = 0.95,
     ratio: ArrayLike = 2.0,
@@ -68,12 +69,6 @@ def ema(
       patience: after this many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit.
 
-    Returns:
-      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
-
-    Raises:
-      ValueError: if an option is out of its range.
-
     Example:
       >>> import jax.numpy as jnp, optaxclip
       >>> rule = optaxclip.thresholds.ema(0.5, 2.0)
@@ -103,7 +98,7 @@ def ema(
     )
 
 
-@asks()
+@makes_rule
 def zscore(
     alpha: ArrayLike = 0.97,
     z_thresh: ArrayLike = 2.5,
@@ -134,12 +129,6 @@ def zscore(
       floor: smaller norms are not recorded, and no limit is smaller.
       patience: after this many norms in a row above their limit the raw norm is recorded.
       max_norm: a cap on every limit, in the warm-up too.
-
-    Returns:
-      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
-
-    Raises:
-      ValueError: if an option is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from optaxclip._base.arguments import asks
 from optaxclip._base.numerics import averaged, safe_divide, safe_sqrt
 from optaxclip._base.states import registered_state
 from optaxclip._base.types import ArrayLike, Limits, Threshold
@@ -15,13 +14,14 @@ from optaxclip.thresholds.base import (
     adaptive,
     as_float,
     at_least,
+    makes_rule,
     root_of_squares,
     within,
 )
 from optaxclip.thresholds.moving import weight
 
 
-@asks()
+@makes_rule
 def mean_over_rms(
     mean_decay: ArrayLike = 0.7,
     square_decay: ArrayLike = 0.9,
@@ -42,12 +42,6 @@ def mean_over_rms(
       square_decay: the decay of the mean square.
       eps: added to the root mean square.
       floor: smaller norms are not recorded, and no limit is smaller.
-
-    Returns:
-      A `Threshold`. Its limits are arrays with the shape and dtype of the norms.
-
-    Raises:
-      ValueError: if an option is out of its range.
 
     Example:
       >>> import jax.numpy as jnp, optaxclip
