@@ -11,7 +11,7 @@ import optaxclip._border.devices as devices
 import optaxclip.scopes as scopes
 from optaxclip._base.arguments import checked_int
 from optaxclip._base.numerics import narrowed
-from optaxclip._base.states import FRESH_STATE, Names, check_state, increased, registered_state
+from optaxclip._base.states import Names, check_state, increased, registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipState, Path, PyTree
 from optaxclip._border.crossing import Transformation, across, transformation
@@ -19,7 +19,7 @@ from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.plan import plan_of
 from optaxclip._engine.step import norms_of
 from optaxclip.methods.skipping import SkipState, as_inner
-from optaxclip.monitor.states import name_of, numbered, unboxed, walk
+from optaxclip.monitor.states import check_ring, name_of, numbered, unboxed, walk
 from optaxclip.monitor.summaries import entry_at, has_entries, names_of, wanted, worst_entry
 from optaxclip.norms import Norm
 
@@ -134,7 +134,7 @@ def events(
     ) -> tuple[PyTree, EventsState]:
         check_state(state, EventsState, name, _WRAP_STATE, updates=updates)
         before = _judges(state.inner_state, name)
-        _check_shape(state, (window, len(before), 3), name)
+        check_ring(state.numbers, (window, len(before), 3), name, "other events")
         names, norms, places = state.names, None, None
         if any(not judge.has_entries for judge in before):
             flat = flatten(updates, "updates").named_like(state.names)
@@ -145,10 +145,12 @@ def events(
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         after = _judges(inner_state, name)
         kept = [[judge.kept for judge in judges] for judges in (before, after)]
-        rings = (state.steps, state.numbers, state.marks)
         around = tuple(judge.around for judge in after)
-        written = across(_written, *rings, *kept, norms, places, like=_fields, around=around)
-        return new_updates, state._replace(names=names, inner_state=inner_state, **written)
+        rings = (state.steps, state.numbers, state.marks)
+        steps, numbers, marks = across(
+            _written, *rings, *kept, norms, places, like=(0, 1, 2), around=around
+        )
+        return new_updates, EventsState(steps, state.name, names, numbers, marks, inner_state)
 
     return transformation(init, update)
 
@@ -216,21 +218,6 @@ def _refuse_skips_of_sums(inner_state: PyTree, name: str) -> None:
         )
 
 
-def _check_shape(state: EventsState, shape: tuple[int, ...], name: str) -> None:
-    """Checks that a state has a row for each step of the window, and numbers for each judge."""
-    held = tuple(unboxed(state.numbers).shape)
-    if held != shape:
-        raise ValueError(
-            f"{name}: the state was made by other events: it keeps the last {held[0]} steps of "
-            f"{held[1]} clips and skips, and these events keep {shape[0]} of {shape[1]}. Pass the "
-            f"window that it was made with. {FRESH_STATE}"
-        )
-
-
-def _fields(steps: Array, numbers: Array, marks: Array, *_: Any) -> dict[str, Any]:
-    return {"steps": steps, "numbers": numbers, "marks": marks}
-
-
 def _written(
     steps: Array,
     numbers: Array,
@@ -241,8 +228,8 @@ def _written(
     places: Any,
     *,
     around: tuple[tuple[int, ...], ...],
-) -> dict[str, Array]:
-    """The fields of the state that change with one more row."""
+) -> tuple[Array, Array, Array]:
+    """Steps, numbers and marks after one more row."""
     of_tree = {} if norms is None else {"index": _worst_leaf(norms, places)}
     rows, indices, flags = [], [], {verdict: jnp.zeros((), bool) for verdict in VERDICTS[1:]}
     for old, new, skips in zip(before, after, around, strict=True):
@@ -267,11 +254,11 @@ def _written(
         verdict = jnp.where(flags[each], jnp.int32(code), verdict)
     at, marked = steps % len(numbers), devices.stack([verdict, *indices])
     row = narrowed(devices.stack(rows), numbers.dtype)
-    return {
-        "steps": increased(steps, period=len(numbers)),
-        "numbers": lax.dynamic_update_index_in_dim(numbers, row, at, 0),
-        "marks": lax.dynamic_update_index_in_dim(marks, marked, at, 0),
-    }
+    return (
+        increased(steps, period=len(numbers)),
+        lax.dynamic_update_index_in_dim(numbers, row, at, 0),
+        lax.dynamic_update_index_in_dim(marks, marked, at, 0),
+    )
 
 
 def _worst_leaf(norms: Array, places: Array) -> Array:

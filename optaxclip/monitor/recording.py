@@ -18,6 +18,7 @@ from optaxclip._border.crossing import Transformation, across, transformation
 from optaxclip._border.placement import grouped
 from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.plan import plan_of
+from optaxclip.monitor.states import check_ring
 from optaxclip.monitor.statistics import STATISTICS, recorded_statistics
 from optaxclip.norms import Norm
 from optaxclip.scopes.leaves import Scope, as_scope
@@ -156,9 +157,12 @@ def record(
             if plan.grouping.layout != "scalar" and not all(plan.grouping.present):
                 absent = ~np.array(plan.grouping.present)
         rows = (window, len(found)) if len(found) > 1 else (window,)
-        _check_shape(state, (*rows, *jnp.shape(next(iter(found.values())))), name)
-        written = across(_written, state.steps, state.last, state.ring, found, absent, like=_fields)
-        return updates, state._replace(names=names, **written)
+        shape = (*rows, *jnp.shape(next(iter(found.values()))))
+        check_ring(state.ring, shape, name, "another record")
+        steps, last, ring = across(
+            _written, state.steps, state.last, state.ring, found, absent, like=(0, 1, 2)
+        )
+        return updates, state._replace(steps=steps, names=names, last=last, ring=ring)
 
     return transformation(init, update)
 
@@ -169,16 +173,6 @@ def _check_same(state: RecordState, kept: tuple[str, ...], name: str) -> None:
         raise ValueError(
             f"{name}: the state was made by another record: it holds the statistics "
             f"{sorted(state.last)}, and this record keeps {list(kept)}. {FRESH_STATE}"
-        )
-
-
-def _check_shape(state: RecordState, shape: tuple[int, ...], name: str) -> None:
-    """Checks that a state has a row for each step of the window, and an entry for each group."""
-    if state.ring.shape != shape:
-        held, asked = (f"the last {x[0]} steps as {[*x]}" for x in (state.ring.shape, shape))
-        raise ValueError(
-            f"{name}: the state was made by another record: it keeps {held}, and this record keeps "
-            f"{asked}. Pass the window and the scope that it was made with. {FRESH_STATE}"
         )
 
 
@@ -198,19 +192,13 @@ def _checked_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(given))
 
 
-def _fields(steps: Array, last: dict[str, Array], ring: Array, *_: Any) -> dict[str, Any]:
-    return {"steps": steps, "last": last, "ring": ring}
-
-
 def _written(
     steps: Array, old: dict[str, Array], ring: Array, found: dict[str, Array], absent: Any
-) -> dict[str, Any]:
-    """The fields of the state that one more row changes; `absent` groups have no leaves now."""
+) -> tuple[Array, dict[str, Array], Array]:
+    """Steps, last statistics and ring after one more row; `absent` groups have no leaves."""
     last = {key: narrowed(found[key], ring.dtype) for key in sorted(found)}
     row = devices.stack(list(last.values())) if len(last) > 1 else next(iter(last.values()))
-    rows = len(ring)
-    ring = ring.at[steps % rows].set(row)
+    ring = ring.at[steps % len(ring)].set(row)
     if absent is not None:
         last = {key: jnp.where(absent, -jnp.inf, x) for key, x in last.items()}
-    last = devices.in_place_of(old, last)
-    return {"steps": increased(steps, period=rows), "last": last, "ring": ring}
+    return increased(steps, period=len(ring)), devices.in_place_of(old, last), ring

@@ -7,7 +7,7 @@ import jax
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, keystr
 
-from optaxclip._base.states import GIVE_BACK, Names
+from optaxclip._base.states import FRESH_STATE, GIVE_BACK, Names
 from optaxclip._base.trees import leaf_name
 from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
 from optaxclip.methods.loss_scaling import LossScaleState
@@ -147,6 +147,17 @@ def lost_names(what: str) -> ValueError:
         f"{what}, which Flax and optax.tree_map_params do not keep: pass the nnx.Optimizer in "
         f"place of its nnx.state, or {GIVE_BACK}"
     )
+
+
+def check_ring(ring: Any, shape: tuple[int, ...], name: str, others: str) -> None:
+    """Checks that a ring of rows has the shape that is kept now, not that of `others`."""
+    held = tuple(unboxed(ring).shape)
+    if held != shape:
+        before, now = (f"the last {x[0]} steps as {[*x]}" for x in (held, shape))
+        raise ValueError(
+            f"{name}: the state was made by {others}: it keeps {before}, and kept here are {now}. "
+            f"Pass the window and the scope, or the clips, that it was made with. {FRESH_STATE}"
+        )
 
 
 def unboxed(value: Any) -> Any:

@@ -324,7 +324,7 @@ def test_what_has_no_events(case):
 
 def test_wrong_use():
     tx, state = monitor.events(clip()), monitor.events(clip(), 5).init(PARAMS)
-    said = re.escape("keeps the last 5 steps of 1 clips and skips, and these events keep 1000 of 1")
+    said = re.escape("keeps the last 5 steps as [5, 1, 3], and kept here are the last 1000 steps")
     with pytest.raises(ValueError, match=said):
         tx.update(STEPS[0], state)
     with pytest.raises(ValueError, match="put its state into a fresh one"):
