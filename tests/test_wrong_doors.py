@@ -92,7 +92,7 @@ def test_what_is_not_public_is_not_offered():
     assert "here it is" not in said_of(norms, "divided")
 
 
-@pytest.mark.parametrize("namespace", ["optaxclip", "optaxclip.ops", "optaxclip.thresholds"])
+@pytest.mark.parametrize("namespace", ["optaxclip", "optaxclip.thresholds"])
 def test_an_import_of_a_name_of_others_is_told_where_to_go(namespace):
     with pytest.raises(ImportError, match="; here it is clip_by_global_norm"):
         exec(f"from {namespace} import clip_grad_norm_")
@@ -110,9 +110,8 @@ def test_python_proposes_no_other_name_beside_a_sign():
     last = last_line("import optaxclip; optaxclip.clip_grad_norm_")
     assert re.match(f"AttributeError: {said}", last)
     assert re.match(f"ImportError: {said}", last_line("from optaxclip import clip_grad_norm_"))
-    for namespace in ("ops", "thresholds"):
-        last = last_line(f"from optaxclip.{namespace} import clip_grad_norm_")
-        assert re.match(f"ImportError: {said}", last)
+    last = last_line("from optaxclip.thresholds import clip_grad_norm_")
+    assert re.match(f"ImportError: {said}", last)
     last = last_line("import optaxclip; optaxclip.clip_by_globl_norm")
     assert last.endswith("Did you mean: 'clip_by_global_norm'?")
 

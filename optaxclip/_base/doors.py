@@ -1,7 +1,5 @@
 """Messages for names that people look for in the wrong place."""
 
-import dis
-import inspect
 import sys
 from typing import Any
 
@@ -108,27 +106,15 @@ def put_signs(namespace: str) -> None:
         if sign is None:
             raise AttributeError(text)
         text = f"{text}; here it is {sign}"
-        if _is_from_import():
+        # `from optaxclip import name` drops the text of an `AttributeError`. There Python's import
+        # system asks first, but only a package.
+        if sys._getframe(1).f_globals.get("__name__", "").endswith("_bootstrap"):
             raise ImportError(text, name=namespace)
         # With `obj=None`, Python does not propose the most similar name, which would mislead.
         raise AttributeError(text, name=name, obj=None)
 
     _NAMESPACES.append(namespace)
     vars(sys.modules[namespace])["__getattr__"] = look_up
-
-
-def _is_from_import() -> bool:
-    """Whether `from optaxclip import name` asks; it drops the text of an `AttributeError`.
-
-    Python's import system asks a package first; other modules are asked by the statement itself.
-    """
-    frame = inspect.currentframe()
-    asking = frame and frame.f_back and frame.f_back.f_back
-    if asking is None:
-        return False
-    instruction = dis.opname[asking.f_code.co_code[asking.f_lasti]]
-    of_package = asking.f_globals.get("__name__", "").endswith("_bootstrap")
-    return of_package or instruction == "IMPORT_FROM"
 
 
 def _sign(namespace: str, name: str) -> str | None:
