@@ -31,13 +31,9 @@ def number_of_examples(flat: FlatTree, argument: str, remedy: str = "") -> int:
 class Cut(NamedTuple):
     """A batch cut into microbatches: microbatch `i` has the examples `i`, `i + number`, ...
 
-    Each microbatch takes its examples from all over the batch. So if the batch is split over
-    devices, each device already holds its share, and nothing is gathered.
-
-    Attributes:
-      strided: arrays `[size, number, ...]`.
-      size: how many examples a microbatch has.
-      number: how many microbatches there are.
+    Each microbatch takes its `size` examples from all over the batch. So if the batch is split over
+    devices, each device already holds its share, and nothing is gathered. The arrays are `[size,
+    number, ...]`.
     """
 
     strided: PyTree

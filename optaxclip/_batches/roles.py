@@ -12,13 +12,7 @@ _Numbers: TypeAlias = int | tuple[int, ...]
 
 
 class Roles(NamedTuple):
-    """The arguments of a loss, with the positions of its parameters and of its batch.
-
-    Attributes:
-      args: all arguments.
-      argnums: the positions of the parameters, as in `jax.grad`.
-      batch_argnums: the positions of the arguments with a leading axis of examples.
-    """
+    """The arguments of a loss, with the positions of its parameters and of its batch."""
 
     args: tuple[Any, ...]
     argnums: int | tuple[int, ...]

@@ -60,13 +60,7 @@ ad.primitive_jvps[_identity] = _jvp
 
 @dataclasses.dataclass(frozen=True)
 class _OfEach:
-    """`back` for each example of a `vmap`.
-
-    Attributes:
-      back: the function.
-      axes: the axis of the examples in the cotangent and in each operand.
-      names: the names of the mapped axis, as keywords of `jax.vmap`.
-    """
+    """`back` for each example of a `vmap`; `names` are those of its axis, as keywords."""
 
     back: Back
     axes: tuple[int | None, ...]

@@ -183,12 +183,7 @@ class Placement:
 
 
 class Told(NamedTuple):
-    """What the user says of how leaves are split over devices.
-
-    Attributes:
-      axis_names: the mapped axes over which every leaf is split.
-      specs: a pytree prefix with specs.
-    """
+    """What the user says of how leaves are split: all over these axes, or by specs."""
 
     axis_names: tuple[str, ...] | None
     specs: PyTree
@@ -337,10 +332,8 @@ def _by_axis(spec: PartitionSpec, leaf: Any) -> list[Any]:
 class _Finder:
     """Finds the mapped axes that split a leaf's entries: within a norm, and between norms.
 
-    Attributes:
-      axis_names: the axes over which every leaf is split, if the user says so.
-      specs: for each leaf, how it is split, if the user or the leaf's type says so.
-      mesh: the mesh over which norms are measured device by device.
+    Every leaf is split over `axis_names`, if the user says so; `specs` are of the user or of types.
+    Over the mesh norms are measured device by device.
     """
 
     grouping: Grouping

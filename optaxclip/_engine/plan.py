@@ -29,13 +29,7 @@ from optaxclip.scopes import Scope
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which entries share a norm, and where they lie; static.
-
-    Attributes:
-      grouping: the groups, by their names.
-      placement: how the leaves lie on devices.
-      leaf_names: the leaves' names, if messages need them.
-    """
+    """Which entries share a norm, and where they lie; static. Messages may need names."""
 
     grouping: Grouping
     placement: Placement

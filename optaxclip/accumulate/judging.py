@@ -64,15 +64,7 @@ def learns(state: AccumulateState) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Judge:
-    """A user's clip and rule, checked.
-
-    Attributes:
-      clip: a transformation, a limit of the global norm, or None.
-      rule: what rejects, or None.
-      rejects: whether microbatches that are not finite are rejected.
-      measures: whether norms are measured.
-      places: what is known of devices.
-    """
+    """A user's clip and rule, checked; `rejects` microbatches that are not finite."""
 
     clip: optax.GradientTransformationExtraArgs | Threshold | None
     rule: Threshold | None

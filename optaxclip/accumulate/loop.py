@@ -23,14 +23,7 @@ from optaxclip.accumulate.means import Row
 
 
 class Means(NamedTuple):
-    """The results of the loop.
-
-    Attributes:
-      leaves: for each measured leaf the weighted mean of the gradients that count.
-      state: after the last microbatch.
-      row: what was found for each microbatch.
-      aux: what else the losses returned, `[k, ...]`.
-    """
+    """The weighted means of the gradients that count, the last state, and the rows of all."""
 
     leaves: list[Array]
     state: AccumulateState

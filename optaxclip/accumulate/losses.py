@@ -22,14 +22,7 @@ from optaxclip.accumulate.places import Places
 
 
 class Found(NamedTuple):
-    """The loss, weight and gradient of one microbatch.
-
-    Attributes:
-      value: the loss, a scalar.
-      weight: how much it counts, a scalar.
-      leaves: the gradients of the measured leaves.
-      aux: what else the loss returned.
-    """
+    """The loss, weight and gradient of one microbatch, and what else the loss returned."""
 
     value: Array
     weight: Array
@@ -39,14 +32,9 @@ class Found(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MicrobatchLoss:
-    """A user's loss and weight.
+    """A user's loss and weight of a microbatch; None weighs by the number of examples.
 
-    Attributes:
-      fn: the loss of a microbatch.
-      weight: a function that returns how much a microbatch counts; None for its number of examples.
-      has_aux: whether the loss returns `(loss, aux)`.
-      dtype: the dtype in which losses and weights are added up.
-      places: what is known of devices.
+    Losses and weights are added up in `dtype`.
     """
 
     fn: Callable[..., Any]

@@ -21,12 +21,7 @@ from optaxclip._border.placement import as_spec
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Places:
-    """What the user says of devices.
-
-    Attributes:
-      axis_names: the mapped axes over which the batch is split.
-      specs: how the parameters are split: a pytree prefix with specs.
-    """
+    """What the user says of devices: how the batch and the parameters are split."""
 
     axis_names: tuple[str, ...] | None
     specs: PyTree

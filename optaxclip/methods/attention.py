@@ -168,15 +168,7 @@ def clip_attention_logits(
 
 
 class _Weight(NamedTuple):
-    """A leaf with heads.
-
-    Attributes:
-      position: the leaf's position among all leaves of the tree.
-      name: the leaf's name.
-      path: the parts of that name.
-      place: where the heads are in the leaf.
-      shape: the shape of the leaf's logits.
-    """
+    """A leaf with heads: its position among all leaves, its name, and the shape of its logits."""
 
     position: int
     name: str

@@ -17,15 +17,7 @@ from optaxclip.thresholds.fixed import at_step
 
 
 class Judged(NamedTuple):
-    """A number, and how a limit rule judges it.
-
-    Attributes:
-      number: the number, `[]`.
-      limit: its limit.
-      rule_state: the rule's state after this number.
-      is_above: whether the number is finite and above its limit.
-      is_bad: whether the number is not finite.
-    """
+    """A number `[]`, its limit, the rule's next state, and what is wrong with the number."""
 
     number: Array
     limit: Array

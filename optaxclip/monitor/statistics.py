@@ -95,12 +95,7 @@ class Sources:
 
 @dataclasses.dataclass(frozen=True)
 class GroupStatistic:
-    """A number for each group of a tree.
-
-    Attributes:
-      compute: makes the number for each group from the sources.
-      needs_params: whether it needs the parameters.
-    """
+    """A number for each group of a tree, made from the sources."""
 
     compute: Callable[[Sources], Array]
     needs_params: bool = False

@@ -20,15 +20,7 @@ from optaxclip._border.placement import refuse_split
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExampleLoss:
-    """A user's loss and the arguments of one call.
-
-    Attributes:
-      loss_fn: the loss of one example.
-      has_aux: whether the loss has an auxiliary output.
-      roles: the arguments.
-      keywords: arguments that are the same for every example.
-      params: the parameters.
-    """
+    """A user's loss of one example and the arguments of one call."""
 
     loss_fn: Callable[..., Any]
     has_aux: bool

@@ -27,14 +27,7 @@ Verdict: TypeAlias = Literal["constant", "adaptive", "none"]
 
 
 class Words(NamedTuple):
-    """What is said of a suggestion because of its verdict.
-
-    Attributes:
-      title: the first line.
-      limit: of the limit.
-      rule: of the adaptive rule.
-      line: the kind of the limit's line in a picture.
-    """
+    """What is said of a suggestion because of its verdict: first, of its limit, rule and line."""
 
     title: str
     limit: str
@@ -58,13 +51,9 @@ def words(verdict: Verdict, limit: float, call: str, doubts: Lines) -> Words:
 
 
 class Limit(NamedTuple):
-    """The best constant limit, and what it does to the norms after the warm-up.
+    """The best constant limit, and the shares of ordinary norms above it and of other spikes.
 
-    Attributes:
-      value: the limit.
-      clipped: the share of ordinary norms above it.
-      missed: the share of spikes that are not above it.
-      is_reached: whether any norm is above the limit.
+    Only norms after the warm-up count. It is reached if any is above it.
     """
 
     value: float
@@ -74,13 +63,7 @@ class Limit(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """What to do with the limit.
-
-    Attributes:
-      verdict: as in `Suggestion`.
-      doubts: reasons not to trust the limit.
-      advice: what else to do.
-    """
+    """What to do with the limit, reasons not to trust it, and what else to do."""
 
     verdict: Verdict
     doubts: Lines

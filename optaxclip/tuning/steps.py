@@ -12,13 +12,7 @@ EPOCH = re.compile(r"epochs?")
 
 
 class Ordered(NamedTuple):
-    """The numbers of a column in the order of the steps.
-
-    Attributes:
-      values: float64[n].
-      steps: int64[n], rising, as the log has them; None if it has none that rise.
-      again: how many more numbers there were of steps that came again.
-    """
+    """The numbers of a column by rising steps, or None; and how many came again."""
 
     values: Floats
     steps: Steps | None

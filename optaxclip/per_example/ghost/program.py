@@ -29,14 +29,10 @@ from optaxclip.per_example.weighting import sum_dtype, weighted_sums
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GhostPlan:
-    """How the norms of all parameters are found.
+    """How the norms of all parameters are found, from the program of one example.
 
-    Attributes:
-      program: the program of one example.
-      output: the structure of what the loss returns.
-      parts: for each parameter, the parts of its uses; empty if it is dense or unused.
-      dense: for each dense parameter, the reason.
-      types: the types of the parameters.
+    For each parameter there are the parts of its uses, empty if it is dense or unused; for each
+    dense parameter the reason; and its type. `output` is the structure of what the loss returns.
     """
 
     program: Program

@@ -10,13 +10,7 @@ import optaxclip.per_example.ghost.primitives as primitives
 
 
 class Move(NamedTuple):
-    """An equation that moves entries.
-
-    Attributes:
-      depth: how many of the loops around the equation slice the parameter.
-      eqn: the equation.
-      output: which output of the equation holds the entries.
-    """
+    """An equation that moves entries; `depth` loops around it slice the parameter."""
 
     depth: int
     eqn: Any
@@ -98,15 +92,9 @@ References = tuple[Reference, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Site:
-    """An operation in which parameters meet data.
+    """An operation in which parameters, the operand at `position`, meet data, inside of loops.
 
-    Attributes:
-      kind: the operation: `primitives.PRODUCT`, `ROWS` or `CONVOLUTION`.
-      eqn: the equation of the operation.
-      position: the position of the operand that holds the parameters.
-      references: the references of that operand.
-      lengths: the lengths of the loops around, from the outermost.
-      is_checkpointed: whether backpropagation would compute the data again.
+    In a checkpoint backpropagation would compute the data again.
     """
 
     kind: str

@@ -36,13 +36,7 @@ class Backward(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Use:
-    """The use of one parameter at one site.
-
-    Attributes:
-      number: the site's position among those of the program.
-      site: the site.
-      reference: says which entries of which parameter are used there.
-    """
+    """The use of one parameter at one site, which has this number in the program."""
 
     number: int
     site: Site
@@ -269,10 +263,8 @@ def origin(use: Use) -> tuple[tuple[Move, ...], tuple[int, ...]]:
 class Layout(NamedTuple):
     """The layout of a use: uses of the same layout can be joined along their positions.
 
-    Attributes:
-      kind: the operation.
-      moves: how the parameter's entries were moved, as text.
-      axes: which axes of the parameter are batch axes, and which meet the data.
+    It tells the operation, the moves of the entries as text, and which axes of the parameter are
+    batch axes or meet the data.
     """
 
     kind: str
@@ -335,13 +327,7 @@ def order_of_sum(use: Use) -> list[int]:
 
 
 class Pieces(NamedTuple):
-    """The pieces in which the sum of a product is added up.
-
-    Attributes:
-      axis: the axis of positions that is cut.
-      pieces: the number of pieces.
-      additions: how many additions a term takes part in.
-    """
+    """The pieces in which a sum over an axis is added up, and the additions of a term."""
 
     axis: int
     pieces: int

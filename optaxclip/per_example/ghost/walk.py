@@ -23,15 +23,9 @@ from optaxclip.per_example.ghost.references import Reference, References, Site
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """One equation, or several in a row that parameters do not reach.
+    """One equation, or several in a row (`run`) that parameters do not reach.
 
-    Attributes:
-      eqn: the equation; None for several.
-      inputs: the operands.
-      outputs: the variables that the step defines.
-      run: the several equations.
-      inner: the program inside of the equation, if it has one.
-      site: the site, if the equation is one.
+    An equation may have a program inside of it, or be a site.
     """
 
     eqn: Any
@@ -44,14 +38,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A program whose sites are known.
-
-    Attributes:
-      jaxpr: the program.
-      consts: its constants.
-      steps: its steps in order.
-      sites: all sites, also those of inner programs, in the order in which they are met.
-    """
+    """A program whose sites are known, those of inner programs too, in their order."""
 
     jaxpr: jex.Jaxpr
     consts: Sequence[Any]
@@ -60,12 +47,7 @@ class Program:
 
 
 class Walk:
-    """Finds the sites of a program.
-
-    Attributes:
-      dense: for each dense leaf, the reason.
-      mesh: the mesh of the program's types.
-    """
+    """Finds the sites of a program on a mesh, and for each dense leaf the reason."""
 
     def __init__(self, dense: dict[int, str], mesh: Any) -> None:
         self.dense = dict(dense)
