@@ -139,11 +139,7 @@ def clip_by_norm(
 
 
 def clip_by_average_norm(
-    tree: PyTree,
-    clip_norm: ArrayLike,
-    *,
-    axis_name: AxisName = None,
-    specs: PyTree = None,
+    tree: PyTree, clip_norm: ArrayLike, *, axis_name: AxisName = None, specs: PyTree = None
 ) -> PyTree:
     """Scales each leaf down to an average norm of at most `clip_norm`.
 

@@ -198,10 +198,7 @@ def makes_transformation(once: str = "", too_many: str = "") -> Callable[[Functi
 
 
 def refuse_unknown(
-    name: str,
-    keywords: Iterable[str],
-    allowed: Collection[str],
-    instead: Mapping[str, str],
+    name: str, keywords: Iterable[str], allowed: Collection[str], instead: Mapping[str, str]
 ) -> None:
     """Refuses keywords that a function does not take."""
     for keyword in keywords:

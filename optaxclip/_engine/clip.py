@@ -43,14 +43,7 @@ from optaxclip.norms import Norm
 from optaxclip.responses import Response
 from optaxclip.scopes.leaves import Scope, as_scope
 from optaxclip.thresholds.checks import checked_limit
-from optaxclip.thresholds.fixed import (
-    LimitLike,
-    as_limit,
-    at_step,
-    given,
-    rule_for,
-    state_of_fixed,
-)
+from optaxclip.thresholds.fixed import LimitLike, as_limit, at_step, given, rule_for, state_of_fixed
 
 
 @takes(ClipOptions, once="clip_tree(grads, 1.0, scope=scopes.tree())")
@@ -103,10 +96,7 @@ def clip_by(
 
 
 def stage(
-    scope: Scope,
-    limit: LimitLike,
-    options: Options,
-    technique: Technique = BY_NORM,
+    scope: Scope, limit: LimitLike, options: Options, technique: Technique = BY_NORM
 ) -> Transformation[ClipState]:
     """Makes a transformation of any clip by norms, for `clip_by` and most named methods."""
     checked = as_limit(limit)

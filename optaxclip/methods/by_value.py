@@ -107,10 +107,7 @@ def clip_by_value(
 
 
 def _clip_by_bounds(
-    low: ScalarOrSchedule | None,
-    high: ScalarOrSchedule,
-    arguments: tuple[str, str],
-    record: bool,
+    low: ScalarOrSchedule | None, high: ScalarOrSchedule, arguments: tuple[str, str], record: bool
 ) -> Transformation[ClipByValueState]:
     name = "clip" if low is None else "clip_by_value"
 
@@ -128,10 +125,7 @@ def _clip_by_bounds(
         return ClipByValueState(jnp.zeros((), jnp.int32))
 
     def update(
-        updates: PyTree,
-        state: Any,
-        params: PyTree | None = None,
-        **extra_args: Any,
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, ClipByValueState]:
         del params, extra_args
         state = init(updates) if state is None and not is_scheduled else state

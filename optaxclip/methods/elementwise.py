@@ -24,10 +24,7 @@ from optaxclip._border.crossing import across
 
 
 def clamp(
-    flat: FlatTree,
-    low: ArrayLike | None,
-    high: ArrayLike,
-    arguments: tuple[str, str],
+    flat: FlatTree, low: ArrayLike | None, high: ArrayLike, arguments: tuple[str, str]
 ) -> PyTree:
     """The tree with real entries clipped to `[low, high]`, complex ones to the modulus `high`.
 

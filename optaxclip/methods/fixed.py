@@ -49,10 +49,7 @@ def clip_by_norm(
 
 @takes(ClipOptions, parts="clip_by(scopes.tree(), 1.0)", once="ops.clip_by_global_norm(grads, 1.0)")
 def clip_by_global_norm(
-    max_norm: ScalarOrSchedule,
-    *,
-    eps: float | None = None,
-    **options: Unpack[ClipOptions],
+    max_norm: ScalarOrSchedule, *, eps: float | None = None, **options: Unpack[ClipOptions]
 ) -> Transformation[ClipState]:
     """Clips the whole tree by its norm, so that the gradient keeps its direction.
 

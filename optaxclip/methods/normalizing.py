@@ -22,10 +22,7 @@ from optaxclip.thresholds.fixed import ScalarOrSchedule, as_limit
     once='clip_tree(grads, 1.0, scope=scopes.tree(), response="normalize")',
 )
 def normalize_by_global_norm(
-    norm: ScalarOrSchedule = 1.0,
-    *,
-    known_norm: str | None = None,
-    **options: Unpack[ScaleOptions],
+    norm: ScalarOrSchedule = 1.0, *, known_norm: str | None = None, **options: Unpack[ScaleOptions]
 ) -> Transformation[ClipState]:
     """Scales the whole tree so that its L2 norm becomes `norm`; a tree of zeros stays zeros.
 
@@ -46,8 +43,7 @@ def normalize_by_global_norm(
 
 
 @takes(
-    NormOptions,
-    parts='clip_by(scopes.leaf(), thresholds.mean_over_rms(), response="normalize")',
+    NormOptions, parts='clip_by(scopes.leaf(), thresholds.mean_over_rms(), response="normalize")'
 )
 def normalize_by_norm_history(
     *,

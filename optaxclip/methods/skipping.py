@@ -121,10 +121,7 @@ def skipping(
         )
 
     def update(
-        updates: PyTree,
-        state: Any,
-        params: PyTree | None = None,
-        **extra_args: Any,
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SkipState]:
         check_state(state, SkipState, name, _WRAP_STATE, updates=updates)
         rule = rule_for(limit, [("tree", ())])

@@ -30,13 +30,7 @@ from optaxclip.methods.moments import wide_dtype
 
 
 def steps_along(
-    weights: list[Any],
-    directions: list[Any],
-    radius: Any,
-    rate: Any,
-    eps: Any,
-    *,
-    plan: Plan,
+    weights: list[Any], directions: list[Any], radius: Any, rate: Any, eps: Any, *, plan: Plan
 ) -> list[Array]:
     """The updates of weights along their spheres, from the directions that are subtracted.
 
@@ -65,12 +59,7 @@ def _in_one_dtype(x: Array, y: Array) -> tuple[Array, Array]:
 
 
 def _factors(
-    weight: Array,
-    direction: Array,
-    cosine: Array,
-    radius: Any,
-    rate: Any,
-    eps: Any,
+    weight: Array, direction: Array, cosine: Array, radius: Any, rate: Any, eps: Any
 ) -> tuple[Array, Array, Array]:
     """The factors by which a group's weight and direction are multiplied; the update is their sum.
 

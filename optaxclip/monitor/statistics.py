@@ -134,11 +134,7 @@ STATISTICS: dict[str, GroupStatistic] = {
 
 
 def recorded_statistics(
-    flat: FlatTree,
-    params: PyTree | None,
-    plan: Plan,
-    names: tuple[str, ...],
-    options: Options,
+    flat: FlatTree, params: PyTree | None, plan: Plan, names: tuple[str, ...], options: Options
 ) -> dict[str, Array]:
     """The statistics of these names: each has a number per group, or one for the tree."""
     weights, of_weights = None, plan

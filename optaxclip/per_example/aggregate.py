@@ -20,12 +20,7 @@ from optaxclip._border.crossing import Transformation, transformation
 from optaxclip.per_example.bounds import ExampleLimit
 from optaxclip.per_example.noise import is_key, is_zero, with_noise
 from optaxclip.per_example.quantile import QuantileLimit, adjusted_noise_multiplier
-from optaxclip.per_example.sums import (
-    ExampleClip,
-    one_of,
-    padding_flags,
-    sum_tree,
-)
+from optaxclip.per_example.sums import ExampleClip, one_of, padding_flags, sum_tree
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
 from optaxclip.thresholds.base import as_float, at_least

@@ -20,12 +20,7 @@ from optaxclip.per_example.ghost.clipping import check_scope, clipped_sums, plan
 from optaxclip.per_example.lift import Sums
 from optaxclip.per_example.losses import ExampleLoss
 from optaxclip.per_example.microbatches import RunningSums, in_microbatches
-from optaxclip.per_example.sums import (
-    ExampleClip,
-    PerExampleResult,
-    padding_flags,
-    result_of,
-)
+from optaxclip.per_example.sums import ExampleClip, PerExampleResult, padding_flags, result_of
 from optaxclip.responses import Response
 from optaxclip.scopes import Scope
 

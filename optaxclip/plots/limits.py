@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optaxclip._base.host import ArrayLike
-from optaxclip.plots.style import (
-    COLORS,
-    crosses_at_the_top,
-    curve,
-    finished,
-    instance,
-    new_axes,
-)
+from optaxclip.plots.style import COLORS, crosses_at_the_top, curve, finished, instance, new_axes
 from optaxclip.tuning.suggesting import Suggestion
 from optaxclip.tuning.sweeping import SweepResult
 

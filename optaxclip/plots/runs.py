@@ -20,11 +20,7 @@ LEAST_WIDTH, WIDER = 1.4, 0.25
 """The width of the line on top, and by how much each line below it is wider, in points."""
 
 
-def loss_curves(
-    losses: Curves,
-    steps: ArrayLike | None = None,
-    ax: "Axes | None" = None,
-) -> "Axes":
+def loss_curves(losses: Curves, steps: ArrayLike | None = None, ax: "Axes | None" = None) -> "Axes":
     """Draws losses over the steps, a line for each run.
 
     The axis ends a little above the largest first loss. Higher losses are cut off, because one

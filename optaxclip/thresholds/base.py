@@ -166,10 +166,7 @@ def adaptive(
         max_norm=None if max_norm is None else checked_limit(max_norm, "max_norm"),
     )
     static = _Static(
-        statistic,
-        record,
-        checked_bool(inclusive, "inclusive"),
-        checked_bool(reject, "reject"),
+        statistic, record, checked_bool(inclusive, "inclusive"), checked_bool(reject, "reject")
     )
     return Threshold(Partial(_init, static, settings), Partial(_update, static, options, settings))
 

@@ -124,12 +124,7 @@ def adagc(
         at_least(warmup_steps, 0, "warmup_steps"),
     )
     return adaptive(
-        _Adagc(),
-        settings,
-        record="clipped",
-        floor=floor,
-        patience=patience,
-        max_norm=max_norm,
+        _Adagc(), settings, record="clipped", floor=floor, patience=patience, max_norm=max_norm
     )
 
 

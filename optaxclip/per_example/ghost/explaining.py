@@ -33,11 +33,7 @@ def explained(plan: GhostPlan, names: list[str]) -> str:
 
 def _of_part(part: Part) -> list[str]:
     itemsize = np.dtype(np.float32).itemsize
-    return [
-        _WAYS[part.way],
-        str(part.sizes.positions),
-        _in_bytes(part.bytes_of(False, itemsize)),
-    ]
+    return [_WAYS[part.way], str(part.sizes.positions), _in_bytes(part.bytes_of(False, itemsize))]
 
 
 def _row(line: list[str], widths: list[int]) -> str:
