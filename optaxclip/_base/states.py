@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 from typing import Any, TypeVar, overload
 
 import jax
@@ -194,9 +193,8 @@ def refuse_state_as_updates(updates: Any, kind: type, name: str) -> None:
         )
 
 
-def _register(serialization: ModuleType) -> None:
-    """Tells Flax's serialization not to store `Names`: a restored state keeps its own names."""
-    serialization.register_serialization_state(Names, lambda _: {}, lambda names, _: names)
-
-
-when_imported("flax.serialization", _register)
+# Flax's serialization does not store `Names`, so a restored state keeps its own names.
+when_imported(
+    "flax.serialization",
+    lambda flax: flax.register_serialization_state(Names, lambda _: {}, lambda names, _: names),
+)

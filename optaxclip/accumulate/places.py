@@ -58,10 +58,6 @@ class Places:
         """`x`, typed as differing from device to device if JAX tracks this in types."""
         return devices.vary(x, axes) if devices.are_tracked() else x
 
-    def axes_of_batch(self, batch: PyTree) -> Axes:
-        """The axes over which a batch is split."""
-        return self.axes_of(*jax.tree.leaves(batch))
-
     def still_to_add(self, params: FlatTree, axes: Axes) -> list[Axes]:
         """For each measured leaf, the axes over which its gradient must still be summed.
 
@@ -80,10 +76,9 @@ class Places:
         There are none if a leaf is split over one of the batch's axes, because what gathers that
         leaf in each microbatch also sums its gradient.
         """
-        axes = self.axes_of_batch(batch)
-        if all(over == axes for over in self.still_to_add(params, axes)):
-            return axes
-        return Axes()
+        axes = self.axes_of(*jax.tree.leaves(batch))
+        can_wait = all(over == axes for over in self.still_to_add(params, axes))
+        return axes if can_wait else Axes()
 
     def added(self, leaves: list[Array], params: FlatTree, axes: Axes) -> list[Array]:
         """The gradients, summed over devices unless JAX has done so."""

@@ -245,14 +245,10 @@ def integer(low: int, high: int) -> Callable[[str], int]:
     return parse
 
 
-def _keywords(make: partial[Any]) -> list[str]:
-    return [f"{name}={value}" for name, value in make.keywords.items()]
-
-
 def _epilog() -> str:
-    calls = {
-        name: f"{make.func.__name__}({', '.join([*map(str, make.args), *_keywords(make)])})"
-        for name, make in METHODS.items()
-    }
-    table = "\n".join(f"  {name:<12} {call}" for name, call in calls.items())
+    lines = []
+    for name, make in METHODS.items():
+        given = [*map(str, make.args), *(f"{key}={value}" for key, value in make.keywords.items())]
+        lines.append(f"  {name:<12} {make.func.__name__}({', '.join(given)})")
+    table = "\n".join(lines)
     return f"methods:\n{table}\n\nexample:\n  python -m optaxclip demo --methods global_norm agc"

@@ -198,7 +198,8 @@ def _largest_eigenvalue(matrix: Array) -> Array:
 
     def turned(vector: Array) -> Array:
         vector = _matrix_product(fixed, vector)
-        return vector / _or_one(safe_sqrt(_squares(vector))).astype(vector.dtype)
+        length = safe_sqrt(_squares(vector))
+        return vector / jnp.where(length > 0, length, 1).astype(vector.dtype)
 
     # The longest row is usually near the eigenvector, but may be orthogonal to it. So a vector
     # without structure is added, which is not orthogonal to it.
@@ -208,10 +209,6 @@ def _largest_eigenvalue(matrix: Array) -> Array:
     start = turned(longest) + turned(jnp.cos(squares).astype(matrix.dtype))
     end = lax.fori_loop(0, _POWERS, lambda _, vector: turned(vector), start)
     return safe_sqrt(_squares(_matrix_product(matrix, end)))
-
-
-def _or_one(x: Array) -> Array:
-    return jnp.where(x > 0, x, 1)
 
 
 def _matrix_product(x: Array, y: Array) -> Array:

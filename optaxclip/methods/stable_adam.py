@@ -191,12 +191,13 @@ def _direction(
 ) -> tuple[Array, Array, Array]:
     """Adam's direction times the factor of the clip, and both averages after this step."""
     of_mu, of_nu, factor = columns
-    g, kept = _entries(grad, mu), (mu.dtype, nu.dtype)
+    g, kept = _entries(grad, mu), [jnp.finfo(x.dtype).dtype for x in (mu, nu)]
     g = by_parts(_held, select(jnp.isfinite(g), g, 0))
     mu, nu = _average(_wide(mu), g, of_mu), _average(_wide(nu), norms.l2.map(g), of_nu)
     x, direction = jnp.asarray(grad), _over_root(mu, nu, eps, lax.add)
     direction = times(direction, _beside(factor, nu))
-    mu, nu = (_narrowed(*pair) for pair in zip((mu, nu), kept, strict=True))
+    mu = by_parts(lambda part: narrowed(part, kept[0]), mu)
+    nu = narrowed(nu, kept[1])
     return match_weak_type(direction.astype(x.dtype), x), mu, nu
 
 
@@ -220,10 +221,6 @@ def _entries(grad: Any, mu: Array) -> Array:
 def _wide(average: Array) -> Array:
     """An average in the dtype to compute with, because a trainer may have cast the state."""
     return average.astype(wide_dtype(average.dtype))
-
-
-def _narrowed(average: Array, dtype: jnp.dtype) -> Array:
-    return by_parts(lambda part: narrowed(part, jnp.finfo(dtype).dtype), average)
 
 
 def _share(beta: Any, count: Array, dtype: Any) -> Array:

@@ -145,7 +145,12 @@ def record(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, RecordState]:
         check_state(state, RecordState, name, updates=updates)
-        _check_same(state, ("loss",) if loss else kept, name)
+        keys = ("loss",) if loss else kept
+        if sorted(state.last) != list(keys):
+            raise ValueError(
+                f"{name}: the state was made by another record: it holds the statistics "
+                f"{sorted(state.last)}, and this record keeps {list(keys)}. {FRESH_STATE}"
+            )
         absent = None
         if loss:
             found, names = {"loss": loss_among(extra_args, name, checked.axis_names)}, state.names
@@ -165,15 +170,6 @@ def record(
         return updates, state._replace(steps=steps, names=names, last=last, ring=ring)
 
     return transformation(init, update)
-
-
-def _check_same(state: RecordState, kept: tuple[str, ...], name: str) -> None:
-    """Checks that a state holds what is kept."""
-    if sorted(state.last) != list(kept):
-        raise ValueError(
-            f"{name}: the state was made by another record: it holds the statistics "
-            f"{sorted(state.last)}, and this record keeps {list(kept)}. {FRESH_STATE}"
-        )
 
 
 def _checked_stats(stats: str | Sequence[str]) -> tuple[str, ...]:

@@ -109,15 +109,9 @@ NOT_ZERO = Norm("not_zero", _is_not_zero, norms.mean_abs.finish, degree=0)
 """The share of entries that are not 0: a norm for which each entry counts as 0 or 1."""
 
 
-def _zero_fraction(source: Sources) -> Array:
-    return 1 - source.of_leaves(NOT_ZERO)
-
-
 def _ratio(source: Sources) -> Array:
-    return _quotient(*promoted([source.of_leaves(source.norm), source.of_weights(source.norm)]))
-
-
-def _quotient(norm: Array, of_weights: Array) -> Array:
+    found = [source.of_leaves(source.norm), source.of_weights(source.norm)]
+    norm, of_weights = promoted(found)
     return safe_divide(norm, of_weights, jnp.where(norm > 0, jnp.inf, norm))
 
 
@@ -125,7 +119,7 @@ STATISTICS: dict[str, GroupStatistic] = {
     "norm": GroupStatistic(lambda source: source.of_leaves(source.norm)),
     "max": GroupStatistic(lambda source: source.of_leaves(norms.linf)),
     "mean_abs": GroupStatistic(lambda source: source.of_leaves(norms.mean_abs)),
-    "zero_fraction": GroupStatistic(_zero_fraction),
+    "zero_fraction": GroupStatistic(lambda source: 1 - source.of_leaves(NOT_ZERO)),
     "share": GroupStatistic(Sources.shares),
     "param_norm": GroupStatistic(lambda source: source.of_weights(source.norm), needs_params=True),
     "ratio": GroupStatistic(_ratio, needs_params=True),

@@ -119,7 +119,8 @@ def multipliers_of(
     The measured norms have a leading axis of examples, and upper bounds. The ratio is 0 for
     examples that add nothing. `margin` is the epsilon of the dtype in which a leaf is multiplied.
     """
-    limits = [_for_each(limit, each.norm) for limit, each in zip(limits, measured, strict=True)]
+    with_limits = zip(limits, measured, strict=True)
+    limits = [jnp.broadcast_to(limit[None], each.norm.shape) for limit, each in with_limits]
     bounded = _Bounded(response)
     # A strict clip stays below its limit in spite of rounding. But the limit itself was rounded, up
     # to 3 times, and a leaf narrower than its norm rounds its multiplier: so limits are lowered.
@@ -184,11 +185,6 @@ def _only(counts: Array, by: Multiplier) -> Multiplier:
     """The multiplier, with 0 for examples that do not count."""
     counts = _beside(counts, by.ratio)
     return Multiplier(jnp.where(counts, by.power, 1), jnp.where(counts, by.ratio, 0))
-
-
-def _for_each(limit: Array, norms: Array) -> Array:
-    """The limits of one example's groups, in the shape of the norms of all examples."""
-    return jnp.broadcast_to(limit[None], norms.shape)
 
 
 def _beside(flags: Array, like: Array) -> Array:

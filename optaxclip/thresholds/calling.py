@@ -121,7 +121,8 @@ def checked_schedule(fn: Any, argument: str, *, any_shape: bool = False) -> Call
             f"{schedule}; called with one, an int32 scalar, it raised "
             f"{type(error).__name__}: {error!s:.160}; {_OWN_RULE}"
         ) from error
-    if not _is_number(value):
+    is_abstract = isinstance(value, jax.ShapeDtypeStruct)
+    if not is_real(np.zeros(0, value.dtype) if is_abstract else value):
         raise TypeError(f"{schedule} to a number; its value is {_described(value)}")
     if np.shape(value) != () and not any_shape:
         raise ValueError(f"{schedule} to a scalar; its value is {_described(value)}")
@@ -154,10 +155,6 @@ def _takes(fn: Callable[..., Any], arguments: tuple[str, ...]) -> bool:
     except ValueError:  # some functions have no signature
         return True
     return True
-
-
-def _is_number(x: Any) -> bool:
-    return is_real(np.zeros(0, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x)
 
 
 def _shapes(tree: PyTree) -> tuple[Any, list[tuple[int, ...]]]:

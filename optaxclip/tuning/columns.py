@@ -102,14 +102,11 @@ def numbers(cells: Sequence[Any], rows: Sequence[int]) -> Series | str:
             return Series(found, np.fromiter((rows[at] for at in kept), np.int64, len(values)))
     except ValueError:
         pass
-    row, cell = next(pair for pair in zip(rows, cells, strict=True) if not _is_fine(pair[1]))
+    pairs = zip(rows, cells, strict=True)
+    row, cell = next((x, y) for x, y in pairs if not (y is None or y in BLANK or is_number(y)))
     if isinstance(cell, str) and DECIMAL_COMMA.fullmatch(cell):
         return f"has decimal commas ({cell} in row {row}); write numbers with a point"
     return f"has {json.dumps(cell):.40} in row {row}, which is not a number"
-
-
-def _is_fine(cell: Any) -> bool:
-    return cell is None or cell in BLANK or is_number(cell)
 
 
 def is_number(cell: Any) -> bool:
