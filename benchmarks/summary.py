@@ -75,31 +75,22 @@ def _ms(rows: Rows, case: str, way: str) -> str:
     return cells(rows.get((case, way), {}), "ms")[0]
 
 
-def rules(rows: Rows) -> None:
-    """Limits that follow the norms, over a constant one."""
-    lines = [[way, case, *cells(row, "of_step")] for (case, way), row in rows.items()]
-    chosen = [line for line in lines if line[0] != "constant"]
-    table(["rule", "over a constant limit for", "of the step, %"], chosen)
-
-
 def main() -> None:
     """Prints the tables."""
     with open(sys.argv[1], encoding="utf-8") as file:
         report = json.load(file)
     print("; ".join(f"{name} {report[name]}" for name in report if name != "sections"))
-    for name in ("steps", "methods", "large steps", "seeds"):
+    for name in ("steps", "large steps"):
         steps(rows_of(report, name))
     named = {
         "clip": "a clip alone, in place",
         "leaves": "many small leaves",
         "eager": "outside of `jit`",
-        "compiling": "to compile the clip of a transformer",
         "growth": "a clip alone, as gradients grow",
         "large clips": "a clip alone",
     }
     for name, title in named.items():
         calls(rows_of(report, name), title)
-    rules(rows_of(report, "rules"))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ On a GPU the decoder has 19 million parameters and reads 8 million bytes in a ru
 CPU has one of 131,000. Weights are float32 and the rest is bfloat16. At first runs without a clip,
 by a seed of their own, find the rate that is best; then six ways meet five cases, each with three
 seeds. A row is written as a run ends, and a run of the program does what the file lacks, until the
-minutes are over; then it prints the table of all rows, and says what is missing.
+minutes are over; then it prints the table of all rows, and says what is missing. As compiled for an
+H100 a step moves 27 GB, and so takes at least 8 ms; with compiling, 12 minutes are about 60 runs
+of 204, which are two whole cases of AdamW and a part of the third.
 """
 
 import argparse
