@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from benchmarks.research.scale.decoder import SIZES, Size
-from benchmarks.research.scale.runs import CASES, COLUMNS, KEYS, METHODS, SEEDS, Study
+from benchmarks.research.scale.runs import CASES, COLUMNS, KEYS, METHODS, NONE, SEEDS, Study
 from benchmarks.research.scale.text import read
 from benchmarks.table_file import TableFile, time_left
 
@@ -44,16 +44,23 @@ def run(study: Study, minutes: float) -> None:
 
 
 def tables(rows: list[Any]) -> str:
-    """Of each optimizer the losses at the end, by method and case."""
+    """Of each optimizer the losses at the end without a clip, and what each method changes."""
+    told = [row for row in rows if row["seed"] in map(str, SEEDS)]
+    ends = {(*_which(row), row["seed"]): float(row["end"]) for row in told}
     lines = []
     for optimizer in OPTIMIZERS:
-        lines += [f"\n{optimizer}: the loss at the end, mean and standard deviation of the seeds"]
-        lines += [f"| | {' | '.join(CASES)} |", "|---" * (1 + len(CASES)) + "|"]
+        lines += [
+            f"\n{optimizer}: the loss at the end; below, what methods add in the same seeds",
+            f"| | {' | '.join(CASES)} |",
+            "|---" * (1 + len(CASES)) + "|",
+        ]
         for method in METHODS:
-            chosen = [
-                [row for row in rows if (optimizer, case, method) == _which(row)] for case in CASES
-            ]
-            lines.append(f"| {method} | {' | '.join(map(_cell, chosen))} |")
+            cells = []
+            for case in CASES:
+                of_cell = [row for row in told if _which(row) == (optimizer, case, method)]
+                base = [ends.get((optimizer, case, NONE, row["seed"]), math.nan) for row in of_cell]
+                cells.append(_cell(of_cell, base if method != NONE else None))
+            lines.append(f"| {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -62,26 +69,30 @@ def missing(rows: list[Any]) -> str:
     words, of_each = [], len(METHODS) * len(SEEDS)
     for optimizer in OPTIMIZERS:
         for case in CASES:
-            found = sum((optimizer, case) == _which(row)[:2] for row in rows)
+            found = sum(
+                _which(row)[:2] == (optimizer, case) and row["seed"] in map(str, SEEDS)
+                for row in rows
+            )
             if found < of_each:
                 words.append(f"{optimizer}, {case}: {of_each - found} of {of_each} runs")
     return "; ".join(words)
 
 
-def _which(row: Any) -> tuple[str, str, str] | tuple[()]:
-    is_told = row["seed"] in map(str, SEEDS)
-    return (row["optimizer"], row["case"], row["method"]) if is_told else ()
+def _which(row: Any) -> tuple[str, str, str]:
+    return row["optimizer"], row["case"], row["method"]
 
 
-def _cell(rows: list[Any]) -> str:
+def _cell(rows: list[Any], base: list[float] | None) -> str:
     if not rows:
         return "not run"
     ends = np.array([float(row["end"]) for row in rows])
+    if base is not None:
+        ends = ends - base
     spread = f" ± {ends.std(ddof=1):.3f}" if len(rows) > 1 else ""
-    parts = [f"{ends.mean():.3f}{spread}"]
+    parts = [f"{ends.mean():.3f}{spread}" if base is None else f"{ends.mean():+.3f}{spread}"]
     if rows[0]["clipped"]:
         share = np.mean([float(row["clipped"]) for row in rows])
-        parts.append(f"clipped {100 * share:.0f} %")
+        parts.append(f"clips {100 * share:.0f} %")
     if lost := sum(row["lost"] == "1" for row in rows):
         parts.append(f"{lost} lost")
     if len(rows) < len(SEEDS):
