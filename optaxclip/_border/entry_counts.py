@@ -7,7 +7,8 @@ arithmetic would take subnormal numbers for 0 on some platforms.
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,7 +51,8 @@ def counts_by_size(
     with jax.enable_x64(True) if wide or is_huge else contextlib.nullcontext():
         found = _counts(leaf, axes, integer, wide, in_one_piece or bool(devices.manual_axes()))
         lacking = size - math.prod(leaf.shape[axis] for axis in axes)
-        found = found.at[..., 0].add(jnp.asarray(lacking, integer))
+        if fixed_size(lacking) != 0:
+            found = found.at[..., 0].add(jnp.asarray(lacking, integer))
         low = (found & integer.type(2**WORD - 1)).astype(jnp.uint32)
         high = (found >> integer.type(WORD)).astype(jnp.uint32)
         return devices.stack([low, high], axis=found.ndim - 1)
@@ -114,12 +116,18 @@ def _added(
     """The counts over some axes: adds each entry to that of its part, in one of several lanes."""
     kept = [axis for axis in range(leaf.ndim) if axis not in axes]
     shape, parts = [leaf.shape[axis] for axis in kept], num_counts(wide=wide)
-    place = _flat_index(leaf.shape, kept) * parts + _part(leaf, wide=wide)
-    # Neighbouring threads add to neighbouring lanes. Few entries get few lanes, whose memory would
-    # else be more than that of the leaf.
+    group = jnp.zeros(leaf.shape, jnp.int32)
+    for axis in kept:
+        group = group * leaf.shape[axis] + lax.broadcasted_iota(jnp.int32, leaf.shape, axis)
+    # Few entries get few lanes, whose memory would else be more than that of the leaf.
     many = fixed_size(math.prod(leaf.shape[axis] for axis in axes)) or 0
     lanes = 2 ** max(min(lanes, many >> 14).bit_length() - 1, 0)
-    place = place * lanes + (_flat_index(leaf.shape, axes) & np.int32(lanes - 1))
+    place = group * parts + _part(leaf, wide=wide)
+    if lanes > 1:
+        # Neighbouring entries, which a GPU takes at once, get neighbouring lanes.
+        of_axes = [lax.broadcasted_iota(jnp.int32, leaf.shape, axis) for axis in axes]
+        lane = functools.reduce(operator.add, of_axes) & np.int32(lanes - 1)
+        place = place * lanes + lane
     counts = jnp.zeros((math.prod(shape) * parts * lanes,), integer)
     counts = counts.at[place].add(1, mode="promise_in_bounds").reshape(*shape, parts, lanes)
     return lax.reduce_sum(counts, [counts.ndim - 1])
@@ -151,14 +159,6 @@ def _compared(leaf: Array, *, axes: tuple[int, ...], integer: jnp.dtype, wide: b
     of_entries = lax.broadcast_in_dim(_part(leaf, wide=wide), shape, range(leaf.ndim))
     is_there = lax.eq(of_entries, lax.broadcasted_iota(jnp.int32, shape, leaf.ndim))
     return lax.reduce_sum(is_there.astype(integer), axes)
-
-
-def _flat_index(shape: tuple[int, ...], axes: Sequence[int]) -> Array:
-    """The place of each entry among all along these axes, modulo 2**32 as int32."""
-    index = jnp.zeros(shape, jnp.int32)
-    for axis in axes:
-        index = index * shape[axis] + lax.broadcasted_iota(jnp.int32, shape, axis)
-    return index
 
 
 def _part(leaf: Array, *, wide: bool) -> Array:

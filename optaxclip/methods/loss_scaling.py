@@ -95,7 +95,8 @@ def scale_loss(
 
     Args:
       inner: the optimizer, with its clips.
-      initial: the scale of the first step.
+      initial: the scale of the first step; `optaxclip.monitor.format_fit` finds one from gradients
+        that were computed in float32, and says which layers do not fit the format at any scale.
       growth_interval: after how many good steps in a row the scale grows.
       factor: the number that the scale is multiplied or divided by.
       minimum: the smallest scale. Gradients that are not finite at this scale would not be finite

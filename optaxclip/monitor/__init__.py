@@ -25,6 +25,8 @@ from optaxclip.monitor.entry_histograms import Histogram as Histogram
 from optaxclip.monitor.entry_histograms import histograms as histograms
 from optaxclip.monitor.event_rows import EventsState as EventsState
 from optaxclip.monitor.event_rows import events as events
+from optaxclip.monitor.format_fit import FormatFit as FormatFit
+from optaxclip.monitor.format_fit import format_fit as format_fit
 from optaxclip.monitor.histogram_stage import HistogramState as HistogramState
 from optaxclip.monitor.histogram_stage import histogram as histogram
 from optaxclip.monitor.histories import history as history

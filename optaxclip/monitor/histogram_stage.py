@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import checked_int
+from optaxclip._base.arguments import checked_choice, checked_int
 from optaxclip._base.numerics import norm_dtype
 from optaxclip._base.states import FRESH_STATE, Names, check_state, increased, registered_state
 from optaxclip._base.trees import FlatTree, dtype_of, flatten
@@ -94,8 +94,7 @@ def histogram(
       1 1 0
     """
     every = checked_int(every, 1, "every")
-    if of not in ("updates", "params"):
-        raise ValueError(f'of must be "updates" or "params", got {of!r}')
+    checked_choice(of, ("updates", "params"), "of")
     checked = Options.checked(**options)
     chosen_scope = scopes.leaf() if scope is None else as_scope(scope)
     name = checked.name

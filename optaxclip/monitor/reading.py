@@ -114,7 +114,11 @@ def metrics(
       steps            | clip | steps so far                               | the largest
 
     The numbers of `noise_scale` are `scale`, `signal` and `variance`. The numbers of `record` are
-    its statistics of the last step, of leaves or layers the largest, and `steps`.
+    its statistics of the last step, of leaves or layers the largest, and `steps`. Those of
+    `histogram` are of the last step that it counted, of all leaves together: `median_exponent`, the
+    k of the bin, 2**k to 2**(k + 1), in which the median of the entries other than 0 lies;
+    `zero_fraction`; `num_infinite` and `num_nan`, how many entries are infinite or NaN, at most
+    2**31 - 1; and `steps`. NaN stands for what is unknown before.
 
     Late in a run the share of all steps so far hardly moves. With `since`, the share and all counts
     are of the steps after an earlier state; all other numbers are still of the last step. If there
@@ -151,9 +155,10 @@ def metrics(
       A dict from name to float32[], or int32[] for counts. Nothing is sent to the host.
 
     Raises:
-      ValueError: if there is no clip and no skip that keeps a record, nor a `record` or
-        `noise_scale`; if `since` holds no records, records of another optimizer, or deleted arrays;
-        if `top` is below 0, or given where nothing in the state has several leaves or groups.
+      ValueError: if there is no clip and no skip that keeps a record, nor a `record`, `histogram`
+        or `noise_scale`; if `since` holds no records, records of another optimizer, or deleted
+        arrays; if `top` is below 0, or given where nothing in the state has several leaves or
+        groups.
       TypeError: if `prefix` is not a string, or `top` not an int.
 
     Example:
@@ -194,9 +199,9 @@ def scalars(
 
     The host waits for the step that made the state, and then for one `jax.device_get`. It gets six
     arrays for each clip, however many leaves the clip has; five for a skip, or seven if it judges
-    the loss; six for a `scale_loss`; three for a `noise_scale`; and for a `record` its `steps` and
-    one array for each statistic. Nothing is computed on the device, so one of several processes may
-    call `scalars` alone.
+    the loss; six for a `scale_loss`; three for a `noise_scale`; two for a `histogram`; and for a
+    `record` its `steps` and one array for each statistic. Nothing is computed on the device, so one
+    of several processes may call `scalars` alone.
 
     Args:
       opt_state: as in `read`.

@@ -3,8 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.experimental import sparse
+from jax.sharding import PartitionSpec as P
 
+import optaxclip._border.entry_counts as entry_counts
 from optaxclip import monitor, scopes
 from optaxclip._base.ranges import TOO_LARGE, too_large
 
@@ -90,7 +94,160 @@ def test_the_first_step_counts_and_every_third_after_it():
         np.testing.assert_array_equal(np.repeat(found.edges[1:], found.counts), upper)
 
 
+def test_complex_entries_count_by_their_modulus_where_squares_leave_the_range():
+    rng = np.random.default_rng(1)
+    parts = 2.0 ** rng.uniform(-150, 128, (2, 4000)) * rng.choice([-1, 0, 1], (2, 4000))
+    with np.errstate(over="ignore"):
+        x = (parts[0] + 1j * parts[1]).astype(np.complex64)
+    x[:4] = 3e38 + 3e38j, 1e-45 + 1e-45j, complex(np.inf, 1), complex(0, np.nan)
+    sizes = np.abs(x.astype(np.complex128)).astype(np.float64)
+    largest = float(jnp.finfo(jnp.float32).max)
+    sizes = np.where(np.isfinite(sizes), np.minimum(sizes, largest), sizes)
+    assert_counts(histograms_of({"x": jnp.asarray(x)})["x"], np.float64(np.float32(sizes)))
+
+
+def test_float64_leaves_and_others_beside_them():
+    with jax.enable_x64(True):
+        tree = {x: entries_of(x) for x in ("float64", "float32", "float16")}
+        parts = 2.0 ** np.random.default_rng(2).uniform(-1074, 1023, (2, 4000))
+        found = histograms_of(jax.tree.map(jnp.asarray, tree | {"x": parts[0] + 1j * parts[1]}))
+        for name, x in tree.items():
+            assert_counts(found[name], moduli(x))
+            sizes = moduli(x)[np.isfinite(moduli(x)) & (x != 0)]
+            assert found[name].above(jnp.float32) == np.mean(sizes >= 2.0**128 - 2.0**103)
+            assert found[name].below(jnp.float32) == np.mean(sizes <= 2.0**-150)
+        assert_counts(found["x"], np.hypot(*parts))
+        tx = monitor.histogram()
+        state = tx.init({"x": jnp.ones(2, jnp.float32)})
+        with pytest.raises(ValueError, match="float64 leaves"):
+            tx.update({"x": jnp.ones(2, jnp.float64)}, state)
+
+
+def test_a_sparse_leaf_counts_sums_of_duplicates_and_what_it_does_not_store():
+    indices = jnp.array([[1], [4], [1], [9]])  # the last is padding
+    x = sparse.BCOO((jnp.array([3.0, -0.5, 2.0, 7.0]), indices), shape=(6,))
+    assert_counts(histograms_of({"x": x})["x"], moduli(np.array([0, 5, 0, 0, -0.5, 0])))
+
+
+def test_counts_beyond_32_bits_add_up(monkeypatch):
+    """Each leaf is taken for one of three thousand million entries, of which all but two are 0."""
+    zeros = 3_000_000_000
+
+    def many(leaf, axes, size, **options):
+        counts = np.zeros(entry_counts.num_counts(wide=False), np.uint64)
+        counts[[0, 1, -1]] = zeros, 70_000, 2
+        return jnp.asarray(np.stack([counts & 0xFFFF, counts >> 16]), jnp.uint32)
+
+    monkeypatch.setattr(entry_counts, "counts_by_size", many)
+    tx, tree = monitor.histogram(scope=scopes.tree()), {name: jnp.ones(4) for name in "abc"}
+
+    def count(tree):
+        return tx.update(tree, tx.init(tree))[1]
+
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"a": P("x"), "b": P("x"), "c": P()}
+    tree |= {name: jnp.ones(32) for name in "ab"}
+    mapped = jax.shard_map(count, mesh=mesh, in_specs=(specs,), out_specs=P())
+    found = monitor.histograms(jax.jit(mapped)(tree))["tree"]
+    parts = 8 + 8 + 1
+    assert (found.zeros, found.num_nan) == (parts * zeros, parts * 2)
+    assert found.counts.sum() == parts * 70_000
+
+
+def test_a_leaf_of_5_thousand_million_entries_is_counted_in_64_bits():
+    tx = monitor.histogram()
+
+    def count(x):
+        return tx.update(x, tx.init(x))[1]
+
+    for size, is_wide in ((5_000_000_000, True), (4_000_000_000, False)):
+        leaf = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
+        assert jax.eval_shape(count, leaf).counts.shape == (1, 2, 291)
+        assert ("u64[" in str(jax.make_jaxpr(count)(leaf))) == is_wide
+
+
+def test_under_vmap_nothing_is_counted_outside_of_the_loop():
+    tx, seeds = monitor.histogram(2), {"w": jnp.ones((3, 4))}
+    states = jax.vmap(tx.init)(seeds)
+    update = jax.vmap(lambda grads, state: tx.update(grads, state)[1])
+    outside = str(jax.make_jaxpr(update)(seeds, states)).split("while")[-1]
+    assert "cond_jaxpr" in outside
+    states = states._replace(steps=jnp.array([1, 2, 3], jnp.int32))
+    states = jax.jit(update)(seeds, states)
+    np.testing.assert_array_equal(states.counted, [-1, 2, -1])
+    np.testing.assert_array_equal(np.sum(states.counts, (1, 2, 3)), [0, 4, 0])
+
+
+def test_parameters_are_counted_and_a_neighbour_changes_nothing():
+    tx = monitor.histogram(of="params")
+    params = {"a": jnp.array([1.0, 3.0]), "b": jnp.array([0.5])}
+    bad = {"a": jnp.array([jnp.nan, jnp.inf]), "b": params["b"]}
+    step = jax.jit(lambda params: tx.update(params, tx.init(params), params)[1])
+    one, other = monitor.histograms(step(params)), monitor.histograms(step(bad))
+    np.testing.assert_array_equal(np.repeat(one["a"].edges[1:], one["a"].counts), [1.0, 4.0])
+    assert other["a"].nonfinite == 2
+    np.testing.assert_array_equal(one["b"].counts, other["b"].counts)
+    with pytest.raises(ValueError, match="of='params' needs the parameters"):
+        tx.update(params, tx.init(params))
+
+
+def test_each_step_of_multi_steps_counts_the_mean_and_states_may_be_donated():
+    tx = optax.MultiSteps(optax.chain(monitor.histogram(1), optax.sgd(1.0)), 2)
+    step = jax.jit(lambda grads, state: tx.update(grads, state, grads)[1], donate_argnums=1)
+    state = tx.init(jnp.ones(3))
+    for size, expected in ((1.0, []), (7.0, [4.0] * 3), (9.0, [4.0] * 3)):
+        with jax.numpy_dtype_promotion("standard"):
+            state = step(jnp.full(3, size), state)
+        found = next(iter(monitor.histograms(state).values()))
+        np.testing.assert_array_equal(np.repeat(found.edges[1:], found.counts), expected)
+
+
+def test_numbers_for_a_log():
+    tx = monitor.histogram(scope=scopes.group({"a": "x", "b": "y"}))
+    grads = {"a": jnp.array([0.0, 3.0, 5.0, 6.0]), "b": jnp.array([0.25, jnp.inf, jnp.nan])}
+    state = tx.init(grads)
+    assert np.isnan(monitor.scalars(state)["histogram/median_exponent/x"])
+    state = jax.jit(tx.update)(grads, state)[1]
+    expected = {
+        "median_exponent": (2, -3),
+        "zero_fraction": (0.25, 0),
+        "num_infinite": (0, 1),
+        "num_nan": (0, 1),
+    }
+    for found in (monitor.scalars(state), jax.jit(monitor.metrics)(state)):
+        for name, values in expected.items():
+            assert [found[f"histogram/{name}/{x}"] for x in "xy"] == [*values], name
+    whole = monitor.histogram()
+    found = monitor.scalars(jax.jit(whole.update)(grads, whole.init(grads))[1])
+    assert found["histogram/median_exponent"] == 1
+    assert found["histogram/num_nan"] == 1
+
+
+def test_the_table_of_a_format_says_which_scale_keeps_what():
+    """The scales are those at which casts lose at most the allowed share, and overflow nothing."""
+    sizes = {"small": np.random.default_rng(3).uniform(-32, -18, 5000), "large": [-3.0, 5.5]}
+    tree = {name: np.float32(2.0 ** np.asarray(x)) for name, x in sizes.items()}
+    tx = monitor.histogram()
+    state = jax.jit(lambda x: tx.update(x, tx.init(x))[1])(tree)
+    fit = monitor.format_fit(state, jnp.float16, lost=0.01)
+    for name, x in tree.items():
+        of_group = fit.groups[name]
+        for scale, most in ((of_group.lowest, 0.01), (of_group.lowest / 2, 1)):
+            lost = np.mean((x * scale).astype(np.float16) == 0)
+            assert lost <= most
+        assert name == "large" or lost > 0.01
+        assert np.isfinite((x * of_group.highest).astype(np.float16)).all()
+        with np.errstate(over="ignore"):
+            assert not np.isfinite((x * of_group.highest * 4).astype(np.float16)).all()
+    assert fit.misfits == ()
+    assert fit.lowest <= fit.loss_scale <= fit.highest
+    assert monitor.format_fit(state, jnp.float8_e4m3fn).misfits == ("small",)
+    assert "does not fit" in str(monitor.format_fit(state, jnp.float8_e4m3fn))
+    assert monitor.format_fit(state, jnp.bfloat16).loss_scale == 1
+    assert monitor.format_fit(tx.init(tree)).loss_scale == 1
+
+
 @pytest.mark.parametrize("of", ["gradients", 1])
 def test_of_something_else_is_refused(of):
-    with pytest.raises(ValueError, match='of must be "updates" or "params"'):
+    with pytest.raises(ValueError, match="of must be one of"):
         monitor.histogram(of=of)
