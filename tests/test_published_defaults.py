@@ -83,6 +83,7 @@ OTHERS = [
         {"argnums": 0, "batch_argnums": 1, "dtype": jnp.float32, "reject": "nonfinite"},
     ),
     (monitor.events, {"window": 1000, **L2}),
+    (monitor.format_fit, {"dtype": jnp.float16, "lost": 0.001}),
     (monitor.histogram, {"every": 100, "of": "updates"}),
     (monitor.json_line, {"top": 0}),
     (monitor.metrics, {"prefix": "", "top": 0}),
