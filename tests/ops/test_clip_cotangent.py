@@ -352,42 +352,6 @@ def test_over_the_batch_by_the_name_of_its_axis():
 
 
 @pytest.mark.slow
-def test_nested_vmap_in_a_scan():
-    def loss(w, xs, limit):
-        def step(h, x):
-            return clip_cotangent(h * x, clip_norm=limit), None
-
-        return jnp.sum(lax.scan(step, w, xs)[0])
-
-    def by_hand(w, xs, limit):
-        d = jnp.ones_like(w)
-        for x in xs[::-1]:
-            d = back("norm", d, limit) * x
-        return d
-
-    xs = jnp.asarray(RNG.normal(size=(2, 3, 2, 2)), jnp.float32) + 2
-    limits = jnp.float32([0.5, 1.0, 2.0])
-    ws = jnp.ones((2, 2))
-
-    def batched(fn):
-        return jax.vmap(jax.vmap(fn, (None, 0, 0)), (0, 0, None))(ws, xs, limits)
-
-    found, expected, total = jax.jit(
-        lambda: (
-            batched(jax.grad(loss)),
-            batched(by_hand),
-            jax.grad(
-                lambda w: jnp.sum(
-                    jax.vmap(jax.vmap(loss, (None, 0, 0)), (None, 0, None))(w, xs, limits)
-                )
-            )(jnp.ones(2)),
-        )
-    )()
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    np.testing.assert_allclose(total, expected.sum((0, 1)), rtol=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["vmap", "ghost"])
 def test_in_losses_of_single_examples(method):
     def loss(params, x):
