@@ -129,8 +129,9 @@ def histogram(
             )
         static = {"plan": plan, "every": every, "wide": wide}
         kept = (state.steps, state.counted, state.counts)
-        written = across(_written, *kept, leaves, like=_fields, **static)
-        return updates, state._replace(names=plan.grouping.names, **written)
+        steps, counted, counts = across(_written, *kept, leaves, like=(0, 1, 2), **static)
+        names = plan.grouping.names
+        return updates, state._replace(steps=steps, counted=counted, names=names, counts=counts)
 
     return transformation(init, update)
 
@@ -138,10 +139,6 @@ def histogram(
 def _is_wide(flat: FlatTree) -> bool:
     """Whether a leaf is 64-bit."""
     return norm_dtype(map(dtype_of, flat.measured_leaves())) == jnp.float64
-
-
-def _fields(steps: Array, counted: Array, counts: Array, *_: Any) -> dict[str, Any]:
-    return {"steps": steps, "counted": counted, "counts": counts}
 
 
 def _written(
@@ -153,8 +150,8 @@ def _written(
     plan: Plan,
     every: int,
     wide: bool,
-) -> dict[str, Any]:
-    """The fields of the state that a step changes."""
+) -> tuple[Array, Array, Array]:
+    """The three arrays of the state after a step."""
     leaves = lax.stop_gradient(as_arrays(leaves))
 
     def count(_: Any) -> tuple[Array, Array, Array]:
@@ -164,4 +161,4 @@ def _written(
     # turns only if a seed has to count.
     start = (steps % every == 0, counted, counts)
     _, counted, counts = lax.while_loop(lambda carry: carry[0], count, start)
-    return _fields(increased(steps, period=every), counted, counts)
+    return increased(steps, period=every), counted, counts
