@@ -57,7 +57,7 @@ def count(
 ) -> Counts:
     """Of a compiled program, loops as often as they turn; or of one turn of its longest loop.
 
-    Where the compiler does not say how often a loop turns, it is `turns`. With
+    Where the program does not say how often a loop turns, it is `turns`. With
     `cheapest_branches` a conditional counts as its branch that moves least.
     """
     module = parse(text, turns, cheapest_branches)
@@ -81,9 +81,8 @@ def _instruction(module: Module, inside: Computation, x: Instruction) -> Counts:
     if x.opcode == "conditional":
         return Counts(branches=1) + (_cheapest(module, x) if module.cheapest_branches else Counts())
     if x.opcode == "while":
-        return _computation(module, module.computations[x.called]).times(
-            x.trips or module.turns
-        ) + Counts(loops=1)
+        body = _computation(module, module.computations[x.called])
+        return body.times(module.trips(x)) + Counts(loops=1)
     if x.opcode in {"call", "async-start"}:
         return _computation(module, module.computations[x.called])
     if x.opcode in MOVES:
@@ -114,7 +113,10 @@ def _moved(inside: Computation, x: Instruction) -> Counts:
 
 
 def _traffic(module: Module, inside: Computation, x: Instruction) -> tuple[float, float]:
-    """The bytes of the distinct operands, and those of the result."""
+    """The bytes of the distinct operands, and those of the result; of a slice, what it takes."""
+    if x.opcode in SLICES:
+        source = inside.operand(x.operands[0])
+        return 0 if source.in_fast_memory else x.size, x.num_bytes
     operands = {}
     for place, name in enumerate(x.operands):
         operands.setdefault(inside.operand(name).name, []).append((place, inside.operand(name)))

@@ -6,6 +6,7 @@ import math
 import re
 
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
+CONDITION = re.compile(r"condition=(%[\w.-]+)")
 CALLED = re.compile(r"(?:calls|to_apply|body)=(%[\w.-]+)")
 BRANCHES = re.compile(
     r"(?:true_computation|false_computation|branch_computations)=(\{[^}]*\}|%[\w.-]+)"
@@ -69,9 +70,15 @@ class Instruction:
 
     @property
     def trips(self) -> int | None:
-        """How often a loop turns, where the compiler knows."""
+        """How often a loop turns, where the compiler says it."""
         found = TRIPS.search(self.rest)
         return int(found[1]) if found else None
+
+    @property
+    def condition(self) -> str | None:
+        """The computation that says whether a loop turns once more."""
+        found = CONDITION.search(self.rest)
+        return found and found[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +104,21 @@ class Module:
     entry: Computation
     turns: int
     cheapest_branches: bool
+
+    def trips(self, loop: Instruction) -> int:
+        """How often a loop turns: `turns` if neither the compiler nor its condition says it.
+
+        A TPU's compiler does not say it. Loops that JAX counts begin at 0 and compare with their
+        number.
+        """
+        if loop.trips is not None:
+            return loop.trips
+        condition = self.computations[loop.condition]
+        if condition.root.opcode == "compare" and "direction=LT" in condition.root.rest:
+            limit = condition.operand(condition.root.operands[1])
+            if limit.opcode == "constant":
+                return int(limit.arguments)
+        return self.turns
 
 
 def parse(text: str, turns: int, cheapest_branches: bool = False) -> Module:
