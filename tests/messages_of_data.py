@@ -137,6 +137,8 @@ TYPE_ERRORS = {
     r"'per_leaf': pass scope=scopes.leaf\(\)\.": lambda: monitor.record(per_leaf=True),
     "'ratio': pass stats='ratio'.": lambda: monitor.record(ratio=True),
     "inner must be an Optax transformation": lambda: monitor.events(1000),
+    "every must be an int": lambda: monitor.histogram(every=1.5),
+    "lost must be a number, .* got 'all'": lambda: monitor.format_fit((), lost="all"),
 }
 VALUE_ERRORS = {
     r"config: .* there are \['clip_by_global_norm', ": lambda: config("clip_by_global_nrom"),
@@ -210,6 +212,26 @@ VALUE_ERRORS = {
     r"name must be that of a record, one of \['a'\]; got 3": lambda: monitor.history(
         of_several(monitor.record(2, name="a")), 3
     ),
+    r"holds no histogram: put monitor\.histogram\(\) in": lambda: monitor.histograms(
+        without_record()
+    ),
+    r"name must be that of a histogram, one of \['a'\]; got 'b'": lambda: monitor.histograms(
+        of_several(monitor.histogram(name="a")), "b"
+    ),
+    r"several histograms, with the names \['a', 'histogram'\]: pass hist": lambda: (
+        monitor.format_fit(of_several(monitor.histogram(name="a"), monitor.histogram()))
+    ),
+    "histograms takes one state, got 2 under vmap": lambda: monitor.histograms(
+        jax.vmap(monitor.histogram().init)(jnp.ones((2, 3)))
+    ),
+    "every must be an int of at least 1, got 0": lambda: monitor.histogram(every=0),
+    r"of must be one of \['updates', 'params'\], got 'grads'": lambda: monitor.histogram(
+        of="grads"
+    ),
+    "of='params' needs the parameters; pass them": lambda: (
+        tx := monitor.histogram(of="params")
+    ).update(GRADS, tx.init(GRADS)),
+    "lost must be a share, .* got 1": lambda: monitor.format_fit((), lost=1),
     r"record: the state was made by another record: .*last 5 "
     r"steps as \[5\], and .* last 6 steps as \[6\]": lambda: another_record(
         {"window": 5}, {"window": 6}

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from optaxclip._base.arguments import near_miss
 from optaxclip._base.ranges import (
     TOO_LARGE,
     exponents,
@@ -19,7 +18,7 @@ from optaxclip._base.ranges import (
 from optaxclip._base.types import PyTree
 from optaxclip._border.entry_counts import WORD, num_counts
 from optaxclip.monitor.histogram_stage import HistogramState
-from optaxclip.monitor.states import find, lost_names, name_of, to_host, unboxed
+from optaxclip.monitor.states import lost_names, only_state, refuse_several, to_host, unboxed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,11 +115,14 @@ def histograms(opt_state: PyTree, name: str | None = None) -> dict[str, Histogra
       >>> print(f"{found.below(jnp.float16):.2f} {found.above(jnp.float16):.2f}")
       0.33 0.33
     """
-    state = _only_state(opt_state, name)
+    missing = (
+        "the state holds no histogram: put monitor.histogram() into the chain, in front of the "
+        "clip for the raw gradients, and pass the chain's state"
+    )
+    told = {"reader": "histograms", "what": "histogram", "missing": missing}
+    state = only_state(opt_state, name, HistogramState, **told)
     step, words = to_host((unboxed(state.counted), unboxed(state.counts)), "histograms")
-    if np.ndim(step):
-        one = "jax.tree.map(lambda x: x[0], opt_state)"
-        raise ValueError(f"histograms takes one state, got {step.size} under vmap; pass {one}")
+    refuse_several(step, "histograms")
     if not state.names and len(words):
         raise lost_names("the histogram has lost the names of its groups")
     counts = words[:, 0].astype(np.int64) + (words[:, 1].astype(np.int64) << WORD)
@@ -137,23 +139,3 @@ def _histogram(counts: Any, step: int) -> Histogram:
     beyond = {limit.value: int(above.get(limit, 0)) for limit in TOO_LARGE}
     zeros, infinite, nan = (int(counts[place]) for place in (0, -2, -1))
     return Histogram(in_bins, np.concatenate(edges), zeros, infinite + nan, step, nan, beyond)
-
-
-def _only_state(opt_state: PyTree, name: str | None) -> HistogramState:
-    found = find(opt_state, HistogramState)
-    names = [name_of(state) for state in found.values()]
-    fitting = [state for state in found.values() if name in (None, name_of(state))]
-    if len(fitting) == 1:
-        return fitting[0]
-    if not found:
-        raise ValueError(
-            "the state holds no histogram: put monitor.histogram() into the chain, in front of the "
-            "clip for the raw gradients, and pass the chain's state"
-        )
-    if name is not None and not fitting:
-        hint = near_miss(str(name), names)
-        raise ValueError(f"name must be that of a histogram, one of {names}; got {name!r}{hint}")
-    raise ValueError(
-        f"the state holds several histograms, with the names {names}: pass histograms the name of "
-        "one; give each a name= of its own"
-    )

@@ -8,7 +8,7 @@ from optaxclip._base.arguments import near_miss
 from optaxclip._base.types import PyTree
 from optaxclip.monitor.event_rows import NOT_RUN, VERDICTS, EventsState, Watched, judges_in
 from optaxclip.monitor.recording import RecordState
-from optaxclip.monitor.states import find, lost_names, name_of, to_host, unboxed
+from optaxclip.monitor.states import lost_names, only_state, refuse_several, to_host, unboxed
 
 
 def history(
@@ -72,9 +72,7 @@ def history(
 def _rows(steps: Any, *rings: Any) -> list[Any]:
     """How many steps there were, and the rows of the last of them in each ring."""
     steps, rings = to_host((unboxed(steps), [unboxed(ring) for ring in rings]), "history")
-    if np.ndim(steps):
-        one = "jax.tree.map(lambda x: x[0], opt_state)"
-        raise ValueError(f"history takes one state, got {steps.size} under vmap; pass {one}")
+    refuse_several(steps, "history")
     # The oldest row of a full ring is the one to be written next.
     return [steps, *(np.roll(ring[:steps], -(steps % len(ring)), axis=0) for ring in rings)]
 
@@ -161,20 +159,9 @@ def history_names(opt_state: PyTree, name: str | None = None) -> tuple[str, ...]
 
 
 def _only_record(opt_state: PyTree, name: str | None) -> RecordState | EventsState:
-    records = find(opt_state, RecordState, EventsState)
-    fitting = [state for state in records.values() if name in (None, name_of(state))]
-    if len(fitting) == 1:
-        return fitting[0]
-    if not records:
-        raise ValueError(
-            "the state holds no record, and so no history: put monitor.record(window) into the "
-            "chain, in front of the clip for the raw norms, and pass the chain's state"
-        )
-    names = [name_of(state) for state in records.values()]
-    if name is not None and not fitting:
-        hint = near_miss(str(name), names)
-        raise ValueError(f"name must be that of a record, one of {names}; got {name!r}{hint}")
-    remedy = "pass history the name of one"
-    if len(set(names)) < len(names):
-        remedy = f"give each record a name= of its own, and {remedy}"
-    raise ValueError(f"the state holds several records, with the names {names}: {remedy}")
+    missing = (
+        "the state holds no record, and so no history: put monitor.record(window) into the chain, "
+        "in front of the clip for the raw norms, and pass the chain's state"
+    )
+    told = {"reader": "history", "what": "record", "missing": missing}
+    return only_state(opt_state, name, RecordState, EventsState, **told)

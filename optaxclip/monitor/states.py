@@ -4,9 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, keystr
 
+from optaxclip._base.arguments import near_miss
 from optaxclip._base.states import FRESH_STATE, GIVE_BACK, Names
 from optaxclip._base.trees import leaf_name
 from optaxclip._base.types import ClipInfo, ClipState, Path, PyTree
@@ -37,6 +39,45 @@ def records(opt_state: PyTree, caller: str, *more: type) -> list[tuple[Path, Any
             "monitor.record keeps is read by monitor.history, and by metrics and scalars.)"
         )
     return found
+
+
+def only_state(
+    opt_state: PyTree, name: str | None, *kinds: type, reader: str, what: str, missing: str
+) -> Any:
+    """The only state of these kinds, or the only one that has the name.
+
+    Args:
+      opt_state: any pytree that holds it.
+      name: what the user asks for; None if there is only one.
+      *kinds: the types of such states.
+      reader: the function that reads it, for messages.
+      what: what one is called in messages.
+      missing: the message if there is none.
+
+    Raises:
+      ValueError: if there is none, or several.
+    """
+    found = list(find(opt_state, *kinds).values())
+    fitting = [state for state in found if name in (None, name_of(state))]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not found:
+        raise ValueError(missing)
+    names = [name_of(state) for state in found]
+    if name is not None and not fitting:
+        hint = near_miss(str(name), names)
+        raise ValueError(f"name must be that of a {what}, one of {names}; got {name!r}{hint}")
+    remedy = f"pass {reader} the name of one"
+    if len(set(names)) < len(names):
+        remedy = f"give each {what} a name= of its own, and {remedy}"
+    raise ValueError(f"the state holds several {what}s, with the names {names}: {remedy}")
+
+
+def refuse_several(steps: Any, reader: str) -> None:
+    """Refuses the state of several seeds under `vmap`, whose counter of steps has axes."""
+    if np.ndim(steps):
+        one = "jax.tree.map(lambda x: x[0], opt_state)"
+        raise ValueError(f"{reader} takes one state, got {steps.size} under vmap; pass {one}")
 
 
 def keys_of(places: Sequence[tuple[Path, tuple[str, ...]]]) -> list[str]:
