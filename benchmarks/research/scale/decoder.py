@@ -59,10 +59,10 @@ def task(corpus: Text, size: text_model.Size, dtype: str) -> Task:
     """The decoder; as key of a batch it takes a pair: a key, and the bytes that it has."""
     last = corpus.held_out.size - size.context - 1
     starts = np.linspace(0, last, size.held_out).astype(np.int64)
-    held_out = text.of_windows(jnp.asarray(windows(corpus.held_out, starts, size.context + 1)))
+    held_out = text.shifted(jnp.asarray(windows(corpus.held_out, starts, size.context + 1)))
 
     def batch(params: Params, key: tuple[Array, Array], is_bad: Array) -> Examples:
-        return scrambled(text.of_windows(key[1]), key[0], is_bad, SYMBOLS)
+        return scrambled(text.shifted(key[1]), key[0], is_bad, SYMBOLS)
 
     def losses(params: Params, batch: Examples) -> Array:
         narrow = jax.tree.map(lambda x: x.astype(dtype), params)

@@ -116,11 +116,11 @@ def task(
     train = jnp.asarray(text.train)
     last = text.held_out.size - size.context - 1
     starts = jnp.linspace(0, last, size.held_out).astype(jnp.int32)
-    held_out = of_windows(text_model.windows(jnp.asarray(text.held_out), starts, size))
+    held_out = shifted(text_model.windows(jnp.asarray(text.held_out), starts, size))
 
     def batch(params: Params, key: Array, is_bad: Array) -> Examples:
         of_windows, of_labels = jax.random.split(key)
-        examples = of_windows(text_model.batch(train, of_windows, size))
+        examples = shifted(text_model.batch(train, of_windows, size))
         return scrambled(examples, of_labels, is_bad, symbols)
 
     def held_out_loss(params: Params) -> Array:
@@ -129,7 +129,7 @@ def task(
     return Task(initial, batch, losses, held_out_loss, size.batch, unit, optimizers)
 
 
-def of_windows(windows: Array) -> Examples:
+def shifted(windows: Array) -> Examples:
     """Each character of uint8[windows, characters + 1] with the one behind it."""
     windows = windows.astype(jnp.int32)
     return Examples(windows[:, :-1], windows[:, 1:])
