@@ -94,6 +94,7 @@ METHODS: dict[str, tuple[Build, Build]] = {
         lambda **told: _recorded(optaxclip.clip_by_global_norm(1.0, **told), **told),
         GLOBAL,
     ),
+    "histogram": (_before(monitor.histogram), GLOBAL),
     "events": (
         lambda **told: monitor.events(
             optax.chain(optaxclip.clip_by_global_norm(1.0, **told), adamw()), **told

@@ -81,13 +81,17 @@ def _counts(
         count = functools.partial(count, axes=axes, integer=integer, wide=wide, **more)
         return functools.partial(_in_chunks, count=count, axes=axes, chunk=chunk)
 
-    chunk = 2**20 if is_whole else None
-    on_cpu, on_gpu = way(_added, chunk, lanes=1), way(_added, None, lanes=LANES)
+    chunk = CHUNK if is_whole else None
+    # Of a leaf that many devices share each has few entries.
+    lanes = LANES if is_whole else LANES // 8
+    on_cpu, on_gpu = way(_added, chunk, lanes=1), way(_added, None, lanes=lanes)
     is_narrow = not wide and integer == jnp.uint32
     elsewhere = way(_multiplied if is_narrow else _compared, chunk)
     return lax.platform_dependent(leaf, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=elsewhere)
 
 
+CHUNK = 2**20
+"""About how many entries a CPU and a TPU take at a time, so that what is made of them is small."""
 LANES = 256
 """On a GPU so many counts of each part are kept, because threads wait to add to the same one."""
 
@@ -95,7 +99,7 @@ LANES = 256
 def _in_chunks(
     leaf: Array, *, count: Callable[[Array], Array], axes: tuple[int, ...], chunk: int | None
 ) -> Array:
-    """The counts of a leaf, about `chunk` entries at a time, whose parts stay in fast memory."""
+    """The counts of a leaf, about `chunk` entries at a time; of all at once if that is None."""
     size = fixed_size(math.prod(leaf.shape))
     if chunk is None or size is None or size <= chunk:
         return count(leaf)
@@ -107,7 +111,7 @@ def _in_chunks(
         return counts + count(lax.dynamic_slice_in_dim(leaf, i * step, step, axis))
 
     rest = count(lax.slice_in_dim(leaf, turns * step, length, axis=axis))
-    return lax.fori_loop(0, turns, counted, rest)
+    return lax.fori_loop(0, turns, counted, devices.vary(rest, devices.varying_axes(leaf)))
 
 
 def _added(

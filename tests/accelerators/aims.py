@@ -56,6 +56,24 @@ KERNELS_OF_SCALE = 14
 KERNELS_OF_EVENTS = 12
 
 
+# A count for each size, in several lanes, beside each leaf.
+MORE_MOVED_BY_COUNTS = 0.06
+
+
+def assert_counts_in_one_read(device: str, mesh: str) -> None:
+    """A histogram reads the gradients once at a step that counts, and nothing at the others."""
+    from benchmarks.accelerators.cases import NONE, Case
+    from benchmarks.accelerators.counting import count
+
+    case = Case(device, "transformer2", mesh=mesh, method="histogram")
+    run, plain = case.compile(OURS), case.of(NONE).compile(NONE)
+    counting, other = (count(run.text, turns=turns) - plain.counts for turns in (1, 0))
+    assert run.counts.loops >= 1
+    assert counting.read + counting.written <= (1 + MORE_MOVED_BY_COUNTS) * run.gradients
+    assert other.read + other.written <= MORE_MOVED * run.gradients
+    assert {*+counting.collectives} <= {"all-reduce"}
+
+
 def assert_as_cheap(
     method: str, dtype: str, ours: Any, theirs: Any, more_moved: float = MORE_MOVED
 ) -> None:

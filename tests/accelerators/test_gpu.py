@@ -49,6 +49,13 @@ def test_a_scale_of_the_loss_shares_the_read_of_a_clip(both, model):
     assert ours.counts.kernels <= theirs.counts.kernels + aims.KERNELS_OF_SCALE
 
 
+@pytest.mark.parametrize(
+    "mesh", slow_unless(lambda mesh: mesh == "one", ["one", "auto", "explicit", "shard_map"])
+)
+def test_a_histogram_reads_once_where_it_counts_and_nothing_elsewhere(mesh):
+    aims.assert_counts_in_one_read(H100, mesh)
+
+
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("model", aims.TRANSFORMERS)
 @pytest.mark.parametrize("dtype", aims.DTYPES)

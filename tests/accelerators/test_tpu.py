@@ -3,6 +3,7 @@
 import aims
 import jax
 import pytest
+from cases import slow_unless
 
 V5E = "v5e"
 
@@ -39,6 +40,11 @@ def test_of_stacked_layers_whose_axis_is_named_agc_reads_each_leaf_twice(ours):
     aims.assert_no_branch(found)
     assert +found.counts.collectives == {"all-reduce": 1, "all-gather": 2}
     assert found.moved <= aims.MOVED_BY_AGC_OF_LAYERS_ON_TPU
+
+
+@pytest.mark.parametrize("mesh", slow_unless(lambda mesh: mesh == "one", ["one", "shard_map"]))
+def test_a_histogram_reads_once_where_it_counts_and_nothing_elsewhere(mesh):
+    aims.assert_counts_in_one_read(V5E, mesh)
 
 
 @pytest.mark.by_day(1)

@@ -9,6 +9,7 @@ from compiling import collectives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import optaxclip._border.entry_counts as entry_counts
 from optaxclip import monitor, scopes
 
 SPECS = {"b": P(), "m": P(None, "x"), "s": P("y"), "w": P("x", "y")}
@@ -69,6 +70,24 @@ def test_inside_shard_map(is_tracked):
     assert_as_in_one_piece(compiled(TREE))
     # The units' counts are those of the leaves, and taken once.
     assert collectives(compiled) == {"all-reduce": len(SCOPES) - 1}
+
+
+@pytest.mark.parametrize("kind", ["explicit", "shard_map"])
+def test_a_few_entries_at_a_time(monkeypatch, kind):
+    monkeypatch.setattr(entry_counts, "CHUNK", 20)
+    tree = {"w": np.repeat(TREE["w"], 3, axis=0)[:, :22]}
+    tx = monitor.histogram()
+
+    def count(tree):
+        return tx.update(tree, tx.init(tree))[1].counts
+
+    mesh = mesh_of(AxisType.Explicit if kind == "explicit" else AxisType.Auto)
+    mapped = jax.shard_map(count, mesh=mesh, in_specs=P("x", "y"), out_specs=P())
+    with jax.set_mesh(mesh):
+        split = jax.device_put(tree, NamedSharding(mesh, P("x", "y")))
+        found = jax.jit(count if kind == "explicit" else mapped)(split)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(found, jax.jit(count)(tree))
 
 
 def test_along_a_mapped_axis_that_is_named():
