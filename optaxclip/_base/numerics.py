@@ -250,4 +250,5 @@ def match_weak_type(x: Array, like: Array) -> Array:
 def entries(x: Array, dtype: jax.typing.DTypeLike) -> Array:
     """Real entries in `dtype`; complex entries with parts in `dtype`."""
     wide = jnp.complex128 if dtype == jnp.float64 else jnp.complex64
-    return x.astype(wide if jnp.iscomplexobj(x) else dtype)
+    # Not `astype`, which takes longer to trace for each leaf.
+    return lax.convert_element_type(x, wide if jnp.iscomplexobj(x) else dtype)

@@ -296,7 +296,10 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     """Stacks arrays of one shape along a new axis."""
     # Not `jnp.stack`, which fails on an explicit mesh (JAX 0.10.2) if `vmap` maps only some of the
     # arrays.
-    return lax.concatenate([lax.expand_dims(x, (axis,)) for x in arrays], axis)
+    shape = (*arrays[0].shape[:axis], 1, *arrays[0].shape[axis:])
+    kept = [i for i in range(len(shape)) if i != axis]
+    # Not `expand_dims`, which takes twice as long to trace.
+    return lax.concatenate([lax.broadcast_in_dim(x, shape, kept) for x in arrays], axis)
 
 
 def in_place_of(old: PyTree, new: PyTree) -> PyTree:
