@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from optaxclip._base.arguments import checked_choice, short
+from optaxclip._base.arguments import short
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.numerics import norm_dtype, norm_of_all
 from optaxclip._base.trees import FlatTree
@@ -30,11 +30,6 @@ def checked_example_limit(limit: Any, argument: str) -> ExampleLimit:
         items = limit.items()
         return {name: _check_number(value, f"{argument}[{name!r}]") for name, value in items}
     return _check_number(limit, argument)
-
-
-def checked_split(split: str) -> Split:
-    """`split`, checked to be "uniform" or "size"."""
-    return checked_choice(split, get_args(Split), "split")
 
 
 def group_limits(

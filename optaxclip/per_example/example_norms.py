@@ -26,18 +26,7 @@ from optaxclip.scopes.leaves import Scope, as_scope
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GradNorms:
-    """The function that `grad_norms` returns.
-
-    Attributes:
-      loss_fn: the loss of one example.
-      argnums: the positions of the arguments that are differentiated.
-      batch_argnums: the positions of the arguments with an axis of examples.
-      has_aux: whether the loss has an auxiliary output.
-      microbatch_size: how many examples are differentiated at once.
-      scope: which entries of an example share one norm.
-      method: "vmap" or "ghost".
-      specs: how the parameters are split over devices, if the user says it.
-    """
+    """The function that `grad_norms` returns; its fields are the arguments."""
 
     loss_fn: Callable[..., Any]
     argnums: int | tuple[int, ...]

@@ -29,18 +29,9 @@ Method = Literal["vmap", "ghost"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClippedGrad:
-    """The function that `clipped_grad` returns, with a method `sensitivity`.
+    """The function that `clipped_grad` returns, of whose arguments its fields are made.
 
-    Attributes:
-      loss_fn: the loss of one example.
-      clip: how each example is clipped.
-      argnums: the positions of the arguments that are differentiated.
-      batch_argnums: the positions of the arguments with an axis of examples.
-      has_aux: whether the loss has an auxiliary output.
-      microbatch_size: how many examples are differentiated at once.
-      transform: a function that is applied to each gradient before it is clipped.
-      method: "vmap" or "ghost", as in `clipped_grad`.
-      specs: how the parameters are split over devices, if the user says it.
+    The method `sensitivity` tells how far one example can change the sum.
     """
 
     loss_fn: Callable[..., Any]

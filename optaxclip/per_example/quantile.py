@@ -14,17 +14,7 @@ from optaxclip.thresholds.base import as_float, at_least, within
 
 
 class QuantileLimit(NamedTuple):
-    """The rule that `quantile_limit` returns.
-
-    Attributes:
-      target: the share of examples at or below the limit.
-      learning_rate: how fast the limit moves.
-      init_limit: the limit at the first step.
-      count_noise: the standard deviation of the noise on the count of these examples.
-      geometric: whether each batch multiplies the limit; if False, each batch adds to it.
-      min_limit: the smallest limit.
-      max_limit: the largest limit.
-    """
+    """The rule that `quantile_limit` returns; its fields are the arguments."""
 
     target: Any
     learning_rate: Any

@@ -1,7 +1,7 @@
 """Clips and sums gradients that have an axis of examples."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import chex
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 import optaxclip.scopes as scopes
-from optaxclip._base.arguments import checked_bool
+from optaxclip._base.arguments import checked_bool, checked_choice
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.states import registered_state
 from optaxclip._base.trees import FlatTree, flatten
@@ -21,7 +21,6 @@ from optaxclip.per_example.bounds import (
     ExampleLimit,
     Split,
     checked_example_limit,
-    checked_split,
     group_limits,
 )
 from optaxclip.per_example.lift import Sums, clipped_sums
@@ -80,7 +79,8 @@ class ExampleClip(NamedTuple):
         """The clip that a user asked for."""
         limit = checked_example_limit(limit, "limit")
         scope = _WHOLE_EXAMPLE if scope is None else as_scope(scope)
-        return cls(limit, scope, as_response(response), checked_split(split))
+        chosen: Split = checked_choice(split, get_args(Split), "split")
+        return cls(limit, scope, as_response(response), chosen)
 
     def limits(self, one: FlatTree) -> tuple[Grouping, list[Array], Array]:
         """The groups of one example's tree, their limits, and the limit of the whole example."""
