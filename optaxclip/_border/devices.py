@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
-from jax.interpreters.partial_eval import DynamicJaxprTracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optaxclip._base.derivatives import custom_jvp
@@ -83,10 +82,18 @@ def shared_axes(axis_names: Iterable[str] | None) -> Axes:
     return manual_axes() if axis_names is None else frozenset(axis_names)
 
 
+@functools.cache
+def _staged_kind() -> type:
+    """The class of arrays of a program that is being traced; it has no public name (JAX 0.10.2)."""
+    found = []
+    jax.make_jaxpr(lambda x: found.append(type(x)))(0.0)
+    return found[0]
+
+
 def are_staged(arrays: PyTree) -> bool:
     """Whether all traced arrays among these are of a program that is being traced, as by `jit`."""
     traced = [x for x in jax.tree.leaves(arrays) if isinstance(x, Tracer)]
-    return bool(traced) and all(isinstance(x, DynamicJaxprTracer) for x in traced)
+    return bool(traced) and all(isinstance(x, _staged_kind()) for x in traced)
 
 
 def types_of(arrays: PyTree) -> list[Any]:
@@ -350,14 +357,9 @@ def spec_names(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def spec_axes(entry: Any) -> Axes:
-    """The mesh axes over which a spec splits one dimension, as a set."""
-    return frozenset(spec_names(entry))
-
-
 def axes_of(spec: PartitionSpec) -> Axes:
     """The mesh axes over which a spec splits an array."""
-    return united(map(spec_axes, spec))
+    return united(map(spec_names, spec))
 
 
 def current_mesh() -> Any:

@@ -317,7 +317,7 @@ def _global_shapes(
 
     def global_shape(leaf: Any, spec: PartitionSpec) -> tuple[int, ...]:
         mapped = devices.varying_axes(leaf) if tracked else manual
-        axes = [devices.spec_axes(entry) & mapped for entry in _by_axis(spec, leaf)]
+        axes = [mapped.intersection(devices.spec_names(entry)) for entry in _by_axis(spec, leaf)]
         return tuple(map(operator.mul, np.shape(leaf), map(devices.num_devices, axes)))
 
     return list(map(global_shape, leaves, specs))

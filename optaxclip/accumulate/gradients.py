@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import optaxclip._border.devices as devices
-from optaxclip._base.arguments import asks, checked_bool, checked_int
+from optaxclip._base.arguments import as_axis_names, asks, checked_bool, checked_int
 from optaxclip._base.states import check_state
 from optaxclip._base.trees import FlatTree, flatten
 from optaxclip._base.types import AxisName, PyTree, Threshold
@@ -133,7 +133,7 @@ def value_and_grad(
     """
     roles = checked_roles(argnums, batch_argnums)
     size = checked_int(microbatch_size, 1, "microbatch_size")
-    places, wide = Places.checked(axis_name, specs), _checked_dtype(dtype)
+    places, wide = Places(as_axis_names(axis_name), specs), _checked_dtype(dtype)
     for argument, fn in (("loss_fn", loss_fn), ("weight", weight)):
         if fn is not None and not callable(fn):
             raise TypeError(f"{argument} must be a function, got {fn!r:.80}")

@@ -12,7 +12,6 @@ import jax
 from jax import Array
 
 import optaxclip._border.devices as devices
-from optaxclip._base.arguments import as_axis_names
 from optaxclip._base.trees import FlatTree, per_leaf
 from optaxclip._base.types import PyTree
 from optaxclip._border.devices import Axes
@@ -25,11 +24,6 @@ class Places:
 
     axis_names: tuple[str, ...] | None
     specs: PyTree
-
-    @classmethod
-    def checked(cls, axis_name: Any, specs: PyTree) -> "Places":
-        """A `Places` for what a user passed."""
-        return cls(as_axis_names(axis_name), specs)
 
     def check(self, name: str) -> None:
         """Checks that the axes over which a batch is split are known, and are axes."""
@@ -67,8 +61,8 @@ class Places:
             return [axes - devices.varying_axes(x) for x in params.measured_leaves()]
         if self.specs is None:
             return [axes] * len(params.measured)
-        given = [as_spec(spec) for spec in per_leaf(self.specs, params, "specs")]
-        return [axes.difference(*map(devices.spec_axes, spec)) for spec in given]
+        given = per_leaf(self.specs, params, "specs")
+        return [axes - devices.axes_of(as_spec(spec)) for spec in given]
 
     def axes_summed_last(self, params: FlatTree, batch: PyTree) -> Axes:
         """The axes over which gradients can be added up once, after the last microbatch.
