@@ -46,7 +46,7 @@ def counts_by_size(
       uint32[*other axes, 2, counts]: the lower 16 bits, and the rest.
     """
     known = fixed_size(size)
-    is_huge = known is None or known >= 2**32
+    is_huge = known is None or known >= 2**31
     integer = jnp.dtype(jnp.uint64 if is_huge else jnp.uint32)
     with jax.enable_x64(True) if wide or is_huge else contextlib.nullcontext():
         found = _counts(leaf, axes, integer, wide, in_one_piece or bool(devices.manual_axes()))
@@ -101,10 +101,11 @@ def _in_chunks(
 ) -> Array:
     """The counts of a leaf, about `chunk` entries at a time; of all at once if that is None."""
     size = fixed_size(math.prod(leaf.shape))
-    if chunk is None or size is None or size <= chunk:
+    if chunk is None or size is None or size <= chunk or not axes:
         return count(leaf)
     axis = max(axes, key=lambda axis: leaf.shape[axis])
     length, step = leaf.shape[axis], max(leaf.shape[axis] * chunk // size, 1)
+    step -= step % 128 if step > 128 else 0  # rows of a TPU's memory
     turns = length // step
 
     def counted(i: Any, counts: Array) -> Array:

@@ -12,7 +12,8 @@ on the host, and `json_line` writes them as a line of JSON::
   wandb.log(monitor.scalars(opt_state), step)           # Weights & Biases
 
 With `since=`, shares and counts are of the steps after an earlier state. `events` keeps what became
-of each of the last steps, so that a bad batch can be found. After a step that was skipped,
+of each of the last steps, so that a bad batch can be found. `histogram` counts entries by their
+size, and `format_fit` says which number format holds them. After a step that was skipped,
 `bad_leaves` names the leaves that caused it, and `verdict` tells the host whether to go on; inside
 of the compiled step `taken` tells what else must stay as it was. `loss_scale` is the number by
 which a step multiplies its loss. `noise_scale` tells from the gradients of microbatches whether the

@@ -160,10 +160,23 @@ def test_a_leaf_of_5_thousand_million_entries_is_counted_in_64_bits():
     def count(x):
         return tx.update(x, tx.init(x))[1]
 
-    for size, is_wide in ((5_000_000_000, True), (4_000_000_000, False)):
+    for size, is_wide in ((5_000_000_000, True), (2_000_000_000, False)):
         leaf = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
         assert jax.eval_shape(count, leaf).counts.shape == (1, 2, 291)
         assert ("u64[" in str(jax.make_jaxpr(count)(leaf))) == is_wide
+
+
+def test_large_leaves_are_counted_a_few_entries_at_a_time(monkeypatch):
+    monkeypatch.setattr(entry_counts, "CHUNK", 300)
+    x = entries_of(np.float32, seed=4)[:3000].reshape(3, 25, 40)
+    tree = {"whole": x, "rows": x.reshape(3, -1), "each": x[0, 0].repeat(10)}
+    found = histograms_of(tree, scope=scopes.leaf(stacked={"whole": 0, "rows": 1, "each": 1}))
+    assert_counts(found["whole"], moduli(x))
+    for i in range(3):
+        assert_counts(found[f"rows/{i}"], moduli(x[i]))
+    each = [histogram for name, histogram in found.items() if name.startswith("each/")]
+    for entry, histogram in zip(moduli(tree["each"]), each, strict=True):
+        assert_counts(histogram, entry[None])
 
 
 def test_under_vmap_nothing_is_counted_outside_of_the_loop():
