@@ -14,6 +14,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # where `benchmarks` is
 
 import batches
 import examples
+import formats
 import layers
 import matplotlib as mpl
 import numpy as np
@@ -80,6 +81,7 @@ def main() -> None:
     with mpl.rc_context(LETTERS):
         batches.draw(DOCS / "batch.png", DPI, text, SEED, ONE)
         examples.draw(DOCS / "example.png", DPI)
+        formats.draw(DOCS / "numbers.png", DPI)
     norms = draw_demo(text)
     draw_limits(norms, sweep.train(text, sweep.LIMITS, SWEEP_STEPS, SEED))
 

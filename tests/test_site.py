@@ -107,6 +107,9 @@ def test_code_runs_in_a_process_of_its_own(name):
     code = f"{ALONE[name]}\nassert losses[-1] < losses[0] / 2\n"
     if name == "wandb":
         code += "assert logged['clip_by_global_norm/limit'] == 1.0\n"
+        code += "shown = dict(logged['histogram/w'])\n"
+        code += "logged_again = [list(shown[x]) for x in ('values', 'bins')]\n"
+        code += "assert logged_again == [x.tolist() for x in found.by_exponent()]\n"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 

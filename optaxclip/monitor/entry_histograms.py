@@ -87,6 +87,30 @@ class Histogram:
             )
         return self._share(self.too_large[limit.value])
 
+    def by_exponent(
+        self,
+    ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.float64]]]:
+        """The bins that have entries, and those between them, by their exponents of two.
+
+        It is what loggers take, as `np.histogram` would give it of the logarithms to the base 2:
+        on an axis of the sizes themselves, nearly all bins would be too narrow to be seen.
+
+        Returns:
+          int64[n], the counts, and float64[n + 1], the exponents at the edges of these bins; one
+          empty bin if no entry is finite and not 0.
+
+        Example:
+          >>> import numpy as np
+          >>> counts, edges = np.array([0, 3, 0, 2]), np.array([0.25, 0.5, 1.0, 2.0, 4.0])
+          >>> print(*Histogram(counts, edges, zeros=0, nonfinite=0, step=0).by_exponent())
+          [3 0 2] [-1.  0.  1.  2.]
+        """
+        known = np.flatnonzero(self.counts)
+        first, last = (known[0], known[-1]) if known.size else (0, 0)
+        inner = np.log2(self.edges[1:-1])  # float64 holds neither of its outer powers
+        exponents = np.concatenate([inner[:1] - 1, inner, inner[-1:] + 1])
+        return self.counts[first : last + 1], exponents[first : last + 2]
+
     def _share(self, count: int) -> float:
         return count / max(int(self.counts.sum()), 1)
 

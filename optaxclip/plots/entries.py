@@ -55,7 +55,7 @@ def entry_histogram(
 
     Each format is a band over the sizes that it holds. Where the band is pale the format holds
     fewer digits. Bars outside of the first format are orange and hatched: these entries would
-    become 0 or infinite, and the number at the right of a row is their share.
+    become 0 or infinite, so they are lost, and the number at the right of a row is their share.
 
     Args:
       histogram: one of those that `monitor.histograms` returns, or its dict of them: a row each.
@@ -82,15 +82,15 @@ def entry_histogram(
     for name, row in rows.items():
         what = f"histogram[{name!r}]" if name else "histogram"
         instance(row, Histogram, what, "monitor.histograms")
-    sizes = np.concatenate([_exponents(row)[row.counts > 0] for row in rows.values()])
-    if not sizes.size:
+    ends = [row.by_exponent()[1][[0, -1]] for row in rows.values() if row.counts.any()]
+    if not ends:
         raise ValueError(
             "histogram must have an entry that is finite and not 0, got none; train until a step "
             "is counted"
         )
     bands = _bands(dtypes)
     axes = new_axes(ax)
-    low, high = sizes.min() - 1, sizes.max() + 2  # a bin ends at the next power of two
+    low, high = np.min(ends) - 1, np.max(ends) + 1
     near = [end for band in bands for end in (band.bottom, band.top)]
     near = [end for end in near if low - AROUND <= end <= high + AROUND]
     low, high = min([low, *(end - 1 for end in near)]), max([high, *(end + 1 for end in near)])
@@ -103,12 +103,6 @@ def entry_histogram(
     axes.set(xlim=(low, high), ylim=(lowest - 0.05, 1.05 + distance * len(bands)))
     _tick(axes, rows, dict(zip(places, bands, strict=True)))
     return finished(axes, _label(list(rows.values())), legend=ax is None)
-
-
-def _exponents(row: Histogram) -> Numbers:
-    """The exponents of two at which the bins begin."""
-    inner = np.log2(row.edges[1:-1])  # float64 holds no number below its first, or above its last
-    return np.append(inner[0] - 1, inner).astype(int)
 
 
 def _bands(dtypes: Sequence[Any]) -> list[Band]:
@@ -132,14 +126,15 @@ def _bands(dtypes: Sequence[Any]) -> list[Band]:
 
 def _draw_row(ax: "Axes", row: Histogram, base: int, band: Band | None) -> None:
     """The bars of a row; those outside of the band look different."""
-    counts, exponents = row.counts, _exponents(row)
+    counts, edges = row.by_exponent()
+    exponents = edges[:-1]
     shares = np.maximum(counts, 1) / max(counts.sum(), 1)
     heights = TALLEST * np.maximum(1 + np.log10(shares) / DECADES, LEAST)
     parts = {"entries": (np.ones(len(counts), bool), HELD)}
     if band:
         is_lost = (exponents < band.bottom) | (exponents >= band.top)
         parts["entries"] = (~is_lost, HELD)
-        parts[f"0 or infinite in {band.name}"] = (is_lost, LOST)
+        parts[f"lost in {band.name}"] = (is_lost, LOST)
         lost = row.below(band.name) + row.above(band.name)
         look = {"va": "center", "transform": ax.get_yaxis_transform()}
         ax.text(1.01, base + TALLEST / 2, f"{100 * lost:.2g} %", **look)
@@ -180,7 +175,7 @@ def _tick(ax: "Axes", rows: Mapping[str, Histogram], bands: dict[float, Band]) -
         ax.set_ylabel("leaf or group")
     ax.set_yticks(list(ticks), list(ticks.values()))
     ax.tick_params(axis="y", length=0)
-    ax.xaxis.set_major_locator(MaxNLocator(7, integer=True, steps=[1, 2, 4, 5, 8, 10]))
+    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"$2^{{{x:.0f}}}$"))
 
 

@@ -1,0 +1,58 @@
+"""Histograms in files, as the site's recipes write them, read back by the usual readers."""
+
+import csv
+import json
+import pathlib
+
+import pytest
+import shown_code
+
+from optaxclip import monitor
+
+LOGS = "docs/recipes/logs.md"
+
+
+def left_by(marker):
+    """What the recipe with this call leaves behind."""
+    (block,) = (block for block in shown_code.blocks(LOGS) if marker in block)
+    return shown_code.run(block, LOGS)
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_the_counts_by_exponent():
+    name = "tensorboard.backend.event_processing.event_accumulator"
+    reader = pytest.importorskip(name)
+    pytest.importorskip("tensorboardX")
+    left = left_by("add_histogram_raw")
+    events = reader.EventAccumulator(left["place"], {reader.HISTOGRAMS: 0})  # 0: all
+    events.Reload()
+    rows = events.Histograms("histogram/w")
+    assert [row.step for row in rows] == [0, 5, 10, 15]
+    (found,) = monitor.histograms(left["opt_state"]).values()
+    counts, edges = found.by_exponent()
+    assert found.step == 15
+    shown = rows[-1].histogram_value
+    assert (shown.bucket, shown.bucket_limit) == (counts.tolist(), edges[1:].tolist())
+    assert (shown.min, shown.max, shown.num) == (edges[0], edges[-1], 3)
+
+
+@pytest.mark.slow
+def test_csv_and_json_have_the_counts_by_exponent():
+    place = pathlib.Path(left_by("sizes.csv")["place"])
+    found = json.loads((place / "sizes.json").read_text())
+    # 3 is above 2 and at most 4, 0.1 above 1/16 and at most 1/8, and 1 above 1/2 and at most 1.
+    assert found["b"] == [[2], [-1.0, 0.0]]
+    counts, edges = found["w"]
+    assert dict(zip(edges, counts, strict=False)) == {
+        -4.0: 1,
+        -3.0: 0,
+        -2.0: 0,
+        -1.0: 0,
+        0.0: 0,
+        1.0: 1,
+    }
+    assert edges[-1] == 2.0
+    with (place / "sizes.csv").open(newline="") as file:
+        rows = [(row["name"], row["entries"]) for row in csv.DictReader(file)]
+    assert rows.count(("b", "2")) == 1
+    assert len(rows) == 7
