@@ -13,6 +13,8 @@ import chex
 import jax
 import pytest
 
+import optaxclip._border.gpu as gpu
+
 # Compiling is most of what tests do. In the older way to compile loops, in one thread, and with
 # hardly any optimization it takes a quarter of the time. Tests of what rounding and memory come to
 # ask for the default with `compiling.AS_USERS`, or for all that they run with `optimized`. With
@@ -189,5 +191,6 @@ def platform(request, monkeypatch):
 
     jax.clear_caches()
     monkeypatch.setattr(jax.lax, "platform_dependent", branch)
+    monkeypatch.setattr(gpu, "has_fast_float64", lambda: request.param == "cuda")
     yield request.param
     jax.clear_caches()

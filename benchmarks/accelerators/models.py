@@ -86,6 +86,7 @@ MODELS = {
     "resnet14": lambda: resnet((1, 1, 1, 1)),
     "layers8": lambda: {"up": (8, 4096, 14336), "down": (8, 14336, 4096)},
     "keys": lambda: [(4096, 1024)] * 4,
+    "small": lambda: [(1000,)] * 100,
     "resnet50": lambda: resnet((3, 4, 6, 3)),
     "llama8b": lambda: llama(32),
     "llama8b_stacked": lambda: llama(32, stacked=True),

@@ -22,10 +22,17 @@ from optaxclip._base.numerics import entries
 from optaxclip.norms import Norm
 
 
+def sums_in_float64(
+    leaves: Sequence[Array], *, axes: Sequence[tuple[int, ...]], norm: Norm, **_: Any
+) -> list[Array]:
+    """For each leaf the sum of powers of its entries, with 64-bit types enabled."""
+    return [_sum_in_float64(x, over, norm) for x, over in zip(leaves, axes, strict=True)]
+
+
 # A compiled function of its own, so that it is traced once for leaves that are alike.
-@functools.partial(jax.jit, static_argnames=("axes", "norm"))
-def sum_in_float64(x: Array, axes: tuple[int, ...], *, norm: Norm) -> Array:
-    """The sum of powers of entries; the caller has to enable 64-bit types."""
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _sum_in_float64(leaf: Array, axes: tuple[int, ...], norm: Norm) -> Array:
+    x = entries(leaf, jnp.float32)
     if norm.degree != 2:
         # Without the barrier, XLA (JAX 0.10.2) would convert the entries once for this sum and for
         # a sum of the leaf's squares in the same program, and store them.

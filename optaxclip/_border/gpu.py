@@ -8,11 +8,17 @@ compiled for an H100 (a transformer of 4 layers of 2048), AGC takes 2.02 reads w
 three sums; on an automatic mesh of eight, global norm adds 70 kernels (Optax 62), and with three
 sums about 100 more.
 
-This sum needs fast float64 arithmetic, which GPUs such as the H100 have; on other GPUs, such as the
-B300, it may take longer than the read.
+An H100 computes in float64 at half the speed of float32, and then all norms of float32 take this
+sum: it is 7 instructions for each entry, three sums are 13 (Optax's 5), and to compile takes as
+long as Optax's (three sums: 1.3 times as long). Other GPUs, such as the B300, are so slow in
+float64 that it may take longer than the read; they take it only where three sums are as above.
 """
 
+import collections
+import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,32 +28,66 @@ from optaxclip._base.numerics import entries, fixed_size
 from optaxclip.norms import Norm
 
 
-def sum_of_columns(
-    leaf: Array,
-    *,
-    axes: tuple[int, ...],
-    norm: Norm,
-    scales: tuple[float, ...],
-    in_one_piece: bool,
-) -> tuple[Array, ...]:
-    """A leaf's float32 sums at all scales, from one sum in float64; no leaf is wider than float32.
+@functools.cache
+def has_fast_float64() -> bool:
+    """Whether JAX has a GPU here that computes in float64 at half the speed of float32."""
+    try:
+        gpu: Any = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return False
+    return gpu.compute_capability in ("6.0", "7.0", "8.0", "9.0", "10.0")
 
-    `scales` are the powers of two by which entries would be multiplied; `in_one_piece` says that no
-    axis may be split over devices.
+
+def sums_in_float64(
+    leaves: Sequence[Array],
+    *,
+    axes: Sequence[tuple[int, ...]],
+    groups: Sequence[int],
+    norm: Norm,
+    in_one_piece: bool,
+) -> list[Array]:
+    """For each leaf the sum of powers of its entries, with 64-bit types enabled.
+
+    Small leaves that are alike are added up entry by entry before they are summed, if their groups
+    (by number) are the same: the first one's sum is that of all, and the others' are 0. This takes
+    two kernels for 16 leaves, where a sum for each takes 16.
     """
-    with jax.enable_x64(True):
-        if leaf.dtype == jnp.float32:
-            # `abs` changes no power, but without it XLA stores more intermediate results (JAX
-            # 0.10.2, H100, 256 gradients of examples at once: 29.6 reads and writes with it, 31.8
-            # without).
-            x = jnp.abs(entries(leaf, jnp.float32)).astype(jnp.float64)
-        else:
-            x = entries(leaf, jnp.float64)
-        powers = norm.map(x)
-        if jnp.finfo(leaf.dtype).bits < 32:
-            powers = _folded(powers, axes, in_one_piece)
-        wide = lax.reduce_sum(powers, axes)
-        return tuple((wide * by**norm.degree).astype(jnp.float32) for by in scales)
+    alike = collections.defaultdict[Any, list[int]](list)
+    for i, x in enumerate(leaves):
+        is_small = (
+            in_one_piece and len(axes[i]) == x.ndim and (fixed_size(x.size) or _SMALL) < _SMALL
+        )
+        alike[(groups[i], x.shape, x.dtype) if is_small else i].append(i)
+    sums = [jnp.zeros(())] * len(leaves)
+    for members in alike.values():
+        for start in range(0, len(members), _AT_ONCE):
+            few = members[start : start + _AT_ONCE]
+            each = tuple(leaves[i] for i in few)
+            sums[few[0]] = _sum(each, axes[few[0]], norm, in_one_piece)
+    return sums
+
+
+def added_up(x: Array) -> Array:
+    """The sum along the first axis."""
+    return lax.reduce_sum(x, [0])
+
+
+# A compiled function of its own, so that it is traced once for leaves that are alike.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _sum(leaves: tuple[Array, ...], axes: tuple[int, ...], norm: Norm, in_one_piece: bool) -> Array:
+    """The sum over all of these leaves, which are alike."""
+    powers = functools.reduce(lax.add, [norm.map(_widened(leaf)) for leaf in leaves])
+    if jnp.finfo(leaves[0].dtype).bits < 32:
+        powers = _folded(powers, axes, in_one_piece)
+    return lax.reduce_sum(powers, axes)
+
+
+def _widened(leaf: Array) -> Array:
+    if leaf.dtype != jnp.float32:
+        return entries(leaf, jnp.float64)
+    # `abs` changes no power, but without it XLA stores more intermediate results (JAX 0.10.2, H100,
+    # 256 gradients of examples at once: 29.6 reads and writes with it, 31.8 without).
+    return jnp.abs(leaf).astype(jnp.float64)
 
 
 def _folded(x: Array, axes: tuple[int, ...], in_one_piece: bool) -> Array:
@@ -80,3 +120,6 @@ def _folded(x: Array, axes: tuple[int, ...], in_one_piece: bool) -> Array:
 
 _MANY_COLUMNS = 1536
 """With this many columns or more, XLA stores no converted entries (JAX 0.10.2, for an H100)."""
+
+_SMALL, _AT_ONCE = 2**16, 16
+"""From how many entries on a leaf has a kernel of its own; how many smaller ones share one."""

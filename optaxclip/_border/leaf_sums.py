@@ -8,16 +8,18 @@ for larger norms by 2**-88.
 import functools
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
+import optaxclip._border.cpu as cpu
 import optaxclip._border.devices as devices
 import optaxclip._border.gpu as gpu
-from optaxclip._base.numerics import bounded, entries, fixed_size, real_parts, select
+from optaxclip._base.numerics import bounded, entries, real_parts, select
 from optaxclip._border.entries import times
 from optaxclip.norms import Norm, l2
 
@@ -26,19 +28,23 @@ AtScales = tuple[Array, ...]
 
 
 def either(
-    in_float64: Callable[[list[Any]], Any], at_scales: Callable[[list[Any]], Any]
-) -> Callable[[list[Any]], Any]:
-    """Calls one of two functions of leaves: on a CPU, where sums in float64 are cheap, the first.
+    leaves: list[Array],
+    *,
+    in_float64: Callable[..., Any],
+    at_scales: Callable[[list[Array]], Any],
+    whole: bool,
+) -> Any:
+    """The result of one of two functions of leaves: where a sum in float64 is better, of the first.
 
-    It is called with 64-bit types enabled. On other platforms the second is called, which sums at
-    several scales.
+    It is called with 64-bit types enabled, and with the module that adds on a platform as `adder`.
+    The second sums at several scales; `whole` says whether it can do that by `at_once`.
     """
-
-    def on_cpu(leaves: list[Any]) -> Any:
-        with jax.enable_x64(True):
-            return in_float64(leaves)
-
-    return functools.partial(lax.platform_dependent, cpu=on_cpu, default=at_scales)
+    on_cpu, on_gpu = (
+        jax.enable_x64(True)(functools.partial(in_float64, adder=adder)) for adder in (cpu, gpu)
+    )
+    gpus = () if whole and not gpu.has_fast_float64() else ("cuda", "rocm")
+    ways = dict.fromkeys(gpus, on_gpu)
+    return lax.platform_dependent(leaves, cpu=on_cpu, default=at_scales, **ways)
 
 
 def distance(dtype: jax.typing.DTypeLike) -> float:
@@ -81,8 +87,7 @@ def scales(norm: Norm, dtype: jax.typing.DTypeLike) -> tuple[float, ...]:
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
 def at_once(leaf: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype) -> AtScales:
     """The sums at all scales in one variadic reduction, which a GPU runs as one kernel."""
-    summands, over = _powers(leaf, axes, norm, dtype)
-    return _added_at_once(summands, over)
+    return _added_at_once(_powers(leaf, norm, dtype), axes)
 
 
 @functools.partial(jax.jit, static_argnames=("axes", "norm", "dtype"))
@@ -92,27 +97,23 @@ def one_by_one(leaf: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dty
     A TPU computes several plain sums in one pass if their results are small, and the compiler can
     split plain sums over devices.
     """
-    summands, over = _powers(leaf, axes, norm, dtype)
-    return _added_one_by_one(summands, over)
+    return _added_one_by_one(_powers(leaf, norm, dtype), axes)
 
 
-def _powers(
-    leaf: Array, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype
-) -> tuple[AtScales, tuple[int, ...]]:
-    """The summands at each scale, and the axes to sum over."""
-    x, axes = _beside_zero(entries(leaf, dtype), axes)
-    return tuple([norm.map(times(x, by)) for by in scales(norm, dtype)]), axes
+def _powers(leaf: Array, norm: Norm, dtype: jnp.dtype) -> AtScales:
+    """The summands at each scale."""
+    x = entries(leaf, dtype)
+    return tuple([norm.map(times(x, by)) for by in _hidden(scales(norm, dtype), dtype)])
 
 
-def _beside_zero(x: Array, axes: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
-    """Puts a zero beside a single entry, along a new axis; arrays of other sizes stay.
+def _hidden(numbers: tuple[float, ...], dtype: jnp.dtype) -> tuple[float | Array, ...]:
+    """The numbers, which XLA does not know while it simplifies.
 
-    For a single number, XLA (JAX 0.10.2) computes `(x * scale)**2` as `x * x * (scale * scale)`,
-    and the second product overflows.
+    Else it would compute `(x * scale)**2` as `x**2 * scale**2` if all entries of `x` are one number
+    (JAX 0.10.2), and the second square overflows.
     """
-    if fixed_size(x.size) != 1:
-        return x, axes
-    return devices.stack([x, jnp.zeros_like(x)]), (0, *(axis + 1 for axis in axes))
+    first, *others = numbers
+    return (first, *lax.optimization_barrier([np.asarray(x, dtype) for x in others]))
 
 
 def _added_at_once(summands: AtScales, axes: tuple[int, ...]) -> AtScales:
@@ -128,38 +129,21 @@ def _added(sums: AtScales, more: AtScales) -> AtScales:
     return tuple(map(operator.add, sums, more))
 
 
+def are_whole(
+    leaves: Sequence[Array], axes: Sequence[tuple[int, ...]], *, in_one_piece: bool
+) -> bool:
+    """Whether all axes of each leaf are summed over, and no leaf is split by the compiler."""
+    over_all = all(len(over) == x.ndim for x, over in zip(leaves, axes, strict=True))
+    return over_all and (in_one_piece or bool(devices.manual_axes()))
+
+
 def at_scales(
     leaf: Array, *, axes: tuple[int, ...], norm: Norm, dtype: jnp.dtype, in_one_piece: bool
 ) -> AtScales:
-    """The sums of a leaf at all scales, on any platform.
-
-    If norms are computed in float32, a leaf that is summed over all of its axes takes one variadic
-    reduction if it is whole, or a shard inside of `shard_map`. Any other leaf takes one plain sum
-    for each scale, or on a GPU one sum in float64. If norms are computed in float64, every leaf
-    takes one plain sum for each scale.
-    """
-    if dtype != jnp.float32:
-        return one_by_one(leaf, axes=axes, norm=norm, dtype=dtype)
-    over_all = len(axes) == leaf.ndim
-    if over_all and (in_one_piece or devices.manual_axes()):
-        return at_once(leaf, axes=axes, norm=norm, dtype=dtype)
-    return _by_platform(leaf, axes, norm, in_one_piece)
-
-
-# A compiled function of its own, so that all branches are traced once for leaves that are alike.
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _by_platform(leaf: Array, axes: tuple[int, ...], norm: Norm, in_one_piece: bool) -> AtScales:
-    """The float32 sums by `gpu.sum_of_columns` on a GPU, by `one_by_one` elsewhere."""
-    dtype = jnp.dtype(jnp.float32)
-    on_gpu = functools.partial(
-        gpu.sum_of_columns,
-        axes=axes,
-        norm=norm,
-        scales=scales(norm, dtype),
-        in_one_piece=in_one_piece,
-    )
-    elsewhere = functools.partial(one_by_one, axes=axes, norm=norm, dtype=dtype)
-    return lax.platform_dependent(leaf, cuda=on_gpu, rocm=on_gpu, default=elsewhere)
+    """The sums of a leaf at all scales: at once if it is whole and float32, else one by one."""
+    whole = are_whole([leaf], [axes], in_one_piece=in_one_piece)
+    way = at_once if whole and dtype == jnp.float32 else one_by_one
+    return way(leaf, axes=axes, norm=norm, dtype=dtype)
 
 
 # A compiled function of its own, so that it is traced once for leaves that are alike.
@@ -182,17 +166,16 @@ def of_products(
       both: whether the squares of `x` are needed.
     """
     dtype = jnp.finfo(x.dtype).dtype
-    over_all = (in_one_piece or bool(devices.manual_axes())) and len(axes) == x.ndim
+    over_all = are_whole([x], [axes], in_one_piece=in_one_piece)
 
     def squares(x: Array, y: Array) -> list[Array]:
         return [l2.map(y), l2.map(x)] if both else [l2.map(y)]
 
     def in_own_dtype(x: Array, y: Array) -> AtScales:
-        (x, over), (y, _) = (_beside_zero(part, axes) for part in (x, y))
-        pairs = [(times(x, by), times(y, by)) for by in scales(l2, dtype)]
+        pairs = [(times(x, by), times(y, by)) for by in _hidden(scales(l2, dtype), dtype)]
         summands = [[_product_of_entries(x, y, _usable), *squares(x, y)] for x, y in pairs]
         way = _added_at_once if over_all and dtype == jnp.float32 else _added_one_by_one
-        return way(tuple(itertools.chain(*summands)), over)
+        return way(tuple(itertools.chain(*summands)), axes)
 
     def in_float64(x: Array, y: Array, *, apart: bool = False) -> AtScales:
         u, v = lax.optimization_barrier((x, y)) if apart else (x, y)

@@ -12,6 +12,7 @@ group's leaves are added, and the sums of all devices, in one collective. There 
 import functools
 import math
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import chex
@@ -20,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import optaxclip._border.cpu as cpu
 import optaxclip._border.leaf_sums as leaf_sums
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import (
@@ -182,10 +182,7 @@ class _Measurement(NamedTuple):
         divided by a constant power of two near the norm, so that derivatives of powers stay in
         range if the norm's derivative does.
         """
-        way = self.in_own_dtype
-        if self.dtype == jnp.float32 and not self.norm.is_max and self.norm.degree in SUMMED:
-            way = leaf_sums.either(self.in_float64, way)
-        norms = custom_jvp()(way)
+        norms = custom_jvp()(self.measured)
 
         @norms.defjvp
         def _(primals: tuple[list[Any]], tangents: tuple[list[Any]]) -> Any:
@@ -198,6 +195,17 @@ class _Measurement(NamedTuple):
             return found, Measured(change, change, zeros)
 
         return norms
+
+    def measured(self, leaves: list[Array]) -> Measured:
+        """The norms, computed in the way that is best on the platform."""
+        if self.dtype != jnp.float32 or self.norm.is_max or self.norm.degree not in SUMMED:
+            return self.in_own_dtype(leaves)
+        whole = leaf_sums.are_whole(
+            leaves, self.axes, in_one_piece=self.plan.placement.in_one_piece
+        )
+        return leaf_sums.either(
+            leaves, in_float64=self.in_float64, at_scales=self.in_own_dtype, whole=whole
+        )
 
     def in_own_dtype(self, leaves: list[Array]) -> Measured:
         """The norms, computed in their own dtype."""
@@ -238,11 +246,17 @@ class _Measurement(NamedTuple):
         total, unit = in_range(totals)
         return Measured.of(self.finished(total), unit)
 
-    def in_float64(self, leaves: list[Array]) -> Measured:
+    def in_float64(self, leaves: list[Array], adder: ModuleType) -> Measured:
         """The norms from one sum in float64."""
-        real = [entries(x, self.dtype) for x in leaves]
-        sums = list(map(functools.partial(cpu.sum_in_float64, norm=self.norm), real, self.axes))
-        (total,) = self.plan.totals([(x,) for x in sums], add=cpu.added_up)
+        grouping = self.plan.grouping
+        sums = adder.sums_in_float64(
+            leaves,
+            axes=self.axes,
+            groups=grouping.by_leaf(range(len(grouping.groups))),
+            norm=self.norm,
+            in_one_piece=self.plan.placement.in_one_piece,
+        )
+        (total,) = self.plan.totals([(x,) for x in sums], add=adder.added_up)
         return Measured.of_float64(self.finished(total), from_above=self.from_above)
 
     def largest(self, leaves: list[Array]) -> Measured:

@@ -16,6 +16,11 @@ def test_in_one_piece(both, model, dtype, method):
     assert ours.counts.kernels <= theirs.counts.kernels + aims.kernels(method)
 
 
+def test_small_leaves_that_are_alike_share_kernels(both):
+    ours, theirs = both(H100, "small", "bfloat16")
+    assert ours.counts.kernels <= theirs.counts.kernels / 4
+
+
 @pytest.mark.slow
 def test_short_columns_of_narrow_entries_are_not_stored(ours):
     moved = ours(H100, "resnet14", "bfloat16", method="agc").moved

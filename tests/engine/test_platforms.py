@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import slow_unless
+from compiling import AS_USERS
 
 import optaxclip
 from optaxclip import norms, per_example, scopes
-from optaxclip._border.gpu import sum_of_columns
+from optaxclip._border import gpu
 from optaxclip._engine.clip import group_norms
 
 TREE = {
@@ -139,25 +140,46 @@ def test_columns_of_narrow_entries(platform):
         np.testing.assert_allclose(found[str(i)], expected, rtol=1e-6)
 
 
-def test_sums_of_columns_as_a_gpu_adds_them_up():
+def test_sums_as_a_gpu_adds_them_up(x64):
+    """Small leaves that are alike, of one group, are added up before they are summed."""
     leaf = np.random.default_rng(0).normal(size=(2, 3, 64, 5)).astype(np.float32)
-    cases = list(itertools.product(("l1", "l2"), [(0, 1, 2), (0, 2)], (True, False)))
+    cases = list(itertools.product(("l1", "l2"), [(0, 1, 2, 3), (0, 1, 2), (0, 2)], (True, False)))
+    groups = np.arange(24) % 2
 
     @jax.jit
     def sums(leaf):
-        options = {"scales": (1.0, 0.25)}
+        options = {"groups": groups}
         return [
-            sum_of_columns(x, norm=norms.as_norm(n), axes=a, in_one_piece=whole, **options)
+            gpu.sums_in_float64(
+                [x] * 24, norm=norms.as_norm(n), axes=[a] * 24, in_one_piece=whole, **options
+            )
             for x in (leaf, leaf.astype(jnp.bfloat16))
             for n, a, whole in cases
         ]
 
     narrow = np.float64(jnp.asarray(leaf, jnp.bfloat16))
     rows = itertools.product((np.float64(leaf), narrow), cases)
-    for found, (x, (name, axes, _)) in zip(sums(leaf), rows, strict=True):
-        for total, scale in zip(found, (1, 0.25), strict=True):
-            expected = np.sum(np.abs(scale * x) ** int(name[1]), axes)
-            np.testing.assert_allclose(total, expected, rtol=1e-6)
+    for found, (x, (name, axes, whole)) in zip(sums(leaf), rows, strict=True):
+        expected = np.sum(np.abs(x) ** int(name[1]), axes)
+        together = whole and len(axes) == 4
+        assert np.count_nonzero([np.max(each) for each in found]) == (2 if together else 24)
+        for group in range(2):
+            total = np.sum([np.asarray(each) for each in found[group::2]], 0)
+            np.testing.assert_allclose(total, 12 * expected, rtol=1e-12)
+
+
+@pytest.mark.by_day(2)
+@pytest.mark.parametrize("scale", SCALES)
+def test_entries_that_are_one_number_for_the_compiler(platform, scale):
+    """XLA then knows more of their squares than that of each."""
+
+    @functools.partial(jax.jit, compiler_options=AS_USERS)
+    def norms_of(c):
+        each = jnp.full((30,), c), 3 * c, jax.grad(lambda x: c * jnp.sum(x))(jnp.ones((4, 25)))
+        return [group_norms(x, scope=scopes.tree()) for x in each]
+
+    found = norms_of(scale)
+    np.testing.assert_allclose(np.float64(found) / scale, [30**0.5, 3, 10], rtol=1e-6)
 
 
 @pytest.mark.by_day(1)
