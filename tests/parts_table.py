@@ -58,7 +58,7 @@ WRAPPERS = {
     "record_ratio": monitor.record(4, stats="ratio"),
     "record_stats": monitor.record(4, scope=scopes.leaf(stacked), stats=tuple(STATISTICS)),
     "histogram": monitor.histogram(2),
-    "histogram_of_params": monitor.histogram(scope=scopes.leaf(stacked), of="params"),
+    "histogram_of_params": monitor.histogram(4, scope=scopes.leaf(stacked), of="params"),
     "events": monitor.events(
         optaxclip.skip_above(
             optax.chain(optaxclip.clip_by_norm(0.5), optax.sgd(0.1, momentum=0.9)),
