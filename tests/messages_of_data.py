@@ -231,6 +231,9 @@ VALUE_ERRORS = {
     "of='params' needs the parameters; pass them": lambda: (
         tx := monitor.histogram(of="params")
     ).update(GRADS, tx.init(GRADS)),
+    "histogram has no count of .* too large for float16": lambda: monitor.Histogram(
+        np.ones(2, int), np.array([1.0, 2.0, 2.0**20]), 0, 0, 0
+    ).above("float16"),
     "lost must be a share, .* got 1": lambda: monitor.format_fit((), lost=1),
     r"record: the state was made by another record: .*last 5 "
     r"steps as \[5\], and .* last 6 steps as \[6\]": lambda: another_record(

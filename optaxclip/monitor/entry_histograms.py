@@ -21,7 +21,7 @@ from optaxclip.monitor.histogram_stage import HistogramState
 from optaxclip.monitor.states import lost_names, only_state, refuse_several, to_host, unboxed
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Histogram:
     """How many entries of a group have which size.
 

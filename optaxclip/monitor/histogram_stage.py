@@ -55,7 +55,7 @@ def histogram(
     optimizer the steps that the weights take. It counts the entries of the first step, of the step
     `every` steps later, and so on; nothing is sent to the host until `histograms` asks for it. A
     step that counts reads the updates once more; the others read nothing. Under `vmap` over
-    seeds all seeds count as soon as one does, so seeds that began together count at the same steps.
+    seeds too, if these began together; the updates of all are read when one of them counts.
 
     Counts are exact, for any number of entries on any number of devices, and for all floating-point
     formats with their subnormal numbers. A complex entry counts by its modulus; integer leaves do
