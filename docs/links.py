@@ -21,6 +21,7 @@ BESIDE = (
     "benchmarks/accelerators/aims.csv",
     "benchmarks/measured/accelerators_counts.csv",
     "benchmarks/measured/accelerators_to_compile.csv",
+    "benchmarks/measured/gpu_norms.csv",
     "benchmarks/measured/scale_cpu.csv",
     "benchmarks/research/README.md",
     "benchmarks/research/guard.md",
