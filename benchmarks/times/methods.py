@@ -11,6 +11,7 @@ import jax
 from benchmarks.every_method import Step, in_steps
 from benchmarks.table_file import Row, TableFile, device_name, time_left, versions
 from benchmarks.times.effort import Effort, Tell
+from benchmarks.times.report import number
 from benchmarks.times.seeds import loss, networks, trained
 from benchmarks.times.steps import OPTIMIZERS, OURS, PLAIN, THEIRS, step_program
 from benchmarks.times.timing import Program, Times, race, spread, usual_clock
@@ -143,5 +144,5 @@ def _figures(times: Times, theirs: str) -> dict[str, Any]:
 def _cell(row: Row | None) -> str:
     if row is None:
         return ""
-    ours, theirs = (row[name] and f"{float(row[name]):.2g}" for name in ADDED)
+    ours, theirs = (row[name] and number(float(row[name])) for name in ADDED)
     return f"{ours} ({theirs})" if theirs else ours

@@ -110,11 +110,12 @@ def _text(figure: Figure) -> str:
     if figure is None:
         return ""
     if isinstance(figure, Spread):
-        return f"{_number(figure.median)} ({_number(figure.low)} to {_number(figure.high)})"
-    return _number(figure)
+        return f"{number(figure.median)} ({number(figure.low)} to {number(figure.high)})"
+    return number(figure)
 
 
-def _number(x: float) -> str:
+def number(x: float) -> str:
+    """Three digits, or all before the point."""
     return f"{x:.3g}" if abs(x) < 1000 else f"{x:.0f}"
 
 
