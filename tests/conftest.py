@@ -19,7 +19,19 @@ import optaxclip._border.gpu as gpu
 # hardly any optimization it takes a quarter of the time. Tests of what rounding and memory come to
 # ask for the default with `compiling.AS_USERS`, or for all that they run with `optimized`. With
 # JAX_DISABLE_MOST_OPTIMIZATIONS=0, as every night, all is compiled as users compile it.
-QUICK = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1"
+# On a GPU, where `pytest -m gpu` runs, programs are those of users, and processes share its memory.
+# JAX_PLATFORMS=cpu keeps JAX on the CPU even if there is a GPU.
+HAS_CUDA = any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin")))
+ON_GPU = HAS_CUDA and os.environ.get("JAX_PLATFORMS") != "cpu"
+FOR_GPU = {
+    "jax_default_matmul_precision": "highest",  # else products of float32 have the 10 bits of TF32
+}
+"""What tests need on a GPU to have the digits that they ask for."""
+if ON_GPU:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    for name, value in FOR_GPU.items():
+        jax.config.update(name, value)
+QUICK = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1" and not ON_GPU
 if QUICK and jax.__version_info__ < (0, 11):  # later versions do not know these flags and stop
     FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{FLAGS} {os.environ.get('XLA_FLAGS', '')}"

@@ -1,11 +1,13 @@
 """`pytest` collects without errors wherever it is told to, and says what it leaves out."""
 
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from methods_table import METHODS
 
 TESTS = Path(__file__).parent
 SETTINGS = """
@@ -67,3 +69,18 @@ def test_scripts_and_hooks_are_no_tests():
     done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=True)
     assert "no tests collected" in done.stdout
     assert "error" not in done.stdout.lower()
+
+
+@pytest.mark.slow
+def test_a_gpu_runs_each_method_of_the_contract_and_some_of_each_other_promise():
+    """`test_public_parts.py` says that the contract has all transformations."""
+    contract, *others = (
+        *("engine/test_contract.py", "engine/test_promises.py", "engine/test_derivatives.py"),
+        *("monitor/test_histogram.py", "per_example/ghost/test_ghost_bounds.py"),
+    )
+    options = ["--collect-only", "-q", "-n0", "-m", "gpu", contract, *others]
+    command = [sys.executable, "-m", "pytest", *options]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=True)
+    of_each = re.findall(r"test_clips_some_and_only_shrinks\[(.*)\]", done.stdout)
+    assert of_each == list(METHODS)
+    assert all(f"{file}::" in done.stdout for file in others)

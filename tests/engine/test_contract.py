@@ -144,6 +144,7 @@ def test_one_compilation_over_all_steps_from_an_eager_init(name):
     assert avals(updates[-1]) == avals(GRADS)
 
 
+@pytest.mark.gpu
 @pytest.mark.by_day(3)
 @each_method
 def test_clips_some_and_only_shrinks(name):
@@ -291,6 +292,7 @@ def with_entry(leaf, index, value):
     return GRADS | {leaf: changed}
 
 
+@pytest.mark.gpu
 @pytest.mark.by_day(40)
 @pytest.mark.parametrize(
     "name", slow_unless(DISTINCT.__contains__, [x for x in METHODS if METHODS[x].shares])

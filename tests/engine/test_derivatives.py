@@ -130,6 +130,7 @@ def derivatives(x, limit, **combination):
     return value, jacobian, gradient, hessian
 
 
+@pytest.mark.gpu
 @pytest.mark.by_day(1)
 @combinations
 def test_right_where_smooth(scope, norm, response):
@@ -309,6 +310,7 @@ def test_checkify_reports_nothing(scope, norm, response):
         assert error.get() is None, (x, limit)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda x: x.__name__
 )

@@ -156,6 +156,7 @@ def mostly_slow(columns, rows):
 DECADES = {F32: (-28, 36), BF16: (-28, 36), F16: (-2, 4)}
 
 
+@pytest.mark.gpu
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("tree", "dtype"),
@@ -178,6 +179,7 @@ def test_limit_figures(tree, dtype, figure):
 CONSTANT = [(shapes, "l2") for shapes in TREES.values()] + [([(1000,)], "l1")]
 
 
+@pytest.mark.gpu
 @pytest.mark.by_day(2)
 @pytest.mark.parametrize(("shapes", "norm"), CONSTANT, ids=str)
 def test_limit_for_constant_entries(shapes, norm):
@@ -223,6 +225,7 @@ def test_limit_and_clipping_twice_for_every_norm(size, norm):
     np.testing.assert_array_equal(twice[0], once[0])
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "size", slow_unless(lambda size: size in (2, 65, 10_000), [1, 2, 5, 64, 65, 1000, 10_000])
 )
@@ -235,6 +238,7 @@ def test_limit_near_the_smallest_numbers(size):
     assert ratio.min() > 0.9
 
 
+@pytest.mark.gpu
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("scope", "shape"),
@@ -327,6 +331,7 @@ def normalize_and_keep(tree, norm):
     return normalized, optaxclip.clip_tree(tree, math.inf, **options)
 
 
+@pytest.mark.gpu
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize(
     ("norm", "dtype", "size", "repeats"),

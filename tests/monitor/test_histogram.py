@@ -62,6 +62,7 @@ def histograms_of(tree, **options):
 NARROW = [dtype for dtype in FORMATS if dtype != np.float64 and dtype.name not in SATURATING[1:]]
 
 
+@pytest.mark.gpu
 def test_counts_and_shares_are_those_of_casts():
     tree = {dtype.name: entries_of(dtype) for dtype in NARROW}
     found = histograms_of(jax.tree.map(jnp.asarray, tree))
@@ -94,6 +95,7 @@ def test_the_first_step_counts_and_every_third_after_it():
         np.testing.assert_array_equal(np.repeat(found.edges[1:], found.counts), upper)
 
 
+@pytest.mark.gpu
 def test_complex_entries_count_by_their_modulus_where_squares_leave_the_range():
     rng = np.random.default_rng(1)
     parts = 2.0 ** rng.uniform(-150, 128, (2, 4000)) * rng.choice([-1, 0, 1], (2, 4000))
@@ -129,6 +131,7 @@ def test_a_sparse_leaf_counts_sums_of_duplicates_and_what_it_does_not_store():
     assert_counts(histograms_of({"x": x})["x"], moduli(np.array([0, 5, 0, 0, -0.5, 0])))
 
 
+@pytest.mark.gpu
 def test_counts_beyond_32_bits_add_up(monkeypatch):
     """Each leaf is taken for one of three thousand million entries, of which all but two are 0."""
     zeros = 3_000_000_000
@@ -191,6 +194,7 @@ def test_under_vmap_nothing_is_counted_outside_of_the_loop():
     np.testing.assert_array_equal(np.sum(states.counts, (1, 2, 3)), [0, 4, 0])
 
 
+@pytest.mark.gpu
 def test_parameters_are_counted_and_a_neighbour_changes_nothing():
     tx = monitor.histogram(of="params")
     params = {"a": jnp.array([1.0, 3.0]), "b": jnp.array([0.5])}

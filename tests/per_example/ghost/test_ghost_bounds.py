@@ -86,6 +86,7 @@ def test_many_positions_cost_an_ordinary_example_little():
     assert np.all((sizes >= 0.99) & (sizes <= 1))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("shape", "scale"),
     slow_unless(lambda *case: case == ("gram", 1.0), itertools.product(SHAPES, (1.0, 1e-30, 1e25))),
@@ -170,6 +171,7 @@ def of_kernel(w, x, d):
     return jnp.vdot(y[0], d)
 
 
+@pytest.mark.gpu
 def test_pixels_that_cancel():
     x, d = cancelling(20, 64, 5, 7)
     x, d = np.sort(x, 1), np.sort(d, 1) * np.array([1, -1] * 32, np.float32)[:, None]

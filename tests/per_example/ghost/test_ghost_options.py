@@ -85,6 +85,7 @@ def by_size(flat):
     return scopes.group({name: "small" if is_small[name] else "large" for name in is_small})(flat)
 
 
+@pytest.mark.gpu
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("scope", [scopes.tree(), scopes.leaf(), by_size])
 def test_both_methods_give_the_same_norms(scope):
