@@ -107,9 +107,10 @@ def test_code_runs_in_a_process_of_its_own(name):
     code = f"{ALONE[name]}\nassert losses[-1] < losses[0] / 2\n"
     if name == "wandb":
         code += "assert logged['clip_by_global_norm/limit'] == 1.0\n"
+        # The summary has no last step before the run ends. Three entries alike share a bin.
         code += "shown = dict(logged['histogram/w'])\n"
-        code += "logged_again = [list(shown[x]) for x in ('values', 'bins')]\n"
-        code += "assert logged_again == [x.tolist() for x in found.by_exponent()]\n"
+        code += "low, high = shown['bins']\n"
+        code += "assert list(shown['values']) == [3] and high == low + 1 <= 1, shown\n"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
