@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from optaxclip.tuning.columns import Steps
-from optaxclip.tuning.spread import Floats, Shape
+from optaxclip.tuning.spread import LARGEST_RATIO, Floats, Shape
 
 ENOUGH_NORMS = 100
 SHARE_AT_LIMIT = 0.1
@@ -19,8 +19,8 @@ LAST = 3
 """If this many norms at the end are not finite, the run is lost."""
 
 FITS = 0.05
-"""A constant limit fits a level that moves if it clips anything, and if the share of ordinary norms
-that it clips plus the share of spikes that it misses is at most this."""
+"""A constant limit fits a level that moves if it clips at most this share of ordinary norms, and
+whatever is 8 times its level, which is a spike everywhere."""
 
 Lines = tuple[str, ...]
 Verdict: TypeAlias = Literal["constant", "adaptive", "none"]
@@ -50,18 +50,6 @@ def words(verdict: Verdict, limit: float, call: str, doubts: Lines) -> Words:
     }[verdict]
 
 
-class Limit(NamedTuple):
-    """The best constant limit, and the shares of ordinary norms above it and of other spikes.
-
-    Only norms after the warm-up count. It is reached if any is above it.
-    """
-
-    value: float
-    clipped: float
-    missed: float
-    is_reached: bool
-
-
 class Judgement(NamedTuple):
     """What to do with the limit, reasons not to trust it, and what else to do."""
 
@@ -71,7 +59,7 @@ class Judgement(NamedTuple):
 
 
 def judged_limit(
-    norms: Floats, shape: Shape, limit: Limit, steps: Steps | None = None
+    norms: Floats, shape: Shape, limit: float, steps: Steps | None = None
 ) -> Judgement:
     """Judges the best constant limit; `shape` is of the norms that are finite and positive.
 
@@ -87,14 +75,15 @@ def judged_limit(
             "optaxclip.tuning.sweep"
         )
         return Judgement("none", doubts, (remedy,))
-    is_tried = limit.is_reached and limit.clipped + limit.missed <= FITS
     fall = _rise(-shape.level[shape.warmup :])
     if fall > LARGE_FACTOR:
         falls = f"the level of the norms falls by a factor of {fall:.3g}"
         doubts = (*doubts, f"{falls}: no limit fits start and end")
-    fits = shape.regime == "stationary" or (is_tried and fall <= LARGE_FACTOR)
+    does = _effect(norms, shape, limit)
+    fits = does.clipped <= FITS and does.times <= LARGEST_RATIO and fall <= LARGE_FACTOR
+    fits |= shape.regime == "stationary"
     verdict: Verdict = "constant" if fits else "adaptive"
-    return Judgement(verdict, doubts, _advice(norms, shape, limit, verdict))
+    return Judgement(verdict, doubts, _advice(norms, shape, limit, does, verdict))
 
 
 def _about_the_record(norms: Floats, shape: Shape, steps: Steps | None) -> Lines:
@@ -136,23 +125,44 @@ def _rise(level: Floats) -> float:
     return float(np.exp(np.max(level - np.minimum.accumulate(level))))
 
 
-def _advice(norms: Floats, shape: Shape, limit: Limit, verdict: Verdict) -> Lines:
+class _Effect(NamedTuple):
+    """What a limit does to the norms after the warm-up.
+
+    `clipped` is the share of ordinary norms above it, `missed` how many spikes are not above it,
+    `times` how many times the lowest level it is.
+    """
+
+    clipped: float
+    missed: int
+    times: float
+    is_reached: bool
+
+
+def _effect(norms: Floats, shape: Shape, limit: float) -> _Effect:
+    is_above = norms[np.isfinite(norms) & (norms > 0)][shape.warmup :] > limit
+    is_spike = shape.spikes[shape.warmup :]
+    clipped, missed = float(np.mean(is_above[~is_spike])), int(np.sum(is_spike & ~is_above))
+    return _Effect(clipped, missed, limit / math.exp(shape.low), bool(is_above.any()))
+
+
+def _advice(norms: Floats, shape: Shape, limit: float, does: _Effect, verdict: Verdict) -> Lines:
     advice = []
     if not np.isfinite(norms).all():
         advice.append("no limit helps with norms that are not finite; use optaxclip.skip_nonfinite")
     level = f"the level of the norms is {shape.regime}"
     if verdict == "adaptive":
-        fault = "is above all norms of this run, wherever their level is"
-        if limit.is_reached:
-            fault = f"clips {limit.clipped:.1%} of the ordinary norms"
-            fault += f" and misses {limit.missed:.1%} of the spikes" if limit.missed else ""
         return (
             *advice,
-            f"{level}, so no constant limit fits: {limit.value:g} {fault}; the adaptive rule "
+            f"{level}, so no constant limit fits: {limit:g} clips {does.clipped:.1%} of the "
+            f"ordinary norms, and is {does.times:.3g} times the lowest level; the adaptive rule "
             "follows the level",
         )
     if shape.regime != "stationary":
         advice.append(f"{level}; if it moves on, the adaptive rule follows it")
-    if not limit.is_reached:
+    if not does.is_reached:
         advice.append("no norm is above the limit, which would have changed nothing in this run")
+    elif does.missed:
+        advice.append(
+            f"{does.missed} of {shape.spikes[shape.warmup :].sum()} spikes are below the limit"
+        )
     return tuple(advice)

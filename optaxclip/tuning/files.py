@@ -11,7 +11,8 @@ import numpy as np
 import optaxclip.tuning.events as events
 import optaxclip.tuning.texts as texts
 from optaxclip._base.arguments import near_miss
-from optaxclip.tuning.columns import Columns, Floats, Series, Steps, chosen, listed, numeric_among
+from optaxclip._base.host import ArrayLike
+from optaxclip.tuning.columns import Columns, Series, Steps, chosen, listed, numeric_among
 from optaxclip.tuning.steps import ordered
 
 NPY_START = b"\x93NUMPY"
@@ -23,13 +24,14 @@ class Column(NamedTuple):
 
     Attributes:
       name: the column's name; None if the file has only one column.
-      norms: float64[rows], its numbers in the order of the steps, without empty rows.
+      norms: float64[rows], its numbers in the order of the steps, without empty rows; or an array
+        that is not checked yet.
       steps: int64[rows], the step of each as the log has it; None if it has none.
       again: how many numbers were left out, because their steps came again.
     """
 
     name: str | None
-    norms: Floats
+    norms: ArrayLike
     steps: Steps | None = None
     again: int = 0
 

@@ -15,18 +15,15 @@ BLOCKS = 256
 """The level is judged by the means of at most so many blocks of steps."""
 FEWEST_STEPS = 33
 """From fewer norms nothing can be said of how their level moves."""
-CHANCE: dict[Regime, tuple[float, ...]] = {
-    "drifting": (12.0, 15.0, 19.0, 23.0, 27.0, 31.0, 35.0, 39.0, 43.0, 47.0),
-    "stepped": (18.0, 27.0, 34.0),
-}
-"""What fits take away by chance of the variance around a constant, in long-run variances.
-
-The fits are polynomials of degree 1, 2 and so on, and stairs with 1, 2 and 3 steps. If the level
-does not move, hardly one run of a hundred gets there (`benchmarks/suggesting.py`).
-"""
+CHANCE = 6.0
+"""Each parameter of a fit hardly takes more than that away by chance of the variance around a
+constant, in long-run variances (`benchmarks/suggesting.py`)."""
+FEW = 0.05
+"""The highest and the lowest level are those that at most this share of the steps is beyond."""
+LARGEST_DEGREE, MOST_STEPS = 10, 3
 TINY = 1e-12
 OUTLYING = 3.0
-"""Norms further than this many spreads from their level are moved there, to judge the level."""
+"""Norms further than this many spreads from their level count as if they were there."""
 
 
 def regime_of(logs: Floats, level: Floats, spread: float) -> Regime:
@@ -42,25 +39,32 @@ def regime_of(logs: Floats, level: Floats, spread: float) -> Regime:
     means = np.add.reduceat(near - near.mean(), edges[:-1]) / np.diff(edges)
     all_of_it = float(np.sum((means - means.mean()) ** 2))
     found: list[tuple[float, float, float, Regime]] = []
-    for regime, chances in CHANCE.items():
-        fits = _staircases(means) if regime == "stepped" else _polynomials(means)
-        for order, (chance, fit) in enumerate(zip(chances, fits, strict=False), start=1):
+    fits: list[tuple[Regime, int, Iterator[Floats]]] = [
+        ("drifting", 1, _polynomials(means)),
+        ("stepped", 2, _staircases(means)),  # each step has a place and a height
+    ]
+    for regime, each, of_orders in fits:
+        for order, fit in enumerate(of_orders, start=1):
+            chance = CHANCE * each * order
             left = float(np.sum((means - fit) ** 2))
             variance, independent = _long_run(means - fit, order)
             # Of few independent terms the variance is not known well.
             doubt = (1 + 9 * order / independent) * (1 + (30 / independent) ** 2)
-            is_far = np.ptp(fit) > max(spread, math.log(SMALLEST_RATIO))
+            # Not the extremes, which would be others if every second step were left out.
+            low, high = np.quantile(fit, (FEW, 1 - FEW))
+            is_far = high - low > max(spread, math.log(SMALLEST_RATIO))
             if is_far and all_of_it - left > chance * doubt * variance:
-                found.append((variance, left, chance, regime))
+                found.append((variance, left, each * chance, regime))
     if not found:
         return "stationary"
     least = min(variance for variance, *_ in found)
+    # In doubt it is a drift: of a curve that both fit, half a log may look like steps by chance.
     return min(found, key=lambda each: each[1] + each[2] * least)[3]
 
 
 def _polynomials(means: Floats) -> Iterator[Floats]:
     """The best fits of degree 1, 2 and so on."""
-    powers = np.linspace(-1, 1, len(means))[:, None] ** np.arange(len(CHANCE["drifting"]) + 1)
+    powers = np.linspace(-1, 1, len(means))[:, None] ** np.arange(LARGEST_DEGREE + 1)
     basis = np.linalg.qr(powers)[0]
     parts = basis * (means @ basis)
     return iter(np.cumsum(parts, axis=1).T[1:])
@@ -75,7 +79,7 @@ def _staircases(means: Floats) -> Iterator[Floats]:
     costs = squares - squares[:, None] - (sums - sums[:, None]) ** 2 / np.maximum(lengths, 1)
     costs[lengths < shortest] = math.inf
     best, before = costs[0], []
-    for _ in CHANCE["stepped"]:  # the last stair from each start, behind the best ones up to there
+    for _ in range(MOST_STEPS):  # the last stair from each start, behind the best ones up to there
         totals = best[:, None] + costs
         before.append(totals.argmin(axis=0))
         best = totals.min(axis=0)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optaxclip.tuning.regimes import SMALLEST_RATIO, Floats, Regime, regime_of
+from optaxclip.tuning.regimes import OUTLYING, SMALLEST_RATIO, Floats, Regime, regime_of
 
 WINDOW_SHARE, SMALLEST_WINDOW, LARGEST_WINDOW = 0.1, 11, 201
 """The level at a step is the median over a window around it, this share of all steps long."""
@@ -21,8 +21,10 @@ FALSE_SHARE = 0.03
 """The share of what is taken for spikes that may be ordinary norms."""
 SELDOM = 1 / 400
 """At most this share of ordinary norms is taken for spikes."""
-MARGIN = 1.2
-"""The border is at most this multiple of the largest ordinary deviation."""
+REACH, END = 4.5, 0.9
+"""The limit is so many standard deviations of ordinary norms above the highest level, which this
+quantile of all ordinary norms shows. Neither rests on single norms, as an extreme does, so they are
+nearly the same without every second step."""
 BODY, ALL_BUT_SPIKES = 0.8, 0.97
 """The tail is first fitted up to this quantile, then up to the second one of what is no spike."""
 HEAVY, HEAVIEST, HEAVY_WEIGHT = 0.2, 0.25, 13.0
@@ -38,16 +40,18 @@ class Shape(NamedTuple):
 
     Attributes:
       level: float64[steps], the moving median; after the warm-up of stationary norms their median.
-      reach: the largest deviation of an ordinary norm above its level.
+      low: the lowest level after the warm-up, but for a few steps.
+      limit: the best constant limit.
       spread: the standard deviation of ordinary norms from their level.
-      spikes: bool[steps], which norms are above their level by more than `reach`.
+      spikes: bool[steps], which norms are spikes.
       warmup: how many of the first steps have a level unlike all later ones.
       regime: how the level moves after the warm-up.
       seldom: the deviation above which one ordinary norm in 300 is, if their tail is as it looks.
     """
 
     level: Floats
-    reach: float
+    low: float
+    limit: float
     spread: float
     spikes: np.ndarray[Any, np.dtype[np.bool_]]
     warmup: int
@@ -61,12 +65,19 @@ def shape_of(logs: Floats) -> Shape:
     spread = _spread(logs - level)
     warmup = _warmup(level, spread)
     regime = regime_of(logs[warmup:], level[warmup:], spread)
+    around = logs - level
     if regime == "stationary":
         level[warmup:] = np.median(logs[warmup:])
     deviations = logs - level
-    reach, seldom = _reach(np.sort(deviations[warmup:]))
+    border, seldom = _border(np.sort(deviations[warmup:]))
+    spikes = deviations > border
+    used = warmup + np.flatnonzero(~spikes[warmup:])
+    high, std = _end(logs[used], around[used], spread)
+    low, _ = _end(-logs[used], -around[used], spread)
+    reach = np.clip(REACH * std, math.log(SMALLEST_RATIO), math.log(LARGEST_RATIO))
+    limit = high + min(float(reach), border)
     spread = _spread(deviations[warmup:])
-    return Shape(level, reach, spread, deviations > reach, warmup, regime, seldom)
+    return Shape(level, -low, limit, spread, spikes, warmup, regime, seldom)
 
 
 def _window(steps: int) -> int:
@@ -96,7 +107,13 @@ def _spread(deviations: Floats) -> float:
     return MAD_TO_STD * max(medians, default=0.0)
 
 
-def _reach(deviations: Floats) -> tuple[float, float]:
+def _end(logs: Floats, deviations: Floats, spread: float) -> tuple[float, float]:
+    """The highest level of ordinary norms, and the standard deviation above their levels."""
+    std = math.sqrt(2 * math.pi) * np.mean(np.clip(deviations, 0.0, OUTLYING * spread))
+    return float(np.quantile(logs, END) - NormalDist().inv_cdf(END) * std), float(std)
+
+
+def _border(deviations: Floats) -> tuple[float, float]:
     """The border of spikes, and the deviation that one ordinary norm in 300 exceeds.
 
     As many norms are spikes as make at most a share of them ordinary ones, after the tail that the
@@ -111,18 +128,16 @@ def _reach(deviations: Floats) -> tuple[float, float]:
     seldom = float(min(each(ndtri(1 - 1 / 300), -math.inf) for each in (tail, whole)))
     counts = np.arange(len(deviations) // 4, 0, -1)
     scores = ndtri(1 - np.minimum(FALSE_SHARE * counts / len(deviations), SELDOM))
-    reach = spikes = 0
+    border = spikes = 0
     for _ in range(2):
         bounds = np.clip(tail(scores, HEAVY), math.log(SMALLEST_RATIO), math.log(LARGEST_RATIO))
         beyond = np.flatnonzero(deviations[-counts] > bounds)
         spikes = int(counts[beyond[0]]) if beyond.size else 0
         # The largest border that leaves out no more of them than may be ordinary norms.
         kept = len(deviations) - np.searchsorted(deviations, bounds, side="right")
-        reach = float(bounds[kept >= (1 - FALSE_SHARE) * spikes][-1])
+        border = float(bounds[kept >= (1 - FALSE_SHARE) * spikes][-1])
         tail = _tail(deviations[: len(deviations) - spikes], ALL_BUT_SPIKES)
-    # A border far above all ordinary norms depends on the tail's guess, and would do nothing.
-    largest = float(deviations[deviations <= reach].max())
-    return min(reach, max(MARGIN * largest, math.log(SMALLEST_RATIO))), seldom
+    return border, seldom
 
 
 def _tail(deviations: Floats, quantile: float) -> Callable[[Any, float], Any]:
@@ -155,6 +170,6 @@ def _warmup(level: Floats, spread: float) -> int:
     beyond = np.maximum(low - level[:longest], level[:longest] - high)
     # The start of a steady drift is also outside of the later range, by a third of that range.
     clearly = max((high - low) / 2, 2 * spread, math.log(SMALLEST_RATIO))
-    if not (beyond[:1] > clearly).any():
+    if beyond.max() <= clearly:
         return 0
     return int(np.flatnonzero(beyond > spread / 4)[-1]) + 1

@@ -11,10 +11,10 @@ import numpy as np
 from optaxclip._base.arguments import asks, short, warn
 from optaxclip._base.host import ArrayLike
 from optaxclip.tuning.columns import Steps
-from optaxclip.tuning.doubts import Limit, Verdict, Words, judged_limit, words
+from optaxclip.tuning.doubts import Verdict, Words, judged_limit, words
 from optaxclip.tuning.files import Column, read_norms
 from optaxclip.tuning.replaying import MAX_REPLAYED, UNCHOSEN, WINDOW, beside, replayed
-from optaxclip.tuning.spread import Floats, Regime, Shape, shape_of
+from optaxclip.tuning.spread import Floats, Regime, shape_of
 
 MIN_NORMS = 10
 PERCENTILES = (90, 95, 99)
@@ -60,7 +60,7 @@ class Suggestion:
       steps: int64[steps], the step of each norm: that of the log, or 0, 1, ... if it has none.
       doubts: reasons not to trust the limit; empty if there are none.
       verdict: what is suggested. "constant": the limit. "adaptive": the rule, because the level
-        moves, and every constant limit clips ordinary norms, misses spikes or is above all norms.
+        moves, and a constant limit clips ordinary norms or is far above the lowest level.
         "none": nothing, because the run was lost.
       column: the column of the file that was read; None for an array, or a file of one column.
       again: how many rows of the file were left out, because their steps came again.
@@ -154,20 +154,20 @@ class Suggestion:
 
 @asks()
 def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = None) -> Suggestion:
-    """Suggests the largest limit that leaves ordinary gradients alone and catches the spikes.
+    """Suggests a limit that leaves ordinary gradients alone and catches the spikes.
 
     The level is the median of the norms; if they drift or step by more than chance explains, and by
     more than a factor of 1.5, it is the median of the steps around each norm. A norm is a spike if
     it is at least 1.5 times its level, and if the tail of the other norms does not explain it, or
     if it is 8 times its level. `python -m benchmarks.suggesting` counts how often this is wrong.
-    The limit is the border between ordinary norms and spikes, so that it also catches future
-    spikes. If the level of the norms moves, no single limit separates all spikes from all other
-    norms. The limit then is the largest one that makes the share of ordinary norms above it plus
-    the share of spikes below it as small as possible. If the level moves, and these shares are more
-    than 5 % together or no norm is above the limit, the verdict is that no constant limit fits, and
-    a rule that follows the level is suggested. Only steps after the warm-up are counted, printed
-    and marked in pictures. Record the norms before any clip, as `optaxclip.monitor.record` does as
-    the first stage of a chain. The limit is proportional to the norms.
+    The limit is 4.5 standard deviations of the logarithms of ordinary norms above the highest level
+    that lasts, and from 1.5 to 8 times that level. None of this rests on single norms, so that a
+    log of every second step gets nearly the same (`--real` counts it). If the level moves, and the
+    limit clips more than 5 % of the ordinary norms, or is more than 8 times the lowest level, the
+    verdict is that no constant limit fits, and a rule that follows the level is suggested. Only
+    steps after the warm-up are counted, printed and marked in pictures. Record the norms before any
+    clip, as `optaxclip.monitor.record` does as the first stage of a chain. The limit is
+    proportional to the norms.
 
     Args:
       norms: float[steps], the norms of the raw gradients in the order of the steps, as
@@ -217,11 +217,11 @@ def suggest(norms: ArrayLike | str | os.PathLike[str], *, column: str | None = N
         return suggested(read_norms(norms, column))
     if column is not None:
         raise ValueError(f"column is for files; got {column!r} with an array")
-    return suggested(Column(None, _checked(norms)))
+    return suggested(Column(None, norms))
 
 
 def suggested(column: Column) -> Suggestion:
-    """`suggest` for what was read from a file."""
+    """`suggest` for what was read from a file, or for an array."""
     values = _checked(column.norms)
     steps = np.arange(len(values)) if column.steps is None else column.steps
     finite = np.isfinite(values)
@@ -229,14 +229,14 @@ def suggested(column: Column) -> Suggestion:
     shape = shape_of(np.log(values[used]))
     counted = used[shape.warmup :]
     settled, is_spike = values[counted], shape.spikes[shape.warmup :]
-    limit = _limit(settled, is_spike, shape)
+    limit = float(f"{math.exp(shape.limit):.3g}")
     verdict, doubts, advice = judged_limit(values, shape, limit, steps)
     for doubt in doubts:
         warn(doubt)
-    share = float(np.mean(settled > limit.value))
-    unchosen, unchosen_limit = _unchosen(limit.value, values[used], shape.warmup)
+    share = float(np.mean(settled > limit))
+    unchosen, unchosen_limit = _unchosen(limit, values[used], shape.warmup)
     return Suggestion(
-        limit=limit.value,
+        limit=limit,
         share_clipped=share,
         typical_norm=float(np.median(settled[~is_spike])),
         spread=shape.spread,
@@ -291,28 +291,6 @@ def _checked(norms: ArrayLike) -> Floats:
         remedy = "record the raw norms, before anything clips or normalizes them"
         raise ValueError(f"norms must not be all equal, got only {positive[0]:g}; {remedy}")
     return values
-
-
-def _limit(norms: Floats, is_spike: np.ndarray[Any, np.dtype[np.bool_]], shape: Shape) -> Limit:
-    """The largest limit with the least sum of two shares: ordinary norms clipped, spikes missed."""
-    border = math.exp(shape.level[shape.warmup :].max() + shape.reach)
-    spikes, bulk = np.sort(norms[is_spike]), np.sort(norms[~is_spike])
-    candidates = np.array([_below(x) for x in (border, *spikes[spikes < border])])
-    clipped = 1 - np.searchsorted(bulk, candidates, side="right") / len(bulk)
-    missed = np.searchsorted(spikes, candidates, side="right") / max(len(spikes), 1)
-    wrong = clipped + missed
-    best = np.flatnonzero(wrong == wrong.min())
-    best = best[np.argmax(candidates[best])]
-    value = float(candidates[best])
-    is_reached = bool(np.any(norms > value))
-    return Limit(value, float(clipped[best]), float(missed[best]), is_reached)
-
-
-def _below(value: float) -> float:
-    """The largest number of three digits below a positive number."""
-    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
-    rounded = float(f"{(math.ceil(value / unit) - 1) * unit:.3g}")
-    return rounded if 0 < rounded < value else value * (1 - 2**-20)
 
 
 def _percentile(percent: int, settled: Floats) -> Alternative:

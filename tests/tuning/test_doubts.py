@@ -1,21 +1,21 @@
 """Doubts and verdicts, at both sides of the bounds at which they begin."""
 
 import numpy as np
-import pytest
 
 from optaxclip.tuning import doubts
 from optaxclip.tuning import spread as spreads
 
 FLAT = np.linspace(1.0, 0.5, 100)  # one norm is within a thousandth of the largest
-FITTING = doubts.Limit(1.0, clipped=0.02, missed=0.03, is_reached=True)
 
 
-def judged(norms=FLAT, rise=1.0, fall=1.0, far=2.0, warmup=0, limit=FITTING, level=None):
-    """Judges norms whose level first rises by one factor and then falls by another."""
+def judged(norms=FLAT, rise=1.0, fall=1.0, far=2.0, warmup=0, times=7.9, limit=None, level=None):
+    """Judges norms whose level rises and falls by factors, and a limit above the lowest one."""
     moves = np.append(np.linspace(0, np.log(rise), 50), np.log(rise / fall) * np.ones(50))
     level = moves if level is None else level
     none = np.zeros(100, bool)
-    shape = spreads.Shape(level, 1.0, 0.1, none, warmup, "drifting", np.log(far))
+    limit = FLAT.max() if limit is None else limit
+    ends = np.log(limit / times), np.log(limit)
+    shape = spreads.Shape(level, *ends, 0.1, none, warmup, "drifting", np.log(far))
     found = doubts.judged_limit(norms, shape, limit)
     return found.verdict, " ".join(found.doubts)
 
@@ -43,15 +43,6 @@ def test_where_doubts_begin():
     assert "only 99 norms; record 100" in judged(level=np.zeros(99))[1]
 
 
-@pytest.mark.parametrize(
-    ("limit", "verdict"),
-    [
-        (FITTING, "constant"),
-        (FITTING._replace(clipped=0.0, missed=0.05), "constant"),
-        (FITTING._replace(clipped=0.021), "adaptive"),
-        (FITTING._replace(missed=0.031), "adaptive"),
-        (FITTING._replace(clipped=0.0, missed=0.0, is_reached=False), "adaptive"),
-    ],
-)
-def test_where_the_level_moves_a_limit_fits_if_at_most_a_twentieth_is_wrong(limit, verdict):
-    assert judged(limit=limit) == (verdict, "")
+def test_a_limit_fits_a_level_that_moves_if_it_clips_a_twentieth_and_all_at_8_times_the_level():
+    assert judged(times=7.9) == judged(limit=FLAT[5]) == ("constant", "")
+    assert judged(times=8.1) == judged(limit=FLAT[6]) == ("adaptive", "")

@@ -27,22 +27,36 @@ NORMAL, HEAVY = 0.3 * special.ndtri(PLACES), 0.2 * special.stdtrit(3, PLACES)
 def test_the_spread_is_a_standard_deviation_and_the_tail_decides_what_is_a_spike():
     assert spreads._spread(NORMAL) == pytest.approx(0.3, rel=2e-3)
     last = 0.3 * special.ndtri(1 - 0.1 / 999)  # a tenth of a norm is further away
-    reach, seldom = spreads._reach(NORMAL)
-    assert last < reach < 1.25 * last
+    border, seldom = spreads._border(NORMAL)
+    assert last < border < 1.5 * last
     assert seldom == pytest.approx(0.3 * special.ndtri(1 - 1 / 300), rel=1e-2)
     # Of a heavy tail a norm in 300 may be taken for a spike, and all far ones are.
-    heavy, _ = spreads._reach(HEAVY)
+    heavy, _ = spreads._border(HEAVY)
     assert np.sum(heavy < HEAVY) <= 3
-    assert heavy > 1.5 * reach
+    assert heavy > 1.3 * border
     for deviations in NORMAL, HEAVY:
         for spikes in 1, 10, 99:
-            found, _ = spreads._reach(np.append(deviations[:-spikes], np.full(spikes, np.log(10))))
+            found, _ = spreads._border(np.append(deviations[:-spikes], np.full(spikes, np.log(10))))
             assert deviations[-spikes - 1] < found < np.log(10)
 
 
 def test_a_norm_is_no_spike_near_its_level_and_always_one_far_from_it():
     for deviations, border in (0.01 * NORMAL, 1.5), (3 * NORMAL, 8.0):
-        assert np.exp(spreads._reach(deviations)[0]) == pytest.approx(border)
+        assert np.exp(spreads._border(deviations)[0]) == pytest.approx(border)
+
+
+def test_the_limit_is_some_standard_deviations_above_the_highest_level():
+    """No single norm moves it far, and it is from 1.5 to 8 times that level."""
+    rng = np.random.default_rng(0)
+    logs = rng.permutation(NORMAL)
+    limit = spreads.shape_of(logs).limit
+    assert limit == pytest.approx(4.5 * 0.3, rel=0.05)
+    logs[500] = 1.2
+    assert spreads.shape_of(logs).limit == pytest.approx(limit, rel=0.01)
+    for scale, times in (0.01, 1.5), (3, 8.0):
+        assert np.exp(spreads.shape_of(scale * logs).limit) == pytest.approx(times, rel=0.1)
+    steps = spreads.shape_of(0.1 * logs + np.repeat([0.0, 0.5, 1.0], 333))
+    assert (steps.low, steps.limit) == pytest.approx((0.0, 1.0 + np.log(1.5)), abs=0.1)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +84,7 @@ def test_the_spread_is_that_of_the_wider_side_with_enough_norms(up, down, expect
         ([2.0] * 30 + [0.028] * 5, [0.0] * 165, 35),
         ([3.5] * 30 + [2.0] * 20, np.linspace(2, 0, 150), 30),
         ([2.9] * 30 + [2.0] * 20, np.linspace(2, 0, 150), 0),
-        ([0.0, 2.0, 2.0], [0.0] * 197, 0),
+        ([0.0, 2.0, 2.0], [0.0] * 197, 3),
         ([0.38] * 30, [0.0] * 170, 0),
         ([0.42] * 30, [0.0] * 170, 30),
     ],
@@ -93,6 +107,13 @@ def test_a_level_may_step_and_drift_up_or_down(sign):
     }
     for regime, level in levels.items():
         assert regime_of(sign * level, sign * level, 0.1) == regime
+
+
+def test_norms_that_move_far_by_chance_alone_are_stationary():
+    """Each fit of so few and so wide norms moves far, and only its chance says that it is none."""
+    for seed in range(40):
+        logs = np.random.default_rng(seed).normal(size=64)
+        assert regime_of(logs, logs, 0.1) == "stationary"
 
 
 def test_few_norms_say_nothing_of_a_regime():
