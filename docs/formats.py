@@ -95,10 +95,10 @@ def loss_fn(params: Params, tokens: Array, dtype: str) -> Array:
 
 
 def optimizer(way: Way) -> optax.GradientTransformation:
-    """AdamW behind a clip, with a histogram of the true gradients of the last step."""
+    """AdamW behind a clip, with a histogram of the true gradients of the last step taken."""
     rate = optax.warmup_cosine_decay_schedule(0.0, RATE, WARMUP, STEPS)
     chain = optax.chain(
-        monitor.histogram(every=STEPS - 1),
+        monitor.histogram(every=1),
         optaxclip.clip_by_global_norm(1.0),
         optax.adamw(rate),
     )
