@@ -266,7 +266,7 @@ def of_transformer(rate: float, steps: int = 1000) -> Floats:
 def print_real() -> None:
     """What is suggested for real norms and for every second one of them, which must be the same.
 
-    The same verdict and regime, and a limit within 10 %: last comes how far it is from that of all.
+    Last comes how far a limit is from that of all norms.
     """
     for name, norms in trainings():
         limit = None

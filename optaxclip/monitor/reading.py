@@ -116,9 +116,10 @@ def metrics(
     The numbers of `noise_scale` are `scale`, `signal` and `variance`. The numbers of `record` are
     its statistics of the last step, of leaves or layers the largest, and `steps`. Those of
     `histogram` are of the last step that it counted, of all leaves together: `median_exponent`, the
-    k of the bin, 2**k to 2**(k + 1), in which the median of the entries other than 0 lies;
-    `zero_fraction`; `num_infinite` and `num_nan`, how many entries are infinite or NaN, at most
-    2**31 - 1; and `steps`. NaN stands for what is unknown before.
+    k of the bin, 2**k to 2**(k + 1), in which the median of the entries other than 0 lies, and
+    `low_exponent` and `high_exponent`, those of their quantiles of 5 % and 95 %; `zero_fraction`;
+    `num_infinite` and `num_nan`, how many entries are infinite or NaN, at most 2**31 - 1; and
+    `steps`. NaN stands for what is unknown before.
 
     Late in a run the share of all steps so far hardly moves. With `since`, the share and all counts
     are of the steps after an earlier state; all other numbers are still of the last step. If there

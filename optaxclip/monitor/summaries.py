@@ -32,7 +32,8 @@ _NOTHING = {"norm": 0.0, "limit": float("inf"), "factor": 1.0}
 NUMBERS = (
     *("norm", "limit", "factor", "clipped_norm", "clipped_fraction", "num_clipped"),
     *("num_nonfinite", "num_skipped", "loss", "loss_limit", "loss_scale"),
-    *("scale", "signal", "variance", "median_exponent", "num_infinite", "num_nan"),
+    *("scale", "signal", "variance"),
+    *("low_exponent", "median_exponent", "high_exponent", "num_infinite", "num_nan"),
     *(name for name in STATISTICS if name != "norm"),
     "steps",
 )
@@ -165,14 +166,20 @@ def _of_sizes(words: Any, numpy: Any) -> Summary:
     nonzero = counts[:, 1:-2]
     up_to = numpy.cumsum(nonzero, axis=1)
     known, every = up_to[:, -1:], numpy.sum(counts, axis=1)
-    is_half = (2 * up_to >= known).astype(numpy.int32)
     exponents = exponents_of_parts(wide=words.shape[-1] == num_counts(wide=True))
-    median = numpy.asarray(exponents, numpy.float32)[numpy.argmax(is_half, axis=1)]
+
+    def at(share: float) -> Any:
+        is_reached = (up_to >= numpy.float32(share) * known).astype(numpy.int32)
+        found = numpy.asarray(exponents, numpy.float32)[numpy.argmax(is_reached, axis=1)]
+        return numpy.where(known[:, 0] > 0, found, numpy.nan)
+
     # The words of several groups were added up.
     high, low = high + (low >> WORD), low & (2**WORD - 1)
     exact = numpy.where(high < 2**15, (high << WORD) | low, 2**31 - 1).astype(numpy.int32)
     return {
-        "median_exponent": numpy.where(known[:, 0] > 0, median, numpy.nan),
+        "low_exponent": at(0.05),
+        "median_exponent": at(0.5),
+        "high_exponent": at(0.95),
         "zero_fraction": numpy.where(every > 0, counts[:, 0] / numpy.maximum(every, 1), numpy.nan),
         "num_infinite": exact[:, -2],
         "num_nan": exact[:, -1],

@@ -164,12 +164,14 @@ def _tail(deviations: Floats, quantile: float) -> Callable[[Any, float], Any]:
 
 
 def _warmup(level: Floats, spread: float) -> int:
-    """The number of first steps whose level is clearly outside of the range of all later levels."""
+    """The number of first steps whose level is outside of the range of all later levels.
+
+    Behind the first step within the range a run has begun: what leaves it then is no warm-up.
+    """
     longest = int(len(level) * LONGEST_WARMUP)
     low, high = level[longest:].min(), level[longest:].max()
     beyond = np.maximum(low - level[:longest], level[:longest] - high)
+    warmup = int(np.argmax(np.append(beyond, 0.0) <= spread / 4))
     # The start of a steady drift is also outside of the later range, by a third of that range.
     clearly = max((high - low) / 2, 2 * spread, math.log(SMALLEST_RATIO))
-    if beyond.max() <= clearly:
-        return 0
-    return int(np.flatnonzero(beyond > spread / 4)[-1]) + 1
+    return warmup if beyond[:warmup].max(initial=0.0) > clearly else 0

@@ -91,8 +91,9 @@ def test_the_compiler_is_told_that_each_device_has_all_norms_and_multipliers():
     leaf = jax.device_put(jnp.ones((64, 32)), NamedSharding(mesh(), P(None, "a")))
     tx = optaxclip.adaptive_grad_clip(0.01)
     program = str(jax.jit(tx.update).trace(leaf, tx.init(leaf), leaf).jaxpr)
-    # The sums of gradients and of parameters, in the ways of two platforms, and the multipliers.
-    assert program.count("sharding_constraint[") == 2 * 2 + 1
+    # The sums of gradients and of parameters, in the ways of three platforms, and the
+    # multipliers.
+    assert program.count("sharding_constraint[") == 2 * 3 + 1
 
 
 @pytest.mark.slow

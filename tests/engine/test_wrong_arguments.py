@@ -142,7 +142,13 @@ def test_the_axis_of_a_vmap_where_jax_has_no_sum_over_it():
     np.testing.assert_allclose(found, np.full((3, 4), 12**-0.5), rtol=1e-6)
 
 
-OF_A_STATE = ("clip_tree", "monitor.history", "monitor.history_names")
+OF_A_STATE = (
+    "clip_tree",
+    "monitor.format_fit",
+    "monitor.histograms",
+    "monitor.history",
+    "monitor.history_names",
+)
 
 
 def test_names_are_checked_by_all_that_take_one():

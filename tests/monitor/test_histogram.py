@@ -236,6 +236,9 @@ def test_numbers_for_a_log():
     found = monitor.scalars(jax.jit(whole.update)(grads, whole.init(grads))[1])
     assert found["histogram/median_exponent"] == 1
     assert found["histogram/num_nan"] == 1
+    sizes = {"x": 1.5 * 2.0 ** np.repeat([-9, -3, 2, 7], [4, 1, 94, 1])}
+    found = monitor.scalars(jax.jit(whole.update)(sizes, whole.init(sizes))[1])
+    assert [found[f"histogram/{x}_exponent"] for x in ("low", "median", "high")] == [-3, 2, 2]
 
 
 def test_the_table_of_a_format_says_which_scale_keeps_what():
