@@ -26,12 +26,12 @@ def sums_in_float64(
     leaves: Sequence[Array], *, axes: Sequence[tuple[int, ...]], norm: Norm, **_: Any
 ) -> list[Array]:
     """For each leaf the sum of powers of its entries, with 64-bit types enabled."""
-    return [_sum_in_float64(x, over, norm) for x, over in zip(leaves, axes, strict=True)]
+    return list(map(functools.partial(_sum_in_float64, norm=norm), leaves, axes))
 
 
 # A compiled function of its own, so that it is traced once for leaves that are alike.
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _sum_in_float64(leaf: Array, axes: tuple[int, ...], norm: Norm) -> Array:
+@functools.partial(jax.jit, static_argnums=(1,), static_argnames=("norm",))
+def _sum_in_float64(leaf: Array, axes: tuple[int, ...], *, norm: Norm) -> Array:
     x = entries(leaf, jnp.float32)
     if norm.degree != 2:
         # Without the barrier, XLA (JAX 0.10.2) would convert the entries once for this sum and for

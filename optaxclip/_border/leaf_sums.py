@@ -28,13 +28,9 @@ AtScales = tuple[Array, ...]
 
 
 def either(
-    leaves: list[Array],
-    *,
-    in_float64: Callable[..., Any],
-    at_scales: Callable[[list[Array]], Any],
-    whole: bool,
-) -> Any:
-    """The result of one of two functions of leaves: where a sum in float64 is better, of the first.
+    *, in_float64: Callable[..., Any], at_scales: Callable[[list[Array]], Any], whole: bool
+) -> Callable[[list[Array]], Any]:
+    """Calls one of two functions of leaves: where a sum in float64 is better, the first.
 
     It is called with 64-bit types enabled, and with the module that adds on a platform as `adder`.
     The second sums at several scales; `whole` says whether it can do that by `at_once`.
@@ -44,7 +40,7 @@ def either(
     )
     gpus = () if whole and not gpu.has_fast_float64() else ("cuda", "rocm")
     ways = dict.fromkeys(gpus, on_gpu)
-    return lax.platform_dependent(leaves, cpu=on_cpu, default=at_scales, **ways)
+    return functools.partial(lax.platform_dependent, cpu=on_cpu, default=at_scales, **ways)
 
 
 def distance(dtype: jax.typing.DTypeLike) -> float:

@@ -200,12 +200,10 @@ class _Measurement(NamedTuple):
         """The norms, computed in the way that is best on the platform."""
         if self.dtype != jnp.float32 or self.norm.is_max or self.norm.degree not in SUMMED:
             return self.in_own_dtype(leaves)
-        whole = leaf_sums.are_whole(
-            leaves, self.axes, in_one_piece=self.plan.placement.in_one_piece
-        )
-        return leaf_sums.either(
-            leaves, in_float64=self.in_float64, at_scales=self.in_own_dtype, whole=whole
-        )
+        in_one_piece = self.plan.placement.in_one_piece
+        whole = leaf_sums.are_whole(leaves, self.axes, in_one_piece=in_one_piece)
+        way = leaf_sums.either(in_float64=self.in_float64, at_scales=self.in_own_dtype, whole=whole)
+        return way(leaves)
 
     def in_own_dtype(self, leaves: list[Array]) -> Measured:
         """The norms, computed in their own dtype."""
