@@ -38,8 +38,8 @@ class Histogram:
         entries are too large for this format.
     """
 
-    counts: np.ndarray[Any, np.dtype[np.int64]]
-    edges: np.ndarray[Any, np.dtype[np.float64]]
+    counts: np.ndarray[Any, np.dtype[np.int64]] = dataclasses.field(repr=False)
+    edges: np.ndarray[Any, np.dtype[np.float64]] = dataclasses.field(repr=False)
     zeros: int
     nonfinite: int
     step: int
