@@ -71,17 +71,16 @@ def lost_below(dtype: jax.typing.DTypeLike) -> float:
     return float(jnp.finfo(dtype).smallest_subnormal) / 2
 
 
-def too_large(dtype: jax.typing.DTypeLike) -> Bound:
-    """The threshold above which entries round to a number beyond the format's largest one.
+def too_large(dtype: jax.typing.DTypeLike) -> float:
+    """The size above which entries round to a number beyond the format's largest one.
 
-    It lies half a unit in the last place above the largest number. A tie is rounded to the number
-    with an even last digit, which is beyond if the digit of the largest number is odd. For float64
-    the threshold is infinite.
+    It lies half a unit in the last place above the largest number; for float64 it is infinite.
+    `TOO_LARGE` says where a tie goes: to the number with an even last digit.
     """
     info = jnp.finfo(dtype)
     largest = float(info.max)
     unit = 2.0 ** (math.frexp(largest)[1] - 1 - info.nmant)
-    return Bound(largest + unit / 2, inclusive=largest / unit % 2 == 1)
+    return largest + unit / 2
 
 
 @functools.cache

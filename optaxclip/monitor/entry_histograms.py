@@ -78,14 +78,14 @@ class Histogram:
           ValueError: if the histogram has no count for this format.
         """
         limit = too_large(dtype)
-        if limit.value >= self.edges[-1]:
+        if limit >= self.edges[-1]:
             return 0.0
-        if limit.value not in self.too_large:
+        if limit not in self.too_large:
             raise ValueError(
                 f"the histogram has no count of the entries that are too large for {dtype}; those "
                 "of monitor.histograms have one for each format of JAX"
             )
-        return self._share(self.too_large[limit.value])
+        return self._share(self.too_large[limit])
 
     def by_exponent(
         self,

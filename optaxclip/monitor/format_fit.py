@@ -152,7 +152,7 @@ def _fit(found: Histogram, dtype: jnp.dtype, lost: float) -> GroupFit:
     smallest = float(found.edges[np.argmax(np.cumsum(found.counts) > lost * total)])
     largest = float(found.edges[np.flatnonzero(found.counts)[-1] + 1])
     lowest = lost_below(dtype) / smallest if smallest else math.inf
-    highest = 2.0 ** (math.frexp(too_large(dtype).value)[1] - 1) / largest
+    highest = 2.0 ** (math.frexp(too_large(dtype))[1] - 1) / largest
     return GroupFit(below, above, lowest, highest)
 
 
