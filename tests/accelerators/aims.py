@@ -57,7 +57,9 @@ KERNELS_OF_EVENTS = 12
 
 
 # A count for each size, in several lanes, beside each leaf.
-MORE_MOVED_BY_COUNTS = 0.06
+MORE_MOVED_BY_COUNTS = 0.07
+# What a loop that does not turn moves on a mesh of TPUs (JAX 0.10.2: 0.026).
+MOVED_BESIDE_COUNTS = 0.03
 
 
 def assert_counts_in_one_read(device: str, mesh: str) -> None:
@@ -70,7 +72,7 @@ def assert_counts_in_one_read(device: str, mesh: str) -> None:
     counting, other = (count(run.text, turns=turns) - plain.counts for turns in (1, 0))
     assert run.counts.loops >= 1
     assert counting.read + counting.written <= (1 + MORE_MOVED_BY_COUNTS) * run.gradients
-    assert other.read + other.written <= MORE_MOVED * run.gradients
+    assert other.read + other.written <= MOVED_BESIDE_COUNTS * run.gradients
     assert {*+counting.collectives} <= {"all-reduce"}
 
 
