@@ -62,10 +62,10 @@ class Shape(NamedTuple):
 def shape_of(logs: Floats) -> Shape:
     """The shape of the logarithms of norms, float64[steps], all finite."""
     level = _rolling_median(logs, _window(len(logs)))
-    spread = _spread(logs - level)
+    around = logs - level
+    spread = _spread(around)
     warmup = _warmup(level, spread)
     regime = regime_of(logs[warmup:], level[warmup:], spread)
-    around = logs - level
     if regime == "stationary":
         level[warmup:] = np.median(logs[warmup:])
     deviations = logs - level
