@@ -6,7 +6,6 @@ TensorFlow's clipping functions for any pytree, `per_example` clips each example
 `accumulate` computes gradients by microbatches.
 """
 
-import optaxclip._base.doors as _doors
 from optaxclip import (
     accumulate,
     monitor,
@@ -122,6 +121,3 @@ __all__ = [
 def __dir__() -> list[str]:
     """The public names; the packages that they come from are not for users."""
     return __all__
-
-
-_doors.put_signs(__name__)

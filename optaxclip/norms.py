@@ -26,11 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import optaxclip._base.doors as _doors
 from optaxclip._base.arguments import asks, near_miss, refuse_uncalled, short
 from optaxclip._base.numerics import is_real, safe_sqrt
-
-_doors.put_signs(__name__)
 
 
 def _abs_squared(x: Array) -> Array:

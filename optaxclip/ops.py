@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 
-import optaxclip._base.doors as _doors
 import optaxclip._border.devices as devices
 import optaxclip.methods.elementwise as elementwise
 import optaxclip.scopes as scopes
@@ -30,8 +29,6 @@ from optaxclip._engine.clip import clip_tree, group_norms
 from optaxclip.nonfinite import as_policy
 from optaxclip.norms import Norm, average_l2
 from optaxclip.thresholds.checks import checked_limit
-
-_doors.put_signs(__name__)
 
 
 def global_norm(

@@ -27,12 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-import optaxclip._base.doors as _doors
 from optaxclip._base.arguments import asks, refuse_uncalled
 from optaxclip._base.derivatives import custom_jvp
 from optaxclip._base.numerics import safe_divide
-
-_doors.put_signs(__name__)
 
 Response: TypeAlias = Callable[[Array, Array, Array], Array]
 

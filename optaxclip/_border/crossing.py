@@ -4,14 +4,16 @@ The code that is called from here knows nothing of memories, explicit meshes and
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 import optaxclip._border.devices as devices
@@ -19,6 +21,8 @@ from optaxclip._base.states import refuse_state_as_updates
 from optaxclip._base.types import PyTree
 
 State = TypeVar("State", covariant=True)
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 _NO_STATE = object()
 
 
@@ -100,63 +104,71 @@ def stateless(update: Callable[..., Any]) -> Transformation[Any]:
     return transformation(init, handing_back)
 
 
-def everywhere(*operands: Any) -> PartitionSpec:
-    """The spec of results that every device holds in full."""
-    del operands
-    return PartitionSpec()
-
-
-def across(
-    fn: Callable[..., Any],
-    *operands: Any,
-    like: int | tuple[int, ...] | Callable[..., PyTree] = everywhere,
+def global_view(
+    *,
+    out_like: str | tuple[str, ...] | Callable[..., PyTree] | None = None,
     compiled: bool = True,
-    **static: Any,
-) -> Any:
-    """`fn(*operands, **static)` for operands that lie anywhere: `fn` sees arrays as if unsplit.
+) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
+    """A decorator: makes a function of arrays work wherever these lie.
 
-    In eager mode it is one compiled call, which is cached. Under `jit`, `fn` is traced like the
-    code around it, because a call takes time to trace for each of its arguments. If the types of
-    arrays say that they are split over an explicit mesh, the axes of this mesh are automatic inside
-    of `fn`: there the compiler decides how arrays are split.
+    Positional arguments are pytrees of arrays, keyword arguments are static and hashable. The
+    function sees arrays as if unsplit. In eager mode it is one compiled call, which is cached.
+    Under `jit` it is traced like the code around it, because a call takes time to trace for each of
+    its arguments. If the types of arrays say that they are split over an explicit mesh, the axes of
+    this mesh are automatic inside of the function: there the compiler decides how arrays are split.
 
     Args:
-      fn: a function; if compiled, of a module's top level, because it is part of the cache's key.
-      *operands: pytrees of arrays.
-      like: the position of the operand whose types the results get on such a mesh, or of one
-        operand for each result; or a function of the operands that gives a pytree prefix of the
-        results with arrays or `PartitionSpec`s.
-      compiled: whether to compile in eager mode.
-      **static: hashable keyword arguments of `fn`.
+      out_like: the name of the argument whose types the results get on such a mesh, or of one
+        argument for each result; or a function of the positional arguments that gives a pytree
+        prefix of the results with arrays or `PartitionSpec`s. With None every device holds the
+        results in full.
+      compiled: whether to compile in eager mode. The function must then be of a module's top level,
+        because it is part of the cache's key.
     """
-    operands = devices.typed_like(operands, operands)
-    if compiled and not devices.are_staged(operands):
-        return _compiled(fn, like, tuple(static.items()), *operands)
-    operands = jax.tree.map(jnp.asarray, operands)
-    return _on_any_mesh(fn, like, tuple(static.items()), *operands)
+
+    def decorate(fn: Callable[Params, Result]) -> Callable[Params, Result]:
+        like: Any = out_like
+        if like is not None and not callable(like):
+            positions = [*inspect.signature(fn).parameters].index
+            like = jax.tree.map(positions, like)
+
+        @functools.wraps(fn)
+        def call(*operands: Any, **static: Any) -> Any:
+            traced = [x for x in jax.tree.leaves(operands) if isinstance(x, Tracer)]
+            if traced:
+                operands = devices.typed_like(operands, operands)
+            if compiled and not devices.are_staged(traced):
+                return _compiled(fn, like, tuple(static.items()), operands)
+            operands = jax.tree.map(jnp.asarray, operands)
+            return _with_own_mesh(fn, like, tuple(static.items()), operands)
+
+        return call
+
+    return decorate
 
 
-def _on_any_mesh(
+def _with_own_mesh(
     fn: Callable[..., Any],
-    like: int | tuple[int, ...] | Callable[..., PyTree],
+    like: int | tuple[int, ...] | Callable[..., PyTree] | None,
     static: tuple[tuple[str, Any], ...],
-    *operands: Any,
+    operands: tuple[Any, ...],
 ) -> Any:
     fn = functools.partial(fn, **dict(static))
     types = devices.types_of(operands)
     with devices.on_own_mesh(types):
         mesh = devices.explicit_mesh(types)
         if mesh is not None:
-            if callable(like):
-                types = like(*operands)
+            if like is None:
+                out: Any = PartitionSpec()
+            elif callable(like):
+                out = like(*operands)
             else:
-                types = jax.tree.map(lambda position: operands[position], like)
-            specs = jax.tree.map(devices.spec_of, types)
-            fn = devices.with_automatic_axes(fn, mesh, specs)
+                out = jax.tree.map(lambda position: operands[position], like)
+            fn = devices.with_automatic_axes(fn, mesh, jax.tree.map(devices.spec_of, out))
         return fn(*operands)
 
 
-_compiled = jax.jit(_on_any_mesh, static_argnums=(0, 1, 2), inline=True)
+_compiled = jax.jit(_with_own_mesh, static_argnums=(0, 1, 2), inline=True)
 
 
 def scanned(body: Callable[..., Any], start: PyTree, xs: PyTree, beside: PyTree) -> Any:

@@ -90,9 +90,8 @@ def _staged_kind() -> type:
     return found[0]
 
 
-def are_staged(arrays: PyTree) -> bool:
-    """Whether all traced arrays among these are of a program that is being traced, as by `jit`."""
-    traced = [x for x in jax.tree.leaves(arrays) if isinstance(x, Tracer)]
+def are_staged(traced: Sequence[Any]) -> bool:
+    """Whether there are traced arrays, all of a program that is being traced, as by `jit`."""
     return bool(traced) and all(isinstance(x, _staged_kind()) for x in traced)
 
 

@@ -4,11 +4,13 @@ in   arrays of the groups: norms, limits, factors, flags
 out  one number for each name of the grouping, `[]` or `[names]`
 """
 
+import functools
 import itertools
 import math
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -20,11 +22,24 @@ from optaxclip._base.states import Names, increased
 from optaxclip._base.types import ClipInfo
 from optaxclip._engine.plan import Plan
 
-Columns: TypeAlias = tuple[Array, ...]
-"""Arrays of one shape: norms, limits, factors, and flags for clipped and for non-finite groups.
 
-During the search for the worst group, the groups' scores (`_badness`) come first.
-"""
+class _Row(NamedTuple):
+    """What a step did to each group; the flags are 0 or 1. All arrays have one shape and dtype."""
+
+    norm: Array
+    limit: Array
+    factor: Array
+    clipped: Array
+    nonfinite: Array
+    score: Any = None
+    """How bad a group is, while the worst is searched for."""
+
+    @classmethod
+    def of(cls, norm: Array, limit: Array, factor: Array, bad: Array) -> "_Row":
+        """The row of groups whose norms are not finite where `bad`."""
+        limit = limit.astype(norm.dtype)
+        clipped = (norm > limit) & ~bad
+        return cls(norm, limit, factor, clipped.astype(norm.dtype), bad.astype(norm.dtype))
 
 
 def initial_info(name: str, grouping: Grouping, dtype: Any = jnp.float32) -> ClipInfo:
@@ -53,54 +68,47 @@ def updated_info(
     grouping = plan.grouping
     if not grouping.groups:
         return old
-    columns = _columns(norm, limit, factor, bad)
+    row = _Row.of(norm, limit, factor, bad)
     if grouping.layout == "dict":
-        columns = _of_worst(plan, columns)
-    chex.assert_equal_shape([*columns, old.norm])
-    columns = [narrowed(column, old.norm.dtype) for column in columns]
+        row = _worst_of_each_leaf(plan, row)
+    chex.assert_equal_shape([*row[:-1], old.norm])
+    row = jax.tree.map(lambda x: narrowed(x, old.norm.dtype), row)
     if grouping.layout != "scalar" and not all(grouping.present):
-        nothing = jnp.zeros_like(old.fraction)
-        before = (old.norm, old.limit, old.factor, nothing, nothing)
+        zeros = jnp.zeros_like(old.fraction)
+        before = _Row(old.norm, old.limit, old.factor, clipped=zeros, nonfinite=zeros)
         present = jnp.asarray(grouping.present)
-        with_old = zip(columns, before, strict=True)
-        columns = [lax.select(present, column, kept) for column, kept in with_old]
-    norm, limit, factor, clipped, nonfinite = columns
+        row = jax.tree.map(functools.partial(lax.select, present), row, before)
     new = old._replace(
         names=grouping.names,
-        norm=norm,
-        limit=limit,
-        factor=factor,
-        fraction=clipped,
-        num_clipped=increased(old.num_clipped, clipped > 0),
-        num_nonfinite=increased(old.num_nonfinite, nonfinite > 0),
+        norm=row.norm,
+        limit=row.limit,
+        factor=row.factor,
+        fraction=row.clipped,
+        num_clipped=increased(old.num_clipped, row.clipped > 0),
+        num_nonfinite=increased(old.num_nonfinite, row.nonfinite > 0),
     )
     return devices.in_place_of(old, new)
 
 
-def _columns(norm: Array, limit: Array, factor: Array, bad: Array) -> Columns:
-    limit = limit.astype(norm.dtype)
-    clipped = (norm > limit) & ~bad
-    return norm, limit, factor, clipped.astype(norm.dtype), bad.astype(norm.dtype)
-
-
-def _of_worst(plan: Plan, columns: Columns) -> Columns:
-    """Columns with one number for each leaf: the number of its worst group."""
-    norm, limit, *_ = columns
-    columns = (_badness(norm, limit), *columns)
-    # The barrier makes XLA (JAX 0.10.2) store the columns; without it, XLA computes them again for
-    # each reduction.
-    stored = lax.optimization_barrier(devices.stack(columns))
+def _worst_of_each_leaf(plan: Plan, row: _Row) -> _Row:
+    """A row with one number for each leaf: the number of its worst group."""
+    row = row._replace(score=_badness(row.norm, row.limit))
+    # The barrier makes XLA (JAX 0.10.2) store the row; without it, XLA computes it again for each
+    # reduction.
+    leaves, structure = jax.tree.flatten(row)
+    stored = lax.optimization_barrier(devices.stack(leaves))
     found, start = [], 0
     # All leaves of one shape share a reduction, so that few reductions are compiled.
     for shape, alike in itertools.groupby(plan.ordered, key=lambda group: group.shape):
         count, size = len(list(alike)), math.prod(shape)
         part = lax.slice_in_dim(stored, start, start + count * size, axis=1)
-        found.append(_in_one_reduction(tuple(part.reshape(len(columns), count, size)), (1,)))
+        part = structure.unflatten(part.reshape(len(leaves), count, size))
+        found.append(_reduce_to_worst(part))
         start += count * size
-    worst = tuple(map(jnp.concatenate, zip(*found, strict=True)))
+    worst = jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)._replace(score=None)
     order = np.argsort(plan.order)
     is_sorted = list(order) == list(range(len(order)))
-    return worst if is_sorted else tuple(column[order] for column in worst)
+    return worst if is_sorted else jax.tree.map(lambda x: x[order], worst)
 
 
 def _badness(norm: Array, limit: Array) -> Array:
@@ -112,21 +120,20 @@ def _badness(norm: Array, limit: Array) -> Array:
     return jnp.where(jnp.isnan(norm), jnp.inf, ratio)
 
 
-def _in_one_reduction(columns: Columns, axes: tuple[int, ...]) -> Columns:
-    """The columns of the worst group along these axes; the first column holds the scores."""
+def _reduce_to_worst(groups: _Row) -> _Row:
+    """The row of the worst group along the last axis; `clipped` becomes the share of groups."""
+    dtype = groups.norm.dtype.type
     # The result for a leaf without groups.
-    nothing = tuple(columns[0].dtype.type(x) for x in (-1, 0, jnp.inf, 1, 0, 0))
-    found = lax.reduce(lax.stop_gradient(columns), nothing, _worse, axes)
-    _, norm, limit, factor, clipped, bad = found
-    # The number of clipped groups becomes their share.
-    size = math.prod(columns[0].shape[axis] for axis in axes)
-    return norm, limit, factor, clipped / max(size, 1), bad
+    empty = _Row(*map(dtype, (0, jnp.inf, 1, 0, 0, -1)))
+    row = lax.reduce(lax.stop_gradient(groups), empty, _worse, (1,))
+    return row._replace(clipped=row.clipped / max(groups.norm.shape[1], 1))
 
 
-def _worse(some: Columns, others: Columns) -> Columns:
-    """The worse of two groups, how many of them were clipped, and whether one is bad."""
+def _worse(one: _Row, other: _Row) -> _Row:
+    """The worse of two groups, how many of them were clipped, and whether one is not finite."""
     # Of equal scores the larger norm wins, so that the order of groups does not matter.
-    is_worse = (some[0] > others[0]) | ((some[0] == others[0]) & (some[1] >= others[1]))
-    worse = [lax.select(is_worse, x, y) for x, y in zip(some[:4], others[:4], strict=True)]
+    is_worse = (one.score > other.score) | ((one.score == other.score) & (one.norm >= other.norm))
     # With the policy "mask", a group with bad entries need not be the worst.
-    return *worse, some[4] + others[4], jnp.maximum(some[5], others[5])
+    return jax.tree.map(functools.partial(lax.select, is_worse), one, other)._replace(
+        clipped=one.clipped + other.clipped, nonfinite=jnp.maximum(one.nonfinite, other.nonfinite)
+    )

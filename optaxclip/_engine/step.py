@@ -16,7 +16,7 @@ import optaxclip.nonfinite as policies
 from optaxclip._base.states import increased
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import ClipState, NormTree, PyTree, Threshold
-from optaxclip._border.crossing import across
+from optaxclip._border.crossing import global_view
 from optaxclip._border.entries import as_arrays
 from optaxclip._engine.measure import Measured, mask, measure, slack
 from optaxclip._engine.options import Options
@@ -82,17 +82,15 @@ def clipped(
     raises = options.nonfinite == "error"
     if raises or technique.names_leaves:
         plan = dataclasses.replace(plan, leaf_names=tuple(flat.names()))
-    new, state = across(
-        _steps,
+    # Not compiled for "error" in eager mode: `checkify.check` can raise at once there, but not
+    # inside of a compiled call.
+    run = _steps_one_by_one if raises else _steps_compiled
+    new, state = run(
         flat.measured_leaves(),
         weights,
         rule,
         state,
         norm_of_tree,
-        like=(0, 3),
-        # Not compiled for "error" in eager mode: `checkify.check` can raise at once there, but not
-        # inside of a compiled call.
-        compiled=not raises,
         plan=plan,
         of_weights=of_weights,
         options=options,
@@ -103,7 +101,7 @@ def clipped(
 
 def norms_of(flat: FlatTree, plan: Plan, norm: Norm) -> NormTree:
     """The norms of all groups, as users see them."""
-    return across(_norms, flat.measured_leaves(), plan=plan, norm=norm)
+    return _norms(flat.measured_leaves(), plan=plan, norm=norm)
 
 
 def _steps(
@@ -160,6 +158,10 @@ def _steps(
     return scaled, ClipState(increased(state.steps), rule_state, info)
 
 
+_steps_compiled = global_view(out_like=("leaves", "state"))(_steps)
+_steps_one_by_one = global_view(out_like=("leaves", "state"), compiled=False)(_steps)
+
+
 def _report(bad: Array, plan: Plan, name: str) -> None:
     """Reports groups that are not finite to `checkify`."""
     for flags, group in zip(plan.unpack(bad), plan.grouping.groups, strict=True):
@@ -169,5 +171,6 @@ def _report(bad: Array, plan: Plan, name: str) -> None:
             policies.check(flags, name, names)  # nonfinite="error" needs checkify
 
 
+@global_view()
 def _norms(leaves: list[Any], *, plan: Plan, norm: Norm) -> NormTree:
     return plan.as_tree(measure(as_arrays(leaves), plan, norm).norm)

@@ -20,7 +20,7 @@ from optaxclip._base.numerics import (
 )
 from optaxclip._base.trees import FlatTree, data_of, dtype_of, with_data
 from optaxclip._base.types import ArrayLike, PyTree
-from optaxclip._border.crossing import across
+from optaxclip._border.crossing import global_view
 
 
 def clamp(
@@ -40,7 +40,7 @@ def clamp(
     dtypes = set(map(_canonical, {dtype_of(leaf) for leaf in leaves}))
     highs = {str(dtype): _in_range(high, dtype) for dtype in dtypes}
     lows = None if low is None else {str(dtype): _in_range(low, dtype) for dtype in dtypes}
-    return flat.rebuild(across(_clamped_by_dtype, leaves, lows, highs, like=0))
+    return flat.rebuild(_clamped_by_dtype(leaves, lows, highs))
 
 
 def checked_bound(bound: Any, argument: str) -> Any:
@@ -104,6 +104,7 @@ def _integer_in_range(bound: Any, dtype: Any) -> ArrayLike:
 _canonical = jax.dtypes.canonicalize_dtype
 
 
+@global_view(out_like="leaves")
 def _clamped_by_dtype(
     leaves: list[Any], lows: dict[str, Any] | None, highs: dict[str, Any]
 ) -> list[Any]:

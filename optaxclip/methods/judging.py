@@ -11,7 +11,7 @@ import optaxclip._border.devices as devices
 from optaxclip._base.numerics import match_weak_type, narrowed, select
 from optaxclip._base.states import increased
 from optaxclip._base.types import ClipInfo, PyTree, Threshold
-from optaxclip._border.crossing import across
+from optaxclip._border.crossing import global_view
 from optaxclip.thresholds.calling import limits_of
 from optaxclip.thresholds.fixed import at_step
 
@@ -57,8 +57,7 @@ def judged(
 
     A rule that is relative to the parameters needs their norm.
     """
-    operands = (at_step(rule, state), state, number, param_norm)
-    limits, state = across(limits_of, *operands, like=_judgement, name=name)
+    limits, state = _limits_of(at_step(rule, state), state, number, param_norm, name=name)
     is_finite = jnp.isfinite(number)
     is_above = is_finite & (number > limits.trigger.astype(number.dtype))
     return Judged(number, limits.trigger, state, is_above, ~is_finite)
@@ -69,6 +68,9 @@ def _judgement(rule: Threshold, state: PyTree, *_: Any) -> tuple[PartitionSpec, 
     return PartitionSpec(), state
 
 
+_limits_of = global_view(out_like=_judgement)(limits_of)
+
+
 def kept_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
     """`old` where `where` is True, else `new`, in the dtypes and structure of `new`."""
 
@@ -77,7 +79,7 @@ def kept_where(where: Array, old: PyTree, new: PyTree) -> PyTree:
             return y
         if is_opaque(y):
             return jnp.where(where, x, y)
-        return across(_chosen, where, x, y, like=2)
+        return _chosen(where, x, y)
 
     return jax.tree.map(choose, new, old)
 
@@ -93,6 +95,7 @@ def _zeroed(where: Array, x: Array) -> Array:
     return match_weak_type(select(where, 0, x), x)
 
 
+@global_view(out_like="y")
 def _chosen(where: Array, x: Array, y: Array) -> Array:
     chosen = lax.select(where, x.astype(y.dtype), y)
     # The weak type stays: if a state's type changed, the next step would be compiled again.

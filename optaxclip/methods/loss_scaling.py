@@ -26,7 +26,7 @@ from optaxclip._base.numerics import (
 from optaxclip._base.states import check_state, increased, registered_state
 from optaxclip._base.trees import data_of, dtype_of, flatten, is_sparse, with_data
 from optaxclip._base.types import ClipInfo, PyTree
-from optaxclip._border.crossing import Transformation, across, transformation
+from optaxclip._border.crossing import Transformation, global_view, transformation
 from optaxclip._border.entries import times
 from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip.methods.skipping import SkipState, as_inner, skipping
@@ -159,10 +159,10 @@ def scale_loss(
     ) -> tuple[PyTree, LossScaleState]:
         check_state(state, LossScaleState, checked.name, _WRAP_STATE, updates=updates)
         flat, scale = flatten(updates, "updates"), as_power(state.loss_scale)
-        grads = flat.rebuild(across(_unscaled, flat.measured_leaves(), scale, like=0))
+        grads = flat.rebuild(_unscaled(flat.measured_leaves(), scale))
         new, skip_state = skip.update(grads, state.skip, _widened(params), **extra_args)
         is_good = skip_state.info.factor > 0
-        loss_scale, good_steps = across(_next, numbers, scale, state.good_steps, is_good)
+        loss_scale, good_steps = _next(numbers, scale, state.good_steps, is_good)
         return _rounded_like(new, params), LossScaleState(
             narrowed(loss_scale, jnp.result_type(state.loss_scale)), good_steps, skip_state
         )
@@ -185,6 +185,7 @@ def as_power(loss_scale: Array) -> Array:
     return power_of_two_below(jnp.asarray(loss_scale).astype(jnp.float32))
 
 
+@global_view()
 def _next(
     numbers: _Numbers, scale: Array, good_steps: Array, is_good: Array
 ) -> tuple[Array, Array]:
@@ -197,6 +198,7 @@ def _next(
     return jnp.clip(scale * by, minimum, maximum), jnp.where(grows, 0, good_steps)
 
 
+@global_view(out_like="leaves")
 def _unscaled(leaves: list[Any], scale: Array) -> list[Any]:
     """The leaves divided by the scale, in float32 or wider."""
     inverse = reciprocal_of_power(scale)

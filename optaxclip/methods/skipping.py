@@ -96,11 +96,6 @@ def skipping(
     if max_consecutive is not None:
         max_consecutive = checked_count(max_consecutive, "max_consecutive")
 
-    def norms(flat: FlatTree, scope: Scope) -> tuple[Array, Names]:
-        """The norms of groups, and their names."""
-        plan = plan_of(flat, scope, options)
-        return norms_of(flat, plan, options.norm), plan.grouping.names
-
     def init(params: PyTree) -> SkipState:
         flat = flatten(params, "params")
         # JAX 0.10.2 cannot make zeros like an array in another memory in eager mode.
@@ -124,52 +119,44 @@ def skipping(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, SkipState]:
         check_state(state, SkipState, name, _WRAP_STATE, updates=updates)
-        rule = rule_for(limit, [("tree", ())])
-        norm_now = known_norm(options, extra_args, "scalar")
+        norm = known_norm(options, extra_args, "scalar")
         # The optimizer runs at every step, and its results may be dropped after it: so the norms
         # that it takes of the updates share a read with these.
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
-        judged_tree = new_updates if of == "updates" else updates
-        flat = flatten(judged_tree, "updates").named_like(state.leaves)
-        of_leaves, names = jnp.zeros(0), Names()
-        if norm_now is None:
+        flat = flatten(new_updates if of == "updates" else updates, "updates")
+        flat = flat.named_like(state.leaves)
+        names, leaf_norms = Names(), jnp.zeros(0)
+        if norm is None:
             # The two norms take one read, because the compiler sums each leaf once.
-            norm_now, _ = norms(flat, scopes.tree())
-            of_leaves, names = norms(flat, scopes.leaf())
-            of_leaves = lax.stop_gradient(of_leaves)
-        relative_to = params_for(rule, params, name)
-        param_norm = None
-        if relative_to is not None:
-            param_norm, _ = norms(flatten(relative_to, "params"), scopes.tree())
-        of_norm = judged(rule, state.rule, norm_now, name, param_norm)
+            _, norm = _norms(flat, scopes.tree(), options)
+            names, leaf_norms = _norms(flat, scopes.leaf(), options)
+            leaf_norms = lax.stop_gradient(leaf_norms)
+        rule, param_norm = rule_for(limit, [("tree", ())]), None
+        params = params_for(rule, params, name)
+        if params is not None:
+            _, param_norm = _norms(flatten(params, "params"), scopes.tree(), options)
+        of_norm = judged(rule, state.rule, norm, name, param_norm)
         is_bad, is_out, of_loss = of_norm.is_bad, of_norm.is_out, None
         if loss_limit is not None:
-            loss_now = loss_among(extra_args, name, options.axis_names)
-            of_loss = judged(loss_limit, state.loss.rule, loss_now, name)
+            loss = loss_among(extra_args, name, options.axis_names)
+            of_loss = judged(loss_limit, state.loss.rule, loss, name)
             is_bad, is_out = is_bad | of_loss.is_bad, is_out | of_loss.is_out
         skip = is_out
         if max_consecutive is not None:
             is_over = state.consecutive >= max_consecutive
             skip = is_out & ~(is_over & (~is_bad | gives_up))
-        loss = state.loss
+        loss_state = state.loss
         if of_loss is not None:
-            loss = LossState(of_loss.rule_state, of_loss.recorded(state.loss.info, skip))
-        # A state that has lost its names, for example by `optax.tree_map_params`, gets them back.
-        lost = not state.leaves and len(names) == len(state.blamed)
-        known = names if lost else state.leaves
-        # A leaf that was None at `init` gets its name at the first step that has it.
-        is_new = len(known) == len(state.blamed) and not set(names) <= set(known)
-        all_leaves = Names(tuple(sorted({*known, *names}))) if is_new else known
-        before = _among(all_leaves, known, state.blamed) if is_new else state.blamed
-        blamed = _among(all_leaves, names, of_norm.blamed(of_leaves)) if all_leaves else before
+            loss_state = LossState(of_loss.rule_state, of_loss.recorded(state.loss.info, skip))
+        leaves, blamed = _blamed(state, names, of_norm.blamed(leaf_norms), skip)
         return zero_where(skip, new_updates), SkipState(
             rule=of_norm.rule_state,
             info=of_norm.recorded(state.info, skip),
             num_skipped=increased(state.num_skipped, skip),
             consecutive=jnp.where(is_out if gives_up else skip, increased(state.consecutive), 0),
-            leaves=all_leaves,
-            blamed=jnp.where(skip, blamed, before),
-            loss=loss,
+            leaves=leaves,
+            blamed=blamed,
+            loss=loss_state,
             inner_state=kept_where(skip, state.inner_state, inner_state),
         )
 
@@ -206,6 +193,27 @@ def as_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
             f"argument; got {short(inner)}"
         )
     return optax.with_extra_args_support(inner)
+
+
+def _norms(flat: FlatTree, scope: Scope, options: Options) -> tuple[Names, Array]:
+    """The names of a tree's groups, and their norms."""
+    plan = plan_of(flat, scope, options)
+    return plan.grouping.names, norms_of(flat, plan, options.norm)
+
+
+def _blamed(state: SkipState, names: Names, flags: Array, skip: Array) -> tuple[Names, Array]:
+    """The leaves of a state after a step, and which of them caused the latest skip.
+
+    `flags` say which of this step's leaves, `names`, cause a skip if there is one.
+    """
+    # A state that has lost its names, for example by `optax.tree_map_params`, gets them back.
+    lost = not state.leaves and len(names) == len(state.blamed)
+    known, before = names if lost else state.leaves, state.blamed
+    # A leaf that was None at `init` gets its name at the first step that has it.
+    if len(known) == len(before) and not set(names) <= set(known):
+        longer = Names(tuple(sorted({*known, *names})))
+        known, before = longer, _among(longer, known, before)
+    return known, jnp.where(skip, _among(known, names, flags), before) if known else before
 
 
 def _among(all_leaves: Names, names: Names, flags: Array) -> Array:

@@ -22,13 +22,14 @@ from optaxclip._base.numerics import (
     safe_divide,
     safe_sqrt,
 )
-from optaxclip._border.crossing import across
+from optaxclip._border.crossing import global_view
 from optaxclip._border.entries import times
 from optaxclip._engine.plan import Plan
 from optaxclip._engine.products import products
 from optaxclip.methods.moments import wide_dtype
 
 
+@global_view(out_like="directions")
 def steps_along(
     weights: list[Any], directions: list[Any], radius: Any, rate: Any, eps: Any, *, plan: Plan
 ) -> list[Array]:
@@ -37,12 +38,6 @@ def steps_along(
     The radius is one for each group, one for all, or None for the norms of the weights. The rate is
     the length of a step as a share of it. A direction with a norm of at most `eps` counts as zeros.
     """
-    return across(_along_spheres, weights, directions, radius, rate, eps, like=1, plan=plan)
-
-
-def _along_spheres(
-    weights: list[Any], directions: list[Any], radius: Any, rate: Any, eps: Any, *, plan: Plan
-) -> list[Array]:
     if not weights:
         return []
     weights, directions = ([jnp.asarray(x) for x in each] for each in (weights, directions))

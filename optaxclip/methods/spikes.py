@@ -22,7 +22,7 @@ from optaxclip._base.numerics import entries, multiply, root_of_positive, select
 from optaxclip._base.states import check_state, increased, registered_state
 from optaxclip._base.trees import flatten, is_sparse, with_data
 from optaxclip._base.types import ArrayLike, ClipState, PyTree
-from optaxclip._border.crossing import Transformation, across, transformation
+from optaxclip._border.crossing import Transformation, global_view, transformation
 from optaxclip._border.entries import sums_of_stored
 from optaxclip._engine.clip import stage
 from optaxclip._engine.options import Options, ScaleOptions, takes
@@ -196,8 +196,8 @@ def clip_by_second_moment(
                 f"{name}: the updates have the leaves {unknown}, which the params passed to init "
                 "did not have"
             )
-        operands = (settings, flat.measured_leaves(), old.of_leaves(flat, name), state.steps)
-        clipped, count, moments = across(_clamped, *operands, like=(1, 3, 2), period=period)
+        leaves, moments = flat.measured_leaves(), old.of_leaves(flat, name)
+        clipped, count, moments = _clamped(settings, leaves, moments, state.steps, period=period)
         return flat.rebuild(clipped), SecondMomentState(count, old.replaced(flat, moments))
 
     return transformation(init, update)
@@ -209,6 +209,7 @@ class _MomentSettings(NamedTuple):
     warmup_steps: Any
 
 
+@global_view(out_like=("leaves", "count", "moments"))
 def _clamped(
     settings: _MomentSettings,
     leaves: list[Any],

@@ -24,7 +24,7 @@ from optaxclip._base.numerics import (
 from optaxclip._base.states import check_state, increased, registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ArrayLike, ClipState, NonFinite, PyTree
-from optaxclip._border.crossing import Transformation, across, transformation
+from optaxclip._border.crossing import Transformation, global_view, transformation
 from optaxclip._border.entries import times
 from optaxclip._engine.clip import stage
 from optaxclip._engine.options import Options, PlaceOptions, takes
@@ -137,13 +137,13 @@ def scale_by_stable_adam(
         leaves = (flat.measured_leaves(), mu.of_leaves(flat, name), nu.of_leaves(flat, name))
         dtype = norm_dtype(average.dtype for average in leaves[2])
         shares = [_share(beta, increased(state.count), dtype) for beta in betas]
-        ratios = across(_each, *leaves, shares[1:], eps, like=0, of_leaf=_ratio, plan=plan)
+        ratios = _ratios(*leaves, shares[1:], eps, of_leaf=_ratio, plan=plan)
         _, clip_state = clip.update(flat.rebuild(ratios), state.clip)
         taken = jnp.isfinite(clip_state.info.norm) & np.array(plan.grouping.present, bool)
         # A tensor that is not finite does not count in its averages.
         shares = [jnp.where(taken, share, 0) for share in shares]
         columns = [*shares, clip_state.info.factor.astype(dtype)]
-        rows = across(_each, *leaves, columns, eps, like=_rows, of_leaf=_direction, plan=plan)
+        rows = _directions(*leaves, columns, eps, of_leaf=_direction, plan=plan)
         directions, *new = ([row[k] for row in rows] for k in range(3))
         return flat.rebuild(directions), StableAdamState(
             clip_state,
@@ -172,6 +172,10 @@ def _each(
     """Calls `of_leaf` with each gradient, its averages, its tensors' columns, and `eps`."""
     of_leaves = plan.by_leaf(devices.stack(columns), grads)
     return [of_leaf(*row, eps) for row in zip(grads, mus, nus, of_leaves, strict=True)]
+
+
+_ratios = global_view(out_like="grads")(_each)
+_directions = global_view(out_like=_rows)(_each)
 
 
 # Both are compiled functions of their own, so that they are traced once for leaves that are alike.

@@ -20,7 +20,6 @@ which a step multiplies its loss. `noise_scale` tells from the gradients of micr
 batch is too small.
 """
 
-import optaxclip._base.doors as _doors
 from optaxclip.monitor.counting import counts as counts
 from optaxclip.monitor.entry_histograms import Histogram as Histogram
 from optaxclip.monitor.entry_histograms import histograms as histograms
@@ -44,5 +43,3 @@ from optaxclip.monitor.recording import record as record
 from optaxclip.monitor.taken_steps import taken as taken
 from optaxclip.monitor.verdicts import bad_leaves as bad_leaves
 from optaxclip.monitor.verdicts import verdict as verdict
-
-_doors.put_signs(__name__)

@@ -14,7 +14,7 @@ from optaxclip._base.numerics import narrowed
 from optaxclip._base.states import Names, check_state, increased, registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import ClipState, Path, PyTree
-from optaxclip._border.crossing import Transformation, across, transformation
+from optaxclip._border.crossing import Transformation, global_view, transformation
 from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.plan import plan_of
 from optaxclip._engine.step import norms_of
@@ -144,11 +144,15 @@ def events(
             places = np.array([names.index(each) for each in found], np.int32)
         new_updates, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
         after = _judges(inner_state, name)
-        kept = [[judge.kept for judge in judges] for judges in (before, after)]
-        around = tuple(judge.around for judge in after)
-        rings = (state.steps, state.numbers, state.marks)
-        steps, numbers, marks = across(
-            _written, *rings, *kept, norms, places, like=(0, 1, 2), around=around
+        steps, numbers, marks = _written(
+            state.steps,
+            state.numbers,
+            state.marks,
+            [judge.kept for judge in before],
+            [judge.kept for judge in after],
+            norms,
+            places,
+            around=tuple(judge.around for judge in after),
         )
         return new_updates, EventsState(steps, state.name, names, numbers, marks, inner_state)
 
@@ -218,6 +222,7 @@ def _refuse_skips_of_sums(inner_state: PyTree, name: str) -> None:
         )
 
 
+@global_view(out_like=("steps", "numbers", "marks"))
 def _written(
     steps: Array,
     numbers: Array,
@@ -267,4 +272,4 @@ def _worst_leaf(norms: Array, places: Array) -> Array:
         return jnp.full((), -1, jnp.int32)
     norms = lax.stop_gradient(norms)
     at = jnp.argmax(jnp.where(jnp.isnan(norms), jnp.inf, norms))
-    return entry_at(at, places, jnp)
+    return entry_at(at, places)

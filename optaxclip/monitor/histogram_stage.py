@@ -11,7 +11,7 @@ from optaxclip._base.numerics import norm_dtype
 from optaxclip._base.states import FRESH_STATE, Names, check_state, increased, registered_state
 from optaxclip._base.trees import FlatTree, dtype_of, flatten
 from optaxclip._base.types import PyTree
-from optaxclip._border.crossing import Transformation, across, transformation
+from optaxclip._border.crossing import Transformation, global_view, transformation
 from optaxclip._border.entries import as_arrays
 from optaxclip._border.entry_counts import num_counts
 from optaxclip._border.placement import grouped
@@ -127,9 +127,9 @@ def histogram(
                 f"{name}: the updates have float64 leaves, and the params given to init had none. "
                 f"Call init with params of the dtypes that are counted. {FRESH_STATE}"
             )
-        static = {"plan": plan, "every": every, "wide": wide}
-        kept = (state.steps, state.counted, state.counts)
-        steps, counted, counts = across(_written, *kept, leaves, like=(0, 1, 2), **static)
+        steps, counted, counts = _written(
+            state.steps, state.counted, state.counts, leaves, plan=plan, every=every, wide=wide
+        )
         names = plan.grouping.names
         return updates, state._replace(steps=steps, counted=counted, names=names, counts=counts)
 
@@ -141,6 +141,7 @@ def _is_wide(flat: FlatTree) -> bool:
     return norm_dtype(map(dtype_of, flat.measured_leaves())) == jnp.float64
 
 
+@global_view(out_like=("steps", "counted", "counts"))
 def _written(
     steps: Array,
     counted: Array,

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from optaxclip._base.arguments import checked_name, makes_transformation
@@ -54,14 +55,15 @@ class NoiseScaleState(NamedTuple):
     @property
     def scale(self) -> Array:
         """The noise scale; NaN before the first step, infinite while the signal is not positive."""
-        return scale_of(self.steps, self.signal, self.variance, jnp)
+        return scale_of(self.steps, self.signal, self.variance)
 
 
-def scale_of(steps: Any, signal: Any, variance: Any, numpy: Any) -> Any:
-    """The ratio of averages of sums, in `numpy` or `jax.numpy`."""
+def scale_of(steps: Any, signal: Any, variance: Any) -> Any:
+    """The ratio of averages of sums, in JAX or, for arrays of NumPy, in NumPy."""
+    xp = jnp if isinstance(signal, jax.Array) else np
     shows = signal > 0
-    ratio = numpy.where(shows, variance, numpy.inf) / numpy.where(shows, signal, 1)
-    return numpy.where(steps > 0, numpy.maximum(ratio, 0), numpy.nan)
+    ratio = xp.where(shows, variance, xp.inf) / xp.where(shows, signal, 1)
+    return xp.where(steps > 0, xp.maximum(ratio, 0), xp.nan)
 
 
 @makes_transformation()

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, overload
 
 import jax
-import numpy as np
 from jax import Array
 
 import optaxclip._border.devices as devices
@@ -251,8 +250,7 @@ def on_host(
     arrays = to_host(_checked(since_earlier(found, since), top), caller)
     rows = zip(arrays, found.values(), strict=True)
     summaries = [
-        summary(*numbers, with_labels=bool(labels_of(state)), top=top, numpy=np)
-        for numbers, state in rows
+        summary(*numbers, with_labels=bool(labels_of(state)), top=top) for numbers, state in rows
     ]
     numbers = _named(found, summaries, prefix, of_entries=_name)
     return {name: x if isinstance(x, str) else float(x) for name, x in numbers.items()}

@@ -14,7 +14,7 @@ from optaxclip._base.numerics import narrowed
 from optaxclip._base.states import FRESH_STATE, Names, check_state, increased, registered_state
 from optaxclip._base.trees import flatten
 from optaxclip._base.types import PyTree
-from optaxclip._border.crossing import Transformation, across, transformation
+from optaxclip._border.crossing import Transformation, global_view, transformation
 from optaxclip._border.placement import grouped
 from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.plan import plan_of
@@ -164,9 +164,7 @@ def record(
         rows = (window, len(found)) if len(found) > 1 else (window,)
         shape = (*rows, *jnp.shape(next(iter(found.values()))))
         check_ring(state.ring, shape, name, "another record")
-        steps, last, ring = across(
-            _written, state.steps, state.last, state.ring, found, absent, like=(0, 1, 2)
-        )
+        steps, last, ring = _written(state.steps, state.last, state.ring, found, absent)
         return updates, state._replace(steps=steps, names=names, last=last, ring=ring)
 
     return transformation(init, update)
@@ -188,6 +186,7 @@ def _checked_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(given))
 
 
+@global_view(out_like=("steps", "old", "ring"))
 def _written(
     steps: Array, old: dict[str, Array], ring: Array, found: dict[str, Array], absent: Any
 ) -> tuple[Array, dict[str, Array], Array]:

@@ -16,7 +16,7 @@ import optaxclip.norms as norms
 from optaxclip._base.numerics import promoted, safe_divide
 from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip._base.types import PyTree
-from optaxclip._border.crossing import across
+from optaxclip._border.crossing import global_view
 from optaxclip._border.entries import as_arrays
 from optaxclip._engine.measure import measure
 from optaxclip._engine.options import Options
@@ -140,10 +140,17 @@ def recorded_statistics(
                 "update(updates, state, params)"
             )
         weights, of_weights = weights_beside(flat, params, plan, options)
-    static = {"plan": plan, "of_weights": of_weights, "names": names, "norm": options.norm}
-    return across(_statistics, flat.measured_leaves(), weights, **static)
+    return _statistics(
+        flat.measured_leaves(),
+        weights,
+        plan=plan,
+        of_weights=of_weights,
+        names=names,
+        norm=options.norm,
+    )
 
 
+@global_view()
 def _statistics(
     leaves: list[Any],
     weights: list[Any] | None,

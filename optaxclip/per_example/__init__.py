@@ -29,7 +29,6 @@ It is right if each example enters each batch independently with that probabilit
 shuffled data. Pad batches of varying size to one shape, and mark the padding by `is_padding`.
 """
 
-import optaxclip._base.doors as _doors
 from optaxclip.per_example.aggregate import PerExampleState as PerExampleState
 from optaxclip.per_example.example_norms import GradNorms as GradNorms
 from optaxclip.per_example.example_norms import explain as explain
@@ -42,5 +41,3 @@ from optaxclip.per_example.quantile import adjusted_noise_multiplier as adjusted
 from optaxclip.per_example.quantile import quantile_limit as quantile_limit
 from optaxclip.per_example.sums import PerExampleResult as PerExampleResult
 from optaxclip.per_example.sums import clip_sum as clip_sum
-
-_doors.put_signs(__name__)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 import optaxclip._border.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.types import NormTree
-from optaxclip._border.crossing import across
+from optaxclip._border.crossing import global_view
 from optaxclip._border.entries import stored_in_rows
 from optaxclip._border.packing import in_layout
 from optaxclip._border.placement import Placement
@@ -62,9 +62,7 @@ def clipped_sums(
     The limits are those of one example's groups. A new norm above its limit becomes the limit.
     """
     leaves = [jnp.asarray(leaf) for leaf in leaves]
-    operands = (leaves, limits, is_padding)
-    static = {"grouping": grouping, "response": response}
-    return across(_clipped_and_summed, *operands, like=_results, **static)
+    return _clipped_and_summed(leaves, limits, is_padding, grouping=grouping, response=response)
 
 
 def _results(leaves: list[Array], *_: Any) -> Sums:
@@ -80,6 +78,7 @@ def out_specs(specs: list[PartitionSpec]) -> Sums:
     return Sums(sums, everywhere, everywhere, everywhere, norms)
 
 
+@global_view(out_like=_results)
 def _clipped_and_summed(
     leaves: list[Array],
     limits: list[Array],

@@ -4,7 +4,6 @@ Every function draws on the axes `ax` and returns them. Without `ax` it makes ne
 legend; on axes that you pass you place the legend. Matplotlib is needed: `optaxclip[plot]`.
 """
 
-import optaxclip._base.doors as _doors
 from optaxclip.plots.entries import entry_histogram as entry_histogram
 from optaxclip.plots.events import events_over_steps as events_over_steps
 from optaxclip.plots.examples import example_norms as example_norms
@@ -18,5 +17,3 @@ from optaxclip.plots.runs import loss_curves as loss_curves
 from optaxclip.plots.runs import norm_curves as norm_curves
 from optaxclip.plots.style import COLORS as COLORS
 from optaxclip.plots.style import STYLES as STYLES
-
-_doors.put_signs(__name__)

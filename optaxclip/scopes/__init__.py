@@ -14,7 +14,6 @@ of each group, and the axes of each leaf over which norms are taken.
   `muon()`       | all leaves that `optax.contrib.muon` trains by Muon; a second for all others
 """
 
-import optaxclip._base.doors as _doors
 from optaxclip._base.grouping import Group as Group
 from optaxclip._base.grouping import Grouping as Grouping
 from optaxclip._base.trees import FlatTree as FlatTree
@@ -27,5 +26,3 @@ from optaxclip.scopes.optimizers import muon_labels as muon_labels
 from optaxclip.scopes.slices import axes as axes
 from optaxclip.scopes.slices import member as member
 from optaxclip.scopes.slices import unit as unit
-
-_doors.put_signs(__name__)

@@ -25,7 +25,6 @@ for any scope, because the norms come in one array whatever the groups are:
 `adaptive` makes a rule from another statistic, and `given` makes one from limits that you have.
 """
 
-import optaxclip._base.doors as _doors
 from optaxclip.thresholds.base import AdaptiveState as AdaptiveState
 from optaxclip.thresholds.base import adaptive as adaptive
 from optaxclip.thresholds.feedback import adagc as adagc
@@ -41,5 +40,3 @@ from optaxclip.thresholds.history import window as window
 from optaxclip.thresholds.moving import ema as ema
 from optaxclip.thresholds.moving import zscore as zscore
 from optaxclip.thresholds.normalizing import mean_over_rms as mean_over_rms
-
-_doors.put_signs(__name__)

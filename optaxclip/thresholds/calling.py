@@ -51,10 +51,11 @@ def limits_of(
     """
     _check_state(rule, state, norms, name)
     limits, new = limits_by(rule, norms, state, param_norms, name)
-    measured = devices.varying_together((norms, param_norms))
-    for limit in limits:
-        others = devices.varying_axes(limit) - measured
-        devices.refuse_different(limit, others, f"{name}: the limit")
+    if devices.manual_axes():
+        measured = devices.varying_together((norms, param_norms))
+        for limit in limits:
+            others = devices.varying_axes(limit) - measured
+            devices.refuse_different(limit, others, f"{name}: the limit")
     return limits, jax.tree.map(_as_before, new, state) if jax.tree.leaves(state) else new
 
 

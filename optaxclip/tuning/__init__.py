@@ -8,11 +8,8 @@
 `sweep` trains with several limits, and names the largest one that is as good as the best.
 """
 
-import optaxclip._base.doors as _doors
 from optaxclip.tuning.suggesting import Alternative as Alternative
 from optaxclip.tuning.suggesting import Suggestion as Suggestion
 from optaxclip.tuning.suggesting import suggest as suggest
 from optaxclip.tuning.sweeping import SweepResult as SweepResult
 from optaxclip.tuning.sweeping import sweep as sweep
-
-_doors.put_signs(__name__)

@@ -14,8 +14,7 @@ from methods_table import PARAMS, assert_same, label, random_tree
 
 import optaxclip
 from optaxclip import accumulate, from_config, monitor, norms, responses, scopes, thresholds
-from optaxclip.config.data import with_integer_keys
-from optaxclip.config.names import unknown
+from optaxclip.config import _unknown, _with_integer_keys
 
 RULE = {"name": "zscore", "z_thresh": 0.5, "warmup_steps": 2}
 LINEAR = {
@@ -269,7 +268,7 @@ def test_stages_may_be_a_tuple_of_any_mappings():
 
 
 def test_only_strings_of_digits_become_integer_keys():
-    found = with_integer_keys({"10": "a", 2: "b", "x": "c", "1.5": "d"})
+    found = _with_integer_keys({"10": "a", 2: "b", "x": "c", "1.5": "d"})
     assert found == {10: "a", 2: "b", "x": "c", "1.5": "d"}
 
 
@@ -326,7 +325,7 @@ def test_each_known_name_is_listed_once_the_nearest_first_and_optaxs_where_asked
         ),
         ("optax.adamw2", own + theirs, "['optax.adamw', 'optax.adam', 'optax.sgd']"),
     ):
-        assert unknown(name, names) == f"{name!r}; there are {listed}"
+        assert _unknown(name, names) == f"{name!r}; there are {listed}"
 
 
 def test_errors_of_a_transformation_say_where_it_was():

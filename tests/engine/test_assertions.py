@@ -48,7 +48,7 @@ SLIPS = {
     "leaves": (step, "scale", longer),
     "dtypes of leaves": (step, "scale", lambda x: x.astype(jnp.float16)),
     "columns of leaves": (step.Plan, "by_leaf", lambda parts: parts[::-1]),
-    "record": (record, "_of_worst", lambda columns: tuple(map(longer, columns))),
+    "record": (record, "_worst_of_each_leaf", lambda row: jax.tree.map(longer, row)),
 }
 
 

@@ -1,6 +1,6 @@
 """Measures or clips a microbatch of examples without their gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import optaxclip._border.devices as devices
 from optaxclip._base.grouping import Grouping
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
-from optaxclip._border.crossing import across
+from optaxclip._border.crossing import global_view
 from optaxclip._engine.measure import Measured
 from optaxclip._engine.respond import Multiplier
 from optaxclip.per_example.ghost.program import GhostPlan, Norms, differentiate
@@ -91,7 +91,7 @@ def clipped_sums(
         )
 
     operands = (backward, limits, is_padding)
-    found = _across(sums, operands, examples, measured)
+    found = _global_view(sums, examples, measured)(*operands)
     return found, *loss.split(backward.outputs)
 
 
@@ -114,14 +114,12 @@ def norms(
         found = norms_of_examples([each.norm for each in upper], is_padding, grouping)
         return Sums(*RunningSums.nothing(), found)
 
-    found = _across(table, (backward, is_padding), examples, [])
+    found = _global_view(table, examples, [])(backward, is_padding)
     return found, *loss.split(backward.outputs)
 
 
-def _across(
-    fn: Callable[..., Sums], operands: Sequence[Any], examples: Any, params: list[Any]
-) -> Sums:
-    """`fn(*operands)` on any mesh: sums are split like the parameters, norms like the examples."""
+def _global_view(fn: Callable[..., Sums], examples: Any, params: list[Any]) -> Callable[..., Sums]:
+    """`fn` on any mesh: sums are split like the parameters, norms like the examples."""
 
     def like(*_: Any) -> Sums:
         of_batch = map(devices.spec_of, jax.tree.leaves(examples))
@@ -129,4 +127,4 @@ def _across(
         found = out_specs([PartitionSpec(first, *devices.spec_of(x)) for x in params])
         return found._replace(norms=PartitionSpec(first))
 
-    return across(fn, *operands, like=like, compiled=False)
+    return global_view(out_like=like, compiled=False)(fn)
