@@ -128,8 +128,8 @@ def _clip_by_bounds(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, ClipByValueState]:
         del params, extra_args
-        if state is None and not is_scheduled:
-            state = ClipByValueState(jnp.zeros((), jnp.int32))
+        is_fresh = state is None and not is_scheduled
+        state = ClipByValueState(jnp.zeros((), jnp.int32)) if is_fresh else state
         check_state(state, ClipByValueState, name, updates=updates)
         smallest, largest = (_at_step(bound, state.steps) for bound in (low, high))
         return clamped(updates, smallest, largest), ClipByValueState(increased(state.steps))
