@@ -157,7 +157,7 @@ def skipping(
             leaves=leaves,
             blamed=blamed,
             loss=loss_state,
-            inner_state=kept_where(skip, state.inner_state, inner_state),
+            inner_state=after_skip(kept_where(skip, state.inner_state, inner_state), skip),
         )
 
     return transformation(init, update)
@@ -182,6 +182,22 @@ def _warn_if_all_are_clips(inner_state: PyTree, name: str) -> None:
             "weights by the moments and the weight decay of an optimizer that comes after it; wrap "
             f"the optimizer too: {name}(optax.chain(clip, optimizer))"
         )
+
+
+def after_skip(inner_state: PyTree, skip: Array) -> PyTree:
+    """The state that a skip keeps, in which records count the step if it was skipped.
+
+    The states of such stages have a method `after_skip`. Those inside of `optax.MultiSteps` are
+    left alone, because they do not run at each step.
+    """
+
+    def counts(x: Any) -> bool:
+        return hasattr(x, "after_skip") or isinstance(x, optax.MultiStepsState)
+
+    def counted(x: Any) -> Any:
+        return x.after_skip(skip) if hasattr(x, "after_skip") else x
+
+    return jax.tree.map(counted, inner_state, is_leaf=counts)
 
 
 def as_inner(inner: Any) -> optax.GradientTransformationExtraArgs:

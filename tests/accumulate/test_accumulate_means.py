@@ -305,6 +305,6 @@ def test_accumulate_equal_microbatches_keep_their_mean():
     def loss(w, x):
         return jnp.sum(w * grads_of)
 
-    grad_fn = accumulate.value_and_grad(loss, microbatch_size=1, weight=lambda x: jnp.sum(x))
+    grad_fn = accumulate.value_and_grad(loss, microbatch_size=1, weight=jnp.sum)
     _, grads, _ = jax.jit(grad_fn)(jnp.ones(1000), jnp.ones(5000))
     np.testing.assert_array_equal(grads, grads_of)
