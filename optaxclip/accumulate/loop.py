@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 import optaxclip._border.devices as devices
@@ -116,7 +115,7 @@ class _Means(NamedTuple):
             # by halves, because the difference of two large numbers may overflow.
             is_new = new_share > old_share
             start, end = jnp.where(is_new, x, mean), jnp.where(is_new, mean, x)
-            path = _times(end, _HALF) - _times(start, _HALF)
+            path = times(end, 0.5) - times(start, 0.5)
             move = start + _times(path, 2 * jnp.minimum(old_share, new_share))
             return jnp.where(new_share == 0, mean, jnp.where(old_share == 0, x, move))
 
@@ -131,9 +130,6 @@ class _Means(NamedTuple):
         whole = jnp.sum(over_power(row.weight, unit)) / most
         leaves = [devices.sum_over_devices(_times(x, own), axes) for x in self.leaves]
         return [_times(x, 1 / whole) for x in leaves]
-
-
-_HALF = np.float32(0.5)
 
 
 def _times(x: Array, share: Array) -> Array:
