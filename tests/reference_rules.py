@@ -93,8 +93,8 @@ def adagc(norms, relative=1.05, absolute=1.0, beta=0.98, warmup=100):
     gamma, rows = np.full(np.shape(norms)[1], np.inf), []
     for t, n in enumerate(np.asarray(norms)):
         if t < warmup:
-            limit = min(absolute / np.linalg.norm(n), 1) * n
-            gamma = np.minimum(gamma, limit)
+            limit = absolute / np.linalg.norm(n) * n  # which acts if it is below the norm
+            gamma = np.minimum(gamma, np.minimum(limit, n))
         else:
             limit = relative * gamma
             gamma = beta * gamma + (1 - beta) * np.minimum(n, limit)

@@ -106,15 +106,15 @@ MANY_NORMS = 2**24
 
 def warn_of_many_norms(grouping: Grouping, name: str) -> None:
     """Warns if there are so many norms that leaves are probably grouped by the wrong axes."""
-    counts = {group.names[0]: math.prod(group.shape) for group in grouping.groups}
-    if any(fixed_size(count) is None for count in counts.values()):
+    counts = [math.prod(group.shape) for group in grouping.groups]
+    if any(fixed_size(count) is None for count in counts):
         return
-    total = sum(counts.values())
+    total = sum(counts)
     if total > MANY_NORMS:
-        most = max(counts, key=lambda leaf: counts[leaf])
+        most = counts.index(max(counts))
         warn(
-            f"{name}: these leaves have {total:,} norms, of which '{most}' alone has "
-            f"{counts[most]:,}; norms, limits and factors of all are kept in memory. If a norm "
-            "should cover more entries, name its axes (axis=), or say which leaves stack layers: "
-            "scopes.unit(stacked=...)"
+            f"{name}: these leaves have {total:,} norms, of which "
+            f"'{grouping.groups[most].names[0]}' alone has {counts[most]:,}; norms, limits and "
+            "factors of all are kept in memory. If a norm should cover more entries, name its axes "
+            "(axis=), or say which leaves stack layers: scopes.unit(stacked=...)"
         )

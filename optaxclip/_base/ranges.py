@@ -63,6 +63,34 @@ def exponents_of_parts(*, wide: bool) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.array([exponents(wide=wide)[0] - 1, *(math.frexp(end)[1] - 1 for end in ends)])
 
 
+def checked_format(dtype: Any) -> jnp.dtype:
+    """A real floating-point format with a sign and 0, checked."""
+    try:
+        found = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        if isinstance(dtype, str):
+            raise ValueError(
+                f"dtype must be the name of a number format, such as 'float16', got {dtype!r}"
+            ) from None
+        found = None
+    if found is None:
+        raise TypeError(
+            f"dtype must be a number format, such as jnp.float16, got {dtype!r:.80}; pass the "
+            "format that is to hold the numbers"
+        )
+    if not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(
+            f"dtype must be a real floating-point format, such as float16, got {found.name}; of "
+            "complex numbers pass the format of the parts"
+        )
+    if found.name == "float8_e8m0fnu":
+        raise ValueError(
+            f"dtype must be a format with a sign and 0, got {found.name}, which holds scales "
+            "alone; pass the format of the scaled numbers"
+        )
+    return found
+
+
 def lost_below(dtype: jax.typing.DTypeLike) -> float:
     """The largest size that rounds to 0: half the format's smallest number, a power of two.
 

@@ -78,6 +78,13 @@ def _batched(
     if axis is None:
         # Broadcast, because otherwise only the sum of the examples' cotangents would come back.
         x = devices.on_set_mesh(x)
+        if mapped.explicit_mesh_axis and jax.typeof(x).sharding.mesh.empty:
+            # The mesh is only in the types of arrays that are not operands here.
+            raise ValueError(
+                "clip_cotangent: under vmap over an axis of an explicit mesh, x must lie on that "
+                f"mesh, got an unplaced array of shape {x.shape}; set the mesh: "
+                "with jax.set_mesh(mesh)"
+            )
         x, axis = batching.broadcast(x, mapped.size, 0, mapped.explicit_mesh_axis), 0
     names = (("axis_name", mapped.name), ("spmd_axis_name", mapped.spmd_name))
     of_each = _OfEach(back, (axis, *others), names)

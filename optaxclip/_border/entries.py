@@ -60,17 +60,27 @@ def entries_of_both(
 
 def sums_of_stored(leaf: Any, dtype: jax.typing.DTypeLike) -> Array:
     """For each stored value of a `BCOO`, the entry that it is a summand of; 0 for padding."""
-    data = jnp.where(not_padding(leaf), entries(leaf.data, dtype), 0)
+    return stored_as_entries(leaf, dtype)[0]
+
+
+def stored_as_entries(leaf: Any, dtype: jax.typing.DTypeLike) -> tuple[Array, Array]:
+    """`sums_of_stored`, and which stored values are the first of their entry, without padding."""
+    is_inside = not_padding(leaf)
+    data = jnp.where(is_inside, entries(leaf.data, dtype), 0)
     sums = _sums_of_equal
     for _ in range(leaf.n_batch):
         sums = jax.vmap(sums)
-    return sums(data, leaf.indices)
+    found, is_first = sums(data, leaf.indices)
+    return found, lax.expand_dims(is_first, range(is_first.ndim, data.ndim)) & is_inside
 
 
-def _sums_of_equal(data: Array, indices: Array) -> Array:
+def _sums_of_equal(data: Array, indices: Array) -> tuple[Array, Array]:
     size = len(indices)
-    _, segments = jnp.unique(indices, axis=0, size=size, return_inverse=True)
-    return jax.ops.segment_sum(data, segments, size)[segments]
+    _, first, segments = jnp.unique(
+        indices, axis=0, size=size, return_index=True, return_inverse=True
+    )
+    is_first = first[segments] == jnp.arange(size)
+    return jax.ops.segment_sum(data, segments, size)[segments], is_first
 
 
 def not_padding(leaf: Any) -> Array:

@@ -140,6 +140,12 @@ def _num_entries(leaves: list[Any], plan: Plan) -> list[Any]:
     return [sum([counts[i] for i in group.members]) for group in plan.grouping.groups]
 
 
+def with_entries(leaves: list[Any], plan: Plan) -> Any:
+    """1.0 for groups that have entries, 0.0 for the others: a number, or one for each group."""
+    counts = _num_entries(leaves, plan)
+    return plan.repeated([0.0 if fixed_size(n) == 0 else 1.0 for n in counts])
+
+
 def mask(leaves: list[Any], plan: Plan) -> tuple[list[Any], Array]:
     """For the policy "mask": leaves with 0 for bad entries, and which groups had bad entries."""
 

@@ -184,7 +184,7 @@ class ValueAndGrad:
             # NaN, because nothing was measured. It is made from outputs of the loop, because XLA on
             # a GPU (JAX 0.10.2) needs more memory for a loop that does not return them.
             norm = known_where(row.rejected, row.norm)
-            noise = NoiseSums(*[unknown(row.total_weight)] * 2)
+            noise = NoiseSums(*[unknown(row.weight[0])] * 2)
         value = row.mean(row.loss)
         of_each = Accumulated(
             norm, row.weight, row.rejected, row.loss, means.aux, means.state, noise

@@ -1,6 +1,5 @@
 """The loop over microbatches: judges, weights and adds up their gradients."""
 
-import functools
 from typing import Any, NamedTuple
 
 import chex
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import optaxclip._border.devices as devices
-from optaxclip._base.numerics import safe_divide
+from optaxclip._base.numerics import over_power, power_of_two_below, safe_divide
 from optaxclip._base.trees import FlatTree
 from optaxclip._base.types import PyTree
 from optaxclip._batches.cutting import Cut
@@ -55,55 +54,92 @@ def over_microbatches(
         return [devices.alike(x.astype(dtype), like) for x, like, dtype in rows]
 
     def body(carry: Any, i: Array) -> tuple[Any, tuple[Row, PyTree]]:
-        means, weight, state = carry
+        means, state = carry
         found = found_by(roles, params, cut.size, measured, cut.microbatch(i))
         leaves = like_params(found.leaves)
         grads = params.without_gradients().replaced(leaves)
         judgement = judge(grads, found.value, found.weight, state, roles.params, param_norm)
         row = Row.of(found, judgement)
         if is_plain:
-            means = jax.tree.map(jnp.add, means, judgement.leaves)
+            means = means._replace(leaves=jax.tree.map(jnp.add, means.leaves, judgement.leaves))
         else:
             own = loss.places.vary(jnp.where(row.counts, row.weight, 0), axes)
-            weight = weight + own
-            move = functools.partial(_moved, share=safe_divide(own, weight, 0.0))
-            means = list(map(move, means, judgement.leaves))
-        return (means, weight, judgement.state), (row, found.aux)
+            means = means.added(judgement.leaves, own)
+        return (means, judgement.state), (row, found.aux)
 
-    start = like_params([jnp.zeros_like(x) for x in measured])
-    start = (start, loss.places.vary(jnp.zeros((), loss.dtype), axes), state)
-    beside = (measured, roles.batch)
-    (leaves, weight, state), (row, aux) = scanned(body, start, jnp.arange(cut.number), beside)
+    zeros = like_params([jnp.zeros_like(x) for x in measured])
+    none = loss.places.vary(jnp.zeros((), loss.dtype), axes)
+    start, beside = (_Means(zeros, none, none), state), (measured, roles.batch)
+    (means, state), (row, aux) = scanned(body, start, jnp.arange(cut.number), beside)
     if is_plain:
-        leaves = [x / cut.number for x in leaves]
+        leaves = [x / cut.number for x in means.leaves]
     elif axes:
-        # Weights are divided by the number of examples, so that no product with them overflows.
-        examples = cut.size * devices.num_devices(axes)
-        row = _over_devices(row, loss.places.axes_of(row.loss), examples)
-        own, whole = (x / (cut.number * examples) for x in (weight, row.total_weight))
-        leaves = [devices.sum_over_devices(_times(x, own), axes) for x in leaves]
-        leaves = [_times(x, 1 / whole) for x in leaves]
+        largest = jnp.asarray(float(cut.size), loss.dtype)
+        if loss.weight is not None:
+            largest = devices.largest(means.largest, axes)
+        row = _over_devices(row, loss.places.axes_of(row.loss), power_of_two_below(largest))
+        leaves = means.over_devices(axes, row, largest)
     else:
-        leaves = [jnp.where(weight > 0, x, jnp.nan) for x in leaves]
+        leaves = [jnp.where(means.weight > 0, x, jnp.nan) for x in means.leaves]
     chex.assert_shape(leaves, [x.shape for x in measured])
     chex.assert_type(leaves, dtypes)
     chex.assert_shape(list(row), (cut.number,))
     return Means(leaves, state, row, aux)
 
 
-def _moved(mean: Array, x: Array, share: Array) -> Array:
-    """A mean with one more array, which has this share of all weight; it is finite if both are."""
-    moved = _times(mean, 1 - share) + _times(x, share)
-    return jnp.where(share == 0, mean, moved)
+class _Means(NamedTuple):
+    """Weighted means of gradients, and the weight that they stand for.
+
+    Attributes:
+      leaves: the means.
+      weight: the sum of the weights, in units of a power of two near the largest weight, because
+        the sum itself may overflow.
+      largest: the largest weight.
+    """
+
+    leaves: list[Array]
+    weight: Array
+    largest: Array
+
+    def added(self, leaves: list[Array], own: Array) -> "_Means":
+        """The means with one more gradient of this weight; they are finite if both are."""
+        largest = jnp.maximum(self.largest, own)
+        unit = power_of_two_below(largest)
+        before = self.weight * over_power(power_of_two_below(self.largest), unit)
+        own = over_power(own, unit)
+        weight = before + own
+        old_share, new_share = (safe_divide(x, weight, 0.0) for x in (before, own))
+
+        def moved(mean: Array, x: Array) -> Array:
+            # Moved from the array with the larger share, so that equal arrays keep their value, and
+            # by halves, because the difference of two large numbers may overflow.
+            is_new = new_share > old_share
+            start, end = jnp.where(is_new, x, mean), jnp.where(is_new, mean, x)
+            path = times(end, 0.5) - times(start, 0.5)
+            move = start + _times(path, 2 * jnp.minimum(old_share, new_share))
+            return jnp.where(new_share == 0, mean, jnp.where(old_share == 0, x, move))
+
+        return _Means(list(map(moved, self.leaves, leaves)), weight, largest)
+
+    def over_devices(self, axes: Axes, row: Row, largest: Array) -> list[Array]:
+        """The means over all devices, from the rows and the largest weight of all devices."""
+        unit = power_of_two_below(largest)
+        # Divided by an upper bound of the weight of all devices, so that no sum overflows.
+        most = 2 * len(row.weight) * devices.num_devices(axes)
+        own = self.weight * over_power(power_of_two_below(self.largest), unit) / most
+        whole = jnp.sum(over_power(row.weight, unit)) / most
+        leaves = [devices.sum_over_devices(_times(x, own), axes) for x in self.leaves]
+        return [_times(x, 1 / whole) for x in leaves]
 
 
 def _times(x: Array, share: Array) -> Array:
     return times(x, share.astype(jnp.finfo(x.dtype).dtype))
 
 
-def _over_devices(row: Row, axes: Axes, examples: int) -> Row:
-    """The losses and weights of all devices, from those of each, for microbatches of this size."""
-    share = row.weight / examples
+def _over_devices(row: Row, axes: Axes, unit: Array) -> Row:
+    """The losses and weights of all devices, from those of each, none above twice the unit."""
+    share = over_power(row.weight, unit) / (2 * devices.num_devices(axes))
     weighted = jnp.where(share == 0, 0, share * row.loss)
-    whole, loss = (devices.sum_over_devices(x, axes) for x in (share, weighted))
-    return row._replace(weight=whole * examples, loss=loss / whole)
+    sums = (devices.sum_over_devices(x, axes) for x in (row.weight, share, weighted))
+    weight, whole, loss = sums
+    return row._replace(weight=weight, loss=loss / whole)

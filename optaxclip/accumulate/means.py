@@ -64,16 +64,17 @@ class Row(NamedTuple):
     def mean(self, of: Array) -> Array:
         """The weighted mean over the microbatches that count; NaN if none does."""
         known = jnp.where(self.counts, of, 0)
-        # No sum overflows: shares are at most 1, and the numbers are divided by a power of two near
-        # the largest of them.
+        # No sum overflows, because numbers are divided by a power of two near the largest of them.
         unit = power_of_two_below(jnp.max(jnp.abs(known)))
-        shares = jnp.where(self.counts, self.weight, 0) / self.total_weight
-        return jnp.sum(shares * over_power(known, unit)) * unit
+        weights, _ = self._weights
+        return jnp.sum(weights * over_power(known, unit)) / jnp.sum(weights) * unit
 
     @property
-    def total_weight(self) -> Array:
-        """The total weight of the microbatches that count."""
-        return jnp.sum(jnp.where(self.counts, self.weight, 0))
+    def _weights(self) -> tuple[Array, Array]:
+        """The weights that count, divided by a power of two near the largest, and that power."""
+        weights = jnp.where(self.counts, self.weight, 0)
+        unit = power_of_two_below(jnp.max(weights))
+        return over_power(weights, unit), unit
 
     def noise(self, norm_of_mean: Array) -> NoiseSums:
         """The noise sums, from the norm of the mean gradient."""
@@ -85,10 +86,13 @@ class Row(NamedTuple):
         square_of_mean = jnp.square(over_power(norm_of_mean, unit))
         # The weighted mean of the squared norms estimates `signal + variance / small` without bias,
         # even if weights differ.
-        large = self.total_weight
+        weights, unit_of_weights = self._weights
+        large = jnp.sum(weights)
         small = large / jnp.sum(self.counts, dtype=large.dtype)
         is_known = large > small
         spread = jnp.where(is_known, large - small, 1)
         signal = (large * square_of_mean - small * square) / spread
         variance = (square - square_of_mean) * (small * (large / spread))
-        return NoiseSums(*(known_where(is_known, x * unit * unit) for x in (signal, variance)))
+        # In this order no product leaves the range unless the result does.
+        signal, variance = signal * unit * unit, variance * unit * unit_of_weights * unit
+        return NoiseSums(*(known_where(is_known, x) for x in (signal, variance)))

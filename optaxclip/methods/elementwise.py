@@ -18,9 +18,10 @@ from optaxclip._base.numerics import (
     over_power,
     power_of_two_below,
 )
-from optaxclip._base.trees import FlatTree, data_of, dtype_of, with_data
+from optaxclip._base.trees import FlatTree, data_of, dtype_of, is_sparse, with_data
 from optaxclip._base.types import ArrayLike, PyTree
 from optaxclip._border.crossing import global_view
+from optaxclip._border.entries import not_padding, stored_as_entries
 
 
 def clamp(
@@ -30,7 +31,8 @@ def clamp(
 
     NaN stays NaN; infinite entries become the bounds. If `low` is above `high`, entries become
     `low`; if it is None, it is `-high`, and a negative `high` acts as 0. Bounds broadcast to every
-    leaf. Of `BCOO` leaves the stored entries are clipped. Messages call the bounds by `arguments`.
+    leaf. Of `BCOO` leaves the stored entries are clipped, after values with the same index were
+    added. Messages call the bounds by `arguments`.
     """
     leaves = flat.measured_leaves()
     for bound, argument in zip((low, high), arguments, strict=True):
@@ -118,7 +120,16 @@ def _clamped_by_dtype(
 def clamp_leaf(leaf: Any, low: Array | None, high: Array) -> Any:
     """`clamp` for a leaf with its own bounds, which broadcast to its entries."""
     x = jnp.asarray(data_of(leaf))
-    return with_data(leaf, match_weak_type(_bounded(x, low, high), x))
+    if not is_sparse(leaf) or leaf.unique_indices:
+        return with_data(leaf, match_weak_type(_bounded(x, low, high), x))
+    is_exact = jnp.issubdtype(x.dtype, jnp.integer)
+    sums, is_first = stored_as_entries(leaf, x.dtype if is_exact else accumulation_dtype(x.dtype))
+    entry = sums if is_exact else narrowed(sums, x.dtype)
+    bounded = _bounded(entry, low, high)
+    # The first summand of an entry beyond its bounds becomes the bound, and the others 0.
+    changed = jnp.where(is_first, bounded, jnp.zeros_like(x))
+    is_kept = (bounded == entry) | ~not_padding(leaf)
+    return with_data(leaf, match_weak_type(jnp.where(is_kept, x, changed), x))
 
 
 # A compiled function of its own, so that it is traced once for leaves that are alike.

@@ -169,7 +169,7 @@ def skipping(
             leaves=leaves,
             blamed=blamed,
             loss=loss_state,
-            inner_state=kept_where(skip, state.inner_state, inner_state),
+            inner_state=after_skip(kept_where(skip, state.inner_state, inner_state), skip),
         )
 
     return transformation(init, update)
@@ -214,6 +214,22 @@ def _refuse_accumulators(inner_state: PyTree, name: str) -> None:
                 f"{type(node).__name__} in its state, in which a spike would remain; use "
                 f"{orders[type(node)]}"
             )
+
+
+def after_skip(inner_state: PyTree, skip: Array) -> PyTree:
+    """The state that a skip keeps, in which records count the step if it was skipped.
+
+    The states of such stages have a method `after_skip`. Those inside of `optax.MultiSteps` are
+    left alone, because they do not run at each step.
+    """
+
+    def counts(x: Any) -> bool:
+        return hasattr(x, "after_skip") or isinstance(x, optax.MultiStepsState)
+
+    def counted(x: Any) -> Any:
+        return x.after_skip(skip) if hasattr(x, "after_skip") else x
+
+    return jax.tree.map(counted, inner_state, is_leaf=counts)
 
 
 def as_inner(inner: Any) -> optax.GradientTransformationExtraArgs:

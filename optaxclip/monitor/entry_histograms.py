@@ -9,6 +9,7 @@ import numpy as np
 
 from optaxclip._base.ranges import (
     TOO_LARGE,
+    checked_format,
     exponents,
     exponents_of_parts,
     lost_below,
@@ -58,8 +59,14 @@ class Histogram:
 
         Returns:
           The share, 0 if there is no such entry.
+
+        Raises:
+          ValueError: if the format is not a real floating-point format with a sign and 0.
+          TypeError: if `dtype` is not a dtype.
         """
-        return self._share(int(self.counts[self.edges[1:] <= lost_below(dtype)].sum()))
+        return self._share(
+            int(self.counts[self.edges[1:] <= lost_below(checked_format(dtype))].sum())
+        )
 
     def above(self, dtype: jax.typing.DTypeLike) -> float:
         """The share of the finite entries other than 0 that are too large for another format.
@@ -75,9 +82,10 @@ class Histogram:
           The share, 0 if there is no such entry.
 
         Raises:
-          ValueError: if the histogram has no count for this format.
+          ValueError: if the histogram has no count for this format, or as `below`.
+          TypeError: as `below`.
         """
-        limit = too_large(dtype)
+        limit = too_large(checked_format(dtype))
         if limit >= self.edges[-1]:
             return 0.0
         if limit not in self.too_large:

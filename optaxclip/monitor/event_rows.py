@@ -18,7 +18,7 @@ from optaxclip._border.crossing import Transformation, global_view, transformati
 from optaxclip._engine.options import Options, PlaceOptions, takes
 from optaxclip._engine.plan import plan_of
 from optaxclip._engine.step import norms_of
-from optaxclip.methods.skipping import SkipState, as_inner
+from optaxclip.methods.skipping import SkipState, after_skip, as_inner
 from optaxclip.monitor.states import check_ring, name_of, numbered, unboxed, walk
 from optaxclip.monitor.summaries import entry_at, has_entries, names_of, wanted, worst_entry
 from optaxclip.norms import Norm
@@ -57,6 +57,17 @@ class EventsState(NamedTuple):
     numbers: Array
     marks: Array
     inner_state: PyTree
+
+    def after_skip(self, skip: Array) -> "EventsState":
+        """This state, with a row for the step if a skip around the stage left it out."""
+        at = self.steps % self.numbers.shape[0]
+        row = jnp.full(self.marks.shape[1:], NOT_RUN, jnp.int32).at[0].set(len(VERDICTS) - 1)
+        return self._replace(
+            steps=increased(self.steps, skip, period=self.numbers.shape[0]),
+            numbers=self.numbers.at[at].set(jnp.where(skip, jnp.nan, self.numbers[at])),
+            marks=self.marks.at[at].set(jnp.where(skip, row, self.marks[at])),
+            inner_state=after_skip(self.inner_state, skip),
+        )
 
 
 @takes(PlaceOptions)

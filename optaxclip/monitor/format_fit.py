@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optaxclip._base.numerics import is_real
-from optaxclip._base.ranges import lost_below, too_large
+from optaxclip._base.ranges import checked_format, lost_below, too_large
 from optaxclip._base.types import PyTree
 from optaxclip.monitor.entry_histograms import Histogram, histograms
 
@@ -69,6 +69,8 @@ class FormatFit:
             return 1.0
         if low > high or not low:
             return high
+        if high == math.inf:
+            return low
         return 2.0 ** ((math.frexp(low)[1] + math.frexp(high)[1]) // 2 - 1)
 
     @property
@@ -117,8 +119,9 @@ def format_fit(
       A `FormatFit`; `print` shows it as a table.
 
     Raises:
-      ValueError: as `histograms`; if `lost` is not between 0 and 1.
-      TypeError: as `histograms`; if `lost` is not a number.
+      ValueError: as `histograms`; if `lost` is not between 0 and 1; if `dtype` is not a real
+        floating-point format with a sign and 0.
+      TypeError: as `histograms`; if `lost` is not a number, or `dtype` not a dtype.
 
     Example:
       >>> import jax.numpy as jnp
@@ -136,7 +139,7 @@ def format_fit(
         raise TypeError(f"lost must be a number, a share such as 0.001, got {lost!r}")
     if not 0 <= lost < 1:
         raise ValueError(f"lost must be a share, from 0 to below 1, got {lost!r}")
-    dtype = jnp.dtype(dtype)
+    dtype = checked_format(dtype)
     found = histograms(opt_state, name)
     groups = {group: _fit(histogram, dtype, lost) for group, histogram in found.items()}
     return FormatFit(dtype, lost, groups)
@@ -151,8 +154,11 @@ def _fit(found: Histogram, dtype: jnp.dtype, lost: float) -> GroupFit:
     # Of the bins below this edge all may be lost; up to that one all entries must fit.
     smallest = float(found.edges[np.argmax(np.cumsum(found.counts) > lost * total)])
     largest = float(found.edges[np.flatnonzero(found.counts)[-1] + 1])
-    lowest = lost_below(dtype) / smallest if smallest else math.inf
-    highest = 2.0 ** (math.frexp(too_large(dtype))[1] - 1) / largest
+    smallest_kept, beyond = lost_below(dtype), too_large(dtype)
+    lowest = 0.0
+    if smallest_kept:
+        lowest = smallest_kept / smallest if smallest else math.inf
+    highest = beyond if beyond == math.inf else 2.0 ** (math.frexp(beyond)[1] - 1) / largest
     return GroupFit(below, above, lowest, highest)
 
 

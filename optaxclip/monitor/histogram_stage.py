@@ -26,7 +26,7 @@ class HistogramState(NamedTuple):
     """State of `histogram`; `histograms` reads it.
 
     Attributes:
-      steps: int32[], steps so far.
+      steps: int32[], steps so far, with those that a skip around the stage left out.
       counted: int32[], the step whose entries were counted last; -1 before the first.
       name: the transformation's name, as a tuple of one.
       names: the groups' names in order.
@@ -39,6 +39,10 @@ class HistogramState(NamedTuple):
     name: Names
     names: Names
     counts: Array
+
+    def after_skip(self, skip: Array) -> "HistogramState":
+        """This state after a step, if a skip around the stage left it out."""
+        return self._replace(steps=increased(self.steps, skip))
 
 
 @takes(PlaceOptions)
@@ -55,11 +59,13 @@ def histogram(
     optimizer the steps that the weights take. It counts the entries of the first step, of the step
     `every` steps later, and so on; nothing is sent to the host until `histograms` asks for it. A
     step that counts reads the updates once more; the others read nothing. Under `vmap` over
-    seeds too, if these began together; the updates of all are read when one of them counts.
+    seeds too, if these began together; the updates of all are read when one of them counts. Inside
+    a skip, a step that is left out is not counted, and the next one is in its place.
 
     Counts are exact, for any number of entries on any number of devices, and for all floating-point
-    formats with their subnormal numbers. A complex entry counts by its modulus; integer leaves do
-    not count.
+    formats with their subnormal numbers. A complex entry counts by its modulus, which
+    is rounded to float32, or float64 in a tree with 64-bit leaves: near the edge of a bin it may
+    count in the next one. Integer leaves do not count.
 
     Args:
       every: after how many steps the entries are counted again.
@@ -122,9 +128,9 @@ def histogram(
                 )
             leaves, plan = weights_beside(flat, params, plan, checked)
         wide = state.counts.shape[-1] == num_counts(wide=True)
-        if _is_wide(flat) and not wide:
+        if norm_dtype(map(dtype_of, leaves)) == jnp.float64 and not wide:
             raise ValueError(
-                f"{name}: the updates have float64 leaves, and the params given to init had none. "
+                f"{name}: the {of} have float64 leaves, and the params given to init had none. "
                 f"Call init with params of the dtypes that are counted. {FRESH_STATE}"
             )
         steps, counted, counts = _written(
@@ -160,6 +166,8 @@ def _written(
 
     # A loop of at most one turn: under `vmap`, `lax.cond` would count at all steps, and the loop
     # turns only if a seed has to count.
-    start = (steps % every == 0, counted, counts)
+    # A step that a skip left out is made up for by the next one.
+    is_due = (steps % every == 0) | (steps // every > counted // every)
+    start = (is_due, counted, counts)
     _, counted, counts = lax.while_loop(lambda carry: carry[0], count, start)
     return increased(steps, period=every), counted, counts

@@ -13,7 +13,13 @@ from optaxclip.monitor.reading import on_host
 
 
 def json_line(
-    opt_state: PyTree, /, *, since: PyTree | None = None, top: int = 0, **more: Any
+    opt_state: PyTree,
+    /,
+    *,
+    since: PyTree | None = None,
+    top: int = 0,
+    entries: bool = False,
+    **more: Any,
 ) -> str:
     """What `scalars` gives, as one line of valid JSON.
 
@@ -25,6 +31,7 @@ def json_line(
       opt_state: as in `read`.
       since: as in `metrics`.
       top: as in `scalars`.
+      entries: as in `metrics`.
       more: what else belongs to the step; it comes before the scalars: numbers, arrays of one
         number, strings, bools or None.
 
@@ -43,7 +50,7 @@ def json_line(
       >>> print(line.split(", ")[:3])
       ['{"step": 7', '"loss": 0.5', '"clip_by_global_norm/norm": null']
     """
-    found = on_host(opt_state, "", since, top, "json_line")
+    found = on_host(opt_state, "", since, top, entries, "json_line")
     if twice := sorted(found.keys() & more.keys()):
         raise ValueError(f"{twice[0]!r} is the name of a scalar: give what is passed another one")
     whole = {name: _plain(value, name) for name, value in (more | found).items()}

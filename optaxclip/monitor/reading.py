@@ -4,16 +4,27 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, overload
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 import optaxclip._border.devices as devices
-from optaxclip._base.arguments import checked_int
+from optaxclip._base.arguments import checked_bool, checked_int
 from optaxclip._base.types import ClipInfo, PyTree
 from optaxclip.methods.skipping import SkipState
 from optaxclip.monitor.counting import records_for_log, since_earlier
-from optaxclip.monitor.states import keys_of, lost_names, name_of, records, to_host, unboxed
+from optaxclip.monitor.states import (
+    keys_of,
+    learning_rates,
+    lost_names,
+    name_of,
+    records,
+    to_host,
+    unboxed,
+)
 from optaxclip.monitor.summaries import (
     NUMBERS,
+    OF_ALL,
     Recorded,
     Summary,
     has_entries,
@@ -91,7 +102,12 @@ def read(opt_state: PyTree) -> Records:
 
 
 def metrics(
-    opt_state: PyTree, prefix: str = "", *, since: PyTree | None = None, top: int = 0
+    opt_state: PyTree,
+    prefix: str = "",
+    *,
+    since: PyTree | None = None,
+    top: int = 0,
+    entries: bool = False,
 ) -> dict[str, Array]:
     """The records as a flat dict of scalars; it works inside of the compiled step too.
 
@@ -104,13 +120,14 @@ def metrics(
       limit            | both | the norm above which something is done     | of the worst one
       factor           | both | what the gradient was multiplied by        | of the worst one
       clipped_norm     | both | norm * factor, the norm that went on       | of the worst one
-      clipped_fraction | clip | the share of all steps so far with a clip  | the mean
+      clipped_fraction | clip | num_clipped / steps                        | the largest
       num_clipped      | clip | steps so far with a clip                   | the largest
       num_nonfinite    | both | steps so far with a norm not finite        | the largest
       num_skipped      | skip | steps so far that were skipped             | the largest
       loss, loss_limit | skip | the loss and its limit, where it is judged | furthest above
       loss_scale       | skip | of `scale_loss`: that of the next step     | the smallest
       steps            | clip | steps so far                               | the largest
+      learning_rate    |      | what `optax.inject_hyperparams` keeps      | the largest
 
     The numbers of `noise_scale` are `scale`, `signal` and `variance`. The numbers of `record` are
     its statistics of the last step, of leaves or layers the largest, and `steps`. Those of
@@ -118,7 +135,13 @@ def metrics(
     k of the bin, 2**k to 2**(k + 1), in which the median of the entries other than 0 lies, and
     `low_exponent` and `high_exponent`, those of their quantiles of 5 % and 95 %; `zero_fraction`;
     `num_infinite` and `num_nan`, how many entries are infinite or NaN, at most 2**31 - 1; and
-    `steps`. NaN stands for what is unknown before.
+    `steps`. NaN stands for what is unknown before, and for the exponents if no entry other than 0
+    is finite. A tree without leaves has no exponents. The numbers of a `record` inside a skip are
+    NaN after a skipped step.
+
+    `learning_rate` stands alone, without a transformation's name. It is the rate of the last step,
+    if `optax.inject_hyperparams` keeps it under this name; of several, the second and later ones
+    get a number behind it.
 
     Late in a run the share of all steps so far hardly moves. With `since`, the share and all counts
     are of the steps after an earlier state; all other numbers are still of the last step. If there
@@ -133,7 +156,8 @@ def metrics(
     `read(state)["clip_by_norm"].names[index]`. `scalars` gives the name itself, as
     `record/top/0/name`. If there are fewer leaves than `top`, there are fewer numbers.
 
-    Each label has numbers of its own (scopes `group` and `muon`). There may be very many leaves,
+    Each label has numbers of its own (scopes `group` and `muon`). With `entries`, so has each leaf,
+    and each layer of a stack: `clip_by/norm/layers/00`. Otherwise there may be very many leaves,
     units, or states under `vmap`, so one number stands for all of them. The worst entry is the one
     with the largest ratio of norm to limit, of equal ones (to rounding) the first; a norm that is
     not finite and a limit of 0 are worse than all others. The limit is inf before the first step,
@@ -150,6 +174,7 @@ def metrics(
         counted. None counts from the first step. Between two logs keep `counts`, because a step
         that takes the state as a donated argument deletes it.
       top: how many of the worst leaves or groups to show.
+      entries: whether each leaf, layer or group has numbers of its own.
 
     Returns:
       A dict from name to float32[], or int32[] for counts. Nothing is sent to the host.
@@ -175,39 +200,57 @@ def metrics(
       5.0
     """
     found = records_for_log(opt_state, "metrics")
-    arrays = devices.to_device(_checked(since_earlier(found, since), top))
-    rows = zip(arrays, found.values(), strict=True)
+    labels = _labels(found, entries)
+    numbers = _checked(since_earlier(found, since), top), learning_rates(opt_state)
+    arrays, rates = devices.to_device(numbers)
+    rows = zip(arrays, labels, strict=True)
     summaries = [
-        summary_on_device(*numbers, with_labels=bool(labels_of(state)), top=top)
-        for numbers, state in rows
+        summary_on_device(*numbers, with_labels=bool(names), top=top) for numbers, names in rows
     ]
-    return _named(found, summaries, prefix)
+    rates = {name: jnp.max(jnp.asarray(rate)) for name, rate in rates.items()}
+    return _named(found, summaries, labels, rates, prefix)
 
 
 @overload
 def scalars(
-    opt_state: PyTree, prefix: str = "", *, since: PyTree | None = None, top: Literal[0] = 0
+    opt_state: PyTree,
+    prefix: str = "",
+    *,
+    since: PyTree | None = None,
+    top: Literal[0] = 0,
+    entries: bool = False,
 ) -> dict[str, float]: ...
 @overload
 def scalars(
-    opt_state: PyTree, prefix: str = "", *, since: PyTree | None = None, top: int
+    opt_state: PyTree,
+    prefix: str = "",
+    *,
+    since: PyTree | None = None,
+    top: int,
+    entries: bool = False,
 ) -> dict[str, Any]: ...
 def scalars(
-    opt_state: PyTree, prefix: str = "", *, since: PyTree | None = None, top: int = 0
+    opt_state: PyTree,
+    prefix: str = "",
+    *,
+    since: PyTree | None = None,
+    top: int = 0,
+    entries: bool = False,
 ) -> dict[str, Any]:
     """The numbers of `metrics` as Python floats on the host, ready for a log.
 
     The host waits for the step that made the state, and then for one `jax.device_get`. It gets six
     arrays for each clip, however many leaves the clip has; five for a skip, or seven if it judges
     the loss; six for a `scale_loss`; three for a `noise_scale`; two for a `histogram`; and for a
-    `record` its `steps` and one array for each statistic. Nothing is computed on the device, so one
-    of several processes may call `scalars` alone.
+    `record` its `steps` and one array for each statistic. Nothing is computed on the device, so
+    one of several processes may call `scalars` alone.
 
     Args:
       opt_state: as in `read`.
       prefix: as in `metrics`.
       since: as in `metrics`.
       top: as in `metrics`.
+      entries: as in `metrics`.
 
     Returns:
       A dict from name to Python float. With `top`, `.../top/0/name` is the leaf's name, a string,
@@ -239,20 +282,21 @@ def scalars(
       w 5.0
       v 2.0
     """
-    return on_host(opt_state, prefix, since, top, "scalars")
+    return on_host(opt_state, prefix, since, top, entries, "scalars")
 
 
 def on_host(
-    opt_state: PyTree, prefix: str, since: PyTree | None, top: int, caller: str
+    opt_state: PyTree, prefix: str, since: PyTree | None, top: int, entries: bool, caller: str
 ) -> dict[str, Any]:
     """What `scalars` gives; messages name the `caller`."""
     found = records_for_log(opt_state, caller)
-    arrays = to_host(_checked(since_earlier(found, since), top), caller)
-    rows = zip(arrays, found.values(), strict=True)
-    summaries = [
-        summary(*numbers, with_labels=bool(labels_of(state)), top=top) for numbers, state in rows
-    ]
-    numbers = _named(found, summaries, prefix, of_entries=_name)
+    labels = _labels(found, entries)
+    numbers = _checked(since_earlier(found, since), top), learning_rates(opt_state)
+    arrays, rates = to_host(numbers, caller)
+    rows = zip(arrays, labels, strict=True)
+    summaries = [summary(*numbers, with_labels=bool(names), top=top) for numbers, names in rows]
+    rates = {name: np.max(rate) for name, rate in rates.items()}
+    numbers = _named(found, summaries, labels, rates, prefix, of_entries=_name)
     return {name: x if isinstance(x, str) else float(x) for name, x in numbers.items()}
 
 
@@ -267,6 +311,12 @@ def _checked(numbers: Numbers, top: int) -> Numbers:
             "has numbers of several: put monitor.record(scope=scopes.leaf()) in front of the clip"
         )
     return numbers
+
+
+def _labels(found: Mapping[str, Recorded], entries: bool) -> list[tuple[str, ...]]:
+    """For each record, the entries that have numbers of their own."""
+    entries = checked_bool(entries, "entries")
+    return [labels_of(state, entries) for state in found.values()]
 
 
 def _index(state: Recorded, index: Any) -> dict[str, Any]:
@@ -286,6 +336,8 @@ def _name(state: Recorded, index: Any) -> dict[str, Any]:
 def _named(
     states: Mapping[str, Recorded],
     summaries: Sequence[Summary],
+    labels: Sequence[tuple[str, ...]],
+    rates: Mapping[str, Any],
     prefix: str,
     of_entries: Callable[[Recorded, Any], dict[str, Any]] = _index,
 ) -> dict[str, Any]:
@@ -293,12 +345,12 @@ def _named(
     if not isinstance(prefix, str):
         raise TypeError(f"prefix must be a string such as 'train/', got {prefix!r}")
     flat = {}
-    for (name, state), numbers in zip(states.items(), summaries, strict=True):
-        labels = [f"/{label}" for label in labels_of(state)] or [""]
+    for (name, state), numbers, entries in zip(states.items(), summaries, labels, strict=True):
+        ends = [f"/{entry}" for entry in entries] or [""]
         for field in (field for field in NUMBERS if field in numbers):
-            column, of_each = numbers[field], [""] if field == "steps" else labels
+            column, of_each = numbers[field], [""] if field in OF_ALL else ends
             flat |= {f"{prefix}{name}/{field}{x}": column[i] for i, x in enumerate(of_each)}
         for i, few in enumerate(numbers.get("top", ())):
             entry = of_entries(state, few["index"]) | {x: few[x] for x in NUMBERS if x in few}
             flat |= {f"{prefix}{name}/top/{i}/{field}": x for field, x in entry.items()}
-    return flat
+    return flat | {f"{prefix}{name}": rate for name, rate in rates.items()}

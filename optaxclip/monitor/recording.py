@@ -30,11 +30,13 @@ class RecordState(NamedTuple):
     """State of `record`.
 
     Attributes:
-      steps: int32[], steps so far.
+      steps: int32[], steps so far, with those that a skip around the record left out.
+      num_skipped: int32[], how many steps such a skip left out.
       name: the transformation's name, as a tuple of one.
       names: the groups' names in order.
       last: for each statistic, of the last step, float32[] or, with a scope, float32[groups]. It is
-        -inf for a group without leaves at that step, because NaN means that it was not finite.
+        -inf for a group without leaves at that step, because NaN means that it was not finite, or
+        that the step was skipped.
       ring: float32[window], or float32[window, groups]; if there are several statistics,
         float32[window, statistics, ...], in the order of their names. Step n is in row
         `n % window`.
@@ -43,10 +45,18 @@ class RecordState(NamedTuple):
     NEEDS_OPTIMIZER = True
 
     steps: Array
+    num_skipped: Array
     name: Names
     names: Names
     last: dict[str, Array]
     ring: Array
+
+    def after_skip(self, skip: Array) -> "RecordState":
+        """This state, with a row of NaN for the step if a skip around the record left it out."""
+        steps, num_skipped, last, ring = _after_skip(
+            self.steps, self.num_skipped, self.last, self.ring, skip
+        )
+        return self._replace(steps=steps, num_skipped=num_skipped, last=last, ring=ring)
 
 
 @takes(PlaceOptions, instead={"per_leaf": "scope=scopes.leaf()", "ratio": "stats='ratio'"})
@@ -61,10 +71,11 @@ def record(
 ) -> Transformation[RecordState]:
     """Keeps statistics of the last steps on the device; updates pass through untouched.
 
-    As the first stage of a chain it records the raw gradients, even if they are not finite; inside
-    a skip it records only the steps that were taken. Nothing is sent to the host until `history`
-    asks for it; `metrics` and `scalars` have the last step. It works under `jit`, in `scan` and
-    under `vmap`.
+    As the first stage of a chain it records the raw gradients, even if they are not finite. Inside
+    a skip, the statistics of skipped steps are NaN: steps keep their numbers, and `num_skipped`
+    counts those that were left out. Put the record in front of the skip to see their norms. Nothing
+    is sent to the host until `history` asks for it; `metrics` and `scalars` have the last step. It
+    works under `jit`, in `scan` and under `vmap`.
 
     As the last stage of a chain it records the step that the weights take. Then "ratio" is how far
     the step moves them, as a share of their own norm: usually about 1e-3. Its spikes come before
@@ -139,7 +150,8 @@ def record(
         last = {key: jnp.zeros(columns, jnp.float32) for key in keys}
         rows = (window, len(keys)) if len(keys) > 1 else (window,)
         ring = jnp.zeros((*rows, *columns), jnp.float32)
-        return RecordState(jnp.zeros((), jnp.int32), Names((name,)), names, last, ring)
+        zero = jnp.zeros((), jnp.int32)
+        return RecordState(zero, jnp.zeros((), jnp.int32), Names((name,)), names, last, ring)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -184,6 +196,18 @@ def _checked_stats(stats: str | Sequence[str]) -> tuple[str, ...]:
             f"stats must name at least one of {list(STATISTICS)}, each at most once; got {stats!r}"
         )
     return tuple(sorted(given))
+
+
+@global_view(out_like=("steps", "num_skipped", "last", "ring"))
+def _after_skip(
+    steps: Array, num_skipped: Array, last: dict[str, Array], ring: Array, skip: Array
+) -> tuple[Array, Array, dict[str, Array], Array]:
+    """Steps, their number that was skipped, last statistics and ring after one skipped step."""
+    at = steps % len(ring)
+    ring = ring.at[at].set(jnp.where(skip, jnp.nan, ring[at]))
+    last = {key: jnp.where(skip, jnp.nan, x).astype(x.dtype) for key, x in last.items()}
+    steps = increased(steps, skip, period=len(ring))
+    return steps, increased(num_skipped, skip), last, ring
 
 
 @global_view(out_like=("steps", "old", "ring"))

@@ -1,5 +1,6 @@
 """Finding the states of clips, skips and records in any pytree, and their numbers on the host."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -78,6 +79,16 @@ def refuse_several(steps: Any, reader: str) -> None:
     if np.ndim(steps):
         one = "jax.tree.map(lambda x: x[0], opt_state)"
         raise ValueError(f"{reader} takes one state, got {steps.size} under vmap; pass {one}")
+
+
+def learning_rates(opt_state: PyTree) -> dict[str, Any]:
+    """The learning rates that `optax.inject_hyperparams` keeps in a state."""
+    found = []
+    for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
+        names = [getattr(key, "name", getattr(key, "key", None)) for key in path]
+        if ("hyperparams", "learning_rate") in itertools.pairwise(names):
+            found.append(x)
+    return dict(zip(numbered(["learning_rate"] * len(found)), found, strict=True))
 
 
 def keys_of(places: Sequence[tuple[Path, tuple[str, ...]]]) -> list[str]:

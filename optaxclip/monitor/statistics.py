@@ -18,7 +18,7 @@ from optaxclip._base.trees import FlatTree, is_sparse
 from optaxclip._base.types import PyTree
 from optaxclip._border.crossing import global_view
 from optaxclip._border.entries import as_arrays
-from optaxclip._engine.measure import measure
+from optaxclip._engine.measure import measure, with_entries
 from optaxclip._engine.options import Options
 from optaxclip._engine.plan import Plan, weights_beside
 from optaxclip._engine.products import Products, products
@@ -66,6 +66,11 @@ class Sources:
         if not self._with_cosines or norm is not norms.l2 or self._is_sparse:
             return measure(self._weights, self._of_weights, norm).norm
         return jnp.where(self._plan.have_leaves(), self._products.of_others, jnp.nan)
+
+    def zero_fractions(self) -> Array:
+        """For each group, the share of its entries that are 0; 0 for a group without entries."""
+        not_zero = self.of_leaves(NOT_ZERO)
+        return jnp.asarray(with_entries(self._leaves, self._plan), not_zero.dtype) - not_zero
 
     def cosines(self) -> Array:
         """The cosines of the gradients' groups with the parameters'."""
@@ -119,7 +124,7 @@ STATISTICS: dict[str, GroupStatistic] = {
     "norm": GroupStatistic(lambda source: source.of_leaves(source.norm)),
     "max": GroupStatistic(lambda source: source.of_leaves(norms.linf)),
     "mean_abs": GroupStatistic(lambda source: source.of_leaves(norms.mean_abs)),
-    "zero_fraction": GroupStatistic(lambda source: 1 - source.of_leaves(NOT_ZERO)),
+    "zero_fraction": GroupStatistic(Sources.zero_fractions),
     "share": GroupStatistic(Sources.shares),
     "param_norm": GroupStatistic(lambda source: source.of_weights(source.norm), needs_params=True),
     "ratio": GroupStatistic(_ratio, needs_params=True),

@@ -17,7 +17,7 @@ from optaxclip.methods.skipping import SkipState
 from optaxclip.monitor.histogram_stage import HistogramState
 from optaxclip.monitor.noise import NoiseScaleState, scale_of
 from optaxclip.monitor.recording import RecordState
-from optaxclip.monitor.states import unboxed
+from optaxclip.monitor.states import lost_names, name_of, unboxed
 from optaxclip.monitor.statistics import STATISTICS
 
 Recorded: TypeAlias = (
@@ -42,6 +42,9 @@ NUMBERS = (
 
 COUNTS = ("steps", "num_clipped", "num_nonfinite", "num_skipped")
 """What is counted from the first step on."""
+
+OF_ALL = ("steps", "num_skipped")
+"""What all entries have in common."""
 
 ROUNDING = 1e-6
 """Positive scores count as equal if their relative difference is no larger."""
@@ -70,10 +73,18 @@ def wanted(state: Recorded) -> dict[str, Any]:
     return {key: unboxed(x) for key, x in found.items()}
 
 
-def labels_of(state: Recorded) -> tuple[str, ...]:
-    """The entries of the record that a user has named; empty if there are none."""
+def labels_of(state: Recorded, entries: bool) -> tuple[str, ...]:
+    """The entries that have numbers of their own: those with labels, or all; empty if none has."""
     names = names_of(state)
-    return tuple(names) if names.are_labels else ()
+    if names.are_labels or not entries:
+        return tuple(names) if names.are_labels else ()
+    is_histogram = isinstance(state, HistogramState)
+    kept = {} if isinstance(state, NoiseScaleState) else wanted(state)
+    if not is_histogram and not has_entries(kept):
+        return ()
+    if not names and any(x.size for x in jax.tree.leaves((kept.get("norm"), kept.get("last")))):
+        raise lost_names(f"{name_of(state)} has lost the names of its leaves")
+    return tuple(names)
 
 
 def names_of(state: Recorded) -> Names:
@@ -118,6 +129,7 @@ def _of_all(kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool) ->
     """The numbers of the whole record; leading axes, from `vmap`, count as more entries."""
     if "signal" in kept:
         return _of_noise(kept)
+    was_run = kept["steps"] > 0 if "sizes" in kept else None
     kept = kept | {count: kept[count] - start for count, start in earlier.items()}
     steps = kept["steps"] if "steps" in kept else kept["num_skipped"]
     states = max(steps.size, 1)
@@ -125,7 +137,9 @@ def _of_all(kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool) ->
     if "sizes" in kept:
         shape = (states, -1) if with_labels else (-1, 1)
         words = kept["sizes"].reshape(*shape, *kept["sizes"].shape[-2:])
-        found = _of_sizes(xp.sum(words, axis=0, dtype=words.dtype))
+        found = _of_sizes(xp.sum(words, axis=0, dtype=words.dtype), xp.any(was_run))
+        if not kept["sizes"].shape[-3]:  # a tree without leaves has no sizes
+            found = {name: x for name, x in found.items() if not name.endswith("exponent")}
         return found | {"steps": _most(steps.reshape(-1, 1))}
     if "last" in kept:
         shape = (states, -1) if with_labels else (-1, 1)
@@ -138,13 +152,10 @@ def _of_all(kept: dict[str, Any], earlier: dict[str, Any], with_labels: bool) ->
 
     found = _of_worst({field: rows(kept[field]) for field in _NOTHING})
     if "steps" in kept:
-        counts = kept["num_clipped"]
-        per_step = counts.reshape(states, -1) / xp.maximum(steps, 1).reshape(states, 1)
-        shares = rows(per_step.astype(xp.float32))
-        share = xp.sum(shares, axis=0) / max(len(shares), 1)
         found["steps"] = _most(steps.reshape(-1, 1))
+        found["num_clipped"] = _most(rows(kept["num_clipped"]))
+        share = (found["num_clipped"] / xp.maximum(found["steps"], 1)).astype(xp.float32)
         found["clipped_fraction"] = xp.where(found["steps"] < 0, xp.nan, share)
-        found["num_clipped"] = _most(rows(counts))
     found["num_nonfinite"] = _most(rows(kept["num_nonfinite"]))
     if "num_skipped" in kept:
         found["num_skipped"] = _most(kept["num_skipped"].reshape(-1, 1))
@@ -163,7 +174,7 @@ def _most(counts: Any) -> Any:
     return xp.max(counts, axis=0) if counts.size else xp.zeros(counts.shape[1:], counts.dtype)
 
 
-def _of_sizes(words: Any) -> Summary:
+def _of_sizes(words: Any, was_run: Any) -> Summary:
     """The numbers of a histogram, from its counts by size `[labels, 2, counts]`."""
     xp = _namespace(words)
     low, high = words[:, 0], words[:, 1]
@@ -185,7 +196,7 @@ def _of_sizes(words: Any) -> Summary:
         "low_exponent": at(0.05),
         "median_exponent": at(0.5),
         "high_exponent": at(0.95),
-        "zero_fraction": xp.where(every > 0, counts[:, 0] / xp.maximum(every, 1), xp.nan),
+        "zero_fraction": xp.where(was_run, counts[:, 0] / xp.maximum(every, 1), xp.nan),
         "num_infinite": exact[:, -2],
         "num_nan": exact[:, -1],
     }

@@ -253,7 +253,9 @@ class _Adagc:
         share = safe_divide(over_power(norm, unit), root, 1)
         # Derivatives of the product must be finite even if it is not selected.
         product = jnp.where(jnp.isinf(largest), 1, largest) * share
-        shrunk = jnp.where(root > over_power(largest, unit), product, norm)
+        # Each group has its share of `lambda_abs` as limit, also if the global norm is below that.
+        shrunk = jnp.where(root > over_power(largest, unit), product, jnp.maximum(product, norm))
+        shrunk = jnp.where(jnp.isinf(largest), jnp.inf, shrunk)
         later = jnp.where(count == 0, jnp.inf, multiple(settings.lambda_rel, state))
         limit = jnp.where(count < settings.warmup_steps, shrunk, later)
         return Limits(limit, limit)

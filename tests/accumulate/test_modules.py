@@ -173,3 +173,9 @@ def test_the_program_for_equinox_gives_what_equinox_does():
     of_each = [by_equinox(model, x[i : i + 1], keys[i : i + 1]) for i in range(6)]
     assert_close(found["losses"], jnp.stack([loss for loss, _ in of_each]))
     assert_close(found["norms"], jnp.stack([optax.tree.norm(grads) for _, grads in of_each]))
+
+
+def test_states_refuse_leaves_without_dtype():
+    state = nnx.State({"w": nnx.Param(jnp.ones(2)), "mean": object()})
+    with pytest.raises(TypeError, match="the array 'mean' of NNX, which is no Param"):
+        GRAD_FN.init(state, X)

@@ -204,7 +204,8 @@ def test_in_shard_map(loss, check_vma, judge):
         assert of_gradients(outside) == ["all-reduce"]
         # With the losses and weights, unless the loss itself, or the weight, adds up over devices.
         of_user = {"of a part": 0, "of all": 1, "of all, weight of a part": 1}[loss]
-        assert (len(inside), len(outside)) == (of_user, 1)
+        # Before it comes a scalar, the largest weight.
+        assert (len(inside), len(outside)) == (of_user, 2)
     else:
         # Of a loss of all by the weight of a part XLA may leave two, side by side.
         most = 2 if loss == "of all, weight of a part" else 1
@@ -225,6 +226,28 @@ def test_without_weight_the_examples_of_all_devices_count(options):
     np.testing.assert_allclose(value, loss(1, x), rtol=1e-6)
     np.testing.assert_allclose(grads, 2 * jnp.mean(1 - x), rtol=1e-6)
     np.testing.assert_array_equal(found.weight, [2 * DEVICES] * 2)
+
+
+@pytest.mark.by_day(1)
+@pytest.mark.parametrize("judge", ["plain", "default"])
+def test_accumulate_weights_overflow_over_devices(judge):
+    """The weights of all devices and microbatches add up to 1e39."""
+
+    def loss(w, x, weight):
+        return jnp.sum(x * w)
+
+    by_parts = accumulate.value_and_grad(
+        loss,
+        batch_argnums=(1, 2),
+        microbatch_size=1,
+        weight=lambda x, weight: jnp.sum(weight),
+        **JUDGES[judge],
+    )
+    x, weights = jnp.arange(4.0 * DEVICES), jnp.full(4 * DEVICES, 3.0 * 1e38 / DEVICES)
+    specs = {"in_specs": (P(), P("d"), P("d")), "out_specs": P()}
+    run = jax.shard_map(by_parts, mesh=mesh_of(AxisType.Auto), **specs)
+    value, grads, _ = jax.jit(run)(jnp.float32(1), x, weights)
+    np.testing.assert_allclose([value, grads], np.mean(x), rtol=1e-6)
 
 
 def test_what_is_not_judged_stays_in_the_range_and_needs_no_weight_on_every_device():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P, lax
+from jax.sharding import AxisType
 
 from optaxclip.ops import clip_cotangent
 
@@ -132,3 +133,19 @@ def test_on_an_explicit_mesh():
         for got, norm in zip(found, norms, strict=True):
             assert jax.typeof(got) == jax.typeof(split)
             np.testing.assert_allclose(got, d * np.minimum(1, 1 / norm) * np.cos(x), rtol=1e-5)
+
+
+def test_clip_cotangent_names_missing_mesh():
+    """Without a set mesh JAX cannot split a copy for each example, and showed an internal error."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P("d")))
+
+    def loss(w, x):
+        clipped = functools.partial(clip_cotangent, clip_norm=1.0)
+        return jnp.sum(jax.vmap(lambda one: jnp.sum(clipped(w) * one))(x))
+
+    with pytest.raises(ValueError, match=r"x must lie on that mesh.*jax\.set_mesh"):
+        jax.grad(loss)(jnp.ones(3), x)
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.grad(loss))(jnp.ones(3), x)
+    np.testing.assert_allclose(found, 7 / 3**0.5, rtol=1e-6)

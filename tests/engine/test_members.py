@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import slow_unless
+from jax.experimental.sparse import BCOO
 from parts_table import RULES
 
-from optaxclip import clip_by, monitor, norms, scopes
+import optaxclip
+from optaxclip import clip_by, monitor, norms, scopes, thresholds
 from optaxclip.monitor.statistics import STATISTICS
 
 MEMBERS, STEPS = 12, 6
@@ -149,3 +151,33 @@ def test_an_axis_is_an_int(axis):
 def test_a_tree_without_leaves():
     tx = clip_by(scopes.member(), 1.0)
     assert tx.update({}, tx.init({}))[1].info.norm.shape == (0,)
+
+
+def test_member_refuses_sparse_leaves():
+    leaf = BCOO((jnp.ones(2), jnp.array([[0, 1], [1, 2]])), shape=(2, 3))
+    with pytest.raises(ValueError, match="the sparse leaf 'w' cannot be divided into members"):
+        clip_by(scopes.member(), 1.0).init({"w": leaf})
+
+
+STACKS = {
+    "leaf": clip_by(scopes.leaf(stacked={"layers": 1}), 1.0),
+    "member": clip_by(scopes.member(), 1.0),
+    "adagc": clip_by(scopes.member(), thresholds.adagc()),
+    "spectral": optaxclip.clip_by_spectral_norm(1.0, stacked={"layers": 1}),
+    "block": optaxclip.clip_by_block_rms(1.0, stacked={"layers": 1}),
+    "events": monitor.events(clip_by(scopes.leaf(stacked={"layers": 1}), 1.0)),
+    "stable adam": optaxclip.scale_by_stable_adam(stacked={"layers": 1}),
+    "record": monitor.record(scope=scopes.leaf(stacked={"layers": 1})),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks_without_layers_are_clipped(name):
+    """A model may have no layers of a kind; the axis that stacks them then has size 0."""
+    tx, number = STACKS[name], 0 if name in ("member", "adagc") else 3
+    grads = {"layers": jnp.zeros((0, 3, 3)), "w": jnp.ones((number, 3))}
+    updates, state = jax.jit(tx.update)(grads, tx.init(grads), grads)
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, grads)
+    assert np.all(np.isfinite(updates["w"]))
+    if name != "stable adam":
+        assert not np.isnan([*monitor.scalars(state).values()]).any()

@@ -65,3 +65,31 @@ def test_padding_that_is_not_finite_is_not_masked_as_an_entry():
     tx = optaxclip.clip_by_global_norm(1.0, nonfinite="mask")
     info = tx.update(padded, tx.init(padded))[1].info
     assert (info.norm, info.num_nonfinite) == (3, 0)
+
+
+def test_clip_by_value_adds_repeated_indices():
+    """What `todense` would hold is bounded, and an entry within its bounds is kept as stored."""
+    entries = BCOO(
+        (np.float32([0.9, 0.5, 0.9, 0.9, 7]), np.int32([[1], [2], [1], [1], [9]])), shape=(4,)
+    )
+    rows = BCOO((np.float32([[3, -2], [-3, -2]]), np.int32([[1], [1]])), shape=(2, 2))
+    batch = BCOO((np.float32([[3, 3], [0.2, 4]]), np.int32([[[1], [1]], [[0], [3]]])), shape=(2, 4))
+    narrow = BCOO((jnp.bfloat16([0.9, 0.9]), np.int32([[1], [1]])), shape=(4,))
+    turned = BCOO((np.complex64([3j, 4, 0.1]), np.int32([[1], [1], [0]])), shape=(4,))
+    tree = [entries, rows, batch, narrow, turned]
+    tx = optaxclip.clip(1.0)
+
+    @jax.jit
+    def clipped(tree):
+        by_stage = tx.update(tree, tx.init(tree))[0]
+        return by_stage, optaxclip.ops.clip_by_value(tree, -1.0, 1.0)
+
+    for found in clipped(tree):
+        dense = [leaf.todense() for leaf in found]
+        np.testing.assert_allclose(dense[0], [0, 1, 0.5, 0])
+        np.testing.assert_array_equal(found[0].data[4], 7)
+        np.testing.assert_allclose(dense[1], [[0, 0], [0, -1]])
+        np.testing.assert_array_equal(found[1].data[:, 0], [3, -3])
+        np.testing.assert_allclose(dense[2], [[0, 1, 0, 0], [np.float32(0.2), 0, 0, 1]])
+        assert (dense[3].dtype, dense[3][1]) == (jnp.bfloat16, 1)
+        np.testing.assert_allclose(dense[4], [0.1, 0.8 + 0.6j, 0, 0], rtol=1e-6)

@@ -253,3 +253,17 @@ def test_any_rule_on_any_scope_is_the_rule_on_each_group(scope, rule):
         assert np.any(factor < 1)
         factor = factor.reshape(STEPS, *(1,) * (len(SHAPES[leaf]) - 1), -1)
         np.testing.assert_allclose(updates[leaf], GRADS[leaf] * factor, rtol=1e-4, atol=1e-6)
+
+
+def test_adagc_records_applied_warmup_limits():
+    """Each leaf's share of the limit of the global norm; the norm itself would say nothing."""
+    tx = optaxclip.adagc(lambda_abs=10.0)
+    grads = {"a": jnp.array([3.0]), "b": jnp.array([4.0])}
+    state = tx.init(grads)
+    for by in (1.0, 4.0, 0.0):
+        _, state = tx.update(jax.tree.map(lambda x, by=by: x * by, grads), state)
+        if by:
+            np.testing.assert_allclose(state.info.limit, [6, 8], rtol=1e-6)
+        np.testing.assert_allclose(state.info.factor, 0.5 if by == 4 else 1, rtol=1e-6)
+        assert state.info.num_clipped.tolist() == [int(by != 1)] * 2
+    np.testing.assert_allclose(state.info.limit, 10)

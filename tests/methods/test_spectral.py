@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optaxclip import clip_by_spectral_norm, thresholds
+from optaxclip.methods.singular_values import clipped_matrix
 
 MODES = ("soft", "hard")
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -376,3 +377,17 @@ def test_products_have_all_digits_of_float32_on_accelerators(platform):
     products = [line for line in text.splitlines() if "dot_general" in line]
     assert products
     assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
+
+
+@pytest.mark.parametrize("mode", ["soft", "hard"])
+def test_clipped_matrix_reaches_any_limit(mode):
+    """The iterations take no smaller or larger limit than 1e-7 and 1e6 largest values."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
+    run = jax.jit(functools.partial(clipped_matrix, mode=mode, iterations=20))
+    for limit, value in ((1e-9, 1e-9), (1e-30, 1e-30), (1e12, None)):
+        found = run(x, jnp.float32(limit))
+        if value is None:
+            np.testing.assert_allclose(found, x, rtol=1e-4, atol=1e-4)
+        else:
+            singular = np.linalg.svd(np.float64(found), compute_uv=False)
+            np.testing.assert_allclose(singular, value, rtol=1e-3)

@@ -189,8 +189,9 @@ def test_under_vmap_nothing_is_counted_outside_of_the_loop():
     outside = str(jax.make_jaxpr(update)(seeds, states)).split("while")[-1]
     assert "cond_jaxpr" in outside
     states = states._replace(steps=jnp.array([1, 2, 3], jnp.int32))
+    states = states._replace(counted=jnp.array([0, 0, 2], jnp.int32))
     states = jax.jit(update)(seeds, states)
-    np.testing.assert_array_equal(states.counted, [-1, 2, -1])
+    np.testing.assert_array_equal(states.counted, [0, 2, 2])
     np.testing.assert_array_equal(np.sum(states.counts, (1, 2, 3)), [0, 4, 0])
 
 
@@ -263,3 +264,84 @@ def test_the_table_of_a_format_says_which_scale_keeps_what():
     assert "does not fit" in str(monitor.format_fit(state, jnp.float8_e4m3fn))
     assert monitor.format_fit(state, jnp.bfloat16).loss_scale == 1
     assert monitor.format_fit(tx.init(tree)).loss_scale == 1
+
+
+def test_histogram_steps_wrap_by_whole_periods():
+    tx = monitor.histogram(3, scope=scopes.tree())
+    start = 2**31 - 4
+    state = tx.init(jnp.ones(2))._replace(steps=jnp.int32(start), counted=jnp.int32(start - 1))
+    counted, update = [], jax.jit(tx.update)
+    for _ in range(8):
+        before, state = int(state.steps), update(jnp.ones(2), state)[1]
+        counted.append(int(state.counted) == before)
+    first = -start % 3
+    assert counted == [i % 3 == first for i in range(8)]
+
+
+def test_histogram_of_nothing_has_no_nan():
+    tx = monitor.histogram()
+    numbers = monitor.scalars(tx.update({}, tx.init({}))[1])
+    assert list(numbers.values()) == [0, 0, 0, 1]
+    grads = {"w": jnp.zeros((0, 2))}
+    state = tx.init(grads)
+    assert np.isnan(monitor.scalars(state)["histogram/zero_fraction"])
+    assert monitor.scalars(tx.update(grads, state)[1])["histogram/zero_fraction"] == 0
+
+
+def test_histogram_of_wider_params_is_refused(x64):
+    tx = monitor.histogram(of="params")
+    narrow, wide = jnp.ones(3, jnp.float32), jnp.ones(3, jnp.float64)
+    with pytest.raises(ValueError, match="the params have float64 leaves"):
+        tx.update(narrow, tx.init(narrow), wide)
+    found = monitor.histograms(tx.update(narrow, tx.init(wide), wide)[1])["leaf"]
+    # Nothing is too large for float64, whose bins end at infinity.
+    assert (found.above(np.float64), found.below(float)) == (0, 0)
+
+
+def test_histogram_moduli_at_upper_end():
+    x = np.complex64([complex(np.inf, 1), complex(2.0**64, 2.0**64), complex(2.0**64, 1)])
+    found = histograms_of({"x": jnp.asarray(x)})["x"]
+    assert_counts(found, np.abs(x.astype(np.complex128)).astype(np.float32).astype(np.float64))
+
+
+def fit(counts, dtype=jnp.float16, **options):
+    tx = monitor.histogram()
+    x = jnp.asarray(np.repeat([*counts], [*counts.values()]), jnp.float32)
+    return monitor.format_fit(tx.update(x, tx.init(x))[1], dtype, **options)
+
+
+def test_format_fit_allows_exactly_the_share():
+    counts = {2.0**-40: 1, 2.0**-10: 3}
+    assert fit(counts, lost=0.25).lowest < fit(counts, lost=0.2).lowest
+
+
+def test_format_fit_needs_no_scale_at_ends():
+    least = {2.0**-24: 1}
+    assert (fit(least).lowest, fit(least).loss_scale) == (1, 1)
+    most = {2.0**15: 1, 2.0**-20: 1}
+    assert (fit(most).highest, fit(most).loss_scale) == (1, 1)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, float, "float64"])
+def test_format_fit_of_float64_needs_no_scale(dtype):
+    assert fit({2.0**-140: 1, 1e30: 1}, dtype).loss_scale == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "message"),
+    [
+        (None, TypeError, "dtype must be a number format.*got None"),
+        (3, TypeError, "dtype must be a number format.*got 3"),
+        ("float17", ValueError, "dtype must be the name of a number format.*'float17'"),
+        (jnp.int8, ValueError, "dtype must be a real floating-point format.*int8"),
+        (jnp.complex64, ValueError, "dtype must be a real floating-point format.*complex64"),
+        (jnp.float8_e8m0fnu, ValueError, "dtype must be a format with a sign and 0"),
+    ],
+)
+def test_format_fit_refuses_other_types(dtype, error, message):
+    with pytest.raises(error, match=message):
+        fit({1.0: 1}, dtype)
+    found = histograms_of({"x": jnp.ones(2)})["x"]
+    for share in (found.above, found.below):
+        with pytest.raises(error, match=message):
+            share(dtype)

@@ -203,7 +203,7 @@ def per_leaf_state(**columns):
 def test_scalars_of_many_entries():
     measured = {"norm": [8.0, 3.0, 0.1], "limit": [4.0, 1.0, 1.0], "factor": [0.5, 0.25, 1.0]}
     state = per_leaf_state(**measured, num_clipped=[2, 4, 0], num_nonfinite=[0, 1, 3])
-    expected = zip(NAMES, [3.0, 1.0, 0.25, 0.75, 0.5, 4.0, 3.0, 4.0], strict=True)
+    expected = zip(NAMES, [3.0, 1.0, 0.25, 0.75, 1.0, 4.0, 3.0, 4.0], strict=True)
     assert monitor.scalars([state]) == {f"{LEAVES}/{name}": x for name, x in expected}
 
 
@@ -240,7 +240,7 @@ def test_scalars_without_entries_and_under_vmap():
     state = jax.jit(jax.vmap(lambda grads: tx.update(grads, tx.init(GRADS))[1]))(batch)
     numbers = monitor.scalars(state)
     assert numbers[f"{LEAVES}/norm"] == 10.0
-    assert numbers[f"{LEAVES}/clipped_fraction"] == 0.5
+    assert numbers[f"{LEAVES}/clipped_fraction"] == 1
 
 
 def test_of_two_states_each_number_is_that_of_the_table():
@@ -277,7 +277,7 @@ def test_of_two_states_each_number_is_that_of_the_table():
             "scale_loss/loss_scale": 4,
             f"{LEAVES}/num_clipped": 4,
             f"{LEAVES}/num_nonfinite": 4,
-            f"{LEAVES}/clipped_fraction": (2 + 4) / 2 / 8,
+            f"{LEAVES}/clipped_fraction": 4 / 8,
             f"{LEAVES}/steps": 8,
             "noise_scale/signal": 2,
             "noise_scale/scale": 2,
@@ -307,3 +307,50 @@ def test_one_transfer_a_call(monkeypatch, leaves):
     monkeypatch.setattr(jax, "device_get", fetch_and_delete)
     assert monitor.scalars(state) == expected
     assert calls == [6 + 5 + 6]
+
+
+def test_clipped_fraction_is_that_of_num_clipped():
+    tx = optaxclip.clip_by_norm(1.0)
+    grads = {"a": jnp.zeros((0,)), "b": jnp.ones(1), "c": jnp.ones(1) * 2}
+    state = tx.init(grads)
+    for by in (1.0, 0.1, 2.0, 1.0):
+        state = tx.update(jax.tree.map(lambda x, by=by: x * by, grads), state)[1]
+    numbers = monitor.scalars(state)
+    assert (numbers[f"{LEAVES}/num_clipped"], numbers[f"{LEAVES}/clipped_fraction"]) == (3, 0.75)
+
+
+def test_entries_have_keys_for_each_layer():
+    scope = scopes.leaf(stacked={"layers": 1})
+    stages = (optaxclip.clip_by(scope, 2.5), monitor.record(scope=scope, stats=("norm", "max")))
+    tx = optax.chain(*stages, monitor.histogram(scope=scope), optaxclip.clip_by_global_norm(1.0))
+    grads = {"layers": jnp.array([[3.0, 4.0], [0.0, 2.0]]), "head": jnp.array([1.0])}
+    state = tx.update(grads, tx.init(grads))[1]
+    numbers = monitor.scalars(state, entries=True)
+    by_layer = {"head": 1, "layers/0": 5, "layers/1": 2}
+    assert {name: numbers[f"clip_by/norm/{name}"] for name in by_layer} == by_layer
+    assert numbers["clip_by/num_clipped/layers/0"] == numbers["clip_by/steps"] == 1
+    assert numbers["record/max/layers/1"] == numbers["record/norm/layers/1"] == 2
+    assert numbers["histogram/median_exponent/layers/1"] == 0
+    assert "clip_by/norm" not in numbers
+    np.testing.assert_allclose(numbers["clip_by_global_norm/norm"], 11.25**0.5, rtol=1e-5)
+    inside = jax.jit(lambda state: monitor.metrics(state, entries=True))(state)
+    assert inside.keys() == numbers.keys()
+    np.testing.assert_allclose([*map(float, map(inside.get, numbers))], [*numbers.values()])
+    with pytest.raises(TypeError, match="entries must be"):
+        monitor.scalars(state, entries=1)
+
+
+def test_learning_rates_are_in_the_log():
+    schedule = optax.linear_schedule(0.2, 0.0, 2)
+    tx = optax.chain(
+        optaxclip.clip_by_global_norm(1.0),
+        optax.inject_hyperparams(optax.sgd)(learning_rate=schedule),
+        optax.inject_hyperparams(optax.scale_by_learning_rate)(learning_rate=0.5),
+    )
+    update, state = jax.jit(tx.update), tx.init(jnp.zeros(2))
+    for _ in range(2):
+        state = update(jnp.ones(2), state)[1]
+    for numbers in (monitor.scalars(state, "a/"), jax.jit(monitor.metrics)(state)):
+        names = [name for name in numbers if "learning_rate" in name]
+        np.testing.assert_allclose([numbers[name] for name in names], [0.1, 0.5])
+    assert '"learning_rate": 0.1' in monitor.json_line(state)

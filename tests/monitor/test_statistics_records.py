@@ -9,7 +9,9 @@ import optax
 import pytest
 from flax import serialization
 
+import optaxclip
 from optaxclip import monitor, scopes
+from optaxclip.monitor.recording import RecordState
 
 PARAMS = {"body": jnp.ones((2, 3)), "head": jnp.ones(2)}
 GRADS = {"body": jnp.zeros((2, 3)).at[1, 0].set(4.0), "head": jnp.array([3.0, 0.0])}
@@ -92,3 +94,34 @@ def test_a_bad_leaf_is_the_worst_and_a_missing_one_is_not_there(scope):
     assert monitor.scalars(missing)["record/max"] == 3
     assert np.isnan(monitor.history(missing, stat="max")[0, 0])
     assert np.isnan(monitor.scalars(after(tx, {"body": None, "head": None}))["record/max"])
+
+
+def test_zero_fraction_of_nothing_hides_no_layer():
+    tx = monitor.record(scope=scopes.leaf(), stats="zero_fraction")
+    grads = {"a": jnp.zeros((0, 3)), "b": jnp.array([0.0, 1.0]), "c": jnp.zeros(())}
+    state = tx.update(grads, tx.init(grads))[1]
+    np.testing.assert_array_equal(monitor.history(state), [[0, 0.5, 1]])
+    state = tx.update(grads | {"c": jnp.ones(())}, state)[1]
+    assert monitor.scalars(state)["record/zero_fraction"] == 0.5
+
+
+@pytest.mark.parametrize("wrap", [optaxclip.skip_nonfinite, lambda tx: optaxclip.skip_above(tx, 9)])
+def test_record_inside_skip_keeps_step_numbers(wrap):
+    """It counted only the steps that were taken."""
+    stages = (monitor.record(4), monitor.histogram(3, scope=scopes.tree()), optax.sgd(0.1))
+    tx = wrap(monitor.events(optaxclip.skip_nonfinite(optax.chain(*stages)), 4))
+    update, state, steps = jax.jit(tx.update), tx.init(jnp.zeros(1)), []
+    for x in (jnp.nan, 1.0, 2.0, jnp.nan, jnp.inf, 5.0):
+        state = update(jnp.array([x]), state)[1]
+        steps.append(monitor.histograms(state)["tree"].step)
+    np.testing.assert_array_equal(monitor.history(state, "record"), [2, jnp.nan, jnp.nan, 5])
+    assert monitor.scalars(state)["record/steps"] == 6
+    (record,) = monitor.states.find(state, RecordState).values()
+    assert record.num_skipped == 3
+    found = monitor.history(state, "events")
+    assert found["step"].tolist() == [2, 3, 4, 5]
+    assert found["verdict"].tolist() == ["taken", "skipped", "skipped", "taken"]
+    # What is skipped is counted at the next step.
+    assert steps == [-1, 1, 1, 1, 1, 5]
+    state = update(jnp.array([jnp.nan]), state)[1]
+    assert np.isnan(monitor.scalars(state)["record/norm"])
