@@ -27,7 +27,6 @@ from optaxclip._engine.options import (
     ScaleOptions,
     StageOptions,
 )
-from optaxclip.config import from_config
 from optaxclip.methods.adaptive import adagc, clip_by_ema_norm, clip_by_quantile, zclip
 from optaxclip.methods.attention import clip_attention_logits
 from optaxclip.methods.by_value import ClipByValueState, clip, clip_by_value
@@ -93,7 +92,6 @@ __all__ = [
     "clip_by_value",
     "clip_by_window_norm",
     "clip_tree",
-    "from_config",
     "hyperball",
     "monitor",
     "normalize_by_global_norm",
