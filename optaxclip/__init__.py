@@ -37,10 +37,8 @@ from optaxclip.methods.fixed import (
     clip_by_norm,
 )
 from optaxclip.methods.heads import Heads
-from optaxclip.methods.hyperball import HyperballState, hyperball
 from optaxclip.methods.loss_scaling import LossScaleState, scale_loss
 from optaxclip.methods.normalizing import normalize_by_global_norm, normalize_by_norm_history
-from optaxclip.methods.resets import ResetState, reset_state
 from optaxclip.methods.skipping import SkipState
 from optaxclip.methods.skips import skip_above, skip_nonfinite
 from optaxclip.methods.spectral import clip_by_spectral_norm
@@ -59,12 +57,10 @@ __all__ = [
     "ClipOptions",
     "ClipState",
     "Heads",
-    "HyperballState",
     "Limits",
     "LossScaleState",
     "NormOptions",
     "PlaceOptions",
-    "ResetState",
     "ScaleOptions",
     "SecondMomentState",
     "SkipState",
@@ -92,7 +88,6 @@ __all__ = [
     "clip_by_value",
     "clip_by_window_norm",
     "clip_tree",
-    "hyperball",
     "monitor",
     "normalize_by_global_norm",
     "normalize_by_norm_history",
@@ -103,7 +98,6 @@ __all__ = [
     "per_example_global_norm_clip",
     "per_example_layer_norm_clip",
     "plots",
-    "reset_state",
     "responses",
     "scale_by_stable_adam",
     "scale_loss",

@@ -133,9 +133,9 @@ OF_EXAMPLES = "takes gradients of examples: tests/per_example"
 OLD = """
     adaptive as_norm as_response auto_s axes clip_by_average_norm clip_with_eps constant
     ema given global_norm group history_names log_tracker lp mean_over_rms median
-    norm_curves norm_histogram normalize norms_over_steps per_example_global_norm_clip
+    normalize per_example_global_norm_clip
     per_example_layer_norm_clip percentile quantile relative_to_params schedule smooth
-    sweep_curve tree unit
+    tree unit
 """
 LABELS = "groups by labels, as `group` does"
 MEMBERS = "needs leaves with an axis in common: tests/engine/test_members.py"

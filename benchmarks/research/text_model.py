@@ -18,7 +18,7 @@ from optaxclip.commands.demo_task import MAX_SYMBOLS, encode
 
 Params = dict[str, Any]
 MATRICES = ("query_key_value", "out", "up", "down")
-"""Those of the layers, which Muon and `hyperball` train."""
+"""Those of the layers, which Muon trains."""
 
 
 class Size(NamedTuple):

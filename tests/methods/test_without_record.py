@@ -16,7 +16,7 @@ from optaxclip import scopes, thresholds
 
 # What wraps an optimizer, or is one, keeps more than a record.
 KEEPS_MORE = {"scale_by_stable_adam", "clip_by_second_moment", "skip_above", "skip_above_loss"}
-KEEPS_MORE |= {"hyperball", "reset_state", "scale_loss", "skip_nonfinite"}
+KEEPS_MORE |= {"scale_loss", "skip_nonfinite"}
 REMEMBERS = [name for name, m in METHODS.items() if m.has_memory or m.counts]
 WITHOUT = [name for name in METHODS if name not in (*REMEMBERS, *KEEPS_MORE)]
 

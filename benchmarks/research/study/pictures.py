@@ -31,7 +31,7 @@ LOOK = {
     MISSED: (COLORS[3], 0.6),
 }
 """Colour and how much of it. What a picture judges otherwise has colours of its own."""
-SHOWN = (NONE, BEST, "ZClip", "AutoClip", "skip above", "reset")
+SHOWN = (NONE, BEST, "ZClip", "AutoClip", "skip above")
 BEFORE, AFTER, MOST = 4, 14, 2
 """Evaluations that are drawn of a recovery, and pairs."""
 
