@@ -6,6 +6,8 @@ TensorFlow's clipping functions for any pytree, `per_example` clips each example
 `accumulate` computes gradients by microbatches.
 """
 
+import typing as _typing
+
 from optaxclip import (
     accumulate,
     monitor,
@@ -110,6 +112,42 @@ __all__ = [
 ]
 
 
+_OTHER_LIBRARIES = {
+    # PyTorch
+    "clip_grad_norm_": "clip_by_global_norm(max_norm)",
+    "clip_grad_value_": "clip(max_delta)",
+    "clip_grads_with_norm_": "ops.clip_by_global_norm(grads, max_norm, use_norm=norm)",
+    "get_total_norm": "ops.global_norm(grads)",
+    "GradScaler": "scale_loss(optimizer)",
+    # TensorFlow
+    "clip_by_average_norm": "ops.clip_by_average_norm(grads, clip_norm)",
+    "global_norm": "ops.global_norm(grads)",
+    # Optax
+    "apply_if_finite": "skip_nonfinite(optimizer, max_consecutive)",
+    "differentially_private_aggregate": (
+        "per_example_clip_and_aggregate(limit, noise_multiplier, key)"
+    ),
+    "normalize_by_update_norm": "normalize_by_global_norm(norm)",
+    "skip_large_updates": "skip_above(optimizer, limit)",
+    "skip_not_finite": "skip_nonfinite(optimizer)",
+    "zero_nans": "clip_by_global_norm(max_norm, nonfinite='mask')",
+}
+"""Functions of other libraries, and the calls that replace them."""
+
+# Type checkers would assume that a module with a `__getattr__` has every name.
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> _typing.NoReturn:
+        """Names the replacement of a function of another library."""
+        message = f"module 'optaxclip' has no attribute {name!r}"
+        if name not in _OTHER_LIBRARIES:
+            raise AttributeError(message)
+        # Without an object, Python does not suggest a name of similar spelling.
+        raise AttributeError(
+            f"{message}; use optaxclip.{_OTHER_LIBRARIES[name]}", name=name, obj=None
+        )
+
+
 def __dir__() -> list[str]:
-    """The public names; the packages that they come from are not for users."""
+    """Returns the public names, without the packages that define them."""
     return __all__
