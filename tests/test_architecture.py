@@ -81,7 +81,7 @@ def test_imports_make_no_circle():
 
 
 def test_imports_are_seen():
-    assert {"optaxclip", "plots", "commands.demo_task"} <= set(imported(FILES["commands.demo"]))
+    assert {"plots", "tuning"} <= set(imported(FILES["commands.suggest"]))
     assert "thresholds.fixed" in set(imported(FILES["_engine.clip"]))
 
 
