@@ -211,11 +211,11 @@ def draw(histories: Mapping[str, History], axes: Sequence[Any]) -> None:
     norms = {
         name: np.maximum.reduceat(history.norm, steps[:-1]) for name, history in histories.items()
     }
-    threshold = {"clip_by_global_norm": THRESHOLD} if "clip_by_global_norm" in norms else None
-    plots.norm_curves(norms, steps[1:], threshold, ax=axes[1])
+    plots.norm_curves(norms, steps[1:], THRESHOLD, ax=axes[1])
     axes[1].set_ylabel(f"largest raw norm of {EVAL_EVERY} steps")
     handles, names = axes[1].get_legend_handles_labels()
-    axes[0].figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False)
+    look = {"loc": "outside lower center", "ncols": 2, "frameon": False, "columnspacing": 1.0}
+    axes[0].figure.legend(handles, names, **look)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -8,7 +8,14 @@ import numpy as np
 from optaxclip._base.arguments import short
 from optaxclip._base.host import ArrayLike
 from optaxclip._base.numerics import is_real
-from optaxclip.plots.style import crosses_at_the_top, curve, finished, look_of, new_axes
+from optaxclip.plots.style import (
+    crosses_at_the_top,
+    curve,
+    finished,
+    look_of,
+    new_axes,
+    plot_line,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -132,7 +139,7 @@ def _lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> "dict[s
     drawn = {}
     for depth, (name, (x, y)) in enumerate(curves.items()):
         color, style = look_of(depth)
-        line = ax.plot(x, np.where(np.isfinite(y), y, np.nan), style, color=color, label=name)[0]
+        line = plot_line(ax, x, np.where(np.isfinite(y), y, np.nan), style, color=color, label=name)
         # The first line is on top; lines below it are wider, so that equal ones stay visible.
         line.set(zorder=3 - depth / len(curves), linewidth=LEAST_WIDTH + WIDER * depth)
         drawn[name] = line

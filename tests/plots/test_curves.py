@@ -63,6 +63,15 @@ def test_every_stretch_of_losses_that_are_not_finite_has_a_cross_and_a_rise_befo
         assert (found, len(ax.patches)) == (crossed, rises)
 
 
+@pytest.mark.parametrize("draw", [plots.loss_curves, plots.norm_curves])
+def test_curves_mark_points_without_neighbors(draw):
+    ax = draw({"one step": [2.0], "others": [1.0]}, ax=Figure().subplots())
+    assert [(x.get_marker(), x.get_markevery()) for x in ax.lines] == [("o", [0])] * 2
+    ax = draw({"run": [2.0, 1.0, np.nan, 3.0]}, ax=Figure().subplots())
+    assert ax.lines[0].get_markevery() == [3]
+    assert draw({"run": [2.0, 1.0]}, ax=Figure().subplots()).lines[0].get_marker() == "None"
+
+
 def test_norm_curves_have_a_legend_on_axes_of_their_own():
     ax = plots.norm_curves({"a": np.geomspace(1, 1e9, 5)}, limit=2.0)
     assert ax.get_yscale() == "log"

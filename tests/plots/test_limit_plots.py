@@ -52,6 +52,15 @@ def test_norms_over_steps_with_a_limit_for_each_step_or_none():
     assert labels(plots.norms_over_steps([1.0, 2.0], ax=axes())) == ["norm"]
 
 
+def test_norms_over_steps_marks_points_without_neighbors():
+    ax = plots.norms_over_steps([2.0], 1.0, ax=axes())
+    for label in ("norm", "limit 1"):
+        assert (line(ax, label).get_marker(), line(ax, label).get_markevery()) == ("o", [0])
+    ax = plots.norms_over_steps([np.nan, 2.0, np.inf, 1.0, 3.0, 0.0, 4.0], ax=axes())
+    assert line(ax, "norm").get_markevery() == [1, 6]
+    assert line(plots.norms_over_steps([1.0, 2.0], ax=axes()), "norm").get_marker() == "None"
+
+
 @pytest.mark.parametrize(
     ("norms", "options", "message"),
     [
@@ -221,6 +230,7 @@ def test_a_warm_up_is_shaded_and_named_where_it_lies():
 def test_sweep_curve_of_nothing_but_diverged_runs():
     ax = plots.sweep_curve(result([np.inf, np.inf], np.nan), ax=axes())
     assert labels(ax) == ["final loss", DIVERGED]
+    assert not len(ax.get_yticks())
 
 
 @pytest.mark.parametrize("long", [True, False])
