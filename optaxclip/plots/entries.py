@@ -161,9 +161,9 @@ def _write_lost(ax: "Axes", rows: list[Histogram], bands: list[Band]) -> None:
         name = f"lost in {band.name}" if number == 0 else band.name
         ax.annotate(name, (1.0, 1.05), (x, 0.0), rotation=90, va="bottom", **column)
         for place, row in list(enumerate(rows))[::every]:
-            lost = row.below(band.name) + row.above(band.name)
-            at = (1.0, TALLEST / 2 - place)
-            ax.annotate(f"{100 * lost:.2g} %", at, (x, 0.0), va="center", **column)
+            percent = 100 * (row.below(band.name) + row.above(band.name))
+            text = "<0.1 %" if 0 < percent < 0.1 else f"{percent:.2g} %"
+            ax.annotate(text, (1.0, TALLEST / 2 - place), (x, 0.0), va="center", **column)
 
 
 def _draw_band(

@@ -73,6 +73,8 @@ def test_heights_are_shares_of_a_row_on_a_logarithmic_axis():
     assert ax.get_ylabel() == "share of the entries"
     assert ax.get_xlabel() == "size of an entry"
     assert not ax.texts
+    of_few = drawn(by_hand([1, 1999], [-30, 0]), dtypes=("float16", "bfloat16")).texts
+    assert [text.get_text() for text in of_few][1::2] == ["<0.1 %", "0 %"]
 
 
 def test_bands_reach_from_half_the_smallest_to_the_largest_number():
