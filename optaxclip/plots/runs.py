@@ -63,7 +63,7 @@ def loss_curves(losses: Curves, steps: ArrayLike | None = None, ax: "Axes | None
 def norm_curves(
     norms: Curves,
     steps: ArrayLike | None = None,
-    limit: float | Mapping[str, float] | None = None,
+    limit: float | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
     """Draws gradient norms over the steps on a logarithmic axis, a line for each run.
@@ -73,13 +73,12 @@ def norm_curves(
     Args:
       norms: a dict from each run's name to its norms, float[n].
       steps: the step of each norm, int[n]; 0, 1, ... if None.
-      limit: a norm to mark by a horizontal line, or a dict with the limits of some runs. A limit
-        that changes from step to step is drawn by `norms_over_steps`.
+      limit: a norm to mark by a horizontal line. A limit that changes from step to step is drawn by
+        `norms_over_steps`.
       ax: where to draw.
 
     Raises:
-      ValueError: for no runs, a run without norms, norms or steps of other shapes, and a limit for
-        a run that is not in `norms`.
+      ValueError: for no runs, a run without norms, and norms or steps of other shapes.
       TypeError: if `norms` is not a dict, or holds anything but real numbers; for a limit that is
         not a real number, such as an array of one for each step.
 
@@ -90,17 +89,16 @@ def norm_curves(
       log
     """
     curves = _checked(norms, steps, "norms")
-    limits, common = _checked_limits(limit)
-    if unknown := sorted(limits.keys() - norms.keys()):
-        raise ValueError(f"limit must be of the runs {list(norms)}, got {unknown}")
+    if limit is not None and (not is_real(limit) or np.ndim(limit)):
+        raise TypeError(
+            f"limit must be a number, got {short(limit)} of type {type(limit).__name__}; "
+            "plots.norms_over_steps draws one run with a limit for each step"
+        )
     axes = new_axes(ax)
     axes.set_yscale("log")
-    colors = {name: line.get_color() for name, line in _lines(axes, curves).items()}
-    for name, bound in limits.items():
-        look = {"color": colors[name], "linewidth": 1.6, "linestyle": (0, (1, 1))}
-        axes.axhline(bound, label=f"limit {bound:g} of {name}", **look)
-    if common is not None:
-        axes.axhline(common, color="0.4", linewidth=1.0, label=f"limit {common:g}")
+    _lines(axes, curves)
+    if limit is not None:
+        axes.axhline(float(limit), color="0.4", linewidth=1.0, label=f"limit {limit:g}")
     axes.set_ylabel("gradient norm")
     return finished(axes, legend=ax is None)
 
@@ -117,22 +115,6 @@ def _checked(
     if not series:
         raise ValueError(f"{what} must be a dict with at least one run by its name, got none")
     return {name: curve(values, steps, f"{what} of {name!r}") for name, values in series.items()}
-
-
-def _checked_limits(limit: Any) -> tuple[dict[str, float], float | None]:
-    """The limits for single runs, and the limit for all runs."""
-    if isinstance(limit, Mapping):
-        return {name: _number(each, f"limit of {name!r}") for name, each in limit.items()}, None
-    return {}, None if limit is None else _number(limit, "limit")
-
-
-def _number(limit: Any, argument: str) -> float:
-    if not is_real(limit) or np.ndim(limit):
-        raise TypeError(
-            f"{argument} must be a number, got {short(limit)} of type {type(limit).__name__}; "
-            "plots.norms_over_steps draws one run with a limit for each step"
-        )
-    return float(limit)
 
 
 def _lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> "dict[str, Line2D]":
