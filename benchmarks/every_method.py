@@ -27,16 +27,13 @@ ARGUMENTS: dict[str, Any] = {
     "labels": lambda path, leaf: "matrix" if jnp.ndim(leaf) == 2 else "vector",
     "c": 1.0,
     "limit": 1e3,
-    "learning_rate": 1e-3,
 }
 """What required arguments are, by their names."""
 
 NOT_CLIPS = {
     "clip_by": "the engine itself",
     "clip_attention_logits": "it needs weights of attention",
-    "hyperball": "it takes matrices alone, and weights beside them",
-    "clip_by_spectral_norm": "matrix products, which Optax has in Muon (`benchmarks.spectral`)",
-    "reset_state": "it changes what an optimizer remembers",
+    "clip_by_spectral_norm": "matrix products, which Optax has in Muon",
     "per_example_clip_and_aggregate": "it takes examples (`benchmarks.per_example`)",
 }
 
@@ -81,7 +78,6 @@ def in_steps(
     `scale_by_stable_adam` is in the place of Adam. What Optax has nothing for has None.
     """
     found: dict[str, tuple[Step, tuple[str, Step] | None]] = {
-        "reset_state": (optaxclip.reset_state(optimizer(), every=100), None),
         "clip_by_spectral_norm": (
             optax.chain(optaxclip.clip_by_spectral_norm(1.0), optimizer()),
             None,

@@ -226,10 +226,11 @@ def print_tables(families: Mapping[str, Logs], first: int, runs: int) -> None:
 def trainings() -> Iterator[tuple[str, Floats]]:
     """The norms of five trainings."""
     from benchmarks.research.study import plan, running, tables, tasks
-    from optaxclip.commands import demo, demo_task
+    from examples import demo
 
-    task = demo_task.Task(demo_task.encode(demo.read_text(None)), seed=0)
-    yield "demo, global_norm", task.train(demo.METHODS["global_norm"](), 600, lambda _: None).norm
+    optimizer = demo.METHODS["clip_by_global_norm"](demo.sgd(600))
+    corpus = demo.encode(demo.help_topics())
+    yield "demo, clip_by_global_norm", demo.train(corpus, optimizer, 600, seed=0).norm
     effort = plan.Effort(steps=600, seeds=1, tuning=1, chunk=1)
     for name, rate in ("conv", 1e-3), ("lstm", 1e-2):
         method = tables.methods_for(False, "adamw")["none"]

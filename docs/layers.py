@@ -8,17 +8,14 @@ import jax.numpy as jnp
 import matplotlib as mpl
 import numpy as np
 import optax
-from batches import CONTEXT, WIDTH, windows
 from jax import Array
 from matplotlib.figure import Figure
 
 import optaxclip
-import optaxclip.commands.figures as figures
+from examples.demo import SYMBOLS, encode
 from optaxclip import monitor, plots, scopes
-from optaxclip.commands.demo_task import MAX_SYMBOLS, encode
-from optaxclip.plots.style import legend_below
 
-HIDDEN, BLOCKS = 128, 6
+CONTEXT, WIDTH, HIDDEN, BLOCKS = 12, 32, 128, 6
 SIZE, STEPS, LEARNING_RATE, LIMIT = 128, 600, 0.03, 1.0
 WRONG, BEGIN, NOISE = 3, 200, 20.0
 """From step `BEGIN` on the gradients of block `WRONG` have noise of `NOISE` times their size."""
@@ -27,14 +24,19 @@ LATEST, MEAN = 50, 10
 Params = dict[str, Array]
 
 
+def windows(text: Array, starts: Array) -> Array:
+    """int32[starts, CONTEXT + 1]."""
+    return text[starts[:, None] + jnp.arange(CONTEXT + 1)[None]]
+
+
 def initial(key: Array) -> Params:
     """A network of residual blocks, stacked for a `scan` over them."""
     shapes = {
-        "embed": (MAX_SYMBOLS, WIDTH),
+        "embed": (SYMBOLS, WIDTH),
         "enter": (CONTEXT * WIDTH, HIDDEN),
         "up": (BLOCKS, HIDDEN, HIDDEN),
         "down": (BLOCKS, HIDDEN, HIDDEN),
-        "head": (HIDDEN, MAX_SYMBOLS),
+        "head": (HIDDEN, SYMBOLS),
     }
     keys = jax.random.split(key, len(shapes))
     return {
@@ -145,17 +147,13 @@ def _draw_log(path: Path, runs: dict[str, tuple[np.ndarray, Any]], dpi: int) -> 
     }
     plots.norm_curves(norms, limit=LIMIT, ax=lower)
     upper.set_xlabel("")
-    figures.shared_legend(figure)
+    handles = lower.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=dpi)
 
 
 def _draw_record(path: Path, state: Any, dpi: int) -> None:
-    figure = Figure(figsize=(5.6, 8.4), layout="constrained")
-    upper, lower = figure.subplots(2, 1)
-    names = monitor.history_names(state)
-    plots.shares_over_steps(
-        monitor.history(state, stat="share"), names, ax=upper, most=4
-    )
-    plots.heatmap(monitor.history(state, stat="norm"), names, ax=lower, stat="norm")
-    legend_below(upper)
+    figure = Figure(figsize=(5.6, 4.2), layout="constrained")
+    norms, names = monitor.history(state, stat="norm"), monitor.history_names(state)
+    plots.heatmap(norms, names, ax=figure.subplots(), stat="norm")
     figure.savefig(path, dpi=dpi)

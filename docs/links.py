@@ -24,7 +24,6 @@ BESIDE = (
     "benchmarks/measured/gpu_norms.csv",
     "benchmarks/measured/scale_cpu.csv",
     "benchmarks/research/README.md",
-    "benchmarks/research/guard.md",
 )
 """Pages and data of the site that are not in `docs/`; notebooks are in the same places as here."""
 

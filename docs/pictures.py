@@ -1,34 +1,41 @@
-"""Makes every picture of `docs/` anew, most of them from runs.
+"""Draws the pictures of `docs/`, most of them from runs.
 
   python docs/pictures.py
 
-Some minutes on two cores. It prints what the pages say of the pictures: the table of batch sizes,
-the demo's table, the suggestion, the sweep. The numbers repeat on one machine; another rounds
-otherwise, and where gradients explode no rounding stays small.
+It takes some minutes on two cores, and prints what the pages say of the pictures: the demo's table,
+the suggestion, the sweep. The numbers repeat on one machine. Another machine rounds differently,
+and exploding gradients amplify any difference. `batch.png`, `example.png` and `recovery.png` are of
+the programs in commit 90f72813.
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # where `benchmarks` is
+sys.path.append(
+    str(Path(__file__).parents[1])
+)  # where `benchmarks` and `examples` are
 
-import batches
-import examples
 import formats
+import jax
 import layers
 import matplotlib as mpl
 import numpy as np
+import optax
 import places
-import stretch
+from jax import Array
 from matplotlib.figure import Figure
 
-import optaxclip.commands.figures as figures
+import optaxclip
+from examples import demo
 from optaxclip import plots, tuning
-from optaxclip.commands import demo, sweep
+from optaxclip.plots.style import legend_below
 
 DOCS = Path(__file__).parent
 STEPS, SEED = 600, 0
 SWEEP_STEPS = 200
+LIMITS = np.geomspace(0.03, 1000.0, 10)
 # In points and inches: on a phone, where a picture has 350 pixels, letters have 11. Two axes beside
 # each other would have no room for that.
 LETTERS, WIDTH = {"font.size": 13}, 5.6
@@ -36,54 +43,70 @@ TWO, ONE = (WIDTH, 6.8), (WIDTH, 4.2)
 DPI = 200
 
 
-def draw_demo(text: str) -> np.ndarray:
-    """The demo's picture; returns the norms that its clip by global norm saw."""
-    histories = demo.train(
-        text, [demo.UNCLIPPED, *demo.DEFAULT_METHODS], STEPS, SEED
-    )
-    demo.print_table(histories)
+def draw_demo(corpus: demo.Corpus) -> np.ndarray:
+    """Draws the demo's picture, and returns the norms of its run with `clip_by_global_norm`."""
+    print(demo.HEADER)
+    histories = {}
+    for name, method in demo.METHODS.items():
+        histories[name] = demo.train(corpus, method(demo.sgd(STEPS)), STEPS, SEED)
+        print(demo.row(name, histories[name]))
     figure = Figure(figsize=TWO, layout="constrained")
     with mpl.rc_context(LETTERS):
-        figure.subplots(2, 1, sharex=True)
-        demo.draw(histories, figure)
-        figure.axes[0].set_xlabel("")
+        upper, lower = figure.subplots(2, 1, sharex=True)
+        demo.draw(histories, (upper, lower))
+        upper.set_xlabel("")
         figure.savefig(DOCS / "demo.png", dpi=DPI)
-    return histories["global_norm"].norm
+    return histories["clip_by_global_norm"].norm
+
+
+def sweep(corpus: demo.Corpus) -> tuning.SweepResult:
+    """Trains the demo's network with each limit."""
+    text, sgd = jax.numpy.asarray(corpus.train), demo.sgd(SWEEP_STEPS)
+
+    def init_fn(key: Array) -> Any:
+        params = demo.initial_params(key)
+        return params, sgd.init(params)
+
+    def step_fn(state: Any, starts: Array, limit: Array) -> tuple[Any, Array, Array]:
+        params, opt_state = state
+        batch = demo.windows(text, starts)
+        loss, grads = jax.value_and_grad(demo.loss_fn)(params, batch)
+        grads, norm = optaxclip.ops.clip_by_global_norm(grads, limit)
+        updates, opt_state = sgd.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss, norm
+
+    starts = demo.batch_starts(corpus, SWEEP_STEPS, SEED)
+    key = jax.random.key(SEED)
+    return tuning.sweep(init_fn, step_fn, LIMITS, SWEEP_STEPS, key=key, data=starts)
 
 
 def draw_limits(norms: np.ndarray, result: tuning.SweepResult) -> None:
-    """The recorded norms over the steps, how often each size came, and the sweep's curve."""
+    """Draws the recorded norms over the steps, their histogram, and the sweep's curve."""
     suggestion = tuning.suggest(norms)
     print(suggestion)
     print(result)
-    for name, draw in {
+    pictures: dict[str, Callable[[Any], Any]] = {
         "norms": lambda ax: plots.norms_over_steps(suggestion, ax=ax),
         "suggest": lambda ax: plots.norm_histogram(suggestion, ax=ax),
         "sweep": lambda ax: plots.sweep_curve(result, ax=ax),
-    }.items():
+    }
+    for name, draw in pictures.items():
         with mpl.rc_context(LETTERS):
-            figure = figures.side_by_side(columns=1)
-            figure.set_size_inches(ONE)
-            draw(figure.axes[0])
-            figures.legends_below(figure)
+            figure = Figure(figsize=ONE, layout="constrained")
+            legend_below(draw(figure.subplots()))
             figure.savefig(DOCS / f"{name}.png", dpi=DPI)
 
 
 def main() -> None:
-    """Makes all of them."""
+    """Draws all of them."""
     places.draw(DOCS / "places.png", DPI)
-    with mpl.rc_context(LETTERS):
-        stretch.draw(
-            DOCS / "recovery.png", Figure(figsize=TWO, layout="constrained"), DPI
-        )
-    text = demo.read_text(None)
+    text = demo.help_topics()
     layers.draw(DOCS, LETTERS, DPI, text, SEED)
     with mpl.rc_context(LETTERS):
-        batches.draw(DOCS / "batch.png", DPI, text, SEED, ONE)
-        examples.draw(DOCS / "example.png", DPI)
         formats.draw(DOCS / "numbers.png", DPI)
-    norms = draw_demo(text)
-    draw_limits(norms, sweep.train(text, sweep.LIMITS, SWEEP_STEPS, SEED))
+    corpus = demo.encode(text)
+    norms = draw_demo(corpus)
+    draw_limits(norms, sweep(corpus))
 
 
 if __name__ == "__main__":

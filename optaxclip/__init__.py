@@ -6,6 +6,8 @@ TensorFlow's clipping functions for any pytree, `per_example` clips each example
 `accumulate` computes gradients by microbatches.
 """
 
+import typing as _typing
+
 from optaxclip import (
     accumulate,
     monitor,
@@ -27,7 +29,6 @@ from optaxclip._engine.options import (
     ScaleOptions,
     StageOptions,
 )
-from optaxclip.config import from_config
 from optaxclip.methods.adaptive import adagc, clip_by_ema_norm, clip_by_quantile, zclip
 from optaxclip.methods.attention import clip_attention_logits
 from optaxclip.methods.by_value import ClipByValueState, clip, clip_by_value
@@ -38,10 +39,8 @@ from optaxclip.methods.fixed import (
     clip_by_norm,
 )
 from optaxclip.methods.heads import Heads
-from optaxclip.methods.hyperball import HyperballState, hyperball
 from optaxclip.methods.loss_scaling import LossScaleState, scale_loss
 from optaxclip.methods.normalizing import normalize_by_global_norm, normalize_by_norm_history
-from optaxclip.methods.resets import ResetState, reset_state
 from optaxclip.methods.skipping import SkipState
 from optaxclip.methods.skips import skip_above, skip_nonfinite
 from optaxclip.methods.spectral import clip_by_spectral_norm
@@ -60,12 +59,10 @@ __all__ = [
     "ClipOptions",
     "ClipState",
     "Heads",
-    "HyperballState",
     "Limits",
     "LossScaleState",
     "NormOptions",
     "PlaceOptions",
-    "ResetState",
     "ScaleOptions",
     "SecondMomentState",
     "SkipState",
@@ -93,8 +90,6 @@ __all__ = [
     "clip_by_value",
     "clip_by_window_norm",
     "clip_tree",
-    "from_config",
-    "hyperball",
     "monitor",
     "normalize_by_global_norm",
     "normalize_by_norm_history",
@@ -105,7 +100,6 @@ __all__ = [
     "per_example_global_norm_clip",
     "per_example_layer_norm_clip",
     "plots",
-    "reset_state",
     "responses",
     "scale_by_stable_adam",
     "scale_loss",
@@ -118,6 +112,42 @@ __all__ = [
 ]
 
 
+_OTHER_LIBRARIES = {
+    # PyTorch
+    "clip_grad_norm_": "clip_by_global_norm(max_norm)",
+    "clip_grad_value_": "clip(max_delta)",
+    "clip_grads_with_norm_": "ops.clip_by_global_norm(grads, max_norm, use_norm=norm)",
+    "get_total_norm": "ops.global_norm(grads)",
+    "GradScaler": "scale_loss(optimizer)",
+    # TensorFlow
+    "clip_by_average_norm": "ops.clip_by_average_norm(grads, clip_norm)",
+    "global_norm": "ops.global_norm(grads)",
+    # Optax
+    "apply_if_finite": "skip_nonfinite(optimizer, max_consecutive)",
+    "differentially_private_aggregate": (
+        "per_example_clip_and_aggregate(limit, noise_multiplier, key)"
+    ),
+    "normalize_by_update_norm": "normalize_by_global_norm(norm)",
+    "skip_large_updates": "skip_above(optimizer, limit)",
+    "skip_not_finite": "skip_nonfinite(optimizer)",
+    "zero_nans": "clip_by_global_norm(max_norm, nonfinite='mask')",
+}
+"""Functions of other libraries, and the calls that replace them."""
+
+# Type checkers would assume that a module with a `__getattr__` has every name.
+if not _typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> _typing.NoReturn:
+        """Names the replacement of a function of another library."""
+        message = f"module 'optaxclip' has no attribute {name!r}"
+        if name not in _OTHER_LIBRARIES:
+            raise AttributeError(message)
+        # Without an object, Python does not suggest a name of similar spelling.
+        raise AttributeError(
+            f"{message}; use optaxclip.{_OTHER_LIBRARIES[name]}", name=name, obj=None
+        )
+
+
 def __dir__() -> list[str]:
-    """The public names; the packages that they come from are not for users."""
+    """Returns the public names, without the packages that define them."""
     return __all__

@@ -1,45 +1,15 @@
-"""The command line: `python -m optaxclip COMMAND`, or `optaxclip COMMAND` once installed."""
+"""The command line: `python -m optaxclip suggest LOG`, or `optaxclip suggest LOG`."""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from optaxclip import __version__
 from optaxclip._base.extras import remedy
-from optaxclip.commands import demo, suggest, sweep, version
-
-
-class Command(Protocol):
-    """The names that a module with a command has.
-
-    Attributes:
-      HELP: one line for `--help`.
-      NEEDS: the optional packages that the command imports.
-      EXTRA: the extra of this package that installs them.
-    """
-
-    HELP: str
-    NEEDS: tuple[str, ...]
-    EXTRA: str
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Adds the command's arguments to its parser."""
-        ...
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Does the work, returns the exit code; raises `argparse.ArgumentError` for wrong input."""
-        ...
-
-
-COMMANDS: dict[str, Command] = {
-    "demo": demo,
-    "suggest": suggest,
-    "sweep": sweep,
-    "version": version,
-}
+from optaxclip.commands import suggest
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,7 +18,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs the command.
 
     Args:
       argv: the arguments; if None, those of the process.
@@ -62,14 +32,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="optaxclip", description="Gradient clipping for JAX.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        subparser = commands.add_parser(name, help=command.HELP, description=command.HELP)
-        command.add_arguments(subparser)
+    subparser = commands.add_parser("suggest", help=suggest.HELP, description=suggest.HELP)
+    suggest.add_arguments(subparser)
     args = parser.parse_args(argv)
     if args.command is None:
         parser.exit(2, parser.format_help())
     try:
-        code = _run(COMMANDS[args.command], args)
+        if missing := [package for package in suggest.NEEDS if find_spec(package) is None]:
+            needs = f"needs {', '.join(missing)}: {remedy(suggest.EXTRA)}"
+            raise argparse.ArgumentError(None, needs)
+        code = suggest.run(args)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -77,17 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except argparse.ArgumentError as error:
-        commands.choices[args.command].error(str(error))
+        subparser.error(str(error))
     except KeyboardInterrupt:
         return 130
-
-
-def _run(command: Command, args: argparse.Namespace) -> int:
-    missing = [package for package in command.NEEDS if find_spec(package) is None]
-    if missing:
-        needs = f"needs {', '.join(missing)}: {remedy(command.EXTRA)}"
-        raise argparse.ArgumentError(None, needs)
-    return command.run(args)
 
 
 if __name__ == "__main__":

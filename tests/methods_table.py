@@ -192,12 +192,6 @@ def _of_scaled_loss(limit: Any, **options: Any) -> optax.GradientTransformationE
     return optaxclip.scale_loss(inner, initial=1.0, **options)
 
 
-def _reset_each_step(limit: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
-    """Moments that are forgotten at once: each step is as the first."""
-    inner = optaxclip.scale_by_stable_adam(clipping_threshold=limit)
-    return optaxclip.reset_state(inner, every=1, **options)
-
-
 def _heads_of_columns(tau: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
     """Logits as large as the entries of `w`, each column of which is a head."""
 
@@ -212,22 +206,6 @@ def _heads_of_columns(tau: Any, **options: Any) -> optax.GradientTransformationE
         return clip.update(updates, state, params, max_logits=logits, **extra)
 
     return optax.GradientTransformationExtraArgs(clip.init, update)
-
-
-def _matrices_on_spheres(rate: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
-    """Vectors pass."""
-    tx = optaxclip.hyperball(rate, **options)
-
-    def matrices(tree):
-        return jax.tree.map(lambda x: x if np.ndim(x) == 2 else None, tree)
-
-    def update(updates, state, params=None, **extra):
-        moved, state = tx.update(matrices(updates), state, matrices(params), **extra)
-        return jax.tree.map(
-            lambda x, y: y if x is None else x, moved, updates, is_leaf=lambda x: x is None
-        ), state
-
-    return optax.GradientTransformationExtraArgs(lambda params: tx.init(matrices(params)), update)
 
 
 _per_entry = functools.partial(Method, shares="entry", has_info=False)
@@ -305,18 +283,6 @@ METHODS: dict[str, Method] = {
         keeps_small=False,
         atol=2e-6,
     ),
-    "hyperball": Method(
-        _matrices_on_spheres,
-        ("rate", 0.5),
-        {},
-        None,
-        needs_params=True,
-        has_info=False,
-        keeps_small=False,
-        keeps_first=True,
-        atol=1e-6,  # a difference of weights, which are up to 3
-    ),
-    "reset_state": _per_leaf(_reset_each_step, ("limit", 0.7), has_info=False, keeps_small=False),
     "skip_nonfinite": Method(_skip_of_clips, ("limit", 1.0), {}, "step", has_info=False),
     "scale_loss": Method(_of_scaled_loss, ("limit", 1.0), {}, "step", has_info=False, widens=True),
     "skip_above": Method(optaxclip.skip_above, ("limit", 6.0), _SKIP, "step", has_info=False),
@@ -353,7 +319,7 @@ DISTINCT = [name for name in METHODS if name not in VARIANTS]
 # The costliest tests leave all others to the slow ones: these have each scope, norm and response
 # between them, rules with and without memory, and each method with code of its own.
 TYPICAL = {"clip", "clip_by_global_norm", "adaptive_grad_clip", "scale_by_stable_adam"}
-TYPICAL |= {"clip_attention_logits", "clip_by_second_moment", "clip_by_spectral_norm", "hyperball"}
+TYPICAL |= {"clip_attention_logits", "clip_by_second_moment", "clip_by_spectral_norm"}
 TYPICAL |= {"zclip", "adagc", "skip_above_loss", "leaf_stacked_strict", "axes_l1", "unit_smooth"}
 TYPICAL |= {"muon", "group_linf_band"}
 

@@ -46,13 +46,6 @@ WRAPPERS = {
         optax.sgd(0.1, momentum=0.9), thresholds.quantile(init_limit=NUMBER)
     ),
     "scale_loss": optaxclip.scale_loss(optax.sgd(0.1, momentum=0.9), initial=1.0),
-    "reset_state": optaxclip.reset_state(
-        optax.sgd(0.1, momentum=0.9),
-        every=2,
-        when=thresholds.quantile(init_limit=NUMBER),
-        only=("trace",),
-        warmup=2,
-    ),
     "record": monitor.record(4),
     "record_per_leaf": monitor.record(4, scope=scopes.leaf()),
     "record_ratio": monitor.record(4, stats="ratio"),

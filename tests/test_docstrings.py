@@ -59,7 +59,7 @@ def test_what_there_is():
     shown = {name for name in dir(optaxclip) if not name.startswith("__")}
     namespaces = {*NAMESPACES, "norms", "plots", "scopes"}
     types = {"ClipByValueState", "ClipInfo", "ClipState", "Limits", "SkipState", "Threshold"}
-    types |= {"Heads", "HyperballState", "LossScaleState", "ResetState", "StableAdamState"}
+    types |= {"Heads", "LossScaleState", "StableAdamState"}
     types |= {"SecondMomentState"}
     types |= {f"{kind}Options" for kind in ("Clip", "Norm", "Place", "Scale", "Stage")}
     assert shown == namespaces | types | {name.split(".")[1] for name in functions_of_the_top()}

@@ -33,4 +33,4 @@ def test_the_study_is_linked():
         for row in rows()[1]
         for anchor in re.findall(r"evidence_figures\.md#([\w-]+)", row[-1])
     }
-    assert {"zclip", "adagc", "agc", "skip-above", "reset", "constant-best"} <= linked
+    assert {"zclip", "adagc", "agc", "skip-above", "constant-best"} <= linked

@@ -120,21 +120,6 @@ def row(path: str, begin: str) -> str:
     return next(line for line in page(path).splitlines() if line.startswith(begin))
 
 
-def from_config(kind: str) -> set[str]:
-    """The names that `optaxclip.from_config` lists where it finds no such name."""
-    limit, scope = {"limit": 1.0}, {"scope": "tree"}
-    unknown = {"name": "no such name", "size": 1}
-    config = {
-        "rule": {"name": "clip_by", "limit": unknown, **scope},
-        "scope": {"name": "clip_by", "scope": unknown, **limit},
-        "norm": {"name": "clip_by", "norm": unknown, **scope, **limit},
-        "response": {"name": "clip_by", "response": unknown, **scope, **limit},
-    }.get(kind, unknown)
-    with pytest.raises(ValueError, match="no such name") as raised:
-        optaxclip.from_config(config)
-    return {*re.findall(r"'(?:monitor\.)?(\w+)'", str(raised.value))}
-
-
 def methods_made() -> set[str]:
     """The methods that the contract makes, in functions of its own too."""
     factories = [method.factory for method in methods_table.METHODS.values()]
@@ -148,9 +133,9 @@ OF_EXAMPLES = "takes gradients of examples: tests/per_example"
 OLD = """
     adaptive as_norm as_response auto_s axes clip_by_average_norm clip_with_eps constant
     ema given global_norm group history_names log_tracker lp mean_over_rms median
-    norm_curves norm_histogram normalize norms_over_steps per_example_global_norm_clip
+    normalize per_example_global_norm_clip
     per_example_layer_norm_clip percentile quantile relative_to_params schedule smooth
-    sweep_curve tree unit
+    tree unit
 """
 LABELS = "groups by labels, as `group` does"
 MEMBERS = "needs leaves with an axis in common: tests/engine/test_members.py"
@@ -159,7 +144,6 @@ TABLES = {
     # Rules.
     "rules: thresholds' docstring": Table("rule", lambda: named_in(thresholds.__doc__)),
     "rules: parts_table": Table("rule", lambda: made_by(*parts_table.RULES.values())),
-    "rules: from_config": Table("rule", lambda: from_config("rule")),
     "rules: errors for other rules' states": Table(
         "rule",
         lambda: loaded("engine/test_wrong_arguments.py")["RULES"],
@@ -219,11 +203,6 @@ TABLES = {
     "responses: which.md": Table(
         "response", lambda: named_in(row("docs/which.md", "| response"), "responses")
     ),
-    "responses: from_config": Table(
-        "response",
-        lambda: from_config("response"),
-        dict.fromkeys(("clip", "normalize", "smooth"), "text, as in `clip_by`"),
-    ),
     "responses: by name": Table(
         "response",
         lambda: cases(
@@ -246,7 +225,6 @@ TABLES = {
     # Scopes.
     "scopes: docstring": Table("scope", lambda: named_in(scopes.__doc__)),
     "scopes: which.md": Table("scope", lambda: named_in(row("docs/which.md", "| scope"), "scopes")),
-    "scopes: from_config": Table("scope", lambda: from_config("scope")),
     "scopes: parts_table": Table("scope", lambda: parts_table.SCOPES, {"member": MEMBERS}),
     "scopes: the contract": Table(
         "scope", lambda: named_in(CONTRACT, "scopes"), {"member": MEMBERS}
@@ -270,7 +248,6 @@ TABLES = {
         lambda: named_in(page("docs/which.md")),
         {"per_example_clip_and_aggregate": "the page names the function for most uses"},
     ),
-    "transformations: from_config": Table("transformation", lambda: from_config("transformation")),
     "transformations: benchmarks": Table(
         "transformation", lambda: {*every_method.every_method(), *every_method.NOT_CLIPS}
     ),
@@ -280,7 +257,6 @@ TABLES = {
         lambda: named_in(inspect.getsource(parts_table), "monitor"),
         {"noise_scale": "needs sums over microbatches: tests/monitor/test_noise_scale.py"},
     ),
-    "recorders: from_config": Table("recorder", lambda: from_config("recorder")),
     "statistics: docstring": Table("statistic", lambda: named_in(monitor.record.__doc__)),
     "statistics: benchmarks": Table(
         "statistic", lambda: {*every_method.OF_GRADIENTS, *every_method.OF_PARAMETERS}

@@ -104,11 +104,6 @@ OTHERS = [
         optaxclip.scale_by_stable_adam,
         {"b1": 0.9, "b2": 0.99, "eps": 1e-8, "clipping_threshold": 1.0, "nonfinite": "nan"},
     ),
-    (optaxclip.hyperball, {"radius": "initial", "eps": 1e-12}),
-    (
-        optaxclip.reset_state,
-        {"every": None, "when": None, "only": ("mu", "nu"), "warmup": 0},
-    ),
     (
         optaxclip.scale_loss,
         {

@@ -1,6 +1,7 @@
 """The study of methods: what its faults do, what it finds, and that it goes on where it stopped."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 import pytest
 
 import optaxclip
+from benchmarks.research import curves
 from benchmarks.research.study import (
     cell,
     faults,
@@ -201,3 +203,36 @@ def test_a_study_goes_on_where_it_stopped(tmp_path):
     assert lines[2:] == rows
     with pytest.raises(ValueError, match=r"--out: .* other settings"):
         results.Results(path, TINY._replace(steps=9))
+
+
+CALM = [3.0, 2.5, 2.0, 2.0, 2.0]
+LOSSES = np.array(
+    [
+        [*CALM, 4.0, 4.0, 3.0, 2.0, 2.0, 2.0, 2.0],
+        [*CALM, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0],
+        [*CALM, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0],
+    ]
+)
+
+
+def test_steps_to_recover_count_from_each_run_s_own_bad_step():
+    steps = curves.steps_to_recover(LOSSES[[0, 0, 0]], np.array([50, 53, 40]), every=10)
+    assert steps.tolist() == [60.0, 57.0, 70.0]
+    # With a margin of 0.4 the mean of 3, 2 and 2 is low enough.
+    steps = curves.steps_to_recover(LOSSES[[0, 0, 0]], np.array([50, 53, 30]), 10, 0.4)
+    assert steps.tolist() == [50.0, 47.0, 70.0]
+
+
+def test_what_is_not_finite_is_not_back():
+    lost, was_lost = LOSSES[1].copy(), LOSSES[1].copy()
+    lost[6:], was_lost[4:] = math.nan, math.nan
+    steps = curves.steps_to_recover(np.stack([lost, was_lost]), 50, every=10)
+    assert steps.tolist() == [math.inf, math.inf]
+    skipped = np.array([*CALM, math.nan, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+    assert curves.steps_to_recover(skipped, 50, every=10) == 40.0
+
+
+@pytest.mark.parametrize("onset", [29, 120])
+def test_recovery_needs_losses_before_and_after(onset):
+    with pytest.raises(ValueError, match=rf"onset must leave 3 .*, got \[{onset}\] for 12"):
+        curves.steps_to_recover(LOSSES, onset, every=10)

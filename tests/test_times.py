@@ -109,28 +109,31 @@ def timed_methods(path, monkeypatch, *options, dtypes=("float32",)):
 
 def test_methods_are_timed_once(tmp_path, monkeypatch, capsys):
     path = tmp_path / "rows.csv"
-    some_methods(monkeypatch, {"zclip", "reset_state"})
+    some_methods(monkeypatch, {"zclip", "skip_nonfinite"})
     assert timed_methods(path, monkeypatch, "--minutes", "0") == ([], [])
     assert "Missing, and had by the same command again: 6 figures" in capsys.readouterr().out
     rows, told = timed_methods(path, monkeypatch)
     trees = ["18,436 entries", "2 networks, 2 steps", "3 leaves of 10"]
-    pairs = [f"{tree}, float32: {name}" for tree in trees for name in ("reset_state", "zclip")]
+    pairs = [f"{tree}, float32: {name}" for tree in trees for name in ("zclip", "skip_nonfinite")]
     assert told == pairs
     for row in rows:
         assert float(row["low"]) <= float(row["adds, ms"]) <= float(row["high"])
         assert 0 < float(row["step, ms"]) < math.inf
     theirs = {row["method"]: (row["Optax's"], bool(row["Optax's adds, ms"])) for row in rows}
-    assert theirs == {"reset_state": ("", False), "zclip": ("clip_by_global_norm", True)}
+    assert theirs == {
+        "skip_nonfinite": ("apply_if_finite", True),
+        "zclip": ("clip_by_global_norm", True),
+    }
     assert timed_methods(path, monkeypatch) == (rows, [])
     lines = capsys.readouterr().out.splitlines()
     assert "18,436 entries, float32" in lines[0]
-    assert lines[-1].startswith("| zclip |")
+    assert lines[-1].startswith("| skip_nonfinite |")
 
 
 @pytest.mark.slow
 def test_every_method_is_timed(tmp_path, monkeypatch, capsys):
     rows, _ = timed_methods(tmp_path / "rows.csv", monkeypatch, dtypes=("float32", "bfloat16"))
-    names = {*every_method(), "reset_state", "clip_by_spectral_norm"}
+    names = {*every_method(), "clip_by_spectral_norm"}
     assert {row["method"] for row in rows} == names
     assert len(rows) == 6 * len(names)
     assert "Missing" not in capsys.readouterr().out

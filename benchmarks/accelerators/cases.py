@@ -121,9 +121,6 @@ COUNTED: dict[str, list[Case]] = {
     "Skips around, a record before": [
         *product(BOTH, ("transformer4",), (FLOAT32,), (ONE,), WRAPPED),
     ],
-    "Behind the optimizer, and around it": [
-        *product(BOTH, ("transformer4",), (FLOAT32,), (ONE,), ("hyperball", "reset_state")),
-    ],
     "Eight devices": [
         *product(BOTH, ("transformer4",), (FLOAT32,), MESHES[1:], GLOBAL_NORM),
         *product((H100,), ("transformer4",), (FLOAT32,), AUTO, NAMED[1:-1]),

@@ -6,7 +6,6 @@ from collections.abc import Callable
 import optax
 
 import optaxclip
-from benchmarks.accelerators import spheres
 from benchmarks.every_method import OF_GRADIENTS, OF_PARAMETERS
 from optaxclip import monitor
 
@@ -52,11 +51,6 @@ def _stable_adamw(direction: Step) -> Step:
     return optax.chain(direction, decay, optax.scale_by_learning_rate(1e-3))
 
 
-def _resetting(**told: object) -> Step:
-    clip = optaxclip.clip_by_global_norm(1.0, **told)
-    return optaxclip.reset_state(optax.chain(clip, adamw()), every=500, when=1e3, **told)
-
-
 def _finite() -> Step:
     return optax.apply_if_finite(GLOBAL(), 5)
 
@@ -88,8 +82,6 @@ METHODS: dict[str, tuple[Build, Build]] = {
         _before(functools.partial(optaxclip.adaptive_grad_clip, axis=1), 0.01),
         _optax(optax.adaptive_grad_clip, 0.01),
     ),
-    "hyperball": (spheres.adam_h, spheres.by_hand),
-    "reset_state": (_resetting, GLOBAL),
     "record": (
         lambda **told: _recorded(optaxclip.clip_by_global_norm(1.0, **told), **told),
         GLOBAL,

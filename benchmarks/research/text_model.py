@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from optaxclip.commands import demo
-from optaxclip.commands.demo_task import MAX_SYMBOLS, encode
+from examples.demo import SYMBOLS, encode, help_topics
 
 Params = dict[str, Any]
 MATRICES = ("query_key_value", "out", "up", "down")
-"""Those of the layers, which Muon and `hyperball` train."""
+"""Those of the layers, which Muon trains."""
 
 
 class Size(NamedTuple):
@@ -50,7 +49,7 @@ class Text(NamedTuple):
 
 def read(size: Size) -> Text:
     """The help topics in numbers, their end held out."""
-    corpus = encode(demo.read_text(None))
+    corpus = encode(help_topics())
     last = len(corpus.held_out) - size.context - 1
     starts = jnp.linspace(0, last, size.held_out).astype(jnp.int32)
     held_out = windows(jnp.asarray(corpus.held_out), starts, size)
@@ -68,7 +67,7 @@ def batch(text: Array, key: Array, size: Size) -> Array:
     return windows(text, starts, size)
 
 
-def initial(key: Array, size: Size, symbols: int = MAX_SYMBOLS) -> Params:
+def initial(key: Array, size: Size, symbols: int = SYMBOLS) -> Params:
     """The parameters: matrices with the variance of one over their rows."""
     keys = iter(jax.random.split(key, 7))
 

@@ -143,41 +143,35 @@ def at_scales(
 
 
 # A compiled function of its own, so that it is traced once for leaves that are alike.
-@functools.partial(jax.jit, static_argnames=("axes", "in_one_piece", "both"))
-def of_products(
-    x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: bool, both: bool
-) -> AtScales:
-    """The sums of the products `x * y`, of the squares of `y`, and with `both` of those of `x`.
+@functools.partial(jax.jit, static_argnames=("axes", "in_one_piece"))
+def of_products(x: Array, y: Array, *, axes: tuple[int, ...], in_one_piece: bool) -> AtScales:
+    """The sums of the products `x * y`, and of the squares of `y`.
 
-    The result has these two or three sums at the first scale, then at the next. One reduction gives
-    all of them: if there were two reductions, XLA on GPUs (JAX 0.10.2) would merge the one over
-    parameters with AdamW's step, and copy the parameters first. On a CPU, where such a reduction is
-    slow, each of the sums is one sum in float64.
+    The result has both sums at the first scale, then at the next. One reduction gives all of them:
+    if there were two reductions, XLA on GPUs (JAX 0.10.2) would merge the one over parameters with
+    AdamW's step, and copy the parameters first. On a CPU, where such a reduction is slow, each of
+    the sums is one sum in float64.
 
     Args:
       x: entries in the dtype of the norms; a complex entry counts as a pair of real entries.
       y: as many entries.
       axes: the axes to sum over.
       in_one_piece: whether it is certain that neither array is split over devices.
-      both: whether the squares of `x` are needed.
     """
     dtype = jnp.finfo(x.dtype).dtype
     over_all = are_whole([x], [axes], in_one_piece=in_one_piece)
 
-    def squares(x: Array, y: Array) -> list[Array]:
-        return [l2.map(y), l2.map(x)] if both else [l2.map(y)]
-
     def in_own_dtype(x: Array, y: Array) -> AtScales:
         pairs = [(times(x, by), times(y, by)) for by in _hidden(scales(l2, dtype), dtype)]
-        summands = [[_product_of_entries(x, y, _usable), *squares(x, y)] for x, y in pairs]
+        summands = [(_product_of_entries(x, y, _usable), l2.map(y)) for x, y in pairs]
         way = _added_at_once if over_all and dtype == jnp.float32 else _added_one_by_one
         return way(tuple(itertools.chain(*summands)), axes)
 
     def in_float64(x: Array, y: Array, *, apart: bool = False) -> AtScales:
         u, v = lax.optimization_barrier((x, y)) if apart else (x, y)
         with jax.enable_x64(True):
-            x, y, u, v = (entries(part, jnp.float64) for part in (x, y, u, v))
-            totals = _added_one_by_one((_product_of_entries(u, v, lax.mul), *squares(x, y)), axes)
+            y, u, v = (entries(part, jnp.float64) for part in (y, u, v))
+            totals = _added_one_by_one((_product_of_entries(u, v, lax.mul), l2.map(y)), axes)
             at_each = [[total * by**2 for total in totals] for by in scales(l2, dtype)]
             return tuple(total.astype(dtype) for total in itertools.chain(*at_each))
 

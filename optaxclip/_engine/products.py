@@ -1,7 +1,7 @@
 """Inner products of two trees, group by group, over the dtype's whole range.
 
   in   the leaves `[...]` of both trees, and which of their entries share a norm
-  out  `Products`: both norms and the cosine of each group
+  out  `Products`: the norm of the second tree and the cosine of each group
 
 Products are summed as squares are: at several scales, over a group's leaves and over devices, in
 one read of both trees and one collective. The two norms bound a sum of products, so they tell at
@@ -37,20 +37,18 @@ from optaxclip.norms import l2
 _Pairs: TypeAlias = list[tuple[Array, ...]]
 """For each leaf, its entries and those of the other tree's leaf."""
 
-_Known: TypeAlias = tuple[Array | None, ...]
-"""The norms of both trees, if the caller has them."""
+_Known: TypeAlias = tuple[Array, Array | None]
+"""The norms of both trees; None for that of the second tree if it is to be measured."""
 
 
 class Products(NamedTuple):
-    """The inner products of all groups: each is in three factors, because it may leave the range.
+    """The inner products of all groups, divided by both norms, because they may leave the range.
 
     Attributes:
-      norm: the L2 norms of `leaves`.
       of_others: the L2 norms of `others`.
       cosine: from -1 to 1; 0 if a norm is 0, NaN if a norm is not finite.
     """
 
-    norm: Array
     of_others: Array
     cosine: Array
 
@@ -59,24 +57,24 @@ def products(
     leaves: list[Any],
     others: list[Any],
     plan: Plan,
-    norm: Array | None = None,
+    norm: Array,
     of_others: Array | None = None,
 ) -> Products:
     """The inner products of each group's entries with the others; the real part, if complex.
 
-    If the L2 norms of one tree are known, its squares are not summed. Those of `others` must be
-    known if a leaf is a `BCOO`, because the other leaf is read only where the `BCOO` has entries.
+    The L2 norms of `leaves` are known. Those of `others` must be known too if a leaf is a `BCOO`,
+    because the other leaf is read only where the `BCOO` has entries.
     """
     dtype = norm_dtype([leaf.dtype for leaf in (*leaves, *others)])
     if not leaves:
         zeros = plan.zeros(dtype)
-        return Products(zeros, zeros, zeros)
+        return Products(zeros, zeros)
     found = [
         entries_of_both(leaf, other, over, dtype)
         for leaf, other, over in zip(leaves, others, plan.grouping.axes, strict=True)
     ]
     pairs, axes = [(x, y) for x, y, _ in found], tuple(over for *_, over in found)
-    known = tuple(x if x is None else x.astype(dtype) for x in (norm, of_others))
+    known = norm.astype(dtype), None if of_others is None else of_others.astype(dtype)
     found = _differentiable(plan, axes)(pairs, known)
     chex.assert_shape(list(found), plan.shape)
     return found
@@ -98,7 +96,7 @@ def _differentiable(
         return [
             tuple(times(x, broadcast_over(by, over)) for x, by in zip(pair, bys, strict=True))
             for pair, over, *bys in with_factors
-        ], tuple(x if x is None else x * by for x, by in zip(known, per_size, strict=True))
+        ], (known[0] * per_size[0], None if known[1] is None else known[1] * per_size[1])
 
     @custom_jvp()
     def found(pairs: _Pairs, known: _Known) -> Products:
@@ -108,12 +106,12 @@ def _differentiable(
     def _(primals: tuple[_Pairs, _Known], tangents: tuple[Any, Any]) -> tuple[Products, Products]:
         (pairs, known), (changes, of_known) = primals, tangents
         result = found(pairs, known)
-        sizes = [lax.stop_gradient(power_of_two_below(norm)) for norm in result[:2]]
+        norms = known[0], result.of_others
+        sizes = [lax.stop_gradient(power_of_two_below(norm)) for norm in norms]
         plain = functools.partial(_in_plain_sums, plan=plan, axes=axes)
         near_one = divided(pairs, known, sizes)
         _, change = jax.jvp(plain, near_one, divided(changes, of_known, sizes))
-        norm, of_others = (x * size for x, size in zip(change[:2], sizes, strict=True))
-        return result, Products(norm, of_others, change.cosine)
+        return result, Products(change.of_others * sizes[1], change.cosine)
 
     return found
 
@@ -122,21 +120,20 @@ def _at_scales(
     pairs: _Pairs, known: _Known, plan: Plan, axes: tuple[tuple[int, ...], ...]
 ) -> Products:
     """The products from sums at several scales."""
-    kinds = 2 if known[0] is not None else 3
+    norm, of_others = known
 
     def local(pairs: _Pairs) -> leaf_sums.AtScales:
         in_one_piece = plan.placement.in_one_piece
         sums = [
-            leaf_sums.of_products(x, y, axes=over, in_one_piece=in_one_piece, both=kinds == 3)
+            leaf_sums.of_products(x, y, axes=over, in_one_piece=in_one_piece)
             for (x, y), over in zip(pairs, axes, strict=True)
         ]
         return plan.totals(sums)
 
     found = plan.placement.on_each_device(local)(pairs)
-    sums, *squares = (found[kind::kinds] for kind in range(kinds))
-    of_others = known[1] if known[1] is not None else _norm(squares[0])
-    norm = known[0] if known[0] is not None else _norm(squares[1])
-    return Products(norm, of_others, _cosine(sums, norm, of_others))
+    sums, squares = found[::2], found[1::2]
+    of_others = _norm(squares) if of_others is None else of_others
+    return Products(of_others, _cosine(sums, norm, of_others))
 
 
 def _norm(squares: leaf_sums.AtScales) -> Array:
@@ -171,16 +168,15 @@ def _in_plain_sums(
         with_axes = zip(pairs, axes, strict=True)
         return plan.totals([_plain_sums(x, y, axes=over) for (x, y), over in with_axes])
 
-    total, *squares = plan.placement.on_each_device(local)(pairs)
-    norm, of_others = (
-        safe_sqrt(square) if x is None else x for x, square in zip(known, squares, strict=True)
-    )
-    return Products(norm, of_others, safe_divide(total, norm * of_others, 0.0))
+    norm, of_others = known
+    total, square = plan.placement.on_each_device(local)(pairs)
+    of_others = safe_sqrt(square) if of_others is None else of_others
+    return Products(of_others, safe_divide(total, norm * of_others, 0.0))
 
 
 # A compiled function of its own, so that it is traced once for leaves that are alike.
 @functools.partial(jax.jit, static_argnames="axes")
 def _plain_sums(x: Array, y: Array, *, axes: tuple[int, ...]) -> leaf_sums.AtScales:
     parts = zip(real_parts(x), real_parts(y), strict=False)
-    summands = (sum(u * v for u, v in parts), l2.map(x), l2.map(y))
+    summands = (sum(u * v for u, v in parts), l2.map(y))
     return tuple(jnp.sum(each, axes) for each in summands)

@@ -1,1 +1,1 @@
-"""The commands of `python -m optaxclip`, one file each."""
+"""The command of `python -m optaxclip`."""

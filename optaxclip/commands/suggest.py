@@ -7,7 +7,6 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
-import optaxclip.commands.figures as figures
 from optaxclip._base.extras import remedy
 from optaxclip.tuning import Suggestion, suggest
 from optaxclip.tuning.files import parse_norms
@@ -81,12 +80,15 @@ def _suggestion(file: str, column: str | None) -> Suggestion:
 
 
 def _draw(suggestion: Suggestion, path: Path) -> None:
-    from optaxclip import plots
+    from matplotlib.figure import Figure
 
-    figure = figures.side_by_side()
-    plots.norms_over_steps(suggestion, ax=figure.axes[0])
-    plots.norm_histogram(suggestion, ax=figure.axes[1])
-    figures.legends_below(figure)
+    from optaxclip import plots
+    from optaxclip.plots.style import legend_below
+
+    figure = Figure(figsize=(10.0, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    legend_below(plots.norms_over_steps(suggestion, ax=left))
+    legend_below(plots.norm_histogram(suggestion, ax=right))
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

@@ -4,7 +4,7 @@ These are the stages that SPAM and Stable-SPAM put in front of Adam. Stable-SPAM
 
   optax.chain(clip_by_moving_max(), normalize_by_norm_history(), optax.scale_by_adam())
 
-Both also reset Adam's moments, as `reset_state` does.
+Both papers also reset Adam's moments; this library does not.
 """
 
 import dataclasses

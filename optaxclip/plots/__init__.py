@@ -5,14 +5,10 @@ legend; on axes that you pass you place the legend. Matplotlib is needed: `optax
 """
 
 from optaxclip.plots.entries import entry_histogram as entry_histogram
-from optaxclip.plots.events import events_over_steps as events_over_steps
-from optaxclip.plots.examples import example_norms as example_norms
 from optaxclip.plots.groups import heatmap as heatmap
-from optaxclip.plots.groups import shares_over_steps as shares_over_steps
 from optaxclip.plots.limits import norm_histogram as norm_histogram
 from optaxclip.plots.limits import norms_over_steps as norms_over_steps
 from optaxclip.plots.limits import sweep_curve as sweep_curve
-from optaxclip.plots.noise import noise_scale_over_steps as noise_scale_over_steps
 from optaxclip.plots.runs import loss_curves as loss_curves
 from optaxclip.plots.runs import norm_curves as norm_curves
 from optaxclip.plots.style import COLORS as COLORS

@@ -54,8 +54,9 @@ def entry_histogram(
     are 0 or not finite.
 
     Each format is a band over the sizes that it holds. Where the band is pale the format holds
-    fewer digits. Bars outside of the first format are orange and hatched: these entries would
-    become 0 or infinite, so they are lost, and the number at the right of a row is their share.
+    fewer digits. Entries outside of a format would become 0 or infinite, so they are lost. At the
+    right of a row is the share that each format loses, below the format's name and in its color.
+    Bars outside of the first format are orange and hatched.
 
     Args:
       histogram: one of those that `monitor.histograms` returns, or its dict of them: a row each.
@@ -73,8 +74,10 @@ def entry_histogram(
       >>> grads = {"w": jnp.array([1e-9, 1e-3, 2.0, 0.0])}
       >>> _, state = tx.update(grads, tx.init(grads))
       >>> ax = plots.entry_histogram(monitor.histograms(state), dtypes=("float16",))
-      >>> print([label.get_text() for label in ax.get_yticklabels()], ax.texts[0].get_text())
-      ['float16', 'w'] 33 %
+      >>> print([label.get_text() for label in ax.get_yticklabels()])
+      ['float16', 'w']
+      >>> print([text.get_text() for text in ax.texts])
+      ['lost in float16', '33 %']
     """
     rows = dict(histogram) if isinstance(histogram, Mapping) else {"": histogram}
     if not rows:
@@ -96,6 +99,7 @@ def entry_histogram(
     low, high = min([low, *(end - 1 for end in near)]), max([high, *(end + 1 for end in near)])
     for place, row in enumerate(rows.values()):
         _draw_row(axes, row, -place, bands[0] if bands else None)
+    _write_lost(axes, list(rows.values()), bands)
     distance, lowest = BAND / (1 if len(rows) > 1 else 3), 1 - len(rows)
     places = [1.0 + distance * (0.5 + number) for number in range(len(bands))]
     for number, (place, band) in enumerate(zip(places, bands, strict=True)):
@@ -135,9 +139,6 @@ def _draw_row(ax: "Axes", row: Histogram, base: int, band: Band | None) -> None:
         is_lost = (exponents < band.bottom) | (exponents >= band.top)
         parts["entries"] = (~is_lost, HELD)
         parts[f"lost in {band.name}"] = (is_lost, LOST)
-        lost = row.below(band.name) + row.above(band.name)
-        look = {"va": "center", "transform": ax.get_yaxis_transform()}
-        ax.text(1.01, base + TALLEST / 2, f"{100 * lost:.2g} %", **look)
     ax.axhline(base, color="0.8", linewidth=0.8, zorder=1)
     known = ax.get_legend_handles_labels()[1]
     for label, (part, look) in parts.items():
@@ -146,6 +147,23 @@ def _draw_row(ax: "Axes", row: Histogram, base: int, band: Band | None) -> None:
             look = {"width": 1.0, "align": "edge", "zorder": 2, **look}
             label = "_" if label in known else label
             ax.bar(exponents[shown], heights[shown], bottom=base, label=label, **look)
+
+
+def _write_lost(ax: "Axes", rows: list[Histogram], bands: list[Band]) -> None:
+    """Writes the share that each format loses of each row, in a column with the format's name."""
+    from matplotlib import rcParams
+
+    every = -(-len(rows) // MAX_LABELS)
+    look = {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points"}
+    for number, band in enumerate(bands):
+        x = rcParams["font.size"] * (0.4 + 2.7 * number)
+        column = {**look, "color": COLORS[number + 1], "fontsize": "x-small"}
+        name = f"lost in {band.name}" if number == 0 else band.name
+        ax.annotate(name, (1.0, 1.05), (x, 0.0), rotation=90, va="bottom", **column)
+        for place, row in list(enumerate(rows))[::every]:
+            percent = 100 * (row.below(band.name) + row.above(band.name))
+            text = "<0.1 %" if 0 < percent < 0.1 else f"{percent:.2g} %"
+            ax.annotate(text, (1.0, TALLEST / 2 - place), (x, 0.0), va="center", **column)
 
 
 def _draw_band(
@@ -169,13 +187,12 @@ def _tick(ax: "Axes", rows: Mapping[str, Histogram], bands: dict[float, Band]) -
         shares = {0: "1", 2: "0.01", 4: "1e-4", 6: "1e-6"}
         ticks |= {TALLEST * (1 - power / DECADES): name for power, name in shares.items()}
         ax.set_ylabel("share of the entries")
-    elif len(rows) <= MAX_LABELS:
-        ticks |= {0.4 - place: name for place, name in enumerate(rows)}
     else:
-        ax.set_ylabel("leaf or group")
+        every = -(-len(rows) // MAX_LABELS)
+        ticks |= {0.4 - place: name for place, name in list(enumerate(rows))[::every]}
     ax.set_yticks(list(ticks), list(ticks.values()))
     ax.tick_params(axis="y", length=0)
-    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"$2^{{{x:.0f}}}$"))
 
 

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optaxclip._base.host import ArrayLike
-from optaxclip.plots.style import COLORS, crosses_at_the_top, curve, finished, instance, new_axes
+from optaxclip.plots.style import (
+    COLORS,
+    crosses_at_the_top,
+    curve,
+    finished,
+    instance,
+    new_axes,
+    plot_line,
+)
 from optaxclip.tuning.suggesting import Suggestion
 from optaxclip.tuning.sweeping import SweepResult
 
@@ -63,7 +71,8 @@ def norms_over_steps(
     axes = new_axes(ax)
     finite = np.isfinite(y)
     axes.set_yscale("log")
-    axes.plot(x, np.where(finite & (y > 0), y, np.nan), color="0.55", linewidth=1.0, label="norm")
+    shown = np.where(finite & (y > 0), y, np.nan)
+    plot_line(axes, x, shown, color="0.55", linewidth=1.0, label="norm")
     if suggestion is not None and (warmup := suggestion.warmup_steps):
         label = f"warm-up ({warmup}), not counted"
         axes.axvspan(x[0], x[warmup], color="0.93", linewidth=0, zorder=0, label=label)
@@ -74,7 +83,7 @@ def norms_over_steps(
             above, label = above & suggestion.counted, _label(suggestion)
         _mark_above(axes, x, y, above)
         line = np.broadcast_to(np.where(np.isfinite(bound), bound, np.nan), y.shape)
-        axes.plot(x, line, "--", color=BLUE, linewidth=1.6, label=label)
+        plot_line(axes, x, line, "--", color=BLUE, linewidth=1.6, label=label)
     if not finite.all():
         crosses_at_the_top(axes, x[~finite], label=f"not finite ({np.sum(~finite)})")
     axes.set_ylabel("gradient norm")
@@ -173,6 +182,8 @@ def sweep_curve(result: SweepResult, ax: "Axes | None" = None) -> "Axes":
     if diverged.any():
         label = "diverged: not finite, or above the first loss"
         crosses_at_the_top(axes, every[diverged], label=label)
+    if result.diverged.all():
+        axes.set_yticks([])
     axes.set_ylabel("final loss")
     return finished(axes, "limit", legend=ax is None)
 

@@ -8,7 +8,14 @@ import numpy as np
 from optaxclip._base.arguments import short
 from optaxclip._base.host import ArrayLike
 from optaxclip._base.numerics import is_real
-from optaxclip.plots.style import crosses_at_the_top, curve, finished, look_of, new_axes
+from optaxclip.plots.style import (
+    crosses_at_the_top,
+    curve,
+    finished,
+    look_of,
+    new_axes,
+    plot_line,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +63,7 @@ def loss_curves(losses: Curves, steps: ArrayLike | None = None, ax: "Axes | None
 def norm_curves(
     norms: Curves,
     steps: ArrayLike | None = None,
-    limit: float | Mapping[str, float] | None = None,
+    limit: float | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
     """Draws gradient norms over the steps on a logarithmic axis, a line for each run.
@@ -66,13 +73,12 @@ def norm_curves(
     Args:
       norms: a dict from each run's name to its norms, float[n].
       steps: the step of each norm, int[n]; 0, 1, ... if None.
-      limit: a norm to mark by a horizontal line, or a dict with the limits of some runs. A limit
-        that changes from step to step is drawn by `norms_over_steps`.
+      limit: a norm to mark by a horizontal line. A limit that changes from step to step is drawn by
+        `norms_over_steps`.
       ax: where to draw.
 
     Raises:
-      ValueError: for no runs, a run without norms, norms or steps of other shapes, and a limit for
-        a run that is not in `norms`.
+      ValueError: for no runs, a run without norms, and norms or steps of other shapes.
       TypeError: if `norms` is not a dict, or holds anything but real numbers; for a limit that is
         not a real number, such as an array of one for each step.
 
@@ -83,17 +89,16 @@ def norm_curves(
       log
     """
     curves = _checked(norms, steps, "norms")
-    limits, common = _checked_limits(limit)
-    if unknown := sorted(limits.keys() - norms.keys()):
-        raise ValueError(f"limit must be of the runs {list(norms)}, got {unknown}")
+    if limit is not None and (not is_real(limit) or np.ndim(limit)):
+        raise TypeError(
+            f"limit must be a number, got {short(limit)} of type {type(limit).__name__}; "
+            "plots.norms_over_steps draws one run with a limit for each step"
+        )
     axes = new_axes(ax)
     axes.set_yscale("log")
-    colors = {name: line.get_color() for name, line in _lines(axes, curves).items()}
-    for name, bound in limits.items():
-        look = {"color": colors[name], "linewidth": 1.6, "linestyle": (0, (1, 1))}
-        axes.axhline(bound, label=f"limit {bound:g} of {name}", **look)
-    if common is not None:
-        axes.axhline(common, color="0.4", linewidth=1.0, label=f"limit {common:g}")
+    _lines(axes, curves)
+    if limit is not None:
+        axes.axhline(float(limit), color="0.4", linewidth=1.0, label=f"limit {limit:g}")
     axes.set_ylabel("gradient norm")
     return finished(axes, legend=ax is None)
 
@@ -112,27 +117,11 @@ def _checked(
     return {name: curve(values, steps, f"{what} of {name!r}") for name, values in series.items()}
 
 
-def _checked_limits(limit: Any) -> tuple[dict[str, float], float | None]:
-    """The limits for single runs, and the limit for all runs."""
-    if isinstance(limit, Mapping):
-        return {name: _number(each, f"limit of {name!r}") for name, each in limit.items()}, None
-    return {}, None if limit is None else _number(limit, "limit")
-
-
-def _number(limit: Any, argument: str) -> float:
-    if not is_real(limit) or np.ndim(limit):
-        raise TypeError(
-            f"{argument} must be a number, got {short(limit)} of type {type(limit).__name__}; "
-            "plots.norms_over_steps draws one run with a limit for each step"
-        )
-    return float(limit)
-
-
 def _lines(ax: "Axes", curves: Mapping[str, tuple[Numbers, Numbers]]) -> "dict[str, Line2D]":
     drawn = {}
     for depth, (name, (x, y)) in enumerate(curves.items()):
         color, style = look_of(depth)
-        line = ax.plot(x, np.where(np.isfinite(y), y, np.nan), style, color=color, label=name)[0]
+        line = plot_line(ax, x, np.where(np.isfinite(y), y, np.nan), style, color=color, label=name)
         # The first line is on top; lines below it are wider, so that equal ones stay visible.
         line.set(zorder=3 - depth / len(curves), linewidth=LEAST_WIDTH + WIDER * depth)
         drawn[name] = line

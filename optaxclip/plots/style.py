@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure, SubFigure
     from matplotlib.legend import Legend
+    from matplotlib.lines import Line2D
 
+Numbers = np.ndarray[Any, Any]
 COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#4800F0")
 """Okabe and Ito's palette, which colour-blind readers can tell apart; a violet in place of its
 yellow, which is too pale on white."""
@@ -113,6 +115,15 @@ def plain_ticks(axis: "Axis") -> None:
         axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+def plot_line(ax: "Axes", x: Numbers, y: Numbers, style: str = "-", **look: Any) -> "Line2D":
+    """Draws a line, and a marker at each point without a neighbor, which a line would not show."""
+    finite = np.pad(np.isfinite(y), 1)
+    isolated = finite[1:-1] & ~finite[:-2] & ~finite[2:]
+    if isolated.any():
+        look |= {"marker": "o", "markersize": 5, "markevery": np.flatnonzero(isolated).tolist()}
+    return ax.plot(x, y, style, **look)[0]
 
 
 def crosses_at_the_top(ax: "Axes", x: ArrayLike, **look: Any) -> None:

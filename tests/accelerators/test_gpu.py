@@ -90,21 +90,6 @@ def test_statistics_with_parameters_take_one_read_of_them_more(ours, model):
     assert found.moved <= 2.0 + aims.MORE_MOVED
 
 
-@pytest.mark.parametrize("model", aims.TRANSFORMERS)
-def test_a_step_along_a_sphere_moves_what_its_formula_does(both, model):
-    ours, by_hand = both(H100, model, method="hyperball")
-    aims.assert_no_branch(ours)
-    assert ours.moved <= by_hand.moved + aims.MORE_MOVED
-    assert ours.counts.kernels <= by_hand.counts.kernels + aims.KERNELS_OF_AGC
-
-
-@pytest.mark.parametrize("model", aims.TRANSFORMERS)
-def test_a_reset_that_judges_shares_the_read_of_a_clip(both, model):
-    ours, clip = both(H100, model, method="reset_state")
-    aims.assert_no_branch(ours)
-    assert ours.moved <= clip.moved + aims.MORE_MOVED
-
-
 @pytest.mark.by_day(1)
 @pytest.mark.parametrize("model", aims.TRANSFORMERS)
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ CLIPS = {
     "zclip": lambda: optaxclip.zclip(max_norm=0.5),
     "clip_by_block_rms": lambda: optaxclip.clip_by_block_rms(0.5),
     "scale_by_stable_adam": optaxclip.scale_by_stable_adam,
-    "hyperball": lambda: optaxclip.hyperball(0.1),
     "clip": lambda: optaxclip.clip(0.5),
     "clip_by_second_moment": lambda: optaxclip.clip_by_second_moment(warmup_steps=0),
     "scale_loss": lambda: optaxclip.scale_loss(optax.trace(0.9), initial=2.0),
@@ -54,7 +53,6 @@ STEPS = {
     "skip_nonfinite": lambda: optaxclip.skip_nonfinite(optax.trace(0.9)),
     "skip_above": lambda: optaxclip.skip_above(optax.trace(0.9), 100.0),
     "scale_loss": lambda: optaxclip.scale_loss(optax.trace(0.9), initial=1.0),
-    "reset_state": lambda: optaxclip.reset_state(optax.trace(0.9), every=2, only=("trace",)),
 }
 
 

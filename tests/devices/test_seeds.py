@@ -21,7 +21,6 @@ from optaxclip import (
     monitor,
     ops,
     per_example,
-    reset_state,
     scopes,
     skip_nonfinite,
 )
@@ -75,7 +74,6 @@ OTHERS = {
     "events": of_wrapper(lambda: monitor.events(judged(), 2)),
     "metrics": of_metrics,
     "record": of_wrapper(lambda: monitor.record(2, scope=scopes.leaf(), stats=STATISTICS)),
-    "reset_state": of_wrapper(lambda: reset_state(optax.trace(0.9), every=1, only=("trace",))),
     "skip_nonfinite": of_wrapper(lambda: skip_nonfinite(optax.trace(0.9))),
     "ops": lambda grads, _: (
         ops.global_norm(grads),
@@ -87,7 +85,7 @@ OTHERS = {
     "per_example": of_examples,
 }
 TWO = ["clip_by_group_norm_dict", "leaf_rms_of_weights"]
-SOME_OF_EACH_SCOPE = ["clip_by_global_norm", "adagc", "adaptive_grad_clip", "muon", "hyperball"]
+SOME_OF_EACH_SCOPE = ["clip_by_global_norm", "adagc", "adaptive_grad_clip", "muon"]
 WAYS = {
     "jit of vmap": lambda train: jax.jit(jax.vmap(train)),
     "with the name of the axis": lambda train: jax.jit(jax.vmap(train, spmd_axis_name="seeds")),

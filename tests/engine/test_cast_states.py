@@ -15,7 +15,6 @@ TRANSFORMATIONS = {name: method.make() for name, method in METHODS.items()} | {
     "record": monitor.record(3, scope=scopes.leaf(), stats=("norm", "ratio")),
     "skip_nonfinite": optaxclip.skip_nonfinite(optax.identity()),
     "skip_above": optaxclip.skip_above(optax.identity(), RULE),
-    "reset_state": optaxclip.reset_state(METHODS["zclip"].make(), when=RULE, only=("rule",)),
 }
 
 

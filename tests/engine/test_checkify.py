@@ -66,12 +66,10 @@ def test_without_checkify_the_traceback_names_the_option_and_what_it_needs(metho
 def test_products_with_weights_report_nothing():
     """At the scales of sums that are not used they are infinite, of both signs, or `inf * 0`."""
     record = optaxclip.monitor.record(2, stats=("cosine_param",))
-    ball = optaxclip.hyperball(0.1)
 
     def update(grads, weights):
         _, state = record.update(grads, record.init(weights), weights)
-        cosine = optaxclip.monitor.metrics(state)["record/cosine_param"]
-        return cosine, ball.update(grads, ball.init(weights), weights)[0]
+        return optaxclip.monitor.metrics(state)["record/cosine_param"]
 
     check = jax.jit(checkify.checkify(update, checkify.all_checks))
     rng = np.random.default_rng(0)
@@ -79,9 +77,8 @@ def test_products_with_weights_report_nothing():
         pair = [rng.normal(size=(8, 9)) * size for size in (of_grads, of_weights)]
         grads, weights = (jnp.float32(x / 10) for x in pair)
         grads, weights = grads.at[0, 0].set(0), weights.at[1, 1].set(0)
-        error, (cosine, step) = check(grads, weights)
+        error, cosine = check(grads, weights)
         assert error.get() is None, (of_grads, of_weights)
         x, y = np.float64(grads), np.float64(weights)
         exact = np.sum(x * y) / np.linalg.norm(x) / np.linalg.norm(y)
         np.testing.assert_allclose(cosine, exact, rtol=1e-5, atol=1e-7)
-        assert np.all(np.isfinite(step))

@@ -330,7 +330,7 @@ def test_a_later_finite_step_is_as_if_nothing_had_been(name):
 
 
 # What wraps an optimizer has no state without the one of that.
-WRAPPERS = {"reset_state", "scale_loss", "skip_above", "skip_above_loss", "skip_nonfinite"}
+WRAPPERS = {"scale_loss", "skip_above", "skip_above_loss", "skip_nonfinite"}
 
 
 def needs_its_state(name):

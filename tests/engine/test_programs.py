@@ -81,9 +81,8 @@ def test_no_program_holds_an_array_of_what_is_known_of_each_of_many_norms():
     assert sum(np.size(x) for x in program.consts) < 1000
 
 
-# The state of `hyperball` begins with the norms of the weights.
 @pytest.mark.by_day(20)
-@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"hyperball"}))
+@pytest.mark.parametrize("name", sorted(METHODS))
 def test_a_fresh_state_is_not_concatenated_from_leaves(name):
     program = jax.make_jaxpr(METHODS[name].make().init)(PARAMS)
     assert "concatenate" not in str(program)

@@ -37,8 +37,7 @@ RULES = {
 @pytest.mark.parametrize("count", [1, jnp.int32(1), 10**12], ids=["one", "array", "huge"])
 def test_a_count_may_be_the_least_and_any_that_is_larger(count):
     skip = optaxclip.skip_above(SGD, 1.0, count)
-    scaled = optaxclip.scale_loss(skip, growth_interval=count)
-    tx = optaxclip.reset_state(scaled, every=count, only=("consecutive",))
+    tx = optaxclip.scale_loss(skip, growth_interval=count)
     params = jnp.ones(2)
     jax.eval_shape(lambda params: tx.update(params, tx.init(params), params), params)
 

@@ -1,4 +1,7 @@
-"""What a user of Optax brings along: checkpoints without our states, injected hyperparameters."""
+"""What users of other libraries bring: names, checkpoints without our states, injected values."""
+
+import operator
+import re
 
 import jax
 import jax.numpy as jnp
@@ -89,3 +92,19 @@ def test_a_number_of_skipped_steps_may_be_injected():
     for _ in range(3):
         updates, state = update(np.float32([jnp.nan]), state)
     assert np.isnan(updates[0])
+
+
+def test_foreign_names_lead_to_replacement():
+    with pytest.raises(AttributeError, match=r"use optaxclip\.clip_by_global_norm\(max_norm\)$"):
+        _ = optaxclip.clip_grad_norm_
+    assert len(optaxclip._OTHER_LIBRARIES) > 9
+    for name, call in optaxclip._OTHER_LIBRARIES.items():
+        with pytest.raises(AttributeError, match=re.escape(f"{name!r}; use optaxclip.{call}")):
+            getattr(optaxclip, name)
+        assert callable(operator.attrgetter(call.partition("(")[0])(optaxclip))
+
+
+def test_unknown_name_suggests_similar_one():
+    with pytest.raises(AttributeError, match=r"has no attribute 'zclipp'$") as raised:
+        _ = optaxclip.zclipp
+    assert (raised.value.name, raised.value.obj) == ("zclipp", optaxclip)

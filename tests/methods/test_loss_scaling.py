@@ -153,7 +153,6 @@ INSIDE = {
     "skip": lambda: skip_above(chain(), 3.0),
     "agc": lambda: optax.chain(optaxclip.adaptive_grad_clip(0.1), ADAM),
     "MultiSteps": lambda: optax.MultiSteps(chain(), 2).gradient_transformation(),
-    "reset": lambda: optaxclip.reset_state(chain(), when=3.0),
 }
 
 

@@ -16,7 +16,7 @@ from optaxclip import scopes, thresholds
 
 # What wraps an optimizer, or is one, keeps more than a record.
 KEEPS_MORE = {"scale_by_stable_adam", "clip_by_second_moment", "skip_above", "skip_above_loss"}
-KEEPS_MORE |= {"hyperball", "reset_state", "scale_loss", "skip_nonfinite"}
+KEEPS_MORE |= {"scale_loss", "skip_nonfinite"}
 REMEMBERS = [name for name, m in METHODS.items() if m.has_memory or m.counts]
 WITHOUT = [name for name in METHODS if name not in (*REMEMBERS, *KEEPS_MORE)]
 
@@ -58,7 +58,7 @@ def test_every_transformation_that_can_do_without_has_the_argument():
     public = (getattr(optaxclip, name) for name in dir(optaxclip))
     made = [fn for fn in public if inspect.isfunction(fn)]
     without = {fn.__name__ for fn in made if "record" not in inspect.signature(fn).parameters}
-    pure = {"clip_tree", "from_config"} | {fn for fn in without if fn.startswith("per_example")}
+    pure = {"clip_tree"} | {fn for fn in without if fn.startswith("per_example")}
     assert without - pure == KEEPS_MORE - {"skip_above_loss"}
 
 

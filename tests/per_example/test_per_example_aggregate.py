@@ -159,8 +159,6 @@ def test_the_noise_has_to_be_named():
     """Also where there is none: `aggregate(1.0)` looked private, and was not."""
     with pytest.raises(TypeError, match="noise_multiplier"):
         aggregate(1.0)
-    with pytest.raises(ValueError, match="needs the argument 'noise_multiplier'"):
-        optaxclip.from_config({"name": "per_example_clip_and_aggregate", "limit": 1.0})
 
 
 @pytest.mark.skipif(

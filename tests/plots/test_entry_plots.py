@@ -50,7 +50,11 @@ def test_each_size_has_its_bar_and_the_first_format_marks_what_it_loses():
     assert bars(ax, HELD) == {0: [15], -2: [-25, -1]}
     assert bars(ax, LOST) == {0: [16], -2: [-31, -26]}
     # 65520 is too large for float16, and shares its bar with 65519.
-    assert [text.get_text() for text in ax.texts] == ["67 %", "0 %", "50 %"]
+    columns = [text.get_text() for text in ax.texts]
+    assert columns[:4] == ["lost in float16", "67 %", "0 %", "50 %"]
+    assert columns[4:] == ["bfloat16", "0 %", "0 %", "0 %"]
+    colors = [text.get_color() for text in ax.texts]
+    assert colors == [plots.COLORS[1]] * 4 + [plots.COLORS[2]] * 4
     assert ax.get_xlabel() == "size of an entry (33 % are 0, 1 not finite)"
     assert names(ax) == ["float16", "bfloat16", *TREE]
     assert ax.get_legend() is None
@@ -69,6 +73,8 @@ def test_heights_are_shares_of_a_row_on_a_logarithmic_axis():
     assert ax.get_ylabel() == "share of the entries"
     assert ax.get_xlabel() == "size of an entry"
     assert not ax.texts
+    of_few = drawn(by_hand([1, 1999], [-30, 0]), dtypes=("float16", "bfloat16")).texts
+    assert [text.get_text() for text in of_few][1::2] == ["<0.1 %", "0 %"]
 
 
 def test_bands_reach_from_half_the_smallest_to_the_largest_number():
@@ -95,8 +101,8 @@ def test_bands_reach_from_half_the_smallest_to_the_largest_number():
 def test_the_sizes_of_float64_and_many_rows():
     many = {str(i): FOUND["small"] for i in range(41)}
     ax = drawn(many, dtypes=("bfloat16",))
-    assert names(ax) == ["bfloat16"]
-    assert ax.get_ylabel() == "leaf or group"
+    assert names(ax) == ["bfloat16", *map(str, range(0, 41, 2))]
+    assert len(ax.texts) == 1 + 21
     counts = np.zeros(2099, np.int64)
     counts[[0, -1]] = 1
     edges = np.array([0.0, *(2.0**k for k in range(-1074, 1024)), np.inf])

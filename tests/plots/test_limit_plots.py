@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-import optaxclip.commands.figures as figures
 from optaxclip import plots, tuning
+from optaxclip.plots.style import legend_below
 from optaxclip.tuning.sweeping import SweepResult
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -52,6 +52,15 @@ def test_norms_over_steps_with_a_limit_for_each_step_or_none():
     assert labels(plots.norms_over_steps([1.0, 2.0], ax=axes())) == ["norm"]
 
 
+def test_norms_over_steps_marks_points_without_neighbors():
+    ax = plots.norms_over_steps([2.0], 1.0, ax=axes())
+    for label in ("norm", "limit 1"):
+        assert (line(ax, label).get_marker(), line(ax, label).get_markevery()) == ("o", [0])
+    ax = plots.norms_over_steps([np.nan, 2.0, np.inf, 1.0, 3.0, 0.0, 4.0], ax=axes())
+    assert line(ax, "norm").get_markevery() == [1, 6]
+    assert line(plots.norms_over_steps([1.0, 2.0], ax=axes()), "norm").get_marker() == "None"
+
+
 @pytest.mark.parametrize(
     ("norms", "options", "message"),
     [
@@ -82,7 +91,6 @@ def test_without_matplotlib_the_remedy_is_said(monkeypatch):
         lambda: plots.norms_over_steps([1.0]),
         lambda: plots.loss_curves({"a": [1.0]}),
         lambda: plots.heatmap([[1.0]]),
-        figures.side_by_side,
     ):
         with pytest.raises(ModuleNotFoundError, match=r'pip install ".*\[plot\]"'):
             draw()
@@ -222,6 +230,7 @@ def test_a_warm_up_is_shaded_and_named_where_it_lies():
 def test_sweep_curve_of_nothing_but_diverged_runs():
     ax = plots.sweep_curve(result([np.inf, np.inf], np.nan), ax=axes())
     assert labels(ax) == ["final loss", DIVERGED]
+    assert not len(ax.get_yticks())
 
 
 @pytest.mark.parametrize("long", [True, False])
@@ -254,36 +263,13 @@ def test_logarithmic_axes_have_plain_numbers(norms, ticks):
         assert set(ticks) <= set(found)
 
 
-def test_every_axes_gets_its_own_legend():
-    figure = figures.side_by_side()
-    for i, ax in enumerate(figure.axes):
-        ax.plot([1, 2], label=str(i))
-    figures.legends_below(figure)
-    texts = [ax.get_legend().get_texts()[0].get_text() for ax in figure.axes]
-    assert texts == ["0", "1"]
-
-
 def test_a_legend_of_large_letters_fits_in_the_figure():
     suggestion = tuning.suggest(norms_with_spikes())
     with matplotlib.rc_context({"font.size": 13}):
-        figure = figures.side_by_side(columns=1)
-        plots.norm_histogram(dataclasses.replace(suggestion, limit=1.2), ax=figure.axes[0])
-        figures.legends_below(figure)
+        figure = Figure(figsize=(5.0, 4.2), layout="constrained")
+        suggestion = dataclasses.replace(suggestion, limit=1.2)
+        legend_below(plots.norm_histogram(suggestion, ax=figure.subplots()))
         figure.draw_without_rendering()
     box = figure.axes[0].get_legend().get_window_extent()
     assert 0 <= box.x0 < box.x1 <= figure.bbox.width
     assert box.y1 <= figure.axes[0].xaxis.label.get_window_extent().y0 + 1
-
-
-@pytest.mark.parametrize(
-    ("count", "length", "rows"), [(6, 1, 1), (7, 1, 2), (3, 50, 2), (2, 300, 2)]
-)
-def test_a_shared_legend_has_as_few_rows_as_fit(count, length, rows):
-    figure = figures.side_by_side()
-    for i in range(count):
-        figure.axes[0].plot([1, 2], label=f"{i}{'x' * (length - 1)}")
-    figures.shared_legend(figure)
-    figure.draw_without_rendering()
-    (legend,) = figure.legends
-    heights = [text.get_window_extent().y0 for text in legend.get_texts()]
-    assert (len(heights), len({round(height) for height in heights})) == (count, rows)

@@ -142,7 +142,6 @@ MAKERS = {
     "loss_limit": lambda fn: skip_above(optax.sgd(1.0), 1.0, loss_limit=fn),
     "max_delta": optaxclip.clip,
     "min_value": lambda fn: optaxclip.clip_by_value(fn, 1.0),
-    "learning_rate": optaxclip.hyperball,
     "clipping_threshold": lambda fn: optaxclip.scale_by_stable_adam(clipping_threshold=fn),
     "tau": lambda fn: optaxclip.clip_attention_logits(fn, heads=lambda path, leaf: None),
 }

@@ -12,8 +12,8 @@ import pytest
 from cases import slow_unless
 
 import optaxclip
+from examples import demo
 from optaxclip import monitor, tuning
-from optaxclip.commands import demo
 from optaxclip.tuning import doubts, replaying, suggesting
 from optaxclip.tuning import spread as spreads
 
@@ -390,13 +390,16 @@ def test_norms_may_be_of_narrow_floats_and_integers():
 @pytest.fixture(scope="module")
 def real():
     """Norms of the demo's network: [320] of a run with a clip, and what trains it again."""
-    pytest.importorskip("flax")
-    task = pytest.importorskip("optaxclip.commands.demo_task")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"LENGTH": 80, "BATCH": 4, "HELD_OUT_WINDOWS": 8}.items():
-            patch.setattr(task, name, value)
-        the_task = task.Task(task.encode(demo.read_text(None)), 0)
-        yield the_task, the_task.train(demo.METHODS["global_norm"](), 320, lambda _: None)
+            patch.setattr(demo, name, value)
+        corpus = demo.encode(demo.help_topics())
+
+        def train(limit):
+            optimizer = optax.chain(optaxclip.clip_by_global_norm(limit), demo.sgd(320))
+            return demo.train(corpus, optimizer, 320, seed=0)
+
+        yield train, train(1.0)
 
 
 @pytest.mark.slow
@@ -414,12 +417,11 @@ def test_spikes_among_real_norms(real, seed):
 
 @pytest.mark.slow
 def test_the_demo_learns_with_the_suggested_limit(real):
-    task, recorded = real
+    train, recorded = real
     limit = tuning.suggest(recorded.norm).limit
     assert np.median(recorded.norm) < limit < np.max(recorded.norm) / 100
-    method = demo.METHODS["global_norm"].func(limit)
-    history = task.train(method, len(recorded.norm), lambda _: None)
-    assert len(history.nonfinite) == 0
+    history = train(limit)
+    assert np.isfinite(history.loss).all()
     assert history.held_out[-1] < recorded.held_out[-1] + 0.1
 
 

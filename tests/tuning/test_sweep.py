@@ -1,6 +1,5 @@
 """Sweeps: every run is what it would be alone, and the named limit is the right one."""
 
-import argparse
 import os
 import sys
 
@@ -13,8 +12,6 @@ import pytest
 
 import optaxclip
 from optaxclip import ops, tuning
-from optaxclip.__main__ import main
-from optaxclip.commands import sweep
 from optaxclip.tuning import replaying, runs, sweeping
 
 STEPS = 60
@@ -352,42 +349,3 @@ def test_a_transformation_in_the_state():
 
     result = tuning.sweep(init, step, [0.5, 5.0], STEPS, key=KEY, data=TARGETS)
     assert result.final_loss[1] < result.final_loss[0]
-
-
-@pytest.mark.slow
-def test_the_command(capsys, tmp_path, monkeypatch):
-    for package in ("flax", "matplotlib", "rich"):
-        pytest.importorskip(package)
-    for name, value in {"LENGTH": 20, "BATCH": 2, "HIDDEN": 8}.items():
-        monkeypatch.setattr(f"optaxclip.commands.demo_task.{name}", value)
-    args = ["--limits", "1", "3", "--steps", "10", "--seeds", "2", "--out", str(tmp_path)]
-    assert main(["sweep", *args]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert not any("other seeds" in line for line in printed)
-    assert [line.split()[0] for line in printed[:3]] == ["limit", "1", "3"]
-    (picture,) = tmp_path.iterdir()
-    assert printed[-2] == f"curve: {picture}"
-    assert picture.read_bytes().startswith(b"\x89PNG\r\n")
-
-
-REFUSED = {
-    "is not a positive number": ["0", "-1", "nan", "many"],
-    "is outside of the range of float32": ["1e-46", "1e39", "1e999"],
-}
-
-
-@pytest.mark.parametrize("said", REFUSED)
-def test_the_command_refuses_limits(capsys, said):
-    for limit in REFUSED[said]:
-        with pytest.raises(SystemExit) as stopped:
-            main(["sweep", f"--limits={limit}"])
-        assert stopped.value.code == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert f"'{limit}' {said}" in line
-
-
-@pytest.mark.slow
-def test_the_command_takes_the_range_of_float32_and_infinity():
-    parser = argparse.ArgumentParser()
-    sweep.add_arguments(parser)
-    assert parser.parse_args(["--limits", "1e-45", "3e38", "inf"]).limits == [1e-45, 3e38, np.inf]

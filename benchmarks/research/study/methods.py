@@ -25,7 +25,6 @@ class Setting(NamedTuple):
     Attributes:
       direction: the optimizer's first half, as in `Optimizer`.
       finish: its second half.
-      moments: the parts of its state that remember gradients.
       share: the learning rate of a step over the largest.
       limit: float32[], of a method with a constant.
       noise: the task's; 0 where training is not private.
@@ -35,7 +34,6 @@ class Setting(NamedTuple):
 
     direction: Step
     finish: Step
-    moments: tuple[str, ...]
     share: optax.Schedule
     limit: Array
     noise: float
@@ -92,7 +90,6 @@ def watched(stage: Step) -> Step:
 COUNTERS: dict[type, Callable[[Any], Array]] = {
     Watched: lambda state: state.changed,
     optaxclip.SkipState: lambda state: state.num_skipped,
-    optaxclip.ResetState: lambda state: state.num_resets,
     optaxclip.StableAdamState: lambda state: state.clip.info.num_clipped.max(),
     # Clips of examples count examples, of the last step alone.
     per_example.PerExampleState: lambda state: jnp.full((), -1, jnp.int32),
@@ -146,17 +143,6 @@ def _plain(of: Setting) -> Step:
 def _skip(inner: Step) -> Step:
     rule = thresholds.window(6.0, 128)
     return optaxclip.skip_above(inner, rule, loss_limit=rule)
-
-
-def _reset(of: Setting) -> Step:
-    rule = thresholds.window(6.0, 128)
-    return optaxclip.reset_state(_plain(of), when=rule, only=of.moments, warmup=20)
-
-
-def _spam(of: Setting) -> Step:
-    clip = watched(optaxclip.clip_by_second_moment(reset_every=100))
-    reset = optaxclip.reset_state(_plain(of), every=100, only=of.moments, warmup=30)
-    return optax.chain(clip, reset)
 
 
 def _stable_adam(of: Setting) -> Step:
@@ -219,7 +205,6 @@ METHODS: dict[str, Method] = {
     "EMA": Method(before(optaxclip.clip_by_ema_norm)),
     "moving max": Method(before(optaxclip.clip_by_moving_max)),
     "second moment": Method(before(optaxclip.clip_by_second_moment)),
-    "SPAM": Method(_spam),
     "Stable-SPAM": Method(before(_stable_spam)),
     "stable Adam": Method(_stable_adam, only=("adamw",)),
     "normalize": Method(before(optaxclip.normalize_by_global_norm)),
@@ -227,7 +212,6 @@ METHODS: dict[str, Method] = {
     "spectral": Method(before(lambda: optaxclip.clip_by_spectral_norm(1.0))),
     "skip non-finite": Method(_around(optaxclip.skip_nonfinite)),
     "skip above": Method(_around(_skip)),
-    "reset": Method(_reset),
     "microbatches": Method(_plain, microbatches=True),
     "microbatches, clipped": Method(
         _plain,

@@ -19,13 +19,11 @@ class Optimizer(NamedTuple):
     Attributes:
       direction: from the gradient to the step before the rate, such as `optax.scale_by_adam`.
       finish: weight decay and the learning rate.
-      moments: the parts of the direction's state that remember gradients.
       share: the learning rate of a step over the largest, from 0 to 1.
     """
 
     direction: optax.GradientTransformation
     finish: optax.GradientTransformation
-    moments: tuple[str, ...]
     share: optax.Schedule
 
 
@@ -90,5 +88,4 @@ def optimizer(name: str, rate: Array, steps: int) -> Optimizer:
         optax.add_decayed_weights(DECAY),
         optax.scale_by_learning_rate(lambda count: rate[count] * share(count)),
     )
-    moments = ("trace",) if name == "sgd" else ("mu", "nu")
-    return Optimizer(DIRECTIONS[name](), finish, moments, share)
+    return Optimizer(DIRECTIONS[name](), finish, share)

@@ -9,7 +9,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-import optaxclip.commands.figures as figures
 from benchmarks.research.study.comparing import HARMS, HELPS, UNCLEAR, Case
 from benchmarks.research.study.runs import BEST, NONE, RATES, Cell, Pair
 from benchmarks.research.study.summary import Summary
@@ -22,16 +21,13 @@ LETTERS, WIDTH, DPI = {"font.size": 13}, 5.6, 200
 ROW, AROUND = 0.265, 1.7
 """Inches of a row with a method's name, and of all else."""
 IN_PICTURE = ("best", "past", "spike", "tails", "nan", "jump", "stretch")
-MET, MISSED = "meets the measure", "misses it"
 LOOK = {
     HELPS: (COLORS[1], 0.35),
     HARMS: (COLORS[0], 0.45),
     UNCLEAR: ("white", 0.0),
-    MET: ("white", 0.0),
-    MISSED: (COLORS[3], 0.6),
 }
-"""Colour and how much of it. What a picture judges otherwise has colours of its own."""
-SHOWN = (NONE, BEST, "ZClip", "AutoClip", "skip above", "reset")
+"""The colors of the verdicts, and how much of each."""
+SHOWN = (NONE, BEST, "ZClip", "AutoClip", "skip above")
 BEFORE, AFTER, MOST = 4, 14, 2
 """Evaluations that are drawn of a recovery, and pairs."""
 
@@ -126,7 +122,7 @@ def lost(summary: Summary) -> Figure:
     ax.set_ylim(len(methods) - 0.5, -0.5)
     ax.set_xlim(left=0)
     finished(ax, "runs lost, %", legend=False)
-    figures.shared_legend(figure)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
@@ -143,7 +139,8 @@ def recovery(summary: Summary) -> Figure:
     for ax, pair in zip(axes, pairs, strict=True):
         _around(ax, summary, pair, case)
     figure.axes[-1].set_xlabel("steps after the spike")
-    figures.shared_legend(figure)
+    handles = axes[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 

@@ -16,7 +16,7 @@ from benchmarks.research.study.methods import Method
 from benchmarks.research.study.plan import Cell, Effort, Found, OfBatches
 from benchmarks.research.study.tables import methods_for
 from benchmarks.research.study.task import Task
-from benchmarks.research.study.tasks import ALL
+from benchmarks.research.study.tasks import TASKS
 from optaxclip import tuning
 
 ENVIRONMENT = {
@@ -78,7 +78,7 @@ def _beginning(task: Task, effort: Effort) -> tuple[Any, Any]:
 
 def explore(task_name: str, optimizer: str, effort: Effort) -> Found:
     """The edge of the learning rate, and how large norms are there, without a clip."""
-    task, grid = ALL[task_name](), plan.GRID[optimizer]
+    task, grid = TASKS[task_name](), plan.GRID[optimizer]
     method = methods_for(task.noise is not None, optimizer)["none"]
     runner = Runner(task, optimizer, method, effort)
     seeds = effort.finding
@@ -97,7 +97,7 @@ def explore(task_name: str, optimizer: str, effort: Effort) -> Found:
 
 def run_cell(of: Cell, found: Found, effort: Effort) -> list[Row]:
     """A row for each run: without a fault at all rates, then with each fault at the best one."""
-    task = ALL[of.task]()
+    task = TASKS[of.task]()
     method = methods_for(task.noise is not None, of.optimizer)[of.method]
     runner = Runner(task, of.optimizer, method, effort)
     limit = found.suggested if method.limit == "suggest" else None

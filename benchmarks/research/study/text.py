@@ -19,7 +19,7 @@ from jax import Array
 from benchmarks.research import text_model
 from benchmarks.research.study.examples import Examples, scrambled
 from benchmarks.research.study.task import Params, Task
-from optaxclip.commands.demo_task import MAX_SYMBOLS, encode
+from examples.demo import SYMBOLS, encode
 
 SIZE = text_model.Size(width=24, heads=2, layers=2, context=24, batch=8, held_out=64)
 """Of the transformer, and of the windows of both networks."""
@@ -58,7 +58,7 @@ def transformer() -> Task:
     """The network of `benchmarks.research.text_model`."""
     losses = functools.partial(losses_of_transformer, size=SIZE)
     initial = functools.partial(text_model.initial, size=SIZE)
-    return task(library(), MAX_SYMBOLS, initial, losses, ("adamw", "muon"))
+    return task(library(), SYMBOLS, initial, losses, ("adamw", "muon"))
 
 
 def losses_of_transformer(params: Params, batch: Examples, size: text_model.Size) -> Array:
@@ -69,7 +69,7 @@ def losses_of_transformer(params: Params, batch: Examples, size: text_model.Size
 @functools.cache
 def lstm() -> Task:
     """One layer without normalization, its recurrent matrices orthogonal at first."""
-    return task(library(), MAX_SYMBOLS, _initial_lstm, _losses_of_lstm, ("adamw", "sgd"))
+    return task(library(), SYMBOLS, _initial_lstm, _losses_of_lstm, ("adamw", "sgd"))
 
 
 def _initial_lstm(key: Array) -> Params:
@@ -77,11 +77,11 @@ def _initial_lstm(key: Array) -> Params:
     # The forget gates are open at first: R. Jozefowicz and others, 2015.
     bias = jnp.zeros((4, HIDDEN)).at[1].set(1.0)
     return {
-        "embedding": jax.random.normal(of_input, (MAX_SYMBOLS, 4 * HIDDEN)),
+        "embedding": jax.random.normal(of_input, (SYMBOLS, 4 * HIDDEN)),
         "recurrent": jax.nn.initializers.orthogonal()(of_recurrent, (HIDDEN, 4 * HIDDEN)),
         "bias": bias.reshape(-1),
-        "head": HIDDEN**-0.5 * jax.random.normal(of_head, (HIDDEN, MAX_SYMBOLS)),
-        "head_bias": jnp.zeros(MAX_SYMBOLS),
+        "head": HIDDEN**-0.5 * jax.random.normal(of_head, (HIDDEN, SYMBOLS)),
+        "head_bias": jnp.zeros(SYMBOLS),
     }
 
 
